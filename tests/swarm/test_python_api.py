@@ -140,6 +140,19 @@ def test_rows_in_several_sessions_are_the_same(
     assert len(opened) == parts
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_what_a_batch_took_is_known_to_the_next_one(parts: int, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(causal_lm, "groups", lambda *given: asked.append(given[3]) or parts)
+    for _ in range(2):
+        generate(model, prompt(2, 9), max_new_tokens=9, min_new_tokens=9)
+    known = asked[1]
+    assert known.rounds[2, parts] > 0
+    assert all(seconds > 0 for seconds, _ in known.computed)
+    assert {rows for _, rows in known.computed} == {2 / parts}
+    assert (known.overhead is not None) or parts == 2
+
+
 def test_what_depends_on_other_rows_stays_in_one_session(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(causal_lm, "groups", lambda *_: pytest.fail("asked"))
     for case in ("sampling, a batch", "several sequences", "beam search, unequal prompts"):

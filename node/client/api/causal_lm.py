@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final, Unpack
 
@@ -22,6 +23,7 @@ from .drafted import DraftedDecoding, DraftOptions, drafted, take_draft_options
 from .drafted_rows import DraftedRows
 from .inference_session import InferenceSession
 from .model import DistributedModel, ModelOptions, OpenedModel, open_model, takes_model_options
+from .pace import Paces
 from .remote import forward_context
 from .row_groups import FIRST_GAIN, are_independent, draft_apart, generate_in_groups, groups, lookup_gain
 from .tuning import soft_prompt
@@ -76,6 +78,7 @@ class DistributedModelForCausalLM(DistributedModel):
         self._active: list[InferenceSession] = []
         self.drafts: dict[str, Any] = DraftCounts().fields()
         self._row_gain = FIRST_GAIN
+        self._paces = Paces()
 
     def inference_session(self, max_length: int) -> InferenceSession:
         """A session for up to `max_length` tokens per row, which `generate` uses until the session is closed."""
@@ -143,16 +146,22 @@ class DistributedModelForCausalLM(DistributedModel):
             apart = free and drafts is not None and self._are_apart(input_ids, length, kwargs)
             count = 1 if apart or not free else self._row_groups(input_ids, length, kwargs)
             if count > 1:
+                sessions: list[InferenceSession] = []
 
                 def opened() -> InferenceSession:
-                    return self._blocks.inference_session(length)
+                    sessions.append(self._blocks.inference_session(length))
+                    return sessions[-1]
 
                 part = partial(self._generate_in, drafts=None)
                 made = generate_in_groups(part, opened, input_ids, kwargs, count, self._padding(input_ids, kwargs))
+                self._note_pace(sessions)
                 self._learn_gain(input_ids, made, kwargs, drafts)
                 return made
             with self._blocks.inference_session(length, adapter=adapter) as own:
-                return self._generate_in(own, input_ids, kwargs, drafts, apart)
+                result = self._generate_in(own, input_ids, kwargs, drafts, apart)
+            if free and drafts is None:
+                self._note_pace([own])
+            return result
         return self._generate_in(session, input_ids, kwargs, drafts)
 
     def _are_apart(self, input_ids: torch.Tensor, length: int, kwargs: dict[str, Any]) -> bool:
@@ -161,7 +170,7 @@ class DistributedModelForCausalLM(DistributedModel):
         if rows == 1:
             return False
         spec = SessionSpec(b"", self._blocks.span, rows, length)
-        step_seconds, trip_seconds = self._runtime.call(self._runtime.value.stages, spec)
+        _, step_seconds, trip_seconds = self._runtime.call(self._runtime.value.stages, spec)
         return draft_apart(rows, step_seconds, trip_seconds, self._row_gain)
 
     def _learn_gain(
@@ -195,7 +204,13 @@ class DistributedModelForCausalLM(DistributedModel):
         if rows == 1 or not are_independent(kwargs, self.transformers_model.generation_config):
             return 1
         spec = SessionSpec(b"", self._blocks.span, rows, length)
-        return groups(rows, *self._runtime.call(self._runtime.value.stages, spec))
+        route, step_seconds, trip_seconds = self._runtime.call(self._runtime.value.stages, spec)
+        key = tuple((hop.peer_id, hop.span.start, hop.span.end) for hop in route)
+        return groups(rows, step_seconds, trip_seconds, self._paces.measured(key))
+
+    def _note_pace(self, sessions: Sequence[InferenceSession]) -> None:
+        """What the sessions of a batch, which were at work at once, have taken."""
+        self._paces.note([(session.batch_size or 1, session.pace) for session in sessions])
 
     def _padding(self, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> int:
         """The token that transformers puts behind a row that has ended."""

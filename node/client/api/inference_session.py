@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -25,6 +26,7 @@ from ..session.compared_session import Session
 from ..session.session import ClientSession
 from ..session.stream import SessionSpec
 from ..session_adapter import SessionAdapter
+from .pace import Pace
 from .runtime import TrioThread
 
 
@@ -39,6 +41,7 @@ class InferenceSession:
         tokens: token ids per row, if the session holds what `generate` sent; else None.
         adapter: applies to the blocks in this session instead of the adapter that the model was opened with.
         drafting: what drafts of `generate` have brought so far.
+        pace: what its decode steps have taken so far.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class InferenceSession:
         self.max_length = max_length
         self.tokens: list[list[int]] | None = None
         self.drafting = DraftPlan()
+        self.pace = Pace()
         self._runtime = runtime
         self._span = span
         self._wait = wait
@@ -85,6 +89,13 @@ class InferenceSession:
         if self._session is None:
             return []
         return [(hop.peer_id, (hop.span.start, hop.span.end)) for hop in self._session.route]
+
+    def _note_step(self) -> None:
+        """A decode step was answered."""
+        session = self._session
+        if isinstance(session, ClientSession):
+            route = tuple((hop.peer_id, hop.span.start, hop.span.end) for hop in session.route)
+            self.pace.note(time.perf_counter(), route, session.timings)
 
     @property
     def recoveries(self) -> int:
@@ -161,6 +172,8 @@ class InferenceSession:
             if early is not None and isinstance(session, ClientSession):
                 step = partial(session.step, early=lambda answer, begin: early(from_chunks([answer]), begin))
             output = from_chunks(self._runtime.call(step, chunks, tuple(reorder)))
+            if hidden.shape[1] == 1:
+                self._note_step()
             return output.to(hidden.device)
 
     def call(self, function: Callable[[Session], Awaitable[Any]]) -> Any:
@@ -197,9 +210,13 @@ class InferenceSession:
             async def made() -> list[int]:
                 ended = trio.Event()
                 wanted = Sampling(max_new_tokens=most)
-                return await conversation.answer(
-                    tokens, wanted, lambda token: ended.set() if token in stop_tokens else None, ended
-                )
+
+                def on_token(token: int) -> None:
+                    self._note_step()
+                    if token in stop_tokens:
+                        ended.set()
+
+                return await conversation.answer(tokens, wanted, on_token, ended)
 
             answer: list[int] = self._runtime.call(made)
             return answer

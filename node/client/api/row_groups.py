@@ -16,12 +16,13 @@ import torch
 
 from ..drafting import Draft, LookupDrafter
 from .inference_session import InferenceSession
+from .pace import Measured
 
 _BASE: Final = 0.8
 """Of a server's step of one row, what a step of several rows takes once: the weights are read for all of them. By the
 compiled kernels 0.9 with float32 weights and 0.7 with 4 bits; less where torch multiplies."""
-_HANDLING: Final = 0.0015
-"""Seconds in which a server takes, checks, signs and sends a step."""
+_HANDLING: Final = 0.002
+"""Seconds in which a server takes, checks, signs and sends a step; of its processor time 1.7 to 2.7 ms."""
 _CLIENT: Final = 0.005
 """Seconds of the client's loop for a group: embedding, head, choice, receipts. Its threads take turns."""
 _WORTH: Final = 0.8
@@ -45,26 +46,40 @@ _INDEPENDENT: Final = frozenset(
 """Arguments of transformers' generate whose effect on a row does not depend on the other rows."""
 
 
-def groups(rows: int, step_seconds: Sequence[float], trip_seconds: float) -> int:
-    """In how many groups `rows` go through servers that take so long for a step of one row.
+def groups(rows: int, step_seconds: Sequence[float], trip_seconds: float, measured: Measured | None = None) -> int:
+    """In how many groups `rows` go through servers that say that they take so long for a step of one row.
 
-    `trip_seconds`: what a step takes on the way, through all of them and back. One group, unless more are clearly
-    quicker.
+    `trip_seconds`: what a step takes on the way, through all of them and back. `measured`: what earlier batches through
+    the same servers have shown, which counts more. One group, or what was quickest of what was tried with so many rows,
+    unless another number is clearly quicker.
     """
     if len(step_seconds) < 2:
         return 1
-    best, least = 1, _WORTH * _round_seconds(1, rows, step_seconds, trip_seconds)
-    for count in range(2, min(rows, 2 * len(step_seconds), _MOST) + 1):
-        seconds = _round_seconds(count, rows, step_seconds, trip_seconds)
-        if seconds < least:
+    measured = measured or Measured()
+    steps, handling = _as_measured(measured) if measured.computed else (step_seconds, _HANDLING)
+    counts = range(1, min(rows, 2 * len(step_seconds), _MOST) + 1)
+    tried = {count: measured.rounds[rows, count] for count in counts if (rows, count) in measured.rounds}
+    best = min(tried, key=tried.__getitem__, default=1)
+    least = _WORTH * (tried[best] if tried else _round_seconds(1, rows, steps, trip_seconds, handling))
+    for count in counts:
+        seconds = _round_seconds(count, rows, steps, trip_seconds, handling)
+        if count not in tried and seconds < least:
             best, least = count, seconds
     return best
 
 
-def _round_seconds(count: int, rows: int, step_seconds: Sequence[float], trip_seconds: float) -> float:
+def _as_measured(measured: Measured) -> tuple[list[float], float]:
+    """Seconds of each server's step of one row, and in which a server handles it: the client is as one of them."""
+    steps = [seconds / (_BASE + (1 - _BASE) * size) for seconds, size in measured.computed]
+    return steps, max(_HANDLING, (measured.overhead or 0.0) / (len(steps) + 1))
+
+
+def _round_seconds(
+    count: int, rows: int, step_seconds: Sequence[float], trip_seconds: float, handling: float = _HANDLING
+) -> float:
     """Until every row has another token: as long as the busiest has to do, or one group needs for its way."""
     size = -(-rows // count)
-    stages = [seconds * (_BASE + (1 - _BASE) * size) + _HANDLING for seconds in step_seconds]
+    stages = [seconds * (_BASE + (1 - _BASE) * size) + handling for seconds in step_seconds]
     return max(count * max(stages), count * _CLIENT, sum(stages) + _CLIENT + trip_seconds)
 
 
