@@ -22,6 +22,7 @@ from .session.compared_session import Session
 from .session.flight import Flight
 from .session.prefixes import common_prefix
 from .session.session import ClientSession
+from .session.step import UNWATCHED_BYTES
 
 _LONG: Final = 4
 """From so many tokens on, a match says more than that the text went on as before behind a wrong token."""
@@ -360,6 +361,7 @@ class Drafter:
         async def embedded(some: list[int], position: int) -> WireTensor:
             return (await trio.to_thread.run_sync(embed, some, position))[0]
 
+        last = await embedded(answer.tokens[-1:], session.position)
         async with session.flight() as flight:
             checking = Speculation(
                 answer,
@@ -369,7 +371,10 @@ class Drafter:
                 embed=embedded,
                 head=head,
                 compute_seconds=lambda: [timing.compute for timing in session.timings],
-                most_step_tokens=min(session.max_step_tokens, CHUNK_TOKENS[0]),  # which are never cut
+                # Which are never cut, and are sent without a look at whether the server reads.
+                most_step_tokens=min(
+                    session.max_step_tokens, CHUNK_TOKENS[0], max(1, UNWATCHED_BYTES // len(last.payload))
+                ),
                 model=ModelDrafter(self.reader, answer.sampler, self.skipped) if self.reader is not None else None,
             )
             await checking.run(draft)
