@@ -130,7 +130,7 @@ class ComputeThread:
 
     def close(self, session: ComputeSession) -> None:
         """Frees the session's cache as soon as the thread is between two turns. Does not wait."""
-        self._post(session.close)
+        self._post(partial(self.steps.close, session))
 
     def limit_prefixes(self, room: int) -> None:
         """Has at most so many cache tokens kept for later sessions. Does not wait: who opens a session after this finds
@@ -231,18 +231,22 @@ class ComputeThread:
             pass  # the node has stopped; nobody waits any more
 
     def _run(self) -> None:
-        while self._drain_queue():
+        wait = 0.0
+        while self._drain_queue(wait):
+            wait = 0.0
             if self.steps.is_waited_for:
-                self.steps.run_turn()
+                wait = self.steps.run_turn()
             elif self._resumed or self._passes:
                 self._continue_pass(self._resumed or self._passes)
 
-    def _drain_queue(self) -> bool:
-        """Takes all that has come, and waits if there is nothing to do; false when the thread is to end."""
-        block = not (self.steps.is_waited_for or self._passes or self._resumed)
+    def _drain_queue(self, wait: float = 0.0) -> bool:
+        """Takes all that has come, and waits: without end if there is nothing to do, else for `wait` seconds at most.
+        False when the thread is to end."""
+        busy = self.steps.is_waited_for or self._passes or self._resumed
+        block, timeout = not busy or wait > 0, wait if busy else None
         try:
             while True:
-                item = self._queue.get(block)
+                item = self._queue.get(block, timeout)
                 if item is None:
                     return False
                 if isinstance(item, Step):

@@ -1,7 +1,7 @@
 """Steps of sessions on the device: which of them are next, bytes to tensors, a ragged batch of decode steps or a chunk
 of a prefill, tensors to bytes. All of it runs on the compute thread.
 
-`turns.py` decides which are next.
+`turns.py` decides which are next, `gathering.py` whether to wait a moment for more of them.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from ...protocols.tensors import DTYPES, arrives_finite, decode, dtype_name, enc
 from ..blocks.cache import SpanCache
 from ..blocks.span import BlockSpan
 from ..blocks.span_adapter import SpanAdapter
+from .gathering import Gathering
 from .prefixes import PrefixStore, PrefixUse
 from .tallies import ServerTallies
-from .turns import Accounts, Waiting, next_turn
+from .turns import Accounts, Shares, Turn, Waiting, next_turn
 
 log = logging.getLogger(__name__)
 
 OnComputed = Callable[[int, float, float], None]
 
 
-@dataclass
+@dataclass(eq=False)
 class ComputeSession:
     """A session of `peer` as the compute thread sees it. Only that thread touches `cache`; `adapter` changes its
     blocks. `paid`: it has priority. `shared`: what it shares with other sessions, None for nothing. `begun`: tokens of
@@ -132,6 +133,7 @@ class StepRunner:
         self._tallies = tallies or ServerTallies()
         self._waiting: list[Step] = []
         self._accounts = Accounts()
+        self._gathering = Gathering()
         self._overtaken = 0  # prefills by those of sessions that have paid
         self.prefixes = PrefixStore()
         self.on_decode: OnComputed = lambda rows, share, seconds: None
@@ -149,6 +151,7 @@ class StepRunner:
             step.answer(_refusal(error))
         else:
             self._waiting.append(step)
+            self._gathering.came(step.session, step.arrived)
 
     def _unpack(self, step: Step) -> None:
         """Bytes to tensor, and the cache to where the step starts; ERROR_BAD_REQUEST: the cache is untouched."""
@@ -170,14 +173,30 @@ class StepRunner:
         if step.session.shared is not None:
             step.digests = token_digests(step.input.payload, hidden.shape[0], hidden.shape[1])
 
-    def run_turn(self) -> None:
-        """Runs waiting decode steps as one batch, and then a chunk of one prefill, as `next_turn` has it."""
+    def close(self, session: ComputeSession) -> None:
+        self._gathering.gone(session)
+        session.close()
+
+    def run_turn(self) -> float:
+        """Runs waiting decode steps as one batch, and then a chunk of one prefill, as `next_turn` has it; or does
+        nothing, and returns the seconds for which it is better to wait for steps that are about to come."""
         self._drop_closed()
+        waiting, shares, turn = self._next_turn()
+        sessions = [step.session for step in self._waiting]
+        seconds = self._gathering.time(waiting, sessions, turn, shares, self._clock())
+        if not seconds:
+            self._run(turn)
+        return seconds
+
+    def _next_turn(self) -> tuple[list[Waiting], Shares, Turn]:
         waiting = [
             Waiting(step.hidden.shape[0], step.hidden.shape[1], step.done, step.session.paid, step.session.peer)
             for step in self._waiting
         ]
-        turn = next_turn(waiting, self._overtaken, self._accounts.shares(waiting, self._clock()))
+        shares = self._accounts.shares(waiting, self._clock())
+        return waiting, shares, next_turn(waiting, self._overtaken, shares)
+
+    def _run(self, turn: Turn) -> None:
         self._overtaken = turn.overtaken
         decodes = [self._waiting[index] for index in turn.decode]
         prefill = None if turn.prefill is None else self._waiting[turn.prefill]
@@ -218,6 +237,7 @@ class StepRunner:
         for step in batch:
             rows_of[step.session.peer] += step.session.cache.batch
         self._accounts.note_decode(rows_of, seconds, now)
+        self._gathering.note_decode(rows_of, seconds, now)
         blocks = sum(len(step.session.cache.specs) for step in batch)
         rows = rows_of.total()
         self._tallies.batch_rows.add(rows)
@@ -225,6 +245,7 @@ class StepRunner:
         for step, output in zip(batch, outputs, strict=True):
             step.seconds = seconds
             self._answer(step, output)
+            self._gathering.answered(step.session, step.session.peer, step.session.cache.batch, self._clock())
 
     def _prefill(self, step: Step, chunk: int) -> bool:
         """Computes the next `chunk` tokens; true once the step is answered."""
@@ -238,6 +259,7 @@ class StepRunner:
             return True
         seconds = self._clock() - begun
         self._accounts.note_prefill(step.session.peer, seconds)
+        self._gathering.worked(begun + seconds)
         step.done = end
         step.seconds += seconds
         self.on_prefill(chunk * step.hidden.shape[0], len(cache.specs) / len(self._blocks.span), seconds)

@@ -14,7 +14,7 @@ et al. 1996, section 2).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from ..blocks.span import PREFILL_CHUNK
@@ -22,8 +22,13 @@ from .budget import next_in_line, now_overtaken
 
 MAX_DECODE_ROWS: Final = 256
 _ROUNDING: Final = 1 + 1e-9
-_FADING: Final = 0.98
-"""Of what was measured before, at each measurement: some fifty turns count."""
+_FADING: Final = 0.99
+"""Of the weight of what was measured before, at each measurement: some hundred turns count."""
+_NEWEST: Final = 0.125
+"""Weight of the newest of measurements with as many rows."""
+_ENOUGH: Final = 0.1
+"""Weight from which what batches of so many rows took is told as it is, not by the line through all."""
+_SIZES: Final = 64
 
 
 @dataclass(frozen=True)
@@ -55,13 +60,15 @@ class Turn:
 
 @dataclass(frozen=True)
 class BatchCost:
-    """Seconds of a batch of decode steps: `base`, and `row` for each row."""
+    """Seconds of a batch of decode steps: `base`, and `row` for each row, where it has not been measured itself."""
 
     base: float
     row: float
+    measured: Mapping[int, float] = field(default_factory=dict, compare=False)
 
     def seconds(self, rows: int) -> float:
-        return self.base + self.row * rows
+        found = self.measured.get(rows)
+        return self.base + self.row * rows if found is None else found
 
 
 @dataclass(frozen=True)
@@ -106,7 +113,7 @@ def _decode_steps(waiting: Sequence[Waiting], shares: Shares, with_prefill: bool
         if step.is_decode:
             by_peer.setdefault(step.peer, []).append(index)
     # A chunk of a prefill takes longer than any batch: short batches before each would help nobody.
-    limit = None if with_prefill else _most_seconds(waiting, by_peer, shares)
+    limit = None if with_prefill else _most_seconds(_rows_of(waiting, by_peer), shares)
     used = dict(shares.used or {})
     chosen: list[int] = []
     rows = 0
@@ -130,40 +137,60 @@ def _decode_steps(waiting: Sequence[Waiting], shares: Shares, with_prefill: bool
     return tuple(sorted(chosen))
 
 
-def _most_seconds(waiting: Sequence[Waiting], by_peer: Mapping[str, Sequence[int]], shares: Shares) -> float | None:
-    """How long a batch may take; None: as long as it needs."""
-    expected = {peer: rows for peer, rows in (shares.expected or {}).items() if peer not in by_peer}
-    peers = len(by_peer) + len(expected)
+def _rows_of(waiting: Sequence[Waiting], by_peer: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    return {peer: sum(waiting[index].rows for index in steps) for peer, steps in by_peer.items()}
+
+
+def _most_seconds(rows_of: Mapping[str, int], shares: Shares) -> float | None:
+    """How long a batch may take where so many rows of each peer wait; None: as long as it needs."""
+    expected = {peer: rows for peer, rows in (shares.expected or {}).items() if peer not in rows_of}
+    peers = len(rows_of) + len(expected)
     if peers < 2 or shares.cost is None:
         return None
-    alone = [shares.cost.seconds(sum(waiting[index].rows for index in steps)) for steps in by_peer.values()]
-    limits = [peers * seconds for seconds in alone]
+    limits = [peers * shares.cost.seconds(rows) for rows in rows_of.values()]
     # Who is about to come waits for this batch, and then for that in which it is.
     limits += [(peers - 1) * shares.cost.seconds(rows) for rows in expected.values()]
     return _ROUNDING * min(limits)
 
 
+def most_rows(rows_of: Mapping[str, int], shares: Shares) -> int:
+    """How many rows a batch may have where so many of each peer wait, and no prefill."""
+    rows, limit = min(sum(rows_of.values()), MAX_DECODE_ROWS), _most_seconds(rows_of, shares)
+    if limit is not None and shares.cost is not None:
+        while rows > 1 and shares.cost.seconds(rows) > limit:
+            rows -= 1
+    return rows
+
+
 class CostFit:
-    """A straight line through what batches have taken: least squares, in which older ones fade."""
+    """What batches have taken, by their rows, and a straight line through it: least squares, in which sizes that were
+    not seen for long count less."""
 
     def __init__(self) -> None:
-        self._sums = [0.0] * 5  # of weights, rows, seconds, squares of rows, products
+        self._sizes: dict[int, tuple[float, float]] = {}  # rows: weight, mean of the seconds
 
     def note(self, rows: int, seconds: float) -> None:
-        new = (1.0, rows, seconds, rows * rows, rows * seconds)
-        self._sums = [_FADING * old + one for old, one in zip(self._sums, new, strict=True)]
+        self._sizes = {size: (_FADING * weight, mean) for size, (weight, mean) in self._sizes.items()}
+        weight, mean = self._sizes.get(rows, (0.0, 0.0))
+        self._sizes[rows] = weight + 1.0, mean + (seconds - mean) * max(_NEWEST, 1.0 / (weight + 1.0))
+        if len(self._sizes) > _SIZES:
+            del self._sizes[min(self._sizes, key=lambda size: self._sizes[size][0])]
 
     @property
     def cost(self) -> BatchCost | None:
         """What a batch costs; None before the first one. As long as all had as many rows, each row is taken to cost as
         much as the others: then shorter ones follow, and show what is so."""
-        weight, rows, seconds, squares, products = self._sums
-        if not weight or not rows:
+        if not self._sizes:
             return None
-        spread = weight * squares - rows * rows
-        row = (weight * products - rows * seconds) / spread if spread > 1e-6 * weight * squares else seconds / rows
+        total = sum(weight for weight, _ in self._sizes.values())
+        rows = sum(weight * size for size, (weight, _) in self._sizes.items()) / total
+        seconds = sum(weight * mean for weight, mean in self._sizes.values()) / total
+        spread = sum(weight * (size - rows) ** 2 for size, (weight, _) in self._sizes.items())
+        together = sum(weight * (size - rows) * mean for size, (weight, mean) in self._sizes.items())
+        row = together / spread if spread > 1e-6 * total * rows * rows else seconds / rows
         row = min(max(row, 0.0), seconds / rows)
-        return BatchCost(max((seconds - row * rows) / weight, 0.0), row)
+        measured = {size: mean for size, (weight, mean) in self._sizes.items() if weight >= _ENOUGH}
+        return BatchCost(max(seconds - row * rows, 0.0), row, measured)
 
 
 class Accounts:

@@ -16,6 +16,7 @@ import trio.testing
 from petalnode.node.blocks.passes import Batch, PassGenerator, SpanPasses
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.server.compute_thread import ComputeThread, PassResult
+from petalnode.node.server.gathering import Gathering
 from petalnode.node.server.steps import ComputeSession, StepInput
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import Span
@@ -252,5 +253,64 @@ def test_what_a_check_refuses_goes_before_a_payload_that_cannot_be_used(blocks: 
             await compute.step(session, wrong, refuse)
         with pytest.raises(Refusal, match="pusher's receipt"):
             await compute.step(session, wrong, lambda: None)
+
+    run(blocks, main)
+
+
+def gather(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """No batch begins before so many steps wait."""
+    monkeypatch.setattr(Gathering, "time", lambda _, waiting, *rest: 0.0 if len(waiting) >= steps else 2 * TIMEOUT)
+
+
+def test_a_batch_that_waits_for_a_step_begins_when_it_comes(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[int] = []
+    decode = blocks.decode
+
+    def noting(steps: Any, *rest: Any) -> Any:
+        batches.append(len(steps))
+        return decode(steps, *rest)
+
+    async def main(compute: ComputeThread) -> None:
+        sessions = [await compute.open(1, 20, (), "none", ALL) for _ in range(3)]
+        monkeypatch.setattr(blocks, "decode", noting)
+        gather(monkeypatch, 3)
+        async with trio.open_nursery() as nursery:
+            for session in sessions:
+                nursery.start_soon(compute.step, session, step(0))
+                await compute.call(lambda: None)  # calls do not wait for the batch
+
+    run(blocks, main)
+    assert batches == [3]
+
+
+def test_a_session_that_is_closed_while_its_step_waits_for_others_has_its_answer(
+    blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main(compute: ComputeThread) -> None:
+        session = await compute.open(1, 20, (), "none", ALL)
+        gather(monkeypatch, 2)
+
+        async def ask() -> None:
+            with pytest.raises(Refusal, match="ended"):
+                await compute.step(session, step(0))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await compute.call(lambda: None)
+            compute.close(session)
+        await compute.call(lambda: None)
+
+    run(blocks, main)
+
+
+def test_the_thread_ends_while_a_batch_waits(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(compute: ComputeThread) -> None:
+        session = await compute.open(1, 20, (), "none", ALL)
+        gather(monkeypatch, 2)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(compute.step, session, step(0))
+            await compute.call(lambda: None)
+            await compute.stop()
+            nursery.cancel_scope.cancel()
 
     run(blocks, main)

@@ -5,50 +5,10 @@ from __future__ import annotations
 import pytest
 
 from petalnode.node.server.turns import Accounts, BatchCost, CostFit, Shares, Turn, Waiting, next_turn
+from tests.serving import Serving
 
 COSTS = (BatchCost(5.0, 0.0), BatchCost(4.0, 1.0), BatchCost(1.0, 4.0), BatchCost(0.0, 5.0))
 """From what memory binds, where more rows cost nothing, to what processors bind."""
-
-
-class Serving:
-    """A server of cost `cost`, and peers with sessions of so many rows that ask for the next token a second after the
-    one before, or as many as `think` says."""
-
-    def __init__(self, cost: BatchCost, peers: dict[str, list[int]], think: dict[str, float] | None = None) -> None:
-        self.now = 0.0
-        self.tokens = dict.fromkeys(peers, 0)
-        self.longest = dict.fromkeys(peers, 0.0)
-        self._cost, self._think = cost, think or {}
-        self._accounts = Accounts()
-        self._coming = [(0.0, peer, rows) for peer, sessions in peers.items() for rows in sessions]
-        self._waiting: list[tuple[float, str, int]] = []
-
-    def run(self, seconds: float) -> Serving:
-        while self.now < seconds:
-            self._coming.sort(key=lambda coming: coming[0])
-            while self._coming and self._coming[0][0] <= self.now:
-                self._waiting.append(self._coming.pop(0))
-            if self._waiting:
-                self._turn()
-            else:
-                self.now = self._coming[0][0]
-        return self
-
-    def _turn(self) -> None:
-        steps = [Waiting(rows, 1, peer=peer) for _, peer, rows in self._waiting]
-        turn = next_turn(steps, 0, self._accounts.shares(steps, self.now))
-        assert turn.decode, "a device must not be idle while somebody waits"
-        served = [self._waiting[index] for index in turn.decode]
-        self._waiting = [step for index, step in enumerate(self._waiting) if index not in turn.decode]
-        seconds = self._cost.seconds(sum(rows for _, _, rows in served))
-        self.now += seconds
-        rows_of: dict[str, int] = {}
-        for since, peer, rows in served:
-            rows_of[peer] = rows_of.get(peer, 0) + rows
-            self.tokens[peer] += rows
-            self.longest[peer] = max(self.longest[peer], self.now - since)
-            self._coming.append((self.now + self._think.get(peer, 1.0), peer, rows))
-        self._accounts.note_decode(rows_of, seconds, self.now)
 
 
 @pytest.mark.parametrize("cost", COSTS, ids=["base", "mostly base", "mostly rows", "rows"])

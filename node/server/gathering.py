@@ -1,0 +1,217 @@
+"""Whether a batch of decode steps begins at once, or waits a moment for sessions that are about to come back.
+
+After a batch its sessions are answered one after the other, and their clients send the next steps within some
+milliseconds. If the device begins again with the first that is back, the others become a second batch, and the two
+alternate for ever: each reads all weights, for half of the sessions. To wait for the others costs the device that time,
+and saves a batch. Which of both gives more tokens a second follows from what batches of so many rows take
+(`BatchCost`) and from how long each session has been away after its last answers. `gathering_time`, a pure function,
+decides it anew whenever a step has come; the time that the device has been idle counts against waiting longer, so it
+waits for no longer than a batch takes. Where a prefill waits it does not: all who are quick come back during its chunk.
+
+How long a session is away is smoothed as the timer of RFC 6298, section 2, does it: a mean and a mean deviation. Of
+several that are equally far, the last is expected later than one by itself, as if times were exponential beyond their
+least: so many spreads as the harmonic number of them, less one. A session is expected for four deviations, and not any
+longer when those are over. So one that is gone or slow is waited for once at most, and a chain with long links never.
+
+A client may come back quickly for a while and then late, to make others wait in vain. So a peer is waited for no
+longer than its credit, which is `_EARNED` of the device's time that its own steps took, less what was waited for it in
+vain. By any number of identities he wastes at most that part of what he could use by asking for steps.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from .turns import Shares, Turn, Waiting, most_rows
+
+_WORTH: Final = 1.03
+"""Waiting has to promise so many times the tokens a second."""
+_FEW: Final = 2
+"""Turn-around times that have to be known of a session."""
+_SPREAD: Final = 1.36
+"""Mean of an exponential distribution over its mean deviation: e / 2."""
+_LEAST: Final = 0.0002
+"""Seconds of a wait: less than what a thread needs to wake."""
+_LATE: Final = 4
+"""Mean deviations after which a session is not expected any more: the timer of RFC 6298, section 2."""
+_AWAY: Final = 1.0
+"""Seconds after which a session has paused: what is known of it is from another time."""
+_EARNED: Final = 0.5
+_SAVED: Final = 4
+"""Times of a batch that a peer's credit may grow to."""
+_PEERS: Final = 1024
+
+
+@dataclass(frozen=True)
+class Returning:
+    """A session whose next step, of `rows`, is to be here in `due` seconds, for `peer`; `spread`: by how much later the
+    later ones of such sessions come, as the mean of an exponential distribution."""
+
+    rows: int
+    due: float
+    spread: float = 0.0
+    peer: str = ""
+
+
+def gathering_time(
+    waiting: Sequence[Waiting],
+    turn: Turn,
+    returning: Sequence[Returning],
+    shares: Shares,
+    idle: float = 0.0,
+    usual: float = 0.0,
+) -> float:
+    """Seconds to wait for some of `returning` before steps are chosen again; 0: `turn`, chosen from `waiting`, begins.
+
+    Args:
+        idle: seconds for which the device has had nothing to do.
+        usual: the turn-around time of those that wait, in seconds.
+    """
+    cost = shares.cost
+    if cost is None or turn.prefill is not None or not turn.decode:
+        return 0.0
+    now = sum(waiting[index].rows for index in turn.decode)
+    here = sum(step.rows for step in waiting)
+    seconds = cost.seconds(now)
+    soon = sorted((one for one in returning if one.due < seconds), key=lambda one: one.due)
+    if not soon:
+        return 0.0
+    most = _most_rows(waiting, soon, shares)
+    # What comes of beginning: this batch in turns with one of all others, or again and again without those.
+    others = min(here - now + sum(one.rows for one in soon), most)
+    best = _WORTH * max((now + others) / (seconds + cost.seconds(others)), now / (max(idle, usual) + seconds))
+    wait = order = 0.0
+    for place, one in enumerate(soon):
+        order += 1 / (len(soon) - place)  # so many spreads until so many of equal ones are here, on average
+        due = max(one.due + one.spread * (order - 1), 0.0)
+        here += one.rows
+        rows = min(here, most)
+        rate = rows / (idle + due + cost.seconds(rows))
+        if rate > best:
+            best, wait = rate, max(due, _LEAST)
+    return wait
+
+
+def _most_rows(waiting: Sequence[Waiting], soon: Sequence[Returning], shares: Shares) -> int:
+    """Rows of a batch in which all of them may take part, by the shares of the peers."""
+    rows_of: Counter[str] = Counter()
+    for step in waiting:
+        rows_of[step.peer] += step.rows
+    for one in soon:
+        rows_of[one.peer] += one.rows
+    return most_rows(rows_of, shares)
+
+
+@dataclass
+class _Session:
+    """What is known of a session. `answered`: when its last step was; None while one waits."""
+
+    peer: str
+    rows: int
+    answered: float | None = None
+    known: int = 0
+    mean: float = 0.0
+    deviation: float = 0.0
+    awaited: bool = False
+
+    def came(self, now: float) -> None:
+        if self.answered is None:
+            return
+        away, self.answered, self.awaited = max(0.0, now - self.answered), None, False
+        if away > _AWAY:
+            self.known = 0
+        elif self.known == 0:
+            self.known, self.mean, self.deviation = 1, away, away / 2
+        else:
+            self.known += 1
+            self.deviation += (abs(away - self.mean) - self.deviation) / 4
+            self.mean += (away - self.mean) / 8
+
+    def returning(self, now: float) -> Returning:
+        assert self.answered is not None
+        spread = _SPREAD * self.deviation
+        return Returning(self.rows, max(self.answered + self.mean - now, spread), spread, self.peer)
+
+    def left(self, now: float) -> float:
+        """Seconds from `now` after which it is not expected any more."""
+        assert self.answered is not None
+        return self.answered + self.mean + _LATE * self.deviation - now
+
+
+class Gathering:
+    """Which sessions have been answered and are about to come back, and how much each peer may have others wait.
+
+    Sessions are any hashable objects; all times are seconds of one clock.
+    """
+
+    def __init__(self) -> None:
+        self._sessions: dict[Hashable, _Session] = {}
+        self._credit: dict[str, float] = {}
+        self._ended = 0.0  # when the device last had nothing to do any more
+        self._wait: tuple[float, float] | None = None  # since when it waits, and until when at most
+
+    def came(self, session: Hashable, now: float) -> None:
+        """A step of the session is there since `now`."""
+        if session in self._sessions:
+            self._sessions[session].came(now)
+
+    def gone(self, session: Hashable) -> None:
+        self._sessions.pop(session, None)
+
+    def answered(self, session: Hashable, peer: str, rows: int, now: float) -> None:
+        """A decode step of the session has been answered."""
+        known = self._sessions.setdefault(session, _Session(peer, rows))
+        known.rows, known.answered = rows, now
+
+    def note_decode(self, rows: Mapping[str, int], seconds: float, now: float) -> None:
+        """A batch with so many rows of each peer took `seconds`, and ended `now`."""
+        self.worked(now)
+        total = sum(rows.values())
+        for peer, count in rows.items():
+            earned = _EARNED * seconds * count / total
+            self._credit[peer] = min(self._credit.pop(peer, 0.0) + earned, _SAVED * seconds)
+        while len(self._credit) > _PEERS:
+            del self._credit[next(iter(self._credit))]  # who has had no step for longest
+        self._sessions = {
+            session: known
+            for session, known in self._sessions.items()
+            if known.answered is None or now - known.answered <= _AWAY
+        }
+
+    def worked(self, now: float) -> None:
+        """The device did something until `now`."""
+        self._ended = now
+
+    def time(
+        self, waiting: Sequence[Waiting], sessions: Sequence[Hashable], turn: Turn, shares: Shares, now: float
+    ) -> float:
+        """As `gathering_time` has it, for the waiting steps of `sessions`; 0 has the turn begin."""
+        usual = [known.mean for key in sessions if (known := self._sessions.get(key)) is not None and known.known]
+        away = [known for known in self._sessions.values() if known.answered is not None and known.known >= _FEW]
+        awaited = [known for known in away if 0 < known.left(now) <= self._credit.get(known.peer, 0.0)]
+        wait = gathering_time(
+            waiting,
+            turn,
+            [known.returning(now) for known in awaited],
+            shares,
+            now - self._ended,
+            statistics.median(usual) if usual else 0.0,
+        )
+        if wait > 0:
+            since = self._wait[0] if self._wait is not None else now
+            self._wait = since, now + wait
+            for known in awaited:
+                known.awaited = True
+            return wait
+        if self._wait is not None:
+            since, until = self._wait
+            for peer in {known.peer for known in away if known.awaited and known.left(now) <= 0}:
+                self._credit[peer] = max(0.0, self._credit.get(peer, 0.0) - (min(now, until) - since))
+            self._wait = None
+            for known in away:
+                known.awaited = False
+        return 0.0
