@@ -8,7 +8,7 @@ room; most of them are in memory anyway, because a session is replayed from them
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
@@ -61,6 +61,10 @@ class LoggedBatch:
 class SessionLog:
     """The receipts of one session at one server, in order. With `keeps_tensors`, the tensors of steps and replies too.
 
+    A step that turned out not to be wanted (a draft that was wrong) has its receipt and its input here, too, at every
+    server of the chain: the receipts of later steps follow, and who recomputes those checks by its header that it was
+    rolled back. `others` are the logs among which that of the next server is.
+
     Attributes:
         opening, granted: how it was opened; None before that, and of a session that another process has opened.
         prefix: headers and bytes of what had entered, in an earlier session, for the tokens that it began with.
@@ -68,7 +72,14 @@ class SessionLog:
         nbytes: of the tensors that are kept.
     """
 
-    def __init__(self, peer_id: str, *, keeps_tensors: bool = False, limit: int | None = None) -> None:
+    def __init__(
+        self,
+        peer_id: str,
+        *,
+        keeps_tensors: bool = False,
+        limit: int | None = None,
+        others: Iterable[SessionLog] = (),
+    ) -> None:
         self.peer_id = peer_id
         self.opening: wire.Open | None = None
         self.granted: wire.Granted | None = None
@@ -76,6 +87,7 @@ class SessionLog:
         self.complete = False
         self.nbytes = 0
         self._keeps = keeps_tensors
+        self._others = others
         self._entries: deque[LoggedStep] = deque()
         self._limit = limit or (LAST_SHARED if keeps_tensors else LAST_RECEIPTS)
         self._pending: OrderedDict[int, tuple[wire.Step, wire.Tensor, bytes | bytearray | None]] = OrderedDict()
@@ -101,6 +113,20 @@ class SessionLog:
         self._pending[step.sequence] = (step, tensor, payload if self._keeps else None)
         if len(self._pending) > _MAX_PENDING:
             self._pending.popitem(last=False)
+
+    def waiting(self, sequence: int) -> tuple[wire.Step, wire.Tensor, bytes | bytearray | None] | None:
+        """The step of this number, which is not answered, with header and bytes of its tensor; None if not known."""
+        return self._pending.get(sequence)
+
+    def forget(self, sequence: int) -> None:
+        """The step of this number was not what is noted here."""
+        self._pending.pop(sequence, None)
+
+    def pushed_on(self, nonce: bytes, step: wire.Step, tensor: wire.Tensor, payload: bytes | bytearray) -> None:
+        """Notes in the log of the session with this nonce what this server has pushed there."""
+        for other in self._others:
+            if other.opening is not None and other.opening.nonce == nonce:
+                other.asked(step, tensor, payload)
 
     def answered(self, sequence: int, receipt: Receipt, output: bytes | bytearray | None) -> None:
         """Notes a receipt whose signature and place in the chain were checked."""
@@ -157,7 +183,7 @@ class ReceiptArchive:
     def session(self, peer_id: str) -> SessionLog:
         """A log for a new session at a server."""
         self._make_room()
-        log = SessionLog(peer_id, keeps_tensors=self.shares)
+        log = SessionLog(peer_id, keeps_tensors=self.shares, others=self._sessions)
         self._sessions.append(log)
         return log
 

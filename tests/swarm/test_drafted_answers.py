@@ -28,6 +28,9 @@ from petalnode.node.client.swarm_model import identify_model
 from petalnode.node.models.sources.resolve import resolve
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
+from petalnode.node.trust.bundle import session_bundle
+from petalnode.node.trust.receipt_log import SHARED_BYTES, ReceiptArchive, SessionLog
+from petalnode.node.verification.evidence_check import check_evidence
 from petalnode.protocols.ids import Span
 from tests.tiny_models import VOCABULARY, save_tiny
 
@@ -38,8 +41,9 @@ LENGTH = 40
 class Chain:
     """Servers of a tiny model, and a client of them."""
 
-    def __init__(self, swarm: MemorySwarm, folder: Path, compare: int = 1) -> None:
+    def __init__(self, swarm: MemorySwarm, folder: Path, compare: int = 1, shared_bytes: int = 0) -> None:
         self._swarm, self._folder, self._compare = swarm, folder, compare
+        self._shared_bytes = shared_bytes
 
     @asynccontextmanager
     async def _conversation(
@@ -51,6 +55,7 @@ class Chain:
             identified = await identify_model(node, given)
             local = load_client(self._folder)
             async with open_client(node, identified, compare_chains=self._compare) as client:
+                client.receipts = ReceiptArchive(self._shared_bytes)
                 conversation = Conversation(
                     client, local, max_length=512, stop_tokens=stops, drafts=drafts, draft_model=draft_model
                 )
@@ -290,6 +295,24 @@ def under_way(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(DraftPlan, "step_tokens", lambda plan, tokens: min(tokens, 3))
     monkeypatch.setattr(Flight, "ask", asked)
     return seen
+
+
+def test_a_session_with_wrong_drafts_is_audited_whole_at_every_server(
+    swarm: MemorySwarm, folder: Path, servers: list[MemoryServer], under_way: list[int]
+) -> None:
+    """What entered for the steps that were rolled back is known at the servers behind the first one, too."""
+    logs: list[SessionLog] = []
+    chain = Chain(swarm, folder, shared_bytes=SHARED_BYTES)
+    _, counts = chain.answer(GREEDY, drafts=True, at_end=lambda conversation: logs.extend(conversation.logs))
+    assert counts.drafted > counts.accepted and len(logs) == 2
+    for log in logs:
+        assert log.complete
+        answered = [index for index, entry in enumerate(log.entries) if entry.output is not None]
+        undone = [entry for entry in log.entries if entry.output is None]
+        assert undone and all(entry.input is not None and entry.asked is not None for entry in undone)
+        bundle = session_bundle(Identity.generate(), log, answered[-1])
+        outcome = check_evidence(bundle, resolve(str(folder), offline=True))
+        assert not outcome.proven and not outcome.inconclusive and 0 <= outcome.error <= outcome.tolerance, outcome
 
 
 class NeverTwice:

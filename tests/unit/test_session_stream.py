@@ -21,7 +21,7 @@ from petalnode.node.client.session.stream import Answer, SessionSpec, SessionStr
 from petalnode.node.errors import ServerCheated, ServerFailed
 from petalnode.node.swarm.routing import Hop
 from petalnode.node.testing import message_streams, run_autojumping
-from petalnode.node.trust.receipt_log import SessionLog
+from petalnode.node.trust.receipt_log import ReceiptArchive, SessionLog
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import PeerError
 from petalnode.protocols.ids import PROTOCOL_VERSION, Span
@@ -29,6 +29,7 @@ from petalnode.protocols.inference import (
     MAX_SEQUENCE,
     hash_of_step,
     pledge_to_wire,
+    pushed_step,
     receipt_to_wire,
     root_of,
     sha256,
@@ -604,6 +605,11 @@ def test_what_is_skipped_is_signed_in_its_order_and_comes_as_often_as_it_was_ask
         server.previous = before
         await server.answer(step, chunk, signed={"time_ms": receipt.time_ms, "reply_hash": b"x" * 32})
 
+    async def something_else(server: Server, step: wire.Step, chunk: WireTensor) -> None:
+        await server.answer(step, chunk, signed={"request_hash": b"x" * 32})
+
+    error = skipping(something_else, SessionLog(SERVER.peer_id, keeps_tensors=True))
+    assert isinstance(error, ServerCheated) and "for something else than it was asked" in str(error)
     error = skipping(two_answers, SessionLog(SERVER.peer_id))
     assert isinstance(error, ServerCheated) and error.proof is not None
     assert [receipt.reply_hash == b"x" * 32 for receipt in error.proof] == [False, True]
@@ -646,6 +652,49 @@ def test_a_step_that_the_server_before_pushed_is_logged_with_what_it_took() -> N
 
     log = SessionLog(SERVER.peer_id, keeps_tensors=True)
     talk(main, log=log)
+
+
+@pytest.mark.parametrize("upstream", [b"b" * 32, b"o" * 32], ids=["the receipt of that", "another receipt"])
+def test_who_signs_for_another_push_of_a_step_that_nobody_waits_for_is_blamed_only_where_that_is_sure(
+    upstream: bytes,
+) -> None:
+    """An honest server that was pushed something else by the one before it is not; what it did is not audited then."""
+
+    async def main(server: Server, session: SessionStream) -> None:
+        chunk, other = chunk_of(), chunk_of(9.0, 9.0, 9.0, 9.0)
+        pushed = wire.Step(sequence=session.target().sequence, route_epoch=1, previous_receipt=b"b" * 32)
+        log.asked(pushed, chunk.tensor, chunk.payload)
+        late = await asked(session, chunk)
+        await server.answer(pushed, other, pushed=True, signed={"upstream_receipt": upstream})
+        await server.answer(late, chunk)
+        if upstream == pushed.previous_receipt:
+            with pytest.raises(ServerCheated, match="for something else than it was asked"):
+                await received(session, late, chunk)
+        else:
+            await received(session, late, chunk)
+            assert [entry.step for entry in log.entries] == [None, late] and not log.complete
+
+    log = SessionLog(SERVER.peer_id, keeps_tensors=True)
+    talk(main, log=log)
+
+
+def test_what_a_server_pushed_for_a_step_that_nobody_waits_for_is_what_the_next_one_was_asked() -> None:
+    archive = ReceiptArchive(shared_bytes=1 << 20)
+    first, second = archive.session(SERVER.peer_id), archive.session(OTHER.peer_id)
+    second.begin(wire.Open(nonce=b"n" * 16), wire.Granted())
+
+    async def main(server: Server, session: SessionStream) -> None:
+        chunk, output = chunk_of(), chunk_of(5.0, 6.0, 7.0, 8.0)
+        target = wire.PushTarget(peer_id=peer_id_to_bytes(OTHER.peer_id), nonce=b"n" * 16, sequence=7)
+        early = await asked(session, chunk, targets=[target])
+        late = await asked(session, chunk)
+        receipt = await server.answer(early, chunk, output)
+        await server.answer(late, chunk)
+        await received(session, late, chunk)
+        assert second.waiting(7) == (pushed_step(early, receipt.hash()), output.tensor, output.payload)
+        assert second.waiting(late.sequence) is None and first.complete
+
+    talk(main, log=first)
 
 
 def test_a_server_that_was_pushed_something_else_shows_by_whom() -> None:

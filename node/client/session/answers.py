@@ -17,7 +17,7 @@ from ....crypto.receipts import Receipt
 from ....protocols import wire_pb2 as wire
 from ....protocols.framing import MessageStream, all_finite
 from ....protocols.ids import Span
-from ....protocols.inference import LOOK_BACK, hash_of_step, sha256
+from ....protocols.inference import LOOK_BACK, hash_of_step, pushed_step, sha256
 from ...errors import ServerFailed
 from ...swarm.routing import Hop
 from ...swarm.trusted_servers import TrustedServers
@@ -166,7 +166,7 @@ class AnswerChecks(ServerStream[wire.InferenceFrame]):
         """Its receipts; None if nobody keeps them."""
         return self._log
 
-    def _skip(self, reply: wire.Reply) -> None:
+    def _skip(self, reply: wire.Reply, answer: WireTensor | None = None) -> None:
         """An answer that nobody wants any more still is a part of the chain of receipts."""
         receipt = self._receipt_of(reply.receipt)
         if reply.sequence <= self._answered:
@@ -177,7 +177,31 @@ class AnswerChecks(ServerStream[wire.InferenceFrame]):
         self._answered = reply.sequence
         self._last_receipt = receipt.hash()
         if self._log is not None:
+            self._note_request(self._log, reply.sequence, receipt, answer)
             self._log.answered(reply.sequence, receipt, None)
+
+    def _note_request(self, log: SessionLog, sequence: int, receipt: Receipt, answer: WireTensor | None) -> None:
+        """Checks for what a server signs an answer that nobody wants, as far as that is known: with another request in
+        its chain of receipts, nobody could audit what it answers later. Where it has pushed, that is what the next
+        server was asked.
+
+        Raises:
+            ServerCheated: it signs for something else than it was sent, or than the server before has signed for.
+        """
+        waiting = log.waiting(sequence)
+        if waiting is None:
+            return
+        step, tensor, payload = waiting
+        if payload is not None and hash_of_step(step, tensor, sha256(payload)) != receipt.request_hash:
+            log.forget(sequence)  # who pushed has answered something else than it pushed, or this server lies
+            if step.previous_receipt in (b"", receipt.upstream_receipt):
+                raise self._cheated("its receipt is for something else than it was asked")
+            return
+        if not step.targets or answer is None or sha256(answer.payload) != receipt.reply_hash:
+            return
+        told, asked = answer.tensor, tensor
+        if (list(told.shape), told.dtype, told.codec) == (list(asked.shape), asked.dtype, asked.codec):
+            log.pushed_on(step.targets[0].nonce, pushed_step(step, receipt.hash()), told, answer.payload)
 
     def _check_copy(self, receipt: Receipt) -> None:
         """A reply that comes once more has to be the one that came."""

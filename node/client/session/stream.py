@@ -284,7 +284,7 @@ class SessionStream(AnswerChecks):
             self.bytes_received += len(answer.payload)
             due = self._due.answer(frame.reply.sequence)
             if frame.reply.sequence < step.sequence:
-                self._skip(frame.reply)
+                self._skip(frame.reply, answer)
                 if not due:
                     raise self._failed(f"it answered step {frame.reply.sequence} more often than it was asked")
                 continue
