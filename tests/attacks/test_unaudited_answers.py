@@ -1,0 +1,48 @@
+"""A server breaks its chain of receipts at a step that turned out not to be wanted, so that its later answers in the
+session cannot be audited: who audits could not tell what led to them."""
+
+from __future__ import annotations
+
+import pytest
+
+from petalnode.node.client.session.stream import SessionStream
+from petalnode.node.errors import ServerCheated
+from petalnode.node.trust.receipt_log import SessionLog
+from petalnode.protocols import wire_pb2 as wire
+from tests.unit.test_session_stream import SERVER, Server, asked, chunk_of, received, talk
+
+
+def test_a_receipt_for_something_else_than_was_sent_is_found_where_nobody_waits_for_the_answer() -> None:
+    async def main(server: Server, session: SessionStream) -> None:
+        chunk = chunk_of()
+        early, late = await asked(session, chunk), await asked(session, chunk, 1)
+        await server.answer(early, chunk, signed={"request_hash": b"x" * 32})
+        await server.answer(late, chunk)
+        with pytest.raises(ServerCheated, match="for something else than it was asked"):
+            await received(session, late, chunk)
+
+    talk(main, log=SessionLog(SERVER.peer_id, keeps_tensors=True))
+
+
+@pytest.mark.parametrize("upstream", [b"b" * 32, b"o" * 32], ids=["the receipt of that", "another receipt"])
+def test_who_signs_for_another_push_of_a_step_that_nobody_waits_for_is_blamed_only_where_that_is_sure(
+    upstream: bytes,
+) -> None:
+    """An honest server that was pushed something else by the one before it is not; what it did is not audited then."""
+
+    async def main(server: Server, session: SessionStream) -> None:
+        chunk, other = chunk_of(), chunk_of(9.0, 9.0, 9.0, 9.0)
+        pushed = wire.Step(sequence=session.target().sequence, route_epoch=1, previous_receipt=b"b" * 32)
+        log.asked(pushed, chunk.tensor, chunk.payload)
+        late = await asked(session, chunk)
+        await server.answer(pushed, other, pushed=True, signed={"upstream_receipt": upstream})
+        await server.answer(late, chunk)
+        if upstream == pushed.previous_receipt:
+            with pytest.raises(ServerCheated, match="for something else than it was asked"):
+                await received(session, late, chunk)
+        else:
+            await received(session, late, chunk)
+            assert [entry.step for entry in log.entries] == [None, late] and not log.complete
+
+    log = SessionLog(SERVER.peer_id, keeps_tensors=True)
+    talk(main, log=log)
