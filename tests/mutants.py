@@ -64,7 +64,14 @@ _MEMORY: Final = (
 TESTS: Final[dict[str, tuple[str, ...]]] = {
     "crypto/*": (*_unit(_SIGNED), *_ATTACKS),
     "protocols/*": (*_unit(_SIGNED), *_unit(_WIRE), *_ATTACKS, *_MEMORY, "fuzz/test_findings"),
-    "node/trust/*": (*_unit(_SIGNED), *_unit(_JUDGED), *_ATTACKS, "swarm/test_evidence_gossip", "api/test_receipts"),
+    "node/trust/*": (
+        *_unit(_SIGNED),
+        *_unit(_JUDGED),
+        *_ATTACKS,
+        "swarm/test_evidence_gossip",
+        "swarm/test_evidence_nodes",
+        "api/test_receipts",
+    ),
     "node/verification/*": (*_unit(_JUDGED), *_ATTACKS, "swarm/test_validate", "swarm/test_compared_chains"),
     "node/server/requests/*": (*_unit(_SERVED), *_ATTACKS, *_MEMORY, "swarm/test_moving"),
     "node/client/session/*": (
