@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import Any, Final
 
 from starlette.responses import JSONResponse
@@ -15,6 +16,9 @@ RETRY_SECONDS: Final = 10
 
 MESSAGES_PATH: Final = "/v1/messages"
 """Under which errors have the shape of Anthropic's."""
+
+REQUEST_ID: Final[ContextVar[str]] = ContextVar("REQUEST_ID", default="a request of a batch")
+"""Of the request that a task and those that it starts work on."""
 
 _ANTHROPIC_KINDS: Final = {
     401: "authentication_error",

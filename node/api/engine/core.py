@@ -23,7 +23,7 @@ from ...client.session_adapter import SessionAdapter, named
 from ...errors import BadInput, NoChainError
 from ...models.adapter import Adapter
 from ...trust.receipt_file import AnswerReceipts
-from ..errors import ApiError, api_error
+from ..errors import REQUEST_ID, ApiError, api_error
 from .block_outputs import block_outputs
 from .choice import AnswerParts, Choice
 from .conversations import CacheScope, Conversations
@@ -245,7 +245,7 @@ class Core:
             except Exception as error:
                 failed = api_error(error)
                 if failed.code == "internal_error":
-                    log.exception("an answer has failed in a way that nobody expected")
+                    log.exception("an answer to %s has failed in a way that nobody expected", REQUEST_ID.get())
                 self.tallies.answers["failed"] += 1
                 send.send_nowait(Failed(failed))
                 nursery.cancel_scope.cancel()

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..errors import MESSAGES_PATH, ApiError, error_response
+from ..errors import MESSAGES_PATH, REQUEST_ID, ApiError, error_response
 from .keys import ApiKeys
 
 LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -39,8 +39,9 @@ class Admission:
 
 
 class AdmissionMiddleware:
-    """An ASGI application before another one, which finds the owner of the key in `scope["state"]["owner"]`, and for
-    Anthropic's clients the id that their responses have as `request-id` in `scope["state"]["request_id"]`.
+    """An ASGI application before another one, which finds the owner of the key in `scope["state"]["owner"]`, and the id
+    that responses have as `x-request-id` (for Anthropic's clients `request-id`) in `scope["state"]["request_id"]`; log
+    lines about the request have it from `REQUEST_ID`.
 
     Attributes:
         application: the one behind it.
@@ -55,9 +56,14 @@ class AdmissionMiddleware:
         self.changed: Callable[[], object] = lambda: None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"].startswith(MESSAGES_PATH):
-            scope.setdefault("state", {})["request_id"] = f"req_{secrets.token_hex(12)}"
-            send = _with_request_id(send, scope["state"]["request_id"])
+        request_id = scope.setdefault("state", {})["request_id"] = f"req_{secrets.token_hex(12)}"
+        token = REQUEST_ID.set(request_id)
+        try:
+            await self._admitted(scope, receive, _with_request_id(send, scope["path"], request_id))
+        finally:
+            REQUEST_ID.reset(token)
+
+    async def _admitted(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         origin = headers.get("origin")
         allowed = origin is not None and self._is_asked_for(origin)
@@ -75,7 +81,7 @@ class AdmissionMiddleware:
             refusal = send if not allowed else _with_cors(send, origin or "")
             await error_response(error, scope)(scope, receive, refusal)
             return
-        scope.setdefault("state", {})["owner"] = owner
+        scope["state"]["owner"] = owner
         await self._counted(scope, receive, _with_cors(send, origin or "") if allowed else send)
 
     async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -148,11 +154,13 @@ def _preflight(headers: Headers) -> Response:
     )
 
 
-def _with_request_id(send: Send, request_id: str) -> Send:
+def _with_request_id(send: Send, path: str, request_id: str) -> Send:
+    name = "request-id" if path.startswith(MESSAGES_PATH) else "x-request-id"
+
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
             message.setdefault("headers", [])
-            MutableHeaders(scope=message)["request-id"] = request_id
+            MutableHeaders(scope=message)[name] = request_id
         await send(message)
 
     return sending

@@ -1,0 +1,64 @@
+"""The id of a request: its response has it, and what is logged in any of its tasks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+import trio
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from petalnode.node.api.errors import REQUEST_ID
+from petalnode.node.api.http.admission import Admission, AdmissionMiddleware
+
+
+@pytest.mark.parametrize(("path", "header"), [("/v1/messages", "request-id"), ("/v1/completions", "x-request-id")])
+def test_each_request_has_an_id_that_its_tasks_know_and_no_other(path: str, header: str) -> None:
+    seen: list[str] = []
+    both = trio.Event()
+
+    async def answer() -> None:
+        seen.append(REQUEST_ID.get())
+        if len(seen) == 2:
+            both.set()
+        await both.wait()
+
+    async def endpoint(request: Request) -> JSONResponse:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(answer)
+        return JSONResponse({"id": REQUEST_ID.get()})
+
+    middleware: Any = AdmissionMiddleware(
+        Starlette(routes=[Route("/{path:path}", endpoint, methods=["POST"])]), Admission(hosts=())
+    )
+    answers: list[httpx.Response] = []
+
+    async def main() -> str:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(middleware), base_url="http://api") as client:
+
+            async def ask() -> None:
+                answers.append(await client.post(path))
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ask)
+                nursery.start_soon(ask)
+        return REQUEST_ID.get()
+
+    assert not trio.run(main).startswith("req_")
+    ids = [response.headers[header] for response in answers]
+    assert [response.json()["id"] for response in answers] == ids
+    assert sorted(seen) == sorted(ids) and len(set(ids)) == 2
+
+
+def test_who_is_refused_has_an_id_too() -> None:
+    async def main() -> httpx.Response:
+        middleware: Any = AdmissionMiddleware(Starlette(), Admission(hosts=("127.0.0.1",)))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(middleware), base_url="http://evil") as client:
+            return await client.post("/v1/completions")
+
+    refused = trio.run(main)
+    assert refused.status_code == 403 and refused.headers["x-request-id"].startswith("req_")
