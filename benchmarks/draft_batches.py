@@ -83,7 +83,7 @@ def client(model: str, addr: str, rows: int) -> None:
             found["drafted"] = answer(prompts, tokens, prompt_lookup_num_tokens=10)
             found["after"] = answer(prompts, plain_tokens)
             spec = SessionSpec(b"", opened.remote_blocks.span, 1, 64)
-            found["stages"], found["trip"] = opened._runtime.call(opened._runtime.value.stages, spec)
+            _, found["stages"], found["trip"] = opened._runtime.call(opened._runtime.value.stages, spec)
             print(json.dumps(found), flush=True)
 
 

@@ -191,6 +191,12 @@ class Speculation:
         gathers = self._by_model and self._asked and len(self.line) < self._longest
         if gathers and speed is not None and unsent < speed.model_step():
             return False
+        if self._asked and speed is not None and speed.sharing > 1:
+            # Each step takes the servers' time from other answers, too: not for one token that is right after another.
+            under_way = len(self.line) - len(self.answer.tokens)
+            least = min(speed.step_tokens(under_way), self.most_step_tokens) // 2
+            if unsent < least:
+                return False
         size = min(self.plan.step_tokens(unsent), self.most_step_tokens)
         start, end = self._sent, self._sent + size
         asked = _Asked(start, end, trio.current_time(), not self._asked)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from petalnode.node.client.api import causal_lm
+from petalnode.node.client.api import causal_lm, drafted_rows
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
+from petalnode.node.client.api.pace import DRAFTED, Measured, Paces
 from petalnode.node.client.drafting import Draft, DraftPlan, PipelineSpeed
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
 from tests.tiny_models import load_whole, save_tiny
@@ -117,7 +118,8 @@ def test_the_same_tokens_are_generated(model: Model, case: str) -> None:
     for name in ("drafted", "accepted", "steps"):
         assert model.drafts[name] == sum(row[name] for row in rows)
     if case in ("greedy", "max_length"):
-        assert all(row["drafted"] > row["accepted"] > 8 for row in rows)
+        assert all(row["drafted"] >= row["accepted"] > 8 for row in rows)
+        assert model.drafts["drafted"] > model.drafts["accepted"]
     if case == "ends":
         lengths = {int((row != PADDING).sum()) for row in outputs[0][:, PROMPTS.shape[1] :]}
         assert len(lengths) > 1, "all rows end at once: the case says nothing"
@@ -174,11 +176,15 @@ def test_a_session_that_is_given_stays_one_batch(model: Model) -> None:
 
 def test_what_drafts_have_brought_is_known_for_the_next_batch(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     gains: list[float] = []
+    known: list[set[tuple[int, int]]] = []
 
-    def seen(rows: int, step_seconds: object, trip_seconds: object, gain: float) -> bool:
+    def seen(rows: int, step_seconds: object, trip_seconds: object, gain: float, measured: Measured) -> bool:
         gains.append(gain)
+        known.append(set(measured.rounds))
         return len(gains) % 2 == 0
 
+    monkeypatch.setattr(model, "_paces", Paces())
+    monkeypatch.setattr(drafted_rows, "_ENOUGH", 1)
     monkeypatch.setattr(causal_lm, "draft_apart", seen)
     monkeypatch.setattr(model, "_row_gain", 1.0)
     accepted = []
@@ -187,6 +193,7 @@ def test_what_drafts_have_brought_is_known_for_the_next_batch(model: Model, monk
         accepted.append(model.drafts["accepted"])
     assert accepted[0] == accepted[2] == 0 < accepted[1]
     assert gains[0] == 1.0 < gains[1]  # by what would have been right in one batch
+    assert known == [set(), {(3, 1)}, {(3, 1), (3, DRAFTED)}]
     tokens = 32 * len(PROMPTS)
     assert gains[2] == pytest.approx((gains[1] + tokens / (tokens - accepted[1])) / 2)
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from petalnode.node.client.api.pace import DRAFTED, Measured, Paces
 from petalnode.node.client.api.row_groups import FIRST_GAIN, are_independent, draft_apart, groups, lookup_gain
 
 
@@ -72,3 +73,26 @@ def test_what_drafts_would_have_brought_is_counted_in_the_text() -> None:
     assert lookup_gain([(said, list(range(100, 140)))]) == 1.0
     assert lookup_gain([([*said, *said[:2]], said[2:32]), (said, list(range(100, 130)))]) == 60 / 32
     assert lookup_gain([]) == lookup_gain([(said, [])]) == 1.0
+
+
+def test_what_batches_took_counts_more_than_what_is_expected() -> None:
+    def apart(gain: float, **rounds: float) -> bool:
+        known = {(4, {"together": 1, "drafted": DRAFTED}[name]): seconds for name, seconds in rounds.items()}
+        return draft_apart(4, [0.02] * 3, 0.2, gain, Measured(rounds=known))
+
+    assert apart(2.0) and not apart(2.0, together=0.1)
+    assert apart(2.0, drafted=0.3) and not apart(2.0, together=0.3, drafted=0.5)  # this machine has more to do by rows
+    assert apart(4.0, together=0.3, drafted=0.5)
+    assert not apart(2.6, together=0.3, drafted=0.6)
+
+
+def test_the_time_of_drafted_rows_is_kept_for_a_chain() -> None:
+    now = 0.0
+    paces = Paces(lambda: now)
+    route, other = (("a", 0, 2),), (("b", 0, 2),)
+    paces.note_drafted(route, 4, 0.5)
+    paces.note_drafted(route, 8, 0.7)
+    assert paces.measured(route).rounds == {(4, DRAFTED): 0.5, (8, DRAFTED): 0.7}
+    assert not paces.measured(other).rounds
+    now = 1000.0
+    assert not paces.measured(route).rounds

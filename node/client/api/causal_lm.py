@@ -159,7 +159,7 @@ class DistributedModelForCausalLM(DistributedModel):
                 return made
             with self._blocks.inference_session(length, adapter=adapter) as own:
                 result = self._generate_in(own, input_ids, kwargs, drafts, apart)
-            if free and drafts is None:
+            if free and (drafts is None or (own.batch_size or 1) > 1):
                 self._note_pace([own])
             return result
         return self._generate_in(session, input_ids, kwargs, drafts)
@@ -170,8 +170,9 @@ class DistributedModelForCausalLM(DistributedModel):
         if rows == 1:
             return False
         spec = SessionSpec(b"", self._blocks.span, rows, length)
-        _, step_seconds, trip_seconds = self._runtime.call(self._runtime.value.stages, spec)
-        return draft_apart(rows, step_seconds, trip_seconds, self._row_gain)
+        route, step_seconds, trip_seconds = self._runtime.call(self._runtime.value.stages, spec)
+        measured = self._paces.measured(tuple((hop.peer_id, hop.span.start, hop.span.end) for hop in route))
+        return draft_apart(rows, step_seconds, trip_seconds, self._row_gain, measured)
 
     def _learn_gain(
         self, input_ids: torch.Tensor, sequences: torch.Tensor, kwargs: dict[str, Any], drafts: DraftOptions | None
@@ -270,6 +271,8 @@ class DistributedModelForCausalLM(DistributedModel):
         sequences = result if isinstance(result, torch.Tensor) else result.sequences
         if rows is not None and rows.counts:
             self.drafts["rows"] = [counts.fields() for counts in rows.counts]
+            if rows.step_seconds is not None:
+                self._paces.note_drafted(rows.route, len(rows.counts), rows.step_seconds)
         self._learn_gain(input_ids, sequences, kwargs, drafts)
         beams = kwargs.get("num_beams") or self.transformers_model.generation_config.num_beams or 1
         if beams == 1 and sequences.shape[0] == session.batch_size:

@@ -8,6 +8,7 @@ row's in that step, however far the others are.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -28,6 +29,7 @@ from ...blocks.remote_cache import RemoteCache
 from ..drafting import DraftCounts, DraftPlan
 from .drafted import STATELESS, DraftedDecoding, DraftOptions, ProcessorSampler
 from .inference_session import InferenceSession
+from .pace import Route
 
 _BY_ROW: Final = (
     *STATELESS,
@@ -43,6 +45,8 @@ _KNOWN: Final = frozenset(
     {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "synced_gpus", "streamer"}
 )
 """What transformers may hand over for the model that is cut by rows here, or is the same for all."""
+_ENOUGH: Final = 12
+"""Steps of all rows together, from which on they say something."""
 _KEPT_NUMBERS: Final = 1 << 22
 """Random numbers that are kept for rows that come to the same step later; others are drawn once more."""
 
@@ -92,14 +96,22 @@ class _Answers:
     def __init__(self, rows: int, padding: int, streamer: Any) -> None:
         self.made: list[list[int]] = [[] for _ in range(rows)]
         self._ended = [False] * rows
+        self._times = [(0.0, 0.0)] * rows
         self._padding = padding
         self._streamer = streamer
         self._shown = 0
         self._lock = threading.Lock()
         self.given_up = False
 
+    @property
+    def seconds(self) -> list[float]:
+        """From the first token of each row to its last."""
+        return [last - first for first, last in self._times]
+
     def take(self, row: int, token: int) -> None:
+        now = time.perf_counter()
         with self._lock:
+            self._times[row] = (self._times[row][0] if self.made[row] else now, now)
             self.made[row].append(token)
             self._show()
 
@@ -179,12 +191,16 @@ class DraftedRows:
 
     Attributes:
         counts: what drafts have brought in each row; empty if the batch went as one.
+        route: the chain of all rows, for which `step_seconds` counts.
+        step_seconds: from one step of a row to the next; None if there were few, or rows had different chains.
     """
 
     def __init__(
         self, local: ClientModel, open_row: Callable[[int], InferenceSession], plan: DraftPlan, options: DraftOptions
     ) -> None:
         self.counts: list[DraftCounts] = []
+        self.route: Route = ()
+        self.step_seconds: float | None = None
         self._local = local
         self._open_row = open_row
         self._plan = plan
@@ -238,7 +254,7 @@ class DraftedRows:
         model_kwargs: dict[str, Any],
     ) -> None:
         """Raises the first error of a row, after all have ended."""
-        length = int(given[2].max_length)
+        length, routes = int(given[2].max_length), set[Route]()
         with ExitStack() as stack:
             sessions = [stack.enter_context(self._open_row(max(1, length - hidden))) for hidden in padding]
             for session, plan in zip(sessions, self._plan.of_rows(len(padding)), strict=True):
@@ -261,6 +277,7 @@ class DraftedRows:
                     DraftedDecoding(self._local, sessions[row], options).answer(
                         model, ids, sampler, length - padding[row], own
                     )
+                    routes.add(tuple((peer, start, end) for peer, (start, end) in sessions[row].route))
                 answers.end(row)
 
             try:
@@ -274,6 +291,10 @@ class DraftedRows:
             raise failed[0]
         self.counts = [session.drafting.counts for session in sessions]
         self._plan.counts = sum_of(self.counts)
+        steps = [len(row) - 1 - counts.accepted for row, counts in zip(answers.made, self.counts, strict=True)]
+        if len(routes) == 1 and sum(steps) >= _ENOUGH:
+            self.route = routes.pop()
+            self.step_seconds = max(span / max(1, count) for span, count in zip(answers.seconds, steps, strict=True))
 
 
 def _of_row(processor: Any, row: int) -> Any:

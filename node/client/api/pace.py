@@ -6,7 +6,7 @@ import statistics
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from ..session.answers import HopTiming
@@ -16,6 +16,7 @@ _ENOUGH: Final = 6
 _KEPT: Final = 300.0
 """Seconds for which a measurement counts: servers and other clients change."""
 _ROUTES: Final = 16
+DRAFTED: Final = 0
 
 Route = tuple[tuple[str, int, int], ...]
 """Peer id, first block and end of each server of a chain."""
@@ -59,7 +60,8 @@ class Measured:
     Attributes:
         computed: of each server, and with how many rows; empty if nothing is known.
         overhead: of a step that was alone on its way, what none of the servers has computed.
-        rounds: until each of so many rows, in so many sessions, had another token.
+        rounds: until each of so many rows, in so many sessions, had another token; in sessions of their own with drafts
+            (`DRAFTED`), until a step was answered.
     """
 
     computed: tuple[tuple[float, float], ...] = ()
@@ -89,14 +91,22 @@ class Paces:
         before = self.measured(route)
         computed = [statistics.mean(server) for server in zip(*(pace.computed for _, pace in sessions), strict=True)]
         seconds = rows / sum(speeds)
-        self._known[route] = (
-            self._clock(),
+        self._keep(
+            route,
             Measured(
                 tuple((one, rows / len(sessions)) for one in computed),
                 max(0.0, seconds - sum(computed)) if len(sessions) == 1 else before.overhead,
                 {**before.rounds, (rows, len(sessions)): seconds},
             ),
         )
+
+    def note_drafted(self, route: Route, rows: int, seconds: float) -> None:
+        """So many rows were generated at once with drafts, each in a session of its own; `seconds` of a step."""
+        before = self.measured(route)
+        self._keep(route, replace(before, rounds={**before.rounds, (rows, DRAFTED): seconds}))
+
+    def _keep(self, route: Route, measured: Measured) -> None:
+        self._known[route] = self._clock(), measured
         self._known.move_to_end(route)
         while len(self._known) > _ROUTES:
             self._known.popitem(last=False)

@@ -16,7 +16,7 @@ import torch
 
 from ..drafting import Draft, LookupDrafter
 from .inference_session import InferenceSession
-from .pace import Measured
+from .pace import DRAFTED, Measured
 
 _BASE: Final = 0.8
 """Of a server's step of one row, what a step of several rows takes once: the weights are read for all of them. By the
@@ -83,17 +83,24 @@ def _round_seconds(
     return max(count * max(stages), count * _CLIENT, sum(stages) + _CLIENT + trip_seconds)
 
 
-def draft_apart(rows: int, step_seconds: Sequence[float], trip_seconds: float, gain: float) -> bool:
+def draft_apart(
+    rows: int, step_seconds: Sequence[float], trip_seconds: float, gain: float, measured: Measured | None = None
+) -> bool:
     """Whether `rows` are quicker each in a session of its own, with drafts, than in one batch without.
 
     `gain`: tokens that a step with a draft brings on average. Where no draft is right it is to be 0.97 times as quick
-    at least, so that a wrong `gain` costs little; what wrong drafts may cost, `DraftPlan` bounds.
+    at least, so that a wrong `gain` costs little; what wrong drafts may cost, `DraftPlan` bounds. `measured`: what
+    earlier batches through the same servers took counts more; it has to pay with half of the gain then.
     """
     if not 1 < rows <= _MOST_DRAFTED or not step_seconds:
         return False
-    together = _round_seconds(1, rows, step_seconds, trip_seconds)
-    busy = rows * (max(step_seconds) + _HANDLING)
-    if together < max(_LEAST * _round_seconds(rows, rows, step_seconds, trip_seconds), _SPARE * busy):
+    rounds = measured.rounds if measured is not None else {}
+    together = rounds.get((rows, 1)) or _round_seconds(1, rows, step_seconds, trip_seconds)
+    if (rows, DRAFTED) in rounds:
+        step = rounds[rows, DRAFTED]
+        return step / gain < _WORTH * together and together >= _LEAST * step / max(1.0, gain / 2)
+    alone, busy = _round_seconds(rows, rows, step_seconds, trip_seconds), rows * (max(step_seconds) + _HANDLING)
+    if together < max(_LEAST * alone, _SPARE * busy):
         return False
     stages = [seconds * (_BASE + (1 - _BASE) * gain) + _HANDLING for seconds in step_seconds]
     drafted = max(rows * max(stages), rows * _CLIENT, sum(stages) + _CLIENT + trip_seconds)
