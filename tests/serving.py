@@ -73,16 +73,15 @@ class Serving:
         return sorted(seconds for session in self.sessions if session.peer == peer for seconds in session.latencies)
 
     def _turn(self) -> None:
+        if left := self._gathering.left(len(self._waiting), self.now):
+            return self._wait(left)
         steps = [Waiting(session.rows, 1, peer=session.peer) for session in self._waiting]
         shares = self._accounts.shares(steps, self.now)
         turn = next_turn(steps, 0, shares)
         assert turn.decode, "a device must not be idle while somebody waits"
         wait = self._gathering.time(steps, self._waiting, turn, shares, self.now) if self._gathers else 0.0
         if wait > 0:
-            until = min([self.now + wait, *(session.coming for session in self._coming)])
-            self.idle += until - self.now
-            self.now = until
-            return
+            return self._wait(wait)
         served = [self._waiting[index] for index in turn.decode]
         self._waiting = [session for session in self._waiting if session not in served]
         self.sizes.append(sum(session.rows for session in served))
@@ -100,6 +99,11 @@ class Serving:
             self._gathering.answered(session, peer, rows, self.now)
         self._accounts.note_decode(rows_of, seconds, self.now)
         self._gathering.note_decode(rows_of, seconds, self.now)
+
+    def _wait(self, seconds: float) -> None:
+        until = min([self.now + seconds, *(session.coming for session in self._coming)])
+        self.idle += until - self.now
+        self.now = until
 
 
 class Times:

@@ -24,11 +24,11 @@ import statistics
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from .turns import Shares, Turn, Waiting, most_rows
 
-_WORTH: Final = 1.03
+_WORTH: Final = 1.05
 """Waiting has to promise so many times the tokens a second."""
 _FEW: Final = 2
 """Turn-around times that have to be known of a session."""
@@ -44,6 +44,13 @@ _EARNED: Final = 0.5
 _SAVED: Final = 4
 """Times of a batch that a peer's credit may grow to."""
 _PEERS: Final = 1024
+
+
+class Wait(NamedTuple):
+    """A wait of so many seconds for so many steps; 0: a batch begins at once."""
+
+    seconds: float = 0.0
+    steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,8 +71,8 @@ def gathering_time(
     shares: Shares,
     idle: float = 0.0,
     usual: float = 0.0,
-) -> float:
-    """Seconds to wait for some of `returning` before steps are chosen again; 0: `turn`, chosen from `waiting`, begins.
+) -> Wait:
+    """The wait for some of `returning` before steps are chosen again, or none: `turn`, chosen from `waiting`, begins.
 
     Args:
         idle: seconds for which the device has had nothing to do.
@@ -73,18 +80,18 @@ def gathering_time(
     """
     cost = shares.cost
     if cost is None or turn.prefill is not None or not turn.decode:
-        return 0.0
+        return Wait()
     now = sum(waiting[index].rows for index in turn.decode)
     here = sum(step.rows for step in waiting)
     seconds = cost.seconds(now)
     soon = sorted((one for one in returning if one.due < seconds), key=lambda one: one.due)
     if not soon:
-        return 0.0
+        return Wait()
     most = _most_rows(waiting, soon, shares)
     # What comes of beginning: this batch in turns with one of all others, or again and again without those.
     others = min(here - now + sum(one.rows for one in soon), most)
     best = _WORTH * max((now + others) / (seconds + cost.seconds(others)), now / (max(idle, usual) + seconds))
-    wait = order = 0.0
+    wait, order = Wait(), 0.0
     for place, one in enumerate(soon):
         order += 1 / (len(soon) - place)  # so many spreads until so many of equal ones are here, on average
         due = max(one.due + one.spread * (order - 1), 0.0)
@@ -92,7 +99,7 @@ def gathering_time(
         rows = min(here, most)
         rate = rows / (idle + due + cost.seconds(rows))
         if rate > best:
-            best, wait = rate, max(due, _LEAST)
+            best, wait = rate, Wait(max(due, _LEAST), place + 1)
     return wait
 
 
@@ -153,6 +160,7 @@ class Gathering:
         self._credit: dict[str, float] = {}
         self._ended = 0.0  # when the device last had nothing to do any more
         self._wait: tuple[float, float] | None = None  # since when it waits, and until when at most
+        self._steps = 0  # with so many waiting it is decided anew
 
     def came(self, session: Hashable, now: float) -> None:
         """A step of the session is there since `now`."""
@@ -161,6 +169,11 @@ class Gathering:
 
     def gone(self, session: Hashable) -> None:
         self._sessions.pop(session, None)
+        self._steps = 0
+
+    def left(self, steps: int, now: float) -> float:
+        """Seconds left of a wait that has not brought what it is for yet, where so many decode steps wait; else 0."""
+        return max(self._wait[1] - now, 0.0) if self._wait is not None and steps < self._steps else 0.0
 
     def answered(self, session: Hashable, peer: str, rows: int, now: float) -> None:
         """A decode step of the session has been answered."""
@@ -201,17 +214,17 @@ class Gathering:
             now - self._ended,
             statistics.median(usual) if usual else 0.0,
         )
-        if wait > 0:
+        if wait.seconds > 0:
             since = self._wait[0] if self._wait is not None else now
-            self._wait = since, now + wait
+            self._wait, self._steps = (since, now + wait.seconds), len(waiting) + wait.steps
             for known in awaited:
                 known.awaited = True
-            return wait
+            return wait.seconds
         if self._wait is not None:
             since, until = self._wait
             for peer in {known.peer for known in away if known.awaited and known.left(now) <= 0}:
                 self._credit[peer] = max(0.0, self._credit.get(peer, 0.0) - (min(now, until) - since))
-            self._wait = None
+            self._wait, self._steps = None, 0
             for known in away:
                 known.awaited = False
         return 0.0

@@ -181,6 +181,9 @@ class StepRunner:
         """Runs waiting decode steps as one batch, and then a chunk of one prefill, as `next_turn` has it; or does
         nothing, and returns the seconds for which it is better to wait for steps that are about to come."""
         self._drop_closed()
+        left = self._gathering.left(len(self._waiting), self._clock())
+        if left and all(step.hidden.shape[1] == 1 for step in self._waiting):
+            return left
         waiting, shares, turn = self._next_turn()
         sessions = [step.session for step in self._waiting]
         seconds = self._gathering.time(waiting, sessions, turn, shares, self._clock())

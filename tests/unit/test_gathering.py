@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from petalnode.node.server.gathering import Returning, gathering_time
+from petalnode.node.server.gathering import Returning, Wait, gathering_time
 from petalnode.node.server.turns import BatchCost, Shares, Turn, Waiting, next_turn
 from tests.serving import MEMORY_BOUND, Serving, Times
 
@@ -22,7 +22,7 @@ def time_for(
     returning: list[Returning], cost: BatchCost = MEMORY_BOUND, waiting: list[Waiting] = ONE, idle: float = 0.0
 ) -> float:
     shares = Shares(cost)
-    return gathering_time(waiting, next_turn(waiting, 0, shares), returning, shares, idle)
+    return gathering_time(waiting, next_turn(waiting, 0, shares), returning, shares, idle).seconds
 
 
 def test_a_batch_waits_for_who_is_about_to_come() -> None:
@@ -53,9 +53,9 @@ def test_time_that_the_device_was_idle_counts_against_waiting() -> None:
 
 def test_nobody_waits_before_costs_are_known_or_while_a_prefill_does() -> None:
     soon = [Returning(1, 0.003, peer="1")]
-    assert gathering_time(ONE, Turn((0,), None), soon, Shares()) == 0.0
+    assert gathering_time(ONE, Turn((0,), None), soon, Shares()) == Wait()
     assert time_for(soon, waiting=[*ONE, Waiting(1, 300, peer="2")]) == 0.0
-    assert gathering_time([], Turn((), None), soon, Shares(MEMORY_BOUND)) == 0.0
+    assert gathering_time([], Turn((), None), soon, Shares(MEMORY_BOUND)) == Wait()
 
 
 def test_rows_that_the_shares_do_not_let_into_the_batch_are_not_waited_for() -> None:
@@ -83,6 +83,18 @@ def test_a_session_that_is_gone_or_late_is_not_waited_for() -> None:
     times.batch("here", "other")
     times.now += 0.02
     assert times.wait() == 0.0
+
+
+def test_a_wait_goes_on_until_the_steps_that_it_is_for_are_there() -> None:
+    times = Times().rounds(8)
+    times.batch("here", "other")
+    assert times.gathering.left(1, times.now) == 0.0
+    wait = times.wait()
+    assert times.gathering.left(1, times.now) == wait > 0
+    assert times.gathering.left(2, times.now) == 0.0
+    assert times.gathering.left(1, times.now + 2 * wait) == 0.0
+    times.gathering.gone("other")
+    assert times.gathering.left(1, times.now) == 0.0
 
 
 def test_after_a_pause_a_session_is_known_no_more() -> None:
