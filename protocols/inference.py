@@ -266,6 +266,7 @@ def pushed_step(step: wire.Step, receipt_hash: bytes) -> wire.Step:
         route_epoch=step.route_epoch,
         previous_receipt=receipt_hash,
         targets=step.targets[1:],
+        receipt_only=step.targets[0].receipt_only,
     )
 
 

@@ -883,19 +883,23 @@ class PushTarget(google.protobuf.message.Message):
     PEER_ID_FIELD_NUMBER: builtins.int
     NONCE_FIELD_NUMBER: builtins.int
     SEQUENCE_FIELD_NUMBER: builtins.int
+    RECEIPT_ONLY_FIELD_NUMBER: builtins.int
     peer_id: builtins.bytes
     nonce: builtins.bytes
     """of the client's session there: names it in the push of the server before that one"""
     sequence: builtins.int
     """that this step has there"""
+    receipt_only: builtins.bool
+    """of the step there"""
     def __init__(
         self,
         *,
         peer_id: builtins.bytes = ...,
         nonce: builtins.bytes = ...,
         sequence: builtins.int = ...,
+        receipt_only: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["nonce", b"nonce", "peer_id", b"peer_id", "sequence", b"sequence"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["nonce", b"nonce", "peer_id", b"peer_id", "receipt_only", b"receipt_only", "sequence", b"sequence"]) -> None: ...
 
 Global___PushTarget: typing_extensions.TypeAlias = PushTarget
 
@@ -909,6 +913,7 @@ class Step(google.protobuf.message.Message):
     ROUTE_EPOCH_FIELD_NUMBER: builtins.int
     PREVIOUS_RECEIPT_FIELD_NUMBER: builtins.int
     TARGETS_FIELD_NUMBER: builtins.int
+    RECEIPT_ONLY_FIELD_NUMBER: builtins.int
     sequence: builtins.int
     """grows with each request of the session; a repeated one gets the cached reply"""
     position: builtins.int
@@ -916,6 +921,8 @@ class Step(google.protobuf.message.Message):
     route_epoch: builtins.int
     previous_receipt: builtins.bytes
     """hash of the upstream server's receipt for these bytes; empty at the first server"""
+    receipt_only: builtins.bool
+    """without targets: the reply needs no tensor; a server that does not know it sends one"""
     @property
     def reorder(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """per row, the row whose cache it continues; applied after the rollback"""
@@ -933,8 +940,9 @@ class Step(google.protobuf.message.Message):
         route_epoch: builtins.int = ...,
         previous_receipt: builtins.bytes = ...,
         targets: collections.abc.Iterable[Global___PushTarget] | None = ...,
+        receipt_only: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["position", b"position", "previous_receipt", b"previous_receipt", "reorder", b"reorder", "route_epoch", b"route_epoch", "sequence", b"sequence", "targets", b"targets"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["position", b"position", "previous_receipt", b"previous_receipt", "receipt_only", b"receipt_only", "reorder", b"reorder", "route_epoch", b"route_epoch", "sequence", b"sequence", "targets", b"targets"]) -> None: ...
 
 Global___Step: typing_extensions.TypeAlias = Step
 

@@ -289,7 +289,9 @@ class ClientModel:
         if self._remote is None:
             raise RuntimeError("nothing is bound to run the blocks: call ClientModel.bind first")
         output = self._remote(hidden, call)
-        if output.shape != hidden.shape:
+        rows, tokens, size = hidden.shape
+        least = tokens if call.outputs is None else min(tokens, call.outputs)
+        if (output.shape[0], *output.shape[2:]) != (rows, size) or not least <= output.shape[1] <= tokens:
             raise RuntimeError(f"remote blocks made {tuple(output.shape)} of {tuple(hidden.shape)}")
         if call.cache is not None:
             call.cache.advance(hidden.shape[1])
@@ -313,9 +315,10 @@ class ClientModel:
         ):
             return self._whole_forward(*args, **kwargs)
         early = EarlyLogits(self._outer) if self._outer.are_short and len(ids) == 1 else None
-        self._here.call = RemoteCall(cache, cache.get_seq_length(), mask, kwargs.get("position_ids"), early)
+        keep, held = int(kwargs.get("logits_to_keep") or 0), cache.get_seq_length()
+        self._here.call = RemoteCall(cache, held, mask, kwargs.get("position_ids"), early, keep or None)
         hidden = self._run_blocks(self._outer.embed(ids))
-        last = hidden[:, -int(kwargs.get("logits_to_keep") or 0) :]
+        last = hidden[:, -keep:]
         logits = early.of(last) if early is not None else self._outer.head(last)
         return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 

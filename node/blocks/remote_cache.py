@@ -93,6 +93,7 @@ class RemoteCall:
         position_ids: [batch or 1, tokens]; None counts on, padding included.
         early: gets the output, in any thread, before it is known to be what will be returned, and what it calls when
             other threads of Python can run beside it. Must not raise.
+        outputs: of how many of the last tokens of a row the output is needed; None: of all.
     """
 
     cache: RemoteCache | None
@@ -100,6 +101,7 @@ class RemoteCall:
     attention_mask: torch.Tensor | None
     position_ids: torch.Tensor | None = None
     early: Callable[[torch.Tensor, Callable[[], None]], None] | None = None
+    outputs: int | None = None
 
     @property
     def left_padding(self) -> tuple[int, ...] | None:

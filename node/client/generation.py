@@ -354,6 +354,9 @@ class Conversation:
             chunks = await trio.to_thread.run_sync(self._embed, tokens[start:], start, session)
         if isinstance(session, ClientSession) and len(chunks) == 1:
             out = await session.step(chunks, waiting=waiting, early=early)
+        elif isinstance(session, ClientSession):
+            waiting()
+            out = await session.step(chunks, outputs=outputs)
         else:
             waiting()
             out = await session.step(chunks)

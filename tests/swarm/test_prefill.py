@@ -12,12 +12,18 @@ import torch
 import trio
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
+from petalnode.node.client.request import WireTensor
 from petalnode.node.client.session.flight import Stage
 from petalnode.node.client.session.link import ServerLink
 from petalnode.node.client.session.step import StepRun
+from petalnode.node.client.session.stream import SessionStream
+from petalnode.node.errors import BadInput
+from petalnode.node.server.requests.session import ServerSession
 from petalnode.node.server.steps import Step, StepRunner
 from petalnode.node.testing.inspection import session_of
 from petalnode.node.testing.memory_servers import MemoryServer
+from petalnode.protocols import wire_pb2 as wire
+from tests.peft_adapters import load_with, save_lora
 from tests.swarm.fleet import Tap
 from tests.swarm.memory_pool import MemoryPool, memory_pool
 from tests.swarm.processes import until
@@ -79,6 +85,11 @@ def under_way(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 def prompt(rows: int = 1, tokens: int = LONG) -> torch.Tensor:
     return torch.randint(3, VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(rows))
+
+
+def received(session: Any) -> list[int]:
+    """Bytes that have come from each server."""
+    return [back for _, back in session_of(session).traffic]
 
 
 def generate(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -275,3 +286,117 @@ def test_what_was_sent_of_a_prompt_that_is_given_up_is_not_computed(
 def sessions_at(server: MemoryServer) -> int:
     serving = server.tallies.serving
     return 0 if serving is None else serving().sessions
+
+
+def test_of_the_last_server_no_more_comes_than_is_needed(
+    model: Any, whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Receipts come for all of a prompt; its outputs only of the step in which its last token is."""
+    monkeypatch.setattr("petalnode.node.client.session.step.push_patience", lambda *_: 1e6)
+    ids = prompt(2)
+    with model.inference_session(max_length=LONG + 8) as session:
+        generate(model, ids)
+        again(session)
+        before = received(session)
+        assert torch.equal(generate(model, ids), generate(whole, ids))
+        got = [after - earlier for after, earlier in zip(received(session), before, strict=True)]
+        token = 2 * 4 * HIDDEN
+        assert got == [token * (LONG + 5), token * (LONG + 5), token * (5 + 5)]
+
+
+def test_a_server_that_knows_no_receipt_only_sends_its_output(
+    model: Any, whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = ServerSession._send_output
+
+    async def older(session: ServerSession, step: wire.Step, *rest: Any) -> None:
+        without = wire.Step()
+        without.CopyFrom(step)
+        without.receipt_only = False
+        await send(session, without, *rest)
+
+    monkeypatch.setattr(ServerSession, "_send_output", older)
+    monkeypatch.setattr("petalnode.node.client.session.step.push_patience", lambda *_: 1e6)
+    ids = prompt()
+    with model.inference_session(max_length=LONG + 8) as session:
+        generate(model, ids)
+        again(session)
+        before = received(session)
+        assert torch.equal(generate(model, ids), generate(whole, ids))
+        assert received(session)[-1] - before[-1] == 4 * HIDDEN * (LONG + 5)
+        assert session.recoveries == 0
+
+
+def test_outputs_of_all_tokens_come_where_they_are_wanted(model: Any, whole: Any) -> None:
+    with torch.no_grad(), model.inference_session(max_length=2 * LONG) as session:
+        embedded = torch.randn(1, 2 * LONG, HIDDEN, generator=torch.Generator().manual_seed(3))
+        expected = whole.model(inputs_embeds=embedded).last_hidden_state
+        first = session.step(embedded[:, :LONG])
+        last = session.step(embedded[:, LONG:], outputs=CHUNK)
+        assert torch.allclose(whole.model.norm(first), expected[:, :LONG], atol=1e-4)
+        assert CHUNK <= last.shape[1] < 2 * CHUNK
+        assert torch.allclose(whole.model.norm(last), expected[:, -last.shape[1] :], atol=1e-4)
+        with pytest.raises(BadInput, match="outputs is 0"):
+            session.step(embedded[:, :1], outputs=0)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_server_is_killed_with_three_steps_under_way(
+    place: int, pool: MemoryPool, model: Any, whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in the middle of the first of them; rows are padded."""
+    send, prefill, begun, go = SessionStream.send, StepRunner._prefill, threading.Event(), threading.Event()
+    ids, sent, killed = prompt(3), [0], []
+    mask = torch.ones_like(ids)
+    mask[0, :40] = mask[2, :7] = 0
+
+    async def sending(server: SessionStream, step: wire.Step, chunk: WireTensor) -> None:
+        first = not server.hop.span.start
+        if first and sent[0] == 3 and not killed:
+            await trio.to_thread.run_sync(begun.wait)
+            killed.append(session.route[place][0])
+            pool.of(killed[0]).kill()
+            pool.start(SPANS[place])
+            go.set()
+        sent[0] += first
+        await send(server, step, chunk)
+
+    def computing(runner: StepRunner, step: Step, chunk: int) -> bool:
+        if runner._blocks.span.start == 2 * place and not go.is_set():
+            begun.set()
+            go.wait()
+        return prefill(runner, step, chunk)
+
+    try:
+        with model.inference_session(max_length=LONG + 8) as session:
+            generate(model, ids, attention_mask=mask)  # the servers have had the time to open streams to each other
+            again(session)
+            monkeypatch.setattr(SessionStream, "send", sending)
+            monkeypatch.setattr(StepRunner, "_prefill", computing)
+            out = generate(model, ids, attention_mask=mask)
+            assert session.recoveries == 1 and killed[0] not in [peer_id for peer_id, _ in session.route]
+    finally:
+        go.set()
+    assert torch.equal(out, generate(whole, ids, attention_mask=mask))
+
+
+@pytest.mark.parametrize("kind", ["an adapter", "compared chains"])
+def test_long_prompts_in_other_sessions(kind: str, pool: MemoryPool, folder: Path, tmp_path: Path) -> None:
+    ids = prompt(2)
+    for server in pool.alive:
+        assert server.ready
+    options: dict[str, Any] = {"compare_chains": 2}
+    expected = load_whole(folder)
+    if kind == "an adapter":
+        adapter = save_lora(folder, tmp_path / "adapter", ["q_proj", "v_proj", "down_proj"], 1)
+        options, expected = {"adapter": adapter}, load_with(folder, adapter)
+    with (
+        pool.swarm.open_model(AutoDistributedModelForCausalLM, folder, **options) as model,
+        model.inference_session(max_length=LONG + 8) as session,
+    ):
+        for _ in range(2):  # servers push to each other at the second time
+            again(session)
+            assert torch.equal(generate(model, ids), generate(expected, ids))
+        assert session.recoveries == 0
+    if kind == "an adapter":
+        assert not torch.equal(generate(expected, ids), generate(load_whole(folder), ids))

@@ -345,7 +345,7 @@ class DistributedModelForCausalLM(DistributedModel):
         if session.position > call.position:
             session.position = call.position
         reorder = cache.take_reorder() or ()
-        return session.step(hidden, reorder=reorder, left_padding=padding, early=call.early)
+        return session.step(hidden, reorder=reorder, left_padding=padding, early=call.early, outputs=call.outputs)
 
 
 def _shared(held: list[list[int]] | None, wanted: list[list[int]]) -> int:

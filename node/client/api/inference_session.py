@@ -139,6 +139,7 @@ class InferenceSession:
         reorder: Sequence[int] = (),
         left_padding: Sequence[int] = (),
         early: Callable[[torch.Tensor, Callable[[], None]], None] | None = None,
+        outputs: int | None = None,
     ) -> torch.Tensor:
         """Runs the next tokens of every row through the blocks and keeps them in the servers' caches.
 
@@ -149,9 +150,11 @@ class InferenceSession:
             early: gets what the last server answered, in another thread, while its receipt is checked, and what it has
                 to call when other threads can run beside it. If it is not what is returned, it is of no worth. Must not
                 raise, and is to be short.
+            outputs: how many of the last tokens of a row the result is needed for; of a long prompt, that of others
+                then need not travel. None: for all.
 
         Returns:
-            The same shape, dtype and device.
+            The same shape, dtype and device; given `outputs`, perhaps of the last tokens only, at least so many.
 
         Raises:
             BadInput: a shape or dtype that cannot be sent, or more tokens than max_length.
@@ -160,6 +163,8 @@ class InferenceSession:
         with self._lock:
             if self._closed:
                 raise BadInput("this session is closed; open another with inference_session()")
+            if outputs is not None and outputs < 1:
+                raise BadInput(f"outputs is {outputs}: give 1 or more, or none for the outputs of all tokens")
             if hidden.requires_grad and torch.is_grad_enabled():
                 raise BadInput("an inference session does not carry gradients: call it under torch.no_grad()")
             session = self._session
@@ -169,8 +174,9 @@ class InferenceSession:
                 raise BadInput(f"this session has {session.spec.batch} rows, not {hidden.shape[0]}")
             chunks = to_chunks(hidden, session.spec.codec, session.chunk_tokens(*hidden.shape[1:]))
             step = session.step
-            if early is not None and isinstance(session, ClientSession):
-                step = partial(session.step, early=lambda answer, begin: early(from_chunks([answer]), begin))
+            if isinstance(session, ClientSession):
+                taken = None if early is None else lambda answer, begin: early(from_chunks([answer]), begin)
+                step = partial(session.step, early=taken, outputs=outputs)
             output = from_chunks(self._runtime.call(step, chunks, tuple(reorder)))
             if hidden.shape[1] == 1:
                 self._note_step()

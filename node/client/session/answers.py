@@ -91,7 +91,8 @@ class HopTiming:
 
 @dataclass(frozen=True)
 class Answer:
-    """A checked reply. `handed_on`: the server has pushed its output to the next one of the chain."""
+    """A checked reply. `chunk` has no bytes where only the receipt came, as was asked. `handed_on`: the server has
+    pushed its output to the next one of the chain."""
 
     chunk: WireTensor
     receipt: Receipt
@@ -217,27 +218,39 @@ class AnswerChecks(ServerStream[wire.InferenceFrame]):
     async def _checked(
         self,
         reply: wire.Reply,
-        answer: WireTensor,
+        answer: WireTensor | None,
         step: wire.Step,
         chunk: WireTensor,
         begun: float,
         early: Early | None,
     ) -> Answer:
+        withheld = answer is None and not step.receipt_only
+        if withheld and not (reply.pushed and self._targeted):
+            raise self._failed("it answered a step with something else than one reply")
         self._check_form(reply, answer, step, chunk)
         total = trio.current_time() - begun
         self.timing = HopTiming(self.hop.peer_id, total, reply.queue_us / 1e6, reply.compute_us / 1e6)
 
         receipt = await self._verify(reply, answer, step, chunk, early)
+        if withheld:
+            what = self._failed("it was told by the server before it that a receipt is enough")
+            shown = self._receipt_of(reply.upstream) if reply.HasField("upstream") else None
+            raise PushedOther(str(what), self.hop.peer_id, shown)
         self.draining = reply.draining
         self.pushed_steps += reply.pushed
-        return Answer(answer, receipt, reply.handed_on)
+        return Answer(answer or WireTensor(chunk.tensor, b""), receipt, reply.handed_on)
 
     async def _verify(
-        self, reply: wire.Reply, answer: WireTensor, step: wire.Step, chunk: WireTensor, early: Early | None = None
+        self,
+        reply: wire.Reply,
+        answer: WireTensor | None,
+        step: wire.Step,
+        chunk: WireTensor,
+        early: Early | None = None,
     ) -> Receipt:
         """Hashes what was sent and came back, and checks the receipt for it; meanwhile `early` gets the answer."""
         check = partial(self._check_answer, reply, answer, step, chunk)
-        if early is not None:
+        if early is not None and answer is not None:
             checking = Beside(check)
             early(answer, checking.start)
             receipt, hashed, other = await checking.result()
@@ -249,23 +262,23 @@ class AnswerChecks(ServerStream[wire.InferenceFrame]):
         if self._log is not None:
             if not other:
                 self._log.asked(step, chunk.tensor, chunk.payload)
-            self._log.answered(step.sequence, receipt, None if other else answer.payload)
+            self._log.answered(step.sequence, receipt, None if other or answer is None else answer.payload)
         if other:
             raise self._pushed_other(reply, receipt)
         self._upstreams.append(step.previous_receipt)
         return receipt
 
     def _check_answer(
-        self, reply: wire.Reply, answer: WireTensor, step: wire.Step, chunk: WireTensor
+        self, reply: wire.Reply, answer: WireTensor | None, step: wire.Step, chunk: WireTensor
     ) -> tuple[Receipt, bytes, bool]:
         """The receipt, its hash, and whether it is for another input, which the server before has pushed. Changes
-        nothing, and may run in a thread.
+        nothing, and may run in a thread. Without an answer, the receipt's word for it is taken.
 
         Raises:
             ServerCheated: the receipt is not this server's for what was sent and came back.
             ServerFailed: values that are none.
         """
-        if not all_finite(answer.tensor, answer.payload):
+        if answer is not None and not all_finite(answer.tensor, answer.payload):
             raise self._failed("it answered NaN or infinity")
         pushed = self._receipt_of(reply.receipt) if reply.pushed and step.previous_receipt else None
         other = pushed is not None and pushed.upstream_receipt not in (b"", step.previous_receipt)
@@ -274,7 +287,7 @@ class AnswerChecks(ServerStream[wire.InferenceFrame]):
             reply.receipt,
             sequence=step.sequence,
             request_hash=pushed.request_hash if pushed and other else asked,
-            reply_hash=sha256(answer.payload),
+            reply_hash=reply.receipt.reply_hash if answer is None else sha256(answer.payload),
             previous=self._last_receipt,
             upstream=pushed.upstream_receipt if pushed and other else step.previous_receipt,
             adapter=self._spec.adapter_hash,
@@ -291,18 +304,20 @@ class AnswerChecks(ServerStream[wire.InferenceFrame]):
         what = self._failed("it was pushed something else than the server before it has answered")
         return PushedOther(str(what), self.hop.peer_id, shown)
 
-    def _check_form(self, reply: wire.Reply, answer: WireTensor, step: wire.Step, chunk: WireTensor) -> None:
+    def _check_form(self, reply: wire.Reply, answer: WireTensor | None, step: wire.Step, chunk: WireTensor) -> None:
         """Checks what needs no receipt: step, position, shape, size.
 
         Raises:
             ServerFailed: nobody has signed this, so it proves nothing; but it is of no use.
         """
-        tensor, asked = answer.tensor, chunk.tensor
         if reply.sequence != step.sequence:
             raise self._failed(f"it answered step {reply.sequence}, which nobody has sent")
+        if reply.position != step.position + chunk.tokens:
+            raise self._failed(f"it holds {reply.position} tokens after a step that ends at another position")
+        if answer is None:
+            return
+        tensor, asked = answer.tensor, chunk.tensor
         if (list(tensor.shape), tensor.dtype, tensor.codec) != (list(asked.shape), asked.dtype, asked.codec):
             raise self._failed(f"it answered a tensor of {list(asked.shape)} with one of {list(tensor.shape)}")
         if len(answer.payload) != len(chunk.payload):
             raise self._failed(f"it answered {len(answer.payload)} bytes for a tensor of {len(chunk.payload)}")
-        if reply.position != step.position + chunk.tokens:
-            raise self._failed(f"it holds {reply.position} tokens after a step that ends at another position")

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import trio
@@ -126,11 +127,18 @@ Underway = tuple[Input, Handover, StepRun | None]
 
 
 class Prefill:
-    """Steps that follow each other, through one chain. With `push` the servers push them on. Used once."""
+    """Steps that follow each other, through one chain. With `push` the servers push them on. Used once.
 
-    def __init__(self, chain: Chain, steps: Sequence[Input], *, push: bool) -> None:
+    `unwanted`: positions of steps whose output nobody needs; their receipts are enough. No recovery needs it either,
+    because nothing comes after the last server.
+    """
+
+    def __init__(
+        self, chain: Chain, steps: Sequence[Input], *, push: bool, unwanted: Collection[int] = frozenset()
+    ) -> None:
         self._chain = chain
         self._steps = steps
+        self._unwanted = unwanted
         self.collected = trio.Event()
         self.stages: list[Stage] = []
         before: ServerLink | None = None
@@ -180,6 +188,10 @@ class Prefill:
             if not following.pushed:
                 return
             yield following
+
+    def unwanted(self, step: Input) -> ServerLink | None:
+        """The server whose output for this step nobody needs."""
+        return self.stages[-1].links[-1] if step.position in self._unwanted else None
 
     def tell(self) -> None:
         """A step has been answered, or a stage takes no more pushes."""
@@ -240,6 +252,7 @@ class Stage:
             before=self._tokens or None,
             entry=None if self._first else entry,
             beyond=lambda: [link for stage in self._prefill.pushed_from(self) for link in stage.links],
+            unwanted=partial(self._prefill.unwanted, step),
             on_rough=lambda: self._roughen(step),
         )
         self._tokens += step.chunk.tokens
@@ -277,7 +290,9 @@ class Stage:
         if run is None or step.position >= self._rough_from:
             entry = replace(entry, asked=None, handed_on=False)
             entering = replace(step, chunk=entry.chunk)
-            run = StepRun(self._chain, self.links, entering, push=False, entry=None if self._first else entry)
+            unwanted = partial(self._prefill.unwanted, step)
+            entered = None if self._first else entry
+            run = StepRun(self._chain, self.links, entering, push=False, entry=entered, unwanted=unwanted)
         await run.run()
         self.allotted.pop(step.position, None)
         self._coming.discard(step.position)

@@ -221,8 +221,11 @@ class ClientSession:
         *,
         waiting: Callable[[], None] | None = None,
         early: Early | None = None,
+        outputs: int | None = None,
     ) -> list[WireTensor]:
-        """Sends chunks of hidden states, in order, through the chain; several are pipelined over the servers.
+        """Sends chunks of hidden states, in order, through the chain; several are pipelined over the servers. Returns
+        what leaves the last server for each; given `outputs`, only chunks that end in those of the last so many tokens
+        of a row, and what nobody asks for need not travel.
 
         `reorder` says for each row whose cache it continues, before the first chunk. Servers that fail are replaced.
         `early` gets the last server's answer to a single chunk while its receipt is checked; `waiting` is called once
@@ -253,11 +256,11 @@ class ClientSession:
             if len(inputs) == 1:
                 out = [await self._run(self._chain.links, inputs[0], push=push, waiting=waiting, early=early)]
             else:
-                out = await self._prefill(inputs, push=push)
+                out = await self._prefill(inputs, push=push, outputs=outputs)
             self._torn = self._relays_next = False
             self._position = position
         self._first_output = self._first_output or out[0]
-        return out
+        return out[_first_wanted(chunks, outputs) :]
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -307,13 +310,25 @@ class ClientSession:
     ) -> WireTensor:
         return await StepRun(self._chain, links, step, push=push, waiting=waiting, early=early).run()
 
-    async def _prefill(self, steps: Sequence[Input], *, push: bool) -> list[WireTensor]:
+    async def _prefill(self, steps: Sequence[Input], *, push: bool, outputs: int | None) -> list[WireTensor]:
         """Runs several steps side by side. Where servers change, some are numbered that a server will never see."""
         self._relays_next = True
+        unwanted: set[int] = set()
+        if not self._router.receipts.shares:  # auditors recompute what was answered
+            begin = 0 if self._first_output is not None else 1
+            unwanted = {step.position for step in steps[begin : _first_wanted([one.chunk for one in steps], outputs)]}
         try:
-            return await Prefill(self._chain, steps, push=push).run()
+            return await Prefill(self._chain, steps, push=push, unwanted=unwanted).run()
         except ProvenLiar as found:
             links = self._chain.links
             if found.link in links:
                 await self._chain.replace(links, links.index(found.link), steps[0].position, found.error)
             return [await self._run(links, step, push=False) for step in steps]
+
+
+def _first_wanted(chunks: Sequence[WireTensor], outputs: int | None) -> int:
+    """The first of the chunks that end in the last `outputs` tokens of a row; None: all."""
+    first = len(chunks) if outputs is not None else 0
+    while first and sum(chunk.tokens for chunk in chunks[first:]) < (outputs or 0):
+        first -= 1
+    return first

@@ -53,6 +53,7 @@ class StepRun:
     pushes its output to the next one; this client sends a step only where that has failed. `before`: tokens of a row
     that are under way in steps before this one. `early` gets what the last server answers while its receipt is checked.
     `waiting` is called once, before the first answer is waited for: it computes something short meanwhile.
+    `unwanted`: the link, if any, whose output nobody needs: a receipt is enough.
     `entry`: how the step comes from a server before `links`; a proof that this one lies is raised as `ProvenLiar`.
 
     Attributes:
@@ -71,10 +72,12 @@ class StepRun:
         early: Early | None = None,
         entry: Handover | None = None,
         beyond: Callable[[], Sequence[ServerLink]] = lambda: (),
+        unwanted: Callable[[], ServerLink | None] = lambda: None,
         on_rough: Callable[[], object] = lambda: None,
     ) -> None:
         self.smooth = True
         self._beyond = beyond
+        self._unwanted = unwanted
         self._on_rough = on_rough
         self._entry = entry
         self._chain = chain
@@ -255,11 +258,12 @@ class StepRun:
 
     def _request(self) -> wire.Step:
         targets = []
+        unwanted = self._unwanted()
         if self._push:
             for sender, receiver in pairwise([*self._links[self._index :], *self._beyond()]):
                 if not self._chain.may_push(sender, receiver):
                     break
-                targets.append(receiver.server.target(len(self._chunk.payload)))
+                targets.append(receiver.server.target(len(self._chunk.payload), receipt_only=receiver is unwanted))
         return wire.Step(
             sequence=self._link.server.next_sequence(len(self._chunk.payload)),
             position=self._step.position,
@@ -267,6 +271,7 @@ class StepRun:
             route_epoch=self._chain.route_epoch,
             previous_receipt=self._receipt.hash() if self._receipt is not None else b"",
             targets=targets,
+            receipt_only=self._link is unwanted,
         )
 
     async def _receive(self, phase: Phase) -> StepEvent:

@@ -218,12 +218,14 @@ class SessionStream(AnswerChecks):
 
     # --- steps
 
-    def target(self, nbytes: int = 0) -> wire.PushTarget:
-        """Where another server pushes the next step, of so many bytes, to. Takes a sequence number for it."""
+    def target(self, nbytes: int = 0, *, receipt_only: bool = False) -> wire.PushTarget:
+        """Where another server pushes the next step, of so many bytes, to, and whether a receipt is enough of an answer
+        to it. Takes a sequence number for it."""
         sequence = self.next_sequence(nbytes)
         self._due.ask(sequence)
         self._targeted = True
-        return wire.PushTarget(peer_id=peer_id_to_bytes(self.hop.peer_id), nonce=self.nonce, sequence=sequence)
+        peer = peer_id_to_bytes(self.hop.peer_id)
+        return wire.PushTarget(peer_id=peer, nonce=self.nonce, sequence=sequence, receipt_only=receipt_only)
 
     async def exchange(self, chunk: WireTensor, position: int, reorder: Sequence[int], route_epoch: int) -> WireTensor:
         """Sends one step, with `position` tokens of a row before it, and returns the checked answer.
@@ -278,10 +280,10 @@ class SessionStream(AnswerChecks):
                 return None
             frame, payloads = received
             self._raise_refusal(frame)
-            if frame.WhichOneof("body") != "reply" or len(payloads) != 1:
+            if frame.WhichOneof("body") != "reply" or len(payloads) > 1:
                 raise self._failed("it answered a step with something else than one reply")
-            answer = WireTensor(frame.tensors[0], payloads[0])
-            self.bytes_received += len(answer.payload)
+            answer = WireTensor(frame.tensors[0], payloads[0]) if payloads else None
+            self.bytes_received += sum(map(len, payloads))
             due = self._due.answer(frame.reply.sequence)
             if frame.reply.sequence < step.sequence:
                 self._skip(frame.reply, answer)

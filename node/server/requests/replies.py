@@ -30,7 +30,11 @@ class SentReply:
     sequence: int
     request_hash: bytes
     frame: wire.InferenceFrame
-    payload: bytes
+    payloads: list[bytes]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(len, self.payloads))
 
 
 class SentReplies:
@@ -41,7 +45,7 @@ class SentReplies:
 
     def add(self, sent: SentReply) -> None:
         self._kept.append(sent)
-        while len(self._kept) > KEPT_REPLIES and sum(len(kept.payload) for kept in self._kept) > BYTES_IN_FLIGHT:
+        while len(self._kept) > KEPT_REPLIES and sum(kept.nbytes for kept in self._kept) > BYTES_IN_FLIGHT:
             self._kept.popleft()
 
     def after(self, answered: int | None) -> list[SentReply]:

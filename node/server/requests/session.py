@@ -189,7 +189,7 @@ class ServerSession:
                 self._sent_again = missing[-1].sequence if missing else 0
                 await stream.send(wire.InferenceFrame(granted=self._granted()), timeout=SEND_TIMEOUT)
                 for sent in missing:
-                    await stream.send(sent.frame, [sent.payload], timeout=SEND_TIMEOUT)
+                    await stream.send(sent.frame, sent.payloads, timeout=SEND_TIMEOUT)
             except BaseException:
                 self._detach(stream)
                 raise
@@ -418,8 +418,9 @@ class ServerSession:
         if push is not None and self._pushes is not None:
             # Before the reply: the next server's work is what the client waits for.
             reply.handed_on = await self._pushes.send(step.targets[0].peer_id, push, output)
-        frame = wire.InferenceFrame(reply=reply, tensors=[output.tensor])
-        sent = SentReply(step.sequence, request_hash, frame, output.payload)
+        payloads = [] if step.receipt_only and not step.targets else [output.payload]
+        frame = wire.InferenceFrame(reply=reply, tensors=[output.tensor] if payloads else [])
+        sent = SentReply(step.sequence, request_hash, frame, payloads)
         self._replies.add(sent)
         await self._reply(sent)
 
@@ -430,7 +431,7 @@ class ServerSession:
             if sent.sequence <= self._sent_again and not asked_again:
                 return  # a stream was attached since the reply was made, and began with it
             try:
-                await self._stream.send(sent.frame, [sent.payload], timeout=SEND_TIMEOUT)
+                await self._stream.send(sent.frame, sent.payloads, timeout=SEND_TIMEOUT)
             except PeerError:
                 # Noticed by whoever reads the stream; a pusher must not suffer for it.
                 pass
