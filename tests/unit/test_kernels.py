@@ -329,6 +329,32 @@ def test_row_major_weights_with_a_bias(isa: str, dtype: torch.dtype) -> None:
     assert torch.equal(results[0][:7], results[1]) and torch.equal(results[0][:1], results[2])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_row_major_weights_with_long_rows(isa: str, dtype: torch.dtype) -> None:
+    """More inputs than are multiplied at a time, and a rest of them; more outputs than a piece of work."""
+    weight = weights((83, 1040)).to(dtype)
+    weight[5, 7] = float("inf")
+    numbers = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+    described = Matrix(numbers[dtype], *weight.shape, weight.shape[1], weight.data_ptr(), None, None, None)
+    rows = rows_for(weight, 33)
+
+    def times(part: torch.Tensor) -> torch.Tensor:
+        output = torch.full((len(part) + 1, len(weight)), 7.0)
+        found().functions.petalnode_multiply(
+            ctypes.byref(described), part.data_ptr(), len(part), output.data_ptr(), torch.empty(64).data_ptr(), 2
+        )
+        assert bool((output[-1] == 7.0).all())
+        return output[:-1]
+
+    together = times(rows)
+    exact, finite = rows.double() @ weight.double().t(), torch.arange(len(weight)) != 5
+    assert (together - exact)[:, finite].norm() < 1e-6 * exact[:, finite].norm()
+    assert bool(torch.isinf(together[:, 5]).all())
+    for count in (1, 2, 3, 4, 5, 8, 9, 13, 16, 17, 24, 29, 32):
+        assert torch.equal(times(rows[:count].contiguous()), together[:count]), count
+        assert torch.equal(times(rows[-count:].contiguous()), together[-count:]), count
+
+
 def test_tensors_of_another_matrix_are_refused() -> None:
     matrix = TiledMatrix.pack(stored("Q4_1", weights()))
     assert matrix is not None

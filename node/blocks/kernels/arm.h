@@ -4,6 +4,7 @@
 #undef TILES_MANY
 #undef ROW_TILE
 #undef OUTPUTS
+#undef PANEL_OUTPUTS
 #define ISA neon
 typedef struct { float32x4_t v[4]; } V_neon;
 typedef struct { uint32x4_t v[4]; } I_neon;
@@ -11,6 +12,7 @@ typedef struct { uint32x4_t v[4]; } I_neon;
 INLINE V_neon set_neon(float x) { V_neon r; FOUR r.v[part] = vdupq_n_f32(x); return r; }
 INLINE V_neon zero_neon(void) { return set_neon(0.0f); }
 INLINE V_neon load_neon(const float *p) { V_neon r; FOUR r.v[part] = vld1q_f32(p + 4 * part); return r; }
+INLINE V_neon once_neon(V_neon a) { return a; }
 INLINE void store_neon(float *p, V_neon a) { FOUR vst1q_f32(p + 4 * part, a.v[part]); }
 INLINE V_neon mul_neon(V_neon a, V_neon b) { FOUR a.v[part] = vmulq_f32(a.v[part], b.v[part]); return a; }
 INLINE V_neon add_neon(V_neon a, V_neon b) { FOUR a.v[part] = vaddq_f32(a.v[part], b.v[part]); return a; }
@@ -54,6 +56,7 @@ INLINE float total_neon(V_neon a) {
 #define TILES_MANY 1
 #define ROW_TILE 4
 #define OUTPUTS 2
+#define PANEL_OUTPUTS 1
 #include "products.h"
 #include "step.h"
 

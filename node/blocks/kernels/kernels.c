@@ -4,7 +4,8 @@
  * rounding. No dependencies. Here are the forms, what each instruction set has to offer, and the functions that Python
  * calls. products.h and step.h are included once for each instruction set, with ISA defined; `petalnode_select` takes
  * the best one that the processor has. x86.h and arm.h have those, bytes.h products of whole numbers for rows that are rounded,
- * threads.h the threads that help, cache.h how keys and values are held; packing.h finds the forms of weights.
+ * threads.h the threads that help, cache.h how keys and values are held, ahead.h what is fetched early; packing.h finds the
+ * forms of weights.
  *
  * Three promises hold for every function and every instruction set:
  *   - the result for a row does not depend on the rows beside it, to the bit: each result is summed in an order that
@@ -67,6 +68,10 @@
 #define PANEL 16 /* tokens, whose keys or values are opened at a time */
 #define MOST_TILES 4 /* that are multiplied at a time */
 #define GROUP (MOST_TILES * LANES) /* outputs in a piece of work */
+#define TOGETHER 32 /* rows that row-major weights are read once for */
+#define SIDE_VALUES 8192 /* of x, side by side, that stay in the nearest cache with what they are multiplied with */
+#define PANEL_ROWS 16 /* of the matrix, whose part stays in the nearest cache for all rows of x */
+#define VALUE_BYTES(form) ((form) == FORM_F32 ? 4 : 2)
 #define GROUPS(matrix) (((matrix)->out + GROUP - 1) / GROUP)
 
 enum form {
@@ -222,6 +227,7 @@ INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 #include "threads.h"
 #include "cache.h"
+#include "ahead.h"
 
 struct kernels {
     const char *name;
@@ -245,27 +251,6 @@ struct byte_choice {
     void (*one)(const struct matrix *, int64_t tile, const struct rounded *, int64_t row, float *y);
 };
 
-/* What is fetched while something else is multiplied. */
-struct ahead {
-    const char *codes, *scales, *offsets;
-};
-
-/* Tiles of `m` from `tile` on, of `bytes` of codes and `count` blocks each; behind the last one, those of `next`. */
-INLINE struct ahead ahead_of(const struct matrix *m, int64_t tile, int64_t bytes, int64_t count, const struct matrix *next) {
-    if (tile * LANES >= m->out) return (struct ahead){next->codes, next->scales, next->offsets};
-    const int64_t scales = tile * count * LANES * (HALF_SCALES(m->form) ? 2 : 4);
-    return (struct ahead){(const char *)m->codes + tile * bytes, (const char *)m->scales + scales,
-                          (const char *)m->offsets + scales};
-}
-
-/* Those of a block; of float16, those of two share a line of the processor's caches. */
-INLINE void fetch_scales(struct ahead ahead, int64_t block, int half, int offset) {
-    if (half && block % 2) return;
-    const int64_t place = block * LANES * (half ? 2 : 4);
-    __builtin_prefetch(ahead.scales + place);
-    if (offset) __builtin_prefetch(ahead.offsets + place);
-}
-
 #define JOIN2(a, b) a##_##b
 #define JOIN(a, b) JOIN2(a, b)
 #define NAME(name) JOIN(name, ISA)
@@ -284,6 +269,7 @@ typedef struct { uint32_t v[LANES]; } I_plain;
 INLINE V_plain zero_plain(void) { V_plain r; EACH r.v[lane] = 0; return r; }
 INLINE V_plain set_plain(float x) { V_plain r; EACH r.v[lane] = x; return r; }
 INLINE V_plain load_plain(const float *p) { V_plain r; memcpy(r.v, p, sizeof r.v); return r; }
+INLINE V_plain once_plain(V_plain a) { return a; }
 INLINE void store_plain(float *p, V_plain a) { memcpy(p, a.v, sizeof a.v); }
 INLINE V_plain mul_plain(V_plain a, V_plain b) { EACH a.v[lane] *= b.v[lane]; return a; }
 INLINE V_plain add_plain(V_plain a, V_plain b) { EACH a.v[lane] += b.v[lane]; return a; }
@@ -307,6 +293,7 @@ INLINE float total_plain(V_plain a) {
 #define TILES_MANY 1
 #define ROW_TILE 2
 #define OUTPUTS 2
+#define PANEL_OUTPUTS 2
 #define UNROLL
 #include "products.h"
 #include "step.h"

@@ -24,7 +24,7 @@ from typing import Final
 _log = logging.getLogger(__name__)
 
 SOURCE: Final = Path(__file__).with_name("kernels.c")
-HEADERS: Final = ("x86.h", "arm.h", "products.h", "bytes.h", "cache.h", "step.h", "packing.h", "threads.h")
+HEADERS: Final = ("x86.h", "arm.h", "products.h", "bytes.h", "cache.h", "ahead.h", "step.h", "packing.h", "threads.h")
 INTERFACE: Final = 4
 """As in kernels.c: goes up whenever a function or structure there changes."""
 ISA_VARIABLE: Final = "PETALNODE_KERNELS_ISA"

@@ -154,19 +154,19 @@ INLINE V NAME(weights)(const struct matrix *m, int64_t place, int form) {
     return NAME(half)((const uint16_t *)m->codes + place);
 }
 
+/* One row, or two. */
 INLINE void NAME(outputs)(const struct matrix *m, int form, int outputs, int rows, int64_t first, const float *x, float *y) {
     const int64_t in = m->in;
-    V total[OUTPUTS][4];
+    V total[OUTPUTS][2];
     UNROLL for (int o = 0; o < outputs; o++)
         UNROLL for (int r = 0; r < rows; r++) total[o][r] = NAME(zero)();
     for (int64_t k = 0; k < in; k += LANES) {
-        V value[4];
+        V value[2];
         UNROLL for (int r = 0; r < rows; r++) value[r] = NAME(load)(x + r * in + k);
         UNROLL for (int o = 0; o < outputs; o++) {
             V w = NAME(weights)(m, (first + o) * in + k, form);
-            const int size = form == FORM_F32 ? 4 : 2;
-            if (k % (64 / size) == 0) /* for the outputs that come next */
-                __builtin_prefetch((const char *)m->codes + ((first + outputs + o) * in + k) * size);
+            if (k % (64 / VALUE_BYTES(form)) == 0) /* for the outputs that come next */
+                __builtin_prefetch((const char *)m->codes + ((first + outputs + o) * in + k) * VALUE_BYTES(form));
             UNROLL for (int r = 0; r < rows; r++) total[o][r] = NAME(fma)(w, value[r], total[o][r]);
         }
     }
@@ -177,29 +177,120 @@ INLINE void NAME(outputs)(const struct matrix *m, int form, int outputs, int row
         }
 }
 
-static void NAME(row_major)(const struct matrix *m, int form, int64_t from, int64_t to, const float *x, int64_t rows, float *y) {
-    /* Outputs outside, in panels that stay in the processor's nearest cache while all rows are taken. */
-    for (int64_t panel = from; panel < to; panel += 16) {
-        int64_t end = panel + 16 < to ? panel + 16 : to;
-        for (int64_t done = 0; done < rows;) {
-            int take = rows - done >= 4 && ROW_TILE >= 4 ? 4 : rows - done >= 2 ? 2 : 1;
-            const float *xs = x + done * m->in;
-            float *ys = y + done * m->out;
-            int64_t first = panel;
-            for (; first + OUTPUTS <= end; first += OUTPUTS) {
-                if (take == 4) NAME(outputs)(m, form, OUTPUTS, 4, first, xs, ys);
-                else if (take == 2) NAME(outputs)(m, form, OUTPUTS, 2, first, xs, ys);
-                else NAME(outputs)(m, form, OUTPUTS, 1, first, xs, ys);
-            }
-            for (; first < end; first++) {
-                if (take == 4) NAME(outputs)(m, form, 1, 4, first, xs, ys);
-                else if (take == 2) NAME(outputs)(m, form, 1, 2, first, xs, ys);
-                else NAME(outputs)(m, form, 1, 1, first, xs, ys);
-            }
-            done += take;
-        }
+INLINE void NAME(few_rows)(const struct matrix *m, int form, int rows, int64_t from, int64_t to, const float *x, float *y) {
+    for (; from + OUTPUTS <= to; from += OUTPUTS) NAME(outputs)(m, form, OUTPUTS, rows, from, x, y);
+    for (; from < to; from++) NAME(outputs)(m, form, 1, rows, from, x, y);
+}
+
+/* Of LANES inputs from `k` on; x has just these of each row. */
+INLINE void NAME(part_of_lanes)(const struct matrix *m, int form, int outputs, int rows, int64_t first, int64_t k,
+                                const float *x, V total[][MOST_ROWS]) {
+    V w[MOST_TILES];
+    UNROLL for (int o = 0; o < outputs; o++) w[o] = NAME(weights)(m, (first + o) * m->in + k, form);
+    UNROLL for (int r = 0; r < rows; r++) {
+        V value = NAME(once)(NAME(load)(x + r * LANES));
+        UNROLL for (int o = 0; o < outputs; o++) total[o][r] = NAME(fma)(w[o], value, total[o][r]);
     }
 }
+
+/* Onto `sums` [outputs][..][LANES] of `rows` rows: products of inputs `from` .. `to` - 1. x has just these, side by side. */
+INLINE void NAME(part)(const struct matrix *m, int form, int outputs, int rows, int64_t first, int64_t from, int64_t to,
+                       const float *x, float *sums, int64_t all, struct rows_ahead ahead) {
+    V total[MOST_TILES][MOST_ROWS];
+    UNROLL for (int o = 0; o < outputs; o++)
+        UNROLL for (int r = 0; r < rows; r++)
+            total[o][r] = from ? NAME(load)(sums + (o * all + r) * LANES) : NAME(zero)();
+    int64_t k = from;
+    for (; k + 2 * LANES <= to; k += 2 * LANES)
+        UNROLL for (int half = 0; half < 2; half++, x += rows * LANES) {
+            UNROLL for (int o = 0; o < outputs; o++)
+                if (VALUE_BYTES(form) == 4 || !half)
+                    __builtin_prefetch(ahead.codes + o * ahead.stride + (k - from + half * LANES) * VALUE_BYTES(form));
+            NAME(part_of_lanes)(m, form, outputs, rows, first, k + half * LANES, x, total);
+        }
+    if (k < to) NAME(part_of_lanes)(m, form, outputs, rows, first, k, x, total);
+    UNROLL for (int o = 0; o < outputs; o++)
+        UNROLL for (int r = 0; r < rows; r++) NAME(store)(sums + (o * all + r) * LANES, total[o][r]);
+}
+
+/* The same for `count` outputs. `turns` calls, of which this is number `turn`, fetch what comes next, each a part of it. */
+#define PARTS(form, rows, outputs)                                                                                    \
+    static __attribute__((noinline)) void NAME(parts_##form##_##rows)(                                                \
+        const struct matrix *m, int64_t first, int64_t count, int64_t from, int64_t to, const float *x, float *sums,  \
+        int64_t all, struct rows_ahead ahead, int64_t turn, int64_t turns) {                                          \
+        for (int64_t o = 0, next; o < count; o = next, turn = turn ? turn - 1 : turns - 1) {                          \
+            next = o + outputs <= count ? o + outputs : o + 1;                                                        \
+            const struct rows_ahead now = turn ? (struct rows_ahead){(const char *)x, 0}                              \
+                                               : (struct rows_ahead){ahead.codes + o * ahead.stride, ahead.stride};   \
+            float *into = sums + o * all * LANES;                                                                     \
+            if (next == o + 1) NAME(part)(m, form, 1, rows, first + o, from, to, x, into, all, now);                  \
+            else NAME(part)(m, form, outputs, rows, first + o, from, to, x, into, all, now);                          \
+        }                                                                                                             \
+    }
+PARTS(0, 4, PANEL_OUTPUTS)
+PARTS(1, 4, PANEL_OUTPUTS)
+PARTS(2, 4, PANEL_OUTPUTS)
+#if ROW_TILE >= 8
+PARTS(0, 8, PANEL_OUTPUTS / 2)
+PARTS(1, 8, PANEL_OUTPUTS / 2)
+PARTS(2, 8, PANEL_OUTPUTS / 2)
+static parts_work *const NAME(eight_rows)[] = {NAME(parts_0_8), NAME(parts_1_8), NAME(parts_2_8)};
+#else
+static parts_work *const NAME(eight_rows)[] = {NULL};
+#endif
+static parts_work *const NAME(four_rows)[] = {NAME(parts_0_4), NAME(parts_1_4), NAME(parts_2_4)};
+
+/* Inputs `from` .. `to` - 1 of `rows` rows as [inputs / LANES][wanted][LANES]; rows behind the last are zero. */
+INLINE void NAME(side_by_side)(const float *x, int64_t in, int64_t rows, int64_t wanted, int64_t from, int64_t to, float *into) {
+    for (int64_t r = 0; r < wanted; r++)
+        for (int64_t k = from; k < to; k += LANES)
+            NAME(store)(into + (k - from) * wanted + r * LANES, r < rows ? NAME(load)(x + r * in + k) : NAME(zero)());
+}
+
+/* 3 .. TOGETHER rows. A part of the inputs is multiplied with all outputs and rows before the next one: so x comes from the
+ * nearest cache, weights are read once, and come from memory while those before are multiplied with all rows. */
+static void NAME(more_rows)(const struct matrix *m, int64_t from, int64_t to, const float *x, int64_t rows, float *y,
+                            const struct matrix *next) {
+    const int64_t in = m->in, size = VALUE_BYTES(m->form), all = (rows + 3) / 4 * 4;
+    const int64_t width = all > TOGETHER / 2 ? GROUP / 2 : GROUP, pair = 2 * LANES;
+    const int64_t longest = SIDE_VALUES / most(all, TOGETHER / 2) / pair * pair, parts = (in + longest - 1) / longest;
+    const int64_t step = (in / parts + pair - 1) / pair * pair; /* parts of one length: each fetches the next */
+    __attribute__((aligned(64))) float sums[GROUP * TOGETHER / 2 * LANES], side[SIDE_VALUES];
+    int64_t take[TOGETHER / 4], turns = 0;
+    for (int64_t done = 0; done < all; done += take[turns++]) take[turns] = ROW_TILE >= 8 && all - done >= 8 ? 8 : 4;
+    for (int64_t first = from; first < to; first += width) {
+        const int64_t last = first + width < to ? first + width : to;
+        for (int64_t k = 0; k < in; k += step) {
+            const int64_t end = k + step < in ? k + step : in;
+            for (int64_t turn = 0, done = 0; turn < turns; done += take[turn++])
+                NAME(side_by_side)(x + done * in, in, rows - done, take[turn], k, end, side + done * (end - k));
+            for (int64_t panel = first; panel < last; panel += PANEL_ROWS) {
+                const int64_t count = panel + PANEL_ROWS < last ? PANEL_ROWS : last - panel, behind = panel + last - first;
+                struct rows_ahead ahead = {(const char *)m->codes + (panel * in + end) * size, in * size};
+                if (end == in && behind < m->out) ahead.codes = (const char *)m->codes + behind * in * size;
+                else if (end == in) ahead = (struct rows_ahead){next->codes, (int64_t)next->in * size};
+                for (int64_t turn = 0, done = 0; turn < turns; done += take[turn++])
+                    (take[turn] == 8 ? NAME(eight_rows) : NAME(four_rows))[m->form](
+                        m, panel, count, k, end, side + done * (end - k), sums + ((panel - first) * all + done) * LANES, all,
+                        ahead, turn, turns);
+            }
+        }
+        for (int64_t o = first; o < last; o++)
+            for (int64_t r = 0; r < rows; r++) {
+                const float bias = m->bias ? m->bias[o] : 0.0f;
+                y[r * m->out + o] = NAME(total)(NAME(load)(sums + ((o - first) * all + r) * LANES)) + bias;
+            }
+    }
+}
+
+static void NAME(row_major)(const struct matrix *m, int form, int64_t from, int64_t to, const float *x, int64_t rows, float *y,
+                            const struct matrix *next) {
+    for (; rows > 0; rows -= TOGETHER, x += TOGETHER * m->in, y += TOGETHER * (int64_t)m->out)
+        if (rows == 1) NAME(few_rows)(m, form, 1, from, to, x, y);
+        else if (rows == 2) NAME(few_rows)(m, form, 2, from, to, x, y);
+        else NAME(more_rows)(m, from, to, x, rows < TOGETHER ? rows : TOGETHER, y, next);
+}
+#undef PARTS
 
 /* --- products with float32 weights whose columns stand one behind the other (Conv1D): lanes run along the outputs --- */
 
@@ -282,9 +373,9 @@ static void NAME(outputs_of)(const struct matrix *m, int64_t piece, const float 
     }
     if (rounded) x = rounded->values;
     switch (m->form) {
-    case FORM_F32: NAME(row_major)(m, FORM_F32, from, to, x, rows, y); break;
-    case FORM_BF16: NAME(row_major)(m, FORM_BF16, from, to, x, rows, y); break;
-    case FORM_F16: NAME(row_major)(m, FORM_F16, from, to, x, rows, y); break;
+    case FORM_F32: NAME(row_major)(m, FORM_F32, from, to, x, rows, y, next); break;
+    case FORM_BF16: NAME(row_major)(m, FORM_BF16, from, to, x, rows, y, next); break;
+    case FORM_F16: NAME(row_major)(m, FORM_F16, from, to, x, rows, y, next); break;
     case FORM_F32_COLUMNS:
         for (int64_t r = 0; r < rows; r++) {
             int64_t first = from;

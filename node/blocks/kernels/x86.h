@@ -9,6 +9,7 @@ BEGIN_TARGET(AVX2, "")
 #undef TILES_MANY
 #undef ROW_TILE
 #undef OUTPUTS
+#undef PANEL_OUTPUTS
 #define ISA avx2
 typedef struct { __m256 a, b; } V_avx2;
 typedef struct { __m256i a, b; } I_avx2;
@@ -16,6 +17,7 @@ typedef struct { __m256i a, b; } I_avx2;
 INLINE V_avx2 zero_avx2(void) { return BOTH(_mm256_setzero_ps(), _mm256_setzero_ps()); }
 INLINE V_avx2 set_avx2(float x) { return BOTH(_mm256_set1_ps(x), _mm256_set1_ps(x)); }
 INLINE V_avx2 load_avx2(const float *p) { return BOTH(_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)); }
+INLINE V_avx2 once_avx2(V_avx2 v) { return v; }
 INLINE void store_avx2(float *p, V_avx2 v) { _mm256_storeu_ps(p, v.a); _mm256_storeu_ps(p + 8, v.b); }
 INLINE V_avx2 mul_avx2(V_avx2 x, V_avx2 y) { return BOTH(_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)); }
 INLINE V_avx2 add_avx2(V_avx2 x, V_avx2 y) { return BOTH(_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)); }
@@ -59,6 +61,7 @@ INLINE float total_avx2(V_avx2 v) {
 #define TILES_MANY 1
 #define ROW_TILE 4
 #define OUTPUTS 2
+#define PANEL_OUTPUTS 1
 #include "products.h"
 #include "step.h"
 
@@ -138,6 +141,7 @@ BEGIN_TARGET(AVX512, WIDE)
 #undef TILES_MANY
 #undef ROW_TILE
 #undef OUTPUTS
+#undef PANEL_OUTPUTS
 #define ISA avx512
 typedef __m512 V_avx512;
 typedef __m512i I_avx512;
@@ -145,13 +149,22 @@ typedef __m512i I_avx512;
 INLINE V_avx512 zero_avx512(void) { return _mm512_setzero_ps(); }
 INLINE V_avx512 set_avx512(float x) { return _mm512_set1_ps(x); }
 INLINE V_avx512 load_avx512(const float *p) { return _mm512_loadu_ps(p); }
+/* Is not read from memory again where it is used twice, which takes as long as the products. */
+INLINE V_avx512 once_avx512(V_avx512 v) {
+    __asm__("" : "+v"(v));
+    return v;
+}
 INLINE void store_avx512(float *p, V_avx512 a) { _mm512_storeu_ps(p, a); }
 INLINE V_avx512 mul_avx512(V_avx512 a, V_avx512 b) { return _mm512_mul_ps(a, b); }
 INLINE V_avx512 add_avx512(V_avx512 a, V_avx512 b) { return _mm512_add_ps(a, b); }
 INLINE V_avx512 fma_avx512(V_avx512 a, V_avx512 b, V_avx512 c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE V_avx512 half_avx512(const uint16_t *p) { return _mm512_cvtph_ps(LOAD256(p)); }
+static const uint16_t TO_HIGH_HALVES[32] = {0, 0, 0, 1, 0, 2,  0, 3,  0, 4,  0, 5,  0, 6,  0, 7,
+                                            0, 8, 0, 9, 0, 10, 0, 11, 0, 12, 0, 13, 0, 14, 0, 15};
 INLINE V_avx512 brain_avx512(const uint16_t *p) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(LOAD256(p)), 16));
+    const __m512i places = _mm512_loadu_si512(TO_HIGH_HALVES);
+    return _mm512_castsi512_ps(
+        _mm512_maskz_permutexvar_epi16(0xaaaaaaaau, places, _mm512_castsi256_si512(LOAD256(p))));
 }
 INLINE V_avx512 bytes_avx512(const int8_t *p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(LOAD128(p))); }
 INLINE I_avx512 words_avx512(const uint32_t *p) { return _mm512_loadu_si512(p); }
@@ -172,6 +185,7 @@ INLINE float total_avx512(V_avx512 v) {
 #define TILES_MANY 2
 #define ROW_TILE 8
 #define OUTPUTS 4
+#define PANEL_OUTPUTS 4
 #include "products.h"
 #include "step.h"
 
