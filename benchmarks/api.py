@@ -53,11 +53,11 @@ class Measured:
 
 
 @contextlib.contextmanager
-def api(model: str, peer: str) -> Iterator[tuple[httpx.Client, psutil.Process]]:
+def api(model: str, peer: str, *options: str) -> Iterator[tuple[httpx.Client, psutil.Process]]:
     """A client of `petalnode api` that keeps its connections, as the official ones do, and the process of that, which
     keeps no conversations."""
     command = [sys.executable, "-m", "petalnode", "api", model, "--peer", peer, "--http-port", "0", "--json"]
-    command += ["--no-mdns", "--no-remember", "--keep-sessions", "0"]
+    command += ["--no-mdns", "--no-remember", "--keep-sessions", "0", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}) as process:
         try:
             assert process.stdout is not None

@@ -1,18 +1,22 @@
 """Recurrent pipelining: what 2 and 3 nodes of equal strength gain over one, as in Macario's thesis (2024, chapter 4).
 
     sudo python benchmarks/pipeline.py [--json] [--models nanogpt nanollama tinyllama] [--nodes 1 2 3]
-        [--samples 1 2 3 6] [--share 0.3] [--tokens 16] [--plot FILE]
+        [--samples 1 2 3 6] [--share 0.3] [--tokens 16] [--plot FILE] [--requests]
 
 Every server is a process in a control group that gives it `--share` of one core (needs root, and version 1 or 2 of
 Linux's control groups with the `cpu` controller), so that three of them and the client fit two cores. Models have
 random weights and the shapes of the thesis (its blocks, too: `--blocks` changes that), TinyLlama's in bfloat16 as
 there, cut evenly. Samples are rows of one batch: `own` is what `generate` does, which cuts them into sessions where it
-finds that this pays; `one_batch` keeps them together, `groups` cuts them into as many as nodes.
+finds that this pays; `one_batch` keeps them together, `groups` cuts them into as many as nodes. `own` comes last, so
+that it has seen both; `sessions` tells how many it took, and in brackets how many it foresaw by what servers announce.
 
 `speed-up` is tokens/s over those of one node with one sample, which is what the thesis divides by; `of ideal` divides
 it by the smaller of nodes and samples. A node that batches samples gets more: `over one node` is against as many
 samples on one node. `idle` is what each server left of the processor time that it was allotted. `--plot` draws
 a picture (needs matplotlib). Some seven minutes with two quiet cores, and 9 GiB of memory.
+
+`--requests` measures SmolLM2 instead, with sessions that are under way at once: three of one process, a request with
+n = 3, and a batch of 12 requests at `petalnode api`. Two minutes.
 """
 
 from __future__ import annotations
@@ -26,12 +30,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import httpx
 import torch
+from api import api
 from chain import spans_of
 from local_swarm import ServerProcess
 from rich.console import Console
@@ -41,6 +48,7 @@ from transformers.utils import logging
 
 from petalnode import AutoDistributedModelForCausalLM
 from petalnode.node.client.api import causal_lm
+from petalnode.node.models import resolve
 
 PERIOD_US = 10_000
 THESIS = {"nanogpt": (10.7, 15.8, 17.9), "nanollama": (17.87, 25.97, 30.46), "tinyllama": (9.23, 13.33, 18.0)}
@@ -48,7 +56,7 @@ THESIS = {"nanogpt": (10.7, 15.8, 17.9), "nanollama": (17.87, 25.97, 30.46), "ti
 PROMPT = 8
 CGROUPS = Path("/sys/fs/cgroup")
 BLOCKS = {"nanogpt": 12, "nanollama": 12, "tinyllama": 22}
-TOKENS = {"nanogpt": 64, "nanollama": 16, "tinyllama": 8}
+TOKENS = {"nanogpt": 64, "nanollama": 24, "tinyllama": 8}
 
 
 def config_of(name: str, blocks: int) -> PreTrainedConfig:
@@ -106,7 +114,7 @@ def processor_seconds(pid: int) -> float:
 
 
 @contextmanager
-def nodes_of(folder: Path, blocks: int, count: int, share: float) -> Iterator[list[ServerProcess]]:
+def nodes_of(folder: Path | str, blocks: int, count: int, share: float) -> Iterator[list[ServerProcess]]:
     """Servers that have loaded at full speed, and have their share from then on."""
     servers: list[ServerProcess] = []
     shares: list[Share] = []
@@ -144,12 +152,20 @@ def generate(model: Any, rows: int, tokens: int) -> tuple[float, torch.Tensor]:
 def measure(
     model: Any, servers: Sequence[ServerProcess], share: float, samples: int, tokens: int, groups: int | None
 ) -> tuple[dict[str, Any], torch.Tensor]:
-    with patch.object(causal_lm, "groups", (lambda *_: groups) if groups else causal_lm.groups):
+    decide, chosen = causal_lm.groups, {"sessions": 1, "foreseen": 1}
+
+    def decided(rows: int, step_seconds: Sequence[float], trip_seconds: float, measured: Any) -> int:
+        chosen["foreseen"] = decide(rows, step_seconds, trip_seconds)
+        chosen["sessions"] = groups or decide(rows, step_seconds, trip_seconds, measured)
+        return chosen["sessions"]
+
+    with patch.object(causal_lm, "groups", decided):
         before, begun = [processor_seconds(server.process.pid) for server in servers], time.perf_counter()
         seconds, output = generate(model, samples, tokens)
         wall = time.perf_counter() - begun
         used = [processor_seconds(server.process.pid) - was for server, was in zip(servers, before, strict=True)]
     result = {
+        **chosen,
         "tokens_per_s": samples * tokens / seconds,
         "idle": [max(0.0, 1 - one / (share * wall)) for one in used],
     }
@@ -170,9 +186,8 @@ def run(name: str, blocks: int, options: argparse.Namespace, scratch: Path) -> I
                 for samples in options.samples:
                     print(f"{name}, {nodes} nodes, {samples} samples ...", file=sys.stderr, flush=True)
                     forced = min(nodes, samples)
-                    ways: dict[str, int | None] = {"own": None}
-                    if forced > 1:
-                        ways |= {"one_batch": 1, "groups": forced}
+                    ways: dict[str, int | None] = {"one_batch": 1, "groups": forced} if forced > 1 else {}
+                    ways["own"] = None  # last, when it knows what the others took
                     found = {
                         way: measure(model, servers, options.share, samples, options.tokens or TOKENS[name], count)
                         for way, count in ways.items()
@@ -206,6 +221,7 @@ def main() -> None:
     parser.add_argument("--samples", nargs="+", type=int, default=[1, 2, 3, 6])
     parser.add_argument("--share", type=float, default=0.3, help="of a core, for each server")
     parser.add_argument("--tokens", type=int, help="of each sample, instead of the model's own number")
+    parser.add_argument("--requests", action="store_true", help="measure sessions of SmolLM2 instead")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="save a picture there (needs matplotlib)")
     parser.add_argument("--blocks", type=int, help="of every model, instead of its own number")
     options = parser.parse_args()
@@ -214,6 +230,9 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(1)
+    if options.requests:
+        show_requests(requests(options), options.json)
+        return
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="petalnode-bench-") as scratch:
         for name in options.models:
@@ -224,6 +243,76 @@ def main() -> None:
         print(json.dumps({"pipeline": results, "share": options.share}))
     else:
         show(results)
+
+
+def requests(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Tokens/s of one session, and of several that share no batch at the client."""
+    tokens = options.tokens or 32
+    blocks = resolve("smollm2", need="config").num_blocks
+    results = []
+    for nodes in options.nodes:
+        with (
+            nodes_of("smollm2", blocks, nodes, options.share) as servers,
+            tempfile.TemporaryDirectory(prefix="petalnode-bench-") as scratch,
+        ):
+            peer: Any = servers[0].ready["addrs"]
+            with AutoDistributedModelForCausalLM.from_pretrained("smollm2", initial_peers=[peer[0]]) as model:
+                generate(model, 1, 2)
+                alone, _ = generate(model, 1, tokens)
+                begun = time.perf_counter()
+                with ThreadPoolExecutor(3) as pool:
+                    list(pool.map(lambda _: generate(model, 1, tokens), range(3)))
+                # each has made a token before, and then one more than that
+                three = 3 * (tokens + 2) / (time.perf_counter() - begun)
+            with api("smollm2", peer[0], "--batch-file", f"{scratch}/batches") as (client, _):
+                found = {count: choices_per_second(client, count, tokens) for count in (1, 3)}
+                jobs = batch_per_second(client, 12, tokens)
+        results.append(
+            {
+                "nodes": nodes,
+                "one_session": tokens / alone,
+                "three_sessions": three,
+                "n_1": found[1],
+                "n_3": found[3],
+                "batch_12": jobs,
+            }
+        )
+    return results
+
+
+def choices_per_second(client: httpx.Client, count: int, tokens: int) -> float:
+    """Tokens/s of one request with so many choices."""
+    asked = {"prompt": "Once upon a time", "max_tokens": tokens, "n": count, "seed": 1, "ignore_eos": True}
+    begun = time.perf_counter()
+    answer = client.post("/v1/completions", json=asked).raise_for_status().json()
+    return float(answer["usage"]["completion_tokens"] / (time.perf_counter() - begun))
+
+
+def batch_per_second(client: httpx.Client, count: int, tokens: int) -> float:
+    """Tokens/s of a batch of so many requests, from its creation to its end."""
+    lines = [
+        json.dumps(
+            {
+                "custom_id": str(number),
+                "method": "POST",
+                "url": "/v1/completions",
+                "body": {"model": "smollm2", "prompt": f"{number} is", "max_tokens": tokens, "ignore_eos": True},
+            }
+        )
+        for number in range(count)
+    ]
+    file = {"file": ("batch.jsonl", "\n".join(lines).encode())}
+    sent = client.post("/v1/files", files=file, data={"purpose": "batch"}).raise_for_status().json()
+    asked = {"input_file_id": sent["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    begun = time.perf_counter()
+    batch = client.post("/v1/batches", json=asked).raise_for_status().json()
+    while batch["status"] not in ("completed", "failed", "expired", "cancelled"):
+        time.sleep(0.1)
+        batch = client.get(f"/v1/batches/{batch['id']}").raise_for_status().json()
+    seconds = time.perf_counter() - begun
+    lines = client.get(f"/v1/files/{batch['output_file_id']}/content").raise_for_status().text.splitlines()
+    made = sum(json.loads(line)["response"]["body"]["usage"]["completion_tokens"] for line in lines)
+    return float(made / seconds)
 
 
 def plot(results: Sequence[dict[str, Any]], file: Path) -> None:
@@ -255,9 +344,33 @@ def plot(results: Sequence[dict[str, Any]], file: Path) -> None:
     figure.savefig(file, dpi=110)
 
 
+def show_requests(results: Sequence[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"requests": results}))
+        return
+    table = Table(title="tokens/s of SmolLM2")
+    for column in ("nodes", "one session", "three", "n = 1", "n = 3", "batch of 12"):
+        table.add_column(column, justify="right")
+    for row in results:
+        nodes, *speeds = row.values()
+        table.add_row(str(nodes), *(f"{speed:.1f}" for speed in speeds))
+    Console().print(table)
+
+
 def show(results: Sequence[dict[str, Any]]) -> None:
     table = Table(title="samples of one client through 1, 2 and 3 nodes")
-    columns = ("model", "nodes", "samples", "tokens/s", "one batch", "groups", "speed-up", "of ideal", "over one node")
+    columns = (
+        "model",
+        "nodes",
+        "samples",
+        "tokens/s",
+        "one batch",
+        "groups",
+        "sessions",
+        "speed-up",
+        "of ideal",
+        "over one node",
+    )
     for column in (*columns, "idle", "MiB", "same"):
         table.add_column(column, justify="right")
     for row in results:
@@ -266,6 +379,7 @@ def show(results: Sequence[dict[str, Any]]) -> None:
             str(row["nodes"]),
             str(row["samples"]),
             *(f"{row[way]['tokens_per_s']:.1f}" if way in row else "" for way in ("own", "one_batch", "groups")),
+            "" if row["samples"] == 1 else f"{row['own']['sessions']} ({row['own']['foreseen']})",
             f"{row['speed_up']:.2f}",
             f"{row['of_ideal']:.0%}",
             f"{row['over_one_node']:.2f}",

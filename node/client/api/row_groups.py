@@ -27,6 +27,8 @@ _CLIENT: Final = 0.005
 """Seconds of the client's loop for a group: embedding, head, choice, receipts. Its threads take turns."""
 _WORTH: Final = 0.8
 """Of the time as one batch: less is not sure to be a gain."""
+_WORTH_TRYING: Final = 0.9
+"""Of the quickest that was tried: what turns out to be slower is not taken again."""
 _MOST: Final = 8
 _MOST_DRAFTED: Final = 16
 _LEAST: Final = 0.97
@@ -60,7 +62,8 @@ def groups(rows: int, step_seconds: Sequence[float], trip_seconds: float, measur
     counts = range(1, min(rows, 2 * len(step_seconds), _MOST) + 1)
     tried = {count: measured.rounds[rows, count] for count in counts if (rows, count) in measured.rounds}
     best = min(tried, key=tried.__getitem__, default=1)
-    least = _WORTH * (tried[best] if tried else _round_seconds(1, rows, steps, trip_seconds, handling))
+    one = _round_seconds(1, rows, steps, trip_seconds, handling)
+    least = _WORTH_TRYING * tried[best] if tried else _WORTH * one
     for count in counts:
         seconds = _round_seconds(count, rows, steps, trip_seconds, handling)
         if count not in tried and seconds < least:
