@@ -5,10 +5,11 @@
 
 Every server is a process in a control group that gives it `--share` of one core (needs root, and version 1 or 2 of
 Linux's control groups with the `cpu` controller), so that three of them and the client fit two cores. Models have
-random weights and the shapes of the thesis (its blocks, too: `--blocks` changes that), TinyLlama's in bfloat16 as
-there, cut evenly. Samples are rows of one batch: `own` is what `generate` does, which cuts them into sessions where it
-finds that this pays; `one_batch` keeps them together, `groups` cuts them into as many as nodes. `own` comes last, so
-that it has seen both; `sessions` tells how many it took, and in brackets how many it foresaw by what servers announce.
+random weights and the shapes of the thesis (its blocks, too: `--blocks` changes that), TinyLlama's in bfloat16 as there
+(multiplied in float32), cut evenly. Samples are rows of one batch: `own` is what `generate` does, which cuts them into
+sessions where it finds that this pays; `one_batch` keeps them together, `groups` cuts them into as many as nodes. `own`
+comes last, so that it has seen both; `sessions` tells how many it took, and in brackets how many it foresaw by what
+servers announce.
 
 `speed-up` is tokens/s over those of one node with one sample, which is what the thesis divides by; `of ideal` divides
 it by the smaller of nodes and samples. A node that batches samples gets more: `over one node` is against as many
@@ -123,7 +124,7 @@ def nodes_of(folder: Path | str, blocks: int, count: int, share: float) -> Itera
             peer: Sequence[str] = ("--new-swarm",)
             for index, (start, end) in enumerate(spans_of(blocks, count)):
                 (Path(scratch) / str(index)).mkdir()
-                arguments = [str(folder), "--blocks", f"{start}:{end}", *peer]
+                arguments = [str(folder), "--blocks", f"{start}:{end}", "--dtype", "float32", *peer]
                 servers.append(ServerProcess(arguments, Path(scratch) / str(index)))
                 peer = ("--peer", servers[-1].wait_ready()["addrs"][0])
                 shares.append(Share(f"petalnode-bench-{os.getpid()}-{index}", share))
@@ -181,7 +182,9 @@ def run(name: str, blocks: int, options: argparse.Namespace, scratch: Path) -> I
     for nodes in options.nodes:
         with nodes_of(folder, blocks, nodes, options.share) as servers:
             addrs: Any = servers[0].ready["addrs"]
-            with AutoDistributedModelForCausalLM.from_pretrained(folder, initial_peers=[addrs[0]]) as model:
+            with AutoDistributedModelForCausalLM.from_pretrained(
+                folder, initial_peers=[addrs[0]], dtype="float32"
+            ) as model:
                 generate(model, 1, 2)
                 for samples in options.samples:
                     print(f"{name}, {nodes} nodes, {samples} samples ...", file=sys.stderr, flush=True)
