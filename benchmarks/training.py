@@ -182,6 +182,7 @@ def compare_losses(options: argparse.Namespace) -> list[dict[str, Any]]:
             first = next((one for one in results if one["method"] == method), found)
             pairs = zip(found["losses"], first["losses"], strict=True)
             results.append(found | {"apart": max(abs(here - there) / there for here, there in pairs)})
+            print({name: results[-1][name] for name in ("before", "after", "apart")}, file=sys.stderr)
     return results
 
 

@@ -9,7 +9,7 @@ from petalnode.node.client.session.stream import SessionStream
 from petalnode.node.errors import ServerCheated
 from petalnode.node.trust.receipt_log import SessionLog
 from petalnode.protocols import wire_pb2 as wire
-from tests.unit.test_session_stream import SERVER, Server, asked, chunk_of, received, talk
+from tests.answering_server import SERVER, Server, asked, chunk_of, received, talk
 
 
 def test_a_receipt_for_something_else_than_was_sent_is_found_where_nobody_waits_for_the_answer() -> None:
