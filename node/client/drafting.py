@@ -45,7 +45,9 @@ _LEAST_USED: Final = 0.15
 _LEAST_LIKELY: Final = 0.01
 """Chance that a token that was looked up is right, up to which it is drafted: servers shall not compute for nothing."""
 _MODEL_STEPS: Final = 4
-"""Steps with guesses of a draft model that are under way: fewer than the servers take, who have wrong ones to do."""
+_SURE_MODEL_STEPS: Final = 2
+_SURE_MODEL: Final = 0.9
+"""Steps with guesses of a draft model that are under way; and fewer, larger ones, where so many guesses are right."""
 _READING: Final = 0.25
 """Of the time that a draft model takes for a guess, that each further token takes which it reads with the last one."""
 _FIRST_BREAK: Final = 16
@@ -176,11 +178,10 @@ class DraftPlan:
         deepest: of the drafts that were right so far; the next may be twice as deep.
         cost: of a step that is under way alone, from when it is sent until its tokens are chosen.
         speed: of the servers of a chain; None where steps are not under way side by side.
-        budget: what wrong drafts that were looked up may cost now, as so many tokens that are answered one after the
-            other. It grows with each token and with what they gain, and bounds what a conversation loses by them,
-            whatever its text.
-        model_budget: the same for guesses of a draft model, so that neither pays for what the other one has lost. Once
-            there is a draft model, each has a half of what may be lost without a gain.
+        budget: what wrong drafts that were looked up may cost now, in tokens that are answered one after the other. It
+            grows with each token and with what they gain, and bounds what a conversation loses by them.
+        model_budget: the same for guesses of a draft model: neither pays for what the other has lost. Once there is a
+            draft model, each has a half of what may be lost without a gain.
         sharing: answers, this one included, that keep the servers busy at once.
     """
 
@@ -339,6 +340,8 @@ class DraftPlan:
         # The first wrong token ends the draft: those after it say nothing.
         for index in range(min(drafted, accepted + 1)):
             self._chances[kind_of(match + index if match > REALIGNED else match)].note(index < accepted)
+        if self.speed is not None:
+            self.speed.sure = self._chances[BY_MODEL].share >= _SURE_MODEL
 
     def note_guess(self, seconds: float, read: int = 1) -> None:
         """A draft model has read so many tokens and guessed the next one."""
@@ -360,6 +363,7 @@ class PipelineSpeed:
         work: seconds of computing of a step by its tokens, all servers and the head together.
         stage: the same at the server that takes longest.
         guess: seconds of a draft model for a token; 0: unknown.
+        sure: nearly all guesses of the draft model are right.
         delay: seconds that the next step waits for those that were sent in vain.
         sharing: answers that take turns at these servers, each with steps like these.
     """
@@ -368,6 +372,7 @@ class PipelineSpeed:
     work: StepCost = field(default_factory=StepCost)
     stage: StepCost = field(default_factory=StepCost)
     guess: float = 0.0
+    sure: bool = False
     delay: float = 0.0
     sharing: int = 1
 
@@ -397,12 +402,8 @@ class PipelineSpeed:
 
     def model_step(self) -> int:
         """Guesses of a draft model that are sent together: no more steps than the servers can do meanwhile."""
-        size = 1
-        while (
-            self.guess
-            and size < _STEP_SIZES[-1]
-            and size * self.guess < max(self.alone / _MODEL_STEPS, self.stage.of(size))
-        ):
+        pause, size = self.alone / (_SURE_MODEL_STEPS if self.sure else _MODEL_STEPS), 1
+        while self.guess and size < _STEP_SIZES[-1] and size * self.guess < max(pause, self.stage.of(size)):
             size += 1
         return size
 

@@ -230,7 +230,9 @@ class Speculation:
                 speed.note_alone(asked.end - asked.start, now - asked.sent + computed[0])
             gained = (len(answer.tokens) - made) * speed.alone - (trio.current_time() - self._checked)
             self.plan.counts = self.plan.counts.plus(gained=gained)
-            self.plan.settle(len(answer.tokens) - made, gained, by_model=self._by_model)
+            # What is beyond the work for the drafted tokens is of the network, or of somebody else's.
+            most_lost = 2 * (speed.work.of(asked.end - asked.start) - speed.work.of(1))
+            self.plan.settle(len(answer.tokens) - made, max(gained, -most_lost), by_model=self._by_model)
         self._checked = trio.current_time()
         guessed = self.line[made : asked.end + 1]
         right = sum(1 for token, guess in zip(chosen, guessed, strict=False) if token == guess)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -33,12 +33,14 @@ MOST_STEP = 28  # tokens
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds of the way between two hosts, and of a step at each of so many servers: `fixed` and `each` per token."""
+    """Seconds of the way between two hosts, and of a step at each of so many servers: `fixed` and `each` per token. The
+    answers to the steps with the numbers `late` come 0.2 s later, whatever the chain is asked."""
 
     one_way: float
     servers: int
     fixed: float
     each: float
+    late: frozenset[int] = frozenset()
 
     def cost(self, tokens: int) -> float:
         return self.fixed + self.each * tokens
@@ -51,15 +53,18 @@ class SimulatedChain:
         self.line = line
         self.compute: list[float] = []
         self.most_under_way = 0
+        self._steps = 0
         self._free = [0.0] * line.servers if beside is None else beside._free  # the same servers
         self._out: list[float] = []
 
     def send(self, tokens: int) -> float:
         """When a step that is sent now is answered."""
         at = trio.current_time()
+        self._steps += 1
         for server, free in enumerate(self._free):
             at = max(at + self.line.one_way, free) + self.line.cost(tokens)
             self._free[server] = at
+        at += 0.2 if self._steps in self.line.late else 0.0
         self._out = [due for due in self._out if due > trio.current_time()] + [at + self.line.one_way]
         self.most_under_way = max(self.most_under_way, len(self._out))
         return at + self.line.one_way
@@ -417,6 +422,16 @@ def test_matches_that_mean_nothing_do_not_keep_a_good_draft_model_from_guessing(
         drafted = answer(text, prompt, WIDE, drafts=True, model=SimulatedModel(text, seconds, 1000))
         assert drafted.tokens == plain.tokens == text
         assert plain.seconds / drafted.seconds > times
+
+
+@pytest.mark.parametrize("late", [range(3, 7), range(12, 16)], ids=["at-the-beginning", "later"])
+def test_delays_of_the_network_are_not_blamed_on_a_draft_model(no_threads: None, late: range) -> None:
+    text, prompt = guessable(4, 0.0, 30)
+    line = replace(WIDE, late=frozenset(late))
+    plain = answer(text, prompt, line, drafts=False)
+    drafted = answer(text, prompt, line, drafts=True, model=SimulatedModel(text, 0.04, 1000))
+    assert drafted.tokens == plain.tokens == text
+    assert plain.seconds / drafted.seconds > 3
 
 
 def measured() -> DraftPlan:
