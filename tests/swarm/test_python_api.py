@@ -141,16 +141,19 @@ def test_rows_in_several_sessions_are_the_same(
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_what_a_batch_took_is_known_to_the_next_one(parts: int, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+def test_what_a_batch_took_is_noted_for_the_next_one(parts: int, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[Any] = []
+    asked: list[Any] = []
     monkeypatch.setattr(causal_lm, "groups", lambda *given: asked.append(given[3]) or parts)
-    for _ in range(2):
-        generate(model, prompt(2, 9), max_new_tokens=9, min_new_tokens=9)
-    known = asked[1]
-    assert known.rounds[2, parts] > 0
-    assert all(seconds > 0 for seconds, _ in known.computed)
-    assert {rows for _, rows in known.computed} == {2 / parts}
-    assert (known.overhead is not None) or parts == 2
+    monkeypatch.setattr(model._paces, "measured", lambda route: route)
+    monkeypatch.setattr(model._paces, "note", noted.append)
+    generate(model, prompt(2, 9), max_new_tokens=9, min_new_tokens=9)
+    [sessions], [route] = noted, asked
+    assert [rows for rows, _ in sessions] == [2 // parts] * parts
+    for servers in (route, *(pace.route for _, pace in sessions)):
+        ends = [0, *(end for _, _, end in servers)]
+        assert [start for _, start, _ in servers] == ends[:-1]
+        assert ends[-1] == model.config.num_hidden_layers
 
 
 def test_what_depends_on_other_rows_stays_in_one_session(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
