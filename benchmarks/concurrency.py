@@ -1,18 +1,21 @@
 """Tokens a second of 1 to 32 clients on one server at once, and how it is shared.
 
     python benchmarks/concurrency.py [--json] [--clients 1 4 8 16 32] [--tokens 24] [--processes 2] [--hidden 2048]
+                                     [--at-once]
 
 The model has random weights: 4 blocks of Llama in float32 (700 MB at hidden size 2048), so that compute is the limit.
 Servers are processes with one compute thread, one that batches decode steps and one that computes them one by one; they
-get the same rounds in turn. Clients have identities, connections and sessions of their own, several in a process
-(`--processes`, which share what cores the servers leave; 32 Python processes do not fit two cores), and send
+get the same rounds in turn; with `--at-once` the other one batches, too, but never waits for sessions that are about to
+come back (`node/server/gathering.py`). Clients have identities, connections and sessions of their own, several in a
+process (`--processes`, which share what cores the servers leave; 32 Python processes do not fit two cores), and send
 hidden states without embeddings or head, the next one when the answer to the one before is there. `transformers` is the
 same model's own batch in this process, of as many rows, between the rounds. Times are from sending a token's hidden
 states to having the last server's, of all clients together.
 
 `prompt`: what a prompt of 4,096 tokens that comes amid eight clients does to their tokens; a chunk is a 16th of the
 time that it takes alone. `fairness`: two clients, one of which has 16 sessions, each alone and both at once: the share
-of its tokens a second alone that each keeps. Needs 5 GiB of memory and some four minutes on two quiet cores.
+of its tokens a second alone that each keeps; with `--at-once`, of both servers. Needs 5 GiB of memory
+and some four minutes on two quiet cores.
 """
 
 from __future__ import annotations
@@ -47,6 +50,7 @@ from petalnode.node.client.session.stream import SessionSpec
 from petalnode.node.client.swarm_model import identify_model
 from petalnode.node.models.sources.resolve import resolve
 from petalnode.node.server import turns
+from petalnode.node.server.gathering import Gathering
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import open_swarm
 from petalnode.protocols.ids import Span
@@ -260,19 +264,22 @@ def fairness(batched: Clients, seconds: float) -> list[dict[str, float]]:
     ]
 
 
-def server_without_batches(command: list[str]) -> None:
-    """Runs the `petalnode` that `command` starts with no more than one step in a batch."""
-    turns.MAX_DECODE_ROWS = 1  # type: ignore[misc]
+def other_server(command: list[str]) -> None:
+    """Runs the `petalnode` that `command` starts with no more than one step in a batch, or with no waits for more."""
+    if command[0] == "--serve-at-once":
+        Gathering.time = lambda *arguments: 0.0  # type: ignore[method-assign]
+    else:
+        turns.MAX_DECODE_ROWS = 1  # type: ignore[misc]
     sys.argv = command[command.index("petalnode") :]
     runpy.run_module("petalnode", run_name="__main__", alter_sys=True)
 
 
 @contextmanager
-def servers_of(folder: Path, scratch: Path) -> Iterator[list[ServerProcess]]:
-    """One that batches, and one that does not, in swarms of their own."""
+def servers_of(folder: Path, scratch: Path, other: str) -> Iterator[list[ServerProcess]]:
+    """One that batches, and the `other`, in swarms of their own."""
     started: list[ServerProcess] = []
     try:
-        for name, prefix in (("batched", ()), ("unbatched", (sys.executable, __file__, "--unbatched"))):
+        for name, prefix in (("batched", ()), (other, (sys.executable, __file__, f"--serve-{other}"))):
             (scratch / name).mkdir()
             arguments = [str(folder), "--blocks", f"0:{BLOCKS}", "--new-swarm", "--cache-tokens", "60000"]
             started.append(ServerProcess(arguments, scratch / name, prefix=prefix))
@@ -287,27 +294,31 @@ def run(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     folder = scratch / "model"
     made = model(folder, options.hidden)
     results: list[dict[str, Any]] = []
-    with servers_of(folder, scratch) as servers:
-        batched, unbatched = (Clients(folder, server, options.processes, options.hidden) for server in servers)
+    other = "at-once" if options.at_once else "unbatched"
+    with servers_of(folder, scratch, other) as servers:
+        batched, second = (Clients(folder, server, options.processes, options.hidden) for server in servers)
         try:
             batched.together(2, 4)
-            unbatched.together(2, 4)
+            second.together(2, 4)
             for count in options.clients:
                 print(f"{count} clients ...", file=sys.stderr, flush=True)
                 result: dict[str, Any] = {"clients": count, "batched": batched.together(count, options.tokens)}
-                result["unbatched"] = unbatched.together(count, max(4, options.tokens * 8 // max(count, 8)))
+                tokens = options.tokens if options.at_once else max(4, options.tokens * 8 // max(count, 8))
+                result[other.replace("-", "_")] = second.together(count, tokens)
                 result["transformers_tokens_per_s"] = transformers_batch(made, count, max(4, options.tokens // 2))
                 result["times_one"] = result["batched"]["tokens_per_s"] / (
                     results[0]["batched"]["tokens_per_s"] if results else result["batched"]["tokens_per_s"]
                 )
                 results.append(result)
             print("16 sessions beside one ...", file=sys.stderr, flush=True)
-            shares = fairness(batched, 8.0)
+            found: dict[str, Any] = {"clients": results, "fairness": fairness(batched, 8.0)}
+            if options.at_once:
+                found["fairness_at_once"] = fairness(second, 8.0)
             print("a long prompt ...", file=sys.stderr, flush=True)
-            return {"clients": results, "fairness": shares, "prompt": prompt_among(batched)}
+            return found | {"prompt": prompt_among(batched)}
         finally:
             batched.stop()
-            unbatched.stop()
+            second.stop()
 
 
 def main() -> None:
@@ -317,6 +328,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--processes", type=int, default=2, help="of clients; 2 at least")
     parser.add_argument("--hidden", type=int, default=2048, help="hidden size; a multiple of 512")
+    parser.add_argument("--at-once", action="store_true", help="compare with a server whose batches wait for nobody")
     parser.add_argument("--client", nargs=2, metavar=("MODEL", "PEER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.client:
@@ -334,11 +346,11 @@ def main() -> None:
 
 
 def show(found: dict[str, Any]) -> None:
-    table = Table(title="clients of one server, tokens/s of all together")
-    for column in ("clients", "batched", "times one", "p50 ms", "p95", "one by one", "p50 ms", "transformers"):
+    table = Table(title="clients of one server, tokens/s of all together; other: one by one, or at once")
+    for column in ("clients", "batched", "times one", "p50 ms", "p95", "other", "p50 ms", "transformers"):
         table.add_column(column, justify="right")
     for row in found["clients"]:
-        own, others = row["batched"], row["unbatched"]
+        own, others = row["batched"], row["at_once"] if "at_once" in row else row["unbatched"]
         table.add_row(
             str(row["clients"]),
             f"{own['tokens_per_s']:.0f}",
@@ -351,7 +363,7 @@ def show(found: dict[str, Any]) -> None:
         )
     console = Console(width=120)
     console.print(table)
-    for share in found["fairness"]:
+    for share in found["fairness"] + found.get("fairness_at_once", []):
         console.print(
             f"{share['sessions']} sessions of a client: {share['alone_tokens_per_s']:.0f} tokens/s alone, "
             f"{share['both_tokens_per_s']:.0f} beside the other ({share['kept']:.0%})"
@@ -365,7 +377,7 @@ def show(found: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--unbatched"]:
-        server_without_batches(sys.argv[2:])
+    if sys.argv[1:] and sys.argv[1].startswith("--serve-"):
+        other_server(sys.argv[1:])
     else:
         main()
