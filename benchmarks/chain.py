@@ -1,14 +1,14 @@
 """Milliseconds per token through 1, 2 and 3 servers on loopback, against plain transformers in the same minutes.
 
     python benchmarks/chain.py [--json] [--models h512 smollm2] [--tokens 64] [--rounds 5]
-        [--llama-cpp FOLDER --gguf FILE]
+        [--threads 1] [--llama-cpp FOLDER --gguf FILE]
 
 Servers are real processes with one compute thread each; the client and plain transformers run in this process with
-one thread too, in turns, so that both see the same noise. `h512` is a random Llama of 27.8M parameters (hidden 512, 8
-blocks), the one that Petals' figures are for. The parts of a hop are medians: `queue` and `compute` as the server
-reports them, `wire` what is left of the time between sending a step and having its reply, `serialise` tensors to
-bytes and back in the client. `receipt` is what the client takes to check the receipt of one reply to a decode step
-(hashes, fields, signature, chain), a part of `wire`.
+one thread too (`--threads`), in turns, so that both see the same noise. `h512` is a random Llama of 27.8M parameters
+(hidden 512, 8 blocks), the one that Petals' figures are for. The parts of a hop are medians: `queue` and `compute` as
+the server reports them, `wire` what is left of the time between sending a step and having its reply, `serialise`
+tensors to bytes and back in the client. `receipt` is what the client takes to check the receipt of one reply to a
+decode step (hashes, fields, signature, chain), a part of `wire`.
 
 `generate` is transformers' loop with the client's part of the model, `chat` the one of `petalnode chat` and the HTTP
 APIs, both greedy. `turn` is the part of a token that is the client's alone: from the last server's answer at its socket
@@ -310,6 +310,7 @@ def main() -> None:
     parser.add_argument("--servers", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1, help="of this process: the client's head, plain transformers")
     parser.add_argument("--llama-cpp", type=Path, help="folder in which node-llama-cpp is installed")
     parser.add_argument("--gguf", type=Path, help="the file for llama.cpp")
     options = parser.parse_args()
@@ -317,7 +318,7 @@ def main() -> None:
         parser.error("--llama-cpp and --gguf go together")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    torch.set_num_threads(1)
+    torch.set_num_threads(options.threads)
     results = []
     with tempfile.TemporaryDirectory(prefix="petalnode-bench-") as scratch:
         for name in options.models:
