@@ -26,6 +26,8 @@ from .session.step import UNWATCHED_BYTES
 
 _LONG: Final = 4
 """From so many tokens on, a match says more than that the text went on as before behind a wrong token."""
+_EIGHT_TOKENS: Final = (8, 3.7)
+"""Times as long as one of one token that a step of eight is taken to be before any was seen, as by the kernels."""
 
 
 @dataclass
@@ -340,8 +342,13 @@ class Drafter:
         if not isinstance(session, ClientSession) or not session.spec.push:
             plan.speed = None
             return
+        known = plan.speed is not None
         plan.speed = plan.speed or PipelineSpeed(sharing=plan.sharing)
-        plan.speed.note_work(tokens, [timing.compute for timing in session.timings], head)
+        compute = [timing.compute for timing in session.timings]
+        plan.speed.note_work(tokens, compute, head)
+        if not known and tokens == 1:  # or each token of a first draft would seem to cost nothing
+            more, times = _EIGHT_TOKENS
+            plan.speed.note_work(more, [times * seconds for seconds in compute], times * head)
 
     def note_step(self, draft: Draft, accepted: int, seconds: float) -> None:
         """Learns from a step by itself."""

@@ -266,15 +266,15 @@ class DraftedDecoding:
         if not sampler.is_over:
             self._mask = given.get("attention_mask")
             skipped = self._local.prompted_tokens + (0 if self._mask is None else int((self._mask[0] == 0).sum()))
-            self._session.call(partial(self._decode, tokens, new, sampler, skipped, max_length))
+            self._session.call(partial(self._decode, tokens, sampler, skipped, max_length))
         cache.advance(self._session.position - cache.get_seq_length())
         return tokens
 
     async def _decode(
-        self, tokens: list[int], sent: int, sampler: ProcessorSampler, skipped: int, max_length: int, session: Session
+        self, tokens: list[int], sampler: ProcessorSampler, skipped: int, max_length: int, session: Session
     ) -> None:
         """Extends `tokens` until `sampler` says that they are over, in the trio thread. A draft model does not get the
-        first `skipped` ones. `sent`: tokens of the prompt that have just been computed."""
+        first `skipped` ones."""
         stop = trio.Event()
         limit = min(max_length, session.spec.max_length + 1)
         answer = Answering(
@@ -283,10 +283,6 @@ class DraftedDecoding:
         reader = Assistant(self._options.assistant) if self._options.assistant is not None else None
         drafter = Drafter(self._session.drafting, LookupDrafter(), reader, skipped)
         embed = partial(self._embed, session)
-        if not drafter.plan.cost.is_known and isinstance(session, ClientSession):
-            # Without it each token of a first draft would seem to cost nothing.
-            chunk = session.chunk_tokens(sent, self._local.hidden_size)
-            drafter.note_speed(session, (sent - 1) % chunk + 1, 0.0)
         while not answer.is_over:
             made = len(tokens)
             draft = drafter.guess(tokens, limit - made - 1)
