@@ -1,6 +1,6 @@
 """Tokens a second of 1 to 32 clients on one server at once, and how it is shared.
 
-    python benchmarks/concurrency.py [--json] [--clients 1 4 8 16 32] [--tokens 24] [--processes 2] [--hidden 2048]
+    python benchmarks/concurrency.py [--json] [--clients 1 4 8 16 32] [--tokens 72] [--processes 2] [--hidden 2048]
                                      [--at-once]
 
 The model has random weights: 4 blocks of Llama in float32 (700 MB at hidden size 2048), so that compute is the limit.
@@ -325,7 +325,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     parser.add_argument("--clients", nargs="+", type=int, default=[1, 4, 8, 16, 32])
-    parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--tokens", type=int, default=72)
     parser.add_argument("--processes", type=int, default=2, help="of clients; 2 at least")
     parser.add_argument("--hidden", type=int, default=2048, help="hidden size; a multiple of 512")
     parser.add_argument("--at-once", action="store_true", help="compare with a server whose batches wait for nobody")
