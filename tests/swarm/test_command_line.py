@@ -322,7 +322,7 @@ def test_a_server_says_goodbye(
     # Before it leaves for good, its owner pauses it by a signal, and lets it go on as `petalnode resume` does.
     leaving.signal(signal.SIGUSR1)
     assert leaving.event("paused")["reason"] == "its owner has paused it"
-    [folder] = node_starter.home.rglob("control")
+    folder = Path(node_starter.env["XDG_DATA_HOME"]) / "petalnode" / "control"
     monkeypatch.setattr(control, "control_folder", lambda: folder)
     control.send_wish(str(leaving.pid), "resume", Output(True))
     assert json.loads(capsys.readouterr().out)["state"] == "serving"
