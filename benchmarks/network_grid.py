@@ -1,6 +1,7 @@
 """The network grids of the Petals papers on a local swarm: bandwidth, round trip, sequence length, clients.
 
     sudo python benchmarks/network_grid.py [--json] [--rows 0 1 2 3 4] [--model h512] [--steps 16] [--batch 16]
+                                           [--no-idle-restart]
 
 Tables 2 and 3 of "Distributed Inference and Fine-tuning of LLMs Over The Internet" (NeurIPS 2023) and table 3 of
 "Petals" (ACL demo 2023) have steps/s of one session and tokens/s of forward passes, for each client, in networks of
@@ -13,7 +14,8 @@ that it adds to a step stand below the table.
 
 Rows 0 to 4 are three servers, with the baselines behind them; 5 to 9 ten servers and up to ten clients; 10 to 14 twelve
 servers, of which 14 has the eight clients of the ACL paper's text ("each gets about a 20 % slowdown" of row 12). With
-more than eight servers `h512` has 12 blocks. A row takes one to two minutes, most of which processes start.
+more than eight servers `h512` has 12 blocks. A row takes one to five minutes, most of which processes start; with
+`--json` it is printed as soon as it is measured, one object in a line.
 
 `steps/s` are decode steps behind a prompt, up to a sequence of 128 and of 2,048 tokens; `tokens/s` forward passes of
 1 and `--batch` rows of 128 tokens (64 in the papers). Neither has the client's embeddings and head. `planned` is the
@@ -26,6 +28,10 @@ announcement's fault. Servers measure their speed when they start (their cache i
 Offloading holds one block: the weights of each block are copied over it, from RAM or from the disk (whose cache is told
 to forget the file before each pass), for every step or forward pass. `local` is the whole model in one process. One
 thread each, as every server has.
+
+TCP begins anew with ten packets at whom nothing was sent to for a retransmission timeout (RFC 5681, section 4.1), so
+a hidden state of 262 KB takes five round trips there; `--no-idle-restart` has hosts whose kernels do not (sysctl
+net.ipv4.tcp_slow_start_after_idle=0).
 """
 
 from __future__ import annotations
@@ -36,6 +42,7 @@ import json
 import os
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -221,9 +228,12 @@ def cells(model: Path, num_blocks: int, wanted: Network, options: argparse.Names
     hosts = wanted.servers + wanted.clients
     with (
         delay_network(hosts, wanted.rtt_ms / 2000, wanted.mbit) as network,
-        servers_of(network, model, wanted.servers, num_blocks) as servers,
         contextlib.ExitStack() as stack,
     ):
+        for host in range(hosts if options.no_idle_restart else 0):
+            setting = ["sysctl", "-qw", "net.ipv4.tcp_slow_start_after_idle=0"]
+            subprocess.run(network.command(host, setting), check=True)
+        servers = stack.enter_context(servers_of(network, model, wanted.servers, num_blocks))
         places = [0, *range(wanted.servers + 1, hosts)]
         arguments = (network, model, servers[0].ready["addrs"][0], options.steps)
         clients = [ClientProcess(*arguments, script=__file__, host=place) for place in places]
@@ -306,11 +316,12 @@ def baseline(folder: Path, name: str, options: argparse.Namespace) -> dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--json", action="store_true", help="a JSON object for each row, instead of a table")
     parser.add_argument("--model", default="h512", help="h512 (random weights), or any of Llama's shape in one file")
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--batch", type=int, default=16, help="rows of the larger forward pass")
     parser.add_argument("--rows", type=int, nargs="+", default=list(range(5)), help="of the grid, from 0 to 14")
+    parser.add_argument("--no-idle-restart", action="store_true", help="TCP keeps its window while nothing is sent")
     parser.add_argument("--client", nargs=2, metavar=("MODEL", "PEER"), help=argparse.SUPPRESS)
     parser.add_argument("--tokens", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -321,7 +332,13 @@ def main() -> None:
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    results = []
+    results: list[dict[str, Any]] = []
+
+    def add(row: dict[str, Any]) -> None:
+        results.append(row)
+        if options.json:
+            print(json.dumps({"model": options.model} | row), flush=True)
+
     with tempfile.TemporaryDirectory(prefix="petalnode-bench-") as scratch:
         folder = Path(scratch) / "h512"
         if options.model == "h512":
@@ -334,14 +351,12 @@ def main() -> None:
             wanted = GRID[number]
             begun = time.perf_counter()
             shutil.rmtree(os.environ["PETALNODE_CACHE"], ignore_errors=True)
-            results.append(cells(folder, num_blocks, wanted, options))
+            add(cells(folder, num_blocks, wanted, options))
             said = f"{wanted.mbit:g} Mbit/s, {wanted.rtt_ms:g} ms, {wanted.clients} clients, {wanted.servers} servers"
             print(f"{said}: {time.perf_counter() - begun:.0f} s", file=sys.stderr)
-        if 0 in options.rows:
-            results += [baseline(folder, name, options) for name in BASELINES]
-    if options.json:
-        print(json.dumps({"model": options.model, "grid": results}))
-    else:
+        for name in BASELINES if 0 in options.rows else ():
+            add(baseline(folder, name, options))
+    if not options.json:
         show(results, options)
 
 
