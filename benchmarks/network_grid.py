@@ -1,7 +1,6 @@
 """The network grids of the Petals papers on a local swarm: bandwidth, round trip, sequence length, clients.
 
     sudo python benchmarks/network_grid.py [--json] [--rows 0 1 2 3 4] [--model h512] [--steps 16] [--batch 16]
-                                           [--no-idle-restart]
 
 Tables 2 and 3 of "Distributed Inference and Fine-tuning of LLMs Over The Internet" (NeurIPS 2023) and table 3 of
 "Petals" (ACL demo 2023) have steps/s of one session and tokens/s of forward passes, for each client, in networks of
@@ -28,10 +27,6 @@ announcement's fault. Servers measure their speed when they start (their cache i
 Offloading holds one block: the weights of each block are copied over it, from RAM or from the disk (whose cache is told
 to forget the file before each pass), for every step or forward pass. `local` is the whole model in one process. One
 thread each, as every server has.
-
-TCP begins anew with ten packets at whom nothing was sent to for a retransmission timeout (RFC 5681, section 4.1), so
-a hidden state of 262 KB takes five round trips there; `--no-idle-restart` has hosts whose kernels do not (sysctl
-net.ipv4.tcp_slow_start_after_idle=0).
 """
 
 from __future__ import annotations
@@ -42,7 +37,6 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -228,12 +222,9 @@ def cells(model: Path, num_blocks: int, wanted: Network, options: argparse.Names
     hosts = wanted.servers + wanted.clients
     with (
         delay_network(hosts, wanted.rtt_ms / 2000, wanted.mbit) as network,
+        servers_of(network, model, wanted.servers, num_blocks) as servers,
         contextlib.ExitStack() as stack,
     ):
-        for host in range(hosts if options.no_idle_restart else 0):
-            setting = ["sysctl", "-qw", "net.ipv4.tcp_slow_start_after_idle=0"]
-            subprocess.run(network.command(host, setting), check=True)
-        servers = stack.enter_context(servers_of(network, model, wanted.servers, num_blocks))
         places = [0, *range(wanted.servers + 1, hosts)]
         arguments = (network, model, servers[0].ready["addrs"][0], options.steps)
         clients = [ClientProcess(*arguments, script=__file__, host=place) for place in places]
@@ -321,7 +312,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--batch", type=int, default=16, help="rows of the larger forward pass")
     parser.add_argument("--rows", type=int, nargs="+", default=list(range(5)), help="of the grid, from 0 to 14")
-    parser.add_argument("--no-idle-restart", action="store_true", help="TCP keeps its window while nothing is sent")
     parser.add_argument("--client", nargs=2, metavar=("MODEL", "PEER"), help=argparse.SUPPRESS)
     parser.add_argument("--tokens", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()

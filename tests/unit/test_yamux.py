@@ -26,6 +26,7 @@ from petalnode.node.network.transport.muxed_stream import (
     WINDOW_UPDATE,
 )
 from petalnode.node.network.transport.raw_connection import Path
+from petalnode.node.network.transport.tcp_window import seconds_kept
 from tests.memory_muxer import DIRECT, MemoryRaw, muxer, read, run, settled
 
 MIB = 1 << 20
@@ -252,6 +253,35 @@ def test_after_a_large_message_no_pause_is_long_enough_for_tcp_to_forget_its_win
             for _ in range(5):
                 await pings()
             assert await pings() <= 1
+            # Messages at intervals, as those of a fine-tuning: from the second pause on, whose length is known.
+            for _ in range(60):
+                await pings()
+            for kept in (False, True, True):
+                await stream.write(bytes(12 * 1024 + 1))
+                heard = [await pings() for _ in range(14)]
+                assert min(heard) >= 7 if kept else max(heard[6:]) <= 1, heard
+            # And no longer than twice that pause.
+            for _ in range(14):
+                await pings()
+            assert await pings() <= 1
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("pause", "longest", "kept"),
+    [(float("inf"), 60, 5), (0.001, 60, 5), (3, 60, 6), (29, 60, 58), (31, 60, 5), (13, 20, 5), (13, 1, 5)],
+)
+def test_a_window_is_kept_for_pauses_that_were_not_too_long(pause: float, longest: float, kept: float) -> None:
+    assert seconds_kept(pause, longest) == kept
+
+
+def test_with_many_connections_windows_are_kept_for_shorter() -> None:
+    async def main() -> None:
+        many = NodeLimits()
+        assert many.window_kept == 60
+        many.connections = 64 * 10
+        assert many.window_kept == 6
 
     run(main)
 

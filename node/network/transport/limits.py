@@ -16,6 +16,7 @@ from .bandwidth import Traffic
 
 MAX_CONNECTIONS: Final = 4096
 _SILENCE: Final = 8.0  # seconds; keeps the mappings of NATs alive, too
+_WINDOW_KEPT: Final = 60.0  # seconds
 _FEW_CONNECTIONS: Final = 64
 MAX_INBOUND: Final = 3072
 """Of these, how many others may make; the rest is for our own."""
@@ -141,6 +142,12 @@ class NodeLimits:
         """Seconds of silence after which a connection without streams asks for a sign of life. Of many connections each
         asks more seldom, so that all of them together cost as much as 64."""
         return _SILENCE * max(self.connections / _FEW_CONNECTIONS, 1.0)
+
+    @property
+    def window_kept(self) -> float:
+        """Seconds for which TCP's window of a connection is kept at most after a large message; the fewer, the more
+        connections there are."""
+        return _WINDOW_KEPT / max(self.connections / _FEW_CONNECTIONS, 1.0)
 
     def connected(self, use: PeerUse, connection: Unread) -> None:
         use.connections.append(connection)

@@ -37,6 +37,7 @@ from .muxed_stream import (
     MuxedStream,
 )
 from .noise import NoiseSession
+from .tcp_window import WindowKeeper
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +51,6 @@ _LINGER: Final = 30.0  # seconds that a stream closed by us waits for the peer's
 _MOST_HELD: Final = 1024  # bytes of frames; who only opens streams and resets them would have us hold any number
 
 _SEALING: Final = HEADER.size + 18  # bytes that Yamux and Noise add: sealed, it shall fill a frame of the circuit
-
-_LARGE: Final = 12 * 1024  # bytes; about what TCP sends in its first round trip (ten packets, RFC 6928)
-_LARGE_LASTS: Final = 5.0  # seconds after a large message in which another one is expected
-_QUIET: Final = 0.1  # seconds; half of the least time after which TCP forgets its window
 
 
 class _Violation(ConnectionAbortedError):
@@ -100,9 +97,7 @@ class Muxer(IMuxedConn):
         self._heard = trio.current_time()
         self._suspected = False
         self._held = b""  # frames that go with the next one
-        self._large_until = 0.0  # a large message may follow until then
-        self._large_put = trio.lowlevel.ParkingLot()
-        self._put_lately = False
+        self._window = WindowKeeper(lambda: limits.window_kept)
 
     # --- streams
 
@@ -178,10 +173,7 @@ class Muxer(IMuxedConn):
             self._held += frame
             return
         frame, self._held = self._held + frame, b""
-        self._put_lately = True
-        if length > _LARGE and kind == DATA:
-            self._large_until = trio.current_time() + _LARGE_LASTS
-            self._large_put.unpark_all()
+        self._window.sent(len(data))
         if self.lost is None:
             try:
                 self.secured_conn.put(frame)
@@ -372,7 +364,7 @@ class Muxer(IMuxedConn):
                 await trio.sleep(min(silent_until - now, _IDLE))
                 continue
             self._suspected = False
-            self.put(PING, SYN, 0, 0)
+            self._ping()
             asked = trio.current_time()
             while self._heard < asked:
                 before = trio.current_time()
@@ -384,18 +376,11 @@ class Muxer(IMuxedConn):
                     raise ConnectionAbortedError(f"the peer gave no sign of life for {now - self._heard:.1f} s")
 
     async def _keep_window(self) -> None:
-        """Pings through the pauses between large messages, so that TCP does not shrink its window in them.
+        if self.secured_conn.keeps_window:
+            await self._window.run(self._ping)
 
-        After a silence of one retransmission timeout, a round trip and at least 200 ms, TCP starts anew with ten
-        packets (RFC 5681, section 4.1), and the next hidden state of 16 KiB takes two round trips instead of one.
-        """
-        while self.lost is None and self.secured_conn.keeps_window:
-            if trio.current_time() > self._large_until:
-                await self._large_put.park()
-            self._put_lately = False
-            await trio.sleep(_QUIET)
-            if not self._put_lately:
-                self.put(PING, SYN, 0, 0)
+    def _ping(self) -> None:
+        self.put(PING, SYN, 0, 0)
 
     def suspect(self) -> None:
         """Asks the peer for a sign of life soon, however short it has been silent."""
