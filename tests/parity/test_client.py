@@ -16,18 +16,15 @@ from petalnode.node.blocks.remote_cache import RemoteCache
 from petalnode.node.blocks.skeleton import build
 from petalnode.node.errors import BadInput
 from petalnode.protocols.ids import Span
+from tests.greedy import prompt
 from tests.parity.local_swarm import open_client
 from tests.parity.whole import whole_of
-from tests.tiny_models import ARCHITECTURES, VOCABULARY, save_tiny
+from tests.tiny_models import ARCHITECTURES, save_tiny
 
 Tiny = Callable[[str], Path]
 
 TWO, THREE = (Span(0, 3), Span(3, 6)), (Span(0, 1), Span(1, 4), Span(4, 6))
 LOGITS = 1e-4
-
-
-def prompt(batch: int, count: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, VOCABULARY, (batch, count), generator=torch.Generator().manual_seed(seed))
 
 
 def generate(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, **options: Any) -> torch.Tensor:

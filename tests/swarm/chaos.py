@@ -28,10 +28,11 @@ from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM,
 from petalnode.node.client.deadlines import Waits
 from petalnode.node.network.transport.yamux import Muxer
 from petalnode.node.testing.inspection import call, client_of, session_of
+from tests.greedy import generate, prompt
 from tests.slowness import Slowness
 from tests.swarm.processes import until
 from tests.swarm.server_pool import PooledServer, ServerPool
-from tests.tiny_models import HIDDEN, NUM_BLOCKS, VOCABULARY, load_whole
+from tests.tiny_models import HIDDEN, NUM_BLOCKS, load_whole
 
 CACHE_TOKENS = 20000
 SPANS = ("0:2", "2:4", "4:6", "0:3", "3:6", "1:5", "0:6")
@@ -60,16 +61,7 @@ class Task:
     expected: torch.Tensor
 
 
-def generate(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
-    options.setdefault("attention_mask", torch.ones_like(ids))
-    out: torch.Tensor = model.generate(ids, pad_token_id=0, do_sample=False, **options)
-    return out
-
-
 def tasks(whole: Any) -> list[Task]:
-    def prompt(batch: int, count: int, seed: int) -> torch.Tensor:
-        return torch.randint(3, VOCABULARY, (batch, count), generator=torch.Generator().manual_seed(seed))
-
     padded = torch.tensor([[1] * 12, [0] * 5 + [1] * 7, [0] * 9 + [1] * 3])
     made: list[tuple[torch.Tensor, dict[str, Any]]] = [
         (prompt(1, 9, 0), {"max_new_tokens": 60}),

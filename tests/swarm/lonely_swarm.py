@@ -11,21 +11,10 @@ from typing import Any
 import torch
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
+from tests.greedy import generate, prompt
 from tests.slowness import Slowness
 from tests.swarm.fleet import At
 from tests.swarm.memory_pool import MemoryPool
-from tests.tiny_models import VOCABULARY
-
-
-def prompt(batch: int, count: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, VOCABULARY, (batch, count), generator=torch.Generator().manual_seed(seed))
-
-
-def generate(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
-    options.setdefault("attention_mask", torch.ones_like(ids))
-    options.setdefault("max_new_tokens", 8)
-    out: torch.Tensor = model.generate(ids, pad_token_id=0, do_sample=False, **options)
-    return out
 
 
 class Expected:

@@ -14,6 +14,7 @@ from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM,
 from petalnode.node.client.api.pace import DRAFTED, Measured, Paces
 from petalnode.node.client.drafting import Draft, DraftPlan, PipelineSpeed
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
+from tests.swarm.deep_drafts import draft_deep
 from tests.tiny_models import load_whole, save_tiny
 
 Model = DistributedModelForCausalLM
@@ -52,18 +53,8 @@ def model(swarm: MemorySwarm, servers: dict[str, MemoryServer], folder: Path) ->
 
 @pytest.fixture(autouse=True)
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows go apart with drafts of up to nine tokens whatever a step takes, so that no test depends on a clock; some of
-    the drafts are wrong."""
-
-    def choose(plan: object, drafts: Iterator[Draft], most: int) -> Draft:
-        draft = next(drafts, Draft())
-        tokens = list(draft.tokens[: min(most, 9)])
-        if len(tokens) % 4 == 3:
-            tokens[len(tokens) // 2] += 1
-        return Draft(tuple(tokens), draft.match)
-
-    monkeypatch.setattr(DraftPlan, "choose", choose)
-    monkeypatch.setattr(DraftPlan, "step_tokens", lambda plan, tokens: min(tokens, 3))
+    """Rows go apart with drafts whatever a step takes."""
+    draft_deep(monkeypatch)
     monkeypatch.setattr(causal_lm, "draft_apart", lambda *_: True)
 
 

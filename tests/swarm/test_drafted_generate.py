@@ -16,6 +16,7 @@ from petalnode.node.client.api.tuning import LoraTuning, PromptTuning
 from petalnode.node.client.drafting import Draft, DraftPlan, PipelineSpeed
 from petalnode.node.errors import BadInput
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
+from tests.swarm.deep_drafts import draft_deep
 from tests.swarm.tokenizer import save_tokenizer
 from tests.tiny_models import load_whole, save_tiny
 
@@ -49,18 +50,7 @@ def model(swarm: MemorySwarm, servers: dict[str, MemoryServer], folder: Path) ->
 
 @pytest.fixture(autouse=True)
 def deep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts of up to nine tokens whatever a step takes, in steps of three, so that no test depends on a clock; some of
-    them are wrong."""
-
-    def choose(plan: object, drafts: Iterator[Draft], most: int) -> Draft:
-        draft = next(drafts, Draft())
-        tokens = list(draft.tokens[: min(most, 9)])
-        if len(tokens) % 4 == 3:
-            tokens[len(tokens) // 2] += 1
-        return Draft(tuple(tokens), draft.match)
-
-    monkeypatch.setattr(DraftPlan, "choose", choose)
-    monkeypatch.setattr(DraftPlan, "step_tokens", lambda plan, tokens: min(tokens, 3))
+    draft_deep(monkeypatch)
 
 
 class Few:

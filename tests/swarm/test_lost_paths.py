@@ -23,23 +23,13 @@ from petalnode.node.testing.inspection import call, client_of, session_of
 from petalnode.node.testing.node_inspection import dial_at
 from petalnode.protocols.ids import INFERENCE
 from tests.connections import connection_lost
+from tests.greedy import generate, prompt
 from tests.slowness import Slowness
 from tests.swarm.fleet import CACHE, At, Model, heard_of
 from tests.swarm.processes import Nodes, until
 from tests.swarm.server_pool import PooledServer, ServerPool, server_pool
 from tests.swarm.tcp_proxy import Line, line_to
-from tests.tiny_models import VOCABULARY, load_whole
-
-
-def prompt(batch: int, count: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, VOCABULARY, (batch, count), generator=torch.Generator().manual_seed(seed))
-
-
-def generate(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
-    options.setdefault("attention_mask", torch.ones_like(ids))
-    options.setdefault("max_new_tokens", 12)
-    out: torch.Tensor = model.generate(ids, pad_token_id=0, do_sample=False, **options)
-    return out
+from tests.tiny_models import load_whole
 
 
 class Lines:
@@ -299,7 +289,7 @@ def test_a_session_that_nobody_uses_is_taken_up_all_the_same(over: Lines, whole:
         until(lambda: paths.rejoined == 3, "all three are back")
         out = generate(over.model, first, session=session, max_new_tokens=8)
         assert session.recoveries == 0 and paths.rejoined == 3
-    assert torch.equal(out, generate(whole, ids))
+    assert torch.equal(out, generate(whole, ids, max_new_tokens=12))
 
 
 def test_where_the_way_stays_cut_others_take_over(

@@ -17,8 +17,9 @@ from petalnode.node.client.api import causal_lm
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
 from petalnode.node.client.api.model import DEFAULTS, ModelOptions
 from petalnode.node.errors import BadInput, PetalnodeError, SwarmError
+from tests.greedy import prompt
 from tests.swarm.conftest import SharedSwarm
-from tests.tiny_models import HIDDEN, NUM_BLOCKS, VOCABULARY, load_whole
+from tests.tiny_models import HIDDEN, NUM_BLOCKS, load_whole
 
 LOGITS = 1e-4
 Model = DistributedModelForCausalLM
@@ -36,10 +37,6 @@ def model(shared_swarm: SharedSwarm) -> Iterator[Model]:
 @pytest.fixture(scope="module")
 def whole(shared_swarm: SharedSwarm) -> Any:
     return load_whole(shared_swarm.folder)
-
-
-def prompt(batch: int, count: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, VOCABULARY, (batch, count), generator=torch.Generator().manual_seed(seed))
 
 
 def left_padded(*lengths: int) -> torch.Tensor:

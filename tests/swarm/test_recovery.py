@@ -19,10 +19,11 @@ from petalnode.node.client.chunks import to_chunks
 from petalnode.node.errors import NoChainError, SwarmError
 from petalnode.node.testing.inspection import call, session_of
 from petalnode.node.testing.memory_servers import MemoryServer
+from tests.greedy import generate, prompt
 from tests.slowness import Slowness
 from tests.swarm.faulty_server import FAULTS, order
 from tests.swarm.fleet import POSITIONS, At, Fleet, Model, Tap, opened_for
-from tests.swarm.lonely_swarm import Expected, Lonely, generate, prompt
+from tests.swarm.lonely_swarm import Expected, Lonely
 from tests.swarm.memory_pool import MemoryPool, memory_pool
 from tests.tiny_models import HIDDEN, NUM_BLOCKS, load_whole
 

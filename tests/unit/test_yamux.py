@@ -245,7 +245,7 @@ def test_after_a_large_message_no_pause_is_long_enough_for_tcp_to_forget_its_win
             await stream.write(bytes(12 * 1024))
             assert await pings() == 0
             await stream.write(bytes(12 * 1024 + 1))
-            assert await pings() >= 7
+            assert await pings() >= 5
             for _ in range(18):  # who says something needs no pings
                 await trio.sleep(0.05)
                 await stream.write(b"x")
@@ -259,7 +259,7 @@ def test_after_a_large_message_no_pause_is_long_enough_for_tcp_to_forget_its_win
             for kept in (False, True, True):
                 await stream.write(bytes(12 * 1024 + 1))
                 heard = [await pings() for _ in range(14)]
-                assert min(heard) >= 7 if kept else max(heard[6:]) <= 1, heard
+                assert min(heard) >= 5 if kept else max(heard[6:]) <= 1, heard
             # And no longer than twice that pause.
             for _ in range(14):
                 await pings()
@@ -280,7 +280,7 @@ def test_with_many_connections_windows_are_kept_for_shorter() -> None:
     async def main() -> None:
         many = NodeLimits()
         assert many.window_kept == 60
-        many.connections = 64 * 10
+        many.connections = 160
         assert many.window_kept == 6
 
     run(main)

@@ -17,6 +17,7 @@ from .bandwidth import Traffic
 MAX_CONNECTIONS: Final = 4096
 _SILENCE: Final = 8.0  # seconds; keeps the mappings of NATs alive, too
 _WINDOW_KEPT: Final = 60.0  # seconds
+_FEW_WINDOWS: Final = 16
 _FEW_CONNECTIONS: Final = 64
 MAX_INBOUND: Final = 3072
 """Of these, how many others may make; the rest is for our own."""
@@ -145,9 +146,9 @@ class NodeLimits:
 
     @property
     def window_kept(self) -> float:
-        """Seconds for which TCP's window of a connection is kept at most after a large message; the fewer, the more
-        connections there are."""
-        return _WINDOW_KEPT / max(self.connections / _FEW_CONNECTIONS, 1.0)
+        """Seconds for which TCP's window of a connection is kept at most after a large message: the fewer, the more
+        connections there are, since each costs half a percent of a core."""
+        return _WINDOW_KEPT / max(self.connections / _FEW_WINDOWS, 1.0)
 
     def connected(self, use: PeerUse, connection: Unread) -> None:
         use.connections.append(connection)

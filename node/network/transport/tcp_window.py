@@ -14,7 +14,7 @@ import trio
 
 LARGE: Final = 12 * 1024
 """Bytes of a large message: about what TCP sends in its first round trip (ten packets, RFC 6928)."""
-_QUIET: Final = 0.1  # seconds; half of the least time after which TCP forgets its window
+_QUIET: Final = 0.15  # seconds; TCP forgets its window after 0.2 and a round trip. A ping costs each end half a ms
 _LEAST: Final = 5.0  # seconds after a large message in which another one is expected
 
 
