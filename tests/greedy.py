@@ -14,7 +14,8 @@ def prompt(batch: int, count: int, seed: int = 0) -> torch.Tensor:
 
 
 def generate(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
-    """All of a plain model's or of a swarm's options, greedily, over rows without padding unless a mask is given."""
+    """What a plain model or one of a swarm says greedily. `options` are those of its `generate`; without a mask, no row
+    is padded."""
     options.setdefault("attention_mask", torch.ones_like(ids))
     options.setdefault("max_new_tokens", 8)
     out: torch.Tensor = model.generate(ids, pad_token_id=0, do_sample=False, **options)

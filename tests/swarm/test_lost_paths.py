@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -22,14 +23,17 @@ from petalnode.node.client.session.recovery import MOST_LOSSES
 from petalnode.node.testing.inspection import call, client_of, session_of
 from petalnode.node.testing.node_inspection import dial_at
 from petalnode.protocols.ids import INFERENCE
+from tests import greedy
 from tests.connections import connection_lost
-from tests.greedy import generate, prompt
+from tests.greedy import prompt
 from tests.slowness import Slowness
 from tests.swarm.fleet import CACHE, At, Model, heard_of
 from tests.swarm.processes import Nodes, until
 from tests.swarm.server_pool import PooledServer, ServerPool, server_pool
 from tests.swarm.tcp_proxy import Line, line_to
 from tests.tiny_models import load_whole
+
+generate = partial(greedy.generate, max_new_tokens=12)
 
 
 class Lines:
@@ -289,7 +293,7 @@ def test_a_session_that_nobody_uses_is_taken_up_all_the_same(over: Lines, whole:
         until(lambda: paths.rejoined == 3, "all three are back")
         out = generate(over.model, first, session=session, max_new_tokens=8)
         assert session.recoveries == 0 and paths.rejoined == 3
-    assert torch.equal(out, generate(whole, ids, max_new_tokens=12))
+    assert torch.equal(out, generate(whole, ids))
 
 
 def test_where_the_way_stays_cut_others_take_over(

@@ -268,6 +268,23 @@ def test_after_a_large_message_no_pause_is_long_enough_for_tcp_to_forget_its_win
     run(main)
 
 
+@pytest.mark.parametrize("after", [0.01, 0.07, 0.14])
+def test_wherever_a_small_message_falls_the_next_ping_follows_it_in_time(after: float) -> None:
+    async def main() -> None:
+        async with muxer(MemoryRaw(is_socket=True)) as (ours, other):
+            other.open(1)
+            stream = await ours.accept_stream()
+            stream.widen()
+            await stream.write(bytes(12 * 1024 + 1))
+            await trio.sleep(after)
+            await stream.write(b"x")
+            other.frames()
+            await trio.sleep(0.19)  # TCP forgets after 0.2
+            assert [frame[:2] for frame in other.frames()] == [(PING, SYN)]
+
+    run(main)
+
+
 @pytest.mark.parametrize(
     ("pause", "longest", "kept"),
     [(float("inf"), 60, 5), (0.001, 60, 5), (3, 60, 6), (29, 60, 58), (31, 60, 5), (13, 20, 5), (13, 1, 5)],

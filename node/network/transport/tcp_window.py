@@ -14,7 +14,7 @@ import trio
 
 LARGE: Final = 12 * 1024
 """Bytes of a large message: about what TCP sends in its first round trip (ten packets, RFC 6928)."""
-_QUIET: Final = 0.15  # seconds; TCP forgets its window after 0.2 and a round trip. A ping costs each end half a ms
+_QUIET: Final = 0.15  # seconds between two frames; TCP forgets after 0.2 at least. A ping costs each end half a ms
 _LEAST: Final = 5.0  # seconds after a large message in which another one is expected
 
 
@@ -30,25 +30,23 @@ class WindowKeeper:
 
     def __init__(self, longest: Callable[[], float]) -> None:
         self._longest = longest
-        self._last = -float("inf")  # large message
-        self._until = 0.0  # another one may follow until then
+        self._sent_at = self._large_at = -float("inf")
+        self._until = -float("inf")  # another large message may follow until then
         self._large = trio.lowlevel.ParkingLot()
-        self._sent_lately = False
 
     def sent(self, size: int) -> None:
         """A frame with so many bytes of data has been sent."""
-        self._sent_lately = True
+        self._sent_at = now = trio.current_time()
         if size > LARGE:
-            now = trio.current_time()
-            self._until = max(self._until, now + seconds_kept(now - self._last, self._longest()))
-            self._last = now
+            self._until = max(self._until, now + seconds_kept(now - self._large_at, self._longest()))
+            self._large_at = now
             self._large.unpark_all()
 
     async def run(self, ping: Callable[[], None]) -> None:
+        """Until it is cancelled. What `ping` sends is told to `sent` as all else."""
         while True:
             if trio.current_time() > self._until:
                 await self._large.park()
-            self._sent_lately = False
-            await trio.sleep(_QUIET)
-            if not self._sent_lately:
+            await trio.sleep_until(self._sent_at + _QUIET)
+            if trio.current_time() >= self._sent_at + _QUIET:
                 ping()
