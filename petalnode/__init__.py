@@ -9,9 +9,15 @@ with AutoDistributedModelForCausalLM.from_pretrained("smollm2", initial_peers=[.
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .node.version import __version__
+# In a checkout the rooms stand beside this folder, and not in it. Python finds this folder before an installed package.
+_checkout = Path(__file__).parent.parent
+if not Path(__file__).with_name("node").is_dir() and (_checkout / "node" / "version.py").is_file():
+    __path__.append(str(_checkout))
+
+from .node.version import __version__  # noqa: E402 - the rooms are found by then
 
 __all__ = [
     "AutoDistributedModelForCausalLM",

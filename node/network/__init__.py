@@ -5,18 +5,29 @@ Knows no models and no servers. May use `errors`.
 import sys
 from pathlib import Path
 
-_BUNDLED = Path(__file__).parents[2] / "bundled"
-"""In an installed wheel (packaging/build_backend.py): libp2p, and in `fallback` a stand-in for fastecdsa."""
+
+def _bundles(package: Path, path: list[str]) -> list[Path]:
+    """Where libp2p may be that was brought along (packaging/build_backend.py), with a stand-in for fastecdsa in `fallback`.
+
+    It is inside an installed wheel. `package` may be a checkout: then an editable install left it in build/bundled,
+    or the wheel that is installed has it.
+    """
+    return [
+        package / "bundled",
+        package / "build" / "bundled",
+        *(Path(entry, "petalnode", "bundled") for entry in path),
+    ]
 
 
-def _add_to_path(bundled: Path, path: list[str]) -> None:
-    """Has libp2p imported from the wheel that petalnode came with, where it came so; a checkout uses what is installed.
+def _add_to_path(bundles: list[Path], path: list[str]) -> None:
+    """Has libp2p imported from the first of the folders that there is, or else from where it is installed.
 
     The faults that this room cures are those of one version, so an installed libp2p comes second.
     """
-    if bundled.is_dir() and str(bundled) not in path:
+    bundled = next((folder for folder in bundles if folder.is_dir()), None)
+    if bundled is not None and str(bundled) not in path:
         path.insert(0, str(bundled))
         path.append(str(bundled / "fallback"))
 
 
-_add_to_path(_BUNDLED, sys.path)
+_add_to_path(_bundles(Path(__file__).parents[2], sys.path), sys.path)

@@ -198,11 +198,72 @@ def test_a_wheel_with_the_compiled_kernels_is_for_their_platform_only(compiler: 
 
 def test_what_comes_with_the_wheel_is_found_before_what_is_installed(tmp_path: Path) -> None:
     path = ["installed"]
-    network._add_to_path(tmp_path / "none", path)
+    network._add_to_path([tmp_path / "none"], path)
     assert path == ["installed"]
     for _ in range(2):  # a second import changes nothing
-        network._add_to_path(tmp_path, path)
+        network._add_to_path([tmp_path / "none", tmp_path, tmp_path.parent], path)
         assert path == [str(tmp_path), "installed", str(tmp_path / "fallback")]
+
+
+_WHERE = """
+import petalnode
+from petalnode import PetalnodeError, __version__
+from petalnode.node import errors, network
+from petalnode.protocols import framing
+from petalnode.crypto import identity
+import libp2p.host, fastecdsa.keys
+print(*(module.__file__ for module in (petalnode, errors, framing, identity, libp2p)), sep="\\n")
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "bundled"),
+    [
+        ("in the checkout", "of the wheel"),
+        ("in the checkout", "of an editable install"),
+        ("in the checkout", "installed"),
+        ("elsewhere", "of the wheel"),
+        ("elsewhere", "installed"),
+    ],
+)
+def test_a_checkout_is_the_whole_package_whatever_is_installed(tmp_path: Path, start: str, bundled: str) -> None:
+    """Python finds the checkout's face before the package that is installed; the checkout's rooms belong to it."""
+    checkout, site = tmp_path / "petal-node", tmp_path / "site"
+    installed, elsewhere = site / "petalnode", tmp_path / "home"
+    elsewhere.mkdir()
+    for folder, rooms in ((checkout, checkout), (site, installed)):
+        (folder / "petalnode").mkdir(parents=True)
+        for file in (ROOT / "petalnode").glob("*.py"):
+            (folder / "petalnode" / file.name).symlink_to(file)
+        for room in ("node", "protocols", "crypto"):
+            (rooms / room).symlink_to(ROOT / room)
+    brought = {"of the wheel": installed / "bundled", "of an editable install": checkout / "build" / "bundled"}
+    target = brought.get(bundled, site)
+    fallback = target if target == site else target / "fallback"
+    fallback.mkdir(parents=True, exist_ok=True)
+    (fallback / "fastecdsa").symlink_to(PACKAGING / "fastecdsa")
+    libp2p = Path(next(iter(importlib.import_module("libp2p").__path__)))
+    for source in (libp2p, *libp2p.parent.glob("libp2p-*.dist-info")):
+        (target / source.name).symlink_to(source)
+    # No .pth file is read from there, so that the editable install of the tests plays no part.
+    dependencies = Path(importlib.import_module("trio").__file__ or "").parents[1]
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", _WHERE],
+        cwd=checkout if start == "in the checkout" else elsewhere,
+        env=os.environ | {"PYTHONPATH": f"{site}{os.pathsep}{dependencies}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    rooms = checkout if start == "in the checkout" else installed
+    face = checkout / "petalnode" if start == "in the checkout" else installed
+    assert [Path(line) for line in done.stdout.splitlines()] == [
+        face / "__init__.py",
+        rooms / "node" / "errors.py",
+        rooms / "protocols" / "framing.py",
+        rooms / "crypto" / "identity.py",
+        target / "libp2p" / "__init__.py",
+    ]
 
 
 # No module of libp2p that petalnode imports needs these.
