@@ -91,7 +91,7 @@ class BlockStack:
             block.forward = self._hand_on
         try:
             self._decoder(
-                inputs_embeds=hidden,
+                inputs_embeds=hidden.detach().clone(),  # some decoders scale it in place
                 attention_mask=attention_mask,
                 past_key_values=cache,
                 use_cache=cache is not None,

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from petalnode.node.blocks.client_part import load_client
+from petalnode.node.blocks.passes import Batch, SpanPasses, run_through
 from petalnode.node.blocks.span import load_span
 from petalnode.protocols.ids import Span
 from tests.parity.whole import Whole
-from tests.tiny_models import HIDDEN, NUM_BLOCKS, VOCABULARY, save_tiny
+from tests.tiny_models import HIDDEN, NUM_BLOCKS, VOCABULARY, load_whole, save_tiny
 
 GROWING: dict[str, tuple[str, dict[str, Any]]] = {
     "dynamic": (
@@ -53,6 +54,35 @@ def test_a_long_session_leaves_a_short_one_alone(kind: str, tmp_path: Path) -> N
             assert torch.equal(
                 span.decode([(entered, mine[place])])[0] if step else span.forward(entered, mine[place]), left
             )
+
+
+@torch.no_grad()
+def test_a_decoder_that_scales_its_input_in_place(tmp_path: Path) -> None:
+    """CTRL multiplies the embeddings that it is given: what enters a span stays as it is."""
+    fields = {
+        "vocab_size": VOCABULARY, "n_embd": HIDDEN, "n_layer": NUM_BLOCKS, "n_head": 4, "dff": 96, "n_positions": 256,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("ctrl", initializer_range=0.2, **fields)
+    AutoModelForCausalLM.from_config(config).eval().save_pretrained(tmp_path)
+    ids = torch.randint(3, VOCABULARY, (2, 11))
+    expected = load_whole(tmp_path)(ids).logits
+    client, spans = load_client(tmp_path), [load_span(tmp_path, cut) for cut in (Span(0, 2), Span(2, 6))]
+    caches = [span.make_cache(2, 16) for span in spans]
+    for start, end in ((0, 8), (8, 10), (10, 11)):
+        hidden = client.embed(ids[:, :end])[:, start:end] if start else client.embed(ids[:, :end])
+        for span, cache in zip(spans, caches, strict=True):
+            before = hidden.clone()
+            left = span.decode([(hidden, cache)])[0] if end - start == 1 else span.forward(hidden, cache)
+            assert torch.equal(hidden, before)
+            hidden = left
+        assert (client.head(hidden) - expected[:, start:end]).abs().max() <= 1e-4
+    entering = client.embed(ids).requires_grad_()
+    passed = run_through(SpanPasses(spans[0], 1 << 24).forward(Batch(Span(0, 2), entering)))
+    gradients = run_through(
+        SpanPasses(spans[0], 1 << 24).backward(Batch(Span(0, 2), entering), torch.ones_like(passed))
+    )
+    assert torch.isfinite(gradients.hidden).all()
 
 
 def test_the_language_part_of_a_model_that_sees_pictures(tmp_path: Path) -> None:

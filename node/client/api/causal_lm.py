@@ -13,12 +13,14 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from ....protocols.adapter import PROMPTS
 from ....protocols.framing import TensorError
+from ...blocks.client_part import positions
 from ...blocks.remote_cache import RemoteCache, RemoteCall
 from ...errors import BadInput
 from ...models.adapter import Adapter
 from ..drafting import DraftCounts
 from ..session.stream import SessionSpec
 from ..session_adapter import SessionAdapter
+from .arguments import check_generate
 from .drafted import DraftedDecoding, DraftOptions, drafted, take_draft_options
 from .drafted_rows import DraftedRows
 from .inference_session import InferenceSession
@@ -121,10 +123,7 @@ class DistributedModelForCausalLM(DistributedModel):
         input_ids = kwargs.pop("input_ids", None) if inputs is None else inputs
         if input_ids is None or input_ids.dim() != 2 or not input_ids.numel():
             raise BadInput("generate needs input_ids of shape [batch, tokens], with at least one token")
-        if kwargs.get("output_hidden_states"):
-            raise BadInput(
-                "generate does not return hidden states: call the model with the tokens that generate returns"
-            )
+        check_generate(kwargs, self.transformers_model.generation_config)
         if self.soft_prompt is not None and not self._local.is_prompted:
             if session is not None:
                 raise BadInput("session= cannot be combined with a soft prompt, whose tokens a session does not know")
@@ -342,10 +341,29 @@ class DistributedModelForCausalLM(DistributedModel):
             raise BadInput("past_key_values is not supported: use generate(), or inference_session() and its step()")
         if (context.prompts is not None or context.lora) and session.adapter is None:
             raise BadInput("deep prompts and LoRA have to be given when a session is opened: generate without session=")
+        _check_positions(call, hidden.shape[1])
         if session.position > call.position:
             session.position = call.position
         reorder = cache.take_reorder() or ()
         return session.step(hidden, reorder=reorder, left_padding=padding, early=call.early, outputs=call.outputs)
+
+
+def _check_positions(call: RemoteCall, tokens: int) -> None:
+    """The servers count the positions of a session by themselves.
+
+    Raises:
+        BadInput: other ones were given.
+    """
+    given = call.position_ids
+    if given is None:
+        return
+    expected = positions(tokens, call.position, call.attention_mask).to(given.device)
+    seen = torch.ones_like(expected) if call.attention_mask is None else call.attention_mask[:, -tokens:] != 0
+    if given.dim() != 2 or not bool(((given == expected) | (seen.to(given.device) == 0)).all()):
+        raise BadInput(
+            "position_ids are not supported in a session, which counts each row's tokens from its first one that the "
+            "attention mask shows: leave them out, or call the model with use_cache=False"
+        )
 
 
 def _shared(held: list[list[int]] | None, wanted: list[list[int]]) -> int:

@@ -31,6 +31,7 @@ from ..core import CODEC_OF, SwarmClient, open_client, parse_codec
 from ..session.comparing import Disagreement
 from ..session_adapter import choose_adapter, fit_adapter
 from ..swarm_model import identify_model
+from .arguments import forward_arguments
 from .remote import RemoteSequential, forward_context, within
 from .runtime import TrioThread
 
@@ -343,19 +344,25 @@ class DistributedModel:
         pass through the hidden states that are returned.
 
         Raises:
-            BadInput: `output_hidden_states` together with a cache, or with other modules in place of the blocks.
+            TypeError: an argument that the model does not have.
+            BadInput: one that the servers' blocks would not get, such as `output_attentions`; or
+                `output_hidden_states` together with a cache, or with other modules in place of the blocks.
             SwarmError: no chain covers the blocks, or several servers failed.
         """
+        given = forward_arguments(self.transformers_model.forward, args, kwargs)
         if self.soft_prompt is not None and not self._local.is_prompted:
             return self.soft_prompt(*args, **kwargs)
-        if kwargs.get("past_key_values") is None:
-            kwargs.setdefault("use_cache", False)
-        wanted = kwargs.get("output_hidden_states")
+        if given.get("past_key_values") is None and given.get("use_cache") is None:
+            given["use_cache"] = False
+            if self.config.use_cache and given.get("position_ids") is not None and given.get("attention_mask") is None:
+                # transformers would make a cache, and so take each row for one text, wherever its positions begin anew.
+                given["attention_mask"] = torch.ones_like(given["position_ids"])
+        wanted = given.get("output_hidden_states")
         if self.config.output_hidden_states if wanted is None else wanted:
-            return self._forward_with_states(*args, **kwargs | {"output_hidden_states": False})
-        return self.transformers_model(*args, **kwargs)
+            return self._forward_with_states(**given | {"output_hidden_states": False})
+        return self.transformers_model(**given)
 
-    def _forward_with_states(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward_with_states(self, **kwargs: Any) -> Any:
         if kwargs.get("past_key_values") is not None or kwargs["use_cache"]:
             raise BadInput(
                 "a session does not return the hidden states between blocks: call the model with use_cache=False"
@@ -364,7 +371,7 @@ class DistributedModel:
             raise BadInput("remote_blocks was replaced: record the hidden states in your own module")
         entered: list[torch.Tensor] = []
         with within(replace(forward_context(), block_inputs=entered)), self._local.last_hidden_state() as last:
-            output = self.transformers_model(*args, **kwargs)
+            output = self.transformers_model(**kwargs)
         states = (*entered, *last)
         if isinstance(output, tuple):
             return *output, states

@@ -281,12 +281,14 @@ class RemotePass:
 
     def _part(self, hidden: torch.Tensor, rows: slice) -> MicroBatch:
         mask, positions = b"", ()
-        if self.mask is not None:
-            mask = _bits(_of_rows(self.mask, rows, hidden).bool())
         if self.positions is not None:
             positions = tuple(_of_rows(self.positions, rows, hidden).flatten().tolist())
             if positions == tuple(range(hidden.shape[1])) * (rows.stop - rows.start):
                 positions = ()
+        if self.mask is not None:
+            seen = _of_rows(self.mask, rows, hidden).bool()
+            # Without a mask, transformers takes positions that begin anew for several texts in one row.
+            mask = _bits(seen) if positions or not bool(seen.all()) else b""
         return MicroBatch(rows, WireTensor(*encode(hidden[rows], self.codec)), mask, positions)
 
     def backward(
@@ -368,9 +370,7 @@ def _of_rows(given: torch.Tensor, rows: slice, hidden: torch.Tensor) -> torch.Te
 
 
 def _bits(mask: torch.Tensor) -> bytes:
-    """One bit per value, row by row; no bytes if all are true."""
-    if bool(mask.all()):
-        return b""
+    """One bit per value, row by row."""
     flat = torch.nn.functional.pad(mask.flatten().to(torch.uint8), (0, -mask.numel() % 8)).view(-1, 8)
     weights = 2 ** torch.arange(7, -1, -1, dtype=torch.uint8)
     return bytes((flat * weights).sum(1).tolist())
