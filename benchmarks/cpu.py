@@ -3,7 +3,7 @@
     python benchmarks/cpu.py [--json] [--models smollm2 1.1b 7b] [--rows 1 4 8 16 32] [--threads 1 2] [--rounds 3]
         [--perplexity 2048] [--isa avx2] [--llama-cpp FOLDER --gguf FILE]
 
-It prints the tables of docs/performance.md. On a quiet machine, for these (no more than 8 minutes on two cores):
+It prints the tables of benchmarks/RESULTS.md. On a quiet machine, for these (no more than 8 minutes on two cores):
 
     nice -n -5 python benchmarks/cpu.py --llama-cpp FOLDER --gguf FILE
 
@@ -344,7 +344,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(results: dict[str, Any], rows: Sequence[int]) -> None:
-    """The tables as docs/performance.md has them."""
+    """The tables as benchmarks/RESULTS.md has them."""
     reads = ", ".join(f"{gb} GB/s" for gb in results["bandwidth_gigabytes_per_second"].values())
     software = f"kernels {results['isa']}, torch {results['aten']}"
     print(f"{results['processor']}, {software}; reads {reads}; {results['seconds']} s\n")

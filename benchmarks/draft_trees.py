@@ -7,7 +7,7 @@ of servers would: drafts come from places where the last two to six tokens stood
 or three of them from each place on, a chain the best one. What a candidate's chance to be right is, by its rank and the
 length of its match, is taken from the same answers, and each finds its best size and least chance by hindsight, both of
 which a running answer would have to guess. A step is answered after a trip through the servers, 1.5 ms of handling at
-each, 5 ms at the client and the kernels' time for as many rows (docs/performance.md, weights of 4 bits as stored), or
+each, 5 ms at the client and the kernels' time for as many rows (benchmarks/RESULTS.md, weights of 4 bits as stored), or
 eight times that. `bound` is what nobody could exceed: every second or third candidate that was right where those before
 it were wrong saves a whole step.
 """
