@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def _bundles(package: Path, path: list[str]) -> list[Path]:
-    """Where libp2p may be that was brought along (packaging/build_backend.py), with a stand-in for fastecdsa in `fallback`.
+    """Where libp2p may be that was brought along, with a stand-in for fastecdsa in `fallback`.
 
-    It is inside an installed wheel. `package` may be a checkout: then an editable install left it in build/bundled,
-    or the wheel that is installed has it.
+    packaging/build_backend.py puts it into the wheel. `package` may be a checkout: then an editable install left it in
+    build/bundled, or the wheel that is installed has it.
     """
     return [
         package / "bundled",
