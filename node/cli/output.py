@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.text import Text
 
 from .process import say_error, writing
+
+_ENDLESS: Final = 10_000
+"""Columns of a pipe, unless the person gives it some."""
+_FIGURE: Final = re.compile(r"\S*\d\S*")
+_MOST_FIGURE: Final = 24
+"""Characters of a figure; what is longer is a name or a hash, and may be folded."""
+
+
+def whole_figures(table: Table) -> Table:
+    """Makes columns wide enough for their figures. rich would fold them: of 131072 it shows 13107, and 2 below."""
+    for column in table.columns:
+        cells = [cell.plain if isinstance(cell, Text) else str(cell) for cell in column.cells]
+        figures = [len(figure) for cell in cells for figure in _FIGURE.findall(cell)]
+        column.min_width = max([column.min_width or 0, *(length for length in figures if length <= _MOST_FIGURE)])
+    return table
 
 
 class _Console(Console):
@@ -19,6 +38,9 @@ class _Console(Console):
     def __init__(self, *, stderr: bool) -> None:
         # Soft wrapping: a line that a person copies (a command, an address) must not be broken by the terminal's width.
         super().__init__(stderr=stderr, soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+        if not self.is_terminal and not os.environ.get("COLUMNS"):
+            self.width = _ENDLESS
 
     def on_broken_pipe(self) -> None:
         raise
@@ -38,8 +60,12 @@ class Output:
             self.console.print(text, style=style)
 
     def table(self, table: RenderableType) -> None:
-        with writing():
-            self.console.print(table, soft_wrap=False)
+        """A table, or several parts of which some are. No figure is cut: where they need it, lines are longer."""
+        for part in table.renderables if isinstance(table, Group) else (table,):
+            if isinstance(part, Table):
+                whole_figures(part)
+            with writing():
+                self.console.print(part, crop=False, soft_wrap=False)
 
     def write(self, text: str) -> None:
         """A piece of an answer, as it comes; nothing with --json."""

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import os
 import sqlite3
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Final, Self
+
+from filelock import FileLock
 
 from ...crypto.identity import make_private_file, make_private_folder, others_can_read
 from ..errors import MachineError
 
 log = logging.getLogger(__name__)
+
+_DAMAGE: Final = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 
 
 def prepare_file(file: Path) -> None:
@@ -33,6 +40,42 @@ def prepare_file(file: Path) -> None:
 @functools.lru_cache(maxsize=64)
 def _tell(file: Path) -> None:
     log.warning("others on this machine can read %s: chmod 600 %s", file, file)
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether sqlite says that the bytes of the file are none of a database, and not that they cannot be used now."""
+    # The extended codes have more in the bytes above. Errors of the module itself have none.
+    code = getattr(error, "sqlite_errorcode", None)
+    return isinstance(error, sqlite3.DatabaseError) and code is not None and code & 0xFF in _DAMAGE
+
+
+def move_aside(file: Path, *, timeout: float) -> Path | None:
+    """Moves a damaged database away, under a name with the time; returns its new name. Nothing is deleted.
+
+    Of several processes that find the damage one moves the file. For the others, as for a file that is well, this
+    returns None.
+
+    Raises:
+        OSError: it cannot be moved, or another process is at it for more than `timeout` seconds.
+    """
+    with FileLock(file.with_name(file.name + ".lock"), timeout=timeout):
+        if not _is_damaged(file):
+            return None
+        stem = f"{file.name}.damaged-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+        aside = next(name for n in range(1000) if not (name := file.with_name(f"{stem}{n or ''}")).exists())
+        os.rename(file, aside)
+        return aside
+
+
+def _is_damaged(file: Path) -> bool:
+    if not file.is_file():
+        return False
+    try:
+        with contextlib.closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)) as database:
+            (found,) = database.execute("PRAGMA quick_check(1)").fetchone()
+            return bool(found != "ok")
+    except sqlite3.Error as error:
+        return is_damage(error)
 
 
 class Database:

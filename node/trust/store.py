@@ -13,7 +13,8 @@ from typing import Final, TypeVar
 
 import trio
 
-from .database import prepare_file
+from ..errors import MachineError
+from .database import is_damage, move_aside, prepare_file
 from .evidence_message import NO_VALIDATORS, TrustedValidators
 from .reputation import MAX_BANS, Ban, Source, Standing, extended, newcomer, penalty_seconds, reputation
 
@@ -24,6 +25,8 @@ SAVE_INTERVAL: Final = 15.0
 MAX_STANDINGS: Final = 20_000
 MAX_VERSIONS: Final = 1_000
 _BUSY_SECONDS: Final = 5.0
+_SCHEMA: Final = 0
+"""`user_version` of a file that this version reads; that of one with other tables will be higher."""
 T = TypeVar("T", str, bytes)
 _TABLES: Final = """
 CREATE TABLE IF NOT EXISTS bans (peer_id TEXT PRIMARY KEY, until REAL, reason TEXT, source TEXT, count INTEGER);
@@ -42,7 +45,9 @@ class TrustStore:
     """Bans and standings in memory, written to `file` now and then; without a file they last as long as the process.
 
     Several processes of one person may use one file: every process reads what the others wrote when it reads or writes
-    it. Of two bans the longer one stays. A file that cannot be read or written is logged once and not used any more.
+    it. Of two bans the longer one stays. A damaged file is moved away, and a new one is begun with what is in memory.
+    A file that cannot be used for another reason (a full disk, a lock, permissions, a newer version's tables) stays as
+    it is: that is logged once, and it is tried again at the next time.
     """
 
     def __init__(
@@ -60,6 +65,8 @@ class TrustStore:
         self._dirty_bans: set[str] = set()
         self._dirty_standings: set[str] = set()
         self._dirty_versions: set[bytes] = set()
+        self._anew = False  # whether the file has been begun anew since it was written
+        self._told: str | None = None  # why the file could not be used the last time
 
     # --- bans
 
@@ -89,7 +96,11 @@ class TrustStore:
         return sorted((ban for ban in self._bans.values() if ban.holds(now)), key=lambda ban: -ban.until)
 
     def forgive(self, peer_id: str) -> bool:
-        """Lifts a ban, here and in the file at once; whether there was one. Other processes that run keep theirs."""
+        """Lifts a ban, here and in the file at once; whether there was one. Other processes that run keep theirs.
+
+        Raises:
+            MachineError: not in the file, which cannot be used.
+        """
         found = self._bans.pop(peer_id, None) is not None
         self._dirty_bans.discard(peer_id)
         self._standings.pop(peer_id, None)
@@ -147,26 +158,41 @@ class TrustStore:
     # --- the file
 
     def load(self) -> None:
-        """Reads the file."""
+        """Reads the file; what is wrong with it is logged."""
+        self._logged(self.read)
+
+    def read(self) -> None:
+        """Reads the file.
+
+        Raises:
+            MachineError: it cannot be known what was in the file: it cannot be used, or was damaged and has been moved
+                away, once for all processes.
+        """
         self._use(self._read)
 
     def _read(self, connection: sqlite3.Connection) -> None:
-        for row in connection.execute("SELECT * FROM bans WHERE until > ? LIMIT ?", (self._clock(), MAX_BANS)):
+        bans = "SELECT peer_id, until, reason, source, count FROM bans WHERE until > ? LIMIT ?"
+        for row in connection.execute(bans, (self._clock(), MAX_BANS)):
             held = self._bans.get(row[0])
             if held is None or held.until < row[1]:
                 self._bans[row[0]] = Ban(*row)
-        rows = connection.execute("SELECT * FROM standings ORDER BY updated DESC LIMIT ?", (MAX_STANDINGS,))
-        for peer_id, *rest in rows:
+        standings = "SELECT peer_id, first_seen, updated, tokens, faults FROM standings ORDER BY updated DESC LIMIT ?"
+        for peer_id, *rest in connection.execute(standings, (MAX_STANDINGS,)):
             if peer_id not in self._dirty_standings:
                 self._standings[peer_id] = Standing(*rest)
-        for weights, version, used in connection.execute(
-            "SELECT * FROM versions ORDER BY used DESC LIMIT ?", (MAX_VERSIONS,)
-        ):
+        versions = "SELECT weights, version, used FROM versions ORDER BY used DESC LIMIT ?"
+        for weights, version, used in connection.execute(versions, (MAX_VERSIONS,)):
             if weights not in self._dirty_versions:
                 self._versions[weights] = version, used
 
     def save(self) -> None:
-        """Writes what has changed, and reads what others have."""
+        """Writes what has changed, and reads what others have; what is wrong with the file is logged."""
+        self._logged(self._write)
+        if self._anew:
+            self._anew = False
+            self._logged(self._write)
+
+    def _write(self) -> None:
         bans = [self._bans[peer] for peer in self._take(self._dirty_bans) if peer in self._bans]
         used = [(held, *self._versions[held]) for held in self._take(self._dirty_versions) if held in self._versions]
         names = self._take(self._dirty_standings)
@@ -174,16 +200,17 @@ class TrustStore:
 
         def work(connection: sqlite3.Connection) -> None:
             connection.executemany(
-                "INSERT INTO bans VALUES (?, ?, ?, ?, ?) ON CONFLICT (peer_id) DO UPDATE SET "
-                "until = max(until, excluded.until), reason = excluded.reason, source = excluded.source, "
-                "count = max(count, excluded.count)",
+                "INSERT INTO bans (peer_id, until, reason, source, count) VALUES (?, ?, ?, ?, ?) "
+                "ON CONFLICT (peer_id) DO UPDATE SET until = max(until, excluded.until), reason = excluded.reason, "
+                "source = excluded.source, count = max(count, excluded.count)",
                 [(ban.peer_id, ban.until, ban.reason, ban.source, ban.count) for ban in bans],
             )
             connection.executemany(
-                "INSERT OR REPLACE INTO standings VALUES (?, ?, ?, ?, ?)",
+                "INSERT OR REPLACE INTO standings (peer_id, first_seen, updated, tokens, faults) "
+                "VALUES (?, ?, ?, ?, ?)",
                 [(name, held.first_seen, held.updated, held.tokens, held.faults) for name, held in standings],
             )
-            connection.executemany("INSERT OR REPLACE INTO versions VALUES (?, ?, ?)", used)
+            connection.executemany("INSERT OR REPLACE INTO versions (weights, version, used) VALUES (?, ?, ?)", used)
             connection.execute(
                 "DELETE FROM versions WHERE weights NOT IN (SELECT weights FROM versions ORDER BY used DESC LIMIT ?)",
                 (MAX_VERSIONS,),
@@ -191,7 +218,13 @@ class TrustStore:
             connection.execute("DELETE FROM bans WHERE until < ?", (self._clock(),))
             self._read(connection)
 
-        self._use(work)
+        try:
+            self._use(work)
+        except MachineError:
+            self._dirty_bans.update(ban.peer_id for ban in bans)
+            self._dirty_versions.update(held for held, *_ in used)
+            self._dirty_standings.update(names)
+            raise
 
     @staticmethod
     def _take(names: set[T]) -> list[T]:
@@ -200,18 +233,60 @@ class TrustStore:
             taken.append(names.pop())
         return taken
 
+    def _logged(self, work: Callable[[], None]) -> None:
+        """Does `work`; logs why the file cannot be used, if that was not said before."""
+        told, self._told = self._told, None
+        try:
+            work()
+        except MachineError as error:
+            self._told = str(error)
+            if self._told != told:
+                log.warning("%s", error)
+
     def _use(self, work: Callable[[sqlite3.Connection], None]) -> None:
+        """Does `work` with the file. One that is damaged is moved away first, and all that is in memory written anew.
+
+        Raises:
+            MachineError: the file cannot be used, or this has moved it away.
+        """
         if self._file is None:
             return
         try:
-            prepare_file(self._file)
-            with contextlib.closing(sqlite3.connect(self._file, timeout=_BUSY_SECONDS)) as connection:
-                connection.executescript(_TABLES)
-                with connection:
-                    work(connection)
+            aside = self._tried(self._file, work)
         except (OSError, sqlite3.Error) as error:
-            log.warning("cannot keep what is known of other nodes in %s: %s", self._file, error)
-            self._file = None
+            raise MachineError(f"what is known of other nodes cannot be kept in {self._file}: {error}") from error
+        if aside is not None:
+            raise MachineError(
+                f"{self._file}, which says who is banned, was damaged: it has been moved to {aside}, and a new file is "
+                "begun. Who was banned before is used again. What can be read of the old file: "
+                f"sqlite3 {aside} .recover"
+            )
+
+    def _tried(self, file: Path, work: Callable[[sqlite3.Connection], None]) -> Path | None:
+        """Does `work`, or moves the damaged file away and returns its new name."""
+        try:
+            self._connected(file, work)
+        except sqlite3.Error as error:
+            if not is_damage(error):
+                raise
+            self._anew = True
+            self._dirty_bans.update(self._bans)
+            self._dirty_standings.update(self._standings)
+            self._dirty_versions.update(self._versions)
+            if (aside := move_aside(file, timeout=_BUSY_SECONDS)) is not None:
+                return aside
+            self._connected(file, work)  # another process has moved it
+        return None
+
+    def _connected(self, file: Path, work: Callable[[sqlite3.Connection], None]) -> None:
+        prepare_file(file)
+        with contextlib.closing(sqlite3.connect(file, timeout=_BUSY_SECONDS)) as connection:
+            (schema,) = connection.execute("PRAGMA user_version").fetchone()
+            if schema > _SCHEMA:
+                raise OSError(f"a newer version of petalnode has written it (tables of version {schema})")
+            connection.executescript(_TABLES)
+            with connection:
+                work(connection)
 
     @asynccontextmanager
     async def kept(self) -> AsyncIterator[None]:

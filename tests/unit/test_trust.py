@@ -222,18 +222,6 @@ def test_books_of_many_threads_do_not_lose_each_other_s_bans(tmp_path: Path) -> 
     assert len(store.bans()) == 20
 
 
-def test_a_damaged_book_does_no_harm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file = tmp_path / "trust.sqlite"
-    file.write_bytes(b"this is no database at all, whatever its name says" * 100)
-    store = TrustStore(file)
-    store.load()
-    store.ban("bad", "it lied", "own")
-    store.save()
-    assert store.is_banned("bad") and "cannot keep" in caplog.text
-    with pytest.raises(sqlite3.Error):
-        sqlite3.connect(file).execute("SELECT * FROM bans")
-
-
 def test_a_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of bans those that end first give way, of reputations those of which nothing was heard for longest."""
     monkeypatch.setattr(store_module, "MAX_BANS", 3)

@@ -22,7 +22,7 @@ def bans(
     """List the servers that your nodes do not use because of a fault, with the reason and for how long."""
     output = Output(json)
     book = TrustStore(trust_file(platformdirs.user_data_path("petalnode", appauthor=False)))
-    book.load()
+    book.read()
     unknown = [peer_id for peer_id in forgive or () if not book.forgive(peer_id)]
     now = time.time()
     for ban in book.bans():

@@ -28,7 +28,7 @@ from ...swarm.view import SwarmView
 from ..join import JoinOptions, joined, joins_swarm
 from ..model_choice import is_named
 from ..node_report import nobody_serves
-from ..output import Output
+from ..output import Output, whole_figures
 
 _BAR_WIDTH = 60
 _WIDE = 80
@@ -250,7 +250,7 @@ def server_table(
             f"{_throughput(server):.1f}",
             f"{server.cache_tokens_free}",
         )
-    return table
+    return whole_figures(table)
 
 
 def _width(num_blocks: int) -> int:

@@ -29,7 +29,7 @@ from ...trust.bundle import Bundle
 from ..join import JoinOptions, joined, joins_swarm
 from ..metrics import MetricsOptions, add_node, metrics_served
 from ..model_choice import check_device, check_model, model_folder, served_model
-from ..output import Output, ProgressBars
+from ..output import Output, ProgressBars, whole_figures
 from ..process import say_error
 from ..terminal import StopSignal
 
@@ -277,7 +277,7 @@ def findings_table(
         )
         shown = dict(zip(_COLUMNS, cells, strict=True))
         table.add_row(*(shown[column] for column in columns), style=_STYLES[verdict.verdict])
-    return table
+    return whole_figures(table)
 
 
 def verify_evidence(
