@@ -372,7 +372,7 @@ class SwarmClient(ServerSelection):
                 if session is self._uncoded:
                     self._junctions, self._uncoded = session.junctions(), None
                 if spec.share and isinstance(session, ClientSession):
-                    self.prefixes.ended(session)
+                    await self.prefixes.ended(session)
                 await session.close()
 
     async def _opened(

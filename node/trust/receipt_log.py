@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
+from weakref import WeakSet
 
 from ...crypto.receipts import Receipt
 from ...protocols import wire_pb2 as wire
@@ -21,6 +22,7 @@ LAST_RECEIPTS: Final = 256
 LAST_SHARED: Final = 4096
 """Receipts of one session, by a client that shares them: a longer one cannot be audited from its beginning."""
 LAST_SESSIONS: Final = 64
+"""Sessions at single servers, of a client that shares its receipts."""
 LAST_BATCHES: Final = 64
 SHARED_BYTES: Final = 256 << 20
 """Bytes of tensors that a client keeps for auditors, all sessions together."""
@@ -157,14 +159,16 @@ class SessionLog:
 
 
 class ReceiptArchive:
-    """What a client keeps of its last sessions and batch requests; the oldest go first.
+    """What a client that shares its receipts keeps of its last sessions and batch requests; the oldest go first.
 
-    `shared_bytes` is the room for tensors, 0 to keep none.
+    `shared_bytes` is the room for tensors, 0 for a client that does not share: the log of a session then lives as long
+    as the session.
     """
 
     def __init__(self, shared_bytes: int = 0) -> None:
         self._room = shared_bytes
         self._sessions: deque[SessionLog] = deque(maxlen=LAST_SESSIONS)
+        self._living: WeakSet[SessionLog] = WeakSet()  # those of open sessions, and those that are kept
         self._batches: deque[LoggedBatch] = deque(maxlen=LAST_BATCHES)
 
     @property
@@ -183,8 +187,10 @@ class ReceiptArchive:
     def session(self, peer_id: str) -> SessionLog:
         """A log for a new session at a server."""
         self._make_room()
-        log = SessionLog(peer_id, keeps_tensors=self.shares, others=self._sessions)
-        self._sessions.append(log)
+        log = SessionLog(peer_id, keeps_tensors=self.shares, others=self._living)
+        self._living.add(log)
+        if self.shares:
+            self._sessions.append(log)
         return log
 
     def add_batch(self, batch: LoggedBatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -116,6 +118,21 @@ def test_what_is_forgotten_of_tensors_comes_back_with_no_later_step() -> None:
 def batch(size: int) -> LoggedBatch:
     parts = (bytes(size),), None, (bytes(size),), (bytes(size),)
     return LoggedBatch("server", "/x", RECEIPT, wire.BatchRequest(), *parts)
+
+
+def test_who_does_not_share_keeps_receipts_of_open_sessions_only() -> None:
+    """They are several kilobytes each, of objects that nobody would look at again."""
+    archive = ReceiptArchive()
+    log, next_log = archive.session("server"), archive.session("next")
+    next_log.begin(wire.Open(nonce=b"n" * 16), wire.Granted())
+    for _ in range(LAST_SESSIONS):  # that come and go meanwhile
+        archive.session("server")
+    log.pushed_on(b"n" * 16, wire.Step(sequence=3), TENSOR, bytes(16))
+    assert next_log.waiting(3) is not None
+    gone = weakref.ref(next_log)
+    del next_log
+    gc.collect()
+    assert gone() is None and not archive.sessions
 
 
 def test_who_does_not_share_keeps_no_batches() -> None:

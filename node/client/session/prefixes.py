@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, Protocol
 from weakref import WeakSet
 
 import numpy as np
+import trio
 
 from ....protocols.prefix import BLOCK_TOKENS, MAX_BLOCKS, PREFIX_CODECS, PrefixNames, prefix_root, token_digests
 from ...swarm.routing import Hop
 from ..request import WireTensor
 from .answers import SessionSpec
-from .history import Input, part_of
+from .history import Input, merged, part_of
 
 REMEMBERED_BYTES: Final = 64 << 20
 """Of hidden states of sessions that have ended; those of 1,024 tokens are 2.4 MB for each server of SmolLM2-135M."""
@@ -62,6 +63,17 @@ class Beginning:
             named.append(token_digests(step.chunk.payload, spec.batch, step.chunk.tokens))
         return named.names[:MAX_BLOCKS]
 
+    @property
+    def nbytes(self) -> int:
+        """Of hidden states."""
+        return sum(len(step.chunk.payload) for steps in self.inputs.values() for step in steps)
+
+    def joined(self) -> Beginning:
+        """The same in few objects: one of a token takes several times what its hidden states do. Copies them: not for
+        the trio thread."""
+        inputs = {block: merged(self.part(block, self.tokens), self.tokens) for block in self.inputs}
+        return replace(self, inputs=inputs)
+
     def part(self, block: int, tokens: int) -> list[Input]:
         """The steps that entered `block`, up to so many tokens; none if they are not known."""
         inputs = self.inputs.get(block, ())
@@ -93,7 +105,6 @@ class SharedSession(Protocol):
 class _Ended:
     spec: SessionSpec
     beginning: Beginning
-    nbytes: int
 
 
 class PrefixMemory:
@@ -107,19 +118,21 @@ class PrefixMemory:
     @property
     def nbytes(self) -> int:
         """Of hidden states that are kept for no open session."""
-        return sum(ended.nbytes for ended in self._ended)
+        return sum(ended.beginning.nbytes for ended in self._ended)
 
     def opened(self, session: SharedSession) -> None:
         self._open.add(session)
 
-    def ended(self, session: SharedSession) -> None:
-        """Remembers the inputs of a session that is about to be closed; the oldest are forgotten for them."""
+    async def ended(self, session: SharedSession) -> None:
+        """Remembers the inputs of a session that is about to be closed, also when cancelled; the oldest are forgotten
+        for them."""
         self._open.discard(session)
-        beginning = session.beginning()
-        nbytes = sum(len(step.chunk.payload) for steps in beginning.inputs.values() for step in steps)
-        if beginning.tokens < BLOCK_TOKENS or nbytes > self._room // 2:
+        spec, beginning = session.spec, session.beginning()
+        if spec.batch != 1 or beginning.tokens < BLOCK_TOKENS or beginning.nbytes > self._room // 2:
             return
-        self._ended.append(_Ended(session.spec, beginning, nbytes))
+        with trio.CancelScope(shield=True):
+            joined = await trio.to_thread.run_sync(beginning.joined)
+        self._ended.append(_Ended(spec, joined))
         while self.nbytes > self._room:
             self._ended.popleft()
 

@@ -1,0 +1,105 @@
+"""What a client remembers of sessions that have ended, so that later ones may begin alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import trio
+
+from petalnode.node.client.request import WireTensor
+from petalnode.node.client.session.answers import SessionSpec
+from petalnode.node.client.session.history import Input
+from petalnode.node.client.session.prefixes import REMEMBERED, Beginning, PrefixMemory, beginning_of
+from petalnode.protocols.ids import Span
+from petalnode.protocols.wire_pb2 import Tensor
+
+HIDDEN = 4
+
+
+def chunk(first: int, tokens: int, rows: int = 1) -> WireTensor:
+    payload = b"".join(bytes([(first + n) % 251] * 4 * HIDDEN) for _ in range(rows) for n in range(tokens))
+    return WireTensor(Tensor(shape=[rows, tokens, HIDDEN], dtype="float32", codec="none", nbytes=len(payload)), payload)
+
+
+@dataclass(eq=False)
+class Session:
+    """As it is when it ends: a prompt of 20 tokens, then one token a step, at two servers."""
+
+    tokens: int
+    batch: int = 1
+
+    @property
+    def spec(self) -> SessionSpec:
+        return SessionSpec(b"v" * 32, Span(0, 4), self.batch, 4096)
+
+    def beginning(self) -> Beginning:
+        steps = [Input(0, (), chunk(0, 20, self.batch))]
+        steps += [Input(n, (), chunk(n, 1, self.batch)) for n in range(20, self.tokens)]
+        return beginning_of({0: steps, 2: steps}, self.tokens)
+
+
+async def remembered(*sessions: Session) -> PrefixMemory:
+    memory = PrefixMemory()
+    for session in sessions:
+        memory.opened(session)
+        await memory.ended(session)
+    return memory
+
+
+def found(memory: PrefixMemory, tokens: int) -> Beginning:
+    result = memory.search(Session(0).spec, [chunk(0, tokens)])()
+    assert result is not None
+    return result
+
+
+def test_a_session_that_ended_is_a_few_objects_however_many_steps_it_had() -> None:
+    """Those of one token are 256 bytes of hidden states and ten times as much around them, for 32 sessions."""
+
+    async def main() -> None:
+        memory = await remembered(Session(600))
+        result = found(memory, 700)
+        assert result.shared == 576  # whole blocks of 32 tokens of the 600
+        for block in (2,):
+            steps = result.inputs[block]
+            assert len(steps) <= 2
+            whole = b"".join(bytes(step.chunk.payload) for step in steps)
+            assert whole == chunk(0, 600).payload
+            assert [step.end for step in steps] == [512, 600] and not any(step.reorder for step in steps)
+        assert memory.nbytes == 2 * 600 * 4 * HIDDEN
+
+    trio.run(main)
+
+
+def test_what_no_session_can_begin_with_is_not_remembered() -> None:
+    async def main() -> None:
+        memory = await remembered(Session(600, batch=2), Session(31))
+        assert memory.nbytes == 0 and found(memory, 700).shared == 0
+
+    trio.run(main)
+
+
+def test_the_oldest_are_forgotten_and_the_end_is_remembered_when_cancelled() -> None:
+    async def main() -> None:
+        memory = await remembered(*(Session(40) for _ in range(REMEMBERED + 5)))
+        assert memory.nbytes == REMEMBERED * 2 * 40 * 4 * HIDDEN
+        small = PrefixMemory(room=4 * 40 * 4 * HIDDEN)
+        for _ in range(3):
+            await small.ended(Session(40))
+        assert small.nbytes == 4 * 40 * 4 * HIDDEN
+        await small.ended(Session(100))  # more than a half of the room
+        assert small.nbytes == 4 * 40 * 4 * HIDDEN
+        cancelled = PrefixMemory()
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await cancelled.ended(Session(40))
+        assert cancelled.nbytes
+
+    trio.run(main)
+
+
+@pytest.mark.parametrize("tokens", [33, 100])
+def test_an_open_session_counts_as_well(tokens: int) -> None:
+    memory, session = PrefixMemory(), Session(tokens)
+    memory.opened(session)
+    assert found(memory, 500).shared == tokens // 32 * 32 and memory.nbytes == 0
