@@ -13,19 +13,11 @@ import trio
 from petalnode.crypto.identity import Identity
 from petalnode.node.network.transport import limits
 from petalnode.node.network.transport.bandwidth import Traffic
-from petalnode.node.network.transport.muxed_stream import (
-    DATA,
-    HEADER,
-    INITIAL_WINDOW,
-    PING,
-    RST,
-    SYN,
-    WINDOW_UPDATE,
-    MuxedStream,
-)
+from petalnode.node.network.transport.muxed_stream import INITIAL_WINDOW, MuxedStream
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import Swarm, open_swarm
 from petalnode.node.testing.node_inspection import frames_taken, muxer_of
+from tests.attacks.stranger.connections import OF_NO_STREAM, OPENED_AND_RESET, PINGS
 from tests.connections import connection_lost
 
 TIMEOUT = 60.0
@@ -41,15 +33,6 @@ async def three_nodes() -> AsyncIterator[tuple[Swarm, Swarm, Swarm]]:
         open_swarm(SwarmConfig(Identity.generate(), peers=tuple(node.addrs))) as attacker,
     ):
         yield node, honest, attacker
-
-
-OPENED_AND_RESET = b"".join(
-    HEADER.pack(0, WINDOW_UPDATE, flags, stream_id, 0)
-    for stream_id in range(100_001, 100_001 + 2 * 2048, 2)
-    for flags in (SYN, RST)
-)
-PINGS = HEADER.pack(0, PING, SYN, 0, 0) * 4096
-OF_NO_STREAM = (HEADER.pack(0, DATA, 0, 100_001, 1) + b"x") * 4096
 
 
 class FramesPerTurn(trio.abc.Instrument):
