@@ -286,8 +286,9 @@ class ServerSelection:
             BadInput: a session of this length is more than the servers of the model take.
         """
         candidates = await self.candidates(excluded, spec.adapter)
-        longest = max((candidate.max_session_length or 0 for candidate in candidates), default=spec.max_length)
-        if longest < spec.max_length:
+        # Of all servers, those that are excluded or silent now as well: what remains may be a stranger's only.
+        longest = max((server.max_session_length for server in self.servers()), default=spec.max_length)
+        if candidates and longest < spec.max_length:
             raise BadInput(
                 f"{spec.max_length} tokens in one sequence are wanted, and the servers of {self.model.name} take "
                 f"{longest}: ask for less"
