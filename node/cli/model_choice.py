@@ -6,7 +6,7 @@ import ctypes
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Final
@@ -14,6 +14,7 @@ from typing import Annotated, Final
 import trio
 import typer
 
+from ...protocols.announcement import Announcement
 from ..client.deadlines import REFRESH_TIMEOUT
 from ..client.session_adapter import is_adapter_name
 from ..errors import BadInput, MachineError, ModelError
@@ -127,8 +128,17 @@ def why_no_device(device: str, platform: str = sys.platform) -> str | None:
     return None
 
 
+def served_by(
+    named: Collection[str], models: Mapping[bytes, tuple[str, int]], servers: Iterable[Announcement]
+) -> dict[bytes, tuple[str, int]]:
+    """Of several `models`, by version, those of the servers that were named; all where these serve none."""
+    theirs = {server.model_version for server in servers if server.peer_id in named}
+    return {version: models[version] for version in models if version in theirs} or dict(models)
+
+
 async def served_model(swarm: Swarm) -> str:
-    """The name of the one model that the swarm serves, if it is an alias or on this machine.
+    """The name of the one model that the swarm serves, if it is an alias or on this machine; of several, the one of the
+    peers that were named.
 
     What servers call a model is theirs to say: nothing is downloaded because an announcement names it.
 
@@ -136,8 +146,9 @@ async def served_model(swarm: Swarm) -> str:
         SwarmError: it serves none.
         BadInput: it serves several, or one that would have to be downloaded.
     """
-    view = await swarm.refresh(sample=True, timeout=REFRESH_TIMEOUT)
-    names = sorted({name for name, _ in view.models(now=time.time()).values()}, key=_aliases_first)
+    view, now = await swarm.refresh(sample=True, timeout=REFRESH_TIMEOUT), time.time()
+    served = served_by(swarm.named, view.models(now=now), view.servers(now=now))
+    names = sorted({name for name, _ in served.values()}, key=_aliases_first)
     if not names:
         raise await nobody_serves(swarm, "a model", ": start one with `petalnode serve`")
     here = await trio.to_thread.run_sync(lambda: [name for name in names[:_LOOKED_FOR] if is_here(name)])

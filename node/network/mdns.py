@@ -12,7 +12,7 @@ import contextlib
 import logging
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -37,7 +37,10 @@ _MAX_ADDRS: Final = 8  # announced, and taken from one record
 _MAX_TEXT: Final = 255  # bytes of one string in a TXT record
 _CLOSING: Final = 2.0
 
-Found = Callable[[str, Sequence[str]], None]
+_APART: Final = b"swarm=named"
+"""In the record of a node that was told its swarm: who is in another one has no business with it."""
+
+Found = Callable[[str, Sequence[str], bool], None]
 
 
 def service_name(psk: str | None) -> str:
@@ -57,19 +60,18 @@ def announceable(addrs: Iterable[str]) -> list[str]:
     return found[:_MAX_ADDRS]
 
 
-def txt_record(addrs: Sequence[str]) -> bytes:
-    """The TXT record of a node with these addresses, /p2p included."""
-    texts = [f"dnsaddr={addr}".encode() for addr in addrs]
+def txt_record(addrs: Sequence[str], apart: bool = False) -> bytes:
+    """The TXT record of a node with these addresses, /p2p included. `apart`: it was told its swarm."""
+    texts = [*([_APART] if apart else []), *(f"dnsaddr={addr}".encode() for addr in addrs)]
     return b"".join(bytes([len(text)]) + text for text in texts if len(text) <= _MAX_TEXT)
 
 
 def read_txt(record: bytes) -> dict[str, list[str]]:
     """The peers in a TXT record: peer id -> addresses without /p2p. What is of no use is left out."""
     peers: dict[str, list[str]] = {}
-    start = 0
-    while start < len(record) and sum(map(len, peers.values())) < _MAX_ADDRS:
-        end = start + 1 + record[start]
-        text, start = record[start + 1 : end], end
+    for text in _texts(record):
+        if sum(map(len, peers.values())) >= _MAX_ADDRS:
+            break
         key, _, value = text.partition(b"=")
         if key.lower() != b"dnsaddr":
             continue
@@ -81,6 +83,19 @@ def read_txt(record: bytes) -> dict[str, list[str]]:
         if host is not None and not host.is_loopback:
             peers.setdefault(peer_id, []).append(addr)
     return peers
+
+
+def is_apart(record: bytes) -> bool:
+    """Whether the node of this TXT record was told its swarm."""
+    return any(text.lower() == _APART for text in _texts(record))
+
+
+def _texts(record: bytes) -> Iterator[bytes]:
+    start = 0
+    while start < len(record):
+        end = start + 1 + record[start]
+        yield record[start + 1 : end]
+        start = end
 
 
 def _interfaces() -> list[str]:
@@ -96,13 +111,14 @@ class _Radio:
         OSError: this machine lets nobody multicast.
     """
 
-    def __init__(self, interfaces: list[str], service: str, on_name: Callable[[str], None]) -> None:
+    def __init__(self, interfaces: list[str], service: str, apart: bool, on_name: Callable[[str], None]) -> None:
         # Takes a tenth of a second, which only those who need it shall pay, and not on trio's thread.
         from zeroconf import IPVersion, ServiceBrowser, ServiceStateChange, Zeroconf
 
         # It logs every interface that is down, and every malformed packet.
         logging.getLogger("zeroconf").setLevel(logging.CRITICAL)
         self._service = service
+        self._apart = apart
         self._info: ServiceInfo | None = None
         self._zeroconf = Zeroconf(interfaces=interfaces, ip_version=IPVersion.V4Only)
 
@@ -131,35 +147,37 @@ class _Radio:
             self._service,
             f"{name}.{self._service}",
             port=port_of(Multiaddr(addrs[0]))[1],
-            properties=txt_record(addrs),
+            properties=txt_record(addrs, self._apart),
             server=f"{name}.local.",
             addresses=[host.packed for host in hosts if host is not None],
         )
         # The name is random: nobody has to be asked whether it is free.
         self._zeroconf.register_service(self._info, cooperating_responders=True)
 
-    def read(self, name: str) -> dict[str, list[str]]:
-        """The peers in the record of an instance of the service."""
+    def read(self, name: str) -> bytes:
+        """The TXT record of an instance of the service; empty if there is none."""
         info = self._zeroconf.get_service_info(self._service, name, timeout=int(_READ * 1000))
-        return {} if info is None or not info.text else read_txt(info.text)
+        return b"" if info is None else info.text or b""
 
     def close(self) -> None:
         self._zeroconf.close()
 
 
-async def run_mdns(service: str, addrs: Callable[[], Iterable[str]], found: Found, asked: trio.Event) -> None:
+async def run_mdns(
+    service: str, addrs: Callable[[], Iterable[str]], found: Found, asked: trio.Event, apart: bool = False
+) -> None:
     """Looks for nodes of the local network, and announces `addrs()` there, until cancelled.
 
-    `found` is called with the peer id and the addresses (without /p2p) of each neighbour that appears or changes,
-    this node itself included. `asked` is set once neighbours are asked, or cannot be. Follows changes of the
-    addresses. Where multicast is refused, it tries again now and then, and says so in the debug log only: a node does
-    without it.
+    `apart`: this node was told its swarm. `found` is called with the peer id and the addresses (without /p2p) of each
+    neighbour that appears or changes, this node itself included, and with whether that one was told its swarm. `asked`
+    is set once neighbours are asked, or cannot be. Follows changes of the addresses. Where multicast is refused, it
+    tries again now and then, and says so in the debug log only: a node does without it.
     """
     while True:
         interfaces: list[str] = []
         try:
             if interfaces := _interfaces():
-                async with _open(interfaces, service) as (radio, names):
+                async with _open(interfaces, service, apart) as (radio, names):
                     asked.set()
                     await _use(radio, names, interfaces, addrs, found)
                 continue  # the interfaces have changed
@@ -197,11 +215,11 @@ class _Names:
 
 
 @contextlib.asynccontextmanager
-async def _open(interfaces: list[str], service: str) -> AsyncIterator[tuple[_Radio, _Names]]:
+async def _open(interfaces: list[str], service: str, apart: bool) -> AsyncIterator[tuple[_Radio, _Names]]:
     names = _Names()
     # Not left behind half open: it takes some ten milliseconds, and its threads would have no owner.
     with trio.CancelScope(shield=True):
-        radio = await trio.to_thread.run_sync(_Radio, interfaces, service, names.put)
+        radio = await trio.to_thread.run_sync(_Radio, interfaces, service, apart, names.put)
     try:
         yield radio, names
     finally:
@@ -217,13 +235,14 @@ async def _use(
 
     async def look_up(name: str) -> None:
         try:
-            peers = await trio.to_thread.run_sync(radio.read, name, abandon_on_cancel=True, limiter=limiter)
+            record = await trio.to_thread.run_sync(radio.read, name, abandon_on_cancel=True, limiter=limiter)
         except Exception as error:
             log.debug("cannot read the mDNS record of %s: %r", name, error)
             return
-        for peer_id, where in peers.items():
+        apart = is_apart(record)
+        for peer_id, where in read_txt(record).items():
             if near := announceable(where):  # a neighbour is on this network, and nowhere else
-                found(peer_id, near)
+                found(peer_id, near, apart)
 
     async def listen() -> None:
         while True:

@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -46,6 +47,7 @@ Way = Literal["peers", "remembered", "neighbours"]
 
 MAX_PEERS: Final = 64
 MAX_ADDRS: Final = 6  # of one peer
+MAX_NAMED: Final = 8  # likewise
 _MAX_FILE: Final = 256 * 1024  # bytes
 _LOCK_PATIENCE: Final = 1.0  # seconds
 _DAY: Final = 86400.0
@@ -56,27 +58,34 @@ _UNSEEN: Final = 60 * _DAY  # without a meeting, likewise
 @dataclass(frozen=True)
 class PeerRecord:
     """A peer met before: its addresses without /p2p, the best first; when it was last met, and since when it has not
-    answered (0: it did), both in seconds since 1970."""
+    answered (0: it did), both in seconds since 1970. `named` are the peers that were named, to a node that met it, to
+    join its swarm by."""
 
     peer_id: str
     addrs: tuple[str, ...]
     seen: float
     failing: float = 0.0
+    named: tuple[str, ...] = ()
 
 
 def updated(
-    known: Iterable[PeerRecord], met: Mapping[str, Sequence[str]], failed: Iterable[str], now: float
+    known: Iterable[PeerRecord],
+    met: Mapping[str, Sequence[str]],
+    failed: Iterable[str],
+    now: float,
+    named: Iterable[str] = (),
 ) -> tuple[PeerRecord, ...]:
     """What to remember, the latest met first, after having met these peers at these addresses (the best first).
 
-    `failed` are those that did not answer.
+    `failed` are those that did not answer, `named` those by which this node joined.
     """
     peers = {record.peer_id: record for record in known}
     for peer_id, addrs in met.items():
         held = peers.get(peer_id)
         merged = dict.fromkeys((*addrs, *(held.addrs if held is not None else ())))
         if merged:
-            peers[peer_id] = PeerRecord(peer_id, tuple(merged)[:MAX_ADDRS], seen=now)
+            by = dict.fromkeys((*named, *(held.named if held is not None else ())))
+            peers[peer_id] = PeerRecord(peer_id, tuple(merged)[:MAX_ADDRS], seen=now, named=tuple(by)[:MAX_NAMED])
     for peer_id in set(failed) - set(met):
         if peer_id in peers:
             peers[peer_id] = replace(peers[peer_id], failing=peers[peer_id].failing or now)
@@ -118,12 +127,14 @@ class PeerStore:
             log.debug("the peers remembered in %s cannot be read: %s", self._path, error)
             return ()
 
-    def update(self, met: Mapping[str, Sequence[str]], failed: Iterable[str], now: float) -> None:
+    def update(
+        self, met: Mapping[str, Sequence[str]], failed: Iterable[str], now: float, named: Iterable[str] = ()
+    ) -> None:
         """Adds what this run has learnt to what the file holds by now. Several processes may do so at once."""
         try:
             make_private_folder(self._path.parent)
             with FileLock(self._path.with_name(self._path.name + ".lock"), timeout=_LOCK_PATIENCE):
-                self._write(updated(self.load(), met, failed, now))
+                self._write(updated(self.load(), met, failed, now, named))
         except (OSError, Timeout) as error:
             log.debug("the peers met cannot be kept in %s: %s", self._path, error)
 
@@ -139,7 +150,11 @@ def _peer_record(entry: Any) -> PeerRecord | None:
         peer_id_to_bytes(peer_id)
         if not addrs or not all(isinstance(addr, str) for addr in addrs):
             return None
-        return PeerRecord(peer_id, tuple(addrs)[:MAX_ADDRS], float(entry["seen"]), float(entry["failing"]))
+        named = entry.get("named", [])
+        if not isinstance(named, list) or not all(isinstance(other, str) for other in named):
+            return None
+        seen, failing = float(entry["seen"]), float(entry["failing"])
+        return PeerRecord(peer_id, tuple(addrs)[:MAX_ADDRS], seen, failing, tuple(named)[:MAX_NAMED])
     except (KeyError, TypeError, ValueError):
         return None
 
@@ -154,11 +169,12 @@ class JoinResult:
 
 @dataclass(frozen=True)
 class PeerCandidate:
-    """A peer that may be there, at these addresses (without /p2p)."""
+    """A peer that may be there, at these addresses (without /p2p). `apart`: a neighbour that was told its swarm."""
 
     way: Way
     peer_id: str
     addrs: tuple[str, ...]
+    apart: bool = False
 
 
 def pause_before(attempt: int) -> float:
@@ -174,6 +190,10 @@ def is_local(listen: Iterable[str]) -> bool:
 
 class Discovery:
     """The looking for peers of one node.
+
+    A node with named `peers` was told its swarm: of the peers of earlier runs, and of its neighbours, it calls on those
+    that belong to that swarm, so that it does not join it to another one. Its neighbours are told so, and call on it
+    when they look for a swarm.
 
     Args:
         peers: those to join by, as (peer id, address), tried for ever.
@@ -199,6 +219,7 @@ class Discovery:
         self._directory = directory
         self._nursery = nursery
         self._peers = [PeerCandidate("peers", peer_id, (addr,)) for peer_id, addr in peers]
+        self._named = frozenset(peer_id for peer_id, _ in peers)
         self._peer_store = None if peer_store is None else PeerStore(peer_store)
         self._service = service_name(psk) if mdns and not is_local(listen) else None
         self._listens = bool(listen)
@@ -219,8 +240,8 @@ class Discovery:
     def start(self) -> None:
         """Starts what goes on for as long as the node runs. Comes after the meeting with those who were named."""
         if self._service is not None:
-            addrs, found = self._host.addrs, self._on_neighbour
-            self._nursery.start_soon(run_mdns, self._service, addrs, found, self._neighbours_asked)
+            addrs, found, apart = self._host.addrs, self._on_neighbour, bool(self._peers)
+            self._nursery.start_soon(run_mdns, self._service, addrs, found, self._neighbours_asked, apart)
         if self._peer_store is not None:
             self._nursery.start_soon(self._note_forever, self._peer_store)
         if self._peers and self._listens:
@@ -258,6 +279,7 @@ class Discovery:
             await trio.sleep(_NEIGHBOURS_ANSWER)
             while self._calling:
                 await self._called.wait()
+            await self._try([neighbour for neighbour in self._neighbours.values() if neighbour.apart])
 
     # --- meeting
 
@@ -305,7 +327,7 @@ class Discovery:
         return [
             PeerCandidate("remembered", peer.peer_id, peer.addrs)
             for peer in in_order(known)
-            if peer.peer_id != self._host.peer_id
+            if peer.peer_id != self._host.peer_id and (not self._named or self._named.intersection(peer.named))
         ]
 
     async def _greet_remembered(self) -> None:
@@ -315,15 +337,15 @@ class Discovery:
 
     # --- neighbours
 
-    def _on_neighbour(self, peer_id: str, addrs: Sequence[str]) -> None:
+    def _on_neighbour(self, peer_id: str, addrs: Sequence[str], apart: bool) -> None:
         if peer_id == self._host.peer_id:
             return
         self._neighbours.pop(peer_id, None)
-        self._neighbours[peer_id] = candidate = PeerCandidate("neighbours", peer_id, tuple(addrs))
+        self._neighbours[peer_id] = candidate = PeerCandidate("neighbours", peer_id, tuple(addrs), apart)
         if len(self._neighbours) > _MAX_NEIGHBOURS:
             del self._neighbours[next(iter(self._neighbours))]
-        # A client needs one way into the swarm only.
-        wanted = self._listens or self._is_alone()
+        # A client needs one way into the swarm only. One that is no member may be of another swarm.
+        wanted = self._is_member(peer_id) if self._named or apart else self._listens or self._is_alone()
         if wanted and peer_id not in self._calling and not self._host.is_connected(peer_id):
             self._nursery.start_soon(self._call_on, candidate)
 
@@ -339,6 +361,10 @@ class Discovery:
             self._called = trio.Event()
 
     # --- coming back
+
+    def _is_member(self, peer_id: str) -> bool:
+        """Whether a peer is known to this swarm."""
+        return bool(self._directory.addrs_of(peer_id))
 
     def _is_alone(self) -> bool:
         """Whether there is no connection to anybody who takes part; connections to other peers do not count."""
@@ -362,7 +388,13 @@ class Discovery:
     def _all(self, remembered: Sequence[PeerCandidate]) -> list[PeerCandidate]:
         """Everybody to try, each peer once with all its addresses, the named ones first."""
         found: dict[str, PeerCandidate] = {}
-        for peer in (*self._peers, *self._neighbours.values(), *remembered):
+        members = {peer.peer_id for peer in remembered}
+        near = [
+            neighbour
+            for neighbour in self._neighbours.values()
+            if not self._named or neighbour.peer_id in members or self._is_member(neighbour.peer_id)
+        ]
+        for peer in (*self._peers, *near, *remembered):
             held = found.get(peer.peer_id)
             if held is not None:
                 peer = PeerCandidate(held.way, peer.peer_id, tuple(dict.fromkeys((*held.addrs, *peer.addrs))))
@@ -390,7 +422,8 @@ class Discovery:
             failed = frozenset(self._failed)
             self._failed.clear()
         if met or own:
-            await trio.to_thread.run_sync(peer_store.update, met | own, failed, time.time(), abandon_on_cancel=True)
+            update = partial(peer_store.update, met | own, failed, time.time(), self._named)
+            await trio.to_thread.run_sync(update, abandon_on_cancel=True)
 
     def _own_entry(self) -> dict[str, list[str]]:
         """This node itself, for the person's other nodes on this machine, which may have no network at all."""

@@ -73,6 +73,7 @@ class Swarm(MessageStreams):
         self._direct: dict[str, trio.Event] = {}
         host.on_connected(self._on_connected)
         bootstrap = [parse_peer(peer) for peer in config.peers]
+        self.named = [peer_id for peer_id, _ in bootstrap]  # the peers that this node was told to join by
         self._directory = Directory(
             identity=config.identity,
             ttl=config.announcement_ttl,
@@ -374,8 +375,7 @@ class Swarm(MessageStreams):
                 f"{error}. Check the addresses, and that these peers run; "
                 "those of a private swarm answer only who has its key."
             ) from error
-        named = [parse_peer(peer)[0] for peer in self._config.peers]
-        self._discovery.met("peers", next(filter(self.host.is_connected, named), named[0]))
+        self._discovery.met("peers", next(filter(self.host.is_connected, self.named), self.named[0]))
         # Not before: those who were named have to answer, whoever else does.
         self._discovery.start()
 

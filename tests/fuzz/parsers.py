@@ -17,7 +17,7 @@ from petalnode.node.errors import BadInput, ModelError, NoChainError
 from petalnode.node.models.manifest import Manifest
 from petalnode.node.network import addresses
 from petalnode.node.network.dht import _MODELS_KEY, _AnnouncementValidator, open_models_value, server_key
-from petalnode.node.network.mdns import read_txt, txt_record
+from petalnode.node.network.mdns import is_apart, read_txt, txt_record
 from petalnode.node.network.nat.relay import origin_of
 from petalnode.node.network.transport.dialing import kept, one_per_relay, plan
 from petalnode.node.placement.observed import coverage, gaps, observe_servers, upper_bound
@@ -341,7 +341,7 @@ def _read_binary_address(data: bytes) -> None:
 
 
 def _txt(mutator: Mutator) -> bytes:
-    record = txt_record([f"{addr}/p2p/{OTHER.peer_id}" for addr in ADDRS[:2]] + [ADDRS[4]])
+    record = txt_record([f"{addr}/p2p/{OTHER.peer_id}" for addr in ADDRS[:2]] + [ADDRS[4]], apart=True)
     if mutator.chance(0.5):
         text = b"dnsaddr=" + _address(mutator)
         record = bytes([min(len(text), 255)]) + text + record
@@ -385,7 +385,7 @@ TARGETS: Final[tuple[Target, ...]] = (
     parser("names of an adapter's tensors", 20, _adapter_names, _read_adapter_names, ValueError),
     parser("address", 30, _address, _read_address),
     parser("binary address", 8, _binary_address, _read_binary_address, BadAnnouncement),
-    parser("mDNS record", 12, _txt, read_txt),
+    parser("mDNS record", 12, _txt, lambda record: (read_txt(record), is_apart(record))),
     parser("terms and payment", 16, _opening, _Payments().read, Refusal),
     parser("manifest", 20, mutated(_MANIFEST), Manifest.from_wire, ModelError),
 )

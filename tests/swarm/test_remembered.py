@@ -95,10 +95,29 @@ def test_a_peer_that_was_named_has_to_answer(nodes: Nodes, memory: Path) -> None
         run_once(config(memory, stranger))
 
 
-def test_swarms_that_a_node_remembers_meet_in_it(nodes: Nodes, memory: Path) -> None:
+def test_parts_of_a_swarm_meet_in_a_node_that_remembers_both(nodes: Nodes, memory: Path) -> None:
+    """One part is that of the peer that was named to it, then and now."""
+    bootstrap = nodes.start().ready()
+    one = nodes.start(blocks=[0, 4], peers=[bootstrap.addr]).ready()
+    run_once(config(memory, bootstrap.addr), one.peer_id)
+    other = nodes.start(blocks=[4, 8], seed=secrets.token_hex(32)).ready()
+    # As if the bootstrap node had come back at another address, and had forgotten all.
+    PeerStore(memory).update({other.peer_id: [other.addr.partition("/p2p/")[0]]}, (), time.time(), [bootstrap.peer_id])
+    run_once(config(memory, bootstrap.addr, listen=(LOOPBACK,)), one.peer_id, other.peer_id)
+
+
+def test_a_node_that_was_told_its_swarm_stays_out_of_others_that_it_remembers(nodes: Nodes, memory: Path) -> None:
     one, other = nodes.start(blocks=[0, 4]).ready(), nodes.start(blocks=[4, 8]).ready()
     run_once(config(memory, one.addr), one.peer_id)
-    run_once(config(memory, other.addr, listen=(LOOPBACK,)), one.peer_id, other.peer_id)
+
+    async def main() -> None:
+        async with open_swarm(config(memory, other.addr, listen=(LOOPBACK,))) as swarm:
+            await sees(swarm, other.peer_id)
+            with trio.move_on_after(2):
+                await sees(swarm, one.peer_id)
+            assert swarm.connected() == [other.peer_id] and swarm.view.get(one.peer_id, time.time()) is None
+
+    trio.run(main)
 
 
 @pytest.mark.parametrize("way", ["peers", "remembered"])

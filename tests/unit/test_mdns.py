@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.network.mdns import announceable, read_txt, service_name, txt_record
+from petalnode.node.network.mdns import announceable, is_apart, read_txt, service_name, txt_record
 from petalnode.node.swarm import discovery as discovery_module
 from petalnode.node.swarm.discovery import Discovery, is_local, pause_before
 from petalnode.node.testing.node_inspection import held
+from petalnode.protocols.framing import PeerError
 
 A, B = (Identity.from_seed(bytes([n]) * 32).peer_id for n in (1, 2))
 NEAR, FAR = "/ip4/192.168.1.10/tcp/31330", "/ip4/11.77.0.10/tcp/31330"
@@ -68,13 +69,117 @@ def test_pauses_grow_to_a_minute_and_no_further() -> None:
     assert sum(pauses[:4]) < 5
 
 
+def test_a_record_tells_whether_the_node_was_told_its_swarm() -> None:
+    addr = f"/ip4/192.168.1.2/tcp/1/p2p/{A}"
+    assert is_apart(txt_record([addr], True)) and not is_apart(txt_record([addr])) and not is_apart(b"")
+    assert read_txt(txt_record([addr], True)) == read_txt(txt_record([addr]))
+
+
+class Neighbourhood:
+    """A node, its network and its directory. `met` are those it has called on, in order; the `silent` do not answer."""
+
+    peer_id = "self"
+
+    def __init__(self, members: Sequence[str] = (), silent: Sequence[str] = ()) -> None:
+        self.members, self.silent = set(members), silent
+        self.met: list[str] = []
+        self.company: list[str] = []
+
+    def addrs(self) -> list[str]:
+        return []
+
+    def connected(self) -> list[str]:
+        return self.company
+
+    def is_connected(self, peer_id: str) -> bool:
+        return peer_id in self.company
+
+    def addrs_of(self, peer_id: str) -> list[str]:
+        return ["/ip4/10.0.0.1/tcp/1"] if peer_id in self.members else []
+
+    async def meet(self, peer_id: str, addrs: object, *, timeout: float) -> None:
+        self.met.append(peer_id)
+        if peer_id in self.silent:
+            await trio.sleep(timeout)
+            raise PeerError(f"{peer_id} is silent", peer_id)
+        self.company.append(peer_id)
+        self.members.add(peer_id)
+
+
+def neighbourhood(
+    monkeypatch: pytest.MonkeyPatch,
+    node: Neighbourhood,
+    near: Sequence[tuple[str, bool]],
+    *,
+    named: Sequence[str] = (),
+    listens: bool = True,
+) -> list[bool]:
+    """Has the node search, and hear of those near it; returns how it told them of itself."""
+    told: list[bool] = []
+
+    async def run_mdns(service: str, addrs: object, found: Any, asked: trio.Event, apart: bool) -> None:
+        told.append(apart)
+        for peer_id, theirs in near:
+            found(peer_id, ["/ip4/10.0.0.2/tcp/2"], theirs)
+        asked.set()
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            parts: Any = node
+            listen = ["/ip4/0.0.0.0/tcp/1"] if listens else []
+            peers = [(peer_id, "/ip4/10.0.0.3/tcp/3") for peer_id in named]
+            discovery = Discovery(
+                parts, parts, nursery, peers=peers, peer_store=None, mdns=True, listen=listen, psk=None
+            )
+            discovery.start()
+            if named:
+                await trio.sleep(20)
+            else:
+                await discovery.search()
+                await trio.sleep(20)
+            nursery.cancel_scope.cancel()
+
+    monkeypatch.setattr(discovery_module, "run_mdns", run_mdns)
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    return told
+
+
+@pytest.mark.parametrize("theirs", [False, True])
+def test_who_was_told_a_swarm_calls_on_neighbours_of_that_swarm_only(
+    monkeypatch: pytest.MonkeyPatch, theirs: bool
+) -> None:
+    """An unrelated node of the same network would bring its models, and the two swarms would be one."""
+    node = Neighbourhood(members=["named", "member"])
+    node.company = ["named"]
+    near = [("stranger", theirs), ("member", theirs)]
+    assert neighbourhood(monkeypatch, node, near, named=["named"]) == [True]
+    assert node.met == ["member"]
+
+
+def test_who_was_told_no_swarm_leaves_those_alone_who_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Neighbourhood()
+    assert neighbourhood(monkeypatch, node, [("theirs", True), ("one", False), ("other", False)]) == [False]
+    assert sorted(node.met) == ["one", "other"]  # and these are one swarm from now on, as ever
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_who_finds_no_other_swarm_joins_one_that_was_named_to_its_nodes(
+    monkeypatch: pytest.MonkeyPatch, listens: bool
+) -> None:
+    node = Neighbourhood(silent=["gone"])
+    neighbourhood(monkeypatch, node, [("theirs", True), ("gone", False)], listens=listens)
+    assert node.met == ["gone", "theirs"] and node.company == ["theirs"]
+
+
 def test_neighbours_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Anybody on the local network can answer under as many names as he likes."""
     calls: list[str] = []
 
-    async def crowd(service: str, addrs: object, found: Callable[[str, list[str]], None], asked: trio.Event) -> None:
+    async def crowd(
+        service: str, addrs: object, found: Callable[[str, list[str], bool], None], asked: trio.Event, apart: bool
+    ) -> None:
         for number in range(10_000):
-            found(f"peer {number}", [f"/ip4/10.0.0.1/tcp/{number}"])
+            found(f"peer {number}", [f"/ip4/10.0.0.1/tcp/{number}"], False)
         asked.set()
 
     class Alone:

@@ -116,3 +116,13 @@ def test_a_place_that_cannot_be_written_to_is_no_failure(tmp_path: Path) -> None
     memory = PeerStore(tmp_path / "file" / "public.json")
     memory.update({A: [HERE]}, (), NOW)
     assert memory.load() == ()
+
+
+def test_it_is_remembered_by_which_named_peers_somebody_was_met() -> None:
+    known = updated((), {A: [HERE]}, (), NOW, ["x"])
+    assert known == (PeerRecord(A, (HERE,), NOW, named=("x",)),)
+    known = updated(known, {A: [HERE]}, (), NOW + 1, ["y", "x"])
+    assert known[0].named == ("y", "x")
+    assert updated(known, {A: [HERE]}, (), NOW + 2)[0].named == ("y", "x")
+    many = updated(known, {A: [HERE]}, (), NOW + 3, [f"z{n}" for n in range(20)])
+    assert len(many[0].named) == 8

@@ -26,7 +26,7 @@ from ...placement.planning.machines_file import (
 )
 from ...placement.planning.plans import FleetPlan, busiest_plan, fastest_plan, present_plan
 from ..join import JoinOptions, joined, joins_swarm
-from ..model_choice import is_named
+from ..model_choice import is_named, served_by
 from ..output import Output, ProgressBars
 
 _PINGS_AT_ONCE = 32
@@ -108,12 +108,11 @@ def _block_bytes(folder: ModelFolder) -> float | None:
 
 async def _plan_swarm(model: str | None, seconds: float, join: JoinOptions, output: Output) -> None:
     async with joined(join, output, role="plan", listens=False) as (swarm, _):
-        view = await swarm.refresh(timeout=REFRESH_TIMEOUT)
-        models = {
-            version: named
-            for version, named in view.models(now=time.time()).items()
-            if is_named(model, named[0], version)
-        }
+        view, now = await swarm.refresh(timeout=REFRESH_TIMEOUT), time.time()
+        models = view.models(now=now)
+        if model is None:
+            models = served_by(swarm.named, models, view.servers(now=now))
+        models = {version: named for version, named in models.items() if is_named(model, named[0], version)}
         if not models:
             raise SwarmError(f"nobody in this swarm serves {'any model' if model is None else model} (yet)")
         if len({name for name, _ in models.values()}) > 1:
