@@ -30,7 +30,7 @@ DIRECT: Final = Path(direct=True, relay=None, remote_addr=None, inbound=True)
 class MemoryRaw(RawConnection):
     """Bytes in memory. `room` is how many more the socket takes; `sent` is what it took.
 
-    With `diverting`, what comes is handed on at once, as that of a circuit is.
+    With `diverting`, what comes is handed on at once, as that of a circuit is. `origin` is the address that it is from.
     """
 
     def __init__(
@@ -41,8 +41,10 @@ class MemoryRaw(RawConnection):
         diverting: bool = False,
         upload: Throttle | None = None,
         path: Path = DIRECT,
+        origin: str = "",
     ) -> None:
         super().__init__(path, upload)
+        self.origin = origin
         self.is_socket = is_socket
         self.take: Callable[[bytes], None] | None = None
         self._diverting = diverting
@@ -136,7 +138,7 @@ class OtherEnd:
         return sum(length for kind, _, of, length, _ in frames if kind == WINDOW_UPDATE and of == stream)
 
 
-def noise_session(raw: MemoryRaw, *, initiator: bool = False) -> tuple[NoiseSession, OtherEnd]:
+def noise_session(raw: MemoryRaw, *, initiator: bool = False, key: int = 2) -> tuple[NoiseSession, OtherEnd]:
     """Our end of a connection after its handshake, and the other one."""
     ours, theirs = (NoiseConnection.from_name(b"Noise_NN_25519_ChaChaPoly_SHA256") for _ in range(2))
     theirs.set_as_initiator()
@@ -145,7 +147,7 @@ def noise_session(raw: MemoryRaw, *, initiator: bool = False) -> tuple[NoiseSess
         side.start_handshake()
     ours.read_message(theirs.write_message())
     theirs.read_message(ours.write_message())
-    keys = [create_new_key_pair(bytes([number]) * 32) for number in (1, 2)]
+    keys = [create_new_key_pair(bytes([number]) * 32) for number in (1, key)]
     conn: Any = PskConnection(raw, None)
     session = SecureSession(
         local_peer=ID.from_pubkey(keys[0].public_key),
@@ -165,9 +167,12 @@ async def muxer(
     initiator: bool = False,
     answer: bytes = b"",
     limits: NodeLimits | None = None,
+    key: int = 2,
 ) -> AsyncIterator[tuple[Muxer, OtherEnd]]:
-    """Our end of a connection, which runs, and the other one. What loses the connection is told once, at its end."""
-    session, other = noise_session(raw or MemoryRaw(), initiator=initiator)
+    """Our end of a connection, which runs, and the other one, of a peer for each `key`.
+
+    What loses the connection is told once, at its end."""
+    session, other = noise_session(raw or MemoryRaw(), initiator=initiator, key=key)
     lost: list[Muxer] = []
     ours = Muxer(session, session.remote_peer, lost.append, limits or NodeLimits(), answer=answer)
     async with trio.open_nursery() as nursery:

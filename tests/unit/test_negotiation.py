@@ -9,11 +9,13 @@ import trio
 from libp2p.io.abc import ReadWriteCloser
 from libp2p.protocol_muxer.exceptions import MultiselectClientError, MultiselectError
 from libp2p.protocol_muxer.multiselect import Multiselect
-from libp2p.protocol_muxer.multiselect_client import MultiselectClient
+from libp2p.protocol_muxer.multiselect_client import MULTISELECT_PROTOCOL_ID, MultiselectClient
 from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
+from libp2p.utils import encode_delim
+from libp2p.utils.varint import encode_uvarint
 from trio.testing import memory_stream_pair
 
-from petalnode.node.network.transport.negotiation import OneAnswer, OneRoundTrip, question
+from petalnode.node.network.transport.negotiation import MAX_NAME, MAX_ROUNDS, OneAnswer, OneRoundTrip, question
 from petalnode.node.testing import run_autojumping
 
 
@@ -118,5 +120,60 @@ def test_a_peer_that_goes_or_is_silent_is_an_error(goes):
         with pytest.raises(MultiselectClientError, match="went away" if goes else "did not agree on /b/1 within 5 s"):
             await OneRoundTrip().select_one_of(["/b/1"], MultiselectCommunicator(left), 5)
         assert trio.current_time() - begun == (0 if goes else 5)
+
+    run_autojumping(main)
+
+
+def test_a_peer_may_ask_for_so_many_protocols_only() -> None:
+    """A stream's window holds 50,000 questions, each of which cost 0.1 ms."""
+
+    async def main() -> None:
+        left, right = pipes()
+        await left.write(encode_delim(MULTISELECT_PROTOCOL_ID.encode()) + encode_delim(b"/x") * 1000)
+        with pytest.raises(MultiselectError):
+            await OneAnswer({"/a/1": None}).negotiate(MultiselectCommunicator(right), 5)
+        assert right.writes <= MAX_ROUNDS + 1
+        assert trio.current_time() == 0
+
+    run_autojumping(main)
+
+
+@pytest.mark.parametrize(
+    "agree",
+    [
+        lambda conn: OneRoundTrip().select_one_of(["/b/1"], conn, 5),
+        lambda conn: OneRoundTrip().select_one_of(["/a/1", "/b/1"], conn, 5),
+        lambda conn: OneAnswer({"/a/1": None}).negotiate(conn, 5),
+    ],
+    ids=["asks for one", "asks for several", "answers"],
+)
+def test_a_name_without_end_is_not_waited_for(agree) -> None:
+    async def main() -> None:
+        left, right = pipes()
+        endless = encode_uvarint(1 << 30) + bytes(2 * MAX_NAME)
+        await left.write(encode_delim(MULTISELECT_PROTOCOL_ID.encode()) + endless)
+        with pytest.raises((MultiselectClientError, MultiselectError)):
+            await agree(MultiselectCommunicator(right))
+        assert trio.current_time() == 0
+
+    run_autojumping(main)
+
+
+def test_the_longest_name_may_be_asked_for() -> None:
+    async def main() -> None:
+        left, right = pipes()
+        name = "/" + "a" * (MAX_NAME - 2)
+        await left.write(question(name))
+        assert (await OneAnswer({name: None}).negotiate(MultiselectCommunicator(right), 5))[0] == name
+
+    run_autojumping(main)
+
+
+def test_what_ends_in_no_newline_is_no_name() -> None:
+    async def main() -> None:
+        left, right = pipes()
+        await left.write(encode_delim(MULTISELECT_PROTOCOL_ID.encode()) + b"\x05/a/1x")
+        with pytest.raises(MultiselectError):
+            await OneAnswer({"/a/1": None}).negotiate(MultiselectCommunicator(right), 5)
 
     run_autojumping(main)

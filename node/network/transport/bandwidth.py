@@ -50,7 +50,7 @@ class _Waiter:
 
 
 class Throttle:
-    """A limit of `rate` bytes per second for whoever asks here before it sends or reads.
+    """A limit of `rate` bytes per second for whoever asks here before it sends or reads; or of whatever is counted.
 
     Those who wait are served in turns, one for each key; urgent ones before all others, as long as these get something.
     """
@@ -179,18 +179,18 @@ class Bandwidth:
 
 
 class Recent:
-    """How many bytes went lately: half of them are forgotten in half a second."""
+    """How many bytes went lately, or whatever is counted: half of them are forgotten in half a second."""
 
     def __init__(self) -> None:
-        self._bytes = 0.0
+        self._amount = 0.0
         self._at = trio.current_time()
 
     def add(self, size: int) -> None:
-        self._bytes = self.bytes() + size
+        self._amount = self.amount() + size
         self._at = trio.current_time()
 
-    def bytes(self) -> float:
-        return self._bytes * math.exp2((self._at - trio.current_time()) / 0.5)
+    def amount(self) -> float:
+        return self._amount * math.exp2((self._at - trio.current_time()) / 0.5)
 
 
 def parse_rate(text: str | None, option: str) -> int | None:

@@ -39,6 +39,7 @@ from .address_book import AddressBook
 from .bandwidth import Bandwidth
 from .dialing import Attempt, Trouble, failed, kept, one_per_relay, plan
 from .limits import (
+    HANDSHAKE_WORK,
     LEAST_OF_ADDRESS,
     MAX_CONNECTIONS,
     MAX_HANDSHAKES,
@@ -47,7 +48,7 @@ from .limits import (
     ShareCount,
     origin_of_ip,
 )
-from .negotiation import OneRoundTrip, question
+from .negotiation import OneAnswer, OneRoundTrip, question
 from .noise import BufferedNoise
 from .peerstore import BoundedPeerStore
 from .raw_connection import OtherSwarm, Path, PskConnection, RawConnection, SocketConnection, remote_multiaddr
@@ -85,6 +86,7 @@ class _MuxerNegotiation(MuxerMultistream):
 
     def __init__(self, on_lost: Callable[[Muxer], None], limits: NodeLimits) -> None:
         super().__init__({YAMUX: Yamux}, NEGOTIATION)
+        self._selector.multiselect = OneAnswer(self._selector.multiselect.handlers)
         self._on_lost = on_lost
         self._limits = limits
 
@@ -117,7 +119,9 @@ class Network(Libp2pSwarm):
         self._inbound = ShareCount(MAX_INBOUND, LEAST_OF_ADDRESS)
         self._handshakes = ShareCount(MAX_HANDSHAKES, LEAST_OF_ADDRESS)
         upgrader.muxer_multistream = _MuxerNegotiation(self._muxer_lost, self.limits)
-        upgrader.security_multistream._selector.multiselect_client = OneRoundTrip()
+        security = upgrader.security_multistream._selector
+        security.multiselect = OneAnswer(security.multiselect.handlers)
+        security.multiselect_client = OneRoundTrip()
         self._tcp = TCP()
         super().__init__(
             ID.from_pubkey(key_pair.public_key),
@@ -222,17 +226,22 @@ class Network(Libp2pSwarm):
             log.info("refused a connection: too many from %s have not finished their handshake", host)
             await trio.aclose_forcefully(stream)
             return None
+        address = self.limits.of_address(host)
+        address.users += 1
         path = Path(direct=True, relay=None, remote_addr=remote_multiaddr(stream), inbound=True)
         punching = self.punching.get(path.remote_addr or "")
         raw = SocketConnection(stream, path, self.bandwidth)
         raw.is_initiator = punching is not None
         try:
             with trio.fail_after(_HANDSHAKES):
+                await self.limits.work_turn(address)
+                self.limits.worked(address, HANDSHAKE_WORK)
                 conn = await self.secure(raw, punching)
         except Exception as error:  # whatever a stranger's handshake may raise
             log.debug("refused a connection from %s: %s", path.remote_addr, reason_of(error))
             return None
         finally:
+            address.users -= 1
             self._handshakes.remove(host)
         muxer = conn.muxed_conn
         assert isinstance(muxer, Muxer)

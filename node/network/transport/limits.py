@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ipaddress
 from collections import Counter
+from functools import cached_property
 from typing import Final, Protocol
 
 import trio
 
-from .bandwidth import Traffic
+from .bandwidth import Recent, Throttle, Traffic
 
 MAX_CONNECTIONS: Final = 4096
 _SILENCE: Final = 8.0  # seconds; keeps the mappings of NATs alive, too
@@ -44,6 +45,15 @@ FRAMES_AT_ONCE: Final = 20_000
 OPENED_PER_SECOND: Final = 100
 """New streams of one peer: each starts a task and negotiates a protocol, which takes 0.3 ms."""
 OPENED_AT_ONCE: Final = 1024
+WORK_PER_SECOND: Final = 25_000
+"""Units of 10 us of processor time that small frames, new streams and handshakes of all peers together may take: a
+quarter of a core. Beyond that, addresses take turns."""
+WORK_AT_ONCE: Final = 64
+"""Units between two turns of all others."""
+STREAM_WORK: Final = 30
+HANDSHAKE_WORK: Final = 500
+QUIET_WORK: Final = 1000
+"""Units of an address lately, below which what it sends goes before what the others send."""
 LARGE_FRAME: Final = 4096
 """Bytes of data from which on a frame does not count: then bytes, not frames, are what it costs."""
 _REMEMBERED: Final = 4096
@@ -112,12 +122,38 @@ class PeerUse:
 
     @property
     def may_be_forgotten(self) -> bool:
+        """Whether a new one would have the same values."""
         return not self.connections and self.frames.is_full and self.opened.is_full
 
     def drop_fullest(self) -> None:
         """Resets the stream with the most unread bytes on the connection that has the most."""
         if self.connections:
             max(self.connections, key=lambda connection: connection.buffered).drop_fullest()
+
+
+class AddressUse:
+    """What all peers of one address take of this node, whatever their keys; addresses as `origin_of_ip` counts them.
+
+    A peer that comes through a relay has the relay's address.
+
+    Attributes:
+        users: connections and handshakes.
+        recent: the units of work that it took lately.
+    """
+
+    def __init__(self, origin: str) -> None:
+        self.origin = origin
+        self.users = 0
+        self.recent = Recent()
+
+    @property
+    def is_quiet(self) -> bool:
+        return self.recent.amount() < QUIET_WORK
+
+    @property
+    def may_be_forgotten(self) -> bool:
+        """Whether a new one would have about the same values."""
+        return not self.users and self.recent.amount() < 1.0
 
 
 class NodeLimits:
@@ -129,6 +165,12 @@ class NodeLimits:
         self.streams = 0
         self.unread = 0
         self._peers: dict[str, PeerUse] = {}
+        self._addresses: dict[str, AddressUse] = {}
+
+    @cached_property
+    def work(self) -> Throttle:
+        """The turns of addresses for what costs more than its bytes."""
+        return Throttle(WORK_PER_SECOND)
 
     def of(self, peer_id: str) -> PeerUse:
         use = self._peers.get(peer_id)
@@ -137,6 +179,24 @@ class NodeLimits:
                 self._peers = {known: use for known, use in self._peers.items() if not use.may_be_forgotten}
             use = self._peers[peer_id] = PeerUse()
         return use
+
+    def of_address(self, origin: str) -> AddressUse:
+        use = self._addresses.get(origin)
+        if use is None:
+            if len(self._addresses) > _REMEMBERED:
+                kept = {known: use for known, use in self._addresses.items() if not use.may_be_forgotten}
+                self._addresses = kept
+            use = self._addresses[origin] = AddressUse(origin)
+        return use
+
+    async def work_turn(self, use: AddressUse) -> None:
+        """Returns when something may be done for this address; what is done then is told to `worked`."""
+        if not self.work.is_free():
+            await self.work.turn(use.origin, urgent=use.is_quiet)
+
+    def worked(self, use: AddressUse, units: int) -> None:
+        self.work.spend(units)
+        use.recent.add(units)
 
     @property
     def silence(self) -> float:

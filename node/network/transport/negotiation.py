@@ -9,10 +9,12 @@ with the very same bytes, one that does not sends something else, which is notic
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import trio
 from libp2p.abc import IMultiselectCommunicator
 from libp2p.custom_types import StreamHandlerFn, TProtocol
+from libp2p.exceptions import ParseError
 from libp2p.io.abc import ReadWriteCloser
 from libp2p.io.exceptions import IOException
 from libp2p.network.stream.net_stream import NetStream
@@ -25,8 +27,14 @@ from libp2p.protocol_muxer.multiselect_client import (
 )
 from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
 from libp2p.utils import encode_delim
+from libp2p.utils.varint import read_varint_prefixed_bytes_limited
 
 from .muxed_stream import MuxedStream
+
+MAX_NAME: Final = 1024
+"""Bytes of what a peer says in a round; libp2p's own takes any number, as they come."""
+MAX_ROUNDS: Final = 16
+"""Times that a peer may ask on one stream; each costs 0.1 ms, and is four bytes."""
 
 
 def question(protocol: str) -> bytes:
@@ -44,6 +52,8 @@ class OneRoundTrip(MultiselectClient):
         negotiate_timeout: int = DEFAULT_NEGOTIATE_TIMEOUT,
     ) -> TProtocol:
         if len(protocols) != 1 or not isinstance(communicator, MultiselectCommunicator):
+            if isinstance(communicator, MultiselectCommunicator):
+                communicator = _Gathering(communicator.read_writer)
             agreed = await super().select_one_of(protocols, communicator, negotiate_timeout)
             _agreed(communicator, agreed)
             return agreed
@@ -51,7 +61,7 @@ class OneRoundTrip(MultiselectClient):
         with trio.move_on_after(negotiate_timeout):
             try:
                 await communicator.read_writer.write(question(protocol))
-                answers = [await communicator.read(), await communicator.read()]
+                answers = [await _read(communicator.read_writer), await _read(communicator.read_writer)]
             except (MultiselectCommunicatorError, IOException) as error:
                 raise MultiselectClientError(f"the peer went away instead of agreeing on {protocol}") from error
             if answers != [MULTISELECT_PROTOCOL_ID, protocol]:
@@ -87,12 +97,30 @@ def _agreed(communicator: IMultiselectCommunicator, protocol: TProtocol | None) 
         muxed.agree(protocol)
 
 
+async def _read(stream: ReadWriteCloser) -> str:
+    """What the peer says next.
+
+    Raises:
+        MultiselectCommunicatorError: it went away, or says what no protocol is called.
+    """
+    try:
+        said = await read_varint_prefixed_bytes_limited(stream, MAX_NAME)
+    except (IOException, ParseError) as error:
+        raise MultiselectCommunicatorError("the peer went away while protocols were agreed on") from error
+    if not said.endswith(b"\n"):
+        raise MultiselectCommunicatorError("the peer said what ends in no newline")
+    return str(said[:-1], errors="replace")
+
+
 class _Gathering(MultiselectCommunicator):
-    """Keeps what it writes until it would have to wait for the peer. A refusal goes at once."""
+    """Keeps what it writes until it would have to wait for the peer. A refusal goes at once.
+
+    What it reads is bounded."""
 
     def __init__(self, stream: ReadWriteCloser) -> None:
         super().__init__(stream)
         self._kept = b""
+        self._rounds = 0
 
     async def write(self, msg_str: str) -> None:
         self._kept += encode_delim(msg_str.encode())
@@ -103,7 +131,10 @@ class _Gathering(MultiselectCommunicator):
         more_is_here = isinstance(self.read_writer, NetStream) and self.read_writer.muxed_stream.has_unread
         if not more_is_here:
             await self.flush()
-        return str(await super().read())
+        self._rounds += 1
+        if self._rounds > MAX_ROUNDS:
+            raise MultiselectCommunicatorError("the peer asked for too many protocols")
+        return await _read(self.read_writer)
 
     async def flush(self) -> None:
         kept, self._kept = self._kept, b""

@@ -27,7 +27,8 @@ from .raw_connection import PskConnection
 MAX_PLAINTEXT: Final = 65535 - 16
 # What may wait for the socket before writers have to. Small, so that a decode step behind a prefill waits little.
 _OUT_LIMIT: Final = 256 * 1024
-# Answers to pings and the like do not wait; a peer that has so many of them unread is no peer.
+_OUT_SOFT_LIMIT: Final = 1024 * 1024  # beyond which pings are not answered
+# Window updates, resets and the like do not wait; a peer that has so many of them unread is no peer.
 OUT_HARD_LIMIT: Final = 16 * 1024 * 1024
 # A peer whose system takes no 64 KiB within this time is as good as gone.
 STALL_LIMIT: Final = 10.0  # seconds
@@ -65,6 +66,7 @@ class NoiseSession(BaseSession):
         self._psk = conn.cipher
         self.path = conn.raw.path
         self.local_host = conn.raw.local_host
+        self.origin = conn.raw.origin
         self.upload = conn.raw.upload
         self._incoming = bytearray()
         self._plaintext = b""  # decrypted, not yet taken by `read`
@@ -179,6 +181,11 @@ class NoiseSession(BaseSession):
         """Returns at once unless much is waiting for the socket."""
         while not self.has_room and not self._closed:
             await self._room.park()
+
+    @property
+    def is_overfull(self) -> bool:
+        """Whether so much is waiting for the socket that nothing may be added that can be left out."""
+        return self._outgoing_bytes > _OUT_SOFT_LIMIT
 
     @property
     def is_stuffed(self) -> bool:

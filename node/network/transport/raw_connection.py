@@ -28,6 +28,7 @@ from libp2p.utils import encode_delim
 from multiaddr import Multiaddr
 
 from .bandwidth import Bandwidth, Recent, Throttle
+from .limits import origin_of_ip
 
 READ_SIZE: Final = 256 * 1024
 _QUIET: Final = 64 * 1024  # bytes lately, below which a connection need not wait for those that carry much
@@ -59,6 +60,8 @@ class Path:
 class RawConnection(IRawConnection):
     """One task may read at a time, and one write. All methods but `close` raise OSError when the connection is gone."""
 
+    # Whose work it counts as: the address of the other end, that of the relay if there is one; "" if unknown.
+    origin = ""
     # A gap after which TCP would forget its window is ours to fill (see `yamux.py`).
     is_socket: bool
 
@@ -131,6 +134,7 @@ class SocketConnection(RawConnection):
         self._count = bandwidth.sockets
         self._recent = Recent()
         with contextlib.suppress(OSError):  # the peer may be gone already
+            self.origin = origin_of_ip(str(stream.socket.getpeername()[0]))
             self.local_host = str(stream.socket.getsockname()[0])
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if hasattr(socket, "TCP_NOTSENT_LOWAT"):
@@ -170,7 +174,7 @@ class SocketConnection(RawConnection):
 
     async def _receive_in_turn(self, n: int, download: Throttle) -> bytes:
         await trio.lowlevel.wait_readable(self._stream.socket)
-        await download.turn(self, urgent=self._recent.bytes() < _QUIET)
+        await download.turn(self, urgent=self._recent.amount() < _QUIET)
         data = bytes(await self._stream.receive_some(min(n, download.turn_size)))
         download.spend(len(data))
         self._recent.add(len(data))

@@ -35,6 +35,11 @@ class Connection:
         return self._muxer.path
 
     @property
+    def origin(self) -> str:
+        """The address that it comes from, as `limits` counts addresses."""
+        return str(self._muxer.secured_conn.origin)
+
+    @property
     def is_lost(self) -> bool:
         return self._muxer.is_closed
 
@@ -99,6 +104,11 @@ class StreamBytes:
         conn = self._stream.swarm_conn
         assert conn is not None
         return Connection(conn)
+
+    @property
+    def origin(self) -> str:
+        """The address that its connection comes from."""
+        return self.connection.origin
 
     def widen(self, window: int = WINDOW) -> None:
         """Lets the peer send up to `window` bytes that were not read yet."""
@@ -174,6 +184,7 @@ class CircuitConnection(RawConnection):
 
     def __init__(self, stream: StreamBytes, path: Path) -> None:
         super().__init__(path)
+        self.origin = stream.origin
         self._stream = stream
 
     def send_nowait(self, data: bytes) -> int:

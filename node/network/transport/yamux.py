@@ -19,6 +19,7 @@ from libp2p.peer.id import ID
 from libp2p.stream_muxer.exceptions import MuxedConnUnavailable
 from multiaddr import Multiaddr
 
+from . import limits as bounds
 from .bandwidth import Throttle
 from .limits import LARGE_FRAME, MAX_STREAMS_OF_CONNECTION, MAX_WINDOWS_OF_PEER, NodeLimits, TokenBucket
 from .muxed_stream import (
@@ -41,15 +42,12 @@ from .tcp_window import WindowKeeper
 
 log = logging.getLogger(__name__)
 
-_FRAMES_AT_ONCE: Final = 256  # then it is others' turn, for whom a millisecond is much
 _PROTOCOL_ERROR: Final = 1  # why we go away, by the specification
 _IDLE: Final = 1.0  # seconds of silence after which we ask for a sign of life while streams are open
 _PATIENCE: Final = 3.0  # seconds for the answer
 _PATIENCE_STUFFED: Final = 10.0  # our question may be stuck behind much data on a slow line
 _LINGER: Final = 30.0  # seconds that a stream closed by us waits for the peer's close
-
 _MOST_HELD: Final = 1024  # bytes of frames; who only opens streams and resets them would have us hold any number
-
 _SEALING: Final = HEADER.size + 18  # bytes that Yamux and Noise add: sealed, it shall fill a frame of the circuit
 
 
@@ -84,7 +82,9 @@ class Muxer(IMuxedConn):
         self._on_lost = on_lost
         self._limits = limits
         self._use = limits.of(str(peer_id))
-        self._frames = 0  # handled since others had their turn
+        self._address = limits.of_address(conn.origin or str(peer_id))
+        self._work = 0  # units done since others had their turn
+        self._waits = False  # for its turn: what it said lies unread
         self._answer = answer  # the part of it that has not come yet
         self._rest = b""  # the beginning of a frame's header
         self._body = 0  # bytes that the current frame still brings
@@ -129,9 +129,11 @@ class Muxer(IMuxedConn):
             MuxedConnUnavailable: the connection is gone.
         """
         try:
-            return await self._accept_receive.receive()
+            while (stream := await self._accept_receive.receive()).lost is not None:
+                pass  # a task for a stream that was reset already would have nothing to do
         except trio.EndOfChannel:
             raise MuxedConnUnavailable(self.lost) from None
+        return stream
 
     def forget_if_done(self, stream: MuxedStream) -> None:
         if stream.read_closed and stream.write_closed and self._streams.pop(stream.stream_id, None) is not None:
@@ -141,8 +143,6 @@ class Muxer(IMuxedConn):
         self._use.windows -= stream.widened
         if stream.opened_by_peer:
             self._limits.close_stream(self._use)
-
-    # --- what the peer takes of this node
 
     def hold(self, size: int) -> None:
         if self.lost is None:
@@ -197,6 +197,7 @@ class Muxer(IMuxedConn):
     async def start(self) -> None:
         """Serves the connection until it ends. libp2p runs this as a task of the host."""
         self._limits.connected(self._use, self)
+        self._address.users += 1
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
@@ -204,6 +205,7 @@ class Muxer(IMuxedConn):
                         nursery.start_soon(self._run_part, part)
                     self.event_started.set()
         finally:
+            self._address.users -= 1
             self._lose("the connection was closed on this side")
             await self.secured_conn.close()
 
@@ -230,12 +232,23 @@ class Muxer(IMuxedConn):
         self.secured_conn.divert(self._take)
         while self.lost is None:
             for data in await self.secured_conn.receive():
+                await self._turn()
                 self._feed(data)
-                while self._frames >= _FRAMES_AT_ONCE:
-                    self._frames = 0
+                while self._work >= bounds.WORK_AT_ONCE:
+                    self._end_turn()
                     await trio.lowlevel.checkpoint()
+                    await self._turn()
                     self._feed(b"")
-            self._frames = 0
+            self._end_turn()
+
+    async def _turn(self) -> None:
+        self._waits = True
+        await self._limits.work_turn(self._address)
+        self._waits = False
+
+    def _end_turn(self) -> None:
+        work, self._work = self._work, 0
+        self._limits.worked(self._address, work)
 
     def _take(self, sealed: bytes) -> None:
         """What comes through a circuit, in the task that reads the connection below, which takes turns."""
@@ -244,8 +257,11 @@ class Muxer(IMuxedConn):
                 if len(sealed) < LARGE_FRAME:
                     self._spend(self._use.frames, "small frames")
                 for data in self.secured_conn.unseal(sealed):
-                    self._frames = -len(data)  # all of it is handled at once
                     self._feed(data)
+                    while self._work >= bounds.WORK_AT_ONCE:  # all of it is handled at once, whoever else waits
+                        self._end_turn()
+                        self._feed(b"")
+                self._end_turn()
 
     def _feed(self, data: bytes) -> None:
         """Handles the frames in what came, and keeps the beginning of one that is cut off, and what is too much for one
@@ -257,31 +273,28 @@ class Muxer(IMuxedConn):
         position = 0
         while self.lost is None:
             if self._body:
-                position += self._take_body(data[position : position + self._body])
+                part = data[position : position + self._body]
+                position, self._body = position + len(part), self._body - len(part)
+                if self._body_of is not None and part:
+                    self._body_of.on_data(part)
                 if self._body:
                     return
                 self._end_frame(self._body_of, self._body_flags)
-            if len(data) - position < HEADER.size or self._frames >= _FRAMES_AT_ONCE:
+            if len(data) - position < HEADER.size or self._work >= bounds.WORK_AT_ONCE:
                 self._rest = data[position:]
                 return
             self._take_header(*HEADER.unpack_from(data, position))
             position += HEADER.size
 
-    def _take_body(self, part: bytes) -> int:
-        self._body -= len(part)
-        if self._body_of is not None and part:
-            self._body_of.on_data(part)
-        return len(part)
-
     def _take_header(self, version: int, kind: int, flags: int, stream_id: int, length: int) -> None:
-        self._frames += 1
+        self._work += 1 + bounds.STREAM_WORK * (kind != PING and flags & SYN)
         if version != 0 or kind > GO_AWAY:
             raise _Violation("the peer sent a frame that is no Yamux frame")
         if kind == GO_AWAY:
             raise ConnectionResetError("the peer closed the connection")
         self._count(kind, flags, stream_id, length)
         if kind == PING:
-            if flags & SYN:
+            if flags & SYN and not self.secured_conn.is_overfull:
                 self.put(PING, ACK, 0, length)
             return
         stream = self._stream_of(kind, flags, stream_id)
@@ -370,7 +383,7 @@ class Muxer(IMuxedConn):
                 before = trio.current_time()
                 await trio.sleep(_PATIENCE / 12)
                 now = trio.current_time()
-                if now - before > _PATIENCE / 3:
+                if self._waits or now - before > _PATIENCE / 3:
                     break  # it was us who stood still: the answer may lie unread; ask again
                 if now - asked > (_PATIENCE_STUFFED if self.secured_conn.is_stuffed else _PATIENCE):
                     raise ConnectionAbortedError(f"the peer gave no sign of life for {now - self._heard:.1f} s")

@@ -1,0 +1,195 @@
+"""Who opens streams and resets them under many keys of one address takes its share of a node, and no more."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import trio
+
+from petalnode.crypto.identity import Identity
+from petalnode.node.network.transport.limits import (
+    HANDSHAKE_WORK,
+    STREAM_WORK,
+    WORK_AT_ONCE,
+    WORK_PER_SECOND,
+    NodeLimits,
+)
+from petalnode.node.network.transport.muxed_stream import ACK, HEADER, PING, RST, SYN, WINDOW_UPDATE
+from petalnode.node.network.transport.yamux import Muxer
+from petalnode.node.swarm.config import SwarmConfig
+from petalnode.node.swarm.swarm import open_swarm
+from petalnode.node.testing.node_inspection import frames_taken, limits_of
+from tests.memory_muxer import MemoryRaw, OtherEnd, muxer, run, settled
+from tests.patience import eventually
+
+KEYS = 57
+ATTACKER, HONEST = "203.0.113.7", "198.51.100.1"
+PAIRS = 800
+OPENED_AND_RESET = b"".join(
+    HEADER.pack(0, WINDOW_UPDATE, flags, stream_id, 0)
+    for stream_id in range(1, 1 + 2 * PAIRS, 2)
+    for flags in (SYN, RST)
+)
+PINGS = HEADER.pack(0, PING, SYN, 0, 0) * 2 * PAIRS
+
+
+class FramesPerPass(trio.abc.Instrument):
+    """Counts the frames that are handled in one pass of the loop, in which nobody else has a turn."""
+
+    def __init__(self) -> None:
+        self.most = self.now = self.total = 0
+
+    def note(self) -> None:
+        self.now += 1
+        self.total += 1
+
+    def before_io_wait(self, timeout: float) -> None:
+        self.most, self.now = max(self.most, self.now), 0
+
+
+@asynccontextmanager
+async def connections(keys: int, origin: str, limits: NodeLimits) -> AsyncIterator[list[tuple[Muxer, OtherEnd]]]:
+    async with AsyncExitStack() as stack:
+        yield [
+            await stack.enter_async_context(muxer(MemoryRaw(origin=origin), limits=limits, key=10 + number))
+            for number in range(keys)
+        ]
+
+
+async def _accept(ours: Muxer) -> None:
+    while True:
+        await ours.accept_stream()
+
+
+def _answered(other: OtherEnd) -> bool:
+    return (PING, ACK, 0, 7, b"") in other.frames()
+
+
+def test_many_keys_of_an_address_have_the_turns_of_one() -> None:
+    counted = FramesPerPass()
+
+    async def main() -> None:
+        trio.lowlevel.add_instrument(counted)
+        limits = NodeLimits()
+        async with (
+            connections(KEYS, ATTACKER, limits) as hostile,
+            connections(1, ATTACKER, limits) as [(neighbour, behind_it)],
+            muxer(MemoryRaw(origin=HONEST), limits=limits, key=3) as (ours, honest),
+            trio.open_nursery() as nursery,
+        ):
+            for end, other in hostile:
+                nursery.start_soon(_accept, end)
+                other.say_bytes(OPENED_AND_RESET)
+            await settled()
+            first = counted.total
+            honest.say(PING, SYN, 0, 7)
+            behind_it.say(PING, SYN, 0, 7)
+            await trio.sleep(0.1)
+            assert _answered(honest)
+            assert ours.lost is None
+            await trio.sleep(4.9)
+            assert _answered(behind_it), "a peer behind the same address waits, and is served"
+            assert neighbour.lost is None
+            # A pair of frames is the opening of a stream, whatever the number of keys.
+            pairs = (counted.total - first) / 2
+            assert pairs <= 5.5 * WORK_PER_SECOND / (STREAM_WORK + 2)
+            nursery.cancel_scope.cancel()
+
+    with frames_taken(counted.note):
+        run(main)
+    assert counted.most <= 2 * KEYS * (WORK_AT_ONCE // STREAM_WORK + 1)
+
+
+def test_pings_of_many_keys_have_the_turns_of_one_address() -> None:
+    counted = FramesPerPass()
+
+    async def main() -> None:
+        trio.lowlevel.add_instrument(counted)
+        limits = NodeLimits()
+        async with (
+            connections(KEYS, ATTACKER, limits) as hostile,
+            muxer(MemoryRaw(origin=HONEST), limits=limits, key=3) as (_, honest),
+        ):
+            for _, other in hostile:
+                other.say_bytes(PINGS)
+            await settled()
+            first = counted.total
+            honest.say(PING, SYN, 0, 7)
+            await trio.sleep(0.1)
+            assert _answered(honest)
+            await trio.sleep(0.9)
+            assert counted.total - first <= 1.5 * WORK_PER_SECOND
+
+    with frames_taken(counted.note):
+        run(main)
+    assert counted.most <= KEYS * WORK_AT_ONCE + 1
+
+
+def test_who_waits_for_its_turn_is_not_taken_for_dead() -> None:
+    async def main() -> None:
+        limits = NodeLimits()
+        async with connections(2, ATTACKER, limits) as [(first, other), (second, quiet)]:
+            quiet.open(1)
+            await settled()
+            limits.worked(limits.of_address(ATTACKER), 60 * WORK_PER_SECOND)
+            quiet.say(PING, SYN, 0, 7)
+            other.say(PING, SYN, 0, 7)
+            await trio.sleep(50)
+            assert not _answered(quiet)
+            await trio.sleep(11)
+            assert _answered(quiet) and second.lost is None and first.lost is None
+
+    run(main)
+
+
+def test_streams_that_were_reset_at_once_start_no_task() -> None:
+    async def main() -> None:
+        async with muxer() as (ours, other):
+            other.say_bytes(OPENED_AND_RESET)
+            other.open(2 * PAIRS + 1)
+            assert (await ours.accept_stream()).stream_id == 2 * PAIRS + 1
+
+    run(main)
+
+
+def test_pings_of_who_does_not_read_are_not_answered_for_ever() -> None:
+    async def main() -> None:
+        raw = MemoryRaw(room=0)
+        async with muxer(raw) as (ours, other):
+            for _ in range(8):
+                other.say_bytes(HEADER.pack(0, PING, SYN, 0, 0) * 5000)
+                await trio.sleep(0.6)
+            raw.make_room()
+            await settled()
+            assert ours.lost is None
+            assert len(raw.sent) < 1.1 * (1 << 20)
+            other.plaintext()
+            other.say(PING, SYN, 0, 7)
+            await settled()
+            assert _answered(other)
+
+    run(main)
+
+
+def test_handshakes_are_work_of_their_address() -> None:
+    async def main() -> None:
+        with trio.fail_after(60):
+            async with open_swarm(SwarmConfig(Identity.generate(), listen=("/ip4/127.0.0.1/tcp/0",))) as node:
+                port = int(node.addrs[0].split("/")[4])
+                uses = [limits_of(node.host).of_address(f"127.0.0.{number}") for number in (2, 3)]
+                socks = []
+                for use in (uses[0], uses[0], uses[1]):
+                    before = use.users
+                    socks.append(sock := trio.socket.socket())
+                    await sock.bind((use.origin, 0))
+                    await sock.connect(("127.0.0.1", port))
+                    await eventually(lambda use=use, before=before: use.users > before, "the connection is accepted")
+                two, one = (use.recent.amount() for use in uses)
+                assert 0 < one <= HANDSHAKE_WORK
+                assert two > 0
+                for sock in socks:
+                    sock.close()
+                await eventually(lambda: not any(use.users for use in uses), "the connections are closed")
+
+    trio.run(main)
