@@ -43,9 +43,7 @@ def _unit(names: str) -> tuple[str, ...]:
 
 
 SURVIVORS: Final = ROOT / "build" / "mutants.txt"
-_SIGNED: Final = (
-    "canonical credits evidence identity ledger receipts receipt_log bundle rewards swarm_key trust vectors"
-)
+_SIGNED: Final = "bounded_json canonical credits evidence identity ledger receipts receipt_log bundle rewards swarm_key trust vectors"
 _WIRE: Final = (
     "framing tensors announcement inference_protocol training_protocol circuit_protocol standard_protocols manifest "
     "adapter_folder dialogue swarm_view remembered addresses priority admission memory_streams chains"
@@ -80,6 +78,11 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
         *_MEMORY,
         *("swarm/test_client_session", "swarm/test_recovery", "swarm/test_progress", "swarm/test_moving"),
         "swarm/test_compared_chains",
+    ),
+    "node/api/*": (
+        *_unit("api_fields api_parts api_grammar bounded_json http_server"),
+        *("attacks/test_full_share_at_api", "attacks/test_large_bodies_at_api", "api/test_batches"),
+        *("api/test_hostile_requests", "api/test_strange_values"),
     ),
     "node/network/transport/[lmnsy]*.py": (
         *_unit(_MOVED),

@@ -2,49 +2,46 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Collection, Mapping
-from typing import Any, Final, cast
+from typing import Any, Final
 
+from ...crypto.bounded_json import BadJson, JsonLimits, parse_json, parse_json_object
 from .errors import ApiError
 
+BODY_BYTES: Final = 1 << 20
+"""Of a request, unless `petalnode api --max-body` allows more."""
 _MAX_DEPTH: Final = 64
+_BYTES_PER_VALUE: Final = 8
+"""What a long body has to have for each value: 131,072 values of 1 MiB are parsed in 50 ms, whatever they are."""
+_SHOWN: Final = 40
+"""Characters of a number that cannot be used."""
 
 
-def parse_object(body: bytes) -> Fields:
+def json_limits(size: int = BODY_BYTES) -> JsonLimits:
+    """Of a request's body of so many bytes at most."""
+    return JsonLimits(size, max(size // _BYTES_PER_VALUE, 4096), _MAX_DEPTH)
+
+
+def parse_object(body: bytes, size: int = BODY_BYTES) -> Fields:
     """
+    Args:
+        size: that a body may have.
+
     Raises:
-        ApiError: the body is no JSON object, or one that nests too deep.
+        ApiError: the body is no JSON object, or one that has too many values, or nests too deep.
     """
     try:
-        data = json.loads(body, parse_constant=_refuse_constant)
-        nested = _walked(data)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is no JSON: {str(error)[:200]}", code="invalid_json") from None
-    if not isinstance(data, dict):
-        raise ApiError(400, "the body has to be a JSON object", code="invalid_json")
-    if nested > _MAX_DEPTH:
-        raise ApiError(400, f"the body nests deeper than {_MAX_DEPTH} levels", code="invalid_json")
-    return Fields(cast("dict[str, Any]", data))
+        return Fields(parse_json_object(body, json_limits(size)))
+    except BadJson as error:
+        raise ApiError(400, f"the body: {error}", code="invalid_json") from None
 
 
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON number")
-
-
-def _walked(data: Any) -> int:
-    """How deep it nests. Raises ValueError if a text of it is none: half of a pair of surrogates."""
-    deepest, waiting = 0, [(data, 1)]
-    while waiting:
-        value, depth = waiting.pop()
-        deepest = max(deepest, depth)
-        if isinstance(value, str) and not value.isascii():
-            value.encode()
-        if depth <= _MAX_DEPTH and isinstance(value, dict | list):
-            inner = value.values() if isinstance(value, dict) else value
-            waiting.extend((item, depth + 1) for item in inner)
-    return deepest
+def parse_text(fields: Fields, name: str, default: str) -> Any:
+    """The value of a field that is JSON in a text. Raises ApiError."""
+    try:
+        return parse_json(fields.text(name, default) or default, json_limits())
+    except BadJson as error:
+        raise fields.wrong(name, str(error)) from None
 
 
 def wrong(name: str, message: str, code: str = "invalid_value") -> ApiError:
@@ -72,10 +69,10 @@ class Fields:
         value = self.get(name)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.wrong(name, "a number is expected")
-        if not low <= value <= high:
-            raise self.wrong(name, f"{value} is out of range: from {low:g} to {high:g}")
+        if not low <= value <= high:  # which is false of NaN, and exact for integers that no float holds
+            raise self.wrong(name, f"{str(value)[:_SHOWN]} is out of range: from {low:g} to {high:g}")
         return float(value)
 
     def integer(self, name: str, low: int, high: int) -> int | None:
@@ -85,7 +82,7 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.wrong(name, "an integer is expected")
         if not low <= value <= high:
-            raise self.wrong(name, f"{value} is out of range: from {low} to {high}")
+            raise self.wrong(name, f"{str(value)[:_SHOWN]} is out of range: from {low} to {high}")
         return value
 
     def flag(self, name: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import Any, Final
 
 from .engine.requests import Grammar, SessionOptions
-from .fields import Fields
+from .fields import Fields, parse_text
 
 MAX_STOPS: Final = 16
 MAX_STOP_CHARACTERS: Final = 256
@@ -78,10 +78,7 @@ def content_text(message: Fields, name: str, kinds: Collection[str]) -> str | No
 
 def function_call(function: Fields, name: str) -> dict[str, Any]:
     """A call with the id `name`, as chat templates take it. Raises ApiError."""
-    try:
-        arguments = json.loads(function.text("arguments", "{}") or "{}")
-    except (ValueError, RecursionError):
-        raise function.wrong("arguments", "they are no JSON") from None
+    arguments = parse_text(function, "arguments", "{}")
     return {"id": name, "type": "function", "function": {"name": function.text("name"), "arguments": arguments}}
 
 

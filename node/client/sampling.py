@@ -28,6 +28,8 @@ MAX_BIASES: Final = 1024
 """Tokens that may have a bias of their own."""
 _LIKELIEST: Final = 512
 """Tokens that are sorted before all of a large vocabulary are."""
+_COLDEST: Final = 1e-10
+"""Logits divided by less may be more than float32 holds; it leaves the likeliest token only, as all below do."""
 _DRAWN_AHEAD: Final = 1 << 16
 """Random numbers of a token that are drawn before its logits are there: 49,152 take half a millisecond."""
 
@@ -182,7 +184,7 @@ class Sampler:
         self._plain = self._greedy and constraint is None and not sampling.changes_logits
         self._warpers = LogitsProcessorList()
         if not self._greedy:
-            self._warpers.append(TemperatureLogitsWarper(sampling.temperature))
+            self._warpers.append(TemperatureLogitsWarper(max(sampling.temperature, _COLDEST)))
             if sampling.top_k:
                 self._warpers.append(TopKLogitsWarper(sampling.top_k))
             if sampling.top_p < 1:

@@ -18,7 +18,7 @@ import trio
 
 from petalnode.node.api.batches.objects import WINDOW_SECONDS, read_input
 from petalnode.node.api.batches.runner import BatchLimits, BatchRunner, free_slots, next_batch
-from petalnode.node.api.batches.store import BatchLine, BatchStore, NoRoom, StoredBatch
+from petalnode.node.api.batches.store import OBJECT_BYTES, BatchLine, BatchStore, NoRoom, StoredBatch
 from petalnode.node.api.http.admission import Admission
 from petalnode.node.api.http.keys import ApiKeys, hash_of_key
 from petalnode.node.errors import BadInput, MachineError
@@ -182,13 +182,16 @@ def test_the_file_is_for_one_process_and_of_one_kind(tmp_path: Path) -> None:
 def test_the_disk_is_bounded_and_shared(tmp_path: Path) -> None:
     disk = 4 << 20
     store = BatchStore(tmp_path / "batches", disk)
-    kept = store.add_file("alice", "x", "batch", b"x" * (disk // 4))
+    share = disk // 4 - OBJECT_BYTES
+    assert store.room("alice") == share
+    kept = store.add_file("alice", "x", "batch", b"x" * share)
+    assert store.room("alice") == 0
     with pytest.raises(NoRoom, match="one key"):
         store.add_file("alice", "y", "batch", b"x")
     store.add_file("bob", "x", "batch", b"x" * 1000)
     for number in range(20):
         try:
-            store.add_file(f"key {number}", "x", "batch", b"x" * (disk // 4))
+            store.add_file(f"key {number}", "x", "batch", b"x" * share)
         except NoRoom:
             break
     else:
@@ -212,7 +215,7 @@ def test_a_full_disk_at_the_end_of_a_batch_ends_nothing_else(
     """There is no room for an answer, and not even for the word that there is none."""
     gave_up: list[str] = []
 
-    def no_room(store: BatchStore, *_: object) -> None:
+    def no_room(store: BatchStore, *_: object, **fields: object) -> None:
         raise NoRoom("the files of batches have no room")
 
     def full(store: BatchStore, batch: StoredBatch, message: str) -> None:
@@ -220,6 +223,7 @@ def test_a_full_disk_at_the_end_of_a_batch_ends_nothing_else(
         raise sqlite3.OperationalError("database or disk is full")
 
     monkeypatch.setattr(BatchStore, "note_result", no_room)
+    monkeypatch.setattr(BatchStore, "finish", no_room)
     monkeypatch.setattr(BatchStore, "give_up", full)
     with running(served, tmp_path / "batches") as api, of(api) as client:
         batch = start(client, [request("one", max_tokens=1)])

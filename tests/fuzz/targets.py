@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from tests.fuzz import answers, clients, connections, files, parsers, peers, server
+from tests.fuzz import answers, api, clients, connections, files, parsers, peers, server
 from tests.fuzz.harness import Target
 
 
 def all_targets() -> tuple[Target, ...]:
     """Each with a name of its own."""
     return tuple(
-        target for room in (parsers, answers, files, peers, server, clients, connections) for target in room.TARGETS
+        target
+        for room in (parsers, api, answers, files, peers, server, clients, connections)
+        for target in room.TARGETS
     )

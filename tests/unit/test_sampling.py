@@ -154,3 +154,9 @@ def test_a_token_without_alternative_needs_no_logits_and_changes_no_other(sampli
             without += 1
         tokens.append(expected)
     assert (without, constraint.prepared, len(beside)) == (10, 20, 0 if quick else 20)
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-37, 1e-12])
+def test_temperatures_next_to_zero_take_the_likeliest_token(temperature: float) -> None:
+    logits = torch.tensor([1.0, 20.0, -3.0])
+    assert Sampler(Sampling(temperature=temperature, seed=1)).next([0], logits) == 1

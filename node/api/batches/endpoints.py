@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, Final, TypeVar
 
@@ -11,15 +12,17 @@ import trio
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
-from ..errors import ApiError
-from ..http.answers import page, read_fields
+from ..errors import RETRY_SECONDS, ApiError
+from ..fields import parse_object
+from ..http.answers import page
+from ..http.bodies import read_body
 from ..parts import metadata
 from .objects import ENDPOINTS, batch_object, file_object
 from .runner import BatchRunner
-from .store import OPEN, NoRoom, StoredBatch, StoredFile
+from .store import OPEN, PIECE_BYTES, NoRoom, StoredBatch, StoredFile
 
 _ROOM_FOR_FORM: Final = 64 << 10
 _BODY_BYTES: Final = 64 << 10
@@ -56,11 +59,26 @@ class _Endpoints:
     def __init__(self, runner: BatchRunner) -> None:
         self._runner = runner
         self._store = runner.store
+        self._uploads: Counter[str] = Counter()
 
     # --- files
 
     async def upload(self, request: Request) -> Response:
-        most = self._runner.limits.file_bytes
+        owner, most = request.state.owner, self._runner.limits.file_bytes
+        if self._uploads[owner] >= self._runner.limits.uploads:
+            text = f"{self._uploads[owner]} files of this key are being uploaded: send this one later"
+            raise ApiError(429, text, code="too_many_requests", headers={"Retry-After": str(RETRY_SECONDS)})
+        self._uploads[owner] += 1
+        try:
+            return JSONResponse(file_object(await self._uploaded(request, owner, most)))
+        finally:
+            self._uploads[owner] -= 1
+
+    async def _uploaded(self, request: Request, owner: str, most: int) -> StoredFile:
+        """The body comes to a file on disk, and from there into the store. Raises ApiError."""
+        room = await trio.to_thread.run_sync(self._store.room, owner)
+        if int(request.headers.get("content-length", "0")) > room + _ROOM_FOR_FORM:
+            raise ApiError(507, f"there is room for {room:,} bytes of this key: delete some files", code="no_room")
         parser = MultiPartParser(request.headers, _bounded(request, most), max_files=1, max_fields=8)
         try:
             form = await parser.parse()
@@ -72,12 +90,10 @@ class _Endpoints:
                 raise ApiError(400, "file: it is missing", param="file", code="missing_field")
             if purpose != "batch":
                 raise ApiError(400, "purpose: only batch is known here", param="purpose", code="invalid_value")
-            content = await file.read()
+            name = (file.filename or "file")[:_MAX_NAME]
+            return await _kept(self._store.add_file, owner, name, purpose, file.file)
         finally:
             await form.close()
-        name = (file.filename or "file")[:_MAX_NAME]
-        stored = await _kept(self._store.add_file, request.state.owner, name, purpose, content)
-        return JSONResponse(file_object(stored))
 
     async def files(self, request: Request) -> Response:
         found = await trio.to_thread.run_sync(self._store.files, request.state.owner)
@@ -85,7 +101,7 @@ class _Endpoints:
             found = [stored for stored in found if stored.purpose == purpose]
         if request.query_params.get("order", "desc") == "asc":
             found.reverse()
-        return page(request, list(map(file_object, found)))
+        return page(request, found, lambda stored: stored.id, file_object)
 
     async def file(self, request: Request) -> Response:
         return JSONResponse(file_object(await self._file(request)))
@@ -97,8 +113,12 @@ class _Endpoints:
 
     async def content(self, request: Request) -> Response:
         stored = await self._file(request)
-        content = await trio.to_thread.run_sync(self._store.content, stored.owner, stored.id)
-        return Response(content, media_type="application/jsonl")
+        headers = {"Content-Length": str(stored.bytes)}
+        return StreamingResponse(self._pieces(stored), media_type="application/jsonl", headers=headers)
+
+    async def _pieces(self, stored: StoredFile) -> AsyncGenerator[bytes, None]:
+        for start in range(0, stored.bytes, PIECE_BYTES):
+            yield await trio.to_thread.run_sync(self._store.piece, stored.owner, stored.id, start)
 
     async def _file(self, request: Request) -> StoredFile:
         return await self._found(self._store.file, request, "file")
@@ -106,14 +126,16 @@ class _Endpoints:
     # --- batches
 
     async def create(self, request: Request) -> Response:
-        fields, owner = await read_fields(request, _BODY_BYTES), request.state.owner
+        fields, owner = parse_object(await read_body(request, _BODY_BYTES), _BODY_BYTES), request.state.owner
         endpoint = fields.one_of("endpoint", ENDPOINTS, "")
         fields.one_of("completion_window", ("24h",), "")
         name = fields.text("input_file_id")
-        if await trio.to_thread.run_sync(self._store.file, owner, name) is None:
+        file = await trio.to_thread.run_sync(self._store.file, owner, name)
+        if file is None:
             raise fields.wrong("input_file_id", f"there is no file {name[:100]!r}", "not_found")
-        known = await trio.to_thread.run_sync(self._store.batches, owner)
-        if sum(batch.status in OPEN for batch in known) >= self._runner.limits.open_batches:
+        if file.purpose != "batch":
+            raise fields.wrong("input_file_id", f"the file is for {file.purpose}, and not for batch")
+        if await trio.to_thread.run_sync(self._store.open_batches, owner) >= self._runner.limits.open_batches:
             text = f"{self._runner.limits.open_batches} batches are not over: wait for some, or cancel them"
             raise ApiError(429, text, code="too_many_batches")
         now = int(time.time())
@@ -126,7 +148,7 @@ class _Endpoints:
 
     async def batches(self, request: Request) -> Response:
         found = await trio.to_thread.run_sync(self._store.batches, request.state.owner)
-        return page(request, list(map(batch_object, found)))
+        return page(request, found, lambda stored: stored.id, batch_object)
 
     async def batch(self, request: Request) -> Response:
         return JSONResponse(batch_object(await self._found(self._store.batch, request, "batch")))

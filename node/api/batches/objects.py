@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import secrets
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
 from ..errors import ApiError
-from ..fields import parse_object
+from ..fields import BODY_BYTES, parse_object
 from .store import BatchLine, StoredBatch, StoredFile
 
 ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
@@ -74,18 +74,26 @@ class InputFault:
         return {"code": self.code, "message": self.message, "line": self.line, "param": None}
 
 
-def read_input(content: bytes, endpoint: str, most: int) -> tuple[list[tuple[int, str, str]], list[InputFault]]:
-    """The requests of an input file (line, custom_id, body as JSON), and what is wrong with it: one of both."""
+def read_input(
+    content: bytes, endpoint: str, most: int, line_bytes: int = BODY_BYTES
+) -> tuple[list[tuple[int, str, str]], list[InputFault]]:
+    """The requests of an input file (line, custom_id, body as JSON), and what is wrong with it: one of both.
+
+    Args:
+        most: requests; so many empty lines may be there, too.
+    """
     found: list[tuple[int, str, str]] = []
     faults: list[InputFault] = []
     known: set[str] = set()
-    for number, text in enumerate(_lines(content), 1):
-        if len(found) >= most:
+    for number, text in enumerate(io.BytesIO(content), 1):
+        if len(found) >= most or number > 2 * most:
             return [], [InputFault("too_many_requests", f"a batch has {most:,} requests at most", number)]
         if len(faults) >= _MAX_ERRORS:
             break
+        if not text.strip():
+            continue
         try:
-            custom_id, body = _request(text, endpoint)
+            custom_id, body = _request(text, endpoint, line_bytes)
         except ApiError as error:
             faults.append(InputFault(error.code or "invalid_request", str(error), number))
             continue
@@ -100,13 +108,9 @@ def read_input(content: bytes, endpoint: str, most: int) -> tuple[list[tuple[int
     return ([] if faults else found), faults
 
 
-def _lines(content: bytes) -> Iterable[bytes]:
-    return (line for line in content.split(b"\n") if line.strip())
-
-
-def _request(text: bytes, endpoint: str) -> tuple[str, str]:
+def _request(text: bytes, endpoint: str, line_bytes: int) -> tuple[str, str]:
     """Raises ApiError."""
-    fields = parse_object(text)
+    fields = parse_object(text, line_bytes)
     custom_id = fields.text("custom_id")
     if not 0 < len(custom_id) <= 512:
         raise fields.wrong("custom_id", "1 to 512 characters are expected")

@@ -16,9 +16,10 @@ import trio
 from starlette.types import ASGIApp, Message
 
 from ..errors import RETRY_SECONDS
+from ..fields import BODY_BYTES
 from ..http.admission import AdmissionMiddleware
 from .objects import WINDOW_SECONDS, InputFault, read_input, result_line
-from .store import BatchLine, BatchStore, NoRoom, StoredBatch
+from .store import BatchLine, BatchStore, NoRoom, StoredBatch, no_room
 
 log = logging.getLogger(__name__)
 
@@ -37,12 +38,16 @@ class BatchLimits:
         file_bytes: of one file.
         slots: requests that are answered at once, those of interactive clients counted.
         open_batches: of one owner, that are not over.
+        uploads: of one owner, that come in at once.
+        line_bytes: of one request, as `ApiLimits.body_bytes`.
     """
 
     requests: int = 50_000
     file_bytes: int = 32 << 20
     slots: int = 8
     open_batches: int = 100
+    uploads: int = 2
+    line_bytes: int = BODY_BYTES
 
 
 def free_slots(slots: int, interactive: int, working: int) -> int:
@@ -78,8 +83,13 @@ class BatchRunner:
             while True:
                 self._wake = trio.Event()
                 try:
-                    for batch in reversed(await trio.to_thread.run_sync(self.store.batches)):
-                        await self._see_to(batch)
+                    batches = list(reversed(await trio.to_thread.run_sync(self.store.batches)))
+                    validating = [batch for batch in batches if batch.status == "validating"]
+                    for batch in batches:
+                        if batch.status != "validating":
+                            await self._see_to(batch)
+                    if validating:
+                        await self._see_to(self._next(validating))
                     await self._fill(application, nursery)
                 except sqlite3.Error:  # such as that of a disk that is full
                     log.exception("batches cannot be gone on with for now")
@@ -103,7 +113,7 @@ class BatchRunner:
 
     def _validate(self, batch: StoredBatch) -> None:
         content = self.store.content(batch.owner, batch.input)
-        requests, faults = read_input(content or b"", batch.endpoint, self.limits.requests)
+        requests, faults = read_input(content or b"", batch.endpoint, self.limits.requests, self.limits.line_bytes)
         if content is None:
             faults = [InputFault("file_not_found", "the input file has been deleted")]
         if faults:
@@ -128,17 +138,22 @@ class BatchRunner:
             if batch.status == "in_progress"
         ]
         while waiting and free_slots(self.limits.slots, application.running, len(self._working)):
-            batch = next_batch(waiting, self._served)
+            batch = self._next(waiting)
             behind = self._handed.get(batch.id, 0)
             lines = await trio.to_thread.run_sync(self.store.open_lines, batch.id, behind, 1)
             if not lines:
                 waiting.remove(batch)
                 continue
-            self._count += 1
-            self._served[batch.owner] = self._count
             self._handed[batch.id] = lines[0].line
             scope = self._working[batch.id, lines[0].line] = trio.CancelScope()
             nursery.start_soon(self._answer, application.application, batch, lines[0], scope)
+
+    def _next(self, waiting: Sequence[StoredBatch]) -> StoredBatch:
+        """Whose turn it is, which he then has had."""
+        batch = next_batch(waiting, self._served)
+        self._count += 1
+        self._served[batch.owner] = self._count
+        return batch
 
     async def _answer(self, application: ASGIApp, batch: StoredBatch, line: BatchLine, scope: trio.CancelScope) -> None:
         try:
@@ -148,23 +163,31 @@ class BatchRunner:
                     await trio.sleep(_SWARM_WAIT)
                     status, body = await _asked(application, batch.owner, batch.endpoint, line.body.encode())
                 with trio.CancelScope(shield=True):
-                    await trio.to_thread.run_sync(self._note, batch, line, status, body)
+                    await trio.to_thread.run_sync(self.note, batch, line, status, body)
         finally:
             del self._working[line.batch, line.line]
             self.wake()
 
-    def _note(self, batch: StoredBatch, line: BatchLine, status: int, body: bytes) -> None:
+    def note(self, batch: StoredBatch, line: BatchLine, status: int, body: bytes) -> None:
+        """Keeps the answer to a request."""
         try:
             try:
                 self.store.note_result(line, status != 200, result_line(line, status, json.loads(body)))
             except NoRoom as error:
-                self.store.give_up(batch, str(error))
+                self._end_without_room(batch, str(error))
         except sqlite3.Error:  # the request is asked again by the next process
             log.exception("the answer to a request of a batch cannot be kept")
 
+    def _end_without_room(self, batch: StoredBatch, message: str) -> None:
+        """The answers that there are become files if they can."""
+        try:
+            self.store.finish(batch, "failed", errors=no_room(message))
+        except NoRoom:
+            self.store.give_up(batch, message)
+
 
 @asynccontextmanager
-async def open_batches(path: Path | None) -> AsyncIterator[BatchRunner | None]:
+async def open_batches(path: Path | None, limits: BatchLimits | None = None) -> AsyncIterator[BatchRunner | None]:
     """A runner of the batches in a file, for the length of the block; None without one.
 
     Raises:
@@ -175,7 +198,7 @@ async def open_batches(path: Path | None) -> AsyncIterator[BatchRunner | None]:
         return
     store = await trio.to_thread.run_sync(BatchStore, path)
     try:
-        yield BatchRunner(store)
+        yield BatchRunner(store, limits)
     finally:
         store.close()
 

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import io
 import json
 import secrets
 import sqlite3
+import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from ...errors import BadInput, MachineError
 
 DISK_BYTES: Final = 1 << 30
 OPEN: Final = ("validating", "in_progress", "cancelling")
 """The statuses of batches that are not over."""
+MAX_BATCHES: Final = 1000
+"""Of one owner: the oldest of those that are over are forgotten."""
+OBJECT_BYTES: Final = 16 << 10
+"""What a file or a batch counts for beside what it holds, so that a share is a bound on how many there are, too."""
+PIECE_BYTES: Final = 256 << 10
+"""Of a file's content, which are in memory at once."""
+_LINE_BYTES: Final = 128
+_IN_MEMORY: Final = 4 << 20
 _SHARE: Final = 4
 _PAGE: Final = 4096
+_FILE: Final = "id, owner, name, purpose, created, bytes"
 _VERSION: Final = 1
 _BUSY_SECONDS: Final = 1.0
 _TABLES: Final = """
@@ -32,10 +43,17 @@ CREATE TABLE lines (batch TEXT NOT NULL, line INTEGER NOT NULL, custom_id TEXT N
     failed INTEGER, result TEXT, PRIMARY KEY (batch, line));
 CREATE INDEX open_lines ON lines (batch, line) WHERE failed IS NULL;
 """
+_HELD: Final = {
+    "files": f"{OBJECT_BYTES} + {{0}}.bytes",
+    "batches": f"{OBJECT_BYTES} + length(CAST({{0}}.fields AS BLOB))",
+    "lines": f"{_LINE_BYTES} + length(CAST({{0}}.custom_id AS BLOB)) + length(CAST({{0}}.body AS BLOB))"
+    " + coalesce(length(CAST({0}.result AS BLOB)), 0)",
+}
+"""What a row of a table counts for its owner."""
 
 
 class NoRoom(Exception):
-    """The file has reached its bound, or the owner his share of it."""
+    """The file has reached its bound, or the owner his share of it: of files, batches, their requests and answers."""
 
 
 @dataclass(frozen=True)
@@ -123,18 +141,48 @@ class BatchStore:
             raise BadInput(f"{path} is no file of batches of this version: give another one")
         self._connection.commit()
         run(f"PRAGMA max_page_count={disk_bytes // _PAGE}")
+        self._count()
+
+    def _count(self) -> None:
+        """Counts what each owner has, and has SQLite do so with every change from now on."""
+        run = self._connection.execute
+        run("CREATE TEMP TABLE used (owner TEXT PRIMARY KEY, bytes INTEGER NOT NULL)")
+        for table, held in _HELD.items():
+            owner = "{0}.owner" if table != "lines" else "(SELECT owner FROM main.batches WHERE id = {0}.batch)"
+            add = "INSERT INTO used VALUES ({0}, {1}) ON CONFLICT DO UPDATE SET bytes = bytes + excluded.bytes"
+            for event, changes in (("INSERT", ("+NEW",)), ("DELETE", ("-OLD",)), ("UPDATE", ("-OLD", "+NEW"))):
+                steps = "; ".join(
+                    add.format(owner.format(row[1:]), f"{row[0]}({held.format(row[1:])})") for row in changes
+                )
+                run(f"CREATE TEMP TRIGGER {event}_{table} AFTER {event} ON main.{table} BEGIN {steps}; END")
+            rows = run(
+                f"SELECT {owner.format(table)}, sum({held.format(table)}) FROM main.{table} GROUP BY 1"
+            ).fetchall()
+            for row in rows:
+                run(add.format("?", "?"), row)
+        self._connection.commit()
+
+    def room(self, owner: str) -> int:
+        """Bytes of a file that one owner may add."""
+        with self._transaction() as run:
+            return max(0, self._share - _used(run, owner) - OBJECT_BYTES)
 
     def close(self) -> None:
         with self._lock:
             self._connection.close()
 
     @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Raises NoRoom."""
+    def _transaction(self, owner: str | None = None) -> Iterator[sqlite3.Connection]:
+        """Raises NoRoom, also if `owner` then has more than before, and more than his share."""
         with self._lock:
             try:
                 with self._connection:
+                    before = 0 if owner is None else _used(self._connection, owner)
                     yield self._connection
+                    if owner is not None and max(before, self._share) < _used(self._connection, owner):
+                        raise NoRoom(
+                            f"the files and batches of one key may have {self._share:,} bytes: delete some files"
+                        )
             except sqlite3.OperationalError as error:
                 if "full" in str(error):
                     raise NoRoom("there is no room left for files and batches") from None
@@ -142,27 +190,36 @@ class BatchStore:
 
     # --- files
 
-    def add_file(self, owner: str, name: str, purpose: str, content: bytes) -> StoredFile:
+    def add_file(self, owner: str, name: str, purpose: str, content: bytes | IO[bytes]) -> StoredFile:
         """Raises NoRoom."""
-        stored = _new_file(owner, name, purpose, len(content))
-        with self._transaction() as run:
-            (used,) = run.execute("SELECT coalesce(sum(bytes), 0) FROM files WHERE owner = ?", (owner,)).fetchone()
-            if used + len(content) > self._share:
-                raise NoRoom(f"the files of one key may have {self._share:,} bytes: delete some")
-            run.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)", (*_values(stored), content))
+        source = io.BytesIO(content) if isinstance(content, bytes) else content
+        size = source.seek(0, io.SEEK_END)
+        source.seek(0)
+        stored = _new_file(owner, name, purpose, size)
+        with self._transaction(owner) as run:
+            _write_file(run, stored, _pieces(source))
         return stored
 
     def files(self, owner: str) -> list[StoredFile]:
         """Newest first."""
         with self._transaction() as run:
-            rows = run.execute(
-                "SELECT id, owner, name, purpose, created, bytes FROM files WHERE owner = ? ORDER BY rowid DESC",
-                (owner,),
-            ).fetchall()
+            rows = run.execute(f"SELECT {_FILE} FROM files WHERE owner = ? ORDER BY rowid DESC", (owner,)).fetchall()
         return [StoredFile(*row) for row in rows]
 
     def file(self, owner: str, name: str) -> StoredFile | None:
-        return next((found for found in self.files(owner) if found.id == name), None)
+        with self._transaction() as run:
+            row = run.execute(f"SELECT {_FILE} FROM files WHERE owner = ? AND id = ?", (owner, name)).fetchone()
+        return None if row is None else StoredFile(*row)
+
+    def piece(self, owner: str, name: str, start: int) -> bytes:
+        """`PIECE_BYTES` of a file's content from `start` on; empty behind its end, or if it is gone."""
+        with self._transaction() as run:
+            row = run.execute("SELECT rowid FROM files WHERE id = ? AND owner = ?", (name, owner)).fetchone()
+            if row is None:
+                return b""
+            with run.blobopen("files", "content", row[0], readonly=True) as blob:
+                blob.seek(min(start, len(blob)))
+                return blob.read(PIECE_BYTES)
 
     def content(self, owner: str, name: str) -> bytes | None:
         with self._transaction() as run:
@@ -181,7 +238,12 @@ class BatchStore:
 
     def add_batch(self, batch: StoredBatch) -> None:
         """Raises NoRoom."""
-        with self._transaction() as run:
+        with self._transaction(batch.owner) as run:
+            run.execute(
+                f"DELETE FROM batches WHERE owner = ?1 AND status NOT IN {OPEN} AND id NOT IN "
+                "(SELECT id FROM batches WHERE owner = ?1 ORDER BY rowid DESC LIMIT ?2)",
+                (batch.owner, MAX_BATCHES - 1),
+            )
             values = (*_values(batch)[:6], json.dumps(dict(batch.fields)), json.dumps(dict(batch.times)))
             run.execute("INSERT INTO batches VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, 0, 0)", values)
 
@@ -190,13 +252,18 @@ class BatchStore:
         where, given = (f"status IN {OPEN}", ()) if owner is None else ("owner = ?", (owner,))
         with self._transaction() as run:
             rows = run.execute(f"SELECT * FROM batches WHERE {where} ORDER BY rowid DESC", given).fetchall()
-        return [
-            StoredBatch(*row[:6], json.loads(row[6]), json.loads(row[7]), *row[8:])  # type: ignore[call-arg]
-            for row in rows
-        ]
+        return list(map(_batch, rows))
 
     def batch(self, owner: str, name: str) -> StoredBatch | None:
-        return next((found for found in self.batches(owner) if found.id == name), None)
+        with self._transaction() as run:
+            row = run.execute("SELECT * FROM batches WHERE owner = ? AND id = ?", (owner, name)).fetchone()
+        return None if row is None else _batch(row)
+
+    def open_batches(self, owner: str) -> int:
+        """How many of one owner are not over."""
+        with self._transaction() as run:
+            where = f"owner = ? AND status IN {OPEN}"
+            return int(run.execute(f"SELECT count(*) FROM batches WHERE {where}", (owner,)).fetchone()[0])
 
     def set_status(self, name: str, status: str, **fields: Any) -> None:
         """Notes a status with its time, and `fields`."""
@@ -206,7 +273,7 @@ class BatchStore:
     def begin(self, name: str, lines: Iterable[tuple[int, str, str]]) -> None:
         """Notes the requests of a batch, the number, custom_id and body of each, and that they are answered now. Raises
         NoRoom."""
-        with self._transaction() as run:
+        with self._transaction(self._owner(name)) as run:
             run.execute("DELETE FROM lines WHERE batch = ?", (name,))
             run.executemany("INSERT INTO lines VALUES (?, ?, ?, ?, NULL, NULL)", ((name, *one) for one in lines))
             (total,) = run.execute("SELECT count(*) FROM lines WHERE batch = ?", (name,)).fetchone()
@@ -225,26 +292,30 @@ class BatchStore:
 
     def note_result(self, line: BatchLine, failed: bool, result: str) -> None:
         """Raises NoRoom."""
-        with self._transaction() as run:
-            run.execute(
+        with self._transaction(self._owner(line.batch)) as run:
+            noted = run.execute(
                 "UPDATE lines SET failed = ?, result = ?, body = '' WHERE batch = ? AND line = ?",
                 (int(failed), result, line.batch, line.line),
-            )
+            ).rowcount
             column = "failed" if failed else "completed"
-            run.execute(f"UPDATE batches SET {column} = {column} + 1 WHERE id = ?", (line.batch,))
+            if noted:  # else the batch was ended meanwhile
+                run.execute(f"UPDATE batches SET {column} = {column} + 1 WHERE id = ?", (line.batch,))
 
     def finish(self, batch: StoredBatch, status: str, **fields: Any) -> None:
         """Makes files of the results of a batch, and forgets its requests. Raises NoRoom."""
         with self._transaction() as run:
             for failed, key in ((0, "output_file_id"), (1, "error_file_id")):
-                rows = run.execute(
-                    "SELECT result FROM lines WHERE batch = ? AND failed = ? ORDER BY line", (batch.id, failed)
-                ).fetchall()
-                if rows:
-                    content = "".join(f"{row[0]}\n" for row in rows).encode()
-                    made = _new_file(batch.owner, f"{batch.id}_{key[:-8]}.jsonl", "batch_output", len(content))
-                    run.execute("DELETE FROM lines WHERE batch = ? AND failed = ?", (batch.id, failed))
-                    run.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)", (*_values(made), content))
+                of = "FROM lines WHERE batch = ? AND failed = ?"
+                with tempfile.SpooledTemporaryFile(_IN_MEMORY) as spool:
+                    for (result,) in run.execute(f"SELECT result {of} ORDER BY line", (batch.id, failed)):
+                        spool.write(f"{result}\n".encode())
+                    size = spool.tell()
+                    if not size:
+                        continue
+                    run.execute(f"DELETE {of}", (batch.id, failed))  # its room is that of the file
+                    spool.seek(0)
+                    made = _new_file(batch.owner, f"{batch.id}_{key[:-8]}.jsonl", "batch_output", size)
+                    _write_file(run, made, _pieces(spool))
                     fields[key] = made.id
             run.execute("DELETE FROM lines WHERE batch = ?", (batch.id,))
             _set_status(run, batch.id, status, fields)
@@ -253,8 +324,41 @@ class BatchStore:
         """Ends a batch that has no room, and makes some."""
         with self._transaction() as run:
             run.execute("DELETE FROM lines WHERE batch = ?", (batch.id,))
-        errors = {"object": "list", "data": [{"code": "no_room", "message": message, "line": None, "param": None}]}
-        self.set_status(batch.id, "failed", errors=errors)
+        self.set_status(batch.id, "failed", errors=no_room(message))
+
+    def _owner(self, batch: str) -> str | None:
+        with self._transaction() as run:
+            row = run.execute("SELECT owner FROM batches WHERE id = ?", (batch,)).fetchone()
+        return None if row is None else str(row[0])
+
+
+def no_room(message: str) -> dict[str, Any]:
+    """`errors` of a batch that has none."""
+    return {"object": "list", "data": [{"code": "no_room", "message": message, "line": None, "param": None}]}
+
+
+def _used(run: sqlite3.Connection, owner: str) -> int:
+    row = run.execute("SELECT bytes FROM used WHERE owner = ?", (owner,)).fetchone()
+    return 0 if row is None else int(row[0])
+
+
+def _write_file(run: sqlite3.Connection, made: StoredFile, pieces: Iterable[bytes]) -> None:
+    """Notes a file of known size, piece by piece."""
+    sql = "INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, zeroblob(?))"
+    row = run.execute(sql, (*_values(made), made.bytes)).lastrowid
+    assert row is not None
+    with run.blobopen("files", "content", row) as blob:
+        for piece in pieces:
+            blob.write(piece)
+
+
+def _pieces(source: IO[bytes]) -> Iterator[bytes]:
+    while piece := source.read(PIECE_BYTES):
+        yield piece
+
+
+def _batch(row: Sequence[Any]) -> StoredBatch:
+    return StoredBatch(*row[:6], json.loads(row[6]), json.loads(row[7]), *row[8:])  # type: ignore[call-arg]
 
 
 def _set_status(run: sqlite3.Connection, name: str, status: str, fields: Mapping[str, Any]) -> None:

@@ -37,6 +37,7 @@ from .generation import (
 )
 from .grammar import Grammars
 from .requests import SessionOptions
+from .turns import FairTurns
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class Core:
         models: by their ids; the first is the base model.
         receipts: of the last answers.
         tallies: of all answers.
+        turns: of long bodies that are parsed.
         drafts: whether tokens are guessed from the text, and checked several at once.
         draft_model: guesses, too.
     """
@@ -76,6 +78,7 @@ class Core:
         self._secret = os.urandom(32)
         self.receipts = AnswerReceipts()
         self.tallies = ApiTallies()
+        self.turns = FairTurns()
         self.drafts = False
         self.draft_model: DraftModel | None = None
         self.conversations = Conversations(self._conversation, limits.kept, limits.kept_seconds)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 import trio
 
@@ -63,8 +65,9 @@ async def prepare_chat(core: Core, owner: str, asked: ChatRequest) -> PreparedCh
 
 async def chat_prompt(core: Core, model: ServedModel, asked: ChatRequest) -> tuple[int, ...]:
     """The tokens of a conversation, by the model's chat template. Raises ApiError."""
-    check_size(core, sum(len(message["content"] or "") for message in asked.messages), model)
     tools = asked.tools if asked.tool != "none" else ()
+    check_size(core, sum(map(_characters, asked.messages)), model)
+    check_size(core, len(json.dumps(tools)), model, "tools")
     return tuple(await trio.to_thread.run_sync(core.text.chat_prompt, asked.messages, tools))
 
 
@@ -90,13 +93,20 @@ async def text_prompt(core: Core, model: ServedModel, text: str) -> tuple[int, .
     return tuple(await trio.to_thread.run_sync(core.text.encode, text))
 
 
-def check_size(core: Core, characters: int, model: ServedModel) -> None:
+def _characters(message: dict[str, Any]) -> int:
+    """Of what a message says and calls."""
+    called = message.get("tool_calls")
+    return len(message["content"] or "") + (len(json.dumps(called)) if called else 0)
+
+
+def check_size(core: Core, characters: int, model: ServedModel, param: str | None = None) -> None:
     """Refuses what cannot fit, before its tokens are counted, which takes long. Raises ApiError."""
     context = core.context(model)
     if characters > _CHARACTERS_PER_TOKEN * context:
         raise ApiError(
             400,
             f"the text has {characters:,} characters, and the context {context} tokens",
+            param=param,
             code="context_length_exceeded",
         )
 
@@ -110,11 +120,12 @@ async def _call_grammar(core: Core, form: ToolForm, asked: ChatRequest) -> str |
     special = core.text.special_token
     if asked.tool != "auto":
         only, many = (asked.tool, False) if asked.named else (None, asked.parallel)
-        grammar = call_grammar(form, asked.tools, special, only=only, many=many)
+        make = partial(call_grammar, form, asked.tools, special, only=only, many=many)
     elif form.mark:
-        grammar = grammar_after_mark(form, asked.tools, special, many=asked.parallel)
+        make = partial(grammar_after_mark, form, asked.tools, special, many=asked.parallel)
     else:
         return None
+    grammar = await trio.to_thread.run_sync(make)
     if len(grammar) > _TOOL_CHARACTERS:
         raise ApiError(
             400, f"the tools have more than {_TOOL_CHARACTERS:,} characters", param="tools", code="invalid_value"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Protocol, TypeVar
 
 import trio
 from starlette.requests import Request
@@ -14,9 +14,8 @@ from ...trust.receipt_file import SignedReply
 from ..engine.core import Core
 from ..engine.generation import Event, Failed, Finished, GenerationRequest, Piece, Progress
 from ..errors import ApiError, error_response
-from ..fields import Fields, parse_object
 
-_LARGE: Final = 64 << 10
+T = TypeVar("T")
 
 
 class Writer(Protocol):
@@ -162,31 +161,18 @@ async def _write(send: Send, parts: Sequence[bytes], *, more: bool) -> None:
         await send({"type": "http.response.body", "body": b"".join(parts), "more_body": more})
 
 
-async def read_fields(request: Request, limit: int) -> Fields:
-    """The JSON object of a request's body. Raises ApiError if it is none, or has more than `limit` bytes."""
-    body = await read_body(request, limit)
-    return await trio.to_thread.run_sync(parse_object, body) if len(body) > _LARGE else parse_object(body)
-
-
-async def read_body(request: Request, limit: int) -> bytes:
-    """
-    Raises:
-        ApiError: it has more than `limit` bytes.
-    """
-    too_large = ApiError(413, f"the body has more than {limit:,} bytes", code="request_too_large")
-    if int(request.headers.get("content-length", "0")) > limit:
-        raise too_large
-    chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > limit:
-            raise too_large
-        chunks.append(chunk)
-    return b"".join(chunks)
-
-
-def page(request: Request, found: Sequence[dict[str, Any]], default: int = 100) -> Response:
+def page(
+    request: Request,
+    found: Sequence[T],
+    name: Callable[[T], str],
+    told: Callable[[T], dict[str, Any]],
+    default: int = 100,
+) -> Response:
     """A part of a list of objects with ids: `limit` of them, `default` unless the request says it, behind `after`.
+
+    Args:
+        name: the id of an object.
+        told: the object as the client is told of it.
 
     Raises:
         ApiError: the limit is none.
@@ -194,8 +180,13 @@ def page(request: Request, found: Sequence[dict[str, Any]], default: int = 100) 
     limit, after = request.query_params.get("limit", str(default)), request.query_params.get("after")
     if not limit.isdecimal() or not 0 < len(limit) <= 5 or not 1 <= int(limit) <= 10_000:
         raise ApiError(400, "limit: from 1 to 10000", param="limit", code="invalid_value")
-    names = [one["id"] for one in found]
+    names = list(map(name, found))
     start = names.index(after) + 1 if after in names else 0
-    data = list(found[start : start + int(limit)])
-    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": "", "last_id": ""}
-    return JSONResponse({"object": "list", "data": data, "has_more": start + len(data) < len(found), **ends})
+    end = start + int(limit)
+    ends = (
+        {"first_id": names[start], "last_id": names[start:end][-1]}
+        if names[start:]
+        else {"first_id": "", "last_id": ""}
+    )
+    data = list(map(told, found[start:end]))
+    return JSONResponse({"object": "list", "data": data, "has_more": end < len(found), **ends})

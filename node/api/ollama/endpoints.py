@@ -15,7 +15,8 @@ from ..engine.preparing import PreparedChat, prepare_chat, prepare_completion
 from ..engine.requests import ChatRequest
 from ..engine.tools import tool_form
 from ..fields import Fields
-from ..http.answers import Answers, read_fields
+from ..http.answers import Answers
+from ..http.bodies import read_asked
 from .requests import model_name, parse_chat, parse_generate
 from .writer import LineWriter, timestamp
 
@@ -65,16 +66,14 @@ class _Endpoints:
         )
 
     async def chat(self, request: Request) -> Response:
-        fields = await self._fields(request)
-        asked = parse_chat(fields)
+        fields, asked = await read_asked(request, self._core, lambda fields: (fields, parse_chat(fields)))
         if asked is None:
             return self._loaded(fields, {"message": {"role": "assistant", "content": ""}})
         prepared = await prepare_chat(self._core, request.state.owner, asked)
         return self._answers(asked, prepared, is_chat=True)
 
     async def generate(self, request: Request) -> Response:
-        fields = await self._fields(request)
-        asked = parse_generate(fields)
+        fields, asked = await read_asked(request, self._core, lambda fields: (fields, parse_generate(fields)))
         if asked is None:
             return self._loaded(fields, {"response": ""})
         owner = request.state.owner
@@ -95,7 +94,7 @@ class _Endpoints:
         return JSONResponse(line)
 
     async def _fields(self, request: Request) -> Fields:
-        return await read_fields(request, self._core.limits.body_bytes)
+        return await read_asked(request, self._core, lambda fields: fields)
 
     @property
     def _family(self) -> str:

@@ -22,7 +22,8 @@ from ..engine.generation import GenerationRequest, ServedModel
 from ..engine.preparing import prepare_chat, prepare_completion, text_prompt
 from ..errors import ApiError
 from ..fields import Fields
-from ..http.answers import Answers, read_fields
+from ..http.answers import Answers
+from ..http.bodies import read_asked
 from ..parts import session_options
 from .objects import Head
 from .requests import parse_chat, parse_completion
@@ -73,7 +74,7 @@ class _Endpoints:
         }
 
     async def chat(self, request: Request) -> Response:
-        core, asked = self._core, parse_chat(await self._fields(request))
+        core, asked = self._core, await read_asked(request, self._core, parse_chat)
         prepared = await prepare_chat(core, request.state.owner, asked)
         wanted = prepared.generation
         head = self._head(wanted, "chatcmpl")
@@ -81,7 +82,7 @@ class _Endpoints:
         return Answers(core, wanted, writer, writer.progress)
 
     async def completions(self, request: Request) -> Response:
-        core, asked = self._core, parse_completion(await self._fields(request))
+        core, asked = self._core, await read_asked(request, self._core, parse_completion)
         wanted = await prepare_completion(core, request.state.owner, asked)
         head = self._head(wanted, "cmpl")
         writer = TextWriter(asked.text, head, len(wanted.prompts), core.text.token_text)
@@ -154,7 +155,7 @@ class _Endpoints:
         return prompts
 
     async def _fields(self, request: Request) -> Fields:
-        return await read_fields(request, self._core.limits.body_bytes)
+        return await read_asked(request, self._core, lambda fields: fields)
 
 
 def _blocks(fields: Fields, num_blocks: int) -> list[int]:

@@ -11,7 +11,8 @@ from starlette.routing import BaseRoute, Route
 from ..engine.core import Core
 from ..engine.preparing import chat_prompt, prepare_chat
 from ..errors import ApiError
-from ..http.answers import Answers, page, read_fields
+from ..http.answers import Answers, page
+from ..http.bodies import read_asked
 from .response_requests import Message, ResponseRequest, parse_response
 from .response_store import ResponseStore, StoredResponse
 from .response_writer import ResponseWriter
@@ -70,10 +71,10 @@ class _Endpoints:
         listed = [_listed(index, item) for index, item in enumerate(stored.items)]
         if request.query_params.get("order", "desc") == "desc":
             listed.reverse()
-        return page(request, listed, default=20)
+        return page(request, listed, lambda item: str(item["id"]), lambda item: item, default=20)
 
     async def _asked(self, request: Request) -> ResponseRequest:
-        return parse_response(await read_fields(request, self._core.limits.body_bytes))
+        return await read_asked(request, self._core, parse_response)
 
     def _before(self, owner: str, asked: ResponseRequest) -> tuple[Message, ...]:
         """What was said up to the response that this one goes on from. Raises ApiError."""

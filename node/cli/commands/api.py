@@ -65,6 +65,10 @@ class ApiOptions(ServerChoice):
         int, typer.Option(min=16, help="Maximum tokens of a prompt and its answer, if the model allows as many.")
     ] = 4096
     max_requests: Annotated[int, typer.Option(min=1, max=4096, help="Requests that are answered at once.")] = 64
+    max_body: Annotated[
+        int,
+        typer.Option(min=1, max=64, metavar="MIB", help="Size of a request in MiB; files of batches have their own."),
+    ] = 1
     keep_sessions: Annotated[
         int,
         typer.Option(min=0, max=1024, help="Conversations whose caches servers keep for two minutes after an answer."),
@@ -187,7 +191,7 @@ async def api_in(
     identified = await identify_model(swarm, folder)
     # torch, transformers and starlette, which the thread has imported.
     from ...api.app import create_app
-    from ...api.batches.runner import open_batches
+    from ...api.batches.runner import BatchLimits, open_batches
     from ...api.engine.core import Core
     from ...api.engine.generation import ApiLimits
     from ...api.http.server import serve_http
@@ -197,7 +201,7 @@ async def api_in(
     from ...web.pages import page_routes
     from ...web.swarm_endpoint import swarm_routes
 
-    limits = ApiLimits(context=options.context, kept=options.keep_sessions)
+    limits = ApiLimits(context=options.context, kept=options.keep_sessions, body_bytes=options.max_body << 20)
     allowed, blocked, trusted = options.allow or (), options.deny or (), options.chosen_servers()
     async with (
         open_client(
@@ -209,7 +213,7 @@ async def api_in(
             codec=options.codec,
             reopen_timeout=options.reopen_timeout,
         ) as client,
-        open_batches(options.batch_file) as batches,
+        open_batches(options.batch_file, BatchLimits(line_bytes=options.max_body << 20)) as batches,
         traced("api") as traces,
         trio.open_nursery() as nursery,
     ):

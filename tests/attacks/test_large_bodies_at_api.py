@@ -1,0 +1,95 @@
+"""Bodies that take `petalnode api` longer than their sender: many values in few bytes, many large bodies at once."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import trio
+import trio.testing
+
+from petalnode.node.api.engine.generation import ApiLimits
+from petalnode.node.api.engine.turns import FairTurns
+from petalnode.node.api.errors import ApiError
+from petalnode.node.api.fields import parse_object
+
+
+def test_empty_lists_are_counted_and_not_parsed() -> None:
+    """Of 8 MiB, the former bound, a parser holds the interpreter for a second; now 1 MiB is read, and refused in parts
+    of what the parser takes for the same bytes."""
+    import json
+
+    body = b'{"messages": [], "x": [' + b"[]," * 340_000 + b"[]]}"
+    assert len(body) < ApiLimits().body_bytes == 1 << 20
+    began = time.process_time()
+    json.loads(body)
+    parsing = time.process_time() - began
+    began = time.process_time()
+    with pytest.raises(ApiError, match="too much JSON"):
+        parse_object(body)
+    assert time.process_time() - began < 3 * parsing  # of which no part keeps the interpreter
+    with pytest.raises(ApiError, match="bytes"):
+        parse_object(body * 2)
+
+
+def test_keys_take_turns_with_large_bodies() -> None:
+    """Who has sent eight is not served eight times before somebody who came after."""
+    trio.run(_take_turns)
+
+
+async def _take_turns() -> None:
+    turns, all_there, order = FairTurns(), trio.Event(), []
+    running = 0
+
+    async def parse(owner: str) -> None:
+        nonlocal running
+        async with turns.turn(owner):
+            order.append(owner)
+            running += 1
+            await all_there.wait()
+            assert running == 1
+            running -= 1
+
+    async with trio.open_nursery() as nursery:
+        for owner in ["first", *["attacker"] * 8, "bob", "carol", "bob"]:
+            nursery.start_soon(parse, owner)
+            await trio.testing.wait_all_tasks_blocked()
+        all_there.set()
+    assert order == ["first", "attacker", "bob", "carol", "attacker", "bob", *["attacker"] * 6]
+
+
+def test_who_goes_while_waiting_leaves_his_turn_to_others() -> None:
+    trio.run(_leave)
+
+
+async def _leave() -> None:
+    turns, done = FairTurns(), []
+
+    async def wait(owner: str) -> None:
+        async with turns.turn(owner):
+            done.append(owner)
+
+    async with trio.open_nursery() as nursery, turns.turn("first"), trio.open_nursery() as gone:
+        gone.start_soon(wait, "gone")
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(wait, "next")
+        await trio.testing.wait_all_tasks_blocked()
+        gone.cancel_scope.cancel()
+    assert done == ["next"]
+    async with turns.turn("last"):  # nothing is left behind
+        done.append("last")
+    # One that is given its turn in the moment in which it goes hands it on.
+    async with trio.open_nursery() as nursery:
+        scope = trio.CancelScope()
+
+        async def leaving() -> None:
+            with scope:
+                await wait("leaving")
+
+        async with turns.turn("first"):
+            nursery.start_soon(leaving)
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.start_soon(wait, "behind")
+            await trio.testing.wait_all_tasks_blocked()
+            scope.cancel()
+    assert done[-1] == "behind"

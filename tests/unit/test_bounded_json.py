@@ -1,0 +1,113 @@
+"""JSON of strangers: what is counted before it is parsed, and what a parsed text cannot hold."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from petalnode.crypto.bounded_json import BadJson, JsonLimits, check_json, parse_json, parse_json_object
+
+LIMITS = JsonLimits(nbytes=1 << 20, values=1000, depth=8)
+
+
+def test_values_are_counted_outside_of_strings() -> None:
+    prose = json.dumps({"text": '[1, 2], {"a": 3}: \\ "' * 10_000})
+    assert parse_json_object(prose, LIMITS) == json.loads(prose)
+    many = [{"role": "user", "content": "a, b: [c]"}] * 50
+    assert parse_json(json.dumps(many), LIMITS) == many
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" + "[]," * 2000 + "[]]",
+        "[" + "{}," * 2000 + "{}]",
+        "[" + "1," * 2000 + "1]",
+        "{" + ",".join(f'"{key}":1' for key in range(600)) + "}",
+        '["' + '","' * 2000 + '"]',
+        "[]," * 9 + '"' * 10_000,
+    ],
+)
+def test_too_many_values_are_not_parsed(text: str) -> None:
+    with pytest.raises(BadJson, match="too much JSON"):
+        check_json(text.encode(), LIMITS)
+
+
+@pytest.mark.parametrize("text", ["[" * 9 + "]" * 9, '{"a":' * 9 + "1" + "}" * 9, "[" * 500_000])
+def test_depth(text: str) -> None:
+    with pytest.raises(BadJson, match=r"nests deeper|too much"):
+        parse_json(text, LIMITS)
+    assert parse_json("[" * 8 + "]" * 8, LIMITS)
+    assert parse_json("[" + "[]," * 100 + "[]]", LIMITS)
+
+
+def test_length() -> None:
+    with pytest.raises(BadJson, match="bytes"):
+        parse_json(b" " * (LIMITS.nbytes + 1), LIMITS)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "nul", "NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1" * 65, "[1] 2", "\x00", '"\\'),
+        *('"\\ud800"', '{"\\udfff": 1}', '{"a": 1, "a": 2}', '"' * 10_000),
+    ],
+)
+def test_what_is_no_json_of_ours(text: str) -> None:
+    with pytest.raises(BadJson):
+        parse_json(text, LIMITS)
+
+
+def test_encodings() -> None:
+    assert parse_json('"ü"'.encode("utf-8-sig"), LIMITS) == "ü"
+    for raw in ('"a"'.encode("utf-16"), b'"\xff"', b'"\xed\xa0\x80"'):
+        with pytest.raises(BadJson):
+            parse_json(raw, LIMITS)
+    assert parse_json('"\\ud83d\\ude00"', LIMITS) == "😀"
+    with pytest.raises(BadJson, match="object"):
+        parse_json_object("[]", LIMITS)
+    loose = JsonLimits(nbytes=100, values=10, strict=False)
+    assert parse_json('{"a": 1, "a": 2}', loose) == {"a": 2}
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 60), 1 << 60)
+    | st.text()
+    | st.floats(allow_nan=False, width=32).filter(lambda number: abs(number) < 1e30),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=30,
+)
+
+
+@settings(max_examples=200)
+@given(VALUES, st.booleans())
+def test_what_is_within_the_limits_is_parsed_as_json_has_it(value: object, ascii_only: bool) -> None:
+    text = json.dumps(value, ensure_ascii=ascii_only)
+    assert parse_json(text, JsonLimits(len(text.encode()), values=1000, depth=40)) == value
+
+
+@settings(max_examples=200)
+@given(VALUES)
+def test_the_count_is_that_of_values_and_keys(value: object) -> None:
+    """Of the first value and of empty containers nothing is told by a comma, so the count is a bound from below."""
+
+    def counted(value: object) -> int:
+        if isinstance(value, dict):
+            return 1 + sum(1 + counted(inner) for inner in value.values())
+        return 1 + sum(map(counted, value)) if isinstance(value, list) else 1
+
+    def nested(value: object) -> int:
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+        return 0 if inner is None else 1 + max(map(nested, inner), default=0)
+
+    text = json.dumps(value).encode()
+    exact = JsonLimits(len(text), values=2 * counted(value), depth=nested(value))
+    check_json(text, exact)
+    if nested(value):
+        with pytest.raises(BadJson):
+            check_json(text, JsonLimits(len(text), exact.values, exact.depth - 1))
