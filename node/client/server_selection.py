@@ -188,11 +188,15 @@ class ServerSelection:
     async def _measured(self, servers: Sequence[Announcement], *, patient: bool) -> None:
         """Measures round trips that are old or unknown, and waits for some of the unknown ones.
 
-        Where a step waits for the route (it is not `patient`), nobody waits twice for the same measurement, nor for a
-        peer that was silent when it was measured last. Servers that have announced themselves long ago may be gone:
-        they are waited for as long as others do not suffice.
+        Where a step waits for the route (it is not `patient`), or where measured servers hold all blocks, nobody waits
+        twice for the same measurement, nor for a peer that was silent when it was measured last: whoever announces
+        servers that are not there would else delay every session. Servers that have announced themselves long ago may
+        be gone: they are waited for as long as others do not suffice.
         """
         now = trio.current_time()
+        spans = [server.span for server in servers if server.peer_id in self._rtts]
+        suffice = not self._is_choosy() and not missing_blocks(spans, Span(0, self.model.num_blocks))
+        hurried = suffice or not patient
         known, unknown, doubtful = [], [], []
         for server in servers:
             peer_id = server.peer_id
@@ -205,11 +209,11 @@ class ServerSelection:
                 known.append(measured[0])
             elif patient and peer_id not in self.trusted.peers and time.time() - server.sequence / 1e9 > DEFAULT_TTL:
                 doubtful.append(measurement)
-            elif patient or now - self._unmeasured.get(peer_id, -math.inf) > RTT_RETRY:
+            elif not hurried or now - self._unmeasured.get(peer_id, -math.inf) > RTT_RETRY:
                 unknown.append(measurement)
-        patience = RTT_TIMEOUT if patient else rtt_patience(max(known, default=None))
+        patience = rtt_patience(max(known, default=None)) if hurried else RTT_TIMEOUT
         for measurement in unknown:
-            with trio.move_on_at((now if patient else measurement.begun) + patience):
+            with trio.move_on_at((measurement.begun if hurried else now) + patience):
                 await measurement.done.wait()
         with trio.move_on_at(now + patience) as scope:
             async with trio.open_nursery() as nursery:

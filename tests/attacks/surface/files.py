@@ -1,0 +1,147 @@
+"""Files that a stranger may have made, and what else comes over no connection of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from .row import FILE, PEER, Row
+
+OWN: Final = "none: a file of the person's own"
+CHOSEN: Final = "none: examples that a person has chosen, as many as fit in memory"
+BY_TRANSFORMERS: Final = "none: read by transformers, from a model that a person has chosen"
+FILES: Final[Mapping[str, Row]] = {
+    "config.json": Row(
+        FILE,
+        "node.models.folder._MAX_CONFIG_BYTES node.models.manifest.MAX_CONFIG_BYTES",
+        "node.models.folder._MAX_CONFIG_BYTES",
+        "node.models.folder.MAX_BLOCKS",
+        ("tests/unit/test_models_sources.py",),
+        ("model folder",),
+    ),
+    "safetensors of a model": Row(
+        FILE,
+        "node.models.checkpoint._MAX_HEADER_BYTES node.models.checkpoint._MAX_INDEX_BYTES",
+        "node.models.checkpoint._MAX_HEADER_BYTES",
+        "node.models.checkpoint._MAX_DIMENSIONS",
+        ("tests/fuzz/test_fuzzing.py",),
+        ("model folder",),
+    ),
+    "GGUF": Row(
+        FILE,
+        "node.models.sources.gguf_header._MAX_DIMENSIONS",
+        "node.models.sources.gguf_header._MAX_DIMENSIONS",
+        "node.models.sources.gguf_header._MAX_DIMENSIONS",
+        ("tests/unit/test_models_gguf.py",),
+        ("GGUF file",),
+    ),
+    "tokenizer": Row(
+        FILE,
+        BY_TRANSFORMERS,
+        BY_TRANSFORMERS,
+        BY_TRANSFORMERS,
+        ("tests/unit/test_api_grammar.py",),
+    ),
+    "manifest": Row(
+        FILE,
+        "node.models.manifest.MAX_FILE_BYTES",
+        "node.models.manifest.MAX_FILE_BYTES",
+        "node.models.folder.MAX_BLOCKS",
+        ("tests/unit/test_manifest.py", "tests/attacks/test_false_versions.py"),
+        ("manifest",),
+    ),
+    "adapter": Row(
+        FILE,
+        "node.tuning.adapter_files.MAX_FILE_BYTES node.tuning.adapter_files._MAX_HEADER_BYTES",
+        "node.models.adapter.MAX_CONFIG_BYTES",
+        "node.models.adapter._MAX_LAYERS protocols.adapter.MAX_ADAPTER_TENSORS",
+        ("tests/attacks/test_adapter_patterns.py",),
+        ("adapter folder",),
+    ),
+    "note of an adapter": Row(
+        FILE,
+        "node.models.adapter_note.MAX_NOTE_BYTES",
+        "node.models.adapter_note.MAX_NOTE_BYTES",
+        "node.models.adapter_note.MAX_NOTE_BYTES",
+        ("tests/unit/test_adapter_folder.py",),
+        ("note of an adapter",),
+    ),
+    "dataset": Row(
+        FILE,
+        CHOSEN,
+        CHOSEN,
+        CHOSEN,
+        ("tests/unit/test_tuning_data.py",),
+        ("dataset",),
+    ),
+    "bundle of evidence": Row(
+        "any peer, or who made the file",
+        "node.trust.bundle.MAX_BUNDLE node.trust.bundle.MAX_STATEMENT",
+        "node.validator.endorsing.MAX_FETCHES node.validator.endorsing.MAX_PENDING_OF_ONE",
+        "node.trust.bundle._MAX_TENSORS node.validator.endorsing.MAX_PENDING",
+        ("tests/attacks/test_malformed_evidence.py", "tests/attacks/test_slow_evidence.py"),
+        ("evidence file", "evidence of answers", "evidence on disk"),
+    ),
+    "file of receipts": Row(
+        FILE,
+        "node.trust.receipt_file.MAX_FILE",
+        "node.trust.receipt_file.MAX_KEPT",
+        "node.trust.receipt_file.MAX_KEPT",
+        ("tests/api/test_receipts.py",),
+        ("receipt and pledge",),
+    ),
+    "machine file": Row(
+        FILE,
+        "node.placement.planning.machines_file._MAX_BYTES",
+        "node.placement.planning.machines_file.MAX_BLOCKS",
+        "node.placement.planning.machines_file.MAX_MACHINES",
+        ("tests/unit/test_machines_file.py",),
+        ("machines",),
+    ),
+    "saved conversation": Row(
+        FILE,
+        OWN,
+        OWN,
+        OWN,
+        ("tests/swarm/test_kept_conversation.py",),
+        ("saved conversation",),
+    ),
+    "identity": Row(
+        "the machine's own user",
+        "none: of its one length, or refused",
+        "none: of its one length, or refused",
+        "none: of its one length, or refused",
+        ("tests/unit/test_identity.py",),
+        ("identity file",),
+    ),
+    "mDNS": Row(
+        "the local network",
+        "node.network.mdns._MAX_TEXT",
+        "node.network.mdns._MAX_NAMES",
+        "node.network.mdns._MAX_ADDRS",
+        ("tests/unit/test_mdns.py",),
+        ("mDNS record",),
+    ),
+    "multiaddr": Row(
+        PEER,
+        "node.network.addresses.MAX_TEXT protocols.nat_traversal._MAX_ADDR",
+        "node.network.transport.dialing._MAX_DIRECT node.network.transport.connections._MAX_RESOLVED",
+        "node.network.transport.address_book._MAX_PEERS node.network.transport.address_book._MAX_PROVEN",
+        ("tests/attacks/test_announced_addresses.py",),
+        ("address", "binary address"),
+    ),
+    "remembered peers": Row(
+        "peers, through this node's own file",
+        "node.swarm.discovery._MAX_FILE",
+        "node.swarm.discovery.MAX_PEERS",
+        "node.swarm.discovery.MAX_PEERS node.swarm.discovery.MAX_ADDRS",
+        ("tests/unit/test_remembered.py",),
+    ),
+    "page of packaged models": Row(
+        "the package index",
+        "node.models.sources.alias._MAX_PAGE_BYTES",
+        "node.models.sources.alias._MAX_PAGE_BYTES",
+        "node.models.sources.alias._MAX_PAGE_BYTES",
+        ("tests/unit/test_models_alias.py",),
+    ),
+}

@@ -1,0 +1,77 @@
+"""The routes of `petalnode api`, and the fields of their requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from .row import Row
+
+BODY: Final = "node.api.fields.BODY_BYTES node.api.http.server._MAX_HEAD node.api.http.server._MAX_AHEAD"
+TIME: Final = "node.api.fields._MAX_DEPTH node.api.fields._BYTES_PER_VALUE node.api.http.bodies._LARGE"
+KEPT_FILES: Final = "node.api.batches.store.DISK_BYTES node.api.batches.store.MAX_BATCHES node.api.batches.store._SHARE"
+
+
+def asked(*tests: str, entries: str = "node.api.parts.MAX_MESSAGES", fuzz: str = "request of the API") -> Row:
+    """A route of `petalnode api`."""
+    return Row("who has a key, or reaches the port", BODY, TIME, entries, tests, (fuzz,))
+
+
+_API: Final = "tests/api/"
+_HOSTILE: Final = f"{_API}test_hostile_requests.py"
+_FULL: Final = "tests/attacks/test_full_share_at_api.py"
+_BODIES: Final = "tests/attacks/test_large_bodies_at_api.py"
+_BATCHES, _RESPONSES = f"{_API}test_batches.py", f"{_API}test_responses.py"
+RESPONSES: Final = "node.api.openai.response_store.MAX_RESPONSES node.api.openai.response_store.MAX_BYTES"
+ROUTES: Final[Mapping[str, Row]] = {
+    "GET /v1/models": asked("tests/attacks/test_web_page_at_api.py"),
+    "GET /v1/models/{name:path}": asked("tests/attacks/test_web_page_at_api.py"),
+    "POST /v1/chat/completions": asked(
+        _HOSTILE, _BODIES, entries="node.api.parts.MAX_MESSAGES node.api.parts.MAX_TOOLS"
+    ),
+    "POST /v1/completions": asked(_HOSTILE, entries="node.api.openai.requests.MAX_CHOICES"),
+    "GET /v1/petalnode/receipts/{name}": asked(f"{_API}test_request_options.py"),
+    "POST /v1/petalnode/hidden_states": asked(_HOSTILE, entries="node.api.openai.endpoints._MAX_INPUTS"),
+    "POST /v1/embeddings": asked(_HOSTILE, entries="node.api.openai.endpoints._MAX_INPUTS"),
+    "POST /v1/responses": asked(_RESPONSES, entries=RESPONSES),
+    "POST /v1/responses/input_tokens": asked(_RESPONSES),
+    "GET /v1/responses/{name}": asked(_RESPONSES, entries=RESPONSES),
+    "DELETE /v1/responses/{name}": asked(_RESPONSES, entries=RESPONSES),
+    "GET /v1/responses/{name}/input_items": asked(_RESPONSES, entries=RESPONSES),
+    "POST /v1/files": asked(_BATCHES, _FULL, entries=KEPT_FILES, fuzz="file of a batch"),
+    "GET /v1/files": asked(_BATCHES, entries=KEPT_FILES),
+    "GET /v1/files/{name}": asked(_BATCHES, entries=KEPT_FILES),
+    "DELETE /v1/files/{name}": asked(_BATCHES, entries=KEPT_FILES),
+    "GET /v1/files/{name}/content": asked(_BATCHES, entries=KEPT_FILES),
+    "POST /v1/batches": asked(_BATCHES, entries=KEPT_FILES),
+    "GET /v1/batches": asked(_BATCHES, entries=KEPT_FILES),
+    "GET /v1/batches/{name}": asked(_BATCHES, entries=KEPT_FILES),
+    "POST /v1/batches/{name}/cancel": asked(_BATCHES, entries=KEPT_FILES),
+    "POST /v1/messages": asked(_HOSTILE, entries="node.api.parts.MAX_MESSAGES node.api.parts.MAX_TOOLS"),
+    "POST /v1/messages/count_tokens": asked(_HOSTILE),
+    "GET /api/version": asked(f"{_API}test_ollama_client.py"),
+    "GET /api/tags": asked(f"{_API}test_ollama_client.py"),
+    "POST /api/show": asked(f"{_API}test_ollama_client.py"),
+    "POST /api/chat": asked(f"{_API}test_ollama_client.py"),
+    "POST /api/generate": asked(f"{_API}test_ollama_client.py"),
+}
+
+FIELDS: Final[Mapping[str, str]] = {
+    "node.api.http.server._MAX_HEAD": """access-control-request-headers authorization content-length host origin
+        x-api-key after limit order""",
+    "node.api.openai.requests.MAX_CHOICES": "prompt guided_choice",
+    "node.api.openai.endpoints._MAX_INPUTS": "blocks input",
+    "node.api.parts.MAX_MESSAGES": "content messages system instructions text tool_calls tool_result",
+    "node.api.parts.MAX_GRAMMAR_CHARACTERS": """format guided_json guided_regex response_format json_schema schema
+        output_config""",
+    "node.api.parts.MAX_TOOLS": """tool_choice function parameters input_schema parallel_tool_calls tool_name
+        tool_call_id tool_use_id call_id""",
+    "node.api.parts.MAX_METADATA": "metadata",
+    "node.client.sampling.MAX_BIASES": "logit_bias",
+    "node.api.fields._MAX_DEPTH": "arguments options body x_petalnode stream_options thinking reasoning",
+    "node.api.batches.endpoints._MAX_NAME": "custom_id file input_file_id purpose",
+    # Texts that are compared with what there is: as long as a body may be.
+    "node.api.fields.BODY_BYTES": """adapter description draft id model modalities name previous_response_id
+        state store stream strict type request_id headers more_body hidden_size model_type""",
+}
+"""By its bound, which fields of requests are read as they are, without a range in the reading itself."""

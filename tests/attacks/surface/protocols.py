@@ -1,0 +1,239 @@
+"""Connections, and the protocols that are spoken on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from .row import CLIENT, PEER, Row
+
+LIMITS: Final = "node.network.transport.limits"
+FRAMING: Final = "protocols.framing"
+STREAMS: Final = "node.swarm.streams"
+REQUEST: Final = "node.server.requests.request"
+SERVICE: Final = "node.server.requests.service"
+BUDGET: Final = "node.server.budget"
+
+
+CONNECTION: Final[Mapping[str, Row]] = {
+    "connection": Row(
+        "any address",
+        f"{LIMITS}.MAX_UNREAD {LIMITS}.MAX_UNREAD_OF_PEER",
+        "node.network.transport.connections._HANDSHAKES",
+        f"{LIMITS}.MAX_INBOUND {LIMITS}.MAX_HANDSHAKES {LIMITS}.LEAST_OF_ADDRESS",
+        ("tests/unit/test_limits.py", "tests/attacks/test_many_identities.py"),
+        ("handshakes",),
+        ("handshakes",),
+    ),
+    "swarm key and Noise": Row(
+        "any address",
+        "node.network.transport.noise.MAX_PLAINTEXT",
+        "node.network.transport.connections._HANDSHAKES",
+        "as connection",
+        ("tests/unit/test_noise.py", "tests/swarm/test_private_hosts.py"),
+        ("Noise messages", "handshakes"),
+        ("handshakes",),
+    ),
+    "Yamux": Row(
+        PEER,
+        "node.network.transport.muxed_stream.MAX_DATA node.network.transport.muxed_stream.INITIAL_WINDOW",
+        f"{LIMITS}.FRAMES_PER_SECOND {LIMITS}.OPENED_PER_SECOND {LIMITS}.WORK_PER_SECOND",
+        f"{LIMITS}.MAX_STREAMS {LIMITS}.MAX_STREAMS_OF_CONNECTION {LIMITS}.MAX_WINDOWS_OF_PEER",
+        ("tests/attacks/test_frame_floods.py", "tests/attacks/test_memory_of_a_node.py"),
+        ("Yamux",),
+        ("frames", "streams opened and reset", "unread bytes"),
+    ),
+    "multistream-select": Row(
+        PEER,
+        "node.network.transport.muxed_stream.INITIAL_WINDOW",
+        "node.network.transport.connections.NEGOTIATION",
+        f"{LIMITS}.MAX_STREAMS",
+        ("tests/unit/test_negotiation.py",),
+        ("NAT, identify and relay",),
+        ("slow negotiation", "silent streams"),
+    ),
+}
+
+PROTOCOLS: Final[Mapping[str, Row]] = {
+    "/ipfs/id/1.0.0": Row(
+        PEER,
+        "protocols.nat_traversal.IDENTIFY_MAX_MESSAGE node.network.host._MAX_IDENTIFIED",
+        "node.network.transport.connections.NEGOTIATION",
+        "node.network.host._MAX_IDENTIFIED_ADDRS node.network.transport.peerstore.MAX_PEERS",
+        ("tests/attacks/test_many_identities.py",),
+        ("asked who we are", "NAT, identify and relay"),
+        ("identify and ping", "garbage"),
+    ),
+    "/ipfs/id/push/1.0.0": Row(
+        PEER,
+        "node.network.host._MAX_IDENTIFIED node.network.transport.peerstore.MAX_RECORD",
+        f"{LIMITS}.OPENED_PER_SECOND",
+        "node.network.host._MAX_IDENTIFIED_ADDRS node.network.host._MAX_IDENTIFIED_PROTOCOLS",
+        ("tests/attacks/test_many_identities.py",),
+        ("NAT, identify and relay",),
+        ("identify and ping", "garbage"),
+    ),
+    "/ipfs/ping/1.0.0": Row(
+        PEER,
+        "node.network.transport.muxed_stream.INITIAL_WINDOW",
+        f"{LIMITS}.OPENED_PER_SECOND",
+        f"{LIMITS}.MAX_STREAMS",
+        ("tests/attacks/test_stranger.py",),
+        ("NAT, identify and relay",),
+        ("identify and ping", "garbage"),
+    ),
+    "/ipfs/kad/1.0.0": Row(
+        PEER,
+        "node.network.provider_lookup._MAX_ANSWER",
+        "node.network.dht._STREAM_LIMIT",
+        "node.network.dht._INBOUND_STREAMS node.network.provider_store.MAX_RECORDS",
+        ("tests/attacks/test_provider_records.py",),
+        ("Kademlia", "value in the table", "asked for records"),
+        ("Kademlia values", "Kademlia questions", "provider records"),
+    ),
+    "/meshsub/1.1.0": Row(
+        PEER,
+        "node.trust.evidence_message.MAX_MESSAGE",
+        "node.trust.evidence_message.RATE node.trust.evidence_message.RELAYED node.trust.evidence_message.FORWARDED",
+        "node.network.gossip._MAX_TAKEN node.trust.evidence_message.MAX_SENDERS",
+        ("tests/attacks/test_gossip_with_many_keys.py", "tests/attacks/test_unreadable_gossip.py"),
+        ("gossipsub",),
+        ("gossip", "garbage"),
+    ),
+    "/libp2p/autonat/1.0.0": Row(
+        PEER,
+        "protocols.nat_traversal.AUTONAT_MAX_MESSAGE protocols.nat_traversal._AUTONAT_MAX_ADDRS",
+        "node.network.nat.autonat._MAX_DIALED",
+        "node.network.nat.autonat._MAX_KEPT",
+        ("tests/attacks/test_announced_addresses.py",),
+        ("asked to dial back",),
+        ("dial-backs and punches", "garbage"),
+    ),
+    "/libp2p/dcutr": Row(
+        PEER,
+        "protocols.delimited.MAX_MESSAGE protocols.nat_traversal._PUNCH_MAX_ADDRS",
+        "node.network.nat.hole_punching._MAX_TARGETS",
+        "node.network.nat.hole_punching._MAX_RECORDS",
+        ("tests/attacks/test_announced_addresses.py",),
+        ("punching first", "punching second"),
+        ("dial-backs and punches", "garbage"),
+    ),
+    "/libp2p/circuit/relay/0.2.0/hop": Row(
+        PEER,
+        "protocols.delimited.MAX_MESSAGE",
+        "node.network.nat.relay._WINDOW",
+        "node.network.nat.relay._WINDOW",
+        ("tests/swarm/test_relay.py",),
+        ("asked to relay", "asked for a circuit"),
+        ("relay", "garbage"),
+    ),
+    "/libp2p/circuit/relay/0.2.0/stop": Row(
+        "a relay that this node uses",
+        "protocols.delimited.MAX_MESSAGE",
+        "node.network.nat.circuits._MAX_PENDING",
+        "node.network.nat.circuits._MAX_PENDING",
+        ("tests/swarm/test_relay.py",),
+        ("asked to take a circuit",),
+        ("garbage",),
+    ),
+    "/petalnode/inference/1": Row(
+        CLIENT,
+        f"{FRAMING}.MAX_HEADER protocols.inference.MAX_STEP_BYTES {STREAMS}.MAX_RECEIVED_OF_PEER",
+        f"{REQUEST}.OPEN_TIMEOUT {FRAMING}.PATIENCE {FRAMING}.LEAST_RATE",
+        f"{SERVICE}.MAX_SESSIONS {STREAMS}.MAX_SERVED {STREAMS}.LEAST_SERVED",
+        ("tests/attacks/test_payload_before_permission.py", "tests/attacks/test_hoarded_cache.py"),
+        ("sessions and pushes",),
+        ("unread bytes", "hoarded cache", "busy sessions", "abandoned prompts"),
+    ),
+    "/petalnode/push/1": Row(
+        "any peer, as the server before",
+        f"{FRAMING}.MAX_HEADER protocols.inference.MAX_STEP_BYTES",
+        f"{SERVICE}.FIRST_PUSH_TIMEOUT node.server.requests.pushes.PUSH_TIMEOUT",
+        f"{STREAMS}.MAX_SERVED",
+        ("tests/attacks/test_rejected_push.py", "tests/attacks/test_push_after_replacement.py"),
+        ("sessions and pushes",),
+        ("wrong steps and pushes", "garbage"),
+    ),
+    "/petalnode/directory/1": Row(
+        PEER,
+        "protocols.directory.MAX_HEADER protocols.directory.MAX_PAGE protocols.announcement.MAX_BYTES",
+        "protocols.directory.MAX_PAGES node.swarm.answers._MAX_COUNTED",
+        "node.swarm.view.MAX_RECORDS node.swarm.view._MAX_SOURCES",
+        ("tests/attacks/test_costly_directory.py", "tests/attacks/test_flooded_directory.py"),
+        ("questions to a node", "asked for records", "asked for a ping", "asked what it is"),
+        ("announcements", "directory questions", "garbage"),
+    ),
+    "/petalnode/manifest/1": Row(
+        PEER,
+        "protocols.directory.MANIFEST_MAX_HEADER node.models.manifest.MAX_WIRE_BYTES",
+        f"{STREAMS}.MAX_SERVED",
+        "node.models.folder.MAX_BLOCKS",
+        ("tests/attacks/test_false_versions.py",),
+        ("questions to a node", "asked for a manifest"),
+        ("directory questions", "garbage"),
+    ),
+    "/petalnode/forward/1": Row(
+        CLIENT,
+        f"protocols.training.MAX_HEADER {FRAMING}.MAX_PAYLOAD {STREAMS}.MAX_RECEIVED_OF_PEER",
+        "node.server.requests.batch_requests.PIECE_TIMEOUT node.server.requests.batch_requests.IDLE_TIMEOUT",
+        f"{SERVICE}.MAX_STREAMS protocols.training.MAX_KEPT_TENSORS",
+        ("tests/attacks/test_memory_of_a_node.py",),
+        ("batches",),
+        ("batches and adapters", "garbage"),
+    ),
+    "/petalnode/backward/1": Row(
+        CLIENT,
+        f"protocols.training.MAX_HEADER {FRAMING}.MAX_PAYLOAD {STREAMS}.MAX_RECEIVED_OF_PEER",
+        "node.server.requests.batch_requests.PIECE_TIMEOUT node.server.requests.batch_requests.GRADIENT_TIMEOUT",
+        f"{SERVICE}.MAX_STREAMS protocols.training.MAX_KEPT_TENSORS",
+        ("tests/attacks/test_memory_of_a_node.py",),
+        ("batches",),
+        ("batches and adapters", "garbage"),
+    ),
+    "/petalnode/adapter/1": Row(
+        CLIENT,
+        "protocols.adapter.MAX_HEADER protocols.adapter.MAX_ADAPTER_BYTES",
+        "node.server.requests.adapters.BRING_TIMEOUT node.server.requests.adapters.PIECE_TIMEOUT",
+        "node.server.requests.adapters.MAX_STREAMS protocols.adapter.MAX_ADAPTER_TENSORS",
+        ("tests/attacks/test_memory_of_a_node.py", "tests/attacks/test_adapter_patterns.py"),
+        ("adapters from clients", "names of an adapter's tensors"),
+        ("batches and adapters", "garbage"),
+    ),
+    "/petalnode/receipts/1": Row(
+        "a client that shares receipts with a validator",
+        "protocols.evidence.MAX_HEADER protocols.evidence.MAX_SHARED protocols.evidence.PIECE_BYTES",
+        "node.validator.auditing.OFFER_TIMEOUT node.validator.auditing.PIECE_TIMEOUT",
+        "node.validator.auditing.MAX_PENDING_BYTES node.validator.auditing.MAX_CALLS",
+        ("tests/attacks/test_false_answers.py",),
+        ("offers to an auditor",),
+        ("evidence, receipts, points", "garbage"),
+    ),
+    "/petalnode/evidence/1": Row(
+        PEER,
+        "protocols.evidence.MAX_HEADER protocols.evidence.MAX_SHARED",
+        "node.trust.evidence_gossip._IDLE_TIMEOUT protocols.evidence.MIN_RATE",
+        "node.trust.evidence_gossip._FETCHES_PER_STREAM node.trust.evidence_gossip.MAX_HELD_BYTES",
+        ("tests/attacks/test_slow_evidence.py",),
+        ("questions to a node", "asked for evidence"),
+        ("evidence, receipts, points", "garbage"),
+    ),
+    "/petalnode/credits/1": Row(
+        "any peer, at a node that keeps points",
+        "protocols.credits.MAX_HEADER",
+        "node.credits.issuer.IDLE_TIMEOUT protocols.credits.MAX_ORDERS",
+        "node.credits.issuer.MAX_STREAMS node.credits.issuer.MAX_PENDING_ORDERS node.credits.ledger.MAX_ACCOUNTS",
+        ("tests/swarm/test_credits.py",),
+        ("orders for points", "asked for a balance", "asked for a clearing", "asked for a voucher"),
+        ("evidence, receipts, points", "garbage"),
+    ),
+    "/petalnode/transfer/1": Row(
+        "another server",
+        f"{FRAMING}.MAX_HEADER {FRAMING}.MAX_PAYLOAD",
+        "node.server.lifecycle.other_servers._TIMEOUT",
+        "node.server.lifecycle.other_servers._MAX_STREAMS",
+        ("tests/swarm/test_streams.py",),
+        ("questions to a node", "asked for bytes"),
+        ("transfers", "garbage"),
+    ),
+}
+"""By the id under which the handler is set."""

@@ -1,0 +1,67 @@
+"""Announcements of servers that never answer delay the sessions of a client that has others by little, and once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import trio
+
+from petalnode.node.client import server_selection
+from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
+from petalnode.node.client.deadlines import RTT_AT_LEAST
+from petalnode.node.client.session.answers import SessionSpec
+from petalnode.node.models.folder import ModelFolder
+from petalnode.node.testing.inspection import call, client_of
+from petalnode.node.testing.memory_network import MemoryNetwork, MemoryNode
+from petalnode.node.testing.memory_servers import memory_swarm
+from petalnode.protocols.announcement import Announcement, ServerState
+from petalnode.protocols.ids import Span
+from tests.tiny_models import NUM_BLOCKS
+
+ABSENT = 5
+FOR_EVER = 1e6
+
+
+class Patient(MemoryNode):
+    """A node whose questions to a peer that says nothing are not answered by anybody else."""
+
+    async def measure_rtt(self, peer_id: str, *, timeout: float) -> float:
+        if self.network.link(self.peer_id, peer_id).frozen:
+            with trio.move_on_after(timeout):
+                await trio.sleep_forever()
+        return await super().measure_rtt(peer_id, timeout=timeout)
+
+
+def announce_absent(network: MemoryNetwork, client: str, version: bytes) -> None:
+    """Servers that are said to be quick, at addresses where nobody says that they are not there."""
+    for _ in range(ABSENT):
+        node = network.node()
+        network.link(client, node.peer_id).freeze(FOR_EVER)
+        claimed = Announcement(
+            node.peer_id, version, "tiny", NUM_BLOCKS, Span(0, NUM_BLOCKS), ServerState.ONLINE, max_session_length=4096
+        )
+        node.announce(claimed)
+
+
+def test_servers_that_are_not_there_are_not_waited_for_where_others_hold_all_blocks(
+    folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only as long as the way to a server that is no farther than those that are known may take."""
+    for name in ("RTT_TIMEOUT", "MEASURE_TIMEOUT"):
+        monkeypatch.setattr(server_selection, name, FOR_EVER)  # whoever waits for an answer never ends
+    torch.set_num_threads(1)
+    with memory_swarm(Patient) as swarm:
+        server = swarm.start(folder.path, f"0:{NUM_BLOCKS}")
+        version = bytes.fromhex(str(server.ready["model_version"]))
+        with swarm.open_model(AutoDistributedModelForCausalLM, folder.path) as model:
+            client = client_of(model)
+            spec = SessionSpec(version, Span(0, NUM_BLOCKS), 1, 64)
+
+            async def route() -> list[str]:
+                with trio.fail_after(80 * RTT_AT_LEAST):
+                    return [hop.peer_id for hop in await client.route(spec)]
+
+            assert call(model, route) == [server.peer_id]
+            swarm.change(lambda network: announce_absent(network, client.swarm.peer_id, version))
+            for _ in range(3):
+                assert call(model, route) == [server.peer_id]
