@@ -55,13 +55,16 @@ class DelimitedStream:
             StreamClosed: the stream has ended.
             ProtocolError: too long, cut short, or no message of this kind; the stream was reset.
         """
+        data = await self.receive_bytes(timeout=timeout)
+        try:
+            return kind.FromString(data)
+        except DecodeError as error:
+            raise await self._violation(f"what is no {kind.DESCRIPTOR.name}") from error
+
+    async def receive_bytes(self, *, timeout: float) -> bytes:
+        """As `receive`, of a message that the caller parses."""
         with trio.move_on_after(timeout):
-            size = await self._receive_size()
-            data = await self._read_exactly(size)
-            try:
-                return kind.FromString(data)
-            except DecodeError as error:
-                raise await self._violation(f"what is no {kind.DESCRIPTOR.name}") from error
+            return await self._read_exactly(await self._receive_size())
         raise StreamTimeout(f"nothing came from {self.peer_id} within {timeout:g} s", self.peer_id)
 
     async def _receive_size(self) -> int:
@@ -78,7 +81,7 @@ class DelimitedStream:
         return size
 
     async def _read_exactly(self, n: int, *, may_end: bool = False) -> bytes:
-        data = b""
+        data = bytearray()
         while len(data) < n:
             try:
                 part = await self._stream.read(n - len(data))
@@ -89,7 +92,7 @@ class DelimitedStream:
             if not part:
                 raise await self._violation("a message that is cut short")
             data += part
-        return data
+        return bytes(data)
 
     async def _violation(self, what: str) -> ProtocolError:
         await self.reset()

@@ -54,6 +54,12 @@ _SERVED: Final = (
 )
 _KEPT: Final = "session_recovery session_stream reconnector answers_due history path_loss compared_chains receipt_log"
 _MOVED: Final = "yamux muxed_stream noise bandwidth negotiation limits received_bytes private"
+_KADEMLIA: Final = (
+    "unit/test_kademlia",
+    "unit/test_provider_lookup",
+    "attacks/test_kademlia",
+    "attacks/test_provider_records",
+)
 _ATTACKS: Final = ("attacks/test_*",)
 _MEMORY: Final = (
     *("swarm/test_inference_wire", "swarm/test_training_wire", "swarm/test_cheating_server", "swarm/test_resume"),
@@ -84,6 +90,10 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
         *("attacks/test_full_share_at_api", "attacks/test_large_bodies_at_api", "api/test_batches"),
         *("api/test_hostile_requests", "api/test_strange_values"),
     ),
+    "node/network/kad_*.py": (*_KADEMLIA, "swarm/test_discovery"),
+    "node/network/*_store.py": _KADEMLIA,
+    "node/network/routing_table.py": _KADEMLIA,
+    "node/network/address_shares.py": _KADEMLIA,
     "node/network/transport/[lmnsy]*.py": (
         *_unit(_MOVED),
         *("attacks/test_frame_floods", "attacks/test_memory_of_a_node", "swarm/test_private_hosts", "swarm/test_relay"),

@@ -1,6 +1,6 @@
 """The Kademlia table: the meeting point, and a second place for every announcement.
 
-KadDHT holds one value per key, cannot list keys, and answers from its own cache. So a server's announcement has
+A table holds one value per key and cannot list keys. So a server's announcement has
 a key of its own; a well-known key lists the models, a few signed announcements merged by whoever puts them;
 and provider records lead to the servers of a model's blocks, and on a few shards to servers that know the rest. Other
 DHTs of libp2p keep provider records, too: to them our values are those of an unknown namespace.
@@ -9,142 +9,44 @@ DHTs of libp2p keep provider records, too: to them our values are those of an un
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import functools
 import logging
+import os
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Final
 
 import trio
-from google.protobuf.message import DecodeError
-from libp2p.kad_dht.common import PROTOCOL_ID as KAD
-from libp2p.kad_dht.kad_dht import DHTMode, KadDHT
-from libp2p.network.stream.net_stream import INetStream
+from libp2p.kad_dht.pb.kademlia_pb2 import Message
 from libp2p.peer.id import ID
-from libp2p.peer.peerinfo import PeerInfo
 from libp2p.peer.peerstore import PeerStoreError
-from libp2p.records.pubkey import PublicKeyValidator
-from libp2p.records.validator import NamespacedValidator, Validator
-from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
 
-from ...protocols import wire_pb2 as wire
-from ...protocols.announcement import BadAnnouncement, SignedAnnouncement, open_announcement, open_signed
+from ...protocols.announcement import BadAnnouncement, SignedAnnouncement, open_announcement
 from ...protocols.ids import DIRECTORY, directory_key
 from .addresses import dialable, without_peer
 from .host import Host
-from .provider_lookup import (
-    CLOSEST,
-    Answer,
-    Contact,
-    Lookup,
-    add,
-    ask,
-    claimed_origins,
-    look_up,
-    nearest_around,
-)
-from .provider_store import FairProviderStore
+from .kad_messages import record_of
+from .kad_service import KadService
+from .provider_lookup import CLOSEST, Answer, Contact, Lookup, add, ask, look_up
+from .provider_store import FairProviderStore, Provider
+from .routing_table import RoutingTable
 from .transport.bandwidth import ByteCount
+from .value_store import MODELS_KEY, Value, ValueStore, models_value, open_models_value, open_value, server_key
 
 log = logging.getLogger(__name__)
 
-SHARDS: Final = 8  # of provider records, since a key takes 20 providers and refuses newcomers
-_NAMESPACE: Final = "petalnode"
-_MODELS_KEY: Final = f"/{_NAMESPACE}/models"
-_MAX_MODELS_VALUE: Final = 32 * 1024  # bytes
-_MAX_MODELS_RECORDS: Final = 32
+SHARDS: Final = 8  # of provider records, since a key takes 20 providers
 _REPLICAS: Final = 8
-_INBOUND_STREAMS: Final = 128
-_STREAM_LIMIT: Final = 30.0  # seconds that a peer may keep one of them
+_VALUES: Final = 3
+"""Valid values of a key after which no more peers are asked."""
 _TIDY_INTERVAL: Final = 60.0
-_ADDRESS_LIFETIME: Final = 9000  # seconds that the table knows where a peer is
+_TIDY_SLICE: Final = 256  # keys, after which others have their turns
+_REFRESH_INTERVAL: Final = 600.0  # seconds, as the specification has it
+_REFRESH_TIMEOUT: Final = 60.0
 _MAX_ADDRS: Final = 8  # of this node in a provider record
-_LOOKED_AT: Final = 64  # peers of the table, to name some of them
-_START: Final = 20  # peers that a look-up begins with: of the table, and of the connected ones
-
-
-def server_key(peer_id: str) -> str:
-    """Where a server's announcement is kept. Keys of more than 50 bytes cannot be looked up."""
-    return f"/{_NAMESPACE}/s-{hashlib.sha256(peer_id.encode()).hexdigest()[:32]}"
-
-
-def open_models_value(value: bytes, now: float) -> list[SignedAnnouncement]:
-    """The announcements in a value of the key that lists the models.
-
-    Raises:
-        BadAnnouncement: if there is none, too many, or any that is not valid.
-    """
-    if len(value) > _MAX_MODELS_VALUE:
-        raise BadAnnouncement("too long")
-    try:
-        records = wire.DirectoryRecords.FromString(value).records
-    except DecodeError as error:
-        raise BadAnnouncement("no records") from error
-    if not 0 < len(records) <= _MAX_MODELS_RECORDS:
-        raise BadAnnouncement(f"{len(records)} records")
-    return [open_signed(record, now=now) for record in records]
-
-
-def no_backing(_model_version: bytes) -> int:
-    return 0
-
-
-def models_value(records: Iterable[SignedAnnouncement], backing: Callable[[bytes], int] = no_backing) -> bytes:
-    """A value for the key that lists the models: of each model the announcement that lasts longest.
-
-    Where there are too many, those with the most `backing` (`SwarmView.backing`): versions cost nothing to make up.
-    """
-    best: dict[bytes, SignedAnnouncement] = {}
-    for record in records:
-        held = best.get(record.content.model_version)
-        if held is None or record.content.expires > held.content.expires:
-            best[record.content.model_version] = record
-    page = wire.DirectoryRecords()
-    size = 0
-    ranks = {version: (backing(version), record.content.expires) for version, record in best.items()}
-    for version in sorted(best, key=lambda version: ranks[version], reverse=True):
-        record = best[version]
-        size += len(record.announcement) + len(record.signature) + 16
-        if size > _MAX_MODELS_VALUE or len(page.records) == _MAX_MODELS_RECORDS:
-            break
-        page.records.append(record.to_wire())
-    return page.SerializeToString()
-
-
-class _AnnouncementValidator(Validator):
-    """Lets only valid values in, and prefers the newer announcement and the list of models with the most backing.
-
-    Of lists with the same backing, as for a node that knows no servers, the longer one.
-    """
-
-    def __init__(self) -> None:
-        self.backing: Callable[[bytes], int] = no_backing
-
-    def validate(self, key: str, value: bytes) -> None:
-        self._rank(key, value, time.time())
-
-    def select(self, key: str, values: Sequence[bytes]) -> int:
-        now = time.time()
-        ranks: list[tuple[float, ...]] = []
-        for value in values:
-            try:
-                ranks.append(self._rank(key, value, now))
-            except BadAnnouncement:
-                ranks.append((-1.0,))
-        return ranks.index(max(ranks))
-
-    def _rank(self, key: str, value: bytes, now: float) -> tuple[float, ...]:
-        if key == _MODELS_KEY:
-            records = open_models_value(value, now)
-            models = {record.content.model_version for record in records}
-            backing = sum(map(self.backing, models))
-            return float(backing), float(len(models)), min(record.content.expires for record in records)
-        content = open_announcement(value, now=now).content
-        if key != server_key(content.peer_id):
-            raise BadAnnouncement("under the key of another server")
-        return 0.0, float(content.sequence)
+_START: Final = 20  # connected peers that a look-up begins with, where the table has few
 
 
 class Dht:
@@ -155,47 +57,27 @@ class Dht:
         self._serves = serve
         self._opened: set[str] = set()
         self.traffic = ByteCount()  # messages of look-ups of provider records, and of records left at others
-        self._validator = _AnnouncementValidator()
-        self.kad = KadDHT(
-            host.libp2p,
-            DHTMode.SERVER if serve else DHTMode.CLIENT,
-            # Without strictness anyone could store anything under other namespaces.
-            validator=NamespacedValidator(
-                {"pk": PublicKeyValidator(), _NAMESPACE: self._validator}, strict_validation=True
-            ),
-            validator_changed=True,
-            strict_validation=True,
-            # The default refuses a third peer of one network, which a rack or a campus has at once.
-            max_peers_per_subnet=0,
-        )
-        self.kad.provider_store = FairProviderStore(host.libp2p, host.origin_of)
-        self._table = self.kad.routing_table.find_local_closest_peers
-        self.kad.routing_table.find_local_closest_peers = self._closest
+        self._value_traffic = ByteCount()
+        self._values = ValueStore()
+        self._providers = FairProviderStore(host.origin_of)
+        self._table = RoutingTable(host)
         if serve:
-            # 12 peers that open a stream and say nothing would otherwise close the table for good.
-            self.kad._inbound_limiter.total_tokens = _INBOUND_STREAMS
-            host.libp2p.set_stream_handler(KAD, self._handle)
+            KadService(host, self._table, self._providers, self._values).start()
 
     def weigh_models(self, backing: Callable[[bytes], int]) -> None:
         """From now on `backing(model version)` says which models are listed where there is no room for all."""
-        self._validator.backing = backing
+        self._values.backing = backing
 
-    async def _handle(self, stream: INetStream) -> None:
-        with trio.move_on_after(_STREAM_LIMIT) as scope:
-            try:
-                await self.kad.handle_stream(stream)
-            except Exception as error:  # an error here would end the connection's other streams
-                log.debug("a stream of the table failed: %s", error)
-        if scope.cancelled_caught:
-            await stream.reset()
+    def kept(self) -> dict[str, int]:
+        """How many peers, providers and values this node keeps."""
+        return {"peers": len(self._table), "providers": len(self._providers), "values": len(self._values)}
 
     async def add_peer(self, peer_id: str, addrs: Sequence[str]) -> None:
         """Makes a peer that serves the table known to it, and to those who ask, at these addresses."""
-        info = PeerInfo(ID.from_string(peer_id), [addr for addr in map(dialable, addrs) if addr is not None])
-        if info.addrs:
-            self._host.libp2p.get_peerstore().add_addrs(info.peer_id, info.addrs, _ADDRESS_LIFETIME)
-        with trio.move_on_after(1.0):
-            await self.kad.routing_table.add_peer(info, skip_server_mode_check=True)
+        self._add_peer(peer_id, addrs)
+
+    def _add_peer(self, peer_id: str, addrs: Sequence[str]) -> None:
+        self._table.learn(peer_id, [addr for addr in map(dialable, addrs) if addr is not None])
 
     async def put_announcement(self, record: SignedAnnouncement, *, timeout: float) -> None:
         await self._put(server_key(record.content.peer_id), record.to_bytes(), timeout)
@@ -205,21 +87,21 @@ class Dht:
         value = await self._get(server_key(peer_id), timeout)
         with contextlib.suppress(BadAnnouncement):
             if value is not None:
-                return open_announcement(value, now=time.time())
+                return open_announcement(value.value, now=time.time())
         return None
 
     async def put_models(self, records: Iterable[SignedAnnouncement], *, timeout: float) -> None:
         """Adds these announcements' models to the list of the swarm's models."""
         merged = [*records, *await self.get_models(timeout=timeout)]
         if merged:
-            await self._put(_MODELS_KEY, models_value(merged, self._validator.backing), timeout)
+            await self._put(MODELS_KEY, models_value(merged, self._values.backing), timeout)
 
     async def get_models(self, *, timeout: float) -> list[SignedAnnouncement]:
         """An announcement or a few of each model of the swarm."""
-        value = await self._get(_MODELS_KEY, timeout)
+        value = await self._get(MODELS_KEY, timeout)
         with contextlib.suppress(BadAnnouncement):
             if value is not None:
-                return open_models_value(value, time.time())
+                return list(open_models_value(value.value, time.time()))
         return []
 
     # --- provider records
@@ -246,7 +128,7 @@ class Dht:
 
         with trio.move_on_after(timeout):
             if self._serves:
-                self.kad.provider_store.add_provider(key, PeerInfo(self.kad.local_peer_id, list(map(Multiaddr, addrs))))
+                self._providers.add(key, self._host.peer_id, [Multiaddr(addr).to_bytes() for addr in addrs])
             nearest = (await self.look_up(key, timeout=timeout)).nearest()
             async with trio.open_nursery() as nursery:
                 for contact in nearest:
@@ -256,46 +138,31 @@ class Dht:
     async def look_up(self, key: bytes, *, timeout: float) -> Lookup:
         """Asks the peers nearest to a key who provides it, beginning with some of the table and some that this node is
         connected to. What this node keeps itself is in the answer."""
-        start = list(map(str, self._closest(key, _START)))
-        if len(start) < CLOSEST:
-            start += self._host.connected()[:_START]
-        own = self.kad.provider_store.get_providers(key)
-        lookup = Lookup(key, map(self._contact, start), self._host.peer_id, self._origin_of, map(_contact_of, own))
-
-        async def question(contact: Contact) -> Answer | None:
-            before = self._host.is_connected(contact.peer_id)
-            answer = await ask(self._host, contact, key, self.traffic)
-            if not before and self._host.is_connected(contact.peer_id):
-                self._opened.add(contact.peer_id)
-            if answer is not None:
-                paths = self._host.paths(contact.peer_id)
-                await self.add_peer(
-                    contact.peer_id, [path.remote_addr for path in paths if path.remote_addr and not path.inbound]
-                )
-            return answer
-
-        await look_up(lookup, question, timeout=timeout)
+        question = Message(type=Message.GET_PROVIDERS, key=key)
+        lookup = self._lookup(key, self._providers.providers(key))
+        await look_up(lookup, lambda contact: self._ask(contact, question, self.traffic), timeout=timeout)
         return lookup
 
-    def _closest(self, key: bytes, count: int = 20) -> list[ID]:
-        """Whom this node names to who asks: ids near a key are free, so not too many of one address."""
-        near = [str(peer) for peer in self._table(key, max(count, _LOOKED_AT))]
-        if len(near) <= count:
-            return list(map(ID.from_string, near))
-        contacts = ((peer_id, self._origins(peer_id)) for peer_id in near)
-        return [ID.from_string(peer_id) for peer_id in nearest_around(key, contacts, count)]
+    def _lookup(self, key: bytes, providers: Iterable[Provider] = ()) -> Lookup:
+        start = [peer.contact for peer in self._table.nearest(key)]
+        if len(start) < CLOSEST:
+            start += map(self._table.contact, self._host.connected()[:_START])
+        own = [Contact(known.peer_id, tuple(str(Multiaddr(addr)) for addr in known.addrs)) for known in providers]
+        return Lookup(key, start, self._host.peer_id, self._origin_of, own)
 
-    def _origins(self, peer_id: str) -> set[str]:
-        here = self._origin_of(peer_id)
-        return claimed_origins(self._contact(peer_id)) if here is None else {here}
-
-    def _contact(self, peer_id: str) -> Contact:
-        try:
-            return _contact_of(
-                PeerInfo(ID.from_string(peer_id), self._host.libp2p.get_peerstore().addrs(ID.from_string(peer_id)))
-            )
-        except PeerStoreError:
-            return Contact(peer_id)
+    async def _ask(self, contact: Contact, question: Message, traffic: ByteCount) -> Answer | None:
+        """Asks a peer of a look-up, which is one of the table from then on if it answers."""
+        before = self._host.is_connected(contact.peer_id)
+        answer = await ask(self._host, contact, question, traffic)
+        if not before and self._host.is_connected(contact.peer_id):
+            self._opened.add(contact.peer_id)
+        if answer is not None:
+            paths = self._host.paths(contact.peer_id)
+            dialed = [path.remote_addr for path in paths if path.remote_addr and not path.inbound]
+            self._add_peer(contact.peer_id, dialed)
+        elif not self._host.is_connected(contact.peer_id):
+            self._table.remove(contact.peer_id)
+        return answer
 
     def _origin_of(self, peer_id: str) -> str | None:
         return self._host.origin_of(peer_id) if self._host.is_connected(peer_id) else None
@@ -314,69 +181,73 @@ class Dht:
             return DIRECTORY in self._host.libp2p.get_peerstore().get_protocols(ID.from_string(peer_id))
         return False
 
+    # --- values
+
     async def _put(self, key: str, value: bytes, timeout: float) -> None:
-        """As KadDHT's `put_value`, but on fewer nodes: what is put again every 20 s need not be on 20."""
-
-        async def store(peer: ID) -> None:
-            try:
-                await self.kad.value_store._store_at_peer(peer, key.encode(), value)
-            except Exception as error:
-                log.debug("%s did not store %s: %s", peer, key, error)
-
+        """Leaves a value at some of the peers nearest to its key: what is put again every 20 s need not be on 20."""
+        find = Message(type=Message.FIND_NODE, key=key.encode())
+        put = Message(type=Message.PUT_VALUE, key=find.key, record=record_of(find.key, value))
         with trio.move_on_after(timeout):
             try:
-                self.kad.value_store.put(key.encode(), value)
-                closest = await self.kad.peer_routing.find_closest_peers_network(key.encode())
-            except Exception as error:
+                self._values.put(key, await open_value(key, value, time.time()), self._host.peer_id)
+            except BadAnnouncement as error:
                 log.debug("cannot put %s: %s", key, error)
                 return
+            lookup = self._lookup(find.key)
+            await look_up(lookup, lambda contact: self._ask(contact, find, self._value_traffic), timeout=timeout)
             async with trio.open_nursery() as nursery:
-                for peer in [peer for peer in closest if peer != self.kad.local_peer_id][:_REPLICAS]:
-                    nursery.start_soon(store, peer)
+                for contact in lookup.nearest()[:_REPLICAS]:
+                    nursery.start_soon(self._ask, contact, put, self._value_traffic)
 
-    async def _get(self, key: str, timeout: float) -> bytes | None:
-        store = self.kad.value_store
-        # It answers from what it holds itself, for 24 hours, and without asking the validator.
-        held = store.get(key.encode())
-        store.remove(key.encode())
-        found: bytes | None = None
-        try:
-            with trio.move_on_after(timeout):
-                found = await self.kad.get_value(key, quorum=2)
-        except Exception as error:
-            log.debug("cannot get %s: %s", key, error)
-        finally:
-            if held is not None and store.get(key.encode()) is None:
-                store.put_record(key.encode(), held)
-        return found if found is not None or held is None else held.value
+    async def _get(self, key: str, timeout: float) -> Value | None:
+        """The best of the values that this node and the first few others have that know any."""
+        question = Message(type=Message.GET_VALUE, key=key.encode())
+        held = self._values.get(key)
+        found = [] if held is None else [held[0]]
+        with trio.CancelScope() as enough:
+
+            async def ask_value(contact: Contact) -> Answer | None:
+                answer = await self._ask(contact, question, self._value_traffic)
+                if answer is not None and answer.value is not None:
+                    with contextlib.suppress(BadAnnouncement):
+                        found.append(await open_value(key, answer.value, time.time()))
+                        if len(found) - (held is not None) >= _VALUES:
+                            enough.cancel()
+                return answer
+
+            await look_up(self._lookup(question.key), ask_value, timeout=timeout)
+        return max(found, key=lambda value: value.rank(self._values.backing), default=None)
+
+    # --- what goes on all the time
 
     async def tidy_forever(self) -> None:
-        """Drops what has expired: KadDHT keeps values for a day and providers for two."""
+        """Drops what has expired."""
         while True:
             await trio.sleep(_TIDY_INTERVAL)
-            for key in self.kad.value_store.get_keys():
-                try:
-                    record = self.kad.value_store.get(key)
-                    if record is not None and self.kad.validator is not None:
-                        self.kad.validator.validate(key.decode(), record.value)
-                except Exception:
-                    self.kad.value_store.remove(key)
-            self.kad.provider_store.cleanup_expired()
-            before = time.time() - self.kad._provider_rate_window
-            counted = self.kad._provider_rate_limits
-            for peer in [peer for peer, (begun, _) in counted.items() if begun < before]:
-                del counted[peer]
+            for store in (self._values, self._providers):
+                for number, _ in enumerate(store.drop_expired(), 1):
+                    if number % _TIDY_SLICE == 0:
+                        await trio.lowlevel.checkpoint()
 
-
-def _contact_of(info: PeerInfo) -> Contact:
-    return Contact(str(info.peer_id), tuple(str(without_peer(addr)) for addr in info.addrs))
+    async def refresh_forever(self) -> None:
+        """Looks up this node itself and any other key now and then, so that the table has peers who are there."""
+        while True:
+            await trio.sleep(_REFRESH_INTERVAL * random.uniform(0.9, 1.0))
+            for key in (ID.from_string(self._host.peer_id).to_bytes(), os.urandom(32)):
+                find = Message(type=Message.FIND_NODE, key=key)
+                await look_up(
+                    self._lookup(key),
+                    functools.partial(self._ask, question=find, traffic=self._value_traffic),
+                    timeout=_REFRESH_TIMEOUT,
+                )
 
 
 @contextlib.asynccontextmanager
 async def open_dht(host: Host, *, serve: bool) -> AsyncIterator[Dht]:
     """Runs the table's services until the block ends."""
     dht = Dht(host, serve=serve)
-    async with background_trio_service(dht.kad), trio.open_nursery() as nursery:
+    async with trio.open_nursery() as nursery:
         nursery.start_soon(dht.tidy_forever)
+        nursery.start_soon(dht.refresh_forever)
         yield dht
         nursery.cancel_scope.cancel()

@@ -16,10 +16,10 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import trio
-from libp2p.kad_dht.common import PROTOCOL_ID as KAD
 from libp2p.kad_dht.pb.kademlia_pb2 import Message
 from libp2p.peer.id import ID
 from multiaddr import Multiaddr
@@ -28,6 +28,7 @@ from ...protocols.delimited import DelimitedStream
 from ...protocols.framing import PeerError
 from .addresses import MAX_TEXT, dialable, host_of, is_public
 from .host import Host
+from .kad_messages import KAD, MAX_ANSWER, MAX_ANSWER_FIELDS, BadMessage, parse
 from .transport.bandwidth import ByteCount
 from .transport.limits import origin_of_ip
 
@@ -44,7 +45,6 @@ _MAX_PROVIDERS: Final = 32
 _MAX_ADDRS: Final = 8  # of one peer in an answer
 _MAX_KNOWN_ADDRS: Final = 16
 _MAX_ID: Final = 64  # bytes
-_MAX_ANSWER: Final = 256 * 1024  # bytes; 20 peers on the way and hundreds of providers
 _FAILURES: Final = 4  # of the peers that one address has named, after which the others come last
 _CONFIRMED: Final = 3.0  # seconds for a peer to end the stream of a record
 
@@ -59,16 +59,21 @@ class Contact:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a peer says of a key: who has what it stands for, and which peers are nearer to it."""
+    """What a peer says of a key: who has what it stands for, its value, and which peers are nearer to it."""
 
     providers: tuple[Contact, ...] = ()
     closer: tuple[Contact, ...] = ()
+    value: bytes | None = None
 
 
 def distance(peer_id: str, key: bytes) -> int:
     """Kademlia's, as libp2p's implementations count it: of the SHA-256 of both."""
-    own = hashlib.sha256(ID.from_string(peer_id).to_bytes()).digest()
-    return int.from_bytes(own, "big") ^ int.from_bytes(hashlib.sha256(key).digest(), "big")
+    return _key_of(peer_id) ^ int.from_bytes(hashlib.sha256(key).digest(), "big")
+
+
+@lru_cache(maxsize=4096)
+def _key_of(peer_id: str) -> int:
+    return int.from_bytes(hashlib.sha256(ID.from_string(peer_id).to_bytes()).digest(), "big")
 
 
 @dataclass
@@ -259,7 +264,11 @@ def nearest_around(key: bytes, peers: Iterable[tuple[str, Iterable[str]]], count
 
 def answer_of(message: Message) -> Answer:
     """What a stranger's message says, as far as it can be of use."""
-    return Answer(_contacts(message.providerPeers, 4 * _MAX_PROVIDERS), _contacts(message.closerPeers, 4 * _MAX_CLOSER))
+    return Answer(
+        _contacts(message.providerPeers, 4 * _MAX_PROVIDERS),
+        _contacts(message.closerPeers, 4 * _MAX_CLOSER),
+        message.record.value or None,
+    )
 
 
 def _contacts(peers: Sequence[Message.Peer], limit: int) -> tuple[Contact, ...]:
@@ -283,31 +292,31 @@ def _address(data: bytes) -> str | None:
     return None if addr is None else str(addr)
 
 
-async def ask(host: Host, contact: Contact, key: bytes, traffic: ByteCount) -> Answer | None:
-    """What a peer says of a key; None if it does not answer within some seconds, or speaks no Kademlia.
+async def ask(host: Host, contact: Contact, question: Message, traffic: ByteCount) -> Answer | None:
+    """What a peer answers; None if it does not do so within some seconds, or speaks no Kademlia.
 
     Counts the bytes of the messages, without what carries them.
     """
-    question = Message(type=Message.GET_PROVIDERS, key=key)
     host.learn(contact.peer_id, contact.addrs)
     with trio.move_on_after(_ASK_DEADLINE):
         try:
             stream = DelimitedStream(
-                await host.open_stream(contact.peer_id, KAD), contact.peer_id, max_message=_MAX_ANSWER
+                await host.open_stream(contact.peer_id, KAD), contact.peer_id, max_message=MAX_ANSWER
             )
         except ConnectionError:
             return None
         try:
             traffic.sent += question.ByteSize()
             await stream.send(question, timeout=_ASK_DEADLINE)
-            reply = await stream.receive(Message, timeout=_ASK_DEADLINE)
-            traffic.received += reply.ByteSize()
-        except PeerError as error:
+            data = await stream.receive_bytes(timeout=_ASK_DEADLINE)
+            traffic.received += len(data)
+            reply = parse(data, max_fields=MAX_ANSWER_FIELDS)
+        except (PeerError, BadMessage) as error:
             log.debug("%s: %s", contact.peer_id, error)
             return None
         finally:
             await stream.reset()
-        return answer_of(reply) if reply.type == Message.GET_PROVIDERS else None
+        return answer_of(reply) if reply.type == question.type else None
     return None
 
 

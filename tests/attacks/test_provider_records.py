@@ -13,7 +13,6 @@ import pytest
 import trio
 from libp2p.kad_dht.pb.kademlia_pb2 import Message
 from libp2p.peer.id import ID
-from libp2p.peer.peerinfo import PeerInfo
 from multiaddr import Multiaddr
 
 from petalnode.crypto.identity import Identity
@@ -146,7 +145,7 @@ def test_no_service_of_this_machine_is_dialed_for_what_an_answer_names(trap: Tra
     async def main() -> None:
         async with victim() as host:
             for one in (Contact(PEERS[2].peer_id, (trap.addr,)), Contact(PEERS[3].peer_id, (circuit, *private))):
-                assert await ask(host, one, KEY, ByteCount()) is None
+                assert await ask(host, one, Message(type=Message.GET_PROVIDERS, key=KEY), ByteCount()) is None
                 assert not await add(host, one, KEY, ["/ip4/11.0.0.1/tcp/1"], ByteCount())
             assert not trap.was_dialed
 
@@ -164,30 +163,35 @@ class Clock:
 
 
 def store(clock: Clock) -> FairProviderStore:
-    host: Any = SimpleNamespace(get_id=lambda: ID.from_string(OWN))
     origins = {one.peer_id: one.addrs[0].split("/")[2] for one in (*PEERS, PROVIDER)}
-    return FairProviderStore(host, lambda peer_id: origins.get(peer_id, "attacker"), clock, random.Random(1))
+    return FairProviderStore(lambda peer_id: origins.get(peer_id, "attacker"), clock, random.Random(1))
 
 
-def info(contact: Contact) -> PeerInfo:
-    return PeerInfo(ID.from_string(contact.peer_id), [Multiaddr(addr) for addr in contact.addrs])
+def addrs_of(contact: Contact) -> list[bytes]:
+    return [Multiaddr(addr).to_bytes() for addr in contact.addrs]
 
 
-def flood_of(count: int) -> Iterator[PeerInfo]:
+def keep(kept: FairProviderStore, key: bytes, contact: Contact) -> None:
+    kept.add(key, contact.peer_id, addrs_of(contact))
+
+
+def flood(kept: FairProviderStore, count: int, key: Callable[[int], bytes]) -> None:
     for number in range(count):
-        digest = b"\x12\x20" + number.to_bytes(32, "big")
-        yield PeerInfo(ID(digest), [Multiaddr("/ip4/11.66.0.1/tcp/1")])
+        peer_id = str(ID(b"\x12\x20" + number.to_bytes(32, "big")))
+        kept.add(key(number), peer_id, [Multiaddr("/ip4/11.66.0.1/tcp/1").to_bytes()])
+
+
+def named(kept: FairProviderStore, key: bytes) -> set[str]:
+    return {found.peer_id for found in kept.providers(key)}
 
 
 def test_who_is_early_with_twenty_keys_does_not_have_all_places_of_a_key() -> None:
     kept = store(Clock())
-    for false in flood_of(1000):
-        kept.add_provider(KEY, false)
+    flood(kept, 1000, lambda _: KEY)
     for one in PEERS[: MAX_OF_KEY - 1]:
-        kept.add_provider(KEY, info(one))
-    for false in flood_of(2000):
-        kept.add_provider(KEY, false)
-    there = {str(one.peer_id) for one in kept.get_providers(KEY)}
+        keep(kept, KEY, one)
+    flood(kept, 2000, lambda _: KEY)
+    there = named(kept, KEY)
     assert len(there) == MAX_OF_KEY and {one.peer_id for one in PEERS[: MAX_OF_KEY - 1]} <= there
 
 
@@ -195,31 +199,31 @@ def test_a_store_is_not_filled_by_one_address(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(provider_store, "MAX_RECORDS", 640)
     kept = store(Clock())
     for number, one in enumerate(PEERS):
-        kept.add_provider(blocks_key("ab" * 6, number), info(one))
-    for number, false in enumerate(flood_of(5000)):
-        kept.add_provider(blocks_key("cd" * 6, number), false)
-    assert len(kept) <= 640 and sum(map(len, kept.providers.values())) == len(kept)
+        keep(kept, blocks_key("ab" * 6, number), one)
+    flood(kept, 5000, lambda number: blocks_key("cd" * 6, number))
+    assert len(kept) == 640
     for number, one in enumerate(PEERS):
-        assert [str(found.peer_id) for found in kept.get_providers(blocks_key("ab" * 6, number))] == [one.peer_id]
+        assert named(kept, blocks_key("ab" * 6, number)) == {one.peer_id}
 
 
-def test_a_record_lasts_for_its_time_and_has_few_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_lasts_for_its_time_and_has_few_addresses() -> None:
     clock = Clock()
     kept = store(clock)
-    monkeypatch.setattr(provider_store, "_MAX_ADDR", 20)
-    long = ["/dns4/a-long-name.example/tcp/1", *(f"/ip4/11.0.0.1/tcp/{port}" for port in range(1, 100))]
-    kept.add_provider(KEY, info(Contact(PROVIDER.peer_id, tuple(long))))
-    (found,) = kept.get_providers(KEY)
-    assert [str(addr) for addr in found.addrs] == long[1:9]
+    short = [f"/ip4/11.0.0.1/tcp/{port}" for port in range(1, 100)]
+    long = [f"/dns4/{'a' * 60}.{'b' * 60}.{'c' * 60}.example/tcp/{port}" for port in range(1, 100)]
+    for addrs, expected in ((short, short[:8]), ([*long, *short], [*long[:5], *short[:3]])):
+        keep(kept, KEY, Contact(PROVIDER.peer_id, tuple(addrs)))
+        (found,) = kept.providers(KEY)
+        assert [str(Multiaddr(addr)) for addr in found.addrs] == expected
     clock.now += LIFETIME - 1
-    kept.add_provider(KEY, info(PEERS[0]))
+    keep(kept, KEY, PEERS[0])
     clock.now += 2
-    assert [str(one.peer_id) for one in kept.get_providers(KEY)] == [PEERS[0].peer_id]
-    kept.cleanup_expired()
+    assert named(kept, KEY) == {PEERS[0].peer_id}
+    assert len(list(kept.drop_expired())) == 1
     assert len(kept) == 1
     clock.now += LIFETIME
-    kept.cleanup_expired()
-    assert not len(kept) and not kept.providers
+    list(kept.drop_expired())
+    assert not len(kept) and not list(kept.drop_expired())
 
 
 # --- providers that are none

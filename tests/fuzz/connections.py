@@ -22,7 +22,7 @@ from multiaddr import Multiaddr
 
 from petalnode.crypto.identity import peer_id_to_bytes
 from petalnode.node.network import gossip as gossip_module
-from petalnode.node.network.dht import Dht, server_key
+from petalnode.node.network.dht import Dht
 from petalnode.node.network.host import Host, open_host
 from petalnode.node.network.nat import hole_punching
 from petalnode.node.network.nat.autonat import DialBackService, local_endpoints
@@ -34,6 +34,7 @@ from petalnode.node.network.transport.muxed_stream import ACK, DATA, FIN, HEADER
 from petalnode.node.network.transport.negotiation import question
 from petalnode.node.network.transport.raw_connection import Path
 from petalnode.node.network.transport.yamux import Muxer
+from petalnode.node.network.value_store import MODELS_KEY, server_key
 from petalnode.node.testing.node_inspection import (
     held_back,
     in_progress,
@@ -44,6 +45,8 @@ from petalnode.node.testing.node_inspection import (
 )
 from petalnode.protocols import nat_traversal
 from petalnode.protocols import standard_pb2 as standard
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.announcement import DOMAIN
 from petalnode.protocols.circuit import HOP, STOP
 from tests.fuzz import corpus
 from tests.fuzz.corpus import ATTACKER, OTHER, SERVER
@@ -352,7 +355,7 @@ async def _services(kind: str, host: Host, nursery: trio.Nursery) -> AsyncIterat
         return
     if kind == "table":
         table = Dht(host, serve=True)
-        yield lambda: {"values": len(table.kad.value_store.get_keys()) > 100}
+        yield lambda: {"values": table.kept()["values"] > 100, "peers": table.kept()["peers"] > 100}
         return
     relay = RelayService(host, RelayLimits(circuit_seconds=60))
     relay.start()
@@ -432,7 +435,10 @@ NAT: Final[Mapping[str, tuple[Message, ...]]] = {
 
 def _table_messages() -> tuple[Message, ...]:
     key = server_key(ATTACKER.peer_id).encode()
-    data = corpus.announcement().SerializeToString()
+    said = corpus.announcement().SerializeToString()
+    signed = wire.SignedAnnouncement(announcement=said, signature=ATTACKER.sign(DOMAIN, said))
+    data = signed.SerializeToString()
+    listed = wire.DirectoryRecords(records=[signed] * 2).SerializeToString()
     record = kademlia_pb2.Record(key=key, value=data, timeReceived="2026", author=b"a", signature=b"s")
     peer = kademlia_pb2.Message.Peer(id=_ID, addrs=_ADDRS, connection=1)
     more: dict[str, Any] = {
@@ -443,7 +449,11 @@ def _table_messages() -> tuple[Message, ...]:
         "clusterLevelRaw": 1,
         "senderRecord": b"e" * 40,
     }
-    return tuple(kademlia_pb2.Message(type=kind, **more) for kind in range(6))
+    models = kademlia_pb2.Record(key=MODELS_KEY.encode(), value=listed)
+    return (
+        kademlia_pb2.Message(type=kademlia_pb2.Message.PUT_VALUE, key=models.key, record=models),
+        *(kademlia_pb2.Message(type=kind, **more) for kind in range(6)),
+    )
 
 
 def _gossip_messages() -> tuple[Message, ...]:

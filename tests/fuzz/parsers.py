@@ -16,10 +16,10 @@ from petalnode.node.credits.payment_verifier import PaymentVerifier
 from petalnode.node.errors import BadInput, ModelError, NoChainError
 from petalnode.node.models.manifest import Manifest
 from petalnode.node.network import addresses
-from petalnode.node.network.dht import _MODELS_KEY, _AnnouncementValidator, open_models_value, server_key
 from petalnode.node.network.mdns import is_apart, read_txt, txt_record
 from petalnode.node.network.nat.relay import origin_of
 from petalnode.node.network.transport.dialing import kept, one_per_relay, plan
+from petalnode.node.network.value_store import open_models_value
 from petalnode.node.placement.observed import coverage, gaps, observe_servers, upper_bound
 from petalnode.node.placement.planning.machines_file import fleet_of_servers
 from petalnode.node.swarm.routing import RouteCandidate, cheapest_chain
@@ -119,7 +119,7 @@ def _read_page(data: bytes) -> None:
     if page is not None:
         open_records(page, {}, now=time.time())
         last_peer_id(page)
-    open_models_value(data, time.time())
+    list(open_models_value(data, time.time()))
 
 
 def parsed(kind: type[Any], data: bytes) -> Any:
@@ -132,20 +132,6 @@ def parsed(kind: type[Any], data: bytes) -> Any:
 
 def mutated(*messages: Message) -> Callable[[Mutator], bytes]:
     return lambda mutator: mutator.message(mutator.random.choice(messages))
-
-
-def _table_value(mutator: Mutator) -> tuple[str, list[bytes]]:
-    key = mutator.random.choice((_MODELS_KEY, server_key(ATTACKER.peer_id), server_key(OTHER.peer_id), "/petalnode/x"))
-    make = _page if mutator.chance(0.4) else _announcement
-    return key, [make(mutator) for _ in range(3)]
-
-
-def _read_table_value(given: tuple[str, list[bytes]]) -> None:
-    key, values = given
-    validator = _AnnouncementValidator()
-    validator.select(key, values)
-    for value in values:
-        validator.validate(key, value)
 
 
 def _read_node_info(data: bytes) -> None:
@@ -376,7 +362,6 @@ _MANIFEST: Final = wire.Manifest(
 TARGETS: Final[tuple[Target, ...]] = (
     parser("announcement", 12, _announcement, _read_announcement, BadAnnouncement),
     parser("directory page", 4, _page, _read_page, BadAnnouncement),
-    parser("value in the table", 2, _table_value, _read_table_value, BadAnnouncement),
     parser("node info", 1, mutated(NodeInfo("server", "1", "x", None, 1, 2, 3.0).to_frame().node), _read_node_info),
     parser("receipt and pledge", 5, _receipt, _read_receipt, ValueError),
     parser("evidence file", 8, bundle_bytes, _read_bundle, BadBundle, NotProven),

@@ -91,6 +91,15 @@ class TokenBucket:
             self._refill()
         return self._tokens >= 0
 
+    def delay(self, cost: float) -> float:
+        """Seconds until so much may pass, after all that went ahead of its time."""
+        self._refill()
+        return max(0.0, (cost - self._tokens) / self._rate)
+
+    def take_ahead(self, cost: float) -> None:
+        """Takes so much, of the tokens to come if need be."""
+        self._tokens -= cost
+
     @property
     def is_full(self) -> bool:
         self._refill()

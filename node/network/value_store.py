@@ -1,0 +1,175 @@
+"""The values that this node keeps for others in Kademlia: signed announcements, and the list of the swarm's models.
+
+libp2p's own store keeps values of 1 MiB with whatever else a record carries, 50,000 of them of anybody, and looks
+through all of them for the oldest once it is full.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import trio
+from google.protobuf.message import DecodeError
+
+from ...protocols import wire_pb2 as wire
+from ...protocols.announcement import (
+    BadAnnouncement,
+    SignedAnnouncement,
+    counts_until,
+    open_announcement,
+    open_signed,
+)
+from .address_shares import AddressShares
+
+_NAMESPACE: Final = "petalnode"
+MODELS_KEY: Final = f"/{_NAMESPACE}/models"
+MAX_VALUE: Final = 32 * 1024
+"""Bytes; an announcement has fewer."""
+MAX_MODELS_RECORDS: Final = 32
+MAX_BYTES: Final = 16 << 20
+"""Of all values together, each with `ENTRY_BYTES` more."""
+ENTRY_BYTES: Final = 1024
+"""What an entry takes in memory beside its value, or somewhat more."""
+
+
+def server_key(peer_id: str) -> str:
+    """Where a server's announcement is kept. Keys of more than 50 bytes cannot be looked up."""
+    return f"/{_NAMESPACE}/s-{hashlib.sha256(peer_id.encode()).hexdigest()[:32]}"
+
+
+def _records_of(value: bytes) -> list[wire.SignedAnnouncement]:
+    if len(value) > MAX_VALUE:
+        raise BadAnnouncement("too long")
+    try:
+        records = wire.DirectoryRecords.FromString(value).records
+    except DecodeError as error:
+        raise BadAnnouncement("no records") from error
+    if not 0 < len(records) <= MAX_MODELS_RECORDS:
+        raise BadAnnouncement(f"{len(records)} records")
+    return list(records)
+
+
+def open_models_value(value: bytes, now: float) -> Iterator[SignedAnnouncement]:
+    """The announcements in a value of the key that lists the models, each of which takes a while to check.
+
+    Raises:
+        BadAnnouncement: if there is none, too many, or any that is not valid.
+    """
+    for record in _records_of(value):
+        yield open_signed(record, now=now)
+
+
+def no_backing(_model_version: bytes) -> int:
+    return 0
+
+
+def models_value(records: Iterable[SignedAnnouncement], backing: Callable[[bytes], int] = no_backing) -> bytes:
+    """A value for the key that lists the models: of each model the announcement that lasts longest.
+
+    Where there are too many, those with the most `backing` (`SwarmView.backing`): versions cost nothing to make up.
+    """
+    best: dict[bytes, SignedAnnouncement] = {}
+    for record in records:
+        held = best.get(record.content.model_version)
+        if held is None or record.content.expires > held.content.expires:
+            best[record.content.model_version] = record
+    page = wire.DirectoryRecords()
+    size = 0
+    ranks = {version: (backing(version), record.content.expires) for version, record in best.items()}
+    for version in sorted(best, key=lambda version: ranks[version], reverse=True):
+        record = best[version]
+        size += len(record.announcement) + len(record.signature) + 16
+        if size > MAX_VALUE or len(page.records) == MAX_MODELS_RECORDS:
+            break
+        page.records.append(record.to_wire())
+    return page.SerializeToString()
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value that is valid: until when it is (seconds since 1970), and what makes it better than another one."""
+
+    value: bytes
+    until: float
+    models: frozenset[bytes] = frozenset()
+    order: float = 0.0  # an announcement's sequence number, or the first expiry of a list of models
+
+    def rank(self, backing: Callable[[bytes], int]) -> tuple[float, ...]:
+        """Of two values of a key the one of higher rank is kept: the newer announcement; the list of models with the
+        most backing, or of two with the same, as for a node that knows no servers, the longer one."""
+        return sum(map(backing, self.models)), len(self.models), self.order
+
+
+async def open_value(key: str, value: bytes, now: float) -> Value:
+    """Checks a value that anyone may have made for a key; `now` in seconds since 1970. Lets others have their turns.
+
+    Raises:
+        BadAnnouncement: it is not valid, or the key is none of those of petalnode.
+    """
+    if key == MODELS_KEY:
+        contents = []
+        for record in open_models_value(value, now):
+            contents.append(record.content)
+            await trio.lowlevel.checkpoint()
+        models = frozenset(content.model_version for content in contents)
+        until = min(map(counts_until, contents))
+        return Value(value, until, models, min(content.expires for content in contents))
+    content = open_announcement(value, now=now).content
+    if key != server_key(content.peer_id):
+        raise BadAnnouncement("under the key of another server")
+    return Value(value, counts_until(content), order=float(content.sequence))
+
+
+class ValueStore:
+    """Values by key, each with the time at which it came, and nothing else.
+
+    Their room is shared by the addresses that they came from: of who has most there, the newest goes.
+
+    Args:
+        clock: seconds since 1970.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self.backing: Callable[[bytes], int] = no_backing
+        self._clock = clock
+        self._values: dict[str, tuple[Value, float]] = {}
+        self._shares = AddressShares[str](MAX_BYTES)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def put(self, key: str, value: Value, origin: str) -> bool:
+        """Keeps a value unless a better one is there, and counts it for the address that it came from, unless it was
+        there. Whether this value, or the same one, is there now."""
+        held = self.get(key)
+        if held is not None:
+            before, _ = held
+            if before.value == value.value or before.rank(self.backing) >= value.rank(self.backing):
+                return before.value == value.value
+        self._values[key] = value, self._clock()
+        self._shares.hold(key, origin, len(value.value) + ENTRY_BYTES)
+        while (surplus := self._shares.surplus()) is not None:
+            self._drop(surplus)
+        return key in self._values
+
+    def get(self, key: str) -> tuple[Value, float] | None:
+        """The value and when it came; None if there is none that is still valid."""
+        held = self._values.get(key)
+        if held is not None and held[0].until < self._clock():
+            self._drop(key)
+            return None
+        return held
+
+    def _drop(self, key: str) -> None:
+        del self._values[key]
+        self._shares.remove(key)
+
+    def drop_expired(self) -> Iterator[None]:
+        """Goes through all values once, one at each step; who steps lets others have their turns between."""
+        for key in list(self._values):
+            self.get(key)
+            yield

@@ -1,0 +1,204 @@
+"""A stranger's requests in Kademlia take little memory and time, whatever is in them, and keep nobody else out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+import trio
+from google.protobuf.message import Message as AnyMessage
+from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.kad_dht.pb.kademlia_pb2 import Message, Record
+from libp2p.peer.id import ID
+from multiaddr import Multiaddr
+
+from petalnode.crypto.identity import Identity
+from petalnode.node.network import kad_service
+from petalnode.node.network.dht import Dht, open_dht
+from petalnode.node.network.host import Host, open_host
+from petalnode.node.network.kad_messages import MAX_REQUEST_FIELDS, BadMessage, parse
+from petalnode.node.network.transport.stream_bytes import StreamBytes
+from petalnode.node.network.value_store import server_key
+from petalnode.protocols.announcement import (
+    Announcement,
+    ServerState,
+    SignedAnnouncement,
+    freshened,
+    sign_announcement,
+)
+from petalnode.protocols.delimited import DelimitedStream
+from petalnode.protocols.framing import PeerError, varint
+from petalnode.protocols.ids import Span
+
+KAD = "/ipfs/kad/1.0.0"
+LOOPBACK = [Multiaddr("/ip4/127.0.0.1/tcp/0")]
+TIMEOUT = 30.0
+MIB = 1 << 20
+
+
+@asynccontextmanager
+async def host(listen: Sequence[Multiaddr] = ()) -> AsyncIterator[Host]:
+    async with open_host(Identity.generate(), listen=listen, announce=(), psk=None) as opened:
+        yield opened
+
+
+@asynccontextmanager
+async def node() -> AsyncIterator[tuple[Host, Dht]]:
+    """The one that is attacked."""
+    async with host(LOOPBACK) as opened, open_dht(opened, serve=True) as table:
+        yield opened, table
+
+
+@asynccontextmanager
+async def knowing(victim: Host) -> AsyncIterator[Host]:
+    async with host() as opened:
+        opened.remember(victim.peer_id, victim.addrs())
+        yield opened
+
+
+def delimited(message: AnyMessage) -> bytes:
+    data = message.SerializeToString()
+    return varint(len(data)) + data
+
+
+async def answer(stream: StreamBytes, victim: Host, question: Message) -> Message:
+    """Raises PeerError if none comes."""
+    messages = DelimitedStream(stream, victim.peer_id, max_message=8 * MIB)
+    await messages.send(question, timeout=TIMEOUT)
+    return await messages.receive(Message, timeout=TIMEOUT)
+
+
+async def asked(asking: Host, victim: Host, question: Message) -> Message | None:
+    stream = await asking.open_stream(victim.peer_id, KAD)
+    try:
+        return await answer(stream, victim, question)
+    except PeerError:
+        return None
+    finally:
+        await stream.reset()
+
+
+FIND = Message(type=Message.FIND_NODE, key=b"\x12\x20" + bytes(32))
+
+
+def announced(identity: Identity) -> SignedAnnouncement:
+    content = Announcement(identity.peer_id, b"v" * 32, "model", 30, Span(0, 10), ServerState.ONLINE)
+    return sign_announcement(identity, freshened(content, now=time.time(), lifetime=300))
+
+
+def put(key: bytes, value: bytes, **more: bytes) -> Message:
+    return Message(type=Message.PUT_VALUE, key=key, record=Record(key=key, value=value, **more))
+
+
+def padded_key() -> Message:
+    """Valid under libp2p's own rules: a public key under its own id, and 1 MiB that no signature covers."""
+    pair = create_new_key_pair()
+    key = b"/pk/" + ID.from_pubkey(pair.public_key).to_bytes().hex().encode()
+    return put(key, pair.public_key.serialize(), author=bytes(MIB - 1024))
+
+
+def test_padded_records_are_not_kept() -> None:
+    async def main() -> None:
+        async with node() as (victim, _), knowing(victim) as attacker:
+            for _ in range(4):
+                record = padded_key()
+                await asked(attacker, victim, record)
+                found = await asked(attacker, victim, Message(type=Message.GET_VALUE, key=record.key))
+                assert found is not None and not found.HasField("record")
+
+    trio.run(main)
+
+
+def test_of_a_record_key_and_value_are_kept_and_no_other_namespace() -> None:
+    identity = Identity.generate()
+    key = server_key(identity.peer_id).encode()
+    value = announced(identity).to_bytes()
+
+    async def main() -> None:
+        async with node() as (victim, _), knowing(victim) as attacker:
+            request = put(key, value, author=bytes(8000), signature=bytes(8000))
+            for _ in range(2):  # the same value again is no fault
+                kept = await asked(attacker, victim, request)
+                assert kept is not None and kept.record.value == value
+            found = await asked(attacker, victim, Message(type=Message.GET_VALUE, key=key))
+            assert found is not None and found.record.value == value
+            assert not found.record.author and not found.record.signature
+            for bad in (padded_key(), put(key, b""), put(key, value[:-1]), put(key[:-1], value), put(b"/pk/x", value)):
+                bad.record.ClearField("author")
+                assert await asked(attacker, victim, bad) is None
+            other = put(key, value)
+            other.key = b"/petalnode/models"
+            assert await asked(attacker, victim, other) is None
+
+    trio.run(main)
+
+
+def test_a_thousand_requests_in_one_frame_are_answered_at_a_steady_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kad_service, "OF_PEER", (0.1, 50.0))  # as on a machine of any speed
+    answered = 0
+
+    async def main() -> None:
+        async with node() as (victim, _), knowing(victim) as attacker, knowing(victim) as honest:
+            stream = await attacker.open_stream(victim.peer_id, KAD)
+
+            async def flood() -> None:
+                nonlocal answered
+                messages = DelimitedStream(stream, victim.peer_id, max_message=MIB)
+                with suppress(PeerError):
+                    while True:
+                        await messages.receive(Message, timeout=TIMEOUT)
+                        answered += 1
+
+            async with trio.open_nursery() as nursery:
+                await stream.write(delimited(FIND) * 1000)
+                nursery.start_soon(flood)
+                for _ in range(40):
+                    assert await asked(honest, victim, FIND)
+                nursery.cancel_scope.cancel()
+
+    trio.run(main)
+    assert 0 < answered <= 55
+
+
+def test_silent_streams_keep_nobody_out() -> None:
+    async def main() -> None:
+        async with node() as (victim, _), knowing(victim) as attacker, knowing(victim) as honest:
+            silent = [await attacker.open_stream(victim.peer_id, KAD) for _ in range(140)]
+            assert await asked(attacker, victim, FIND)  # all before it have arrived
+            assert await asked(honest, victim, FIND)
+            lost = 0
+            for stream in silent:
+                with trio.move_on_after(TIMEOUT):
+                    await stream.wait_lost()
+                    lost += 1
+            assert lost == len(silent)  # nobody is waited for without end
+            assert await asked(honest, victim, FIND)
+
+    trio.run(main)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x08\x04\x12\x02ab" + b"\x4a\x00" * 20_000,
+        b"\x08\x04\x12\x02ab" + b"\x4a\xa0\x9c\x01" + b"\x12\x00" * 10_000,
+        b"\x08\x04\x12\x02ab" + b"\x52\x80" * 100,
+        b"\x08\x04\x12\x02ab" + b"\x43" * 20_000,
+        b"\x08\x04\x12\x7fab",
+    ],
+    ids=["peers", "addresses", "a number without an end", "groups", "cut short"],
+)
+def test_a_message_is_bounded_before_it_is_parsed(data: bytes) -> None:
+    with pytest.raises(BadMessage):
+        parse(data, max_fields=MAX_REQUEST_FIELDS)
+
+    async def main() -> None:
+        async with node() as (victim, _), knowing(victim) as attacker:
+            stream = await attacker.open_stream(victim.peer_id, KAD)
+            await stream.write(varint(len(data)) + data)
+            with pytest.raises(ConnectionResetError):
+                await stream.read(1)
+
+    trio.run(main)
