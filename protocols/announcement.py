@@ -188,8 +188,13 @@ def sign_announcement(identity: Identity, announcement: Announcement) -> SignedA
 
 
 def freshened(announcement: Announcement, *, now: float, lifetime: float, after: int = 0) -> Announcement:
-    """`announcement` with a new expiry and a sequence number above `after`; times in seconds since 1970."""
-    return replace(announcement, sequence=max(int(now * 1e9), after + 1), expires=now + lifetime)
+    """`announcement` with a new expiry and a sequence number above `after`; times in seconds since 1970.
+
+    An `after` further ahead than an announcement lasts is of a time when the clock was wrong: nobody has kept it,
+    and a number above it would be refused for as long as the clock was ahead.
+    """
+    least = 0 if is_ahead(after, now + lifetime) else after + 1
+    return replace(announcement, sequence=max(int(now * 1e9), least), expires=now + lifetime)
 
 
 def open_signed(message: wire.SignedAnnouncement, *, now: float) -> SignedAnnouncement:
@@ -220,8 +225,13 @@ def check_times(content: Announcement, now: float) -> None:
         raise BadAnnouncement("expired")
     if content.expires > now + MAX_LIFETIME + CLOCK_TOLERANCE:
         raise BadAnnouncement("expires too far ahead")
-    if content.sequence > (now + CLOCK_TOLERANCE) * 1e9:
+    if is_ahead(content.sequence, now):
         raise BadAnnouncement("made in the future")
+
+
+def is_ahead(sequence: int, now: float) -> bool:
+    """Whether a sequence number is of a clock that is ahead of this one by more than clocks may differ."""
+    return sequence > (now + CLOCK_TOLERANCE) * 1e9
 
 
 def counts_until(content: Announcement) -> float:

@@ -118,8 +118,10 @@ class Announcer:
     def _sign(self) -> SignedAnnouncement:
         assert self._own is not None
         now = time.time()
-        # None expires before an older one: that would count again, and with it what this server has left.
-        lifetime = max(self._directory.rhythm().lifetime, min(self._expires - now, MAX_LIFETIME))
+        # None expires before an older one: that would count again, and with it what this server has left. One that
+        # lasts for longer than any may was made by a clock that was ahead, and counts nowhere.
+        left = self._expires - now
+        lifetime = max(self._directory.rhythm().lifetime, left if left <= MAX_LIFETIME else 0.0)
         fresh = freshened(self._completed(self._own), now=now, lifetime=lifetime, after=self._sequence)
         record = sign_announcement(self._identity, fresh)
         self._sequence, self._expires = fresh.sequence, fresh.expires

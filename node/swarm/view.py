@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
 
-from ...protocols.announcement import Announcement, ServerState, SignedAnnouncement, counts_until, is_expired
+from ...protocols.announcement import Announcement, ServerState, SignedAnnouncement, counts_until, is_ahead, is_expired
 
 MAX_RECORDS: Final = 10_000
 _MAX_SOURCES: Final = 8  # remembered of one record
@@ -194,10 +194,11 @@ class _Change:
         if held is None or origin is None:
             self.origins[content.peer_id] = Origin((source,), self._now, source if met else None)
         else:
-            if held.content.sequence <= content.sequence:
+            ahead = is_ahead(held.content.sequence, self._now)  # made, or taken in, by a clock that was wrong
+            if held.content.sequence <= content.sequence or ahead:
                 self.origins[content.peer_id] = further = origin.also(source, met=met)
                 self._moved |= further is not origin
-            if held.content.sequence >= content.sequence:
+            if held.content.sequence >= content.sequence and not ahead:
                 return
             self._version(held.content.model_version).pop(content.peer_id)
         self._version(content.model_version)[content.peer_id] = record

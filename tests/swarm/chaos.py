@@ -7,15 +7,16 @@ seconds, `benchmarks/chaos.py` for as long as one likes and beside other work.
 from __future__ import annotations
 
 import gc
+import math
 import random
 import subprocess
 import sys
 import threading
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -27,9 +28,11 @@ import torch
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
 from petalnode.node.client.deadlines import Waits
 from petalnode.node.network.transport.yamux import Muxer
-from petalnode.node.testing.inspection import call, client_of, session_of
-from tests.greedy import generate, prompt
+from petalnode.node.testing.inspection import call, client_of
 from tests.slowness import Slowness
+from tests.swarm.generating import Generating, tasks
+from tests.swarm.mishaps import CUT, Mishaps
+from tests.swarm.moved_clock import DAY
 from tests.swarm.processes import until
 from tests.swarm.server_pool import PooledServer, ServerPool
 from tests.tiny_models import HIDDEN, NUM_BLOCKS, load_whole
@@ -42,111 +45,46 @@ CALM = (0.2, 1.5)
 FROZEN = (0.5, 7.0)
 """Seconds that a server stays frozen: less and more than what it takes to be given up."""
 
+FULL = (5.0, 20.0)
+"""Seconds that a disk stays full."""
+WRONG = (5.0, 30.0)
+"""Seconds that a clock stays wrong."""
+MENDED = 20.0
+"""Seconds until a server counts as well whose network or clock has been put right: it has announced itself by then."""
 HUNG = 60.0
 """Seconds without any step of an answer after which it counts as hung: many times what the worst recovery takes."""
 STREAMS_PER_CONNECTION = 4
 """Open on a client's connection to a server when no session is: directory, and what is being closed."""
 GROWTH = 80 * 2**20
 """Bytes by which a server or the clients may have grown at the end, whatever the length of the run."""
+LEVEL_AFTER = 300.0
+"""Seconds after which the clients' memory stays level, and"""
+LEVEL = 24 * 2**20
+"""bytes that it may grow by from then on, whatever the length of the run."""
 SAMPLES = 5.0
 """Seconds between two looks at how much memory the processes use."""
-
-
-@dataclass(frozen=True)
-class Task:
-    """Something to generate, and what plain transformers makes of it."""
-
-    ids: torch.Tensor
-    options: dict[str, Any]
-    expected: torch.Tensor
-
-
-def tasks(whole: Any) -> list[Task]:
-    padded = torch.tensor([[1] * 12, [0] * 5 + [1] * 7, [0] * 9 + [1] * 3])
-    made: list[tuple[torch.Tensor, dict[str, Any]]] = [
-        (prompt(1, 9, 0), {"max_new_tokens": 60}),
-        (prompt(1, 9, 1), {"max_new_tokens": 120}),
-        (prompt(1, 400, 2), {"max_new_tokens": 20}),
-        (prompt(3, 12, 3), {"max_new_tokens": 30, "attention_mask": padded}),
-        (prompt(1, 15, 4), {"max_new_tokens": 25, "num_beams": 4}),
-        (prompt(2, 300, 5), {"max_new_tokens": 15}),
-    ]
-    return [Task(ids, options, generate(whole, ids, **options)) for ids, options in made]
-
-
-@dataclass
-class Generating:
-    """One client that generates until it is told to stop. What went wrong is in `failures`."""
-
-    model: DistributedModelForCausalLM
-    tasks: list[Task]
-    random: random.Random
-    stop: threading.Event
-    answers: int = 0
-    recoveries: int = 0
-    slowest: float = 0.0
-    begun: float = 0.0
-    waits: Waits = field(default_factory=Waits)
-    failures: list[str] = field(default_factory=list)
-    _session: Any = None
-    _seen: tuple[int, float] = (0, 0.0)
-
-    @property
-    def stands_still(self) -> float:
-        """Seconds since the last step of the answer that is being made; 0 if there is none."""
-        session, begun = self._session, self.begun
-        if not begun:
-            return 0.0
-        inner = None if session is None else session_of(session)
-        steps = 0 if inner is None else sum(wait.count for wait in list(inner.waits.by_cause.values()))
-        if steps != self._seen[0] or self._seen[1] < begun:
-            self._seen = (steps, monotonic())
-        return monotonic() - self._seen[1]
-
-    def run(self) -> None:
-        while not self.stop.is_set() and not self.failures:
-            task = self.random.choice(self.tasks)
-            self.begun = monotonic()
-            try:
-                self.answer(task)
-            except BaseException as error:
-                self.failures.append("".join(traceback.format_exception(error)))
-            self.slowest = max(self.slowest, monotonic() - self.begun)
-            self.begun = 0.0
-            self.answers += 1
-
-    def answer(self, task: Task) -> None:
-        rows = task.ids.shape[0] * task.options.get("num_beams", 1)
-        with self.model.inference_session(max_length=task.expected.shape[1]) as session:
-            self._session = session
-            self._compare(task, session, task.ids)
-            if rows == 1 and self.random.random() < 0.5:
-                # From the middle of what is held: the first half of the answer is kept, the rest rolled back.
-                kept = (task.ids.shape[1] + task.expected.shape[1]) // 2
-                shorter = dict(task.options, max_new_tokens=task.expected.shape[1] - kept)
-                self._compare(Task(task.ids, shorter, task.expected), session, task.expected[:, :kept])
-            self.recoveries += session.recoveries
-            self.waits = Waits.of(self.waits, session_of(session).waits)
-
-    def _compare(self, task: Task, session: Any, ids: torch.Tensor) -> None:
-        out = generate(self.model, ids, session=session, **task.options)
-        if not torch.equal(out, task.expected):
-            self.failures.append(f"wrong tokens: {out.tolist()} instead of {task.expected.tolist()}")
 
 
 class Chaos:
     """Decides what happens next, so that each block keeps a server that is well."""
 
-    def __init__(self, pool: ServerPool, rng: random.Random) -> None:
+    def __init__(self, pool: ServerPool, rng: random.Random, mishaps: Mishaps | None = None) -> None:
         self.events: Counter[str] = Counter()
         self.clients: Sequence[Generating] = ()
         self._pool = pool
         self._random = rng
-        self._thaw: dict[PooledServer, float] = {}
+        self._mishaps = mishaps
+        self._due: list[tuple[float, Callable[[], None]]] = []
+        self._ill: set[PooledServer] = set()
         self._servers = [self._start(blocks) for blocks in (*SPANS[:3], *SPANS[:5])]
 
     def _start(self, blocks: str) -> PooledServer:
-        return self._pool.start(blocks, "--cache-tokens", str(CACHE_TOKENS))
+        options = ("--cache-tokens", str(CACHE_TOKENS))
+        return (
+            self._pool.start(blocks, *options)
+            if self._mishaps is None
+            else self._mishaps.start(self._pool, blocks, *options)
+        )
 
     @property
     def servers(self) -> list[PooledServer]:
@@ -158,7 +96,7 @@ class Chaos:
         return [
             server
             for server in self._servers
-            if server.is_ready and not server.frozen and all(server.peer_id in known for known in heard_of)
+            if server.is_ready and server not in self._ill and all(server.peer_id in known for known in heard_of)
         ]
 
     def _spare(self) -> list[PooledServer]:
@@ -174,11 +112,8 @@ class Chaos:
         ]
 
     def one_event(self) -> None:
-        now = monotonic()
-        for server, due in list(self._thaw.items()):
-            if due <= now:
-                server.thaw()
-                del self._thaw[server]
+        self._put_right(monotonic())
+        self._miss()
         spare = self._spare()
         options: list[tuple[str, Callable[[], None]]] = []
         if len(self._servers) < MOST_SERVERS:
@@ -189,6 +124,9 @@ class Chaos:
                 ("freeze", self._freeze),
                 ("drain", lambda: self._leave(PooledServer.terminate)),
             ]
+        if self._mishaps is not None:
+            options += [] if self._mishaps.disk_is_full else [("disk", self._fill_disk)]
+            options += [("cut", self._cut), ("clock", self._move_clock)] if spare else []
         if options:
             name, act = self._random.choice(options)
             act()
@@ -202,15 +140,50 @@ class Chaos:
         self._servers.remove(server)
         how(server)
 
-    def _freeze(self) -> None:
+    def _miss(self) -> None:
+        """Takes note of servers that could not start, for want of a disk; for no other reason does one end."""
+        for server in [server for server in self._servers if server.process.poll() is not None]:
+            full = self._mishaps is not None and server in self._mishaps.full_since_start
+            assert full, f"{server.arguments} has ended by itself: {server.errors[-3000:]}"
+            self._servers.remove(server)
+            self.events["ended without a disk"] += 1
+
+    def _befall(
+        self, what: Callable[[PooledServer], None], cure: Callable[[PooledServer], None], *seconds: float
+    ) -> None:
+        """Does it to a server, and cures it after the first of `seconds`; after the second it is well."""
         server = self._random.choice(self._spare())
-        server.freeze()
-        self._thaw[server] = monotonic() + self._random.uniform(*FROZEN)
+        self._ill.add(server)
+        what(server)
+        now = monotonic()
+        self._due += [(now + seconds[0], lambda: cure(server)), (now + seconds[1], lambda: self._ill.discard(server))]
+
+    def _freeze(self) -> None:
+        seconds = self._random.uniform(*FROZEN)
+        self._befall(PooledServer.freeze, PooledServer.thaw, seconds, seconds)
+
+    def _cut(self) -> None:
+        assert self._mishaps is not None
+        self._befall(self._mishaps.cut, self._mishaps.mend, CUT, CUT + MENDED)
+
+    def _move_clock(self) -> None:
+        mishaps, seconds, by = self._mishaps, self._random.uniform(*WRONG), self._random.choice((-DAY, DAY))
+        assert mishaps is not None
+        right, wrong = partial(mishaps.move_clock, seconds=0.0), partial(mishaps.move_clock, seconds=by)
+        self._befall(wrong, right, seconds, seconds + MENDED)
+
+    def _fill_disk(self) -> None:
+        assert self._mishaps is not None
+        self._mishaps.fill_disk(self._servers)
+        self._due.append((monotonic() + self._random.uniform(*FULL), self._mishaps.free_disk))
+
+    def _put_right(self, now: float) -> None:
+        for due in [due for due in self._due if due[0] <= now]:
+            self._due.remove(due)
+            due[1]()
 
     def calm(self) -> None:
-        for server in self._thaw:
-            server.thaw()
-        self._thaw.clear()
+        self._put_right(math.inf)
 
 
 def open_streams() -> tuple[int, int]:
@@ -241,6 +214,13 @@ class Memory:
                 continue
             self.samples.setdefault(pid, []).append((self._looked, rss))
 
+    def growth(self, pid: int) -> float | None:
+        """MiB since the memory has to be level; None if the run was too short to tell."""
+        samples = self.samples[pid]
+        level = [rss for seconds, rss in samples if LEVEL_AFTER <= seconds - samples[0][0] < LEVEL_AFTER + 60]
+        last = [rss for _, rss in samples[-len(level) :]]
+        return (float(np.median(last)) - float(np.median(level))) / 2**20 if len(samples) > 2 * len(level) > 0 else None
+
     def slope(self, pid: int) -> float | None:
         """MiB a minute, the first fifth of the time left out; None if there are too few samples."""
         samples = self.samples.get(pid, [])
@@ -262,8 +242,10 @@ class ChaosReport:
     slowest_answer: float
     waits: Waits
     client_slope: float | None
+    client_growth: float | None
     server_slopes: list[float]
     server_files: list[int]
+    longest_standstill: float = 0.0
     left: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -278,6 +260,8 @@ class ChaosReport:
             "slowest_answer_s": round(self.slowest_answer, 2),
             "longest_step_s": round(self.longest_step, 2),
             "waits": self.waits.fields(),
+            "longest_standstill_s": round(self.longest_standstill, 2),
+            "client_mib_after_5_minutes": None if self.client_growth is None else round(self.client_growth, 1),
             "client_mib_per_minute": None if self.client_slope is None else round(self.client_slope, 3),
             "server_mib_per_minute": [round(slope, 3) for slope in self.server_slopes],
             "server_files": self.server_files,
@@ -299,20 +283,31 @@ def busy_loops(count: int) -> Iterator[None]:
             loop.wait()
 
 
-def run_chaos(pool: ServerPool, folder: Path, *, seconds: float, seed: int, clients: int) -> ChaosReport:
-    """
+def run_chaos(
+    pool: ServerPool,
+    folder: Path,
+    *,
+    seconds: float,
+    seed: int,
+    clients: int,
+    mishaps: Mishaps | None = None,
+    hung: float = HUNG,
+) -> ChaosReport:
+    """With `mishaps` networks are cut, disks full and clocks wrong, too. `hung` is in seconds of a quiet machine.
+
     Raises:
         AssertionError: a token was wrong, an answer hung, or something was left over.
     """
     slowness = Slowness()
     rng = random.Random(seed)
-    chaos = Chaos(pool, rng)
+    chaos = Chaos(pool, rng, mishaps)
     todo = tasks(load_whole(folder))
     for server in chaos.servers:
         server.ready  # noqa: B018  (waits)
     stop = threading.Event()
     here = psutil.Process()
     threads_before, sockets_before = threading.active_count(), len(here.net_connections())
+    files_before = {file.path for file in here.open_files()}
     generating = [
         Generating(
             AutoDistributedModelForCausalLM.from_pretrained(folder, initial_peers=[pool.peer]),
@@ -323,7 +318,7 @@ def run_chaos(pool: ServerPool, folder: Path, *, seconds: float, seed: int, clie
         for index in range(clients)
     ]
     try:
-        report = _under_chaos(chaos, generating, seconds, rng, slowness)
+        report = _under_chaos(chaos, generating, seconds, rng, slowness, hung)
     finally:
         stop.set()
         chaos.calm()
@@ -334,12 +329,13 @@ def run_chaos(pool: ServerPool, folder: Path, *, seconds: float, seed: int, clie
     report.server_files = [psutil.Process(server.pid).num_fds() for server in chaos.servers]
     # Fewer than before is not left over: threads and connections of whatever ran before may end in the meantime.
     report.left |= {"threads": max(0, threading.active_count() - threads_before)}
+    report.left |= {"files": len({file.path for file in here.open_files()} - files_before)}
     report.left |= {"sockets": max(0, len(here.net_connections()) - sockets_before)}
     return report
 
 
 def _under_chaos(
-    chaos: Chaos, clients: Sequence[Generating], seconds: float, rng: random.Random, slowness: Slowness
+    chaos: Chaos, clients: Sequence[Generating], seconds: float, rng: random.Random, slowness: Slowness, hung: float
 ) -> ChaosReport:
     stop, chaos.clients = clients[0].stop, clients
     threads = [threading.Thread(target=client.run, daemon=True) for client in clients]
@@ -350,16 +346,18 @@ def _under_chaos(
         assert open_streams()[0] >= len(session.route), "open streams are not counted"
     before = memory(chaos.servers)
     own, memories = psutil.Process(), Memory()
-    own_before = own.memory_info().rss
+    own_before, longest = own.memory_info().rss, 0.0
     for thread in threads:
         thread.start()
 
     def check() -> None:
         memories.look([own.pid, *(server.pid for server in chaos.servers if server.is_ready)])
+        nonlocal longest
         for client in clients:
-            if client.stands_still > HUNG:
+            longest = max(longest, client.stands_still)
+            if client.stands_still > hung:
                 # Measured when it matters: a machine that others use makes no step hang.
-                assert client.stands_still < HUNG * slowness(), f"an answer hangs: {told(clients)}"
+                assert client.stands_still < hung * slowness(), f"an answer hangs: {told(clients)}"
 
     end = monotonic() + seconds
     pause = threading.Event()
@@ -385,13 +383,16 @@ def _under_chaos(
         max(client.slowest for client in clients),
         Waits.of(*(client.waits for client in clients)),
         memories.slope(own.pid),
+        memories.growth(own.pid),
         [slope for server in chaos.servers if (slope := memories.slope(server.pid)) is not None],
         [],
+        longest,
     )
     check_nothing_is_left(clients[0].model, chaos.servers, before)
     grown = own.memory_info().rss - own_before
     print(f"the clients grew by {grown / 2**20:.0f} MiB", file=sys.stderr, flush=True)
     assert grown < GROWTH
+    assert report.client_growth is None or report.client_growth * 2**20 < LEVEL, "the clients' memory is not level"
     return report
 
 

@@ -26,7 +26,10 @@ _ROOT = Path(__file__).parents[2]
 class PooledServer:
     """One `petalnode serve` of a pool."""
 
-    def __init__(self, process: warm_python.Process, output: Path, arguments: list[str]) -> None:
+    def __init__(
+        self, process: warm_python.Process, output: Path, arguments: list[str], fault: Path | None = None
+    ) -> None:
+        self.fault = fault
         self.process = process
         self.pid = process.pid
         self.alive = True
@@ -108,9 +111,11 @@ class ServerPool:
         peer: str | None = None,
         identity: Path | None = None,
         fault: Path | None = None,
+        host: tuple[str, str] = ("", LOOPBACK),
     ) -> PooledServer:
         """Returns at once; `ready` waits. Without `blocks` it chooses them. `fault` is the control file of
-        `faulty_server` and `false_blocks`.
+        `faulty_server` and `false_blocks`; beside it, ending in .clock, is that of `moved_clock`. `host` is a network
+        namespace, and where to listen in it.
         """
         with self._lock:
             number = len(self.servers)
@@ -118,19 +123,21 @@ class ServerPool:
             output.touch()
             arguments = ["serve", str(self._folder), "--peer", peer or self.peer, "--json"]
             arguments += ["--blocks", blocks] if blocks is not None else []
-            arguments += ["--listen", LOOPBACK, "--identity", str(identity or self._home / f"server-{number}.key")]
+            namespace, listen = host
+            arguments += ["--listen", listen, "--identity", str(identity or self._home / f"server-{number}.key")]
             arguments += options
             program = ["petalnode"] if fault is None else ["tests.swarm.server_pool", str(fault)]
+            entered = ["ip", "netns", "exec", namespace] if namespace else []
             with output.open("w") as out, output.with_suffix(".err").open("w") as err:
                 process = warm_python.start(
-                    [sys.executable, "-m", *program, *arguments],
+                    [*entered, sys.executable, "-m", *program, *arguments],
                     self._env,
                     _ROOT,
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=err,
                 )
-            server = PooledServer(process, output, arguments)
+            server = PooledServer(process, output, arguments, fault)
             self.servers.append(server)
             return server
 
@@ -161,8 +168,9 @@ def server_pool(home: Path, folder: Path, peer: str, **variables: str) -> Iterat
 
 def _main(control: Path, arguments: list[str]) -> None:
     from petalnode.__main__ import main
-    from tests.swarm import false_blocks, faulty_server
+    from tests.swarm import false_blocks, faulty_server, moved_clock
 
+    moved_clock.install(control.with_suffix(".clock"))
     faulty_server.install(control)
     false_blocks.install(control)
     sys.argv = ["petalnode", *arguments]

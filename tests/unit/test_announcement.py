@@ -137,8 +137,16 @@ def test_times_far_ahead_are_refused():
 
 def test_a_new_one_always_has_a_higher_sequence_number():
     first = freshened(announcement(), now=NOW, lifetime=45)
-    clock_went_back = freshened(first, now=NOW - 100, lifetime=45, after=first.sequence)
+    clock_went_back = freshened(first, now=NOW - 50, lifetime=45, after=first.sequence)
     assert clock_went_back.sequence == first.sequence + 1
+
+
+def test_a_clock_that_was_a_day_ahead_is_forgotten():
+    """Each number above it would be of the future, and the server unknown to all until the day is over."""
+    ahead = freshened(announcement(), now=NOW + 86400, lifetime=45)
+    right = freshened(ahead, now=NOW, lifetime=45, after=ahead.sequence)
+    assert right.sequence == int(NOW * 1e9)
+    assert open_signed(sign_announcement(SERVER, right).to_wire(), now=NOW).content == right
 
 
 ABSURD = {

@@ -53,6 +53,17 @@ def test_a_newer_announcement_replaces_and_an_older_one_never_does():
         assert content.queue_depth == 2
 
 
+def test_what_a_wrong_clock_has_dated_ahead_is_replaced_by_what_the_right_one_dates() -> None:
+    """A server whose clock was a day ahead would be in its own view as it was then, for a day."""
+    ahead = record(1, at=NOW + 86400)
+    view = SwarmView().merge([ahead], NOW + 86400)
+    view = view.merge([record(1)], NOW, source="itself", met=True)
+    assert view.records[IDENTITIES[1].peer_id].content.sequence == int(NOW * 1e9)
+    # Within what clocks may differ by, the newest stays the newest.
+    near = SwarmView().merge([record(1, at=NOW + 5)], NOW)
+    assert near.merge([record(1, at=NOW)], NOW).records is near.records
+
+
 def test_an_expired_server_vanishes_without_a_merge():
     view = SwarmView().merge([record(0, lifetime=45), record(1, lifetime=3000)], NOW)
     gone = counts_until(view.servers(now=NOW)[0]) + 0.001
