@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.network import dht
+from petalnode.node.network.value_store import MODELS_KEY, ValueStore, models_value, open_value
 from petalnode.node.swarm import view as view_module
 from petalnode.node.swarm.directory import Directory
 from petalnode.node.swarm.view import SwarmView
@@ -212,7 +212,7 @@ def test_versions_that_are_made_up_do_not_displace_a_model_that_has_servers() ->
     def backing(version: bytes) -> int:
         return view.backing(version, now=NOW)
 
-    listed = wire.DirectoryRecords.FromString(dht.models_value(view.records.values(), backing)).records
+    listed = wire.DirectoryRecords.FromString(models_value(view.records.values(), backing)).records
     assert len(listed) == 32
     assert {record.signature for record in listed} & {record.signature for record in HONEST_SERVERS[:2]}
 
@@ -223,10 +223,16 @@ def test_a_storing_node_keeps_the_list_that_it_knows_more_addresses_for() -> Non
         sign_announcement(one, replace(false[0].content, peer_id=one.peer_id, model_version=bytes([number]) * 32))
         for number, one in ((number, Identity.generate()) for number in range(32))
     ]
-    lists = [dht.models_value(made_up), dht.models_value([*honest, *made_up[:31]])]
-    validator = dht._AnnouncementValidator()
-    validator.backing = lambda version: 2 if version == MODEL else 1
-    assert validator.select("/petalnode/models", lists) == 1
+    lists = [models_value(made_up), models_value([*honest, *made_up[:31]])]
+
+    async def main() -> None:
+        kept = ValueStore(lambda: NOW)
+        kept.backing = lambda version: 2 if version == MODEL else 1
+        for value in lists:
+            assert kept.put(MODELS_KEY, await open_value(MODELS_KEY, value, NOW), "11.0.0.1")
+        assert not kept.put(MODELS_KEY, await open_value(MODELS_KEY, lists[0], NOW), "11.0.0.1")
+
+    trio.run(main)
 
 
 def test_keys_and_what_others_pass_on_are_no_backing() -> None:

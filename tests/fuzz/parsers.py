@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from google.protobuf.message import Message
+from libp2p.kad_dht.pb import kademlia_pb2
 from multiaddr import Multiaddr
 
 from petalnode.crypto.evidence import NotProven
@@ -16,8 +17,10 @@ from petalnode.node.credits.payment_verifier import PaymentVerifier
 from petalnode.node.errors import BadInput, ModelError, NoChainError
 from petalnode.node.models.manifest import Manifest
 from petalnode.node.network import addresses
+from petalnode.node.network.kad_messages import MAX_ANSWER_FIELDS, MAX_REQUEST_FIELDS, BadMessage, parse
 from petalnode.node.network.mdns import is_apart, read_txt, txt_record
 from petalnode.node.network.nat.relay import origin_of
+from petalnode.node.network.provider_lookup import answer_of
 from petalnode.node.network.transport.dialing import kept, one_per_relay, plan
 from petalnode.node.network.value_store import open_models_value
 from petalnode.node.placement.observed import coverage, gaps, observe_servers, upper_bound
@@ -120,6 +123,20 @@ def _read_page(data: bytes) -> None:
         open_records(page, {}, now=time.time())
         last_peer_id(page)
     list(open_models_value(data, time.time()))
+
+
+def _kad_message(mutator: Mutator) -> bytes:
+    peer = kademlia_pb2.Message.Peer(id=peer_id_to_bytes(OTHER.peer_id), addrs=[Multiaddr(ADDRS[0]).to_bytes()] * 2)
+    record = kademlia_pb2.Record(key=b"/petalnode/models", value=_page(mutator), timeReceived="2026", author=b"a")
+    peers = [peer] * mutator.random.choice((0, 1, 20))
+    more: dict[str, Any] = {"key": b"k" * 34, "record": record, "closerPeers": peers, "providerPeers": peers}
+    return mutator.message(kademlia_pb2.Message(type=mutator.random.randrange(7), **more))
+
+
+def _read_kad_message(data: bytes) -> None:
+    """By who is asked, and by who has asked."""
+    answer_of(parse(data, max_fields=MAX_ANSWER_FIELDS))
+    parse(data, max_fields=MAX_REQUEST_FIELDS)
 
 
 def parsed(kind: type[Any], data: bytes) -> Any:
@@ -361,6 +378,7 @@ _MANIFEST: Final = wire.Manifest(
 
 TARGETS: Final[tuple[Target, ...]] = (
     parser("announcement", 12, _announcement, _read_announcement, BadAnnouncement),
+    parser("message of Kademlia", 3, _kad_message, _read_kad_message, BadMessage),
     parser("directory page", 4, _page, _read_page, BadAnnouncement),
     parser("node info", 1, mutated(NodeInfo("server", "1", "x", None, 1, 2, 3.0).to_frame().node), _read_node_info),
     parser("receipt and pledge", 5, _receipt, _read_receipt, ValueError),

@@ -13,8 +13,8 @@ from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 
 from petalnode.crypto.identity import Identity, peer_id_to_bytes
-from petalnode.node.network.dht import server_key
 from petalnode.node.network.transport.stream_bytes import StreamBytes
+from petalnode.node.network.value_store import server_key
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import (
     MAX_LIFETIME,
@@ -40,7 +40,7 @@ async def put_padded_values(key: Key, victim: Victim) -> None:
     pair = create_new_key_pair(key.random.randbytes(32))
     public = pair.public_key.serialize()
     record = Record(
-        key=b"/pk/" + ID.from_pubkey(pair.public_key).to_bytes(),
+        key=b"/pk/" + ID.from_pubkey(pair.public_key).to_bytes().hex().encode(),
         value=public,
         timeReceived=str(time.time()),
         author=bytes(PADDING),
@@ -54,7 +54,10 @@ async def put_many_values(key: Key, victim: Victim) -> None:
     try:
         for _ in range(AT_ONCE):
             pair = create_new_key_pair(key.random.randbytes(32))
-            record = Record(key=b"/pk/" + ID.from_pubkey(pair.public_key).to_bytes(), value=pair.public_key.serialize())
+            record = Record(
+                key=b"/pk/" + ID.from_pubkey(pair.public_key).to_bytes().hex().encode(),
+                value=pair.public_key.serialize(),
+            )
             await stream.write(delimited(Message(type=Message.PUT_VALUE, key=record.key, record=record)))
             with trio.move_on_after(1.0):
                 await stream.read(1 << 16)

@@ -12,6 +12,8 @@ FRAMING: Final = "protocols.framing"
 STREAMS: Final = "node.swarm.streams"
 REQUEST: Final = "node.server.requests.request"
 SERVICE: Final = "node.server.requests.service"
+MESSAGES: Final = "node.network.kad_messages"
+KADEMLIA: Final = "node.network.kad_service"
 BUDGET: Final = "node.server.budget"
 
 
@@ -84,11 +86,11 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     ),
     "/ipfs/kad/1.0.0": Row(
         PEER,
-        "node.network.provider_lookup._MAX_ANSWER",
-        "node.network.dht._STREAM_LIMIT",
-        "node.network.dht._INBOUND_STREAMS node.network.provider_store.MAX_RECORDS",
-        ("tests/attacks/test_provider_records.py",),
-        ("Kademlia", "value in the table", "asked for records"),
+        f"{MESSAGES}.MAX_REQUEST {MESSAGES}.MAX_REQUEST_FIELDS {MESSAGES}.MAX_ANSWER {MESSAGES}.MAX_ANSWER_FIELDS",
+        f"{KADEMLIA}.PATIENCE {KADEMLIA}.OF_PEER {KADEMLIA}.OF_ADDRESS {KADEMLIA}.OF_ALL",
+        f"{KADEMLIA}.MAX_STREAMS node.network.provider_store.MAX_RECORDS node.network.value_store.MAX_BYTES",
+        ("tests/attacks/test_kademlia.py", "tests/attacks/test_provider_records.py"),
+        ("Kademlia", "message of Kademlia"),
         ("Kademlia values", "Kademlia questions", "provider records"),
     ),
     "/meshsub/1.1.0": Row(
