@@ -1,1 +1,3 @@
-"""What a node can prove: identity, canonical bytes and hashes, receipts. Knows no streams."""
+"""What a node can prove: identity, canonical bytes and hashes, receipts. And JSON of strangers, within bounds.
+Knows no streams.
+"""

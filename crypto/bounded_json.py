@@ -90,6 +90,8 @@ def check_json(data: bytes, limits: JsonLimits) -> None:
             strings += 1
         elif first in _CLOSING:
             depth -= 1
+            if depth < 0:  # else millions of these were counted for nothing
+                raise BadJson("it is no JSON: more brackets are closed than opened")
         else:
             values += 1
             if first in _OPENING:

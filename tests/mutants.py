@@ -43,7 +43,10 @@ def _unit(names: str) -> tuple[str, ...]:
 
 
 SURVIVORS: Final = ROOT / "build" / "mutants.txt"
-_SIGNED: Final = "bounded_json canonical credits evidence identity ledger receipts receipt_log bundle rewards swarm_key trust vectors"
+_SIGNED: Final = (
+    "canonical credits evidence identity ledger receipts receipt_log bundle rewards swarm_key trust vectors "
+    "bounded_json bounded_message"
+)
 _WIRE: Final = (
     "framing tensors announcement inference_protocol training_protocol circuit_protocol standard_protocols manifest "
     "adapter_folder dialogue swarm_view remembered addresses priority admission memory_streams chains"
@@ -68,6 +71,10 @@ _MEMORY: Final = (
 TESTS: Final[dict[str, tuple[str, ...]]] = {
     "crypto/*": (*_unit(_SIGNED), *_ATTACKS),
     "protocols/*": (*_unit(_SIGNED), *_unit(_WIRE), *_ATTACKS, *_MEMORY, "fuzz/test_findings"),
+    "crypto/safetensors_header.py": (
+        *_unit("bundle models_checkpoint safetensors_header adapter_folder adapters_shared"),
+        *("attacks/test_costly_headers", "fuzz/test_findings"),
+    ),
     "node/trust/*": (
         *_unit(_SIGNED),
         *_unit(_JUDGED),

@@ -8,7 +8,6 @@ what proves the fault are the server's signatures.
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +21,10 @@ from ...crypto.canonical import digest
 from ...crypto.evidence import ACCUSATION_DOMAIN, is_accusation_signed
 from ...crypto.identity import Identity, make_private_folder, peer_id_from_bytes, peer_id_to_bytes, write_private
 from ...crypto.receipts import Receipt
+from ...crypto.safetensors_header import LENGTH_BYTES, SafetensorsHeader, header_limits, parse_header
 from ...crypto.statement import now_ms
 from ...protocols import wire_pb2 as wire
+from ...protocols.evidence import parse_message
 from ...protocols.inference import receipt_to_wire, sha256
 from ...protocols.training import hash_of_payloads
 from ..errors import BadInput
@@ -36,6 +37,9 @@ MAX_STATEMENT: Final = 8 << 20
 _METADATA: Final = "petalnode_evidence"
 _VERSION: Final = 1
 _MAX_TENSORS: Final = 20_000
+_MAX_FIELDS: Final = 20 * _MAX_TENSORS
+"""Of the evidence, as `parse_message` counts them: 8 of each step, and up to 5 of each server it is pushed to."""
+_MAX_SIGNED_FIELDS: Final = 16
 KINDS: Final = ("equivocation", "pledge", "answer")
 
 
@@ -57,7 +61,7 @@ class Bundle:
 
     @cached_property
     def evidence(self) -> wire.Evidence:
-        return wire.Evidence.FromString(self.statement)
+        return parse_message(wire.Evidence, self.statement, most=_MAX_FIELDS)
 
     @property
     def accused(self) -> str:
@@ -67,6 +71,11 @@ class Bundle:
     def id(self) -> bytes:
         """32 bytes that name the evidence: a hash of the statement."""
         return digest(ACCUSATION_DOMAIN, self.statement)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the statement and the tensors: a file has a little more."""
+        return len(self.statement) + sum(map(len, self.payloads.values()))
 
     @cached_property
     def last_receipt(self) -> wire.Receipt | None:
@@ -80,15 +89,19 @@ class Bundle:
 
     def to_bytes(self) -> bytes:
         """The file."""
-        import numpy as np
-        from safetensors.numpy import save
-
         signed = wire.SignedEvidence(
             evidence=self.statement, accuser=peer_id_to_bytes(self.accuser), signature=self.signature
         )
-        arrays = {name: np.frombuffer(data, np.uint8) for name, data in self.payloads.items()}
-        metadata = {_METADATA: base64.b64encode(signed.SerializeToString(deterministic=True)).decode()}
-        return bytes(save(arrays, metadata))
+        header: dict[str, object] = {
+            "__metadata__": {_METADATA: base64.b64encode(signed.SerializeToString(deterministic=True)).decode()}
+        }
+        end = 0
+        for name, payload in self.payloads.items():
+            offsets = [end, end := end + len(payload)]
+            header[name] = {"dtype": "U8", "shape": [len(payload)], "data_offsets": offsets}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % LENGTH_BYTES)
+        return b"".join((len(text).to_bytes(LENGTH_BYTES, "little"), text, *self.payloads.values()))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Bundle:
@@ -97,21 +110,19 @@ class Bundle:
         Raises:
             BadBundle: with the reason.
         """
-        from safetensors import SafetensorError
-        from safetensors.numpy import load
-
         if len(data) > MAX_BUNDLE:
             raise BadBundle(f"{len(data) >> 20} MiB are more than evidence may have ({MAX_BUNDLE >> 20} MiB)")
         try:
-            signed = wire.SignedEvidence.FromString(_metadata(data))
+            header, begin = _header(data)
+            signed = parse_message(wire.SignedEvidence, _statement(header), most=_MAX_SIGNED_FIELDS)
             accuser = peer_id_from_bytes(signed.accuser)
-            payloads = {name: array.tobytes() for name, array in load(data).items()}
+            if len(signed.evidence) > MAX_STATEMENT or len(header.tensors) > _MAX_TENSORS:
+                raise ValueError("the evidence is too long")
+            payloads = {name: data[begin + said.start : begin + said.end] for name, said in header.tensors.items()}
             bundle = cls(signed.evidence, accuser, signed.signature, payloads)
             _ = bundle.accused
-        except (DecodeError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (DecodeError, ValueError) as error:
             raise BadBundle(f"this is no evidence: {error}") from None
-        if len(bundle.statement) > MAX_STATEMENT or len(payloads) > _MAX_TENSORS:
-            raise BadBundle("the evidence is too long")
         if bundle.evidence.version != _VERSION or bundle.evidence.kind not in KINDS:
             raise BadBundle(
                 f"evidence of kind {bundle.evidence.kind!r}, version {bundle.evidence.version}, is not known here; "
@@ -145,20 +156,26 @@ class Bundle:
             raise BadBundle(f"{path}: {error}") from None
 
 
-def _metadata(data: bytes) -> bytes:
-    """Our entry of a safetensors file's header: 8 bytes of length, little-endian, then that much JSON."""
-    size = int.from_bytes(data[:8], "little")
-    if not 2 <= size <= min(len(data) - 8, 2 * MAX_STATEMENT + 200 * _MAX_TENSORS):
+def _header(data: bytes) -> tuple[SafetensorsHeader, int]:
+    """The header of a bundle, and where the tensors begin. Raises ValueError if it is none."""
+    size = int.from_bytes(data[:LENGTH_BYTES], "little")
+    begin = LENGTH_BYTES + size
+    if not 2 <= size <= len(data) - LENGTH_BYTES:
         raise ValueError("it is no safetensors file")
-    header = json.loads(data[8 : 8 + size])
-    metadata = header.get("__metadata__") if isinstance(header, dict) else None
-    text = metadata.get(_METADATA) if isinstance(metadata, dict) else None
-    if not isinstance(text, str):
-        raise ValueError("it is a safetensors file without evidence in it")  # noqa: TRY004
-    try:
-        return base64.b64decode(text, validate=True)
-    except binascii.Error as error:
-        raise ValueError(str(error)) from None
+    # A statement is written with four letters for three bytes.
+    header = parse_header(
+        data[LENGTH_BYTES:begin], header_limits(MAX_STATEMENT * 3 // 2 + 128 * (_MAX_TENSORS + 1), _MAX_TENSORS)
+    )
+    if header.end != len(data) - begin or any(said.dtype != "U8" for said in header.tensors.values()):
+        raise ValueError("its tensors are not U8, or do not end with it")
+    return header, begin
+
+
+def _statement(header: SafetensorsHeader) -> bytes:
+    text = header.metadata.get(_METADATA)
+    if text is None:
+        raise ValueError("it is a safetensors file without evidence in it")
+    return base64.b64decode(text, validate=True)
 
 
 # --- making bundles

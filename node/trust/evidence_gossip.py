@@ -15,6 +15,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
+import trio
+
 from ...crypto.evidence import NotProven
 from ...crypto.identity import Identity
 from ...protocols import wire_pb2 as wire
@@ -171,8 +173,7 @@ class EvidenceGossip:
             self._accused.popitem(last=False)
 
     def _hold(self, bundle: Bundle) -> None:
-        data = bundle.to_bytes()
-        if len(data) <= MAX_SHARED:
+        if bundle.nbytes <= MAX_SHARED and len(data := bundle.to_bytes()) <= MAX_SHARED:
             self._held[bundle.id] = data
             self._held.move_to_end(bundle.id)
         while sum(map(len, self._held.values())) > MAX_HELD_BYTES:
@@ -219,7 +220,14 @@ async def fetch_bundle(stream: EvidenceStream, evidence_id: bytes) -> Bundle:
         BadBundle: it sends no evidence.
     """
     await stream.send(wire.EvidenceFrame(fetch=wire.Fetch(id=evidence_id)), timeout=_PIECE_TIMEOUT)
-    bundle = Bundle.from_bytes(await receive_bundle(stream, limit=MAX_SHARED, timeout=_PIECE_TIMEOUT))
-    if bundle.id != evidence_id:
+    data = await receive_bundle(stream, limit=MAX_SHARED, timeout=_PIECE_TIMEOUT)
+    bundle, found = await trio.to_thread.run_sync(_identified, data)
+    if found != evidence_id:
         raise PeerError(f"{stream.peer_id} sent other evidence than was asked for", stream.peer_id)
     return bundle
+
+
+def _identified(data: bytes) -> tuple[Bundle, bytes]:
+    """A bundle and its id; takes a while."""
+    bundle = Bundle.from_bytes(data)
+    return bundle, bundle.id

@@ -129,7 +129,7 @@ class EvidenceMessage:
             bundle.id,
             bundle.accused,
             bundle.evidence.time_ms,
-            bundle if len(bundle.to_bytes()) <= MAX_MESSAGE // 2 else None,
+            bundle if bundle.nbytes <= MAX_MESSAGE // 2 and len(bundle.to_bytes()) <= MAX_MESSAGE // 2 else None,
             tuple(endorsements[:MAX_ENDORSEMENTS]),
             tuple(addrs[:MAX_ADDRS]),
         )

@@ -144,4 +144,4 @@ def _signature_of(bundle: Bundle) -> bytes:
 
 
 def _size(audit: Audit) -> int:
-    return len(audit.bundle.statement) + sum(map(len, audit.bundle.payloads.values()))
+    return audit.bundle.nbytes

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+from petalnode.crypto.bounded_json import BadJson, JsonLimits, parse_json
 from petalnode.crypto.identity import Identity, IdentityError
 from petalnode.node.client.chat import held_chat
 from petalnode.node.errors import BadInput, MachineError, ModelError
@@ -24,7 +25,7 @@ from petalnode.node.trust.bundle import BadBundle, Bundle
 from petalnode.node.tuning.adapter_files import check_adapter
 from petalnode.node.tuning.dataset import read_dataset
 from tests.fuzz import corpus
-from tests.fuzz.harness import Target
+from tests.fuzz.harness import Target, parser
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.parsers import bundle_bytes
 
@@ -279,6 +280,14 @@ def _read_chat(folder: Path) -> None:
         pass
 
 
+def _read_json(data: bytes) -> None:
+    """What is read is what others read, and goes over the wire."""
+    for strict in (True, False):
+        found = parse_json(data, JsonLimits(1 << 20, 20_000, strict=strict))
+        assert repr(found) == repr(json.loads(data))
+        json.dumps(found, ensure_ascii=False).encode()
+
+
 TARGETS: Final[tuple[Target, ...]] = (
     file_target("GGUF file", 12, _gguf_file, lambda folder: read_gguf_header(folder / "model.gguf"), ModelError),
     file_target("model folder", 8, _model_files, _read_model, ModelError),
@@ -290,6 +299,7 @@ TARGETS: Final[tuple[Target, ...]] = (
         lambda folder: parse_note((folder / "n").read_bytes(), "n"),
         BadInput,
     ),
+    parser("JSON", 12, lambda mutator: as_json(mutator, _NOTE), _read_json, BadJson),
     file_target("dataset", 10, _dataset, lambda folder: read_dataset(folder / "examples.jsonl").labels, BadInput),
     file_target("machines", 12, _machines, _read_machines, BadInput),
     file_target(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from libp2p.kad_dht.pb import kademlia_pb2
 from multiaddr import Multiaddr
 
@@ -37,6 +37,7 @@ from petalnode.protocols.adapter import AnnouncedAdapter, block_of, check_tensor
 from petalnode.protocols.announcement import DOMAIN, BadAnnouncement, open_announcement
 from petalnode.protocols.credits import clearing_to_wire
 from petalnode.protocols.directory import NodeInfo, last_peer_id, open_records
+from petalnode.protocols.evidence import parse_message
 from petalnode.protocols.framing import TensorError, all_finite, wire_nbytes
 from petalnode.protocols.ids import Span
 from petalnode.protocols.inference import Refusal, pledge_from_wire, receipt_from_wire, receipt_to_wire, terms_of
@@ -376,6 +377,17 @@ _MANIFEST: Final = wire.Manifest(
     config=b'{"model_type":"llama"}', embeddings=bytes(32), blocks=[bytes(32)] * 3, head=bytes(32)
 )
 
+
+def _long_message(mutator: Mutator) -> bytes:
+    return mutator.message(corpus.equivocation().evidence)
+
+
+def _read_long_message(data: bytes) -> None:
+    assert parse_message(wire.Evidence, data, most=1000).SerializeToString(deterministic=True) == (
+        wire.Evidence.FromString(data).SerializeToString(deterministic=True)
+    )
+
+
 TARGETS: Final[tuple[Target, ...]] = (
     parser("announcement", 12, _announcement, _read_announcement, BadAnnouncement),
     parser("message of Kademlia", 3, _kad_message, _read_kad_message, BadMessage),
@@ -391,4 +403,5 @@ TARGETS: Final[tuple[Target, ...]] = (
     parser("mDNS record", 12, _txt, lambda record: (read_txt(record), is_apart(record))),
     parser("terms and payment", 16, _opening, _Payments().read, Refusal),
     parser("manifest", 20, mutated(_MANIFEST), Manifest.from_wire, ModelError),
+    parser("long message", 5, _long_message, _read_long_message, DecodeError),
 )

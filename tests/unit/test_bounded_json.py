@@ -44,6 +44,18 @@ def test_depth(text: str) -> None:
     assert parse_json("[" + "[]," * 100 + "[]]", LIMITS)
 
 
+@pytest.mark.parametrize("text", ["[]]", "[" * 8 + "]" * 9, '{"a":[}]}}'])
+def test_who_closes_more_than_was_opened_is_counted_no_further(text: str) -> None:
+    with pytest.raises(BadJson, match="more brackets are closed"):
+        check_json(f"{text}{'[' * 9}".encode(), LIMITS)
+
+
+@pytest.mark.parametrize("text", ['["]",', '["\\"]",', '["\\\\",', '["\\\\\\"]",', '[{"[]":'])
+def test_brackets_within_strings_close_nothing(text: str) -> None:
+    with pytest.raises(BadJson, match="nests deeper than 8"):
+        check_json((text * 9).encode(), LIMITS)
+
+
 def test_length() -> None:
     with pytest.raises(BadJson, match="bytes"):
         parse_json(b" " * (LIMITS.nbytes + 1), LIMITS)

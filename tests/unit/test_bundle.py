@@ -397,9 +397,9 @@ def described(header: object) -> bytes:
     [
         (b"\1" + bytes(7) + b"{}", "no safetensors"),
         (b"\3" + bytes(7) + b"{}", "no safetensors"),
-        (described([]), "without evidence"),
+        (described([]), "no JSON object"),
         (described({}), "without evidence"),
-        (described({"__metadata__": {"petalnode_evidence": 3}}), "without evidence"),
+        (described({"__metadata__": {"petalnode_evidence": 3}}), "no texts"),
         (described({"__metadata__": []}), "without evidence"),
         (described({"__metadata__": {"petalnode_evidence": "*"}}), "no evidence"),
         (described(b"[" * 100_000), "no evidence"),

@@ -1,0 +1,111 @@
+"""Evidence whose header is made to be costly: a few MiB that take seconds to parse, or hundreds of MiB of memory."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+
+import pytest
+import trio
+
+from petalnode.crypto.evidence import ACCUSATION_DOMAIN
+from petalnode.crypto.identity import peer_id_to_bytes
+from petalnode.node.testing import message_streams
+from petalnode.node.trust.bundle import MAX_STATEMENT, BadBundle, Bundle
+from petalnode.node.trust.evidence_gossip import fetch_bundle
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.evidence import MAX_SHARED, send_bundle
+from tests.attacks.forger import ATTACKER
+from tests.slowness import Slowness
+
+LONGEST: float = 0.05
+"""Seconds of processor time for which a message may hold the event loop, where nothing is slow."""
+
+
+def file_of(header: bytes, tensors: bytes = b"") -> bytes:
+    return len(header).to_bytes(8, "little") + header + tensors
+
+
+def stating(statement: bytes, **tensors: object) -> bytes:
+    """A file that the attacker has signed."""
+    signed = wire.SignedEvidence(
+        evidence=statement,
+        accuser=peer_id_to_bytes(ATTACKER.peer_id),
+        signature=ATTACKER.sign(ACCUSATION_DOMAIN, statement),
+    )
+    text = base64.b64encode(signed.SerializeToString()).decode()
+    return file_of(json.dumps({"__metadata__": {"petalnode_evidence": text}, **tensors}).encode())
+
+
+def empty(field: str, within: str = "") -> bytes:
+    """A statement full of empty messages, each of two bytes."""
+    number = wire.Evidence.DESCRIPTOR.fields_by_name[field].number
+    pairs = bytes([number << 3 | 2, 0])
+    if not within:
+        return pairs * (MAX_STATEMENT // 2)
+    step = wire.EvidenceStep(step=wire.Step(targets=[wire.PushTarget()] * 4000)).SerializeToString()
+    whole = wire.Evidence(steps=[wire.EvidenceStep.FromString(step)]).SerializeToString()
+    return whole * (MAX_STATEMENT // len(whole))
+
+
+MIB = 1 << 20
+COSTLY = {
+    "arrays, 18 MiB": lambda: file_of(b'{"a":[' + b"[]," * (6 * MIB) + b"[]]}"),
+    "arrays, 12 MiB": lambda: file_of(b'{"a":[' + b"[]," * (4 * MIB) + b"[]]}"),
+    "objects": lambda: file_of(b"[" + b'{"":{}},' * MIB + b"{}]"),
+    "keys": lambda: file_of(b"{" + b",".join(b'"%x":0' % number for number in range(MIB)) + b"}"),
+    "numbers": lambda: file_of(b"[" + (b"9" * 4200 + b",") * 3000 + b"1]"),
+    "depth": lambda: file_of(b"[" * (12 * MIB)),
+    "quotation marks": lambda: file_of(b'"' * (12 * MIB)),
+    "escapes": lambda: file_of(b'"' + b"\\u0041" * (2 * MIB) + b'"'),
+    "receipts": lambda: stating(empty("receipts")),
+    "steps": lambda: stating(empty("steps")),
+    "targets of steps": lambda: stating(empty("steps", "targets")),
+}
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_evidence_that_is_costly_to_read_is_refused_beside_the_event_loop(name: str, slowness: Slowness) -> None:
+    """Before, 18 MiB of arrays held the loop of whoever fetched them for 3 s, and 8 MiB of receipts took 700 MiB."""
+    data = COSTLY[name]()
+    assert len(data) <= MAX_SHARED
+
+    async def main() -> float:
+        ours, theirs = message_streams(wire.EvidenceFrame, "honest", "attacker")
+
+        async def send() -> None:
+            await theirs.receive(timeout=100)
+            await send_bundle(theirs, data, timeout=100)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(send)
+            begun = time.process_time()
+            with pytest.raises(BadBundle):
+                await fetch_bundle(ours, bytes(32))
+        return time.process_time() - begun
+
+    watch = Longest()
+    took = trio.run(main, instruments=[watch])
+    assert watch.seconds < 2 * LONGEST * slowness()
+    assert took < 1.0 * slowness()
+
+
+class Longest(trio.abc.Instrument):
+    """The longest pass of one task, in seconds of the loop's own processor time."""
+
+    seconds = 0.0
+    _begun = 0.0
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        self._begun = time.thread_time()
+
+    def after_task_step(self, task: trio.lowlevel.Task) -> None:
+        self.seconds = max(self.seconds, time.thread_time() - self._begun)
+
+
+def test_as_many_tensors_as_evidence_may_have_are_read() -> None:
+    names = {f"input.{n}": {"dtype": "U8", "shape": [1], "data_offsets": [n, n + 1]} for n in range(19_999)}
+    statement = wire.Evidence(version=1, kind="answer", accused=peer_id_to_bytes(ATTACKER.peer_id)).SerializeToString()
+    found = Bundle.from_bytes(stating(statement, **names) + bytes(19_999))
+    assert len(found.payloads) == 19_999
