@@ -54,11 +54,13 @@ class Key:
         self.source = source
         self.number = number
         self.random = random.Random(number)
+        self.dials = 0
         self._locks: dict[str, trio.Lock] = {}
 
     async def dial(self, victim: Victim) -> trio.SocketStream:
         """A connection of TCP, and nothing said on it."""
         with trio.fail_after(PATIENCE):
+            self.dials += 1
             return await trio.open_tcp_stream(*victim.socket, local_address=self.source)
 
     async def connect(self, victim: Victim) -> None:
