@@ -366,6 +366,11 @@ class Discovery:
         """Whether a peer is known to this swarm."""
         return bool(self._directory.addrs_of(peer_id))
 
+    def _may_return_to(self, neighbour: PeerCandidate) -> bool:
+        """Whether a node that is alone may join a neighbour: a server is the first of a swarm of its own by now."""
+        free = not self._named and not (neighbour.apart and self._listens)
+        return free or self._is_member(neighbour.peer_id)
+
     def _is_alone(self) -> bool:
         """Whether there is no connection to anybody who takes part; connections to other peers do not count."""
         return not any(self._directory.addrs_of(peer_id) for peer_id in self._host.connected())
@@ -389,11 +394,7 @@ class Discovery:
         """Everybody to try, each peer once with all its addresses, the named ones first."""
         found: dict[str, PeerCandidate] = {}
         members = {peer.peer_id for peer in remembered}
-        near = [
-            neighbour
-            for neighbour in self._neighbours.values()
-            if not self._named or neighbour.peer_id in members or self._is_member(neighbour.peer_id)
-        ]
+        near = [peer for peer in self._neighbours.values() if peer.peer_id in members or self._may_return_to(peer)]
         for peer in (*self._peers, *near, *remembered):
             held = found.get(peer.peer_id)
             if held is not None:

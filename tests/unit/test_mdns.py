@@ -91,6 +91,9 @@ class Neighbourhood:
     def connected(self) -> list[str]:
         return self.company
 
+    def on_lost(self, callback: object) -> None:
+        """Nobody is lost here."""
+
     def is_connected(self, peer_id: str) -> bool:
         return peer_id in self.company
 
@@ -160,6 +163,41 @@ def test_who_was_told_no_swarm_leaves_those_alone_who_were(monkeypatch: pytest.M
     node = Neighbourhood()
     assert neighbourhood(monkeypatch, node, [("theirs", True), ("one", False), ("other", False)]) == [False]
     assert sorted(node.met) == ["one", "other"]  # and these are one swarm from now on, as ever
+
+
+def test_a_server_that_has_begun_a_swarm_does_not_bring_it_into_one_that_was_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However long it stays alone: it was there before the other one appeared."""
+    node = Neighbourhood()
+    late = [("theirs", True)]
+
+    async def run_mdns(service: str, addrs: object, found: Any, asked: trio.Event, apart: bool) -> None:
+        asked.set()
+        await trio.sleep(30)
+        found(late[0][0], ["/ip4/10.0.0.2/tcp/2"], True)
+
+    assert returning(monkeypatch, node, run_mdns, listens=True) == []
+    assert returning(monkeypatch, Neighbourhood(), run_mdns, listens=False) == ["theirs"]
+
+
+def returning(monkeypatch: pytest.MonkeyPatch, node: Neighbourhood, run_mdns: Any, *, listens: bool) -> list[str]:
+    """Whom a node that stays alone has called on within five minutes."""
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            parts: Any = node
+            listen = ["/ip4/0.0.0.0/tcp/1"] if listens else []
+            discovery = Discovery(parts, parts, nursery, peers=[], peer_store=None, mdns=True, listen=listen, psk=None)
+            discovery.start()
+            await discovery.search()
+            discovery.start_returning()
+            await trio.sleep(300)
+            nursery.cancel_scope.cancel()
+
+    monkeypatch.setattr(discovery_module, "run_mdns", run_mdns)
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    return node.met
 
 
 @pytest.mark.parametrize("listens", [False, True])

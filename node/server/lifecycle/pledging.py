@@ -46,7 +46,8 @@ class Pledging:
         pledge = self._pledge
         # One that a validator backs is used to its end, should the validator be away when it is to be renewed.
         lasting = now if pledge is not None and pledge.holder else now + round(1000 * _RENEW_SECONDS)
-        if pledge is None or not pledge.is_in_force(lasting):
+        # It may not have begun yet: the clock was ahead when it was made.
+        if pledge is None or not (pledge.is_in_force(now) and pledge.is_in_force(lasting)):
             pledge = self._pledge = self._made(now).signed(self._identity)
         return pledge
 
