@@ -134,11 +134,12 @@ def request_hash(
     payload_hash: bytes,
     upstream_receipt: bytes,
     targets: tuple[tuple[bytes, bytes, int], ...],
+    long_factors: bool = False,
 ) -> bytes:
     """Hash of a whole step request, header and payload, in canonical form.
 
     `payload_hash` is the SHA-256 of the tensor's bytes as they stood on the wire; `targets` are (peer id, nonce,
-    sequence) of the servers that the output is to be pushed through.
+    sequence) of the servers that the output is to be pushed through. `long_factors` is a part of it if true.
     """
     return digest(
         REQUEST_DOMAIN,
@@ -152,4 +153,5 @@ def request_hash(
         payload_hash,
         upstream_receipt,
         targets,
+        *(["long factors"] if long_factors else []),
     )

@@ -12,6 +12,9 @@
   a recomputation in another batch differs in the last bits.
 - `position` is the number of tokens that each row holds before the step; less than the server holds means: roll back
   to it first. `reorder` then says for each row whose cache it continues (beam search).
+- `long_factors` says that the text which the step is a part of is longer than the model was first trained for: rotary
+  frequencies of longrope are those of long texts then, for all tokens of the step. Without it they follow from the end
+  of the step. A client says it only to servers whose Granted says that they know it.
 - At most `Granted.credits` steps may be in flight.
 - A step that names `targets` has its output pushed to the first of them over `/petalnode/push/1`, beside the reply to
   the client (server-to-server communication of Petals, ACL demo 2023, section 3.2). `Reply.handed_on` says whether that
@@ -251,6 +254,7 @@ def hash_of_step(step: wire.Step, tensor: wire.Tensor, payload_hash: bytes) -> b
         payload_hash=payload_hash,
         upstream_receipt=step.previous_receipt,
         targets=tuple((target.peer_id, target.nonce, target.sequence) for target in step.targets),
+        long_factors=step.long_factors,
     )
 
 
@@ -267,6 +271,7 @@ def pushed_step(step: wire.Step, receipt_hash: bytes) -> wire.Step:
         previous_receipt=receipt_hash,
         targets=step.targets[1:],
         receipt_only=step.targets[0].receipt_only,
+        long_factors=step.long_factors,
     )
 
 

@@ -43,8 +43,15 @@ def prefix_root(
     return digest(PREFIX_DOMAIN, model_version, (span.start, span.end), batch, padding, codec, dtype, adapter, salt)
 
 
-def token_digests(payload: bytes | bytearray | memoryview, rows: int, tokens: int) -> list[bytes]:
-    """SHA-256 of each token of hidden states [rows, tokens, hidden] as they stand on the wire, all rows of it."""
+def token_digests(
+    payload: bytes | bytearray | memoryview, rows: int, tokens: int, *, long_factors: bool = False
+) -> list[bytes]:
+    """SHA-256 of each token of hidden states [rows, tokens, hidden] as they stand on the wire, all rows of it.
+
+    Tokens of steps with `long_factors` have other ones, since their keys are others.
+    """
+    if long_factors:
+        return [digest(PREFIX_DOMAIN, "long factors", plain) for plain in token_digests(payload, rows, tokens)]
     view = memoryview(payload)
     size = len(view) // (rows * tokens)
     if rows == 1:

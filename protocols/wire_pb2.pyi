@@ -820,6 +820,7 @@ class Granted(google.protobuf.message.Message):
     PRIORITY_FIELD_NUMBER: builtins.int
     PREFIX_TOKENS_FIELD_NUMBER: builtins.int
     BYTES_IN_FLIGHT_FIELD_NUMBER: builtins.int
+    LONG_FACTORS_FIELD_NUMBER: builtins.int
     session_epoch: builtins.bytes
     """16 random bytes of the server"""
     cache_tokens: builtins.int
@@ -846,6 +847,8 @@ class Granted(google.protobuf.message.Message):
     """tokens of a row that are held already, whole blocks of Open.prefix"""
     bytes_in_flight: builtins.int
     """of steps under way at once: their replies are kept, pushes wait for their turn; 0: of none"""
+    long_factors: builtins.bool
+    """the server knows Step.long_factors"""
     @property
     def pledge(self) -> Global___Pledge:
         """under which the session runs"""
@@ -868,9 +871,10 @@ class Granted(google.protobuf.message.Message):
         priority: builtins.bool = ...,
         prefix_tokens: builtins.int = ...,
         bytes_in_flight: builtins.int = ...,
+        long_factors: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["pledge", b"pledge"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes_in_flight", b"bytes_in_flight", "cache_tokens", b"cache_tokens", "codec", b"codec", "credits", b"credits", "dtype", b"dtype", "keep_ms", b"keep_ms", "last_receipt", b"last_receipt", "max_step_tokens", b"max_step_tokens", "pledge", b"pledge", "position", b"position", "prefix_tokens", b"prefix_tokens", "priority", b"priority", "quantisation", b"quantisation", "sequence", b"sequence", "session_epoch", b"session_epoch"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes_in_flight", b"bytes_in_flight", "cache_tokens", b"cache_tokens", "codec", b"codec", "credits", b"credits", "dtype", b"dtype", "keep_ms", b"keep_ms", "last_receipt", b"last_receipt", "long_factors", b"long_factors", "max_step_tokens", b"max_step_tokens", "pledge", b"pledge", "position", b"position", "prefix_tokens", b"prefix_tokens", "priority", b"priority", "quantisation", b"quantisation", "sequence", b"sequence", "session_epoch", b"session_epoch"]) -> None: ...
 
 Global___Granted: typing_extensions.TypeAlias = Granted
 
@@ -914,6 +918,7 @@ class Step(google.protobuf.message.Message):
     PREVIOUS_RECEIPT_FIELD_NUMBER: builtins.int
     TARGETS_FIELD_NUMBER: builtins.int
     RECEIPT_ONLY_FIELD_NUMBER: builtins.int
+    LONG_FACTORS_FIELD_NUMBER: builtins.int
     sequence: builtins.int
     """grows with each request of the session; a repeated one gets the cached reply"""
     position: builtins.int
@@ -923,6 +928,8 @@ class Step(google.protobuf.message.Message):
     """hash of the upstream server's receipt for these bytes; empty at the first server"""
     receipt_only: builtins.bool
     """without targets: the reply needs no tensor; a server that does not know it sends one"""
+    long_factors: builtins.bool
+    """longrope: of a text beyond the model's original length, whose positions all take the long factors"""
     @property
     def reorder(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """per row, the row whose cache it continues; applied after the rollback"""
@@ -941,8 +948,9 @@ class Step(google.protobuf.message.Message):
         previous_receipt: builtins.bytes = ...,
         targets: collections.abc.Iterable[Global___PushTarget] | None = ...,
         receipt_only: builtins.bool = ...,
+        long_factors: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["position", b"position", "previous_receipt", b"previous_receipt", "receipt_only", b"receipt_only", "reorder", b"reorder", "route_epoch", b"route_epoch", "sequence", b"sequence", "targets", b"targets"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["long_factors", b"long_factors", "position", b"position", "previous_receipt", b"previous_receipt", "receipt_only", b"receipt_only", "reorder", b"reorder", "route_epoch", b"route_epoch", "sequence", b"sequence", "targets", b"targets"]) -> None: ...
 
 Global___Step: typing_extensions.TypeAlias = Step
 

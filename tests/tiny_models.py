@@ -177,6 +177,11 @@ _SPECS: dict[str, tuple[str, dict[str, Any]]] = {
 
 ARCHITECTURES: tuple[str, ...] = tuple(_SPECS)
 
+_BY_NAME_ONLY: dict[str, tuple[str, dict[str, Any]]] = {
+    "phimoe": ("phimoe", {**_LLAMA_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+"""Those that only some tests ask for."""
+
 
 def save_tiny(
     architecture: str,
@@ -190,13 +195,13 @@ def save_tiny(
     """Writes a random model of 6 blocks, hidden size 64 and 128 tokens to `folder` and returns it.
 
     Args:
-        architecture: one of ARCHITECTURES.
+        architecture: one of ARCHITECTURES, or of those that only some tests ask for.
         seed: the same seed gives the same weights.
         shards: size of a shard such as "50KB"; None saves one safetensors file.
         dtype: of the saved weights.
         overrides: fields of the configuration, such as num_hidden_layers=2.
     """
-    model_type, fields = _SPECS[architecture]
+    model_type, fields = (_SPECS | _BY_NAME_ONLY)[architecture]
     config = AutoConfig.for_model(model_type, **{**fields, **overrides})
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -118,6 +118,7 @@ class SpanCache:
         memory: all buffers behind one another: for each block keys, then values, of [batch, heads, max_length, width].
         specs: of the blocks that the session runs through, one each.
         first: number of the first of them within the hosted span; `write` and `window` count from the span's start.
+        long_factors: as `BlockStack.run`, of the step that is computed now.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class SpanCache:
         self.max_length = max_length
         self.length = 0
         self.left_padding = padding
+        self.long_factors = False
         self.specs = tuple(specs)
         self.first = first
         # One allocation for all blocks: big enough that the allocator maps it lazily and gives it back when freed.

@@ -22,7 +22,7 @@ from ..errors import BadInput, ModelError
 from ..models.checkpoint import Checkpoint
 from ..models.quantisation import Kernels
 from .cache import RAGGED
-from .config import choose_device, choose_dtype, read_config
+from .config import choose_device, choose_dtype, original_length, read_config
 from .dot import use_dots
 from .kernels.choice import native_kernels
 from .kernels.packing import use_packed_head
@@ -75,6 +75,7 @@ class ClientModel:
         linears: per block, (values in, values out) of its linear layers, by their paths in it.
         any_token: an id that is not the padding's, where only the number of tokens matters.
         max_positions: tokens that the architecture can tell apart, None if it says nothing.
+        original_length: as `config.original_length`.
     """
 
     def __init__(self, skeleton: Skeleton, device: torch.device) -> None:
@@ -100,6 +101,12 @@ class ClientModel:
         self._prepare_cache = self.model._prepare_cache_for_generation
         self.model._prepare_cache_for_generation = self._prepare_remote_cache
         self._outer = OuterLayers(self.model, skeleton.decoder, self.layer)
+        self.original_length = original_length(skeleton.config)
+        self._prepare_inputs = self.model.prepare_inputs_for_generation
+        if self.original_length is not None:
+            self.model.prepare_inputs_for_generation = wraps(self._prepare_inputs)(
+                lambda *args, **kwargs: self._prepare_remote_inputs(*args, **kwargs)
+            )
         self._whole_forward = self.model.forward
         self.model.forward = wraps(self._whole_forward)(lambda *args, **kwargs: self._forward(*args, **kwargs))
 
@@ -327,6 +334,31 @@ class ClientModel:
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = RemoteCache()
         return self._prepare_cache(generation_config, model_kwargs, *rest)
+
+    def _prepare_remote_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        """Where the model gives up its cache, to fill it anew, so does the session."""
+        inputs, cache = self._prepare_inputs(*args, **kwargs), kwargs.get("past_key_values")
+        if isinstance(cache, RemoteCache) and inputs.get("past_key_values") is None:
+            cache.reset()
+            inputs["past_key_values"] = cache
+        return inputs
+
+    def refills(self, held: int, length: int) -> bool:
+        """Whether transformers' `generate` gives up a cache of `held` tokens when the text comes to `length` tokens:
+        all that refill theirs do so where the factors of long texts begin."""
+        if self.original_length is None or not held <= self.original_length < length:
+            return False
+        ids = torch.full((1, length), self.any_token)
+        cache = RemoteCache()
+        cache.advance(held)
+        return self._prepare_inputs(ids, past_key_values=cache, next_sequence_length=1).get("past_key_values") is None
+
+    def draft_limit(self, tokens: int, limit: int, padding: int = 0) -> int:
+        """How long a text of so many tokens may become with drafts, at most `limit`: tokens up to where the factors
+        change are computed with those of a short text, and none behind them in the same step."""
+        if self.original_length is None or tokens > self.original_length + padding:
+            return limit
+        return min(limit, self.original_length + padding + 1)
 
 
 def positions(tokens: int, position: int, mask: torch.Tensor | None) -> torch.Tensor:

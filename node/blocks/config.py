@@ -50,6 +50,24 @@ def read_config(folder: Path) -> PreTrainedConfig:
     return text
 
 
+def original_length(config: PreTrainedConfig) -> int | None:
+    """The tokens up to which texts take the short factors of a model with longrope (arXiv 2402.13753), all of them; all
+    tokens of a longer text take the long ones. None for models without.
+
+    Raises:
+        ModelError: its layers differ in that.
+    """
+    parameters: Any = getattr(config, "rope_parameters", None) or {}
+    parts = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    lengths = {int(part["original_max_position_embeddings"]) for part in parts if part.get("rope_type") == "longrope"}
+    if len(lengths) > 1:
+        raise ModelError(
+            f"layers of this {config.model_type!r} model take the factors of long texts from different lengths on: "
+            "petalnode cannot serve it"
+        )
+    return next(iter(lengths), None)
+
+
 def choose_device(device: str) -> torch.device:
     """`auto` is the best that there is: cuda, then mps, then cpu.
 

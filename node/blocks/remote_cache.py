@@ -25,6 +25,9 @@ class RemoteCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self._length = 0
         self._reorder: list[int] | None = None
 
+    def __bool__(self) -> bool:
+        return True  # as transformers' caches, whose length is that of their layers
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._length
 

@@ -178,7 +178,12 @@ class BlockSpan:
         adapter_rows = [AdapterRows(adapter, 0, cache.batch, cache.batch)] if adapter is not None else []
         with with_adapters(adapter_rows), self._prompted(cache, tokens, adapter):
             output = self.stack.run(
-                hidden.to(self.device, self.dtype), SessionView(cache), positions, mask, part=self._part(cache)
+                hidden.to(self.device, self.dtype),
+                SessionView(cache),
+                positions,
+                mask,
+                part=self._part(cache),
+                long_factors=cache.long_factors,
             )
         cache.advance(tokens)
         return output.to(hidden.device, hidden.dtype)

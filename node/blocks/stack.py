@@ -15,7 +15,8 @@ from torch import nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 
-from .cache import RAGGED
+from .cache import RAGGED, SpanCache
+from .config import original_length
 
 
 class BlockStack:
@@ -25,13 +26,19 @@ class BlockStack:
 
     Attributes:
         blocks: the modules, in their order.
+        original_length: as `config.original_length`.
     """
 
     def __init__(self, decoder: PreTrainedModel, blocks: Sequence[nn.Module]) -> None:
         self._decoder = decoder
         self._takes_positions = "position_ids" in inspect.signature(decoder.forward).parameters
         self._implementation = decoder.config._attn_implementation
+        self.original_length = original_length(decoder.config)
         self._rotaries = _growing_rotaries(decoder)
+        self._long_factors = False
+        for rotary in _rotaries(decoder) if self.original_length is not None else ():
+            rotary.register_forward_pre_hook(self._lengthen, with_kwargs=True)
+            rotary.register_forward_hook(self._shorten)
         self.blocks = tuple(blocks)
         self._as_tuple = False
         self._input: torch.Tensor | None = None
@@ -46,6 +53,14 @@ class BlockStack:
         Then sessions of different lengths cannot share a batch.
         """
         return any(kind in ("dynamic", "longrope") for kind in _rotary_kinds(self._decoder.config))
+
+    def begin_step(self, cache: SpanCache, tokens: int, long_factors: bool) -> None:
+        """To be called before the next `tokens` tokens of a row, a whole step, are computed, perhaps in several parts.
+
+        `long_factors`: the step is a part of a text beyond `original_length`, wherever it ends.
+        """
+        end = cache.length + tokens - min(cache.left_padding)
+        cache.long_factors = long_factors or (self.original_length is not None and end > self.original_length)
 
     def rotary(self, positions: torch.Tensor, layer_type: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines, [1, n, rotated dim] each, of int64 `positions` [1, n], for blocks of `layer_type` where
@@ -68,6 +83,7 @@ class BlockStack:
         *,
         ragged: bool = False,
         part: range | None = None,
+        long_factors: bool = False,
     ) -> torch.Tensor:
         """What the last block makes of `hidden` [rows, tokens, hidden size].
 
@@ -77,9 +93,11 @@ class BlockStack:
             attention_mask: bool or int [rows, tokens held + new], 0 where there is padding.
             ragged: `cache` returns one entry per session; one token per row.
             part: indices of the blocks that compute; the others return their input. None is all.
+            long_factors: rotary frequencies are those of a text beyond `original_length`, if the model has such.
         """
         arguments: dict[str, Any] = {"position_ids": position_ids} if self._takes_positions else {}
         self._input = hidden
+        self._long_factors = long_factors and self.original_length is not None
         config = self._decoder.config
         for rotary in self._rotaries:
             _forget_length(rotary)
@@ -100,6 +118,7 @@ class BlockStack:
             output = self._output
         finally:
             self._input = self._output = None
+            self._long_factors = False
             for block in idle:
                 del block.forward
             if ragged:
@@ -113,6 +132,19 @@ class BlockStack:
         if args:
             return (self._input, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": self._input}
+
+    def _lengthen(self, rotary: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Adds a token beyond `original_length`: transformers chooses the factors by the largest position of a call."""
+        if not self._long_factors:
+            return None
+        given = args[1] if len(args) > 1 else kwargs["position_ids"]
+        longer = torch.cat([given, given.new_full((given.shape[0], 1), self.original_length)], dim=1)
+        if len(args) > 1:
+            return (args[0], longer, *args[2:]), kwargs
+        return args, {**kwargs, "position_ids": longer}
+
+    def _shorten(self, rotary: nn.Module, args: Any, output: Any) -> Any:
+        return tuple(part[:, :-1] for part in output) if self._long_factors else None
 
     def is_idle(self, block: nn.Module) -> bool:
         """Whether a block of a run that is under way returns its input."""
@@ -138,6 +170,10 @@ def _growing_rotaries(decoder: PreTrainedModel) -> list[nn.Module]:
     """Rotary embeddings that keep the frequencies of the longest sequence they have seen."""
     if "dynamic" not in _rotary_kinds(decoder.config):
         return []
+    return _rotaries(decoder)
+
+
+def _rotaries(decoder: PreTrainedModel) -> list[nn.Module]:
     return [module for module in decoder.modules() if hasattr(module, "original_max_seq_len")]
 
 

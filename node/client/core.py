@@ -349,7 +349,8 @@ class SwarmClient(ServerSelection):
         adapter = spec.adapter or await self.adapter(wait=wait)
         trace = None if self.on_session is None else SessionTrace(self.model.name)
         spec = replace(spec, model_version=self.model.version, adapter=adapter, trusted=self.trusted, trace=trace)
-        spec = replace(spec, reopen_timeout=self._reopen_timeout)
+        original_length = await self.model.original_length()
+        spec = replace(spec, reopen_timeout=self._reopen_timeout, original_length=original_length)
         if spec.codec == "none" and not prompt and source is None:
             spec = replace(spec, codec=await self.chosen_codec(spec, saved))
         spec = replace(spec, prefix_salt=spec.prefix_salt or self.prefix_salt)

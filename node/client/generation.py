@@ -233,13 +233,14 @@ class Conversation:
         tokens = [*self._virtual, *prompt]
         begin = len(tokens)
         session = await self._open(tokens)
+        session.fit(begin)
         self.reused = max(0, min(common_prefix(self._held, tokens), session.position) - len(self._virtual))
         limit = min(self.max_length + len(self._virtual), begin + sampling.max_new_tokens)
         answer, drafter = Answering(tokens, limit, sampler, on_token, stop, self._stop_tokens), self._drafter
-        while not answer.is_over:
+        while self._goes_on(answer, limit):
             draft = Draft()
             if drafter is not None and len(tokens) > begin:
-                draft = drafter.guess(tokens, limit - len(tokens) - 1)
+                draft = drafter.guess(tokens, answer.limit - len(tokens) - 1)
             guesses = drafter is not None and (bool(draft.tokens) or drafter.model_guesses(answer))
             if drafter is not None and guesses and await self._check_side_by_side(drafter, answer, draft):
                 continue
@@ -263,6 +264,16 @@ class Conversation:
                 if made > begin:
                     drafter.note_step(draft, len(tokens) - made - 1, now - begun)
         return tokens[begin:]
+
+    def _goes_on(self, answer: Answering, limit: int) -> bool:
+        """Whether there is a next token, before which the session gives up what it holds where transformers does."""
+        tokens, session = len(answer.tokens), self._session
+        answer.limit = self._model.draft_limit(tokens, limit)
+        if answer.is_over:
+            return False
+        if session is not None and self._model.refills(session.position, tokens):
+            session.fit(tokens)
+        return True
 
     async def _check_side_by_side(self, drafter: Drafter, answer: Answering, draft: Draft) -> bool:
         """Checks this draft and those that follow it in steps that are under way at once; false if that cannot be."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
 
 import trio
 
@@ -22,6 +26,9 @@ from ..swarm.swarm import Swarm
 from ..swarm.versions import choose_version, used_before
 from .deadlines import REFRESH_TIMEOUT
 
+_LONGROPE: Final = frozenset({"longrope", "su", "yarn"})
+"""The names that longrope has in configurations of transformers (two old ones of Phi-3; yarn may be its own kind)."""
+
 
 @dataclass(frozen=True)
 class SwarmModel:
@@ -34,6 +41,11 @@ class SwarmModel:
     folder: ModelFolder
     held: bytes | None = None
 
+    async def original_length(self) -> int | None:
+        """As `blocks.config` has it."""
+        kinds = _rotary_kinds(self.folder.config)
+        return await trio.to_thread.run_sync(_original_length, self.folder.path) if kinds & _LONGROPE else None
+
     @property
     def name(self) -> str:
         return self.folder.name
@@ -41,6 +53,25 @@ class SwarmModel:
     @property
     def num_blocks(self) -> int:
         return self.folder.num_blocks
+
+
+def _rotary_kinds(config: Mapping[str, Any]) -> set[Any]:
+    """What a `config.json` may mean by the kind of its rotary embeddings, found without transformers."""
+    found: set[Any] = set()
+    waiting: list[Any] = [config]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Mapping):
+            found |= {part[name] for name in ("rope_type", "type") if isinstance(part.get(name), str)}
+            waiting += part.values()
+    return found
+
+
+@cache
+def _original_length(folder: Path) -> int | None:
+    from ..blocks.config import original_length, read_config  # torch
+
+    return original_length(read_config(folder))
 
 
 async def identify_model(swarm: Swarm, folder: ModelFolder, progress: Progress = no_progress) -> SwarmModel:

@@ -70,6 +70,7 @@ class StepInput:
     """A checked step: `tensor` describes `payload`, hidden states of [batch, tokens, hidden].
 
     `payload_hash`: what SHA-256 of the payload has to be; empty if it may be anything.
+    `long_factors`: as `wire.Step` has it.
     """
 
     position: int
@@ -77,6 +78,7 @@ class StepInput:
     tensor: wire.Tensor
     payload: bytes
     payload_hash: bytes = b""
+    long_factors: bool = False
 
 
 @dataclass(frozen=True)
@@ -170,8 +172,11 @@ class StepRunner:
         except (TensorError, ValueError) as error:
             raise bad_request(str(error)) from None
         step.session.roll_back(step.input.position, step.input.reorder)
+        cache = step.session.cache
+        self._blocks.stack.begin_step(cache, hidden.shape[1], step.input.long_factors)
         if step.session.shared is not None:
-            step.digests = token_digests(step.input.payload, hidden.shape[0], hidden.shape[1])
+            rows, tokens = hidden.shape[:2]
+            step.digests = token_digests(step.input.payload, rows, tokens, long_factors=cache.long_factors)
 
     def close(self, session: ComputeSession) -> None:
         self._gathering.gone(session)

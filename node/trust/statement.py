@@ -134,7 +134,7 @@ def _session(bundle: Bundle) -> SessionClaim:
 def _prefix(bundle: Bundle, terms: SessionTerms) -> tuple[int, list[tuple[wire.Step, wire.Tensor, bytes]]]:
     """The tokens that the session began with, and as steps what had entered for them: the name of the last block, which
     the server has signed with its first receipt, is that of these tensors."""
-    granted, named = bundle.evidence.prefix_tokens, PrefixNames(terms.prefix_root)
+    granted, names = bundle.evidence.prefix_tokens, [PrefixNames(terms.prefix_root) for _ in (False, True)]
     steps: list[tuple[wire.Step, wire.Tensor, bytes]] = []
     length = 0
     for number, tensor in enumerate(bundle.evidence.prefix):
@@ -142,13 +142,20 @@ def _prefix(bundle: Bundle, terms: SessionTerms) -> tuple[int, list[tuple[wire.S
         _check_form(step, tensor, terms, length)
         if len(payload) != wire_nbytes(tensor.shape, tensor.dtype, tensor.codec):
             raise ExchangedTensors("what the session began with is of another size than the statement has it")
-        named.append(token_digests(payload, terms.batch, tensor.shape[1]))
+        for long_factors, named in enumerate(names):
+            named.append(token_digests(payload, terms.batch, tensor.shape[1], long_factors=bool(long_factors)))
         length += tensor.shape[1]
         steps.append((step, tensor, payload))
     if length != granted:
         raise NotProven(f"it shows {length} of the {granted} tokens that the session began with")
-    if granted and named.names[-1:] != list(terms.prefix[granted // BLOCK_TOKENS - 1 :][:1]):
+    if not granted:
+        return 0, []
+    signed = list(terms.prefix[granted // BLOCK_TOKENS - 1 :][:1])
+    fitting = [bool(long_factors) for long_factors, named in enumerate(names) if named.names[-1:] == signed]
+    if not fitting:
         raise ExchangedTensors("what the session began with is not what the server signed")
+    for step, _, _ in steps:
+        step.long_factors = fitting[0]
     return granted, steps
 
 

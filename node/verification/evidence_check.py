@@ -177,7 +177,7 @@ def _observed_session(claim: SessionClaim) -> Observed:
         hidden = decode(tensor, payload)
         if not bool(torch.isfinite(hidden).all()):
             raise NotProven("what was asked holds NaN or infinity, which no server takes")
-        steps.append(Step(step.position, hidden, tuple(step.reorder)))
+        steps.append(Step(step.position, hidden, tuple(step.reorder), step.long_factors))
     receipt, last = claim.receipt, claim.steps[-1][1]
     span = Span(*receipt.span)
     question = SessionQuestion(span, tuple(steps), claim.terms.left_padding)

@@ -72,7 +72,8 @@ def observed_session(log: SessionLog, device: str = "") -> Observed | None:
         if entry.step is None or entry.asked is None or entry.input is None or entry.output is None:
             break
         receipt = entry.receipt
-        steps.append(Step(entry.step.position, decode(entry.asked, entry.input), tuple(entry.step.reorder)))
+        hidden, asked = decode(entry.asked, entry.input), entry.step
+        steps.append(Step(asked.position, hidden, tuple(asked.reorder), asked.long_factors))
         claimed.append(decode(entry.asked, entry.output))
     if receipt is None or receipt.adapter:
         return None

@@ -54,7 +54,7 @@ class Step:
     """One step of a session as the server took it.
 
     Attributes:
-        position: tokens of a row before it; tokens that the cache holds behind it are rolled back first.
+        position, long_factors: as `wire.Step` has them.
         reorder: per row, the row whose cache it continues, after the rollback; empty for its own.
         hidden: float [rows, tokens, hidden size], as decoded from the wire.
     """
@@ -62,6 +62,7 @@ class Step:
     position: int
     hidden: torch.Tensor
     reorder: tuple[int, ...] = ()
+    long_factors: bool = False
 
 
 @dataclass(frozen=True)
@@ -359,11 +360,11 @@ class _Session(_Run):
     hidden: list[torch.Tensor]
 
     def go_through(self, blocks: BlockSpan) -> None:
-        rows = self.hidden[0].shape[0]
-        length = max(step.position + step.hidden.shape[1] for step in self.question.steps)
+        rows, steps = self.hidden[0].shape[0], self.question.steps
+        length = max(step.position + step.hidden.shape[1] for step in steps)
         part = _common(self.question.span, blocks.span)
         cache = blocks.make_cache(rows, length, list(self.question.left_padding) or None, part)
-        for index, step in enumerate(self.question.steps):
+        for index, step in enumerate(steps):
             if step.position < cache.length:
                 cache.rollback(step.position)
             if step.reorder:
@@ -371,6 +372,7 @@ class _Session(_Run):
             if step.position != cache.length:
                 raise ValueError(f"a step at position {step.position} of a session that holds {cache.length} tokens")
             entering = self.hidden[index]
+            blocks.stack.begin_step(cache, entering.shape[1], step.long_factors)
             if entering.shape[1] == 1:
                 self.hidden[index] = blocks.decode([(entering, cache)])[0]
             else:

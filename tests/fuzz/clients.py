@@ -12,6 +12,7 @@ import trio
 from petalnode.crypto.receipts import NO_RECEIPT
 from petalnode.node.client.batch.batch_stream import BatchInput, BatchSpec, BatchStream, KeptSet, StreamBroken
 from petalnode.node.client.request import ServerClaims, WireTensor
+from petalnode.node.client.session.history import Input
 from petalnode.node.client.session.stream import SessionSpec, SessionStream
 from petalnode.node.errors import ServerFailed
 from petalnode.node.swarm.routing import Hop
@@ -134,8 +135,8 @@ async def _session(stream: Any) -> None:
         stream, Hop(ATTACKER.peer_id, _SPAN), spec, OTHER.peer_id, bytes(16), claims=_CLAIMS, log=log
     )
     await session.open(1, None, None)
-    await session.exchange(_chunk(3), 0, (), 1)
-    await session.exchange(_chunk(1, 1), 3, (1, 0), 1)
+    await session.exchange(Input(0, (), _chunk(3)), 1)
+    await session.exchange(Input(3, (1, 0), _chunk(1, 1)), 1)
     await session.exchange(_chunk(1, 2), 2, (), 1)
     await session.close()
 

@@ -262,7 +262,7 @@ class VirtualSwarm:
         """`options` as for `open_client`."""
         node: Any = _ClientNode(self)
         self.network.nodes[node.peer_id] = node
-        folder: Any = SimpleNamespace(name="virtual", num_blocks=BLOCKS, hidden_size=HIDDEN)
+        folder: Any = SimpleNamespace(name="virtual", num_blocks=BLOCKS, hidden_size=HIDDEN, config={})
         from petalnode.node.client.swarm_model import SwarmModel
 
         async with open_client(node, SwarmModel(VERSION, folder), **options) as client:

@@ -14,6 +14,7 @@ import trio
 from petalnode.crypto.identity import peer_id_to_bytes
 from petalnode.crypto.receipts import Receipt
 from petalnode.node.client.request import PushedOther, ServerRefused, StreamLost, WireTensor
+from petalnode.node.client.session.history import Input
 from petalnode.node.client.session.stream import SessionStream
 from petalnode.node.errors import ServerCheated, ServerFailed
 from petalnode.node.trust.receipt_log import ReceiptArchive, SessionLog
@@ -222,7 +223,7 @@ def test_a_server_that_is_gone_or_does_not_read_is_lost_and_one_that_is_late_is_
         assert (await received(session, step, chunk)).chunk.payload == chunk.payload
         assert session.timing.total < 1
         with pytest.raises(ServerFailed, match=r"did not answer for 20 s"):
-            await session.exchange(chunk, 1, (), 1)
+            await session.exchange(Input(1, (), chunk), 1)
         await server.stream.reset()
         with pytest.raises(StreamLost):
             await asked(session, chunk, 1)

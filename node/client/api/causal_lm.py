@@ -141,6 +141,8 @@ class DistributedModelForCausalLM(DistributedModel):
         session = session or (None if self._local.is_prompted or adapter else self.active_session)
         if session is None:
             length = self._total_length(input_ids.shape[1], kwargs)
+            if self._local.is_prompted and self._may_become_long(length):
+                drafts = None  # they would embed the whole text again, in a thread that has no prompts
             free = not adapter and not self._local.is_prompted
             apart = free and drafts is not None and self._are_apart(input_ids, length, kwargs)
             count = 1 if apart or not free else self._row_groups(input_ids, length, kwargs)
@@ -166,12 +168,16 @@ class DistributedModelForCausalLM(DistributedModel):
     def _are_apart(self, input_ids: torch.Tensor, length: int, kwargs: dict[str, Any]) -> bool:
         """Whether the rows take drafts, each in a session of its own."""
         rows = input_ids.shape[0] * self._copies(kwargs)
-        if rows == 1:
+        if rows == 1 or self._may_become_long(length):
             return False
         spec = SessionSpec(b"", self._blocks.span, rows, length)
         route, step_seconds, trip_seconds = self._runtime.call(self._runtime.value.stages, spec)
         measured = self._paces.measured(tuple((hop.peer_id, hop.span.start, hop.span.end) for hop in route))
         return draft_apart(rows, step_seconds, trip_seconds, self._row_gain, measured)
+
+    def _may_become_long(self, length: int) -> bool:
+        """Whether a text of this length has other factors: the longest row of a batch decides about them for all."""
+        return self._local.original_length is not None and length > self._local.original_length
 
     def _learn_gain(
         self, input_ids: torch.Tensor, sequences: torch.Tensor, kwargs: dict[str, Any], drafts: DraftOptions | None
@@ -201,7 +207,8 @@ class DistributedModelForCausalLM(DistributedModel):
     def _row_groups(self, input_ids: torch.Tensor, length: int, kwargs: dict[str, Any]) -> int:
         """In how many groups the rows are generated."""
         rows = input_ids.shape[0]
-        if rows == 1 or not are_independent(kwargs, self.transformers_model.generation_config):
+        default = self.transformers_model.generation_config
+        if rows == 1 or self._may_become_long(length) or not are_independent(kwargs, default):
             return 1
         spec = SessionSpec(b"", self._blocks.span, rows, length)
         route, step_seconds, trip_seconds = self._runtime.call(self._runtime.value.stages, spec)
@@ -259,6 +266,7 @@ class DistributedModelForCausalLM(DistributedModel):
         tokens = input_ids.tolist()
         # The last token is always sent: its output is what the next one is chosen from.
         session.position = min(_shared(session.tokens, tokens), input_ids.shape[1] - 1)
+        session.fit(input_ids.shape[1])
         session.tokens = None
         cache = RemoteCache(session)
         cache.advance(session.position)

@@ -283,21 +283,28 @@ class DraftedDecoding:
         reader = Assistant(self._options.assistant) if self._options.assistant is not None else None
         drafter = Drafter(self._session.drafting, LookupDrafter(), reader, skipped)
         embed = partial(self._embed, session)
-        while not answer.is_over:
+        padding = 0 if self._mask is None else int((self._mask[0] == 0).sum())
+        while True:
             made = len(tokens)
-            draft = drafter.guess(tokens, limit - made - 1)
+            answer.limit = self._local.draft_limit(made, limit, padding)
+            if answer.is_over:
+                break
+            draft = drafter.guess(tokens, answer.limit - made - 1)
+            session.position = min(session.position, made - 1)
+            if self._local.refills(session.position, made):
+                session.fit(made)
             together = drafter.plan.speed is not None and isinstance(session, ClientSession)
-            if together and (draft.tokens or drafter.model_guesses(answer)):
+            if together and session.position == made - 1 and (draft.tokens or drafter.model_guesses(answer)):
                 await drafter.check(answer, draft, cast(ClientSession, session), embed, self._local.head)
                 if len(tokens) > made:
                     continue
                 draft = Draft()  # nothing could be sent ahead
-            session.position = made - 1
+            session.position = start = min(session.position, made - 1)
             begun = trio.current_time()
-            chunks = await trio.to_thread.run_sync(embed, [tokens[-1], *draft.tokens], made - 1)
+            chunks = await trio.to_thread.run_sync(embed, [*tokens[start:], *draft.tokens], start)
             hidden = await session.step(chunks)
             answered = trio.current_time()
-            await answer.check(partial(self._logits, hidden), draft.tokens)
+            await answer.check(partial(self._logits, hidden, 1 + len(draft.tokens)), draft.tokens)
             now = trio.current_time()
             drafter.note_speed(session, hidden[-1].tokens, now - answered)
             drafter.note_step(draft, len(tokens) - made - 1, now - begun)
@@ -312,5 +319,6 @@ class DraftedDecoding:
         hidden = self._local.embed(torch.tensor([some]), position, mask)
         return to_chunks(hidden, session.spec.codec, session.chunk_tokens(*hidden.shape[1:]))
 
-    def _logits(self, hidden: Sequence[WireTensor]) -> torch.Tensor:
-        return self._local.head(from_chunks(list(hidden)))[0]
+    def _logits(self, hidden: Sequence[WireTensor], count: int) -> torch.Tensor:
+        """Those of the last `count` tokens, [count, vocabulary]."""
+        return self._local.head(from_chunks(list(hidden))[:, -count:])[0]

@@ -132,6 +132,11 @@ class InferenceSession:
         if self.tokens is not None:
             self.tokens = [row[:position] for row in self.tokens]
 
+    def fit(self, length: int) -> None:
+        """Rolls back to the tokens that a text of `length` tokens of a row can begin with (longrope)."""
+        if self._session is not None:
+            self._session.fit(length)
+
     def step(
         self,
         hidden: torch.Tensor,

@@ -401,6 +401,7 @@ class DistributedModel:
         """Called by the local model in place of its blocks: hidden [batch, tokens, hidden] to the same shape."""
         if call.cache is not None:
             return self._run_in_session(hidden, call, call.cache)
+        self._check_factors(call.position_ids)
         context = replace(forward_context(), mask=call.attention_mask, positions=call.position_ids)
         with within(context):
             if context.block_inputs is None:
@@ -410,6 +411,21 @@ class DistributedModel:
                 context.block_inputs.append(hidden)
                 hidden = block(hidden)
             return hidden
+
+    def _check_factors(self, positions: torch.Tensor | None) -> None:
+        """
+        Raises:
+            BadInput: some rows are long (longrope), by which all would be, and others not. They may travel apart.
+        """
+        original = self._local.original_length
+        if original is None or positions is None or positions.dim() != 2:
+            return
+        lengths = positions.amax(dim=1) + 1
+        if int(lengths.max()) > original >= int(lengths.min()):
+            raise BadInput(
+                f"some rows are longer than the {original} tokens from which on this model's positions mean something "
+                "else, and some are not: call it with the rows one by one"
+            )
 
     def _run_in_session(self, hidden: torch.Tensor, call: RemoteCall, cache: RemoteCache) -> torch.Tensor:
         raise BadInput("this model has no cache: call it with use_cache=False")

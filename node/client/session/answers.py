@@ -47,7 +47,7 @@ class SessionSpec:
     the session at the servers for so many seconds; when only a stream is lost they keep it for a while in any case.
     `reopen_timeout`: for how long servers are looked for where all that were known are gone; None is `REOPEN_TIMEOUT`.
     `share`: servers may keep what it computes for sessions of this client that begin alike, and it uses what they have
-    kept, of sessions of the same `prefix_salt`.
+    kept, of sessions of the same `prefix_salt`. `original_length`: as `blocks.config` has it.
     """
 
     model_version: bytes
@@ -67,10 +67,15 @@ class SessionSpec:
     trace: SessionTrace | None = field(default=None, compare=False)
     share: bool = False
     prefix_salt: bytes = b""
+    original_length: int | None = None
 
     def salt_at(self, peer_id: str) -> bytes:
         """What a server is told of `prefix_salt`: of no use at others, so that it cannot ask them in our name."""
         return hashlib.sha256(self.prefix_salt + peer_id.encode()).digest() if self.prefix_salt else b""
+
+    def takes_long_factors(self, length: int) -> bool:
+        """Whether a call that ends at so many tokens of a row, padding included, is one of a long text (longrope)."""
+        return self.original_length is not None and length - min(self.left_padding, default=0) > self.original_length
 
     @property
     def adapter_hash(self) -> bytes:

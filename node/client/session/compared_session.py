@@ -35,10 +35,9 @@ from .comparing import (
     plan_chains,
     session_end,
     settle,
-    tail,
+    span_answers,
     tolerance_between,
 )
-from .link import ServerLink
 from .session import ClientSession
 from .stream import SessionSpec
 
@@ -139,6 +138,11 @@ class ComparedSession:
     def position(self, position: int) -> None:
         for chain in self._chains:
             chain.session.position = position
+
+    def fit(self, length: int) -> None:
+        """As `ClientSession.fit`."""
+        for chain in self._chains:
+            chain.session.fit(length)
 
     def chunk_tokens(self, tokens: int, values: int) -> int:
         return min((chain.session.chunk_tokens(tokens, values) for chain in self._chains), default=1)
@@ -299,7 +303,7 @@ class ComparedSession:
         if found.agreed and not found.dissenting:
             return answers[0]
         answered = [
-            _span_answers(chain.session.links, before, from_chunks(answer))
+            span_answers([(link.server.hop, link.history) for link in chain.session.links], before, from_chunks(answer))
             for chain, answer in zip(self._chains, answers, strict=True)
         ]
 
@@ -368,7 +372,9 @@ class ComparedSession:
             questions = []
             for claim in asked:
                 inputs = claim.history.needed(claim.history.end)
-                steps = tuple(Step(step.position, from_chunks([step.chunk]), step.reorder) for step in inputs)
+                steps = tuple(
+                    Step(step.position, from_chunks([step.chunk]), step.reorder, step.long_factors) for step in inputs
+                )
                 questions.append(SessionQuestion(claim.hop.span, steps, self.spec.left_padding))
             answers = truth.answer(questions)
         except (PetalnodeError, ValueError) as error:
@@ -420,7 +426,7 @@ class ComparedSession:
                 if position:
                     for step in leading.links[0].history.replay(position, chain.session.max_step_tokens):
                         chain.session.position = step.position
-                        await chain.session.step([step.chunk], step.reorder)
+                        await chain.session.step([step.chunk], step.reorder, long_factors=step.long_factors)
                     chain.session.position = position
                 ready = True
             except (SwarmError, BadInput) as error:
@@ -436,14 +442,3 @@ class ComparedSession:
 
 Session = ClientSession | ComparedSession
 """What `SwarmClient.session` opens."""
-
-
-def _span_answers(links: Sequence[ServerLink], before: int, output: torch.Tensor) -> list[SpanAnswer]:
-    """What each server of a chain made of the last step, which began at position `before`."""
-    left = []
-    for link in links[1:]:
-        inputs = link.history.needed(link.history.end)
-        left.append(tail([(step.position, from_chunks([step.chunk])) for step in inputs], before))
-    return [
-        SpanAnswer(link.server.hop, link.history, claimed) for link, claimed in zip(links, [*left, output], strict=True)
-    ]

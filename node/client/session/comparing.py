@@ -358,3 +358,12 @@ def _asked_the_same(one: SpanAnswer, other: SpanAnswer) -> bool:
         for answer in (one, other)
     ]
     return torch.equal(tail(inputs[0], 0), tail(inputs[1], 0))
+
+
+def span_answers(held: Sequence[tuple[Hop, InputHistory]], before: int, output: torch.Tensor) -> list[SpanAnswer]:
+    """What each server of a chain made of the last step, which began at position `before`, by what it was sent."""
+    left = []
+    for _, history in held[1:]:
+        inputs = history.needed(history.end)
+        left.append(tail([(step.position, from_chunks([step.chunk])) for step in inputs], before))
+    return [SpanAnswer(hop, history, claimed) for (hop, history), claimed in zip(held, [*left, output], strict=True)]

@@ -81,7 +81,7 @@ class Flight:
         """
         if not self.smooth or len(chunk.payload) > UNWATCHED_BYTES:
             return False
-        step = Input(position, (), chunk)
+        step = Input(position, (), chunk, self._chain.spec.takes_long_factors(position + chunk.tokens))
         before = sum(other.chunk.tokens for other, _ in self._under_way)
         run = StepRun(self._chain, self._chain.links, step, push=True, before=before)
         self._under_way.append((step, run))

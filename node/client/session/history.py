@@ -21,11 +21,15 @@ _MERGED_CODECS: Final = frozenset({"none", "float16", "bfloat16"})
 
 @dataclass(frozen=True)
 class Input:
-    """One step as it was sent: roll back to `position`, let each row continue row `reorder[row]`, then take `chunk`."""
+    """One step as it was sent: roll back to `position`, let each row continue row `reorder[row]`, then take `chunk`.
+
+    `long_factors`: as `wire.Step` has it.
+    """
 
     position: int
     reorder: tuple[int, ...]
     chunk: WireTensor
+    long_factors: bool = False
 
     @property
     def end(self) -> int:
@@ -65,7 +69,7 @@ class InputHistory:
             reorder = _composed(self._inputs.pop().reorder, reorder)
         if self._inputs and self._inputs[-1].end > step.position:
             self._inputs[-1] = part_of(self._inputs[-1], 0, step.position)
-        self._inputs.append(Input(step.position, reorder, step.chunk))
+        self._inputs.append(replace(step, reorder=reorder))
 
     @property
     def inputs(self) -> Sequence[Input]:
@@ -126,6 +130,7 @@ def _may_follow(group: list[Input], step: Input, max_tokens: int) -> bool:
     tokens = step.end - group[0].position
     return (
         not step.reorder
+        and step.long_factors == group[0].long_factors
         and step.position == group[-1].end
         and step.chunk.tensor.codec in _MERGED_CODECS
         and tokens <= max_tokens
@@ -147,4 +152,4 @@ def _merge(group: list[Input]) -> Input:
     payload = b"".join(parts)
     tokens = sum(step.chunk.tokens for step in group)
     tensor = Tensor(shape=[rows, tokens, first.shape[2]], dtype=first.dtype, codec=first.codec, nbytes=len(payload))
-    return Input(group[0].position, group[0].reorder, WireTensor(tensor, payload))
+    return replace(group[0], chunk=WireTensor(tensor, payload))

@@ -296,7 +296,7 @@ async def replay_step(
     """
     for link in links:
         before(link, link.patience(step.chunk))
-        chunk = await link.server.exchange(step.chunk, step.position, step.reorder, epoch)
+        chunk = await link.server.exchange(step, epoch)
         link.history.append(step)
         link.count(step.chunk.tokens)
         step = replace(step, chunk=chunk)

@@ -60,7 +60,8 @@ class Beginning:
         )
         named = PrefixNames(root)
         for step in inputs:
-            named.append(token_digests(step.chunk.payload, spec.batch, step.chunk.tokens))
+            long_factors = step.long_factors
+            named.append(token_digests(step.chunk.payload, spec.batch, step.chunk.tokens, long_factors=long_factors))
         return named.names[:MAX_BLOCKS]
 
     @property
@@ -149,8 +150,9 @@ def _longest(spec: SessionSpec, prompt: Sequence[WireTensor], known: Sequence[Be
     if spec.batch != 1 or not prompt:
         return None
     steps: list[Input] = []
+    long_factors = spec.takes_long_factors(sum(chunk.tokens for chunk in prompt))
     for chunk in prompt:
-        steps.append(Input(steps[-1].end if steps else 0, (), chunk))
+        steps.append(Input(steps[-1].end if steps else 0, (), chunk, long_factors))
     best, most = Beginning({}, 0), 0
     for beginning in known:
         shared = min(_shared(spec, beginning, steps), steps[-1].end - 1)
@@ -180,7 +182,8 @@ def _shared(spec: SessionSpec, beginning: Beginning, mine: Sequence[Input]) -> i
     if bytes(mine[0].chunk.payload[:size]) != bytes(theirs[0].chunk.payload[:size]):
         return 0  # which is so of most texts that have nothing to do with each other
     left, right = (np.frombuffer(b"".join(step.chunk.payload for step in steps), np.uint8) for steps in (mine, theirs))
-    tokens = min(len(left) // size, beginning.tokens)
+    alike = (step.position for step in theirs if step.long_factors != mine[0].long_factors)
+    tokens = min(len(left) // size, next(alike, beginning.tokens), beginning.tokens)
     equal = (left[: tokens * size] == right[: tokens * size]).reshape(tokens, size).all(axis=1)
     return tokens if equal.all() else int(equal.argmin())
 

@@ -123,6 +123,20 @@ class ClientSession:
             raise BadInput(f"a session that holds {self._position} tokens cannot go to position {position}")
         self._position = position
 
+    def fit(self, length: int) -> None:
+        """Rolls back to the tokens that have the factors which a text of `length` tokens of a row takes (longrope)."""
+        if self._chain.links:
+            wanted = self.spec.takes_long_factors(length)
+            self._position = min(self._position, self._held_with(wanted))
+
+    def _held_with(self, long_factors: bool) -> int:
+        """How many of the tokens have these factors, from the first one on. Of those that were held before this process
+        started it follows from their number (see `saved`)."""
+        history = self._chain.links[0].history
+        if history.start and self.spec.takes_long_factors(history.start) != long_factors:
+            return 0
+        return next((step.position for step in history.inputs if step.long_factors != long_factors), self._position)
+
     @property
     def max_step_tokens(self) -> int:
         """Tokens of a row that one chunk may have."""
@@ -201,12 +215,15 @@ class ClientSession:
         return True
 
     def saved(self) -> SavedSession | None:
-        """What another process needs to take this session up; None before it is open."""
+        """What another process needs to take this session up; None before it is open, and where its tokens have not the
+        factors that a text of so many takes."""
         links = tuple(
             SavedLink(server.hop.peer_id, server.hop.span.start, server.hop.span.end, server.nonce, server.epoch)
             for server in (link.server for link in self._chain.links)
         )
         spec, epoch = self.spec, self._chain.route_epoch
+        if links and self._held_with(spec.takes_long_factors(self._position)) < self._position:
+            return None
         return SavedSession(links, spec.max_length, self._position, epoch, spec.codec) if links else None
 
     async def close(self) -> None:
@@ -222,6 +239,7 @@ class ClientSession:
         waiting: Callable[[], None] | None = None,
         early: Early | None = None,
         outputs: int | None = None,
+        long_factors: bool | None = None,
     ) -> list[WireTensor]:
         """Sends chunks of hidden states, in order, through the chain; several are pipelined over the servers. Returns
         what leaves the last server for each; given `outputs`, only chunks that end in those of the last so many tokens
@@ -229,7 +247,8 @@ class ClientSession:
 
         `reorder` says for each row whose cache it continues, before the first chunk. Servers that fail are replaced.
         `early` gets the last server's answer to a single chunk while its receipt is checked; `waiting` is called once
-        that chunk is sent, before the answer is waited for, and computes something short meanwhile.
+        that chunk is sent, before the answer is waited for, and computes something short meanwhile. `long_factors`: as
+        `wire.Step` has it, where that does not follow from the end of the chunks.
         If the step raises or is cancelled, the session still holds what it held before, and goes on when servers are
         back; but not after a step with a reorder, which some servers have carried out then and others have not.
 
@@ -246,8 +265,10 @@ class ClientSession:
             )
         inputs = []
         position, first = self._position, tuple(reorder)
+        if long_factors is None:
+            long_factors = self.spec.takes_long_factors(position + tokens)
         for chunk in chunks:
-            inputs.append(Input(position, first, chunk))
+            inputs.append(Input(position, first, chunk, long_factors))
             position, first = position + chunk.tokens, ()
         async with self._turn():
             self._torn = bool(reorder)

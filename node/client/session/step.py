@@ -272,6 +272,7 @@ class StepRun:
             previous_receipt=self._receipt.hash() if self._receipt is not None else b"",
             targets=targets,
             receipt_only=self._link is unwanted,
+            long_factors=self._step.long_factors,
         )
 
     async def _receive(self, phase: Phase) -> StepEvent:

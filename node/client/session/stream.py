@@ -21,6 +21,7 @@ from ...trust.receipt_log import SessionLog
 from ..deadlines import CLOSE_TIMEOUT, PATH_KEEP, SEND_TIMEOUT
 from ..request import OutstandingReplies, ServerClaims, StreamLost, WireTensor, close_stream
 from .answers import Answer, AnswerChecks, Early, HopTiming, InferenceStream, SessionSpec
+from .history import Input
 
 __all__ = ["Answer", "HopTiming", "InferenceStream", "OutstandingReplies", "SessionSpec", "SessionStream"]
 
@@ -214,6 +215,8 @@ class SessionStream(AnswerChecks):
         self.round_trip = min(self.round_trip, trio.current_time() - begun)
         if granted.codec != self._spec.codec or not granted.max_step_tokens:
             raise self._failed(f"it granted codec {granted.codec!r} instead of {self._spec.codec!r}")
+        if self._spec.takes_long_factors(self._spec.max_length) and not granted.long_factors:
+            raise self._failed(f"its version knows no texts of more than {self._spec.original_length} tokens")
         return granted
 
     # --- steps
@@ -227,13 +230,20 @@ class SessionStream(AnswerChecks):
         peer = peer_id_to_bytes(self.hop.peer_id)
         return wire.PushTarget(peer_id=peer, nonce=self.nonce, sequence=sequence, receipt_only=receipt_only)
 
-    async def exchange(self, chunk: WireTensor, position: int, reorder: Sequence[int], route_epoch: int) -> WireTensor:
-        """Sends one step, with `position` tokens of a row before it, and returns the checked answer.
+    async def exchange(self, given: Input, route_epoch: int) -> WireTensor:
+        """Sends one step, and returns the checked answer.
 
         Raises:
             ServerFailed: the server is gone, silent, refuses or cheats.
         """
-        step = wire.Step(sequence=self.next_sequence(), position=position, reorder=reorder, route_epoch=route_epoch)
+        chunk = given.chunk
+        step = wire.Step(
+            sequence=self.next_sequence(),
+            position=given.position,
+            reorder=given.reorder,
+            route_epoch=route_epoch,
+            long_factors=given.long_factors,
+        )
         await self.send(step, chunk)
         answer = await self.receive(step, chunk, self._spec.step_timeout)
         if answer is None:

@@ -245,6 +245,7 @@ class ServerSession:
             priority=self._paid,
             prefix_tokens=self._begun_at,
             bytes_in_flight=BYTES_IN_FLIGHT,
+            long_factors=True,
         )
 
     async def _listen(self, stream: InferenceStream) -> None:
@@ -365,7 +366,7 @@ class ServerSession:
             if not adds_a_token or len(payload_hash) != HASH_BYTES:
                 check()  # before tokens are forgotten, rows change places, or long work is done
                 check = None
-        request = StepInput(step.position, tuple(step.reorder), tensor, payload, payload_hash)
+        request = StepInput(step.position, tuple(step.reorder), tensor, payload, payload_hash, step.long_factors)
         try:
             return await self._context.compute.step(self._compute, request, check)
         except Refusal as refusal:

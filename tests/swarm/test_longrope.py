@@ -1,0 +1,140 @@
+"""Texts that pass the length from which on longrope takes other factors, through two servers in memory: the tokens are
+those of plain transformers, which computes a text with the factors of its whole length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
+from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
+from tests.greedy import prompt
+from tests.swarm.deep_drafts import draft_deep
+from tests.tiny_models import load_whole, save_tiny
+
+Model = DistributedModelForCausalLM
+BORDER = 40
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": BORDER,
+    "short_factor": [1.0] * 8, "long_factor": [1.0 + place for place in range(8)],
+}  # fmt: skip
+FIELDS: dict[str, dict[str, Any]] = {
+    "phi3": {"original_max_position_embeddings": BORDER, "rope_parameters": LONGROPE},
+    "phimoe": {"rope_parameters": LONGROPE | {"short_mscale": 1.0, "long_mscale": 1.4}},
+    "llama": {"rope_parameters": LONGROPE},
+}
+"""Of these, Llama's `generate` keeps the cache that it has when a text becomes long, and the others fill it anew."""
+
+
+@dataclass(frozen=True)
+class Served:
+    swarm: MemorySwarm
+    folder: Path
+    servers: tuple[MemoryServer, ...]
+    model: Model
+    whole: Any
+
+    def same(self, ids: torch.Tensor, new: int, *, drafts: bool = False, **options: Any) -> None:
+        """Asserts that the swarm says what the whole model says without drafts: with them that is not exact."""
+        expected = self.whole.generate(ids, **given(ids, new), **options)
+        lookup = {"prompt_lookup_num_tokens": 10} if drafts else {}
+        found = self.model.generate(ids, **given(ids, new), **options, **lookup)
+        assert found.tolist() == expected.tolist()
+
+
+def given(ids: torch.Tensor, new: int) -> dict[str, Any]:
+    return {
+        "attention_mask": ((ids != 0).cumsum(-1) > 0).long(), "max_new_tokens": new, "do_sample": False,
+        "pad_token_id": 0, "eos_token_id": None,
+    }  # fmt: skip
+
+
+def padded(*lengths: int, seed: int = 0, width: int = 0) -> torch.Tensor:
+    """Rows of these lengths, padded at the left to the longest, or to `width`."""
+    width = max(width, *lengths)
+    rows = [[0] * (width - length) + prompt(1, length, seed + row)[0].tolist() for row, length in enumerate(lengths)]
+    return torch.tensor(rows)
+
+
+@pytest.fixture(scope="module", params=FIELDS)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    torch.set_num_threads(1)
+    name = request.param
+    folder = save_tiny(name, tmp_path_factory.mktemp(name), max_position_embeddings=2048, **FIELDS[name])
+    with memory_swarm() as swarm:
+        servers = tuple(swarm.start(folder, blocks) for blocks in ("0:3", "3:6"))
+        for server in servers:
+            server.ready  # noqa: B018  (waits)
+        with swarm.open_model(AutoDistributedModelForCausalLM, folder) as model:
+            yield Served(swarm, folder, servers, model, load_whole(folder))
+
+
+@pytest.mark.parametrize(("length", "new"), [(12, 60), (BORDER - 1, 4), (BORDER, 4), (BORDER + 1, 4), (700, 6)])
+def test_a_text_becomes_long_or_is_long_from_the_start(length: int, new: int, served: Served) -> None:
+    """700 tokens travel in two chunks and are computed in three parts."""
+    served.same(prompt(1, length), new)
+
+
+@pytest.mark.parametrize("lengths", [(30, 12, 25), (BORDER + 8, 3), (BORDER, BORDER - 5)])
+def test_rows_of_different_lengths(lengths: tuple[int, ...], served: Served) -> None:
+    served.same(padded(*lengths), 25)
+
+
+def test_many_rows_whose_first_chunk_ends_before_the_text_is_long(served: Served) -> None:
+    served.same(prompt(16, BORDER + 10), 3)
+
+
+def test_rows_that_are_all_padded(served: Served) -> None:
+    """transformers looks at the width of the batch before it fills its cache anew, and at positions for the factors."""
+    served.same(padded(20, 14, width=30), 40)
+    served.same(padded(20, width=30), 40)
+
+
+def test_beams_change_places_where_the_text_becomes_long(served: Served) -> None:
+    served.same(padded(BORDER - 6, 20), 14, num_beams=3, num_return_sequences=2)
+
+
+def test_other_loops_than_that_of_one_greedy_answer(served: Served) -> None:
+    """Those of transformers: for logits that are looked at, and without a cache."""
+    served.same(prompt(1, 30), 20, repetition_penalty=1.2)
+    served.same(prompt(1, 30), 14, use_cache=False)
+    served.same(prompt(1, 30), 14, prefill_chunk_size=9)
+
+
+def test_a_session_is_rolled_back_to_a_short_text_and_becomes_long_again(served: Served) -> None:
+    with served.model.inference_session(max_length=200) as session:
+        long = prompt(1, BORDER + 20)
+        served.same(long, 5)
+        assert session.position == BORDER + 24
+        for ids, new in ((long[:, : BORDER - 8], 4), (long[:, : BORDER - 8], 20), (long[:, : BORDER + 3], 3)):
+            served.same(ids, new)
+        served.same(long[:, :10], 3)
+
+
+@pytest.mark.parametrize("length", [20, BORDER - 2, BORDER + 9])
+def test_drafts(length: int, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft_deep(monkeypatch)
+    repeating = prompt(1, 5).repeat(1, 1 + length // 5)[:, :length]
+    few = {"sequence_bias": {(token,): 25.0 for token in range(5, 8)}}  # so that the answer repeats itself
+    for options in ({}, few):
+        served.same(repeating, 40, drafts=True, **options)
+        served.same(torch.cat([torch.zeros(1, 6, dtype=torch.long), repeating], dim=1), 40, drafts=True, **options)
+    assert served.model.drafts["accepted"] > 5
+
+
+def test_several_texts_at_once_share_what_has_the_same_factors(served: Served) -> None:
+    text = prompt(1, 100, seed=9)
+    for length, new in ((100, 3), (36, 3), (38, 12), (99, 3), (36, 2)):
+        served.same(text[:, :length], new)
+
+
+@torch.no_grad()
+def test_a_forward_pass(served: Served) -> None:
+    for length in (BORDER, BORDER + 1, 300):
+        ids = prompt(2, length)
+        assert (served.model(ids).logits - served.whole(ids).logits).abs().max() <= 1e-3
