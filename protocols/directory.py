@@ -220,7 +220,9 @@ async def ask_manifest(
         return reply.manifest
     if reply.WhichOneof("body") == "error" and reply.error.code == wire.ERROR_NOT_FOUND:
         return None
-    raise ProtocolError(f"{stream.peer_id} answered no manifest: {reply.error.message[:200]}", stream.peer_id)
+    raise ProtocolError(
+        f"{stream.peer_id} answered no manifest: {_readable(reply.error.message[:200])}", stream.peer_id
+    )
 
 
 async def answer_manifests(

@@ -72,7 +72,8 @@ class Refusal(Exception):
 
     @classmethod
     def from_wire(cls, error: wire.Error) -> Refusal:
-        return cls(error.code, error.message[:500])
+        """What the other side says is one line."""
+        return cls(error.code, " ".join(error.message[:500].split()))
 
     def to_wire(self) -> wire.Error:
         return wire.Error(code=self.code, message=self.message[:500])

@@ -6,15 +6,17 @@ import json
 import os
 import re
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Final
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from .process import say_error, writing
+from .process import say_error, shown, writing
 
 _ENDLESS: Final = 10_000
 """Columns of a pipe, unless the person gives it some."""
@@ -33,7 +35,8 @@ def whole_figures(table: Table) -> Table:
 
 
 class _Console(Console):
-    """Prints what it is given: no `:name:` becomes a pictogram, and a closed pipe is left to the caller."""
+    """Prints what it is given: `:name:` and `[red]` are text, escape sequences are shown. A closed pipe is left
+    to the caller."""
 
     def __init__(self, *, stderr: bool) -> None:
         # Soft wrapping: a line that a person copies (a command, an address) must not be broken by the terminal's width.
@@ -41,6 +44,15 @@ class _Console(Console):
 
         if not self.is_terminal and not os.environ.get("COLUMNS"):
             self.width = _ENDLESS
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Texts of cells are measured as they are shown."""
+        return super().render_str(shown(text), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """The only way to the terminal: what rich itself tells that is no text."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(shown(segment.text), segment.style)
 
     def on_broken_pipe(self) -> None:
         raise
@@ -68,10 +80,10 @@ class Output:
                 self.console.print(part, crop=False, soft_wrap=False)
 
     def write(self, text: str) -> None:
-        """A piece of an answer, as it comes; nothing with --json."""
+        """A piece of an answer, as it comes; nothing with --json. A pipe or a file gets it to the letter."""
         if not self.as_json:
             with writing():
-                sys.stdout.write(text)
+                sys.stdout.write(shown(text) if sys.stdout.isatty() else text)
                 sys.stdout.flush()
 
     def emit(self, **fields: Any) -> None:
@@ -99,7 +111,7 @@ class ProgressBars:
 
     def __init__(self, console: Console) -> None:
         self._bars = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             DownloadColumn(),
             TransferSpeedColumn(),

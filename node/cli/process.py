@@ -11,12 +11,15 @@ import errno
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from types import TracebackType
 from typing import Any, Final, TextIO, cast
 
 from ..errors import BadInput, ExitCode, MachineError, PetalnodeError
@@ -31,7 +34,32 @@ LOG_FORMATS: Final = ("text", "json")
 SIGNALLED: Final = 128
 """An exit code above it is that of a signal, as shells have it."""
 
+_UNSHOWN: Final = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u180e\u2028-\u202e\u2066-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
+)
+"""What a terminal obeys instead of showing it: control characters (C0 and C1, with which its escape sequences begin),
+what turns the direction of text (Unicode Standard Annex 9), separators of lines, invisible letters, halves of pairs."""
+_IN_A_LINE: Final = re.compile(f"{_UNSHOWN.pattern[:-1]}\t\n\u200b\u2060]")
+"""In a line of its own also what ends the line, and what is of no width."""
+
 _came: list[int] = []
+
+
+def shown(text: str) -> str:
+    """`text` for a terminal: what that would obey is escaped; line ends, tabs, letters, accents and emoji stay.
+
+    It knows no state, so a text may come in pieces.
+    """
+    return _UNSHOWN.sub(_escaped, text)
+
+
+def one_line(text: str) -> str:
+    """As `shown`, but line ends and tabs are escaped, too: it cannot pass for several lines."""
+    return _IN_A_LINE.sub(_escaped, text)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode()
 
 
 class OutputClosed(Exception):
@@ -52,6 +80,14 @@ def prepare() -> None:
         if number is not None and signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, interrupt)
     sys.unraisablehook = _again
+    sys.excepthook = _traceback
+
+
+def _traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Of a fault of the program; what a peer has said may stand in it."""
+    with suppress(OSError, ValueError):
+        sys.stderr.write(shown("".join(traceback.format_exception(kind, error, trace))))
+        sys.stderr.flush()
 
 
 def _again(ignored: sys.UnraisableHookArgs) -> None:
@@ -121,7 +157,7 @@ def say_error(text: str, prefix: str = "petalnode") -> None:
     """
     before, after = _RED if sys.stderr.isatty() and "NO_COLOR" not in os.environ else ("", "")
     with suppress(OSError, ValueError):
-        sys.stderr.write(f"{before}{prefix}: {text}{after}\n")
+        sys.stderr.write(f"{before}{prefix}: {one_line(text)}{after}\n")
         sys.stderr.flush()
 
 
@@ -169,7 +205,7 @@ class Start:
         text = self._current
         with suppress(OSError, ValueError):
             if text is not None:
-                sys.stderr.write(f"{text} ...\n")
+                sys.stderr.write(f"{one_line(text)} ...\n")
                 sys.stderr.flush()
 
 
@@ -266,8 +302,10 @@ class TextLines(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        line = super().formatMessage(record)
-        return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in line)
+        return one_line(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:
+        return shown(super().formatException(ei))
 
 
 class JsonLines(logging.Formatter):

@@ -115,7 +115,7 @@ def panel(state: PanelState, width: int) -> Panel:
     if state.points is not None:
         table.add_row("points", f"{state.points.now}, {state.points.now - state.points.at_start:+d} since the start")
     title = "petalnode" if now is None else f"petalnode  {now.model}"
-    return Panel(table, title=title, title_align="left", box=ROUNDED, width=min(width, 100))
+    return Panel(table, title=Text(title), title_align="left", box=ROUNDED, width=min(width, 100))
 
 
 def _add_bar(table: Table, name: str, text: str, width: int, bar: Text) -> None:

@@ -12,7 +12,7 @@ import trio
 import typer
 
 from ..errors import BadInput, ExitCode, PetalnodeError, unwrapped
-from .process import interrupted, say_error
+from .process import interrupted, say_error, shown
 
 STOP_GRACE = 1.0
 
@@ -75,7 +75,7 @@ class LineReader:
             BadInput: it is not text.
         """
         try:
-            return await trio.to_thread.run_sync(input, prompt, abandon_on_cancel=True)
+            return await trio.to_thread.run_sync(input, shown(prompt), abandon_on_cancel=True)
         except EOFError:
             return None
         except UnicodeDecodeError as error:

@@ -13,6 +13,7 @@ from ...errors import BadInput
 from ...tuning.adapter_files import SharedAdapter, check_adapter, check_name
 from ...tuning.repository import HUB, repository_of
 from ..output import Output
+from ..process import one_line
 
 adapters = typer.Typer(
     no_args_is_help=True, help="Search, fetch and share adapters (in folders, git repositories or on the hub)."
@@ -45,7 +46,7 @@ def search(
         for adapter in found:
             version, tags = adapter.model_version[:12], ", ".join(adapter.tags)
             cells = (adapter.name, adapter.method, adapter.model, version, adapter.task, tags)
-            table.add_row(*map(_printable, cells))
+            table.add_row(*map(one_line, cells))
         output.table(table)
 
 
@@ -86,7 +87,7 @@ def pull(
     if target.exists() and not (target.is_dir() and (overwrite or not any(target.iterdir()))):
         raise BadInput(f"{target} is there already: give another --out, or --overwrite")
     found = repository_of(at).pull(name, target)
-    output.say(f"{_printable(found.method)} for {_printable(found.model) or 'an unnamed model'}, saved in {target}")
+    output.say(f"{one_line(found.method)} for {one_line(found.model) or 'an unnamed model'}, saved in {target}")
     output.emit(event="pulled", path=str(target), **{key: value for key, value in _facts(found).items() if value})
 
 
@@ -94,8 +95,3 @@ def _facts(found: SharedAdapter) -> dict[str, object]:
     facts = asdict(found)
     del facts["name"]
     return facts
-
-
-def _printable(text: str) -> str:
-    """Untrusted text without control characters."""
-    return "".join(character for character in text if character.isprintable())

@@ -77,7 +77,7 @@ class _Report:
         self._output = output
         self._every = max(1, steps // _REPORTED_STEPS)
         self._bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[figures]}"),
