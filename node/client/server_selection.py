@@ -189,9 +189,10 @@ class ServerSelection:
         """Measures round trips that are old or unknown, and waits for some of the unknown ones.
 
         Where a step waits for the route (it is not `patient`), or where measured servers hold all blocks, nobody waits
-        twice for the same measurement, nor for a peer that was silent when it was measured last: whoever announces
-        servers that are not there would else delay every session. Servers that have announced themselves long ago may
-        be gone: they are waited for as long as others do not suffice.
+        twice for the same measurement, nor for a peer that was silent when it was measured last; in the second case it
+        is not even asked again so soon. Whoever announces servers that are not there would else delay every session.
+        Servers that have announced themselves long ago may be gone: they are waited for as long as others do not
+        suffice.
         """
         now = trio.current_time()
         spans = [server.span for server in servers if server.peer_id in self._rtts]
@@ -204,12 +205,15 @@ class ServerSelection:
             if measured is not None and now - measured[1] <= RTT_LIFETIME:
                 known.append(measured[0])
                 continue
+            was_silent = now - self._unmeasured.get(peer_id, -math.inf) <= RTT_RETRY
+            if suffice and was_silent:
+                continue
             measurement = self._measuring(peer_id)
             if measured is not None:
                 known.append(measured[0])
             elif patient and peer_id not in self.trusted.peers and time.time() - server.sequence / 1e9 > DEFAULT_TTL:
                 doubtful.append(measurement)
-            elif not hurried or now - self._unmeasured.get(peer_id, -math.inf) > RTT_RETRY:
+            elif not (hurried and was_silent):
                 unknown.append(measurement)
         patience = rtt_patience(max(known, default=None)) if hurried else RTT_TIMEOUT
         for measurement in unknown:

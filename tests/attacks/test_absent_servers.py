@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 import trio
@@ -65,3 +67,33 @@ def test_servers_that_are_not_there_are_not_waited_for_where_others_hold_all_blo
             swarm.change(lambda network: announce_absent(network, client.swarm.peer_id, version))
             for _ in range(3):
                 assert call(model, route) == [server.peer_id]
+
+
+class Refused(MemoryNode):
+    """A node that notes whom it asks."""
+
+    asked: ClassVar[list[str]] = []
+
+    async def measure_rtt(self, peer_id: str, *, timeout: float) -> float:
+        self.asked.append(peer_id)
+        return await super().measure_rtt(peer_id, timeout=timeout)
+
+
+def test_servers_that_were_not_there_are_not_asked_again_at_each_session(folder: ModelFolder) -> None:
+    torch.set_num_threads(1)
+    with memory_swarm(Refused) as swarm:
+        server = swarm.start(folder.path, f"0:{NUM_BLOCKS}")
+        version = bytes.fromhex(str(server.ready["model_version"]))
+        with swarm.open_model(AutoDistributedModelForCausalLM, folder.path) as model:
+            client = client_of(model)
+            spec = SessionSpec(version, Span(0, NUM_BLOCKS), 1, 64)
+
+            async def routes() -> None:
+                await client.route(spec)
+                announce_absent(swarm.network, client.swarm.peer_id, version)
+                for _ in range(3):
+                    assert [hop.peer_id for hop in await client.route(spec)] == [server.peer_id]
+
+            call(model, routes)
+    absent = [peer for peer in Refused.asked if peer != server.peer_id]
+    assert 0 < len(absent) == len(set(absent)) <= ABSENT
