@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from ..crypto.receipts import Receipt
@@ -80,6 +82,37 @@ class MachineError(PetalnodeError):
     """This machine cannot: port in use, memory, disk, identity locked."""
 
     exit_code = ExitCode.MACHINE_CANNOT
+
+
+_NO_MEMORY: Final = re.compile(
+    r"out of memory|not enough memory|(cannot|can't|could not|failed to) allocate", re.IGNORECASE
+)
+"""What torch, whose errors have no kind of their own for this, and safetensors say."""
+
+
+def raise_for_memory(error: Exception, what: str) -> None:
+    """
+    Raises:
+        MachineError: `error` says that there was too little memory for `what`.
+    """
+    if isinstance(error, PetalnodeError):
+        return
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM or _NO_MEMORY.search(str(error)):
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        raise MachineError(
+            f"{what} takes more memory than can be had ({reason}): close other programs, take fewer blocks "
+            "(--num-blocks), a smaller model, or fewer bits (--quant nf4)"
+        ) from error
+
+
+@contextmanager
+def memory_needed(what: str) -> Iterator[None]:
+    """Raises `MachineError` in place of an error which says that there is too little memory for `what`."""
+    try:
+        yield
+    except Exception as error:
+        raise_for_memory(error, what)
+        raise
 
 
 @contextmanager

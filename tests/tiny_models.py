@@ -39,6 +39,49 @@ _IDS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _SLIDING_EVERY_OTHER = ["sliding_attention", "full_attention"] * (NUM_BLOCKS // 2)
 
 _SPECS: dict[str, tuple[str, dict[str, Any]]] = {
+    "codegen": (
+        "codegen",
+        {
+            "vocab_size": VOCABULARY,
+            "n_embd": HIDDEN,
+            "n_layer": NUM_BLOCKS,
+            "n_head": 4,
+            "n_positions": 256,
+            "n_ctx": 256,
+            "rotary_dim": 8,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
+    "gpt_neo_local": (
+        "gpt_neo",
+        {
+            "vocab_size": VOCABULARY,
+            "hidden_size": HIDDEN,
+            "num_layers": NUM_BLOCKS,
+            "num_heads": 4,
+            "window_size": 8,
+            "attention_types": [[["global", "local"], NUM_BLOCKS // 2]],
+            "max_position_embeddings": 256,
+            **_IDS,
+        },
+    ),
+    "modernbert": (
+        "modernbert-decoder",
+        {**_LLAMA_LIKE, "local_attention": 8, "global_attn_every_n_layers": 3, "cls_token_id": 1, "sep_token_id": 2},
+    ),
+    "mpt": (
+        "mpt",
+        {
+            "vocab_size": VOCABULARY,
+            "d_model": HIDDEN,
+            "n_layers": NUM_BLOCKS,
+            "n_heads": 4,
+            "max_seq_len": 256,
+            "use_cache": True,
+            **_IDS,
+        },
+    ),
     "llama": ("llama", _LLAMA_LIKE),
     "qwen2": ("qwen2", _LLAMA_LIKE),
     "qwen2_sliding": (

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import wraps
+from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,18 +20,21 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModelForSequenceClassification
 
-from ..errors import BadInput, ModelError
+from ..errors import BadInput, ModelError, memory_needed
 from ..models.checkpoint import Checkpoint
 from ..models.quantisation import Kernels
+from .architecture import open_skeleton
 from .cache import RAGGED
-from .config import choose_device, choose_dtype, original_length, read_config
+from .config import choose_device, original_length
 from .dot import use_dots
 from .kernels.choice import native_kernels
 from .kernels.packing import use_packed_head
 from .outer_layers import EarlyLogits, OuterLayers
 from .remote_cache import RemoteCache, RemoteCall
-from .skeleton import BUILDING, BlockList, Skeleton, build, fill
+from .skeleton import BUILDING, BlockList, Skeleton, fill
 from .span_adapter import linear_shapes
+
+_log = logging.getLogger(__name__)
 
 _OF_A_STEP: Final = frozenset(
     ("input_ids", "past_key_values", "attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep")
@@ -88,7 +93,8 @@ class ClientModel:
         self._decoder: PreTrainedModel = skeleton.decoder
         self._signature = inspect.signature(skeleton.decoder.forward)
         self._takes_positions = "position_ids" in self._signature.parameters
-        self.any_token = 1 if skeleton.config.pad_token_id == 0 else 0  # padding makes some models warn
+        # Padding makes some models warn, and some have no such token.
+        self.any_token = 1 if getattr(skeleton.config, "pad_token_id", None) == 0 else 0
         self.blocks_path = ".".join(filter(None, (skeleton.decoder_path, skeleton.list_name)))
         self.linears = [linear_shapes(block) for block in skeleton.blocks]
         self._remote: Remote | None = None
@@ -111,14 +117,22 @@ class ClientModel:
         self.model.forward = wraps(self._whole_forward)(lambda *args, **kwargs: self._forward(*args, **kwargs))
 
     def finish(self) -> None:
-        """Once the weights are here: finds out in which form the decoder wants its layer's output."""
+        """Once the weights are here: finds out in which form the decoder wants its layer's output.
+
+        Raises:
+            ModelError: it takes neither.
+        """
         ids = torch.full((2, 3), self.any_token, device=self.device)
-        for as_tuple in (False, True):
+        config = self._decoder.config
+        # With the first no masks are built, which nothing here needs; MPT cannot do without.
+        for implementation, as_tuple in product((RAGGED, config._attn_implementation), (False, True)):
+            config._attn_implementation = implementation
             self.layer.as_tuple = as_tuple
             try:
                 with torch.no_grad():
                     hidden = self._decode(ids, instead=lambda given: given)
-            except (TypeError, AttributeError, RuntimeError, IndexError):
+            except Exception as error:  # other architectures break in their own ways
+                _log.debug("no remote blocks with attention %s, tuple %s: %s", implementation, as_tuple, error)
                 continue
             if hidden.shape[:2] == ids.shape:
                 self._outer.compare_embeddings(self._embedded)
@@ -369,6 +383,7 @@ def positions(tokens: int, position: int, mask: torch.Tensor | None) -> torch.Te
     return counted[:, -tokens:]
 
 
+@memory_needed("Loading embeddings and head")
 def load_client(folder: Path, *, device: str = "auto", dtype: str = "auto", kernels: Kernels = "auto") -> ClientModel:
     """Loads what stands outside the blocks of the model in `folder`, by memory map where the dtype stays.
 
@@ -380,17 +395,15 @@ def load_client(folder: Path, *, device: str = "auto", dtype: str = "auto", kern
     Raises:
         ModelError: the folder is no model, is damaged or incomplete, or its architecture cannot be cut.
         BadInput: an unknown device or dtype.
-        MachineError: the device is not there.
+        MachineError: the device is not there, or there is too little memory.
     """
-    config = read_config(folder)
     target = choose_device(device)
-    skeleton = build(config, choose_dtype(dtype, config))
+    skeleton = open_skeleton(folder, dtype)
     with Checkpoint(folder, skeleton.num_blocks) as weights:
         client = ClientModel(skeleton, target)
         fill(skeleton, weights, lambda block: block is None, target)
         use_packed_head(skeleton.model, folder, weights, native_kernels(kernels, target, skeleton.dtype))
     use_dots([skeleton.model])
-    skeleton.config._attn_implementation = RAGGED  # a name for which no masks are built: nothing attends here
     model = skeleton.model
     model.config.name_or_path = str(folder)
     if (folder / "generation_config.json").is_file():

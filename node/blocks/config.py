@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers.configuration_utils import PreTrainedConfig
@@ -11,6 +10,7 @@ from transformers.models.auto.configuration_auto import AutoConfig
 
 from ..errors import BadInput, MachineError, ModelError
 from ..models.folder import read_config as read_raw_config
+from ..models.folder import refuse_quantised
 
 _DTYPES = {
     "float32": torch.float32,
@@ -32,13 +32,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
     path = folder / "config.json"
     if not isinstance(raw.get("model_type"), str):
         raise ModelError(f"{path} names no model_type, so it is not the configuration of a model")
-    quantised: Any = raw.get("quantization_config")
-    if quantised:
-        method = quantised.get("quant_method", "some method") if isinstance(quantised, dict) else "some method"
-        raise ModelError(
-            f"{folder} holds weights quantised by {method}, which petalnode does not load: "
-            "take the model with plain weights"
-        )
+    refuse_quantised(folder, raw)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         text: PreTrainedConfig = config.get_text_config(decoder=True)

@@ -10,7 +10,6 @@ import re
 import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -30,9 +29,6 @@ from transformers.utils import logging
 from ...protocols.ids import Span
 from ..errors import ModelError
 from ..models.checkpoint import Checkpoint
-from ..models.quantisation import Quantisation, held_bytes
-from .config import choose_dtype, read_config
-from .span_adapter import linear_shapes
 
 _LANGUAGE_PART = re.compile(r"^(model\.)?language_model\.")
 
@@ -91,9 +87,16 @@ class Skeleton:
 
     def keep_only(self, span: Span) -> list[nn.Module]:
         """Takes all out of the model but the blocks of `span`, which it returns and which keep their numbers, and what
-        makes their positions and masks.
+        makes their positions and masks. In the blocks, their numbers count from the start of the span: so they find
+        their place in its cache.
         """
+        names = _names_of_numbers(self.blocks)
         blocks = self.blocks[span.start : span.end]
+        for block in blocks:
+            for module in block.modules():
+                for name in names & vars(module).keys():
+                    number = getattr(module, name)
+                    setattr(module, name, number - span.start if type(number) is int else number)
         _strip(self.model, self.decoder_path, self.list_name)
         self.model.all_tied_weights_keys = {}
         self.set_blocks(BlockList(dict(zip(range(span.start, span.end), blocks, strict=True))))
@@ -125,17 +128,33 @@ class _ZeroEmbedding(nn.Module):
 class _PassThrough(nn.Module):
     """In the place of a norm or projection that the client applies: returns its input."""
 
-    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return hidden
+    def forward(self, hidden: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        given = kwargs.get("inputs_embeds") if hidden is None else hidden
+        if given is None:
+            raise TypeError("a stand-in for embeddings or a norm was called without hidden states")
+        return given
+
+
+def _names_of_numbers(blocks: list[nn.Module]) -> set[str]:
+    """The attributes by which modules know the number of their block: `layer_idx` in most, `layer_id` in GPT-Neo."""
+    fits: dict[str, bool] = {}
+    for number, block in enumerate(blocks):
+        for module in block.modules():
+            for name, value in vars(module).items():
+                if type(value) is int and "layer" in name:
+                    fits[name] = fits.get(name, True) and value == number
+    return {name for name, fit in fits.items() if fit}
 
 
 def _strip(root: nn.Module, path: str, keep: str) -> None:
     """Takes every module with weights out of `root` but those on the way to `path` and its child `keep`."""
-    module = root
+    module: Any = root
     for step in [*(path.split(".") if path else []), keep]:
         for name, child in module.named_children():
             if name != step and next(child.parameters(), None) is not None:
                 setattr(module, name, _ZeroEmbedding() if isinstance(child, nn.Embedding) else _PassThrough())
+        if not module._parameters and not module._buffers:
+            module._is_hf_initialized = True  # transformers would initialise weights that are gone
         module = getattr(module, step)
 
 
@@ -184,16 +203,6 @@ def _refuse_outside_inputs(config: PreTrainedConfig) -> None:
         )
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         raise ModelError(f"{config.model_type!r} has cross-attention: petalnode serves decoder-only models")
-
-
-def linear_layers(folder: Path) -> list[dict[str, tuple[int, int]]]:
-    """Per block of the model in `folder`, (values in, values out) of its linear layers by path; no weights are read.
-
-    Raises:
-        ModelError: the folder is no model, or its architecture cannot be cut.
-    """
-    config = read_config(folder)
-    return [linear_shapes(block) for block in build(config, choose_dtype("auto", config)).blocks]
 
 
 def fill(
@@ -289,28 +298,3 @@ def _check(model: PreTrainedModel, info: Any) -> None:
 def _some(names: list[str], limit: int = 5) -> str:
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
-
-
-@dataclass(frozen=True)
-class BlockSize:
-    """Bytes: of a block as a server holds it, before it is quantised, and of one value of an attention cache."""
-
-    held: int
-    whole: int
-    item: int
-
-
-def largest_block(folder: Path, dtype: str, quantisation: Quantisation) -> BlockSize:
-    """The largest block of the model in `folder`, of which only the configuration has to be there.
-
-    Raises:
-        ModelError, BadInput: as `load_span`.
-    """
-    config = read_config(folder)
-    skeleton = build(config, choose_dtype(dtype, config))
-    held, whole = [0], [0]
-    for block in skeleton.blocks:
-        values = list(block.parameters())
-        whole.append(sum(value.nbytes for value in values))
-        held.append(sum(held_bytes(quantisation, tuple(value.shape), value.nbytes) for value in values))
-    return BlockSize(max(held), max(whole), skeleton.dtype.itemsize)

@@ -8,28 +8,27 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
-from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 
 from ...protocols.ids import Span
-from ..errors import BadInput, MachineError
+from ..errors import BadInput, MachineError, memory_needed
 from ..models.checkpoint import Checkpoint
 from ..models.progress import Progress, no_progress
 from ..models.quantisation import Kernels, Numerics
 from .activations import layers_that_round, round_inputs
+from .architecture import cache_specs, open_skeleton, windows_of
 from .cache import BlockCacheSpec, CacheForm, RaggedView, SessionView, SpanCache
-from .cache_specs import cache_specs, windows_of
-from .config import choose_device, choose_dtype, read_config
+from .config import choose_device
 from .dot import use_dots
 from .kernels.choice import compared_parts, find_step, native_kernels
 from .kernels.packing import Packer, tiled_kinds
 from .kernels.step import SpanStep
 from .kernels.tiles import TiledMatrix
 from .quantisation.matrix import QuantisedLinear
-from .skeleton import build, fill
+from .skeleton import fill
 from .span_adapter import (
     AdapterRows,
     NotByRow,
@@ -320,6 +319,7 @@ def _adapter_rows(batch: Sequence[_Member]) -> list[AdapterRows]:
     return adapter_rows
 
 
+@memory_needed("Loading blocks")
 def load_span(
     folder: Path,
     span: Span,
@@ -346,16 +346,15 @@ def load_span(
     Raises:
         ModelError: the folder is no model, is damaged or incomplete, or its architecture cannot be cut.
         BadInput: the span lies outside the model; an unknown device, dtype or quantisation.
-        MachineError: the device is not there, or holds no quantised blocks; kernels that are not here; int8
-            activations, or keys and values of fewer bits, in another dtype than float32.
+        MachineError: there is too little memory; the device is not there, or holds no quantised blocks; kernels that
+            are not here; int8 activations, or keys and values of fewer bits, in another dtype than float32.
     """
     numerics = Numerics.parse(quantisation)
     quant, rounds = numerics.weights, numerics.activations == "int8"
-    config = read_config(folder)
     target = choose_device(device)
     if quant != "none" and target.type not in ("cpu", "cuda"):
         raise MachineError(f"--quant {quant} needs a CPU or a CUDA device, not {target.type}: add --device cpu")
-    skeleton = build(config, choose_dtype(dtype, config))
+    skeleton = open_skeleton(folder, dtype)
     if skeleton.dtype != torch.float32 and (rounds or numerics.cache != "auto"):
         kind = str(skeleton.dtype).removeprefix("torch.")
         wanted = "--activations int8" if rounds else f"--cache-dtype {numerics.cache}"
@@ -367,7 +366,6 @@ def load_span(
     with Checkpoint(folder, num_blocks) as weights:
         windows = windows_of(skeleton, span)
         blocks = skeleton.keep_only(span)
-        _renumber(blocks, span.start)
         there: set[str] = set()
         numbered = dict(zip(range(span.start, span.end), blocks, strict=True))
         if quant != "none":
@@ -392,15 +390,6 @@ def load_span(
     if native is not None and loaded.supports_ragged:
         loaded.step = find_step(loaded, specs, skeleton.config, native, always=kernels == "native")
     return loaded
-
-
-def _renumber(blocks: Sequence[nn.Module], start: int) -> None:
-    """Blocks know their number, to find their place in the cache: let them count from the start of the span."""
-    for block in blocks:
-        module: Any
-        for module in block.modules():
-            if isinstance(getattr(module, "layer_idx", None), int):
-                module.layer_idx -= start
 
 
 def _cut_config(config: PreTrainedConfig, span: Span, num_blocks: int) -> None:

@@ -197,9 +197,18 @@ async def model_folder(model: str, output: Output, *, need: Need) -> ModelFolder
         ModelError: the model cannot be found or used.
     """
     bars = ProgressBars(output.errors)
+
+    def before_download(coming: Mapping[Path, int], needed: Collection[Path]) -> None:
+        from ..blocks.architecture import check_download  # with torch: two seconds, which a download takes anyway
+
+        check_download(coming, needed)
+
+    def find() -> ModelFolder:
+        return resolve(model, need=need, progress=bars, before_download=before_download)
+
     try:
         # Ctrl-C is not to wait for a download, which the next run goes on with.
-        return await trio.to_thread.run_sync(lambda: resolve(model, need=need, progress=bars), abandon_on_cancel=True)
+        return await trio.to_thread.run_sync(find, abandon_on_cancel=True)
     finally:
         bars.stop()
 

@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from ..errors import ModelError
+from ..errors import ModelError, memory_needed
 from .folder import num_blocks as blocks_in
 from .folder import read_config
 from .parts import Part, find_layout, group_by_part, parts_of_need
@@ -194,7 +194,8 @@ class Checkpoint:
         file = self.tensor(key).file  # a clearer error than safetensors' own
         if file.name not in self._mapped:
             try:
-                self._mapped[file.name] = self._open.enter_context(safe_open(file, framework="pt", device="cpu"))
+                with memory_needed(f"Mapping {file}"):
+                    self._mapped[file.name] = self._open.enter_context(safe_open(file, framework="pt", device="cpu"))
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{file} cannot be read ({error}). Copy or download it again.") from error
         return self._mapped[file.name].get_slice(key)

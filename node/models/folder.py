@@ -15,6 +15,12 @@ _MAX_CONFIG_BYTES = 16 << 20
 
 _BLOCK_FIELDS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HIDDEN_FIELDS = ("hidden_size", "n_embd", "n_embed", "d_model")
+_QUANTISED_FIELDS = {
+    "quantization_config": "some method",
+    "quantization": "MLX",
+    "compression_config": "compressed-tensors",
+}
+"""Fields by which checkpoints say so, and whose they are if these do not name the method."""
 TEXT_FIELDS = ("text_config", "llm_config", "language_config")
 
 
@@ -51,10 +57,27 @@ def open_folder(path: Path, name: str, revision: str | None = None) -> ModelFold
     """
     path = path.absolute()
     config = read_config(path)
+    refuse_quantised(path, config)
     try:
         return ModelFolder(name, path, config, num_blocks(config), hidden_size(config), revision)
     except ModelError as error:
         raise ModelError(f"{path / 'config.json'}: {error}") from None
+
+
+def refuse_quantised(path: Path, config: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ModelError: by its configuration the model in `path` has quantised weights.
+    """
+    for part in (config, *(config.get(name) for name in TEXT_FIELDS)):
+        for field_name, usual in _QUANTISED_FIELDS.items():
+            stated = part.get(field_name) if isinstance(part, Mapping) else None
+            if stated:
+                method = stated.get("quant_method", usual) if isinstance(stated, Mapping) else usual
+                raise ModelError(
+                    f"{path} holds weights quantised by {method}, which petalnode does not load: take the model with "
+                    "plain weights, or its .gguf file"
+                )
 
 
 def has_experts(path: Path) -> bool:

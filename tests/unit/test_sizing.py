@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from petalnode.node.blocks.skeleton import largest_block
+from petalnode.node.blocks.architecture import block_sizes
 from petalnode.node.errors import MachineError
 from petalnode.node.models import Checkpoint
 from petalnode.node.server.lifecycle.memory import (
@@ -63,14 +63,15 @@ def test_the_cache_has_bounds(free: int, per_token: int) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3"])
-def test_the_largest_block_is_known_from_the_configuration_alone(tmp_path: Path, architecture: str) -> None:
+def test_the_size_of_each_block_is_known_from_the_configuration_alone(tmp_path: Path, architecture: str) -> None:
     folder = save_tiny(architecture, tmp_path / "model")
     checkpoint = Checkpoint(folder)
     stored = [sum(tensor.nbytes for tensor in checkpoint.tensors(block)) for block in range(6)]
     for file in folder.glob("*.safetensors"):
         file.unlink()
-    whole = largest_block(folder, "auto", "none")
-    assert (whole.held, whole.whole, whole.item) == (max(stored), max(stored), 4)
-    assert largest_block(folder, "bfloat16", "none").held == max(stored) // 2
-    coarse = largest_block(folder, "auto", "int8")
-    assert max(stored) / 4 <= coarse.held < max(stored) / 2 and coarse.whole == max(stored)
+    whole = block_sizes(folder, "auto", "none")
+    assert (whole.held, whole.whole, whole.item) == (tuple(stored), tuple(stored), 4)
+    assert block_sizes(folder, "bfloat16", "none").held == tuple(size // 2 for size in stored)
+    coarse = block_sizes(folder, "auto", "int8")
+    assert coarse.whole == tuple(stored)
+    assert all(size / 4 <= held < size / 2 for held, size in zip(coarse.held, stored, strict=True))

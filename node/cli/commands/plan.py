@@ -88,6 +88,9 @@ def _model(
         bars = ProgressBars(output.errors)
         folder = resolve(model, need="config", progress=bars)
         bars.stop()
+        from ...blocks.architecture import open_skeleton  # with torch: two seconds, where a model is named
+
+        open_skeleton(folder.path)
         num_blocks = num_blocks or folder.num_blocks
         block_bytes = block_bytes or _block_bytes(folder)
     if num_blocks is not None and num_blocks > MAX_BLOCKS:

@@ -166,10 +166,11 @@ async def _probe_model(swarm: Swarm, model: str | None, output: Output) -> Probe
     from ...validator.probe_inputs import ProbeModel
 
     folder = await model_folder(model or await served_model(swarm), output, need="all")
+    # First, as it refuses what cannot be served: to identify a model all of it may have to be read.
+    local = await trio.to_thread.run_sync(lambda: load_client(folder.path, device="cpu"), abandon_on_cancel=True)
     bars = ProgressBars(output.errors)
     identified = await identify_model(swarm, folder, bars)
     bars.stop()
-    local = await trio.to_thread.run_sync(lambda: load_client(folder.path, device="cpu"), abandon_on_cancel=True)
     try:
         text = await trio.to_thread.run_sync(Text, folder, abandon_on_cancel=True)
     except ModelError:

@@ -17,6 +17,7 @@ from ....crypto.identity import Identity, IdentityError, IdentityLocked, held_id
 from ....crypto.swarm_key import SwarmKeyError, find_swarm_key
 from ....protocols.ids import Span
 from ....protocols.training import LoraName
+from ...blocks.architecture import check_download
 from ...blocks.client_part import ClientModel, load_client
 from ...blocks.remote_cache import RemoteCache, RemoteCall
 from ...errors import BadInput, MachineError
@@ -182,7 +183,13 @@ def open_model(model: str | os.PathLike[str], options: ModelOptions, *, head: bo
     except SwarmKeyError as error:
         raise BadInput(str(error)) from error
     adapter = None if given["adapter"] is None else choose_adapter(str(given["adapter"]))
-    folder = resolve(model, need="client", progress=given["progress"], revision=given["revision"])
+    folder = resolve(
+        model,
+        need="client",
+        progress=given["progress"],
+        revision=given["revision"],
+        before_download=check_download,
+    )
     device = "cpu" if given["device"] is None else str(given["device"])
     local = load_client(folder.path, device=device, dtype=str(given["dtype"]).removeprefix("torch."))
     if isinstance(adapter, Adapter):

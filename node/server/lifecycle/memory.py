@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,10 +79,14 @@ def blocks_that_fit(
     per_block = max(1, block_bytes + cache_bytes)
     count = min(num_blocks, (memory.free - reserve - computing) // per_block)
     if count < 1:
+        left = memory.free - reserve - computing - block_bytes
+        fewer = left * cache_tokens // max(1, cache_bytes)
         raise MachineError(
-            f"one block of this model takes {size(per_block)} with its cache and {size(memory.free)} of {memory.place} "
-            f"are free, of which {size(reserve + computing)} are for computing and for other programs: close some, or "
-            "serve a smaller model, or --quant nf4"
+            f"one block of this model takes {size(per_block)} with its cache of {cache_tokens} tokens and "
+            f"{size(memory.free)} of {memory.place} are free, of which {size(reserve + computing)} are for computing "
+            "and for other programs: "
+            + (f"--cache-tokens {fewer} is the most that fits one block, or " if fewer >= MIN_CACHE_TOKENS else "")
+            + "close some, or serve a smaller model, or --quant nf4"
         )
     whole = "the whole model" if count == num_blocks else f"{count} of {num_blocks} blocks"
     return Sizing(
@@ -94,10 +98,58 @@ def blocks_that_fit(
     )
 
 
+def check_blocks_fit(
+    memory: Memory,
+    blocks: Sequence[int],
+    *,
+    token_bytes: int,
+    cache_tokens: int | None,
+    hidden_size: int = 0,
+    spare: int = 0,
+) -> int:
+    """The bytes that blocks of these sizes, chosen by a person, will take in all. Nothing is kept in reserve for them.
+
+    `token_bytes` is what a token takes in the attention cache of one block; `cache_tokens` None: the least that a
+    server offers.
+
+    Raises:
+        MachineError: they do not fit, or their cache does not fit beside them; says how much would.
+    """
+    computing = STEP_TOKENS * hidden_size * 4 * _COPIES + spare
+    weights, per_token = sum(blocks), token_bytes * len(blocks)
+    needed = weights + computing + per_token * MIN_CACHE_TOKENS
+    if needed > memory.free:
+        per_block = max(1, max(blocks) + token_bytes * MIN_CACHE_TOKENS)
+        fitting = max(0, memory.free - computing) // per_block
+        advice = f"at most {fitting} fit (--num-blocks {fitting})" if fitting else "not even one of them fits"
+        raise MachineError(
+            f"{len(blocks)} blocks of this model take {size(weights)}, {size(needed)} with the smallest cache and what "
+            f"computing needs, and {size(memory.free)} of {memory.place} are free: {advice}. Close other programs, or "
+            "serve a smaller model, or hold the blocks in fewer bits (--quant nf4)"
+        )
+    if cache_tokens is not None:
+        check_cache_fits(memory, memory.free - weights - computing, cache_tokens, per_token)
+    return weights + computing + per_token * (cache_tokens or MIN_CACHE_TOKENS)
+
+
+def check_cache_fits(memory: Memory, left: int, tokens: int, token_bytes: int) -> None:
+    """
+    Raises:
+        MachineError: an attention cache of so many tokens takes more than the `left` bytes.
+    """
+    if tokens * token_bytes > left:
+        fitting = max(0, left) // token_bytes
+        raise MachineError(
+            f"--cache-tokens {tokens} takes {size(tokens * token_bytes)}, and {size(max(0, left))} of {memory.place} "
+            f"are left beside the blocks: at most {fitting} tokens fit. Give fewer, or leave it out: then as many are "
+            "offered as are sensible here"
+        )
+
+
 def cache_bytes_per_block(
     config: Mapping[str, Any], item_bytes: int, tokens: int = USUAL_CACHE_TOKENS, held: CacheDtype = "auto"
 ) -> int:
-    """About what `tokens` tokens of attention cache take in one block, by a model's `config.json`; never too little.
+    """About what `tokens` tokens of attention cache take in one block, by a model's `config.json`.
 
     `item_bytes` of the dtype that is computed in; `held` is what keys and values are kept in.
     """
@@ -108,7 +160,11 @@ def cache_bytes_per_block(
     heads = _number(config, "num_attention_heads", "n_head", "n_heads") or 1
     shared = _number(config, "num_key_value_heads") or heads
     width = _number(config, "head_dim") or hidden // heads
-    return 2 * shared * key_bytes(held, width, item_bytes) * tokens
+    # MLA, in transformers, keeps keys and values of all heads as they are multiplied.
+    latent = _number(config, "qk_nope_head_dim")
+    key = latent + _number(config, "qk_rope_head_dim") if latent else width
+    value = _number(config, "v_head_dim") if latent else width
+    return (heads if latent else shared) * sum(key_bytes(held, size, item_bytes) for size in (key, value)) * tokens
 
 
 def cache_tokens_that_fit(free_bytes: int, bytes_per_token: int) -> int:

@@ -128,7 +128,7 @@ def check_adapters(folders: Sequence[Path], model: ModelFolder | None) -> None:
     Raises:
         BadInput: one cannot be used, or is for another architecture, two have one name, or there are too many.
     """
-    from ...blocks.skeleton import linear_layers  # with torch: two seconds, for servers with adapters only
+    from ...blocks.architecture import linear_layers  # with torch: two seconds, for servers with adapters only
 
     adapters = _read_all(folders)
     if model is not None:

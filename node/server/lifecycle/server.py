@@ -31,7 +31,6 @@ from ...models import (
     stated_manifest,
     verify_part,
 )
-from ...models.cache_dir import cache_dir
 from ...models.disk_limit import evict_for_download, in_use, keep_within, note_use
 from ...models.manifest import canonical_architecture
 from ...models.progress import Progress
@@ -40,22 +39,14 @@ from ...swarm.swarm import Swarm
 from ...swarm.versions import choose_version, used_before
 from ...version import __version__
 from ..tallies import ServerTallies
-from .memory import (
-    USUAL_CACHE_TOKENS,
-    Sizing,
-    blocks_that_fit,
-    cache_bytes_per_block,
-    claim,
-    device_memory,
-    has_accelerator,
-    size,
-)
+from .memory import Sizing, has_accelerator, size
 from .options import MakePayments, OnEvent, ServerContext, ServerOptions, check_blocks, read_adapters
 from .other_servers import serve_transfers
 from .pausing import Pause
 from .placement_state import PlacementState
 from .pledging import Depositor
 from .rebalancing import join_where_needed
+from .sizing import plan_memory
 from .speed import SpeedKey, cpu_name, recall_speed
 
 if TYPE_CHECKING:
@@ -64,7 +55,6 @@ if TYPE_CHECKING:
 
 REFRESH_TIMEOUT: Final = 5.0
 STOP_GRACE: Final = 3.0
-_SIZING_LOCK: Final = "sizing.lock"
 
 T = TypeVar("T")
 
@@ -207,12 +197,12 @@ async def run_server(
         check_blocks(options, folder)
         with suppress(SwarmError):  # nobody answers just now; what was heard at joining has to do
             await swarm.refresh(timeout=REFRESH_TIMEOUT)
+        await imported.wait()
+        sizing = await in_thread(lambda: plan_memory(folder, options))  # before minutes are spent on reading weights
         source = await find_source(swarm, folder, options, progress)
         adapters = await in_thread(lambda: read_adapters(options.adapters, source.manifest.version, folder.name))
         swarm.serve_manifest(source.manifest.version, source.manifest.to_wire())
         serve_transfers(swarm)
-        if has_accelerator(options.device):
-            await imported.wait()  # only then can it be asked
         gain = DEFAULT.gain if options.gain is None else options.gain
         context = ServerContext(
             swarm,
@@ -229,7 +219,7 @@ async def run_server(
             pause or Pause(),
         )
         try:
-            await Server(context, source, progress, started).run(imported, stop)
+            await Server(context, source, progress, started, sizing).run(stop)
         finally:
             with trio.CancelScope(shield=True), trio.move_on_after(STOP_GRACE):
                 await swarm.retract()
@@ -237,22 +227,25 @@ async def run_server(
 
 
 class Server:
-    """Serves one span after the other, as `context` has it."""
+    """Serves one span after the other, as `context` has it; `sizing` says how many blocks."""
 
-    def __init__(self, context: ServerContext, source: ModelSource, progress: Progress, started: float) -> None:
+    def __init__(
+        self, context: ServerContext, source: ModelSource, progress: Progress, started: float, sizing: Sizing
+    ) -> None:
         self._context = context
+        self._sizing = sizing
         self._source = source
         self._progress = progress
         self._started = started
         self._count_reason = self._blocks_reason = ""
 
-    async def run(self, imported: trio.Event, stop: trio.Event) -> None:
-        span = await self._first_span(imported)
+    async def run(self, stop: trio.Event) -> None:
+        span = await self._first_span()
         came_from: Span | None = None
         while not stop.is_set():
             began = time.perf_counter()
             try:
-                blocks = await self._load(span, imported)
+                blocks = await self._load(span)
             except PetalnodeError as error:
                 if came_from is None:
                     raise
@@ -277,17 +270,14 @@ class Server:
         reasons = {"count_reason": self._count_reason, "blocks_reason": self._blocks_reason}
         self._context.on_event(event, **fields, **reasons, seconds=round(time.perf_counter() - since, 2))
 
-    async def _first_span(self, imported: trio.Event) -> Span:
+    async def _first_span(self) -> Span:
         options, folder = self._context.options, self._context.folder
         if options.blocks is not None:
             return options.blocks
-        count = options.num_blocks
-        if count is None:
-            await imported.wait()
-            sizing = await in_thread(lambda: _sizing(self._source.folder, options))
-            self._count_reason = sizing.reason
-            self._status(sizing.reason)
-            count = sizing.count
+        count = self._sizing.count
+        if self._sizing.reason:
+            self._count_reason = self._sizing.reason
+            self._status(self._sizing.reason)
         throughput = options.throughput
         if throughput is None:
             known = await in_thread(lambda: recall_speed(self._context.speed_key))
@@ -301,13 +291,12 @@ class Server:
         self._status(f"taking blocks {span} of {folder.num_blocks} of {folder.name}: {self._blocks_reason}")
         return span
 
-    async def _load(self, span: Span, imported: trio.Event) -> BlockSpan:
+    async def _load(self, span: Span) -> BlockSpan:
         folder = self._context.folder
         self._context.swarm.announce(self._joining(span))
         self._status(f"loading blocks {span} of {folder.num_blocks} of {folder.name}")
         path = await self._source.weights(span)
         await in_thread(lambda: self._keep_disk(path, span))
-        await imported.wait()
         return await in_thread(lambda: self._read_blocks(path, span))
 
     def _read_blocks(self, path: Path, span: Span) -> BlockSpan:
@@ -360,34 +349,6 @@ class Server:
 
     def _status(self, text: str) -> None:
         self._context.on_event("status", text=text)
-
-
-def _sizing(folder: ModelFolder, options: ServerOptions) -> Sizing:
-    """How many blocks fit, by the memory that is free now; claims that for this process.
-
-    Raises:
-        MachineError: not even one does.
-    """
-    from filelock import FileLock
-
-    from ...blocks.skeleton import largest_block
-
-    block = largest_block(folder.path, options.dtype, options.quant)
-    tokens = options.cache_tokens or USUAL_CACHE_TOKENS
-    with FileLock(cache_dir() / _SIZING_LOCK):  # of several that start at once each sees what the last one claimed
-        memory = device_memory(options.device)
-        sizing = blocks_that_fit(
-            memory,
-            block.held,
-            folder.num_blocks,
-            cache_bytes=cache_bytes_per_block(folder.config, block.item, tokens, options.cache_dtype),
-            cache_tokens=tokens,
-            hidden_size=folder.hidden_size,
-            spare=0 if options.quant == "none" else block.whole,  # while it is quantised it is there as it was, too
-        )
-        if memory.shared:
-            claim(sizing.nbytes)
-    return sizing
 
 
 def _speed_key(source: ModelSource, options: ServerOptions) -> SpeedKey:

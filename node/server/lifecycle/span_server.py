@@ -28,7 +28,7 @@ from ..requests.admission import Hosted
 from ..requests.request import RequestContext
 from ..requests.service import MAX_SESSIONS, RequestService
 from ..tallies import Serving
-from .memory import cache_tokens_that_fit, claim, device_memory, return_memory, unused
+from .memory import cache_tokens_that_fit, check_cache_fits, claim, device_memory, return_memory, unused
 from .options import ServerContext
 from .other_servers import ServerConnector, keep_measured, keep_rtts, measure_network
 from .pledging import Pledging
@@ -69,8 +69,9 @@ async def serve_span(
         network = partial(measure_network, context.swarm, announcement.model_version, timeout=_NETWORK_TIMEOUT)
         speed = await SpanSpeed.measured(compute, context.speed_key, context.options.throughput, network)
         tokens = context.options.cache_tokens
-        if tokens is None:
-            tokens = await trio.to_thread.run_sync(_fitting_cache, blocks, context.options.device)
+        # A server that has changed its blocks keeps what it had promised.
+        if tokens is None or not context.tallies.block_changes:
+            tokens = await trio.to_thread.run_sync(_cache_tokens, blocks, context.options.device, tokens)
         server = SpanServer(context, replace(announcement, load_seconds=load_seconds), compute, speed, tokens)
         return await server.run(on_ready, stop)
     finally:
@@ -344,11 +345,17 @@ class SpanServer:
             await trio.sleep(_ANNOUNCE_INTERVAL)
 
 
-def _fitting_cache(blocks: BlockSpan, device: str) -> int:
-    """Tokens of attention cache to offer; claims their memory, and that of the weights."""
+def _cache_tokens(blocks: BlockSpan, device: str, asked: int | None) -> int:
+    """Tokens of attention cache to offer; claims their memory, and that of the weights.
+
+    Raises:
+        MachineError: fewer fit than were asked for, now that it is known what a token takes.
+    """
     memory, weights = device_memory(device), blocks.weight_bytes
     free = memory.free - unused(weights) if memory.shared else memory.free
-    tokens = cache_tokens_that_fit(max(0, free), blocks.cache_bytes_per_token)
+    if asked is not None:
+        check_cache_fits(memory, free, asked, blocks.cache_bytes_per_token)
+    tokens = asked or cache_tokens_that_fit(max(0, free), blocks.cache_bytes_per_token)
     if memory.shared:
         claim(weights + tokens * blocks.cache_bytes_per_token)
     return tokens

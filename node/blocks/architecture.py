@@ -1,0 +1,161 @@
+"""Which architectures can be served, and what their blocks keep for each token between steps.
+
+`open_skeleton` decides for servers, clients, validators and plans, from the whole model's configuration alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from ...protocols.ids import Span
+from ..errors import ModelError, raise_for_memory
+from ..models.quantisation import Quantisation, held_bytes
+from .cache import BlockCacheSpec
+from .config import choose_dtype, read_config
+from .skeleton import Skeleton, build
+from .span_adapter import linear_shapes
+from .stack import BlockStack
+
+
+def open_skeleton(folder: Path, dtype: str = "auto") -> Skeleton:
+    """The whole model in `folder` without memory, if a swarm can run it; no weights have to be there.
+
+    Raises:
+        ModelError: the folder is no model, or servers of some of its blocks, or clients, cannot run it.
+        BadInput: an unknown dtype.
+    """
+    config = read_config(folder)
+    skeleton = build(config, choose_dtype(dtype, config))
+    # A hybrid has blocks that could be served alone, but nobody could complete such a chain.
+    windows_of(skeleton, Span(0, skeleton.num_blocks))
+    return skeleton
+
+
+def check_download(coming: Mapping[Path, int], needed: Collection[Path]) -> None:
+    """For `resolve` to call: no weights are downloaded of a model that no swarm can run.
+
+    Raises:
+        ModelError: as `open_skeleton`.
+    """
+    for folder in {file.parent for file in coming}:
+        open_skeleton(folder)
+
+
+def linear_layers(folder: Path) -> list[dict[str, tuple[int, int]]]:
+    """Per block of the model in `folder`, (values in, values out) of its linear layers by path; no weights are read.
+
+    Raises:
+        ModelError: as `open_skeleton`.
+    """
+    return [linear_shapes(block) for block in open_skeleton(folder).blocks]
+
+
+def windows_of(skeleton: Skeleton, span: Span) -> list[int | None]:
+    """Per block of the span, how far back it looks.
+
+    Raises:
+        ModelError: a block keeps something else than attention keys and values, or nothing.
+    """
+    named = repr(skeleton.config.model_type)
+    model: Any = skeleton.model
+    takes = inspect.signature(skeleton.decoder.forward).parameters
+    if "past_key_values" not in takes or not model._supports_default_dynamic_cache():
+        raise ModelError(
+            f"{named} has no cache of attention keys and values as other decoders have, but something of its own: "
+            "petalnode cannot serve it yet"
+        )
+    layers = DynamicCache(config=skeleton.config).layers
+    if len(layers) != skeleton.num_blocks:
+        layers = [DynamicLayer() for _ in range(skeleton.num_blocks)]
+    windows: list[int | None] = []
+    for layer in layers[span.start : span.end]:
+        if type(layer) is DynamicSlidingWindowLayer:
+            windows.append(int(layer.sliding_window))
+        elif type(layer) is DynamicLayer:
+            windows.append(None)
+        else:
+            raise ModelError(
+                f"{named} keeps more than attention keys and values between tokens "
+                f"({type(layer).__name__}): petalnode cannot serve it yet"
+            )
+    return windows
+
+
+class _Recorder(Cache):  # type: ignore[misc]  # transformers is untyped here
+    """Sees which keys and values the blocks want to keep."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(layers=[])
+        self.seen: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * count
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.seen[layer_idx] = (key_states, value_states)
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
+
+@torch.inference_mode()
+def cache_specs(
+    stack: BlockStack, skeleton: Skeleton, windows: Sequence[int | None], device: torch.device
+) -> list[BlockCacheSpec]:
+    """What each block keeps per token, found by running one token: no configuration says it for all."""
+    recorder = _Recorder(len(windows))
+    hidden = torch.zeros(1, 1, int(skeleton.config.hidden_size), dtype=skeleton.dtype, device=device)
+    try:
+        stack.run(hidden, recorder, torch.zeros(1, 1, dtype=torch.long, device=device))
+    except Exception as error:  # other architectures break in their own ways
+        raise_for_memory(error, "Running blocks for the first time")
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        raise ModelError(
+            f"blocks of {skeleton.config.model_type!r} do not run apart from the rest of the model, or as its "
+            f"config.json has them ({reason}): petalnode cannot serve it yet"
+        ) from error
+    specs = []
+    for seen, window in zip(recorder.seen, windows, strict=True):
+        if seen is None:
+            raise ModelError(
+                f"some blocks of {skeleton.config.model_type!r} use the attention cache of others: "
+                "petalnode cannot serve it yet"
+            )
+        keys, values = seen
+        specs.append(BlockCacheSpec(keys.shape[1], keys.shape[3], values.shape[3], window))
+    return specs
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """Bytes: of each block of a model as a server holds it, before it is quantised, and of one value of an attention
+    cache."""
+
+    held: tuple[int, ...]
+    whole: tuple[int, ...]
+    item: int
+
+
+def block_sizes(folder: Path, dtype: str, quantisation: Quantisation) -> BlockSizes:
+    """The sizes of the blocks of the model in `folder`, of which only the configuration has to be there.
+
+    Raises:
+        ModelError, BadInput: as `open_skeleton`.
+    """
+    skeleton = open_skeleton(folder, dtype)
+    held, whole = [], []
+    for block in skeleton.blocks:
+        values = list(block.parameters())
+        whole.append(sum(value.nbytes for value in values))
+        held.append(sum(held_bytes(quantisation, tuple(value.shape), value.nbytes) for value in values))
+    return BlockSizes(tuple(held), tuple(whole), skeleton.dtype.itemsize)

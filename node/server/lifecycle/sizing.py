@@ -1,0 +1,70 @@
+"""How many blocks a server takes, and whether those that a person chose fit, decided before any weights are read."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ...models import ModelFolder
+from ...models.cache_dir import cache_dir
+from .memory import (
+    USUAL_CACHE_TOKENS,
+    Memory,
+    Sizing,
+    blocks_that_fit,
+    cache_bytes_per_block,
+    check_blocks_fit,
+    claim,
+    device_memory,
+)
+from .options import ServerOptions
+
+_LOCK: Final = "sizing.lock"
+
+
+def plan_memory(folder: ModelFolder, options: ServerOptions) -> Sizing:
+    """How many blocks to serve, by the memory that is free now; claims that for this process.
+
+    Of the model in `folder` only the configuration has to be there.
+
+    Raises:
+        ModelError: its architecture cannot be served.
+        MachineError: the blocks that were asked for do not fit, or not even one does; or their cache does not.
+    """
+    from filelock import FileLock
+
+    from ...blocks.architecture import BlockSizes, block_sizes  # with torch: two seconds, for servers alone
+
+    def of_chosen(memory: Memory, sizes: BlockSizes, chosen: list[int]) -> Sizing:
+        nbytes = check_blocks_fit(
+            memory,
+            chosen,
+            token_bytes=cache_bytes_per_block(folder.config, sizes.item, 1, options.cache_dtype),
+            cache_tokens=options.cache_tokens,
+            hidden_size=folder.hidden_size,
+            spare=spare,
+        )
+        return Sizing(len(chosen), "", nbytes)
+
+    sizes = block_sizes(folder.path, options.dtype, options.quant)
+    # While a block is quantised it is there as it was, too.
+    spare = 0 if options.quant == "none" else max(sizes.whole)
+    with FileLock(cache_dir() / _LOCK):  # of several that start at once each sees what the last one claimed
+        memory = device_memory(options.device)
+        if options.blocks is not None:
+            sizing = of_chosen(memory, sizes, list(sizes.held[options.blocks.start : options.blocks.end]))
+        elif options.num_blocks is not None:
+            sizing = of_chosen(memory, sizes, [max(sizes.held)] * options.num_blocks)
+        else:
+            tokens = options.cache_tokens or USUAL_CACHE_TOKENS
+            sizing = blocks_that_fit(
+                memory,
+                max(sizes.held),
+                folder.num_blocks,
+                cache_bytes=cache_bytes_per_block(folder.config, sizes.item, tokens, options.cache_dtype),
+                cache_tokens=tokens,
+                hidden_size=folder.hidden_size,
+                spare=spare,
+            )
+        if memory.shared:
+            claim(sizing.nbytes)
+    return sizing

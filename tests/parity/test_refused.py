@@ -1,0 +1,84 @@
+"""Models that cannot be served are refused in words by everybody, before there is any weight to load."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from petalnode.node.blocks.architecture import block_sizes, linear_layers
+from petalnode.node.blocks.client_part import load_client
+from petalnode.node.blocks.span import load_span
+from petalnode.node.errors import ModelError
+from petalnode.node.models import resolve
+from petalnode.node.server.lifecycle.options import ServerOptions
+from petalnode.node.server.lifecycle.sizing import plan_memory
+from petalnode.protocols.ids import Span
+from tests.tiny_models import save_tiny
+
+STATE = "keeps more than attention keys and values"
+OWN = "has no cache of attention keys and values as other decoders have"
+REFUSED = {
+    **dict.fromkeys(("falcon_h1", "zamba", "zamba2", "bamba", "jamba", "qwen3_next", "kimi_linear"), STATE),
+    **dict.fromkeys(("hy_v4", "glm_moe_dsa", "deepseek_v32", "zaya", "recurrent_gemma", "olmo_hybrid"), STATE),
+    **dict.fromkeys(("rwkv", "xlstm", "xlnet", "minimax", "mamba", "falcon_mamba", "openai-gpt"), OWN),
+    "gemma3n_text": "feed the token ids into every block",
+    **dict.fromkeys(("bert", "longcat_flash"), "cannot tell which layers"),
+    "bart": "decoder-only",
+}
+QUANTISED: dict[str, dict[str, Any]] = {
+    "MLX": {"quantization": {"group_size": 64, "bits": 4}},
+    "compressed-tensors": {"compression_config": {"format": "int-quantized", "global_compression_ratio": 1.5}},
+    "fp8": {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+    "awq": {"text_config": {"quantization_config": {"quant_method": "awq"}}},
+}
+
+EVERYBODY: dict[str, Callable[[Path], Any]] = {
+    "server": lambda folder: load_span(folder, Span(0, 1)),
+    "server before it reads": lambda folder: plan_memory(resolve(folder, need="config"), ServerOptions(str(folder))),
+    "client": load_client,
+    "adapters": linear_layers,
+    "sizes": lambda folder: block_sizes(folder, "auto", "none"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_everybody_refuses_in_the_same_words_without_any_weights(kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    AutoConfig.for_model(kind).save_pretrained(folder)
+    for who in ("server", "server before it reads", "client"):
+        with pytest.raises(ModelError) as caught:
+            EVERYBODY[who](folder)
+        assert REFUSED[kind] in str(caught.value), who
+
+
+def test_an_attention_block_of_a_hybrid_is_not_loaded_alone(tmp_path: Path) -> None:
+    """Nobody could ever serve the others."""
+    config = AutoConfig.for_model("qwen3_next")
+    attention = config.layer_types.index("full_attention")
+    config.save_pretrained(tmp_path / "model")
+    with pytest.raises(ModelError, match=STATE):
+        load_span(tmp_path / "model", Span(attention, attention + 1))
+
+
+@pytest.mark.parametrize("method", QUANTISED)
+def test_quantised_weights_are_refused_by_their_configuration(method: str, tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | QUANTISED[method]))
+    for use in (*EVERYBODY.values(), resolve):
+        with pytest.raises(ModelError, match=f"quantised by {method}"):
+            use(folder)
+
+
+def test_a_configuration_that_does_not_compute_is_refused_in_words(tmp_path: Path) -> None:
+    """Falcon without multi-query attention and with fewer key-value heads: its own matrices do not fit together."""
+    folder = save_tiny(
+        "falcon", tmp_path / "model", alibi=True, new_decoder_architecture=False, multi_query=False, num_kv_heads=2
+    )
+    with pytest.raises(ModelError, match="do not run apart"):
+        load_span(folder, Span(0, 1))
