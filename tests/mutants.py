@@ -101,6 +101,17 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
     "node/network/*_store.py": _KADEMLIA,
     "node/network/routing_table.py": _KADEMLIA,
     "node/network/address_shares.py": _KADEMLIA,
+    "node/blocks/architecture.py": (
+        *_unit("sizing"),
+        "parity/test_refused",
+        "parity/test_blocks",
+        "swarm/test_too_large",
+    ),
+    "node/server/lifecycle/[ms][ei][mz]*.py": (
+        *_unit("sizing device_memory"),
+        "parity/test_refused",
+        "swarm/test_too_large",
+    ),
     "node/network/transport/[lmnsy]*.py": (
         *_unit(_MOVED),
         *("attacks/test_frame_floods", "attacks/test_memory_of_a_node", "swarm/test_private_hosts", "swarm/test_relay"),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from petalnode.node.blocks.architecture import block_sizes
-from petalnode.node.errors import MachineError
+from petalnode.node.errors import BadInput, MachineError, memory_needed
 from petalnode.node.models import Checkpoint
 from petalnode.node.server.lifecycle.memory import (
     MAX_CACHE_TOKENS,
@@ -16,6 +17,8 @@ from petalnode.node.server.lifecycle.memory import (
     blocks_that_fit,
     cache_bytes_per_block,
     cache_tokens_that_fit,
+    check_blocks_fit,
+    check_cache_fits,
 )
 from tests.tiny_models import save_tiny
 
@@ -47,6 +50,81 @@ def test_it_says_what_was_decided_and_why() -> None:
         blocks_that_fit(Memory(300 << 20, GIB), 300 << 20, 8)
 
 
+MEMORY = Memory(8 * GIB, 16 * GIB)
+COMPUTING = 2048 * 4096 * 4 * 12
+
+
+def test_blocks_that_a_person_chose_need_no_reserve() -> None:
+    """All that is free may be taken: blocks, what computing needs, and the smallest cache."""
+    left = MEMORY.free - COMPUTING - 3 * GIB
+    fits = left // (MIN_CACHE_TOKENS * 3)
+    taken = check_blocks_fit(MEMORY, [GIB] * 3, token_bytes=fits, cache_tokens=None, hidden_size=4096)
+    assert taken == 3 * GIB + COMPUTING + fits * 3 * MIN_CACHE_TOKENS <= MEMORY.free
+    with pytest.raises(MachineError):
+        check_blocks_fit(MEMORY, [GIB] * 3, token_bytes=fits + 1, cache_tokens=None, hidden_size=4096)
+    asked = check_blocks_fit(MEMORY, [GIB], token_bytes=1024, cache_tokens=1000, hidden_size=4096)
+    assert asked == GIB + COMPUTING + 1000 * 1024
+
+
+def test_it_says_how_many_of_the_chosen_blocks_fit() -> None:
+    with pytest.raises(
+        MachineError, match=r"80 blocks .* take 80.0 GiB, .* at most 7 fit \(--num-blocks 7\)"
+    ) as caught:
+        check_blocks_fit(MEMORY, [GIB] * 80, token_bytes=1024, cache_tokens=None, hidden_size=4096)
+    assert caught.value.exit_code == 4
+    check_blocks_fit(MEMORY, [GIB] * 7, token_bytes=1024, cache_tokens=None, hidden_size=4096)
+    with pytest.raises(MachineError, match="at most 6 fit"):  # the largest, as blocks are chosen later
+        check_blocks_fit(MEMORY, [GIB] * 79 + [GIB + GIB // 8], token_bytes=0, cache_tokens=None, hidden_size=4096)
+    with pytest.raises(MachineError, match="not even one of them fits"):
+        check_blocks_fit(MEMORY, [8 * GIB], token_bytes=1024, cache_tokens=None)
+    with pytest.raises(MachineError, match="at most 3 fit"):
+        check_blocks_fit(MEMORY, [GIB] * 5, token_bytes=0, cache_tokens=None, spare=4 * GIB + 1)
+
+
+def test_it_says_how_many_tokens_of_cache_fit() -> None:
+    at_most = (5 * GIB - COMPUTING) // (3 * 1024)
+    check_blocks_fit(MEMORY, [GIB] * 3, token_bytes=1024, cache_tokens=at_most, hidden_size=4096)
+    with pytest.raises(MachineError, match=f"cache-tokens {at_most + 1} takes .* at most {at_most} tokens fit"):
+        check_blocks_fit(MEMORY, [GIB] * 3, token_bytes=1024, cache_tokens=at_most + 1, hidden_size=4096)
+    check_cache_fits(MEMORY, 1000, 10, 100)
+    with pytest.raises(MachineError, match="at most 0 tokens fit"):
+        check_cache_fits(MEMORY, -5, 10, 100)
+    # Whoever leaves the blocks to the server is told as well.
+    with pytest.raises(MachineError, match=r"--cache-tokens \d+ is the most that fits one block"):
+        blocks_that_fit(MEMORY, GIB, 8, cache_bytes=1024 * 10**9, cache_tokens=10**9)
+    fewest = blocks_that_fit(MEMORY, GIB, 8, cache_bytes=1024 * 10**6, cache_tokens=10**6)
+    assert fewest.count == 3
+    with pytest.raises(MachineError) as caught:
+        blocks_that_fit(MEMORY, 8 * GIB, 8, cache_bytes=1024, cache_tokens=10**9)
+    assert "--cache-tokens" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to"),
+        RuntimeError("unable to mmap 12884901888 bytes from file </model.safetensors>: Cannot allocate memory (12)"),
+        RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    ],
+)
+def test_memory_that_runs_out_is_said_in_words(error: Exception) -> None:
+    with (
+        pytest.raises(MachineError, match=r"^Loading blocks takes more memory than can be had") as caught,
+        memory_needed("Loading blocks"),
+    ):
+        raise error
+    assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "I/O error"), RuntimeError("shapes"), BadInput("out of memory")])
+def test_what_is_not_about_memory_stays_what_it_is(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, memory_needed("Loading blocks"):
+        raise error
+    assert caught.value is error
+
+
 def test_a_cache_by_the_words_of_several_configurations() -> None:
     llama = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
     assert cache_bytes_per_block(llama, 2, 1000) == 2 * 8 * 128 * 2 * 1000
@@ -54,6 +132,8 @@ def test_a_cache_by_the_words_of_several_configurations() -> None:
     assert cache_bytes_per_block({"n_embd": 768, "n_head": 12}, 4, 10) == 2 * 12 * 64 * 4 * 10
     assert cache_bytes_per_block({}, 4, 10) == 0
     assert cache_bytes_per_block(llama, 4, 1000, "bfloat16") == 2 * 8 * 128 * 2 * 1000
+    latent = llama | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 96}
+    assert cache_bytes_per_block(latent, 2, 1000) == 32 * (128 + 64 + 96) * 2 * 1000
     assert cache_bytes_per_block(llama, 4, 1000, "int8") == 2 * 8 * (128 + 2 * 4) * 1000
 
 
