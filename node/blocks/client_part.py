@@ -117,11 +117,7 @@ class ClientModel:
         self.model.forward = wraps(self._whole_forward)(lambda *args, **kwargs: self._forward(*args, **kwargs))
 
     def finish(self) -> None:
-        """Once the weights are here: finds out in which form the decoder wants its layer's output.
-
-        Raises:
-            ModelError: it takes neither.
-        """
+        """Once the weights are here: finds out in which form the decoder wants its layer's output; ModelError: none."""
         ids = torch.full((2, 3), self.any_token, device=self.device)
         config = self._decoder.config
         # With the first no masks are built, which nothing here needs; MPT cannot do without.
