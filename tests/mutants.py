@@ -100,6 +100,7 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
     "node/network/kad_*.py": (*_KADEMLIA, "swarm/test_discovery"),
     "node/network/*_store.py": _KADEMLIA,
     "node/network/routing_table.py": _KADEMLIA,
+    "node/network/standard_protocols.py": (*_unit("standard_protocols"), "attacks/test_pings_and_pushes"),
     "node/network/address_shares.py": _KADEMLIA,
     "node/blocks/architecture.py": (
         *_unit("sizing"),

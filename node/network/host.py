@@ -15,13 +15,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from typing import Final
 
 import trio
-from libp2p.abc import IPeerStore
 from libp2p.custom_types import TProtocol
 from libp2p.host import basic_host
 from libp2p.host.basic_host import BasicHost
-from libp2p.identity.identify.pb.identify_pb2 import Identify
-from libp2p.identity.identify_push import identify_push
-from libp2p.identity.update import update_peerstore_from_identify
 from libp2p.network.stream.net_stream import NetStream
 from libp2p.peer.envelope import Envelope, make_unsigned
 from libp2p.peer.id import ID
@@ -30,10 +26,11 @@ from multiaddr import Multiaddr
 from ...crypto.identity import Identity
 from ..errors import MachineError
 from .addresses import concrete, dialable, ip_of, is_loopback, port_of
+from .standard_protocols import IDENTIFY_PUSH, PING, answer_pings, keep_identified, take_pushes
 from .transport.bandwidth import Bandwidth
 from .transport.connections import NEGOTIATION, CircuitDialer, Network, path_of, reason_of
 from .transport.limits import origin_of_ip
-from .transport.muxed_stream import WINDOW
+from .transport.muxed_stream import INITIAL_WINDOW, WINDOW
 from .transport.negotiation import OneAnswer, OneRoundTrip
 from .transport.raw_connection import Path, PromptSockets, RawConnection, SocketConnection, remote_multiaddr
 from .transport.stream_bytes import CircuitConnection, Connection, StreamBytes
@@ -42,9 +39,6 @@ log = logging.getLogger(__name__)
 
 GOSSIP_PROTOCOLS: Final = ("/meshsub/1.1.0",)
 _RESTART_PAUSE: Final = 5.0  # seconds until a part that failed is started again
-_MAX_IDENTIFIED: Final = 256  # bytes of an address, a protocol's name and a key that a peer says of itself
-_MAX_IDENTIFIED_ADDRS: Final = 32
-_MAX_IDENTIFIED_PROTOCOLS: Final = 128
 _CLOSING: Final = 2.0  # seconds for closing all connections
 
 ByteHandler = Callable[[StreamBytes, str], Awaitable[None]]
@@ -324,17 +318,7 @@ class Host:
         self.libp2p.multiselect.handlers.pop(TProtocol(protocol), None)
 
 
-async def _keep_identified(peerstore: IPeerStore, peer_id: ID, message: Identify) -> None:
-    """As libp2p's own, which keeps up to 1 MiB of each key that has ever connected or pushed."""
-    small = [addr for addr in message.listen_addrs if len(addr) <= _MAX_IDENTIFIED]
-    known = [name for name in message.protocols if len(name) <= _MAX_IDENTIFIED]
-    kept = Identify(listen_addrs=small[:_MAX_IDENTIFIED_ADDRS], protocols=known[:_MAX_IDENTIFIED_PROTOCOLS])
-    if len(message.public_key) <= _MAX_IDENTIFIED:
-        kept.public_key = message.public_key
-    await update_peerstore_from_identify(peerstore, peer_id, kept)
-
-
-basic_host.update_peerstore_from_identify = identify_push.update_peerstore_from_identify = _keep_identified
+basic_host.update_peerstore_from_identify = keep_identified
 
 
 class _Libp2pHost(BasicHost):
@@ -419,7 +403,10 @@ async def open_host(
         missing = [str(addr) for addr in listen if str(addr) not in network.listeners]
         try:
             if not missing:
-                yield Host(network, libp2p, addresses)
+                host = Host(network, libp2p, addresses)
+                host.set_stream_handler(PING, answer_pings(), window=INITIAL_WINDOW)
+                host.set_stream_handler(IDENTIFY_PUSH, take_pushes(libp2p.get_peerstore()), window=INITIAL_WINDOW)
+                yield host
         finally:
             # In order, and before the tasks of the connections are cancelled: the peers shall be notified.
             with trio.CancelScope(deadline=trio.current_time() + _CLOSING, shield=True):

@@ -28,7 +28,7 @@ from .kad_messages import KAD, MAX_KEY, MAX_REQUEST, MAX_REQUEST_FIELDS, BadMess
 from .provider_store import FairProviderStore
 from .routing_table import RoutingTable
 from .transport.bandwidth import Throttle
-from .transport.limits import TokenBucket
+from .transport.limits import Rates
 from .transport.muxed_stream import INITIAL_WINDOW
 from .transport.stream_bytes import StreamBytes
 from .value_store import MAX_VALUE, ValueStore, open_value
@@ -45,23 +45,6 @@ OF_ADDRESS: Final = (60.0, 600.0)
 OF_ALL: Final = 400.0
 """Requests per second over all peers, whose addresses take turns: a fifth of a core."""
 VALUE_STEP: Final = 512
-_REMEMBERED: Final = 4096
-
-
-class Rates:
-    """A token bucket for each peer, or for each address."""
-
-    def __init__(self, rate: float, most: float) -> None:
-        self._limits = rate, most
-        self._buckets: dict[str, TokenBucket] = {}
-
-    def of(self, holder: str) -> TokenBucket:
-        bucket = self._buckets.get(holder)
-        if bucket is None:
-            if len(self._buckets) >= _REMEMBERED:
-                self._buckets = {name: bucket for name, bucket in self._buckets.items() if not bucket.is_full}
-            bucket = self._buckets[holder] = TokenBucket(*self._limits)
-        return bucket
 
 
 @dataclass(eq=False)

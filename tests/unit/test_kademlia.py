@@ -20,9 +20,10 @@ from petalnode.crypto.identity import Identity
 from petalnode.node.network import value_store
 from petalnode.node.network.address_shares import AddressShares
 from petalnode.node.network.kad_messages import KAD, MAX_ANSWER_FIELDS, BadMessage, parse, record_of
-from petalnode.node.network.kad_service import OF_PEER, PATIENCE, Place, Rates, to_drop
+from petalnode.node.network.kad_service import OF_PEER, PATIENCE, Place, to_drop
 from petalnode.node.network.provider_lookup import Contact, distance
 from petalnode.node.network.routing_table import BUCKET_SIZE, KnownPeer, RoutingTable, superfluous
+from petalnode.node.network.transport.limits import Rates
 from petalnode.node.network.value_store import (
     ENTRY_BYTES,
     MODELS_KEY,
@@ -267,7 +268,7 @@ def test_a_peer_may_ask_so_often_and_is_not_remembered_for_ever(monkeypatch: pyt
         assert bucket.delay(1) > PATIENCE
         await trio.sleep(PATIENCE + 1 / rate + 0.001)
         assert bucket.delay(1) == 0
-        monkeypatch.setattr("petalnode.node.network.kad_service._REMEMBERED", 3)
+        monkeypatch.setattr("petalnode.node.network.transport.limits._REMEMBERED", 3)
         for name in ("c", "d", "e"):
             rates.of(name)
         assert rates.of("a") is bucket and len(rates._buckets) <= 3

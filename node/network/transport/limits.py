@@ -111,6 +111,22 @@ class TokenBucket:
         self._at = now
 
 
+class Rates:
+    """A token bucket for each peer, or for each address."""
+
+    def __init__(self, rate: float, most: float) -> None:
+        self._limits = rate, most
+        self._buckets: dict[str, TokenBucket] = {}
+
+    def of(self, holder: str) -> TokenBucket:
+        bucket = self._buckets.get(holder)
+        if bucket is None:
+            if len(self._buckets) >= _REMEMBERED:
+                self._buckets = {name: bucket for name, bucket in self._buckets.items() if not bucket.is_full}
+            bucket = self._buckets[holder] = TokenBucket(*self._limits)
+        return bucket
+
+
 class PeerUse:
     """What one peer takes of this node, on all of its connections.
 

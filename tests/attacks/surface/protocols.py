@@ -14,6 +14,7 @@ REQUEST: Final = "node.server.requests.request"
 SERVICE: Final = "node.server.requests.service"
 MESSAGES: Final = "node.network.kad_messages"
 KADEMLIA: Final = "node.network.kad_service"
+STANDARD: Final = "node.network.standard_protocols"
 BUDGET: Final = "node.server.budget"
 
 
@@ -59,28 +60,28 @@ CONNECTION: Final[Mapping[str, Row]] = {
 PROTOCOLS: Final[Mapping[str, Row]] = {
     "/ipfs/id/1.0.0": Row(
         PEER,
-        "protocols.nat_traversal.IDENTIFY_MAX_MESSAGE node.network.host._MAX_IDENTIFIED",
+        f"protocols.nat_traversal.IDENTIFY_MAX_MESSAGE {STANDARD}._MAX_IDENTIFIED",
         "node.network.transport.connections.NEGOTIATION",
-        "node.network.host._MAX_IDENTIFIED_ADDRS node.network.transport.peerstore.MAX_PEERS",
+        f"{STANDARD}._MAX_IDENTIFIED_ADDRS node.network.transport.peerstore.MAX_PEERS",
         ("tests/attacks/test_many_identities.py",),
         ("asked who we are", "NAT, identify and relay"),
         ("identify and ping", "garbage"),
     ),
     "/ipfs/id/push/1.0.0": Row(
         PEER,
-        "node.network.host._MAX_IDENTIFIED node.network.transport.peerstore.MAX_RECORD",
-        f"{LIMITS}.OPENED_PER_SECOND",
-        "node.network.host._MAX_IDENTIFIED_ADDRS node.network.host._MAX_IDENTIFIED_PROTOCOLS",
-        ("tests/attacks/test_many_identities.py",),
+        f"protocols.nat_traversal.IDENTIFY_MAX_MESSAGE {STANDARD}._MAX_IDENTIFIED",
+        f"{STANDARD}.PUSHES {STANDARD}.PATIENCE",
+        f"{STANDARD}._MAX_IDENTIFIED_ADDRS {STANDARD}._MAX_IDENTIFIED_PROTOCOLS",
+        ("tests/attacks/test_pings_and_pushes.py", "tests/attacks/test_many_identities.py"),
         ("NAT, identify and relay",),
         ("identify and ping", "garbage"),
     ),
     "/ipfs/ping/1.0.0": Row(
         PEER,
-        "node.network.transport.muxed_stream.INITIAL_WINDOW",
-        f"{LIMITS}.OPENED_PER_SECOND",
+        f"{STANDARD}._PING_BYTES",
+        f"{STANDARD}.PINGS {STANDARD}.PATIENCE",
         f"{LIMITS}.MAX_STREAMS",
-        ("tests/attacks/test_stranger.py",),
+        ("tests/attacks/test_pings_and_pushes.py",),
         ("NAT, identify and relay",),
         ("identify and ping", "garbage"),
     ),

@@ -1,0 +1,98 @@
+"""What every node of libp2p answers: pings, and what a peer says of itself when that changes (identify push).
+
+libp2p's own handlers take 32 bytes of a frame for a ping, 2,000 of a large frame, and parse a push of 1 MiB whenever
+one comes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import trio
+from google.protobuf.message import DecodeError
+from libp2p.abc import IPeerStore
+from libp2p.identity.identify.pb.identify_pb2 import Identify
+from libp2p.identity.update import update_peerstore_from_identify
+from libp2p.peer.id import ID
+
+from ...protocols.delimited import DelimitedStream
+from ...protocols.framing import PeerError
+from ...protocols.nat_traversal import IDENTIFY_MAX_MESSAGE
+from .transport.limits import Rates
+from .transport.stream_bytes import StreamBytes
+
+log = logging.getLogger(__name__)
+
+PING: Final = "/ipfs/ping/1.0.0"
+IDENTIFY_PUSH: Final = "/ipfs/id/push/1.0.0"
+PINGS: Final = (20.0, 100.0)
+"""Of a peer, per second and at once; those beyond that are answered later."""
+PUSHES: Final = (0.5, 16.0)
+"""Of a peer, per second and at once; those beyond that are not read."""
+PATIENCE: Final = 10.0
+"""Seconds for a ping to come on an open stream, for its answer to be read, and for a push."""
+_PING_BYTES: Final = 32
+_MAX_IDENTIFIED: Final = 256  # bytes of an address, a protocol's name and a key that a peer says of itself
+_MAX_IDENTIFIED_ADDRS: Final = 32
+_MAX_IDENTIFIED_PROTOCOLS: Final = 128
+
+Handler = Callable[[StreamBytes, str], Awaitable[None]]
+
+
+async def keep_identified(peerstore: IPeerStore, peer_id: ID, message: Identify) -> None:
+    """As libp2p's own, which keeps up to 1 MiB of each key that has ever connected or pushed."""
+    small = [addr for addr in message.listen_addrs[:_MAX_IDENTIFIED_ADDRS] if len(addr) <= _MAX_IDENTIFIED]
+    known = [name for name in message.protocols[:_MAX_IDENTIFIED_PROTOCOLS] if len(name) <= _MAX_IDENTIFIED]
+    kept = Identify(listen_addrs=small, protocols=known)
+    if len(message.public_key) <= _MAX_IDENTIFIED:
+        kept.public_key = message.public_key
+    await update_peerstore_from_identify(peerstore, peer_id, kept)
+
+
+def answer_pings() -> Handler:
+    rates = Rates(*PINGS)
+
+    async def serve(raw: StreamBytes, peer_id: str) -> None:
+        ping = b""
+        try:
+            while True:
+                with trio.fail_after(PATIENCE):
+                    while len(ping) < _PING_BYTES:
+                        part = await raw.read(_PING_BYTES - len(ping))
+                        if not part:
+                            await raw.close()
+                            return
+                        ping += part
+                bucket = rates.of(peer_id)
+                bucket.take_ahead(1)
+                await trio.sleep(bucket.delay(0))
+                with trio.fail_after(PATIENCE):
+                    await raw.write(ping)
+                ping = b""
+        except (OSError, trio.TooSlowError) as error:
+            log.debug("pings of %s: %r", peer_id, error)
+            await raw.reset()
+
+    return serve
+
+
+def take_pushes(peerstore: IPeerStore) -> Handler:
+    rates = Rates(*PUSHES)
+
+    async def serve(raw: StreamBytes, peer_id: str) -> None:
+        bucket = rates.of(peer_id)
+        if bucket.delay(1) == 0:
+            bucket.take_ahead(1)
+            stream = DelimitedStream(raw, peer_id, max_message=IDENTIFY_MAX_MESSAGE)
+            try:
+                message = await stream.receive(Identify, timeout=PATIENCE)
+                await keep_identified(peerstore, ID.from_string(peer_id), message)
+                await raw.close()
+                return
+            except (PeerError, DecodeError) as error:
+                log.debug("a push of %s: %s", peer_id, error)
+        await raw.reset()
+
+    return serve

@@ -1,0 +1,81 @@
+"""Pings and pushes come at the rate of one who means them, however many fit into a frame."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+import trio
+from libp2p.identity.identify.pb.identify_pb2 import Identify
+from libp2p.peer.id import ID
+
+from petalnode.node.network import standard_protocols
+from petalnode.node.network.host import Host
+from petalnode.node.network.transport.stream_bytes import StreamBytes
+from tests.attacks.test_kademlia import LOOPBACK, TIMEOUT, delimited, host, knowing
+
+PING = "/ipfs/ping/1.0.0"
+PUSH = "/ipfs/id/push/1.0.0"
+
+
+async def pinged(stream: StreamBytes, data: bytes) -> bytes:
+    await stream.write(data)
+    answer = b""
+    with trio.fail_after(TIMEOUT):
+        while len(answer) < len(data):
+            answer += await stream.read(len(data) - len(answer))
+    return answer
+
+
+def test_thousands_of_pings_in_a_frame_are_answered_at_a_steady_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standard_protocols, "PINGS", (0.1, 50.0))  # as on a machine of any speed
+    answered = 0
+
+    async def main() -> None:
+        async with host(LOOPBACK) as victim, knowing(victim) as attacker, knowing(victim) as honest:
+            streams = [await attacker.open_stream(victim.peer_id, PING) for _ in range(4)]
+
+            async def flood(stream: StreamBytes) -> None:
+                nonlocal answered
+                await stream.write(bytes(32 * 500))
+                with suppress(OSError):
+                    while data := await stream.read(1 << 16):
+                        answered += len(data)
+
+            async with trio.open_nursery() as nursery:
+                for stream in streams:
+                    nursery.start_soon(flood, stream)
+                other = await honest.open_stream(victim.peer_id, PING)
+                for number in range(40):
+                    await trio.sleep(0.005)
+                    assert await pinged(other, bytes([number]) * 32) == bytes([number]) * 32
+                nursery.cancel_scope.cancel()
+
+    trio.run(main)
+    assert 0 < answered <= 32 * 60
+
+
+def known(victim: Host, peer_id: str) -> set[str]:
+    return set(victim.libp2p.get_peerstore().get_protocols(ID.from_string(peer_id)))
+
+
+def test_a_push_is_small_and_seldom() -> None:
+    async def push(attacker: Host, victim: Host, message: Identify) -> bool:
+        stream = await attacker.open_stream(victim.peer_id, PUSH)
+        with suppress(OSError), trio.fail_after(TIMEOUT):
+            await stream.write(delimited(message))
+            await stream.close_write()
+            return not await stream.read(1)
+        return False
+
+    async def main() -> None:
+        async with host(LOOPBACK) as victim, knowing(victim) as attacker:
+            assert await push(attacker, victim, Identify(protocols=["/mine"]))
+            assert known(victim, attacker.peer_id) == {"/mine"}
+            assert not await push(attacker, victim, Identify(protocols=["/large"], agent_version="x" * (64 << 10)))
+            assert await push(attacker, victim, Identify(protocols=[f"/{number}" for number in range(1000)]))
+            assert len(known(victim, attacker.peer_id)) <= 128
+            taken = [await push(attacker, victim, Identify(protocols=["/a"])) for _ in range(40)]
+            assert taken[0] and not all(taken)
+
+    trio.run(main)
