@@ -286,7 +286,7 @@ def judged(phases: list[dict[str, Any]], left: list[dict[str, float]]) -> dict[s
         "speed": phases[-1]["speed"] >= 0.8,
     }
     reached = {
-        "all answers right": all(phase["answers"] and not phase["failed"] for phase in phases),
+        "all answers right": not any(phase["failed"] for phase in phases),
         f"at most {MAX_GROWTH:.0f} MiB more at each node": max(max(one["growth_mib"]) for one in phases) <= MAX_GROWTH,
         f"no loop held for {1000 * MAX_PASS:.0f} ms": all(phase["pass_ms"] < 1000 * MAX_PASS for phase in attacked),
         "half of the speed": all(phase["speed"] >= LEAST_SPEED for phase in attacked),
