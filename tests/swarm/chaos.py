@@ -99,6 +99,14 @@ class Chaos:
             if server.is_ready and server not in self._ill and all(server.peer_id in known for known in heard_of)
         ]
 
+    def state(self) -> str:
+        """Which servers there are, how they are, and how many of them each client knows."""
+        well = self._well()
+        of = {True: "well", False: "ill or unheard of"}
+        servers = [f"{server.arguments[5:7]} {of[server in well]}" for server in self._servers]
+        known = [len(client_of(client.model).servers()) for client in self.clients]
+        return f"servers: {servers}; known to the clients: {known}"
+
     def _spare(self) -> list[PooledServer]:
         """Those without which every block still has a server that is well."""
         well = self._well()
@@ -368,13 +376,14 @@ def _under_chaos(
             if server.pid not in before and server.is_ready:
                 before |= memory([server])
         check()
+    state = chaos.state()
     chaos.calm()
     stop.set()
     while any(thread.is_alive() for thread in threads):
         pause.wait(0.2)
         check()
     failures = [failure for client in clients for failure in client.failures]
-    assert not failures, f"{failures} after {monotonic() - end + seconds:.0f} s with {dict(chaos.events)}"
+    assert not failures, f"{failures} after {monotonic() - end + seconds:.0f} s with {dict(chaos.events)}; {state}"
     assert all(client.answers for client in clients)
     report = ChaosReport(
         dict(chaos.events),
