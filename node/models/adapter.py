@@ -8,7 +8,6 @@ is read; above all no pickle, which could run anybody's program.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from ...crypto.bounded_json import BadJson, JsonLimits, parse_json_object
 from ...crypto.canonical import digest
 from ...protocols.adapter import (
     MAX_ADAPTER_BYTES,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"
 DEEP_PROMPTS: Final = "deep_prompts.safetensors"
-MAX_CONFIG_BYTES: Final = 1 << 20
+CONFIG_LIMITS: Final = JsonLimits(nbytes=1 << 20, values=150_000, depth=16, strict=False)
 _WHOLE_DOMAIN: Final = "petalnode/adapter-whole/1"
 _PICKLES: Final = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _EXPONENTS: Final = {"F32": ("<u4", 0x7F800000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
@@ -218,18 +218,13 @@ def _read_config(folder: Path) -> dict[str, Any]:
     file = folder / CONFIG
     try:
         with file.open("rb") as stream:
-            data = stream.read(MAX_CONFIG_BYTES + 1)
-        if len(data) > MAX_CONFIG_BYTES:
-            raise ValueError("too large")
-        config = json.loads(data)
-        if not isinstance(config, dict):
-            raise ValueError("no JSON object")  # noqa: TRY004 (told to a person below)
+            config = parse_json_object(stream.read(CONFIG_LIMITS.nbytes + 1), CONFIG_LIMITS)
     except FileNotFoundError:
         raise BadInput(f"{folder} holds no adapter: there is no {CONFIG} in it") from None
     except OSError as error:
         raise BadInput(f"cannot read {file}: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        raise BadInput(f"{file} is damaged: it is no JSON object. Copy or download it again") from None
+    except BadJson as error:
+        raise BadInput(f"{file} is damaged: {error}. Copy or download it again") from None
     return config
 
 
@@ -244,7 +239,7 @@ def _checked_header(file: Path) -> Mapping[str, StoredTensor]:
             if other.suffix in _PICKLES:
                 raise _pickled(other)
         raise BadInput(f"{file.parent} holds no adapter: there is no {file.name} in it")
-    header = read_header(file)
+    header = read_header(file, MAX_ADAPTER_TENSORS)
     total = sum(stored.nbytes for stored in header.values())
     if total > MAX_ADAPTER_BYTES or len(header) > MAX_ADAPTER_TENSORS:
         raise BadInput(

@@ -8,11 +8,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from ...crypto.bounded_json import JsonLimits, parse_json_object
 from ..errors import BadInput
 
 NOTE: Final = "petalnode.json"
 FORMAT: Final = 1
 MAX_NOTE_BYTES: Final = 1 << 20
+_LIMITS: Final = JsonLimits(MAX_NOTE_BYTES, values=50_000, depth=16)
 
 Method = Literal["prompt", "deep-prompt", "lora"]
 METHODS: Final[tuple[Method, ...]] = ("prompt", "deep-prompt", "lora")
@@ -70,9 +72,7 @@ def parse_note(data: bytes, what: str) -> AdapterNote:
         BadInput: this is no note; `what` says where it comes from.
     """
     try:
-        if len(data) > MAX_NOTE_BYTES:
-            raise ValueError("it is too large")
-        found = json.loads(data)
+        found = parse_json_object(data, _LIMITS)
         if found["format"] != FORMAT:
             raise BadInput(f"{what} has format {found['format']}: a newer petalnode is needed to read it")
         if found["method"] not in METHODS or found["task"] not in ("language", "classification"):
@@ -91,5 +91,5 @@ def parse_note(data: bytes, what: str) -> AdapterNote:
         )
     except BadInput:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadInput(f"{what} does not say what the adapter is for ({error}): save or download it again") from None

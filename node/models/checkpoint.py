@@ -8,7 +8,6 @@ then the tensors' bytes, row-major.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -18,6 +17,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from ...crypto.bounded_json import BadJson, JsonLimits, parse_json_object
+from ...crypto.safetensors_header import LENGTH_BYTES, BadHeader, header_limits, parse_header
 from ..errors import ModelError, memory_needed
 from .folder import num_blocks as blocks_in
 from .folder import read_config
@@ -28,19 +29,11 @@ if TYPE_CHECKING:
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_MAX_INDEX_BYTES = 256 << 20
 _SHARD_BYTES = 1 << 30
-_MAX_HEADER_BYTES = 100 << 20  # of safetensors, the format's own limit
-_MAX_DIMENSIONS = 16
-_BITS = {
-    **dict.fromkeys(("F4",), 4),
-    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
-    **dict.fromkeys(("BOOL", "U8", "I8"), 8),
-    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
-    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
-    **dict.fromkeys(("U32", "I32", "F32"), 32),
-    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
-}
+_MAX_HEADER_BYTES = 64 << 20
+_MAX_TENSORS = 200_000
+"""In one file; the largest checkpoints have 100,000 in all of theirs."""
+_INDEX_LIMITS = JsonLimits(nbytes=64 << 20, values=4 * _MAX_TENSORS, depth=4, strict=False)
 _AGAIN = "Copy or download it again."
 
 
@@ -60,8 +53,8 @@ class StoredTensor:
         return self.end - self.start
 
 
-def read_header(file: Path) -> Mapping[str, StoredTensor]:
-    """All tensors of `file` by key.
+def read_header(file: Path, most: int = _MAX_TENSORS) -> Mapping[str, StoredTensor]:
+    """All tensors of `file` by key, of which there may be `most`.
 
     Raises:
         ModelError: if the file is missing, truncated or malformed; names it and what is wrong.
@@ -83,36 +76,19 @@ def read_header(file: Path) -> Mapping[str, StoredTensor]:
     except OSError as error:
         raise ModelError(f"Cannot read {file}: {error.strerror}.") from error
     try:
-        header = json.loads(text)
-    except (ValueError, RecursionError):
-        raise ModelError(f"{file} has a damaged header (it is not JSON). {_AGAIN}") from None
-    if not isinstance(header, dict):
-        raise ModelError(f"{file} has a damaged header (it is not a JSON object). {_AGAIN}")
-    header.pop("__metadata__", None)
-    origin = 8 + length
-    tensors = {key: _stored_tensor(file, origin, key, entry) for key, entry in header.items()}
-    expected = max((tensor.end for tensor in tensors.values()), default=origin)
+        header = parse_header(text, header_limits(_MAX_HEADER_BYTES, most))
+    except BadHeader as error:
+        raise ModelError(f"{file} has a damaged header: {error}. {_AGAIN}") from None
+    origin = LENGTH_BYTES + length
+    expected = origin + header.end
     if expected > size:
         raise ModelError(f"{file} is truncated: its tensors end at {expected:,} bytes, the file has {size:,}. {_AGAIN}")
     if expected < size:
         raise ModelError(f"{file} has {size - expected:,} bytes that belong to no tensor. {_AGAIN}")
-    return tensors
-
-
-def _stored_tensor(file: Path, origin: int, key: str, entry: Any) -> StoredTensor:
-    try:
-        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        whole = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
-        # Only then: a text times a number is a longer text, and the product of thousands of numbers takes seconds.
-        few = len(shape) <= _MAX_DIMENSIONS
-        sound = whole and few and (end - begin) * 8 == _BITS[dtype] * math.prod(shape)
-    except (KeyError, TypeError, ValueError):
-        sound = False
-    if not sound:
-        raise ModelError(
-            f"{file}: the header's entry for {key!r} is damaged, or of a dtype that is not known here. {_AGAIN}"
-        )
-    return StoredTensor(key, file, dtype, tuple(shape), origin + begin, origin + end)
+    return {
+        key: StoredTensor(key, file, said.dtype, said.shape, origin + said.start, origin + said.end)
+        for key, said in header.tensors.items()
+    }
 
 
 class Checkpoint:
@@ -236,11 +212,11 @@ def read_index(index: Path) -> dict[str, str]:
     """
     try:
         with index.open("rb") as stream:
-            text = stream.read(_MAX_INDEX_BYTES)
-        weight_map = json.loads(text)["weight_map"]
+            text = stream.read(_INDEX_LIMITS.nbytes + 1)
+        weight_map = parse_json_object(text, _INDEX_LIMITS)["weight_map"]
     except OSError as error:
         raise ModelError(f"Cannot read {index}: {error.strerror}.") from error
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (BadJson, KeyError):
         raise ModelError(f"{index} is damaged (no JSON with a weight_map). Copy or download it again.") from None
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{index} lists no weights. Copy or download it again.")

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...crypto.bounded_json import BadJson, JsonLimits, parse_json_object
 from ..errors import ModelError
 
 MAX_BLOCKS = 4096
-_MAX_CONFIG_BYTES = 16 << 20
+_CONFIG_LIMITS = JsonLimits(nbytes=4 << 20, values=200_000, depth=32, strict=False)
 
 _BLOCK_FIELDS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HIDDEN_FIELDS = ("hidden_size", "n_embd", "n_embed", "d_model")
@@ -102,7 +102,7 @@ def read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     try:
         with file.open("rb") as stream:
-            text = stream.read(_MAX_CONFIG_BYTES + 1)
+            text = stream.read(_CONFIG_LIMITS.nbytes + 1)
     except FileNotFoundError:
         raise ModelError(
             f"{path} is no model folder: it has no config.json. It holds {_listing(path)}. A model folder "
@@ -110,15 +110,10 @@ def read_config(path: Path) -> dict[str, Any]:
         ) from None
     except OSError as error:
         raise ModelError(f"Cannot read {file}: {error.strerror}.") from error
-    if len(text) > _MAX_CONFIG_BYTES:
-        raise ModelError(f"{file} is larger than {_MAX_CONFIG_BYTES >> 20} MiB: it is no model configuration.")
     try:
-        config = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{file} is not valid JSON ({error}). Copy or download it again.") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{file} is not a JSON object: it is no model configuration.")
-    return config
+        return parse_json_object(text, _CONFIG_LIMITS)
+    except BadJson as error:
+        raise ModelError(f"{file} is no model configuration: {error}. Copy or download it again.") from None
 
 
 def num_blocks(config: Mapping[str, Any]) -> int:

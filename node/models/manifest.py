@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
+from ...crypto.bounded_json import JsonLimits, parse_json_object
 from ...crypto.canonical import Field, digest
 from ...protocols.wire_pb2 import Manifest as WireManifest
 from ..errors import ModelError
@@ -33,6 +34,7 @@ MAX_CONFIG_BYTES = 256 << 10
 MAX_WIRE_BYTES = MAX_CONFIG_BYTES + (MAX_BLOCKS + 2) * (_DIGEST_BYTES + 8) + 64
 MAX_FILE_BYTES: Final = 2 * MAX_WIRE_BYTES + (MAX_BLOCKS + 2) * 8
 """Of a manifest file: digests are written in hexadecimal digits, and a configuration with its quotes escaped."""
+_FILE_LIMITS: Final = JsonLimits(MAX_FILE_BYTES, values=2 * MAX_BLOCKS + 64, depth=2)
 _LEFT_OUT: Final = frozenset(
     {
         *("transformers_version", "_name_or_path", "name_or_path", "_commit_hash", "_model_name_or_path"),
@@ -141,13 +143,13 @@ class Manifest:
             ModelError: if it is malformed, or its version is not that of its digests.
         """
         try:
-            said = json.loads(text)
+            said = parse_json_object(text, _FILE_LIMITS)
             blocks = tuple(bytes.fromhex(sha) for sha in said["blocks"])
             parts = bytes.fromhex(said["embeddings"]), blocks, bytes.fromhex(said["head"])
             manifest = cls(said["config"].encode(), *parts)
             if bytes.fromhex(said["model_version"]) != manifest.version:
                 raise ModelError("A manifest whose model version is not that of its digests.")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError("A manifest that cannot be read.") from error
         return manifest
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import filecmp
-import json
 import os
 import re
 import shutil
-import struct
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,10 +15,13 @@ from typing import Any, Final, TypeVar
 
 import platformdirs
 
-from ..errors import BadInput, MachineError
-from ..models.adapter import check_adapter_files
+from ...crypto.bounded_json import BadJson, parse_json_object
+from ...protocols.adapter import MAX_ADAPTER_TENSORS
+from ..errors import BadInput, MachineError, ModelError
+from ..models.adapter import CONFIG_LIMITS, check_adapter_files
 from ..models.adapter_note import NOTE, AdapterNote, read_note
 from ..models.cache_dir import disk_errors
+from ..models.checkpoint import read_header
 
 FILES: Final = (
     "adapter_config.json",
@@ -32,7 +33,6 @@ FILES: Final = (
 CHECKPOINT: Final = "checkpoint.safetensors"
 """Beside them while a training is not finished."""
 MAX_FILE_BYTES: Final = 4 << 30
-_MAX_HEADER_BYTES: Final = 64 << 20
 WRITE_ADVICE: Final = "Make room there, or give another folder."
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -113,9 +113,9 @@ def describe(folder: Path) -> SharedAdapter:
     config: dict[str, Any] = {}
     if "adapter_config.json" in names:
         try:
-            found = json.loads((folder / "adapter_config.json").read_bytes())
-            config = found if isinstance(found, dict) else {}
-        except (OSError, ValueError, RecursionError) as error:
+            with (folder / "adapter_config.json").open("rb") as stream:
+                config = parse_json_object(stream.read(CONFIG_LIMITS.nbytes + 1), CONFIG_LIMITS)
+        except (OSError, BadJson) as error:
             raise BadInput(f"{folder / 'adapter_config.json'} is damaged: {error}") from None
     note = read_note(folder) if NOTE in names else None
     shared = SharedAdapter(
@@ -232,18 +232,11 @@ def adapters_in(folder: Path) -> Iterator[SharedAdapter]:
 
 
 def _check_safetensors(file: Path) -> None:
-    """Checks the header only: JSON, and sizes that fit the file."""
+    """Checks the header only: its tensors, and that they fit the file."""
     size = file.stat().st_size
     if size > MAX_FILE_BYTES:
         raise BadInput(f"{file} is larger than {MAX_FILE_BYTES >> 30} GiB: that is no adapter")
     try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > min(size - 8, _MAX_HEADER_BYTES):
-                raise ValueError("its header is cut off")
-            header = json.loads(stream.read(length))
-        end = max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
-        if end != size - 8 - length:
-            raise ValueError("its end is missing")
-    except (struct.error, OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        read_header(file, MAX_ADAPTER_TENSORS)
+    except ModelError as error:
         raise BadInput(f"{file} is no safetensors file ({error}): copy or save it again") from None

@@ -95,5 +95,5 @@ def test_a_number_that_is_too_large_is_said(alpha: float, tmp_path: Path) -> Non
     folder = adapter(tmp_path, {})
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": alpha}
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(BadInput, match=r"must be numbers|makes no sense"):
+    with pytest.raises(BadInput, match=r"must be numbers|makes no sense|too many digits"):
         read_adapter(folder)

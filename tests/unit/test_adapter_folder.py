@@ -99,7 +99,7 @@ def nan(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("config", "tensors", "says"),
     [
-        ("{", None, "no JSON object"),
+        ("{", None, "no JSON"),
         ("[]", None, "no JSON object"),
         (CONFIG | {"peft_type": "IA3"}, None, "type IA3"),
         (CONFIG | {"bias": "all"}, None, "bias='all'"),

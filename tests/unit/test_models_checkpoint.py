@@ -132,8 +132,8 @@ def test_a_truncated_file_is_named(sharded: Path, keep: int) -> None:
     [
         (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
         (b"\xff" * 64, "is not a safetensors file"),
-        ((20).to_bytes(8, "little") + b"[this is not JSON.....", "not JSON"),
-        ((2).to_bytes(8, "little") + b"[]", "not a JSON object"),
+        ((20).to_bytes(8, "little") + b"[this is not JSON.....", "no JSON"),
+        ((2).to_bytes(8, "little") + b"[]", "no JSON object"),
     ],
 )
 def test_what_is_no_safetensors_file_is_said(

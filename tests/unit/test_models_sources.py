@@ -86,9 +86,9 @@ def test_another_file_is_no_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        ("{", "is not valid JSON"),
-        ("[1]", "is not a JSON object"),
-        ("[" * 100_000, "is not valid JSON"),
+        ("{", "is no JSON"),
+        ("[1]", "no JSON object"),
+        ("[" * 100_000, "nests deeper"),
         (json.dumps({"model_type": "x"}), "does not say how many blocks"),
         (json.dumps({"num_hidden_layers": 0, "hidden_size": 8}), "0 blocks are out of range"),
         (json.dumps({"num_hidden_layers": 10**6, "hidden_size": 8}), "blocks are out of range"),

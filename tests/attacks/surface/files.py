@@ -13,17 +13,17 @@ BY_TRANSFORMERS: Final = "none: read by transformers, from a model that a person
 FILES: Final[Mapping[str, Row]] = {
     "config.json": Row(
         FILE,
-        "node.models.folder._MAX_CONFIG_BYTES node.models.manifest.MAX_CONFIG_BYTES",
-        "node.models.folder._MAX_CONFIG_BYTES",
+        "node.models.folder._CONFIG_LIMITS node.models.manifest.MAX_CONFIG_BYTES",
+        "node.models.folder._CONFIG_LIMITS",
         "node.models.folder.MAX_BLOCKS",
         ("tests/unit/test_models_sources.py",),
         ("model folder",),
     ),
     "safetensors of a model": Row(
         FILE,
-        "node.models.checkpoint._MAX_HEADER_BYTES node.models.checkpoint._MAX_INDEX_BYTES",
+        "node.models.checkpoint._MAX_HEADER_BYTES node.models.checkpoint._INDEX_LIMITS",
         "node.models.checkpoint._MAX_HEADER_BYTES",
-        "node.models.checkpoint._MAX_DIMENSIONS",
+        "node.models.checkpoint._MAX_TENSORS",
         ("tests/fuzz/test_fuzzing.py",),
         ("model folder",),
     ),
@@ -52,8 +52,8 @@ FILES: Final[Mapping[str, Row]] = {
     ),
     "adapter": Row(
         FILE,
-        "node.tuning.adapter_files.MAX_FILE_BYTES node.tuning.adapter_files._MAX_HEADER_BYTES",
-        "node.models.adapter.MAX_CONFIG_BYTES",
+        "node.tuning.adapter_files.MAX_FILE_BYTES node.models.checkpoint._MAX_HEADER_BYTES",
+        "node.models.adapter.CONFIG_LIMITS",
         "node.models.adapter._MAX_LAYERS protocols.adapter.MAX_ADAPTER_TENSORS",
         ("tests/attacks/test_adapter_patterns.py",),
         ("adapter folder",),
