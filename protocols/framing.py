@@ -19,21 +19,17 @@ from . import wire_pb2 as wire
 
 MAX_HEADER: Final = 64 * 1024
 MAX_PAYLOAD: Final = 64 * 1024 * 1024
-MAX_TENSORS: Final = 64
-"""Of one message."""
+MAX_TENSORS: Final = 64  # of one message
 CODECS: Final = ("none", "float16", "bfloat16", "int8-block64")
-ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""The dtypes that travel, and the bytes of a value."""
+ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}  # the dtypes that travel, and the bytes of a value
 INT8_BLOCK: Final = 64
-MAX_DIMENSIONS: Final = 8
-"""Of a tensor; those that are sent have 2 to 4."""
+MAX_DIMENSIONS: Final = 8  # of a tensor; those that are sent have 2 to 4
 _MAX_VARINT: Final = 4  # bytes; a header never comes near 2**28 bytes
 # A piece fills one Yamux frame and Noise message, which is (30 bytes of headers and tag more) the 65507 bytes that,
 # if a relay carries them, fill one Yamux frame (12 bytes of header) and Noise message (65519) once more.
 _PIECE: Final = 65477
 _READ_SIZE: Final = 256 * 1024
-PATIENCE: Final = 30.0
-"""Seconds in which a message that has begun has to come, beside the time that its bytes take."""
+PATIENCE: Final = 30.0  # seconds in which a message that has begun has to come, beside the time that its bytes take
 LEAST_RATE: Final = 1 << 20
 """Bytes of tensors per second that a peer has to send at least. Whoever sends gives up before that."""
 _UNCOUNTED: Final = 16 * 1024  # bytes of a message; the number of streams bounds what a peer may hold of these
@@ -66,9 +62,7 @@ class RawStream(Protocol):
     """The bytes under a `MessageStream`; `node/network/transport/stream_bytes.py` has the real one."""
 
     @property
-    def direct(self) -> bool:
-        """Whether no relay is on the way to the peer."""
-
+    def direct(self) -> bool: ...  # whether no relay is on the way to the peer
     @property
     def is_lost(self) -> bool:
         """Whether the stream was reset or its connection is gone; what came before that may still be read."""
@@ -90,6 +84,8 @@ class RawStream(Protocol):
 
     async def wait_lost(self) -> None:
         """Returns once the stream was reset or its connection is gone."""
+
+    def widen(self) -> None: ...  # lets the peer send megabytes that were not read yet, where it could send 256 KiB
 
 
 class PayloadRoom(Protocol):
@@ -346,6 +342,10 @@ class MessageStream(Generic[F]):
             raise StreamClosed(f"{self.peer_id} closed the stream", self.peer_id)
         self._buffer += data
 
+    def widen(self) -> None:
+        """Lets the peer send at the speed of a long line. For who serves a stream, once it has agreed to take much."""
+        self._raw.widen()
+
     def _violation(self, what: str) -> ProtocolError:
         self._broken = error = ProtocolError(f"{self.peer_id} sent {what}", self.peer_id)
         return error
@@ -376,7 +376,7 @@ class MessageStream(Generic[F]):
         return self._raw.is_lost
 
     async def wait_lost(self) -> None:
-        """Returns once the stream was reset or its connection is gone, for who waits for something else."""
+        """Returns once `is_lost`, for who waits for something else."""
         await self._raw.wait_lost()
 
 

@@ -56,7 +56,7 @@ _SERVED: Final = (
     "pushes admission priority cache_budget compute_order training_protocol deferred_backward span_input batching"
 )
 _KEPT: Final = "session_recovery session_stream reconnector answers_due history path_loss compared_chains receipt_log"
-_MOVED: Final = "yamux muxed_stream noise bandwidth negotiation limits received_bytes private"
+_MOVED: Final = "yamux muxed_stream noise bandwidth negotiation limits received_bytes private memory_budgets"
 _KADEMLIA: Final = (
     "unit/test_kademlia",
     "unit/test_provider_lookup",
@@ -115,7 +115,14 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
     ),
     "node/network/transport/[lmnsy]*.py": (
         *_unit(_MOVED),
-        *("attacks/test_frame_floods", "attacks/test_memory_of_a_node", "swarm/test_private_hosts", "swarm/test_relay"),
+        *(
+            "attacks/test_frame_floods",
+            "attacks/test_memory_of_a_node",
+            "attacks/test_stream_resets",
+            "attacks/test_unread_bytes",
+            "swarm/test_private_hosts",
+            "swarm/test_relay",
+        ),
     ),
 }
 """Which tests concern a module: of these, those that call the mutated function are run, but for those that start

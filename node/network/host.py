@@ -30,7 +30,6 @@ from .standard_protocols import IDENTIFY_PUSH, PING, answer_pings, keep_identifi
 from .transport.bandwidth import Bandwidth
 from .transport.connections import NEGOTIATION, CircuitDialer, Network, path_of, reason_of
 from .transport.limits import origin_of_ip
-from .transport.muxed_stream import INITIAL_WINDOW, WINDOW
 from .transport.negotiation import OneAnswer, OneRoundTrip
 from .transport.raw_connection import Path, PromptSockets, RawConnection, SocketConnection, remote_multiaddr
 from .transport.stream_bytes import CircuitConnection, Connection, StreamBytes
@@ -300,16 +299,14 @@ class Host:
         signature = key.sign(make_unsigned(domain, payload_type, payload))
         return bytes(Envelope(key.get_public_key(), payload_type, payload, signature).marshal_envelope())
 
-    def set_stream_handler(self, protocol: str, handler: ByteHandler, *, window: int = WINDOW) -> None:
+    def set_stream_handler(self, protocol: str, handler: ByteHandler) -> None:
         """`handler` gets every stream of that protocol that a peer opens; it must not raise.
 
-        `window` is how many bytes a peer may send on one that were not read yet.
+        A peer may send 256 KiB on one that were not read yet, and more once the handler widens it.
         """
 
         async def serve(stream: NetStream) -> None:
-            raw = StreamBytes(stream)
-            raw.widen(window)
-            await handler(raw, str(stream.muxed_conn.peer_id))
+            await handler(StreamBytes(stream), str(stream.muxed_conn.peer_id))
 
         self.libp2p.set_stream_handler(TProtocol(protocol), serve)
 
@@ -404,8 +401,8 @@ async def open_host(
         try:
             if not missing:
                 host = Host(network, libp2p, addresses)
-                host.set_stream_handler(PING, answer_pings(), window=INITIAL_WINDOW)
-                host.set_stream_handler(IDENTIFY_PUSH, take_pushes(libp2p.get_peerstore()), window=INITIAL_WINDOW)
+                host.set_stream_handler(PING, answer_pings())
+                host.set_stream_handler(IDENTIFY_PUSH, take_pushes(libp2p.get_peerstore()))
                 yield host
         finally:
             # In order, and before the tasks of the connections are cancelled: the peers shall be notified.

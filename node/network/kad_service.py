@@ -29,7 +29,6 @@ from .provider_store import FairProviderStore
 from .routing_table import RoutingTable
 from .transport.bandwidth import Throttle
 from .transport.limits import Rates
-from .transport.muxed_stream import INITIAL_WINDOW
 from .transport.stream_bytes import StreamBytes
 from .value_store import MAX_VALUE, ValueStore, open_value
 
@@ -82,7 +81,7 @@ class KadService:
         self._turns = Throttle(OF_ALL)
 
     def start(self) -> None:
-        self._host.set_stream_handler(KAD, self._serve, window=INITIAL_WINDOW)
+        self._host.set_stream_handler(KAD, self._serve)
 
     async def _serve(self, raw: StreamBytes, peer_id: str) -> None:
         with self._place(peer_id) as place:

@@ -22,6 +22,7 @@ from ...protocols.framing import (
 )
 from ..network.host import Host
 from ..network.transport.limits import ShareCount
+from ..network.transport.memory import own_budgets
 from ..network.transport.stream_bytes import StreamBytes
 
 log = logging.getLogger(__name__)
@@ -30,9 +31,6 @@ MAX_SERVED: Final = 1024
 """Streams of one protocol that a node serves at once; a peer gets no more than it leaves for others."""
 LEAST_SERVED: Final = 8
 """Of one peer, as long as there are any."""
-MAX_RECEIVED: Final = 512 << 20
-"""Bytes of messages that a node has received in part, or works with, over all streams."""
-MAX_RECEIVED_OF_PEER: Final = 192 << 20
 
 F = TypeVar("F", bound=Message)
 
@@ -45,14 +43,15 @@ class _Waiter:
 
 
 class ReceivedBytes:
-    """The memory for messages that all streams of a node share: `most` bytes in all, `most_of_peer` for one peer.
+    """The memory for messages that all streams of a node share: `most` bytes in all, `most_of_peer` for one peer; what
+    this machine has for it if they are not given.
 
     First come, first served; who waits for what its own messages take keeps nobody else waiting.
     """
 
-    def __init__(self, most: int = MAX_RECEIVED, most_of_peer: int = MAX_RECEIVED_OF_PEER) -> None:
-        self.most = most
-        self.most_of_peer = most_of_peer
+    def __init__(self, most: int | None = None, most_of_peer: int | None = None) -> None:
+        self.most = own_budgets().received if most is None else most
+        self.most_of_peer = own_budgets().received_of_peer if most_of_peer is None else most_of_peer
         self.taken = 0
         self._of_peer: Counter[str] = Counter()
         self._waiting: deque[_Waiter] = deque()

@@ -18,8 +18,9 @@ from functools import cached_property
 from typing import Final
 
 from ...protocols.announcement import Announcement, ServerState, SignedAnnouncement, counts_until, is_ahead, is_expired
+from ..network.transport.memory import own_budgets
 
-MAX_RECORDS: Final = 10_000
+MAX_RECORDS: Final = min(10_000, own_budgets().view >> 14)
 _MAX_SOURCES: Final = 8  # remembered of one record
 _LEFT_FREE: Final = 16  # this part of the view is free after it was full, so that it is seldom gone through
 _GONE_THROUGH: Final = 1.0  # seconds between two searches for expired records in a large view

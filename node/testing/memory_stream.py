@@ -24,6 +24,7 @@ class MemoryStream:
         delay: seconds that bytes written from now on need to the other end.
         on_write: called with the bytes of each write; what it returns goes on its way, b"" drops them.
         written: bytes written so far.
+        granted: whether the other end has let it send more than 256 KiB ahead of its reader.
     """
 
     direct = True
@@ -32,6 +33,7 @@ class MemoryStream:
         self.delay = 0.0
         self.on_write: Callable[[bytes], bytes] = lambda data: data
         self.written = 0
+        self.granted = False
         self._window = window
         self._other = self
         self._incoming = bytearray()
@@ -69,6 +71,10 @@ class MemoryStream:
         return self._closed
 
     # --- RawStream
+
+    def widen(self) -> None:
+        """Tells the other end; its window is as wide as it will be."""
+        self._other.granted = True
 
     async def read(self, n: int) -> bytes:
         while True:

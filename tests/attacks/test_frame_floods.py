@@ -100,7 +100,7 @@ class Connection:
 
     def put(self, kind: int, flags: int, stream_id: int, length: int, data: bytes = b"") -> None: ...
 
-    def hold(self, size: int) -> None:
+    def hold(self, size: int, granted: bool) -> None:
         self.buffered += size
 
     def forget_if_done(self, stream: MuxedStream) -> None: ...

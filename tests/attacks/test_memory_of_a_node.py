@@ -13,10 +13,11 @@ from petalnode.crypto.identity import Identity
 from petalnode.node.client.request import ServerFailed, WireTensor
 from petalnode.node.client.session.stream import SessionSpec, SessionStream
 from petalnode.node.network.transport.limits import MAX_WINDOWS_OF_PEER
+from petalnode.node.network.transport.memory import own_budgets
 from petalnode.node.server.lifecycle.other_servers import Turns
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.routing import Hop
-from petalnode.node.swarm.streams import LEAST_SERVED, MAX_RECEIVED_OF_PEER
+from petalnode.node.swarm.streams import LEAST_SERVED
 from petalnode.node.swarm.swarm import Swarm, open_swarm
 from petalnode.node.testing import MemoryNetwork, message_streams, run_autojumping, stream_pair
 from petalnode.node.testing.node_inspection import raw_of
@@ -75,11 +76,11 @@ def test_payloads_that_never_end_take_no_more_than_a_share() -> None:
             async with trio.open_nursery() as nursery:
                 for _ in range(STREAMS):
                     nursery.start_soon(fill)
-                for _ in range(MAX_RECEIVED_OF_PEER // MAX_PAYLOAD):
+                for _ in range(own_budgets().received_of_peer // MAX_PAYLOAD):
                     await is_done.receive()
                 for nbytes in (1, MIB, 20 * MIB):
                     await echoed(honest, node.peer_id, nbytes)
-                assert node.received.of(attacker.peer_id) <= MAX_RECEIVED_OF_PEER
+                assert node.received.of(attacker.peer_id) <= own_budgets().received_of_peer
                 taken, _ = tracemalloc.get_traced_memory()
                 nursery.cancel_scope.cancel()
             return taken
@@ -90,7 +91,7 @@ def test_payloads_that_never_end_take_no_more_than_a_share() -> None:
     finally:
         tracemalloc.stop()
     # A bytearray that grows has an eighth more than it needs; the libraries' own is some MiB.
-    assert taken < MAX_RECEIVED_OF_PEER * 9 / 8 + MAX_WINDOWS_OF_PEER + 32 * MIB < STREAMS * MAX_PAYLOAD / 2
+    assert taken < own_budgets().received_of_peer * 9 / 8 + MAX_WINDOWS_OF_PEER + 32 * MIB < STREAMS * MAX_PAYLOAD / 2
 
 
 def hostile_server() -> tuple[SessionStream, Any]:

@@ -105,7 +105,7 @@ class _Yamux:
             too_much = held_back(ours) > 16_384
             await other.raw.close()
             await ours.close()
-            self._left = {"unread": ours.buffered * (ours.lost is None), "streams": ours.open_streams}
+            self._left = {"unread": ours.held() * (ours.lost is None), "streams": ours.open_streams}
             self._left["held back"] = int(too_much)
             nursery.cancel_scope.cancel()
 

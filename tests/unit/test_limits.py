@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import trio
 from hypothesis import given
@@ -10,14 +12,18 @@ from trio.testing import MockClock
 
 from petalnode.node.network.transport import limits
 from petalnode.node.network.transport.limits import NodeLimits, PeerUse, ShareCount, may_have_more, origin_of_ip
+from petalnode.node.network.transport.memory import budgets_of
 
 
 class Stuck:
     """A connection."""
 
-    buffered, dropped = 1, 0
+    dropped = 0
 
-    def drop_fullest(self) -> None:
+    def held(self, granted: bool | None = None) -> int:
+        return 1
+
+    def drop_fullest(self, granted: bool | None = None) -> None:
         self.dropped += 1
 
 
@@ -103,21 +109,25 @@ def test_a_new_connection_brings_no_new_frames(monkeypatch: pytest.MonkeyPatch) 
 class Full:
     """A connection with unread bytes in streams of one size."""
 
-    def __init__(self, node: NodeLimits, peer_id: str, size: int) -> None:
-        self.node, self.use, self.size = node, node.of(peer_id), size
+    def __init__(self, node: NodeLimits, peer_id: str, size: int, origin: str = "", granted: bool = True) -> None:
+        self.node, self.use, self.size, self.granted = node, node.of(peer_id), size, granted
+        self.address = node.of_address(origin or peer_id)
         self.buffered = self.dropped = 0
-        self.use.connections.append(self)
+        node.connected(self.use, self.address, self)
 
     def fill(self, streams: int) -> None:
         for _ in range(streams):
             self.buffered += self.size
-            self.node.hold(self.use, self.size)
+            self.node.hold(self.use, self.address, self.size, self.granted)
 
-    def drop_fullest(self) -> None:
-        if self.buffered:
+    def held(self, granted: bool | None = None) -> int:
+        return self.buffered if granted in (None, self.granted) else 0
+
+    def drop_fullest(self, granted: bool | None = None) -> None:
+        if self.held(granted):
             self.dropped += 1
             self.buffered -= self.size
-            self.node.hold(self.use, -self.size)
+            self.node.hold(self.use, self.address, -self.size, self.granted)
 
 
 def test_who_holds_the_most_loses_its_fullest_stream() -> None:
@@ -128,8 +138,8 @@ def test_who_holds_the_most_loses_its_fullest_stream() -> None:
         others = [Full(node, f"hostile {number}", 4 << 20) for number in range(8)]
         for other in others:
             other.fill(30)
-            assert other.use.unread <= limits.MAX_UNREAD_OF_PEER
-            assert node.unread <= limits.MAX_UNREAD
+            assert other.use.unread <= node.budgets.unread_of_peer
+            assert node.unread <= node.budgets.unread
         assert honest.dropped == 0 and honest.use.unread == 8 << 20
 
     trio.run(main)
@@ -169,32 +179,66 @@ def test_one_peer_leaves_streams_for_others_and_gives_them_back(monkeypatch: pyt
     trio.run(main)
 
 
-def test_bytes_that_no_stream_can_give_back_hold_up_nothing() -> None:
+@pytest.mark.parametrize("granted", [True, False])
+def test_many_keys_of_an_address_lose_before_one_that_is_alone(granted: bool) -> None:
+    """Each of them holds less than the honest one."""
+
     async def main() -> None:
-        node = NodeLimits()
-        use = node.of("gone")
-        node.hold(use, limits.MAX_UNREAD + 1)  # its connection has ended: there is nothing to drop
-        assert node.unread == use.unread == limits.MAX_UNREAD + 1
-        full = Full(node, "here", 1 << 20)
-        full.fill(1)  # and what it holds itself is not the most
-        assert full.dropped == 0
-        node.hold(use, -limits.MAX_UNREAD - 1)
-        assert node.unread == 1 << 20
+        node = NodeLimits(budgets_of(0))
+        honest = Full(node, "honest", 1 << 20, granted=granted)
+        honest.fill(4)
+        hostile = [Full(node, f"hostile {number}", 1 << 18, "192.0.2.1", granted) for number in range(300)]
+        for other in hostile:
+            other.fill(2)
+        most = node.budgets.unread if granted else node.budgets.ungranted
+        assert most - (1 << 18) <= node.unread <= most
+        assert honest.dropped == 0 and sum(other.dropped for other in hostile) > 0
 
     trio.run(main)
 
 
-def test_bytes_that_are_given_back_cost_nobody_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_granted_suffers_nothing_for_what_was_not() -> None:
     async def main() -> None:
-        monkeypatch.setattr(limits, "MAX_UNREAD_OF_PEER", 100)
-        node, stuck = NodeLimits(), Stuck()
-        use = node.of("peer")
+        node = NodeLimits(budgets_of(0))
+        served = Full(node, "served", 1 << 20)
+        served.fill(20)
+        refused = Full(node, "refused", 1 << 18, granted=False)
+        refused.fill(200)
+        assert served.dropped == 0
+        assert refused.buffered <= node.budgets.ungranted
+        served.fill(20)
+        assert refused.buffered + served.buffered == node.unread
+
+    trio.run(main)
+
+
+def test_bytes_that_no_stream_can_give_back_hold_up_nothing() -> None:
+    async def main() -> None:
+        node = NodeLimits()
+        use, address, most = node.of("gone"), node.of_address("gone"), node.budgets.unread
+        node.hold(use, address, most + 1, True)  # its connection has ended: there is nothing to drop
+        assert node.unread == use.unread == address.unread[True] == most + 1
+        full = Full(node, "here", 1 << 20)
+        full.fill(1)  # and what it holds itself is not the most
+        assert full.dropped == 0
+        assert not address.may_be_forgotten
+        node.hold(use, address, -most - 1, True)
+        assert node.unread == 1 << 20
+        assert address.may_be_forgotten
+
+    trio.run(main)
+
+
+def test_bytes_that_are_given_back_cost_nobody_a_stream() -> None:
+    async def main() -> None:
+        node, stuck = NodeLimits(replace(budgets_of(0), unread_of_peer=100)), Stuck()
+        use, address = node.of("peer"), node.of_address("address")
         use.connections.append(stuck)
-        node.hold(use, 100)
+        node.hold(use, address, 100, True)
         assert stuck.dropped == 0
-        node.hold(use, 50)
+        node.hold(use, address, 50, True)
         assert stuck.dropped == 1
-        node.hold(use, -10)
+        node.hold(use, address, -10, True)
         assert stuck.dropped == 1 and use.unread == node.unread == 140
 
     trio.run(main)
@@ -219,11 +263,13 @@ def test_signs_of_life_on_many_connections_cost_no_more_than_on_sixty_four(conne
         node = NodeLimits()
         held = [Stuck() for _ in range(connections)]
         for number, connection in enumerate(held):
-            node.connected(node.of(f"peer {number}"), connection)
+            node.connected(node.of(f"peer {number}"), node.of_address("here"), connection)
         assert node.silence == silence
         for number, connection in enumerate(held):
-            node.lost(node.of(f"peer {number}"), connection)
-            node.lost(node.of(f"peer {number}"), connection)  # one that is lost twice is not counted twice
+            node.lost(node.of(f"peer {number}"), node.of_address("here"), connection)
+            node.lost(
+                node.of(f"peer {number}"), node.of_address("here"), connection
+            )  # one that is lost twice is not counted twice
         assert node.connections == 0
 
     trio.run(main)

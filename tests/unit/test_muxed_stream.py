@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from libp2p.stream_muxer.exceptions import MuxedStreamClosed, MuxedStreamEOF, Mu
 from petalnode.node.network.transport import limits
 from petalnode.node.network.transport.bandwidth import Throttle
 from petalnode.node.network.transport.limits import NodeLimits
+from petalnode.node.network.transport.memory import budgets_of
 from petalnode.node.network.transport.muxed_stream import (
     ACK,
     DATA,
@@ -34,7 +36,7 @@ MIB = 1 << 20
 @pytest.fixture
 def little_unread(monkeypatch: pytest.MonkeyPatch) -> None:
     """8 MiB may be unread on a connection, so that tests need not send what is usual."""
-    monkeypatch.setattr(limits, "MAX_UNREAD_OF_PEER", 8 * MIB)
+    monkeypatch.setattr(limits, "own_budgets", lambda: replace(budgets_of(0), unread_of_peer=8 * MIB))
 
 
 @pytest.mark.usefixtures("little_unread")
@@ -326,12 +328,12 @@ def test_a_node_s_share_of_a_stream_ends_with_the_stream() -> None:
             streams = [await ours.accept_stream() for _ in range(6)]
             own = await ours.open_stream()
             await settled()
-            assert (node.streams, use.streams, node.unread, use.unread, ours.buffered) == (6, 6, 6000, 6000, 6000)
+            assert (node.streams, use.streams, node.unread, use.unread, ours.held()) == (6, 6, 6000, 6000, 6000)
             assert use.windows == WINDOW - INITIAL_WINDOW and use.connections == [ours]
             streams[1].widen()
             assert use.windows == 2 * (WINDOW - INITIAL_WINDOW)
             await streams[0].read(600)
-            assert (node.unread, use.unread, ours.buffered) == (5400, 5400, 5400)
+            assert (node.unread, use.unread, ours.held()) == (5400, 5400, 5400)
             other.say(WINDOW_UPDATE, RST, 1)
             await streams[1].reset()
             await own.reset()
@@ -363,7 +365,7 @@ def test_the_fullest_stream_is_dropped_and_its_reader_told_why() -> None:
             assert [stream.lost is None for stream in streams] == [True, False, True]
             with pytest.raises(MuxedStreamReset, match="too much came"):
                 await streams[1].read()
-            assert ours.buffered == 30 and (WINDOW_UPDATE, RST, 3, 0, b"") in other.frames()
+            assert ours.held() == 30 and (WINDOW_UPDATE, RST, 3, 0, b"") in other.frames()
 
     run(main)
 

@@ -124,6 +124,7 @@ class Circuits:
             if status != pb.OK:
                 await stream.close()
                 return
+            raw.widen()
             with trio.move_on_after(_HANDSHAKES):
                 addr = _circuit_text(raw, relay_id)
                 await self._host.adopt(raw, peer_id=source, initiator=False, relay=relay_id, addr=addr)

@@ -183,7 +183,7 @@ class RelayService:
     def start(self) -> None:
         """From now on, peers may make reservations and connect to those who did."""
         self.is_serving = True
-        self._host.set_stream_handler(HOP, self._serve, window=_WINDOW)
+        self._host.set_stream_handler(HOP, self._serve)
 
     def stop(self) -> None:
         """Takes no more requests. The circuits that run go on."""
@@ -287,6 +287,7 @@ class RelayService:
         try:
             await answer_connected(stream, self._circuit_limit(), timeout=_ASKING)
             self._made += 1
+            raw.widen(_WINDOW)
             await self._carry(circuit, raw, onward)
         finally:
             await onward.end()

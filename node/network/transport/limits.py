@@ -14,6 +14,7 @@ from typing import Final, Protocol
 import trio
 
 from .bandwidth import Recent, Throttle, Traffic
+from .memory import Budgets, own_budgets
 
 MAX_CONNECTIONS: Final = 4096
 _SILENCE: Final = 8.0  # seconds; keeps the mappings of NATs alive, too
@@ -32,9 +33,6 @@ MAX_STREAMS_OF_CONNECTION: Final = 2048
 """Open at once, both ways together."""
 LEAST_STREAMS: Final = 32
 """Of a peer, as long as there are any."""
-MAX_UNREAD: Final = 384 << 20
-"""Bytes that came and were not read yet, over all connections."""
-MAX_UNREAD_OF_PEER: Final = 96 << 20
 MAX_WINDOWS_OF_PEER: Final = 64 << 20
 """Bytes that one peer may send on all of its streams beyond what the specification gives to every stream."""
 
@@ -69,10 +67,11 @@ def may_have_more(own: int, total: int, most: int, least: int) -> bool:
 class Unread(Protocol):
     """A connection whose streams hold unread bytes."""
 
-    buffered: int
+    def held(self, granted: bool | None = None) -> int:
+        """Unread bytes of all streams, or of those that were granted more than the first window, or were not."""
 
-    def drop_fullest(self) -> None:
-        """Resets the stream with the most unread bytes."""
+    def drop_fullest(self, granted: bool | None = None) -> None:
+        """Resets the one of these streams that has the most."""
 
 
 class TokenBucket:
@@ -153,7 +152,7 @@ class PeerUse:
     def drop_fullest(self) -> None:
         """Resets the stream with the most unread bytes on the connection that has the most."""
         if self.connections:
-            max(self.connections, key=lambda connection: connection.buffered).drop_fullest()
+            max(self.connections, key=lambda connection: connection.held()).drop_fullest()
 
 
 class AddressUse:
@@ -163,12 +162,15 @@ class AddressUse:
 
     Attributes:
         users: connections and handshakes.
+        unread: bytes that came from it and were not read yet, on streams that were granted nothing more, and on others.
         recent: the units of work that it took lately.
     """
 
     def __init__(self, origin: str) -> None:
         self.origin = origin
         self.users = 0
+        self.connections: list[Unread] = []
+        self.unread = [0, 0]
         self.recent = Recent()
 
     @property
@@ -178,17 +180,22 @@ class AddressUse:
     @property
     def may_be_forgotten(self) -> bool:
         """Whether a new one would have about the same values."""
-        return not self.users and self.recent.amount() < 1.0
+        return not self.users and not any(self.unread) and self.recent.amount() < 1.0
+
+    def drop_fullest(self, granted: bool) -> None:
+        if self.connections:
+            max(self.connections, key=lambda connection: connection.held(granted)).drop_fullest(granted)
 
 
 class NodeLimits:
     """What the peers of one host take of it, and what all streams with them have carried."""
 
-    def __init__(self) -> None:
+    def __init__(self, budgets: Budgets | None = None) -> None:
         self.traffic = Traffic()
+        self.budgets = budgets or own_budgets()
         self.connections = 0
         self.streams = 0
-        self.unread = 0
+        self._unread = [0, 0]  # on streams that were granted nothing more than the first window, and on others
         self._peers: dict[str, PeerUse] = {}
         self._addresses: dict[str, AddressUse] = {}
 
@@ -235,13 +242,22 @@ class NodeLimits:
         connections there are, since each costs half a percent of a core."""
         return _WINDOW_KEPT / max(self.connections / _FEW_WINDOWS, 1.0)
 
-    def connected(self, use: PeerUse, connection: Unread) -> None:
+    @property
+    def unread(self) -> int:
+        """Bytes that came and were not read yet, over all connections."""
+        return sum(self._unread)
+
+    def connected(self, use: PeerUse, address: AddressUse, connection: Unread) -> None:
         use.connections.append(connection)
+        address.connections.append(connection)
+        address.users += 1
         self.connections += 1
 
-    def lost(self, use: PeerUse, connection: Unread) -> None:
+    def lost(self, use: PeerUse, address: AddressUse, connection: Unread) -> None:
         if connection in use.connections:
             use.connections.remove(connection)
+            address.connections.remove(connection)
+            address.users -= 1
             self.connections -= 1
 
     def open_stream(self, use: PeerUse) -> bool:
@@ -256,19 +272,21 @@ class NodeLimits:
         use.streams -= 1
         self.streams -= 1
 
-    def hold(self, use: PeerUse, size: int) -> None:
-        """So many more bytes of the peer are unread, or fewer. Where that is too much, who holds the most loses the
-        fullest stream: nobody suffers for what others send."""
+    def hold(self, use: PeerUse, address: AddressUse, size: int, granted: bool) -> None:
+        """So many more bytes of the peer are unread, or fewer, on a stream that was granted more than the first window,
+        or was not. Where that is too much, the address that holds the most of these loses its fullest stream: nobody
+        suffers for what others send, under however many keys."""
         use.unread += size
-        self.unread += size
+        address.unread[granted] += size
+        self._unread[granted] += size
         if size <= 0:
             return
-        if use.unread > MAX_UNREAD_OF_PEER:
+        if use.unread > self.budgets.unread_of_peer:
             use.drop_fullest()
-        while self.unread > MAX_UNREAD:
-            before = self.unread
-            max(self._peers.values(), key=lambda use: use.unread).drop_fullest()
-            if self.unread == before:
+        while self._unread[granted] > (self.budgets.unread if granted else self.budgets.ungranted):
+            before = self._unread[granted]
+            max(self._addresses.values(), key=lambda other: other.unread[granted]).drop_fullest(granted)
+            if self._unread[granted] == before:
                 return
 
 

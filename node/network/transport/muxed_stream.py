@@ -35,8 +35,9 @@ class StreamConnection(Protocol):
     max_data: int  # bytes of one frame
     traffic: Traffic
 
-    def hold(self, size: int) -> None:
-        """Counts bytes that came and were not read yet, fewer if `size` is negative."""
+    def hold(self, size: int, granted: bool) -> None:
+        """Counts bytes that came and were not read yet, fewer if `size` is negative, on a stream that was granted more
+        than the first window, or was not."""
 
     def may_widen(self, more: int) -> bool:
         """Whether the peer may be given so much more window; counted until `forget_if_done`."""
@@ -125,7 +126,12 @@ class MuxedStream(IMuxedStream):
 
     def _hold(self, size: int) -> None:
         self.unread += size
-        self.muxed_conn.hold(size)
+        self.muxed_conn.hold(size, self.granted)
+
+    @property
+    def granted(self) -> bool:
+        """Whether the peer may send more than every stream may."""
+        return self.widened > 0
 
     def _grant(self, consumed: int) -> None:
         self._consumed += consumed
@@ -141,7 +147,10 @@ class MuxedStream(IMuxedStream):
         more = window - self._window
         if more > 0 and not self.read_closed and self.lost is None and self.muxed_conn.may_widen(more):
             self._window = window
+            unread = self.unread
+            self._hold(-unread)
             self.widened += more
+            self._hold(unread)
             self._granted += more
             self.muxed_conn.put(WINDOW_UPDATE, 0, self.stream_id, more)
 

@@ -78,7 +78,7 @@ class Muxer(IMuxedConn):
         self.max_data = MAX_DATA if conn.path.direct else MAX_DATA - _SEALING
         self.event_started = trio.Event()
         self.lost: str | None = None
-        self.buffered = 0  # bytes that came and were not read yet
+        self._unread = [0, 0]  # bytes, on streams that were granted nothing more than the first window, and on others
         self._on_lost = on_lost
         self._limits = limits
         self._use = limits.of(str(peer_id))
@@ -144,10 +144,14 @@ class Muxer(IMuxedConn):
         if stream.opened_by_peer:
             self._limits.close_stream(self._use)
 
-    def hold(self, size: int) -> None:
+    def hold(self, size: int, granted: bool) -> None:
         if self.lost is None:
-            self.buffered += size
-            self._limits.hold(self._use, size)
+            self._unread[granted] += size
+            self._limits.hold(self._use, self._address, size, granted)
+
+    def held(self, granted: bool | None = None) -> int:
+        """Bytes that came and were not read yet: all, or on streams that were granted more or were not."""
+        return sum(self._unread) if granted is None else self._unread[granted]
 
     def may_widen(self, more: int) -> bool:
         if self._use.windows + more > MAX_WINDOWS_OF_PEER:
@@ -155,8 +159,8 @@ class Muxer(IMuxedConn):
         self._use.windows += more
         return True
 
-    def drop_fullest(self) -> None:
-        unread = [stream for stream in self._streams.values() if stream.unread]
+    def drop_fullest(self, granted: bool | None = None) -> None:
+        unread = [stream for stream in self._streams.values() if stream.unread and granted in (None, stream.granted)]
         if unread:
             max(unread, key=lambda stream: stream.unread).drop("too much came that nobody has read")
 
@@ -196,8 +200,7 @@ class Muxer(IMuxedConn):
 
     async def start(self) -> None:
         """Serves the connection until it ends. libp2p runs this as a task of the host."""
-        self._limits.connected(self._use, self)
-        self._address.users += 1
+        self._limits.connected(self._use, self._address, self)
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
@@ -205,7 +208,6 @@ class Muxer(IMuxedConn):
                         nursery.start_soon(self._run_part, part)
                     self.event_started.set()
         finally:
-            self._address.users -= 1
             self._lose("the connection was closed on this side")
             await self.secured_conn.close()
 
@@ -403,8 +405,10 @@ class Muxer(IMuxedConn):
         """Ends the connection at once; `start` closes the socket."""
         if self.lost is None:
             self.lost = why
-            self._limits.hold(self._use, -self.buffered)
-            self._limits.lost(self._use, self)
+            for granted, held in enumerate(self._unread):
+                self._limits.hold(self._use, self._address, -held, bool(granted))
+            self._unread = [0, 0]
+            self._limits.lost(self._use, self._address, self)
             self._accept_send.close()
             for stream in self._streams.values():
                 stream.on_lost(why)

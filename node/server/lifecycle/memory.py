@@ -21,6 +21,7 @@ from ...errors import MachineError
 from ...models.cache_dir import cache_dir
 from ...models.folder import TEXT_FIELDS
 from ...models.quantisation import CacheDtype, key_bytes
+from ...network.transport.memory import group_limits
 
 CACHE_SHARE: Final = 0.25
 """Part of the free memory that attention caches may take when nobody says otherwise."""
@@ -184,9 +185,6 @@ def _number(config: Mapping[str, Any], *names: str) -> int:
 
 
 _CLAIMS: Final = "claims"
-_UNLIMITED: Final = 1 << 60
-_V2: Final = ("memory.max", "memory.current", "inactive_file")
-_V1: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def has_accelerator(device: str) -> bool:
@@ -224,25 +222,7 @@ def unused(nbytes: int) -> int:
 
 def container_limit(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Memory | None:
     """What the control group of this process may use, and has left; None if it is not limited."""
-    groups: dict[str, str] = {}
-    with suppress(OSError):
-        for line in own.read_text().splitlines():
-            _number, controllers, group = line.split(":", 2)
-            groups[controllers] = group.lstrip("/")
-    folder, names = (root / "memory", _V1) if "memory" in groups else (root, _V2)
-    path = folder / groups.get("memory", groups.get("", ""))
-    found = []
-    # Any group above may be the one that is limited; in a container only what is its own can be seen.
-    for parent in (path, *path.parents):
-        if parent.is_relative_to(folder):
-            with suppress(OSError, ValueError):
-                limit = int((parent / names[0]).read_text())
-                used = int((parent / names[1]).read_text())
-                for line in (parent / "memory.stat").read_text().splitlines():
-                    if line.startswith(f"{names[2]} "):
-                        used -= int(line.split()[1])
-                if limit < _UNLIMITED:
-                    found.append(Memory(max(0, limit - used), limit))
+    found = [Memory(free, limit) for free, limit in group_limits(root, own)]
     return min(found, key=lambda memory: memory.free, default=None)
 
 

@@ -213,7 +213,7 @@ class RequestService:
         timeout = FIRST_PUSH_TIMEOUT
         while True:
             try:
-                frame, payloads = await stream.receive(timeout=timeout, admit=partial(self._admit_push, stream.peer_id))
+                frame, payloads = await stream.receive(timeout=timeout, admit=partial(self._admit_push, stream))
                 session = self._pushed_session(frame)
                 await session.take_push(frame.push, frame.tensors[0], payloads[0], stream.peer_id)
                 timeout = IDLE_TIMEOUT
@@ -221,8 +221,9 @@ class RequestService:
                 await stream.send(wire.PushFrame(error=refusal.to_wire()), timeout=SEND_TIMEOUT)
                 return
 
-    def _admit_push(self, pusher: str, frame: wire.PushFrame) -> None:
-        self._pushed_session(frame).admit_push(frame, pusher)
+    def _admit_push(self, stream: PushStream, frame: wire.PushFrame) -> None:
+        self._pushed_session(frame).admit_push(frame, stream.peer_id)
+        stream.widen()
 
     def _pushed_session(self, frame: wire.PushFrame) -> ServerSession:
         if frame.WhichOneof("body") != "push":

@@ -1,0 +1,159 @@
+"""The memory of this machine: how much a node lets strangers take of it, and giving back what is not used any more."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import psutil
+import trio
+
+_MIB: Final = 1 << 20
+_UNLIMITED: Final = 1 << 60
+_V2: Final = ("memory.max", "memory.current", "inactive_file")
+_V1: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_LOOK: Final = 15.0  # seconds between two looks at what could be given back
+_WORTH: Final = 32 * _MIB  # bytes, for which a trim of some ms pays
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """Bytes that peers may have a node hold, over all connections.
+
+    Attributes:
+        ungranted: not read yet, on streams whose handler has granted no more than the first window.
+        unread: not read yet, on all other streams.
+        unread_of_peer: either of one peer.
+        received: messages received in part, or worked with.
+        received_of_peer: of one peer, beyond its first message.
+        view: announcements of servers, at 16 KiB for each.
+    """
+
+    ungranted: int
+    unread: int
+    unread_of_peer: int
+    received: int
+    received_of_peer: int
+    view: int
+
+
+def budgets_of(memory: int) -> Budgets:
+    """What a machine, or a container, with so many bytes of memory has for its peers: a fortieth, all budgets together,
+    but enough for one prompt of the largest size, and no more than a core can use."""
+
+    def part(divisor: int, least: int, most: int) -> int:
+        return min(max(memory // divisor, least * _MIB), most * _MIB)
+
+    unread, received = part(128, 48, 1024), part(64, 128, 4096)
+    return Budgets(
+        ungranted=part(512, 16, 128),
+        unread=unread,
+        unread_of_peer=unread // 2,
+        received=received,
+        received_of_peer=received * 3 // 8,
+        view=part(64, 32, 160),
+    )
+
+
+@cache
+def own_budgets() -> Budgets:
+    """Those of this machine, or of the control group that this process runs in."""
+    limits = [limit for _free, limit in group_limits()]
+    return budgets_of(min([psutil.virtual_memory().total, *limits]))
+
+
+def group_limits(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[tuple[int, int]]:
+    """What each control group that limits this process has left, and may use; none if it is not limited."""
+    groups: dict[str, str] = {}
+    with suppress(OSError):
+        for line in own.read_text().splitlines():
+            _number, controllers, group = line.split(":", 2)
+            groups[controllers] = group.lstrip("/")
+    folder, names = (root / "memory", _V1) if "memory" in groups else (root, _V2)
+    path = folder / groups.get("memory", groups.get("", ""))
+    found = []
+    # Any group above may be the one that is limited; in a container only what is its own can be seen.
+    for parent in (path, *path.parents):
+        if parent.is_relative_to(folder):
+            with suppress(OSError, ValueError):
+                limit = int((parent / names[0]).read_text())
+                used = int((parent / names[1]).read_text())
+                for line in (parent / "memory.stat").read_text().splitlines():
+                    if line.startswith(f"{names[2]} "):
+                        used -= int(line.split()[1])
+                if limit < _UNLIMITED:
+                    found.append((max(0, limit - used), limit))
+    return found
+
+
+# --- giving back
+
+
+@dataclass(frozen=True)
+class HeapUse:
+    """Bytes that the C library keeps for later, and bytes that the process has of the system."""
+
+    kept: int
+    resident: int
+
+
+def worth_trimming(use: HeapUse, least_resident: int) -> bool:
+    """Whether much may be given back: the C library keeps it, and the process has grown as much since it had least, or
+    gave back last. What it keeps in parts of pages cannot be given back, and is not tried again and again."""
+    return use.kept >= _WORTH and use.resident >= least_resident + _WORTH
+
+
+class _Mallinfo2(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_size_t) for name in ("_0", "_1", "_2", "_3", "_4", "_5", "_6", "_7", "free", "_9"))
+
+
+class Heap:
+    """The heap of glibc.
+
+    It gives back only what is free at the end of the heap: what was taken behind a large burst keeps all of it.
+
+    Raises:
+        OSError, AttributeError: another C library, which this leaves alone.
+    """
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL("libc.so.6")  # calls release the interpreter's lock
+        self._info, self._trim = library.mallinfo2, library.malloc_trim
+        self._info.restype = _Mallinfo2
+        self._trim.argtypes = [ctypes.c_size_t]
+        self._process = psutil.Process()
+
+    def use(self) -> HeapUse:
+        return HeapUse(self._info().free, self._process.memory_info().rss)
+
+    def trim(self) -> None:
+        self._trim(0)
+
+
+def own_heap() -> Heap | None:
+    """None where the C library is another one."""
+    with suppress(OSError, AttributeError):
+        return Heap() if sys.platform == "linux" else None
+    return None
+
+
+async def give_back(make_heap: Callable[[], Heap | None] = own_heap) -> None:
+    """Gives back to the system what strangers made this process take, soon after it is free. For ever, in threads."""
+    heap = make_heap()
+    if heap is None:
+        await trio.sleep_forever()
+        return
+    least = heap.use().resident
+    while True:
+        await trio.sleep(_LOOK)
+        use = await trio.to_thread.run_sync(heap.use)
+        if worth_trimming(use, least):
+            await trio.to_thread.run_sync(heap.trim)
+            least = (await trio.to_thread.run_sync(heap.use)).resident
+        least = min(least, use.resident)

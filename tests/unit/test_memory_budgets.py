@@ -1,0 +1,120 @@
+"""What a machine has for its peers, and what is given back to the system."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import trio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from petalnode.node.network.transport import memory
+from petalnode.node.network.transport.memory import Budgets, HeapUse, budgets_of, give_back, own_budgets, worth_trimming
+from petalnode.node.testing import run_autojumping
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+def together(budgets: Budgets) -> int:
+    return budgets.ungranted + budgets.unread + budgets.received + budgets.view
+
+
+def test_a_laptop_and_a_large_server_have_what_suits_them() -> None:
+    assert budgets_of(4 * GIB) == Budgets(16 * MIB, 48 * MIB, 24 * MIB, 128 * MIB, 48 * MIB, 64 * MIB)
+    assert budgets_of(16 * GIB) == Budgets(32 * MIB, 128 * MIB, 64 * MIB, 256 * MIB, 96 * MIB, 160 * MIB)
+    assert budgets_of(256 * GIB) == Budgets(128 * MIB, GIB, GIB // 2, 4 * GIB, 3 * GIB // 2, 160 * MIB)
+
+
+@given(st.integers(1, 1 << 45), st.integers(1, 1 << 45))
+def test_more_memory_is_never_less_for_peers(one: int, other: int) -> None:
+    less, more = (vars(budgets_of(size)) for size in sorted((one, other)))
+    assert all(less[name] <= more[name] for name in less)
+
+
+@given(st.integers(4 * GIB, 1 << 45))
+def test_peers_have_a_tenth_of_the_memory_at_most(size: int) -> None:
+    assert together(budgets_of(size)) <= size / 10
+
+
+def test_the_limit_of_a_container_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    own_budgets.cache_clear()
+    try:
+        monkeypatch.setattr(memory, "group_limits", lambda: [(0, 300 * GIB), (GIB, 2 * GIB)])
+        assert own_budgets() == budgets_of(2 * GIB)
+    finally:
+        own_budgets.cache_clear()
+
+
+def test_what_cannot_be_given_back_is_not_tried_again() -> None:
+    assert worth_trimming(HeapUse(32 * MIB, 132 * MIB), 100 * MIB)
+    assert not worth_trimming(HeapUse(32 * MIB - 1, 500 * MIB), 100 * MIB)
+    assert not worth_trimming(HeapUse(500 * MIB, 132 * MIB - 1), 100 * MIB)
+
+
+class Bursts:
+    """A heap that keeps what bursts took until it is trimmed, and a part of it then."""
+
+    def __init__(self) -> None:
+        self.resident, self.kept, self.trims = 100 * MIB, 0, 0
+
+    def use(self) -> HeapUse:
+        return HeapUse(self.kept, self.resident)
+
+    def burst(self, size: int) -> None:
+        self.resident += size
+        self.kept += size
+
+    def trim(self) -> None:
+        self.trims += 1
+        self.resident -= 7 * self.kept // 8
+
+
+def test_a_burst_is_given_back_within_a_minute_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def at_once(call):  # a thread would let the clock jump
+        return call()
+
+    monkeypatch.setattr(trio.to_thread, "run_sync", at_once)
+
+    async def main() -> None:
+        heap = Bursts()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(give_back, lambda: heap)
+            await trio.sleep(60)
+            assert heap.trims == 0
+            for number in (1, 2):
+                heap.burst(320 * MIB)
+                await trio.sleep(60)
+                assert heap.trims == number
+            await trio.sleep(600)
+            assert heap.trims == 2
+            nursery.cancel_scope.cancel()
+
+    run_autojumping(main)
+
+
+def test_another_c_library_is_left_alone() -> None:
+    async def main() -> None:
+        with trio.move_on_after(600) as scope:
+            await give_back(lambda: None)
+        assert scope.cancelled_caught
+
+    run_autojumping(main)
+
+
+@pytest.mark.skipif(memory.own_heap() is None, reason="another C library")
+def test_this_process_gives_back_what_it_freed() -> None:
+    heap = memory.own_heap()
+    assert heap is not None
+    taken = [bytes(50_000) for _ in range(2000)]
+    last = bytes(50_000)
+    assert heap.use().resident > 95 * MIB
+    del taken
+    kept = heap.use()
+    heap.trim()
+    assert heap.use().resident <= max(kept.resident - kept.kept // 2, 0) or kept.kept < MIB
+    assert len(last) == 50_000
+
+
+def test_groups_are_read_where_there_are_none(tmp_path: Path) -> None:
+    assert memory.group_limits(tmp_path, tmp_path / "none") == []
