@@ -32,6 +32,9 @@ _DEGREE, _DEGREE_LOW, _DEGREE_HIGH = 6, 4, 12
 _MESSAGES_PER_SECOND: Final = 1000.0  # no limit: who is honest hands on what others have made
 _SEEN: Final = 86400  # seconds in which a message that was passed on is not taken again: old ones would use up rates
 _MAX_TAKEN: Final = 1000  # messages remembered that were taken and not passed on
+_MAX_CONTROL: Final = 8  # entries of each kind in a control message
+_MAX_IDS: Final = 256  # of messages, in an entry
+_MAX_BACKOFF: Final = 3600  # seconds
 _PUBLISHING: Final = 10.0  # seconds
 
 Accept = Callable[[str, str, bytes], bool]
@@ -55,6 +58,34 @@ class _Pubsub(Pubsub):
             await super().push_msg(msg_forwarder, msg)
         except Exception as error:  # whatever it makes of a stranger's message
             log.debug("a message that %s handed on was dropped: %r", msg_forwarder, error)
+
+
+def bounded_control(control: rpc_pb2.ControlMessage, topic: str) -> rpc_pb2.ControlMessage:
+    """What counts of a neighbour's control message: libp2p keeps a time for each topic that a PRUNE, GRAFT or IHAVE
+    names, and dials the peers that a PRUNE names."""
+    return rpc_pb2.ControlMessage(
+        ihave=[
+            rpc_pb2.ControlIHave(topicID=topic, messageIDs=have.messageIDs[:_MAX_IDS])
+            for have in control.ihave[:_MAX_CONTROL]
+            if have.topicID == topic
+        ],
+        iwant=[rpc_pb2.ControlIWant(messageIDs=want.messageIDs[:_MAX_IDS]) for want in control.iwant[:_MAX_CONTROL]],
+        graft=[graft for graft in control.graft[:_MAX_CONTROL] if graft.topicID == topic],
+        prune=[
+            rpc_pb2.ControlPrune(topicID=topic, backoff=min(prune.backoff, _MAX_BACKOFF))
+            for prune in control.prune[:_MAX_CONTROL]
+            if prune.topicID == topic
+        ],
+    )
+
+
+class _Router(GossipSub):
+    """libp2p's, of one topic."""
+
+    topic = ""
+
+    async def handle_rpc(self, rpc: rpc_pb2.RPC, sender_peer_id: ID) -> None:
+        await super().handle_rpc(rpc_pb2.RPC(control=bounded_control(rpc.control, self.topic)), sender_peer_id)
 
 
 class Gossip:
@@ -91,7 +122,7 @@ async def open_gossip(
     what this node published itself. A message that was accepted and not passed on is accepted no second time: it is
     passed on if another neighbour that hands it on may have that.
     """
-    router = GossipSub(
+    router = _Router(
         protocols=[TProtocol(protocol) for protocol in GOSSIP_PROTOCOLS],
         degree=_DEGREE,
         degree_low=_DEGREE_LOW,
@@ -99,6 +130,7 @@ async def open_gossip(
         heartbeat_interval=HEARTBEAT,
         max_messages_per_topic_per_second=_MESSAGES_PER_SECOND,
     )
+    router.topic = topic
     pubsub = _Pubsub(
         host.libp2p,
         router,
