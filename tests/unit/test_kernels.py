@@ -401,6 +401,23 @@ def test_without_a_compiler_nothing_is_built(tmp_path: Path, monkeypatch: pytest
     assert not list(tmp_path.iterdir())
 
 
+def test_a_structure_of_another_size_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class LongerRow(ctypes.Structure):
+        _fields_ = (*library_module.Row._fields_, ("more", ctypes.c_int64))
+
+    loaded = library()
+    if loaded is None:
+        pytest.skip("no compiled kernels here")
+    structures = library_module.STRUCTURES
+    monkeypatch.setattr(library_module, "STRUCTURES", (structures[0], LongerRow, *structures[2:]))
+    assert library_module._load(Path(loaded.functions._name)) is None
+    assert "LongerRow has another size" in caplog.text
+    monkeypatch.setattr(library_module, "STRUCTURES", structures[:-1])
+    assert library_module._load(Path(loaded.functions._name)) is None
+
+
 def test_a_file_that_is_no_library_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "kernels.so"
     file.write_bytes(b"no library")

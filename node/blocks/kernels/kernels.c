@@ -62,7 +62,7 @@
 #endif
 
 #define LANES 16
-#define INTERFACE_VERSION 4 /* of this file towards library.py */
+#define INTERFACE_VERSION 5 /* of this file towards library.py */
 #define MOST_ROWS 8 /* that are multiplied at a time */
 #define AHEAD 8 /* tokens, whose keys are fetched */
 #define PANEL 16 /* tokens, whose keys or values are opened at a time */
@@ -406,6 +406,15 @@ EXPORT const char *petalnode_select(const char *name) {
 }
 
 EXPORT int32_t petalnode_interface(void) { return INTERFACE_VERSION; }
+
+/* Bytes of the structures that callers fill, in the order of library.py's STRUCTURES; 0 beyond the last one. */
+EXPORT int64_t petalnode_size(int32_t number) {
+    static const int64_t sizes[] = {
+        sizeof(struct matrix), sizeof(struct row), sizeof(struct block),
+        sizeof(struct shape), sizeof(struct change), sizeof(struct step),
+    };
+    return number >= 0 && number < (int32_t)(sizeof sizes / sizeof *sizes) ? sizes[number] : 0;
+}
 
 /* y [rows][out] = x [rows][in] times the transpose of the matrix, plus its bias. `scratch`: rows * in / block float32, or
  * rows * ROUNDED_FLOATS(in) where rows are rounded. */

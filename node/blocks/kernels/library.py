@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 SOURCE: Final = Path(__file__).with_name("kernels.c")
 HEADERS: Final = ("x86.h", "arm.h", "products.h", "bytes.h", "cache.h", "ahead.h", "step.h", "packing.h", "threads.h")
-INTERFACE: Final = 4
+INTERFACE: Final = 5
 """As in kernels.c: goes up whenever a function or structure there changes."""
 ISA_VARIABLE: Final = "PETALNODE_KERNELS_ISA"
 """One of `ISAS`, in place of the best that the processor has: for comparisons. `none`: no kernels."""
@@ -107,6 +107,10 @@ class Step(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("count", "number", "changed", "score_count")),
         *((name, ctypes.c_void_p) for name in ("cosines", "sines", "hidden", "scratch")),
     )
+
+
+STRUCTURES: Final = (Matrix, Row, Block, Shape, Change, Step)
+"""What the library reads of this module's memory, in the order of `petalnode_size`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,6 +199,9 @@ def _load(file: Path) -> Library | None:
         if functions.petalnode_interface() != INTERFACE:
             _log.warning("%s is of another version of this software and is not used", file)
             return None
+        if (wrong := _other_size(functions)) is not None:
+            _log.warning("%s is not used: its %s has another size than here", file, wrong)
+            return None
     except (OSError, AttributeError) as error:
         _log.warning("%s cannot be used: %s", file, error)
         return None
@@ -205,6 +212,15 @@ def _load(file: Path) -> Library | None:
         _log.warning("%s=%s: this machine has no such instructions; torch computes", ISA_VARIABLE, wanted)
         return None
     return Library(isa.decode(), functions)
+
+
+def _other_size(functions: ctypes.CDLL) -> str | None:
+    """The first structure that a compiler laid out otherwise than ctypes does, by name; None if all agree."""
+    functions.petalnode_size.restype, functions.petalnode_size.argtypes = ctypes.c_int64, (ctypes.c_int32,)
+    for number, structure in enumerate(STRUCTURES):
+        if functions.petalnode_size(number) != ctypes.sizeof(structure):
+            return structure.__name__
+    return None if functions.petalnode_size(len(STRUCTURES)) == 0 else "list of structures"
 
 
 def _declare(functions: ctypes.CDLL) -> None:
