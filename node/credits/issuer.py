@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Final, TypeVar
@@ -16,6 +17,7 @@ from ...protocols.framing import StreamClosed
 from ...protocols.ids import CREDITS
 from ...protocols.inference import Refusal
 from ..errors import MachineError
+from ..network.transport.places import Place, Places
 from ..swarm.swarm import Swarm
 from ..trust.bundle import Bundle
 from ..verification.observed import Observed
@@ -38,7 +40,8 @@ class CreditsService:
 
     def __init__(self, swarm: Swarm, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._streams = 0
+        self._swarm = swarm
+        self._places = Places(MAX_STREAMS)
         self._pending = 0
         self._writing = trio.Lock()
         swarm.set_handler(CREDITS, wire.CreditsFrame, self._serve, max_header=MAX_HEADER, max_payload=0)
@@ -53,17 +56,13 @@ class CreditsService:
         return await self._run(lambda: self._ledger.deposit(order))
 
     async def _serve(self, stream: CreditsStream) -> None:
-        if self._streams >= MAX_STREAMS:
+        with self._places.take(stream.peer_id, self._swarm.host.origin_of(stream.peer_id)) as place:
+            if place is not None:
+                with contextlib.suppress(StreamClosed):  # the usual end of a stream
+                    await serve_credits(stream, _Working(self, place), timeout=IDLE_TIMEOUT)
+        if place is None or place.scope.cancelled_caught:
             busy = Refusal(wire.ERROR_BUSY, "this validator is asked by too many peers at once: ask again")
             await stream.send(wire.CreditsFrame(error=busy.to_wire()), timeout=IDLE_TIMEOUT)
-            return
-        self._streams += 1
-        try:
-            await serve_credits(stream, self, timeout=IDLE_TIMEOUT)
-        except StreamClosed:
-            pass  # the usual end of a stream
-        finally:
-            self._streams -= 1
 
     async def _run(self, order: Callable[[], T]) -> T:
         """Carries out an order in a worker thread, because it waits for the disk.
@@ -83,6 +82,26 @@ class CreditsService:
             raise Refusal(wire.ERROR_INTERNAL, "this validator cannot use its ledger") from None
         finally:
             self._pending -= 1
+
+
+class _Working:
+    """What carries out the orders of one stream, whose `place` is at work meanwhile."""
+
+    def __init__(self, service: CreditsService, place: Place) -> None:
+        self._service = service
+        self._place = place
+
+    async def credit(self, query: CreditQuery) -> Credit:
+        with self._place.working():
+            return await self._service.credit(query)
+
+    async def clear(self, transfer: Transfer) -> Clearing:
+        with self._place.working():
+            return await self._service.clear(transfer)
+
+    async def deposit(self, order: DepositOrder) -> bytes:
+        with self._place.working():
+            return await self._service.deposit(order)
 
 
 def points_for(observed: Observed) -> int:

@@ -117,7 +117,7 @@ def alter_answers(change: Callable[[ServerSession, wire.Step, wire.Receipt | Non
 
 def audits_of(service: ReceiptAuditService) -> dict[str, int]:
     """What a validator holds of the calls of its clients: open ones, bytes, and clients that it remembers."""
-    return {"open": service._open, "bytes": service._bytes, "calls": len(service._calls)}
+    return {"open": len(service._places), "bytes": service._bytes, "calls": len(service._calls)}
 
 
 async def forget_audits(service: ReceiptAuditService) -> None:

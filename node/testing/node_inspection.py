@@ -131,7 +131,7 @@ def in_progress(service: DialBackService | Circuits | HolePuncher | CreditsServi
         case HolePuncher():
             return service._limit.borrowed_tokens + len(service._starting)
         case CreditsService():
-            return service._streams + service._pending
+            return len(service._places) + service._pending
 
 
 def logged(part: MessageStreams | Directory) -> set[Any]:

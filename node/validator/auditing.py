@@ -23,6 +23,7 @@ from ...protocols.evidence import (
 from ...protocols.framing import ProtocolError
 from ...protocols.ids import RECEIPTS
 from ...protocols.inference import Refusal, receipt_from_wire
+from ..network.transport.places import Places
 from ..swarm.swarm import Swarm
 from ..trust.bundle import BadBundle, Bundle
 
@@ -66,7 +67,8 @@ class ReceiptAuditService:
         self._known = known
         self._sample = sample
         self._calls: dict[str, deque[float]] = {}
-        self._open = 0
+        self._swarm = swarm
+        self._places = Places(MAX_CALLS)
         self._bytes = 0
         self._send, self._receive = trio.open_memory_channel[Audit](MAX_PENDING)
         swarm.set_handler(RECEIPTS, wire.EvidenceFrame, self._serve, max_header=MAX_HEADER, max_payload=PIECE_BYTES)
@@ -82,11 +84,9 @@ class ReceiptAuditService:
         if frame.WhichOneof("body") != "offer":
             raise ProtocolError(f"{stream.peer_id} offers no receipts", stream.peer_id)
         if self._may_call(stream.peer_id):
-            self._open += 1
-            try:
-                await self._take(stream, frame.offer)
-            finally:
-                self._open -= 1
+            with self._places.take(stream.peer_id, self._swarm.host.origin_of(stream.peer_id)) as place:
+                if place is not None:
+                    await self._take(stream, frame.offer)
         await stream.send(wire.EvidenceFrame(close=wire.Close()), timeout=PIECE_TIMEOUT)
 
     def _may_call(self, peer_id: str) -> bool:
@@ -94,7 +94,7 @@ class ReceiptAuditService:
         for silent in [peer for peer, calls in self._calls.items() if not calls or calls[-1] < now - 60]:
             del self._calls[silent]
         calls = self._calls.setdefault(peer_id, deque(maxlen=CALLS_PER_MINUTE))
-        if self._open >= MAX_CALLS or (len(calls) == CALLS_PER_MINUTE and calls[0] > now - 60):
+        if len(calls) == CALLS_PER_MINUTE and calls[0] > now - 60:
             return False
         calls.append(now)
         return True

@@ -90,6 +90,9 @@ class Handlers:
     def set_stream_handler(self, protocol: str, handler: Callable[[Any, str], Awaitable[None]]) -> None:
         self.by_protocol[protocol] = handler
 
+    def origin_of(self, peer_id: str) -> str:
+        return peer_id
+
     async def _find(self, peer_id: str) -> None: ...
 
 

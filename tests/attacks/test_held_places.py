@@ -1,0 +1,82 @@
+"""Places that a stranger holds with many keys and does nothing with: others get theirs all the same."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+
+from petalnode.node.credits.issuer import MAX_STREAMS
+from petalnode.node.network.transport.places import PATIENCE, Place, Places, given_up
+from petalnode.node.testing import run_autojumping
+from petalnode.node.validator.auditing import MAX_CALLS
+
+
+@pytest.mark.parametrize("most", [MAX_CALLS, MAX_STREAMS])
+@pytest.mark.parametrize("addresses", [1, 5, 200])
+def test_keys_that_hold_places_in_silence_keep_nobody_out(most: int, addresses: int) -> None:
+    """Before, 64 keys of one address shut an issuer for as long as they liked, and 8 an auditor."""
+
+    async def main() -> None:
+        places = Places(most)
+
+        async def silent(number: int) -> None:
+            with places.take(f"key {number}", f"10.0.0.{number % addresses}") as held:
+                if held is not None:
+                    await trio.sleep_forever()
+
+        async with trio.open_nursery() as nursery:
+            for number in range(400):
+                nursery.start_soon(silent, number)
+            await trio.sleep(PATIENCE)
+            assert most // 2 <= len(places) <= most
+            with places.take("honest", "192.0.2.1") as mine:
+                assert mine is not None
+                with mine.working():
+                    for number in range(400, 800):
+                        nursery.start_soon(silent, number)
+                    await trio.sleep(PATIENCE)
+                assert not mine.scope.cancel_called
+            nursery.cancel_scope.cancel()
+
+    run_autojumping(main)
+
+
+def place(peer: str, origin: str, since: float = 0.0, *, busy: bool = False) -> Place:
+    return Place(peer, origin, since, busy)
+
+
+def test_who_has_more_gives_up_what_is_idle() -> None:
+    taken = [place("a", "one", 3), place("b", "one", 1), place("c", "one", busy=True), place("d", "two")]
+    assert given_up(taken, "e", "three", 4) is taken[1]
+    assert given_up(taken, "e", "two", 4) is taken[1]
+    assert given_up(taken, "e", "one", 4) is None  # one key has no more than another of its own address
+    assert given_up([place("a", "one"), place("a", "one")], "b", "one", 0) is not None
+    alone = [place("a", "one"), place("b", "two")]
+    assert given_up(alone, "c", "three", PATIENCE - 1) is None
+    assert given_up(alone, "c", "three", PATIENCE) is alone[0]
+    assert given_up(alone, "a", "one", 100) is None
+    assert given_up([place("a", "one", busy=True)] * 5, "c", "three", 100) is None
+
+
+def test_a_place_that_is_given_up_ends_its_stream() -> None:
+    async def main() -> None:
+        places = Places(2)
+        ended = trio.Event()
+
+        async def silent(key: str, address: str) -> None:
+            with places.take(key, address) as mine:
+                assert mine is not None
+                await trio.sleep_forever()
+            assert mine.scope.cancelled_caught
+            ended.set()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(silent, "key", "one")
+            nursery.start_soon(silent, "other key", "four")
+            await trio.sleep(PATIENCE + 1)
+            with places.take("honest", "two") as first, places.take("another", "three") as second:
+                assert first is not None and second is not None
+                await ended.wait()
+            nursery.cancel_scope.cancel()
+
+    run_autojumping(main)
