@@ -270,6 +270,8 @@ def test_a_server_does_not_load_blocks_of_the_first_version_either(
 class Announced:
     """A swarm in which servers say that they serve models of these names."""
 
+    named: frozenset[str] = frozenset()
+
     def __init__(self, *names: str) -> None:
         self._names = names
 
@@ -279,6 +281,10 @@ class Announced:
     def models(self, *, now: float) -> dict[bytes, tuple[str, int]]:
         assert now <= time.time()
         return {number.to_bytes(32, "big"): (name, 6) for number, name in enumerate(self._names)}
+
+    def servers(self, *, now: float) -> list[Announcement]:
+        assert now <= time.time()
+        return []
 
 
 def chosen(*names: str) -> str:
