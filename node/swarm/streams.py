@@ -28,9 +28,9 @@ from ..network.transport.stream_bytes import StreamBytes
 log = logging.getLogger(__name__)
 
 MAX_SERVED: Final = 1024
-"""Streams of one protocol that a node serves at once; a peer gets no more than it leaves for others."""
+"""Streams of one protocol that a node serves at once; a peer or address gets no more than it leaves for others."""
 LEAST_SERVED: Final = 8
-"""Of one peer, as long as there are any."""
+"""Of one peer or address, as long as there are any."""
 
 F = TypeVar("F", bound=Message)
 
@@ -137,22 +137,23 @@ class MessageStreams:
     ) -> None:
         """`handler` gets every stream of `protocol` that a peer opens, in a task of its own.
 
-        At most `max_streams` are served at once, half of that for a peer that is alone; what is more is reset. When it
-        returns, the stream is closed; when it raises, it is reset. Errors never reach the node: a
+        At most `max_streams` are served at once, half of that for a peer or an address that is alone; what is more is
+        reset. When it returns, the stream is closed; when it raises, it is reset. Errors never reach the node: a
         `PeerError` is the peer's matter, any other is logged once per kind.
         """
 
         served = ShareCount(max_streams, LEAST_SERVED)
 
         async def serve(raw: StreamBytes, peer_id: str) -> None:
-            if not served.add(peer_id):
+            origin = self.host.origin_of(peer_id)
+            if not served.add(peer_id, origin):
                 log.info("%s: there are too many streams of %s", protocol, peer_id)
                 await raw.reset()
                 return
             try:
                 await serve_message(raw, peer_id)
             finally:
-                served.remove(peer_id)
+                served.remove(peer_id, origin)
 
         async def serve_message(raw: StreamBytes, peer_id: str) -> None:
             stream = MessageStream(

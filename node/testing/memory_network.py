@@ -120,12 +120,14 @@ class Link:
 
 
 class MemoryNetwork:
-    """A network of nodes of one kind; its streams are handled in `nursery`."""
+    """A network of nodes of one kind; its streams are handled in `nursery`. Each has an address of its own, unless
+    `origins` says another."""
 
     def __init__(self, nursery: trio.Nursery, kind: type[MemoryNode] | None = None) -> None:
         self.nursery = nursery
         self._kind = kind or MemoryNode
         self.nodes: dict[str, MemoryNode] = {}
+        self.origins: dict[str, str] = {}
         self.view = SwarmView()
         self.manifests: dict[bytes, bytes] = {}
         self._links: dict[frozenset[str], Link] = {}
@@ -213,7 +215,7 @@ class _MemoryHost:
         return [f"/ip4/127.0.0.1/tcp/1/p2p/{self.peer_id}"]  # well-formed; nobody is dialed
 
     def origin_of(self, peer_id: str) -> str:
-        return peer_id
+        return self._network.origins.get(peer_id, peer_id)
 
     def is_connected(self, peer_id: str) -> bool:
         return peer_id in self.connected()

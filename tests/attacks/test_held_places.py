@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 import trio
 
 from petalnode.node.credits.issuer import MAX_STREAMS
 from petalnode.node.network.transport.places import PATIENCE, Place, Places, given_up
-from petalnode.node.testing import run_autojumping
+from petalnode.node.server.requests.request import LEAST_OPEN, OpenCount
+from petalnode.node.swarm.streams import LEAST_SERVED
+from petalnode.node.testing import MemoryNetwork, run_autojumping
 from petalnode.node.validator.auditing import MAX_CALLS
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.framing import MessageStream, StreamClosed
+from petalnode.protocols.inference import Refusal
+
+ECHO = "/petalnode/test/echo/1"
+Frame = wire.PushFrame
 
 
 @pytest.mark.parametrize("most", [MAX_CALLS, MAX_STREAMS])
@@ -78,5 +88,64 @@ def test_a_place_that_is_given_up_ends_its_stream() -> None:
                 assert first is not None and second is not None
                 await ended.wait()
             nursery.cancel_scope.cancel()
+
+    run_autojumping(main)
+
+
+def test_keys_of_one_address_leave_streams_of_a_protocol_for_others() -> None:
+    """Before, 20 keys of one address held all streams of a protocol that a node serves."""
+
+    async def echo(stream: MessageStream[wire.PushFrame]) -> None:
+        while True:
+            frame, _ = await stream.receive(timeout=None)
+            await stream.send(frame, timeout=1)
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            network = MemoryNetwork(nursery)
+            node, honest, *attackers = [network.node() for _ in range(32)]
+            network.origins = {attacker.peer_id: "10.0.0.1" for attacker in attackers}
+            node.set_handler(ECHO, Frame, echo, max_streams=8 * LEAST_SERVED)
+            for attacker in attackers:
+                for _ in range(8):
+                    stream = await attacker.new_stream(node.peer_id, ECHO, Frame, timeout=1)
+                    with suppress(StreamClosed):
+                        await stream.send(Frame(), timeout=1)
+            for _ in range(2 * LEAST_SERVED):
+                stream = await honest.new_stream(node.peer_id, ECHO, Frame, timeout=1)
+                await stream.send(Frame(), timeout=1)
+                await stream.receive(timeout=1)
+            nursery.cancel_scope.cancel()
+
+    run_autojumping(main)
+
+
+def test_keys_of_one_address_leave_requests_for_others() -> None:
+    """Before, 200 keys of one address had all the batches, adapters or sessions that a server has open. Where a client
+    goes in the meantime changes nothing in what is counted for it."""
+    here = {"moved": "10.0.0.2"}
+
+    async def main() -> None:
+        count = OpenCount("batches", 8 * LEAST_OPEN, lambda client: here.get(client, "10.0.0.1"))
+        opened = []
+        for client in ["moved", *(f"key {number}" for number in range(200))]:
+            with suppress(Refusal):
+                while True:
+                    count.check(client)
+                    count.add(client, 1)
+                    opened.append(client)
+                    here["moved"] = "10.0.0.1" if len(opened) > 4 else "10.0.0.2"
+            if client == "moved":
+                assert len(opened) == 4 * LEAST_OPEN
+        assert len(opened) == 6 * LEAST_OPEN
+        here["honest"] = "192.0.2.1"
+        for _ in range(LEAST_OPEN):
+            count.check("honest")
+            count.add("honest", 1)
+        for client in opened:
+            count.add(client, -1)
+        for _ in range(3 * LEAST_OPEN):
+            count.check("key 0")
+            count.add("key 0", 1)
 
     run_autojumping(main)

@@ -299,11 +299,11 @@ class ShareCount:
         self._least = least
         self._held: Counter[str] = Counter()
 
-    def add(self, holder: str) -> bool:
-        """Whether the holder may have one more; counts it then."""
-        if not may_have_more(self._held[holder], self.total, self._most, self._least):
+    def add(self, *holders: str) -> bool:
+        """Whether each of the holders may have one more: of a peer and its address, both. Counts it then."""
+        if not all(may_have_more(self._held[holder], self.total, self._most, self._least) for holder in holders):
             return False
-        self._held[holder] += 1
+        self._held.update(set(holders))
         self.total += 1
         return True
 
@@ -311,11 +311,13 @@ class ShareCount:
         """How many hold something."""
         return len(self._held)
 
-    def remove(self, holder: str) -> None:
+    def remove(self, *holders: str) -> None:
+        """Gives back what `add` counted for the same holders."""
         self.total -= 1
-        self._held[holder] -= 1
-        if not self._held[holder]:
-            del self._held[holder]
+        for holder in set(holders):
+            self._held[holder] -= 1
+            if not self._held[holder]:
+                del self._held[holder]
 
 
 def origin_of_ip(host: str, prefix: int = 64) -> str:

@@ -121,6 +121,7 @@ class SpanServer:
             self._pledging.current,
             tallies=context.tallies,
             prefix_cache=context.options.prefix_cache,
+            origin_of=context.swarm.host.origin_of,
         )
         self._adapters = Adapters(self._requests)
         self._service = RequestService(

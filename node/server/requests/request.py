@@ -46,6 +46,7 @@ class RequestContext:
         draining: set it and nothing new is admitted, and present clients are told to leave.
         tallies: what is counted.
         prefix_cache: who uses what sessions leave for later ones.
+        origin_of: the address at which a client is, as `Host.origin_of` has it.
     """
 
     hosted: Hosted
@@ -56,6 +57,7 @@ class RequestContext:
     draining: bool = False
     tallies: ServerTallies = field(default_factory=ServerTallies)
     prefix_cache: PrefixCache = "own"
+    origin_of: Callable[[str], str] = str
 
     def refused(self, refusal: Refusal) -> None:
         """Counts what a client was refused, and logs it."""
@@ -75,18 +77,20 @@ class RequestContext:
 
 
 LEAST_OPEN: Final = 8
-"""Requests of one kind that a client may have open as long as there may be any."""
+"""Requests of one kind that a client, or an address, may have open as long as there may be any."""
 
 
 class OpenCount:
     """Counts requests of one kind that are open, of which there may be `most`: half of that for a client that is alone,
-    since it leaves as much for others as it has."""
+    or the clients of one address together, since they leave as much for others as they have."""
 
-    def __init__(self, kind: str, most: int) -> None:
+    def __init__(self, kind: str, most: int, origin_of: Callable[[str], str] = str) -> None:
         self.count = 0
         self._kind = kind
         self._most = most
         self._of_client: Counter[str] = Counter()
+        self._origin_of = origin_of
+        self._origins: dict[str, str] = {}  # where those that have any open were with the first of these
         self._none = trio.Event()
 
     def check(self, client: str) -> None:
@@ -95,14 +99,19 @@ class OpenCount:
             Refusal: ERROR_BUSY, there are too many for another one of this client.
         """
         own = self._of_client[client]
-        if not may_have_more(own, self.count, self._most, LEAST_OPEN):
+        origin = self._origins.get(client) or self._origin_of(client)
+        there = sum(self._of_client[other] for other, place in self._origins.items() if place == origin)
+        if not may_have_more(max(own, there), self.count, self._most, LEAST_OPEN):
             raise Refusal(wire.ERROR_BUSY, f"this server already has {self.count} {self._kind}, {own} of them of yours")
 
     def add(self, client: str, change: int) -> None:
         self.count += change
         self._of_client[client] += change
-        if not self._of_client[client]:
+        if self._of_client[client]:
+            self._origins.setdefault(client, self._origin_of(client))
+        else:
             del self._of_client[client]
+            self._origins.pop(client, None)
         if not self.count:
             self._none.set()
             self._none = trio.Event()

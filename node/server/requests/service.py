@@ -70,9 +70,9 @@ class RequestService:
         self._payments = payments
         self._on_change = on_change
         self._by_key: dict[tuple[str, bytes], ServerSession] = {}
-        self._sessions = OpenCount("sessions", MAX_SESSIONS)
-        self._batches = OpenCount("batches", MAX_STREAMS)
-        self._streams = OpenCount("streams of batches", MAX_STREAMS)
+        self._sessions = OpenCount("sessions", MAX_SESSIONS, context.origin_of)
+        self._batches = OpenCount("batches", MAX_STREAMS, context.origin_of)
+        self._streams = OpenCount("streams of batches", MAX_STREAMS, context.origin_of)
         self._memory = _batch_memory(context)
         cache.on_change = self._limit_prefixes
         self._limit_prefixes(cache.free)
