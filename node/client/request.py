@@ -156,28 +156,33 @@ def _is_signed(pledge: Pledge) -> bool:
     return pledge.is_signed
 
 
+class NotInForce(ValueError):
+    """A pledge of another time: the clock of one of the two machines is wrong, which proves nothing of its server."""
+
+
 def granted_pledge(
     granted: wire.Granted | wire.BatchGranted, peer_id: str, model_version: bytes, span: Span, now_ms: int
 ) -> Pledge | None:
     """The checked pledge under which `peer_id` grants these blocks; None for none.
 
     Raises:
-        ValueError: it is not the server's, not in force, or for something else than is granted.
+        NotInForce: it is in order, but not now.
+        ValueError: it is not the server's, or for something else than is granted.
     """
     if not granted.HasField("pledge"):
         return None
     pledge = pledge_from_wire(granted.pledge)
     if pledge.server != peer_id or not pledge.is_signed:
         raise ValueError("its pledge is not signed by its key")
-    tolerance = round(CLOCK_TOLERANCE * 1000)
-    if not (pledge.is_in_force(now_ms - tolerance) or pledge.is_in_force(now_ms + tolerance)):
-        raise ValueError("its pledge is not in force")
     if (pledge.model_version, pledge.dtype, pledge.quantisation) != (
         model_version,
         granted.dtype,
         granted.quantisation,
     ) or not Span(*pledge.span).covers(span):
         raise ValueError("its pledge is for something else than it grants")
+    tolerance = round(CLOCK_TOLERANCE * 1000)
+    if not (pledge.is_in_force(now_ms - tolerance) or pledge.is_in_force(now_ms + tolerance)):
+        raise NotInForce("its pledge is not in force by this machine's clock")
     return pledge
 
 
@@ -322,6 +327,8 @@ class ServerStream(Generic[Frame]):
     def _check_pledge(self, granted: wire.Granted | wire.BatchGranted) -> Pledge | None:
         try:
             return granted_pledge(granted, self.hop.peer_id, self._model_version, self.hop.span, now_ms())
+        except NotInForce as error:
+            raise self._failed(str(error)) from None
         except ValueError as error:
             raise self._cheated(str(error)) from None
 
@@ -346,6 +353,7 @@ class ServerStream(Generic[Frame]):
 
         Raises:
             ServerCheated: if it is not; nothing of this server can be used then.
+            ServerFailed: it is dated at another time than this machine's clock says.
         """
         receipt = self._receipt_of(message)
         if not message.signature:
@@ -371,11 +379,10 @@ class ServerStream(Generic[Frame]):
             raise self._cheated("its receipt is for something else than what was sent and came back")
         if not receipt.is_signed_by(self.hop.peer_id):
             raise self._cheated("its receipt is not signed by its key")
-        wrong = check_time(receipt, self._opened_ms, now_ms())
-        if wrong is None and self._claims is not None:
-            wrong = self._claims.broken_by(receipt)
-        if wrong is not None:
-            raise self._cheated(wrong)
+        if self._claims is not None and (broken := self._claims.broken_by(receipt)):
+            raise self._cheated(broken)
+        if wrong := check_time(receipt, self._opened_ms, now_ms()):
+            raise self._failed(wrong)  # no lie: its clock is wrong, or this machine's was put right meanwhile
         return receipt
 
     def _raise_refusal(self, frame: Frame) -> None:

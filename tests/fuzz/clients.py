@@ -137,7 +137,7 @@ async def _session(stream: Any) -> None:
     await session.open(1, None, None)
     await session.exchange(Input(0, (), _chunk(3)), 1)
     await session.exchange(Input(3, (1, 0), _chunk(1, 1)), 1)
-    await session.exchange(_chunk(1, 2), 2, (), 1)
+    await session.exchange(Input(2, (), _chunk(1, 2)), 1)
     await session.close()
 
 

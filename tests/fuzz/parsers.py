@@ -214,7 +214,7 @@ def notice_bytes(mutator: Mutator) -> bytes:
         bundle = corpus.accused(statement, {})
     try:
         message = corpus.notice(bundle)
-    except ValueError:  # it accuses nobody
+    except (ValueError, DecodeError):  # it accuses nobody, or has a field that is too long
         message = corpus.notice(corpus.equivocation())
         message.bundle = bundle.to_bytes()
         message.id = bundle.id

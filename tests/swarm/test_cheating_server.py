@@ -11,8 +11,10 @@ import pytest
 import trio
 
 from petalnode.crypto.identity import Identity
+from petalnode.crypto.pledge import Pledge
 from petalnode.crypto.receipts import Receipt
 from petalnode.node.client.request import ServerClaims, WireTensor
+from petalnode.node.client.session.history import Input
 from petalnode.node.client.session.stream import SessionSpec, SessionStream
 from petalnode.node.errors import ServerCheated, ServerFailed
 from petalnode.node.swarm.config import SwarmConfig
@@ -23,15 +25,17 @@ from petalnode.node.trust.receipt_log import SessionLog
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream
 from petalnode.protocols.ids import INFERENCE, Span
-from petalnode.protocols.inference import hash_of_step, receipt_to_wire, root_of
+from petalnode.protocols.inference import hash_of_step, pledge_to_wire, receipt_to_wire, root_of
 from tests.swarm.processes import LOOPBACK
 from tests.unit.test_receipts import RECEIPT
 
 OTHER = Identity.from_seed(bytes(range(32)))
 SPEC = SessionSpec(model_version=b"m" * 32, span=Span(0, 2), batch=1, max_length=16)
 CLAIMS = ServerClaims(SPEC.model_version, Span(0, 4), "float32", "none")
-HONEST_MISTAKES = ("another position", "another sequence", "the answer before, once more")
-"""Answers that nobody signed: they are of no use, but say nothing of what the server would sign."""
+WRONG_CLOCKS = ("a clock that is far ahead", "a clock that is far behind")
+"""It may be the client's clock, put right in the middle of a session: no reason to ban all servers for an hour."""
+HONEST_MISTAKES = ("another position", "another sequence", "the answer before, once more", *WRONG_CLOCKS)
+"""Answers that are of no use, but say nothing of what the server would sign."""
 Cheat = Callable[[wire.Reply, Receipt, Identity], None]
 
 
@@ -157,6 +161,47 @@ def answering(identity: Identity, cheat: Cheat | None) -> Callable[[MessageStrea
     return handle
 
 
+PLEDGE = Pledge("", SPEC.model_version, (0, 2), "float32", "none", 5, 0, 0)
+PLEDGES: dict[str, tuple[Pledge, bool]] = {
+    "of a clock a day ahead": (replace(PLEDGE, from_ms=86_400_000, until_ms=90_000_000), False),
+    "of a clock a day behind": (replace(PLEDGE, from_ms=-90_000_000, until_ms=-86_400_000), False),
+    "for other blocks": (replace(PLEDGE, span=(1, 2), until_ms=90_000_000), True),
+    "for other blocks, of another day": (replace(PLEDGE, span=(1, 2), from_ms=86_400_000, until_ms=90_000_000), True),
+}
+"""Times are from now on. The second says whether it tells that the server cheats."""
+
+
+@pytest.mark.parametrize("name", PLEDGES)
+def test_a_pledge_of_another_time_is_not_taken_and_no_lie(name: str) -> None:
+    pledge, lie = PLEDGES[name]
+    server, now = Identity.generate(), now_ms()
+    pledge = replace(pledge, server=server.peer_id, from_ms=now + pledge.from_ms, until_ms=now + pledge.until_ms)
+    granted = wire.Granted(
+        session_epoch=b"e" * 16, codec="none", dtype="float32", quantisation="none", max_step_tokens=4, credits=4
+    )
+    granted.pledge.CopyFrom(pledge_to_wire(pledge.signed(server)))
+
+    async def grant(stream: MessageStream[wire.InferenceFrame]) -> None:
+        await stream.receive(timeout=60)
+        await stream.send(wire.InferenceFrame(granted=granted), timeout=60)
+
+    async def main() -> None:
+        with trio.fail_after(60):
+            async with open_swarm(SwarmConfig(server, listen=(LOOPBACK,))) as serving:
+                serving.set_handler(INFERENCE, wire.InferenceFrame, grant)
+                config = SwarmConfig(Identity.generate(), peers=tuple(serving.addrs), serve_dht=False)
+                async with open_swarm(config) as client:
+                    stream = await client.new_stream(server.peer_id, INFERENCE, wire.InferenceFrame, timeout=60)
+                    session = SessionStream(
+                        stream, Hop(server.peer_id, SPEC.span), SPEC, client.peer_id, claims=None, log=None
+                    )
+                    with pytest.raises(ServerFailed, match="pledge") as caught:
+                        await session.open(1, None, None)
+        assert isinstance(caught.value, ServerCheated) == lie
+
+    trio.run(main)
+
+
 def talk(cheat: Cheat | None, claims: ServerClaims | None = None, log: SessionLog | None = None) -> None:
     async def main() -> None:
         identity = Identity.generate()
@@ -173,12 +218,12 @@ def talk(cheat: Cheat | None, claims: ServerClaims | None = None, log: SessionLo
                     chunk = WireTensor(
                         wire.Tensor(shape=[1, 1, 4], dtype="float32", codec="none", nbytes=16), bytes(16)
                     )
-                    assert (await session.exchange(chunk, 0, (), 1)).payload == bytes(16)
+                    assert (await session.exchange(Input(0, (), chunk), 1)).payload == bytes(16)
                     if cheat is None:
-                        await session.exchange(chunk, 1, (), 1)
+                        await session.exchange(Input(1, (), chunk), 1)
                     else:
                         with pytest.raises(ServerFailed) as caught:
-                            await session.exchange(chunk, 1, (), 1)
+                            await session.exchange(Input(1, (), chunk), 1)
                         assert caught.value.peer_id == server.peer_id
                         assert isinstance(caught.value, ServerCheated) == (name_of(cheat) not in HONEST_MISTAKES)
                     await session.close()
