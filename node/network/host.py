@@ -124,6 +124,10 @@ class Host:
         parsed = dialable(addr)
         return parsed is not None and self._network.book.take_dial(_id(peer_id), parsed)
 
+    def share_dials(self, source_of: Callable[[str], str]) -> None:
+        """Dials at announced addresses are shared by where the announcements came from; "" for a peer without one."""
+        self._network.book.source_of = source_of
+
     def knows(self, peer_id: str) -> bool:
         """Whether there is a connection to this peer, or an address to dial."""
         return self._network.knows(_id(peer_id))

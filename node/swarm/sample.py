@@ -130,11 +130,7 @@ def _take(
 def _in_turn(
     records: Iterable[SignedAnnouncement], origins: Mapping[str, Origin], rng: random.Random
 ) -> Iterator[SignedAnnouncement]:
-    def source_of(record: SignedAnnouncement) -> str:
-        origin = origins[record.content.peer_id]
-        return origin.met or origin.sources[-1]
-
-    return around(records, source_of, rng)
+    return around(records, lambda record: origins[record.content.peer_id].chief, rng)
 
 
 def around(items: Iterable[T], source_of: Callable[[T], str], rng: random.Random) -> Iterator[T]:

@@ -87,6 +87,7 @@ class Swarm(MessageStreams):
             listens=bool(config.listen),
         )
         self._records = ProviderRecords(streams=self, dht=dht, directory=self._directory, ttl=config.announcement_ttl)
+        host.share_dials(lambda peer_id: self.view.source_of(peer_id))
         dht.weigh_models(lambda version: self.view.backing(version, now=time.time()))
         self._announcer = Announcer(
             identity=config.identity, ttl=config.announcement_ttl, host=host, dht=dht, directory=self._directory
@@ -104,8 +105,7 @@ class Swarm(MessageStreams):
             listen=config.listen,
             psk=config.psk,
         )
-        self._evidence = evidence
-        self.gossip = gossip  # of evidence; None if this node takes no part
+        self._evidence, self.gossip = evidence, gossip  # no gossip if this node takes no part in it
         self.set_handler(EVIDENCE, wire.EvidenceFrame, evidence.serve, max_header=MAX_EVIDENCE, max_payload=PIECE_BYTES)
         max_header = self._directory.max_header
         self.set_handler(DIRECTORY, wire.DirectoryFrame, self._directory.serve, max_header=max_header, max_payload=0)

@@ -41,6 +41,11 @@ class Origin:
     since: float
     met: str | None = None
 
+    @property
+    def chief(self) -> str:
+        """The source that counts as the record's: at which its server announced itself, else that sent it last."""
+        return self.met or self.sources[-1]
+
     def also(self, source: str, *, met: bool) -> Origin:
         """Sent by this source, too; `self` if that is known."""
         if source in self.sources and (not met or self.met == source):
@@ -163,6 +168,11 @@ class SwarmView:
     @cached_property
     def _all(self) -> ModelRecords:
         return ModelRecords(self.records)
+
+    def source_of(self, peer_id: str) -> str:
+        """The source that counts as that of a server's record; "" if there is none."""
+        origin = self.origins.get(peer_id)
+        return "" if origin is None else origin.chief
 
     def backing(self, model_version: bytes, *, now: float) -> int:
         """From how many addresses servers of a version have sent their announcements here themselves. Keys alone do not

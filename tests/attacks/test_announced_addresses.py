@@ -25,6 +25,8 @@ from petalnode.node.network.transport import connections
 from petalnode.node.network.transport.address_book import AddressBook
 from petalnode.node.network.transport.dialing import DialBudget, DialContext, is_permitted, may_dial
 from petalnode.node.network.transport.raw_connection import Path
+from petalnode.node.swarm.view import Origin, SwarmView
+from petalnode.node.testing import run_autojumping
 from tests.swarm.relays import host_here
 
 HOME = DialContext([ip_network("192.168.1.0/24"), ip_network("127.0.0.0/8"), ip_network("fd00:1::/64")])
@@ -214,6 +216,43 @@ def test_one_announcer_and_one_target_have_so_many_dials_a_minute() -> None:
     assert sum(budget.take(f"key {number}", "victim", 0.0) for number in range(1000)) == 48
     assert sum(budget.take(f"key {number}", host, 0.0) for number, host in enumerate(hosts)) < 600
     assert budget.take("announcer", "victim", 61.0)
+
+
+def test_keys_of_one_source_leave_dials_for_others() -> None:
+    """Before, 13 keys spent all the dials of a minute, and no server that was not known yet was dialed."""
+    budget = DialBudget()
+
+    def dialed(key: str, source: str, tries: int = 48) -> int:
+        return sum(budget.take(key, f"{key}.example", 0.0, source) for _ in range(tries))
+
+    assert sum(dialed(f"key {number}", "11.0.0.1") for number in range(100)) == 300
+    assert sum(dialed(f"unknown {number}", "") for number in range(100)) == 150
+    assert dialed("honest", "11.0.0.2") == 48
+    for number in range(100):
+        dialed(f"another {number}", "11.0.0.1")
+    assert dialed("honest too", "11.0.0.3") == 48
+    assert sum(dialed(f"key {number}", f"11.1.0.{number}") for number in range(100)) == 600 - 300 - 150 - 2 * 48
+
+
+def test_a_swarm_of_false_announcements_leaves_dials_for_a_server_from_elsewhere() -> None:
+    """The source is that of the announcement: the address of the server itself, else who passed it on last."""
+    book = AddressBook(on_loopback=False, paths=tuple)
+    keys = [Identity.from_seed(bytes([number]) * 32).peer_id for number in range(31)]
+    origins = {key: Origin(("11.0.0.9", "11.0.0.1"), 0.0) for key in keys[:15]}
+    origins |= {key: Origin(("11.0.0.9",), 0.0, met="11.0.0.1") for key in keys[15:30]}
+    origins[keys[30]] = Origin(("11.0.0.1",), 0.0, met="11.0.0.2")
+    book.source_of = SwarmView(origins=origins).source_of
+
+    async def main() -> None:
+        def dialed(key: str, first: int) -> int:
+            peer = ID.from_string(key)
+            return sum(book.take_dial(peer, Multiaddr(f"/ip4/11.1.{first}.{host}/tcp/1")) for host in range(48))
+
+        assert sum(dialed(key, number) for number, key in enumerate(keys[:30])) == 300
+        assert dialed(keys[30], 30) == 48
+        assert dialed(ATTACKER, 31) == 48
+
+    run_autojumping(main)
 
 
 def test_who_answers_uses_nothing_up() -> None:

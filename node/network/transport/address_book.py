@@ -70,13 +70,18 @@ class _Whereabouts:
 
 class AddressBook:
     """The addresses of peers. `on_loopback` says that this node listens on loopback only; `paths` gives the ways of
-    its connections."""
+    its connections.
+
+    Attributes:
+        source_of: the address that a peer's announcement came from, "" for none; by these, dials are shared.
+    """
 
     def __init__(self, *, on_loopback: bool, paths: Callable[[], Iterable[Path]]) -> None:
         self._pages: dict[ID, _Page] = {}
         self._given: set[Multiaddr] = set()
         self._whereabouts = _Whereabouts(on_loopback=on_loopback, paths=paths)
         self._budget = DialBudget()
+        self.source_of: Callable[[str], str] = lambda peer_id: ""
 
     def remember(self, peer_id: ID, addrs: Sequence[Multiaddr], *, given: bool) -> None:
         """Keeps addresses, without the peer id at their end, for the next dial, before what is known already.
@@ -136,7 +141,7 @@ class AddressBook:
         """Whether an address may be dialed now; counts it. The dial to a circuit's relay is counted by itself."""
         if is_circuit(addr) or addr in self._given or addr in self._page(peer_id).proven:
             return True
-        return self._budget.take(str(peer_id), host_of(addr), trio.current_time())
+        return self._budget.take(str(peer_id), host_of(addr), trio.current_time(), self.source_of(str(peer_id)))
 
     def answered(self, peer_id: ID, addr: Multiaddr) -> None:
         """The peer is at this address."""

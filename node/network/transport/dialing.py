@@ -2,7 +2,8 @@
 
 Most addresses come from strangers, who may announce what is none of theirs: a service of this machine, its router, the
 metadata service of a cloud, or anybody whom the whole swarm is to dial. So addresses that no person gave, and that
-never answered, are dialed only where the announcing peer can be, and so many a minute.
+never answered, are dialed only where the announcing peer can be, and so many a minute. These dials are shared by the
+source of the announcement, since keys cost nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Final
 from multiaddr import Multiaddr
 
 from ..addresses import IPAddress, circuit_of, ip_of, is_circuit, is_public
+from .limits import may_have_more
 
 Networks = Sequence[IPv4Network | IPv6Network]
 
@@ -34,6 +36,7 @@ _PRIVATE: Final = tuple(
 _NAT64: Final = IPv6Network("64:ff9b::/96")  # RFC 6052: the last four bytes are an address of IPv4
 _MINUTE: Final = 60.0
 _DIALS_PER_PEER: Final = 48  # a minute, at addresses that one peer has announced and that never answered
+_LEAST_OF_SOURCE: Final = 48  # a minute, for all peers of one source, as long as there are any
 _DIALS_PER_HOST: Final = 48  # a minute, at one IP address or name, whoever announced it
 _DIALS: Final = 600  # a minute, in all
 
@@ -104,23 +107,29 @@ class DialBudget:
     """Counts the dials of the last minute at addresses that never answered."""
 
     def __init__(self) -> None:
-        self._spent: deque[tuple[float, str, str]] = deque()
+        self._spent: deque[tuple[float, str, str, str]] = deque()
 
-    def take(self, peer: str, host: str, now: float) -> bool:
-        """Whether `host` (an IP address, or a name) may be dialed at `now` (seconds) because `peer` announced it."""
+    def take(self, peer: str, host: str, now: float, source: str = "") -> bool:
+        """Whether `host` (an IP address, or a name) may be dialed at `now` (seconds) because `peer` announced it.
+
+        `source` is the address that the announcement came from; all peers without one count as one source.
+        """
         while self._spent and now - self._spent[0][0] >= _MINUTE:
             self._spent.popleft()
-        of_peer = sum(peer == other for _, other, _ in self._spent)
+        of_peer = sum(peer == other for _, other, _, _ in self._spent)
         # Of this machine there is only one, and many nodes on it.
-        to_host = 0 if _is_loopback(host) else sum(host == other for *_, other in self._spent)
-        if of_peer >= _DIALS_PER_PEER or to_host >= _DIALS_PER_HOST or len(self._spent) >= _DIALS:
+        to_host = 0 if _is_loopback(host) else sum(host == other for _, _, other, _ in self._spent)
+        of_source = sum(source == other for *_, other in self._spent)
+        if of_peer >= _DIALS_PER_PEER or to_host >= _DIALS_PER_HOST:
             return False
-        self._spent.append((now, peer, host))
+        if not may_have_more(of_source, len(self._spent), _DIALS, _LEAST_OF_SOURCE):
+            return False
+        self._spent.append((now, peer, host, source))
         return True
 
     def give_back(self, peer: str, host: str) -> None:
         """The peer did answer there."""
-        self._spent = deque(spent for spent in self._spent if spent[1:] != (peer, host))
+        self._spent = deque(spent for spent in self._spent if spent[1:3] != (peer, host))
 
 
 def _is_loopback(host: str) -> bool:
