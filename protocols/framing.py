@@ -64,9 +64,9 @@ class RawStream(Protocol):
     @property
     def direct(self) -> bool: ...  # whether no relay is on the way to the peer
     @property
-    def is_lost(self) -> bool:
-        """Whether the stream was reset or its connection is gone; what came before that may still be read."""
-
+    def origin(self) -> str: ...  # the address that the peer's connection comes from, as shares count addresses
+    @property
+    def is_lost(self) -> bool: ...  # whether it was reset or its connection is gone; what came before may still be read
     async def read(self, n: int) -> bytes:
         """1 to `n` bytes, or none at the end. May be cancelled without loss. Raises OSError when reset."""
 
@@ -76,24 +76,20 @@ class RawStream(Protocol):
     def write_nowait(self, data: bytes) -> bool:
         """Writes all if that needs no waiting, else nothing; which, it returns. Raises OSError as `write`."""
 
-    async def close(self) -> None:
-        """Ends our direction. Never waits for the peer."""
-
-    async def reset(self) -> None:
-        """Ends both directions at once, dropping what was not sent or read. Never waits for the peer."""
-
-    async def wait_lost(self) -> None:
-        """Returns once the stream was reset or its connection is gone."""
-
+    async def close(self) -> None: ...  # ends our direction; never waits for the peer
+    async def reset(self) -> None: ...  # ends both at once, dropping what was not sent or read; never waits either
+    async def wait_lost(self) -> None: ...  # returns once the stream was reset or its connection is gone
     def widen(self) -> None: ...  # lets the peer send megabytes that were not read yet, where it could send 256 KiB
 
 
 class PayloadRoom(Protocol):
     """The memory that all streams of a node share for what they receive. `take` waits where `take_nowait` says no."""
 
-    def take_nowait(self, peer_id: str, nbytes: int) -> bool: ...
-    async def take(self, peer_id: str, nbytes: int) -> None: ...
-    def give_back(self, peer_id: str, nbytes: int) -> None: ...
+    @property
+    def granted(self) -> PayloadRoom: ...  # that of streams that have been widened
+    def take_nowait(self, origin: str, peer_id: str, nbytes: int) -> bool: ...
+    async def take(self, origin: str, peer_id: str, nbytes: int) -> None: ...
+    def give_back(self, origin: str, peer_id: str, nbytes: int) -> None: ...
 
 
 class MessageStream(Generic[F]):
@@ -129,7 +125,7 @@ class MessageStream(Generic[F]):
         self._broken: PeerError | None = None
         self._room = room
         self._keeps_room = keeps_room
-        self._room_taken = 0  # bytes
+        self._room_taken: tuple[PayloadRoom, str, int] | None = None  # of which room, for which address, bytes
         self._due = 0  # bytes that have to be in the buffer for the header to be read
         self._patience = PATIENCE  # seconds that may still be waited for the message that has begun
 
@@ -270,11 +266,13 @@ class MessageStream(Generic[F]):
     async def _fill_to(self, total: int) -> None:
         """Reads until so many bytes are in the buffer, for which there is room. Only the time that is waited here
         counts: a peer does not answer for what its own reader leaves lying."""
-        if self._room is not None and total > max(self._room_taken, _UNCOUNTED):
+        room, taken = self._room, self._room_taken[2] if self._room_taken else 0
+        if room is not None and total > max(taken, _UNCOUNTED):
             self._leave_room()
-            if not self._room.take_nowait(self.peer_id, total):
-                await self._room.take(self.peer_id, total)
-            self._room_taken = total
+            origin = self._raw.origin
+            if not room.take_nowait(origin, self.peer_id, total):
+                await room.take(origin, self.peer_id, total)
+            self._room_taken = room, origin, total
             if self._broken is not None:  # by another task, while this one waited: nobody would give it back
                 self._leave_room()
                 raise self._broken
@@ -291,9 +289,9 @@ class MessageStream(Generic[F]):
         raise self._closed(f"{self.peer_id} sent a message more slowly than is allowed")
 
     def _leave_room(self) -> None:
-        if self._room is not None and self._room_taken:
-            self._room.give_back(self.peer_id, self._room_taken)
-            self._room_taken = 0
+        if self._room_taken is not None:
+            (room, origin, nbytes), self._room_taken = self._room_taken, None
+            room.give_back(origin, self.peer_id, nbytes)
 
     def _take_header(self) -> F | None:
         """Parses the header at the start of the buffer, or returns None if it is not all there."""
@@ -345,6 +343,8 @@ class MessageStream(Generic[F]):
     def widen(self) -> None:
         """Lets the peer send at the speed of a long line. For who serves a stream, once it has agreed to take much."""
         self._raw.widen()
+        if self._room is not None:
+            self._room = self._room.granted
 
     def _violation(self, what: str) -> ProtocolError:
         self._broken = error = ProtocolError(f"{self.peer_id} sent {what}", self.peer_id)

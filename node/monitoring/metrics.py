@@ -143,7 +143,7 @@ def node_metrics(swarm: Swarm, role: str) -> Source:
         yield gauge(
             "petalnode_message_memory_bytes",
             "Memory for messages received in part or worked with.",
-            swarm.received.taken,
+            swarm.received.taken + swarm.received_ungranted.taken,
         )
 
     return collect

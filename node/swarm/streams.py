@@ -35,79 +35,105 @@ LEAST_SERVED: Final = 8
 F = TypeVar("F", bound=Message)
 
 
+_OF_REST: Final = 4
+"""An address may hold a quarter of the memory for messages that it leaves free, and a peer half of that."""
+_UNGRANTED: Final = 4
+"""What was granted nothing has a quarter as much memory for its messages as the rest."""
+
+_Holder = tuple[str, str]  # an address, as `origin_of_ip` counts them, and a peer there
+
+
 @dataclass
 class _Waiter:
-    peer_id: str
     nbytes: int
     granted: trio.Event = field(default_factory=trio.Event)
 
 
 class ReceivedBytes:
-    """The memory for messages that all streams of a node share: `most` bytes in all, `most_of_peer` for one peer; what
-    this machine has for it if they are not given.
+    """The memory for messages that all streams of a node share: `most` bytes, and one message more of any size.
 
-    First come, first served; who waits for what its own messages take keeps nobody else waiting.
+    An address has a share of it, and a peer a share of its address's. A message that is larger than what is left of
+    these waits to be that one more, which is taken in turns by address. Who waits keeps nobody else waiting.
+
+    Args:
+        most: what this machine has for it if it is not given.
+        granted: the memory of streams that were granted something; this if there is no other.
     """
 
-    def __init__(self, most: int | None = None, most_of_peer: int | None = None) -> None:
+    def __init__(self, most: int | None = None, granted: ReceivedBytes | None = None) -> None:
         self.most = own_budgets().received if most is None else most
-        self.most_of_peer = own_budgets().received_of_peer if most_of_peer is None else most_of_peer
-        self.taken = 0
-        self._of_peer: Counter[str] = Counter()
-        self._waiting: deque[_Waiter] = deque()
+        self.granted = granted or self
+        self._taken = 0
+        self._of: Counter[str | _Holder] = Counter()
+        self._one_more: tuple[_Holder, int] | None = None
+        self._waiting: dict[_Holder, deque[_Waiter]] = {}
 
-    def of(self, peer_id: str) -> int:
-        return self._of_peer[peer_id]
+    @property
+    def taken(self) -> int:
+        return self._taken + (self._one_more[1] if self._one_more else 0)
 
-    def take_nowait(self, peer_id: str, nbytes: int) -> bool:
-        overtakes = any(self._has_share(waiter.peer_id, waiter.nbytes) for waiter in self._waiting)
-        if overtakes or not self._has_share(peer_id, nbytes) or not self._has_room(nbytes):
-            return False
-        self._take(peer_id, nbytes)
-        return True
+    def of(self, origin: str, peer_id: str) -> int:
+        holder, nbytes = self._one_more or (None, 0)
+        return self._of[origin, peer_id] + (nbytes if holder == (origin, peer_id) else 0)
 
-    async def take(self, peer_id: str, nbytes: int) -> None:
-        waiter = _Waiter(peer_id, nbytes)
-        self._waiting.append(waiter)
+    def take_nowait(self, origin: str, peer_id: str, nbytes: int) -> bool:
+        holder = origin, peer_id
+        return holder not in self._waiting and self._take(holder, nbytes, only_share=bool(self._waiting))
+
+    async def take(self, origin: str, peer_id: str, nbytes: int) -> None:
+        holder, waiter = (origin, peer_id), _Waiter(nbytes)
+        self._waiting.setdefault(holder, deque()).append(waiter)
         self._grant()
         try:
             await waiter.granted.wait()
         except BaseException:
             if waiter.granted.is_set():
-                self.give_back(peer_id, nbytes)
+                self.give_back(origin, peer_id, nbytes)
             else:
-                self._waiting.remove(waiter)
+                self._leave(holder, waiter)
                 self._grant()
             raise
 
-    def give_back(self, peer_id: str, nbytes: int) -> None:
-        self.taken -= nbytes
-        self._of_peer[peer_id] -= nbytes
-        if not self._of_peer[peer_id]:
-            del self._of_peer[peer_id]
+    def give_back(self, origin: str, peer_id: str, nbytes: int) -> None:
+        holder = origin, peer_id
+        if self._one_more == (holder, nbytes):  # another of the same size is as good
+            self._one_more = None
+        else:
+            self._add(holder, -nbytes)
         self._grant()
 
-    def _take(self, peer_id: str, nbytes: int) -> None:
-        self.taken += nbytes
-        self._of_peer[peer_id] += nbytes
+    def _add(self, holder: _Holder, nbytes: int) -> None:
+        self._taken += nbytes
+        for name in (holder[0], holder):
+            self._of[name] += nbytes
+            if not self._of[name]:
+                del self._of[name]
 
-    def _has_share(self, peer_id: str, nbytes: int) -> bool:
-        """A peer that holds nothing may have one message of any size."""
-        held = self._of_peer[peer_id]
-        return not held or held + nbytes <= self.most_of_peer
-
-    def _has_room(self, nbytes: int) -> bool:
-        return not self.taken or self.taken + nbytes <= self.most
+    def _take(self, holder: _Holder, nbytes: int, *, only_share: bool = False) -> bool:
+        """Takes it as a part of the peer's share, or as the one more."""
+        share = (self.most - self._taken - nbytes) // _OF_REST - self._of[holder[0]] - nbytes  # left for others there
+        if self._of[holder] + nbytes <= share:
+            self._add(holder, nbytes)
+            return True
+        if only_share or self._one_more is not None:
+            return False
+        self._one_more = holder, nbytes
+        return True
 
     def _grant(self) -> None:
-        for waiter in list(self._waiting):
-            if not self._has_share(waiter.peer_id, waiter.nbytes):
-                continue
-            if not self._has_room(waiter.nbytes):
-                return
-            self._waiting.remove(waiter)
-            self._take(waiter.peer_id, waiter.nbytes)
-            waiter.granted.set()
+        """To those first that have the least; of one peer, first come, first served."""
+        for holder in sorted(self._waiting, key=lambda holder: (self._of[holder[0]], self._of[holder])):
+            while holder in self._waiting and self._take(holder, self._waiting[holder][0].nbytes):
+                waiter = self._waiting[holder][0]
+                waiter.granted.set()
+                self._leave(holder, waiter)
+                if self._one_more == (holder, waiter.nbytes):  # the others of its address are last now
+                    self._waiting = dict(sorted(self._waiting.items(), key=lambda item: item[0][0] == holder[0]))
+
+    def _leave(self, holder: _Holder, waiter: _Waiter) -> None:
+        self._waiting[holder].remove(waiter)
+        if not self._waiting[holder]:
+            del self._waiting[holder]
 
 
 class MessageStreams:
@@ -124,6 +150,7 @@ class MessageStreams:
         self._find = find
         self._logged: set[tuple[str, type]] = set()
         self.received = ReceivedBytes()
+        self.received_ungranted = ReceivedBytes(self.received.most // _UNGRANTED, self.received)
 
     def set_handler(
         self,
@@ -162,7 +189,7 @@ class MessageStreams:
                 peer_id,
                 max_header=max_header,
                 max_payload=max_payload,
-                room=self.received,
+                room=self.received_ungranted,
                 keeps_room=True,
             )
             try:

@@ -24,6 +24,7 @@ class MemoryStream:
         delay: seconds that bytes written from now on need to the other end.
         on_write: called with the bytes of each write; what it returns goes on its way, b"" drops them.
         written: bytes written so far.
+        origin: the address that the other end comes from.
         granted: whether the other end has let it send more than 256 KiB ahead of its reader.
     """
 
@@ -33,6 +34,7 @@ class MemoryStream:
         self.delay = 0.0
         self.on_write: Callable[[bytes], bytes] = lambda data: data
         self.written = 0
+        self.origin = ""
         self.granted = False
         self._window = window
         self._other = self

@@ -13,7 +13,6 @@ from petalnode.crypto.identity import Identity
 from petalnode.node.client.request import ServerFailed, WireTensor
 from petalnode.node.client.session.stream import SessionSpec, SessionStream
 from petalnode.node.network.transport.limits import MAX_WINDOWS_OF_PEER
-from petalnode.node.network.transport.memory import own_budgets
 from petalnode.node.server.lifecycle.other_servers import Turns
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.routing import Hop
@@ -37,6 +36,7 @@ Frame = wire.PushFrame
 
 
 async def echo(stream: MessageStream[wire.PushFrame]) -> None:
+    stream.widen()
     while True:
         frame, payloads = await stream.receive(timeout=None)
         await stream.send(frame, payloads, timeout=TIMEOUT)
@@ -76,11 +76,10 @@ def test_payloads_that_never_end_take_no_more_than_a_share() -> None:
             async with trio.open_nursery() as nursery:
                 for _ in range(STREAMS):
                     nursery.start_soon(fill)
-                for _ in range(own_budgets().received_of_peer // MAX_PAYLOAD):
-                    await is_done.receive()
-                for nbytes in (1, MIB, 20 * MIB):
+                await is_done.receive()
+                for nbytes in (1, MIB, 6 * MIB):  # as large a share as an address of two peers has
                     await echoed(honest, node.peer_id, nbytes)
-                assert node.received.of(attacker.peer_id) <= own_budgets().received_of_peer
+                assert node.received.of("127.0.0.1", attacker.peer_id) == MAX_PAYLOAD
                 taken, _ = tracemalloc.get_traced_memory()
                 nursery.cancel_scope.cancel()
             return taken
@@ -91,7 +90,7 @@ def test_payloads_that_never_end_take_no_more_than_a_share() -> None:
     finally:
         tracemalloc.stop()
     # A bytearray that grows has an eighth more than it needs; the libraries' own is some MiB.
-    assert taken < own_budgets().received_of_peer * 9 / 8 + MAX_WINDOWS_OF_PEER + 32 * MIB < STREAMS * MAX_PAYLOAD / 2
+    assert taken < MAX_PAYLOAD * 9 / 8 + MAX_WINDOWS_OF_PEER + 32 * MIB < STREAMS * MAX_PAYLOAD / 4
 
 
 def hostile_server() -> tuple[SessionStream, Any]:

@@ -15,61 +15,108 @@ from tests.attacks.one_server import header_of
 MIB = 1 << 20
 
 
+HERE, THERE = "192.0.2.1", "192.0.2.2"
+
+
 def test_a_peer_waits_for_its_own_share_and_nobody_waits_for_it() -> None:
     async def main() -> None:
-        room, granted = ReceivedBytes(most=100, most_of_peer=40), trio.Event()
+        room, granted = ReceivedBytes(most=900), trio.Event()
 
         async def more() -> None:
-            await room.take("one", 20)
+            await room.take(HERE, "one", 100)
             granted.set()
 
-        assert room.take_nowait("one", 30)
-        assert not room.take_nowait("one", 20)
+        assert room.take_nowait(HERE, "one", 100)
+        assert room.take_nowait(HERE, "one", 300)  # the one more
+        assert not room.take_nowait(HERE, "one", 1)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(more)
             await wait_all_tasks_blocked()
-            assert room.take_nowait("other", 40) and room.take_nowait("third", 30)
-            assert not granted.is_set() and room.taken == 100
-            room.give_back("one", 30)
+            assert room.take_nowait(HERE, "its neighbour", 30) and room.take_nowait(THERE, "other", 80)
+            assert not room.take_nowait(THERE, "other", 10)
+            assert not granted.is_set() and room.taken == 510 and room.of(HERE, "one") == 400
+            room.give_back(HERE, "one", 100)
+            await wait_all_tasks_blocked()
+            assert not granted.is_set()
+            room.give_back(HERE, "one", 300)
             await granted.wait()
-        assert room.taken == 90 and room.of("one") == 20
+        assert room.taken == 210 and room.of(HERE, "one") == 100
+        room.give_back(HERE, "one", 100)
+        room.give_back(HERE, "its neighbour", 30)
+        room.give_back(THERE, "other", 80)
+        assert room.taken == 0 and room.take_nowait(THERE, "other", 100)
 
     trio.run(main)
 
 
-def test_first_come_first_served_and_who_gives_up_leaves_no_trace() -> None:
+def test_a_peer_is_served_in_order_and_who_gives_up_leaves_no_trace() -> None:
     async def main() -> None:
-        room, granted = ReceivedBytes(most=100, most_of_peer=90), []
+        room, granted = ReceivedBytes(most=90), []
 
         async def take(peer_id: str, nbytes: int) -> None:
-            await room.take(peer_id, nbytes)
-            granted.append(peer_id)
+            await room.take(HERE, peer_id, nbytes)
+            granted.append((peer_id, nbytes))
 
-        assert room.take_nowait("one", 60)
+        assert room.take_nowait(THERE, "another", 60)
         async with trio.open_nursery() as nursery:
             large = trio.CancelScope()
 
             async def give_up() -> None:
                 with large:
-                    await take("large", 80)
+                    await take("one", 80)
 
             nursery.start_soon(give_up)
             await wait_all_tasks_blocked()
-            nursery.start_soon(take, "small", 30)
+            nursery.start_soon(take, "one", 5)
             await wait_all_tasks_blocked()
-            assert not granted and not room.take_nowait("late", 10)
+            assert not granted and not room.take_nowait(HERE, "one", 1)
+            assert room.take_nowait(HERE, "its neighbour", 1)
             large.cancel()
-        assert granted == ["small"] and room.taken == 90
+        assert granted == [("one", 5)] and room.taken == 66
 
     trio.run(main)
 
 
-def test_one_message_of_any_size_passes() -> None:
+def test_messages_over_their_share_pass_one_by_one_in_turns_by_address() -> None:
     async def main() -> None:
-        room = ReceivedBytes(most=10, most_of_peer=5)
-        assert room.take_nowait("one", 100) and not room.take_nowait("other", 1)
-        room.give_back("one", 100)
-        assert room.taken == 0
+        room, granted = ReceivedBytes(most=10), []
+
+        async def take(origin: str, peer_id: str) -> None:
+            await room.take(origin, peer_id, 100)
+            granted.append(peer_id)
+
+        assert room.take_nowait(HERE, "first", 100) and not room.take_nowait(HERE, "second", 100)
+        async with trio.open_nursery() as nursery:
+            for origin, peer_id in [(HERE, "a"), (HERE, "b"), (HERE, "c"), (THERE, "honest")]:
+                nursery.start_soon(take, origin, peer_id)
+                await wait_all_tasks_blocked()
+            for origin, peer_id in [(HERE, "first"), (HERE, "a"), (THERE, "honest"), (HERE, "b")]:
+                assert room.taken == 100
+                room.give_back(origin, peer_id, 100)
+                await wait_all_tasks_blocked()
+        assert granted == ["a", "honest", "b", "c"]
+
+    trio.run(main)
+
+
+def test_who_holds_little_goes_before_who_holds_much() -> None:
+    async def main() -> None:
+        room, granted = ReceivedBytes(most=100), []
+
+        async def take(origin: str, peer_id: str) -> None:
+            await room.take(origin, peer_id, 50)
+            granted.append(peer_id)
+
+        assert room.take_nowait(HERE, "much", 5) and room.take_nowait(HERE, "much", 500)
+        async with trio.open_nursery() as nursery:
+            for origin, peer_id in [(HERE, "much"), (HERE, "its neighbour"), (THERE, "little")]:
+                nursery.start_soon(take, origin, peer_id)
+                await wait_all_tasks_blocked()
+            room.give_back(HERE, "much", 500)
+            for origin, peer_id in [(THERE, "little"), (HERE, "its neighbour")]:
+                await wait_all_tasks_blocked()
+                room.give_back(origin, peer_id, 50)
+        assert granted == ["little", "its neighbour", "much"]
 
     trio.run(main)
 
@@ -92,7 +139,7 @@ def test_a_stream_counts_what_it_holds(keeps: bool) -> None:
         await ends[0].write(header_of(wire.PushFrame(tensors=[wire.Tensor(nbytes=MIB)])))
         with trio.move_on_after(1):
             await theirs.receive(timeout=None)
-        assert room.of("one") == MIB
+        assert room.of("", "one") == MIB
         await theirs.reset()
         assert room.taken == 0
 
@@ -102,9 +149,9 @@ def test_a_stream_counts_what_it_holds(keeps: bool) -> None:
 @pytest.mark.parametrize("payload", [b"", bytes(MIB)])
 def test_a_stream_that_ends_while_its_reader_waits_for_room_keeps_none(payload: bytes) -> None:
     async def main() -> None:
-        room, ends = ReceivedBytes(most=MIB), stream_pair(4 * MIB)
+        room, ends = ReceivedBytes(most=0), stream_pair(4 * MIB)
         _, theirs = message_streams(wire.PushFrame, "one", "other", ends=ends, room=room, keeps_room=True)
-        assert room.take_nowait("another", MIB)
+        assert room.take_nowait(HERE, "another", MIB)
         await ends[0].write(header_of(wire.PushFrame(tensors=[wire.Tensor(nbytes=MIB)])) + payload)
 
         async def receive() -> None:
@@ -115,7 +162,7 @@ def test_a_stream_that_ends_while_its_reader_waits_for_room_keeps_none(payload: 
             nursery.start_soon(receive)
             await wait_all_tasks_blocked()
             await theirs.close()
-            room.give_back("another", MIB)
+            room.give_back(HERE, "another", MIB)
         await theirs.close()  # as who serves the stream does at the end
         assert room.taken == 0
 

@@ -30,8 +30,7 @@ class Budgets:
         ungranted: not read yet, on streams whose handler has granted no more than the first window.
         unread: not read yet, on all other streams.
         unread_of_peer: either of one peer.
-        received: messages received in part, or worked with.
-        received_of_peer: of one peer, beyond its first message.
+        received: messages received in part, or worked with, beside one of any size.
         view: announcements of servers, at 16 KiB for each.
     """
 
@@ -39,7 +38,6 @@ class Budgets:
     unread: int
     unread_of_peer: int
     received: int
-    received_of_peer: int
     view: int
 
 
@@ -50,13 +48,12 @@ def budgets_of(memory: int) -> Budgets:
     def part(divisor: int, least: int, most: int) -> int:
         return min(max(memory // divisor, least * _MIB), most * _MIB)
 
-    unread, received = part(128, 48, 1024), part(64, 128, 4096)
+    unread = part(128, 48, 1024)
     return Budgets(
         ungranted=part(512, 16, 128),
         unread=unread,
         unread_of_peer=unread // 2,
-        received=received,
-        received_of_peer=received * 3 // 8,
+        received=part(256, 64, 1024),
         view=part(64, 32, 160),
     )
 
