@@ -125,7 +125,7 @@ def in_progress(service: DialBackService | Circuits | HolePuncher | CreditsServi
     """Requests of others that a service is at work on."""
     match service:
         case DialBackService():
-            return service._budget._running
+            return service._budget._running.total()
         case Circuits():
             return service._pending
         case HolePuncher():

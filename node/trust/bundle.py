@@ -24,7 +24,7 @@ from ...crypto.receipts import Receipt
 from ...crypto.safetensors_header import LENGTH_BYTES, SafetensorsHeader, header_limits, parse_header
 from ...crypto.statement import now_ms
 from ...protocols import wire_pb2 as wire
-from ...protocols.evidence import parse_message
+from ...protocols.delimited import parse_message
 from ...protocols.inference import receipt_to_wire, sha256
 from ...protocols.training import hash_of_payloads
 from ..errors import BadInput

@@ -36,8 +36,8 @@ from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.adapter import AnnouncedAdapter, block_of, check_tensors
 from petalnode.protocols.announcement import DOMAIN, BadAnnouncement, open_announcement
 from petalnode.protocols.credits import clearing_to_wire
+from petalnode.protocols.delimited import parse_message
 from petalnode.protocols.directory import NodeInfo, last_peer_id, open_records
-from petalnode.protocols.evidence import parse_message
 from petalnode.protocols.framing import TensorError, all_finite, wire_nbytes
 from petalnode.protocols.ids import Span
 from petalnode.protocols.inference import Refusal, pledge_from_wire, receipt_from_wire, receipt_to_wire, terms_of

@@ -6,7 +6,7 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.evidence import parse_message
+from petalnode.protocols.delimited import parse_message
 
 
 def evidence(steps: int, size: int = 32) -> wire.Evidence:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from typing import Final, TypeVar
 
@@ -28,6 +28,7 @@ from ....protocols.nat_traversal import (
 )
 from ..addresses import Endpoint, IPAddress, concrete, own_networks
 from ..host import Host
+from ..transport.limits import origin_of_ip
 from ..transport.stream_bytes import StreamBytes
 from .reachability import (
     DialBack,
@@ -47,9 +48,10 @@ _DIALING: Final = 5.0  # seconds that we try to reach a peer, all its addresses 
 _REQUEST: Final = 5.0  # seconds for the request to come
 _MAX_DIALED: Final = 8  # addresses in one dial-back
 _PERIOD: Final = 60.0  # seconds, in which there are at most so many dial-backs:
-_PER_HOST: Final = 6  # to one IP address
+_PER_HOST: Final = 6  # to one IP address, or one /64 of IPv6
 _IN_ALL: Final = 60
-_AT_ONCE: Final = 8
+_AT_ONCE: Final = 16
+_AT_ONCE_OF_HOST: Final = 2
 
 _LOOK_AROUND: Final = 1.0  # seconds between two looks at the own interfaces
 _BREATH: Final = 0.2  # seconds between two looks for peers to ask, when many come at once
@@ -63,22 +65,26 @@ class Budget:
     """Keeps dial-backs few: without it, we would be a tool to flood others with."""
 
     def __init__(self) -> None:
-        self._spent: deque[tuple[float, IPAddress]] = deque()
-        self._running = 0
+        self._spent: deque[tuple[float, str]] = deque()
+        self._running: Counter[str] = Counter()
 
     def take(self, ip: IPAddress, now: float) -> bool:
         """Whether one more dial-back to `ip` may start at `now` (seconds). `give_back` when it has ended."""
         while self._spent and now - self._spent[0][0] >= _PERIOD:
             self._spent.popleft()
-        to_host = sum(spent == ip for _, spent in self._spent)
-        if to_host >= _PER_HOST or len(self._spent) >= _IN_ALL or self._running >= _AT_ONCE:
+        origin = origin_of_ip(str(ip))
+        to_host = sum(spent == origin for _, spent in self._spent)
+        if to_host >= _PER_HOST or len(self._spent) >= _IN_ALL:
             return False
-        self._spent.append((now, ip))
-        self._running += 1
+        if self._running[origin] >= _AT_ONCE_OF_HOST or self._running.total() >= _AT_ONCE:
+            return False
+        self._spent.append((now, origin))
+        self._running[origin] += 1
         return True
 
-    def give_back(self) -> None:
-        self._running -= 1
+    def give_back(self, ip: IPAddress) -> None:
+        self._running[origin_of_ip(str(ip))] -= 1
+        self._running += Counter()  # forgets the zeros
 
 
 class DialBackService:
@@ -122,7 +128,7 @@ class DialBackService:
         except ConnectionError as error:
             return DialAnswer(DialStatus.DIAL_ERROR, str(error))
         finally:
-            self._budget.give_back()
+            self._budget.give_back(observed.ip)
 
 
 # --- the asking side

@@ -40,7 +40,7 @@ from ....protocols.framing import PeerError
 from ..addresses import ip_of, is_circuit
 from ..host import Host
 from ..transport.bandwidth import Throttle
-from ..transport.limits import origin_of_ip
+from ..transport.limits import LEAST_OF_ADDRESS, may_have_more, origin_of_ip
 from ..transport.stream_bytes import Connection, StreamBytes
 
 log = logging.getLogger(__name__)
@@ -49,6 +49,7 @@ _ASKING: Final = 5.0  # seconds for a peer to say what it wants, and to read our
 _STOPPING: Final = 5.0  # seconds for the target's answer
 _WINDOW: Final = 1024 * 1024  # bytes of a circuit that we hold, each way, for a peer that does not read
 _LINGER: Final = 20.0  # seconds without a byte that a circuit lasts after one side has closed its direction
+_LEAST_TO: Final = 2  # circuits to one peer that an address may have as long as there are any
 _FAREWELL: Final = 2.0  # seconds for the other side to take what a side said before it was lost
 _ADDRS_ROOM: Final = 2048  # bytes of addresses in an answer, which may have 4096 in all
 
@@ -61,7 +62,8 @@ class RelayLimits:
     """The limits of a relay.
 
     Nobody can take everything: one peer has one reservation and at most `circuits_per_peer` circuits of its own; peers
-    of one address (an IPv4 address, or a /56 of IPv6) have so many reservations and circuits together; and where
+    of one address (an IPv4 address, or a /56 of IPv6) have so many reservations and circuits together, and no more than
+    is left for others, in all and to each peer; and where
     circuits have to wait for each other, each peer that dialed some has its turn.
     """
 
@@ -88,25 +90,27 @@ class RelayLoad:
     circuits_of_address: int = 0
     circuits_of_peer: int = 0
     circuits_to_peer: int = 0
+    circuits_of_address_to_peer: int = 0
 
 
 def admit_reservation(load: RelayLoad, limits: RelayLimits, *, renews: bool) -> Status:
     """Whether a peer gets a reservation; who has one keeps it."""
-    full = load.reservations >= limits.reservations
-    if not renews and (full or load.reservations_of_address >= limits.reservations_per_address):
-        return pb.RESERVATION_REFUSED
-    return pb.OK
+    own = load.reservations_of_address
+    free = own < limits.reservations_per_address and may_have_more(
+        own, load.reservations, limits.reservations, LEAST_OF_ADDRESS
+    )
+    return pb.OK if renews or free else pb.RESERVATION_REFUSED
 
 
 def admit_circuit(load: RelayLoad, limits: RelayLimits) -> Status:
     """Whether a peer gets one more circuit, to a peer that has a reservation."""
-    full = (
-        load.circuits >= limits.circuits
-        or load.circuits_of_peer >= limits.circuits_per_peer
-        or load.circuits_to_peer >= limits.circuits_to_peer
-        or load.circuits_of_address >= limits.circuits_per_address
+    free = (
+        load.circuits_of_peer < limits.circuits_per_peer
+        and load.circuits_of_address < limits.circuits_per_address
+        and may_have_more(load.circuits_of_address, load.circuits, limits.circuits, LEAST_OF_ADDRESS)
+        and may_have_more(load.circuits_of_address_to_peer, load.circuits_to_peer, limits.circuits_to_peer, _LEAST_TO)
     )
-    return pb.RESOURCE_LIMIT_EXCEEDED if full else pb.OK
+    return pb.OK if free else pb.RESOURCE_LIMIT_EXCEEDED
 
 
 def origin_of(addr: str) -> str:
@@ -255,6 +259,9 @@ class RelayService:
             circuits_of_address=sum(circuit.origin == origin for circuit in self._circuits),
             circuits_of_peer=sum(circuit.source == source for circuit in self._circuits),
             circuits_to_peer=sum(circuit.target == target for circuit in self._circuits),
+            circuits_of_address_to_peer=sum(
+                (circuit.origin, circuit.target) == (origin, target) for circuit in self._circuits
+            ),
         )
 
     # --- circuits

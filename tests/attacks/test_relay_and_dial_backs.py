@@ -1,0 +1,66 @@
+"""Many keys at few addresses take a relay's places and a node's dial-backs: others still get some."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from ipaddress import ip_address
+
+from petalnode.node.network.nat.autonat import Budget
+from petalnode.node.network.nat.relay import RelayLimits, RelayLoad, admit_circuit, admit_reservation
+from petalnode.protocols import standard_pb2 as pb
+
+ADDRESSES = range(5)
+KEYS = 500
+
+
+def reserved(own: int, total: int) -> bool:
+    load = RelayLoad(reservations=total, reservations_of_address=own)
+    return admit_reservation(load, RelayLimits(), renews=False) == pb.OK
+
+
+def test_five_addresses_leave_reservations_to_a_sixth() -> None:
+    held: Counter[int] = Counter()
+    for _ in range(KEYS):
+        for address in ADDRESSES:
+            held[address] += reserved(held[address], held.total())
+    assert held.total() > RelayLimits().reservations // 2, "who is there may use what nobody else wants"
+    assert reserved(0, held.total())
+
+
+def test_five_addresses_leave_circuits_to_a_peer_and_to_all_peers() -> None:
+    for target_is_one in (True, False):
+        held: Counter[int] = Counter()
+
+        def admitted(address: int, one: bool = target_is_one, held: Counter[int] = held) -> bool:
+            load = RelayLoad(circuits=held.total(), circuits_of_address=held[address])
+            if one:
+                load = dataclasses.replace(
+                    load, circuits_to_peer=held.total(), circuits_of_address_to_peer=held[address]
+                )
+            return admit_circuit(load, RelayLimits()) == pb.OK
+
+        for _ in range(KEYS):
+            for address in ADDRESSES:
+                held[address] += admitted(address)
+        assert all(held.values())
+        assert admitted(len(ADDRESSES))
+
+
+def test_five_addresses_leave_dial_backs_to_a_sixth() -> None:
+    budget = Budget()
+    for number in range(KEYS):
+        budget.take(ip_address(f"203.0.113.{number % len(ADDRESSES)}"), 0.0)
+    assert budget.take(ip_address("198.51.100.7"), 0.0), "while all of theirs still run"
+
+
+def test_a_line_with_all_addresses_of_a_network_has_the_dial_backs_of_one() -> None:
+    budget = Budget()
+    taken = 0
+    for number in range(KEYS):
+        own = ip_address(f"2001:db8:1:2::{number + 1:x}")
+        if budget.take(own, 0.0):
+            taken += 1
+            budget.give_back(own)
+    assert taken == 6
+    assert budget.take(ip_address("2001:db8:1:3::1"), 0.0)
