@@ -20,7 +20,7 @@ from .framing import ProtocolError, RawStream, StreamClosed, StreamTimeout, vari
 
 MAX_MESSAGE: Final = 4096  # bytes, as the standards say; those of identify are longer
 _MAX_VARINT: Final = 3  # bytes
-MAX_FIELDS: Final = 512
+MAX_FIELDS: Final = 2048
 """Of a message, and of those within it."""
 
 M = TypeVar("M", bound=Message)
