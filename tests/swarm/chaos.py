@@ -6,7 +6,6 @@ seconds, `benchmarks/chaos.py` for as long as one likes and beside other work.
 
 from __future__ import annotations
 
-import gc
 import math
 import random
 import subprocess
@@ -25,12 +24,21 @@ import numpy as np
 import psutil
 import torch
 
-from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
+from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
+from petalnode.node.client.core import SwarmClient
 from petalnode.node.client.deadlines import Waits
-from petalnode.node.network.transport.yamux import Muxer
-from petalnode.node.testing.inspection import call, client_of
+from petalnode.node.testing.inspection import client_of
 from tests.slowness import Slowness
 from tests.swarm.generating import Generating, tasks
+from tests.swarm.left_over import (
+    GROWTH,
+    check_files,
+    check_nobody_is_banned,
+    check_nothing_is_left,
+    files,
+    memory,
+    open_streams,
+)
 from tests.swarm.mishaps import CUT, Mishaps
 from tests.swarm.moved_clock import DAY
 from tests.swarm.processes import until
@@ -53,10 +61,6 @@ MENDED = 20.0
 """Seconds until a server counts as well whose network or clock has been put right: it has announced itself by then."""
 HUNG = 60.0
 """Seconds without any step of an answer after which it counts as hung: many times what the worst recovery takes."""
-STREAMS_PER_CONNECTION = 4
-"""Open on a client's connection to a server when no session is: directory, and what is being closed."""
-GROWTH = 80 * 2**20
-"""Bytes by which a server or the clients may have grown at the end, whatever the length of the run."""
 LEVEL_AFTER = 300.0
 """Seconds after which the clients' memory stays level, and"""
 LEVEL = 24 * 2**20
@@ -71,6 +75,7 @@ class Chaos:
     def __init__(self, pool: ServerPool, rng: random.Random, mishaps: Mishaps | None = None) -> None:
         self.events: Counter[str] = Counter()
         self.clients: Sequence[Generating] = ()
+        self.files: dict[int, int] = {}
         self._pool = pool
         self._random = rng
         self._mishaps = mishaps
@@ -104,8 +109,12 @@ class Chaos:
         well = self._well()
         of = {True: "well", False: "ill or unheard of"}
         servers = [f"{server.arguments[5:7]} {of[server in well]}" for server in self._servers]
-        known = [len(client_of(client.model).servers()) for client in self.clients]
-        return f"servers: {servers}; known to the clients: {known}"
+        known = [self._known(client_of(client.model)) for client in self.clients]
+        return f"servers: {servers}; known to each client, and of these with a round trip: {known}"
+
+    def _known(self, client: SwarmClient) -> tuple[int, int]:
+        known = client.servers()
+        return len(known), sum(client.round_trip(server.peer_id) is not None for server in known)
 
     def _spare(self) -> list[PooledServer]:
         """Those without which every block still has a server that is well."""
@@ -193,15 +202,14 @@ class Chaos:
     def calm(self) -> None:
         self._put_right(math.inf)
 
+    def settle(self) -> None:
+        """Waits until all servers are ready, but for those that end for want of a disk."""
 
-def open_streams() -> tuple[int, int]:
-    """(streams, connections) of all clients of this process."""
-    muxers = [found for found in gc.get_objects() if isinstance(found, Muxer) and not found.is_closed]
-    return sum(muxer.open_streams for muxer in muxers), len(muxers)
+        def settled() -> bool:
+            self._miss()
+            return all(server.is_ready for server in self._servers)
 
-
-def memory(servers: list[PooledServer]) -> dict[int, int]:
-    return {server.pid: psutil.Process(server.pid).memory_info().rss for server in servers}
+        until(settled, "all servers are ready")
 
 
 @dataclass
@@ -334,7 +342,7 @@ def run_chaos(
             client.model.close()
     until(lambda: threading.active_count() <= threads_before, "the clients' threads have ended")
     until(lambda: len(here.net_connections()) <= sockets_before, "the clients' connections are closed")
-    report.server_files = [psutil.Process(server.pid).num_fds() for server in chaos.servers]
+    report.server_files = check_files(chaos.servers, chaos.files)
     # Fewer than before is not left over: threads and connections of whatever ran before may end in the meantime.
     report.left |= {"threads": max(0, threading.active_count() - threads_before)}
     report.left |= {"files": len({file.path for file in here.open_files()} - files_before)}
@@ -353,6 +361,7 @@ def _under_chaos(
         session.step(torch.zeros(1, 1, HIDDEN))
         assert open_streams()[0] >= len(session.route), "open streams are not counted"
     before = memory(chaos.servers)
+    chaos.files = files(chaos.servers)
     own, memories = psutil.Process(), Memory()
     own_before, longest = own.memory_info().rss, 0.0
     for thread in threads:
@@ -375,6 +384,7 @@ def _under_chaos(
         for server in chaos.servers:
             if server.pid not in before and server.is_ready:
                 before |= memory([server])
+                chaos.files |= files([server])
         check()
     state = chaos.state()
     chaos.calm()
@@ -385,6 +395,8 @@ def _under_chaos(
     failures = [failure for client in clients for failure in client.failures]
     assert not failures, f"{failures} after {monotonic() - end + seconds:.0f} s with {dict(chaos.events)}; {state}"
     assert all(client.answers for client in clients)
+    for client in clients:
+        check_nobody_is_banned(client.model, chaos.servers)
     report = ChaosReport(
         dict(chaos.events),
         sum(client.answers for client in clients),
@@ -397,7 +409,8 @@ def _under_chaos(
         [],
         longest,
     )
-    check_nothing_is_left(clients[0].model, chaos.servers, before)
+    chaos.settle()
+    check_nothing_is_left(clients[0].model, chaos.servers, before, CACHE_TOKENS)
     grown = own.memory_info().rss - own_before
     print(f"the clients grew by {grown / 2**20:.0f} MiB", file=sys.stderr, flush=True)
     assert grown < GROWTH
@@ -407,35 +420,3 @@ def _under_chaos(
 
 def told(clients: Sequence[Generating]) -> str:
     return f"{[round(client.stands_still, 1) for client in clients]} s without a step"
-
-
-def check_nothing_is_left(
-    model: DistributedModelForCausalLM, servers: list[PooledServer], before: dict[int, int]
-) -> None:
-    """All cache tokens are free, streams are closed, and memory is what it was."""
-    client = client_of(model)
-    for server in servers:
-        server.ready  # noqa: B018
-
-    def missing() -> dict[str, int]:
-        call(model, client.refresh)
-        known = {server.peer_id: server for server in client.servers()}
-        return {
-            server.peer_id: CACHE_TOKENS - known[server.peer_id].cache_tokens_free if server.peer_id in known else -1
-            for server in servers
-            if server.peer_id not in known or known[server.peer_id].cache_tokens_free != CACHE_TOKENS
-        }
-
-    try:
-        until(lambda: not missing(), "all cache tokens are free")
-    except AssertionError:
-        raise AssertionError(f"cache tokens that nobody gave back: {missing()}") from None
-    streams, connections = open_streams()
-    print(f"{streams} streams on {connections} connections are open", file=sys.stderr, flush=True)
-    assert streams <= STREAMS_PER_CONNECTION * connections
-    survivors = {server.pid for server in servers}
-    for pid, bytes_then in before.items():
-        if pid in survivors:
-            grown = psutil.Process(pid).memory_info().rss - bytes_then
-            print(f"server {pid} grew by {grown / 2**20:.0f} MiB", file=sys.stderr, flush=True)
-            assert grown < GROWTH
