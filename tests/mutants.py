@@ -102,6 +102,7 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
     "node/network/routing_table.py": _KADEMLIA,
     "node/network/standard_protocols.py": (*_unit("standard_protocols"), "attacks/test_pings_and_pushes"),
     "node/network/address_shares.py": _KADEMLIA,
+    "node/models/sources/gguf_header.py": _unit("gguf_header models_gguf"),
     "node/blocks/architecture.py": (
         *_unit("sizing"),
         "parity/test_refused",

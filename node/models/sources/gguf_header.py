@@ -2,7 +2,7 @@
 
 Read here and not by the `gguf` package's reader: that one takes seconds for a large vocabulary and gives a
 stack trace for a truncated file. Format: magic, version, counts, metadata (key, type, value), tensor table,
-aligned data; all little-endian.
+aligned data; all little-endian. The file is a stranger's: what it says of lengths is bounded before it is believed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Final
 
 from ...errors import ModelError
 
@@ -21,7 +22,12 @@ Scalar = int | float | bool | str
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
-_MAX_DIMENSIONS = 8
+_MAX_DIMENSIONS: Final = 8
+_MAX_HEADER_BYTES: Final = 64 << 20
+_MAX_KEYS: Final = 4096
+_MAX_TENSORS: Final = 200_000
+_MAX_ENTRIES: Final = 4_000_000
+"""Of all arrays together: a vocabulary of 262,144 tokens, with scores, types and merges, has 1,300,000."""
 _AGAIN = "Copy or download it again."
 
 
@@ -48,7 +54,8 @@ def read_gguf_header(file: Path) -> GgufHeader:
     """Reads and checks the header of `file`.
 
     Raises:
-        ModelError: if this is no GGUF file, or is truncated, or holds a quantisation that is not known.
+        ModelError: if this is no GGUF file, or is truncated, or has a header beyond the bounds above, or holds a
+            quantisation that is not known.
     """
     try:
         size = file.stat().st_size
@@ -67,11 +74,14 @@ class _Reader:
     def __init__(self, view: mmap.mmap, file: Path, size: int) -> None:
         self._view, self._file, self._size = view, file, size
         self._place = 4
+        self._entries = 0
 
     def header(self) -> GgufHeader:
         version, tensor_count, metadata_count = self._take("IQQ")
         if version not in _VERSIONS:
             raise ModelError(f"{self._file} has GGUF version {version}; versions 2 and 3 can be read.")
+        self._bound(metadata_count, _MAX_KEYS, "keys")
+        self._bound(tensor_count, _MAX_TENSORS, "tensors")
         metadata = {}
         for _ in range(metadata_count):
             key = self._string()
@@ -121,6 +131,8 @@ class _Reader:
         if kind != _ARRAY:
             raise ModelError(f"{self._file} has a damaged header (value type {kind}). {_AGAIN}")
         element, count = self._take("IQ")
+        self._entries += count
+        self._bound(self._entries, _MAX_ENTRIES, "entries of arrays")
         if element in _SCALARS:
             self._skip(count * struct.calcsize(f"<{_SCALARS[element]}"))
         else:
@@ -139,10 +151,15 @@ class _Reader:
 
     def _take(self, form: str) -> tuple[int, ...]:
         values = struct.unpack_from(f"<{form}", self._view, self._place)
-        self._place += struct.calcsize(f"<{form}")
+        self._skip(struct.calcsize(f"<{form}"))
         return values
 
     def _skip(self, nbytes: int) -> None:
         self._place += nbytes
         if self._place > self._size:
             raise IndexError
+        self._bound(self._place, _MAX_HEADER_BYTES, "bytes of header")
+
+    def _bound(self, number: int, most: int, what: str) -> None:
+        if number > most:
+            raise ModelError(f"{self._file} has {number:,} {what}; at most {most:,} are read. {_AGAIN}")

@@ -29,10 +29,10 @@ FILES: Final[Mapping[str, Row]] = {
     ),
     "GGUF": Row(
         FILE,
-        "node.models.sources.gguf_header._MAX_DIMENSIONS",
-        "node.models.sources.gguf_header._MAX_DIMENSIONS",
-        "node.models.sources.gguf_header._MAX_DIMENSIONS",
-        ("tests/unit/test_models_gguf.py",),
+        "node.models.sources.gguf_header._MAX_HEADER_BYTES node.models.sources.gguf_header._MAX_DIMENSIONS",
+        "node.models.sources.gguf_header._MAX_HEADER_BYTES node.models.sources.gguf_header._MAX_ENTRIES",
+        "node.models.sources.gguf_header._MAX_TENSORS node.models.sources.gguf_header._MAX_KEYS",
+        ("tests/unit/test_gguf_header.py",),
         ("GGUF file",),
     ),
     "tokenizer": Row(

@@ -7,6 +7,7 @@ from typing import Final
 
 from .row import CLIENT, PEER, Row
 
+MEMORY = "node.network.transport.memory"
 LIMITS: Final = "node.network.transport.limits"
 FRAMING: Final = "protocols.framing"
 STREAMS: Final = "node.swarm.streams"
@@ -21,7 +22,7 @@ BUDGET: Final = "node.server.budget"
 CONNECTION: Final[Mapping[str, Row]] = {
     "connection": Row(
         "any address",
-        f"{LIMITS}.MAX_UNREAD {LIMITS}.MAX_UNREAD_OF_PEER",
+        f"{MEMORY}.budgets_of",
         "node.network.transport.connections._HANDSHAKES",
         f"{LIMITS}.MAX_INBOUND {LIMITS}.MAX_HANDSHAKES {LIMITS}.LEAST_OF_ADDRESS",
         ("tests/unit/test_limits.py", "tests/attacks/test_many_identities.py"),
@@ -141,7 +142,7 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     ),
     "/petalnode/inference/1": Row(
         CLIENT,
-        f"{FRAMING}.MAX_HEADER protocols.inference.MAX_STEP_BYTES {STREAMS}.MAX_RECEIVED_OF_PEER",
+        f"{FRAMING}.MAX_HEADER protocols.inference.MAX_STEP_BYTES {MEMORY}.budgets_of",
         f"{REQUEST}.OPEN_TIMEOUT {FRAMING}.PATIENCE {FRAMING}.LEAST_RATE",
         f"{SERVICE}.MAX_SESSIONS {STREAMS}.MAX_SERVED {STREAMS}.LEAST_SERVED",
         ("tests/attacks/test_payload_before_permission.py", "tests/attacks/test_hoarded_cache.py"),
@@ -177,7 +178,7 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     ),
     "/petalnode/forward/1": Row(
         CLIENT,
-        f"protocols.training.MAX_HEADER {FRAMING}.MAX_PAYLOAD {STREAMS}.MAX_RECEIVED_OF_PEER",
+        f"protocols.training.MAX_HEADER {FRAMING}.MAX_PAYLOAD {MEMORY}.budgets_of",
         "node.server.requests.batch_requests.PIECE_TIMEOUT node.server.requests.batch_requests.IDLE_TIMEOUT",
         f"{SERVICE}.MAX_STREAMS protocols.training.MAX_KEPT_TENSORS",
         ("tests/attacks/test_memory_of_a_node.py",),
@@ -186,7 +187,7 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     ),
     "/petalnode/backward/1": Row(
         CLIENT,
-        f"protocols.training.MAX_HEADER {FRAMING}.MAX_PAYLOAD {STREAMS}.MAX_RECEIVED_OF_PEER",
+        f"protocols.training.MAX_HEADER {FRAMING}.MAX_PAYLOAD {MEMORY}.budgets_of",
         "node.server.requests.batch_requests.PIECE_TIMEOUT node.server.requests.batch_requests.GRADIENT_TIMEOUT",
         f"{SERVICE}.MAX_STREAMS protocols.training.MAX_KEPT_TENSORS",
         ("tests/attacks/test_memory_of_a_node.py",),
