@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ from ...protocols.framing import PeerError
 from ...protocols.inference import Refusal
 from ..errors import PetalnodeError
 from ..models import ModelFolder
+from ..network.transport.places import Place
 from ..swarm.swarm import Swarm
 from ..trust.bundle import BadBundle, Bundle
 from ..trust.evidence_message import EvidenceMessage, is_answer_recent
@@ -34,6 +35,8 @@ MAX_FETCHES: Final = 8
 """Bundles that are fetched side by side, each from another author; one is of at most 64 MiB."""
 MAX_REMEMBERED: Final = 1000
 OPEN_TIMEOUT: Final = 60.0
+SHARE_PAUSE: Final = 5.0
+"""Seconds between two fetches that are given up because their address has several, and others wait."""
 LONGEST_FETCH: Final = 600.0
 """Seconds for a whole fetch; `receive_bundle` gives up sooner what comes too slowly."""
 
@@ -81,6 +84,13 @@ def next_notice(
     )
 
 
+def fetch_to_give_up(fetches: Sequence[Place]) -> Place | None:
+    """Of the address that has the most fetches under way, the oldest; None if no address has more than one."""
+    count = Counter(fetch.origin for fetch in fetches)
+    several = [fetch for fetch in fetches if count[fetch.origin] > 1]
+    return max(several, key=lambda fetch: (count[fetch.origin], -fetch.since), default=None)
+
+
 def pending(waiting: Sequence[Notice], new: Notice, failures: Mapping[str, int]) -> tuple[Notice, ...]:
     """What waits after `new` has come. Of too much, the newest of the author from which most fetches have failed goes.
 
@@ -110,7 +120,7 @@ class Endorser:
         self._folder = folder
         self._device = device
         self._waiting: tuple[Notice, ...] = ()
-        self._running: dict[Notice, trio.CancelScope] = {}
+        self._running: dict[Notice, Place] = {}
         self._failures: OrderedDict[str, int] = OrderedDict()  # by author, since the last bundle that came
         self._judging = trio.Lock()
         self._news = trio.Event()
@@ -133,8 +143,22 @@ class Endorser:
         """Runs until it is cancelled. Nothing that a peer sends ends it."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(partial(self._work, fetches=False))
+            nursery.start_soon(self._share_fetches)
             for _ in range(MAX_FETCHES):
                 nursery.start_soon(partial(self._work, fetches=True))
+
+    async def _share_fetches(self) -> None:
+        """Where others wait for a fetch, those of an address that has several are given up one after the other."""
+        while True:
+            await trio.sleep(SHARE_PAUSE)
+            fetches = [place for notice, place in self._running.items() if notice.message.bundle is None]
+            if len(fetches) < MAX_FETCHES or all(notice.message.bundle is not None for notice in self._waiting):
+                continue
+            for fetch in fetches:  # an author's address is known once there is a connection
+                fetch.origin = self._swarm.host.origin_of(fetch.peer_id)
+            slow = fetch_to_give_up([fetch for fetch in fetches if not fetch.busy])
+            if slow is not None:
+                slow.scope.cancel()
 
     async def _work(self, *, fetches: bool) -> None:
         while True:
@@ -145,7 +169,8 @@ class Endorser:
                 await self._news.wait()
                 continue
             self._waiting = tuple(other for other in self._waiting if other is not notice)
-            with trio.CancelScope() as self._running[notice]:
+            place = self._running[notice] = Place(notice.author, "", trio.current_time())
+            with place.scope:
                 await self._check(notice)
             del self._running[notice]
             if self.checked.get(notice.id):
@@ -158,8 +183,9 @@ class Endorser:
         message, author = notice.message, notice.author
         try:
             bundle = message.bundle or await self._fetch(notice)
-            async with self._judging:
-                await self._judge(message, author, bundle)
+            with self._running[notice].working():
+                async with self._judging:
+                    await self._judge(message, author, bundle)
         except (PeerError, Refusal, BadBundle, PetalnodeError, trio.TooSlowError) as error:
             log.info("evidence against %s cannot be checked: %s", message.accused, error)
             self._failures[author] = self._failures.pop(author, 0) + 1
@@ -212,9 +238,9 @@ class Endorser:
     def _drop(self, evidence_id: bytes) -> None:
         """Nobody else has to bring this evidence."""
         self._waiting = tuple(notice for notice in self._waiting if notice.id != evidence_id)
-        for notice, scope in self._running.items():
+        for notice, place in self._running.items():
             if notice.id == evidence_id:
-                scope.cancel()
+                place.scope.cancel()
 
     def _forget(self, evidence_id: bytes) -> None:
         """What came was not the evidence of this id, which another peer may still bring."""

@@ -63,6 +63,13 @@ class Listener:
     def on_evidence(self, callback: Callable[[EvidenceMessage, str], None]) -> None:
         self.hear = callback
 
+    @property
+    def host(self) -> Listener:
+        return self
+
+    def origin_of(self, peer_id: str) -> str:
+        return peer_id
+
     async def fetch_evidence(self, author: str, evidence_id: bytes, **how: object) -> Bundle:
         if evidence_id not in self._bundles:
             raise Refusal(wire.ERROR_NOT_FOUND, "this evidence is not here")

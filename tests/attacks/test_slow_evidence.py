@@ -10,6 +10,7 @@ import trio
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.models.folder import ModelFolder
+from petalnode.node.network.transport.places import Place
 from petalnode.node.testing import message_streams, run_autojumping
 from petalnode.node.trust.bundle import Bundle, session_bundle
 from petalnode.node.trust.evidence_gossip import fetch_bundle
@@ -19,8 +20,10 @@ from petalnode.node.validator.endorsing import (
     MAX_FETCHES,
     MAX_PENDING,
     MAX_PENDING_OF_ONE,
+    SHARE_PAUSE,
     Endorser,
     Notice,
+    fetch_to_give_up,
     next_notice,
     pending,
 )
@@ -156,7 +159,47 @@ def test_evidence_that_needs_no_fetch_waits_for_none(folder: ModelFolder, genuin
     assert swarm.most == MAX_FETCHES
 
 
+def test_keys_of_one_address_give_up_fetches_for_which_others_wait(folder: ModelFolder) -> None:
+    """Before, 8 keys that send as slowly as is borne kept all fetches for 540 s, and those that waited after them."""
+    asked: list[float] = []
+
+    class AtOneAddress(Withholding):
+        def origin_of(self, peer_id: str) -> str:
+            return "10.0.0.1" if peer_id.startswith("key") and peer_id in self.asked else peer_id
+
+        async def fetch_evidence(self, author: str, evidence_id: bytes, **how: object) -> Bundle:
+            if author == AUTHOR:
+                asked.append(trio.current_time())
+            return await super().fetch_evidence(author, evidence_id, **how)
+
+    async def main() -> None:
+        swarm = AtOneAddress([])
+        endorser = Endorser(swarm, folder)  # type: ignore[arg-type]
+        begun = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(endorser.run)
+            await trio.testing.wait_all_tasks_blocked()
+            for number in range(MAX_FETCHES + 4):
+                swarm.hear(withheld(number), f"key {number}")
+                await trio.testing.wait_all_tasks_blocked()
+            swarm.hear(withheld(99), AUTHOR)
+            await trio.sleep(60)
+            nursery.cancel_scope.cancel()
+        assert asked and asked[0] - begun <= 5 * SHARE_PAUSE
+        assert len(asked) == 1
+
+    run_autojumping(main)
+
+
 # --- whose turn it is
+
+
+def test_the_oldest_fetch_of_the_address_that_has_the_most_is_given_up() -> None:
+    one, two, three = Place("a", "one", 1), Place("b", "one", 0), Place("c", "two", 0)
+    assert fetch_to_give_up([one, three]) is None
+    assert fetch_to_give_up([one, two, three]) is two
+    more = [Place("d", "three", 5), Place("e", "three", 4), Place("f", "three", 6)]
+    assert fetch_to_give_up([one, two, three, *more]) is more[1]
 
 
 def notice(author: str, number: int = 1, *, bundle: Bundle | None = None) -> Notice:
