@@ -91,7 +91,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def generated(
-    swarm: MemorySwarm, folder: Path, lies: Lies, done: Callable[[], bool] | None = None
+    swarm: MemorySwarm, folder: Path, lies: Lies, done: Callable[[], bool] | None = None, rows: int = 1
 ) -> tuple[set[str], list[str], int]:
     """Who is banned, the route in the end, and the recoveries; the answer has to be that of plain transformers.
 
@@ -100,7 +100,7 @@ def generated(
     liar = swarm.start(folder, "0:3", identity=LIAR)
     honest = swarm.start(folder, "3:6", identity=STRANGER)
     assert liar.ready and honest.ready
-    prompt = torch.randint(3, 100, (1, 9), generator=torch.Generator().manual_seed(3))
+    prompt = torch.randint(3, 100, (rows, 9), generator=torch.Generator().manual_seed(3))
     options: Any = {"do_sample": False, "pad_token_id": 0}
     expected = load_whole(folder).generate(prompt, max_new_tokens=TOKENS, min_new_tokens=TOKENS, **options)
     with (

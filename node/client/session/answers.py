@@ -141,6 +141,7 @@ class AnswerChecks(ServerStream[wire.InferenceFrame]):
         timing: where the time of its last step went.
         draining: the server has said that it will stop.
         pushed_steps: how many steps came to it from the server before it.
+        misled: one of them may have exchanged rows or written over earlier tokens, which no further step undoes.
     """
 
     _granted: wire.Granted
@@ -159,6 +160,7 @@ class AnswerChecks(ServerStream[wire.InferenceFrame]):
         super().__init__(stream, hop, spec.model_version, client, claims, nonce)
         self.timing = HopTiming(hop.peer_id, 0.0, 0.0, 0.0)
         self.draining = False
+        self.misled = False
         self.pushed_steps = 0
         self._spec = spec
         self._granted = wire.Granted()
@@ -183,25 +185,26 @@ class AnswerChecks(ServerStream[wire.InferenceFrame]):
         self._answered = reply.sequence
         self._last_receipt = receipt.hash()
         if self._log is not None:
-            self._note_request(self._log, reply.sequence, receipt, answer)
+            self._note_request(self._log, reply, receipt, answer)
             self._log.answered(reply.sequence, receipt, None)
 
-    def _note_request(self, log: SessionLog, sequence: int, receipt: Receipt, answer: WireTensor | None) -> None:
+    def _note_request(self, log: SessionLog, reply: wire.Reply, receipt: Receipt, answer: WireTensor | None) -> None:
         """Checks for what a server signs an answer that nobody wants, as far as that is known: with another request in
         its chain of receipts, nobody could audit what it answers later. Where it has pushed, that is what the next
         server was asked.
 
         Raises:
-            ServerCheated: it signs for something else than it was sent, or than the server before has signed for.
+            ServerCheated: it signs for something else than it was sent.
         """
-        waiting = log.waiting(sequence)
+        waiting = log.waiting(reply.sequence)
         if waiting is None:
             return
         step, tensor, payload = waiting
         if payload is not None and hash_of_step(step, tensor, sha256(payload)) != receipt.request_hash:
-            log.forget(sequence)  # who pushed has answered something else than it pushed, or this server lies
-            if step.previous_receipt in (b"", receipt.upstream_receipt):
+            log.forget(reply.sequence)  # who pushed has answered or was asked something else, or this server lies
+            if not (reply.pushed and step.previous_receipt):
                 raise self._cheated("its receipt is for something else than it was asked")
+            self.misled = self._spec.batch > 1 or step.receipt_only
             return
         if not step.targets or answer is None or sha256(answer.payload) != receipt.reply_hash:
             return
@@ -286,8 +289,12 @@ class AnswerChecks(ServerStream[wire.InferenceFrame]):
         if answer is not None and not all_finite(answer.tensor, answer.payload):
             raise self._failed("it answered NaN or infinity")
         pushed = self._receipt_of(reply.receipt) if reply.pushed and step.previous_receipt else None
-        other = pushed is not None and pushed.upstream_receipt not in (b"", step.previous_receipt)
         asked = hash_of_step(step, chunk.tensor, sha256(chunk.payload))
+        # The pusher has signed for the payload, by the same receipt, and nobody but it for what it says of the step.
+        other = pushed is not None and (
+            pushed.upstream_receipt not in (b"", step.previous_receipt)
+            or (pushed.upstream_receipt == step.previous_receipt and pushed.request_hash != asked)
+        )
         receipt = self._check_receipt(
             reply.receipt,
             sequence=step.sequence,

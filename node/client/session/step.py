@@ -16,7 +16,7 @@ from ....protocols import wire_pb2 as wire
 from ....protocols.inference import pushed_step
 from ...errors import BadInput, ServerCheated, ServerFailed, SwarmError, unwrapped
 from ..deadlines import PUSH_RETRY, RECOVERY_TIMEOUT, STANDBY_POLL, push_patience
-from ..request import PushedOther, StreamLost, WireTensor, blames_request
+from ..request import PushedOther, StreamLost, WireTensor, blames_request, server_failed
 from .answers import Answer, Early
 from .chain import Chain, next_trouble, wait_cause
 from .history import Input
@@ -219,6 +219,8 @@ class StepRun:
 
     async def _send(self, anew: bool) -> StepEvent:
         link = self._link
+        if link.server.misled:
+            raise server_failed(link.server.hop, "what it was pushed may have changed what it holds")
         if anew or self._asked is None:
             self._asked = self._request()
             self._deadline, self._pushed = None, False
@@ -339,6 +341,7 @@ class StepRun:
         assert before is not None
         self._chain.no_push[_peers(before, link)] = trio.current_time() + PUSH_RETRY
         self._failures.append(error)
+        link.server.misled = self._chain.spec.batch > 1 or link is self._unwanted()
         pusher, shown = before.server.hop.peer_id, error.upstream
         if shown is not None and not shown.is_signed_by(pusher):
             what = f"server {error.peer_id} cannot be believed: what it says it was pushed is not signed by {pusher}"

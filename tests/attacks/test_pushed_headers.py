@@ -1,0 +1,95 @@
+"""A server that changes, in what it pushes, what the client has said of the step: the next server is not to blame."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from petalnode.node.client.session.link import ServerLink
+from petalnode.node.server.requests.pushes import Pushes
+from petalnode.node.server.steps import StepOutput
+from petalnode.node.testing.memory_servers import MemorySwarm, memory_swarm
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.inference import receipt_from_wire
+from tests.attacks.test_two_answers import LIAR, OTHERS, STRANGER, Lies, generated, signed_again
+from tests.tiny_models import save_tiny
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("llama", tmp_path_factory.mktemp("headers") / "model")
+
+
+@pytest.fixture
+def swarm() -> Iterator[MemorySwarm]:
+    with memory_swarm() as started:
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is, no server is left because it is slow."""
+    monkeypatch.setattr(ServerLink, "patience", lambda self, chunk, before=0: 1e6)
+
+
+def long(step: wire.Step) -> None:
+    step.long_factors = not step.long_factors
+
+
+def later(step: wire.Step) -> None:
+    step.route_epoch += 1
+
+
+def earlier(step: wire.Step) -> None:
+    step.position -= 1
+
+
+def exchanged(step: wire.Step) -> None:
+    step.reorder[:] = [1, 0]
+
+
+def of_row(step: wire.Step) -> None:
+    step.reorder[:] = [0]
+
+
+def lying(monkeypatch: pytest.MonkeyPatch, lies: Lies, change: Callable[[wire.Step], None]) -> list[int]:
+    """The steps that the liar has changed in one of its pushes, which come with its right receipt."""
+    told: list[int] = []
+    send = Pushes.send
+
+    async def lie(self: Pushes, peer: bytes, push: wire.Push, output: StepOutput) -> bool:
+        ready = self._known.get(peer) is not None and self._known[peer].stream is not None
+        if lies.active and ready and not told and receipt_from_wire(push.receipt).is_signed_by(LIAR.peer_id):
+            told.append(push.step.sequence)
+            change(push.step)
+        return await send(self, peer, push, output)
+
+    monkeypatch.setattr(Pushes, "send", lie)
+    return told
+
+
+@pytest.mark.parametrize("change", [long, later, of_row, earlier])
+def test_who_computes_what_was_pushed_is_not_blamed(
+    change: Callable[[wire.Step], None], swarm: MemorySwarm, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client sends the step itself, or leaves a server that is at another position or of a later route by then."""
+    lies = Lies(lambda receipt, before: receipt, most=0)
+    told = lying(monkeypatch, lies, change)
+    bans, route, recoveries = generated(swarm, model_folder, lies, lambda: bool(told))
+    assert bans == set()
+    if change in (long, of_row):
+        assert route == [LIAR.peer_id, STRANGER.peer_id] and recoveries == 0
+
+
+@pytest.mark.parametrize("receipt", [None, "for another session", "of this step"])
+def test_rows_that_have_changed_places_are_computed_anew(
+    receipt: str | None, swarm: MemorySwarm, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To send the step once more would not bring them back: the server is left, and not blamed."""
+    said = OTHERS.get(receipt or "", signed_again)
+    lies = Lies(said, most=0 if receipt is None else 1)
+    told = lying(monkeypatch, lies, exchanged)
+    bans, _, recoveries = generated(swarm, model_folder, lies, lambda: bool(told), rows=2)
+    assert bans == ({LIAR.peer_id} if said is signed_again and receipt else set()) and recoveries
