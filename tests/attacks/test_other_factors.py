@@ -1,0 +1,134 @@
+"""Who computes with other longrope factors than a step is to take is found out, and nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from petalnode.node.blocks.cache import SpanCache
+from petalnode.node.blocks.stack import BlockStack, _rotaries
+from petalnode.node.client.sharing import auditable
+from petalnode.node.models.folder import ModelFolder, open_folder
+from petalnode.node.server import steps
+from petalnode.node.testing.memory_servers import MemorySwarm, memory_swarm
+from petalnode.node.trust.bundle import Bundle, session_bundle
+from petalnode.node.trust.receipt_log import SHARED_BYTES, ReceiptArchive
+from petalnode.node.verification.evidence_check import check_evidence
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.inference import terms_of
+from petalnode.protocols.prefix import PrefixNames, token_digests
+from tests.attacks.forger import altered
+from tests.greedy import prompt
+from tests.swarm.test_longrope import BORDER, FIELDS
+from tests.swarm.test_prefix_cache import answer, opened
+from tests.tiny_models import save_tiny
+
+LONG, SHORT = (prompt(1, length, seed=8)[0].tolist() for length in (100, 36))
+"""Texts beyond the border and below it."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("factors") / "model"
+    return open_folder(
+        save_tiny("phi3", folder, max_position_embeddings=2048, eos_token_id=None, **FIELDS["phi3"]), "phi3"
+    )
+
+
+@pytest.fixture
+def swarm() -> Iterator[MemorySwarm]:
+    with memory_swarm() as swarm:
+        yield swarm
+
+
+def shown(swarm: MemorySwarm, model: ModelFolder, text: list[int], *, kept: bool) -> Bundle:
+    """What a client shows of the first step of a session, which began with blocks of an earlier one if `kept`."""
+    server = swarm.start(model.path, "0:6")
+    assert server.ready
+
+    async def main() -> Bundle:
+        async with opened(swarm, model.path) as (client, local):
+            if kept:
+                assert (await answer(client, local, text))[1] == 0
+            client.receipts = ReceiptArchive(SHARED_BYTES)
+            assert (await answer(client, local, text))[1] == (len(text) // 32 * 32 if kept else 0)
+            (log,) = client.receipts.sessions
+            assert log.complete and auditable(client.receipts)
+            return session_bundle(client.swarm.identity, log, 0)
+
+    bundle: Bundle = swarm.call(main)
+    return bundle
+
+
+def falsified(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Servers take the other factors from now on. Returns what makes them honest again, as those who recompute are."""
+    begin = BlockStack.begin_step
+
+    def other(self: BlockStack, cache: SpanCache, tokens: int, long_factors: bool) -> None:
+        begin(self, cache, tokens, long_factors)
+        for rotary in _rotaries(self._decoder) if cache.long_factors else ():
+            rotary.long_inv_freq = rotary.original_inv_freq
+        cache.long_factors = True
+
+    monkeypatch.setattr(BlockStack, "begin_step", other)
+    return lambda: monkeypatch.setattr(BlockStack, "begin_step", begin)
+
+
+TEXTS: dict[str, tuple[list[int], bool]] = {
+    "long": (LONG, False), "short": (SHORT, False), "long, begun with kept blocks": (LONG, True),
+    "short, begun with kept blocks": (SHORT, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_honest_servers_are_not_convicted(text: str, swarm: MemorySwarm, model: ModelFolder) -> None:
+    tokens, kept = TEXTS[text]
+    bundle = shown(swarm, model, tokens, kept=kept)
+    assert bundle.evidence.prefix_tokens == (len(tokens) // 32 * 32 if kept else 0)
+    assert bundle.evidence.steps[0].step.long_factors == (len(tokens) > BORDER)
+    outcome = check_evidence(bundle, model)
+    assert not outcome.proven and not outcome.inconclusive and outcome.signed, outcome
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_server_that_takes_the_other_factors_is_found(
+    text: str, swarm: MemorySwarm, model: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = falsified(monkeypatch)
+    tokens, kept = TEXTS[text]
+    # It names what it keeps as if it had computed it right, so that clients find it.
+    named = steps.token_digests
+    monkeypatch.setattr(steps, "token_digests", lambda *args, **_: named(*args, long_factors=len(tokens) > BORDER))
+    bundle = shown(swarm, model, tokens, kept=kept)
+    honest()
+    assert check_evidence(bundle, model).proven
+
+
+def flipped(evidence: wire.Evidence, payloads: dict[str, bytes]) -> None:
+    evidence.steps[0].step.long_factors ^= True
+
+
+def renamed(evidence: wire.Evidence, payloads: dict[str, bytes]) -> None:
+    """The names that the same tokens have with the other factors."""
+    named = PrefixNames(terms_of(evidence.opening).prefix_root)
+    other = not evidence.steps[0].step.long_factors
+    for number, tensor in enumerate(evidence.prefix):
+        named.append(token_digests(payloads[f"prefix.{number}"], 1, tensor.shape[1], long_factors=other))
+    evidence.opening.prefix.blocks[: len(named.names)] = named.names
+
+
+@pytest.mark.parametrize("change", [flipped, renamed])
+@pytest.mark.parametrize("text", ["long, begun with kept blocks", "short, begun with kept blocks"])
+def test_who_shows_an_honest_answer_as_one_with_other_factors_convicts_nobody(
+    text: str,
+    change: Callable[[wire.Evidence, dict[str, bytes]], None],
+    swarm: MemorySwarm,
+    model: ModelFolder,
+) -> None:
+    """The server has signed for the factors: with the hash of the step, and with the names of the blocks."""
+    tokens, kept = TEXTS[text]
+    outcome = check_evidence(altered(shown(swarm, model, tokens, kept=kept), change), model)
+    assert not outcome.proven and not outcome.signed, outcome
