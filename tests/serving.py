@@ -27,7 +27,8 @@ class Session:
 
 class Serving:
     """A server of cost `cost`, and peers with sessions of so many rows that ask for the next token a second after the
-    one before, or as many as `think` says, or when a function of how many they have had says.
+    one before, or as many as `think` says, or when a function of how many they have had says. Each has an
+    address of its own, if `addresses` has none.
 
     Attributes:
         sizes: the rows of each batch.
@@ -41,6 +42,7 @@ class Serving:
         think: Mapping[str, float | Callable[[int], float]] | None = None,
         *,
         gathers: bool = True,
+        addresses: Mapping[str, str] | None = None,
     ) -> None:
         self.now = self.idle = 0.0
         self.tokens = dict.fromkeys(peers, 0)
@@ -51,7 +53,7 @@ class Serving:
             told = (think or {}).get(peer, 1.0)
             thinks = told if callable(told) else (lambda count, seconds=told: seconds)  # type: ignore[misc]
             self.sessions += [Session(peer, rows, thinks) for rows in sessions]
-        self._cost, self._gathers = cost, gathers
+        self._cost, self._gathers, self._addresses = cost, gathers, addresses or {}
         self._accounts, self._gathering = Accounts(), Gathering()
         self._coming = list(self.sessions)
         self._waiting: list[Session] = []
@@ -75,7 +77,10 @@ class Serving:
     def _turn(self) -> None:
         if left := self._gathering.left(len(self._waiting), self.now):
             return self._wait(left)
-        steps = [Waiting(session.rows, 1, peer=session.peer) for session in self._waiting]
+        steps = [
+            Waiting(session.rows, 1, peer=session.peer, address=self._addresses.get(session.peer, ""))
+            for session in self._waiting
+        ]
         shares = self._accounts.shares(steps, self.now)
         turn = next_turn(steps, 0, shares)
         assert turn.decode, "a device must not be idle while somebody waits"

@@ -5,7 +5,8 @@ the trio thread never computes and the thread may one day become a process. The 
 session has at most one step in it.
 
 Passes of whole batches (training) run one after the other when no step waits, and pause after each block: so a step
-waits for one block of one batch at most, and a pass for as long as there are steps.
+waits for one block of one batch at most, and a pass for as long as there are steps. While sessions generate, passes
+have half of the time. Passes, and calls that clients cause, are served by address and peer, as `turns.Usage` has it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from ..blocks.span_adapter import SpanAdapter
 from .prefixes import PrefixUse
 from .steps import ComputeSession, Step, StepInput, StepOutput, StepRunner, synchronise
 from .tallies import ServerTallies
+from .turns import Usage
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -50,12 +52,17 @@ class _Pending:
 
 @dataclass(eq=False)
 class _Call(_Pending):
+    """`client`: the address and the peer that cause it; none for the server's own."""
+
     function: Callable[[], object] = field(kw_only=True)
+    client: tuple[str, str] | None = None
+    abandoned: bool = False
 
 
 @dataclass(eq=False)
 class _PassRequest(_Pending):
     passing: PassGenerator[Any] = field(kw_only=True)
+    client: tuple[str, str] = ("", "")
     resumed: bool = False
     abandoned: bool = False
     seconds: float = 0.0
@@ -78,12 +85,22 @@ class ComputeThread:
         steps: what runs steps, on the compute thread; whoever wants to hear of their times sets its callbacks.
     """
 
-    def __init__(self, blocks: BlockSpan, tallies: ServerTallies | None = None) -> None:
+    def __init__(
+        self,
+        blocks: BlockSpan,
+        tallies: ServerTallies | None = None,
+        address_of: Callable[[str], str] = lambda peer: peer,
+    ) -> None:
+        """`address_of`: where a peer is, as `Host.origin_of` has it; called in the trio thread."""
         self.blocks = blocks
+        self._address_of = address_of
         self.steps = StepRunner(blocks, tallies)
         self._queue: SimpleQueue[Step | _Call | _PassRequest | None] = SimpleQueue()
         self._passes: deque[_PassRequest] = deque()
         self._resumed: deque[_PassRequest] = deque()
+        self._calls: list[_Call] = []  # of clients
+        self._usage = Usage()  # for passes and calls
+        self._part = 0.0, 0.0  # of a pass: how long the last one took, and when it ended
         self._token: trio.lowlevel.TrioToken | None = None
         self._thread = threading.Thread(target=self._run, name="petalnode-compute", daemon=True)
         self._depth = 0
@@ -120,13 +137,16 @@ class ComputeThread:
         begins with as much of the blocks named `prefix` as is kept here."""
         padding = list(left_padding) or None
 
+        address = self._address_of(peer)
+
         def make() -> ComputeSession:
             cache = self.blocks.make_cache(batch, max_length, padding, span)
             if shared is not None:
                 self.steps.prefixes.begin(shared, prefix, cache)
-            return ComputeSession(cache, codec, adapter, paid, peer, shared=shared, begun=cache.length)
+            begun = cache.length
+            return ComputeSession(cache, codec, adapter, paid, peer, shared=shared, begun=begun, address=address)
 
-        return await self.call(make)
+        return await self.call(make, peer)
 
     def close(self, session: ComputeSession) -> None:
         """Frees the session's cache as soon as the thread is between two turns. Does not wait."""
@@ -141,11 +161,19 @@ class ComputeThread:
         self._depth += 1
         self._queue.put(_Call(function=function))
 
-    async def call(self, function: Callable[[], T]) -> T:
-        """Runs `function` on the compute thread, before the steps that wait."""
-        call = _Call(function=function)
-        result: T = await self._result(call, call)
-        return result
+    async def call(self, function: Callable[[], T], peer: str | None = None) -> T:
+        """Runs `function` on the compute thread, before the steps that wait. Of those that peers cause, one runs
+        between two turns; if cancelled before that, it does not run."""
+        call = _Call(function=function, client=None if peer is None else self._client(peer))
+        try:
+            result: T = await self._result(call, call)
+            return result
+        except trio.Cancelled:
+            call.abandoned = True
+            raise
+
+    def _client(self, peer: str) -> tuple[str, str]:
+        return self._address_of(peer), peer
 
     async def step(
         self, session: ComputeSession, step: StepInput, check: Callable[[], object] | None = None
@@ -181,8 +209,8 @@ class ComputeThread:
             raise
         return await self._outcome(pending)
 
-    async def run_pass(self, passing: PassGenerator[T], *, resumed: bool = False) -> PassResult[T]:
-        """Runs `passing` to its end, whenever no step waits. If cancelled, it ends at its next pause.
+    async def run_pass(self, passing: PassGenerator[T], *, resumed: bool = False, peer: str = "") -> PassResult[T]:
+        """Runs `passing` of `peer` to its end, whenever no step waits. If cancelled, it ends at its next pause.
 
         `resumed`: it is the second half of a pass, which frees memory and for which others wait; so it goes before all
         that have not got so far.
@@ -190,7 +218,7 @@ class ComputeThread:
         Raises:
             Refusal: that of `passing`; ERROR_BUSY if memory runs out, ERROR_INTERNAL if the blocks fail.
         """
-        request = _PassRequest(passing=passing, resumed=resumed, counts=False)
+        request = _PassRequest(passing=passing, resumed=resumed, counts=False, client=self._client(peer))
         try:
             result: PassResult[T] = await self._result(request, request)
             return result
@@ -234,16 +262,19 @@ class ComputeThread:
         wait = 0.0
         while self._drain_queue(wait):
             wait = 0.0
+            self._drop_abandoned()
+            if self._calls:
+                self._run_client_call()
             if self.steps.is_waited_for:
                 wait = self.steps.run_turn()
-            elif self._resumed or self._passes:
-                self._continue_pass(self._resumed or self._passes)
+            elif (passes := self._resumed or self._passes) and not (wait := self.steps.pass_wait(*self._part)):
+                self._continue_pass(passes)
 
     def _drain_queue(self, wait: float = 0.0) -> bool:
         """Takes all that has come, and waits: without end if there is nothing to do, else for `wait` seconds at most.
         False when the thread is to end."""
-        busy = self.steps.is_waited_for or self._passes or self._resumed
-        block, timeout = not busy or wait > 0, wait if busy else None
+        busy = self.steps.is_waited_for or self._passes or self._resumed or self._calls
+        block, timeout = not busy or (wait > 0 and not self._calls), wait if busy else None
         try:
             while True:
                 item = self._queue.get(block, timeout)
@@ -252,7 +283,10 @@ class ComputeThread:
                 if isinstance(item, Step):
                     self.steps.add(item)
                 elif isinstance(item, _Call):
-                    self._run_call(item)
+                    if item.client is None:
+                        self._run_call(item)
+                    else:
+                        self._calls.append(item)
                 else:
                     (self._resumed if item.resumed else self._passes).append(item)
                 block = False
@@ -265,23 +299,41 @@ class ComputeThread:
         except Exception as error:
             self._finish(call, error)
 
+    def _drop_abandoned(self) -> None:
+        """Frees what waits for nobody: in its turn it would be too late, where others come first."""
+        for passes in (self._resumed, self._passes):
+            for request in [request for request in passes if request.abandoned]:
+                passes.remove(request)
+                request.passing.close()
+        for call in [call for call in self._calls if call.abandoned]:
+            self._calls.remove(call)
+            self._finish(call, None)
+
+    def _run_client_call(self) -> None:
+        place = self._usage.next_of([call.client or ("", "") for call in self._calls])
+        call = self._calls.pop(place)
+        begun = time.perf_counter()
+        self._run_call(call)
+        self._usage.charge(*(call.client or ("", "")), time.perf_counter() - begun)
+
     def _continue_pass(self, passes: deque[_PassRequest]) -> None:
-        """Runs the first pass that somebody still wants to its next pause, or ends it."""
+        """Runs one pass to its next pause, or ends it: the one that has begun, or that of who has had least."""
+        if not passes[0].seconds:
+            place = self._usage.next_of([request.client for request in passes])
+            chosen = passes[place]
+            del passes[place]
+            passes.appendleft(chosen)
         running = passes[0]
-        if running.abandoned:
-            passes.popleft().passing.close()
-            return
         begun = time.perf_counter()
         result: object
         try:
             next(running.passing)
             synchronise(self.blocks.device)  # what is only queued there would hold up the next step
-            running.seconds += time.perf_counter() - begun
+            running.seconds += self._worked(running, begun)
             return
         except StopIteration as end:
-            now = time.perf_counter()
-            seconds = running.seconds + now - begun
-            result = PassResult(end.value, now - running.arrived - seconds, seconds)
+            seconds = running.seconds + self._worked(running, begun)
+            result = PassResult(end.value, self._part[1] - running.arrived - seconds, seconds)
         except Refusal as refusal:
             result = refusal
         except (torch.OutOfMemoryError, MemoryError):
@@ -291,6 +343,13 @@ class ComputeThread:
             result = Refusal(wire.ERROR_INTERNAL, "the server failed on this pass; try it on another server")
         passes.popleft()
         self._finish(running, result)
+
+    def _worked(self, running: _PassRequest, begun: float) -> float:
+        """Counts a part of a pass; returns the seconds that it took."""
+        ended = time.perf_counter()
+        self._part = ended - begun, ended
+        self._usage.charge(*running.client, ended - begun)
+        return ended - begun
 
 
 def _undo(step: Step) -> None:

@@ -195,6 +195,10 @@ class Gathering:
             if known.answered is None or now - known.answered <= _AWAY
         }
 
+    def generating(self, now: float) -> bool:
+        """Whether a decode step was answered lately in a session that may come back."""
+        return any(known.answered is not None and now - known.answered <= _AWAY for known in self._sessions.values())
+
     def worked(self, now: float) -> None:
         """The device did something until `now`."""
         self._ended = now

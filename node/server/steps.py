@@ -25,7 +25,7 @@ from ..blocks.span_adapter import SpanAdapter
 from .gathering import Gathering
 from .prefixes import PrefixStore, PrefixUse
 from .tallies import ServerTallies
-from .turns import Accounts, Shares, Turn, Waiting, next_turn
+from .turns import Accounts, Shares, Turn, Waiting, next_turn, pass_wait
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +34,9 @@ OnComputed = Callable[[int, float, float], None]
 
 @dataclass(eq=False)
 class ComputeSession:
-    """A session of `peer` as the compute thread sees it. Only that thread touches `cache`; `adapter` changes its
-    blocks. `paid`: it has priority. `shared`: what it shares with other sessions, None for nothing. `begun`: tokens of
-    a row that it began with."""
+    """A session of `peer` at `address` as the compute thread sees it. Only that thread touches `cache`; `adapter`
+    changes its blocks. `paid`: it has priority. `shared`: what it shares with other sessions, None for nothing.
+    `begun`: tokens of a row that it began with."""
 
     cache: SpanCache
     codec: str
@@ -46,6 +46,7 @@ class ComputeSession:
     closed: bool = False
     shared: PrefixUse | None = None
     begun: int = 0
+    address: str = ""
 
     def close(self) -> None:
         self.closed = True
@@ -196,9 +197,14 @@ class StepRunner:
             self._run(turn)
         return seconds
 
+    def pass_wait(self, took: float, ended: float) -> float:
+        """Seconds for which no pass may run, after a part of one that took `took` until `ended`."""
+        now = self._clock()
+        return pass_wait(took, now - ended, self._gathering.generating(now))
+
     def _next_turn(self) -> tuple[list[Waiting], Shares, Turn]:
         waiting = [
-            Waiting(step.hidden.shape[0], step.hidden.shape[1], step.done, step.session.paid, step.session.peer)
+            Waiting(*step.hidden.shape[:2], step.done, step.session.paid, step.session.peer, step.session.address)
             for step in self._waiting
         ]
         shares = self._accounts.shares(waiting, self._clock())

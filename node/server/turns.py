@@ -1,19 +1,24 @@
-"""Which of the waiting steps are computed next: a fair share of the device for each peer.
+"""Which of the waiting steps are computed next: a fair share of the device for each address, and there for each peer.
 
 Every turn runs waiting decode steps as one ragged batch (the largest single gain when several people talk to one
 server), and after it at most one chunk of one prefill, so that nobody's next token waits for more than that of
 somebody's long prompt. `next_turn`, a pure function, decides it.
 
-A peer with many sessions makes everybody's batch longer. What others may do to a peer is bounded by what each could ask
-for by itself: beside P peers, a batch takes at most P times as long as the steps of the least demanding one would alone
-(sharing incentive: Ghodsi et al. 2011, section 3). Since a batch is quicker than its steps one by one, nobody gets less
-than a P-th of the machine by that either. Who has had least of the device goes first (start-time fair queueing: Goyal
-et al. 1996, section 2).
+A peer with many sessions makes everybody's batch longer. What others may do to a peer is bounded by what each could
+ask for by itself: of A addresses, one of which has P peers, a batch takes at most A x P times as long as the steps of
+such a peer would alone (sharing incentive: Ghodsi et al. 2011, section 3). Since a batch is quicker than its steps
+one by one, nobody gets less than that part of the machine either. Keys are free and addresses are not, so an address
+with many keys has the share of one. Who has had least of the device goes first (start-time fair queueing in two
+levels: Goyal et al. 1996, sections 2 and 3).
+
+Passes of batches and what else strangers ask for go by the same order (`Usage`). While sessions generate, a part of a
+pass is followed by as long a time without passes (`pass_wait`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -29,18 +34,21 @@ _NEWEST: Final = 0.125
 _ENOUGH: Final = 0.1
 """Weight from which what batches of so many rows took is told as it is, not by the line through all."""
 _SIZES: Final = 64
+_ADDRESSES: Final = 1024
+"""Peers whose addresses are remembered."""
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """A step that waits: `rows` of `tokens` each, `done` tokens a row of it already computed, for `peer`. `paid`: has
-    priority."""
+    """A step that waits: `rows` of `tokens` each, `done` tokens a row of it already computed, for `peer` at `address`
+    (none: one of its own). `paid`: has priority."""
 
     rows: int
     tokens: int
     done: int = 0
     paid: bool = False
     peer: str = ""
+    address: str = ""
 
     @property
     def is_decode(self) -> bool:
@@ -79,19 +87,26 @@ class Shares:
         cost: of a batch; None as long as nothing was measured.
         used: seconds of the device by peer, as `Accounts` counts them.
         expected: rows of peers none of whose steps waits, and whose next ones are about to come.
+        addresses: of peers; one that is not named has an address of its own.
+        used_of: seconds of the device by address.
     """
 
     cost: BatchCost | None = None
     used: Mapping[str, float] | None = None
     expected: Mapping[str, int] | None = None
+    addresses: Mapping[str, str] = field(default_factory=dict)
+    used_of: Mapping[str, float] = field(default_factory=dict)
+
+    def address(self, peer: str) -> str:
+        return self.addresses.get(peer, peer)
 
 
 def next_turn(waiting: Sequence[Waiting], overtaken: int = 0, shares: Shares | None = None) -> Turn:
     """Decides one turn. `waiting` is in order of arrival.
 
-    Decode steps all run, unless that would take another peer's share. Of prefills, one of the peer that has had least
-    of the device is next; those with priority come first, as `next_in_line` has it. Earlier steps of a peer go first
-    within their kind.
+    Decode steps all run, unless that would take another peer's share. Of prefills, one of the address that has had
+    least of the device is next, and there of the peer that has; those with priority come first, as `next_in_line` has
+    it. Earlier steps of a peer go first within their kind.
     """
     shares = shares or Shares()
     used = shares.used or {}
@@ -99,7 +114,12 @@ def next_turn(waiting: Sequence[Waiting], overtaken: int = 0, shares: Shares | N
     decode = _decode_steps(waiting, shares, bool(prefills))
     if not prefills:
         return Turn(decode, None)
-    prefills.sort(key=lambda index: (used.get(waiting[index].peer, 0.0), index))
+
+    def had(index: int) -> tuple[float, float, int]:
+        peer = waiting[index].peer
+        return shares.used_of.get(shares.address(peer), 0.0), used.get(peer, 0.0), index
+
+    prefills.sort(key=had)
     paid = [waiting[index].paid for index in prefills]
     place = next_in_line(paid, overtaken)
     step = waiting[prefills[place]]
@@ -114,11 +134,15 @@ def _decode_steps(waiting: Sequence[Waiting], shares: Shares, with_prefill: bool
             by_peer.setdefault(step.peer, []).append(index)
     # A chunk of a prefill takes longer than any batch: short batches before each would help nobody.
     limit = None if with_prefill else _most_seconds(_rows_of(waiting, by_peer), shares)
-    used = dict(shares.used or {})
+    used, used_of = dict(shares.used or {}), dict(shares.used_of)
+
+    def had(peer: str) -> tuple[float, float, int]:
+        return used_of.get(shares.address(peer), 0.0), used.get(peer, 0.0), by_peer[peer][0]
+
     chosen: list[int] = []
     rows = 0
     while by_peer:
-        peer = min(by_peer, key=lambda name: (used.get(name, 0.0), by_peer[name][0]))
+        peer = min(by_peer, key=had)
         index = by_peer[peer].pop(0)
         if not by_peer[peer]:
             del by_peer[peer]
@@ -131,7 +155,9 @@ def _decode_steps(waiting: Sequence[Waiting], shares: Shares, with_prefill: bool
                 limit += seconds if seconds > limit else 0.0  # a step that is too large by itself has its turn, too
             elif seconds > limit:
                 continue
-            used[peer] = used.get(peer, 0.0) + shares.cost.row * more
+            address, seconds = shares.address(peer), shares.cost.row * more
+            used[peer] = used.get(peer, 0.0) + seconds
+            used_of[address] = used_of.get(address, 0.0) + seconds
         chosen.append(index)
         rows += more
     return tuple(sorted(chosen))
@@ -144,12 +170,16 @@ def _rows_of(waiting: Sequence[Waiting], by_peer: Mapping[str, Sequence[int]]) -
 def _most_seconds(rows_of: Mapping[str, int], shares: Shares) -> float | None:
     """How long a batch may take where so many rows of each peer wait; None: as long as it needs."""
     expected = {peer: rows for peer, rows in (shares.expected or {}).items() if peer not in rows_of}
-    peers = len(rows_of) + len(expected)
-    if peers < 2 or shares.cost is None:
+    if len(rows_of) + len(expected) < 2 or shares.cost is None:
         return None
-    limits = [peers * shares.cost.seconds(rows) for rows in rows_of.values()]
+    peers_at = Counter(shares.address(peer) for peer in (*rows_of, *expected))
+
+    def parts(peer: str) -> int:
+        return len(peers_at) * peers_at[shares.address(peer)]
+
+    limits = [parts(peer) * shares.cost.seconds(rows) for peer, rows in rows_of.items()]
     # Who is about to come waits for this batch, and then for that in which it is.
-    limits += [(peers - 1) * shares.cost.seconds(rows) for rows in expected.values()]
+    limits += [(parts(peer) - 1) * shares.cost.seconds(rows) for peer, rows in expected.items()]
     return _ROUNDING * min(limits)
 
 
@@ -193,32 +223,92 @@ class CostFit:
         return BatchCost(max(seconds - row * rows, 0.0), row, measured)
 
 
-class Accounts:
-    """Which peer has had how much of the device, and who is about to come back. Of peers that have been away only what
-    they have had more than others is kept."""
+class _Used:
+    """Seconds of the device by name. Of those who have been away only what they have had more than others is kept."""
 
     def __init__(self) -> None:
-        self._used: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
         self._floor = 0.0
+
+    def settle(self, names: Collection[str]) -> None:
+        """`names` are all who wait now."""
+        known = [self.seconds[name] for name in names if name in self.seconds]
+        if names:
+            # Where nobody is left whom others have waited for, all that was before is settled.
+            self._floor = max(self._floor, min(known) if known else max(self.seconds.values(), default=0.0))
+        self.seconds = {name: used for name, used in self.seconds.items() if used > self._floor}
+        for name in names:
+            self.seconds.setdefault(name, self._floor)
+
+    def charge(self, name: str, seconds: float) -> None:
+        self.seconds[name] = max(self.seconds.get(name, 0.0), self._floor) + seconds
+
+
+class Usage:
+    """Which address has had how much of the device, and which peer of it. Clients are pairs of both."""
+
+    def __init__(self) -> None:
+        self._addresses = _Used()
+        self._peers: dict[str, _Used] = {}
+
+    @property
+    def of_addresses(self) -> Mapping[str, float]:
+        return self._addresses.seconds
+
+    @property
+    def of_peers(self) -> Mapping[str, float]:
+        return {peer: seconds for used in self._peers.values() for peer, seconds in used.seconds.items()}
+
+    def settle(self, clients: Collection[tuple[str, str]]) -> None:
+        """`clients` are all who wait now."""
+        peers: dict[str, set[str]] = {}
+        for address, peer in clients:
+            peers.setdefault(address, set()).add(peer)
+        self._addresses.settle(peers.keys())
+        self._peers = {address: used for address, used in self._peers.items() if address in self._addresses.seconds}
+        for address, names in peers.items():
+            self._peers.setdefault(address, _Used()).settle(names)
+
+    def next_of(self, clients: Sequence[tuple[str, str]]) -> int:
+        """The place of who is next among those who wait, in order of arrival: of the address that has had least, the
+        peer that has."""
+        self.settle(clients)
+
+        def had(place: int) -> tuple[float, float, int]:
+            address, peer = clients[place]
+            return self._addresses.seconds[address], self._peers[address].seconds[peer], place
+
+        return min(range(len(clients)), key=had)
+
+    def charge(self, address: str, peer: str, seconds: float) -> None:
+        self._addresses.charge(address, seconds)
+        self._peers.setdefault(address, _Used()).charge(peer, seconds)
+
+
+class Accounts:
+    """Which peer has had how much of the device for its steps, and who is about to come back."""
+
+    def __init__(self) -> None:
+        self._usage = Usage()
+        self._addresses: dict[str, str] = {}
         self._last: dict[str, tuple[float, int]] = {}  # when their last decode steps were computed, and how many rows
         self._fit = CostFit()
 
     def shares(self, waiting: Sequence[Waiting], now: float) -> Shares:
         """What `next_turn` goes by. `now` in seconds of any clock."""
-        peers = {step.peer for step in waiting}
-        known = [self._used[peer] for peer in peers if peer in self._used]
-        if peers:
-            # Where nobody is left whom others have waited for, all that was before is settled.
-            self._floor = max(self._floor, min(known) if known else max(self._used.values(), default=0.0))
-        self._used = {peer: used for peer, used in self._used.items() if used > self._floor}
-        for peer in peers:
-            self._used.setdefault(peer, self._floor)
+        for step in waiting:
+            self._addresses.pop(step.peer, None)
+            self._addresses[step.peer] = step.address or step.peer
+        while len(self._addresses) > max(_ADDRESSES, len(waiting)):
+            del self._addresses[next(iter(self._addresses))]  # who has had no step for longest
+        self._usage.settle({(self._addresses[step.peer], step.peer) for step in waiting})
         cost = self._fit.cost
         rows = sum(step.rows for step in waiting if step.is_decode)
         # Who takes longer than a batch of all for its next step loses less by waiting than others by short batches.
         soon = cost.seconds(rows) if cost is not None else 0.0
         self._last = {peer: (at, count) for peer, (at, count) in self._last.items() if now - at <= soon}
-        return Shares(cost, self._used, {peer: count for peer, (_, count) in self._last.items()})
+        expected = {peer: count for peer, (_, count) in self._last.items()}
+        return Shares(cost, self._usage.of_peers, expected, self._addresses, self._usage.of_addresses)
 
     def note_decode(self, rows: Mapping[str, int], seconds: float, now: float) -> None:
         """A batch with so many rows of each peer took `seconds`, and ended `now`."""
@@ -232,4 +322,10 @@ class Accounts:
         self._charge(peer, seconds)
 
     def _charge(self, peer: str, seconds: float) -> None:
-        self._used[peer] = max(self._used.get(peer, 0.0), self._floor) + seconds
+        self._usage.charge(self._addresses.get(peer, peer), peer, seconds)
+
+
+def pass_wait(took: float, since: float, generating: bool) -> float:
+    """Seconds until the next part of a pass may begin, `since` so many after the one before, which took `took`. While
+    sessions generate they keep half of the time; a step in a chain needs more of it than what it computes."""
+    return max(took - since, 0.0) if generating else 0.0

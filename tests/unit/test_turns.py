@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
-from petalnode.node.server.turns import Accounts, BatchCost, CostFit, Shares, Turn, Waiting, next_turn
+from petalnode.node.server.turns import (
+    Accounts,
+    BatchCost,
+    CostFit,
+    Shares,
+    Turn,
+    Usage,
+    Waiting,
+    next_turn,
+    pass_wait,
+)
 from tests.serving import Serving
 
 COSTS = (BatchCost(5.0, 0.0), BatchCost(4.0, 1.0), BatchCost(1.0, 4.0), BatchCost(0.0, 5.0))
@@ -98,3 +110,106 @@ def test_accounts_forget_who_is_away() -> None:
     kept = accounts.shares([Waiting(1, 1, peer="last")], 2000.0)
     assert kept.used is not None and len(kept.used) <= 2
     assert not kept.expected
+
+
+KEYS = {f"key {number}": f"127.0.0.{2 + number % 5}" for number in range(20)}
+"""Of one attacker, at five addresses."""
+
+
+@pytest.mark.parametrize("cost", COSTS[2:], ids=["mostly rows", "rows"])
+def test_many_keys_have_the_share_of_their_addresses(cost: BatchCost) -> None:
+    peers = {key: [1] for key in KEYS} | {"honest": [1]}
+    alone = Serving(cost, {"honest": [1]}).run(4000.0).tokens["honest"]
+    beside = Serving(cost, peers, addresses=KEYS).run(4000.0).tokens
+    assert beside["honest"] >= 0.6 * alone / 6  # five addresses and its own
+    assert max(beside[key] for key in KEYS) <= 1.2 * min(beside[key] for key in KEYS)
+
+
+def test_two_peers_at_one_address_share_evenly() -> None:
+    addresses = {"one": "nat", "other": "nat"}
+    served = Serving(BatchCost(0.0, 5.0), {"one": [1] * 16, "other": [1], "far": [1]}, addresses=addresses).run(4000.0)
+    alone = Serving(BatchCost(0.0, 5.0), {"other": [1]}).run(4000.0).tokens["other"]
+    assert served.tokens["other"] >= 0.6 * alone / 4
+    assert served.tokens["far"] >= 0.6 * alone / 2
+
+
+def test_a_prefill_of_the_address_that_has_had_least_is_next() -> None:
+    accounts = Accounts()
+    steps = [Waiting(1, 100, peer=peer, address=KEYS[peer]) for peer in KEYS]
+    accounts.shares(steps, 0.0)
+    accounts.note_prefill("key 0", 1.0)
+    served = []
+    waiting = [*steps[1:], Waiting(1, 100, peer="honest")]
+    while len(served) < 10:
+        turn = next_turn(waiting, 0, accounts.shares(waiting, 1.0))
+        assert turn.prefill is not None
+        step = waiting.pop(turn.prefill)
+        accounts.note_prefill(step.peer, 1.0)
+        served.append(step.address or step.peer)
+    assert "honest" in served[:5]
+    assert max(Counter(served).values()) == 2
+
+
+def passes_served(clients: dict[str, str], times: int) -> Counter[str]:
+    """How many passes of a second each peer has had, where all of them always have one that waits."""
+    usage, served = Usage(), Counter[str]()
+    names = [(address, peer) for peer, address in clients.items()]
+    for _ in range(times):
+        address, peer = names[usage.next_of(names)]
+        usage.charge(address, peer, 1.0)
+        served[peer] += 1
+    return served
+
+
+def test_passes_of_many_keys_have_the_share_of_their_addresses() -> None:
+    served = passes_served({**KEYS, "honest": "10.0.0.1", "one": "nat", "other": "nat"}, 700)
+    assert served["honest"] == 100
+    assert served["one"] == served["other"] == 50
+    assert {served[key] for key in KEYS} == {25}
+
+
+def test_a_key_that_is_new_does_not_go_before_its_address() -> None:
+    usage = Usage()
+    for number in range(100):
+        waiting = [("nat", f"new {number}"), ("nat", "old"), ("home", "honest")]
+        address, peer = waiting[usage.next_of(waiting)]
+        usage.charge(address, peer, 1.0)
+    usage.settle([("home", "honest"), ("nat", "old")])
+    assert abs(usage.of_addresses["home"] - usage.of_addresses["nat"]) <= 1.0
+    assert usage.of_peers.get("old", 0.0) <= usage.of_addresses["nat"]
+    for _ in range(1000):
+        usage.settle([("home", "honest")])
+        usage.charge("home", "honest", 1.0)
+    assert len(usage.of_peers) <= 3 and len(usage.of_addresses) <= 2
+
+
+def tokens_beside_passes(seconds: float, part: float, *, shared: bool = True) -> tuple[int, float]:
+    """Tokens of a session whose steps take 1 s and come back 1 s later, beside passes in parts of `part` seconds that
+    always wait; and the seconds that passes had. Without `shared`, they run whenever no step waits."""
+    now, coming, tokens, passed, took, ended = 0.0, 0.0, 0, 0.0, 0.0, 0.0
+    while now < seconds:
+        if coming <= now:
+            now, tokens = now + 1.0, tokens + 1
+            coming = now + 1.0
+        elif shared and (wait := pass_wait(took, now - ended, generating=True)):
+            now = min(now + wait, coming)
+        else:
+            now, passed, took = now + part, passed + part, part
+            ended = now
+    return tokens, passed
+
+
+@pytest.mark.parametrize("part", [0.125, 1.0, 4.0, 16.0])
+def test_a_session_keeps_half_of_its_speed_beside_passes(part: float) -> None:
+    alone = 5000
+    tokens, passed = tokens_beside_passes(2 * alone, part)
+    assert tokens >= 0.5 * alone
+    assert passed > 0.15 * 2 * alone
+    if part == 16.0:
+        assert tokens_beside_passes(2 * alone, part, shared=False)[0] <= 0.14 * alone
+
+
+def test_passes_have_all_of_the_time_when_nobody_generates() -> None:
+    assert pass_wait(10.0, 0.0, generating=False) == 0.0
+    assert pass_wait(10.0, 4.0, generating=True) == 6.0
+    assert pass_wait(10.0, 11.0, generating=True) == 0.0

@@ -63,7 +63,7 @@ async def serve_span(
     `load_seconds` is what loading a block took. When this returns all sessions have left or had the time to, and
     nothing here holds the blocks any more.
     """
-    compute = ComputeThread(blocks, context.tallies)
+    compute = ComputeThread(blocks, context.tallies, context.swarm.host.origin_of)
     compute.start()
     try:
         network = partial(measure_network, context.swarm, announcement.model_version, timeout=_NETWORK_TIMEOUT)

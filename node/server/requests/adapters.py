@@ -148,7 +148,8 @@ class Adapters:
                     payloads = await receive_pieces(stream, sizes, timeout=PIECE_TIMEOUT)
             except trio.TooSlowError:
                 raise Refusal(wire.ERROR_BUSY, f"the adapter did not come within {BRING_TIMEOUT:.0f} s") from None
-            adapter = await self._made(await trio.to_thread.run_sync(_unpack, offer, payloads))
+            tensors = await trio.to_thread.run_sync(_unpack, offer, payloads)
+            adapter = await self._made(tensors, stream.peer_id)
         except BaseException:
             lease.release()
             raise
@@ -156,9 +157,9 @@ class Adapters:
         self._held.append(held)
         return held
 
-    async def _made(self, tensors: dict[str, torch.Tensor]) -> SpanAdapter:
+    async def _made(self, tensors: dict[str, torch.Tensor], client: str | None = None) -> SpanAdapter:
         compute = self._context.compute
-        return await compute.call(lambda: compute.blocks.make_adapter(tensors))
+        return await compute.call(lambda: compute.blocks.make_adapter(tensors), client)
 
 
 async def _say(stream: BatchFrames, *, held: bool) -> None:

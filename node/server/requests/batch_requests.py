@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import torch
@@ -91,12 +92,12 @@ class DeferredBackward:
             self._job = job
             self._settled.set()
 
-    async def recompute(self, compute: ComputeThread, passes: SpanPasses) -> None:
+    async def recompute(self, compute: ComputeThread, passes: SpanPasses, peer: str = "") -> None:
         """Runs the first half of the pass. Raises nothing; `ready` does."""
         try:
             with self._scope:
                 if self._batch is not None:
-                    self._recomputed = await compute.run_pass(passes.recompute(self._batch))
+                    self._recomputed = await compute.run_pass(passes.recompute(self._batch), peer=peer)
         except Refusal as refusal:
             self._refusal = refusal
         self._done.set()
@@ -213,7 +214,8 @@ class BatchRequests:
                     if item is None:
                         continue
                     if isinstance(item.batch, DeferredBackward):
-                        nursery.start_soon(item.batch.recompute, self._context.compute, self._memory.passes)
+                        peer = self._stream.peer_id
+                        nursery.start_soon(item.batch.recompute, self._context.compute, self._memory.passes, peer)
                     await items.send(item)
             except Refusal as refusal:
                 with suppress(trio.BrokenResourceError):
@@ -326,7 +328,8 @@ class BatchRequests:
                 await answers.send(_Done(job, result, item.lease))
 
     async def _run(self, batch: BatchJob | DeferredBackward) -> tuple[BatchJob, PassResult[list[torch.Tensor]]]:
-        run_pass, passes = self._context.compute.run_pass, self._memory.passes
+        run_pass = partial(self._context.compute.run_pass, peer=self._stream.peer_id)
+        passes = self._memory.passes
         if isinstance(batch, BatchJob):
             return batch, await run_pass(run_job(batch, passes))
         job, first = await batch.ready()
