@@ -204,8 +204,9 @@ class StepRunner:
 
     def _next_turn(self) -> tuple[list[Waiting], Shares, Turn]:
         waiting = [
-            Waiting(*step.hidden.shape[:2], step.done, step.session.paid, step.session.peer, step.session.address)
+            Waiting(rows, tokens, step.done, step.session.paid, step.session.peer, step.session.address)
             for step in self._waiting
+            for rows, tokens in [step.hidden.shape[:2]]
         ]
         shares = self._accounts.shares(waiting, self._clock())
         return waiting, shares, next_turn(waiting, self._overtaken, shares)
