@@ -12,6 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ...network.transport.limits import ShareCount
 from ..errors import MESSAGES_PATH, REQUEST_ID, ApiError, error_response
 from .keys import ApiKeys
 
@@ -29,7 +30,7 @@ class Admission:
         origins: of web pages (`https://chat.example.org`) that may use it from a browser; "*" is all of them.
         hosts: names by which requests may reach it; empty for any. Without keys, a web page whose name is made to
             mean 127.0.0.1 would else be let in (DNS rebinding).
-        requests: that are answered at once.
+        requests: that are answered at once. With several keys, each may have no more of them than are left for others.
     """
 
     keys: ApiKeys | None = None
@@ -45,15 +46,20 @@ class AdmissionMiddleware:
 
     Attributes:
         application: the one behind it.
-        running: requests that are being answered, those that only read left out.
         changed: is called when one of them has ended.
     """
 
     def __init__(self, application: ASGIApp, admission: Admission) -> None:
         self.application = application
         self._admission = admission
-        self.running = 0
+        least = 1 if admission.keys is not None and len(admission.keys) > 1 else admission.requests
+        self._shares = ShareCount(admission.requests, least)
         self.changed: Callable[[], object] = lambda: None
+
+    @property
+    def running(self) -> int:
+        """Requests that are being answered, those that only read left out."""
+        return self._shares.total
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = scope.setdefault("state", {})["request_id"] = f"req_{secrets.token_hex(12)}"
@@ -88,20 +94,21 @@ class AdmissionMiddleware:
         if scope["method"] != "POST":
             await self.application(scope, receive, send)
             return
-        if self.running >= self._admission.requests:
+        owner: str = scope["state"]["owner"]
+        if not self._shares.add(owner):
             error = ApiError(
                 429,
-                f"{self.running} requests are being answered, and no more are allowed at once: ask again later",
+                f"{self.running} requests are being answered, and no more are allowed at once"
+                f"{' for this key' if self.running < self._admission.requests else ''}: ask again later",
                 code="too_many_requests",
                 headers={"Retry-After": _BUSY_SECONDS},
             )
             await error_response(error, scope)(scope, receive, send)
             return
-        self.running += 1
         try:
             await self.application(scope, receive, send)
         finally:
-            self.running -= 1
+            self._shares.remove(owner)
             self.changed()
 
     def _check_host(self, host: str) -> None:

@@ -31,6 +31,10 @@ class ApiKeys:
     def __init__(self, names: Mapping[str, str]) -> None:
         self._names = dict(names)
 
+    def __len__(self) -> int:
+        """How many owners there are."""
+        return len({*self._names.values()})
+
     def owner(self, key: str) -> str | None:
         """The name that goes with `key`; None if it is not one of them."""
         return self._names.get(hash_of_key(key))
