@@ -27,7 +27,6 @@ from .host import Host
 from .kad_messages import KAD, MAX_KEY, MAX_REQUEST, MAX_REQUEST_FIELDS, BadMessage, parse, record_of
 from .provider_store import FairProviderStore
 from .routing_table import RoutingTable
-from .transport.bandwidth import Throttle
 from .transport.limits import Rates
 from .transport.stream_bytes import StreamBytes
 from .value_store import MAX_VALUE, ValueStore, open_value
@@ -41,8 +40,6 @@ PATIENCE: Final = 5.0
 OF_PEER: Final = (20.0, 200.0)
 """Requests of a peer per second, and at once. A value counts as one more for each `VALUE_STEP` bytes that it has."""
 OF_ADDRESS: Final = (60.0, 600.0)
-OF_ALL: Final = 400.0
-"""Requests per second over all peers, whose addresses take turns: a fifth of a core."""
 VALUE_STEP: Final = 512
 
 
@@ -78,7 +75,6 @@ class KadService:
         self._values = values
         self._places: dict[Place, None] = {}
         self._of_peer, self._of_address = Rates(*OF_PEER), Rates(*OF_ADDRESS)
-        self._turns = Throttle(OF_ALL)
 
     def start(self) -> None:
         self._host.set_stream_handler(KAD, self._serve)
@@ -86,7 +82,7 @@ class KadService:
     async def _serve(self, raw: StreamBytes, peer_id: str) -> None:
         with self._place(peer_id) as place:
             try:
-                await self._answer_all(raw, place)
+                await raw.metered(self._answer_all(raw, place))
             except StreamClosed:
                 await raw.close()
                 return
@@ -116,11 +112,11 @@ class KadService:
             data = await stream.receive_bytes(timeout=PATIENCE)
             place.waiting = False
             request = parse(data, max_fields=MAX_REQUEST_FIELDS)
-            await self._turn(request, place)
+            await self._turn(raw, request, place)
             self._table.add(place.peer_id)
             await stream.send(await self._answer(request, place), timeout=PATIENCE)
 
-    async def _turn(self, request: Message, place: Place) -> None:
+    async def _turn(self, raw: StreamBytes, request: Message, place: Place) -> None:
         """Waits until the peer and its address may ask for so much, and the address has its turn."""
         cost = 1 + len(request.record.value) // VALUE_STEP
         delay = 0.0
@@ -131,10 +127,9 @@ class KadService:
             bucket.take_ahead(cost)
         await trio.sleep(delay)
         with trio.move_on_after(PATIENCE) as scope:
-            await self._turns.turn(place.origin)
+            await raw.turn()
         if scope.cancelled_caught:
             raise BadMessage("too many requests of all")
-        self._turns.spend(cost)
 
     async def _answer(self, request: Message, place: Place) -> Message:
         """Raises BadMessage for a request that has no answer."""

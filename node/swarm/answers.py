@@ -1,4 +1,4 @@
-"""What a directory answers to any peer, and how much of that each peer gets."""
+"""What a directory answers to any peer, and how much of that on one stream."""
 
 from __future__ import annotations
 
@@ -25,26 +25,6 @@ _MAX_LOGGED: Final = 1000
 _BURST: Final = 300  # frames at once on one stream, and
 _FRAMES_PER_SECOND: Final = 20.0
 _PAGE_COST: Final = 10  # frames: a page of records costs far more than a ping to make and to send
-_PAGES_AT_ONCE: Final = 120  # for one peer, and
-_PAGES_PER_SECOND: Final = 12.0  # on however many streams; a client asks on a new one whenever it looks for servers
-_MAX_COUNTED: Final = 1000  # peers
-
-
-class PageAllowances:
-    """Counts the pages of each peer, of those that asked last."""
-
-    def __init__(self) -> None:
-        self._left: dict[str, tuple[float, float]] = {}  # pages that a peer may have, and when that was
-
-    def take(self, peer_id: str) -> bool:
-        """Whether a peer gets one more page, on whichever stream; counts it."""
-        now = trio.current_time()
-        left, counted = self._left.pop(peer_id, (float(_PAGES_AT_ONCE), now))
-        left = min(left + (now - counted) * _PAGES_PER_SECOND, _PAGES_AT_ONCE)
-        self._left[peer_id] = (left - 1 if left >= 1 else left), now
-        while len(self._left) > _MAX_COUNTED:
-            del self._left[next(iter(self._left))]
-        return left >= 1
 
 
 class Answering(Protocol):
@@ -66,7 +46,6 @@ class DirectoryAnswers:
 
     def __init__(self, directory: Answering) -> None:
         self._directory = directory
-        self._allowances = PageAllowances()
         self._logged: set[str] = set()  # whose bad announcements were logged
 
     async def serve(self, stream: MessageStream[wire.DirectoryFrame]) -> None:
@@ -77,7 +56,7 @@ class DirectoryAnswers:
             page, now = frame.HasField("query"), trio.current_time()
             allowance = min(allowance + (now - counted) * _FRAMES_PER_SECOND, _BURST) - (_PAGE_COST if page else 1)
             counted = now
-            if allowance < 0 or (page and not self._allowances.take(stream.peer_id)):
+            if allowance < 0:
                 error = wire.Error(code=wire.ERROR_BUSY, message="too many questions; ask more slowly")
                 await stream.send(wire.DirectoryFrame(error=error), timeout=_SEND_DEADLINE)
                 return

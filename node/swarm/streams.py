@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -136,6 +137,17 @@ class ReceivedBytes:
             del self._waiting[holder]
 
 
+class _InTurn(MessageStream[F]):
+    """A stream that a peer opened, each of whose messages waits for the turn of its address."""
+
+    _raw: StreamBytes
+
+    async def _receive(self, admit: Callable[[F], None] | None) -> tuple[F, list[bytes]]:
+        await self.wait_begun(timeout=math.inf)
+        await self._raw.turn()
+        return await super()._receive(admit)
+
+
 class MessageStreams:
     """The streams of one node.
 
@@ -161,12 +173,16 @@ class MessageStreams:
         max_header: int = MAX_HEADER,
         max_payload: int = MAX_PAYLOAD,
         max_streams: int = MAX_SERVED,
+        in_turn: bool = True,
     ) -> None:
         """`handler` gets every stream of `protocol` that a peer opens, in a task of its own.
 
         At most `max_streams` are served at once, half of that for a peer or an address that is alone; what is more is
         reset. When it returns, the stream is closed; when it raises, it is reset. Errors never reach the node: a
         `PeerError` is the peer's matter, any other is logged once per kind.
+
+        With `in_turn`, what the handler does counts for the peer's address, and messages wait for its turn
+        (`NodeLimits.work_turn`). Handlers whose work is the device's share that elsewhere.
         """
 
         served = ShareCount(max_streams, LEAST_SERVED)
@@ -178,12 +194,13 @@ class MessageStreams:
                 await raw.reset()
                 return
             try:
-                await serve_message(raw, peer_id)
+                work = serve_messages(raw, peer_id)
+                await (raw.metered(work) if in_turn else work)
             finally:
                 served.remove(peer_id, origin)
 
-        async def serve_message(raw: StreamBytes, peer_id: str) -> None:
-            stream = MessageStream(
+        async def serve_messages(raw: StreamBytes, peer_id: str) -> None:
+            stream = (_InTurn if in_turn else MessageStream)(
                 raw,
                 frame_type,
                 peer_id,

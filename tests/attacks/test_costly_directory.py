@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import trio
+from libp2p.network.stream.net_stream import NetStream
 
 from petalnode.crypto.identity import Identity
+from petalnode.node.network.transport.limits import NodeLimits
+from petalnode.node.network.transport.muxed_stream import DATA
+from petalnode.node.network.transport.stream_bytes import StreamBytes
+from petalnode.node.network.transport.yamux import Muxer
 from petalnode.node.swarm.directory import Directory
+from petalnode.node.swarm.streams import MessageStreams
 from petalnode.node.swarm.versions import VERSIONS_ASKED, manifests_to_ask
 from petalnode.node.testing import message_streams, run_autojumping
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import Announcement, ServerState, freshened, sign_announcement
 from petalnode.protocols.directory import MAX_HEADER
-from petalnode.protocols.framing import MessageStream, PeerError
-from petalnode.protocols.ids import Span
+from petalnode.protocols.framing import MessageStream, varint
+from petalnode.protocols.ids import DIRECTORY, Span
 from tests.attacks.forger import ATTACKER, HONEST
+from tests.memory_muxer import MemoryRaw, OtherEnd, muxer
 
 Stream = MessageStream[wire.DirectoryFrame]
+KEYS, STEP = 20, 0.0005
 
 
 def streams() -> tuple[Stream, Stream]:
     return message_streams(wire.DirectoryFrame, HONEST.peer_id, ATTACKER.peer_id, max_header=MAX_HEADER)
+
+
+def frame_bytes(frame: wire.DirectoryFrame) -> bytes:
+    data = frame.SerializeToString()
+    return varint(len(data)) + data
 
 
 def directory(stream: Stream | None = None) -> Directory:
@@ -75,35 +91,56 @@ def test_a_page_of_forged_announcements_holds_up_nobody_else() -> None:
     assert turns >= 1000 // 32
 
 
-def test_questions_are_counted_by_peer_on_however_many_streams() -> None:
-    """A page costs far more to make than to ask for."""
-    answered: list[str | None] = []
+def test_questions_of_many_keys_have_the_turns_of_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page costs far more to make than to ask for. Each step of a task takes 0.5 ms here."""
+    clock = itertools.count()
+    monkeypatch.setattr(time, "thread_time", lambda: next(clock) * STEP)
+    pages = frame_bytes(wire.DirectoryFrame(query=wire.DirectoryQuery())) * 25
+    handlers: dict[str, Any] = {}
+    host: Any = SimpleNamespace(set_stream_handler=handlers.__setitem__, origin_of=str)
+    streams = MessageStreams(host, addrs_of=lambda _: (), find=trio.sleep)
+
+    quiet = hostile = 0
+
+    async def serve(ours: Muxer) -> None:
+        async with trio.open_nursery() as nursery:
+            while True:
+                stream = StreamBytes(NetStream(await ours.accept_stream(), None, None))
+                nursery.start_soon(handlers[DIRECTORY], stream, str(ours.peer_id))
 
     async def main() -> None:
-        asked = directory()
-        async with trio.open_nursery() as nursery:
-            for _ in range(60):
-                ours, theirs = streams()
-                # The directory's end is that of a stream which the attacker opened.
-                nursery.start_soon(serve, asked, ours)
-                for _ in range(5):
-                    try:
-                        await theirs.send(wire.DirectoryFrame(query=wire.DirectoryQuery()), timeout=60)
-                        answered.append((await theirs.receive(timeout=60))[0].WhichOneof("body"))
-                    except PeerError:
-                        break
+        nonlocal quiet, hostile
+        asked, limits = directory(), NodeLimits()
+        asked.own = sign_announcement(HONEST, freshened(announcement(b"v" * 32, HONEST), now=time.time(), lifetime=60))
+        streams.set_handler(DIRECTORY, wire.DirectoryFrame, asked.serve, max_payload=0)
+        async with AsyncExitStack() as stack:
+            nursery = await stack.enter_async_context(trio.open_nursery())
+            others = []
+            for number, origin in enumerate([*["203.0.113.7"] * KEYS, "198.51.100.1"]):
+                pair = muxer(MemoryRaw(origin=origin), limits=limits, key=10 + number)
+                ours, other = await stack.enter_async_context(pair)
+                nursery.start_soon(serve, ours)
+                others.append(other)
+            for other in others[:-1]:
+                for stream in range(1, 21, 2):
+                    other.open(stream)
+                    other.send(stream, pages)
+            await trio.sleep(0.5)
+            others[-1].open(1)
+            others[-1].send(1, frame_bytes(wire.DirectoryFrame(ping=wire.Ping(payload=b"x"))))
+            await trio.sleep(0.1)
+            quiet = answers(others[-1])
+            await trio.sleep(2.4)
+            # Opening streams takes a part of it; each page one step or more.
+            hostile = sum(map(answers, others[:-1]))
             nursery.cancel_scope.cancel()
 
-    async def serve(asked: Directory, stream: Stream) -> None:
-        try:
-            await asked.serve(stream)
-        except PeerError:
-            pass
-        await stream.close()
+    def answers(other: OtherEnd) -> int:
+        return sum(kind == DATA and length > 0 for kind, _, _, length, _ in other.frames())
 
     run_autojumping(main)
-    assert answered[:120] == ["records"] * 120
-    assert set(answered[120:]) == {"error"}
+    assert quiet == 1, "who is quiet goes first"
+    assert 100 < hostile <= 3.5 * 0.25 / STEP
 
 
 def test_servers_that_do_not_exist_delay_the_search_for_a_manifest_so_long_only() -> None:

@@ -7,9 +7,12 @@ half of what is left, so that nobody can leave nothing for the others.
 from __future__ import annotations
 
 import ipaddress
+import time
+import types
 from collections import Counter
-from functools import cached_property
-from typing import Final, Protocol
+from collections.abc import Callable, Coroutine, Generator
+from functools import cached_property, partial
+from typing import Any, Final, Protocol
 
 import trio
 
@@ -44,8 +47,9 @@ OPENED_PER_SECOND: Final = 100
 """New streams of one peer: each starts a task and negotiates a protocol, which takes 0.3 ms."""
 OPENED_AT_ONCE: Final = 1024
 WORK_PER_SECOND: Final = 25_000
-"""Units of 10 us of processor time that small frames, new streams and handshakes of all peers together may take: a
+"""Units of 10 us of processor time that small frames, streams, handshakes and answers of all peers together may take: a
 quarter of a core. Beyond that, addresses take turns."""
+UNITS_OF_SECOND: Final = 100_000
 WORK_AT_ONCE: Final = 64
 """Units between two turns of all others."""
 STREAM_WORK: Final = 30
@@ -288,6 +292,24 @@ class NodeLimits:
             max(self._addresses.values(), key=lambda other: other.unread[granted]).drop_fullest(granted)
             if self._unread[granted] == before:
                 return
+
+
+@types.coroutine
+def metered(work: Coroutine[Any, Any, None], charge: Callable[[float], None]) -> Generator[Any, Any, None]:
+    """Does `work`. `charge(seconds)` is called with the processor time of each of its steps, after it."""
+    step: Callable[[], Any] = partial(work.send, None)
+    while True:
+        begun = time.thread_time()
+        try:
+            asked = step()
+        except StopIteration:
+            return
+        finally:
+            charge(time.thread_time() - begun)
+        try:
+            step = partial(work.send, (yield asked))
+        except BaseException as error:
+            step = partial(work.throw, error)
 
 
 class ShareCount:

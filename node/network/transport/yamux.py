@@ -80,9 +80,9 @@ class Muxer(IMuxedConn):
         self.lost: str | None = None
         self._unread = [0, 0]  # bytes, on streams that were granted nothing more than the first window, and on others
         self._on_lost = on_lost
-        self._limits = limits
+        self.limits = limits
         self._use = limits.of(str(peer_id))
-        self._address = limits.of_address(conn.origin or str(peer_id))
+        self.address = limits.of_address(conn.origin or str(peer_id))
         self._work = 0  # units done since others had their turn
         self._waits = False  # for its turn: what it said lies unread
         self._answer = answer  # the part of it that has not come yet
@@ -142,12 +142,12 @@ class Muxer(IMuxedConn):
     def _forget(self, stream: MuxedStream) -> None:
         self._use.windows -= stream.widened
         if stream.opened_by_peer:
-            self._limits.close_stream(self._use)
+            self.limits.close_stream(self._use)
 
     def hold(self, size: int, granted: bool) -> None:
         if self.lost is None:
             self._unread[granted] += size
-            self._limits.hold(self._use, self._address, size, granted)
+            self.limits.hold(self._use, self.address, size, granted)
 
     def held(self, granted: bool | None = None) -> int:
         """Bytes that came and were not read yet: all, or on streams that were granted more or were not."""
@@ -200,7 +200,7 @@ class Muxer(IMuxedConn):
 
     async def start(self) -> None:
         """Serves the connection until it ends. libp2p runs this as a task of the host."""
-        self._limits.connected(self._use, self._address, self)
+        self.limits.connected(self._use, self.address, self)
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
@@ -245,12 +245,12 @@ class Muxer(IMuxedConn):
 
     async def _turn(self) -> None:
         self._waits = True
-        await self._limits.work_turn(self._address)
+        await self.limits.work_turn(self.address)
         self._waits = False
 
     def _end_turn(self) -> None:
         work, self._work = self._work, 0
-        self._limits.worked(self._address, work)
+        self.limits.worked(self.address, work)
 
     def _take(self, sealed: bytes) -> None:
         """What comes through a circuit, in the task that reads the connection below, which takes turns."""
@@ -344,12 +344,12 @@ class Muxer(IMuxedConn):
         if stream_id % 2 == self._next_id % 2 or stream_id in self._streams:
             raise _Violation("the peer opened a stream under a number that is not its")
         stream = MuxedStream(self, stream_id)
-        if len(self._streams) < MAX_STREAMS_OF_CONNECTION and self._limits.open_stream(self._use):
+        if len(self._streams) < MAX_STREAMS_OF_CONNECTION and self.limits.open_stream(self._use):
             stream.opened_by_peer = True
             try:
                 self._accept_send.send_nowait(stream)
             except trio.WouldBlock:
-                self._limits.close_stream(self._use)
+                self.limits.close_stream(self._use)
             else:
                 self._streams[stream_id] = stream
                 self.put(WINDOW_UPDATE, ACK, stream_id, 0)
@@ -373,7 +373,7 @@ class Muxer(IMuxedConn):
             for stream in list(self._streams.values()):
                 if stream.discarding and now - stream.closed_at > _LINGER:
                     await stream.reset()
-            silent_until = self._heard + (_IDLE if self._streams else self._limits.silence)
+            silent_until = self._heard + (_IDLE if self._streams else self.limits.silence)
             if now < silent_until and not self._suspected:
                 # In short sleeps, since a stream may be opened meanwhile.
                 await trio.sleep(min(silent_until - now, _IDLE))
@@ -406,9 +406,9 @@ class Muxer(IMuxedConn):
         if self.lost is None:
             self.lost = why
             for granted, held in enumerate(self._unread):
-                self._limits.hold(self._use, self._address, -held, bool(granted))
+                self.limits.hold(self._use, self.address, -held, bool(granted))
             self._unread = [0, 0]
-            self._limits.lost(self._use, self._address, self)
+            self.limits.lost(self._use, self.address, self)
             self._accept_send.close()
             for stream in self._streams.values():
                 stream.on_lost(why)

@@ -251,14 +251,15 @@ class SpanServer:
     def _set_handlers(self) -> None:
         swarm, service = self._context.swarm, self._service
         bounds = {"max_payload": MAX_STEP_BYTES, "max_streams": 2 * MAX_SESSIONS}  # two while a session moves
-        swarm.set_handler(INFERENCE, wire.InferenceFrame, service.handle_session, **bounds)
-        swarm.set_handler(PUSH, wire.PushFrame, service.handle_push, **bounds)
+        swarm.set_handler(INFERENCE, wire.InferenceFrame, service.handle_session, in_turn=False, **bounds)
+        swarm.set_handler(PUSH, wire.PushFrame, service.handle_push, in_turn=False, **bounds)
         for protocol, handler, max_header in (
             (FORWARD, service.handle_forward, MAX_BATCH_HEADER),
             (BACKWARD, service.handle_backward, MAX_BATCH_HEADER),
             (ADAPTER, self._adapters.handle, MAX_ADAPTER_HEADER),
         ):
-            swarm.set_handler(protocol, wire.BatchFrame, handler, max_header=max_header, max_payload=PIECE_BYTES)
+            bounds = {"max_header": max_header, "max_payload": PIECE_BYTES}
+            swarm.set_handler(protocol, wire.BatchFrame, handler, in_turn=False, **bounds)
 
     # --- what is announced
 

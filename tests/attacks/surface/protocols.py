@@ -89,7 +89,7 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     "/ipfs/kad/1.0.0": Row(
         PEER,
         f"{MESSAGES}.MAX_REQUEST {MESSAGES}.MAX_REQUEST_FIELDS {MESSAGES}.MAX_ANSWER {MESSAGES}.MAX_ANSWER_FIELDS",
-        f"{KADEMLIA}.PATIENCE {KADEMLIA}.OF_PEER {KADEMLIA}.OF_ADDRESS {KADEMLIA}.OF_ALL",
+        f"{KADEMLIA}.PATIENCE {KADEMLIA}.OF_PEER {KADEMLIA}.OF_ADDRESS {LIMITS}.WORK_PER_SECOND",
         f"{KADEMLIA}.MAX_STREAMS node.network.provider_store.MAX_RECORDS node.network.value_store.MAX_BYTES",
         ("tests/attacks/test_kademlia.py", "tests/attacks/test_provider_records.py"),
         ("Kademlia", "message of Kademlia"),
@@ -161,7 +161,7 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     "/petalnode/directory/1": Row(
         PEER,
         "protocols.directory.MAX_HEADER protocols.directory.MAX_PAGE protocols.announcement.MAX_BYTES",
-        "protocols.directory.MAX_PAGES node.swarm.answers._MAX_COUNTED",
+        f"protocols.directory.MAX_PAGES node.swarm.answers._FRAMES_PER_SECOND {LIMITS}.WORK_PER_SECOND",
         "node.swarm.view.MAX_RECORDS node.swarm.view._MAX_SOURCES",
         ("tests/attacks/test_costly_directory.py", "tests/attacks/test_flooded_directory.py"),
         ("questions to a node", "asked for records", "asked for a ping", "asked what it is"),
