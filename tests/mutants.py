@@ -72,7 +72,7 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
     "crypto/*": (*_unit(_SIGNED), *_ATTACKS),
     "protocols/*": (*_unit(_SIGNED), *_unit(_WIRE), *_ATTACKS, *_MEMORY, "fuzz/test_findings"),
     "crypto/safetensors_header.py": (
-        *_unit("bundle models_checkpoint safetensors_header adapter_folder adapters_shared"),
+        *_unit("bundle models_checkpoint adapter_folder adapters_shared"),
         *("attacks/test_costly_headers", "fuzz/test_findings"),
     ),
     "node/trust/*": (
@@ -90,7 +90,7 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
         *_ATTACKS,
         *_MEMORY,
         *("swarm/test_client_session", "swarm/test_recovery", "swarm/test_progress", "swarm/test_moving"),
-        "swarm/test_compared_chains",
+        *("swarm/test_compared_chains", "swarm/test_longrope", "swarm/test_longrope_sessions"),
     ),
     "node/api/*": (
         *_unit("api_fields api_parts api_grammar bounded_json http_server"),
@@ -103,6 +103,14 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
     "node/network/standard_protocols.py": (*_unit("standard_protocols"), "attacks/test_pings_and_pushes"),
     "node/network/address_shares.py": _KADEMLIA,
     "node/models/sources/gguf_header.py": _unit("gguf_header models_gguf"),
+    "node/client/api/arguments.py": ("swarm/test_call_arguments",),
+    "node/blocks/config.py": ("swarm/test_longrope", "swarm/test_longrope_sessions", "parity/test_refused"),
+    "node/blocks/stack.py": (
+        "swarm/test_longrope",
+        "swarm/test_longrope_sessions",
+        "attacks/test_other_factors",
+        "parity/test_blocks",
+    ),
     "node/blocks/architecture.py": (
         *_unit("sizing"),
         "parity/test_refused",
