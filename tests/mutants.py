@@ -103,7 +103,7 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
     "node/network/standard_protocols.py": (*_unit("standard_protocols"), "attacks/test_pings_and_pushes"),
     "node/network/address_shares.py": _KADEMLIA,
     "node/models/sources/gguf_header.py": _unit("gguf_header models_gguf"),
-    "node/client/api/arguments.py": ("swarm/test_call_arguments",),
+    "node/client/api/arguments.py": ("unit/test_call_arguments", "swarm/test_call_arguments"),
     "node/blocks/config.py": ("swarm/test_longrope", "swarm/test_longrope_sessions", "parity/test_refused"),
     "node/blocks/stack.py": (
         "swarm/test_longrope",
