@@ -43,8 +43,8 @@ Handler = Callable[[StreamBytes, str], Awaitable[None]]
 
 async def keep_identified(peerstore: IPeerStore, peer_id: ID, message: Identify) -> None:
     """As libp2p's own, which keeps up to 1 MiB of each key that has ever connected or pushed."""
-    small = [addr for addr in message.listen_addrs[:_MAX_IDENTIFIED_ADDRS] if len(addr) <= _MAX_IDENTIFIED]
-    known = [name for name in message.protocols[:_MAX_IDENTIFIED_PROTOCOLS] if len(name) <= _MAX_IDENTIFIED]
+    small = [addr for addr in message.listen_addrs if len(addr) <= _MAX_IDENTIFIED][:_MAX_IDENTIFIED_ADDRS]
+    known = [name for name in message.protocols if len(name) <= _MAX_IDENTIFIED][:_MAX_IDENTIFIED_PROTOCOLS]
     kept = Identify(listen_addrs=small, protocols=known)
     if len(message.public_key) <= _MAX_IDENTIFIED:
         kept.public_key = message.public_key

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final, TypeVar
 
@@ -71,6 +71,14 @@ class MemoryStream:
     def is_closed(self) -> bool:
         """Whether this end was closed."""
         return self._closed
+
+    async def turn(self) -> None:
+        """Nobody else has a turn."""
+        await trio.lowlevel.checkpoint()
+
+    async def metered(self, work: Awaitable[None]) -> None:
+        """Does `work`, which counts for nobody."""
+        await work
 
     # --- RawStream
 

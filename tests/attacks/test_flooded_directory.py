@@ -218,6 +218,7 @@ def test_versions_that_are_made_up_do_not_displace_a_model_that_has_servers() ->
 
 
 def test_a_storing_node_keeps_the_list_that_it_knows_more_addresses_for() -> None:
+    now = time.time()
     honest, false = signed(1, MAX_LIFETIME), signed(1, MAX_LIFETIME)
     made_up = [
         sign_announcement(one, replace(false[0].content, peer_id=one.peer_id, model_version=bytes([number]) * 32))
@@ -226,11 +227,11 @@ def test_a_storing_node_keeps_the_list_that_it_knows_more_addresses_for() -> Non
     lists = [models_value(made_up), models_value([*honest, *made_up[:31]])]
 
     async def main() -> None:
-        kept = ValueStore(lambda: NOW)
+        kept = ValueStore(lambda: now)
         kept.backing = lambda version: 2 if version == MODEL else 1
         for value in lists:
-            assert kept.put(MODELS_KEY, await open_value(MODELS_KEY, value, NOW), "11.0.0.1")
-        assert not kept.put(MODELS_KEY, await open_value(MODELS_KEY, lists[0], NOW), "11.0.0.1")
+            assert kept.put(MODELS_KEY, await open_value(MODELS_KEY, value, now), "11.0.0.1")
+        assert not kept.put(MODELS_KEY, await open_value(MODELS_KEY, lists[0], now), "11.0.0.1")
 
     trio.run(main)
 

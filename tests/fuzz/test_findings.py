@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import trio
 from libp2p.identity.identify.pb.identify_pb2 import Identify
-from libp2p.identity.identify_push import identify_push
 from libp2p.peer.id import ID
 from libp2p.peer.peerstore import PeerStore
 from multiaddr import Multiaddr
@@ -21,6 +20,7 @@ from petalnode.node.errors import BadInput, ModelError
 from petalnode.node.models.checkpoint import read_header
 from petalnode.node.models.manifest import canonical_architecture
 from petalnode.node.network.addresses import dialable, parse_peer
+from petalnode.node.network.standard_protocols import keep_identified
 from petalnode.node.network.transport.muxed_stream import HEADER, RST, SYN, WINDOW_UPDATE
 from petalnode.node.network.transport.negotiation import question
 from petalnode.node.placement.planning.machines_file import read_machines
@@ -220,7 +220,7 @@ def test_little_of_what_a_peer_says_of_itself_is_kept() -> None:
         store, peer_id = PeerStore(), ID.from_string(corpus.ATTACKER.peer_id)
         addrs = [Multiaddr(f"/ip4/203.0.113.7/tcp/{port}").to_bytes() for port in range(1, 1000)]
         said = Identify(listen_addrs=[b"\xa5\x03" * 400, *addrs], protocols=["x" * 1000, *map(str, range(1000))])
-        await identify_push.update_peerstore_from_identify(store, peer_id, said)
+        await keep_identified(store, peer_id, said)
         assert len(store.addrs(peer_id)) == 32
         assert len(store.get_protocols(peer_id)) == 128
 

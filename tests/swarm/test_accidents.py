@@ -65,7 +65,7 @@ COMMANDS = {
     "bans": "bans",
     "pause": "pause",
     "resume": "resume",
-    "credits": "credits balance {nobody} --identity {scratch}/node.key",
+    "credits": "credits balance {nobody} --key {scratch}/node.key",
 }
 """Without a network each of them ends by itself."""
 ALL = tuple(COMMANDS)

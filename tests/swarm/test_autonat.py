@@ -94,18 +94,19 @@ def test_the_budget_is_for_each_address_for_all_and_for_those_under_way():
     for _ in range(7):
         taken.append(budget.take(here, 0.0))
         if taken[-1]:
-            budget.give_back()
+            budget.give_back(here)
     assert taken == [True] * 6 + [False]
     assert budget.take(here, 60.0)
-    budget.give_back()
+    budget.give_back(here)
     granted = 0
     for address in addresses:
         if budget.take(address, 61.0):
             granted += 1
-            budget.give_back()
+            budget.give_back(address)
     assert granted == 59
     under_way = Budget()
-    assert [under_way.take(address, 0.0) for address in addresses[:9]] == [True] * 8 + [False]
+    assert [under_way.take(here, 0.0) for _ in range(3)] == [True, True, False]
+    assert [under_way.take(address, 0.0) for address in addresses[:15]] == [True] * 14 + [False]
 
 
 def test_libp2ps_own_autonat_understands_us_and_we_it():
