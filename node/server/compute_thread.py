@@ -261,19 +261,30 @@ class ComputeThread:
     def _run(self) -> None:
         wait = 0.0
         while self._drain_queue(wait):
-            wait = 0.0
-            self._drop_abandoned()
-            if self._calls:
-                self._run_client_call()
-            if self.steps.is_waited_for:
-                wait = self.steps.run_turn()
-            elif (passes := self._resumed or self._passes) and not (wait := self.steps.pass_wait(*self._part)):
-                self._continue_pass(passes)
+            wait = self._run_turn()
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether something that was taken from the queue is not done."""
+        return bool(self.steps.is_waited_for or self._passes or self._resumed or self._calls)
+
+    def _run_turn(self) -> float:
+        """What is between two looks at the queue; returns how many seconds the next one may wait for more."""
+        self._drop_abandoned()
+        if self._calls:
+            self._run_client_call()
+        if self.steps.is_waited_for:
+            return self.steps.run_turn()
+        passes = self._resumed or self._passes
+        wait = self.steps.pass_wait(*self._part) if passes else 0.0
+        if passes and not wait:
+            self._continue_pass(passes)
+        return wait
 
     def _drain_queue(self, wait: float = 0.0) -> bool:
         """Takes all that has come, and waits: without end if there is nothing to do, else for `wait` seconds at most.
         False when the thread is to end."""
-        busy = self.steps.is_waited_for or self._passes or self._resumed or self._calls
+        busy = self._is_busy
         block, timeout = not busy or (wait > 0 and not self._calls), wait if busy else None
         try:
             while True:

@@ -89,17 +89,13 @@ class InPlace(ComputeThread):
 
     def finish(self) -> None:
         """What was given up is dropped, as the thread would have done by itself."""
-        while not self._queue.empty() or self.steps.is_waited_for or self._passes or self._resumed:
+        while not self._queue.empty() or self._is_busy:
             self._turn()
 
     def _turn(self) -> None:
-        if self._queue.empty() and not (self.steps.is_waited_for or self._passes or self._resumed):
-            return
-        self._drain_queue()
-        if self.steps.is_waited_for:
-            self.steps.run_turn()
-        elif self._resumed or self._passes:
-            self._continue_pass(self._resumed or self._passes)
+        if not self._queue.empty() or self._is_busy:
+            self._drain_queue()
+            self._run_turn()
 
     def _finish(self, pending: Any, value: object) -> None:
         pending.value = value
