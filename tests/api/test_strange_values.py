@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -69,7 +70,11 @@ def test_numbers_that_are_as_small_or_large_as_can_be(asking: httpx.Client) -> N
     }
     for name, values in limits.items():
         for value in values:
-            answer = asking.post("/v1/chat/completions", json={**chat, name: value, "n": 2})
+            for _ in range(300):
+                answer = asking.post("/v1/chat/completions", json={**chat, name: value, "n": 2})
+                if answer.status_code != 503:
+                    break
+                time.sleep(0.2)  # on a busy machine a server may be taken for silent for a while
             assert answer.status_code == 200, (name, value, answer.text)
 
 

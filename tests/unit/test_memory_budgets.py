@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -103,17 +105,21 @@ def test_another_c_library_is_left_alone() -> None:
 
 
 @pytest.mark.skipif(memory.own_heap() is None, reason="another C library")
-def test_this_process_gives_back_what_it_freed() -> None:
-    heap = memory.own_heap()
-    assert heap is not None
-    taken = [bytes(50_000) for _ in range(2000)]
-    last = bytes(50_000)
-    assert heap.use().resident > 95 * MIB
-    del taken
-    kept = heap.use()
-    heap.trim()
-    assert heap.use().resident <= max(kept.resident - kept.kept // 2, 0) or kept.kept < MIB
-    assert len(last) == 50_000
+def test_a_process_gives_back_what_it_freed() -> None:
+    """One of its own: how much of a test run's heap is free, and where, depends on the tests before."""
+    program = """
+from petalnode.node.network.transport.memory import own_heap
+heap = own_heap()
+taken = [bytes(50_000) for _ in range(2000)]
+last = bytes(50_000)
+assert heap.use().resident > 95 << 20
+del taken
+kept = heap.use()
+heap.trim()
+assert kept.kept > 80 << 20, kept
+assert heap.use().resident <= kept.resident - kept.kept // 2, (kept, heap.use())
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_groups_are_read_where_there_are_none(tmp_path: Path) -> None:
