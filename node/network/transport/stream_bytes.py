@@ -117,8 +117,10 @@ class StreamBytes:
         await trio.lowlevel.checkpoint()  # so that the answer before is counted
         muxer = cast(Muxer, self._muxed.muxed_conn)
         self._waits_turn = True  # which shall not count, or it would wait for what waiting takes
-        await muxer.limits.work_turn(muxer.address)
-        self._waits_turn = False
+        try:
+            await muxer.limits.work_turn(muxer.address)
+        finally:
+            self._waits_turn = False
 
     async def metered(self, work: Coroutine[Any, Any, None]) -> None:
         """Does `work`, whose processor time counts for the peer's address."""
