@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 
 import gguf
@@ -31,33 +32,9 @@ def write_tiny_gguf(
         extra: more float32 tensors, by GGUF name.
         without: the name of a tensor that is left out.
     """
-    writer = gguf.GGUFWriter(file, "llama")
-    writer.add_name("tiny")
-    writer.add_block_count(BLOCKS)
-    writer.add_context_length(128)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(said_feed_forward)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KEY_VALUE_HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(VOCABULARY)
-    _add_tokenizer(writer)
+    writer = _writer(file, BLOCKS, HIDDEN, said_feed_forward)
     random = np.random.default_rng(seed)
-    key_value = HIDDEN // HEADS * KEY_VALUE_HEADS
-    shapes = {"token_embd": (VOCABULARY, HIDDEN), "output": (VOCABULARY, HIDDEN), "output_norm": (HIDDEN,)}
-    for block in range(BLOCKS):
-        shapes |= {
-            f"blk.{block}.attn_norm": (HIDDEN,),
-            f"blk.{block}.ffn_norm": (HIDDEN,),
-            f"blk.{block}.attn_q": (HIDDEN, HIDDEN),
-            f"blk.{block}.attn_k": (key_value, HIDDEN),
-            f"blk.{block}.attn_v": (key_value, HIDDEN),
-            f"blk.{block}.attn_output": (HIDDEN, HIDDEN),
-            f"blk.{block}.ffn_gate": (FEED_FORWARD, HIDDEN),
-            f"blk.{block}.ffn_up": (FEED_FORWARD, HIDDEN),
-            f"blk.{block}.ffn_down": (HIDDEN, FEED_FORWARD),
-        }
+    shapes = _shapes(BLOCKS, HIDDEN, FEED_FORWARD)
     kind = gguf.GGMLQuantizationType[quantisation]
     shapes.pop(without.removesuffix(".weight"), None)
     for name, shape in shapes.items():
@@ -74,6 +51,55 @@ def write_tiny_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def write_sparse_gguf(file: Path, blocks: int, hidden: int, feed_forward: int) -> Path:
+    """Writes a Llama whose float16 weights are a hole in the file: its size is that of a real one. Returns `file`."""
+    writer = _writer(file, blocks, hidden, feed_forward)
+    for name, shape in _shapes(blocks, hidden, feed_forward).items():
+        kind = np.float32 if len(shape) == 1 else np.float16
+        writer.add_tensor_info(f"{name}.weight", list(shape), np.dtype(kind), prod(shape) * np.dtype(kind).itemsize)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    with file.open("rb+") as stream:
+        stream.truncate(file.stat().st_size + sum(4 * prod(s) for s in _shapes(blocks, hidden, feed_forward).values()))
+    return file
+
+
+def _writer(file: Path, blocks: int, hidden: int, feed_forward: int) -> gguf.GGUFWriter:
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_name("tiny")
+    writer.add_block_count(blocks)
+    writer.add_context_length(128)
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(feed_forward)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KEY_VALUE_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(VOCABULARY)
+    _add_tokenizer(writer)
+    return writer
+
+
+def _shapes(blocks: int, hidden: int, feed_forward: int) -> dict[str, tuple[int, ...]]:
+    key_value = hidden // HEADS * KEY_VALUE_HEADS
+    shapes = {"token_embd": (VOCABULARY, hidden), "output": (VOCABULARY, hidden), "output_norm": (hidden,)}
+    for block in range(blocks):
+        shapes |= {
+            f"blk.{block}.attn_norm": (hidden,),
+            f"blk.{block}.ffn_norm": (hidden,),
+            f"blk.{block}.attn_q": (hidden, hidden),
+            f"blk.{block}.attn_k": (key_value, hidden),
+            f"blk.{block}.attn_v": (key_value, hidden),
+            f"blk.{block}.attn_output": (hidden, hidden),
+            f"blk.{block}.ffn_gate": (feed_forward, hidden),
+            f"blk.{block}.ffn_up": (feed_forward, hidden),
+            f"blk.{block}.ffn_down": (hidden, feed_forward),
+        }
+    return shapes
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter) -> None:

@@ -13,10 +13,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from petalnode.node.errors import MachineError, unwrapped
+from petalnode.node.errors import BadInput, MachineError, unwrapped
 from petalnode.node.models.cache_dir import cache_dir
 from petalnode.node.testing.memory_servers import MemorySwarm, memory_swarm
 from tests.swarm.processes import environment, petalnode, run_to_end
+from tests.tiny_gguf import write_sparse_gguf, write_tiny_gguf
 from tests.tiny_models import save_tiny
 
 BLOCKS = 80
@@ -68,6 +69,27 @@ def test_a_cache_larger_than_memory_is_refused(swarm: MemorySwarm, tmp_path: Pat
     server = swarm.start(folder, blocks, cache_tokens=10**12)
     says = r"cache-tokens \d+ (takes .* at most \d+ tokens fit|is the most that fits)"
     with pytest.raises(MachineError, match=says), unwrapped(MachineError):
+        assert server.ready
+
+
+def test_a_gguf_file_is_refused_by_its_header(
+    swarm: MemorySwarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its blocks, or by the cache that was asked for; it is neither hashed nor imported."""
+    monkeypatch.setenv("PETALNODE_CACHE", str(tmp_path / "cache"))
+    tiny = write_tiny_gguf(tmp_path / "tiny.gguf")
+    large = write_sparse_gguf(tmp_path / "large.gguf", BLOCKS, 16384, 131072)
+    assert os.stat(large).st_size > TIB
+    for file, cache_tokens, says in (
+        (tiny, 10**12, "cache-tokens .* at most"),
+        (large, None, "80 blocks of this model take"),
+    ):
+        server = swarm.start(file, "0:3" if file == tiny else "0:80", cache_tokens=cache_tokens)
+        with pytest.raises(MachineError, match=says), unwrapped(MachineError):
+            assert server.ready
+        assert not (cache_dir() / "hashes").exists() and not (cache_dir() / "models").exists()
+    server = swarm.start(large, "0:81")
+    with pytest.raises(BadInput, match="large has 80 blocks"), unwrapped(BadInput):
         assert server.ready
 
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ...errors import ModelError
-from ..cache_dir import import_once, require_space
+from ..cache_dir import import_once, imported_folder, require_space
 from ..checkpoint import ShardWriter
-from ..digests import file_digest
+from ..digests import file_digest, known_file_digest
 from ..folder import ModelFolder, open_folder
 from ..progress import Progress
 from .gguf_header import GgufHeader, GgufTensor, read_gguf_header
@@ -54,6 +54,25 @@ def import_gguf(file: Path, progress: Progress) -> ModelFolder:
     key = gguf_key(file_digest(file, progress))
     path = import_once(key, f"Importing {file.name}", lambda folder: write_folder(file, folder, progress), progress)
     return open_folder(path, file.stem)
+
+
+def write_config_of(file: Path, folder: Path) -> ModelFolder | None:
+    """Writes into `folder` the `config.json` that an import of `file` would have, by the file's header and norms alone.
+
+    None, and nothing is written, if the file is imported already.
+
+    Raises:
+        ModelError: as `import_gguf`.
+    """
+    known = known_file_digest(file)
+    if known is not None and imported_folder(gguf_key(known)).is_dir():
+        return None
+    header = read_gguf_header(file)
+    _refuse_split(file, header)
+    config = read_gguf_config(file, header)
+    dtype = _dtype(file, header, _Names(file, header, config))
+    _write_json(folder / "config.json", config | {"dtype": _name_of(dtype)})
+    return open_folder(folder, file.stem)
 
 
 def word_on_kinds(name: str, kinds: Iterable[str]) -> str | None:
@@ -149,7 +168,7 @@ def _write_weights(file: Path, header: GgufHeader, names: _Names, folder: Path, 
         writer.add({name: value.to(dtype).contiguous() for name, value in tensors.items()})
     names.check_all_written()
     writer.close()
-    return str(dtype).removeprefix("torch.")
+    return _name_of(dtype)
 
 
 class _Names:
@@ -233,6 +252,10 @@ class _Outer:
         if self._depth == 0:
             return []
         return [(name, _Outer(child, self._depth - 1)) for name, child in self._module.named_children()]
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _dtype(file: Path, header: GgufHeader, names: _Names) -> torch.dtype:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from ...errors import ModelError
+from ..cache_dir import disk_errors
 from ..checkpoint import Checkpoint
 from ..disk_limit import BeforeDownload, no_disk_limit
 from ..folder import ModelFolder, open_folder
 from ..parts import Need, parts_of_need
 from ..progress import Progress, no_progress
 from .alias import ALIASES, import_alias
-from .gguf_import import import_gguf
+from .gguf_import import import_gguf, write_config_of
 from .hub import fetch
 
 DEFAULT_MODEL = "smollm2"
@@ -87,6 +91,30 @@ def resolve(
         name, pinned = split_version(name)
     folder = _find(name, isinstance(model, str), need, progress, revision, offline, before_download)
     return replace(folder, pinned=pinned, asked=name)
+
+
+@contextmanager
+def config_before_import(model: str) -> Iterator[ModelFolder | None]:
+    """The configuration of the GGUF file that `model` names, read before the whole file is hashed and imported.
+
+    It is in a temporary folder, which is removed when the context ends. None for what is no such file, or is imported
+    already.
+
+    Raises:
+        ModelError: if the file cannot be imported, as far as its header and configuration tell.
+        MachineError: if nothing can be written to the folder of temporary files.
+    """
+    named, _ = split_version(model)
+    path = Path(named).expanduser()
+    if named in ALIASES or path.suffix.lower() != ".gguf" or not path.is_file():
+        yield None
+        return
+    temporary = Path(tempfile.gettempdir())
+    with ExitStack() as stack:
+        with disk_errors(temporary, f"Reading {path.name}", "Make room there, or set TMPDIR to another folder."):
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="petalnode-"))
+            found = write_config_of(path.absolute(), Path(folder))
+        yield found
 
 
 def _find(
