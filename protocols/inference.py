@@ -204,6 +204,34 @@ def _check_prefix(message: wire.Open) -> None:
         raise bad_request(f"the salt of a prefix takes at most {MAX_SALT} bytes")
 
 
+def check_hidden_states(tensor: wire.Tensor, terms: SessionTerms, hidden_size: int | None = None) -> int:
+    """The tokens of a row in a step of such a session, of a model of this hidden size or of any. Raises Refusal."""
+    shape = tuple(tensor.shape)
+    if len(shape) != 3 or shape[0] != terms.batch or not shape[1] or shape[2] != (hidden_size or max(shape[2], 1)):
+        raise bad_request(f"shape {shape} is not [{terms.batch}, tokens, {hidden_size or 'hidden'}]")
+    check_format(tensor, terms.codec, terms.dtype, "session")
+    return shape[1]
+
+
+def check_format(tensor: wire.Tensor, codec: str, dtype: str, what: str) -> None:
+    """Raises Refusal if the tensor has another form than `what` was opened for."""
+    if (tensor.codec, tensor.dtype) != (codec, dtype):
+        raise bad_request(f"{tensor.dtype} with codec {tensor.codec!r} came; the {what} speaks {dtype} with {codec!r}")
+
+
+def check_position(step: wire.Step, tokens: int, terms: SessionTerms, held: int) -> None:
+    """Whether a step with these tokens of a row fits a session that holds `held`. Raises Refusal."""
+    if step.position > held:
+        raise bad_request(f"position {step.position} is ahead of the {held} tokens held")
+    if step.reorder and (len(step.reorder) != terms.batch or max(step.reorder) >= terms.batch):
+        raise bad_request(f"reorder takes a row for each of the {terms.batch} rows")
+    if step.position + tokens > terms.max_length:
+        raise Refusal(
+            wire.ERROR_TOO_LONG,
+            f"{step.position} tokens and {tokens} more pass the session's max_length of {terms.max_length}",
+        )
+
+
 def root_of(
     message: wire.Open, client: str, session_epoch: bytes, pledge: bytes = b"", prefix_tokens: int = 0
 ) -> bytes:

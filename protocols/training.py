@@ -150,13 +150,60 @@ def hash_of_payloads(payloads: Iterable[Buffer]) -> bytes:
     return sha.digest()
 
 
-def check_shape(shape: Sequence[int], hidden_size: int) -> None:
-    """
+def check_request(request: wire.BatchRequest, backward: bool, hidden_size: int | None, max_length: int) -> None:
+    """Whether a batch has a form that a model of this hidden size, or of any, takes for texts up to `max_length`.
+
     Raises:
-        Refusal: it is not [rows, tokens, hidden], with some of each and not too many.
+        Refusal: with what does not fit.
     """
-    if len(shape) != 3 or shape[2] != hidden_size or not shape[1] or not 1 <= shape[0] <= MAX_BATCH:
-        raise bad_request(f"shape {tuple(shape)} is not [rows up to {MAX_BATCH}, tokens, {hidden_size}]")
+    if len(request.tensors) != 1 + backward:
+        raise bad_request(f"a {'backward' if backward else 'forward'} pass takes {1 + backward} tensors")
+    shape, *gradients = (tuple(tensor.shape) for tensor in request.tensors)
+    rows, tokens, hidden = shape if len(shape) == 3 else (0, 0, 0)
+    if not 1 <= rows <= MAX_BATCH or not tokens or hidden != (hidden_size or max(hidden, 1)):
+        raise bad_request(f"shape {shape} is not [rows up to {MAX_BATCH}, tokens, {hidden_size or 'hidden'}]")
+    if gradients and gradients[0] != shape:
+        raise bad_request(f"a gradient of {gradients[0]} is not of the hidden states' shape {shape}")
+    if tokens > max_length:
+        raise Refusal(wire.ERROR_TOO_LONG, f"the model takes {max_length} tokens, not {tokens}")
+    if rows > 1 and rows * tokens > MICRO_BATCH_TOKENS:
+        raise Refusal(wire.ERROR_TOO_LONG, f"{rows} x {tokens} tokens in one work; {MICRO_BATCH_TOKENS} are allowed")
+    if request.mask and len(request.mask) != mask_bytes(shape):
+        raise bad_request(f"a mask of {len(request.mask)} bytes does not fit {rows} x {tokens} tokens")
+    if request.positions and (len(request.positions) != rows * tokens or max(request.positions) >= max_length):
+        raise bad_request(f"positions take one number below {max_length} for each of {rows} x {tokens} tokens")
+
+
+def check_names(names: Sequence[str], tensors: Sequence[wire.Tensor], what: str) -> None:
+    """Raises Refusal unless each tensor has a name of its own."""
+    if len(names) != len(tensors) or len(set(names)) != len(names):
+        raise bad_request(f"{what} takes a name of its own for each tensor")
+
+
+def check_kept(keep: wire.Keep, span: Span, hidden_size: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of LoRA tensors among those of a Keep, by name: which layers there are is not known here.
+
+    Raises:
+        Refusal: another tensor is no deep prompts for these blocks, or has no name of its own.
+    """
+    check_names(keep.names, keep.tensors, "Keep")
+    lora = {}
+    for name, tensor in zip(keep.names, keep.tensors, strict=True):
+        shape = tuple(tensor.shape)
+        if LoraName.parse(name) is not None:
+            lora[name] = shape
+        elif name != PROMPTS:
+            raise Refusal(wire.ERROR_UNSUPPORTED, f"this server knows no tensor {name[:100]!r}: only prompts and LoRA")
+        elif len(shape) != 4 or shape[0] != len(span) or shape[3] != hidden_size or not math.prod(shape):
+            raise bad_request(f"prompts of {shape} are not [{len(span)}, rows, prefix, {hidden_size}]")
+    return lora
+
+
+def check_prompts(keep: wire.Keep, shape: Sequence[int]) -> None:
+    """Raises Refusal if deep prompts of a checked Keep do not fit hidden states of this shape."""
+    for name, tensor in zip(keep.names, keep.tensors, strict=True):
+        if name == PROMPTS and (tensor.shape[1] not in (1, shape[0]) or tensor.shape[2] > shape[1]):
+            raise bad_request(f"prompts of {tuple(tensor.shape)} do not fit hidden states of {tuple(shape)}")
 
 
 def raw_bytes(tensors: Iterable[wire.Tensor]) -> int:

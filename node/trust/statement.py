@@ -20,10 +20,11 @@ from ...protocols import wire_pb2 as wire
 from ...protocols.framing import wire_nbytes
 from ...protocols.ids import BACKWARD, FORWARD, Span
 from ...protocols.inference import (
-    MAX_BATCH,
     MAX_LENGTH,
     Refusal,
     SessionTerms,
+    check_hidden_states,
+    check_position,
     hash_of_step,
     pledge_from_wire,
     receipt_from_wire,
@@ -33,14 +34,14 @@ from ...protocols.inference import (
 )
 from ...protocols.prefix import BLOCK_TOKENS, PrefixNames, token_digests
 from ...protocols.training import (
-    MICRO_BATCH_TOKENS,
     NOTHING_KEPT,
-    PROMPTS,
     LoraName,
+    check_kept,
+    check_prompts,
+    check_request,
     hash_of_batch,
     hash_of_keep,
     hash_of_payloads,
-    mask_bytes,
 )
 from .bundle import Bundle, needed
 from .receipt_log import LoggedBatch
@@ -118,7 +119,7 @@ def _session(bundle: Bundle) -> SessionClaim:
     wanted = frozenset(needed([step.step for step in evidence.steps]))
     length, steps = _prefix(bundle, terms)
     for number, (entry, receipt) in enumerate(zip(evidence.steps, receipts, strict=True)):
-        _check_form(entry.step, entry.tensor, terms, length)
+        check_position(entry.step, check_hidden_states(entry.tensor, terms), terms, length)
         length = entry.step.position + entry.tensor.shape[1]
         _check_request(entry, receipt)
         if number in wanted:
@@ -139,7 +140,7 @@ def _prefix(bundle: Bundle, terms: SessionTerms) -> tuple[int, list[tuple[wire.S
     length = 0
     for number, tensor in enumerate(bundle.evidence.prefix):
         step, payload = wire.Step(position=length), _payload(bundle, f"prefix.{number}")
-        _check_form(step, tensor, terms, length)
+        check_position(step, check_hidden_states(tensor, terms), terms, length)
         if len(payload) != wire_nbytes(tensor.shape, tensor.dtype, tensor.codec):
             raise ExchangedTensors("what the session began with is of another size than the statement has it")
         for long_factors, named in enumerate(names):
@@ -176,19 +177,6 @@ def _input_of(bundle: Bundle, number: int) -> bytes:
     return payload
 
 
-def _check_form(step: wire.Step, tensor: wire.Tensor, terms: SessionTerms, length: int) -> None:
-    """Whether a server takes this step in a session of these terms that holds `length` tokens of a row."""
-    shape = tuple(tensor.shape)
-    if len(shape) != 3 or shape[0] != terms.batch or not shape[1] or not shape[2]:
-        raise NotProven(f"a step of shape {shape} is none of {terms.batch} rows")
-    if step.position > length or step.position + shape[1] > min(terms.max_length, MAX_LENGTH):
-        raise NotProven(f"step {step.sequence} does not follow what the session holds")
-    if step.reorder and (len(step.reorder) != terms.batch or max(step.reorder) >= terms.batch):
-        raise NotProven(f"step {step.sequence} takes rows from where there are none")
-    if (tensor.codec, tensor.dtype) != (terms.codec, terms.dtype):
-        raise NotProven(f"step {step.sequence} has another codec than the session")
-
-
 def _batch(bundle: Bundle) -> LoggedBatch:
     evidence = bundle.evidence.work
     receipt = receipt_from_wire(evidence.receipt)
@@ -198,13 +186,19 @@ def _batch(bundle: Bundle) -> LoggedBatch:
         raise NotProven(f"{evidence.protocol!r} is no pass")
     work = evidence.work
     keep = evidence.keep if evidence.HasField("keep") else None
-    count = 2 if evidence.protocol == BACKWARD else 1
-    _check_batch_form(work, keep, count, Span(*receipt.span))
+    check_request(work, evidence.protocol == BACKWARD, None, MAX_LENGTH)
+    if keep is not None:
+        shape, span = work.tensors[0].shape, Span(*receipt.span)
+        for name, kept_shape in check_kept(keep, span, shape[2]).items():
+            lora = LoraName.parse(name)
+            if lora is None or lora.block not in span or len(kept_shape) != 2 or not all(kept_shape):
+                raise NotProven(f"a tensor {name[:100]!r} of shape {kept_shape} in blocks {span}")
+        check_prompts(keep, shape)
     if evidence.input_hash:
         kept_hash = NOTHING_KEPT if keep is None else hash_of_keep(keep, evidence.kept_hash)
         if hash_of_batch(evidence.protocol, work, evidence.input_hash, kept_hash) != receipt.request_hash:
             raise NotProven("the work is not what the server's receipt says that it was asked")
-    inputs = tuple(_payload(bundle, f"input.{number}") for number in range(count))
+    inputs = tuple(_payload(bundle, f"input.{number}") for number in range(len(work.tensors)))
     kept = tuple(_payload(bundle, f"kept.{number}") for number in range(len(keep.tensors) if keep else 0))
     kept_hash = NOTHING_KEPT if keep is None else hash_of_keep(keep, hash_of_payloads(kept))
     if hash_of_batch(evidence.protocol, work, hash_of_payloads(inputs), kept_hash) != receipt.request_hash:
@@ -214,45 +208,6 @@ def _batch(bundle: Bundle) -> LoggedBatch:
     if hash_of_payloads(outputs) != receipt.reply_hash:
         raise ExchangedTensors("the answer is not the one that the server signed")
     return LoggedBatch(bundle.accused, evidence.protocol, receipt, work, inputs, keep, kept, outputs)
-
-
-def _check_batch_form(work: wire.BatchRequest, keep: wire.Keep | None, count: int, span: Span) -> None:
-    """Whether a server takes such a request, as far as that can be said without its model."""
-    if len(work.tensors) != count:
-        raise NotProven(f"such a pass takes {count} tensors, not {len(work.tensors)}")
-    shape = tuple(work.tensors[0].shape)
-    if len(shape) != 3 or not 1 <= shape[0] <= MAX_BATCH or not 1 <= shape[1] <= MAX_LENGTH or not shape[2]:
-        raise NotProven(f"a pass over a tensor of shape {shape}")
-    if any(tuple(tensor.shape) != shape for tensor in work.tensors):
-        raise NotProven("a gradient of another shape than the hidden states")
-    tokens = shape[0] * shape[1]
-    if shape[0] > 1 and tokens > MICRO_BATCH_TOKENS:
-        raise NotProven(f"{tokens} tokens in one work; {MICRO_BATCH_TOKENS} are allowed")
-    if work.mask and len(work.mask) != mask_bytes(shape):
-        raise NotProven(f"a mask of {len(work.mask)} bytes does not fit {tokens} tokens")
-    if work.positions and (len(work.positions) != tokens or max(work.positions) >= MAX_LENGTH):
-        raise NotProven(f"positions take one number below {MAX_LENGTH} for each of {tokens} tokens")
-    if keep is not None:
-        _check_kept_form(keep, shape, span)
-
-
-def _check_kept_form(keep: wire.Keep, shape: tuple[int, ...], span: Span) -> None:
-    if len(keep.names) != len(keep.tensors) or len(set(keep.names)) != len(keep.names):
-        raise NotProven("what is kept takes a name of its own for each tensor")
-    for name, tensor in zip(keep.names, keep.tensors, strict=True):
-        lora = LoraName.parse(name)
-        kept = tuple(tensor.shape)
-        if lora is not None:
-            if lora.block not in span or len(kept) != 2 or not all(kept):
-                raise NotProven(f"a tensor {name[:100]!r} of shape {kept} in blocks {span}")
-        elif (
-            name != PROMPTS
-            or len(kept) != 4
-            or (kept[0], kept[3]) != (len(span), shape[2])
-            or kept[1] not in (1, shape[0])
-            or not 1 <= kept[2] <= shape[1]
-        ):
-            raise NotProven(f"a tensor {name[:100]!r} of shape {kept} for hidden states of {shape}")
 
 
 def _payload(bundle: Bundle, name: str) -> bytes:

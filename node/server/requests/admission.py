@@ -21,16 +21,24 @@ from ....protocols.adapter import (
 )
 from ....protocols.framing import CODECS, ITEM_BYTES, TensorError, wire_nbytes
 from ....protocols.ids import PROTOCOL_VERSION, Span
-from ....protocols.inference import MAX_STEP_BYTES, STEP_TOKENS, Refusal, SessionTerms, bad_request
+from ....protocols.inference import (
+    MAX_STEP_BYTES,
+    STEP_TOKENS,
+    Refusal,
+    SessionTerms,
+    bad_request,
+    check_format,
+    check_hidden_states,
+    check_position,
+)
 from ....protocols.prefix import LEAST_SHARED_SALT
 from ....protocols.training import (
     MAX_KEPT_TENSORS,
-    MICRO_BATCH_TOKENS,
-    PROMPTS,
     BatchTerms,
-    LoraName,
-    check_shape,
-    mask_bytes,
+    check_kept,
+    check_names,
+    check_prompts,
+    check_request,
     raw_bytes,
 )
 
@@ -137,15 +145,7 @@ def check_step(
     if len(step.targets) > MAX_TARGETS:
         raise bad_request(f"{len(step.targets)} targets; at most {MAX_TARGETS} are allowed")
     tokens = check_step_tensors(tensors, terms, hosted)
-    if step.position > position:
-        raise bad_request(f"position {step.position} is ahead of the {position} tokens held")
-    if step.reorder and (len(step.reorder) != terms.batch or max(step.reorder) >= terms.batch):
-        raise bad_request(f"reorder takes a row for each of the {terms.batch} rows")
-    if step.position + tokens > terms.max_length:
-        raise Refusal(
-            wire.ERROR_TOO_LONG,
-            f"{step.position} tokens and {tokens} more pass the session's max_length of {terms.max_length}",
-        )
+    check_position(step, tokens, terms, position)
 
 
 def check_step_tensors(tensors: Sequence[wire.Tensor], terms: SessionTerms, hosted: Hosted) -> int:
@@ -156,15 +156,11 @@ def check_step_tensors(tensors: Sequence[wire.Tensor], terms: SessionTerms, host
     """
     if len(tensors) != 1:
         raise bad_request(f"a step carries one tensor, not {len(tensors)}")
-    tensor = tensors[0]
-    shape = tuple(tensor.shape)
-    if len(shape) != 3 or shape[0] != terms.batch or shape[2] != hosted.hidden_size or shape[1] < 1:
-        raise bad_request(f"shape {shape} is not [{terms.batch}, tokens, {hosted.hidden_size}]")
-    _check_format(tensor, terms, "session")
-    _check_bytes(tensor, MAX_STEP_BYTES)
-    if shape[1] > step_tokens(terms.batch):
-        raise bad_request(f"{shape[1]} tokens in one step; at most {step_tokens(terms.batch)} were granted")
-    return shape[1]
+    tokens = check_hidden_states(tensors[0], terms, hosted.hidden_size)
+    _check_bytes(tensors[0], MAX_STEP_BYTES)
+    if tokens > step_tokens(terms.batch):
+        raise bad_request(f"{tokens} tokens in one step; at most {step_tokens(terms.batch)} were granted")
+    return tokens
 
 
 def is_prompt(tensors: Sequence[wire.Tensor]) -> bool:
@@ -187,20 +183,11 @@ def check_keep(keep: wire.Keep, terms: BatchTerms, hosted: Hosted, linears: Line
     """
     if keep.number != last + 1:
         raise bad_request(f"Keep {keep.number} came after {last}")
-    if len(keep.names) != len(keep.tensors) or len(set(keep.names)) != len(keep.names):
-        raise bad_request("Keep takes a name of its own for each tensor")
     if not 1 <= len(keep.tensors) <= MAX_KEPT_TENSORS:
         raise bad_request(f"Keep takes 1 to {MAX_KEPT_TENSORS} tensors, not {len(keep.tensors)}")
-    lora: dict[str, tuple[int, ...]] = {}
-    for name, tensor in zip(keep.names, keep.tensors, strict=True):
+    lora = check_kept(keep, terms.span, hosted.hidden_size)
+    for tensor in keep.tensors:
         _check_bytes(tensor)
-        shape = tuple(tensor.shape)
-        if LoraName.parse(name) is not None:
-            lora[name] = shape
-        elif name != PROMPTS:
-            raise Refusal(wire.ERROR_UNSUPPORTED, f"this server knows no tensor {name[:100]!r}: only prompts and LoRA")
-        elif len(shape) != 4 or shape[0] != len(terms.span) or shape[3] != hosted.hidden_size or not math.prod(shape):
-            raise bad_request(f"prompts of {shape} are not [{len(terms.span)}, rows, prefix, {hosted.hidden_size}]")
     _check_lora(lora, terms.span, linears, hosted)
 
 
@@ -216,39 +203,16 @@ def check_batch(
     """Whether a batch fits its stream, which keeps `kept`. `last` is the sequence number before it."""
     if request.sequence != last + 1:
         raise bad_request(f"work {request.sequence} came after work {last}")
-    if len(request.tensors) != 1 + backward:
-        raise bad_request(f"a {'backward' if backward else 'forward'} pass takes {1 + backward} tensors")
     if request.gradient_follows and not backward:
         raise bad_request("a forward pass takes no gradient")
-    shape = tuple(request.tensors[0].shape)
-    check_shape(shape, hosted.hidden_size)
+    check_request(request, backward, hosted.hidden_size, hosted.max_length)
     for tensor in request.tensors:
-        if tuple(tensor.shape) != shape:
-            raise bad_request(f"a gradient of {tuple(tensor.shape)} is not of the hidden states' shape {shape}")
-        _check_format(tensor, terms, "stream")
+        check_format(tensor, terms.codec, terms.dtype, "stream")
         _check_bytes(tensor)
-    _check_batch_size(request, shape[0], shape[1], hosted)
     if request.kept and request.kept not in kept:
         raise bad_request(f"nothing is kept under number {request.kept}")
     if request.kept in kept:
-        _check_prompts(kept[request.kept], shape)
-
-
-def _check_batch_size(request: wire.BatchRequest, rows: int, tokens: int, hosted: Hosted) -> None:
-    if tokens > hosted.max_length:
-        raise Refusal(wire.ERROR_TOO_LONG, f"the model takes {hosted.max_length} tokens, not {tokens}")
-    if rows > 1 and rows * tokens > MICRO_BATCH_TOKENS:
-        raise Refusal(wire.ERROR_TOO_LONG, f"{rows} x {tokens} tokens in one work; {MICRO_BATCH_TOKENS} are allowed")
-    if request.mask and len(request.mask) != mask_bytes((rows, tokens)):
-        raise bad_request(f"a mask of {len(request.mask)} bytes does not fit {rows} x {tokens} tokens")
-    if request.positions and (len(request.positions) != rows * tokens or max(request.positions) >= hosted.max_length):
-        raise bad_request(f"positions take one number below {hosted.max_length} for each of {rows} x {tokens} tokens")
-
-
-def _check_prompts(keep: wire.Keep, shape: tuple[int, ...]) -> None:
-    for name, tensor in zip(keep.names, keep.tensors, strict=True):
-        if name == PROMPTS and (tensor.shape[1] not in (1, shape[0]) or tensor.shape[2] > shape[1]):
-            raise bad_request(f"prompts of {tuple(tensor.shape)} do not fit hidden states of {shape}")
+        check_prompts(kept[request.kept], request.tensors[0].shape)
 
 
 def batch_bytes(request: wire.BatchRequest, keep: wire.Keep | None) -> int:
@@ -274,8 +238,7 @@ def check_adapter(offer: wire.Adapter, hosted: Hosted, linears: Linears) -> Span
     hashes = [(block.block, block.hash) for block in offer.blocks]
     if len({block for block, _ in hashes}) != len(hashes) or hash_of_adapter(hashes) != offer.hash:
         raise bad_request("the adapter's hash is not that of its blocks")
-    if len(offer.names) != len(offer.tensors) or len(set(offer.names)) != len(offer.names):
-        raise bad_request("an adapter takes a name of its own for each tensor")
+    check_names(offer.names, offer.tensors, "an adapter")
     nbytes = sum(tensor.nbytes for tensor in offer.tensors)
     if len(offer.tensors) > MAX_ADAPTER_TENSORS or nbytes > MAX_ADAPTER_BYTES:
         raise Refusal(
@@ -293,13 +256,6 @@ def check_adapter(offer: wire.Adapter, hosted: Hosted, linears: Linears) -> Span
 
 
 # --- tensors
-
-
-def _check_format(tensor: wire.Tensor, terms: SessionTerms | BatchTerms, what: str) -> None:
-    if tensor.codec != terms.codec or tensor.dtype != terms.dtype:
-        raise bad_request(
-            f"{tensor.dtype} with codec {tensor.codec!r} came; the {what} speaks {terms.dtype} with {terms.codec!r}"
-        )
 
 
 def _check_bytes(tensor: wire.Tensor, most: float = math.inf) -> None:
