@@ -13,7 +13,12 @@ from typing import Final
 
 import trio
 from libp2p.abc import ConnectionType, IRawConnection, ISecureConn
+from libp2p.crypto import serialization
+from libp2p.crypto.exceptions import CryptographyError
+from libp2p.crypto.keys import KeyType
+from libp2p.crypto.rsa import RSAPublicKey
 from libp2p.io.exceptions import ConnectionClosedError
+from libp2p.peer import envelope
 from libp2p.peer.id import ID
 from libp2p.security.base_session import BaseSession
 from libp2p.security.noise.io import NoiseTransportReadWriter
@@ -32,6 +37,24 @@ _OUT_SOFT_LIMIT: Final = 1024 * 1024  # beyond which pings are not answered
 OUT_HARD_LIMIT: Final = 16 * 1024 * 1024
 # A peer whose system takes no 64 KiB within this time is as good as gone.
 STALL_LIMIT: Final = 10.0  # seconds
+MAX_RSA_KEY: Final = 600
+"""Bytes of an RSA key that a stranger shows; a public one of 4,096 bits has 550."""
+
+
+class ShortRsaKey(RSAPublicKey):
+    """libp2p's, which parses numbers of up to 64 KiB in a handshake, and a private key's as well, before it looks at
+    their size: 7 s of processor time for one message."""
+
+    @classmethod
+    def from_bytes(cls, key_bytes: bytes) -> RSAPublicKey:
+        if len(key_bytes) > MAX_RSA_KEY:
+            raise CryptographyError(f"an RSA key of {len(key_bytes)} bytes")
+        return super().from_bytes(key_bytes)
+
+
+# All keys are read here: of handshakes, peer ids, identify and messages by gossip; then those of signed peer records.
+serialization.key_type_to_public_key_deserializer[KeyType.RSA.value] = ShortRsaKey.from_bytes
+envelope.RSAPublicKey = ShortRsaKey
 
 
 class BufferedNoise(Transport):

@@ -31,10 +31,10 @@ CONNECTION: Final[Mapping[str, Row]] = {
     ),
     "swarm key and Noise": Row(
         "any address",
-        "node.network.transport.noise.MAX_PLAINTEXT",
+        "node.network.transport.noise.MAX_PLAINTEXT node.network.transport.noise.MAX_RSA_KEY",
         "node.network.transport.connections._HANDSHAKES",
         "as connection",
-        ("tests/unit/test_noise.py", "tests/swarm/test_private_hosts.py"),
+        ("tests/attacks/test_costly_keys.py", "tests/unit/test_noise.py", "tests/swarm/test_private_hosts.py"),
         ("Noise messages", "handshakes"),
         ("handshakes",),
     ),

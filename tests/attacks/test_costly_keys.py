@@ -1,0 +1,94 @@
+"""A stranger's key is read before anything is known of the stranger: an RSA key of 60 KiB took 7 s of the loop."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import trio
+from Crypto.PublicKey import RSA
+from Crypto.Util.asn1 import DerSequence
+from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.crypto.exceptions import CryptographyError
+from libp2p.crypto.keys import KeyType, PublicKey
+from libp2p.crypto.rsa import RSAPublicKey
+from libp2p.crypto.serialization import deserialize_public_key
+from libp2p.peer.envelope import seal_record, unmarshal_envelope
+from libp2p.peer.id import ID
+from libp2p.peer.peer_record import PeerRecord
+
+from petalnode.node.network.host import Host
+from petalnode.node.testing.node_inspection import network_of
+from tests.attacks.test_kademlia import LOOPBACK, host, knowing
+
+SECONDS = 0.25
+"""Of processor time: a handshake takes 0.005, this key took 7."""
+
+
+LONG = bytes(DerSequence([0, 15, 3, 3, (1 << 240_000) | 1, (1 << 240_000) - 1, 1, 1, 1]).encode())
+"""An RSA key with its primes, which is read where a public one is meant."""
+
+
+class Shown(PublicKey):
+    """A key that is only shown."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    def to_bytes(self) -> bytes:
+        return self.data
+
+    def get_type(self) -> KeyType:
+        return KeyType.RSA
+
+    def verify(self, data: bytes, signature: bytes) -> bool:
+        raise NotImplementedError
+
+
+class Liar:
+    """Shows another key than it signs with."""
+
+    def __init__(self, own: Any, shown: Shown) -> None:
+        self._own = own
+        self._shown = shown
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def get_public_key(self) -> Shown:
+        return self._shown
+
+
+def test_a_handshake_with_a_long_key_ends_at_once() -> None:
+    async def connect(attacker: Host, victim: Host) -> None:
+        for security in network_of(attacker).upgrader.security_multistream.transports.values():
+            own: Any = security
+            own.libp2p_privkey = Liar(own.libp2p_privkey, Shown(LONG))
+        begun = time.thread_time()
+        with pytest.raises(ConnectionError):
+            await attacker.connect(victim.peer_id)
+        assert time.thread_time() - begun < SECONDS
+
+    async def main() -> None:
+        async with host(LOOPBACK) as victim, knowing(victim) as attacker:
+            await connect(attacker, victim)
+
+    trio.run(main)
+
+
+def test_a_long_key_is_read_nowhere() -> None:
+    key = Shown(LONG)
+    begun = time.thread_time()
+    with pytest.raises(CryptographyError, match="an RSA key of"):
+        deserialize_public_key(key.serialize())
+    record = seal_record(PeerRecord(ID(b"\x00\x01a"), []), create_new_key_pair(bytes(32)).private_key)
+    record.public_key = key
+    with pytest.raises(CryptographyError, match="an RSA key of"):
+        unmarshal_envelope(record.marshal_envelope())
+    assert time.thread_time() - begun < SECONDS
+
+
+def test_the_longest_key_that_libp2p_knows_is_read() -> None:
+    public = RSAPublicKey(RSA.construct(((1 << 4095) + 1, 65537)))
+    assert deserialize_public_key(public.serialize()).to_bytes() == public.to_bytes()
