@@ -90,6 +90,11 @@ _NO_MEMORY: Final = re.compile(
 """What torch, whose errors have no kind of their own for this, and safetensors say."""
 
 
+def reason_of(error: Exception) -> str:
+    """What an error of others says in its first line, or its kind where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
 def raise_for_memory(error: Exception, what: str) -> None:
     """
     Raises:
@@ -98,9 +103,8 @@ def raise_for_memory(error: Exception, what: str) -> None:
     if isinstance(error, PetalnodeError):
         return
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM or _NO_MEMORY.search(str(error)):
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
         raise MachineError(
-            f"{what} takes more memory than can be had ({reason}): close other programs, take fewer blocks "
+            f"{what} takes more memory than can be had ({reason_of(error)}): close other programs, take fewer blocks "
             "(--num-blocks), a smaller model, or fewer bits (--quant nf4)"
         ) from error
 

@@ -19,6 +19,7 @@ import gc
 import os
 import pickle
 import random
+import re
 import resource
 import signal
 import sys
@@ -111,12 +112,43 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
         "attacks/test_other_factors",
         "parity/test_blocks",
     ),
-    "node/blocks/architecture.py": (
-        *_unit("sizing"),
-        "parity/test_refused",
-        "parity/test_blocks",
-        "swarm/test_too_large",
+    "node/blocks/architecture.py": (*_unit("sizing"), "parity/test_refused", "swarm/test_too_large"),
+    "crypto/bounded_json.py": (*_unit("bounded_json manifest"), "attacks/test_costly_headers"),
+    "protocols/delimited.py": (
+        *_unit("bounded_message standard_protocols kademlia"),
+        *("attacks/test_message_memory", "attacks/test_kademlia", "fuzz/test_findings"),
     ),
+    "node/server/turns.py": (*_unit("turns compute_order priority"), "attacks/test_many_sessions_of_one"),
+    "node/server/compute_thread.py": (
+        *_unit("compute_order deferred_backward"),
+        *("attacks/test_batches_of_many_keys", "swarm/test_training_wire"),
+    ),
+    "node/swarm/streams.py": (
+        *_unit("received_bytes"),
+        *("attacks/test_held_places", "attacks/test_message_memory", "swarm/test_streams"),
+    ),
+    "node/network/transport/places.py": ("attacks/test_held_places",),
+    "node/network/transport/limits.py": (
+        *_unit("limits received_bytes"),
+        *("attacks/test_frame_floods", "attacks/test_stream_resets", "attacks/test_unread_bytes"),
+    ),
+    "node/network/transport/memory.py": _unit("memory_budgets device_memory"),
+    "node/network/transport/dialing.py": (*_unit("dialing"), "attacks/test_announced_addresses"),
+    "node/network/mdns.py": _unit("mdns"),
+    "node/trust/[ds]*.py": (
+        *_unit("trust damaged_trust locked"),
+        *("attacks/test_local_secrets", "attacks/test_slow_evidence", "attacks/test_gossip_with_many_keys"),
+    ),
+    "node/client/session/answers.py": (
+        *_unit("prefix_memory pace answers_due session_stream"),
+        *("attacks/test_rejected_push", "attacks/test_absent_servers", "attacks/test_claimed_lengths"),
+    ),
+    "node/client/session/prefixes.py": (
+        *_unit("prefix_memory"),
+        "attacks/test_kept_prefixes",
+        "swarm/test_prefix_cache",
+    ),
+    "node/api/batches/*": ("api/test_batches", "attacks/test_full_share_at_api"),
     "node/server/lifecycle/[ms][ei][mz]*.py": (
         *_unit("sizing device_memory"),
         "parity/test_refused",
@@ -164,13 +196,10 @@ def files_of(only: list[str]) -> list[str]:
 
 
 def tests_of(path: str) -> set[str]:
-    return {
-        str(found.relative_to(ROOT))
-        for pattern, tests in TESTS.items()
-        if fnmatch.fnmatch(path, pattern)
-        for test in tests
-        for found in ROOT.glob(f"tests/{test}.py")
-    }
+    """Those of the narrowest pattern: the one with the most before its first wildcard, or of two the longer one."""
+    patterns = [pattern for pattern in TESTS if fnmatch.fnmatch(path, pattern)]
+    pattern = max(patterns, key=lambda pattern: (len(re.split(r"[*[]", pattern)[0]), len(pattern)))
+    return {str(found.relative_to(ROOT)) for test in TESTS[pattern] for found in ROOT.glob(f"tests/{test}.py")}
 
 
 class Reached:

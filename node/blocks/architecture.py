@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from ...protocols.ids import Span
-from ..errors import ModelError, raise_for_memory
+from ..errors import ModelError, raise_for_memory, reason_of
 from ..models.quantisation import Quantisation, held_bytes
 from .cache import BlockCacheSpec
 from .config import choose_dtype, read_config
@@ -34,7 +33,7 @@ def open_skeleton(folder: Path, dtype: str = "auto") -> Skeleton:
     config = read_config(folder)
     skeleton = build(config, choose_dtype(dtype, config))
     # A hybrid has blocks that could be served alone, but nobody could complete such a chain.
-    windows_of(skeleton, Span(0, skeleton.num_blocks))
+    windows_of(skeleton)
     return skeleton
 
 
@@ -57,25 +56,20 @@ def linear_layers(folder: Path) -> list[dict[str, tuple[int, int]]]:
     return [linear_shapes(block) for block in open_skeleton(folder).blocks]
 
 
-def windows_of(skeleton: Skeleton, span: Span) -> list[int | None]:
-    """Per block of the span, how far back it looks.
+def windows_of(skeleton: Skeleton) -> list[int | None]:
+    """Per block of the whole model, how far back it looks.
 
     Raises:
         ModelError: a block keeps something else than attention keys and values, or nothing.
     """
     named = repr(skeleton.config.model_type)
-    model: Any = skeleton.model
-    takes = inspect.signature(skeleton.decoder.forward).parameters
-    if "past_key_values" not in takes or not model._supports_default_dynamic_cache():
+    if "past_key_values" not in inspect.signature(skeleton.decoder.forward).parameters:
         raise ModelError(
             f"{named} has no cache of attention keys and values as other decoders have, but something of its own: "
             "petalnode cannot serve it yet"
         )
-    layers = DynamicCache(config=skeleton.config).layers
-    if len(layers) != skeleton.num_blocks:
-        layers = [DynamicLayer() for _ in range(skeleton.num_blocks)]
     windows: list[int | None] = []
-    for layer in layers[span.start : span.end]:
+    for layer in DynamicCache(config=skeleton.config).layers:
         if type(layer) is DynamicSlidingWindowLayer:
             windows.append(int(layer.sliding_window))
         elif type(layer) is DynamicLayer:
@@ -119,10 +113,9 @@ def cache_specs(
         stack.run(hidden, recorder, torch.zeros(1, 1, dtype=torch.long, device=device))
     except Exception as error:  # other architectures break in their own ways
         raise_for_memory(error, "Running blocks for the first time")
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
         raise ModelError(
             f"blocks of {skeleton.config.model_type!r} do not run apart from the rest of the model, or as its "
-            f"config.json has them ({reason}): petalnode cannot serve it yet"
+            f"config.json has them ({reason_of(error)}): petalnode cannot serve it yet"
         ) from error
     specs = []
     for seen, window in zip(recorder.seen, windows, strict=True):

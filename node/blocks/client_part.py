@@ -20,7 +20,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModelForSequenceClassification
 
-from ..errors import BadInput, ModelError, memory_needed
+from ..errors import BadInput, ModelError, memory_needed, reason_of
 from ..models.checkpoint import Checkpoint
 from ..models.quantisation import Kernels
 from .architecture import open_skeleton
@@ -429,9 +429,8 @@ def sequence_classifier(client: ClientModel, num_labels: int, problem_type: str 
         with BUILDING, torch.device("meta"):
             model: PreTrainedModel = AutoModelForSequenceClassification.from_config(config, dtype=client.dtype)
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
         raise ModelError(
-            f"transformers cannot build a classifier of type {config.model_type!r}: {reason}. "
+            f"transformers cannot build a classifier of type {config.model_type!r}: {reason_of(error)}. "
             "Put a head of your own behind model.remote_blocks"
         ) from error
     setattr(model, model.base_model_prefix, getattr(client.model, client.model.base_model_prefix))

@@ -9,7 +9,7 @@ import torch
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import AutoConfig
 
-from ..errors import BadInput, MachineError, ModelError
+from ..errors import BadInput, MachineError, ModelError, reason_of
 from ..models.folder import read_config as read_raw_config
 from ..models.folder import refuse_quantised
 
@@ -38,8 +38,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         text: PreTrainedConfig = config.get_text_config(decoder=True)
     except Exception as error:  # a config.json may break transformers in any way
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"{path} cannot be used ({reason})") from error
+        raise ModelError(f"{path} cannot be used ({reason_of(error)})") from error
     if text.dtype is None:
         text.dtype = config.dtype
     return text

@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.utils import logging
 
 from ...protocols.ids import Span
-from ..errors import ModelError
+from ..errors import ModelError, reason_of
 from ..models.checkpoint import Checkpoint
 
 _LANGUAGE_PART = re.compile(r"^(model\.)?language_model\.")
@@ -175,8 +175,9 @@ def build(config: PreTrainedConfig, dtype: torch.dtype) -> Skeleton:
         with BUILDING, torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-        raise ModelError(f"transformers cannot build a causal language model of type {name!r}: {reason}") from error
+        raise ModelError(
+            f"transformers cannot build a causal language model of type {name!r}: {reason_of(error)}"
+        ) from error
     model.eval()
     count = getattr(config, "num_hidden_layers", None)
     modules = dict(model.named_modules())

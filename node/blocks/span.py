@@ -364,7 +364,7 @@ def load_span(
     if span.end > num_blocks:
         raise BadInput(f"{folder} has blocks 0:{num_blocks}, so {span} cannot be served")
     with Checkpoint(folder, num_blocks) as weights:
-        windows = windows_of(skeleton, span)
+        windows = windows_of(skeleton)[span.start : span.end]
         blocks = skeleton.keep_only(span)
         there: set[str] = set()
         numbered = dict(zip(range(span.start, span.end), blocks, strict=True))

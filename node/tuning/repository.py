@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
-from ..errors import BadInput, MachineError, PetalnodeError
+from ..errors import BadInput, MachineError, PetalnodeError, reason_of
 from .adapter_files import (
     FILES,
     MAX_FILE_BYTES,
@@ -167,9 +167,9 @@ def _asking(ask: Callable[[], T]) -> T:
         raise BadInput(f"the hub says no: {why}") from None
     except Exception as error:
         # its HTTP library's own errors come through, and which library that is changes with the version
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise BadInput(
-            f"{constants.ENDPOINT} cannot be reached ({reason}): try again later, or use a folder or a git repository"
+            f"{constants.ENDPOINT} cannot be reached ({reason_of(error)}): try again later, or use a folder or a git "
+            "repository"
         ) from None
     finally:
         if shown:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import pytest
 import trio
@@ -66,6 +66,40 @@ def test_who_has_more_gives_up_what_is_idle() -> None:
     assert given_up(alone, "c", "three", PATIENCE) is alone[0]
     assert given_up(alone, "a", "one", 100) is None
     assert given_up([place("a", "one", busy=True)] * 5, "c", "three", 100) is None
+
+
+@pytest.mark.parametrize("holder", [("key {}", "one"), ("key", "{}"), ("key", "one")])
+def test_a_key_and_an_address_have_half_of_the_places(holder: tuple[str, str]) -> None:
+    peer, origin = holder
+
+    async def main() -> None:
+        places = Places(8)
+        with ExitStack() as stack:
+            taken = [stack.enter_context(places.take(peer.format(n), origin.format(n))) for n in range(8)]
+            assert sum(place is not None for place in taken) == 4
+
+    run_autojumping(main)
+
+
+def test_places_at_work_are_kept_and_all_are_given_back() -> None:
+    async def main() -> None:
+        places = Places(2)
+
+        def is_room() -> bool:
+            with places.take("late", "three") as late:
+                return late is not None
+
+        with places.take("key", "one") as first, places.take("other key", "two") as second:
+            assert first is not None and second is not None
+            with first.working(), second.working():
+                await trio.sleep(2 * PATIENCE)
+                assert not is_room()
+            assert not is_room()  # they were at work until now
+            await trio.sleep(PATIENCE)
+            assert is_room() and first.scope.cancel_called and not second.scope.cancel_called
+        assert not len(places)
+
+    run_autojumping(main)
 
 
 def test_a_place_that_is_given_up_ends_its_stream() -> None:

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig
 
-from petalnode.node.blocks.architecture import block_sizes, linear_layers
+from petalnode.node.blocks.architecture import block_sizes, cache_specs, check_download, linear_layers, open_skeleton
 from petalnode.node.blocks.client_part import load_client
 from petalnode.node.blocks.span import load_span
-from petalnode.node.errors import ModelError
+from petalnode.node.errors import MachineError, ModelError, PetalnodeError
 from petalnode.node.models import resolve
 from petalnode.node.server.lifecycle.options import ServerOptions
 from petalnode.node.server.lifecycle.sizing import plan_memory
@@ -24,8 +25,9 @@ STATE = "keeps more than attention keys and values"
 OWN = "has no cache of attention keys and values as other decoders have"
 REFUSED = {
     **dict.fromkeys(("falcon_h1", "zamba", "zamba2", "bamba", "jamba", "qwen3_next", "kimi_linear"), STATE),
-    **dict.fromkeys(("hy_v4", "glm_moe_dsa", "deepseek_v32", "zaya", "recurrent_gemma", "olmo_hybrid"), STATE),
-    **dict.fromkeys(("rwkv", "xlstm", "xlnet", "minimax", "mamba", "falcon_mamba", "openai-gpt"), OWN),
+    **dict.fromkeys(("hy_v4", "glm_moe_dsa", "deepseek_v32", "zaya", "recurrent_gemma"), STATE),
+    **dict.fromkeys(("olmo_hybrid", "minimax"), STATE),
+    **dict.fromkeys(("rwkv", "xlstm", "xlnet", "mamba", "falcon_mamba", "openai-gpt"), OWN),
     "gemma3n_text": "feed the token ids into every block",
     **dict.fromkeys(("bert", "longcat_flash"), "cannot tell which layers"),
     "bart": "decoder-only",
@@ -42,6 +44,7 @@ EVERYBODY: dict[str, Callable[[Path], Any]] = {
     "server before it reads": lambda folder: plan_memory(resolve(folder, need="config"), ServerOptions(str(folder))),
     "client": load_client,
     "adapters": linear_layers,
+    "download": lambda folder: check_download({folder / "model.safetensors": 1}, ()),
     "sizes": lambda folder: block_sizes(folder, "auto", "none"),
 }
 
@@ -82,3 +85,25 @@ def test_a_configuration_that_does_not_compute_is_refused_in_words(tmp_path: Pat
     )
     with pytest.raises(ModelError, match="do not run apart"):
         load_span(folder, Span(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "says"),
+    [
+        (MemoryError(), MachineError, "takes more memory than can be had"),
+        (ValueError(" \nno such\nthing"), ModelError, r"has them \(no such\)"),
+        (KeyError(), ModelError, r"\(KeyError\)"),
+        (None, ModelError, "use the attention cache of others"),
+    ],
+)
+def test_blocks_that_do_not_run_are_refused_in_words(
+    error: Exception | None, kind: type[PetalnodeError], says: str, tmp_path: Path
+) -> None:
+    class Stack:
+        def run(self, *_: Any) -> None:
+            if error is not None:
+                raise error
+
+    skeleton = open_skeleton(save_tiny("llama", tmp_path / "model"))
+    with pytest.raises(kind, match=says):
+        cache_specs(Stack(), skeleton, [None], torch.device("cpu"))  # type: ignore[arg-type]

@@ -38,15 +38,14 @@ class Place:
 
 
 class Places:
-    """`most` places. A peer, and an address, may have more as long as as many are left for others, or `least`.
+    """`most` places. A peer, and an address, may have more as long as as many are left for others.
 
     Where none is left, an idle place of the address that has the most is given up to who has fewer; so no number of
     keys at one address keeps others out, nor do silent streams from many addresses.
     """
 
-    def __init__(self, most: int, least: int = 1) -> None:
+    def __init__(self, most: int) -> None:
         self._most = most
-        self._least = least
         self._taken: list[Place] = []
 
     def __len__(self) -> int:
@@ -70,7 +69,7 @@ class Places:
     def _has_room(self, peer_id: str, origin: str) -> bool:
         peers, origins = Counter(p.peer_id for p in self._taken), Counter(p.origin for p in self._taken)
         total = len(self._taken)
-        if all(may_have_more(own, total, self._most, self._least) for own in (peers[peer_id], origins[origin])):
+        if all(may_have_more(own, total, self._most, 1) for own in (peers[peer_id], origins[origin])):
             return True
         victim = given_up(self._taken, peer_id, origin, trio.current_time())
         if victim is None:
