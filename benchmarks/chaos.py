@@ -6,7 +6,8 @@
 Server processes of a tiny model on loopback, each block always with one that is well, and clients that generate with
 greedy search, beams, padded batches and rollbacks; every answer is compared with that of plain transformers. Beside
 them so many processes that only use a core. Exits with an error if a token is wrong, an answer hangs, or a session, a
-cache, a stream, a connection, a file or a thread is left, or the clients' memory grows after the first five minutes.
+cache, a stream, a connection, a task, a file or a thread is left, or the clients' memory grows after the first five
+minutes.
 
 With --soak each server has a network namespace of its own, and more happens: its network is cut for 40 s, the disk of
 all servers is full, its clock is a day off. No answer may then stand still for 30 s (of a quiet machine). All of it

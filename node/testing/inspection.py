@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
+
+import trio
 
 from ...crypto.identity import Identity
 from ...protocols import wire_pb2 as wire
@@ -34,6 +37,22 @@ def call(model: DistributedModel, function: Callable[..., Awaitable[Any]], *args
 def tasks_of(client: SwarmClient) -> list[str]:
     """What a client does in the background."""
     return [task.name for task in client._nursery.child_tasks]
+
+
+def loop_tasks(model: DistributedModel) -> Counter[str]:
+    """The tasks of the model's trio thread by name, those of its connections and of the DHT among them."""
+
+    async def living() -> Counter[str]:
+        root, names = trio.lowlevel.current_root_task(), Counter[str]()
+        left = [] if root is None else [root]
+        while left:
+            task = left.pop()
+            names[task.name] += 1
+            left += [child for nursery in task.child_nurseries for child in nursery.child_tasks]
+        return names
+
+    found: Counter[str] = call(model, living)
+    return found
 
 
 def session_of(session: InferenceSession) -> Any:

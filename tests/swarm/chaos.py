@@ -35,9 +35,11 @@ from tests.swarm.left_over import (
     check_files,
     check_nobody_is_banned,
     check_nothing_is_left,
+    check_tasks,
     files,
     memory,
     open_streams,
+    tasks_beside_connections,
 )
 from tests.swarm.mishaps import CUT, Mishaps
 from tests.swarm.moved_clock import DAY
@@ -360,7 +362,8 @@ def _under_chaos(
     with clients[0].model.inference_session(max_length=1) as session:
         session.step(torch.zeros(1, 1, HIDDEN))
         assert open_streams()[0] >= len(session.route), "open streams are not counted"
-    before = memory(chaos.servers)
+    models = [client.model for client in clients]
+    before, tasks_before = memory(chaos.servers), tasks_beside_connections(models)
     chaos.files = files(chaos.servers)
     own, memories = psutil.Process(), Memory()
     own_before, longest = own.memory_info().rss, 0.0
@@ -411,6 +414,7 @@ def _under_chaos(
     )
     chaos.settle()
     check_nothing_is_left(clients[0].model, chaos.servers, before, CACHE_TOKENS)
+    check_tasks(models, tasks_before)
     grown = own.memory_info().rss - own_before
     print(f"the clients grew by {grown / 2**20:.0f} MiB", file=sys.stderr, flush=True)
     assert grown < GROWTH

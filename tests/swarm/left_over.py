@@ -1,21 +1,26 @@
-"""What may be left over of the work of clients and servers: cache tokens, streams, memory, open files, bans."""
+"""What may be left over of the work of clients and servers: cache tokens, streams, tasks, memory, open files, bans."""
 
 from __future__ import annotations
 
 import gc
 import sys
 import threading
+from collections import Counter
 from collections.abc import Sequence
 
 import psutil
 
 from petalnode.node.client.api.causal_lm import DistributedModelForCausalLM
 from petalnode.node.network.transport.yamux import Muxer
-from petalnode.node.testing.inspection import call, client_of
+from petalnode.node.testing.inspection import call, client_of, loop_tasks
 from tests.swarm.server_pool import PooledServer
 
 STREAMS_PER_CONNECTION = 4
 """Open on a client's connection to a server when no session is: directory, and what is being closed."""
+TASKS_PER_CONNECTION = 6
+"""Of the multiplexer and of libp2p, for as long as it is open."""
+MORE_TASKS = 4
+"""That a client may have begun for good since the start, such as what keeps reservations at relays."""
 GROWTH = 80 * 2**20
 """Bytes by which a server or the clients may have grown at the end, whatever the length of the run."""
 MORE_FILES = 64
@@ -29,6 +34,22 @@ def open_streams() -> tuple[int, int]:
     """(streams, connections) of all clients of this process."""
     muxers = [found for found in gc.get_objects() if isinstance(found, Muxer) and not found.is_closed]
     return sum(muxer.open_streams for muxer in muxers), len(muxers)
+
+
+def tasks_beside_connections(models: Sequence[DistributedModelForCausalLM]) -> int:
+    """How many trio tasks there are for these models, which are all of this process, without those of connections."""
+    return sum(sum(loop_tasks(model).values()) for model in models) - TASKS_PER_CONNECTION * open_streams()[1]
+
+
+def check_tasks(models: Sequence[DistributedModelForCausalLM], before: int) -> None:
+    """The trio tasks of the models are those of `before`: what served sessions has ended."""
+    pause, look = threading.Event(), 0
+    while (now := tasks_beside_connections(models)) > before + MORE_TASKS * len(models):
+        look += 1
+        names = sum(map(loop_tasks, models), Counter[str]())
+        assert look < LOOKS, f"{now} tasks beside those of connections, {before} at the start; of all: {names}"
+        pause.wait(1.0)
+    print(f"{now} tasks beside those of connections, {before} at the start", file=sys.stderr, flush=True)
 
 
 def memory(servers: Sequence[PooledServer]) -> dict[int, int]:
