@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 
@@ -23,18 +22,10 @@ from ..models.progress import Progress, no_progress
 from ..trust.bundle import Bundle
 from ..trust.receipt_log import LoggedBatch
 from ..trust.statement import SelfProven, SessionClaim, check_statement
-from .judging import Judgement, judge_answer, judge_kept, kept_distances, worst_judgement
+from .judging import no_padding
 from .observed import Observed, observed_batch
-from .recomputation import (
-    PassQuestion,
-    Recomputation,
-    SessionAnswer,
-    SessionQuestion,
-    Step,
-    kept_gradients,
-    last_of,
-)
-from .tolerances import find_tolerance, noise_of
+from .recomputation import SessionQuestion, Step
+from .verdicts import Judge, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -109,14 +100,13 @@ def check_evidence(
     except NotProven as error:
         undecided, exchanged = isinstance(error, Incomplete), isinstance(error, ExchangedTensors)
         return Outcome(False, str(error), inconclusive=undecided, exchanged=exchanged)
-    result = judged.result
-    undecided = result == "inconclusive"
-    return Outcome(result == "faulty", judged.reason, judged.error, judged.tolerance, undecided, signed=True)
+    proven, undecided = (judged.verdict == verdict for verdict in ("faulty", "inconclusive"))
+    return Outcome(proven, judged.reason, judged.error or 0.0, judged.tolerance or 0.0, undecided, signed=True)
 
 
 def _judge(
     claim: SessionClaim | LoggedBatch, folder: ModelFolder, device: str, server_device: str, progress: Progress
-) -> Judgement:
+) -> Verdict:
     """
     Raises:
         NotProven: no server takes what was asked.
@@ -131,43 +121,14 @@ def _judge(
     except (TensorError, Refusal, ValueError) as error:
         raise NotProven(f"it cannot be recomputed: {error}") from None
     try:
-        return _compare(claim, replace(seen, device=server_device), folder, device, progress)
+        judge = Judge(folder.path, device, coarser=False, progress=progress)
+        return judge.verdicts([replace(seen, device=server_device)])[0]
     except PetalnodeError:
         raise
     except Exception as error:
         # Strangers chose what is computed, so the failure may be their doing as well as this machine's.
         log.warning("evidence cannot be recomputed", exc_info=error)
-        return Judgement("inconclusive", f"it cannot be recomputed here: {error}", 0.0, 0.0)
-
-
-def _compare(
-    claim: SessionClaim | LoggedBatch, seen: Observed, folder: ModelFolder, device: str, progress: Progress
-) -> Judgement:
-    truth = Recomputation(folder.path, seen.dtype, seen.quantisation, device, progress)
-    (answer,) = truth.answer([seen.question])
-    kind = seen.kind(device)
-    noisy = lru_cache(maxsize=1)(lambda size: truth.perturbed([seen.question], size)[0])
-
-    def perturbed(size: float) -> list[torch.Tensor]:
-        return [last_of(one) for one in noisy(size)]
-
-    if isinstance(seen.question, PassQuestion):
-        counted = seen.question.batch.mask
-    else:
-        assert isinstance(claim, SessionClaim)
-        first, length = seen.question.steps[-1].position, seen.claimed[0].shape[1]
-        padding = torch.tensor(claim.terms.left_padding or [0] * claim.terms.batch).unsqueeze(1)
-        counted = torch.arange(first, first + length) >= padding
-    hidden = judge_answer(kind, seen.claimed[0], last_of(answer), counted, perturbed)
-    if isinstance(answer, SessionAnswer) or answer.gradients is None:
-        return hidden
-    right = kept_gradients(answer, seen.kept)
-    found, tolerance = kept_distances(seen.kept, right), find_tolerance(kind)
-    kept = judge_kept(found, tolerance)
-    if any(judged.result == "faulty" for judged in kept):
-        changed = [kept_distances(kept_gradients(one, seen.kept), right) for one in noisy(noise_of(kind))]
-        kept = judge_kept(found, tolerance, changed)
-    return worst_judgement([hidden, *kept])
+        return Verdict("", seen.span, "inconclusive", f"it cannot be recomputed here: {error}", 0.0, 0.0)
 
 
 def _observed_session(claim: SessionClaim) -> Observed:
@@ -181,5 +142,6 @@ def _observed_session(claim: SessionClaim) -> Observed:
     receipt, last = claim.receipt, claim.steps[-1][1]
     span = Span(*receipt.span)
     question = SessionQuestion(span, tuple(steps), claim.terms.left_padding)
-    claimed = (decode(last, claim.output),)
-    return Observed("", span, receipt.dtype, receipt.quantisation, question, claimed, codec=last.codec)
+    output, terms = decode(last, claim.output), claim.terms
+    counts = no_padding(terms.left_padding, terms.batch, claim.steps[-1][0].position, output.shape[1])
+    return Observed("", span, receipt.dtype, receipt.quantisation, question, (output,), codec=last.codec, counts=counts)

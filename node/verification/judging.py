@@ -20,7 +20,7 @@ Petals (NeurIPS 2023, appendix H) leaves open what "incorrect outputs" are; this
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -28,7 +28,7 @@ import torch
 
 from ...protocols.tensors import decode, encode, largest
 from ...protocols.training import LORA_PARTS, PROMPTS
-from .tolerances import Kind, Tolerance, find_tolerance, noise_of
+from .tolerances import Tolerance
 
 Result = Literal["ok", "faulty", "inconclusive"]
 
@@ -153,47 +153,11 @@ def kept_distances(claimed: Mapping[str, torch.Tensor], recomputed: Mapping[str,
     }
 
 
-def judge(
-    claimed: torch.Tensor, recomputed: torch.Tensor, tolerance: Tolerance | None, codec: str = "none"
-) -> Judgement:
-    """Whether `claimed`, what a server answered, can be an honest version of `recomputed`.
-
-    Args:
-        claimed, recomputed: float [rows, tokens, hidden]; outputs, or gradients with respect to the inputs.
-        tolerance: for that dtype, quantisation and kinds of devices; None if nobody measured it.
-    """
-    if claimed.shape != recomputed.shape:
-        reason = f"its answer has the shape {tuple(claimed.shape)} instead of {tuple(recomputed.shape)}"
-        return Judgement("faulty", reason, BEYOND, 0.0)
-    return judge_distance(distance(claimed, recomputed, codec), tolerance)
-
-
-def judge_answer(
-    kind: Kind,
-    claimed: torch.Tensor,
-    recomputed: torch.Tensor,
-    counts: torch.Tensor | None = None,
-    perturbed: Callable[[float], Sequence[torch.Tensor]] | None = None,
-) -> Judgement:
-    """As `judge`, by the tolerance that the shipped table has for this kind of answer.
-
-    Args:
-        counts: bool [rows, tokens], the tokens that are no padding; None for all. Padding is not judged.
-        perturbed: recomputes the answer with relative noise of this size, several times; called before an answer is
-            called faulty.
-    """
-
-    def counted(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if counts is None or not bool(counts.any()) else tensor[counts].unsqueeze(0)
-
-    if claimed.shape == recomputed.shape:
-        claimed, recomputed = counted(claimed), counted(recomputed)
-    tolerance = find_tolerance(kind)
-    judged = judge(claimed, recomputed, tolerance, kind.codec)
-    if judged.result != "faulty" or claimed.shape != recomputed.shape or perturbed is None or tolerance is None:
-        return judged
-    noisy = [counted(answer) for answer in perturbed(noise_of(kind))]
-    return judge_steady(claimed, recomputed, tolerance, spread_of(recomputed, noisy, kind.codec))
+def no_padding(left_padding: Sequence[int], rows: int, first: int, tokens: int) -> torch.Tensor:
+    """bool [rows, tokens]: those of the tokens from position `first` on that are no padding; all, if all are."""
+    padding = torch.tensor(left_padding or [0] * rows).unsqueeze(1)
+    counts = torch.arange(first, first + tokens) >= padding
+    return counts if bool(counts.any()) else torch.ones_like(counts)
 
 
 @dataclass(frozen=True)
@@ -221,7 +185,7 @@ def spread_of(recomputed: torch.Tensor, perturbed: Sequence[torch.Tensor], codec
 def judge_steady(
     claimed: torch.Tensor, recomputed: torch.Tensor, tolerance: Tolerance, spread: Spread, what: str = "its answer"
 ) -> Judgement:
-    """As `judge`, of an answer that is off by more than the tolerance; never "ok".
+    """Of an answer that is off by more than the tolerance; never "ok".
 
     Tokens that noise changes by as much as a fault do not count. Of the others, the mean error has to be beyond the
     mean change; it is below what proves a fault at one token, so no question hides a larger error of all tokens.
@@ -242,7 +206,7 @@ def judge_steady(
 def judge_kept(
     found: Mapping[str, Distance], tolerance: Tolerance | None, perturbed: Sequence[Mapping[str, Distance]] = ()
 ) -> list[Judgement]:
-    """As `judge`, from the result of `kept_distances`: one judgement for each kind of tensor. `perturbed`: how far the
+    """From the result of `kept_distances`: one judgement for each kind of tensor. `perturbed`: how far the
     recomputed gradients with noise are from those without."""
     judged = []
     for what, far in found.items():
@@ -265,7 +229,8 @@ def worst_judgement(judged: Sequence[Judgement]) -> Judgement:
 
 
 def judge_distance(found: Distance, tolerance: Tolerance | None, what: str = "its answer") -> Judgement:
-    """As `judge`, from a distance. `what` is what the reason says was judged."""
+    """Whether an honest server can be so far off; the tolerance is None where nobody measured it. `what` is what the
+    reason says was judged."""
     if tolerance is None:
         reason = "nobody has measured how much honest servers of this kind differ"
         return Judgement("inconclusive", reason, found.mean, 0.0)

@@ -27,6 +27,7 @@ class Observed:
         question: what it was asked.
         claimed: its answer to every step; of a pass, the output or the gradient of the hidden states.
         kept: of a backward pass, the gradients of kept tensors, by their names.
+        counts: bool [rows, tokens], which of the last tokens are judged: those that are no padding; None for all.
         codec: how its answers were encoded.
         source: the receipts, for evidence.
     """
@@ -41,6 +42,13 @@ class Observed:
     codec: str = "none"
     source: SessionLog | LoggedBatch | None = None
     kept: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    counts: torch.Tensor | None = None
+
+    def judged(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What is judged of float [rows, tokens, hidden]."""
+        if self.counts is None or hidden.shape[1] < self.counts.shape[1]:
+            return hidden
+        return hidden[:, -self.counts.shape[1] :][self.counts].unsqueeze(0)
 
     @property
     def direction(self) -> Pass:
@@ -119,4 +127,5 @@ def observed_batch(logged: LoggedBatch, device: str = "") -> Observed:
         wire.codec,
         logged,
         gradients,
+        job.batch.mask if job.batch.mask is not None and bool(job.batch.mask.any()) else None,
     )

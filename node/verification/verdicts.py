@@ -12,6 +12,7 @@ import torch
 
 from ...protocols.ids import Span
 from ..errors import PetalnodeError
+from ..models.progress import Progress, no_progress
 from .judging import (
     COARSER,
     SUSPICIOUS,
@@ -78,7 +79,7 @@ class Compared:
     """An observation and its recomputation.
 
     Attributes:
-        recomputed: float [rows, tokens, hidden], all answers of the observation in one.
+        recomputed: float [rows, tokens, hidden], what is judged of all answers of the observation.
         others: what coarser weights give, by the quantisation, where these were tried.
         kept: distances of the gradients of kept tensors, from `kept_distances`.
         tolerance: for answers of this kind; None if nobody measured it.
@@ -96,7 +97,7 @@ class Compared:
 
     @cached_property
     def claimed(self) -> torch.Tensor:
-        return torch.cat(self.observed.claimed, dim=1)
+        return self.observed.judged(torch.cat(self.observed.claimed, dim=1))
 
     @cached_property
     def spread(self) -> Spread | None:
@@ -139,11 +140,16 @@ class Judge:
     Args:
         folder: the model with all weights of the blocks that are judged.
         device: where to recompute.
+        coarser: whether to look for weights of fewer bits than declared.
     """
 
-    def __init__(self, folder: Path, device: str = "cpu") -> None:
+    def __init__(
+        self, folder: Path, device: str = "cpu", *, coarser: bool = True, progress: Progress = no_progress
+    ) -> None:
         self._folder = folder
         self.device = device
+        self._coarser = coarser
+        self._progress = progress
 
     def compare(self, observed: Sequence[Observed]) -> list[Compared]:
         """Every observation with its recomputation, in order.
@@ -155,7 +161,8 @@ class Judge:
         for (dtype, quantisation), indices in _grouped(observed).items():
             answers.update(self._recompute(observed, indices, dtype, quantisation))
         found = [_compared(seen, answers[index], self.device) for index, seen in enumerate(observed)]
-        self._try_coarser(observed, found)
+        if self._coarser:
+            self._try_coarser(observed, found)
         suspects = [index for index, one in enumerate(found) if self.verdict(one).verdict == "faulty"]
         for indices in _alike([observed[index].kind(self.device) for index in suspects], suspects):
             self._add_noise(found, answers, indices)
@@ -173,25 +180,34 @@ class Judge:
             except PetalnodeError:
                 continue  # this model cannot be held so
             for index, other in others.items():
-                found[index] = replace(found[index], others={**found[index].others, quantisation: joined(other)})
+                found[index] = replace(
+                    found[index], others={**found[index].others, quantisation: observed[index].judged(joined(other))}
+                )
 
     def _add_noise(self, found: list[Compared], answers: Mapping[int, Answer], indices: Sequence[int]) -> None:
         """Adds what noise makes of answers of one kind: before anybody is called faulty."""
         kind = found[indices[0]].observed.kind(self.device)
-        recomputation = Recomputation(self._folder, kind.dtype, kind.quantisation, self.device)
+        recomputation = self._recomputation(kind.dtype, kind.quantisation)
         every = recomputation.perturbed([found[index].observed.question for index in indices], noise_of(kind))
         for index, noisy in zip(indices, every, strict=True):
-            names = found[index].observed.kept
-            right = kept_gradients(answers[index], names)
-            kept = tuple(kept_distances(kept_gradients(one, names), right) for one in noisy) if right else ()
-            found[index] = replace(found[index], perturbed=tuple(map(joined, noisy)), kept_perturbed=kept)
+            seen = found[index].observed
+            right = kept_gradients(answers[index], seen.kept)
+            kept = tuple(kept_distances(kept_gradients(one, seen.kept), right) for one in noisy) if right else ()
+            perturbed = tuple(seen.judged(joined(one)) for one in noisy)
+            found[index] = replace(found[index], perturbed=perturbed, kept_perturbed=kept)
 
     def _recompute(
         self, observed: Sequence[Observed], indices: Sequence[int], dtype: str, quantisation: str
     ) -> dict[int, Answer]:
-        recomputation = Recomputation(self._folder, dtype, quantisation, self.device)
-        answers = recomputation.answer([observed[index].question for index in indices])
+        answers = self._recomputation(dtype, quantisation).answer([observed[index].question for index in indices])
         return dict(zip(indices, answers, strict=True))
+
+    def _recomputation(self, dtype: str, quantisation: str) -> Recomputation:
+        return Recomputation(self._folder, dtype, quantisation, self.device, self._progress)
+
+    def verdicts(self, observed: Sequence[Observed]) -> list[Verdict]:
+        """On every observation, in order. Raises as `compare`."""
+        return [self.verdict(compared) for compared in self.compare(observed)]
 
     def verdict(self, compared: Compared) -> Verdict:
         seen = compared.observed
@@ -231,7 +247,8 @@ def _is_substitution(compared: Compared, other: torch.Tensor) -> bool:
 def _compared(observed: Observed, answer: Answer, device: str) -> Compared:
     right = kept_gradients(answer, observed.kept)
     kept = kept_distances(observed.kept, right) if right else {}
-    return Compared(observed, joined(answer), kept=kept, tolerance=find_tolerance(observed.kind(device)))
+    recomputed = observed.judged(joined(answer))
+    return Compared(observed, recomputed, kept=kept, tolerance=find_tolerance(observed.kind(device)))
 
 
 def worst_of(verdicts: Iterable[Verdict], blocks: Span) -> Verdict:

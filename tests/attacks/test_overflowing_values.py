@@ -11,9 +11,9 @@ from petalnode.node.models.folder import ModelFolder
 from petalnode.node.server.steps import ComputeSession, Step, StepInput, StepOutput, StepRunner
 from petalnode.node.trust.bundle import batch_bundle, session_bundle
 from petalnode.node.verification.evidence_check import check_evidence
-from petalnode.node.verification.judging import judge, judge_answer, kept_distances
+from petalnode.node.verification.judging import distance, judge_distance, kept_distances
 from petalnode.node.verification.observed import observed_session
-from petalnode.node.verification.tolerances import Kind, Tolerance
+from petalnode.node.verification.tolerances import Kind, Tolerance, find_tolerance
 from petalnode.node.verification.verdicts import Judge
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import FORWARD
@@ -105,8 +105,8 @@ def test_a_truth_that_is_not_finite_decides_nothing(value: float) -> None:
     truth = hidden(3)
     truth[0, 1, 2] = value
     for claimed in (truth, torch.zeros_like(truth), truth * float("nan")):
-        assert judge(claimed, truth, TOLERANCE).result == "inconclusive"
-    assert judge(truth * float("nan"), hidden(3), TOLERANCE).result == "faulty"
+        assert judge_distance(distance(claimed, truth), TOLERANCE).result == "inconclusive"
+    assert judge_distance(distance(truth * float("nan"), hidden(3)), TOLERANCE).result == "faulty"
 
 
 def test_gradients_of_kept_tensors_that_are_not_finite_decide_nothing() -> None:
@@ -120,5 +120,5 @@ def test_what_is_called_small_enough_arrives_finite(codec: str, dtype: torch.dty
     tensor = torch.full((1, 1, 64), largest(codec, dtype), dtype=torch.float64).to(dtype)
     limited = torch.where(tensor.double() <= largest(codec, dtype), tensor, tensor * 0.99)
     assert torch.isfinite(decode(*encode(limited, codec))).all()
-    kind = Kind("float32", "none", codec=codec)
-    assert judge_answer(kind, limited, limited).result == "inconclusive"
+    tolerance = find_tolerance(Kind("float32", "none", codec=codec))
+    assert judge_distance(distance(limited, limited, codec), tolerance).result == "inconclusive"

@@ -4,6 +4,8 @@ processor takes for zero, values next to the smallest of a codec. Whoever choose
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -18,15 +20,16 @@ from petalnode.node.verification.evidence_check import check_evidence
 from petalnode.node.verification.judging import (
     Distance,
     Spread,
-    judge_answer,
+    distance,
+    judge_distance,
     judge_kept,
     judge_steady,
     spread_of,
 )
-from petalnode.node.verification.observed import observed_session
+from petalnode.node.verification.observed import Observed, observed_session
 from petalnode.node.verification.recomputation import PAIRS, Noise, Recomputation, SessionQuestion, Step, last_of
 from petalnode.node.verification.tolerances import Kind, Tolerance, find_tolerance, noise_of
-from petalnode.node.verification.verdicts import Judge, Verdict
+from petalnode.node.verification.verdicts import Compared, Judge, Verdict
 from petalnode.protocols.ids import Span
 from petalnode.protocols.tensors import decode, encode
 from tests.attacks.forger import ATTACKER, hidden
@@ -70,7 +73,7 @@ def plainly(server: SigningServer, folder: ModelFolder, log: SessionLog) -> str:
     seen = observed_session(log, "cpu")
     assert seen is not None and isinstance(seen.question, SessionQuestion)
     (answer,) = Recomputation(folder.path, server.dtype, server.quant).answer([seen.question])
-    return judge_answer(seen.kind("cpu"), seen.claimed[-1], last_of(answer)).result
+    return judge_distance(distance(seen.claimed[-1], last_of(answer)), find_tolerance(seen.kind("cpu"))).result
 
 
 def test_a_tie_between_experts_convicts_nobody(experts: ModelFolder) -> None:
@@ -138,10 +141,12 @@ def test_gradients_that_one_processor_takes_for_zero_convict_nobody(folder: Mode
 
 def test_values_that_a_codec_rounds_to_nothing_convict_nobody() -> None:
     right = 1e-7 * hidden(3)
-    kind = Kind("float32", "none", codec="float16")
-    claimed = decode(*encode(right, "float16"))
-    assert judge_answer(kind, claimed, right).result == "faulty"
-    assert judge_answer(kind, claimed, right, perturbed=lambda size: [right]).result == "inconclusive"
+    claimed = (decode(*encode(right, "float16")),)
+    seen = Observed("", SPAN, "float32", "none", SessionQuestion(SPAN, ()), claimed, codec="float16")
+    compared = Compared(seen, right, tolerance=find_tolerance(seen.kind("cpu")))
+    judge = Judge(Path("nowhere"))
+    assert judge.verdict(compared).verdict == "faulty"
+    assert judge.verdict(replace(compared, perturbed=(right,))).verdict == "inconclusive"
 
 
 @pytest.mark.parametrize("value", [1e9, 1e18, 1e30, 3e38])

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from petalnode.node.verification.judging import (
     distance,
-    judge,
-    judge_answer,
     judge_distance,
     judge_kept,
     kept_distances,
+    no_padding,
     worst_judgement,
 )
 from petalnode.node.verification.observed import Observed
@@ -35,6 +34,24 @@ def noisy(truth: torch.Tensor, share: float, seed: int = 0) -> torch.Tensor:
 
 def hidden(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+JUDGE = Judge(Path("nowhere"))
+"""Of what is compared already: it needs no model."""
+
+
+def seen(
+    *claimed: torch.Tensor, quantisation: str = "none", codec: str = "none", counts: torch.Tensor | None = None
+) -> Observed:
+    question = SessionQuestion(Span(2, 4), ())
+    return Observed("peer", Span(2, 4), "float32", quantisation, question, claimed, "cpu", codec, counts=counts)
+
+
+def judge(
+    claimed: torch.Tensor, truth: torch.Tensor, tolerance: Tolerance | None, counts: torch.Tensor | None = None
+) -> Verdict:
+    observed = seen(claimed, counts=counts)
+    return JUDGE.verdict(Compared(observed, observed.judged(truth), tolerance=tolerance))
 
 
 def test_distance_is_relative_to_each_token() -> None:
@@ -67,7 +84,7 @@ def test_values_that_are_no_numbers_are_infinitely_far(value: float) -> None:
     truth = hidden(1, 3, 8)
     claimed = truth.clone()
     claimed[0, 1, 2] = value
-    assert judge(claimed, truth, TOLERANCE).result == "faulty"
+    assert judge(claimed, truth, TOLERANCE).verdict == "faulty"
 
 
 @pytest.mark.parametrize(
@@ -76,14 +93,15 @@ def test_values_that_are_no_numbers_are_infinitely_far(value: float) -> None:
 def test_verdicts(share: float, result: str) -> None:
     truth = hidden(1, 20, 64)
     judged = judge(noisy(truth, share), truth, TOLERANCE)
-    assert judged.result == result
+    assert judged.verdict == result
+    assert judged.error is not None and judged.tolerance is not None
     assert (judged.error > judged.tolerance) == (result != "ok")
     assert judged.reason
 
 
 def test_another_shape_is_wrong_and_an_unknown_kind_is_neither() -> None:
-    assert judge(hidden(1, 3, 8), hidden(1, 4, 8), TOLERANCE).result == "faulty"
-    assert judge(hidden(1, 3, 8), hidden(1, 3, 8, seed=1), None).result == "inconclusive"
+    assert judge(hidden(1, 3, 8), hidden(1, 4, 8), TOLERANCE).verdict == "faulty"
+    assert judge(hidden(1, 3, 8), hidden(1, 3, 8, seed=1), None).verdict == "inconclusive"
 
 
 def kept(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -155,39 +173,33 @@ def test_the_shipped_table_can_be_read() -> None:
 
 def test_padding_says_nothing_of_a_server() -> None:
     truth = hidden(2, 6, 64)
-    counts = torch.arange(6) >= torch.tensor([[0], [3]])
+    counts, tolerance = no_padding((0, 3), 2, 0, 6), find_tolerance(Kind("float32", "none"))
+    assert counts.tolist() == [[True] * 6, [False] * 3 + [True] * 3]
     claimed = truth.clone()
     claimed[1, :3] = 7.0
-    assert judge_answer(Kind("float32", "none"), claimed, truth, counts).result == "ok"
-    assert judge_answer(Kind("float32", "none"), claimed, truth).result == "faulty"
+    assert judge(claimed, truth, tolerance, counts).verdict == "ok"
+    assert judge(claimed, truth, tolerance).verdict == "faulty"
     claimed[1, 3] = 7.0
-    assert judge_answer(Kind("float32", "none"), claimed, truth, counts).result == "faulty"
+    assert judge(claimed, truth, tolerance, counts).verdict == "faulty"
+    # Tokens before those of the answer are not judged, either.
+    longer = torch.cat([hidden(2, 4, 64, seed=1), truth], dim=1)
+    assert seen(truth, counts=counts).judged(longer).equal(truth[counts].unsqueeze(0))
 
 
 def test_an_answer_of_another_shape_is_wrong_whatever_is_padding() -> None:
     truth = hidden(2, 6, 64)
-    counts = torch.arange(6) >= torch.tensor([[0], [3]])
-    judged = judge_answer(Kind("float32", "none"), truth[:, :5], truth, counts, lambda size: [truth])
-    assert judged.result == "faulty" and "shape (2, 5, 64)" in judged.reason
+    judged = judge(truth[:, :5], truth, TOLERANCE, no_padding((0, 3), 2, 0, 6))
+    assert judged.verdict == "faulty" and judged.fields()["error"] == 1e30
 
 
 def test_where_all_is_padding_all_of_it_is_judged() -> None:
     truth = hidden(1, 3, 64)
-    counts = torch.zeros(1, 3, dtype=torch.bool)
-    assert judge_answer(Kind("float32", "none"), truth, truth, counts).result == "ok"
-    assert judge_answer(Kind("float32", "none"), 2 * truth, truth, counts).result == "faulty"
+    counts = no_padding((9,), 1, 2, 3)
+    assert judge(truth, truth, TOLERANCE, counts).verdict == "ok"
+    assert judge(2 * truth, truth, TOLERANCE, counts).verdict == "faulty"
 
 
 # --- verdicts on servers
-
-
-JUDGE = Judge(Path("nowhere"))
-"""Of what is compared already: it needs no model."""
-
-
-def seen(*claimed: torch.Tensor, quantisation: str = "none", codec: str = "none") -> Observed:
-    question = SessionQuestion(Span(2, 4), ())
-    return Observed("peer", Span(2, 4), "float32", quantisation, question, claimed, "cpu", codec)
 
 
 def test_a_verdict_says_who_what_and_by_how_much() -> None:

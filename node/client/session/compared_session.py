@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 import torch
 import trio
@@ -19,8 +19,8 @@ from ....protocols.ids import Span
 from ...errors import BadInput, NoChainError, PetalnodeError, SwarmError
 from ...models.folder import has_experts
 from ...swarm.routing import Hop
-from ...verification.judging import judge_answer
-from ...verification.tolerances import Kind, Tolerance
+from ...verification.judging import no_padding
+from ...verification.tolerances import Tolerance
 from ..chunks import from_chunks
 from ..deadlines import RETRY_INTERVAL, Waits
 from ..request import WireTensor
@@ -33,16 +33,12 @@ from .comparing import (
     Weights,
     decide,
     plan_chains,
-    session_end,
     settle,
     span_answers,
     tolerance_between,
 )
 from .session import ClientSession
 from .stream import SessionSpec
-
-if TYPE_CHECKING:
-    from ...verification.recomputation import SessionQuestion
 
 REPLACE_RETRY: Final = 30.0
 """Seconds after which another chain is looked for again where there was none."""
@@ -294,7 +290,7 @@ class ComparedSession:
         tolerance = self._tolerance(self.routes)
         if tolerance is None:
             raise SwarmError("a server has taken another's place whose answers nobody knows how to compare")
-        counts = self._counts(before, sum(chunk.tokens for chunk in answers[0]))
+        counts = no_padding(self.spec.left_padding, self.spec.batch, before, sum(chunk.tokens for chunk in answers[0]))
 
         def look() -> Agreement:
             return decide([from_chunks(answer)[counts].unsqueeze(0) for answer in answers], tolerance)
@@ -308,7 +304,7 @@ class ComparedSession:
         ]
 
         def recompute(blocks: Span) -> dict[str, str] | None:
-            return self._recompute(answered, blocks, before, counts)
+            return self._recompute(answered, blocks, counts)
 
         steady = not has_experts(self._client.model.folder.path)
         verdict = await trio.to_thread.run_sync(settle, found, answered, counts, tolerance, recompute, steady)
@@ -348,18 +344,14 @@ class ComparedSession:
             self._retry_at = 0.0
             await self._fill_up()
 
-    def _counts(self, before: int, tokens: int) -> torch.Tensor:
-        """bool [rows, tokens]: those that are no padding; all, if there are none."""
-        padding = torch.tensor(self.spec.left_padding or [0] * self.spec.batch).unsqueeze(1)
-        counts = torch.arange(before, before + tokens) >= padding
-        return counts if bool(counts.any()) else torch.ones_like(counts)
-
     def _recompute(
-        self, answered: Sequence[Sequence[SpanAnswer]], blocks: Span, before: int, counts: torch.Tensor
+        self, answered: Sequence[Sequence[SpanAnswer]], blocks: Span, counts: torch.Tensor
     ) -> dict[str, str] | None:
         """The servers for `blocks` whose answers own weights prove wrong, and why; None without own weights."""
         from ...models import compute_manifest
-        from ...verification.recomputation import Recomputation, SessionQuestion, Step
+        from ...verification.observed import Observed
+        from ...verification.recomputation import SessionQuestion, Step
+        from ...verification.verdicts import Judge
 
         asked = [answer for chain in answered for answer in chain if answer.hop.span.overlaps(blocks)]
         folder = self._client.model.folder
@@ -368,38 +360,30 @@ class ComparedSession:
         try:
             if compute_manifest(folder).version != self._client.model.version:
                 return None
-            truth = Recomputation(folder.path, self._weights.dtype, self._weights.quantisation)
-            questions = []
+            seen = []
             for claim in asked:
                 inputs = claim.history.needed(claim.history.end)
                 steps = tuple(
                     Step(step.position, from_chunks([step.chunk]), step.reorder, step.long_factors) for step in inputs
                 )
-                questions.append(SessionQuestion(claim.hop.span, steps, self.spec.left_padding))
-            answers = truth.answer(questions)
+                # What it says of its device is its own word: the widest tolerance applies.
+                seen.append(
+                    Observed(
+                        claim.hop.peer_id,
+                        claim.hop.span,
+                        self._weights.dtype,
+                        self._weights.quantisation,
+                        SessionQuestion(claim.hop.span, steps, self.spec.left_padding),
+                        (claim.claimed,),
+                        codec=self._answer_codec,
+                        counts=counts,
+                    )
+                )
+            verdicts = Judge(folder.path, coarser=False).verdicts(seen)
         except (PetalnodeError, ValueError) as error:
             log.info("what the chains differ in cannot be computed here: %s", error)
             return None
-        wrong = {}
-        for claim, question, answer in zip(asked, questions, answers, strict=True):
-            right = session_end(question, answer, before)
-            # What it says of its device is its own word: the widest tolerance applies.
-            kind = Kind(
-                self._weights.dtype,
-                self._weights.quantisation,
-                "forward",
-                len(claim.hop.span),
-                self._answer_codec,
-                server_device="",
-            )
-
-            def perturbed(size: float, question: SessionQuestion = question) -> list[torch.Tensor]:
-                return [session_end(question, noisy, before) for noisy in truth.perturbed([question], size)[0]]
-
-            judged = judge_answer(kind, claim.claimed, right, counts, perturbed)
-            if judged.result == "faulty":
-                wrong[claim.hop.peer_id] = judged.reason
-        return wrong
+        return {verdict.peer_id: verdict.reason for verdict in verdicts if verdict.verdict == "faulty"}
 
     @property
     def _answer_codec(self) -> str:

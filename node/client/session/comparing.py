@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 
@@ -27,9 +27,6 @@ from ...verification.judging import Distance, distance, judge_distance
 from ...verification.tolerances import CODEC_SLACK, Kind, Tolerance, calibrations, find_tolerance
 from ..chunks import from_chunks
 from .history import InputHistory
-
-if TYPE_CHECKING:
-    from ...verification.recomputation import Answer, SessionQuestion
 
 _CLEAN: Final = 0.1
 """A junction at which chains differ by less than this share of their difference at the end is before the fault: no
@@ -277,12 +274,6 @@ class SpanAnswer:
     hop: Hop
     history: InputHistory
     claimed: torch.Tensor
-
-
-def session_end(question: SessionQuestion, answer: Answer, start: int) -> torch.Tensor:
-    """What a session's recomputation gives for the tokens from `start` on."""
-    outputs = getattr(answer, "outputs", ())  # of a session
-    return tail([(step.position, output) for step, output in zip(question.steps, outputs, strict=True)], start)
 
 
 def tail(parts: Sequence[tuple[int, torch.Tensor]], start: int) -> torch.Tensor:
