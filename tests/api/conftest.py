@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from petalnode.node.testing.memory_api import MemoryApi
     from petalnode.node.testing.memory_servers import MemorySwarm
+    from tests.memory_api import MemoryApi
 
 CONTEXT = 1024
 
@@ -56,7 +56,7 @@ def served(api_model: Path) -> Iterator[Served]:
 @pytest.fixture(scope="session")
 def api(served: Served) -> Iterator[MemoryApi]:
     from petalnode.node.api.engine.generation import ApiLimits
-    from petalnode.node.testing.memory_api import memory_api
+    from tests.memory_api import memory_api
 
     # How long a form may take to be made ready is the subject of tests of its own.
     with memory_api(served.swarm, served.folder, limits=ApiLimits(grammar_seconds=600)) as running:

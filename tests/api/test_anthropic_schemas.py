@@ -16,9 +16,9 @@ from petalnode.node.api.errors import ApiError
 from petalnode.node.api.fields import Fields
 from petalnode.node.api.http.admission import Admission
 from petalnode.node.api.http.keys import ApiKeys, hash_of_key
-from petalnode.node.testing.memory_api import MemoryApi, memory_api
 from tests.api.conftest import Served
 from tests.api.specifications import AnthropicSpecification
+from tests.memory_api import MemoryApi, memory_api
 
 ASKED: dict[str, Any] = {
     "model": "tiny-llama",

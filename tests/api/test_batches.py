@@ -22,8 +22,8 @@ from petalnode.node.api.batches.store import OBJECT_BYTES, BatchLine, BatchStore
 from petalnode.node.api.http.admission import Admission
 from petalnode.node.api.http.keys import ApiKeys, hash_of_key
 from petalnode.node.errors import BadInput, MachineError
-from petalnode.node.testing.memory_api import MemoryApi, memory_api
 from tests.api.conftest import Served
+from tests.memory_api import MemoryApi, memory_api
 from tests.patience import eventually
 
 MODEL = "tiny-llama"

@@ -18,9 +18,9 @@ from petalnode.node.api.http.admission import Admission
 from petalnode.node.client.router import ServerSearch
 from petalnode.node.client.session import chain
 from petalnode.node.errors import NoChainError
-from petalnode.node.testing.memory_api import MemoryApi, memory_api
 from petalnode.node.testing.memory_servers import MemorySwarm, memory_swarm
 from tests.api.conftest import Served
+from tests.memory_api import MemoryApi, memory_api
 from tests.patience import eventually
 
 MODEL = "tiny-llama"

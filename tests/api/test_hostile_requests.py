@@ -13,8 +13,8 @@ import pytest
 
 from petalnode.node.api.engine.generation import ApiLimits
 from petalnode.node.api.engine.requests import Grammar
-from petalnode.node.testing.memory_api import MemoryApi, memory_api
 from tests.api.conftest import CONTEXT, Served
+from tests.memory_api import MemoryApi, memory_api
 
 MODEL = "tiny-llama"
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}

@@ -12,9 +12,9 @@ import trio
 
 from petalnode.node.api.engine.generation import ServedModel
 from petalnode.node.client.session_adapter import choose_adapter
-from petalnode.node.testing.memory_api import MemoryApi, memory_api
 from tests.api.conftest import Served
 from tests.api.tokenizer import EOS
+from tests.memory_api import MemoryApi, memory_api
 from tests.peft_adapters import save_lora
 
 MODEL = "tiny-llama"

@@ -10,8 +10,8 @@ import pytest
 
 from petalnode.node.api.http.admission import Admission
 from petalnode.node.api.http.keys import ApiKeys, hash_of_key
-from petalnode.node.testing.memory_api import MemoryApi, memory_api
 from tests.api.conftest import CONTEXT, Served
+from tests.memory_api import MemoryApi, memory_api
 
 MODEL = "tiny-llama"
 MESSAGES = [{"role": "user", "content": "say something"}]

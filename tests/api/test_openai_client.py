@@ -13,10 +13,10 @@ import torch
 import trio
 
 from petalnode.node.api.engine.core import leaders_of
-from petalnode.node.testing.memory_api import MemoryApi
 from tests.api.conftest import CONTEXT, Served
 from tests.api.tokenizer import EOS
 from tests.import_graph import ROOT
+from tests.memory_api import MemoryApi
 from tests.tiny_models import load_whole
 
 MODEL = "tiny-llama"

@@ -19,9 +19,9 @@ from petalnode.node.api.http.admission import Admission
 from petalnode.node.api.http.keys import ApiKeys, hash_of_key
 from petalnode.node.api.openai.response_requests import parse_response
 from petalnode.node.api.openai.response_writer import ResponseWriter
-from petalnode.node.testing.memory_api import MemoryApi, memory_api
 from tests.api.conftest import Served
 from tests.api.specifications import OpenAISpecification
+from tests.memory_api import MemoryApi, memory_api
 
 MODEL = "tiny-llama"
 MESSAGES = [{"role": "user", "content": "say something"}]

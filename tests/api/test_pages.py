@@ -13,11 +13,11 @@ import pytest
 from petalnode.node.api.engine.core import Core
 from petalnode.node.api.http.admission import Admission
 from petalnode.node.api.http.keys import ApiKeys, hash_of_key
-from petalnode.node.testing.memory_api import MemoryApi, memory_api
 from petalnode.node.web.pages import INDEX, MEDIA_TYPES, STATIC, page_routes
 from petalnode.node.web.swarm_endpoint import swarm_routes
 from petalnode.node.web.swarm_report import LastVerdict
 from tests.api.conftest import Served
+from tests.memory_api import MemoryApi, memory_api
 
 KEY = "pn-of-this-test"
 

@@ -14,11 +14,11 @@ import pytest
 
 from petalnode.node.api.engine.generation import HopReport, Progress, Waiting
 from petalnode.node.api.engine.progress import EVERY_SECONDS, is_news
-from petalnode.node.testing.memory_api import MemoryApi, memory_api
 from petalnode.node.testing.memory_servers import memory_swarm
 from petalnode.protocols.announcement import Announcement
 from tests.api.conftest import Served
 from tests.api.tokenizer import EOS
+from tests.memory_api import MemoryApi, memory_api
 
 HOP = HopReport("a", (0, 6), 2.0, 10, 10)
 NOW = Progress(0, 4, 0, (HOP,))

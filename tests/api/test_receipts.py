@@ -19,9 +19,9 @@ from petalnode.node.api.http.admission import Admission
 from petalnode.node.api.http.keys import ApiKeys, hash_of_key
 from petalnode.node.cli import app as command_line
 from petalnode.node.errors import BadInput
-from petalnode.node.testing.memory_api import MemoryApi, memory_api
 from petalnode.node.trust.receipt_file import AnswerReceipts, SignedReply, check, digest_of, load, to_json
 from tests.api.conftest import Served
+from tests.memory_api import MemoryApi, memory_api
 
 ASKED: dict[str, Any] = {"model": "tiny-llama", "prompt": "abc", "max_tokens": 5, "temperature": 0}
 

@@ -19,9 +19,9 @@ from petalnode.node.client.drafting import Draft, DraftPlan
 from petalnode.node.errors import BadInput
 from petalnode.node.models import resolve
 from petalnode.node.swarm.trusted_servers import TrustedServers
-from petalnode.node.testing.memory_api import MemoryApi, memory_api
 from petalnode.node.testing.memory_servers import MemoryServer, in_loop, memory_swarm
 from tests.api.tokenizer import save_api_tokenizer
+from tests.memory_api import MemoryApi, memory_api
 from tests.peft_adapters import save_lora
 from tests.tiny_models import load_whole, save_tiny
 

@@ -14,8 +14,8 @@ from pydantic import TypeAdapter
 from petalnode.node.api.http.admission import Admission
 from petalnode.node.api.http.keys import ApiKeys, hash_of_key
 from petalnode.node.api.openai.response_store import ResponseStore, StoredResponse
-from petalnode.node.testing.memory_api import MemoryApi, memory_api
 from tests.api.conftest import Served
+from tests.memory_api import MemoryApi, memory_api
 
 MODEL = "tiny-llama"
 ASKED: dict[str, Any] = {"model": MODEL, "input": "say something", "temperature": 0, "max_output_tokens": 12}

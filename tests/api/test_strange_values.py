@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from petalnode.node.api.engine.generation import ApiLimits
-from petalnode.node.testing.memory_api import memory_api
 from tests.api.bodies import BODIES, STRANGE, changed, encoded, places
 from tests.api.conftest import CONTEXT, Served
+from tests.memory_api import memory_api
 
 SAMPLE = 60
 """Of the bodies of each endpoint, besides all that change its numbers."""

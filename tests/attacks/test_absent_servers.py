@@ -13,11 +13,11 @@ from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.client.deadlines import RTT_AT_LEAST
 from petalnode.node.client.session.answers import SessionSpec
 from petalnode.node.models.folder import ModelFolder
-from petalnode.node.testing.inspection import call, client_of
 from petalnode.node.testing.memory_network import MemoryNetwork, MemoryNode
 from petalnode.node.testing.memory_servers import memory_swarm
 from petalnode.protocols.announcement import Announcement, ServerState
 from petalnode.protocols.ids import Span
+from tests.inspection import call, client_of
 from tests.tiny_models import NUM_BLOCKS
 
 ABSENT = 5

@@ -11,13 +11,13 @@ import trio.testing
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.models.folder import ModelFolder
-from petalnode.node.testing.node_inspection import kept_evidence
 from petalnode.node.trust.bundle import Bundle, session_bundle
 from petalnode.node.trust.evidence_gossip import EvidenceGossip
 from petalnode.node.trust.evidence_message import Endorsement, EvidenceMessage, TrustedValidators
 from petalnode.node.trust.store import TrustStore
 from petalnode.node.validator.endorsing import Endorser
 from tests.attacks.forger import ATTACKER, HONEST, Listener, hidden
+from tests.node_inspection import kept_evidence
 from tests.signing_server import SigningServer, spoiled
 
 VALIDATOR, VICTIM = Identity.generate(), Identity.generate()

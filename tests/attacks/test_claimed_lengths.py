@@ -9,11 +9,11 @@ from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.client.session.answers import SessionSpec
 from petalnode.node.errors import BadInput, NoChainError
 from petalnode.node.models.folder import ModelFolder
-from petalnode.node.testing.inspection import call, client_of
 from petalnode.node.testing.memory_network import MemoryNetwork
 from petalnode.node.testing.memory_servers import MemorySwarm, memory_swarm
 from petalnode.protocols.announcement import Announcement, ServerState
 from petalnode.protocols.ids import Span
+from tests.inspection import call, client_of
 from tests.tiny_models import NUM_BLOCKS
 
 

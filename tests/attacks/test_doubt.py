@@ -20,7 +20,6 @@ from petalnode.node.client.session.history import Input, InputHistory
 from petalnode.node.errors import ServerCheated
 from petalnode.node.models.folder import ModelFolder, has_experts
 from petalnode.node.swarm.routing import Hop
-from petalnode.node.testing.inspection import call, client_of
 from petalnode.node.testing.memory_network import MemoryNode
 from petalnode.node.testing.memory_servers import memory_swarm
 from petalnode.node.trust.bundle import Bundle, session_bundle
@@ -46,6 +45,7 @@ from petalnode.protocols.announcement import Announcement
 from petalnode.protocols.ids import Span
 from petalnode.protocols.tensors import encode
 from tests.attacks.forger import ATTACKER, Listener, altered, hidden
+from tests.inspection import call, client_of
 from tests.signing_server import SigningServer, spoiled
 from tests.tiny_models import save_tiny
 

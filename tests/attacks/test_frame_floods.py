@@ -16,9 +16,9 @@ from petalnode.node.network.transport.bandwidth import Traffic
 from petalnode.node.network.transport.muxed_stream import INITIAL_WINDOW, MuxedStream
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import Swarm, open_swarm
-from petalnode.node.testing.node_inspection import frames_taken, muxer_of
 from tests.attacks.stranger.connections import OF_NO_STREAM, OPENED_AND_RESET, PINGS
 from tests.connections import connection_lost
+from tests.node_inspection import frames_taken, muxer_of
 
 TIMEOUT = 60.0
 AT_ONCE = 256

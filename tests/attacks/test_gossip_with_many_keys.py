@@ -12,7 +12,6 @@ from multiaddr import Multiaddr
 from petalnode.crypto.identity import Identity, peer_id_to_bytes
 from petalnode.node.network.gossip import open_gossip
 from petalnode.node.network.host import open_host
-from petalnode.node.testing.node_inspection import held, pubsub_of
 from petalnode.node.trust.evidence_gossip import EvidenceGossip
 from petalnode.node.trust.evidence_message import (
     FORWARDED,
@@ -26,6 +25,7 @@ from petalnode.node.trust.evidence_message import (
     TrustedValidators,
 )
 from petalnode.node.trust.store import TrustStore
+from tests.node_inspection import held, pubsub_of
 from tests.swarm.processes import LOOPBACK
 
 ACCUSED = Identity.generate().peer_id

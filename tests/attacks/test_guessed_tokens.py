@@ -16,12 +16,12 @@ from petalnode.node.blocks.client_part import ClientModel, load_client
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.models import compute_manifest
 from petalnode.node.models.folder import ModelFolder
-from petalnode.node.testing.inspection import session_of
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import PUSH, Span
 from petalnode.protocols.inference import hash_of_step, sha256
 from petalnode.protocols.tensors import encode
+from tests.inspection import session_of
 from tests.signing_server import SigningServer
 from tests.tiny_models import VOCABULARY
 

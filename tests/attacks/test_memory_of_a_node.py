@@ -19,7 +19,6 @@ from petalnode.node.swarm.routing import Hop
 from petalnode.node.swarm.streams import LEAST_SERVED
 from petalnode.node.swarm.swarm import Swarm, open_swarm
 from petalnode.node.testing import MemoryNetwork, message_streams, run_autojumping, stream_pair
-from petalnode.node.testing.node_inspection import raw_of
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.directory import TRANSFER_BYTES, answer_transfer
 from petalnode.protocols.framing import MAX_PAYLOAD, MessageStream, PeerError, StreamClosed
@@ -27,6 +26,7 @@ from petalnode.protocols.ids import Span
 from petalnode.protocols.inference import EPOCH_BYTES, Refusal
 from petalnode.protocols.training import PIECE_BYTES, receive_pieces
 from tests.attacks.one_server import header_of
+from tests.node_inspection import raw_of
 
 TIMEOUT = 120.0
 STREAMS = 12

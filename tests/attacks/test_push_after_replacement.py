@@ -9,7 +9,7 @@ import torch
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.models.folder import ModelFolder
-from petalnode.node.testing.inspection import session_of
+from tests.inspection import session_of
 from tests.swarm.memory_pool import memory_pool
 from tests.tiny_models import load_whole
 

@@ -19,8 +19,8 @@ from petalnode.node.network.transport.muxed_stream import ACK, HEADER, PING, RST
 from petalnode.node.network.transport.yamux import Muxer
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import open_swarm
-from petalnode.node.testing.node_inspection import frames_taken, limits_of
 from tests.memory_muxer import MemoryRaw, OtherEnd, muxer, run, settled
+from tests.node_inspection import frames_taken, limits_of
 from tests.patience import eventually
 
 KEYS = 57

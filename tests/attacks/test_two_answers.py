@@ -22,10 +22,10 @@ from petalnode.node.server.requests import session as session_module
 from petalnode.node.server.requests.pushes import Pushes
 from petalnode.node.server.requests.session import ServerSession
 from petalnode.node.server.steps import StepOutput
-from petalnode.node.testing.inspection import Said, alter_answers, client_of, identity_of, session_of
 from petalnode.node.testing.memory_servers import MemorySwarm, memory_swarm
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.inference import receipt_from_wire, receipt_to_wire, sha256
+from tests.inspection import Said, alter_answers, client_of, identity_of, session_of
 from tests.tiny_models import load_whole, save_tiny
 
 LIAR = Identity.from_seed(bytes(range(21, 53)))

@@ -13,12 +13,12 @@ from petalnode.node.network.transport.memory import budgets_of
 from petalnode.node.network.transport.muxed_stream import INITIAL_WINDOW, WINDOW
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import open_swarm
-from petalnode.node.testing.node_inspection import limits_of, raw_of
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream
 from tests.attacks.one_server import one_server, pushed
 from tests.attacks.test_payload_before_permission import CLIENT, STRANGER, TIMEOUT, UPSTREAM
 from tests.memory_muxer import MemoryRaw, muxer, run, settled
+from tests.node_inspection import limits_of, raw_of
 from tests.patience import eventually
 from tests.swarm.raw import RawSession, values
 

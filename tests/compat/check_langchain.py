@@ -15,7 +15,7 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 from pydantic import BaseModel
 
-from petalnode.node.testing.memory_api import MemoryApi
+from tests.memory_api import MemoryApi
 
 MODEL = "tiny-llama"
 ASKED = "where is it?"

@@ -13,8 +13,8 @@ import pytest
 from lm_eval.tasks import TaskManager
 
 from petalnode.node.models import resolve
-from petalnode.node.testing.memory_api import memory_api
 from petalnode.node.testing.memory_servers import memory_swarm
+from tests.memory_api import memory_api
 
 CAPITALS: Final = {
     "France": "Paris",

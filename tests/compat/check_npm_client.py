@@ -12,9 +12,9 @@ import pytest
 
 from petalnode.node.api.batches.runner import BatchRunner
 from petalnode.node.api.batches.store import BatchStore
-from petalnode.node.testing.memory_api import MemoryApi, memory_api
 from tests.api.conftest import Served
 from tests.import_graph import ROOT
+from tests.memory_api import MemoryApi, memory_api
 
 MODULE: Final = ROOT / "build/compat/node_modules/openai/index.mjs"
 SCRIPT: Final = Path(__file__).with_name("openai_client.mjs")

@@ -23,9 +23,9 @@ from petalnode.node.api.batches.runner import BatchLimits, BatchRunner
 from petalnode.node.api.batches.store import BatchStore, StoredBatch, StoredFile
 from petalnode.node.api.engine.generation import ApiLimits, ServedModel
 from petalnode.node.api.openai.response_store import ResponseStore, StoredResponse
-from petalnode.node.testing.memory_api import MemoryApi, memory_api
 from tests.api.conftest import Served
 from tests.import_graph import ROOT
+from tests.memory_api import MemoryApi, memory_api
 
 SUITE: Final = ROOT / f"build/compat/openai-{openai.__version__}"
 MODELS: Final = ("gpt-6-astra", "gpt-4o-mini", "gpt-3.5-turbo-instruct", "text-embedding-3-small")

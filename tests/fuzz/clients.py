@@ -17,7 +17,6 @@ from petalnode.node.client.session.stream import SessionSpec, SessionStream
 from petalnode.node.errors import ServerFailed
 from petalnode.node.swarm.routing import Hop
 from petalnode.node.testing import message_streams
-from petalnode.node.testing.node_inspection import raw_of
 from petalnode.node.trust.receipt_log import ReceiptArchive, SessionLog
 from petalnode.protocols import ids
 from petalnode.protocols import wire_pb2 as wire
@@ -31,6 +30,7 @@ from tests.fuzz.corpus import ATTACKER, EPOCH, OTHER, VERSION
 from tests.fuzz.harness import Target
 from tests.fuzz.mutation import Mutator, frame
 from tests.fuzz.streams import ENDINGS
+from tests.node_inspection import raw_of
 
 _HIDDEN: Final = 8
 _SPAN: Final = Span(0, 6)

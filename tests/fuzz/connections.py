@@ -35,14 +35,6 @@ from petalnode.node.network.transport.negotiation import question
 from petalnode.node.network.transport.raw_connection import Path
 from petalnode.node.network.transport.yamux import Muxer
 from petalnode.node.network.value_store import MODELS_KEY, server_key
-from petalnode.node.testing.node_inspection import (
-    held_back,
-    in_progress,
-    network_of,
-    open_ends,
-    refuse_dials,
-    use_swarm_key,
-)
 from petalnode.protocols import nat_traversal
 from petalnode.protocols import standard_pb2 as standard
 from petalnode.protocols import wire_pb2 as wire
@@ -53,6 +45,14 @@ from tests.fuzz.corpus import ATTACKER, OTHER, SERVER
 from tests.fuzz.harness import Target
 from tests.fuzz.mutation import INTEGERS, Mutator, frame
 from tests.memory_muxer import MemoryRaw, OtherEnd, muxer, noise_session
+from tests.node_inspection import (
+    held_back,
+    in_progress,
+    network_of,
+    open_ends,
+    refuse_dials,
+    use_swarm_key,
+)
 
 _FROM: Final = "/ip4/203.0.113.7/tcp/31330"
 _RELAYED: Final = Path(False, OTHER.peer_id, f"{_FROM}/p2p/{OTHER.peer_id}/p2p-circuit", inbound=True)

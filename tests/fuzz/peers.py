@@ -22,8 +22,6 @@ from petalnode.node.network.host import Host
 from petalnode.node.server.lifecycle.other_servers import serve_transfers
 from petalnode.node.swarm.directory import Directory
 from petalnode.node.swarm.swarm import Swarm
-from petalnode.node.testing.inspection import audits_of, forget_audits
-from petalnode.node.testing.node_inspection import in_progress, logged
 from petalnode.node.trust.bundle import BadBundle
 from petalnode.node.trust.evidence_gossip import EvidenceGossip, fetch_bundle
 from petalnode.node.trust.store import TrustStore
@@ -57,6 +55,8 @@ from tests.fuzz.harness import Target
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.parsers import parsed
 from tests.fuzz.streams import Conversation, Frame, Handlers, Talk, asking, conversation
+from tests.inspection import audits_of, forget_audits
+from tests.node_inspection import in_progress, logged
 
 
 class _Table:

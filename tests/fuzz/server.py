@@ -27,8 +27,6 @@ from petalnode.node.server.requests.admission import Hosted
 from petalnode.node.server.requests.pushes import PushStream
 from petalnode.node.server.requests.request import RequestContext
 from petalnode.node.server.requests.service import RequestService
-from petalnode.node.testing.inspection import adapters_coming, budgets_of, open_batches
-from petalnode.node.testing.node_inspection import held, logged
 from petalnode.protocols import ids
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.adapter import MAX_HEADER as MAX_ADAPTER_HEADER
@@ -45,6 +43,8 @@ from tests.fuzz.harness import Target
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.parsers import parsed
 from tests.fuzz.streams import Conversation, Frame, Handlers, Talk, conversation
+from tests.inspection import adapters_coming, budgets_of, open_batches
+from tests.node_inspection import held, logged
 from tests.tiny_models import HIDDEN, NUM_BLOCKS, save_tiny
 
 CACHE_TOKENS: Final = 10_000

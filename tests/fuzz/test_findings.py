@@ -25,7 +25,6 @@ from petalnode.node.network.transport.muxed_stream import HEADER, RST, SYN, WIND
 from petalnode.node.network.transport.negotiation import question
 from petalnode.node.placement.planning.machines_file import read_machines
 from petalnode.node.testing import run_autojumping, stream_pair
-from petalnode.node.testing.node_inspection import held_back
 from petalnode.node.tuning.adapter_files import check_adapter
 from petalnode.node.tuning.dataset import read_dataset
 from petalnode.protocols import standard_pb2 as standard
@@ -41,6 +40,7 @@ from tests.fuzz.harness import without_threads
 from tests.fuzz.mutation import frame
 from tests.fuzz.server import InPlace, blocks
 from tests.memory_muxer import DIRECT, muxer, settled
+from tests.node_inspection import held_back
 
 
 @pytest.mark.parametrize("span", [(0, 0), (5, 2), (0, 2)])

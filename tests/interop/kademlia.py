@@ -25,8 +25,8 @@ import trio
 from petalnode.crypto.identity import Identity
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import open_swarm
-from petalnode.node.testing.node_inspection import table_of
 from petalnode.protocols.ids import Span, blocks_key, ranges_of
+from tests.node_inspection import table_of
 from tests.swarm.announcers import Nodes
 from tests.swarm.processes import Running, environment
 

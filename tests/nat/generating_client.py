@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
-from petalnode.node.testing.inspection import allow_servers, session_of
+from tests.inspection import allow_servers, session_of
 
 
 def say(**fields: Any) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import trio
 
 from petalnode.__main__ import main
-from petalnode.node.testing.node_inspection import hold_punching
+from tests.node_inspection import hold_punching
 
 
 def hold(go: Path) -> None:

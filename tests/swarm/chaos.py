@@ -27,7 +27,7 @@ import torch
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.client.core import SwarmClient
 from petalnode.node.client.deadlines import Waits
-from petalnode.node.testing.inspection import client_of
+from tests.inspection import client_of
 from tests.slowness import Slowness
 from tests.swarm.generating import Generating, tasks
 from tests.swarm.left_over import (

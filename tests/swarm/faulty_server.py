@@ -17,12 +17,12 @@ from typing import Any
 from petalnode.crypto.identity import Identity
 from petalnode.node.swarm import swarm as swarm_module
 from petalnode.node.testing import MemoryNode
-from petalnode.node.testing.node_inspection import raw_of
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream, PeerError, ProtocolError, StreamClosed
 from petalnode.protocols.ids import BACKWARD, FORWARD, INFERENCE
 from petalnode.protocols.inference import Refusal, receipt_from_wire, receipt_to_wire, sha256
 from petalnode.protocols.training import hash_of_payloads
+from tests.node_inspection import raw_of
 
 Stream = MessageStream[wire.InferenceFrame]
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
-from petalnode.node.testing.inspection import call, client_of
 from petalnode.node.testing.memory_servers import MemoryServer
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import INFERENCE
+from tests.inspection import call, client_of
 from tests.swarm.memory_pool import MemoryPool
 from tests.swarm.processes import until
 from tests.swarm.server_pool import PooledServer

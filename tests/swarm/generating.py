@@ -13,8 +13,8 @@ import torch
 
 from petalnode.node.client.api.causal_lm import DistributedModelForCausalLM
 from petalnode.node.client.deadlines import Waits
-from petalnode.node.testing.inspection import session_of
 from tests.greedy import generate, prompt
+from tests.inspection import session_of
 
 
 @dataclass(frozen=True)

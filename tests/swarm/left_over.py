@@ -12,7 +12,7 @@ import psutil
 
 from petalnode.node.client.api.causal_lm import DistributedModelForCausalLM
 from petalnode.node.network.transport.yamux import Muxer
-from petalnode.node.testing.inspection import call, client_of, loop_tasks
+from tests.inspection import call, client_of, loop_tasks
 from tests.swarm.server_pool import PooledServer
 
 STREAMS_PER_CONNECTION = 4

@@ -20,12 +20,12 @@ from petalnode.node.errors import ServerCheated, ServerFailed
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.routing import Hop
 from petalnode.node.swarm.swarm import open_swarm
-from petalnode.node.testing.inspection import skip_reply
 from petalnode.node.trust.receipt_log import SessionLog
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream
 from petalnode.protocols.ids import INFERENCE, Span
 from petalnode.protocols.inference import hash_of_step, pledge_to_wire, receipt_to_wire, root_of
+from tests.inspection import skip_reply
 from tests.swarm.processes import LOOPBACK
 from tests.unit.test_receipts import RECEIPT
 

@@ -22,8 +22,8 @@ from petalnode.node.client.swarm_model import identify_model
 from petalnode.node.errors import BadInput
 from petalnode.node.models import resolve
 from petalnode.node.swarm.config import SwarmConfig
-from petalnode.node.testing.inspection import call, client_of, session_of
 from petalnode.protocols.ids import Span
+from tests.inspection import call, client_of, session_of
 from tests.swarm.memory_pool import MemoryPool, memory_pool
 from tests.tiny_models import HIDDEN, NUM_BLOCKS, VOCABULARY, load_whole
 

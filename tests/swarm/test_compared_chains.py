@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from petalnode.crypto.identity import Identity
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.errors import BadInput, NoChainError, SwarmError
-from petalnode.node.testing.inspection import call, client_of, session_of
 from petalnode.node.testing.memory_servers import MemoryServer
+from tests.inspection import call, client_of, session_of
 from tests.swarm.false_blocks import load_now
 from tests.swarm.faulty_server import order
 from tests.swarm.fleet import CACHE, Model, opened_for

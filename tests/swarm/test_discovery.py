@@ -15,12 +15,12 @@ from petalnode.crypto.identity import Identity
 from petalnode.node.errors import BadInput, MachineError, SwarmError
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import Swarm, open_swarm
-from petalnode.node.testing.node_inspection import forget_servers, table_of
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import Announcement, ServerState, freshened, sign_announcement
 from petalnode.protocols.directory import MAX_HEADER
 from petalnode.protocols.framing import PeerError
 from petalnode.protocols.ids import DIRECTORY, Span
+from tests.node_inspection import forget_servers, table_of
 from tests.patience import eventually
 from tests.slowness import Slowness
 from tests.swarm.announcers import Node, Nodes

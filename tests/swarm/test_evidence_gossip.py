@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.testing.node_inspection import held, known_evidence
 from petalnode.node.trust import evidence_gossip
 from petalnode.node.trust.bundle import Bundle, equivocation_bundle
 from petalnode.node.trust.evidence_gossip import MAX_PER_ACCUSED, EvidenceGossip
@@ -35,6 +34,7 @@ from petalnode.node.trust.evidence_message import (
 )
 from petalnode.node.trust.store import TrustStore
 from petalnode.protocols import wire_pb2 as wire
+from tests.node_inspection import held, known_evidence
 from tests.swarm.evidence_messages import (
     ACCUSER,
     ANN,

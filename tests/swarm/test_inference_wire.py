@@ -11,10 +11,10 @@ import pytest
 
 from petalnode.node.swarm.swarm import Swarm
 from petalnode.node.testing.memory_servers import MemoryServer
-from petalnode.node.testing.node_inspection import raw_of
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import PeerError
 from petalnode.protocols.inference import hash_of_step, pledge_from_wire, receipt_from_wire, root_of
+from tests.node_inspection import raw_of
 from tests.swarm.memory_pool import MemoryPool
 from tests.swarm.raw import HIDDEN, RawSession, Run, values
 

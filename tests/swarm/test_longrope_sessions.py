@@ -23,13 +23,13 @@ from petalnode.node.errors import BadInput, NoChainError
 from petalnode.node.models.sources.resolve import resolve
 from petalnode.node.server.requests.session import ServerSession
 from petalnode.node.swarm.config import SwarmConfig
-from petalnode.node.testing.inspection import client_of, session_of
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
 from petalnode.node.trust.receipt_log import SHARED_BYTES, ReceiptArchive
 from petalnode.node.verification.observed import observed_session
 from petalnode.node.verification.recomputation import Recomputation, SessionQuestion, joined
 from petalnode.protocols import wire_pb2 as wire
 from tests.greedy import prompt
+from tests.inspection import client_of, session_of
 from tests.swarm.deep_drafts import draft_deep
 from tests.swarm.test_longrope import BORDER, FIELDS, given, padded
 from tests.tiny_models import load_whole, save_tiny

@@ -20,12 +20,12 @@ from multiaddr import Multiaddr
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.client.session.recovery import MOST_LOSSES
-from petalnode.node.testing.inspection import call, client_of, session_of
-from petalnode.node.testing.node_inspection import dial_at
 from petalnode.protocols.ids import INFERENCE
 from tests import greedy
 from tests.connections import connection_lost
 from tests.greedy import prompt
+from tests.inspection import call, client_of, session_of
+from tests.node_inspection import dial_at
 from tests.slowness import Slowness
 from tests.swarm.fleet import CACHE, At, Model, heard_of
 from tests.swarm.processes import Nodes, until

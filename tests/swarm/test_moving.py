@@ -35,12 +35,12 @@ from petalnode.node.server.requests.pushes import PushStream
 from petalnode.node.server.requests.request import RequestContext
 from petalnode.node.server.requests.service import RequestService
 from petalnode.node.swarm.routing import Hop
-from petalnode.node.testing.inspection import push_streams, sessions_of
 from petalnode.node.trust.receipt_log import ReceiptArchive
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream, PeerError, StreamClosed
 from petalnode.protocols.ids import INFERENCE, PUSH, Span
 from petalnode.protocols.inference import MAX_STEP_BYTES
+from tests.inspection import push_streams, sessions_of
 from tests.swarm.relays import host_here, relay_here, reserve, until
 from tests.tiny_models import HIDDEN
 

@@ -20,9 +20,9 @@ from petalnode.node.client.session.stream import SessionStream
 from petalnode.node.errors import BadInput
 from petalnode.node.server.requests.session import ServerSession
 from petalnode.node.server.steps import Step, StepRunner
-from petalnode.node.testing.inspection import session_of
 from petalnode.node.testing.memory_servers import MemoryServer
 from petalnode.protocols import wire_pb2 as wire
+from tests.inspection import session_of
 from tests.peft_adapters import load_with, save_lora
 from tests.swarm.fleet import Tap
 from tests.swarm.memory_pool import MemoryPool, memory_pool

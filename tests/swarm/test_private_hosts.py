@@ -12,7 +12,7 @@ from multiaddr import Multiaddr
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.network.host import Host
-from petalnode.node.testing.node_inspection import use_swarm_key
+from tests.node_inspection import use_swarm_key
 from tests.slowness import Slowness
 from tests.swarm.relay_node import ECHO
 from tests.swarm.relays import echoed, host_here, relay_here, reserve

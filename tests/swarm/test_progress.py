@@ -20,8 +20,8 @@ from petalnode.node.client.session.compared_session import ComparedSession
 from petalnode.node.client.session.comparing import Weights
 from petalnode.node.client.session.stream import SessionSpec
 from petalnode.node.errors import NoChainError, SwarmError
-from petalnode.node.testing.inspection import tasks_of
 from petalnode.protocols.ids import INFERENCE, Span
+from tests.inspection import tasks_of
 from tests.patience import eventually
 from tests.swarm.virtual_servers import (
     BLOCKS,

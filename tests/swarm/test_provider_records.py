@@ -14,9 +14,9 @@ from petalnode.crypto.identity import Identity
 from petalnode.node.errors import SwarmError
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import Swarm, open_swarm
-from petalnode.node.testing.node_inspection import table_of
 from petalnode.protocols.announcement import Announcement, ServerState
 from petalnode.protocols.ids import Span, blocks_key
+from tests.node_inspection import table_of
 from tests.patience import eventually
 from tests.slowness import Slowness
 from tests.swarm.processes import LOOPBACK

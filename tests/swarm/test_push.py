@@ -12,7 +12,7 @@ import torch
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
 from petalnode.node.client.api.inference_session import InferenceSession
-from petalnode.node.testing.inspection import call, client_of, session_of
+from tests.inspection import call, client_of, session_of
 from tests.swarm.conftest import SharedSwarm
 from tests.swarm.processes import LOOPBACK, Node, Nodes, Running
 from tests.tiny_models import load_whole

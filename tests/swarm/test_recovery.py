@@ -17,9 +17,9 @@ import trio
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.client.chunks import to_chunks
 from petalnode.node.errors import NoChainError, SwarmError
-from petalnode.node.testing.inspection import call, session_of
 from petalnode.node.testing.memory_servers import MemoryServer
 from tests.greedy import generate, prompt
+from tests.inspection import call, session_of
 from tests.slowness import Slowness
 from tests.swarm.faulty_server import FAULTS, order
 from tests.swarm.fleet import POSITIONS, At, Fleet, Model, Tap, opened_for

@@ -11,7 +11,6 @@ import trio
 from petalnode.node.network.host import Host
 from petalnode.node.network.nat.relay import RelayStats
 from petalnode.node.network.transport.stream_bytes import StreamBytes
-from petalnode.node.testing.node_inspection import raw_of, relay_at
 from petalnode.protocols import standard_pb2 as pb
 from petalnode.protocols.circuit import (
     HOP,
@@ -24,6 +23,7 @@ from petalnode.protocols.circuit import (
     receive_stop,
 )
 from petalnode.protocols.delimited import DelimitedStream
+from tests.node_inspection import raw_of, relay_at
 from tests.slowness import Slowness
 from tests.swarm.relay_node import ECHO
 from tests.swarm.relays import echoed, host_here, received, relay_here, reserve, until

@@ -16,10 +16,10 @@ from petalnode import PromptTuning
 from petalnode.node.client import server_selection
 from petalnode.node.client.batch import batch_client
 from petalnode.node.errors import NoChainError, SwarmError
-from petalnode.node.testing.inspection import client_of
 from petalnode.node.testing.memory_servers import MemoryServer
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import BACKWARD, FORWARD
+from tests.inspection import client_of
 from tests.swarm.faulty_server import WORK_FAULTS, order
 from tests.swarm.fleet import Model, opened_for
 from tests.swarm.memory_pool import MemoryPool, memory_pool

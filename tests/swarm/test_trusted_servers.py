@@ -15,9 +15,9 @@ from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.client.sharing import auditable
 from petalnode.node.errors import BadInput, NoChainError, SwarmError
 from petalnode.node.swarm.trusted_servers import TrustedServers
-from petalnode.node.testing.inspection import client_of, session_of
 from petalnode.node.testing.memory_servers import memory_swarm
 from petalnode.protocols.ids import Span
+from tests.inspection import client_of, session_of
 from tests.swarm.conftest import ServedInMemory
 from tests.swarm.virtual_servers import BLOCKS, VirtualServer, VirtualSwarm, in_virtual_swarm, talk
 from tests.tiny_models import load_whole

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from petalnode.node.client.session.stream import OutstandingReplies
-from petalnode.node.testing.node_inspection import held
+from tests.node_inspection import held
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60))

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.testing import run_autojumping, stream_pair
-from petalnode.node.testing.node_inspection import raw_of
 from petalnode.protocols import standard_pb2 as pb
 from petalnode.protocols.circuit import (
     CircuitLimit,
@@ -29,6 +28,7 @@ from petalnode.protocols.circuit import (
 )
 from petalnode.protocols.delimited import MAX_MESSAGE, DelimitedStream
 from petalnode.protocols.framing import PeerError, ProtocolError
+from tests.node_inspection import raw_of
 
 PEER, RELAY = Identity.generate().peer_id, Identity.generate().peer_id
 

@@ -13,8 +13,8 @@ from petalnode.crypto.identity import Identity
 from petalnode.node.network.mdns import announceable, is_apart, read_txt, service_name, txt_record
 from petalnode.node.swarm import discovery as discovery_module
 from petalnode.node.swarm.discovery import Discovery, is_local, pause_before
-from petalnode.node.testing.node_inspection import held
 from petalnode.protocols.framing import PeerError
+from tests.node_inspection import held
 
 A, B = (Identity.from_seed(bytes([n]) * 32).peer_id for n in (1, 2))
 NEAR, FAR = "/ip4/192.168.1.10/tcp/31330", "/ip4/11.77.0.10/tcp/31330"

@@ -10,10 +10,10 @@ import pytest
 
 from petalnode.crypto.receipts import Receipt
 from petalnode.node.client.request import ServerClaims, check_time
-from petalnode.node.testing.node_inspection import held
 from petalnode.node.trust.receipt_log import LAST_SESSIONS, LoggedBatch, ReceiptArchive, SessionLog
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import Span
+from tests.node_inspection import held
 from tests.unit.test_receipts import RECEIPT
 
 TENSOR = wire.Tensor(shape=[1, 1, 4], dtype="float32", codec="none", nbytes=16)

@@ -17,7 +17,6 @@ from multiaddr import Multiaddr
 
 from petalnode.crypto.identity import Identity, peer_id_to_bytes
 from petalnode.node.testing import stream_pair
-from petalnode.node.testing.node_inspection import raw_of
 from petalnode.protocols import standard_pb2 as standard
 from petalnode.protocols.delimited import DelimitedStream
 from petalnode.protocols.framing import PeerError, ProtocolError, StreamClosed
@@ -31,6 +30,7 @@ from petalnode.protocols.nat_traversal import (
     exchange_second,
     give_sign,
 )
+from tests.node_inspection import raw_of
 
 US, THEM = Identity.generate().peer_id, Identity.generate().peer_id
 ADDRS = ("/ip4/203.0.113.5/tcp/31330", "/ip6/2a00:77::1/tcp/1")

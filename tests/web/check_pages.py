@@ -22,11 +22,11 @@ from petalnode.node.api.engine.core import Core
 from petalnode.node.api.http.admission import Admission
 from petalnode.node.api.http.keys import ApiKeys, hash_of_key
 from petalnode.node.models import resolve
-from petalnode.node.testing.memory_api import MemoryApi, memory_api
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
 from petalnode.node.web.pages import page_routes
 from petalnode.node.web.swarm_endpoint import swarm_routes
 from tests.import_graph import ROOT
+from tests.memory_api import MemoryApi, memory_api
 
 OUT = ROOT / "build/web-check"
 AXE = OUT / "node_modules/axe-core/axe.min.js"

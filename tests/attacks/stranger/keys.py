@@ -16,8 +16,8 @@ from petalnode.node.network.addresses import parse_peer
 from petalnode.node.network.host import Host, open_host
 from petalnode.node.network.transport.stream_bytes import StreamBytes
 from petalnode.node.network.transport.yamux import Muxer
-from petalnode.node.testing.node_inspection import muxer_of
 from petalnode.protocols.framing import MessageStream, PeerError, varint
+from tests.node_inspection import muxer_of
 
 F = TypeVar("F", bound=Message)
 PATIENCE = 10.0

@@ -9,19 +9,19 @@ from typing import Any, TypeAlias
 
 import trio
 
-from ...crypto.identity import Identity
-from ...protocols import wire_pb2 as wire
-from ..client.api.inference_session import InferenceSession
-from ..client.api.model import DistributedModel
-from ..client.core import SwarmClient
-from ..client.session.stream import SessionStream
-from ..server.budget import MemoryBudget
-from ..server.requests.adapters import Adapters
-from ..server.requests.pushes import PushStream
-from ..server.requests.service import RequestService
-from ..server.requests.session import ServerSession
-from ..server.steps import StepOutput
-from ..validator.auditing import ReceiptAuditService
+from petalnode.crypto.identity import Identity
+from petalnode.node.client.api.inference_session import InferenceSession
+from petalnode.node.client.api.model import DistributedModel
+from petalnode.node.client.core import SwarmClient
+from petalnode.node.client.session.stream import SessionStream
+from petalnode.node.server.budget import MemoryBudget
+from petalnode.node.server.requests.adapters import Adapters
+from petalnode.node.server.requests.pushes import PushStream
+from petalnode.node.server.requests.service import RequestService
+from petalnode.node.server.requests.session import ServerSession
+from petalnode.node.server.steps import StepOutput
+from petalnode.node.validator.auditing import ReceiptAuditService
+from petalnode.protocols import wire_pb2 as wire
 
 
 def client_of(model: DistributedModel) -> SwarmClient:

@@ -9,22 +9,22 @@ from pathlib import Path
 import trio
 from starlette.routing import BaseRoute
 
-from ...crypto.identity import Identity
-from ..api.app import create_app
-from ..api.batches.runner import BatchRunner
-from ..api.engine.core import Core
-from ..api.engine.generation import ApiLimits, ServedModel
-from ..api.http.admission import Admission, AdmissionMiddleware
-from ..api.http.server import HttpLimits, serve_http
-from ..api.openai.response_store import ResponseStore
-from ..blocks.client_part import load_client
-from ..client.chat import Text
-from ..client.core import open_client
-from ..client.swarm_model import identify_model
-from ..models import resolve
-from ..monitoring.traces import Traces
-from ..swarm.config import SwarmConfig
-from .memory_servers import MemorySwarm, in_loop
+from petalnode.crypto.identity import Identity
+from petalnode.node.api.app import create_app
+from petalnode.node.api.batches.runner import BatchRunner
+from petalnode.node.api.engine.core import Core
+from petalnode.node.api.engine.generation import ApiLimits, ServedModel
+from petalnode.node.api.http.admission import Admission, AdmissionMiddleware
+from petalnode.node.api.http.server import HttpLimits, serve_http
+from petalnode.node.api.openai.response_store import ResponseStore
+from petalnode.node.blocks.client_part import load_client
+from petalnode.node.client.chat import Text
+from petalnode.node.client.core import open_client
+from petalnode.node.client.swarm_model import identify_model
+from petalnode.node.models import resolve
+from petalnode.node.monitoring.traces import Traces
+from petalnode.node.swarm.config import SwarmConfig
+from petalnode.node.testing.memory_servers import MemorySwarm, in_loop
 
 
 class MemoryApi:

@@ -12,24 +12,24 @@ from typing import Any
 
 from multiaddr import Multiaddr
 
-from ...protocols.delimited import DelimitedStream
-from ...protocols.framing import MessageStream, RawStream
-from ..credits.issuer import CreditsService
-from ..network.dht import Dht
-from ..network.gossip import Gossip
-from ..network.host import Host
-from ..network.nat.autonat import DialBackService
-from ..network.nat.circuits import Circuits
-from ..network.nat.hole_punching import HolePuncher
-from ..network.nat.relay import RelayService
-from ..network.transport.connections import Network
-from ..network.transport.limits import NodeLimits
-from ..network.transport.yamux import Muxer
-from ..swarm.directory import Directory
-from ..swarm.streams import MessageStreams
-from ..swarm.swarm import Swarm
-from ..swarm.view import SwarmView
-from ..trust.evidence_gossip import EvidenceGossip
+from petalnode.node.credits.issuer import CreditsService
+from petalnode.node.network.dht import Dht
+from petalnode.node.network.gossip import Gossip
+from petalnode.node.network.host import Host
+from petalnode.node.network.nat.autonat import DialBackService
+from petalnode.node.network.nat.circuits import Circuits
+from petalnode.node.network.nat.hole_punching import HolePuncher
+from petalnode.node.network.nat.relay import RelayService
+from petalnode.node.network.transport.connections import Network
+from petalnode.node.network.transport.limits import NodeLimits
+from petalnode.node.network.transport.yamux import Muxer
+from petalnode.node.swarm.directory import Directory
+from petalnode.node.swarm.streams import MessageStreams
+from petalnode.node.swarm.swarm import Swarm
+from petalnode.node.swarm.view import SwarmView
+from petalnode.node.trust.evidence_gossip import EvidenceGossip
+from petalnode.protocols.delimited import DelimitedStream
+from petalnode.protocols.framing import MessageStream, RawStream
 
 
 def raw_of(stream: MessageStream[Any] | DelimitedStream) -> RawStream:
