@@ -19,8 +19,8 @@ from libp2p.peer.id import ID
 from libp2p.peer.peer_record import PeerRecord
 
 from petalnode.node.network.host import Host
-from petalnode.node.testing.node_inspection import network_of
 from tests.attacks.test_kademlia import LOOPBACK, host, knowing
+from tests.node_inspection import network_of
 
 SECONDS = 0.25
 """Of processor time: a handshake takes 0.005, this key took 7."""
