@@ -26,7 +26,7 @@ from multiaddr import Multiaddr
 from ...crypto.identity import Identity
 from ..errors import MachineError
 from .addresses import concrete, dialable, ip_of, is_loopback, port_of
-from .standard_protocols import IDENTIFY_PUSH, PING, answer_pings, keep_identified, take_pushes
+from .standard_protocols import IDENTIFY_PUSH, PING, answer_pings, identify, keep_identified, take_pushes
 from .transport.bandwidth import Bandwidth
 from .transport.connections import NEGOTIATION, CircuitDialer, Network, path_of, reason_of
 from .transport.limits import origin_of_ip
@@ -326,8 +326,14 @@ class _Libp2pHost(BasicHost):
     """libp2p's host, which takes the relay's part out of a circuit address and so claims the relay's for its own."""
 
     def __init__(self, network: Network, addresses: _Addresses) -> None:
-        self._addresses = addresses
+        self._addresses, self._live = addresses, network.live
         super().__init__(network, negotiate_timeout=NEGOTIATION, disable_identify_address_discovery=True)
+
+    async def _identify_peer(self, peer_id: ID, *, reason: str) -> None:
+        """As libp2p's own, which reads up to 1 MiB."""
+        for conn in self._live(peer_id)[:1]:
+            if await identify(Connection(conn), self.get_peerstore(), peer_id) and self._live(peer_id):
+                self._identified_peers[peer_id] = reason
 
     def get_addrs(self) -> list[Multiaddr]:
         own = Multiaddr(f"/p2p/{self.get_id()}")

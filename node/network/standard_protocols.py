@@ -1,7 +1,7 @@
-"""What every node of libp2p answers: pings, and what a peer says of itself when that changes (identify push).
+"""What every node of libp2p answers: pings, and what a peer says of itself, asked or when that changes (identify push).
 
-libp2p's own handlers take 32 bytes of a frame for a ping, 2,000 of a large frame, and parse a push of 1 MiB whenever
-one comes.
+libp2p's own handlers take 32 bytes of a frame for a ping, 2,000 of a large frame, and parse 1 MiB of what a peer says
+of itself, whenever it comes.
 """
 
 from __future__ import annotations
@@ -11,17 +11,15 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 import trio
-from google.protobuf.message import DecodeError
 from libp2p.abc import IPeerStore
 from libp2p.identity.identify.pb.identify_pb2 import Identify
 from libp2p.identity.update import update_peerstore_from_identify
 from libp2p.peer.id import ID
 
 from ...protocols.delimited import DelimitedStream
-from ...protocols.framing import PeerError
-from ...protocols.nat_traversal import IDENTIFY_MAX_MESSAGE
+from ...protocols.nat_traversal import IDENTIFY, IDENTIFY_MAX_MESSAGE
 from .transport.limits import Rates
-from .transport.stream_bytes import StreamBytes
+from .transport.stream_bytes import Connection, StreamBytes
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +47,30 @@ async def keep_identified(peerstore: IPeerStore, peer_id: ID, message: Identify)
     if len(message.public_key) <= _MAX_IDENTIFIED:
         kept.public_key = message.public_key
     await update_peerstore_from_identify(peerstore, peer_id, kept)
+
+
+async def identify(connection: Connection, peerstore: IPeerStore, peer_id: ID) -> bool:
+    """Asks a peer who it is, and keeps what it says; whether that came."""
+    try:
+        with trio.fail_after(PATIENCE):
+            raw = await connection.open_stream(IDENTIFY)
+    except (ConnectionError, trio.TooSlowError) as error:
+        log.debug("%s cannot be asked who it is: %r", peer_id, error)
+        return False
+    return await take_identified(raw, peerstore, peer_id)
+
+
+async def take_identified(raw: StreamBytes, peerstore: IPeerStore, peer_id: ID) -> bool:
+    """Keeps what the peer says of itself on the stream, and ends that; whether it came, in bounds and in time."""
+    stream = DelimitedStream(raw, str(peer_id), max_message=IDENTIFY_MAX_MESSAGE)
+    try:
+        await keep_identified(peerstore, peer_id, await stream.receive(Identify, timeout=PATIENCE))
+        await raw.close()
+        return True
+    except Exception as error:  # whatever libp2p makes of a stranger's bytes
+        log.debug("what %s says of itself: %r", peer_id, error)
+        await raw.reset()
+        return False
 
 
 def answer_pings() -> Handler:
@@ -85,14 +107,8 @@ def take_pushes(peerstore: IPeerStore) -> Handler:
         bucket = rates.of(peer_id)
         if bucket.delay(1) == 0:
             bucket.take_ahead(1)
-            stream = DelimitedStream(raw, peer_id, max_message=IDENTIFY_MAX_MESSAGE)
-            try:
-                message = await stream.receive(Identify, timeout=PATIENCE)
-                await keep_identified(peerstore, ID.from_string(peer_id), message)
-                await raw.close()
-                return
-            except (PeerError, DecodeError) as error:
-                log.debug("a push of %s: %s", peer_id, error)
-        await raw.reset()
+            await take_identified(raw, peerstore, ID.from_string(peer_id))
+        else:
+            await raw.reset()
 
     return serve

@@ -8,14 +8,17 @@ import pytest
 import trio
 from libp2p.identity.identify.pb.identify_pb2 import Identify
 from libp2p.peer.id import ID
+from libp2p.peer.peerstore import PeerStoreError
 
 from petalnode.node.network import standard_protocols
 from petalnode.node.network.host import Host
 from petalnode.node.network.transport.stream_bytes import StreamBytes
+from petalnode.protocols.framing import varint
 from tests.attacks.test_kademlia import LOOPBACK, TIMEOUT, delimited, host, knowing
 
 PING = "/ipfs/ping/1.0.0"
 PUSH = "/ipfs/id/push/1.0.0"
+IDENTIFY = "/ipfs/id/1.0.0"
 
 
 async def pinged(stream: StreamBytes, data: bytes) -> bytes:
@@ -77,5 +80,55 @@ def test_a_push_is_small_and_seldom() -> None:
             assert len(known(victim, attacker.peer_id)) <= 128
             taken = [await push(attacker, victim, Identify(protocols=["/a"])) for _ in range(40)]
             assert taken[0] and not all(taken)
+
+    trio.run(main)
+
+
+def test_an_answer_to_who_are_you_is_read_within_bounds() -> None:
+    """A node asks whoever connects; libp2p takes an answer of 1 MiB."""
+    many = delimited(Identify(protocols=["/a"] * 3000))
+    long = delimited(Identify(protocols=["/a"], agent_version="x" * (128 << 10)))
+    no_text = varint(4) + bytes([0x1A, 2, 0xFF, 0xFE])  # a protocol's name that is no UTF-8
+
+    async def main(said: bytes, taken: bool) -> None:
+        async with host(LOOPBACK) as victim, knowing(victim) as attacker:
+            ended = trio.Event()
+
+            async def lie(raw: StreamBytes, _: str) -> None:
+                with suppress(OSError):
+                    await raw.write(said)
+                    await raw.read(1)
+                ended.set()
+
+            attacker.set_stream_handler(IDENTIFY, lie)
+            await attacker.connect(victim.peer_id)
+            with trio.fail_after(TIMEOUT):
+                await ended.wait()
+            with suppress(PeerStoreError):  # nothing at all was kept
+                assert known(victim, attacker.peer_id) == ({"/b"} if taken else set())
+            assert await pinged(await attacker.open_stream(victim.peer_id, PING), bytes(32)), "it is still there"
+
+    trio.run(main, delimited(Identify(protocols=["/b"])), True)
+    for message in (many, long, no_text, varint(1 << 20), b"\xff" * 20):
+        trio.run(main, message, False)
+
+
+def test_a_silent_answer_to_who_are_you_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standard_protocols, "PATIENCE", 0.05)
+
+    async def main() -> None:
+        async with host(LOOPBACK) as victim, knowing(victim) as attacker:
+            ended = trio.Event()
+
+            async def be_silent(raw: StreamBytes, _: str) -> None:
+                with suppress(OSError):
+                    await raw.write(varint(5))
+                    await raw.read(1)
+                ended.set()
+
+            attacker.set_stream_handler(IDENTIFY, be_silent)
+            await attacker.connect(victim.peer_id)
+            with trio.fail_after(TIMEOUT):
+                await ended.wait()
 
     trio.run(main)

@@ -61,10 +61,10 @@ CONNECTION: Final[Mapping[str, Row]] = {
 PROTOCOLS: Final[Mapping[str, Row]] = {
     "/ipfs/id/1.0.0": Row(
         PEER,
-        f"protocols.nat_traversal.IDENTIFY_MAX_MESSAGE {STANDARD}._MAX_IDENTIFIED",
-        "node.network.transport.connections.NEGOTIATION",
+        f"protocols.nat_traversal.IDENTIFY_MAX_MESSAGE protocols.delimited.MAX_FIELDS {STANDARD}._MAX_IDENTIFIED",
+        f"{STANDARD}.PATIENCE node.network.transport.connections.NEGOTIATION",
         f"{STANDARD}._MAX_IDENTIFIED_ADDRS node.network.transport.peerstore.MAX_PEERS",
-        ("tests/attacks/test_many_identities.py",),
+        ("tests/attacks/test_pings_and_pushes.py", "tests/attacks/test_many_identities.py"),
         ("asked who we are", "NAT, identify and relay"),
         ("identify and ping", "garbage"),
     ),
