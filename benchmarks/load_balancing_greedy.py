@@ -8,10 +8,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from petalnode.node.placement.joining import weakest_window
 from petalnode.node.placement.observed import PlacedServer, coverage, swarm_throughput
 from petalnode.protocols.ids import Span
 
 MOST_STEPS = 60
+SETTLING_ROUNDS = 10
 
 
 def costs(load: NDArray[np.float64], speeds: NDArray[np.float64], lengths: NDArray[np.intp], wanted: float) -> NDArray:
@@ -55,3 +57,37 @@ def descent(holders: Sequence[PlacedServer], num_blocks: int, wanted: float) -> 
         span = Span(int(start), int(start) + int(lengths[row]))
         now[row] = replace(now[row], span=span)
         yield now[row].peer_id, span, swarm_throughput(now, num_blocks)
+
+
+def moves_to(
+    servers: Sequence[PlacedServer], index: int, num_blocks: int, p: float, order: Sequence[int]
+) -> Span | None:
+    """Where the server at `index` moves by Petals' own rule (NeurIPS 2023, appendix D), None if it stays.
+
+    It moves if, after it and then all others (in `order`, round after round until nobody wants to move) went where
+    equation 1 puts them, the swarm's throughput is higher by the share `p`.
+    """
+    spans = [server.span for server in servers]
+    load = coverage(servers, num_blocks)
+    before = float(load.min())
+
+    def settle(number: int) -> bool:
+        span, speed = spans[number], servers[number].throughput
+        load[span.start : span.end] -= speed
+        # What is left of a sum of floats whose parts have all gone again is no coverage.
+        load[np.abs(load) < 1e-9] = 0.0
+        spans[number] = weakest_window(load, len(span))
+        load[spans[number].start : spans[number].end] += speed
+        return spans[number] != span
+
+    if not settle(index):
+        return None
+    target = spans[index]
+    for _ in range(SETTLING_ROUNDS):
+        moved = [settle(other) for other in order if other != index]
+        if not any(moved):
+            break
+    after = coverage(
+        [replace(server, span=span) for server, span in zip(servers, spans, strict=True)], num_blocks
+    ).min()
+    return target if after > before * (1 + p) else None

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from load_balancing_greedy import best_span, descent
+from load_balancing_greedy import best_span, descent, moves_to
 
-from petalnode.node.placement.joining import joining_span, moves_to, span_for_newcomer
+from petalnode.node.placement.joining import joining_span, span_for_newcomer
 from petalnode.node.placement.observed import (
     USUAL_LOAD,
     Change,

@@ -37,9 +37,9 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from petalnode import AutoDistributedModelForCausalLM
-from petalnode.node.client.server_selection import BYTES_PER_VALUE
 from petalnode.node.models import resolve
 from petalnode.node.swarm.routing import Hop, chain_seconds
+from petalnode.protocols.framing import ITEM_BYTES
 from petalnode.protocols.ids import Span
 
 MODES = ("relayed", "pushed")
@@ -84,7 +84,7 @@ def one_session(model: Any, hidden: torch.Tensor, mode: str, tokens: int) -> dic
             steps.append(time.perf_counter() - begun)
             computed.append(sum(hop.compute for hop in inner.timings))
         chain = [Hop(peer_id, Span(*blocks)) for peer_id, blocks in session.route]
-        token_bytes = hidden.shape[2] * BYTES_PER_VALUE[inner.spec.dtype]
+        token_bytes = hidden.shape[2] * ITEM_BYTES[inner.spec.dtype]
     return {
         "mode": mode,
         "servers": len(chain),

@@ -128,13 +128,6 @@ def checked_records(
         yield record
 
 
-def open_records(
-    page: wire.DirectoryRecords, known: Mapping[str, SignedAnnouncement], *, now: float
-) -> list[SignedAnnouncement]:
-    """As `checked_records`, all at once and without the bad ones."""
-    return [record for record in checked_records(page, known, now=now) if record is not None]
-
-
 def last_peer_id(page: wire.DirectoryRecords) -> bytes:
     """Where the next page starts; empty if the page says nothing about it."""
     if not page.records:

@@ -92,10 +92,3 @@ class PrefixNames:
         """Forgets all from the token number `tokens` on."""
         del self._digests[tokens:]
         del self.names[tokens // BLOCK_TOKENS :]
-
-
-def prefix_names(root: bytes, payload: bytes | bytearray | memoryview, rows: int, tokens: int) -> list[bytes]:
-    """The names of the whole blocks of hidden states [rows, tokens, hidden] as they stand on the wire."""
-    named = PrefixNames(root)
-    named.append(token_digests(payload, rows, tokens))
-    return named.names

@@ -49,7 +49,6 @@ from .swarm_model import SwarmModel
 
 BANDWIDTH_BYTES: Final = 1 << 16
 """Steps below this say more of the round trip than of the bandwidth."""
-BYTES_PER_VALUE: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 SUSPECT_PENALTY: Final = 60.0
 """A server that failed seems this many seconds farther away for so long: it is asked only if nobody else is left."""
 

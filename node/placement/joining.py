@@ -1,7 +1,6 @@
 """Which blocks a newcomer takes, also while others join at the same time. Pure.
 
-`joining_span` and `moves_to` are Petals' own rule (NeurIPS 2023, appendix D): the first is where the search for a span
-begins, the second the baseline of benchmarks/load_balancing.py.
+The search for a span begins where Petals' own rule puts a newcomer (NeurIPS 2023, appendix D): `joining_span`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from ..swarm.cost import Floats
 from .observed import PlacedServer, coverage, describe_spans, gaps
 from .plan import DEFAULT, NOTABLE, Policy, make_plan
 
-_SETTLING_ROUNDS: Final = 10
 _MOST_FIRST: Final = 32
 """Newcomers with smaller peer ids whose choice is computed before the own one; each takes as long as a plan."""
 _MOST_RIVALS: Final = 64
@@ -129,40 +127,6 @@ def weakest_window(throughput: Floats, count: int) -> Span:
 def joining_span(servers: Sequence[PlacedServer], num_blocks: int, count: int) -> Span:
     """Where equation 1 puts a newcomer that holds `count` blocks."""
     return weakest_window(coverage(servers, num_blocks), count)
-
-
-def moves_to(
-    servers: Sequence[PlacedServer], index: int, num_blocks: int, p: float, order: Sequence[int]
-) -> Span | None:
-    """Where the server at `index` moves, None if it stays.
-
-    It moves if, after it and then all others (in `order`, round after round until nobody wants to move) went where
-    equation 1 puts them, the swarm's throughput is higher by the share `p`.
-    """
-    spans = [server.span for server in servers]
-    load = coverage(servers, num_blocks)
-    before = float(load.min())
-
-    def settle(number: int) -> bool:
-        span, speed = spans[number], servers[number].throughput
-        load[span.start : span.end] -= speed
-        # What is left of a sum of floats whose parts have all gone again is no coverage.
-        load[np.abs(load) < 1e-9] = 0.0
-        spans[number] = weakest_window(load, len(span))
-        load[spans[number].start : spans[number].end] += speed
-        return spans[number] != span
-
-    if not settle(index):
-        return None
-    target = spans[index]
-    for _ in range(_SETTLING_ROUNDS):
-        moved = [settle(other) for other in order if other != index]
-        if not any(moved):
-            break
-    after = coverage(
-        [replace(server, span=span) for server, span in zip(servers, spans, strict=True)], num_blocks
-    ).min()
-    return target if after > before * (1 + p) else None
 
 
 def why_join(others: Sequence[PlacedServer], span: Span, num_blocks: int) -> str:

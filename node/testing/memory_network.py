@@ -132,7 +132,6 @@ class MemoryNetwork:
         self.manifests: dict[bytes, bytes] = {}
         self._links: dict[frozenset[str], Link] = {}
         self._changed = trio.Event()
-        self._lost = trio.Event()
 
     def node(self, identity: Identity | None = None, trust: TrustStore | None = None) -> MemoryNode:
         node = self._kind(self, identity or Identity.generate(), trust)
@@ -155,8 +154,6 @@ class MemoryNetwork:
             if node.peer_id in peers:
                 link.used = False
                 link.cut()
-        self._lost.set()
-        self._lost = trio.Event()
 
     @asynccontextmanager
     async def open_swarm(self, config: SwarmConfig) -> AsyncIterator[Any]:
@@ -184,11 +181,6 @@ class MemoryNetwork:
 
     async def wait_changed(self) -> None:
         await self._changed.wait()
-
-    async def wait_removed(self, peer_id: str) -> None:
-        """Returns as soon as this node is gone."""
-        while peer_id in self.nodes:
-            await self._lost.wait()
 
 
 class _MemoryHost:

@@ -37,7 +37,7 @@ from petalnode.protocols.adapter import AnnouncedAdapter, block_of, check_tensor
 from petalnode.protocols.announcement import DOMAIN, BadAnnouncement, open_announcement
 from petalnode.protocols.credits import clearing_to_wire
 from petalnode.protocols.delimited import parse_message
-from petalnode.protocols.directory import NodeInfo, last_peer_id, open_records
+from petalnode.protocols.directory import NodeInfo, checked_records, last_peer_id
 from petalnode.protocols.framing import TensorError, all_finite, wire_nbytes
 from petalnode.protocols.ids import Span
 from petalnode.protocols.inference import Refusal, pledge_from_wire, receipt_from_wire, receipt_to_wire, terms_of
@@ -121,7 +121,7 @@ def _page(mutator: Mutator) -> bytes:
 def _read_page(data: bytes) -> None:
     page = parsed(wire.DirectoryRecords, data)
     if page is not None:
-        open_records(page, {}, now=time.time())
+        list(checked_records(page, {}, now=time.time()))
         last_peer_id(page)
     list(open_models_value(data, time.time()))
 

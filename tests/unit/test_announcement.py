@@ -30,8 +30,8 @@ from petalnode.protocols.directory import (
     NodeInfo,
     answer_manifests,
     ask_manifest,
+    checked_records,
     last_peer_id,
-    open_records,
     records_page,
 )
 from petalnode.protocols.ids import Span
@@ -229,7 +229,7 @@ def test_pages_together_hold_every_record_once():
     after = b""
     for turn in range(10):
         page = records_page(records, after=after, limit=7).records
-        opened = open_records(page, {}, now=NOW)
+        opened = [record for record in checked_records(page, {}, now=NOW) if record is not None]
         seen += [record.content.peer_id for record in opened]
         after = last_peer_id(page)
         assert page.truncated == (turn < 7)
@@ -256,14 +256,14 @@ def test_bad_records_of_a_page_are_left_out_and_the_good_ones_stay():
     old = freshened(expired.content, now=NOW - 1000, lifetime=45)
     identity = Identity.from_seed((2).to_bytes(32, "big"))
     page.records[2].CopyFrom(sign_announcement(identity, old).to_wire())
-    assert open_records(page, {}, now=NOW) == [good]
+    assert list(checked_records(page, {}, now=NOW)) == [good, None, None]
 
 
 def test_a_known_record_is_not_taken_for_a_forged_one_of_the_same_peer():
     (good,) = many(1)
     page = wire.DirectoryRecords(records=[good.to_wire()])
     page.records[0].signature = bytes(64)
-    assert open_records(page, {good.content.peer_id: good}, now=NOW) == []
+    assert list(checked_records(page, {good.content.peer_id: good}, now=NOW)) == [None]
 
 
 def test_a_stream_for_manifests_answers_several_questions():
@@ -284,4 +284,4 @@ def test_a_known_signature_under_another_announcement_is_a_forgery():
     (good,) = many(1)
     page = wire.DirectoryRecords(records=[good.to_wire()])
     page.records[0].announcement = sign_announcement(OTHER, announcement(OTHER)).announcement
-    assert open_records(page, {good.content.peer_id: good}, now=NOW) == []
+    assert list(checked_records(page, {good.content.peer_id: good}, now=NOW)) == [None]

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petalnode.node.placement.joining import joining_span, moves_to, span_for_newcomer
+from benchmarks.load_balancing_greedy import moves_to
+from petalnode.node.placement.joining import joining_span, span_for_newcomer
 from petalnode.node.placement.observed import PlacedServer, coverage, gaps, swarm_throughput, upper_bound
 from petalnode.node.placement.plan import Move, Policy, make_plan, may_leave
 from petalnode.protocols.ids import Span

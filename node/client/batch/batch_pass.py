@@ -74,7 +74,6 @@ class BatchPass:
     Attributes:
         chains: for each micro-batch the servers that it was planned for.
         junctions: for each micro-batch the servers that it went through, once it did.
-        repeated: parts that were done again on another server.
     """
 
     client: BatchClient
@@ -82,7 +81,6 @@ class BatchPass:
     parts: Sequence[MicroBatch]
     chains: Sequence[Chain]
     junctions: list[list[Junction]] = field(default_factory=list)
-    repeated: int = 0
     _kept: dict[tuple[int, int, int, int], KeptSet | None] = field(default_factory=dict)
     _making: trio.Lock = field(default_factory=trio.Lock)
 
@@ -214,7 +212,6 @@ class BatchPass:
         Raises:
             NoChainError: nobody else holds these blocks.
         """
-        self.repeated += 1
         return await self.client.instead(
             span, failures.by_peer, backward=backward, wait=self.spec.wait, since=failures.since
         )
