@@ -129,6 +129,13 @@ class Fields:
             raise self.wrong(name, "an object is expected")
         return Fields(value, f"{self.path(name)}.")
 
+    def needed(self, name: str) -> Fields:
+        """As `object`, of a field that may not be absent. Raises ApiError."""
+        found = self.object(name)
+        if found is None:
+            raise self.wrong(name, "it is missing", "missing_field")
+        return found
+
     def objects(self, name: str, most: int) -> list[Fields]:
         value = self.get(name)
         if value is None:

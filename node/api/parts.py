@@ -78,8 +78,13 @@ def content_text(message: Fields, name: str, kinds: Collection[str]) -> str | No
 
 def function_call(function: Fields, name: str) -> dict[str, Any]:
     """A call with the id `name`, as chat templates take it. Raises ApiError."""
-    arguments = parse_text(function, "arguments", "{}")
-    return {"id": name, "type": "function", "function": {"name": function.text("name"), "arguments": arguments}}
+    return template_call(function.text("name"), parse_text(function, "arguments", "{}"), name)
+
+
+def template_call(name: str, arguments: Any, identity: str | None) -> dict[str, Any]:
+    """A call of the function `name`, as chat templates take it; None for a call without an id."""
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return call if identity is None else {"id": identity, **call}
 
 
 def function_tool(function: Fields) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from ..parts import (
     schema_grammar,
     session_options,
     stop_strings,
+    template_call,
 )
 
 Message = dict[str, Any]
@@ -49,13 +50,9 @@ def parse_messages(fields: Fields, *, counted: bool = False) -> ChatRequest:
             top_p=positive(fields, "top_p"),
             top_k=fields.integer("top_k", 0, LARGEST) or 0,
         ),
-        choices=1,
         max_tokens=limit,
         stop=stop_strings(fields, "stop_sequences"),
-        logprobs=False,
-        top_logprobs=0,
         stream=fields.flag("stream"),
-        include_usage=True,
         grammar=_grammar(fields),
         options=session_options(fields),
     )
@@ -73,10 +70,7 @@ def _grammar(fields: Fields) -> Grammar | None:
     if form is None:
         return None
     form.one_of("type", ("json_schema",), "")
-    schema = form.object("schema")
-    if schema is None:
-        raise form.wrong("schema", "it is missing", "missing_field")
-    return bounded(form, schema_grammar(schema), "schema")
+    return bounded(form, schema_grammar(form.needed("schema")), "schema")
 
 
 def _messages(fields: Fields) -> Iterable[Message]:
@@ -120,8 +114,7 @@ def _assistant(blocks: Sequence[Fields]) -> Message:
 
 def _call(block: Fields) -> dict[str, Any]:
     given = block.object("input")
-    function = {"name": block.text("name"), "arguments": dict(given.data) if given is not None else {}}
-    return {"id": block.text("id"), "type": "function", "function": function}
+    return template_call(block.text("name"), dict(given.data) if given is not None else {}, block.text("id"))
 
 
 def _user(blocks: Sequence[Fields]) -> Iterable[Message]:
@@ -138,10 +131,7 @@ def _user(blocks: Sequence[Fields]) -> Iterable[Message]:
 def _tool(tool: Fields) -> dict[str, Any]:
     if tool.text("type", "custom") != "custom":
         raise tool.wrong("type", "there are no tools here but the client's", "unsupported_parameter")
-    schema = tool.object("input_schema")
-    if schema is None:
-        raise tool.wrong("input_schema", "it is missing", "missing_field")
-    return function_tool(Fields({**tool.data, "parameters": schema.data}, tool.path("")))
+    return function_tool(Fields({**tool.data, "parameters": tool.needed("input_schema").data}, tool.path("")))
 
 
 def _tool_choice(fields: Fields, tools: tuple[dict[str, Any], ...]) -> tuple[str, bool, bool]:

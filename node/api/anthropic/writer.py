@@ -4,56 +4,35 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
-from ...trust.receipt_file import SignedReply
-from ..engine.generation import Finished, Piece, provenance
+from ..engine.generation import ChosenToken, Finished, provenance
 from ..engine.preparing import PreparedChat
 from ..engine.requests import TextRequest
-from ..engine.tools import ToolCall, ToolText
+from ..engine.tools import ToolCall
 from ..errors import MESSAGES_PATH, ApiError, error_object
+from ..one_answer import Chunk, OneAnswer
 from .requests import arguments_of
 
-Chunk = dict[str, Any]
 
-
-class MessageWriter:
-    """As `Writer` has it. What Anthropic's specification requires, and of which nothing is known here, is null."""
-
-    media_type = "text/event-stream; charset=utf-8"
+class MessageWriter(OneAnswer):
+    """What Anthropic's specification requires, and of which nothing is known here, is null."""
 
     def __init__(self, request: TextRequest, chat: PreparedChat, request_id: str) -> None:
-        self.streams = request.stream
-        self.name = f"msg_{secrets.token_hex(12)}"
+        super().__init__(request, chat, f"msg_{secrets.token_hex(12)}")
         self._request_id = request_id
-        self._model = chat.generation.model.name
         self._prompt_tokens = len(chat.generation.prompts[0])
-        self._tools = ToolText(chat.form, chat.tools)
         self._text = ""
         self._blocks: list[dict[str, Any]] = []
-        self._replies: list[SignedReply] = []
-        self._whole: dict[str, Any] = {}
-
-    def replies(self) -> list[SignedReply]:
-        return self._replies
-
-    def encoded(self, chunk: Chunk | None) -> bytes:
-        if chunk is None:
-            return b""
-        data = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
-        return f"event: {chunk['type']}\ndata: {data}\n\n".encode()
 
     def opening(self) -> list[Chunk]:
         # What the servers hold of the prompt is known at the end only.
         usage = _usage(self._prompt_tokens, None, 0)
         return [{"type": "message_start", "message": self._message(_stop(None, None), usage)}]
 
-    def take(self, piece: Piece) -> list[Chunk]:
-        return self._add(self._tools.feed(piece.text))
-
-    def close(self, end: Finished) -> list[Chunk]:
-        text, calls = self._tools.end()
-        chunks = self._add(text)
+    def finish(self, end: Finished, calls: Sequence[ToolCall]) -> list[Chunk]:
+        chunks: list[Chunk] = []
         if self._text:
             chunks.append({"type": "content_block_stop", "index": 0})
             self._blocks.append({"type": "text", "text": self._text, "citations": None})
@@ -61,36 +40,29 @@ class MessageWriter:
             chunks += self._call(call)
         delta = _stop(_reason(end, bool(calls)), end.stopped_by)
         usage = _usage(end.prompt_tokens - end.cached, end.cached, end.tokens)
-        self._replies = list(end.receipts)
         more = {"x_petalnode": provenance([end])}
-        self._whole = {**self._message(delta, usage), **more}
+        self.complete = {**self._message(delta, usage), **more}
         return [
             *chunks,
             {"type": "message_delta", "delta": delta, "usage": usage, **more},
             {"type": "message_stop"},
         ]
 
-    def ending(self) -> list[Chunk]:
-        return []
-
     def failed(self, error: ApiError) -> Chunk:
         return error_object(error, MESSAGES_PATH, self._request_id)
-
-    def whole(self) -> dict[str, Any]:
-        return self._whole
 
     def _message(self, stop: dict[str, Any], usage: dict[str, Any]) -> dict[str, Any]:
         return {
             "id": self.name,
             "type": "message",
             "role": "assistant",
-            "model": self._model,
+            "model": self.model,
             "content": list(self._blocks),
             **stop,
             "usage": {**usage, "cache_creation": None, "inference_geo": None, "service_tier": None},
         }
 
-    def _add(self, text: str) -> list[Chunk]:
+    def add(self, text: str, tokens: Sequence[ChosenToken]) -> list[Chunk]:
         if not text:
             return []
         begun: list[Chunk] = []

@@ -52,14 +52,14 @@ class TextRequest:
 
     model: str
     sampling: Sampling
-    choices: int
     max_tokens: int | None
-    stop: tuple[str, ...]
-    logprobs: bool
-    top_logprobs: int
     stream: bool
-    include_usage: bool
     grammar: Grammar | None
+    choices: int = 1
+    stop: tuple[str, ...] = ()
+    logprobs: bool = False
+    top_logprobs: int = 0
+    include_usage: bool = True
     options: SessionOptions = PLAIN
     include_progress: bool = False
 

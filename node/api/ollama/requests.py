@@ -19,6 +19,7 @@ from ..parts import (
     schema_grammar,
     session_options,
     stop_strings,
+    template_call,
 )
 
 TEMPERATURE: Final = 0.8
@@ -47,7 +48,7 @@ def parse_chat(fields: Fields) -> ChatRequest | None:
     messages = tuple(_message(message) for message in fields.objects("messages", MAX_MESSAGES))
     if not messages:
         return None
-    tools = tuple(_tool(tool) for tool in fields.objects("tools", MAX_TOOLS))
+    tools = tuple(function_tool(tool.needed("function")) for tool in fields.objects("tools", MAX_TOOLS))
     return ChatRequest(text, messages, tools, "auto" if tools else "none")
 
 
@@ -81,13 +82,11 @@ def _text(fields: Fields) -> TextRequest:
     return TextRequest(
         model=model_name(fields),
         sampling=_sampling(options),
-        choices=1,
         max_tokens=limit if limit is not None and limit > 0 else None,
         stop=stop_strings(options, "stop"),
         logprobs=logprobs,
         top_logprobs=(fields.integer("top_logprobs", 0, 20) or 0) if logprobs else 0,
         stream=fields.get("stream") is None or fields.flag("stream"),
-        include_usage=True,
         grammar=_grammar(fields),
         options=session_options(fields),
     )
@@ -131,16 +130,6 @@ def _message(message: Fields) -> Message:
 
 def _calls(message: Fields) -> Iterable[dict[str, Any]]:
     for call in message.objects("tool_calls", MAX_TOOLS):
-        function = call.object("function")
-        if function is None:
-            raise call.wrong("function", "it is missing", "missing_field")
+        function = call.needed("function")
         arguments = function.object("arguments")
-        given = {"name": function.text("name"), "arguments": dict(arguments.data) if arguments is not None else {}}
-        yield {"type": "function", "function": given}
-
-
-def _tool(tool: Fields) -> dict[str, Any]:
-    function = tool.object("function")
-    if function is None:
-        raise tool.wrong("function", "it is missing", "missing_field")
-    return function_tool(function)
+        yield template_call(function.text("name"), dict(arguments.data) if arguments is not None else {}, None)

@@ -9,16 +9,14 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from ...trust.receipt_file import SignedReply
-from ..engine.generation import ChosenToken, Finished, Piece, provenance
+from ..engine.generation import ChosenToken, Finished, provenance
 from ..engine.preparing import PreparedChat
 from ..engine.requests import TextRequest
-from ..engine.tools import ToolCall, ToolText
+from ..engine.tools import ToolCall
 from ..errors import ApiError, error_object
+from ..one_answer import Chunk, OneAnswer
 
 PREFIX: Final = "/api/"
-
-Chunk = dict[str, Any]
 
 
 def timestamp() -> str:
@@ -26,9 +24,8 @@ def timestamp() -> str:
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
-class LineWriter:
-    """As `Writer` has it.
-
+class LineWriter(OneAnswer):
+    """
     Args:
         of: the text of a token.
         is_chat: the answer is a message, and not a text by itself.
@@ -37,41 +34,29 @@ class LineWriter:
     media_type = "application/x-ndjson"
 
     def __init__(self, request: TextRequest, chat: PreparedChat, of: Callable[[int], str], *, is_chat: bool) -> None:
-        self.streams = request.stream
-        self.name = f"ollama-{secrets.token_hex(12)}"
+        super().__init__(request, chat, f"ollama-{secrets.token_hex(12)}")
+        self.model = request.model
         self._request = request
-        self._model = request.model
         self._of = of
         self._is_chat = is_chat
-        self._tools = ToolText(chat.form, chat.tools)
         self._begun = time.perf_counter()
         self._first: float | None = None
         self._text = ""
         self._logprobs: list[dict[str, Any]] = []
-        self._replies: list[SignedReply] = []
-        self._whole: dict[str, Any] = {}
-
-    def replies(self) -> list[SignedReply]:
-        return self._replies
 
     def encoded(self, chunk: Chunk | None) -> bytes:
         return b"" if chunk is None else json.dumps(chunk, ensure_ascii=False).encode() + b"\n"
 
-    def opening(self) -> list[Chunk]:
-        return []
-
-    def take(self, piece: Piece) -> list[Chunk]:
-        self._first = self._first or time.perf_counter()
-        logprobs = self._likelihoods(piece.tokens) if self._request.logprobs else []
-        text = self._tools.feed(piece.text)
+    def add(self, text: str, tokens: Sequence[ChosenToken]) -> list[Chunk]:
+        if tokens:
+            self._first = self._first or time.perf_counter()
+        logprobs = self._likelihoods(tokens) if self._request.logprobs else []
         return [self._line(text, (), logprobs)] if text or logprobs else []
 
-    def close(self, end: Finished) -> list[Chunk]:
-        text, calls = self._tools.end()
-        chunks = [self._line(text, calls, [])] if text or calls else []
+    def finish(self, end: Finished, calls: Sequence[ToolCall]) -> list[Chunk]:
+        chunks = [self._line("", calls, [])] if calls else []
         now = time.perf_counter()
         first = self._first or now
-        self._replies = list(end.receipts)
         last = {
             "done": True,
             "done_reason": end.reason,
@@ -83,17 +68,11 @@ class LineWriter:
             "eval_duration": _nanoseconds(now - first),
             "x_petalnode": {"id": self.name, **provenance([end])},
         }
-        self._whole = {**self._line(self._text, calls, self._logprobs, kept=False), **last}
+        self.complete = {**self._line(self._text, calls, self._logprobs, kept=False), **last}
         return [*chunks, {**self._line("", (), [], kept=False), **last}]
-
-    def ending(self) -> list[Chunk]:
-        return []
 
     def failed(self, error: ApiError) -> Chunk:
         return error_object(error, PREFIX)
-
-    def whole(self) -> dict[str, Any]:
-        return self._whole
 
     def _line(
         self, text: str, calls: Sequence[ToolCall], logprobs: list[dict[str, Any]], *, kept: bool = True
@@ -101,7 +80,7 @@ class LineWriter:
         if kept and not self.streams:
             self._text += text
             self._logprobs += logprobs
-        line: Chunk = {"model": self._model, "created_at": timestamp(), "done": False}
+        line: Chunk = {"model": self.model, "created_at": timestamp(), "done": False}
         if self._is_chat:
             message: dict[str, Any] = {"role": "assistant", "content": text}
             if calls:

@@ -214,18 +214,12 @@ def _message(message: Fields) -> dict[str, Any]:
 
 
 def _call(call: Fields) -> dict[str, Any]:
-    function = call.object("function")
-    if function is None:
-        raise call.wrong("function", "it is missing", "missing_field")
-    return function_call(function, call.text("id", ""))
+    return function_call(call.needed("function"), call.text("id", ""))
 
 
 def _tool(tool: Fields) -> dict[str, Any]:
     tool.one_of("type", ("function",), "function")
-    function = tool.object("function")
-    if function is None:
-        raise tool.wrong("function", "it is missing", "missing_field")
-    return function_tool(function)
+    return function_tool(tool.needed("function"))
 
 
 def _tool_choice(fields: Fields, tools: tuple[dict[str, Any], ...]) -> tuple[str, bool]:

@@ -84,13 +84,10 @@ def parse_response(fields: Fields) -> ResponseRequest:
     text = TextRequest(
         model=fields.text("model", ""),
         sampling=sampling(fields),
-        choices=1,
         max_tokens=fields.integer("max_output_tokens", 1, LARGEST),
-        stop=(),
         logprobs=_LOGPROBS in include or top > 0,
         top_logprobs=top,
         stream=fields.flag("stream"),
-        include_usage=True,
         grammar=grammar,
         options=session_options(fields),
     )
@@ -137,9 +134,7 @@ def _format(fields: Fields) -> tuple[dict[str, Any], Grammar | None]:
         return {"type": "text"}, None
     if kind == "json_object":
         return {"type": kind}, JSON_OBJECT
-    schema = given.object("schema")
-    if schema is None:
-        raise given.wrong("schema", "it is missing", "missing_field")
+    schema = given.needed("schema")
     found = {
         "type": kind,
         "name": given.text("name", "schema"),

@@ -8,25 +8,21 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...trust.receipt_file import SignedReply
-from ..engine.generation import ChosenToken, Finished, Piece, provenance
+from ..engine.generation import ChosenToken, Finished, provenance
 from ..engine.preparing import PreparedChat
-from ..engine.tools import ToolCall, ToolText
+from ..engine.tools import ToolCall
 from ..errors import ApiError
-from .objects import EVENT_STREAM, TokenText, chat_logprobs
+from ..one_answer import Chunk, OneAnswer
+from ..parts import template_call
+from .objects import TokenText, chat_logprobs
 from .response_requests import ResponseRequest
 
-Chunk = dict[str, Any]
 
-
-class ResponseWriter:
-    """As `Writer` has it.
-
+class ResponseWriter(OneAnswer):
+    """
     Args:
         keep: is called with the whole response, and the message that is its answer, when both are complete.
     """
-
-    media_type = EVENT_STREAM
 
     def __init__(
         self,
@@ -35,12 +31,9 @@ class ResponseWriter:
         of: TokenText,
         keep: Callable[[dict[str, Any], dict[str, Any]], None],
     ) -> None:
-        self.streams = asked.text.stream
-        self.name = f"resp_{secrets.token_hex(16)}"
+        super().__init__(asked.text, chat, f"resp_{secrets.token_hex(16)}")
         self._asked = asked
-        self._model = chat.generation.model.name
         self._created = int(time.time())
-        self._tools = ToolText(chat.form, chat.tools)
         self._of = of
         self._keep = keep
         self._number = 0
@@ -49,35 +42,17 @@ class ResponseWriter:
         self._tokens: list[ChosenToken] = []
         self._is_open = False
         self._output: list[dict[str, Any]] = []
-        self._whole: dict[str, Any] = {}
-        self._replies: list[SignedReply] = []
-
-    def replies(self) -> list[SignedReply]:
-        return self._replies
-
-    def encoded(self, chunk: Chunk | None) -> bytes:
-        if chunk is None:
-            return b""
-        data = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
-        return f"event: {chunk['type']}\ndata: {data}\n\n".encode()
 
     def opening(self) -> list[Chunk]:
         begun = self._response("in_progress")
         return [self._event("response.created", response=begun), self._event("response.in_progress", response=begun)]
 
-    def take(self, piece: Piece) -> list[Chunk]:
-        return self._add(self._tools.feed(piece.text), piece.tokens)
-
-    def close(self, end: Finished) -> list[Chunk]:
-        text, calls = self._tools.end()
-        chunks = self._add(text, ())
-        if self._is_open or not calls:
-            chunks += self._end_message(end)
+    def finish(self, end: Finished, calls: Sequence[ToolCall]) -> list[Chunk]:
+        chunks = self._end_message(end) if self._is_open or not calls else []
         for call in calls:
             chunks += self._call(call)
-        self._replies = list(end.receipts)
         cut = end.reason == "length" and not calls
-        self._whole = {
+        self.complete = {
             **self._response("incomplete" if cut else "completed"),
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "usage": _usage(end),
@@ -85,19 +60,13 @@ class ResponseWriter:
         }
         message: dict[str, Any] = {"role": "assistant", "content": self._text}
         if calls:
-            message["tool_calls"] = [_template_call(call) for call in calls]
-        self._keep(self._whole, message)
-        return [*chunks, self._event(f"response.{self._whole['status']}", response=self._whole)]
-
-    def ending(self) -> list[Chunk]:
-        return []
+            message["tool_calls"] = [template_call(call.name, json.loads(call.arguments), call.id) for call in calls]
+        self._keep(self.complete, message)
+        return [*chunks, self._event(f"response.{self.complete['status']}", response=self.complete)]
 
     def failed(self, error: ApiError) -> Chunk:
         failed = {**self._response("failed"), "error": {"code": "server_error", "message": str(error)}}
         return self._event("response.failed", response=failed)
-
-    def whole(self) -> dict[str, Any]:
-        return self._whole
 
     def _event(self, kind: str, **fields: Any) -> Chunk:
         self._number += 1
@@ -113,7 +82,7 @@ class ResponseWriter:
             "background": False,
             "error": None,
             "incomplete_details": None,
-            "model": self._model,
+            "model": self.model,
             "output": list(self._output),
             "store": self._asked.store,
             **self._asked.echoed,
@@ -121,7 +90,7 @@ class ResponseWriter:
 
     # --- the message
 
-    def _add(self, text: str, tokens: Sequence[ChosenToken]) -> list[Chunk]:
+    def add(self, text: str, tokens: Sequence[ChosenToken]) -> list[Chunk]:
         chosen = tokens if self._asked.text.logprobs else ()
         if not text and not chosen:
             return []
@@ -195,11 +164,6 @@ def _with_bytes(entry: dict[str, Any]) -> dict[str, Any]:
     if "top_logprobs" in entry:
         known["top_logprobs"] = [_with_bytes(likely) for likely in entry["top_logprobs"]]
     return known
-
-
-def _template_call(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": json.loads(call.arguments)}
-    return {"id": call.id, "type": "function", "function": function}
 
 
 def _usage(end: Finished) -> dict[str, Any]:
