@@ -1,18 +1,40 @@
-"""What `petalnode serve` tells while it runs: lines for a person, or events in JSON."""
+"""What `petalnode serve` tells while it runs: lines for a person, a panel at a terminal, or events in JSON."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Final
 
+import psutil
 import trio
+from rich.box import ROUNDED
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
+from ..credits.wallet import Wallet
+from ..errors import SwarmError
 from ..models.quantisation import describe_numerics
+from ..server.lifecycle.memory import size
+from ..server.tallies import ServerTallies, Serving
 from ..swarm.swarm import Swarm
 from .control import Control
 from .join import JoinOptions
 from .node_report import how_joined, how_joined_json, join_by, report_reachability
 from .output import Output, ProgressBars
-from .server_panel import ServerPanel
+
+INTERVAL: Final = 1.0
+WINDOW: Final = 10.0
+"""Seconds over which what is told per second is averaged."""
+_POINTS_INTERVAL: Final = 60.0
+_BAR: Final = 24
+_NARROW: Final = 60
+_STYLES: Final = {"online": "green", "draining": "yellow", "paused": "yellow", "loading": "yellow"}
 
 _DIGITS: Final = 16
 """Of the model version, in the commands that are passed on."""
@@ -24,6 +46,194 @@ _STATES: Final = {
     "paused": "paused",
 }
 """What an event makes of the server for `petalnode pause`."""
+
+
+# --- the panel
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What only grows: tokens through the blocks, bytes on sockets, and seconds of processor time."""
+
+    decoded: int = 0
+    prefilled: int = 0
+    trained: int = 0
+    sent: int = 0
+    received: int = 0
+    cpu_seconds: float = 0.0
+
+
+class Rates:
+    """How fast counts have grown lately."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, Counts]] = deque()
+
+    def note(self, now: float, counts: Counts) -> None:
+        self._seen.append((now, counts))
+        while len(self._seen) > 2 and now - self._seen[1][0] >= WINDOW:
+            self._seen.popleft()
+
+    def per_second(self, of: Callable[[Counts], float]) -> float:
+        (begun, first), (ended, last) = self._seen[0], self._seen[-1]
+        return (of(last) - of(first)) / (ended - begun) if ended > begun else 0.0
+
+
+@dataclass(frozen=True)
+class Points:
+    """The points of this server with the validator that keeps its deposit, and how many it had at the start."""
+
+    now: int
+    at_start: int
+
+
+@dataclass(frozen=True)
+class PanelState:
+    """What is shown. `direct` and `relayed` are peers; `reason` says why the server pauses, if it does."""
+
+    serving: Serving | None
+    rates: Rates
+    sessions_opened: int
+    direct: int
+    relayed: int
+    reachability: str
+    memory: int
+    reason: str = ""
+    points: Points | None = None
+
+
+def panel(state: PanelState, width: int) -> Panel:
+    """The panel for a terminal of so many columns."""
+    now, per_second = state.serving, state.rates.per_second
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    condition = "loading" if now is None else now.state
+    told = Text(condition, _STYLES[condition])
+    if state.reason:
+        told.append(f": {state.reason}", "default")
+    table.add_row("state", told)
+    if now is not None:
+        blocks = f"{now.span} of {now.num_blocks}, {now.dtype} on {now.device}"
+        _add_bar(table, "blocks", blocks, width, _bar(now.span.start, now.span.end, now.num_blocks))
+        waiting = f", {now.waiting} wait for cache" if now.waiting else ""
+        batches = f", {now.batch_streams} of training" if now.batch_streams else ""
+        table.add_row("sessions", f"{now.sessions} open{waiting}{batches}, {state.sessions_opened} so far")
+        used = now.cache_capacity - now.cache_free
+        _add_bar(table, "cache", f"{used} of {now.cache_capacity} tokens", width, _bar(0, used, now.cache_capacity))
+    decoded, prefilled = per_second(lambda counts: counts.decoded), per_second(lambda counts: counts.prefilled)
+    trained = per_second(lambda counts: counts.trained)
+    training = f", {trained:.1f} of training" if trained else ""
+    table.add_row("tokens/s", f"{decoded:.1f} decoded, {prefilled:.1f} of prompts and drafts{training}")
+    table.add_row("peers", f"{state.direct} direct, {state.relayed} through relays; {state.reachability}")
+    sent, received = per_second(lambda counts: counts.sent), per_second(lambda counts: counts.received)
+    table.add_row("network", f"{size(round(sent))}/s up, {size(round(received))}/s down")
+    table.add_row(
+        "machine", f"{per_second(lambda counts: counts.cpu_seconds):.0%} of a core, {size(state.memory)} of memory"
+    )
+    if state.points is not None:
+        table.add_row("points", f"{state.points.now}, {state.points.now - state.points.at_start:+d} since the start")
+    title = "petalnode" if now is None else f"petalnode  {now.model}"
+    return Panel(table, title=Text(title), title_align="left", box=ROUNDED, width=min(width, 100))
+
+
+def _add_bar(table: Table, name: str, text: str, width: int, bar: Text) -> None:
+    table.add_row(name, Text(text) if width < _NARROW else Group(bar, Text(text)))
+
+
+def _bar(start: int, end: int, of: int) -> Text:
+    first = round(start * _BAR / max(1, of))
+    last = min(_BAR, max(first + (end > start), round(end * _BAR / max(1, of))))
+    return Text.assemble(("·" * first, "dim"), ("█" * (last - first), "green"), ("·" * (_BAR - last), "dim"))
+
+
+class ServerPanel:
+    """Shows the panel from `show` to `hide`; between them, lines that are printed stand above it."""
+
+    def __init__(
+        self, console: Console, swarm: Swarm, tallies: ServerTallies, reason: Callable[[], str], wallet: Wallet | None
+    ) -> None:
+        self._console = console
+        self._swarm = swarm
+        self._tallies = tallies
+        self._reason = reason
+        self._wallet = wallet
+        self._points: Points | None = None
+        self._rates = Rates()
+        self._process = psutil.Process()
+        self._live: Live | None = None
+
+    def show(self) -> None:
+        if self._live is None:
+            self._look()
+            self._live = Live(self._panel(), console=self._console, auto_refresh=False, transient=True)
+            self._live.start(refresh=True)
+
+    def hide(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            with suppress(OSError):
+                live.stop()
+
+    async def run(self) -> None:
+        """Draws it anew every second, until cancelled. A terminal that is gone is no reason to stop serving."""
+        try:
+            async with trio.open_nursery() as nursery:
+                if self._wallet is not None:
+                    nursery.start_soon(self._keep_points, self._wallet)
+                while True:
+                    await trio.sleep(INTERVAL)
+                    self._look()
+                    if self._live is not None:
+                        self._draw(self._live)
+        finally:
+            self.hide()
+
+    def _draw(self, live: Live) -> None:
+        try:
+            live.update(self._panel(), refresh=True)
+        except OSError:
+            self.hide()
+
+    async def _keep_points(self, wallet: Wallet) -> None:
+        while True:
+            with suppress(SwarmError):  # the validator is away just now; what it said is shown
+                credit = await wallet.credit()
+                have = credit.points + credit.deposit
+                self._points = Points(have, have if self._points is None else self._points.at_start)
+            await trio.sleep(_POINTS_INTERVAL)
+
+    def _look(self) -> None:
+        times, tallies, sockets = self._process.cpu_times(), self._tallies, self._swarm.host.socket_bytes
+        counts = Counts(
+            tallies.decode.tokens,
+            tallies.prefill.tokens,
+            sum(tallies.batch_tokens.values()),
+            sockets.sent,
+            sockets.received,
+            times.user + times.system,
+        )
+        self._rates.note(trio.current_time(), counts)
+
+    def _panel(self) -> Panel:
+        swarm, tallies = self._swarm, self._tallies
+        connected = swarm.connected()
+        direct = sum(map(swarm.is_direct, connected))
+        state = PanelState(
+            tallies.serving() if tallies.serving is not None else None,
+            self._rates,
+            tallies.sessions_opened,
+            direct,
+            len(connected) - direct,
+            swarm.reachability.kind,
+            self._process.memory_info().rss,
+            self._reason(),
+            self._points,
+        )
+        return panel(state, self._console.width)
+
+
+# --- events
 
 
 class ServerReport:

@@ -11,7 +11,7 @@ import pytest
 import trio
 from rich.console import Console
 
-from petalnode.node.cli.server_panel import INTERVAL, WINDOW, Counts, PanelState, Points, Rates, ServerPanel, panel
+from petalnode.node.cli.server_report import INTERVAL, WINDOW, Counts, PanelState, Points, Rates, ServerPanel, panel
 from petalnode.node.network.transport.bandwidth import ByteCount
 from petalnode.node.server.tallies import ServerTallies, Serving
 from petalnode.node.testing import run_autojumping

@@ -37,8 +37,7 @@ from ..join import JoinOptions, RelayOptions, joined, joins_swarm
 from ..metrics import MetricsOptions, add_server, metrics_served
 from ..model_choice import check_device, check_model
 from ..output import Output, ProgressBars
-from ..server_panel import ServerPanel
-from ..server_report import ServerReport
+from ..server_report import ServerPanel, ServerReport
 from ..terminal import StopSignal
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
