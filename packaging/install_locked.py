@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 LOCKED: Final = Path(__file__).resolve().parent / "locked"
-SOURCE_ONLY: Final = "python-baseconv,varint"  # as check_wheels.py has them
+SOURCE_ONLY: Final = "python-baseconv,varint,rouge-score,sqlitedict,word2number"  # check_wheels.py's, and lm-eval's
 ANOTHER_TORCH: Final = "Another build of torch: install it into this Python first; then it stays, and is not checked."
 
 

@@ -1,7 +1,7 @@
 """Makes packaging/locked anew: the hashes of all files of every release that constraints.txt pins.
 
 For each group of requirements `uv pip compile --universal` says which releases are installed on which system, and asks
-the registry that pip is configured with for their hashes. A file of `locked` has what the groups before it lack.
+the registry that pip is configured with for their hashes. `dev` has what `run` lacks, the others what both lack.
 `build` is what the build of petalnode requires, `torch` and `cuda` are apart for install_locked.py.
 
     python packaging/lock.py
@@ -29,9 +29,16 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     "dev": ("dev",),
     "docs": ("docs",),
     "more": ("traces", "benchmarks"),
+    "compat": ("dev",),
 }
 """The extras of each group."""
-BESIDE: Final = {"more": ("playwright",)}  # of `make web-check`, and no extra
+EVERYWHERE: Final = ("run", "dev")  # what `make setup` installs
+BESIDE: Final = {
+    "more": ("playwright",),  # of `make web-check`
+    # of `make compat`; the source distribution of openai, for its tests, is built by hatchling
+    "compat": ("aiohttp", "hatch-fancy-pypi-readme", "hatchling", "langchain-openai", "lm-eval[api]", "pytest-asyncio"),
+}
+"""What is no extra."""
 PYTHON: Final = "3.11"
 LATER: Final = {"docs": "3.11.5"}  # pymdown-extensions has no use for earlier ones
 CUDA: Final = re.compile(r"(nvidia|cuda)-|triton=")  # what torch requires where it computes on NVIDIA's GPUs
@@ -60,7 +67,7 @@ def written(found: Pins) -> str:
 
 
 def apart(resolved: Mapping[str, Pins]) -> dict[str, Pins]:
-    """The files: of each group what the ones before lack, and of all of them torch and what CUDA takes."""
+    """The files: of each group what `run` and `dev` before it lack, and of all of them torch and what CUDA takes."""
     files: dict[str, Pins] = {"torch": {}, "cuda": {}}
     seen: set[str] = set()
     for group, found in resolved.items():
@@ -69,7 +76,8 @@ def apart(resolved: Mapping[str, Pins]) -> dict[str, Pins]:
             if not requirement.endswith(ELSEWHERE):
                 to = "torch" if requirement.startswith("torch==") else "cuda" if CUDA.match(requirement) else group
                 files[to][requirement] = found[requirement]
-        seen |= found.keys()
+        if group in EVERYWHERE:
+            seen |= found.keys()
     return files
 
 

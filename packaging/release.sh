@@ -30,9 +30,10 @@ git archive HEAD | tar -x -C "$scratch"
 export CC=/bin/false CXX=/bin/false
 (cd "$scratch" && PYTHONPATH=packaging "$python" -c "import sys, build_backend; build_backend.build_sdist(sys.argv[1])" "$out") >"$scratch/sdist.log" 2>&1 ||
     { cat "$scratch/sdist.log" >&2; exit 1; }
-"$python" -m pip wheel --quiet --no-deps --wheel-dir "$out" "$out/petalnode-$version.tar.gz"
+# What builds it is in .venv, by its hashes.
+"$python" -W ignore -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$out" "$out/petalnode-$version.tar.gz"
 (cd "$out" && sha256sum ./*.tar.gz ./*.whl >SHA256SUMS)
-packaging/clean_install.sh wheel
+packaging/clean_install.sh locked
 git tag -a "v$version" -m "petalnode $version"
 ls -l "$out"
 echo "tagged v$version; to publish: git push origin v$version, and upload dist/$version"

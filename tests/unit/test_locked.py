@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import json
 import os
 import re
 import shutil
@@ -73,13 +74,25 @@ def test_what_the_build_requires_is_locked(lock: ModuleType) -> None:
     assert all(one.specifier.contains(str(found[one.name].specifier)[2:]) for one in wanted)
 
 
-def test_make_and_docker_let_pip_resolve_and_fetch_nothing() -> None:
-    for file in ("Makefile", "packaging/Dockerfile"):
-        installs = [
-            line for line in (ROOT / file).read_text().splitlines() if re.search(r"pip (install|wheel)\b", line)
-        ]
-        installs = [line for line in installs if not line.startswith(("#", "\t@echo"))]
-        assert installs and all("--no-deps" in line or line.endswith("\\") for line in installs), installs
+@pytest.mark.parametrize("file", ["Makefile", "packaging/Dockerfile", "packaging/release.sh"])
+def test_pip_and_npm_resolve_and_fetch_nothing_by_themselves(file: str) -> None:
+    text = (ROOT / file).read_text().replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if not line.startswith(("#", "\t@echo"))]
+    calls = [line for line in lines if re.search(r"pip (.* )?(install|wheel|download)\b", line)]
+    # A wheel of torch, the one exception, is not built.
+    assert calls and all(
+        "--no-deps" in call and ("--no-build-isolation" in call or "torch==" in call) for call in calls
+    )
+    assert not re.search(r"npm.*\Winstall\b", text), "`npm ci` goes by the hashes"
+
+
+def test_what_npm_installs_is_there_by_its_hash() -> None:
+    for folder in (LOCKED / "npm").iterdir():
+        wanted = json.loads((folder / "package.json").read_text())["dependencies"]
+        packages = json.loads((folder / "package-lock.json").read_text())["packages"]
+        assert packages.pop("")["dependencies"] == wanted
+        assert {name.removeprefix("node_modules/"): one["version"] for name, one in packages.items()} == wanted
+        assert all(one["integrity"].startswith("sha512-") and "resolved" not in one for one in packages.values())
 
 
 def test_a_lock_is_read_as_it_is_written(lock: ModuleType) -> None:
