@@ -58,12 +58,7 @@ _SERVED: Final = (
 )
 _KEPT: Final = "session_recovery session_stream reconnector answers_due history path_loss compared_chains receipt_log"
 _MOVED: Final = "yamux muxed_stream noise bandwidth negotiation limits received_bytes private memory_budgets"
-_KADEMLIA: Final = (
-    "unit/test_kademlia",
-    "unit/test_provider_lookup",
-    "attacks/test_kademlia",
-    "attacks/test_provider_records",
-)
+_KADEMLIA: Final = _unit("kademlia provider_lookup provider_records")
 _ATTACKS: Final = ("attacks/test_*",)
 _MEMORY: Final = (
     *("swarm/test_inference_wire", "swarm/test_training_wire", "swarm/test_cheating_server", "swarm/test_resume"),
@@ -98,8 +93,9 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
         *("attacks/test_full_share_at_api", "attacks/test_large_bodies_at_api", "api/test_batches"),
         *("api/test_hostile_requests", "api/test_strange_values"),
     ),
-    "node/network/kad_*.py": (*_KADEMLIA, "swarm/test_discovery"),
-    "node/network/*_store.py": _KADEMLIA,
+    "node/network/kad_*.py": (*_KADEMLIA, "attacks/test_kademlia"),
+    "node/network/value_store.py": _KADEMLIA,
+    "node/network/provider_store.py": ("attacks/test_provider_records",),
     "node/network/routing_table.py": _KADEMLIA,
     "node/network/standard_protocols.py": (*_unit("standard_protocols"), "attacks/test_pings_and_pushes"),
     "node/network/address_shares.py": _KADEMLIA,

@@ -66,6 +66,30 @@ def _answered(other: OtherEnd) -> bool:
     return (PING, ACK, 0, 7, b"") in other.frames()
 
 
+@asynccontextmanager
+async def flooded(
+    data: bytes, limits: NodeLimits, counted: FramesPerPass, *more: OtherEnd
+) -> AsyncIterator[tuple[int, Muxer]]:
+    """The attacker's keys say `data`, and all the same an honest peer is answered at once: the frames that were counted
+    before that, and its connection. It and `more` ask."""
+    async with (
+        connections(KEYS, ATTACKER, limits) as hostile,
+        muxer(MemoryRaw(origin=HONEST), limits=limits, key=3) as (ours, honest),
+        trio.open_nursery() as nursery,
+    ):
+        for end, other in hostile:
+            nursery.start_soon(_accept, end)
+            other.say_bytes(data)
+        await settled()
+        first = counted.total
+        for asking in (honest, *more):
+            asking.say(PING, SYN, 0, 7)
+        await trio.sleep(0.1)
+        assert _answered(honest)
+        yield first, ours
+        nursery.cancel_scope.cancel()
+
+
 def test_many_keys_of_an_address_have_the_turns_of_one() -> None:
     counted = FramesPerPass()
 
@@ -73,20 +97,9 @@ def test_many_keys_of_an_address_have_the_turns_of_one() -> None:
         trio.lowlevel.add_instrument(counted)
         limits = NodeLimits()
         async with (
-            connections(KEYS, ATTACKER, limits) as hostile,
             connections(1, ATTACKER, limits) as [(neighbour, behind_it)],
-            muxer(MemoryRaw(origin=HONEST), limits=limits, key=3) as (ours, honest),
-            trio.open_nursery() as nursery,
+            flooded(OPENED_AND_RESET, limits, counted, behind_it) as (first, ours),
         ):
-            for end, other in hostile:
-                nursery.start_soon(_accept, end)
-                other.say_bytes(OPENED_AND_RESET)
-            await settled()
-            first = counted.total
-            honest.say(PING, SYN, 0, 7)
-            behind_it.say(PING, SYN, 0, 7)
-            await trio.sleep(0.1)
-            assert _answered(honest)
             assert ours.lost is None
             await trio.sleep(4.9)
             assert _answered(behind_it), "a peer behind the same address waits, and is served"
@@ -94,7 +107,6 @@ def test_many_keys_of_an_address_have_the_turns_of_one() -> None:
             # A pair of frames is the opening of a stream, whatever the number of keys.
             pairs = (counted.total - first) / 2
             assert pairs <= 5.5 * WORK_PER_SECOND / (STREAM_WORK + 2)
-            nursery.cancel_scope.cancel()
 
     with frames_taken(counted.note):
         run(main)
@@ -106,18 +118,7 @@ def test_pings_of_many_keys_have_the_turns_of_one_address() -> None:
 
     async def main() -> None:
         trio.lowlevel.add_instrument(counted)
-        limits = NodeLimits()
-        async with (
-            connections(KEYS, ATTACKER, limits) as hostile,
-            muxer(MemoryRaw(origin=HONEST), limits=limits, key=3) as (_, honest),
-        ):
-            for _, other in hostile:
-                other.say_bytes(PINGS)
-            await settled()
-            first = counted.total
-            honest.say(PING, SYN, 0, 7)
-            await trio.sleep(0.1)
-            assert _answered(honest)
+        async with flooded(PINGS, NodeLimits(), counted) as (first, _):
             await trio.sleep(0.9)
             assert counted.total - first <= 1.5 * WORK_PER_SECOND
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,11 @@ from unittest.mock import patch
 import trio
 
 from petalnode.crypto.identity import Identity
+from petalnode.node.blocks.client_part import ClientModel, load_client
+from petalnode.node.client.core import SwarmClient, open_client
+from petalnode.node.client.swarm_model import identify_model
+from petalnode.node.models.sources.resolve import resolve
+from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.testing import MemoryNode, memory_network, stream_pair
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
 from tests.swarm import false_blocks
@@ -81,3 +86,22 @@ def raw_runs(pool: MemoryPool) -> Iterator[Run]:
 
     with patch.object(memory_network, "stream_pair", partial(stream_pair, window=16 << 20)):
         yield run
+
+
+def started(swarm: MemorySwarm, folder: Path, *blocks: str) -> list[MemoryServer]:
+    """Servers of these blocks, which are ready."""
+    servers = [swarm.start(folder, span) for span in blocks]
+    assert all(server.ready for server in servers)
+    return servers
+
+
+@asynccontextmanager
+async def opened(
+    swarm: MemorySwarm, folder: Path, identity: Identity | None = None
+) -> AsyncIterator[tuple[SwarmClient, ClientModel]]:
+    """A client in the swarm, and its part of the model."""
+    config = SwarmConfig(identity=identity or Identity.generate(), listen=(), peers=(), serve_dht=False)
+    async with swarm.network.open_swarm(config) as node:
+        model = await identify_model(node, resolve(str(folder), need="client", offline=True))
+        async with open_client(node, model) as client:
+            yield client, load_client(folder)

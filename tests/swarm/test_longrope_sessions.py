@@ -3,8 +3,8 @@ shared, receipts, and servers that do not know of it."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,18 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from petalnode.crypto.identity import Identity
-from petalnode.node.blocks.client_part import ClientModel, load_client
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
-from petalnode.node.client.core import SwarmClient, open_client
 from petalnode.node.client.generation import Conversation
 from petalnode.node.client.sampling import Sampling
-from petalnode.node.client.swarm_model import identify_model
 from petalnode.node.errors import BadInput, NoChainError
-from petalnode.node.models.sources.resolve import resolve
 from petalnode.node.server.requests.session import ServerSession
-from petalnode.node.swarm.config import SwarmConfig
-from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
+from petalnode.node.testing.memory_servers import MemorySwarm, memory_swarm
 from petalnode.node.trust.receipt_log import SHARED_BYTES, ReceiptArchive
 from petalnode.node.verification.observed import observed_session
 from petalnode.node.verification.recomputation import Recomputation, SessionQuestion, joined
@@ -31,6 +25,7 @@ from petalnode.protocols import wire_pb2 as wire
 from tests.greedy import prompt
 from tests.inspection import client_of, session_of
 from tests.swarm.deep_drafts import draft_deep
+from tests.swarm.memory_pool import opened, started
 from tests.swarm.test_longrope import BORDER, FIELDS, given, padded
 from tests.tiny_models import load_whole, save_tiny
 
@@ -46,21 +41,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def swarm() -> Iterator[MemorySwarm]:
     with memory_swarm() as swarm:
         yield swarm
-
-
-def started(swarm: MemorySwarm, folder: Path, *blocks: str) -> list[MemoryServer]:
-    servers = [swarm.start(folder, span) for span in blocks]
-    assert all(server.ready for server in servers)
-    return servers
-
-
-@asynccontextmanager
-async def opened(swarm: MemorySwarm, folder: Path, **options: Any) -> AsyncIterator[tuple[SwarmClient, ClientModel]]:
-    config = SwarmConfig(identity=Identity.generate(), listen=(), peers=(), serve_dht=False)
-    async with swarm.network.open_swarm(config) as node:
-        model = await identify_model(node, resolve(str(folder), need="client", offline=True))
-        async with open_client(node, model, **options) as client:
-            yield client, load_client(folder)
 
 
 async def answer(conversation: Conversation, tokens: Sequence[int], new: int) -> list[int]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +14,21 @@ import trio
 from petalnode.crypto.evidence import ACCUSATION_DOMAIN
 from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.cache import SpanCache
-from petalnode.node.blocks.client_part import ClientModel, load_client
+from petalnode.node.blocks.client_part import ClientModel
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.client.api.inference_session import InferenceSession
-from petalnode.node.client.core import SwarmClient, open_client
+from petalnode.node.client.core import SwarmClient
 from petalnode.node.client.generation import Conversation
 from petalnode.node.client.sampling import Sampling
 from petalnode.node.client.sharing import auditable
-from petalnode.node.client.swarm_model import identify_model
 from petalnode.node.errors import BadInput
 from petalnode.node.models.folder import open_folder
-from petalnode.node.models.sources.resolve import resolve
-from petalnode.node.swarm.config import SwarmConfig
-from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
+from petalnode.node.testing.memory_servers import MemorySwarm, memory_swarm
 from petalnode.node.trust.bundle import Bundle, session_bundle
 from petalnode.node.trust.receipt_log import SHARED_BYTES, ReceiptArchive
 from petalnode.node.verification.evidence_check import check_evidence
 from petalnode.protocols import wire_pb2 as wire
+from tests.swarm.memory_pool import opened, started
 from tests.tiny_models import VOCABULARY, load_whole, save_tiny
 
 PREFIX = torch.randint(3, VOCABULARY, (1, 100), generator=torch.Generator().manual_seed(1))[0].tolist()
@@ -47,23 +45,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def swarm() -> Iterator[MemorySwarm]:
     with memory_swarm() as swarm:
         yield swarm
-
-
-def started(swarm: MemorySwarm, folder: Path, *blocks: str) -> list[MemoryServer]:
-    servers = [swarm.start(folder, span) for span in blocks]
-    assert all(server.ready for server in servers)
-    return servers
-
-
-@asynccontextmanager
-async def opened(
-    swarm: MemorySwarm, folder: Path, identity: Identity | None = None
-) -> AsyncIterator[tuple[SwarmClient, ClientModel]]:
-    config = SwarmConfig(identity=identity or Identity.generate(), listen=(), peers=(), serve_dht=False)
-    async with swarm.network.open_swarm(config) as node:
-        model = await identify_model(node, resolve(str(folder), need="client", offline=True))
-        async with open_client(node, model) as client:
-            yield client, load_client(folder)
 
 
 async def answer(
