@@ -111,10 +111,10 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
     "node/blocks/architecture.py": (*_unit("sizing"), "parity/test_refused", "swarm/test_too_large"),
     "crypto/bounded_json.py": (*_unit("bounded_json manifest"), "attacks/test_costly_headers"),
     "protocols/delimited.py": (
-        *_unit("bounded_message standard_protocols kademlia"),
+        *_unit("bounded_message standard_protocols kademlia circuit_protocol"),
         *("attacks/test_message_memory", "attacks/test_kademlia", "fuzz/test_findings"),
     ),
-    "node/server/turns.py": (*_unit("turns compute_order priority"), "attacks/test_many_sessions_of_one"),
+    "node/server/turns.py": (*_unit("turns batching gathering priority"), "attacks/test_many_sessions_of_one"),
     "node/server/compute_thread.py": (
         *_unit("compute_order deferred_backward"),
         *("attacks/test_batches_of_many_keys", "swarm/test_training_wire"),
@@ -125,7 +125,7 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
     ),
     "node/network/transport/places.py": ("attacks/test_held_places",),
     "node/network/transport/limits.py": (
-        *_unit("limits received_bytes"),
+        *_unit("limits received_bytes kademlia"),
         *("attacks/test_frame_floods", "attacks/test_stream_resets", "attacks/test_unread_bytes"),
     ),
     "node/network/transport/memory.py": _unit("memory_budgets device_memory"),

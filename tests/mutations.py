@@ -37,6 +37,8 @@ _OPERATE: Final[dict[type[ast.operator], type[ast.operator]]] = {
     ast.BitOr: ast.BitAnd,
 }
 _SWAPPED: Final = {"min": "max", "max": "min", "any": "all", "all": "any", "popleft": "pop", "append": "appendleft"}
+_ANY_ORDER: Final = {"min", "max", "suppress"}
+"""Functions that do the same in whatever order their arguments are."""
 _LOGS: Final = {"log", "logging", "warnings"}
 _SILENT: Final = {"__repr__", "__str__", "describe"}
 _TIMES: Final = ("timeout", "limit", "patience", "seconds", "pause", "interval")
@@ -121,8 +123,12 @@ def _changed_calls(call: ast.Call) -> Iterator[Change]:
             yield "function", ast.Call(ast.Name(_SWAPPED[name], ast.Load()), call.args, call.keywords)
         case ast.Attribute(value, name) if name in _SWAPPED:
             yield "function", ast.Call(ast.Attribute(value, _SWAPPED[name], ast.Load()), call.args, call.keywords)
+    if isinstance(call.func, ast.Name) and call.func.id in _ANY_ORDER:
+        return
     for number, (one, other) in enumerate(zip(call.args, call.args[1:], strict=False)):
-        if type(one) is type(other) and isinstance(one, ast.Name | ast.Attribute) and not ast.unparse(one).isupper():
+        if type(one) is not type(other) or ast.unparse(one) == ast.unparse(other):
+            continue
+        if isinstance(one, ast.Name | ast.Attribute) and not ast.unparse(one).isupper():
             swapped = [*call.args[:number], other, one, *call.args[number + 2 :]]
             yield "arguments swapped", ast.Call(call.func, swapped, call.keywords)
 

@@ -114,10 +114,8 @@ class RoutingTable:
 
     def _may_serve(self, peer_id: str) -> bool:
         """Whether the peer speaks Kademlia, as far as it has said what it speaks."""
-        with contextlib.suppress(PeerStoreError):
-            protocols = self._peerstore.get_protocols(ID.from_string(peer_id))
-            return not protocols or KAD in protocols
-        return True
+        protocols = self._peerstore.get_protocols(ID.from_string(peer_id))
+        return not protocols or KAD in protocols
 
     def contact(self, peer_id: str) -> Contact:
         """Where a peer is, as far as it is known."""

@@ -38,6 +38,7 @@ def test_fields_that_are_not_known_are_kept() -> None:
 def test_a_number_where_a_message_is_due_is_a_field_that_is_not_known() -> None:
     data = b"\x40\x80\x01"  # the number of `steps`, but no bytes
     assert parse_message(wire.Evidence, data, most=1) == wire.Evidence.FromString(data)
+    assert parse_message(wire.DirectoryRecords, data, most=1) == wire.DirectoryRecords.FromString(data)
 
 
 def test_a_field_that_comes_twice_counts_as_in_one_message() -> None:
@@ -56,10 +57,11 @@ def test_fields_are_counted_where_messages_can_be_repeated() -> None:
             counted += 1
     more = evidence(2)
     more.steps[1].step.targets.add()
-    more.receipts.add()
-    with pytest.raises(DecodeError, match=f"more than {counted + 1} fields"):
-        parse_message(wire.Evidence, more.SerializeToString(), most=counted + 1)
-    assert parse_message(wire.Evidence, more.SerializeToString(), most=counted + 2)
+    more.receipts.add(signature=b"s")
+    more.work.work.tensors.add()
+    with pytest.raises(DecodeError, match=f"more than {counted + 2} fields"):
+        parse_message(wire.Evidence, more.SerializeToString(), most=counted + 2)
+    assert parse_message(wire.Evidence, more.SerializeToString(), most=counted + 3)
 
 
 @pytest.mark.parametrize("name", ["receipts", "steps", "prefix", "work", "opening"])
@@ -77,7 +79,18 @@ def test_a_message_within_has_at_most_a_mebibyte(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"\x80", b"\x80" * 20, b"\x0a", b"\x0a\x02a", b"\x09123", b"\x0b\x0c", b"\x07", b"\x42\x01\x12"]
+    "data",
+    [
+        b"\x80",
+        b"\x80" * 20,
+        b"\x0a",
+        b"\x0a\x02a",
+        b"\x09123",
+        b"\x0b\x0c",
+        b"\x0b\x12\x02ab\x0c\x12\x02ab",
+        b"\x07",
+        b"\x42\x01\x12",
+    ],
 )
 def test_what_is_no_message_is_refused(data: bytes) -> None:
     with pytest.raises(DecodeError):

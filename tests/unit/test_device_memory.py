@@ -48,8 +48,8 @@ def test_the_limit_of_a_container_counts(tmp_path: Path) -> None:
 
 def test_the_limit_of_an_older_system_counts(tmp_path: Path) -> None:
     own, root = tmp_path / "cgroup", tmp_path / "sys"
-    own.write_text("11:cpu,cpuacct:/docker/a\n4:memory:/docker/a\n0::/system.slice\n")
-    group(root / "memory" / "docker" / "a", str(2 * GIB), GIB, GIB // 2, old=True)
+    own.write_text("11:cpu,cpuacct:/docker/a\n4:memory:/docker/a:1\n0::/system.slice\n")
+    group(root / "memory" / "docker" / "a:1", str(2 * GIB), GIB, GIB // 2, old=True)
     assert container_limit(root, own) == Memory(3 * GIB // 2, 2 * GIB)
     # In a container its own group is seen at the root, whatever its path is outside.
     group(root / "other", "1", 0, 0)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from petalnode.node.network.routing_table import BUCKET_SIZE, KnownPeer, Routing
 from petalnode.node.network.transport.limits import Rates
 from petalnode.node.network.value_store import (
     ENTRY_BYTES,
+    MAX_VALUE,
     MODELS_KEY,
     Value,
     ValueStore,
@@ -42,6 +44,7 @@ from petalnode.protocols.announcement import (
     freshened,
     sign_announcement,
 )
+from petalnode.protocols.framing import varint
 from petalnode.protocols.ids import Span
 
 NOW = 1_800_000_000.0
@@ -99,9 +102,11 @@ def test_shares_agree_with_counting_all_entries_each_time() -> None:
 # --- values
 
 
-def announced(identity: Identity = SERVER, *, version: int = 1, at: float = NOW, lifetime: float = 300.0) -> Any:
+def announced(
+    identity: Identity = SERVER, *, version: int = 1, at: float = NOW, lifetime: float = 300.0, addrs: Any = ()
+) -> Any:
     content = Announcement(identity.peer_id, bytes([version]) * 32, "model", 30, Span(0, 10), ServerState.ONLINE)
-    return sign_announcement(identity, freshened(content, now=at, lifetime=lifetime))
+    return sign_announcement(identity, freshened(replace(content, addrs=addrs), now=at, lifetime=lifetime))
 
 
 def opened(key: str, value: bytes, now: float = NOW) -> Value:
@@ -124,6 +129,7 @@ def test_the_newer_announcement_of_a_server_is_kept_until_it_expires() -> None:
     assert kept.put(key, old, "11.0.0.1") and kept.put(key, old, "11.0.0.2")
     clock.now += 1
     assert kept.put(key, new, "11.0.0.1") and not kept.put(key, old, "11.0.0.1")
+    assert not kept.put(key, Value(b"as new", new.until, order=new.order), "11.0.0.1")
     assert kept.get(key) == (new, NOW + 1) and len(kept) == 1
     clock.now = new.until + 0.1
     assert kept.get(key) is None and not len(kept)
@@ -154,11 +160,19 @@ def test_values_of_other_keys_namespaces_and_times_are_none() -> None:
         (MODELS_KEY, value[:5]),
         (MODELS_KEY, b""),
         (MODELS_KEY, listed * 33),
+        (MODELS_KEY, listed + b"\xfa\x7f" + varint(MAX_VALUE) + bytes(MAX_VALUE)),
         (MODELS_KEY, bytes(33 * 1024)),
     ):
         with pytest.raises(BadAnnouncement):
             opened(key, bad)
     assert opened(MODELS_KEY, listed * 32).models == {b"\x01" * 32}
+
+
+@pytest.mark.parametrize(("addrs", "listed"), [((), 32), (("/dns4/" + ".".join(["a" * 60] * 4) + "/tcp/1",) * 8, 14)])
+def test_of_too_many_models_those_with_most_backing_are_listed(addrs: tuple[str, ...], listed: int) -> None:
+    records = [announced(version=number, addrs=addrs) for number in range(40)]
+    value = models_value(records, lambda version: version[0])
+    assert opened(MODELS_KEY, value).models == {bytes([number]) * 32 for number in range(40 - listed, 40)}
 
 
 def test_a_list_of_models_ranks_by_backing_then_by_length_and_lasts_as_long_as_its_shortest() -> None:
@@ -212,7 +226,7 @@ def test_what_the_specification_allows_is_read() -> None:
     message.record.CopyFrom(record_of(b"k", b"v", 1_800_000_000.5))
     message.clusterLevelRaw = -1
     assert parse(message.SerializeToString(), max_fields=MAX_ANSWER_FIELDS) == message
-    assert message.record.timeReceived == "2027-01-15T08:00:00Z"
+    assert message.record.timeReceived == "2027-01-15T08:00:00Z" and not record_of(b"k", b"v").timeReceived
     assert parse(b"", max_fields=0) == Message()
     fixed = b"\x79" + bytes(8) + b"\x7d" + bytes(4)
     assert parse(fixed, max_fields=2).type == Message.PUT_VALUE
@@ -369,6 +383,36 @@ def test_a_full_bucket_is_shared_by_addresses() -> None:
     with_table(main)
 
 
+def test_the_newest_at_an_address_goes_whenever_it_was_heard_of() -> None:
+    peers = in_first_bucket(BUCKET_SIZE + 1)
+
+    async def main(host: FakeHost, table: RoutingTable) -> None:
+        host.at = {peer_id: f"11.0.0.{max(number, 1)}" for number, peer_id in enumerate(peers)}
+        for peer_id in peers[:-1]:
+            table.learn(peer_id, addr(host.at[peer_id]))
+            await trio.sleep(1)
+        await trio.sleep(61)
+        table.add(peers[0])
+        table.learn(peers[-1], addr(host.at[peers[-1]]))
+        assert {peer.contact.peer_id for peer in table.nearest(b"k")} == {*peers} - {peers[1]}
+
+    with_table(main)
+
+
+def test_peers_of_one_address_near_a_key_are_not_all_that_is_named() -> None:
+    peers = sorted(itertools.islice(ids(), 30), key=lambda peer_id: distance(peer_id, b"k"))
+
+    async def main(host: FakeHost, table: RoutingTable) -> None:
+        host.at = {peer_id: f"11.0.0.{max(number, 21)}" for number, peer_id in enumerate(peers)}
+        for peer_id in peers:
+            table.learn(peer_id, addr("11.0.0.1"))
+        assert len(table) == 30
+        named = [peer.contact.peer_id for peer in table.nearest(b"k")]
+        assert named == [peers[0], *peers[22:], *peers[1:12]]
+
+    with_table(main)
+
+
 def known(name: str, origin: str, since: float, seen: float) -> KnownPeer:
     return KnownPeer(Contact(name), (), frozenset({origin}), since, seen, seen)
 
@@ -378,7 +422,7 @@ def test_who_is_connected_stays_and_of_others_who_was_heard_of_last() -> None:
         known("old", "11.0.0.1", 1, 9),
         known("new", "11.0.0.2", 8, 8),
         known("away", "11.0.0.3", 2, 7),
-        known("gone", "11.0.0.4", 6, 6),
+        known("gone", "11.0.0.4", 1, 6),
     )
     here = frozenset({"old", "new"})
     assert superfluous([old, new, away, gone], here) is gone

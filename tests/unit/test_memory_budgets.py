@@ -25,7 +25,7 @@ def together(budgets: Budgets) -> int:
 def test_a_laptop_and_a_large_server_have_what_suits_them() -> None:
     assert budgets_of(GIB) == Budgets(16 * MIB, 48 * MIB, 24 * MIB, 64 * MIB, 32 * MIB)
     assert budgets_of(4 * GIB) == Budgets(16 * MIB, 48 * MIB, 24 * MIB, 64 * MIB, 64 * MIB)
-    assert budgets_of(16 * GIB) == Budgets(32 * MIB, 128 * MIB, 64 * MIB, 64 * MIB, 160 * MIB)
+    assert budgets_of(32 * GIB) == Budgets(64 * MIB, 256 * MIB, 128 * MIB, 128 * MIB, 160 * MIB)
     assert budgets_of(512 * GIB) == Budgets(128 * MIB, GIB, GIB // 2, GIB, 160 * MIB)
 
 

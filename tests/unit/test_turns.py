@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from petalnode.node.server.turns import (
+    MAX_DECODE_ROWS,
     Accounts,
     BatchCost,
     CostFit,
@@ -61,6 +62,26 @@ def test_who_comes_seldom_costs_the_others_little() -> None:
     assert beside["far"] >= 10 and beside["many"] > 0.9 * alone
 
 
+def test_a_batch_has_as_many_rows_as_there_may_be() -> None:
+    assert len(next_turn([Waiting(1, 1)] * (MAX_DECODE_ROWS + 1)).decode) == MAX_DECODE_ROWS
+
+
+def test_a_short_batch_takes_turns_by_address_and_there_by_peer() -> None:
+    steps = [Waiting(1, 1, peer=peer) for peer in ("one", "other", "far") for _ in range(3)]
+    shares = Shares(BatchCost(0.0, 5.0), addresses={"one": "nat", "other": "nat"})
+    assert next_turn(steps, 0, shares).decode == (0, 1, 3, 6, 7, 8)
+    # A chunk of a prefill takes longer than all of them.
+    assert next_turn([*steps, Waiting(1, 100, peer="long")], 0, shares).decode == tuple(range(9))
+
+
+def test_peers_pay_for_their_rows_of_a_batch() -> None:
+    accounts = Accounts()
+    steps = [Waiting(1, 1, peer="one"), Waiting(3, 1, peer="other")]
+    accounts.shares(steps, 0.0)
+    accounts.note_decode({"one": 1, "other": 3}, 2.0, 1.0)
+    assert accounts.shares(steps, 1.0).used == {"one": 0.5, "other": 1.5}
+
+
 def test_a_prefill_of_who_has_had_least_is_next() -> None:
     steps = [Waiting(1, 4096, 256, peer="long"), Waiting(1, 20, peer="short")]
     assert next_turn(steps, 0, Shares(used={"long": 1.0, "short": 0.0})) == Turn((), 1, 20)
@@ -99,16 +120,21 @@ def test_the_cost_of_a_batch_is_learned() -> None:
     for rows in (1, 8) * 100:
         fit.note(rows, 5.0)
     assert fit.cost.row == pytest.approx(0.0, abs=0.1)
+    for rows in range(100, 200):
+        fit.note(rows, 5.0)
+    assert len(fit.cost.measured) == 64 and 199 in fit.cost.measured
 
 
 def test_accounts_forget_who_is_away() -> None:
     accounts = Accounts()
-    for number in range(1000):
+    for number in range(1100):
         step = Waiting(1, 1, peer=f"peer {number}")
         accounts.shares([step], float(number))
         accounts.note_decode({step.peer: 1}, 0.5, number + 0.5)
+        accounts.shares([Waiting(1, 1, peer="always", address="home")], number + 0.6)
     kept = accounts.shares([Waiting(1, 1, peer="last")], 2000.0)
     assert kept.used is not None and len(kept.used) <= 2
+    assert kept.address("always") == "home" and len(kept.addresses) == 1024
     assert not kept.expected
 
 

@@ -77,15 +77,14 @@ def group_limits(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/se
     found = []
     # Any group above may be the one that is limited; in a container only what is its own can be seen.
     for parent in (path, *path.parents):
-        if parent.is_relative_to(folder):
-            with suppress(OSError, ValueError):
-                limit = int((parent / names[0]).read_text())
-                used = int((parent / names[1]).read_text())
-                for line in (parent / "memory.stat").read_text().splitlines():
-                    if line.startswith(f"{names[2]} "):
-                        used -= int(line.split()[1])
-                if limit < _UNLIMITED:
-                    found.append((max(0, limit - used), limit))
+        with suppress(OSError, ValueError):
+            limit = int((parent / names[0]).read_text())
+            used = int((parent / names[1]).read_text())
+            for line in (parent / "memory.stat").read_text().splitlines():
+                if line.startswith(f"{names[2]} "):
+                    used -= int(line.split()[1])
+            if limit < _UNLIMITED:
+                found.append((max(0, limit - used), limit))
     return found
 
 
