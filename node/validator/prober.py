@@ -20,7 +20,7 @@ from ...crypto.identity import Identity
 from ...protocols.ids import BACKWARD, FORWARD, Span
 from ...protocols.tensors import decode, dtype_name, encode
 from ..client.api.remote import SpanTensors
-from ..client.batch.batch_stream import BatchInput, BatchSpec, KeptSet
+from ..client.batch.batch_stream import BatchSpec, KeptSet, MicroBatch
 from ..client.chunks import from_chunks, to_chunks
 from ..client.core import SwarmClient
 from ..client.deadlines import REFRESH_TIMEOUT, SUSPECT_SECONDS
@@ -229,7 +229,7 @@ async def _train(client: SwarmClient, model: ProbeModel, probe: Probe) -> None:
     entered: list[tuple[Hop, WireTensor, KeptSet | None]] = []
     for hop in probe.route:
         kept = await trio.to_thread.run_sync(span_tensors, hop.span, slice(0, 0))
-        (output,) = await client.batches.run(FORWARD, hop, spec, BatchInput((chunk,), kept=kept), None)
+        (output,) = await client.batches.run(FORWARD, hop, spec, MicroBatch((chunk,), kept=kept), None)
         entered.append((hop, chunk, kept))
         chunk = output
 
@@ -241,10 +241,10 @@ async def _train(client: SwarmClient, model: ProbeModel, probe: Probe) -> None:
         return 1e-3 * torch.randn(left.shape, generator=generator).to(left.dtype)
 
     ahead = {  # as `BatchPass.backward` does
-        hop: await client.batches.begin(hop, spec, BatchInput((given, given), kept=kept), None)
+        hop: await client.batches.begin(hop, spec, MicroBatch((given, given), kept=kept), None)
         for hop, given, kept in entered[:-1]
     }
     flowing = WireTensor(*encode(await trio.to_thread.run_sync(first_gradient), "none"))
     for hop, given, kept in reversed(entered):
-        task = BatchInput((given, flowing), kept=kept)
+        task = MicroBatch((given, flowing), kept=kept)
         flowing, *_ = await client.batches.run(BACKWARD, hop, spec, task, None, ahead.get(hop))

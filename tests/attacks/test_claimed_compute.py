@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from petalnode.node.client.batch.batch_client import BatchClient
-from petalnode.node.client.batch.batch_stream import BatchInput, BatchOutput, BatchSpec
+from petalnode.node.client.batch.batch_stream import BatchOutput, BatchSpec, MicroBatch
 from petalnode.node.client.deadlines import batch_patience
 from petalnode.node.client.request import WireTensor
 from petalnode.node.swarm.routing import Hop
@@ -33,7 +33,7 @@ class Answers:
         self._says = says
         self.patience: list[float] = []
 
-    async def run(self, request: BatchInput, patience: float) -> BatchOutput:
+    async def run(self, request: MicroBatch, patience: float) -> BatchOutput:
         self.patience.append(patience)
         await trio.sleep(SECONDS)
         return BatchOutput([], self._says.pop(0))
@@ -54,7 +54,7 @@ def test_the_next_answers_are_waited_for_no_longer_than_honest_work_would_be(say
 
         batches._usable = usable  # type: ignore[method-assign]
         for _ in says:
-            await batches.run(FORWARD, HOP, BatchSpec(bytes(32)), BatchInput((tensor,)), None)
+            await batches.run(FORWARD, HOP, BatchSpec(bytes(32)), MicroBatch((tensor,)), None)
 
     run_autojumping(ask)
     assert max(answers.patience) <= batch_patience(SECONDS) * 1.001

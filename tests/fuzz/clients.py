@@ -10,7 +10,7 @@ import torch
 import trio
 
 from petalnode.crypto.receipts import NO_RECEIPT
-from petalnode.node.client.batch.batch_stream import BatchInput, BatchSpec, BatchStream, KeptSet, StreamBroken
+from petalnode.node.client.batch.batch_stream import BatchSpec, BatchStream, KeptSet, MicroBatch, StreamBroken
 from petalnode.node.client.request import ServerClaims, WireTensor
 from petalnode.node.client.session.history import Input
 from petalnode.node.client.session.stream import SessionSpec, SessionStream
@@ -148,8 +148,8 @@ async def _batches(stream: Any) -> None:
     )
     await batches.open()
     kept = KeptSet.of(["prompts"], [WireTensor(*encode(torch.ones(6, 1, 2, _HIDDEN), "none"))])
-    await batches.run(BatchInput((_chunk(3),), kept=kept), _TIMEOUT)
-    await batches.run(BatchInput((_chunk(3, 1),), mask=b"\xff"), _TIMEOUT)
+    await batches.run(MicroBatch((_chunk(3),), kept=kept), _TIMEOUT)
+    await batches.run(MicroBatch((_chunk(3, 1),), mask=b"\xff"), _TIMEOUT)
     await batches.close()
 
 

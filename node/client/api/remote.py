@@ -20,8 +20,8 @@ from ....protocols.ids import Span
 from ....protocols.tensors import decode, dtype_name, encode
 from ....protocols.training import PROMPTS, LoraName
 from ...errors import BadInput, SwarmError
-from ..batch.batch_pass import BatchPass, MicroBatch, PassSpec
-from ..batch.batch_stream import BatchSpec, KeptSet
+from ..batch.batch_pass import BatchPass, PassSpec
+from ..batch.batch_stream import BatchSpec, KeptSet, MicroBatch
 from ..core import SwarmClient
 from ..request import WireTensor
 from ..session_adapter import SessionAdapter
@@ -289,7 +289,7 @@ class RemotePass:
             seen = _of_rows(self.mask, rows, hidden).bool()
             # Without a mask, transformers takes positions that begin anew for several texts in one row.
             mask = _bits(seen) if positions or not bool(seen.all()) else b""
-        return MicroBatch(rows, WireTensor(*encode(hidden[rows], self.codec)), mask, positions)
+        return MicroBatch((WireTensor(*encode(hidden[rows], self.codec)),), mask, positions, rows=rows)
 
     def backward(
         self, batch: BatchPass, gradient: torch.Tensor, kept: Mapping[str, torch.Size]

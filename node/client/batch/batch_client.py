@@ -20,7 +20,7 @@ from ..deadlines import (
 )
 from ..request import ServerRefused, WireTensor, has_code, is_lost
 from ..router import ModelClient, ServerSearch, note_failure
-from .batch_stream import BatchInput, BatchSpec, BatchStream, PendingBatch, StreamBroken
+from .batch_stream import BatchSpec, BatchStream, MicroBatch, PendingBatch, StreamBroken
 from .chains import Chain, apportion, choose_chains, cut, rows_of_micro_batch, seconds_of, stages_of
 
 T = TypeVar("T")
@@ -162,7 +162,7 @@ class BatchClient:
                 await search.found_nobody(self._client.explained(error, bool(candidates) or bool(excluded)))
 
     async def begin(
-        self, hop: Hop, spec: BatchSpec, request: BatchInput, timeout: float | None
+        self, hop: Hop, spec: BatchSpec, request: MicroBatch, timeout: float | None
     ) -> StartedBackward | None:
         """Sends a backward request without its gradient, so that the server computes forward in the meantime.
 
@@ -192,7 +192,7 @@ class BatchClient:
         protocol: str,
         hop: Hop,
         spec: BatchSpec,
-        request: BatchInput,
+        request: MicroBatch,
         timeout: float | None,
         begun: StartedBackward | None = None,
     ) -> list[WireTensor]:
@@ -254,11 +254,11 @@ class BatchClient:
         elif not isinstance(error, ServerRefused) or has_code(error, wire.ERROR_INTERNAL, wire.ERROR_NOT_ALLOWED):
             note_failure(self._client, error)
 
-    def _patience(self, hop: Hop, request: BatchInput, protocol: str) -> float:
+    def _patience(self, hop: Hop, request: MicroBatch, protocol: str) -> float:
         cost = BACKWARD_COST if protocol == BACKWARD else 1.0
         return batch_patience(self.speeds.get(hop.peer_id, 0.0) * _block_tokens(hop, request) * cost)
 
-    def _learn(self, protocol: str, hop: Hop, computed: float, request: BatchInput) -> None:
+    def _learn(self, protocol: str, hop: Hop, computed: float, request: MicroBatch) -> None:
         """`computed`: seconds as the server says, and no more than it took: its answers are waited for accordingly."""
         if protocol != BACKWARD:
             seconds = computed / _block_tokens(hop, request)
@@ -268,7 +268,7 @@ class BatchClient:
             self._replied.add(hop.peer_id)
 
 
-def _block_tokens(hop: Hop, request: BatchInput) -> int:
+def _block_tokens(hop: Hop, request: MicroBatch) -> int:
     rows, tokens = request.chunks[0].tensor.shape[:2]
     return len(hop.span) * rows * tokens
 

@@ -8,7 +8,7 @@ server its own input back with the gradient, from the last to the first.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -19,20 +19,10 @@ from ...errors import ServerFailed, SwarmError, unwrapped
 from ...swarm.routing import Hop
 from ..request import MAX_FAILURES, WireTensor, blames_request
 from .batch_client import BatchClient, StartedBackward
-from .batch_stream import BatchInput, BatchSpec, KeptSet
+from .batch_stream import BatchSpec, KeptSet, MicroBatch
 from .chains import Chain
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Some rows of a batch, as they travel. `mask` and `positions` are those of its request."""
-
-    rows: slice
-    hidden: WireTensor
-    mask: bytes = b""
-    positions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,7 +84,7 @@ class BatchPass:
         self.junctions = [[] for _ in self.parts]
 
         async def one(index: int) -> WireTensor:
-            return await self._along(index, self.chains[index], self.parts[index].hidden, self.junctions[index])
+            return await self._along(index, self.chains[index], self.parts[index].chunks[0], self.junctions[index])
 
         return await _each(len(self.parts), one)
 
@@ -192,9 +182,9 @@ class BatchPass:
         request = await self._request(hop, index, chunks)
         return await self.client.run(protocol, hop, self.spec.stream, request, self.spec.timeout, begun)
 
-    async def _request(self, hop: Hop, index: int, chunks: tuple[WireTensor, ...]) -> BatchInput:
+    async def _request(self, hop: Hop, index: int, chunks: tuple[WireTensor, ...]) -> MicroBatch:
         part = self.parts[index]
-        return BatchInput(chunks, part.mask, part.positions, await self._kept_for(hop.span, part.rows))
+        return replace(part, chunks=chunks, kept=await self._kept_for(hop.span, part.rows))
 
     async def _kept_for(self, span: Span, rows: slice) -> KeptSet | None:
         if self.spec.kept is None:

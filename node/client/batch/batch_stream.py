@@ -59,20 +59,23 @@ class KeptSet:
 
 
 @dataclass(frozen=True)
-class BatchInput:
-    """One micro-batch: `chunks` are the hidden states and, for a backward pass, the gradient of what came of them."""
+class MicroBatch:
+    """Some `rows` of a batch, as they travel. `chunks` are the hidden states and, for a backward pass, the gradient of
+    what came of them; `mask` and `positions` are those of the request."""
 
     chunks: tuple[WireTensor, ...]
     mask: bytes = b""
     positions: tuple[int, ...] = ()
     kept: KeptSet | None = None
+    rows: slice = field(default_factory=lambda: slice(None))
 
 
 @dataclass(eq=False)
 class PendingBatch:
-    """A request that has gone out, without its gradient if `begun`. `turn` comes when the next answer is its own."""
+    """One that has gone out, without its gradient if `begun`. `turn` comes when the next answer is its own."""
 
     message: wire.BatchRequest
+    input: MicroBatch
     begun: bool = False
     turn: trio.Event = field(default_factory=trio.Event)
 
@@ -142,7 +145,7 @@ class BatchStream(ServerStream[wire.BatchFrame]):
         self._granted = granted
         self._credits = trio.Semaphore(min(granted.credits, MAX_CREDITS))
 
-    async def run(self, request: BatchInput, timeout: float) -> BatchOutput:
+    async def run(self, request: MicroBatch, timeout: float) -> BatchOutput:
         """Sends one request and returns the checked reply.
 
         `timeout` counts from the reply to the request before this one, or from when this one was sent.
@@ -152,13 +155,13 @@ class BatchStream(ServerStream[wire.BatchFrame]):
             StreamBroken: another call has failed.
         """
         async with self._credits, self._breaks_unless_done():
-            return await self._answered(await self._send(request, timeout), request, timeout)
+            return await self._answered(await self._send(request, timeout), timeout)
 
     @property
     def takes_gradients_later(self) -> bool:
         return self._granted.gradient_may_follow
 
-    async def begin(self, request: BatchInput, timeout: float) -> PendingBatch:
+    async def begin(self, request: MicroBatch, timeout: float) -> PendingBatch:
         """Sends a backward request without its gradient, which `finish` must bring, or `abandon` be called.
 
         Of the gradient in `request` only the description is used. Errors as `run`.
@@ -171,14 +174,14 @@ class BatchStream(ServerStream[wire.BatchFrame]):
             self._credits.release()
             raise
 
-    async def finish(self, pending: PendingBatch, request: BatchInput, timeout: float) -> BatchOutput:
+    async def finish(self, pending: PendingBatch, request: MicroBatch, timeout: float) -> BatchOutput:
         """Sends the gradient of a request that was begun, and returns the checked reply.
 
         Raises:
             ServerFailed, StreamBroken: as `run`. StreamBroken also if the server has given the request up, or the
                 stream was lost in the meantime.
         """
-        pending.begun = False
+        pending.begun, pending.input = False, request
         try:
             async with self._breaks_unless_done():
                 async with self._sending:
@@ -188,7 +191,7 @@ class BatchStream(ServerStream[wire.BatchFrame]):
                         await send_in_pieces(self._stream, frame, [request.chunks[1].payload], timeout=timeout)
                     except PeerError:
                         raise StreamBroken from None  # while nobody waited for it; whether it is back will show
-                return await self._answered(pending, request, timeout)
+                return await self._answered(pending, timeout)
         except ServerRefused as refused:
             if has_code(refused, wire.ERROR_BUSY):
                 raise StreamBroken from None
@@ -240,7 +243,7 @@ class BatchStream(ServerStream[wire.BatchFrame]):
 
     # --- sending
 
-    async def _send(self, request: BatchInput, timeout: float, *, gradient_follows: bool = False) -> PendingBatch:
+    async def _send(self, request: MicroBatch, timeout: float, *, gradient_follows: bool = False) -> PendingBatch:
         async with self._sending:
             self._check_whole()
             number = 0
@@ -257,7 +260,7 @@ class BatchStream(ServerStream[wire.BatchFrame]):
             frame.work.gradient_follows = gradient_follows
             chunks = request.chunks[:1] if gradient_follows else request.chunks
             await send_in_pieces(self._stream, frame, [chunk.payload for chunk in chunks], timeout=timeout)
-            pending = PendingBatch(message, gradient_follows)
+            pending = PendingBatch(message, request, gradient_follows)
             self._unanswered.append(pending)
             if len(self._unanswered) == 1:
                 pending.turn.set()
@@ -275,10 +278,10 @@ class BatchStream(ServerStream[wire.BatchFrame]):
 
     # --- answers
 
-    async def _answered(self, pending: PendingBatch, request: BatchInput, timeout: float) -> BatchOutput:
+    async def _answered(self, pending: PendingBatch, timeout: float) -> BatchOutput:
         await pending.turn.wait()
         self._check_whole()
-        reply, payloads = await self._receive(pending.message, request, timeout)
+        reply, payloads = await self._receive(pending, timeout)
         # The chain of receipts goes on before this one is checked: others are received meanwhile.
         previous, self._last_receipt = self._last_receipt, self._receipt_of(reply.receipt).hash()
         self._unanswered.popleft()
@@ -287,20 +290,19 @@ class BatchStream(ServerStream[wire.BatchFrame]):
         tensors = [WireTensor(tensor, payload) for tensor, payload in zip(reply.tensors, payloads, strict=True)]
 
         def verify() -> Receipt:
-            return self._verify(reply, pending.message, request, tensors, previous)
+            return self._verify(reply, pending, tensors, previous)
 
         receipt = await trio.to_thread.run_sync(verify)
         if self._archive is not None and self._archive.shares:
-            self._archive.add_batch(self._logged(receipt, pending.message, request, tensors))
+            self._archive.add_batch(self._logged(receipt, pending, tensors))
         return BatchOutput(tensors, reply.compute_us / 1e6)
 
-    async def _receive(
-        self, message: wire.BatchRequest, request: BatchInput, timeout: float
-    ) -> tuple[wire.BatchReply, list[bytearray]]:
+    async def _receive(self, pending: PendingBatch, timeout: float) -> tuple[wire.BatchReply, list[bytearray]]:
+        request = pending.input
         frame, _ = await self._stream.receive(timeout=timeout)
         self._raise_refusal(frame)
         reply = frame.reply
-        if frame.WhichOneof("body") != "reply" or reply.sequence != message.sequence:
+        if frame.WhichOneof("body") != "reply" or reply.sequence != pending.message.sequence:
             raise self._failed("it answered a batch request with something else than its reply")
         wanted = [request.chunks[0].tensor]
         if self.protocol == BACKWARD and request.kept is not None:
@@ -310,12 +312,7 @@ class BatchStream(ServerStream[wire.BatchFrame]):
         return reply, await receive_pieces(self._stream, [tensor.nbytes for tensor in wanted], timeout=timeout)
 
     def _verify(
-        self,
-        reply: wire.BatchReply,
-        message: wire.BatchRequest,
-        request: BatchInput,
-        tensors: Sequence[WireTensor],
-        previous: bytes,
+        self, reply: wire.BatchReply, pending: PendingBatch, tensors: Sequence[WireTensor], previous: bytes
     ) -> Receipt:
         """Hashes what was sent and came back, and checks the receipt for it: off the trio thread.
 
@@ -324,26 +321,24 @@ class BatchStream(ServerStream[wire.BatchFrame]):
         """
         if not all(all_finite(answer.tensor, answer.payload) for answer in tensors):
             raise self._failed("it answered NaN or infinity")
-        sent = hash_of_payloads(chunk.payload for chunk in request.chunks)
-        kept = request.kept.hash if request.kept else NOTHING_KEPT
+        sent = hash_of_payloads(chunk.payload for chunk in pending.input.chunks)
+        kept = pending.input.kept.hash if pending.input.kept else NOTHING_KEPT
         return self._check_receipt(
             reply.receipt,
-            sequence=message.sequence,
-            request_hash=hash_of_batch(self.protocol, message, sent, kept),
+            sequence=pending.message.sequence,
+            request_hash=hash_of_batch(self.protocol, pending.message, sent, kept),
             reply_hash=hash_of_payloads(answer.payload for answer in tensors),
             previous=previous,
         )
 
-    def _logged(
-        self, receipt: Receipt, message: wire.BatchRequest, request: BatchInput, tensors: Sequence[WireTensor]
-    ) -> LoggedBatch:
-        kept = request.kept
+    def _logged(self, receipt: Receipt, pending: PendingBatch, tensors: Sequence[WireTensor]) -> LoggedBatch:
+        kept = pending.input.kept
         return LoggedBatch(
             self.hop.peer_id,
             self.protocol,
             receipt,
-            message,
-            tuple(chunk.payload for chunk in request.chunks),
+            pending.message,
+            tuple(chunk.payload for chunk in pending.input.chunks),
             None if kept is None else wire.Keep(names=kept.names, tensors=[chunk.tensor for chunk in kept.chunks]),
             () if kept is None else tuple(chunk.payload for chunk in kept.chunks),
             tuple(answer.payload for answer in tensors),
