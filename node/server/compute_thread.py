@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -25,8 +25,7 @@ import torch
 import trio
 
 from ...protocols import wire_pb2 as wire
-from ...protocols.ids import Span
-from ...protocols.inference import Refusal
+from ...protocols.inference import Refusal, SessionTerms
 from ..blocks.passes import PassGenerator
 from ..blocks.span import BlockSpan
 from ..blocks.span_adapter import SpanAdapter
@@ -122,29 +121,23 @@ class ComputeThread:
 
     async def open(
         self,
-        batch: int,
-        max_length: int,
-        left_padding: Sequence[int],
-        codec: str,
-        span: Span,
+        terms: SessionTerms,
+        peer: str = "",
         adapter: SpanAdapter | None = None,
         paid: bool = False,
         shared: PrefixUse | None = None,
-        prefix: Sequence[bytes] = (),
-        peer: str = "",
     ) -> ComputeSession:
-        """A session of `peer` with a cache of `batch` x `max_length` tokens for `span`: an empty one, or `shared`
-        begins with as much of the blocks named `prefix` as is kept here."""
-        padding = list(left_padding) or None
-
+        """A session of `peer` with a cache of its own: an empty one, or `shared` begins with as much of the prefix that
+        `terms` name as is kept here."""
         address = self._address_of(peer)
 
         def make() -> ComputeSession:
-            cache = self.blocks.make_cache(batch, max_length, padding, span)
+            padding = list(terms.left_padding) or None
+            cache = self.blocks.make_cache(terms.batch, terms.max_length, padding, terms.span)
             if shared is not None:
-                self.steps.prefixes.begin(shared, prefix, cache)
+                self.steps.prefixes.begin(shared, terms.prefix, cache)
             begun = cache.length
-            return ComputeSession(cache, codec, adapter, paid, peer, shared=shared, begun=begun, address=address)
+            return ComputeSession(cache, terms.codec, adapter, paid, peer, shared=shared, begun=begun, address=address)
 
         return await self.call(make, peer)
 

@@ -20,7 +20,7 @@ from petalnode.node.server.gathering import Gathering
 from petalnode.node.server.steps import ComputeSession, StepInput
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import Span
-from petalnode.protocols.inference import Refusal
+from petalnode.protocols.inference import Refusal, SessionTerms
 from petalnode.protocols.tensors import encode
 from tests.tiny_models import HIDDEN, NUM_BLOCKS, save_tiny
 
@@ -74,6 +74,10 @@ def backward(blocks: BlockSpan) -> PassGenerator[Any]:
     return SpanPasses(blocks, 1 << 40).backward(Batch(ALL, hidden), gradient)
 
 
+def terms(max_length: int) -> SessionTerms:
+    return SessionTerms(bytes(32), ALL, max_length, 1, (), "none", bytes(16), 0, "float32")
+
+
 def step(position: int, tokens: int = 1) -> StepInput:
     tensor, payload = encode(torch.zeros(1, tokens, HIDDEN), "none")
     return StepInput(position, (), tensor, payload)
@@ -103,7 +107,7 @@ def test_a_step_runs_at_the_next_pause_of_a_pass(blocks: BlockSpan, monkeypatch:
         return noted
 
     async def main(compute: ComputeThread) -> None:
-        session = await compute.open(1, 300, (), "none", ALL)
+        session = await compute.open(terms(300))
         await compute.step(session, step(0, 2))
         monkeypatch.setattr(blocks, "decode", noting("step", blocks.decode))
         monkeypatch.setattr(blocks, "forward", noting("prefill", blocks.forward))
@@ -198,8 +202,8 @@ def test_a_step_of_a_session_is_the_same_beside_a_pass(blocks: BlockSpan) -> Non
         return [(await compute.step(session, step(position))).payload for position in range(3)]
 
     async def main(compute: ComputeThread) -> None:
-        expected = await alone(compute, await compute.open(1, 10, (), "none", ALL))
-        session = await compute.open(1, 10, (), "none", ALL)
+        expected = await alone(compute, await compute.open(terms(10)))
+        session = await compute.open(terms(10))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(compute.run_pass, backward(blocks))
             assert await alone(compute, session) == expected
@@ -216,7 +220,7 @@ def test_a_check_runs_while_the_blocks_compute(blocks: BlockSpan, monkeypatch: p
         return decode(*arguments)
 
     async def main(compute: ComputeThread) -> None:
-        session = await compute.open(1, 20, (), "none", ALL)
+        session = await compute.open(terms(20))
         await compute.step(session, step(0, 2))
         monkeypatch.setattr(blocks, "decode", waiting)
         assert (await compute.step(session, step(2), checked.set)).position == 3
@@ -230,7 +234,7 @@ def test_what_a_check_refuses_leaves_the_session_as_it_was(tokens: int, blocks: 
         raise Refusal(wire.ERROR_BAD_REQUEST, "no")
 
     async def main(compute: ComputeThread) -> None:
-        left_alone, session = [await compute.open(1, 20, (), "none", ALL) for _ in range(2)]
+        left_alone, session = [await compute.open(terms(20)) for _ in range(2)]
         for one in (left_alone, session):
             await compute.step(one, step(0, 2))
         with pytest.raises(Refusal, match="no"):
@@ -247,7 +251,7 @@ def test_what_a_check_refuses_goes_before_a_payload_that_cannot_be_used(blocks: 
         raise Refusal(wire.ERROR_BAD_REQUEST, "no")
 
     async def main(compute: ComputeThread) -> None:
-        session = await compute.open(1, 20, (), "none", ALL)
+        session = await compute.open(terms(20))
         wrong = replace(step(0), payload_hash=b"x" * 32)
         with pytest.raises(Refusal, match="no"):
             await compute.step(session, wrong, refuse)
@@ -271,7 +275,7 @@ def test_a_batch_that_waits_for_a_step_begins_when_it_comes(blocks: BlockSpan, m
         return decode(steps, *rest)
 
     async def main(compute: ComputeThread) -> None:
-        sessions = [await compute.open(1, 20, (), "none", ALL) for _ in range(3)]
+        sessions = [await compute.open(terms(20)) for _ in range(3)]
         monkeypatch.setattr(blocks, "decode", noting)
         gather(monkeypatch, 3)
         async with trio.open_nursery() as nursery:
@@ -287,7 +291,7 @@ def test_a_session_that_is_closed_while_its_step_waits_for_others_has_its_answer
     blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main(compute: ComputeThread) -> None:
-        session = await compute.open(1, 20, (), "none", ALL)
+        session = await compute.open(terms(20))
         gather(monkeypatch, 2)
 
         async def ask() -> None:
@@ -305,7 +309,7 @@ def test_a_session_that_is_closed_while_its_step_waits_for_others_has_its_answer
 
 def test_the_thread_ends_while_a_batch_waits(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main(compute: ComputeThread) -> None:
-        session = await compute.open(1, 20, (), "none", ALL)
+        session = await compute.open(terms(20))
         gather(monkeypatch, 2)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(compute.step, session, step(0))

@@ -127,18 +127,7 @@ class RequestService:
                     shared = None
                     if terms.shares and scope is not None:
                         shared = PrefixUse(scope, PrefixNames(terms.prefix_root), terms.keeps)
-                    compute = await self.context.compute.open(
-                        terms.batch,
-                        terms.max_length,
-                        terms.left_padding,
-                        terms.codec,
-                        terms.span,
-                        adapter,
-                        paid,
-                        shared,
-                        terms.prefix,
-                        stream.peer_id,
-                    )
+                    compute = await self.context.compute.open(terms, stream.peer_id, adapter, paid, shared)
                     keep = min(frame.open.keep_ms / 1000, MAX_KEEP)
                     session = ServerSession(
                         self.context,
