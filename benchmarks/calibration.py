@@ -47,7 +47,7 @@ from petalnode.node.models import resolve
 from petalnode.node.validator.probe_inputs import draw_kept_tensors
 from petalnode.node.validator.probe_plan import Kind
 from petalnode.node.verification.judging import COARSER, distance, kept_distances, share_of
-from petalnode.node.verification.recomputation import PassQuestion, Recomputation, SessionQuestion, Step
+from petalnode.node.verification.recomputation import Recomputation, SessionQuestion, Step
 from petalnode.node.verification.tolerances import Calibration, to_json
 from petalnode.protocols.ids import Span
 from petalnode.protocols.training import PROMPTS, LoraName
@@ -286,9 +286,9 @@ def measure(
     every = cases(folder, samples)
     span = Span(0, _blocks(folder))
     questions: list[Any] = [SessionQuestion(span, case.steps) for case in every]
-    questions += [PassQuestion(_batch(span, case), case.gradient) for case in every]
+    questions += [replace(_batch(span, case), gradient=case.gradient) for case in every]
     kept = kept_tensors(load_client(folder, device="cpu", dtype="float32"))
-    questions += [PassQuestion(_batch_with(span, case, kept), case.gradient) for case in every]
+    questions += [replace(_batch_with(span, case, kept), gradient=case.gradient) for case in every]
     truths: dict[str, dict[str, list[torch.Tensor]]] = {}
     for held in (quantisation, *COARSER.get(quantisation, ())):
         found = Recomputation(folder, dtype, held).answer(questions)

@@ -59,7 +59,7 @@ from petalnode.node.trust.receipt_log import LAST_BATCHES, SHARED_BYTES, Receipt
 from petalnode.node.validator.probe_inputs import ProbeModel, draw_kept_tensors
 from petalnode.node.validator.probe_plan import Kind
 from petalnode.node.verification.observed import Observed, observed_batch, observed_session
-from petalnode.node.verification.recomputation import PassQuestion, SessionQuestion
+from petalnode.node.verification.recomputation import Question, SessionQuestion
 from petalnode.node.verification.tolerances import calibrations
 from petalnode.node.verification.verdicts import Compared, Judge, Verdict
 from petalnode.protocols.ids import BACKWARD, Span
@@ -219,16 +219,16 @@ def rows_of(observed: Observed) -> list[Observed]:
     found = []
     for row in range(observed.claimed[0].shape[0]):
         rows = slice(row, row + 1)
-        question: SessionQuestion | PassQuestion
+        question: Question
         if isinstance(observed.question, SessionQuestion):
             steps = tuple(replace(step, hidden=step.hidden[rows]) for step in observed.question.steps)
             question = replace(observed.question, steps=steps)
         else:
-            batch, gradient = observed.question.batch, observed.question.gradient
-            gradient = None if gradient is None else gradient[rows]
+            batch = observed.question
             if observed.kept:  # its gradients are sums over the rows
                 return [observed]
-            question = PassQuestion(replace(batch, hidden=batch.hidden[rows]), gradient)
+            gradient = None if batch.gradient is None else batch.gradient[rows]
+            question = replace(batch, hidden=batch.hidden[rows], gradient=gradient)
         found.append(replace(observed, question=question, claimed=tuple(tensor[rows] for tensor in observed.claimed)))
     return found
 

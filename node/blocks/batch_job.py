@@ -6,7 +6,7 @@ Hashing and unpacking run in worker threads, the pass on the compute thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -37,11 +37,10 @@ class KeptTensors:
 
 @dataclass(frozen=True)
 class BatchJob:
-    """A batch request, ready to be computed. `gradient` is None in a forward pass."""
+    """A batch request, ready to be computed."""
 
     request: wire.BatchRequest
     batch: Batch
-    gradient: torch.Tensor | None
     kept: KeptTensors | None
     request_hash: bytes
 
@@ -82,8 +81,9 @@ def unpack_request(
     """
     request_hash = hash_of_batch(protocol, request, hash_of_payloads(payloads), kept.hash if kept else NOTHING_KEPT)
     batch = unpack_batch(terms, request, payloads[0], kept)
-    gradient = _finite(request.tensors[1], payloads[1], "the gradient") if len(payloads) > 1 else None
-    return BatchJob(request, batch, gradient, kept, request_hash)
+    if len(payloads) > 1:
+        batch = replace(batch, gradient=_finite(request.tensors[1], payloads[1], "the gradient"))
+    return BatchJob(request, batch, kept, request_hash)
 
 
 def unpack_batch(terms: BatchTerms, request: wire.BatchRequest, payload: bytearray, kept: KeptTensors | None) -> Batch:
@@ -117,13 +117,14 @@ def run_job(
         Refusal: values that are not finite, of hidden states that are too large for the blocks or the stream.
     """
     described = list(job.request.tensors[:1])
-    if job.gradient is None:
+    gradient = job.batch.gradient
+    if gradient is None:
         results = [(yield from passes.forward(job.batch))]
     else:
         if saved is None:
-            gradients = yield from passes.backward(job.batch, job.gradient)
+            gradients = yield from passes.backward(job.batch, gradient)
         else:
-            gradients = yield from passes.resume(saved, job.gradient)
+            gradients = yield from passes.resume(saved, gradient)
         results = [gradients.hidden]
         if job.kept is not None:
             described += job.kept.keep.tensors

@@ -39,23 +39,25 @@ def run_through(generator: PassGenerator[T]) -> T:
 
 @dataclass(frozen=True)
 class Batch:
-    """What goes through the blocks of `part`.
+    """What goes through the blocks of `span`, and in a backward pass back.
 
     Attributes:
         hidden: float [rows, tokens, hidden size] of any dtype and device.
         mask: bool [rows, tokens], False at padding; None if there is none.
         positions: int64 [rows, tokens]; None counts each row from 0.
-        prompts: [blocks of the part, 1 or rows, prefix, hidden size], added to the first `prefix` positions of what
+        prompts: [blocks of the span, 1 or rows, prefix, hidden size], added to the first `prefix` positions of what
             enters each block (deep prompts: Petals, NeurIPS 2023, appendix G).
-        lora: by their names, tensors that change linear layers of the part's blocks.
+        lora: by their names, tensors that change linear layers of the span's blocks.
+        gradient: of what comes of it, of the same shape; None in a forward pass, and while it is on its way.
     """
 
-    part: Span
+    span: Span
     hidden: torch.Tensor
     mask: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     prompts: torch.Tensor | None = None
     lora: Mapping[LoraName, torch.Tensor] = field(default_factory=dict)
+    gradient: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -209,8 +211,8 @@ class _BatchRun:
     def __init__(self, span: BlockSpan, batch: Batch) -> None:
         device = span.device
         self._stack = span.stack
-        self._first = batch.part.start - span.span.start
-        self.count = len(batch.part)
+        self._first = batch.span.start - span.span.start
+        self.count = len(batch.span)
         self.hidden = batch.hidden.to(device, span.dtype)
         self._mask = None if batch.mask is None else batch.mask.to(device)
         if batch.positions is None:
@@ -220,12 +222,12 @@ class _BatchRun:
         prompts = [None] * self.count if batch.prompts is None else list(batch.prompts.to(device))
         lora: dict[int, dict[LoraName, torch.Tensor]] = defaultdict(dict)
         for name, tensor in batch.lora.items():
-            lora[name.block - batch.part.start][name] = tensor.to(device)
+            lora[name.block - batch.span.start][name] = tensor.to(device)
         self._inputs = [_Inputs(prompt, lora[block]) for block, prompt in enumerate(prompts)]
 
     @torch.no_grad()
     def without_graph(self, block: int, hidden: torch.Tensor) -> torch.Tensor:
-        """What the `block`-th block of the batch's part makes of `hidden`."""
+        """What the `block`-th block of the batch's span makes of `hidden`."""
         return self._block(block, hidden, self._inputs[block])
 
     @torch.enable_grad()

@@ -12,7 +12,7 @@ from ...protocols.tensors import decode
 from ...protocols.training import BatchTerms
 from ..blocks.batch_job import unpack_keep, unpack_request
 from ..trust.receipt_log import LoggedBatch, SessionLog
-from .recomputation import PassQuestion, Question, SessionQuestion, Step
+from .recomputation import Question, SessionQuestion, Step
 from .tolerances import Kind, Pass
 
 
@@ -113,7 +113,7 @@ def observed_batch(logged: LoggedBatch, device: str = "") -> Observed:
     kept = None if logged.keep is None else unpack_keep(logged.keep, list(map(bytearray, logged.kept)))
     job = unpack_request(logged.protocol, terms, logged.request, list(map(bytearray, logged.inputs)), kept)
     gradients = {}
-    if logged.keep is not None and job.gradient is not None:
+    if logged.keep is not None and job.batch.gradient is not None:
         others = zip(logged.keep.names, logged.keep.tensors, logged.outputs[1:], strict=True)
         gradients = {name: decode(described, payload) for name, described, payload in others}
     return Observed(
@@ -121,7 +121,7 @@ def observed_batch(logged: LoggedBatch, device: str = "") -> Observed:
         span,
         receipt.dtype,
         receipt.quantisation,
-        PassQuestion(job.batch, job.gradient),
+        job.batch,
         (decode(wire, logged.outputs[0]),),
         device,
         wire.codec,

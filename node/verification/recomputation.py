@@ -75,18 +75,6 @@ class SessionQuestion:
 
 
 @dataclass(frozen=True)
-class PassQuestion:
-    """The output of blocks `batch.part` for a batch, without a cache; with `gradient` of the output, the gradients."""
-
-    batch: Batch
-    gradient: torch.Tensor | None = None
-
-    @property
-    def span(self) -> Span:
-        return self.batch.part
-
-
-@dataclass(frozen=True)
 class SessionAnswer:
     """Per step, float [rows, tokens, hidden size] on the CPU, in the dtype of the step."""
 
@@ -101,7 +89,8 @@ class PassAnswer:
     gradients: Gradients | None = None
 
 
-Question = SessionQuestion | PassQuestion
+Question = SessionQuestion | Batch
+"""Of a batch: the output of its blocks, without a cache; if it has a gradient of the output, the gradients."""
 Answer = SessionAnswer | PassAnswer
 
 
@@ -310,8 +299,8 @@ class Recomputation:
         if isinstance(question, SessionQuestion):
             return _Session(question, [step.hidden.to(self._device, dtype) for step in question.steps])
         if question.gradient is None:
-            return _Forward(question, question.batch.hidden.to(self._device, dtype))
-        return _Backward(question, question.batch.hidden.to(self._device, dtype))
+            return _Forward(question, question.hidden.to(self._device, dtype))
+        return _Backward(question, question.hidden.to(self._device, dtype))
 
     def _load(self, group: Span) -> BlockSpan:
         loaded = load_span(
@@ -387,7 +376,7 @@ class _Session(_Run):
 
 @dataclass
 class _Forward(_Run):
-    question: PassQuestion
+    question: Batch
     hidden: torch.Tensor
 
     def go_through(self, blocks: BlockSpan) -> None:
@@ -395,14 +384,14 @@ class _Forward(_Run):
         self.hidden = run_through(SpanPasses(blocks, _ACTIVATION_BYTES).forward(batch))
 
     def answer(self) -> PassAnswer:
-        return PassAnswer(output=self.left(self.hidden).to("cpu", self.question.batch.hidden.dtype))
+        return PassAnswer(output=self.left(self.hidden).to("cpu", self.question.hidden.dtype))
 
 
 @dataclass
 class _Backward(_Run):
     """Keeps the inputs of each group of blocks in the forward pass, for the backward pass."""
 
-    question: PassQuestion
+    question: Batch
     hidden: torch.Tensor
     entered: dict[int, torch.Tensor] = field(default_factory=dict)
     flowing: torch.Tensor | None = None
@@ -427,7 +416,7 @@ class _Backward(_Run):
 
     def answer(self) -> PassAnswer:
         assert self.flowing is not None
-        batch = self.question.batch
+        batch = self.question
         prompts = None
         if batch.prompts is not None:
             prompts = torch.cat(self.prompts[::-1]).to("cpu", batch.prompts.dtype)
@@ -436,14 +425,13 @@ class _Backward(_Run):
         return PassAnswer(gradients=Gradients(hidden, prompts, lora))
 
 
-def _part(question: PassQuestion, blocks: Span, hidden: torch.Tensor) -> Batch:
+def _part(batch: Batch, blocks: Span, hidden: torch.Tensor) -> Batch:
     """The part of the batch that concerns some of its blocks."""
-    batch = question.batch
-    part = _common(batch.part, blocks)
-    first = part.start - batch.part.start
+    part = _common(batch.span, blocks)
+    first = part.start - batch.span.start
     return replace(
         batch,
-        part=part,
+        span=part,
         hidden=hidden,
         prompts=None if batch.prompts is None else batch.prompts[first : first + len(part)],
         lora={name: tensor for name, tensor in batch.lora.items() if name.block in part},

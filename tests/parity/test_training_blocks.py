@@ -90,13 +90,13 @@ def through(spans: Sequence[BlockSpan], batch: Batch, gradient: torch.Tensor, me
     hidden = batch.hidden
     for span, part in zip(spans, PARTS, strict=True):
         prompts = None if batch.prompts is None else batch.prompts[part.start : part.end]
-        parts.append(replace(batch, part=part, hidden=hidden, prompts=prompts))
+        parts.append(replace(batch, span=part, hidden=hidden, prompts=prompts))
         hidden, pauses = drive(SpanPasses(span, memory).forward(parts[-1]))
         assert pauses == len(part) - 1
     found = []
     for span, part in zip(reversed(spans), reversed(parts), strict=True):
         gradients, pauses = drive(SpanPasses(span, memory).backward(part, gradient))
-        assert pauses >= 2 * len(part.part) - 1  # at least between any two blocks, both ways
+        assert pauses >= 2 * len(part.span) - 1  # at least between any two blocks, both ways
         gradient = gradients.hidden
         found.append(gradients.prompts)
     return hidden, Gradients(gradient, torch.cat(found[::-1]) if batch.prompts is not None else None, {})

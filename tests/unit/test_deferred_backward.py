@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ HIDDEN_STATES, GRADIENT = torch.randn(2, 2, 20, HIDDEN, generator=torch.Generato
 TENSOR, PAYLOAD = encode(HIDDEN_STATES, "none")
 BATCH = Batch(ALL, HIDDEN_STATES)
 WORK = wire.BatchRequest(sequence=1, tensors=[TENSOR, TENSOR], gradient_follows=True)
-JOB = BatchJob(WORK, BATCH, GRADIENT, None, b"")
+JOB = BatchJob(WORK, replace(BATCH, gradient=GRADIENT), None, b"")
 
 
 @pytest.fixture(scope="module")

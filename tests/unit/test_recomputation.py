@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,6 @@ from petalnode.node.verification.recomputation import (
     PAIRS,
     Noise,
     PassAnswer,
-    PassQuestion,
     Recomputation,
     SessionAnswer,
     SessionQuestion,
@@ -96,7 +96,7 @@ def test_a_pass_and_its_gradients(folder: Path, group_bytes: int) -> None:
                 return end.value
 
     forward, backward = Recomputation(folder, "float32", "none", group_bytes=group_bytes).answer(
-        [PassQuestion(batch), PassQuestion(batch, gradient)]
+        [batch, replace(batch, gradient=gradient)]
     )
     assert isinstance(forward, PassAnswer) and isinstance(backward, PassAnswer)
     assert torch.equal(forward.output, run(passes.forward(batch)))
@@ -160,7 +160,7 @@ def test_noise_enters_every_block_and_leaves_the_last_one(folder: Path, monkeypa
     monkeypatch.setattr(Noise, "added", count)
     for group_bytes in (0, 1 << 30):
         truth = Recomputation(folder, "float32", "none", group_bytes=group_bytes)
-        for question in (SessionQuestion(SPAN, (Step(0, hidden(1, 2)),)), PassQuestion(Batch(SPAN, hidden(1, 2)))):
+        for question in (SessionQuestion(SPAN, (Step(0, hidden(1, 2)),)), Batch(SPAN, hidden(1, 2))):
             changed.clear()
             (noisy,) = truth.perturbed([question], 1e-3)
             assert len(noisy) == 2 * PAIRS
