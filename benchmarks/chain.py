@@ -47,7 +47,7 @@ from transformers.utils import logging
 from petalnode import AutoDistributedModelForCausalLM
 from petalnode.node.client.chunks import from_chunks, to_chunks
 from petalnode.node.client.core import SwarmClient
-from petalnode.node.client.generation import Conversation, Sampling
+from petalnode.node.client.generation.conversation import Conversation, Sampling
 from petalnode.node.client.session.answers import AnswerChecks
 from petalnode.node.models import resolve
 from petalnode.node.network.transport.raw_connection import SocketConnection

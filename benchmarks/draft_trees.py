@@ -26,8 +26,8 @@ import torch
 from drafts import FILE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from petalnode.node.client.draft_model import LONGEST_MATCH, SHORTEST_MATCH
-from petalnode.node.client.drafting import kind_of
+from petalnode.node.client.generation.draft_model import LONGEST_MATCH, SHORTEST_MATCH
+from petalnode.node.client.generation.drafting import kind_of
 from petalnode.node.models.sources.resolve import resolve
 
 CODE = """def read(path):

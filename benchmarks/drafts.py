@@ -35,9 +35,9 @@ from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.client_part import load_client
 from petalnode.node.client.chat import ChatMessage, Text
 from petalnode.node.client.core import open_client
-from petalnode.node.client.draft_model import load_draft_model
-from petalnode.node.client.generation import Conversation
-from petalnode.node.client.sampling import Sampling
+from petalnode.node.client.generation.conversation import Conversation
+from petalnode.node.client.generation.draft_model import load_draft_model
+from petalnode.node.client.generation.sampling import Sampling
 from petalnode.node.client.swarm_model import identify_model
 from petalnode.node.models.sources.resolve import resolve
 from petalnode.node.swarm.config import SwarmConfig

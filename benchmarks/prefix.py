@@ -29,7 +29,7 @@ from transformers.utils import logging
 
 from petalnode import AutoDistributedModelForCausalLM
 from petalnode.node.client.core import SwarmClient
-from petalnode.node.client.generation import Conversation, Sampling
+from petalnode.node.client.generation.conversation import Conversation, Sampling
 from petalnode.node.models import resolve
 
 TOKENS = 4

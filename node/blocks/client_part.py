@@ -29,7 +29,7 @@ from .config import choose_device, original_length
 from .dot import use_dots
 from .kernels.choice import native_kernels
 from .kernels.packing import use_packed_head
-from .outer_layers import EarlyLogits, OuterLayers
+from .outer_layers import OuterLayers
 from .remote_cache import RemoteCache, RemoteCall
 from .skeleton import BUILDING, BlockList, Skeleton, fill
 from .span_adapter import linear_shapes
@@ -331,13 +331,10 @@ class ClientModel:
             or not self._outer.heads(self.hidden_size, self._logits)
         ):
             return self._whole_forward(*args, **kwargs)
-        early = EarlyLogits(self._outer) if self._outer.are_short and len(ids) == 1 else None
         keep, held = int(kwargs.get("logits_to_keep") or 0), cache.get_seq_length()
-        self._here.call = RemoteCall(cache, held, mask, kwargs.get("position_ids"), early, keep or None)
+        self._here.call = RemoteCall(cache, held, mask, kwargs.get("position_ids"), keep or None)
         hidden = self._run_blocks(self._outer.embed(ids))
-        last = hidden[:, -keep:]
-        logits = early.of(last) if early is not None else self._outer.head(last)
-        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+        return CausalLMOutputWithPast(logits=self._outer.head(hidden[:, -keep:]), past_key_values=cache)
 
     def _prepare_remote_cache(self, generation_config: Any, model_kwargs: dict[str, Any], *rest: Any) -> Any:
         """`generate` without past_key_values gets a session's cache in place of one with real keys and values."""

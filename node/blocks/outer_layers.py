@@ -121,26 +121,5 @@ class OuterLayers:
         return logits
 
 
-class EarlyLogits:
-    """The head of a last token whose hidden state may turn out to be another one."""
-
-    def __init__(self, outer: OuterLayers) -> None:
-        self._outer = outer
-        self._found: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    @torch.no_grad()
-    def __call__(self, hidden: torch.Tensor, begin: Callable[[], None]) -> None:
-        try:
-            self._found = hidden[:, -1:], self._outer.head(hidden[:, -1:], begin)
-        except (RuntimeError, IndexError):  # who reads the hidden state for good says what is wrong with it
-            self._found = None
-
-    def of(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of `hidden` [1, tokens, hidden size]; those that are here if they are of the same values."""
-        if self._found is not None and _same(self._found[0], hidden):
-            return self._found[1]
-        return self._outer.head(hidden)
-
-
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one, other)

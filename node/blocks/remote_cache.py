@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,8 +93,6 @@ class RemoteCall:
         position: tokens of a row that the session holds before this step.
         attention_mask: [batch, position + tokens], 0 at padding; None if nothing is padded.
         position_ids: [batch or 1, tokens]; None counts on, padding included.
-        early: gets the output, in any thread, before it is known to be what will be returned, and what it calls when
-            other threads of Python can run beside it. Must not raise.
         outputs: of how many of the last tokens of a row the output is needed; None: of all.
     """
 
@@ -103,7 +100,6 @@ class RemoteCall:
     position: int
     attention_mask: torch.Tensor | None
     position_ids: torch.Tensor | None = None
-    early: Callable[[torch.Tensor, Callable[[], None]], None] | None = None
     outputs: int | None = None
 
     @property

@@ -22,8 +22,8 @@ from .process import interrupted, text_given
 from .terminal import LineReader, stopped_by_signal
 
 if TYPE_CHECKING:
-    from ..client.drafting import DraftCounts
-    from ..client.generation import Conversation, Sampling
+    from ..client.generation.conversation import Conversation, Sampling
+    from ..client.generation.drafting import DraftCounts
     from ..client.session.chain import Trouble
     from ..client.session.comparing import Disagreement
     from ..swarm.routing import Hop

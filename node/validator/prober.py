@@ -10,6 +10,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from random import Random
 from typing import Any, Final
 
@@ -21,11 +22,14 @@ from ...protocols.ids import BACKWARD, FORWARD, Span
 from ...protocols.tensors import decode, dtype_name, encode
 from ..client.api.remote import SpanTensors
 from ..client.batch.batch_stream import BatchSpec, KeptSet, MicroBatch
-from ..client.chunks import from_chunks, to_chunks
+from ..client.chunks import to_chunks
 from ..client.core import SwarmClient
 from ..client.deadlines import REFRESH_TIMEOUT, SUSPECT_SECONDS
-from ..client.generation import Sampler, Sampling
+from ..client.generation.decoding import Decoding, Embedding
+from ..client.generation.sampling import Sampler, Sampling
+from ..client.generation.speculation import Answering
 from ..client.request import WireTensor
+from ..client.session.compared_session import Session
 from ..client.session.stream import SessionSpec
 from ..client.swarm_model import SwarmModel
 from ..errors import NoChainError, ServerFailed, SwarmError
@@ -147,52 +151,41 @@ async def _chat(client: SwarmClient, model: ProbeModel, probe: Probe) -> None:
         dtype=dtype_name(model.local.dtype),
         share=True,  # as clients have it: a probe looks like any session
     )
-    steps = await trio.to_thread.run_sync(_Steps, model, probe, random, prompt)
+    tokens = min(probe.new_tokens, limit - len(prompt))
     async with client.session(spec) as session:
-        for _ in range(min(probe.new_tokens, limit - len(prompt))):
-            chunks = await trio.to_thread.run_sync(
-                lambda: to_chunks(hidden := steps.next(), session.spec.codec, session.chunk_tokens(*hidden.shape[1:]))
+        if probe.span.start == 0 and probe.span.end == model.local.num_blocks:
+            await _answer(client, model, probe, session, prompt, len(prompt) + tokens)
+        else:
+            await _read(
+                model, probe, session, await trio.to_thread.run_sync(_text, model, probe, random, prompt), tokens
             )
-            answered = await session.step(chunks)
-            if not await trio.to_thread.run_sync(steps.take, answered):
-                break
 
 
-class _Steps:
-    """The inputs of the chain's first server: the prompt, then a token at a time.
+async def _answer(
+    client: SwarmClient, model: ProbeModel, probe: Probe, session: Session, prompt: list[int], limit: int
+) -> None:
+    """A chain over the whole model answers the prompt, up to `limit` tokens with it."""
+    sampler = Sampler(Sampling(probe.new_tokens, probe.temperature, 1.0, probe.seed % 2**31))
+    ends = frozenset(() if model.text is None else model.text.stop_tokens)
+    answer = Answering(prompt, limit, sampler, lambda token: None, trio.Event(), ends)
+    decoding = Decoding(Embedding(model.local), session, [], answering=client.answering)
+    await decoding.run(answer, len(prompt), limit)
 
-    With a chain over the whole model the tokens are drawn from its answers. Where the swarm holds a part of the model
-    only, they are those of a text, and the blocks before the part are computed here.
-    """
 
-    def __init__(self, model: ProbeModel, probe: Probe, random: Random, prompt: list[int]) -> None:
-        self._model = model
-        self._tokens = list(prompt)
-        self._sent = 0
-        self._whole = probe.span.start == 0 and probe.span.end == model.local.num_blocks
-        self._sampler = Sampler(Sampling(probe.new_tokens, probe.temperature, 1.0, probe.seed % 2**31))
-        self._hidden: torch.Tensor | None = None
-        if not self._whole:
-            self._tokens += model.rows(random, 1, probe.new_tokens)[0].tolist()
-            self._hidden = _entering(model, probe.span.start, torch.tensor([self._tokens]))
-        self._prompt = len(prompt)
+async def _read(model: ProbeModel, probe: Probe, session: Session, hidden: torch.Tensor, steps: int) -> None:
+    """A chain over a part of the model reads a text, the last tokens of which come one at a time: `hidden`
+    [1, tokens, hidden size] is what enters the part."""
+    prompt = hidden.shape[1] - probe.new_tokens
+    for start, end in pairwise((0, *range(prompt, prompt + steps))):
+        part = hidden[:, start:end]
+        size = session.chunk_tokens(*part.shape[1:])
+        await session.step(await trio.to_thread.run_sync(to_chunks, part, session.spec.codec, size))
 
-    def next(self) -> torch.Tensor:
-        """Hidden states [1, tokens, hidden size] of the next step."""
-        if self._hidden is not None:
-            start, self._sent = self._sent, self._sent + 1 if self._sent else self._prompt
-            return self._hidden[:, start : self._sent]
-        start, self._sent = self._sent, len(self._tokens)
-        return self._model.local.embed(torch.tensor([self._tokens[start:]]), start)
 
-    def take(self, answered: Sequence[WireTensor]) -> bool:
-        """Draws the next token from an answer; False at the end of the text."""
-        if self._hidden is not None:
-            return self._sent < len(self._tokens)
-        last = from_chunks(answered[-1:])[:, -1:]
-        token = self._sampler.next(self._tokens, self._model.local.head(last)[0, -1])
-        self._tokens.append(token)
-        return self._model.text is None or token not in self._model.text.stop_tokens
+def _text(model: ProbeModel, probe: Probe, random: Random, prompt: list[int]) -> torch.Tensor:
+    """What enters the part for the prompt and a text behind it; the blocks before the part are computed here."""
+    tokens = [*prompt, *model.rows(random, 1, probe.new_tokens)[0].tolist()]
+    return _entering(model, probe.span.start, torch.tensor([tokens]))
 
 
 def _entering(model: ProbeModel, block: int, tokens: torch.Tensor) -> torch.Tensor:

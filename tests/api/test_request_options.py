@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load
 
 from petalnode.node.client.chat import Text
-from petalnode.node.client.draft_model import load_draft_model
-from petalnode.node.client.drafting import Draft, DraftPlan
+from petalnode.node.client.generation.draft_model import load_draft_model
+from petalnode.node.client.generation.drafting import Draft, DraftPlan
 from petalnode.node.errors import BadInput
 from petalnode.node.models import resolve
 from petalnode.node.swarm.trusted_servers import TrustedServers

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from petalnode.node.client.drafting import Draft, DraftPlan
+from petalnode.node.client.generation.drafting import Draft, DraftPlan
 
 
 def draft_deep(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from petalnode.node.blocks.client_part import load_client
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.client.chunks import to_chunks
 from petalnode.node.client.core import CODEC_OF, SwarmClient, open_client
-from petalnode.node.client.generation import Conversation, Sampling
+from petalnode.node.client.generation.conversation import Conversation, Sampling
 from petalnode.node.client.session.session import ClientSession, SavedSession
 from petalnode.node.client.session.stream import HopTiming, SessionSpec
 from petalnode.node.client.swarm_model import identify_model

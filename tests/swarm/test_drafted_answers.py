@@ -18,11 +18,12 @@ from petalnode.node.blocks.client_part import load_client
 from petalnode.node.blocks.outer_layers import OuterLayers
 from petalnode.node.blocks.span import load_span
 from petalnode.node.client.core import open_client
-from petalnode.node.client.draft_model import DraftModel
-from petalnode.node.client.drafting import Draft, DraftCounts, DraftPlan, LookupDrafter, PipelineSpeed
-from petalnode.node.client.generation import Conversation
+from petalnode.node.client.generation.conversation import Conversation
+from petalnode.node.client.generation.decoding import Decoding
+from petalnode.node.client.generation.draft_model import DraftModel
+from petalnode.node.client.generation.drafting import Draft, DraftCounts, DraftPlan, LookupDrafter, PipelineSpeed
+from petalnode.node.client.generation.sampling import Constraint, EarlyToken, Sampler, Sampling
 from petalnode.node.client.request import WireTensor
-from petalnode.node.client.sampling import Constraint, EarlyToken, Sampler, Sampling
 from petalnode.node.client.session.flight import Flight
 from petalnode.node.client.swarm_model import identify_model
 from petalnode.node.models.sources.resolve import resolve
@@ -133,7 +134,7 @@ def deep(monkeypatch: pytest.MonkeyPatch) -> None:
             tokens[len(tokens) // 2] += 1
         return Draft(tuple(tokens), draft.match)
 
-    monkeypatch.setattr("petalnode.node.client.drafting.DraftPlan.choose", choose)
+    monkeypatch.setattr("petalnode.node.client.generation.drafting.DraftPlan.choose", choose)
 
 
 FEW = dict.fromkeys((5, 6, 7, 8), 20.0)
@@ -163,11 +164,11 @@ def test_an_answer_is_the_same_on_one_thread(
 ) -> None:
     """Whether the next token is chosen early, on the trio thread, or by another thread after all checks."""
     in_threads: list[int] = []
-    choose = Conversation._choose
+    choose = Decoding._choose
 
-    def counting(conversation: Conversation, *arguments: Any) -> tuple[int, torch.Tensor]:
+    def counting(decoding: Decoding, *arguments: Any) -> tuple[int, Any]:
         in_threads[-1] += 1
-        return choose(conversation, *arguments)
+        return choose(decoding, *arguments)
 
     def kill_one(made: int) -> None:
         if made == LENGTH // 2 and killed and len(in_threads) == 2:
@@ -176,7 +177,7 @@ def test_an_answer_is_the_same_on_one_thread(
     whole = [swarm.start(folder, "0:6") for _ in range(2 if killed else 0)]
     for server in whole:
         assert server.ready
-    monkeypatch.setattr(Conversation, "_choose", counting)
+    monkeypatch.setattr(Decoding, "_choose", counting)
     answers = []
     for seconds in (1.0, 0.0):
         monkeypatch.setattr(OuterLayers, "_seconds", lambda layers, hidden, seconds=seconds: seconds)

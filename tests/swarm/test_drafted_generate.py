@@ -11,9 +11,9 @@ import torch
 from transformers import AutoTokenizer
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
-from petalnode.node.client.api.drafted import Assistant
+from petalnode.node.client.api.generating import Assistant
 from petalnode.node.client.api.tuning import LoraTuning, PromptTuning
-from petalnode.node.client.drafting import Draft, DraftPlan, PipelineSpeed
+from petalnode.node.client.generation.drafting import Draft, DraftPlan, PipelineSpeed
 from petalnode.node.errors import BadInput
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
 from tests.swarm.deep_drafts import draft_deep

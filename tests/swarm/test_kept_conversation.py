@@ -20,8 +20,8 @@ from petalnode.node.cli.dialogue import Chatter
 from petalnode.node.cli.output import Output
 from petalnode.node.client.chat import ChatMessage, held_chat
 from petalnode.node.client.deadlines import Waits
-from petalnode.node.client.drafting import DraftPlan
-from petalnode.node.client.generation import Sampling
+from petalnode.node.client.generation.conversation import Sampling
+from petalnode.node.client.generation.drafting import DraftPlan
 from petalnode.node.client.session.chain import Trouble
 from petalnode.node.errors import MachineError, ServerFailed
 from petalnode.node.swarm.routing import Hop

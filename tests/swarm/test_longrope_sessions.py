@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
-from petalnode.node.client.generation import Conversation
-from petalnode.node.client.sampling import Sampling
+from petalnode.node.client.generation.conversation import Conversation
+from petalnode.node.client.generation.sampling import Sampling
 from petalnode.node.errors import BadInput, NoChainError
 from petalnode.node.server.requests.session import ServerSession
 from petalnode.node.testing.memory_servers import MemorySwarm, memory_swarm

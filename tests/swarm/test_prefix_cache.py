@@ -18,8 +18,8 @@ from petalnode.node.blocks.client_part import ClientModel
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.client.api.inference_session import InferenceSession
 from petalnode.node.client.core import SwarmClient
-from petalnode.node.client.generation import Conversation
-from petalnode.node.client.sampling import Sampling
+from petalnode.node.client.generation.conversation import Conversation
+from petalnode.node.client.generation.sampling import Sampling
 from petalnode.node.client.sharing import auditable
 from petalnode.node.errors import BadInput
 from petalnode.node.models.folder import open_folder

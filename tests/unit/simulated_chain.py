@@ -16,13 +16,13 @@ import torch
 import trio
 from trio.testing import MockClock
 
-from petalnode.node.client.draft_model import Draft, LookupDrafter, ModelDrafter
-from petalnode.node.client.drafting import DraftCounts, DraftPlan, PipelineSpeed
+from petalnode.node.client.generation.draft_model import Draft, LookupDrafter, ModelDrafter
+from petalnode.node.client.generation.drafting import DraftCounts, DraftPlan, PipelineSpeed
+from petalnode.node.client.generation.sampling import Sampler
+from petalnode.node.client.generation.speculation import Answering, Speculation
 from petalnode.node.client.request import WireTensor
-from petalnode.node.client.sampling import Sampler
 from petalnode.node.client.session.flight import Flight
 from petalnode.node.client.session.prefixes import common_prefix
-from petalnode.node.client.speculation import Answering, Speculation
 
 CREDITS = 8
 MOST_STEP = 28  # tokens
@@ -166,9 +166,11 @@ def without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         await trio.sleep(owner.seconds(*arguments) if isinstance(owner, SimulatedModel) else 0.0)
         return function(*arguments)
 
-    monkeypatch.setattr("petalnode.node.client.speculation.trio.to_thread.run_sync", direct)
-    monkeypatch.setattr("petalnode.node.client.speculation.from_chunks", lambda chunks: chunks[0])
-    monkeypatch.setattr("petalnode.node.client.speculation.time", SimpleNamespace(perf_counter=trio.current_time))
+    monkeypatch.setattr("petalnode.node.client.generation.speculation.trio.to_thread.run_sync", direct)
+    monkeypatch.setattr("petalnode.node.client.generation.speculation.from_chunks", lambda chunks: chunks[0])
+    monkeypatch.setattr(
+        "petalnode.node.client.generation.speculation.time", SimpleNamespace(perf_counter=trio.current_time)
+    )
 
 
 async def answered(

@@ -22,7 +22,7 @@ from petalnode.node.api.engine.grammar import (
 from petalnode.node.api.engine.requests import Grammar, GrammarKind
 from petalnode.node.api.engine.tools import call_grammar, grammar_after_mark, tool_form
 from petalnode.node.api.errors import ApiError
-from petalnode.node.client.sampling import Sampler, Sampling
+from petalnode.node.client.generation.sampling import Sampler, Sampling
 from tests.api.tokenizer import EOS, save_api_tokenizer
 from tests.tiny_models import VOCABULARY
 

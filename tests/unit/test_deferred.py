@@ -116,7 +116,7 @@ deferred.defer()
 import petalnode.node.cli.commands.status
 unused = {"aioquic", "dns", "httpx", "OpenSSL", "prometheus_client.metrics", "requests", "zeroconf"}
 assert not unused & set(sys.modules), unused & set(sys.modules)
-import petalnode.node.client.generation, petalnode.node.blocks.client_part
+import petalnode.node.client.generation.conversation, petalnode.node.blocks.client_part
 import transformers.models.llama.modeling_llama
 unused = {"torch._dynamo.convert_frame", "torch.distributed.tensor._ops", "sympy"}
 assert not unused & set(sys.modules), unused & set(sys.modules)

@@ -11,8 +11,8 @@ import torch
 
 from petalnode.node.blocks.client_part import load_client
 from petalnode.node.blocks.span import load_span
-from petalnode.node.client.draft_model import PREFILL_TOKENS, DraftCache, DraftModel, ModelDrafter
-from petalnode.node.client.sampling import Sampler, Sampling
+from petalnode.node.client.generation.draft_model import PREFILL_TOKENS, DraftCache, DraftModel, ModelDrafter
+from petalnode.node.client.generation.sampling import Sampler, Sampling
 from petalnode.protocols.ids import Span
 from tests.tiny_models import save_tiny
 

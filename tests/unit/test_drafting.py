@@ -9,8 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petalnode.node.client.draft_model import LONGEST_MATCH, MOST_DRAFTED, SHORTEST_MATCH, Draft, LookupDrafter
-from petalnode.node.client.drafting import DraftCounts, DraftPlan, StepCost, expected_tokens
+from petalnode.node.client.generation.draft_model import (
+    LONGEST_MATCH,
+    MOST_DRAFTED,
+    SHORTEST_MATCH,
+    Draft,
+    LookupDrafter,
+)
+from petalnode.node.client.generation.drafting import DraftCounts, DraftPlan, StepCost, expected_tokens
 
 
 def drafted(tokens: list[int]) -> list[Draft]:

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.generation.logits_process import TopPLogitsWarper
 
-from petalnode.node.client.generation import Sampler, Sampling
-from petalnode.node.client.sampling import PreparedConstraint, TopP
+from petalnode.node.client.generation.conversation import Sampler, Sampling
+from petalnode.node.client.generation.sampling import PreparedConstraint, TopP
 from petalnode.node.errors import BadInput
 
 VOCABULARY = 40

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from petalnode.node.client.api.row_groups import FIRST_GAIN, draft_apart
-from petalnode.node.client.draft_model import Draft
-from petalnode.node.client.drafting import BY_MODEL, DraftCounts, DraftPlan, PipelineSpeed
+from petalnode.node.client.generation.draft_model import Draft
+from petalnode.node.client.generation.drafting import BY_MODEL, DraftCounts, DraftPlan, PipelineSpeed
 from petalnode.node.client.session.recovery import Receive, Send, begin_step
 from tests.unit.simulated_chain import (
     Line,

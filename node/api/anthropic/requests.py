@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from ...client.sampling import Sampling
+from ...client.generation.sampling import Sampling
 from ..engine.requests import ChatRequest, Grammar, TextRequest
 from ..fields import Fields
 from ..parts import (

@@ -11,8 +11,8 @@ import torch
 import trio
 
 from ...client.chat import Text
-from ...client.generation import Conversation
-from ...client.sampling import Sampler, Sampling
+from ...client.generation.conversation import Conversation
+from ...client.generation.sampling import Sampler, Sampling
 from ...errors import NoChainError
 from ...trust.receipt_file import SignedReply
 from ...trust.receipt_log import SessionLog

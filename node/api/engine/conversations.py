@@ -13,7 +13,7 @@ import trio
 from .requests import PLAIN, SessionOptions
 
 if TYPE_CHECKING:
-    from ...client.generation import Conversation
+    from ...client.generation.conversation import Conversation
 
 _LEAST: Final = 256
 _LOOK: Final = 5.0

@@ -17,8 +17,8 @@ from ....protocols.prefix import BLOCK_TOKENS
 from ...blocks.client_part import ClientModel
 from ...client.chat import Text
 from ...client.core import SwarmClient
-from ...client.draft_model import DraftModel
-from ...client.generation import Conversation
+from ...client.generation.conversation import Conversation
+from ...client.generation.draft_model import DraftModel
 from ...client.session_adapter import SessionAdapter, named
 from ...errors import BadInput, NoChainError
 from ...models.adapter import Adapter

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...client.deadlines import WaitHistogram
-from ...client.drafting import DraftCounts
-from ...client.sampling import Sampling
+from ...client.generation.drafting import DraftCounts
+from ...client.generation.sampling import Sampling
 from ...client.session.trace import SessionTrace
 from ...models.adapter import Adapter
 from ...swarm.routing import Hop

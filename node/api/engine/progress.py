@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import trio
 
-from ...client.generation import Conversation
+from ...client.generation.conversation import Conversation
 from .generation import Event, HopReport, Progress, Waiting
 
 LOOK_SECONDS: Final = 0.1

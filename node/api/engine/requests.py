@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from ...client.sampling import Sampling
+from ...client.generation.sampling import Sampling
 
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice"]
 

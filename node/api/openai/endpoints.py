@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from ...client.sampling import Sampling
+from ...client.generation.sampling import Sampling
 from ...trust.receipt_file import to_json
 from ..engine.core import Core
 from ..engine.generation import GenerationRequest, ServedModel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, Final
 
-from ...client.sampling import Sampling
+from ...client.generation.sampling import Sampling
 from ..engine.requests import ChatRequest, CompletionRequest, Grammar, TextRequest
 from ..fields import Fields
 from ..parts import (

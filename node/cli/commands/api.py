@@ -184,7 +184,7 @@ async def api_in(
     local, text, models = await trio.to_thread.run_sync(_load, folder, options.adapter or (), abandon_on_cancel=True)
     guesser: Any = None
     if options.draft not in ("auto", "none"):
-        from ...client.draft_model import load_draft_model
+        from ...client.generation.draft_model import load_draft_model
 
         draft = await model_folder(options.draft, output, need="all")
         guesser = await trio.to_thread.run_sync(load_draft_model, draft, text, abandon_on_cancel=True)

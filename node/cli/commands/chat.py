@@ -230,7 +230,7 @@ class ClientParts:
             fit_adapter(adapter, client_part)
         text = Text(folder)
         if self._draft is not None:
-            from ...client.draft_model import load_draft_model
+            from ...client.generation.draft_model import load_draft_model
 
             self.draft_model = load_draft_model(self._draft_folder or resolve(self._draft), text)
         self._loaded.extend((client_part, text, adapter))
@@ -299,7 +299,7 @@ async def chat_in(
             nursery.start_soon(parts.load, folder)
     model, text, adapter = await parts.loaded()
     # torch and transformers, which the thread has imported: not before others were asked.
-    from ...client.generation import Conversation, Sampling
+    from ...client.generation.conversation import Conversation, Sampling
     from ...models.adapter import Adapter
 
     sampling = Sampling(options.max_new_tokens, options.temperature, options.top_p, options.seed)

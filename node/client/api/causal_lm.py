@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final, Unpack
+from typing import Any, Unpack
 
 import torch
-from transformers.generation.configuration_utils import GenerationMode
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from ....protocols.adapter import PROMPTS
 from ....protocols.framing import TensorError
@@ -17,12 +15,12 @@ from ...blocks.client_part import positions
 from ...blocks.remote_cache import RemoteCache, RemoteCall
 from ...errors import BadInput
 from ...models.adapter import Adapter
-from ..drafting import DraftCounts
+from ..generation.drafting import DraftCounts
 from ..session.stream import SessionSpec
 from ..session_adapter import SessionAdapter
 from .arguments import check_generate
-from .drafted import DraftedDecoding, DraftOptions, drafted, take_draft_options
 from .drafted_rows import DraftedRows
+from .generating import GenerateOptions, RowDecoding, take_draft_options, takes_loop, with_loop
 from .inference_session import InferenceSession
 from .model import DistributedModel, ModelOptions, OpenedModel, open_model, takes_model_options
 from .pace import Paces
@@ -30,12 +28,6 @@ from .remote import forward_context
 from .row_groups import FIRST_GAIN, are_independent, draft_apart, generate_in_groups, groups, lookup_gain
 from .tuning import soft_prompt
 
-_OF_ONE_ANSWER: Final = frozenset(
-    ("attention_mask", "do_sample", "eos_token_id", "max_length", "max_new_tokens", "num_beams", "pad_token_id",
-     "return_dict_in_generate", "temperature", "top_k", "top_p")
-)  # fmt: skip
-"""What `generate` may be given that leaves it in the modes `_ONE_BY_ONE`, in which transformers runs `_sample`."""
-_ONE_BY_ONE: Final = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 DEFAULT_GENERATED_LENGTH = 20
 """Tokens that transformers generates if no length is given."""
 
@@ -128,7 +120,7 @@ class DistributedModelForCausalLM(DistributedModel):
             if session is not None:
                 raise BadInput("session= cannot be combined with a soft prompt, whose tokens a session does not know")
             return self.soft_prompt.generate(input_ids, **kwargs)
-        drafts = take_draft_options(kwargs, self.transformers_model)
+        options = take_draft_options(kwargs, self.transformers_model)
         if kwargs.get("use_cache") is False:
             return self.transformers_model.generate(input_ids, **kwargs)
         if self.remote_blocks is not self._blocks:
@@ -141,10 +133,8 @@ class DistributedModelForCausalLM(DistributedModel):
         session = session or (None if self._local.is_prompted or adapter else self.active_session)
         if session is None:
             length = self._total_length(input_ids.shape[1], kwargs)
-            if self._local.is_prompted and self._may_become_long(length):
-                drafts = None  # they would embed the whole text again, in a thread that has no prompts
             free = not adapter and not self._local.is_prompted
-            apart = free and drafts is not None and self._are_apart(input_ids, length, kwargs)
+            apart = free and options.drafts and self._are_apart(input_ids, length, kwargs)
             count = 1 if apart or not free else self._row_groups(input_ids, length, kwargs)
             if count > 1:
                 sessions: list[InferenceSession] = []
@@ -153,17 +143,17 @@ class DistributedModelForCausalLM(DistributedModel):
                     sessions.append(self._blocks.inference_session(length))
                     return sessions[-1]
 
-                part = partial(self._generate_in, drafts=None)
+                part = partial(self._generate_in, options=GenerateOptions())
                 made = generate_in_groups(part, opened, input_ids, kwargs, count, self._padding(input_ids, kwargs))
                 self._note_pace(sessions)
-                self._learn_gain(input_ids, made, kwargs, drafts)
+                self._learn_gain(input_ids, made, kwargs, options)
                 return made
             with self._blocks.inference_session(length, adapter=adapter) as own:
-                result = self._generate_in(own, input_ids, kwargs, drafts, apart)
-            if free and (drafts is None or (own.batch_size or 1) > 1):
+                result = self._generate_in(own, input_ids, kwargs, options, apart)
+            if free and (not options.drafts or (own.batch_size or 1) > 1):
                 self._note_pace([own])
             return result
-        return self._generate_in(session, input_ids, kwargs, drafts)
+        return self._generate_in(session, input_ids, kwargs, options)
 
     def _are_apart(self, input_ids: torch.Tensor, length: int, kwargs: dict[str, Any]) -> bool:
         """Whether the rows take drafts, each in a session of its own."""
@@ -180,10 +170,10 @@ class DistributedModelForCausalLM(DistributedModel):
         return self._local.original_length is not None and length > self._local.original_length
 
     def _learn_gain(
-        self, input_ids: torch.Tensor, sequences: torch.Tensor, kwargs: dict[str, Any], drafts: DraftOptions | None
+        self, input_ids: torch.Tensor, sequences: torch.Tensor, kwargs: dict[str, Any], options: GenerateOptions
     ) -> None:
         """How much drafts have brought in a batch, or would have, for the next one."""
-        if drafts is None or len(sequences) < 2:
+        if not options.drafts or len(sequences) < 2:
             return
         prompts = input_ids.repeat_interleave(len(sequences) // len(input_ids), 0).tolist()
         padding, answers = self._padding(input_ids, kwargs), sequences[:, input_ids.shape[1] :].tolist()
@@ -193,7 +183,7 @@ class DistributedModelForCausalLM(DistributedModel):
         if (rows := self.drafts.get("rows")) is not None:
             tokens = sum(map(len, answers))
             gain = tokens / max(1, tokens - sum(row["accepted"] for row in rows))
-        elif drafts.assistant is not None:
+        elif options.assistant is not None:
             gain = FIRST_GAIN  # what it would have guessed is not known
         else:
             gain = lookup_gain(list(zip(prompts, answers, strict=True)))
@@ -251,17 +241,19 @@ class DistributedModelForCausalLM(DistributedModel):
         session: InferenceSession,
         input_ids: torch.Tensor,
         kwargs: dict[str, Any],
-        drafts: DraftOptions | None,
+        options: GenerateOptions,
         apart: bool = False,
     ) -> Any:
         """`apart`: rows take drafts in sessions of their own, if nothing speaks against it."""
         config = kwargs.get("generation_config") or self.transformers_model.generation_config
         rows: DraftedRows | None = None
-        if drafts is not None and apart:
-            rows = DraftedRows(self._local, self._blocks.inference_session, session.drafting, drafts)
-            kwargs = drafted(kwargs, config, rows)
-        elif drafts is not None and input_ids.shape[0] * self._copies(kwargs) == 1:
-            kwargs = drafted(kwargs, config, DraftedDecoding(self._local, session, drafts))
+        if apart:
+            rows = DraftedRows(self._local, self._blocks.inference_session, session.drafting, options)
+            kwargs = with_loop(kwargs, config, rows)
+        elif input_ids.shape[0] * self._copies(kwargs) == 1 and takes_loop(
+            kwargs, self.transformers_model.generation_config
+        ):
+            kwargs = with_loop(kwargs, config, RowDecoding(self._local, session, options))
         before = session.drafting.counts
         tokens = input_ids.tolist()
         # The last token is always sent: its output is what the next one is chosen from.
@@ -270,9 +262,6 @@ class DistributedModelForCausalLM(DistributedModel):
         session.tokens = None
         cache = RemoteCache(session)
         cache.advance(session.position)
-        mode = self.transformers_model.generation_config.get_generation_mode()
-        if mode in _ONE_BY_ONE and kwargs.keys() <= _OF_ONE_ANSWER and (kwargs.get("num_beams") or 1) == 1:
-            kwargs = {**kwargs, "custom_generate": partial(self._decode, session)}
         result = self.transformers_model.generate(input_ids, past_key_values=cache, use_cache=True, **kwargs)
         self.drafts = (session.drafting.counts - before).fields()
         sequences = result if isinstance(result, torch.Tensor) else result.sequences
@@ -280,54 +269,11 @@ class DistributedModelForCausalLM(DistributedModel):
             self.drafts["rows"] = [counts.fields() for counts in rows.counts]
             if rows.step_seconds is not None:
                 self._paces.note_drafted(rows.route, len(rows.counts), rows.step_seconds)
-        self._learn_gain(input_ids, sequences, kwargs, drafts)
+        self._learn_gain(input_ids, sequences, kwargs, options)
         beams = kwargs.get("num_beams") or self.transformers_model.generation_config.num_beams or 1
         if beams == 1 and sequences.shape[0] == session.batch_size:
             session.tokens = sequences[:, : session.position].tolist()
         return result
-
-    def _decode(
-        self,
-        session: InferenceSession,
-        model: Any,
-        input_ids: torch.Tensor,
-        *,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """In the place of transformers' loop, with what it has prepared: that of `petalnode chat` for a greedy answer
-        in which nothing looks at logits or stops it but its length and tokens that end it."""
-        ends = [one for one in stopping_criteria if type(one) is EosTokenCriteria]
-        lengths = [one.max_length for one in stopping_criteria if type(one) is MaxLengthCriteria]
-        context, mask = forward_context(), kwargs.get("attention_mask")
-        if (
-            len(input_ids) == 1
-            and not generation_config.do_sample
-            and not generation_config.return_dict_in_generate
-            and not logits_processor
-            and len(lengths) == 1
-            and len(ends) + 1 == len(stopping_criteria)
-            and lengths[0] <= session.max_length
-            and (mask is None or bool((mask == 1).all()))
-            and context.prompts is None
-            and not context.lora
-            and not self._local.is_prompted
-        ):
-            stop_tokens = frozenset(token for one in ends for token in one.eos_token_id.flatten().tolist())
-            tokens = input_ids[0].tolist()
-            made = session.answer(self._local, tokens, lengths[0] - len(tokens), stop_tokens)
-            if made is not None:
-                return torch.cat([input_ids, input_ids.new_tensor([made])], dim=1)
-        return type(model)._sample(
-            model,
-            input_ids,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            generation_config=generation_config,
-            **kwargs,
-        )
 
     def _total_length(self, prompt: int, kwargs: dict[str, Any]) -> int:
         config = kwargs.get("generation_config") or self.transformers_model.generation_config
@@ -353,7 +299,7 @@ class DistributedModelForCausalLM(DistributedModel):
         if session.position > call.position:
             session.position = call.position
         reorder = cache.take_reorder() or ()
-        return session.step(hidden, reorder=reorder, left_padding=padding, early=call.early, outputs=call.outputs)
+        return session.step(hidden, reorder=reorder, left_padding=padding, outputs=call.outputs)
 
 
 def _check_positions(call: RemoteCall, tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""Drafts for a batch: each row in a session and a thread of its own, so that it goes on as far as its drafts are right.
+"""Drafts for a batch: each row in a session and a task of its own, so that it goes on as far as its drafts are right.
 
 In one session all rows would have to wait for the one that was guessed worst, and be padded. What is returned is what
 transformers' loop makes of the whole batch: a row's token of a step is chosen with the random numbers that are that
@@ -10,26 +10,27 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
+import trio
 from transformers.generation import LogitsProcessorList, logits_process
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
     MaxLengthCriteria,
-    StoppingCriteriaList,
     StopStringCriteria,
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ...blocks.client_part import ClientModel
 from ...blocks.remote_cache import RemoteCache
-from ..drafting import DraftCounts, DraftPlan
-from .drafted import STATELESS, DraftedDecoding, DraftOptions, ProcessorSampler
+from ..generation.drafting import DraftCounts, DraftPlan
+from .generating import KNOWN, GenerateOptions, Prepared, Row
 from .inference_session import InferenceSession
 from .pace import Route
+from .processors import STATELESS, ProcessorSampler
 
 _BY_ROW: Final = (
     *STATELESS,
@@ -41,10 +42,6 @@ _BY_ROW: Final = (
     logits_process.LogitNormalization,
 )
 """Processors that do with a row what they would do with it alone, from several threads at once."""
-_KNOWN: Final = frozenset(
-    {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "synced_gpus", "streamer"}
-)
-"""What transformers may hand over for the model that is cut by rows here, or is the same for all."""
 _ENOUGH: Final = 12
 """Steps of all rows together, from which on they say something."""
 _KEPT_NUMBERS: Final = 1 << 22
@@ -101,7 +98,6 @@ class _Answers:
         self._streamer = streamer
         self._shown = 0
         self._lock = threading.Lock()
-        self.given_up = False
 
     @property
     def seconds(self) -> list[float]:
@@ -121,17 +117,13 @@ class _Answers:
             self._show()
 
     def _show(self) -> None:
-        while self._streamer is not None and not self.given_up and self._is_whole(self._shown):
+        while self._streamer is not None and self._is_whole(self._shown):
             at, self._shown = self._shown, self._shown + 1
             self._streamer.put(torch.tensor([row[at] if at < len(row) else self._padding for row in self.made]))
 
     def _is_whole(self, step: int) -> bool:
         there = [step < len(row) for row in self.made]
         return any(there) and all(one or ended for one, ended in zip(there, self._ended, strict=True))
-
-    def is_given_up(self, ids: torch.Tensor, scores: Any) -> torch.Tensor:
-        """A criterion that ends every row where one has failed."""
-        return torch.full((len(ids),), self.given_up)
 
 
 class _RowSampler(ProcessorSampler):
@@ -141,12 +133,17 @@ class _RowSampler(ProcessorSampler):
         self, answers: _Answers, row: int, padding: Sequence[int], prompt: int, draws: RowDraws, given: Sequence[Any]
     ) -> None:
         processors, criteria, config, device = given
-        super().__init__(processors, StoppingCriteriaList([*criteria, answers.is_given_up]), config, None, device)
+        super().__init__(processors, criteria, config, None, device)
         self._answers = answers
         self._row = row
         self._padding = list(padding)
         self._prompt = prompt
         self._draws = draws
+
+    @property
+    def is_ready(self) -> bool:
+        """The random numbers of all rows may be to draw."""
+        return False
 
     def _ids(self, tokens: Sequence[int]) -> torch.Tensor:
         return torch.tensor([[*self._padding, *tokens]], device=self._device)
@@ -154,8 +151,8 @@ class _RowSampler(ProcessorSampler):
     def _draw(self, tokens: Sequence[int], probabilities: torch.Tensor) -> torch.Tensor:
         return torch.tensor([self._draws.choose(self._row, len(tokens) - self._prompt, probabilities[0])])
 
-    def _chosen(self, token: torch.Tensor) -> None:
-        self._answers.take(self._row, int(token))
+    def _show(self, token: int) -> None:
+        self._answers.take(self._row, token)
 
     @torch.no_grad()
     def guess(self, tokens: Sequence[int], logits: torch.Tensor) -> int:
@@ -196,7 +193,7 @@ class DraftedRows:
     """
 
     def __init__(
-        self, local: ClientModel, open_row: Callable[[int], InferenceSession], plan: DraftPlan, options: DraftOptions
+        self, local: ClientModel, open_row: Callable[[int], InferenceSession], plan: DraftPlan, options: GenerateOptions
     ) -> None:
         self.counts: list[DraftCounts] = []
         self.route: Route = ()
@@ -216,22 +213,14 @@ class DraftedRows:
         **model_kwargs: Any,
     ) -> Any:
         """What transformers' own loop returns, for `input_ids` [rows, tokens]."""
-        given = logits_processor, stopping_criteria, generation_config, input_ids.device
+        prepared = Prepared(model, logits_processor, stopping_criteria, generation_config, model_kwargs)
         padding = _left_padding(input_ids, model_kwargs)
         if padding is None or not _by_row(logits_processor, stopping_criteria, generation_config, input_ids):
-            return type(model)._sample(
-                model,
-                input_ids,
-                logits_processor=logits_processor,
-                stopping_criteria=stopping_criteria,
-                generation_config=generation_config,
-                streamer=self._options.streamer,
-                **model_kwargs,
-            )
+            return prepared.by_transformers(input_ids, self._options.streamer)
         filler = generation_config._pad_token_tensor
         answers = _Answers(len(input_ids), 0 if filler is None else int(filler), self._options.streamer)
         draws = RowDraws(len(input_ids))
-        self._run(model, input_ids, padding, answers, draws, given, model_kwargs)
+        self._run(prepared, input_ids, padding, answers, draws)
         longest = max(map(len, answers.made))
         if generation_config.do_sample:
             draws.finish(longest)
@@ -244,51 +233,48 @@ class DraftedRows:
         return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=model_kwargs["past_key_values"])
 
     def _run(
-        self,
-        model: Any,
-        input_ids: torch.Tensor,
-        padding: Sequence[int],
-        answers: _Answers,
-        draws: RowDraws,
-        given: Sequence[Any],
-        model_kwargs: dict[str, Any],
+        self, prepared: Prepared, input_ids: torch.Tensor, padding: Sequence[int], answers: _Answers, draws: RowDraws
     ) -> None:
         """Raises the first error of a row, after all have ended."""
-        length, routes = int(given[2].max_length), set[Route]()
+        length, routes = int(prepared.config.max_length), set[Route]()
+        options = replace(self._options, streamer=None)
+        failures: list[Exception] = []
         with ExitStack() as stack:
             sessions = [stack.enter_context(self._open_row(max(1, length - hidden))) for hidden in padding]
             for session, plan in zip(sessions, self._plan.of_rows(len(padding)), strict=True):
                 session.drafting = plan
-            pool = stack.enter_context(ThreadPoolExecutor(len(padding), "petalnode-rows"))
 
-            def run(row: int) -> None:
+            async def run(row: int, nursery: trio.Nursery) -> None:
                 ids = input_ids[row : row + 1, padding[row] :]
                 hidden = input_ids[row, : padding[row]].tolist()
-                own = {
-                    **model_kwargs,
+                processors = LogitsProcessorList([_of_row(one, row) for one in prepared.processors])
+                given = processors, prepared.criteria, prepared.config, input_ids.device
+                sampler = _RowSampler(answers, row, hidden, ids.shape[1], draws, given)
+                own = Row(self._local, sessions[row], options, sampler)
+                arguments = {
+                    **prepared.arguments,
                     "attention_mask": torch.ones_like(ids),
                     "position_ids": torch.arange(ids.shape[1], device=ids.device).unsqueeze(0),
                     "past_key_values": RemoteCache(sessions[row]),
                 }
-                processors = LogitsProcessorList([_of_row(one, row) for one in given[0]])
-                sampler = _RowSampler(answers, row, hidden, ids.shape[1], draws, (processors, *given[1:]))
-                options = DraftOptions(self._options.assistant)
-                with torch.no_grad(), sessions[row]:  # which are of each thread, and not needed by the others
-                    DraftedDecoding(self._local, sessions[row], options).answer(
-                        model, ids, sampler, length - padding[row], own
-                    )
+                try:
+                    await trio.to_thread.run_sync(own.begin, replace(prepared, arguments=arguments), ids)
+                    await own.extend(length - padding[row])
                     routes.add(tuple((peer, start, end) for peer, (start, end) in sessions[row].route))
-                answers.end(row)
+                    answers.end(row)
+                    await trio.to_thread.run_sync(sessions[row].close)  # the others do not need its cache
+                except Exception as error:
+                    failures.append(error)
+                    nursery.cancel_scope.cancel()
 
-            try:
-                running = [pool.submit(run, row) for row in range(len(padding))]
-                wait(running, return_when=FIRST_EXCEPTION)
-            finally:
-                answers.given_up = not all(future.done() for future in running)
-            wait(running)
-            failed = [error for future in running if (error := future.exception()) is not None]
-        if failed:
-            raise failed[0]
+            async def run_all() -> None:
+                async with trio.open_nursery() as nursery:
+                    for row in range(len(padding)):
+                        nursery.start_soon(run, row, nursery)
+
+            sessions[0].runtime.call(run_all)
+        if failures:
+            raise failures[0]
         self.counts = [session.drafting.counts for session in sessions]
         self._plan.counts = sum_of(self.counts)
         steps = [len(row) - 1 - counts.accepted for row, counts in zip(answers.made, self.counts, strict=True)]
@@ -315,7 +301,7 @@ def sum_of(rows: Sequence[DraftCounts]) -> DraftCounts:
 
 def _left_padding(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> list[int] | None:
     """Of each row, how many of its first tokens are hidden; None if others are, or it is not known how to cut rows."""
-    if not {name for name, value in model_kwargs.items() if value is not None} <= _KNOWN:
+    if not {name for name, value in model_kwargs.items() if value is not None} <= KNOWN:
         return None
     mask = model_kwargs.get("attention_mask")
     if mask is None:

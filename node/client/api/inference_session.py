@@ -11,17 +11,16 @@ from functools import partial
 from typing import Any
 
 import torch
-import trio
 
 from ....protocols.framing import TensorError
 from ....protocols.ids import Span
 from ....protocols.tensors import dtype_name
-from ...blocks.client_part import ClientModel
 from ...errors import BadInput, PetalnodeError
 from ..chunks import from_chunks, to_chunks
 from ..core import SwarmClient
-from ..drafting import DraftPlan
-from ..generation import Conversation, Sampling
+from ..generation.decoding import Decoding, Embedding
+from ..generation.drafting import DraftPlan
+from ..generation.speculation import Answering, Drafter
 from ..session.compared_session import Session
 from ..session.session import ClientSession
 from ..session.stream import SessionSpec
@@ -42,6 +41,7 @@ class InferenceSession:
         adapter: applies to the blocks in this session instead of the adapter that the model was opened with.
         drafting: what drafts of `generate` have brought so far.
         pace: what its decode steps have taken so far.
+        runtime: the trio thread that its steps run in.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class InferenceSession:
         self.tokens: list[list[int]] | None = None
         self.drafting = DraftPlan()
         self.pace = Pace()
-        self._runtime = runtime
+        self.runtime = runtime
         self._span = span
         self._wait = wait
         self._step_timeout = step_timeout
@@ -90,7 +90,7 @@ class InferenceSession:
             return []
         return [(hop.peer_id, (hop.span.start, hop.span.end)) for hop in self._session.route]
 
-    def _note_step(self) -> None:
+    def note_step(self) -> None:
         """A decode step was answered."""
         session = self._session
         if isinstance(session, ClientSession):
@@ -143,7 +143,6 @@ class InferenceSession:
         *,
         reorder: Sequence[int] = (),
         left_padding: Sequence[int] = (),
-        early: Callable[[torch.Tensor, Callable[[], None]], None] | None = None,
         outputs: int | None = None,
     ) -> torch.Tensor:
         """Runs the next tokens of every row through the blocks and keeps them in the servers' caches.
@@ -152,9 +151,6 @@ class InferenceSession:
             hidden: float [batch, tokens, hidden]; float32, float16 or bfloat16, any device.
             reorder: per row, the row whose cache it continues (beam search).
             left_padding: per row, how many of its first tokens are padding. First step only.
-            early: gets what the last server answered, in another thread, while its receipt is checked, and what it has
-                to call when other threads can run beside it. If it is not what is returned, it is of no worth. Must not
-                raise, and is to be short.
             outputs: how many of the last tokens of a row the result is needed for; of a long prompt, that of others
                 then need not travel. None: for all.
 
@@ -180,11 +176,10 @@ class InferenceSession:
             chunks = to_chunks(hidden, session.spec.codec, session.chunk_tokens(*hidden.shape[1:]))
             step = session.step
             if isinstance(session, ClientSession):
-                taken = None if early is None else lambda answer, begin: early(from_chunks([answer]), begin)
-                step = partial(session.step, early=taken, outputs=outputs)
-            output = from_chunks(self._runtime.call(step, chunks, tuple(reorder)))
+                step = partial(session.step, outputs=outputs)
+            output = from_chunks(self.runtime.call(step, chunks, tuple(reorder)))
             if hidden.shape[1] == 1:
-                self._note_step()
+                self.note_step()
             return output.to(hidden.device)
 
     def call(self, function: Callable[[Session], Awaitable[Any]]) -> Any:
@@ -192,45 +187,21 @@ class InferenceSession:
         with self._lock:
             if self._closed or self._session is None:
                 raise BadInput("this session is closed, or has had no step yet; open another with inference_session()")
-            return self._runtime.call(function, self._session)
+            return self.runtime.call(function, self._session)
 
-    def answer(self, model: ClientModel, tokens: list[int], most: int, stop_tokens: frozenset[int]) -> list[int] | None:
-        """The tokens that follow, each the one of the largest logit, without a way to this thread and back for each.
-
-        Args:
-            model: makes hidden states of tokens, and logits of what the servers answer.
-            tokens: of the one row; the first `position` of them are held.
-            most: how many may follow; the first of `stop_tokens` is the last.
-
-        Returns:
-            None where outputs are compared: then each step has to come from here.
+    async def decode(self, answer: Answering, limit: int, embedding: Embedding, drafter: Drafter | None = None) -> None:
+        """Extends an answer of the one row up to `limit` tokens, in the trio thread. Only after a first step.
 
         Raises:
-            BadInput: the session is closed, or the tokens do not fit into it.
+            BadInput: the tokens do not fit into the session.
             SwarmError: no chain covers the blocks, or a server failed.
         """
-        with self._lock:
-            if self._closed:
-                raise BadInput("this session is closed; open another with inference_session()")
-            session = self._session or self._open(torch.empty(1, 1, model.hidden_size, dtype=model.dtype), ())
-            if not isinstance(session, ClientSession):
-                return None
-            conversation = Conversation(self._runtime.value, model, max_length=self.max_length, stop_tokens=())
-            conversation.take_over(session, tokens[: session.position])
-
-            async def made() -> list[int]:
-                ended = trio.Event()
-                wanted = Sampling(max_new_tokens=most)
-
-                def on_token(token: int) -> None:
-                    self._note_step()
-                    if token in stop_tokens:
-                        ended.set()
-
-                return await conversation.answer(tokens, wanted, on_token, ended)
-
-            answer: list[int] = self._runtime.call(made)
-            return answer
+        session, client = self._session, self.runtime.value
+        assert session is not None
+        held = answer.tokens[: session.position]
+        decoding = Decoding(embedding, session, held, drafter, answering=client.answering)
+        await decoding.run(answer, len(answer.tokens) - 1, limit)
+        session.position = min(session.position, len(answer.tokens) - 1)
 
     def _open(self, hidden: torch.Tensor, left_padding: Sequence[int]) -> Session:
         if hidden.dim() != 3:
@@ -255,10 +226,10 @@ class InferenceSession:
 
     def _enter(self, spec: SessionSpec, source: ClientSession | None = None) -> Session:
         async def enter() -> Session:
-            opened = self._runtime.value.session(spec, wait=self._wait, source=source)
+            opened = self.runtime.value.session(spec, wait=self._wait, source=source)
             return await self._stack.enter_async_context(opened)
 
-        self._session = self._runtime.call(enter)
+        self._session = self.runtime.call(enter)
         return self._session
 
     def fork(self) -> InferenceSession:
@@ -279,7 +250,7 @@ class InferenceSession:
             if source is not None and not isinstance(source, ClientSession):
                 raise BadInput("a session whose chains are compared cannot be forked: open another, and send it all")
             forked = InferenceSession(
-                self._runtime,
+                self.runtime,
                 self._span,
                 self.max_length,
                 wait=self._wait,
@@ -301,6 +272,6 @@ class InferenceSession:
             self._on_exit(self)
         if self._session is not None:
             try:
-                self._runtime.call(self._stack.aclose)
+                self.runtime.call(self._stack.aclose)
             except PetalnodeError:
                 pass  # a server is gone, or the model is closed: then the servers close the session themselves

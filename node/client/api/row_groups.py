@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from ..drafting import Draft, LookupDrafter
+from ..generation.drafting import Draft, LookupDrafter
 from .inference_session import InferenceSession
 from .pace import DRAFTED, Measured
 

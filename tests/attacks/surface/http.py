@@ -67,7 +67,7 @@ FIELDS: Final[Mapping[str, str]] = {
     "node.api.parts.MAX_TOOLS": """tool_choice function parameters input_schema parallel_tool_calls tool_name
         tool_call_id tool_use_id call_id""",
     "node.api.parts.MAX_METADATA": "metadata",
-    "node.client.sampling.MAX_BIASES": "logit_bias",
+    "node.client.generation.sampling.MAX_BIASES": "logit_bias",
     "node.api.fields._MAX_DEPTH": "arguments options body x_petalnode stream_options thinking reasoning",
     "node.api.batches.endpoints._MAX_NAME": "custom_id file input_file_id purpose",
     # Texts that are compared with what there is: as long as a body may be.

@@ -19,10 +19,10 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from ..blocks.client_part import ClientModel
-from ..errors import BadInput
-from .chunks import from_chunks
-from .request import WireTensor
+from ...blocks.client_part import ClientModel
+from ...errors import BadInput
+from ..chunks import from_chunks
+from ..request import WireTensor
 
 MAX_BIASES: Final = 1024
 """Tokens that may have a bias of their own."""
@@ -68,13 +68,34 @@ class PreparedConstraint(Constraint, Protocol):
 
 
 class TokenSampler(Protocol):
-    """Chooses the tokens of one answer."""
+    """Chooses the tokens of one answer.
+
+    Attributes:
+        is_ready: `choose` and `accept` are short, and may be called on the trio thread.
+        only: the token that is chosen whatever the logits are; None if they say it, or that is not known.
+    """
+
+    @property
+    def is_ready(self) -> bool: ...
+
+    @property
+    def only(self) -> int | None: ...
 
     def prepare(self, *, draw: bool) -> None:
         """Makes ready what the next token takes beside its logits. `draw`: random numbers, too. Never raises."""
 
     def next(self, tokens: Sequence[int], logits: torch.Tensor) -> int:
         """The token after `tokens`, from logits [vocabulary]."""
+
+    def choose(self, tokens: Sequence[int], logits: torch.Tensor) -> int:
+        """As `next`, but nothing is settled: called again before `accept`, it chooses anew by the same random numbers.
+
+        Raises:
+            RuntimeError: the logits leave nothing to choose from.
+        """
+
+    def accept(self, token: int) -> None:
+        """The next token is the one that was chosen."""
 
     def ahead(self) -> AheadSampler:
         """One that chooses as this one will, as far as that can be known."""
@@ -237,11 +258,7 @@ class Sampler:
         return token
 
     def choose(self, tokens: Sequence[int], logits: torch.Tensor) -> int:
-        """As `next`, but nothing is settled: called again before `accept`, it chooses anew by the same random numbers.
-
-        Raises:
-            RuntimeError: the logits leave nothing to choose from.
-        """
+        """As `TokenSampler.choose`."""
         if self._prompt is None:
             self._prompt = len(tokens)
         if self._plain:
@@ -310,7 +327,7 @@ class EarlyToken:
         seconds: that it took.
     """
 
-    def __init__(self, model: ClientModel, sampler: Sampler, tokens: Sequence[int]) -> None:
+    def __init__(self, model: ClientModel, sampler: TokenSampler, tokens: Sequence[int]) -> None:
         self.answer: WireTensor | None = None
         self.token = 0
         self.seconds = 0.0

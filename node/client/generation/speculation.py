@@ -11,18 +11,18 @@ from typing import Final
 import torch
 import trio
 
-from ..errors import PetalnodeError, unwrapped
-from ..swarm.cost import CHUNK_TOKENS
-from .chunks import from_chunks
+from ...errors import PetalnodeError, unwrapped
+from ...swarm.cost import CHUNK_TOKENS
+from ..chunks import from_chunks
+from ..request import WireTensor
+from ..session.compared_session import Session
+from ..session.flight import Flight
+from ..session.prefixes import common_prefix
+from ..session.session import ClientSession
+from ..session.step import UNWATCHED_BYTES
 from .draft_model import Ahead, DraftReader, ModelDrafter
 from .drafting import BY_MODEL, REALIGNED, Draft, DraftPlan, LookupDrafter, PipelineSpeed
-from .request import WireTensor
 from .sampling import TokenSampler
-from .session.compared_session import Session
-from .session.flight import Flight
-from .session.prefixes import common_prefix
-from .session.session import ClientSession
-from .session.step import UNWATCHED_BYTES
 
 _LONG: Final = 4
 """From so many tokens on, a match says more than that the text went on as before behind a wrong token."""

@@ -10,12 +10,12 @@ from typing import Final, Protocol
 
 import torch
 
-from ...protocols.ids import Span
-from ..blocks.client_part import ClientModel, load_client
-from ..blocks.span import BlockSpan, load_span
-from ..errors import BadInput
-from ..models.folder import ModelFolder
-from .chat import Text, same_tokens
+from ....protocols.ids import Span
+from ...blocks.client_part import ClientModel, load_client
+from ...blocks.span import BlockSpan, load_span
+from ...errors import BadInput
+from ...models.folder import ModelFolder
+from ..chat import Text, same_tokens
 from .sampling import AheadSampler, TokenSampler
 
 MOST_DRAFTED: Final = 96

@@ -1,0 +1,216 @@
+"""The loop over tokens of one answer: chat, the HTTP APIs, `generate` and probes have this one.
+
+A sampler chooses each token (`TokenSampler`); transformers' processors and criteria are one implementation of it. A
+token is embedded and chosen on the trio thread where that is short, and in a worker thread otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import trio
+
+from ...blocks.client_part import ClientModel
+from ..chunks import PIPELINE_TOKENS, from_chunks, to_chunks
+from ..request import WireTensor
+from ..session.compared_session import Session
+from ..session.prefixes import common_prefix
+from ..session.session import ClientSession
+from ..session.stream import SessionSpec
+from .drafting import Draft
+from .sampling import EarlyToken
+from .speculation import Answering, Drafter
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """How the tokens of one text enter the first block.
+
+    Attributes:
+        soft_prompt: [virtual tokens, embedding size], in the place of the first tokens.
+        mask: [1, tokens], 0 at those of the first tokens that are padding.
+    """
+
+    model: ClientModel
+    soft_prompt: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+
+    @property
+    def padding(self) -> int:
+        """Tokens at the beginning that nobody sees."""
+        return 0 if self.mask is None else int((self.mask[0] == 0).sum())
+
+    @property
+    def is_short(self) -> bool:
+        """Whether one token takes less than waking another thread twice."""
+        return self.model.is_short and self.soft_prompt is None
+
+    def chunks(self, tokens: list[int], position: int, session: Session | SessionSpec) -> list[WireTensor]:
+        """The hidden states of `tokens`, which stand behind `position` others, as the session sends them."""
+        mask = self.mask
+        if mask is not None:
+            mask = torch.cat([mask, mask.new_ones((1, position + len(tokens) - mask.shape[1]))], dim=1)
+        with nullcontext() if self.soft_prompt is None else self.model.prompted(self.soft_prompt):
+            hidden = self.model.embed(torch.tensor([tokens]), position, mask)
+        if isinstance(session, SessionSpec):
+            return to_chunks(hidden, session.codec, PIPELINE_TOKENS)
+        return to_chunks(hidden, session.spec.codec, session.chunk_tokens(*hidden.shape[1:]))
+
+
+@dataclass(frozen=True)
+class _Embedded:
+    """A token that was just chosen, ready to be sent at this position."""
+
+    position: int
+    token: int
+    chunks: list[WireTensor]
+
+
+@dataclass(eq=False)
+class Decoding:
+    """One text in one session. One call at a time.
+
+    Attributes:
+        held: the tokens that the session holds.
+        least: so many of the first tokens are sent together or not at all, such as those of a soft prompt.
+        answering: all answers that this trio thread makes now.
+    """
+
+    embedding: Embedding
+    session: Session
+    held: list[int]
+    drafter: Drafter | None = None
+    least: int = 0
+    answering: set[object] = field(default_factory=set)
+    _embedded: _Embedded | None = None
+
+    async def run(self, answer: Answering, begin: int, limit: int) -> None:
+        """Extends `answer` until it is over, up to `limit` tokens; the first `begin` of them are the prompt.
+
+        Raises:
+            SwarmError: no chain of servers can serve.
+            BadInput: the session was opened for fewer tokens.
+        """
+        self.answering.add(self)
+        try:
+            while self._goes_on(answer, limit):
+                await self._extend(answer, begin)
+        finally:
+            self.answering.discard(self)
+
+    def _goes_on(self, answer: Answering, limit: int) -> bool:
+        """Whether there is a next token, before which the session gives up what it holds where transformers does."""
+        tokens, session, model = len(answer.tokens), self.session, self.embedding.model
+        limit = model.draft_limit(tokens, limit, self.embedding.padding)
+        # No draft is longer than the session has room for, which says so at the token for which it has none.
+        answer.limit = min(limit, max(session.spec.max_length, tokens) + 1)
+        if answer.is_over:
+            return False
+        if model.refills(session.position, tokens):
+            session.fit(tokens)
+        return True
+
+    async def _extend(self, answer: Answering, begin: int) -> None:
+        """Takes the next token, or several by drafts. The first step, with the prompt, has none."""
+        tokens, sampler, drafter = answer.tokens, answer.sampler, self.drafter
+        begun, made = trio.current_time(), len(tokens)
+        draft = Draft()
+        if drafter is not None and made > begin:
+            draft = drafter.guess(tokens, answer.limit - made - 1)
+        if drafter is not None and (draft.tokens or drafter.model_guesses(answer)):
+            if await self._check_side_by_side(drafter, answer, draft):
+                return
+            begun = trio.current_time()
+        early = EarlyToken(self.embedding.model, sampler, tokens) if not draft.tokens and self._is_quick else None
+        waiting = partial(sampler.prepare, draw=early is not None)
+        hidden = await self.advance([*tokens, *draft.tokens], 1 + len(draft.tokens), waiting, early)
+        answered = trio.current_time()
+        if early is not None and early.answer is hidden[-1]:
+            answered -= early.seconds
+            answer.take(early.accept())
+        elif draft.tokens:
+            await answer.check(partial(self._logits, hidden, 1 + len(draft.tokens)), draft.tokens)
+        else:
+            token, self._embedded = await trio.to_thread.run_sync(self._choose, answer, hidden)
+            answer.take(token)
+        if drafter is not None and not answer.is_over:
+            now = trio.current_time()
+            drafter.note_speed(self.session, hidden[-1].tokens, now - answered)
+            if made > begin:
+                drafter.note_step(draft, len(tokens) - made - 1, now - begun)
+
+    async def _check_side_by_side(self, drafter: Drafter, answer: Answering, draft: Draft) -> bool:
+        """Checks this draft and those that follow it in steps that are under way at once; false if that cannot be."""
+        session, tokens = self.session, answer.tokens
+        held = min(common_prefix(self.held, tokens), session.position)
+        if drafter.plan.speed is None or not isinstance(session, ClientSession) or held < len(tokens) - 1:
+            return False
+        made = len(tokens)
+        embed = partial(self.embedding.chunks, session=session)
+        try:
+            await drafter.check(answer, draft, session, embed, self.embedding.model.head)
+        finally:
+            self.held = tokens[: min(session.position, len(tokens) - 1)]  # behind the last one, drafts may be held
+        return len(tokens) > made
+
+    @property
+    def _is_quick(self) -> bool:
+        """Whether one token is embedded and chosen on the trio thread: nobody else's answer waits for it."""
+        return self.embedding.is_short and len(self.answering) == 1
+
+    async def advance(
+        self,
+        tokens: list[int],
+        outputs: int,
+        waiting: Callable[[], None] = lambda: None,
+        early: EarlyToken | None = None,
+    ) -> list[WireTensor]:
+        """Brings the session to hold all of `tokens`; returns chunks that end in the outputs of the last `outputs`.
+
+        `waiting` is called before the answer is waited for, and computes something short meanwhile.
+        """
+        session = self.session
+        # What is to be answered is sent, whether the servers hold it or not.
+        start = min(common_prefix(self.held, tokens), len(tokens) - outputs, session.position)
+        start = start if start >= self.least else 0
+        session.position = start
+        del self.held[start:]
+        chunks = await self._chunks(tokens[start:], start)
+        if isinstance(session, ClientSession) and len(chunks) == 1:
+            out = await session.step(chunks, waiting=waiting, early=early)
+        elif isinstance(session, ClientSession):
+            waiting()
+            out = await session.step(chunks, outputs=outputs)
+        else:
+            waiting()
+            out = await session.step(chunks)
+        self.held = list(tokens)
+        first, answered = len(out), 0
+        while answered < outputs:
+            first -= 1
+            answered += out[first].tokens
+        return out[first:]
+
+    async def _chunks(self, tokens: list[int], position: int) -> list[WireTensor]:
+        ready, self._embedded = self._embedded, None
+        if ready is not None and (ready.position, [ready.token]) == (position, tokens):
+            return ready.chunks
+        if len(tokens) == 1 and self._is_quick:
+            return self.embedding.chunks(tokens, position, self.session)
+        return await trio.to_thread.run_sync(self.embedding.chunks, tokens, position, self.session)
+
+    def _logits(self, hidden: list[WireTensor], count: int) -> torch.Tensor:
+        """Those of the last `count` tokens, [count, vocabulary]."""
+        return self.embedding.model.head(from_chunks(hidden)[:, -count:])[0]
+
+    def _choose(self, answer: Answering, hidden: list[WireTensor]) -> tuple[int, _Embedded | None]:
+        """The next token, made ready to be sent as well, which saves another way to a worker thread and back."""
+        token = answer.sampler.next(answer.tokens, self._logits(hidden, 1)[0])
+        if token in answer.stop_tokens or answer.is_over or len(answer.tokens) + 1 >= answer.limit:
+            return token, None
+        position = len(answer.tokens)
+        return token, _Embedded(position, token, self.embedding.chunks([token], position, self.session))
