@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petalnode.crypto.bounded_json import BadJson, JsonLimits, check_json, parse_json, parse_json_object
+from petalnode.crypto.safetensors_header import BadHeader, HeaderEntry, SafetensorsHeader, header_limits, parse_header
 
 LIMITS = JsonLimits(nbytes=1 << 20, values=1000, depth=8)
 
@@ -123,3 +124,48 @@ def test_the_count_is_that_of_values_and_keys(value: object) -> None:
     if nested(value):
         with pytest.raises(BadJson):
             check_json(text, JsonLimits(len(text), exact.values, exact.depth - 1))
+
+
+def entry(shape: object, begin: object, end: object, dtype: str = "U8") -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def header(**tensors: object) -> SafetensorsHeader:
+    return parse_header(json.dumps(tensors).encode(), header_limits(10_000, 100))
+
+
+def test_a_header_whose_tensors_stand_one_behind_the_other_is_read() -> None:
+    found = header(b=entry([3, 2], 2, 26, "F32"), a=entry([1] * 16, 0, 1), c=entry([0], 1, 1), d=entry([2], 1, 2, "F4"))
+    assert found.end == 26 and found.tensors["b"] == HeaderEntry("F32", (3, 2), 2, 26)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        [entry([1], 0, 1), entry([1], 0, 1)],
+        [entry([1], 0, 1), entry([1], 2, 3)],
+        [entry([1], 1, 2)],
+        [entry([-1, -1], 0, 1)],
+        [entry([1], -1, 0)],
+        [entry([1] * 17, 0, 1)],
+        [entry([1.0], 0, 1)],
+        [entry([True], 0, 1)],
+        [entry("1", 0, 1)],
+        [entry([2], 0, 1)],
+        [entry([1], 0, 1, "F16")],
+        [entry([1], 0, 1, "TEXT")],
+        [{"dtype": "U8", "shape": [1]}],
+        [{"dtype": "U8", "shape": [1], "data_offsets": [0, 1, 2]}],
+        [[]],
+    ],
+)
+def test_a_header_that_is_damaged_is_refused(tensors: list[object]) -> None:
+    with pytest.raises(BadHeader):
+        header(**{f"tensor {number}": tensor for number, tensor in enumerate(tensors)})
+
+
+@pytest.mark.parametrize("metadata", [{"a": 1}, ["a"], 1])
+def test_metadata_of_a_header_are_texts(metadata: object) -> None:
+    assert header(__metadata__={"a": "b"}).metadata == {"a": "b"} and header(__metadata__=None).metadata == {}
+    with pytest.raises(BadHeader, match="metadata"):
+        header(__metadata__=metadata)
