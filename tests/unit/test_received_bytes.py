@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from petalnode.node.swarm.streams import ReceivedBytes
+from petalnode.node.swarm.streams import MessageStreams, ReceivedBytes
 from petalnode.node.testing import message_streams, run_autojumping, stream_pair
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.framing import LEAST_RATE, PATIENCE, MessageStream, StreamClosed
+from petalnode.protocols.framing import LEAST_RATE, PATIENCE, MessageStream, StreamClosed, StreamTimeout
 from tests.attacks.one_server import header_of
 
 MIB = 1 << 20
@@ -44,7 +47,7 @@ def test_a_peer_waits_for_its_own_share_and_nobody_waits_for_it() -> None:
         room.give_back(HERE, "one", 100)
         room.give_back(HERE, "its neighbour", 30)
         room.give_back(THERE, "other", 80)
-        assert room.taken == 0 and room.take_nowait(THERE, "other", 100)
+        assert room.taken == 0 and not room._of and room.take_nowait(THERE, "other", 100)
 
     trio.run(main)
 
@@ -235,5 +238,89 @@ def test_a_message_that_is_never_whole_takes_no_memory_once_that_is_known(end: s
             with pytest.raises(StreamClosed):
                 await stream.receive(timeout=None)
         assert room.taken == 0
+
+    run_autojumping(main)
+
+
+class Host:
+    """A host that reaches those whose addresses it knows, but for one who is silent."""
+
+    def __init__(self) -> None:
+        self.known: set[str] = set()
+        self.handlers: dict[str, Any] = {}
+
+    def learn(self, peer_id: str, addrs: Sequence[str]) -> None:
+        if addrs:
+            self.known.add(peer_id)
+
+    remember = learn
+
+    def knows(self, peer_id: str) -> bool:
+        return peer_id in self.known
+
+    def origin_of(self, peer_id: str) -> str:
+        return HERE
+
+    def set_stream_handler(self, protocol: str, handler: Any) -> None:
+        self.handlers[protocol] = handler
+
+    async def open_stream(self, peer_id: str, protocol: str, *, direct: bool) -> Any:
+        if peer_id == "silent":
+            await trio.sleep_forever()
+        if not self.knows(peer_id):
+            raise ConnectionError(f"nobody knows {peer_id}")
+        return stream_pair()[0]
+
+
+def test_a_peer_of_which_nothing_is_known_is_looked_for() -> None:
+    announced, found = {"announced": ("addr",)}, []
+
+    async def find(peer_id: str) -> None:
+        found.append(peer_id)
+        if peer_id == "found":
+            announced[peer_id] = ("addr",)
+
+    async def main() -> None:
+        streams = MessageStreams(Host(), addrs_of=lambda peer_id: announced.get(peer_id, ()), find=find)  # type: ignore[arg-type]
+
+        async def reach(peer_id: str, **options: Any) -> None:
+            await streams.new_stream(peer_id, "/p", wire.PushFrame, timeout=1, **options)
+
+        await reach("announced")
+        await reach("given", addrs=["addr"])
+        with pytest.raises(StreamClosed, match="nobody knows found"):
+            await reach("found", direct=True)
+        assert not found
+        await reach("found")
+        await reach("found")
+        for unreached, error in (("unknown", StreamClosed), ("silent", StreamTimeout)):
+            with pytest.raises(error):
+                await reach(unreached)
+        assert found == ["found", "unknown", "silent"]
+
+    run_autojumping(main)
+
+
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_a_served_stream_waits_for_turns_and_holds_its_message(in_turn: bool) -> None:
+    async def main() -> None:
+        host, turns = Host(), 0
+        streams = MessageStreams(host, addrs_of=lambda _: (), find=trio.sleep)  # type: ignore[arg-type]
+
+        async def hold(stream: MessageStream[wire.PushFrame]) -> None:
+            await stream.receive(timeout=1)
+            assert streams.received_ungranted.taken == MIB
+
+        async def turn() -> None:
+            nonlocal turns
+            turns += 1
+
+        sender, receiver = stream_pair(4 * MIB)
+        receiver.turn = turn  # type: ignore[method-assign]
+        streams.set_handler("/p", wire.PushFrame, hold, in_turn=in_turn)
+        await sender.write(header_of(wire.PushFrame(tensors=[wire.Tensor(nbytes=MIB)])) + bytes(MIB))
+        await host.handlers["/p"](receiver, "peer")
+        assert turns == in_turn and streams.received_ungranted.taken == 0
+        assert await sender.read(1) == b""  # it was closed, and not reset as after an error
 
     run_autojumping(main)
