@@ -10,6 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from petalnode.crypto.receipts import Receipt
+from petalnode.node.trust.receipt_log import LoggedBatch
 from petalnode.node.verification.judging import (
     distance,
     judge_distance,
@@ -18,11 +20,13 @@ from petalnode.node.verification.judging import (
     no_padding,
     worst_judgement,
 )
-from petalnode.node.verification.observed import Observed
+from petalnode.node.verification.observed import Observed, observed_batch
 from petalnode.node.verification.recomputation import SessionQuestion
 from petalnode.node.verification.tolerances import Calibration, Kind, Tolerance, find_tolerance, tolerance_of
 from petalnode.node.verification.verdicts import Compared, Judge, Verdict, worst_of
-from petalnode.protocols.ids import Span
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.ids import FORWARD, Span
+from petalnode.protocols.tensors import encode
 
 TOLERANCE = Tolerance(ok_worst=0.02, ok_mean=0.01, faulty_worst=0.04, faulty_mean=0.02)
 
@@ -190,6 +194,18 @@ def test_an_answer_of_another_shape_is_wrong_whatever_is_padding() -> None:
     truth = hidden(2, 6, 64)
     judged = judge(truth[:, :5], truth, TOLERANCE, no_padding((0, 3), 2, 0, 6))
     assert judged.verdict == "faulty" and judged.fields()["error"] == 1e30
+
+
+@pytest.mark.parametrize(
+    ("mask", "counted"), [(b"\x7c", [[False, True, True], [True] * 3]), (b"\0", None), (b"", None)]
+)
+def test_padding_of_a_batch_is_not_judged(mask: bytes, counted: list[list[bool]] | None) -> None:
+    tensor, payload = encode(hidden(2, 3, 8), "none")
+    request = wire.BatchRequest(sequence=1, tensors=[tensor], mask=mask)
+    receipt = Receipt(1, b"", (2, 4), "float32", "none", "client", b"", b"", 1, b"", b"", b"", b"", 0)
+    found = observed_batch(LoggedBatch("peer", FORWARD, receipt, request, (payload,), None, (), (payload,)))
+    assert (None if found.counts is None else found.counts.tolist()) == counted
+    assert found.judged(found.claimed[0]).shape == ((2, 3, 8) if counted is None else (1, 5, 8))
 
 
 def test_where_all_is_padding_all_of_it_is_judged() -> None:
