@@ -45,8 +45,7 @@ def _tell(file: Path) -> None:
 def is_damage(error: Exception) -> bool:
     """Whether sqlite says that the bytes of the file are none of a database, and not that they cannot be used now."""
     # The extended codes have more in the bytes above. Errors of the module itself have none.
-    code = getattr(error, "sqlite_errorcode", None)
-    return isinstance(error, sqlite3.DatabaseError) and code is not None and code & 0xFF in _DAMAGE
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGE
 
 
 def move_aside(file: Path, *, timeout: float) -> Path | None:

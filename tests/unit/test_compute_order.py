@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -211,6 +212,19 @@ def test_a_step_of_a_session_is_the_same_beside_a_pass(blocks: BlockSpan) -> Non
     run(blocks, main)
 
 
+def test_nothing_is_done_while_nobody_asks(blocks: BlockSpan) -> None:
+    """Counted in processor time of the thread."""
+
+    async def main(compute: ComputeThread) -> None:
+        session = await compute.open(terms(10), "peer", paid=True)
+        assert (session.peer, session.paid) == ("peer", True)
+        begun = await compute.call(time.thread_time)
+        await trio.sleep(0.3)
+        assert await compute.call(time.thread_time) - begun < 0.05
+
+    run(blocks, main)
+
+
 def test_a_check_runs_while_the_blocks_compute(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
     checked = threading.Event()
     decode = blocks.decode
@@ -224,6 +238,7 @@ def test_a_check_runs_while_the_blocks_compute(blocks: BlockSpan, monkeypatch: p
         await compute.step(session, step(0, 2))
         monkeypatch.setattr(blocks, "decode", waiting)
         assert (await compute.step(session, step(2), checked.set)).position == 3
+        assert compute.depth == 0
 
     run(blocks, main)
 

@@ -120,13 +120,18 @@ def test_a_file_that_another_process_has_locked_is_not_damaged(file: Path, monke
     with pytest.raises(MachineError, match="locked"):
         store.read()
     store.ban("new", "it lied", "own")
+    store.note_version(b"weights", b"version")
+    store.note_tokens("good", 1000)
+    once = store.reputation("good")
+    store.note_tokens("good", 1000)
     store.save()
     holder.close()
     assert not aside(file)
     store.save()  # and what could not be written then is written now
     again = TrustStore(file)
     again.read()
-    assert len(again.bans()) == 201
+    assert len(again.bans()) == 201 and again.version_used(b"weights") == b"version"
+    assert again.reputation("good") > once > 0
 
 
 def test_the_tables_of_a_newer_version_stay(file: Path, caplog: pytest.LogCaptureFixture) -> None:

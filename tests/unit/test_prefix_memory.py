@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import trio
@@ -103,3 +103,18 @@ def test_an_open_session_counts_as_well(tokens: int) -> None:
     memory, session = PrefixMemory(), Session(tokens)
     memory.opened(session)
     assert found(memory, 500).shared == tokens // 32 * 32 and memory.nbytes == 0
+
+
+def test_a_salt_is_of_use_at_one_server() -> None:
+    spec = SessionSpec(b"v" * 32, Span(0, 4), 1, 64)
+    assert spec.salt_at("one") == b""
+    salted = replace(spec, prefix_salt=b"salt")
+    assert salted.salt_at("one") == salted.salt_at("one") != salted.salt_at("other")
+
+
+def test_a_text_is_long_by_its_longest_row() -> None:
+    spec = SessionSpec(b"v" * 32, Span(0, 4), 2, 64)
+    assert not spec.takes_long_factors(10**6)
+    for padding, longest in (((), 10), ((5, 3), 13)):
+        text = replace(spec, original_length=10, left_padding=padding)
+        assert (text.takes_long_factors(longest), text.takes_long_factors(longest + 1)) == (False, True)

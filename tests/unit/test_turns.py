@@ -15,6 +15,7 @@ from petalnode.node.server.turns import (
     Turn,
     Usage,
     Waiting,
+    most_rows,
     next_turn,
     pass_wait,
 )
@@ -64,6 +65,20 @@ def test_who_comes_seldom_costs_the_others_little() -> None:
 
 def test_a_batch_has_as_many_rows_as_there_may_be() -> None:
     assert len(next_turn([Waiting(1, 1)] * (MAX_DECODE_ROWS + 1)).decode) == MAX_DECODE_ROWS
+    assert next_turn([Waiting(rows, 1) for rows in (200, 100, 50)]).decode == (0, 2)
+
+
+def test_a_step_that_is_too_large_by_itself_has_its_turn_and_leaves_others_theirs() -> None:
+    steps = [Waiting(16, 1, peer="rows"), Waiting(1, 1, peer="one")]
+    assert next_turn(steps, 0, Shares(BatchCost(0.0, 5.0))).decode == (0, 1)
+
+
+def test_a_batch_is_as_short_as_who_is_about_to_come_may_ask_for() -> None:
+    assert [most_rows({"many": 20}, Shares(BatchCost(0.0, 5.0), expected={"next": rows})) for rows in (1, 4, 99)] == [
+        1,
+        4,
+        20,
+    ]
 
 
 def test_a_short_batch_takes_turns_by_address_and_there_by_peer() -> None:
@@ -123,6 +138,11 @@ def test_the_cost_of_a_batch_is_learned() -> None:
     for rows in range(100, 200):
         fit.note(rows, 5.0)
     assert len(fit.cost.measured) == 64 and 199 in fit.cost.measured
+    steep = CostFit()
+    for rows, seconds in ((1, 1.0), (9, 99.0)) * 9:
+        steep.note(rows, seconds)
+    assert steep.cost is not None
+    assert steep.cost.base == 0.0 and steep.cost.row == pytest.approx(10.0, rel=0.1)
 
 
 def test_accounts_forget_who_is_away() -> None:
