@@ -58,7 +58,7 @@ from wan import ClientProcess, servers_of
 from petalnode import AutoDistributedModelForCausalLM
 from petalnode.node.client.batch.chains import pass_seconds, stages_of
 from petalnode.node.models import resolve
-from petalnode.node.swarm.routing import Hop, RouteCandidate, chain_seconds
+from petalnode.node.swarm.routing import Demand, Hop, RouteCandidate, chain_seconds
 from petalnode.protocols.ids import Span
 
 LENGTHS = (128, 2048)
@@ -161,7 +161,7 @@ def _session(model: Any, wanted: dict[str, Any], steps: int) -> Iterator[Callabl
             seconds = (time.perf_counter() - begun) / steps
 
             def expected(servers: Sequence[RouteCandidate]) -> float:
-                return 1 / chain_seconds(chain, servers, token_bytes=4 * last.shape[2], pushed=True)
+                return 1 / chain_seconds(chain, servers, Demand(token_bytes=4 * last.shape[2], pushed=True))
 
             said = [
                 replace(server, step_seconds=statistics.mean(computed[server.peer_id]), queue_depth=0)

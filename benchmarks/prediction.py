@@ -38,7 +38,7 @@ from transformers.utils import logging
 
 from petalnode import AutoDistributedModelForCausalLM
 from petalnode.node.models import resolve
-from petalnode.node.swarm.routing import Hop, chain_seconds
+from petalnode.node.swarm.routing import Demand, Hop, chain_seconds
 from petalnode.protocols.framing import ITEM_BYTES
 from petalnode.protocols.ids import Span
 
@@ -89,7 +89,7 @@ def one_session(model: Any, hidden: torch.Tensor, mode: str, tokens: int) -> dic
         "mode": mode,
         "servers": len(chain),
         "announced": sum(candidate.step_seconds for candidate in candidates),
-        "predicted": chain_seconds(chain, candidates, token_bytes=token_bytes, pushed=mode == "pushed"),
+        "predicted": chain_seconds(chain, candidates, Demand(token_bytes=token_bytes, pushed=mode == "pushed")),
         "computed": statistics.median(computed),
         "measured": statistics.median(steps),
         "p95": statistics.quantiles(steps, n=20)[-1],

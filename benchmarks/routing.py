@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from petalnode.node.swarm.cost import LOAD_PER_WAITING
-from petalnode.node.swarm.routing import Hop, RouteCandidate, cheapest_chain, second_best
+from petalnode.node.swarm.routing import Demand, Hop, RouteCandidate, cheapest_chain, second_best
 from petalnode.protocols.ids import Span
 
 CROSSING = 0.1  # seconds
@@ -122,13 +122,13 @@ def main() -> None:
         swarm, places = made_up_swarm(options.servers, options.blocks, options.longest, measured, options.seed)
 
         def route(swarm: list[RouteCandidate] = swarm, pushed: bool = pushed) -> tuple:
-            return cheapest_chain(swarm, wanted, cache_tokens=2048, token_bytes=TOKEN_BYTES, pushed=pushed)
+            return cheapest_chain(swarm, wanted, Demand(cache_tokens=2048, token_bytes=TOKEN_BYTES, pushed=pushed))
 
         chain = route()
 
         def standby(swarm: list[RouteCandidate] = swarm, pushed: bool = pushed, chain: tuple = chain) -> None:
             for index in range(len(chain)):
-                second_best(chain, index, swarm, cache_tokens=2048, token_bytes=TOKEN_BYTES, pushed=pushed)
+                second_best(chain, index, swarm, Demand(cache_tokens=2048, token_bytes=TOKEN_BYTES, pushed=pushed))
 
         wall, cpu = milliseconds(route, options.rounds)
         standby_wall, _ = milliseconds(standby, max(1, options.rounds // 10))

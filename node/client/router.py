@@ -15,7 +15,7 @@ from ...protocols import wire_pb2 as wire
 from ...protocols.announcement import Announcement
 from ...protocols.training import BatchFrames
 from ..errors import NoChainError, ServerCheated, ServerFailed
-from ..swarm.routing import Hop, RouteCandidate
+from ..swarm.routing import Demand, Hop, RouteCandidate
 from ..trust.receipt_log import ReceiptArchive
 from .deadlines import LOOK_TIMEOUT, NOT_ALLOWED_SECONDS, RETRY_INTERVAL, SUSPECT_SECONDS
 from .request import PushedOther, ServerClaims, has_code, is_lost, with_refusals
@@ -120,7 +120,7 @@ class ModelClient(Router, Protocol):
     ) -> tuple[RouteCandidate, ...]:
         """Those that answer soon, each with its round trip."""
 
-    def demand(self, spec: SessionSpec) -> Mapping[str, Any]:
+    def demand(self, spec: SessionSpec) -> Demand:
         """What a session asks of a route."""
 
     def explained(self, error: NoChainError, any_server: bool) -> NoChainError:

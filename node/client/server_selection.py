@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import trio
 
@@ -21,6 +21,7 @@ from ..swarm.config import DEFAULT_TTL
 from ..swarm.cost import WireCost, choose_codec
 from ..swarm.routing import (
     NOBODY_HOLDS,
+    Demand,
     Hop,
     RouteCandidate,
     cheapest_chain,
@@ -301,10 +302,10 @@ class ServerSelection:
                 f"{longest}: ask for less"
             )
         try:
-            best = cheapest_chain(candidates, spec.span, model_name=self._wanted(spec), **self.demand(spec))
+            best = cheapest_chain(candidates, spec.span, self.demand(spec), self._wanted(spec))
         except NoChainError as error:
             raise self.explained(error, bool(candidates) or spec.adapter is not None) from None
-        if again and pays_again(again, best, candidates, held, spec.max_length - held, **self.demand(spec)):
+        if again and pays_again(again, best, candidates, held, spec.max_length - held, self.demand(spec)):
             return tuple(again)
         return best
 
@@ -317,7 +318,7 @@ class ServerSelection:
             NoChainError: nobody else holds them.
         """
         candidates = await self.candidates({route[index].peer_id, *excluded}, spec.adapter)
-        found = second_best(route, index, candidates, **self.demand(spec))
+        found = second_best(route, index, candidates, self.demand(spec))
         if found is None:
             blocks = route[index].span
             raise NoChainError(f"nobody else holds blocks {blocks}", tuple(range(blocks.start, blocks.end)))
@@ -361,15 +362,15 @@ class ServerSelection:
             return self.model.name
         return f"{self.model.name} with the adapter {spec.adapter.name}"
 
-    def demand(self, spec: SessionSpec) -> dict[str, Any]:
+    def demand(self, spec: SessionSpec) -> Demand:
         """What a session asks of a route: a decode step is what it does most."""
-        return {
-            "cache_tokens": spec.batch * spec.max_length,
-            "max_length": spec.max_length,
-            "tokens": spec.batch,
-            "token_bytes": wire_nbytes((self.model.folder.hidden_size,), spec.dtype, spec.codec),
-            "pushed": spec.push,
-        }
+        return Demand(
+            cache_tokens=spec.batch * spec.max_length,
+            max_length=spec.max_length,
+            tokens=spec.batch,
+            token_bytes=wire_nbytes((self.model.folder.hidden_size,), spec.dtype, spec.codec),
+            pushed=spec.push,
+        )
 
     def explained(self, error: NoChainError, any_server: bool) -> NoChainError:
         """The same error, or a better one: blocks are missing where only trusted servers compute, or the swarm serves

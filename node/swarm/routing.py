@@ -79,57 +79,58 @@ class Hop:
     span: Span
 
 
-def cheapest_chain(
-    candidates: Sequence[RouteCandidate],
-    wanted: Span,
-    *,
-    cache_tokens: int = 0,
-    max_length: int = 0,
-    tokens: int = 1,
-    token_bytes: int = 0,
-    pushed: bool = False,
-    model_name: str = "the model",
-) -> tuple[Hop, ...]:
-    """The chain of servers that covers `wanted` in the least time for a request of `tokens` tokens (all rows).
+@dataclass(frozen=True)
+class Demand:
+    """What a request asks of a route.
 
-    A session of `max_length` tokens is never routed to a server that takes only shorter ones. One without
-    `cache_tokens` free is taken only where there is no other way. `token_bytes` is the size of a token's hidden state
-    on the wire; with `pushed`, servers send their outputs to one another. Equal views give equal routes: of equal
-    chains, from the last server backwards, the smallest peer id, from as early a block on as it can.
+    It has `tokens` tokens (all rows), each of `token_bytes` on the wire. A session of `max_length` tokens is never
+    routed to a server that takes only shorter ones. One without `cache_tokens` free is taken only where there is no
+    other way. With `pushed`, servers send their outputs to one another.
+    """
+
+    cache_tokens: int = 0
+    max_length: int = 0
+    tokens: int = 1
+    token_bytes: int = 0
+    pushed: bool = False
+
+
+ONE_TOKEN: Final = Demand()
+
+
+def cheapest_chain(
+    candidates: Sequence[RouteCandidate], wanted: Span, demand: Demand = ONE_TOKEN, model_name: str = "the model"
+) -> tuple[Hop, ...]:
+    """The chain of servers that covers `wanted` in the least time.
+
+    Equal views give equal routes: of equal chains, from the last server backwards, the smallest peer id, from as early
+    a block on as it can.
 
     Raises:
         NoChainError: naming the blocks that nobody holds, or only servers that take shorter sessions.
     """
-    servers = _usable(candidates, wanted, max_length)
-    graph = _graph(servers, wanted, cache_tokens, tokens, token_bytes)
-    pairs = _measured_pairs(servers, graph) if pushed else None
+    servers = _usable(candidates, wanted, demand.max_length)
+    graph = _graph(servers, wanted, demand)
+    pairs = _measured_pairs(servers, graph) if demand.pushed else None
     found = _shortest(servers, wanted, graph, pairs, graph.half, graph.half)
     if found is None:
-        raise _no_chain(candidates, servers, wanted, max_length, model_name)
+        raise _no_chain(candidates, servers, wanted, demand.max_length, model_name)
     return found
 
 
 def second_best(
-    chain: Sequence[Hop],
-    hop_index: int,
-    candidates: Sequence[RouteCandidate],
-    *,
-    cache_tokens: int = 0,
-    max_length: int = 0,
-    tokens: int = 1,
-    token_bytes: int = 0,
-    pushed: bool = False,
+    chain: Sequence[Hop], hop_index: int, candidates: Sequence[RouteCandidate], demand: Demand = ONE_TOKEN
 ) -> tuple[Hop, ...] | None:
     """The cheapest servers for the blocks of one hop without that hop's peer; None if there are none.
 
     The other hops stay as they are: with `pushed`, the ways from and to the neighbours are counted. A neighbour may
-    stand by too (in a session of its own), if it holds the blocks. Arguments as for `cheapest_chain`.
+    stand by too (in a session of its own), if it holds the blocks.
     """
     wanted = chain[hop_index].span
     others = [candidate for candidate in candidates if candidate.peer_id != chain[hop_index].peer_id]
-    servers = _usable(others, wanted, max_length)
-    graph = _graph(servers, wanted, cache_tokens, tokens, token_bytes)
-    if not pushed:
+    servers = _usable(others, wanted, demand.max_length)
+    graph = _graph(servers, wanted, demand)
+    if not demand.pushed:
         return _shortest(servers, wanted, graph, None, graph.half, graph.half)
     by_peer = {candidate.peer_id: candidate for candidate in candidates}
     arriving = leaving = graph.half
@@ -143,21 +144,13 @@ def second_best(
     return _shortest(servers, wanted, graph, _measured_pairs(servers, graph), arriving, leaving)
 
 
-def chain_seconds(
-    chain: Sequence[Hop],
-    candidates: Sequence[RouteCandidate],
-    *,
-    cache_tokens: int = 0,
-    tokens: int = 1,
-    token_bytes: int = 0,
-    pushed: bool = False,
-) -> float:
+def chain_seconds(chain: Sequence[Hop], candidates: Sequence[RouteCandidate], demand: Demand = ONE_TOKEN) -> float:
     """What a request over `chain` is expected to take, as `cheapest_chain` reckons; all of its peers are candidates."""
     by_peer = {candidate.peer_id: candidate for candidate in candidates}
     servers = [by_peer[hop.peer_id] for hop in chain]
-    graph = _graph(servers, Span(chain[0].span.start, chain[-1].span.end), cache_tokens, tokens, token_bytes)
+    graph = _graph(servers, Span(chain[0].span.start, chain[-1].span.end), demand)
     ways = graph.half[:-1] + graph.half[1:]
-    if pushed:
+    if demand.pushed:
         ways = np.minimum(ways, one_way([_measured(one, other) for one, other in pairwise(servers)]))
     computing = graph.block @ np.array([len(hop.span) for hop in chain], float) + graph.hop.sum()
     return float(graph.half[0] + computing + ways.sum() + graph.half[-1])
@@ -169,31 +162,20 @@ def pays_again(
     candidates: Sequence[RouteCandidate],
     held: int,
     steps: int,
-    *,
-    cache_tokens: int = 0,
-    max_length: int = 0,
-    tokens: int = 1,
-    token_bytes: int = 0,
-    pushed: bool = False,
+    demand: Demand = ONE_TOKEN,
 ) -> bool:
     """Whether a session of `steps` decode steps is over sooner on `chain`, whose servers have kept its first `held`
     tokens, than on the `best` one, which would compute them.
 
-    Never if a server of it holds other blocks now, is full, or takes no session so long. Other arguments as for
-    `cheapest_chain`.
+    Never if a server of it holds other blocks now, is full, or takes no session so long.
     """
     by_peer = {candidate.peer_id: candidate for candidate in candidates}
     for hop in chain:
         server = by_peer.get(hop.peer_id)
-        if server is None or not server.span.covers(hop.span) or server.cache_tokens_free < cache_tokens:
+        if server is None or not server.span.covers(hop.span) or server.cache_tokens_free < demand.cache_tokens:
             return False
-        if server.max_session_length is not None and server.max_session_length < max_length:
+        if server.max_session_length is not None and server.max_session_length < demand.max_length:
             return False
-
-    def seconds(route: Sequence[Hop]) -> float:
-        return chain_seconds(
-            route, candidates, cache_tokens=cache_tokens, tokens=tokens, token_bytes=token_bytes, pushed=pushed
-        )
 
     computing = 0.0
     for hop in best:
@@ -201,7 +183,8 @@ def pays_again(
         speed = server.forward_tokens_per_second
         token = min(server.step_seconds, 1 / speed) if speed > 0 else server.step_seconds
         computing += held * token * len(hop.span) / len(server.span)
-    return steps * (seconds(chain) - seconds(best)) <= computing
+    longer = chain_seconds(chain, candidates, demand) - chain_seconds(best, candidates, demand)
+    return steps * longer <= computing
 
 
 @dataclass(frozen=True)
@@ -228,15 +211,17 @@ def _usable(candidates: Sequence[RouteCandidate], wanted: Span, max_length: int)
     )
 
 
-def _graph(servers: Sequence[RouteCandidate], wanted: Span, cache_tokens: int, tokens: int, token_bytes: int) -> _Graph:
+def _graph(servers: Sequence[RouteCandidate], wanted: Span, demand: Demand) -> _Graph:
     computing = cost.span_seconds(
         [server.step_seconds for server in servers],
         [server.forward_tokens_per_second for server in servers],
         [server.queue_depth for server in servers],
-        tokens,
+        demand.tokens,
     )
-    in_and_out = cost.transfer_seconds(tokens, token_bytes, [server.seconds_per_byte for server in servers])
-    full = np.array([server.cache_tokens_free < cache_tokens for server in servers], float)
+    in_and_out = cost.transfer_seconds(
+        demand.tokens, demand.token_bytes, [server.seconds_per_byte for server in servers]
+    )
+    full = np.array([server.cache_tokens_free < demand.cache_tokens for server in servers], float)
     return _Graph(
         start=np.array([max(server.span.start, wanted.start) for server in servers], np.intp),
         end=np.array([min(server.span.end, wanted.end) for server in servers], np.intp),

@@ -25,7 +25,7 @@ from petalnode.node.network.transport.dialing import kept, one_per_relay, plan
 from petalnode.node.network.value_store import open_models_value
 from petalnode.node.placement.observed import coverage, gaps, observe_servers, upper_bound
 from petalnode.node.placement.planning.machines_file import fleet_of_servers
-from petalnode.node.swarm.routing import RouteCandidate, cheapest_chain
+from petalnode.node.swarm.routing import Demand, RouteCandidate, cheapest_chain
 from petalnode.node.swarm.view import SwarmView
 from petalnode.node.trust.bundle import BadBundle, Bundle
 from petalnode.node.trust.evidence_gossip import EvidenceGossip
@@ -106,7 +106,7 @@ def _read_announcement(data: bytes) -> None:
         max_session_length=said.max_session_length,
     )
     try:
-        cheapest_chain([candidate], said.span, cache_tokens=10, max_length=10, token_bytes=256, pushed=True)
+        cheapest_chain([candidate], said.span, Demand(cache_tokens=10, max_length=10, token_bytes=256, pushed=True))
     except NoChainError:
         pass
     if servers:

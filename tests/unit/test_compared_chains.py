@@ -19,7 +19,7 @@ from petalnode.node.client.session.comparing import (
     tolerance_between,
 )
 from petalnode.node.errors import NoChainError
-from petalnode.node.swarm.routing import RouteCandidate
+from petalnode.node.swarm.routing import Demand, RouteCandidate
 from petalnode.node.verification.tolerances import Tolerance
 from petalnode.protocols.ids import Span
 
@@ -81,8 +81,8 @@ def test_only_servers_of_the_same_weights_are_compared() -> None:
 
 def test_servers_that_take_shorter_sessions_make_no_chain() -> None:
     servers = [server("a", 0, 6), server("b", 0, 6, longest=10)]
-    assert disjoint_chains(servers, BLOCKS, 2, max_length=10) is not None
-    assert disjoint_chains(servers, BLOCKS, 2, max_length=11) is None
+    assert disjoint_chains(servers, BLOCKS, 2, Demand(max_length=10)) is not None
+    assert disjoint_chains(servers, BLOCKS, 2, Demand(max_length=11)) is None
 
 
 def noisy(truth: torch.Tensor, amount: float, seed: int) -> torch.Tensor:

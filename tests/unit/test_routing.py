@@ -4,7 +4,7 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +14,8 @@ from petalnode.node.errors import NoChainError
 from petalnode.node.swarm.cost import HANDLING_SECONDS, LOAD_PER_WAITING, MAX_SECONDS, MIN_BLOCK_SECONDS
 from petalnode.node.swarm.routing import (
     NO_CACHE_SECONDS,
+    ONE_TOKEN,
+    Demand,
     Hop,
     RouteCandidate,
     chain_seconds,
@@ -36,19 +38,6 @@ def server(name: str, start: int, end: int, *, rtt: float = 0.0, step: float = 1
 # --- the cost of a chain, and the best of all chains, written plainly
 
 
-@dataclass(frozen=True)
-class Ask:
-    """What a session asks for."""
-
-    cache_tokens: int = 0
-    tokens: int = 1
-    token_bytes: int = 0
-    pushed: bool = False
-
-    def arguments(self) -> dict[str, int]:
-        return dict(vars(self))
-
-
 def way(one: RouteCandidate | None, other: RouteCandidate | None, pushed: bool) -> float:
     """Seconds that a message takes; None is the client."""
     through_client = sum(server.rtt / 2 for server in (one, other) if server is not None)
@@ -57,7 +46,7 @@ def way(one: RouteCandidate | None, other: RouteCandidate | None, pushed: bool) 
     return min(through_client, one.rtts.get(other.peer_id, math.inf) / 2)
 
 
-def work(server: RouteCandidate, blocks: int, ask: Ask) -> float:
+def work(server: RouteCandidate, blocks: int, ask: Demand) -> float:
     prefill = (
         ask.tokens / server.forward_tokens_per_second
         if server.forward_tokens_per_second
@@ -79,7 +68,7 @@ def work(server: RouteCandidate, blocks: int, ask: Ask) -> float:
 def cost(
     chain: Sequence[Hop],
     candidates: Sequence[RouteCandidate],
-    ask: Ask = Ask(),
+    ask: Demand = ONE_TOKEN,
     before: RouteCandidate | None = None,
     after: RouteCandidate | None = None,
 ) -> float:
@@ -141,7 +130,7 @@ def swarms(draw: st.DrawFn) -> list[RouteCandidate]:
 
 
 asks = st.builds(
-    Ask,
+    Demand,
     cache_tokens=st.sampled_from([0, 50]),
     tokens=st.sampled_from([1, 64]),
     token_bytes=st.sampled_from([0, 1024]),
@@ -152,27 +141,27 @@ asks = st.builds(
 @settings(max_examples=120, deadline=None)
 @given(swarms(), spans, asks)
 def test_no_chain_is_cheaper_and_what_is_missing_is_named(
-    candidates: list[RouteCandidate], pair: tuple[int, int], ask: Ask
+    candidates: list[RouteCandidate], pair: tuple[int, int], ask: Demand
 ) -> None:
     wanted = Span(*pair)
     held = {block for candidate in candidates for block in range(candidate.span.start, candidate.span.end)}
     missing = tuple(block for block in range(wanted.start, wanted.end) if block not in held)
     if missing:
         with pytest.raises(NoChainError) as caught:
-            cheapest_chain(candidates, wanted, **ask.arguments())
+            cheapest_chain(candidates, wanted, ask)
         assert caught.value.missing == missing
         assert describe_blocks(missing) in str(caught.value)
         return
-    chain = cheapest_chain(candidates, wanted, **ask.arguments())
+    chain = cheapest_chain(candidates, wanted, ask)
     check_shape(chain, candidates, wanted)
     least = min(cost(chain, candidates, ask) for chain in all_chains(candidates, wanted))
     assert cost(chain, candidates, ask) == pytest.approx(least, rel=1e-12, abs=1e-9)
-    assert chain_seconds(chain, candidates, **ask.arguments()) == pytest.approx(least, rel=1e-12, abs=1e-9)
+    assert chain_seconds(chain, candidates, ask) == pytest.approx(least, rel=1e-12, abs=1e-9)
 
 
 @settings(max_examples=80, deadline=None)
 @given(swarms(), asks, st.data())
-def test_no_standby_is_cheaper(candidates: list[RouteCandidate], ask: Ask, data: st.DataObject) -> None:
+def test_no_standby_is_cheaper(candidates: list[RouteCandidate], ask: Demand, data: st.DataObject) -> None:
     candidates = [*candidates, server("whole", 0, BLOCKS, rtt=0.1)]
     chain = data.draw(st.sampled_from(all_chains(candidates, ALL)))
     index = data.draw(st.integers(0, len(chain) - 1))
@@ -182,7 +171,7 @@ def test_no_standby_is_cheaper(candidates: list[RouteCandidate], ask: Ask, data:
     after = by_peer[chain[index + 1].peer_id] if index + 1 < len(chain) else None
     others = [candidate for candidate in candidates if candidate.peer_id != hop.peer_id]
     possible = all_chains(others, hop.span)
-    found = second_best(chain, index, candidates, **ask.arguments())
+    found = second_best(chain, index, candidates, ask)
     if found is None:
         assert not possible
         return
@@ -191,7 +180,7 @@ def test_no_standby_is_cheaper(candidates: list[RouteCandidate], ask: Ask, data:
     assert cost(found, others, ask, before, after) == pytest.approx(least, rel=1e-12, abs=1e-9)
 
 
-def least_of_all_pairs(candidates: Sequence[RouteCandidate], wanted: Span, ask: Ask) -> float:
+def least_of_all_pairs(candidates: Sequence[RouteCandidate], wanted: Span, ask: Demand) -> float:
     """What the cheapest chain costs, by looking at every pair of servers at every block."""
     by_peer = {candidate.peer_id: candidate for candidate in candidates}
     reached: dict[str, float] = {}
@@ -230,8 +219,8 @@ def test_swarms_whose_servers_are_nearer_to_each_other_than_to_the_client(
                     rtts={f"peer-{chance.randrange(servers)}": chance.uniform(nearest, 3.0) for _ in range(measured)},
                 )
             )
-        pushed, relayed = Ask(pushed=True), Ask()
-        chain = cheapest_chain(candidates, wanted, pushed=True)
+        pushed, relayed = Demand(pushed=True), Demand()
+        chain = cheapest_chain(candidates, wanted, Demand(pushed=True))
         check_shape(chain, candidates, wanted)
         least = least_of_all_pairs(candidates, wanted, pushed)
         assert cost(chain, candidates, pushed) == pytest.approx(least, rel=1e-9)
@@ -243,7 +232,7 @@ def test_swarms_whose_servers_are_nearer_to_each_other_than_to_the_client(
 
 @settings(deadline=None)
 @given(swarms(), asks, st.randoms())
-def test_equal_views_give_equal_routes(candidates: list[RouteCandidate], ask: Ask, order: random.Random) -> None:
+def test_equal_views_give_equal_routes(candidates: list[RouteCandidate], ask: Demand, order: random.Random) -> None:
     whole = [*candidates, server("everything", 0, BLOCKS, rtt=0.5), server("everything too", 0, BLOCKS, rtt=0.5)]
     shuffled = []
     for candidate in whole:
@@ -251,9 +240,9 @@ def test_equal_views_give_equal_routes(candidates: list[RouteCandidate], ask: As
         order.shuffle(rtts)
         shuffled.append(replace(candidate, rtts=dict(rtts)))
     order.shuffle(shuffled)
-    chain = cheapest_chain(whole, ALL, **ask.arguments())
-    assert chain == cheapest_chain(shuffled, ALL, **ask.arguments())
-    assert second_best(chain, 0, whole, **ask.arguments()) == second_best(chain, 0, shuffled, **ask.arguments())
+    chain = cheapest_chain(whole, ALL, ask)
+    assert chain == cheapest_chain(shuffled, ALL, ask)
+    assert second_best(chain, 0, whole, ask) == second_best(chain, 0, shuffled, ask)
 
 
 def test_of_equal_servers_the_smallest_peer_id_is_taken() -> None:
@@ -280,38 +269,38 @@ def test_pushing_prefers_servers_near_each_other_and_the_way_back_counts() -> No
     neighbour, close = server("neighbour", 3, 6, rtt=0.22), server("close", 3, 6, rtt=0.2)
     candidates = [start, neighbour, close]
     relayed = cheapest_chain(candidates, ALL)
-    pushed = cheapest_chain(candidates, ALL, pushed=True)
+    pushed = cheapest_chain(candidates, ALL, Demand(pushed=True))
     assert [hop.peer_id for hop in relayed] == ["start", "close"]
     assert [hop.peer_id for hop in pushed] == ["start", "neighbour"]
     far_tail = [start, replace(neighbour, rtt=0.7), close]
-    assert cheapest_chain(far_tail, ALL, pushed=True) == relayed
+    assert cheapest_chain(far_tail, ALL, Demand(pushed=True)) == relayed
 
 
 def test_a_way_that_is_hardly_shorter_counts_too() -> None:
     candidates = [replace(server("a", 0, 3, rtt=1.0), rtts={"b": 1.98}), server("b", 3, 6, rtt=1.0)]
     candidates += [server("c", 3, 6, rtt=1.0, step=0.995)]
     assert [hop.peer_id for hop in cheapest_chain(candidates, ALL)] == ["a", "c"]
-    assert [hop.peer_id for hop in cheapest_chain(candidates, ALL, pushed=True)] == ["a", "b"]
+    assert [hop.peer_id for hop in cheapest_chain(candidates, ALL, Demand(pushed=True))] == ["a", "b"]
 
 
 def test_a_slower_way_between_two_servers_is_not_taken() -> None:
     candidates = [replace(server("a", 0, 3, rtt=0.1), rtts={"b": 9.0}), server("b", 3, 6, rtt=0.1)]
     candidates += [server("c", 3, 6, rtt=0.2)]
-    assert [hop.peer_id for hop in cheapest_chain(candidates, ALL, pushed=True)] == ["a", "b"]
+    assert [hop.peer_id for hop in cheapest_chain(candidates, ALL, Demand(pushed=True))] == ["a", "b"]
 
 
 def test_a_long_prompt_and_a_single_token_take_different_servers() -> None:
     near = replace(server("near", 0, 6, rtt=0.01, step=0.02), forward_tokens_per_second=100.0)
     strong = replace(server("strong", 0, 6, rtt=0.2, step=0.02), forward_tokens_per_second=10_000.0)
     assert cheapest_chain([near, strong], ALL) == (Hop("near", ALL),)
-    assert cheapest_chain([near, strong], ALL, tokens=512) == (Hop("strong", ALL),)
+    assert cheapest_chain([near, strong], ALL, Demand(tokens=512)) == (Hop("strong", ALL),)
 
 
 def test_a_thin_line_counts_with_the_size_of_request_and_reply() -> None:
     thin, wide = replace(server("thin", 0, 6, rtt=0.01), seconds_per_byte=1e-5), server("wide", 0, 6, rtt=0.07)
     thin, wide = (replace(server, forward_tokens_per_second=1e6) for server in (thin, wide))
-    assert cheapest_chain([thin, wide], ALL, token_bytes=1024) == (Hop("thin", ALL),)
-    assert cheapest_chain([thin, wide], ALL, token_bytes=1024, tokens=3) == (Hop("wide", ALL),)
+    assert cheapest_chain([thin, wide], ALL, Demand(token_bytes=1024)) == (Hop("thin", ALL),)
+    assert cheapest_chain([thin, wide], ALL, Demand(token_bytes=1024, tokens=3)) == (Hop("wide", ALL),)
 
 
 def test_a_busy_server_is_slower() -> None:
@@ -328,27 +317,27 @@ def test_a_server_that_failed_is_asked_only_if_nobody_else_is_left() -> None:
 
 def test_a_full_server_is_the_last_resort() -> None:
     full, far = server("full", 0, 6, free=99), server("far", 0, 6, rtt=30.0)
-    assert cheapest_chain([full, far], ALL, cache_tokens=100) == (Hop("far", ALL),)
-    assert cheapest_chain([full, far], ALL, cache_tokens=99) == (Hop("full", ALL),)
-    assert cheapest_chain([full], ALL, cache_tokens=100) == (Hop("full", ALL),)
+    assert cheapest_chain([full, far], ALL, Demand(cache_tokens=100)) == (Hop("far", ALL),)
+    assert cheapest_chain([full, far], ALL, Demand(cache_tokens=99)) == (Hop("full", ALL),)
+    assert cheapest_chain([full], ALL, Demand(cache_tokens=100)) == (Hop("full", ALL),)
 
 
 def test_nothing_that_is_announced_is_worse_than_a_full_server() -> None:
     awful = RouteCandidate("awful", ALL, math.inf, math.inf, 0, 1e-300, 10**9, math.inf, {}, math.inf)
     full = server("full", 0, 6, free=-1)
-    assert cheapest_chain([awful, full], ALL, tokens=10**6, token_bytes=10**6) == (Hop("awful", ALL),)
+    assert cheapest_chain([awful, full], ALL, Demand(tokens=10**6, token_bytes=10**6)) == (Hop("awful", ALL),)
 
 
 def test_a_server_is_never_asked_for_a_longer_session_than_it_takes() -> None:
     short, far = replace(server("short", 0, 6), max_session_length=1024), server("far", 0, 6, rtt=30.0)
-    assert cheapest_chain([short, far], ALL, max_length=1024) == (Hop("short", ALL),)
-    assert cheapest_chain([short, far], ALL, max_length=1025) == (Hop("far", ALL),)
+    assert cheapest_chain([short, far], ALL, Demand(max_length=1024)) == (Hop("short", ALL),)
+    assert cheapest_chain([short, far], ALL, Demand(max_length=1025)) == (Hop("far", ALL),)
     start = server("start", 0, 4)
     with pytest.raises(NoChainError, match=r"hold blocks 4:6 of tiny .* at most 1024 tokens, and 1025") as caught:
-        cheapest_chain([short, start], ALL, max_length=1025, model_name="tiny")
+        cheapest_chain([short, start], ALL, model_name="tiny", demand=Demand(max_length=1025))
     assert caught.value.missing == (4, 5)
     chain = (Hop("start", Span(0, 4)), Hop("short", Span(4, 6)))
-    assert second_best(chain, 0, [short, start], max_length=1025) is None
+    assert second_best(chain, 0, [short, start], Demand(max_length=1025)) is None
 
 
 def test_standby_may_be_several_servers_and_never_the_one_it_stands_by_for() -> None:
@@ -372,7 +361,7 @@ def test_standby_of_a_pushed_chain_is_near_its_neighbours() -> None:
 
     def standby(*left_out: str, pushed: bool = True) -> str:
         known = [candidate for candidate in candidates if candidate.peer_id not in left_out]
-        [hop] = second_best(chain, 1, known, pushed=pushed) or ()
+        [hop] = second_best(chain, 1, known, Demand(pushed=pushed)) or ()
         return hop.peer_id
 
     assert standby(pushed=False) == "near-client"
@@ -407,11 +396,11 @@ def test_absurd_announcements_do_no_harm(data: st.DataObject, pushed: bool) -> N
         for name in NAMES
     ]
     honest = server("honest", 0, BLOCKS, rtt=0.1)
-    ask = Ask(cache_tokens=100, tokens=7, token_bytes=100, pushed=pushed)
-    chain = cheapest_chain([*candidates, honest], ALL, **ask.arguments())
+    ask = Demand(cache_tokens=100, tokens=7, token_bytes=100, pushed=pushed)
+    chain = cheapest_chain([*candidates, honest], ALL, ask)
     check_shape(chain, [*candidates, honest], ALL)
     for index, hop in enumerate(chain):
-        found = second_best(chain, index, [*candidates, honest], **ask.arguments())
+        found = second_best(chain, index, [*candidates, honest], ask)
         if found is not None:
             check_shape(found, [*candidates, honest], hop.span)
 
@@ -469,5 +458,5 @@ def test_servers_that_have_kept_a_prompt_are_not_asked_again_if_they_cannot_serv
         replace(slow, penalty_seconds=60.0),
     ):
         candidates = [quick] if other is None else [quick, other]
-        assert not pays_again(again, best, candidates, 20, 10, cache_tokens=100, max_length=10)
-    assert pays_again(again, best, [quick, slow], 20, 10, cache_tokens=100, max_length=10)
+        assert not pays_again(again, best, candidates, 20, 10, Demand(cache_tokens=100, max_length=10))
+    assert pays_again(again, best, [quick, slow], 20, 10, Demand(cache_tokens=100, max_length=10))

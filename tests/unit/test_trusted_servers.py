@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from petalnode.node.client.batch.chains import choose_chains
 from petalnode.node.client.session.comparing import Weights, plan_chains
 from petalnode.node.errors import BadInput, NoChainError
-from petalnode.node.swarm.routing import Hop, RouteCandidate, cheapest_chain, second_best
+from petalnode.node.swarm.routing import Demand, Hop, RouteCandidate, cheapest_chain, second_best
 from petalnode.node.swarm.trusted_servers import TRUSTED_BLOCKS, TrustedServers, trusted_servers
 from petalnode.protocols.ids import Span
-from tests.unit.test_routing import ALL, BLOCKS, NAMES, Ask, all_chains, check_shape, cost, server, swarms
+from tests.unit.test_routing import ALL, BLOCKS, NAMES, all_chains, check_shape, cost, server, swarms
 
 trusting = st.builds(TrustedServers, st.frozensets(st.sampled_from(NAMES), min_size=1), st.integers(1, BLOCKS))
 FLOAT = Weights("float32", "none")
@@ -43,11 +43,11 @@ def test_no_route_standby_batch_or_compared_chain_has_strangers_on_trusted_block
     start, end = data.draw(st.sampled_from([(0, BLOCKS), (0, 2), (1, 4), (2, 4), (BLOCKS - 1, BLOCKS)]))
     wanted = Span(start, end)
     with suppress(NoChainError):
-        chain = cheapest_chain(usable, wanted, tokens=3, token_bytes=8, pushed=pushed)
+        chain = cheapest_chain(usable, wanted, Demand(tokens=3, token_bytes=8, pushed=pushed))
         check_hops(trusted, chain)
         check_shape(chain, swarm, wanted)
         for index in range(len(chain)):
-            check_hops(trusted, second_best(chain, index, usable, pushed=pushed) or ())
+            check_hops(trusted, second_best(chain, index, usable, Demand(pushed=pushed)) or ())
     with suppress(NoChainError):
         for chain in choose_chains(usable, wanted, tokens=64, token_bytes=8, length=8, model_name="tiny"):
             check_hops(trusted, chain)
@@ -63,13 +63,13 @@ def test_the_route_is_the_cheapest_of_all_that_are_permitted(
     swarm: list[RouteCandidate], trusted: TrustedServers, pushed: bool
 ) -> None:
     """What a server announces of itself is for its whole span; the part that it may compute takes its share."""
-    ask = Ask(tokens=3, token_bytes=8, pushed=pushed)
+    ask = Demand(tokens=3, token_bytes=8, pushed=pushed)
     permitted = [chain for chain in all_chains(swarm, ALL) if all(trusted.permits(hop, BLOCKS) for hop in chain)]
     if not permitted:
         with pytest.raises(NoChainError):
-            cheapest_chain(trusted.restrict(swarm, BLOCKS), ALL, **ask.arguments())
+            cheapest_chain(trusted.restrict(swarm, BLOCKS), ALL, ask)
         return
-    found = cheapest_chain(trusted.restrict(swarm, BLOCKS), ALL, **ask.arguments())
+    found = cheapest_chain(trusted.restrict(swarm, BLOCKS), ALL, ask)
     # What a trusted server may not push goes through the client, and takes as long.
     paths = [
         replace(
@@ -121,7 +121,7 @@ def test_a_strange_server_is_never_the_last_resort() -> None:
         RouteCandidate("own", ALL, rtt=60.0, step_seconds=9.0, cache_tokens_free=0, penalty_seconds=60.0),
         server("stranger", 0, 6, step=0.001),
     ]
-    chain = cheapest_chain(TrustedServers(frozenset({"own"}), 1).restrict(swarm, BLOCKS), ALL, cache_tokens=100)
+    chain = cheapest_chain(TrustedServers(frozenset({"own"}), 1).restrict(swarm, BLOCKS), ALL, Demand(cache_tokens=100))
     assert chain == (Hop("own", ALL),)  # and not twice, at both ends
 
 

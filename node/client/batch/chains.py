@@ -13,7 +13,7 @@ from typing import Final
 from ....protocols.ids import Span
 from ....protocols.training import MICRO_BATCH_TOKENS
 from ...swarm.cost import LOAD_PER_WAITING
-from ...swarm.routing import Hop, RouteCandidate, cheapest_chain
+from ...swarm.routing import Demand, Hop, RouteCandidate, cheapest_chain
 
 MAX_CHAINS: Final = 8
 PER_STAGE: Final = 4
@@ -50,14 +50,13 @@ def choose_chains(
     """
     chains: list[Chain] = []
     used: set[str] = set()
+    demand = Demand(max_length=length, tokens=tokens, token_bytes=token_bytes)
     while len(chains) < MAX_CHAINS:
         dearer = [
             replace(server, penalty_seconds=server.penalty_seconds + _USED_SECONDS * (server.peer_id in used))
             for server in candidates
         ]
-        chain = cheapest_chain(
-            dearer, wanted, max_length=length, tokens=tokens, token_bytes=token_bytes, model_name=model_name
-        )
+        chain = cheapest_chain(dearer, wanted, demand, model_name)
         if all(hop.peer_id in used for hop in chain):
             break
         chains.append(chain)

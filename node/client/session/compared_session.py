@@ -183,7 +183,7 @@ class ComparedSession:
                 raise SwarmError(f"{_UNKNOWN} that compute as those of this swarm: {', '.join(self._kinds())}")
             model, demand = self._client.model.name, self._client.demand(self.spec)
             try:
-                self._weights, routes = plan_chains(known, weights, self.spec.span, self._count, model, **demand)
+                self._weights, routes = plan_chains(known, weights, self.spec.span, self._count, model, demand)
             except NoChainError as error:
                 if fresh and not self._wait:
                     raise self._client.explained(error, bool(candidates)) from None

@@ -22,7 +22,7 @@ import torch
 from ....protocols.ids import Span
 from ...errors import NoChainError
 from ...models.quantisation import QUANTISATIONS, describe_numerics
-from ...swarm.routing import Hop, RouteCandidate, chain_seconds, cheapest_chain, describe_blocks
+from ...swarm.routing import ONE_TOKEN, Demand, Hop, RouteCandidate, chain_seconds, cheapest_chain, describe_blocks
 from ...verification.judging import Distance, distance, judge_distance
 from ...verification.tolerances import CODEC_SLACK, Kind, Tolerance, calibrations, find_tolerance
 from ..chunks import from_chunks
@@ -96,28 +96,27 @@ def partition(candidates: Sequence[RouteCandidate], wanted: Span, count: int) ->
 
 
 def disjoint_chains(
-    candidates: Sequence[RouteCandidate], wanted: Span, count: int, **demand: Any
+    candidates: Sequence[RouteCandidate], wanted: Span, count: int, demand: Demand = ONE_TOKEN
 ) -> list[tuple[Hop, ...]] | None:
-    """`count` chains that share no server, None if there are not so many; `demand` as for `cheapest_chain`.
+    """`count` chains that share no server, None if there are not so many.
 
     Each is the cheapest of what those before it left, as long as that leaves enough for those after it.
     """
-    longest = demand.get("max_length", 0)
     usable = [
         candidate
         for candidate in candidates
-        if candidate.max_session_length is None or candidate.max_session_length >= longest
+        if candidate.max_session_length is None or candidate.max_session_length >= demand.max_length
     ]
     if held_least([candidate.span for candidate in usable], wanted) < count:
         return None
     chains: list[tuple[Hop, ...]] = []
     left = usable
     while len(chains) < count:
-        chain = cheapest_chain(left, wanted, **demand)
+        chain = cheapest_chain(left, wanted, demand)
         taken = {hop.peer_id for hop in chain}
         left = [candidate for candidate in left if candidate.peer_id not in taken]
         if held_least([candidate.span for candidate in left], wanted) < count - len(chains) - 1:
-            return [cheapest_chain(group, wanted, **demand) for group in partition(usable, wanted, count)]
+            return [cheapest_chain(group, wanted, demand) for group in partition(usable, wanted, count)]
         chains.append(chain)
     return chains
 
@@ -141,7 +140,7 @@ def plan_chains(
     wanted: Span,
     count: int,
     model_name: str,
-    **demand: Any,
+    demand: Demand = ONE_TOKEN,
 ) -> tuple[Weights, list[tuple[Hop, ...]]]:
     """The cheapest `count` chains that share no server and compute in the same; `weights` by peer id.
 
@@ -153,10 +152,9 @@ def plan_chains(
     most, best, thin = 0, "", list(range(wanted.start, wanted.end))
     for kind in kinds:
         same = [candidate for candidate in candidates if weights[candidate.peer_id] == kind]
-        chains = disjoint_chains(same, wanted, count, **demand)
+        chains = disjoint_chains(same, wanted, count, demand)
         if chains is not None:
-            timing = {name: value for name, value in demand.items() if name != "max_length"}
-            seconds = sum(chain_seconds(chain, same, **timing) for chain in chains)
+            seconds = sum(chain_seconds(chain, same, demand) for chain in chains)
             found.append((seconds, kind, chains))
             continue
         spans = [candidate.span for candidate in same]

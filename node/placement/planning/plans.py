@@ -17,7 +17,7 @@ import numpy as np
 from ....protocols.ids import Span
 from ...errors import SwarmError
 from ...swarm.cost import Bools, Floats, Ints, throughput_bound
-from ...swarm.routing import RouteCandidate, chain_seconds, cheapest_chain
+from ...swarm.routing import Demand, RouteCandidate, chain_seconds, cheapest_chain
 from ...swarm.trusted_servers import TrustedServers
 from .cycle import PlacedMachine, fastest_walk, spans_of
 from .fastest import fastest_cycle
@@ -329,6 +329,6 @@ def _routed(
         ),
         num_blocks,
     )
-    chain = cheapest_chain(candidates, Span(0, num_blocks), pushed=True)
+    chain = cheapest_chain(candidates, Span(0, num_blocks), Demand(pushed=True))
     route = tuple(PlacedMachine(names[hop.peer_id], hop.span) for hop in chain)
-    return chain_seconds(chain, candidates, pushed=True), route
+    return chain_seconds(chain, candidates, Demand(pushed=True)), route
