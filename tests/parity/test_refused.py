@@ -11,7 +11,15 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from petalnode.node.blocks.architecture import block_sizes, cache_specs, check_download, linear_layers, open_skeleton
+from petalnode.node.blocks.architecture import (
+    block_sizes,
+    cache_specs,
+    check_download,
+    linear_layers,
+    open_skeleton,
+    windows_of,
+)
+from petalnode.node.blocks.cache import BlockCacheSpec
 from petalnode.node.blocks.client_part import load_client
 from petalnode.node.blocks.span import load_span
 from petalnode.node.errors import MachineError, ModelError, PetalnodeError
@@ -85,6 +93,14 @@ def test_a_configuration_that_does_not_compute_is_refused_in_words(tmp_path: Pat
     )
     with pytest.raises(ModelError, match="do not run apart"):
         load_span(folder, Span(0, 1))
+
+
+def test_what_a_block_keeps_of_a_token_is_found_by_running_it(tmp_path: Path) -> None:
+    skeleton = open_skeleton(save_tiny("gemma3", tmp_path / "model"))
+    windows = windows_of(skeleton)
+    assert windows == [8, None] * 3
+    found: Any = load_span(tmp_path / "model", Span(1, 4))
+    assert found.make_cache(1, 10).specs == tuple(BlockCacheSpec(2, 16, 16, window) for window in (None, 8, None))
 
 
 @pytest.mark.parametrize(

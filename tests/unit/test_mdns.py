@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from ipaddress import ip_network
+from typing import Any, ClassVar
 
 import pytest
 import trio
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from petalnode.crypto.identity import Identity
+from petalnode.node.network import mdns
 from petalnode.node.network.mdns import announceable, is_apart, read_txt, service_name, txt_record
 from petalnode.node.swarm import discovery as discovery_module
 from petalnode.node.swarm.discovery import Discovery, is_local, pause_before
@@ -54,6 +56,68 @@ def test_a_private_swarm_has_a_name_of_its_own() -> None:
 def test_only_addresses_of_own_networks_are_told() -> None:
     relayed = f"{FAR}/p2p/{B}/p2p-circuit/p2p/{A}"
     assert announceable([f"/ip4/127.0.0.1/tcp/1/p2p/{A}", f"/dns4/example.org/tcp/1/p2p/{A}", relayed]) == []
+
+
+class Radio:
+    """What is heard of the names in `records`, and what is said."""
+
+    made: ClassVar[list[Radio]] = []
+    records: ClassVar[dict[str, bytes]] = {}
+
+    def __init__(self, interfaces: list[str], service: str, apart: bool, on_name: Callable[[str], None]) -> None:
+        self.interfaces, self.service, self.apart, self.on_name = interfaces, service, apart, on_name
+        self.announced: list[list[str]] = []
+        self.closed = False
+        self.made.append(self)
+
+    def announce(self, addrs: list[str]) -> None:
+        self.announced.append(addrs)
+
+    def read(self, name: str) -> bytes:
+        return self.records[name]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_neighbours_are_heard_and_told_of_addresses_until_the_interfaces_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def at_once(call: Any, *arguments: Any, **_: Any) -> Any:
+        return call(*arguments)
+
+    interfaces, addrs, found = [*"a"], [f"{NEAR}/p2p/{A}", f"{FAR}/p2p/{A}"], []
+    Radio.made, Radio.records = [], {"b": txt_record([f"{NEAR}/p2p/{B}"]), "far": txt_record([f"{FAR}/p2p/{B}"])}
+    monkeypatch.setattr(mdns, "_Radio", Radio)
+    monkeypatch.setattr(mdns, "_interfaces", lambda: list(interfaces))
+    monkeypatch.setattr(mdns, "own_networks", lambda: [ip_network("192.168.1.0/24")])
+    monkeypatch.setattr(trio.to_thread, "run_sync", at_once)
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            asked = trio.Event()
+            nursery.start_soon(mdns.run_mdns, "service", lambda: addrs, lambda *told: found.append(told), asked, True)
+            await asked.wait()
+            (first,) = Radio.made
+            for name in ("far", "unreadable", "b", "b"):
+                first.on_name(name)
+            await trio.sleep(100)
+            assert found == [(B, [NEAR], False)]
+            first.on_name("b")
+            addrs[0] = f"/ip4/192.168.1.11/tcp/1/p2p/{A}"
+            await trio.sleep(100)
+            assert len(found) == 2 and first.announced == [[f"{NEAR}/p2p/{A}"], addrs[:1]]
+            for changed in ("ab", "", "b"):
+                interfaces[:] = changed
+                await trio.sleep(100)
+            assert [(radio.interfaces, radio.closed) for radio in Radio.made] == [
+                (["a"], True), (["a", "b"], True), (["b"], False)
+            ]  # fmt: skip
+            assert (first.service, first.apart) == ("service", True)
+            nursery.cancel_scope.cancel()
+        assert Radio.made[-1].closed
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
 def test_a_node_on_loopback_is_for_this_machine() -> None:
