@@ -126,12 +126,10 @@ class SpanCache:
         specs: Sequence[BlockCacheSpec],
         batch: int,
         max_length: int,
-        *,
-        dtype: torch.dtype,
+        form: CacheForm,
         device: torch.device,
         left_padding: Sequence[int] | None = None,
         first: int = 0,
-        held: CacheDtype = "auto",
     ) -> None:
         if batch < 1 or max_length < 1:
             raise ValueError(f"a cache holds at least one row and one token, not {batch} and {max_length}")
@@ -146,7 +144,7 @@ class SpanCache:
         self.specs = tuple(specs)
         self.first = first
         # One allocation for all blocks: big enough that the allocator maps it lazily and gives it back when freed.
-        self.form = form = CacheForm(held, dtype)
+        self.form = form
         self.nbytes = batch * max_length * sum(spec.bytes_per_token(form) for spec in specs)
         self.memory = memory = torch.empty(self.nbytes // form.dtype.itemsize, dtype=form.dtype, device=device)
         self._keys: list[torch.Tensor] = []

@@ -28,7 +28,7 @@ from .kernels.packing import Packer, tiled_kinds
 from .kernels.step import SpanStep
 from .kernels.tiles import TiledMatrix
 from .quantisation.matrix import QuantisedLinear
-from .skeleton import fill
+from .skeleton import Skeleton, fill
 from .span_adapter import (
     AdapterRows,
     NotByRow,
@@ -70,18 +70,24 @@ class BlockSpan:
     """
 
     def __init__(
-        self, span: Span, num_blocks: int, stack: BlockStack, specs: Sequence[BlockCacheSpec],
-        config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, numerics: Numerics,
-    ) -> None:  # fmt: skip
+        self,
+        span: Span,
+        num_blocks: int,
+        stack: BlockStack,
+        specs: Sequence[BlockCacheSpec],
+        skeleton: Skeleton,
+        device: torch.device,
+        numerics: Numerics,
+    ) -> None:
         self.span = span
         self.num_blocks = num_blocks
-        self.hidden_size = int(config.hidden_size)
-        self.dtype = dtype
+        self.hidden_size = int(skeleton.config.hidden_size)
+        self.dtype = skeleton.dtype
         self.device = device
         self.numerics = numerics
-        form = CacheForm(numerics.cache, dtype)
+        self._form = form = CacheForm(numerics.cache, skeleton.dtype)
         self.cache_bytes_per_token = sum(spec.bytes_per_token(form) for spec in specs)
-        self.max_positions = int(getattr(config, "max_position_embeddings", None) or _UNBOUNDED_POSITIONS)
+        self.max_positions = int(getattr(skeleton.config, "max_position_embeddings", None) or _UNBOUNDED_POSITIONS)
         self.supports_ragged = False
         self.step: SpanStep | None = None
         self.stack = stack
@@ -136,16 +142,8 @@ class BlockSpan:
         if not self.span.covers(part):
             raise ValueError(f"blocks {part} are wanted, {self.span} are here")
         first = part.start - self.span.start
-        return SpanCache(
-            self._specs[first : first + len(part)],
-            batch,
-            max_length,
-            dtype=self.dtype,
-            device=self.device,
-            left_padding=left_padding,
-            first=first,
-            held=self.numerics.cache,
-        )
+        specs = self._specs[first : first + len(part)]
+        return SpanCache(specs, batch, max_length, self._form, self.device, left_padding, first)
 
     def make_adapter(self, tensors: Mapping[str, torch.Tensor]) -> SpanAdapter:
         """What `tensors` change of these blocks; checked before by `protocols.adapter.check_tensors`."""
@@ -383,7 +381,7 @@ def load_span(
     _cut_config(skeleton.config, span, num_blocks)
     stack = BlockStack(skeleton.decoder, blocks)
     specs = cache_specs(stack, skeleton, windows, target)
-    loaded = BlockSpan(span, num_blocks, stack, specs, skeleton.config, skeleton.dtype, target, numerics)
+    loaded = BlockSpan(span, num_blocks, stack, specs, skeleton, target, numerics)
     # A chunk that attention stays within is no window that moves along, though its cache looks like one.
     chunked = getattr(skeleton.config, "attention_chunk_size", None) is not None
     loaded.supports_ragged = not chunked and not stack.depends_on_length and _agrees_with_single_steps(loaded)

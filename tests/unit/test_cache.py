@@ -10,9 +10,7 @@ SPECS = (BlockCacheSpec(heads=2, key_dim=4, value_dim=3, window=None), BlockCach
 
 
 def make(batch: int = 2, max_length: int = 8, left_padding: list[int] | None = None) -> SpanCache:
-    return SpanCache(
-        SPECS, batch, max_length, dtype=torch.float32, device=torch.device("cpu"), left_padding=left_padding
-    )
+    return SpanCache(SPECS, batch, max_length, CacheForm("auto", torch.float32), torch.device("cpu"), left_padding)
 
 
 def write(cache: SpanCache, tokens: int, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -151,7 +149,7 @@ def test_eight_bits_of_values_that_are_no_numbers_or_next_to_nothing() -> None:
 
 @pytest.mark.parametrize("form", FEWER)
 def test_a_cache_of_fewer_bits_rolls_back_and_moves_rows(form: CacheDtype) -> None:
-    cache = SpanCache(SPECS, 3, 8, dtype=torch.float32, device=torch.device("cpu"), held=form)
+    cache = SpanCache(SPECS, 3, 8, CacheForm(form, torch.float32), torch.device("cpu"))
     random = torch.Generator().manual_seed(0)
     keys, given = torch.randn(3, 2, 4, 4, generator=random), torch.randn(3, 2, 4, 3, generator=random)
     cache.write(0, keys, given)
