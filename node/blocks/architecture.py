@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
@@ -21,6 +21,10 @@ from .config import choose_dtype, read_config
 from .skeleton import Skeleton, build
 from .span_adapter import linear_shapes
 from .stack import BlockStack
+
+_CACHE_WINDOW: Final = frozenset({"moshi"})
+"""Architectures whose cache drops what is beyond the window, while their masks let a piece of a prompt see all of
+it."""
 
 
 def open_skeleton(folder: Path, dtype: str = "auto") -> Skeleton:
@@ -60,7 +64,8 @@ def windows_of(skeleton: Skeleton) -> list[int | None]:
     """Per block of the whole model, how far back it looks.
 
     Raises:
-        ModelError: a block keeps something else than attention keys and values, or nothing.
+        ModelError: a block keeps something else than attention keys and values, or nothing; or how a prompt is cut
+            would change what it computes.
     """
     named = repr(skeleton.config.model_type)
     if "past_key_values" not in inspect.signature(skeleton.decoder.forward).parameters:
@@ -72,6 +77,11 @@ def windows_of(skeleton: Skeleton) -> list[int | None]:
     for layer in DynamicCache(config=skeleton.config).layers:
         if type(layer) is DynamicSlidingWindowLayer:
             windows.append(int(layer.sliding_window))
+            if skeleton.config.model_type in _CACHE_WINDOW and windows[-1] < skeleton.config.max_position_embeddings:
+                raise ModelError(
+                    f"{named} with a window of {windows[-1]} tokens has, in transformers, other answers to a longer "
+                    "prompt in one piece than in several: petalnode cannot serve it"
+                )
         elif type(layer) is DynamicLayer:
             windows.append(None)
         else:

@@ -41,6 +41,9 @@ def read_config(folder: Path) -> PreTrainedConfig:
         raise ModelError(f"{path} cannot be used ({reason_of(error)})") from error
     if text.dtype is None:
         text.dtype = config.dtype
+    # The head is that of the whole model, whose configuration says whether it is the embeddings.
+    if getattr(config, "tie_word_embeddings", False):
+        text.tie_word_embeddings = True
     return text
 
 

@@ -76,6 +76,19 @@ def test_an_attention_block_of_a_hybrid_is_not_loaded_alone(tmp_path: Path) -> N
         load_span(tmp_path / "model", Span(attention, attention + 1))
 
 
+@pytest.mark.parametrize("window", [256, 128])
+def test_a_window_that_only_the_cache_has_is_refused(window: int, tmp_path: Path) -> None:
+    """In transformers, moshi sees all of a prompt that comes at once, and a window of one that comes in pieces."""
+    config = AutoConfig.for_model("moshi", max_position_embeddings=256, sliding_window=window, num_hidden_layers=2)
+    config.save_pretrained(tmp_path / "model")
+    for who in ("server before it reads", "sizes", "adapters", "download"):
+        if window == 256:
+            EVERYBODY[who](tmp_path / "model")
+            continue
+        with pytest.raises(ModelError, match=r"window of 128 tokens .* in one piece than in several"):
+            EVERYBODY[who](tmp_path / "model")
+
+
 @pytest.mark.parametrize("method", QUANTISED)
 def test_quantised_weights_are_refused_by_their_configuration(method: str, tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path / "model")

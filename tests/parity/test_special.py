@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +109,32 @@ def test_the_language_part_of_a_model_that_sees_pictures(tmp_path: Path) -> None
         span = load_span(tmp_path, cut)
         hidden = span.forward(hidden, span.make_cache(2, 16))
     assert (client.head(hidden) - expected).abs().max() <= 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("head", ["tied", "tied, says the configuration", "its own"])
+def test_a_model_that_also_sees_says_outside_of_its_language_part_that_the_head_is_the_embeddings(
+    head: str, tmp_path: Path
+) -> None:
+    text = {
+        "model_type": "qwen2", "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 96,
+        "num_hidden_layers": NUM_BLOCKS, "num_attention_heads": 4, "num_key_value_heads": 2,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 16, "mlp_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 64,
+        "output_channels": 16, "global_attn_indexes": [0],
+    }  # fmt: skip
+    tied = head == "tied"
+    config = AutoConfig.for_model("got_ocr2", text_config=text, vision_config=vision, tie_word_embeddings=tied)
+    torch.manual_seed(0)
+    whole = AutoModelForImageTextToText.from_config(config).eval()
+    whole.save_pretrained(tmp_path)
+    if head == "tied, says the configuration":
+        stated = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
+        (tmp_path / "config.json").write_text(json.dumps(stated))
+        whole = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
+    assert not config.text_config.tie_word_embeddings
+    ids = torch.randint(3, VOCABULARY, (1, 12))
+    client, span = load_client(tmp_path), load_span(tmp_path, Span(0, NUM_BLOCKS))
+    hidden = span.forward(client.embed(ids), span.make_cache(1, 16))
+    assert (client.head(hidden) - whole(ids).logits).abs().max() <= 1e-5
