@@ -28,6 +28,7 @@ from ...protocols.framing import PeerError
 from ..network.addresses import is_loopback, without_peer
 from ..network.host import Host
 from ..network.mdns import run_mdns, service_name
+from .config import SwarmConfig
 from .directory import Directory
 
 log = logging.getLogger(__name__)
@@ -197,10 +198,6 @@ class Discovery:
 
     Args:
         peers: those to join by, as (peer id, address), tried for ever.
-        peer_store: the file of peers of earlier runs, if there is one.
-        mdns: whether to look for neighbours, and to be seen by them.
-        listen: where this node listens; nowhere, for a client.
-        psk: the private swarm's key.
     """
 
     def __init__(
@@ -208,21 +205,17 @@ class Discovery:
         host: Host,
         directory: Directory,
         nursery: trio.Nursery,
-        *,
         peers: Sequence[tuple[str, str]],
-        peer_store: Path | None,
-        mdns: bool,
-        listen: Sequence[str],
-        psk: str | None,
+        config: SwarmConfig,
     ) -> None:
         self._host = host
         self._directory = directory
         self._nursery = nursery
         self._peers = [PeerCandidate("peers", peer_id, (addr,)) for peer_id, addr in peers]
         self._named = frozenset(peer_id for peer_id, _ in peers)
-        self._peer_store = None if peer_store is None else PeerStore(peer_store)
-        self._service = service_name(psk) if mdns and not is_local(listen) else None
-        self._listens = bool(listen)
+        self._peer_store = None if config.remembered is None else PeerStore(config.remembered)
+        self._service = service_name(config.psk) if config.mdns and not is_local(config.listen) else None
+        self._listens = bool(config.listen)
         self._neighbours: dict[str, PeerCandidate] = {}
         self._neighbours_asked = trio.Event()
         self._calling: set[str] = set()

@@ -95,16 +95,7 @@ class Swarm(MessageStreams):
         nat = NatConfig(bool(config.listen), config.announce, config.peers, config.relay, config.relay_limits)
         self.nat = NatManager(host, self._directory, nursery, nat, addrs_changed=self._announcer.addrs_changed)
         self._directory.about = self.nat.about
-        self._discovery = Discovery(
-            host,
-            self._directory,
-            nursery,
-            peers=bootstrap,
-            peer_store=config.remembered,
-            mdns=config.mdns,
-            listen=config.listen,
-            psk=config.psk,
-        )
+        self._discovery = Discovery(host, self._directory, nursery, bootstrap, config)
         self._evidence, self.gossip = evidence, gossip  # no gossip if this node takes no part in it
         self.set_handler(EVIDENCE, wire.EvidenceFrame, evidence.serve, max_header=MAX_EVIDENCE, max_payload=PIECE_BYTES)
         max_header = self._directory.max_header

@@ -14,6 +14,7 @@ from petalnode.crypto.identity import Identity
 from petalnode.node.network import mdns
 from petalnode.node.network.mdns import announceable, is_apart, read_txt, service_name, txt_record
 from petalnode.node.swarm import discovery as discovery_module
+from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.discovery import Discovery, is_local, pause_before
 from petalnode.protocols.framing import PeerError
 from tests.node_inspection import held
@@ -139,6 +140,11 @@ def test_a_record_tells_whether_the_node_was_told_its_swarm() -> None:
     assert read_txt(txt_record([addr], True)) == read_txt(txt_record([addr]))
 
 
+def looking(listens: bool) -> SwarmConfig:
+    """Of a node that looks for its neighbours."""
+    return SwarmConfig(Identity.generate(), listen=("/ip4/0.0.0.0/tcp/1",) if listens else (), mdns=True)
+
+
 class Neighbourhood:
     """A node, its network and its directory. `met` are those it has called on, in order; the `silent` do not answer."""
 
@@ -193,11 +199,8 @@ def neighbourhood(
     async def main() -> None:
         async with trio.open_nursery() as nursery:
             parts: Any = node
-            listen = ["/ip4/0.0.0.0/tcp/1"] if listens else []
             peers = [(peer_id, "/ip4/10.0.0.3/tcp/3") for peer_id in named]
-            discovery = Discovery(
-                parts, parts, nursery, peers=peers, peer_store=None, mdns=True, listen=listen, psk=None
-            )
+            discovery = Discovery(parts, parts, nursery, peers, looking(listens))
             discovery.start()
             if named:
                 await trio.sleep(20)
@@ -251,8 +254,7 @@ def returning(monkeypatch: pytest.MonkeyPatch, node: Neighbourhood, run_mdns: An
     async def main() -> None:
         async with trio.open_nursery() as nursery:
             parts: Any = node
-            listen = ["/ip4/0.0.0.0/tcp/1"] if listens else []
-            discovery = Discovery(parts, parts, nursery, peers=[], peer_store=None, mdns=True, listen=listen, psk=None)
+            discovery = Discovery(parts, parts, nursery, [], looking(listens))
             discovery.start()
             await discovery.search()
             discovery.start_returning()
@@ -304,9 +306,7 @@ def test_neighbours_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPa
     async def main() -> None:
         node: Any = Alone()
         async with trio.open_nursery() as nursery:
-            found = Discovery(
-                node, node, nursery, peers=[], peer_store=None, mdns=True, listen=["/ip4/0.0.0.0/tcp/1"], psk=None
-            )
+            found = Discovery(node, node, nursery, [], looking(listens=True))
             found.start()
             await trio.testing.wait_all_tasks_blocked()
             assert 0 < held(found) <= 200
