@@ -1,4 +1,4 @@
-"""What the build puts into the wheel: libp2p as it is, and a stand-in for fastecdsa that computes as the real one."""
+"""What the build puts into the wheel, what a checkout is beside an installed one, and what a release asks for."""
 
 from __future__ import annotations
 
@@ -14,12 +14,8 @@ import tomllib
 import zipfile
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -28,90 +24,6 @@ from petalnode.node.blocks.kernels import library
 from tests.import_graph import ROOT
 
 PACKAGING = ROOT / "packaging"
-
-
-def load(name: str, path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def stand_in(name: str) -> ModuleType:
-    """A module of packaging/fastecdsa, beside the real one if that is installed."""
-    if "stand_in" not in sys.modules:
-        load("stand_in", PACKAGING / "fastecdsa" / "__init__.py")
-    return importlib.import_module(f"stand_in.{name}")
-
-
-def secret_of(private: int, public: tuple[int, int]) -> int:
-    """The secret that OpenSSL agrees on."""
-    theirs = ec.EllipticCurvePublicNumbers(*public, ec.SECP256R1()).public_key()
-    return int.from_bytes(ec.derive_private_key(private, ec.SECP256R1()).exchange(ec.ECDH(), theirs), "big")
-
-
-# RFC 5903, section 8.1: both sides' private keys and points, and the point they agree on.
-I = 0xC88F01F510D9AC3F70A292DAA2316DE544E9AAB8AFE84049C62A9C57862D1433  # noqa: E741
-R = 0xC6EF9C5D78AE012A011164ACB397CE2088685D8F06BF9BE0B283AB46476BEE53
-SHARED = (
-    0xD6840F6B42F6EDAFD13116E0E12565202FEF8E9ECE7DCE03812464D04B9442DE,
-    0x522BDE0AF0D8585B8DEF9C183B5AE38F50235206A8674ECB5D98EDB20EB153A2,
-)
-
-
-def test_both_sides_agree_on_the_point_of_the_rfc() -> None:
-    public = stand_in("keys").get_public_key
-    for point in (public(I) * R, R * public(I), I * public(R)):
-        assert (point.x, point.y) == SHARED
-
-
-@pytest.mark.parametrize("scalar", [1, 2, 3, 7, -2, -1])
-def test_a_multiple_of_a_point_is_that_of_openssl(scalar: int) -> None:
-    keys, curve = stand_in("keys"), stand_in("curve").P256
-    point = keys.get_public_key(I)
-    expected = keys.get_public_key(I * scalar % curve.q)
-    assert point * scalar == point * (scalar + curve.q) == expected
-
-
-def test_infinity_and_points_off_the_curve_are_refused() -> None:
-    point = stand_in("keys").get_public_key(I)
-    with pytest.raises(ValueError):  # noqa: PT011
-        point * point.curve.q
-    with pytest.raises(ValueError, match="not on curve"):
-        type(point)(point.x, point.y + 1)
-
-
-@pytest.mark.parametrize("compressed", [False, True])
-def test_public_keys_survive_their_encoding(compressed: bool) -> None:
-    encoder, point = stand_in("encoding.sec1").SEC1Encoder, stand_in("keys").get_public_key(R)
-    data = encoder.encode_public_key(point, compressed=compressed)
-    assert len(data) == (33 if compressed else 65)
-    assert encoder.decode_public_key(data, point.curve) == point
-
-
-@pytest.mark.parametrize("data", [b"", b"\0", b"\x04" + bytes(64), b"\x02" + b"\xff" * 32, bytes(65)])
-def test_what_is_no_public_key_is_refused(data: bytes) -> None:
-    sec1 = stand_in("encoding.sec1")
-    with pytest.raises(sec1.InvalidSEC1PublicKey):
-        sec1.SEC1Encoder.decode_public_key(data, stand_in("curve").P256)
-
-
-def test_a_new_private_key_is_in_range_and_exported_as_openssl_reads_it() -> None:
-    keys, curve = stand_in("keys"), stand_in("curve").P256
-    private = keys.gen_private_key(curve)
-    assert 0 < private < curve.q and keys.gen_private_key(curve) != private
-    read = serialization.load_pem_private_key(keys.export_key(private, curve, encoder=keys.PEMEncoder).encode(), None)
-    assert isinstance(read, ec.EllipticCurvePrivateKey)
-    assert read.private_numbers().private_value == private
-    public = keys.get_public_key(private, curve)
-    assert (public * I).x == secret_of(I, (public.x, public.y))
-
-
-@pytest.mark.parametrize("number", [0, 1, 255, 256, 2**255, 2**256 - 1])
-def test_the_bytes_of_an_integer_are_counted(number: int) -> None:
-    assert stand_in("encoding.util").int_bytelen(number) == len(number.to_bytes(40, "big").lstrip(b"\0"))
 
 
 def test_files_are_added_to_a_wheel_and_its_record(tmp_path: Path) -> None:
@@ -292,134 +204,6 @@ def test_the_libp2p_of_the_wheel_is_that_of_the_tests() -> None:
     assert f"\n{pinned}\n" in (PACKAGING / "constraints.txt").read_text()
 
 
-@pytest.fixture
-def wheels() -> ModuleType:
-    return load("check_wheels", PACKAGING / "check_wheels.py")
-
-
-def test_the_registry_is_the_one_that_pip_is_configured_with(wheels: ModuleType) -> None:
-    settings = """\
-global.index-url='https://a.example/simple'
-:env:.index-url='https://b.example/simple'
-global.extra-index-url='file:///one https://c.example/two'
-global.find-links='/opt/wheels'
-install.trusted-host='c.example'
-global.cert='/etc/ssl/all.crt'
-freeze.timeout='10'
-"""
-    found = wheels.registry(settings)
-    assert found.certificates == "/etc/ssl/all.crt" and not found.offline
-    assert found.options() == [
-        *("--default-index", "https://b.example/simple"),
-        *("--index", "file:///one", "--index", "https://c.example/two"),
-        *("--find-links", "/opt/wheels", "--allow-insecure-host", "c.example"),
-    ]
-    assert wheels.registry("").options() == []
-    assert wheels.registry(":env:.no-index='1'").offline
-
-
-class Answers:
-    """In place of `subprocess.run`: pip and uv as they answer. Remembers what was asked."""
-
-    def __init__(
-        self,
-        *,
-        pip: tuple[int, str] = (0, ""),
-        uv: tuple[int, str] = (0, ""),
-        built: str = "any",
-        stops: str = "download",
-    ) -> None:
-        self.pip, self.uv, self.built, self.stops = pip, uv, built, stops
-        self.asked: list[list[str]] = []
-
-    def __call__(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        assert options["timeout"] > 0 and options["env"]["CC"] == "/bin/false"
-        self.asked.append(command)
-        if "uv" in command:
-            return subprocess.CompletedProcess(command, self.uv[0], "trio==1\ntorch==2\n", self.uv[1])
-        if "wheel" in command:
-            folder = Path(command[command.index("-w") + 1])
-            folder.mkdir(exist_ok=True)
-            (folder / f"{command[-1].partition('=')[0]}-1-py3-none-{self.built}.whl").touch()
-        failed = self.pip[0] if self.stops in command else 0
-        return subprocess.CompletedProcess(command, failed, "", self.pip[1])
-
-
-def checked(wheels: ModuleType, monkeypatch: pytest.MonkeyPatch, answers: Answers, *options: str) -> int:
-    monkeypatch.setattr(wheels.subprocess, "run", answers)
-    monkeypatch.setattr(sys, "argv", ["check_wheels.py", *options])
-    return wheels.main()  # type: ignore[no-any-return]
-
-
-def test_every_system_and_python_is_checked_with_the_pinned_versions(
-    wheels: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    answers = Answers()
-    assert checked(wheels, monkeypatch, answers) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 12 and all(line.startswith("ok") and line.endswith("2 wheels") for line in lines)
-    compiled = [command for command in answers.asked if "uv" in command]
-    assert {command[command.index("--python-version") + 1] for command in compiled} == {"3.11", "3.12", "3.13"}
-    assert all(str(PACKAGING / "constraints.txt") in command and "--only-binary" in command for command in compiled)
-
-
-def test_the_newest_versions_are_those_that_pip_takes_wheel_or_not(
-    wheels: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answers = Answers()
-    assert checked(wheels, monkeypatch, answers, "--newest") == 0
-    compiled = [command for command in answers.asked if "uv" in command]
-    assert len(compiled) == 24 and sum("--only-binary" in command for command in compiled) == 12
-    assert not any(str(PACKAGING / "constraints.txt") in command for command in answers.asked)
-
-
-BROKEN = "WARNING: Retrying (Retry(total=4)) after connection broken by 'X'\nERROR: No matching distribution found"
-NO_SOLUTION = "x No solution found when resolving dependencies:\n hint: network-thing has no wheels"
-
-
-@pytest.mark.parametrize(
-    ("answers", "code", "says"),
-    [
-        (Answers(uv=(1, NO_SOLUTION)), 1, "NO  Linux x86-64, Python 3.11: x No solution"),
-        (Answers(uv=(2, "error: unexpected argument")), 1, "unexpected argument"),
-        (Answers(uv=(2, "error: Failed to fetch: `https://a.example`")), 0, "skipped: no registry (error: Failed"),
-        (Answers(pip=(1, "ERROR: No matching distribution found")), 0, "skipped: no registry (ERROR: No matching"),
-        (Answers(pip=(1, BROKEN), stops="wheel"), 0, "skipped: no registry (ERROR: No matching"),
-        (
-            Answers(pip=(1, "ERROR: command 'cc' failed"), stops="wheel"),
-            1,
-            "not built without a compiler: ERROR: command",
-        ),
-        (Answers(built="linux_x86_64"), 1, "varint-1-py3-none-linux_x86_64.whl is for this system only"),
-    ],
-    ids=["no wheel", "uv fails", "registry stops", "no registry", "registry stops early", "compiles", "compiled"],
-)
-def test_faults_are_told_and_a_missing_registry_is_none(
-    wheels: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    answers: Answers,
-    code: int,
-    says: str,
-) -> None:
-    assert checked(wheels, monkeypatch, answers) == code
-    assert says in capsys.readouterr().out
-
-
-def test_a_registry_that_never_answers_is_given_up(
-    wheels: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        if "config" in command:
-            return subprocess.CompletedProcess(command, 0, "", "")
-        raise subprocess.TimeoutExpired(command, options["timeout"])
-
-    monkeypatch.setattr(wheels.subprocess, "run", run)
-    monkeypatch.setattr(sys, "argv", ["check_wheels.py"])
-    assert wheels.main() == 0
-    assert capsys.readouterr().out == "skipped: no registry (not done in 240 s)\n"
-
-
 def git(folder: Path, *arguments: str) -> None:
     who = (
         "-c",
@@ -471,7 +255,7 @@ def test_a_release_that_is_not_prepared_is_refused(tmp_path: Path, version: str,
 def test_a_clean_install_wants_to_know_from_where(tmp_path: Path) -> None:
     script, empty = PACKAGING / "clean_install.sh", {"PATH": "/usr/bin:/bin", "TMPDIR": str(tmp_path)}
     result = subprocess.run(["bash", str(script)], env=empty, capture_output=True, text=True)
-    assert result.returncode and "source, wheel, compiled or wheelhouse" in result.stderr
+    assert result.returncode and "source, wheel, locked, compiled or wheelhouse" in result.stderr
     assert not list(tmp_path.iterdir())
 
 
