@@ -24,14 +24,13 @@ from ...protocols.announcement import (
     open_signed,
 )
 from .address_shares import AddressShares
+from .transport.memory import own_budgets
 
 _NAMESPACE: Final = "petalnode"
 MODELS_KEY: Final = f"/{_NAMESPACE}/models"
 MAX_VALUE: Final = 32 * 1024
 """Bytes; an announcement has fewer."""
 MAX_MODELS_RECORDS: Final = 32
-MAX_BYTES: Final = 16 << 20
-"""Of all values together, each with `ENTRY_BYTES` more."""
 ENTRY_BYTES: Final = 1024
 """What an entry takes in memory beside its value, or somewhat more."""
 
@@ -131,13 +130,14 @@ class ValueStore:
 
     Args:
         clock: seconds since 1970.
+        most: bytes of all values together, each with `ENTRY_BYTES` more; `own_budgets().values` if it is not given.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, clock: Callable[[], float] = time.time, most: int | None = None) -> None:
         self.backing: Callable[[bytes], int] = no_backing
         self._clock = clock
         self._values: dict[str, tuple[Value, float]] = {}
-        self._shares = AddressShares[str](MAX_BYTES)
+        self._shares = AddressShares[str](own_budgets().values if most is None else most)
 
     def __len__(self) -> int:
         return len(self._values)

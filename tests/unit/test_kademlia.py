@@ -18,7 +18,6 @@ from libp2p.peer.peerstore import PeerStore
 from multiaddr import Multiaddr
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.network import value_store
 from petalnode.node.network.address_shares import AddressShares
 from petalnode.node.network.kad_messages import KAD, MAX_ANSWER_FIELDS, BadMessage, parse, record_of
 from petalnode.node.network.kad_service import OF_PEER, PATIENCE, Place, to_drop
@@ -190,9 +189,8 @@ def test_a_list_of_models_ranks_by_backing_then_by_length_and_lasts_as_long_as_i
     assert kept.put(MODELS_KEY, other, "")
 
 
-def test_one_address_fills_its_share_and_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(value_store, "MAX_BYTES", 100 * (ENTRY_BYTES + 1000))
-    kept = ValueStore(Clock())
+def test_one_address_fills_its_share_and_nobody_elses() -> None:
+    kept = ValueStore(Clock(), most=100 * (ENTRY_BYTES + 1000))
     value = Value(bytes(1000), NOW + 100)
     for number in range(20):
         assert kept.put(f"honest{number}", value, f"11.0.0.{number}")

@@ -13,20 +13,21 @@ from hypothesis import strategies as st
 
 from petalnode.node.network.transport import memory
 from petalnode.node.network.transport.memory import Budgets, HeapUse, budgets_of, give_back, own_budgets, worth_trimming
+from petalnode.node.network.value_store import ENTRY_BYTES, MAX_VALUE, Value, ValueStore
 from petalnode.node.testing import run_autojumping
 
 MIB, GIB = 1 << 20, 1 << 30
 
 
 def together(budgets: Budgets) -> int:
-    return budgets.ungranted + budgets.unread + budgets.received + budgets.view
+    return budgets.ungranted + budgets.unread + budgets.received + budgets.view + budgets.values
 
 
 def test_a_laptop_and_a_large_server_have_what_suits_them() -> None:
-    assert budgets_of(GIB) == Budgets(16 * MIB, 48 * MIB, 24 * MIB, 64 * MIB, 32 * MIB)
-    assert budgets_of(4 * GIB) == Budgets(16 * MIB, 48 * MIB, 24 * MIB, 64 * MIB, 64 * MIB)
-    assert budgets_of(32 * GIB) == Budgets(64 * MIB, 256 * MIB, 128 * MIB, 128 * MIB, 160 * MIB)
-    assert budgets_of(512 * GIB) == Budgets(128 * MIB, GIB, GIB // 2, GIB, 160 * MIB)
+    assert budgets_of(GIB) == Budgets(16 * MIB, 48 * MIB, 24 * MIB, 64 * MIB, 32 * MIB, 4 * MIB)
+    assert budgets_of(4 * GIB) == Budgets(16 * MIB, 48 * MIB, 24 * MIB, 64 * MIB, 64 * MIB, 4 * MIB)
+    assert budgets_of(32 * GIB) == Budgets(64 * MIB, 256 * MIB, 128 * MIB, 128 * MIB, 160 * MIB, 16 * MIB)
+    assert budgets_of(512 * GIB) == Budgets(128 * MIB, GIB, GIB // 2, GIB, 160 * MIB, 16 * MIB)
 
 
 @given(st.integers(1, 1 << 45), st.integers(1, 1 << 45))
@@ -126,3 +127,15 @@ assert heap.use().resident <= kept.resident - kept.kept // 2, (kept, heap.use())
 
 def test_groups_are_read_where_there_are_none(tmp_path: Path) -> None:
     assert memory.group_limits(tmp_path, tmp_path / "none") == []
+
+
+def test_the_values_kept_for_others_have_room_by_the_memory_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    own_budgets.cache_clear()
+    try:
+        monkeypatch.setattr(memory, "group_limits", lambda: [(GIB, GIB)])
+        kept, value = ValueStore(lambda: 0.0), Value(bytes(MAX_VALUE), 1.0)
+        for number in range(600):
+            kept.put(f"k{number}", value, f"11.0.{number % 200}.1")
+        assert len(kept) == 4 * MIB // (MAX_VALUE + ENTRY_BYTES)
+    finally:
+        own_budgets.cache_clear()

@@ -32,6 +32,7 @@ class Budgets:
         unread_of_peer: either of one peer.
         received: messages received in part, or worked with, beside one of any size.
         view: announcements of servers, at 16 KiB for each.
+        values: kept for others in Kademlia.
     """
 
     ungranted: int
@@ -39,6 +40,7 @@ class Budgets:
     unread_of_peer: int
     received: int
     view: int
+    values: int
 
 
 def budgets_of(memory: int) -> Budgets:
@@ -55,6 +57,7 @@ def budgets_of(memory: int) -> Budgets:
         unread_of_peer=unread // 2,
         received=part(256, 64, 1024),
         view=part(64, 32, 160),
+        values=part(1024, 4, 16),
     )
 
 

@@ -90,7 +90,7 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
         PEER,
         f"{MESSAGES}.MAX_REQUEST {MESSAGES}.MAX_REQUEST_FIELDS {MESSAGES}.MAX_ANSWER {MESSAGES}.MAX_ANSWER_FIELDS",
         f"{KADEMLIA}.PATIENCE {KADEMLIA}.OF_PEER {KADEMLIA}.OF_ADDRESS {LIMITS}.WORK_PER_SECOND",
-        f"{KADEMLIA}.MAX_STREAMS node.network.provider_store.MAX_RECORDS node.network.value_store.MAX_BYTES",
+        f"{KADEMLIA}.MAX_STREAMS node.network.provider_store.MAX_RECORDS node.network.transport.memory.budgets_of",
         ("tests/attacks/test_kademlia.py", "tests/attacks/test_provider_records.py"),
         ("Kademlia", "message of Kademlia"),
         ("Kademlia values", "Kademlia questions", "provider records"),
