@@ -93,7 +93,7 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
         *("attacks/test_full_share_at_api", "attacks/test_large_bodies_at_api", "api/test_batches"),
         *("api/test_hostile_requests", "api/test_strange_values"),
     ),
-    "node/network/kad_*.py": (*_KADEMLIA, "attacks/test_kademlia"),
+    "node/network/kad_*.py": (*_KADEMLIA, "attacks/test_kademlia", "attacks/test_provider_records"),
     "node/network/value_store.py": _KADEMLIA,
     "node/network/provider_store.py": ("attacks/test_provider_records",),
     "node/network/routing_table.py": _KADEMLIA,

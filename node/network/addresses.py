@@ -135,6 +135,14 @@ def read_multiaddr(text: str) -> Multiaddr:
     return addr
 
 
+def is_readable(addr: Multiaddr) -> bool:
+    """Whether a multiaddr of a stranger's bytes, which the library does not look at before, can be read."""
+    try:
+        return len(addr.to_bytes()) <= MAX_TEXT and bool(read_multiaddr(str(addr)).to_bytes())
+    except Exception:  # of many kinds
+        return False
+
+
 def _values(addr: Multiaddr) -> dict[str, str]:
     return {protocol.name: value for protocol, value in addr.items()}
 

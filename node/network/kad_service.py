@@ -22,7 +22,7 @@ from multiaddr import Multiaddr
 from ...protocols.announcement import BadAnnouncement
 from ...protocols.delimited import DelimitedStream
 from ...protocols.framing import PeerError, StreamClosed
-from .addresses import without_peer
+from .addresses import is_readable, without_peer
 from .host import Host
 from .kad_messages import KAD, MAX_KEY, MAX_REQUEST, MAX_REQUEST_FIELDS, BadMessage, parse, record_of
 from .provider_store import FairProviderStore
@@ -164,7 +164,9 @@ class KadService:
         """Nobody else can leave a record for a peer."""
         own = ID.from_string(peer_id).to_bytes()
         for provider in request.providerPeers:
-            if provider.id == own and (addrs := list(_multiaddrs(provider.addrs))):
+            if provider.id != own:
+                continue
+            if addrs := [addr for addr in provider.addrs if is_readable(Multiaddr(addr))]:
                 self._providers.add(request.key, peer_id, addrs)
 
     async def _keep(self, request: Message, place: Place) -> Record:
@@ -196,11 +198,3 @@ class KadService:
         is_here = self._host.is_connected(peer_id)
         state = Message.ConnectionType.CONNECTED if is_here else Message.ConnectionType.CAN_CONNECT
         return Message.Peer(id=ID.from_string(peer_id).to_bytes(), addrs=list(addrs), connection=state)
-
-
-def _multiaddrs(addrs: Iterable[bytes]) -> Iterator[bytes]:
-    """Those that are multiaddrs."""
-    for addr in addrs:
-        with contextlib.suppress(Exception):  # of many kinds
-            Multiaddr(addr)
-            yield addr

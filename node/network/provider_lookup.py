@@ -276,13 +276,14 @@ def _contacts(peers: Sequence[Message.Peer], limit: int) -> tuple[Contact, ...]:
     for peer in random.sample(list(peers), min(limit, len(peers))):
         if not 2 <= len(peer.id) <= _MAX_ID:
             continue
-        addrs = [text for addr in peer.addrs[:_MAX_ADDRS] if (text := _address(addr)) is not None]
+        addrs = [text for addr in peer.addrs[:_MAX_ADDRS] if (text := address_of(addr)) is not None]
         contact = Contact(str(ID(peer.id)), tuple(addrs))
         found[contact.peer_id] = contact
     return tuple(found.values())
 
 
-def _address(data: bytes) -> str | None:
+def address_of(data: bytes) -> str | None:
+    """The multiaddr in a stranger's bytes, if a peer can be dialed there."""
     if len(data) > MAX_TEXT:
         return None
     try:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 
 import pytest
 import trio
 from google.protobuf.message import Message as AnyMessage
 from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.identity.identify.pb.identify_pb2 import Identify
 from libp2p.kad_dht.pb.kademlia_pb2 import Message, Record
 from libp2p.peer.id import ID
 from multiaddr import Multiaddr
@@ -19,6 +21,7 @@ from petalnode.node.network import kad_service
 from petalnode.node.network.dht import Dht, open_dht
 from petalnode.node.network.host import Host, open_host
 from petalnode.node.network.kad_messages import MAX_REQUEST_FIELDS, BadMessage, parse
+from petalnode.node.network.standard_protocols import IDENTIFY_PUSH
 from petalnode.node.network.transport.stream_bytes import StreamBytes
 from petalnode.node.network.value_store import server_key
 from petalnode.protocols.announcement import (
@@ -128,9 +131,68 @@ def test_of_a_record_key_and_value_are_kept_and_no_other_namespace() -> None:
             for bad in (padded_key(), put(key, b""), put(key, value[:-1]), put(key[:-1], value), put(b"/pk/x", value)):
                 bad.record.ClearField("author")
                 assert await asked(attacker, victim, bad) is None
+            misplaced = put(key, value)
+            misplaced.record.key = b"/petalnode/models"
+            assert await asked(attacker, victim, misplaced) is None
             other = put(key, value)
             other.key = b"/petalnode/models"
             assert await asked(attacker, victim, other) is None
+
+    trio.run(main)
+
+
+def test_questions_of_the_specification_are_answered_and_records_are_of_who_leaves_them() -> None:
+    async def main() -> None:
+        async with node() as (victim, table), node() as (other, _), knowing(victim) as asking:
+
+            def named(peer: Host) -> tuple[bytes, tuple[bytes, ...]]:
+                return ID.from_string(peer.peer_id).to_bytes(), tuple(addr.to_bytes() for addr in listened(peer))
+
+            def listened(peer: Host) -> list[Multiaddr]:
+                return [Multiaddr(addr.rpartition("/p2p/")[0]) for addr in peer.addrs()]
+
+            async def ask(kind: Message.MessageType, key: bytes = b"k", *left: bytes) -> Message | None:
+                question = Message(type=kind, key=key)
+                for peer_id in left:
+                    question.providerPeers.add(id=peer_id, addrs=[b"no multiaddr", listened(other)[0].to_bytes()])
+                return await asked(asking, victim, question)
+
+            def peers(found: Iterable[Message.Peer]) -> list[tuple[bytes, tuple[bytes, ...]]]:
+                return [(peer.id, tuple(peer.addrs)) for peer in found]
+
+            await table.add_peer(other.peer_id, other.addrs())
+            assert await ask(Message.PING) == Message(type=Message.PING)
+            for key in (b"", bytes(200)):
+                assert await ask(Message.FIND_NODE, key) is None
+            found = await ask(Message.FIND_NODE)
+            assert found is not None and peers(found.closerPeers) == [named(other)]
+            found = await ask(Message.FIND_NODE, named(victim)[0])
+            assert found is not None and peers(found.closerPeers) == [named(victim), named(other)]
+            own = ID.from_string(asking.peer_id).to_bytes()
+            assert await ask(Message.ADD_PROVIDER, b"k", named(other)[0], own) is not None
+            found = await ask(Message.GET_PROVIDERS)
+            assert found is not None and peers(found.providerPeers) == [(own, named(other)[1][:1])]
+            (provider,) = (await table.look_up(b"k", timeout=5)).providers(random.Random(1))
+            assert provider.peer_id == asking.peer_id and provider.addrs == (str(listened(other)[0]),)
+
+    trio.run(main)
+
+
+@pytest.mark.parametrize("addr", [b"no multiaddr", b"\xff\xff", b"\x36\x03a/b", b"\xa5\x03\xff\x07" + bytes(1023)])
+def test_addresses_that_cannot_be_read_end_no_look_up(addr: bytes) -> None:
+    """Before, one connected stranger, or one record, ended all look-ups of a node: libp2p reads addresses late."""
+
+    async def main() -> None:
+        async with node() as (victim, table), knowing(victim) as attacker:
+            stream = await attacker.open_stream(victim.peer_id, IDENTIFY_PUSH)
+            await stream.write(delimited(Identify(listen_addrs=[addr], protocols=[KAD])))
+            assert await stream.read(1) == b""  # it has been read
+            question = Message(type=Message.ADD_PROVIDER, key=b"k")
+            question.providerPeers.add(id=ID.from_string(attacker.peer_id).to_bytes(), addrs=[addr])
+            assert await asked(attacker, victim, question)
+            assert await asked(attacker, victim, FIND)
+            for key in (b"k", b"other"):
+                assert not [*(await table.look_up(key, timeout=TIMEOUT)).providers(random.Random(1))]
 
     trio.run(main)
 

@@ -13,6 +13,8 @@ from libp2p.peer.peerdata import PeerData
 from libp2p.peer.peerstore import PeerRecordState, PeerStore
 from multiaddr import Multiaddr
 
+from ..addresses import is_readable
+
 MAX_PEERS: Final = 8192
 """More than there can be connections, so that nobody who is connected is forgotten at once."""
 MAX_ADDRS: Final = 32  # of one peer
@@ -65,8 +67,8 @@ class BoundedPeerStore(PeerStore):
         return self._own.private_key if peer_id == self._own_id else super().privkey(peer_id)
 
     def add_addrs(self, peer_id: ID, addrs: Sequence[Multiaddr], ttl: int = 0) -> None:
-        """As libp2p's; of more than `MAX_ADDRS` the last stay."""
-        super().add_addrs(peer_id, addrs[-MAX_ADDRS:], ttl)
+        """As libp2p's, of those that can be read; of more than `MAX_ADDRS` the last stay."""
+        super().add_addrs(peer_id, list(filter(is_readable, addrs[-MAX_ADDRS:])), ttl)
         known = self.peer_data_map[peer_id]
         known.addrs = known.addrs[-MAX_ADDRS:]
 
