@@ -7,7 +7,7 @@ import sqlite3
 import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -177,6 +177,12 @@ def test_the_file_is_for_one_process_and_of_one_kind(tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(b"something else" * 1000)
     with pytest.raises(BadInput, match="no file of batches"):
         BatchStore(tmp_path / "other")
+    with closing(sqlite3.connect(tmp_path / "another program's")) as database:
+        database.execute("CREATE TABLE bookmarks (url TEXT)")
+    data = (tmp_path / "another program's").read_bytes()
+    with pytest.raises(BadInput):
+        BatchStore(tmp_path / "another program's")
+    assert (tmp_path / "another program's").read_bytes() == data
 
 
 def test_the_disk_is_bounded_and_shared(tmp_path: Path) -> None:

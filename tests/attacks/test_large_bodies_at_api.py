@@ -7,11 +7,14 @@ import time
 import pytest
 import trio
 import trio.testing
+from starlette.requests import Request
 
 from petalnode.node.api.engine.generation import ApiLimits
 from petalnode.node.api.engine.turns import FairTurns
 from petalnode.node.api.errors import ApiError
 from petalnode.node.api.fields import parse_object
+from petalnode.node.api.http.answers import page
+from petalnode.node.api.http.bodies import read_body
 
 
 def test_empty_lists_are_counted_and_not_parsed() -> None:
@@ -30,6 +33,29 @@ def test_empty_lists_are_counted_and_not_parsed() -> None:
     assert time.process_time() - began < 3 * parsing  # of which no part keeps the interpreter
     with pytest.raises(ApiError, match="bytes"):
         parse_object(body * 2)
+
+
+@pytest.mark.parametrize("announced", [None, b"10", b"11"])
+@pytest.mark.parametrize("chunk", [5, 6])
+def test_a_body_in_chunks_is_read_as_far_as_it_may_be_long(announced: bytes | None, chunk: int) -> None:
+    chunks = iter([True, False])
+
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": bytes(chunk), "more_body": next(chunks)}
+
+    headers = [] if announced is None else [(b"content-length", announced)]
+    request = Request({"type": "http", "method": "POST", "headers": headers}, receive)
+    if chunk == 5 and announced != b"11":
+        assert trio.run(read_body, request, 10) == bytes(10)
+        return
+    with pytest.raises(ApiError, match="more than 10 bytes"):
+        trio.run(read_body, request, 10)
+
+
+@pytest.mark.parametrize("limit", ["0", "10001", "-1", "1.0", "x", "", "9" * 5000])
+def test_a_page_has_so_many_objects(limit: str) -> None:
+    with pytest.raises(ApiError, match="from 1 to 10000"):
+        page(Request({"type": "http", "query_string": f"limit={limit}".encode()}), ["a"], str, lambda name: {})
 
 
 def test_keys_take_turns_with_large_bodies() -> None:
