@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ...crypto.bounded_json import BadJson, JsonLimits, parse_json_object
 from ..errors import ModelError
 
 MAX_BLOCKS = 4096
 _CONFIG_LIMITS = JsonLimits(nbytes=4 << 20, values=200_000, depth=32, strict=False)
+
+TEXT_FILES: Final[Mapping[str, int]] = {
+    **dict.fromkeys(("generation_config.json", "chat_template*", "additional_chat_templates/*.jinja"), 4 << 20),
+    **dict.fromkeys(("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json"), 256 << 20),
+    **dict.fromkeys(("*.tiktoken", "spiece.model", "sentencepiece*.model"), 256 << 20),
+}
+"""What a client needs beside the weights: names, and the bytes that each may have. Those of real models have up to
+40 MiB; transformers reads them whole."""
 
 _BLOCK_FIELDS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HIDDEN_FIELDS = ("hidden_size", "n_embd", "n_embed", "d_model")
@@ -53,15 +61,31 @@ def open_folder(path: Path, name: str, revision: str | None = None) -> ModelFold
     """Reads the configuration in `path`; the weights are not looked at.
 
     Raises:
-        ModelError: if this is no model folder, or no decoder model.
+        ModelError: if this is no model folder, or no decoder model, or a file of its tokenizer is too large.
     """
     path = path.absolute()
     config = read_config(path)
     refuse_quantised(path, config)
+    for pattern in TEXT_FILES:
+        for file in path.glob(pattern):
+            check_text_file(str(file), file.stat().st_size if file.is_file() else 0, pattern)
     try:
         return ModelFolder(name, path, config, num_blocks(config), hidden_size(config), revision)
     except ModelError as error:
         raise ModelError(f"{path / 'config.json'}: {error}") from None
+
+
+def check_text_file(name: str, nbytes: int, pattern: str) -> None:
+    """
+    Raises:
+        ModelError: no file of the kind `pattern`, a key of `TEXT_FILES`, has so many bytes.
+    """
+    most = TEXT_FILES[pattern]
+    if nbytes > most:
+        raise ModelError(
+            f"{name} has {nbytes >> 20} MiB, where files of its kind have at most {most >> 20} MiB: it is not read. "
+            "Take the model from somebody else, or remove the file if the model does not need it"
+        )
 
 
 def refuse_quantised(path: Path, config: Mapping[str, Any]) -> None:

@@ -214,6 +214,16 @@ def test_a_span_beyond_the_model_is_said_before_any_weights_come(hub: Hub, perso
     assert not [name for name, _ in hub.gets if name.endswith(".safetensors")]
 
 
+def test_a_tokenizer_of_a_size_that_none_has_is_not_downloaded(tmp_path: Path, model: Path) -> None:
+    shutil.copytree(model, tmp_path / "large")
+    with (tmp_path / "large" / "tokenizer.json").open("wb") as stream:
+        stream.truncate(257 << 20)  # a hole
+    with serve_hub(tmp_path / "large") as hub:
+        found = Person(tmp_path / "home", hub.url).fetch(need="client")
+        assert "tokenizer.json of 'org/tiny' has 257 MiB" in found["error"] and found["exit"] == 2
+        assert {name for name, _ in hub.gets} == {"config.json"}
+
+
 def test_models_without_safetensors_are_refused(tmp_path: Path, model: Path) -> None:
     folder = tmp_path / "pickled"
     folder.mkdir()

@@ -117,6 +117,26 @@ def test_every_architecture_has_its_words(config: dict[str, object], blocks: int
     assert (num_blocks(config), hidden_size(config)) == (blocks, hidden)
 
 
+@pytest.mark.parametrize(
+    ("name", "mib", "read"),
+    [
+        *(("tokenizer.json", 256, True), ("tokenizer.json", 257, False), ("vocab.txt", 257, False)),
+        *(("generation_config.json", 5, False), ("chat_template.jinja", 4, True), ("chat_template.jinja", 5, False)),
+        *(("additional_chat_templates/tool.jinja", 5, False), ("qwen.tiktoken", 257, False), ("more.bin", 999, True)),
+    ],
+)
+def test_files_that_transformers_reads_whole_have_bounds(tmp_path: Path, name: str, mib: int, read: bool) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2, "hidden_size": 8}))
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    with (tmp_path / name).open("wb") as stream:
+        stream.truncate(mib << 20)  # a hole
+    if read:
+        resolve(tmp_path, need="config")
+        return
+    with pytest.raises(ModelError, match=rf"{Path(name).name} has {mib} MiB, where files of its kind have at most"):
+        resolve(tmp_path, need="config")
+
+
 def test_the_cache_can_be_anywhere_that_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PETALNODE_CACHE", str(tmp_path / "a" / "b"))
     assert cache_dir() == tmp_path / "a" / "b"

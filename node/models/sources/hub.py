@@ -20,7 +20,7 @@ from ..cache_dir import disk_errors, is_disk_error, require_space
 from ..checkpoint import INDEX, SINGLE, Checkpoint, read_index
 from ..digests import sha256_of
 from ..disk_limit import BeforeDownload, no_disk_limit
-from ..folder import ModelFolder, open_folder
+from ..folder import TEXT_FILES, ModelFolder, check_text_file, open_folder
 from ..manifest import MANIFEST_FILE, MAX_FILE_BYTES
 from ..parts import Need, Part, find_layout, parts_of_need
 from ..progress import Progress
@@ -31,24 +31,6 @@ _DEFAULT_REVISION = "main"
 _CONFIG = "config.json"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-# What a client needs beside the weights.
-_TEXT_FILES = (
-    *(
-        "generation_config.json",
-        "tokenizer*",
-        "vocab*",
-        "merges.txt",
-        "special_tokens_map.json",
-        "added_tokens.json",
-    ),
-    *(
-        "chat_template*",
-        "additional_chat_templates/*.jinja",
-        "*.tiktoken",
-        "spiece.model",
-        "sentencepiece*.model",
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -130,9 +112,11 @@ def _download_needed(
     if 0 < remote.files.get(MANIFEST_FILE, 0) <= MAX_FILE_BYTES:
         _small_file(remote, MANIFEST_FILE, progress)
     if need in ("client", "all"):
-        for name in remote.files:
-            if any(fnmatch.fnmatch(name, pattern) for pattern in _TEXT_FILES):
-                _small_file(remote, name, progress)
+        wanted = {name: pattern for pattern in TEXT_FILES for name in fnmatch.filter(remote.files, pattern)}
+        for name, pattern in wanted.items():
+            check_text_file(f"{name} of {remote.model_id!r}", remote.files[name], pattern)
+        for name in wanted:
+            _small_file(remote, name, progress)
     needed = _weight_files(remote, folder, parts, progress)
     weights = [name for name in needed if not (path / name).exists()]
     if weights:

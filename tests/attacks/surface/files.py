@@ -37,10 +37,10 @@ FILES: Final[Mapping[str, Row]] = {
     ),
     "tokenizer": Row(
         FILE,
+        "node.models.folder.TEXT_FILES",
         BY_TRANSFORMERS,
         BY_TRANSFORMERS,
-        BY_TRANSFORMERS,
-        ("tests/unit/test_api_grammar.py",),
+        ("tests/unit/test_models_sources.py", "tests/unit/test_models_hub.py"),
     ),
     "manifest": Row(
         FILE,
