@@ -70,10 +70,17 @@ class DelimitedStream:
     async def receive_bytes(self, *, timeout: float) -> bytes:
         """As `receive`, of a message that the caller parses."""
         with trio.move_on_after(timeout):
-            return await self._read_exactly(await self._receive_size())
+            return await self.receive_body(await self.receive_size(), timeout=timeout)
         raise StreamTimeout(f"nothing came from {self.peer_id} within {timeout:g} s", self.peer_id)
 
-    async def _receive_size(self) -> int:
+    async def receive_body(self, size: int, *, timeout: float) -> bytes:
+        """The rest of a message, after `receive_size`. Raises as `receive` does."""
+        with trio.move_on_after(timeout):
+            return await self._read_exactly(size)
+        raise StreamTimeout(f"no whole message came from {self.peer_id} within {timeout:g} s", self.peer_id)
+
+    async def receive_size(self) -> int:
+        """The bytes of the next message, however long it takes to begin. Raises as `receive` does."""
         size = 0
         for turn in range(_MAX_VARINT):
             (byte,) = await self._read_exactly(1, may_end=turn == 0)

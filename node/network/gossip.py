@@ -4,7 +4,8 @@ Traps of py-libp2p 0.8: pubsub notices only connections that are made after it w
 the node joins; a message is validated before it is seen by us or passed on, in the order of arrival, so the check must
 be quick; the default mesh is made every 120 s; what one neighbour's copy of a message was refused for is held against
 the copies of all others for 300 s; more than so many messages a second from one neighbour are not passed on; a message
-with a key that cannot be read ends it, and the host with it.
+with a key that cannot be read ends it, and the host with it; it starts a task for each message, however many come;
+it sends a message as often as its id is in one request; what it has for a peer that reads nothing may be 32 MiB.
 """
 
 from __future__ import annotations
@@ -12,18 +13,28 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
-from typing import Final
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from typing import Final, cast
 
 import trio
+from libp2p.abc import INetStream
 from libp2p.custom_types import TProtocol
+from libp2p.network.stream.net_stream import NetStream
 from libp2p.peer.id import ID
+from libp2p.pubsub import pubsub as libp2p_pubsub
 from libp2p.pubsub.gossipsub import GossipSub
 from libp2p.pubsub.pb import rpc_pb2
 from libp2p.pubsub.pubsub import Pubsub, ValidationCache
+from libp2p.pubsub.rpc_queue import RpcQueue
+from libp2p.pubsub.utils import maybe_consume_signed_record, safe_bytes_from_hex
 from libp2p.tools.anyio_service import background_trio_service
 
+from ...protocols.delimited import DelimitedStream, parse_message
+from ...protocols.framing import StreamClosed, StreamTimeout
 from .host import GOSSIP_PROTOCOLS, Host, quiet_logs
+from .transport.limits import Rates, TokenBucket
+from .transport.places import Places
+from .transport.stream_bytes import StreamBytes
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +45,30 @@ _SEEN: Final = 86400  # seconds in which a message that was passed on is not tak
 _MAX_TAKEN: Final = 1000  # messages remembered that were taken and not passed on
 _MAX_CONTROL: Final = 8  # entries of each kind in a control message
 _MAX_IDS: Final = 256  # of messages, in an entry
+_MAX_ID: Final = 256  # bytes of a message's id
 _MAX_BACKOFF: Final = 3600  # seconds
+_MAX_BACKOFFS: Final = 4096  # peers that shall not be asked into the mesh for a while
 _PUBLISHING: Final = 10.0  # seconds
+MAX_RPC: Final = 192 << 10
+"""Bytes of what neighbours send each other at once."""
+MAX_QUEUED: Final = 2 * MAX_RPC
+"""Bytes that wait for a neighbour to read."""
+MAX_FIELDS: Final = 4096
+"""Of what a neighbour sends at once."""
+OF_PEER: Final = (10.0, 400.0)
+"""What a neighbour may send per second, and at once: messages, and questions for them by their size. What goes beyond
+is read later."""
+OF_ADDRESS: Final = (30.0, 1200.0)
+SUBSCRIBING: Final = 16
+"""What a subscription counts, which is answered by what was published lately; and a stream that ends in an error."""
+ANSWERED: Final = 4096
+"""Bytes of an answer that count as a message."""
+_MAX_STREAMS: Final = 4  # of a peer, of which it uses one
+_MAX_LARGE, _LARGE = 64, 4096  # messages of at least so many bytes that are read side by side
+PATIENCE: Final = 10.0
+"""Seconds for a message that has begun."""
+READING: Final = 30.0
+"""Seconds for a neighbour to read a message."""
 
 Accept = Callable[[str, str, bytes], bool]
 """(who made it, who handed it on, data) -> whether it is acted on."""
@@ -50,8 +83,117 @@ class _NoCache(ValidationCache):
         return
 
 
+class BoundedQueue(RpcQueue):
+    """libp2p's, which holds 32 MiB for a neighbour; nor does it split what neighbours refuse to read."""
+
+    def __init__(self) -> None:
+        super().__init__(max_message_size=MAX_RPC)
+        self._bytes = 0
+
+    def push(self, rpc: rpc_pb2.RPC, priority: bool = False) -> bool:
+        size = rpc.ByteSize()
+        if self._bytes + size > MAX_QUEUED or not super().push(rpc, priority):
+            return False
+        self._bytes += size
+        return True
+
+    async def pop(self) -> rpc_pb2.RPC | None:
+        rpc: rpc_pb2.RPC | None = await super().pop()
+        self._bytes -= 0 if rpc is None else rpc.ByteSize()
+        return rpc
+
+
+libp2p_pubsub.RpcQueue = BoundedQueue
+
+
 class _Pubsub(Pubsub):
-    """libp2p's, which ends with the first message that it cannot read: one whose key is none, for example."""
+    """libp2p's, which takes whatever comes as quickly as it comes, and ends with the first message that it cannot read:
+    one whose key is none, for example."""
+
+    router: _Router
+
+    def __init__(self, host: Host, router: _Router) -> None:
+        self._origin_of = host.origin_of
+        self._of_peer, self._of_address = Rates(*OF_PEER), Rates(*OF_ADDRESS)
+        self._streams: dict[ID, list[trio.CancelScope]] = {}
+        self._large = Places(_MAX_LARGE)
+        super().__init__(
+            host.libp2p,
+            router,
+            strict_signing=True,
+            allowed_topics={router.topic},
+            max_inbound_rpc_size=MAX_RPC,
+            seen_ttl=_SEEN,
+        )
+        self.validation_cache = _NoCache()
+
+    async def stream_handler(self, stream: INetStream) -> None:
+        peer = stream.muxed_conn.peer_id
+        raw = StreamBytes(cast(NetStream, stream))
+        with self._place(peer):
+            try:
+                await raw.metered(self._read(raw, peer))
+            except StreamClosed:
+                await raw.close()
+                return
+            except Exception as error:  # whatever libp2p makes of a stranger's bytes
+                log.debug("gossip of %s ends: %r", peer, error)
+                await self._wait(peer, SUBSCRIBING)
+                self._handle_dead_peer(peer)
+        await raw.reset()
+
+    @contextlib.contextmanager
+    def _place(self, peer: ID) -> Iterator[None]:
+        """For the length of the block, one of the peer's streams is read; of too many, the oldest is not any more."""
+        scopes = self._streams.setdefault(peer, [])
+        if len(scopes) == _MAX_STREAMS:
+            scopes.pop(0).cancel()
+        with trio.CancelScope() as scope:
+            scopes.append(scope)
+            try:
+                yield
+            finally:
+                if scope in scopes:
+                    scopes.remove(scope)
+                if not scopes and self._streams.get(peer) is scopes:
+                    del self._streams[peer]
+
+    async def _read(self, raw: StreamBytes, peer: ID) -> None:
+        """Acts on what a neighbour sends, one thing after the other. Raises at the stream's end."""
+        messages = DelimitedStream(raw, str(peer), max_message=MAX_RPC)
+        while True:
+            rpc = parse_message(rpc_pb2.RPC, await self._receive(messages), most=MAX_FIELDS)
+            await self._wait(peer, 1)
+            await raw.turn()
+            if maybe_consume_signed_record(rpc, self.host, peer):
+                await self._take(peer, rpc)
+
+    async def _receive(self, messages: DelimitedStream) -> bytes:
+        size = await messages.receive_size()
+        if size < _LARGE:
+            return await messages.receive_body(size, timeout=PATIENCE)
+        with self._large.take(messages.peer_id, self._origin_of(messages.peer_id)) as place:
+            if place is not None:
+                return await messages.receive_body(size, timeout=PATIENCE)
+        raise StreamTimeout(f"{messages.peer_id} sends too slowly, or too much at once", messages.peer_id)
+
+    async def _take(self, peer: ID, rpc: rpc_pb2.RPC) -> None:
+        for subscription in rpc.subscriptions:
+            await self._wait(peer, SUBSCRIBING)
+            self.handle_subscription(peer, subscription)
+        for message in rpc.publish:
+            await self._wait(peer, 1)
+            if self._is_subscribed_to_msg(message):
+                await self.push_msg(peer, message)
+        if rpc.HasField("control"):
+            control = bounded_control(rpc.control, self.router.topic)
+            await self._wait(peer, self.router.cost_of(control))
+            await self.router.handle_rpc(rpc_pb2.RPC(control=control), peer)
+
+    async def _wait(self, peer: ID, cost: int) -> None:
+        """Waits until the peer may send so much, then until its address may."""
+        await _pass(self._of_peer.of(str(peer)), cost)
+        await _pass(self._of_address.of(self._origin_of(str(peer))), cost)
 
     async def push_msg(self, msg_forwarder: ID, msg: rpc_pb2.Message) -> None:
         try:
@@ -59,33 +201,74 @@ class _Pubsub(Pubsub):
         except Exception as error:  # whatever it makes of a stranger's message
             log.debug("a message that %s handed on was dropped: %r", msg_forwarder, error)
 
+    async def write_msg(self, stream: INetStream, rpc_msg: rpc_pb2.RPC) -> bool:
+        with trio.move_on_after(READING) as scope:
+            sent: bool = await super().write_msg(stream, rpc_msg)
+        if not scope.cancelled_caught:
+            return sent
+        await stream.reset()
+        self._handle_dead_peer(stream.muxed_conn.peer_id)
+        return False
+
+
+async def _pass(bucket: TokenBucket, cost: int) -> None:
+    """Waits until so much may pass. Who gives up leaves it to others."""
+    delay = bucket.delay(cost)
+    bucket.take_ahead(cost)
+    try:
+        await trio.sleep(delay)
+    except trio.Cancelled:
+        bucket.take_ahead(-cost)
+        raise
+
+
+def _ids(lists: Iterable[rpc_pb2.ControlIHave] | Iterable[rpc_pb2.ControlIWant]) -> list[bytes]:
+    """The ids of messages that these name, each once."""
+    ids = (name for entry in lists for name in entry.messageIDs[:_MAX_IDS] if len(name) <= _MAX_ID)
+    return list(dict.fromkeys(ids))[:_MAX_IDS]
+
 
 def bounded_control(control: rpc_pb2.ControlMessage, topic: str) -> rpc_pb2.ControlMessage:
     """What counts of a neighbour's control message: libp2p keeps a time for each topic that a PRUNE, GRAFT or IHAVE
-    names, and dials the peers that a PRUNE names."""
+    names, dials the peers that a PRUNE names, and sends a message as often as an IWANT names it."""
+    has = _ids(have for have in control.ihave[:_MAX_CONTROL] if have.topicID == topic)
+    wanted = _ids(control.iwant[:_MAX_CONTROL])
     return rpc_pb2.ControlMessage(
-        ihave=[
-            rpc_pb2.ControlIHave(topicID=topic, messageIDs=have.messageIDs[:_MAX_IDS])
-            for have in control.ihave[:_MAX_CONTROL]
-            if have.topicID == topic
-        ],
-        iwant=[rpc_pb2.ControlIWant(messageIDs=want.messageIDs[:_MAX_IDS]) for want in control.iwant[:_MAX_CONTROL]],
-        graft=[graft for graft in control.graft[:_MAX_CONTROL] if graft.topicID == topic],
+        ihave=[rpc_pb2.ControlIHave(topicID=topic, messageIDs=has)] if has else [],
+        iwant=[rpc_pb2.ControlIWant(messageIDs=wanted)] if wanted else [],
+        graft=[graft for graft in control.graft if graft.topicID == topic][:1],
         prune=[
             rpc_pb2.ControlPrune(topicID=topic, backoff=min(prune.backoff, _MAX_BACKOFF))
-            for prune in control.prune[:_MAX_CONTROL]
+            for prune in control.prune
             if prune.topicID == topic
-        ],
+        ][:1],
     )
 
 
 class _Router(GossipSub):
     """libp2p's, of one topic."""
 
-    topic = ""
+    def __init__(self, topic: str) -> None:
+        super().__init__(
+            protocols=[TProtocol(protocol) for protocol in GOSSIP_PROTOCOLS],
+            degree=_DEGREE,
+            degree_low=_DEGREE_LOW,
+            degree_high=_DEGREE_HIGH,
+            heartbeat_interval=HEARTBEAT,
+            max_messages_per_topic_per_second=_MESSAGES_PER_SECOND,
+        )
+        self.topic = topic
 
-    async def handle_rpc(self, rpc: rpc_pb2.RPC, sender_peer_id: ID) -> None:
-        await super().handle_rpc(rpc_pb2.RPC(control=bounded_control(rpc.control, self.topic)), sender_peer_id)
+    def cost_of(self, control: rpc_pb2.ControlMessage) -> int:
+        """What a control message counts: by the bytes that answer it."""
+        wanted = (safe_bytes_from_hex(name) for entry in control.iwant for name in entry.messageIDs)
+        found = [self.mcache.get(name) for name in wanted if name is not None]
+        return sum(1 + message.ByteSize() // ANSWERED for message in found if message is not None)
+
+    def _add_back_off(self, peer: ID, topic: str, is_unsubscribe: bool, backoff_duration: int = 0) -> None:
+        super()._add_back_off(peer, topic, is_unsubscribe, backoff_duration)
+        while len(self.back_off[topic]) > _MAX_BACKOFFS:  # libp2p forgets none of a peer that has gone
+            del self.back_off[topic][next(iter(self.back_off[topic]))]
 
 
 class Gossip:
@@ -122,24 +305,8 @@ async def open_gossip(
     what this node published itself. A message that was accepted and not passed on is accepted no second time: it is
     passed on if another neighbour that hands it on may have that.
     """
-    router = _Router(
-        protocols=[TProtocol(protocol) for protocol in GOSSIP_PROTOCOLS],
-        degree=_DEGREE,
-        degree_low=_DEGREE_LOW,
-        degree_high=_DEGREE_HIGH,
-        heartbeat_interval=HEARTBEAT,
-        max_messages_per_topic_per_second=_MESSAGES_PER_SECOND,
-    )
-    router.topic = topic
-    pubsub = _Pubsub(
-        host.libp2p,
-        router,
-        strict_signing=True,
-        allowed_topics={topic},
-        max_inbound_rpc_size=4 * max_bytes,
-        seen_ttl=_SEEN,
-    )
-    pubsub.validation_cache = _NoCache()
+    router = _Router(topic)
+    pubsub = _Pubsub(host, router)
     taken: OrderedDict[bytes, None] = OrderedDict()
 
     def validate(forwarder: ID, message: rpc_pb2.Message) -> bool:
@@ -165,7 +332,8 @@ async def open_gossip(
 
     pubsub.set_topic_validator(topic, validate, False)
     quiet_logs()
-    async with trio.open_nursery() as nursery, background_trio_service(pubsub), background_trio_service(router):
+    # The nursery ends first: an error of the block would be lost if the services were stopped while cancelled.
+    async with background_trio_service(pubsub), background_trio_service(router), trio.open_nursery() as nursery:
         await pubsub.wait_until_ready()
         subscription = await pubsub.subscribe(topic)
 

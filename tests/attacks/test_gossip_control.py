@@ -24,6 +24,13 @@ def test_only_what_is_of_the_topic_counts_and_not_much_of_it() -> None:
         prune=[rpc_pb2.ControlPrune(topicID="topic", peers=[pruned], backoff=1 << 40)] * 100,
     )
     kept = bounded_control(own, "topic")
-    assert len(kept.ihave) == len(kept.iwant) == len(kept.graft) == len(kept.prune) == 8
+    assert len(kept.ihave) == len(kept.iwant) == len(kept.graft) == len(kept.prune) == 1
     assert {len(entry.messageIDs) for entry in (*kept.ihave, *kept.iwant)} == {256}
     assert {prune.backoff for prune in kept.prune} == {3600} and not any(prune.peers for prune in kept.prune)
+
+
+def test_what_is_asked_for_counts_once_however_often() -> None:
+    again = rpc_pb2.ControlMessage(iwant=[rpc_pb2.ControlIWant(messageIDs=[b"aa"] * 256)] * 8)
+    assert list(bounded_control(again, "topic").iwant) == [rpc_pb2.ControlIWant(messageIDs=[b"aa"])]
+    some = rpc_pb2.ControlMessage(iwant=[rpc_pb2.ControlIWant(messageIDs=[name, b"x" * 257]) for name in (b"a", b"b")])
+    assert list(bounded_control(some, "topic").iwant) == [rpc_pb2.ControlIWant(messageIDs=[b"a", b"b"])]

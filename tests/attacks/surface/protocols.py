@@ -15,6 +15,7 @@ REQUEST: Final = "node.server.requests.request"
 SERVICE: Final = "node.server.requests.service"
 MESSAGES: Final = "node.network.kad_messages"
 KADEMLIA: Final = "node.network.kad_service"
+GOSSIP: Final = "node.network.gossip"
 STANDARD: Final = "node.network.standard_protocols"
 BUDGET: Final = "node.server.budget"
 
@@ -97,10 +98,15 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     ),
     "/meshsub/1.1.0": Row(
         PEER,
-        "node.trust.evidence_message.MAX_MESSAGE",
+        f"{GOSSIP}.MAX_RPC {GOSSIP}.MAX_FIELDS {GOSSIP}.MAX_QUEUED node.trust.evidence_message.MAX_MESSAGE",
+        f"{GOSSIP}.OF_PEER {GOSSIP}.OF_ADDRESS {GOSSIP}.PATIENCE {GOSSIP}.READING {LIMITS}.WORK_PER_SECOND "
         "node.trust.evidence_message.RATE node.trust.evidence_message.RELAYED node.trust.evidence_message.FORWARDED",
-        "node.network.gossip._MAX_TAKEN node.network.gossip._MAX_CONTROL node.trust.evidence_message.MAX_SENDERS",
-        ("tests/attacks/test_gossip_with_many_keys.py", "tests/attacks/test_gossip_control.py"),
+        f"{GOSSIP}._MAX_TAKEN {GOSSIP}._MAX_CONTROL {GOSSIP}._MAX_LARGE node.trust.evidence_message.MAX_SENDERS",
+        (
+            "tests/attacks/test_gossip_floods.py",
+            "tests/attacks/test_gossip_with_many_keys.py",
+            "tests/attacks/test_gossip_control.py",
+        ),
         ("gossipsub",),
         ("gossip", "garbage"),
     ),

@@ -1,0 +1,214 @@
+"""What a neighbour sends by gossip is read at its rate, in bounds, and answered in bounds; others are heard."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+import trio
+from libp2p.pubsub.pb import rpc_pb2
+
+from petalnode.node.network import gossip
+from petalnode.node.network.gossip import MAX_FIELDS, MAX_QUEUED, MAX_RPC, BoundedQueue, Gossip, open_gossip
+from petalnode.node.network.host import Host
+from petalnode.node.network.transport.limits import TokenBucket
+from petalnode.node.network.transport.stream_bytes import StreamBytes
+from petalnode.protocols.framing import varint
+from tests.attacks.stranger.services import gossiped
+from tests.attacks.test_kademlia import LOOPBACK, TIMEOUT, delimited, host, knowing
+
+MESHSUB = "/meshsub/1.1.0"
+TOPIC = "petalnode/evidence/1"
+SUBSCRIBED = rpc_pb2.RPC.SubOpts(subscribe=True, topicid=TOPIC)
+
+
+class Heard:
+    """What a node was told, by maker."""
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[str, bytes]] = []
+        self.news = trio.Event()
+
+    def accept(self, maker: str, forwarder: str, data: bytes) -> bool:
+        self.messages.append((maker, data))
+        self.news.set()
+        self.news = trio.Event()
+        return True
+
+    async def until(self, wanted: Callable[[], bool]) -> None:
+        with trio.fail_after(TIMEOUT):
+            while not wanted():
+                await self.news.wait()
+
+
+@asynccontextmanager
+async def gossiping(opened: Host, heard: Heard | None = None) -> AsyncIterator[Gossip]:
+    heard = heard or Heard()
+    async with open_gossip(
+        opened,
+        TOPIC,
+        max_bytes=48 << 10,
+        accept=heard.accept,
+        forwards=lambda maker, forwarder: True,
+        deliver=lambda maker, data: None,
+    ) as opened_gossip:
+        yield opened_gossip
+
+
+@asynccontextmanager
+async def node(heard: Heard | None = None) -> AsyncIterator[tuple[Host, Gossip]]:
+    """The one that is attacked."""
+    async with host(LOOPBACK) as opened, gossiping(opened, heard) as opened_gossip:
+        yield opened, opened_gossip
+
+
+async def neighbours(told: Gossip, peer_id: str) -> None:
+    with trio.fail_after(TIMEOUT):
+        while peer_id not in told.peers():  # noqa: ASYNC110 -- libp2p's own event is for tests of its own
+            await trio.sleep(0.01)
+
+
+async def ended(stream: StreamBytes) -> bool:
+    """Whether the victim resets the stream."""
+    with suppress(OSError), trio.fail_after(TIMEOUT):
+        return not await stream.read(1)
+    return True
+
+
+def test_a_flood_is_read_at_a_steady_rate_while_others_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gossip, "OF_PEER", (0.1, 50.0))  # as on a machine of any speed
+
+    async def main() -> None:
+        heard = Heard()
+        async with node(heard) as (victim, _), knowing(victim) as attacker, knowing(victim) as honest:
+            messages = [gossiped(bytes([number] * 32), number, b"flood") for number in range(200)]
+            for _ in range(2):
+                stream = await attacker.open_stream(victim.peer_id, MESHSUB)
+                await stream.write(delimited(rpc_pb2.RPC(publish=messages)))
+            async with gossiping(honest) as other:
+                await honest.connect(victim.peer_id)
+                await neighbours(other, victim.peer_id)
+                await other.publish(b"honest")
+                await heard.until(lambda: (honest.peer_id, b"honest") in heard.messages)
+        assert 0 < sum(data == b"flood" for _, data in heard.messages) <= 60
+
+    trio.run(main)
+
+
+def test_a_burst_of_an_honest_neighbour_is_read_at_once() -> None:
+    """All that a node passes on in some minutes, and heartbeats."""
+
+    async def main() -> None:
+        bucket = TokenBucket(*gossip.OF_PEER)
+        bucket.take_ahead(24 * 5 + 12 * 5 * 2)  # messages of others, and two heartbeats of 5 s
+        assert bucket.delay(1) == 0
+        heard = Heard()
+        async with node(heard) as (victim, _), knowing(victim) as neighbour:
+            messages = [gossiped(bytes([number] * 32), number, b"passed on") for number in range(100)]
+            stream = await neighbour.open_stream(victim.peer_id, MESHSUB)
+            begun = trio.current_time()
+            await stream.write(delimited(rpc_pb2.RPC(publish=messages)))
+            await heard.until(lambda: len(heard.messages) == 100)
+            assert trio.current_time() - begun < TIMEOUT
+
+    trio.run(main)
+
+
+def test_many_fields_and_what_cannot_be_read_end_the_stream() -> None:
+    fields = rpc_pb2.RPC(subscriptions=[rpc_pb2.RPC.SubOpts(subscribe=True)] * (MAX_FIELDS + 1))
+    long = varint(MAX_RPC + 1)
+
+    async def main() -> None:
+        async with node() as (victim, _), knowing(victim) as attacker:
+            for said in (delimited(fields), long, b"\xff" * 20, varint(3) + b"\xff\xff\xff"):
+                stream = await attacker.open_stream(victim.peer_id, MESHSUB)
+                await stream.write(said)
+                assert await ended(stream)
+
+    trio.run(main)
+
+
+def test_of_a_peers_streams_the_oldest_is_not_read_any_more() -> None:
+    async def main() -> None:
+        async with node() as (victim, _), knowing(victim) as attacker:
+            streams = []
+            for _ in range(5):
+                streams.append(await attacker.open_stream(victim.peer_id, MESHSUB))
+                await streams[-1].write(varint(MAX_RPC) + bytes(1000))
+            assert await ended(streams[0])
+
+    trio.run(main)
+
+
+def test_slow_messages_leave_places_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a message is memory that no budget counts."""
+    monkeypatch.setattr(gossip, "_MAX_LARGE", 4)
+
+    async def main() -> None:
+        heard = Heard()
+        async with node(heard) as (victim, _), knowing(victim) as attacker, knowing(victim) as other:
+            streams = [await attacker.open_stream(victim.peer_id, MESHSUB) for _ in range(3)]
+            for stream in streams:
+                await stream.write(varint(MAX_RPC) + bytes(100_000))
+            assert await ended(streams[-1]), "without a place"
+            stream = await other.open_stream(victim.peer_id, MESHSUB)
+            await stream.write(delimited(rpc_pb2.RPC(publish=[gossiped(bytes(32), 1, bytes(20_000))])))
+            await heard.until(lambda: bool(heard.messages))
+
+    trio.run(main)
+
+
+def test_a_message_is_sent_once_however_often_it_is_asked_for() -> None:
+    size = 40 << 10
+    message = gossiped(bytes(32), 1, bytes(size))
+    name = (message.from_id + message.seqno).hex().encode()
+    asked = rpc_pb2.ControlMessage(iwant=[rpc_pb2.ControlIWant(messageIDs=[name] * 200)] * 8)
+
+    async def main() -> None:
+        heard, got, enough = Heard(), 0, trio.Event()
+
+        async def hear(raw: StreamBytes, _: str) -> None:
+            nonlocal got
+            with suppress(OSError):
+                while data := await raw.read(1 << 16):
+                    got += len(data)
+                    if got > size:
+                        enough.set()
+
+        async with node(heard) as (victim, told), knowing(victim) as attacker:
+            attacker.set_stream_handler(MESHSUB, hear)
+            stream = await attacker.open_stream(victim.peer_id, MESHSUB)
+            await stream.write(delimited(rpc_pb2.RPC(subscriptions=[SUBSCRIBED])))
+            await neighbours(told, attacker.peer_id)
+            await stream.write(delimited(rpc_pb2.RPC(publish=[message])))
+            await heard.until(lambda: bool(heard.messages))
+            await stream.write(delimited(rpc_pb2.RPC(control=asked)))
+            with trio.fail_after(TIMEOUT):
+                await enough.wait()
+            await trio.sleep(0.3)
+            assert got < 2 * size
+
+    trio.run(main)
+
+
+def test_what_waits_for_a_neighbour_has_a_bound_in_bytes() -> None:
+    async def main() -> None:
+        queue = BoundedQueue()
+        large = rpc_pb2.RPC(publish=[rpc_pb2.Message(data=bytes(48 << 10))])
+        taken = sum(queue.push(large) for _ in range(32))
+        assert taken == MAX_QUEUED // large.ByteSize() < 8
+        assert await queue.pop() == large
+        assert queue.push(large) and not queue.push(large)
+        assert max(part.ByteSize() for part in queue.split_rpc(rpc_pb2.RPC(publish=[*large.publish] * 8))) <= MAX_RPC
+
+    trio.run(main)
+
+
+def test_an_error_beside_the_gossip_is_not_lost() -> None:
+    async def main() -> None:
+        async with node():
+            raise ValueError("of the block")
+
+    with pytest.RaisesGroup(ValueError, flatten_subgroups=True, allow_unwrapped=True):
+        trio.run(main)
