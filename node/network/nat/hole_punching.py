@@ -40,7 +40,8 @@ _MESSAGE: Final = 5.0  # seconds for one message through the relay
 _LONGEST_HALF: Final = 1.0  # seconds of half a round trip at most
 _VIEW_LASTS: Final = 20.0  # seconds for which the address that a relay observed is used
 _MAX_VIEWS: Final = 16
-_AT_ONCE: Final = 8  # punches side by side, so that packets to unknown hosts stay few
+_AT_ONCE: Final = 8  # punches side by side each way, so that packets to unknown hosts stay few
+_WHOLE: Final = 30.0  # seconds for all of a punch: a peer that answers late holds a place no longer
 _MAX_RECORDS: Final = 1000
 _RETIRED_AFTER: Final = 10.0  # seconds without streams until a relayed connection beside a direct one is closed
 _LOOK: Final = 2.0
@@ -140,6 +141,7 @@ class HolePuncher:
         self._limit = trio.CapacityLimiter(_AT_ONCE)
         self._upgrading: dict[str, trio.Event] = {}
         self._starting: set[str] = set()
+        self._serving: set[str] = set()
         self._retiring: set[str] = set()
         self._records: dict[str, PunchRecord] = {}
         self.punched: set[str] = set()  # peers to which our NATs are open, or were
@@ -223,18 +225,22 @@ class HolePuncher:
         self._starting.add(peer_id)
         try:
             async with self._limit:
-                for path in self._host.paths(peer_id)[:1]:
-                    await self._view(path.relay)
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._dial_plainly, peer_id)
-                    try:  # in here: what passes a nursery is wrapped in a group
-                        await self._punch(peer_id)
-                    except (PeerError, OSError) as error:
-                        log.debug("cannot punch through to %s: %s", peer_id, error)
-                    if self._host.is_direct(peer_id):
-                        nursery.cancel_scope.cancel()
+                with trio.move_on_after(_WHOLE):
+                    await self._start(peer_id)
         finally:
             self._starting.discard(peer_id)
+
+    async def _start(self, peer_id: str) -> None:
+        for path in self._host.paths(peer_id)[:1]:
+            await self._view(path.relay)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._dial_plainly, peer_id)
+            try:  # in here: what passes a nursery is wrapped in a group
+                await self._punch(peer_id)
+            except (PeerError, OSError) as error:
+                log.debug("cannot punch through to %s: %s", peer_id, error)
+            if self._host.is_direct(peer_id):
+                nursery.cancel_scope.cancel()
 
     async def _dial_plainly(self, peer_id: str) -> None:
         """The peer may be public, or of our own network."""
@@ -274,22 +280,38 @@ class HolePuncher:
 
     async def _serve(self, raw: StreamBytes, peer_id: str) -> None:
         stream = DelimitedStream(raw, peer_id)
-        # If both accepted a relayed connection of the other, both start; the lower peer id's start counts.
-        ours_counts = peer_id in self._starting and self._host.peer_id < peer_id
+        if raw.path.direct or not self._may_serve(peer_id):
+            await stream.close()
+            return
+        self._serving.add(peer_id)
         try:
-            if raw.path.direct or self._host.is_direct(peer_id) or ours_counts or not self._limit.available_tokens:
-                return
-            async with self._limit:
-                await self._view(raw.path.relay)
-                async with self._ports() as ports:
-                    answer = await exchange_second(stream, self._own_addrs(ports), timeout=_MESSAGE)
-                    theirs = self._targets(peer_id, answer, ports)
-                    with self._host.punching(peer_id, [target.multiaddr for target in theirs]):
-                        await self._dial(peer_id, theirs, ports, initiator=True)
+            with trio.move_on_after(_WHOLE):
+                await self._answer(stream, raw.path.relay)
         except (PeerError, OSError) as error:
             log.debug("no punching with %s: %s", peer_id, error)
         finally:
+            self._serving.discard(peer_id)
             await stream.close()
+
+    def _may_serve(self, peer_id: str) -> bool:
+        """Whether this peer may start now: one that accepted a connection of ours through a relay, once at a time.
+
+        Others could take all places, and make us dial.
+        """
+        # If both accepted a relayed connection of the other, both start; the lower peer id's start counts.
+        ours_counts = peer_id in self._starting and self._host.peer_id < peer_id
+        if ours_counts or self._host.is_direct(peer_id) or peer_id in self._serving:
+            return False
+        return len(self._serving) < _AT_ONCE and any(not path.inbound for path in self._host.paths(peer_id))
+
+    async def _answer(self, stream: DelimitedStream, relay: str | None) -> None:
+        peer_id = stream.peer_id
+        await self._view(relay)
+        async with self._ports() as ports:
+            answer = await exchange_second(stream, self._own_addrs(ports), timeout=_MESSAGE)
+            theirs = self._targets(peer_id, answer, ports)
+            with self._host.punching(peer_id, [target.multiaddr for target in theirs]):
+                await self._dial(peer_id, theirs, ports, initiator=True)
 
     # --- both
 
