@@ -121,15 +121,25 @@ def hold_punching(wait: Callable[[], Awaitable[None]]) -> None:
     HolePuncher._upgrade = held_upgrade  # type: ignore[method-assign]
 
 
+class _Everybody(set[str]):
+    def __contains__(self, _: object) -> bool:
+        return True
+
+
+def expect_circuits(circuits: Circuits) -> None:
+    """From now on every peer may bring others, as a relay that was asked for a reservation."""
+    circuits._asked = _Everybody()
+
+
 def in_progress(service: DialBackService | Circuits | HolePuncher | CreditsService) -> int:
     """Requests of others that a service is at work on."""
     match service:
         case DialBackService():
             return service._budget._running.total()
         case Circuits():
-            return service._pending
+            return service._pending.total
         case HolePuncher():
-            return service._limit.borrowed_tokens + len(service._starting)
+            return service._limit.borrowed_tokens + len(service._starting) + len(service._serving)
         case CreditsService():
             return len(service._places) + service._pending
 

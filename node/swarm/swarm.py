@@ -180,7 +180,7 @@ class Swarm(MessageStreams):
         """`callback(bundle)` is called with evidence that this node has checked itself; it must not raise."""
         self._evidence.on_proven.append(callback)
 
-    def on_evidence(self, callback: Callable[[EvidenceMessage, str], None]) -> None:
+    def on_evidence(self, callback: Callable[[EvidenceMessage, str, str], None]) -> None:
         """`callback(message, author)` is called with evidence that would have to be recomputed; it must not raise."""
         self._evidence.on_evidence.append(callback)
 

@@ -60,12 +60,12 @@ class EvidenceGossip:
     Attributes:
         on_proven: callbacks for evidence that this node has checked itself; they must not raise.
         on_evidence: callbacks for messages about evidence that would have to be recomputed, and the peer id of their
-            author; they must not raise.
+            author and of who handed it on; they must not raise.
     """
 
     def __init__(self, identity: Identity, store: TrustStore, clock: Callable[[], float] = time.time) -> None:
         self.on_proven: list[Callable[[Bundle], None]] = []
-        self.on_evidence: list[Callable[[EvidenceMessage, str], None]] = []
+        self.on_evidence: list[Callable[[EvidenceMessage, str, str], None]] = []
         self._identity = identity
         self._store = store
         self._clock = clock
@@ -74,7 +74,8 @@ class EvidenceGossip:
         self._held: OrderedDict[bytes, bytes] = OrderedDict()
         self._authors, self._relayed, self._relayed_of_known = RateLimiter(), RateLimiter(RELAYED), RateLimiter(RELAYED)
         self._makers, self._shares = KnownMakers(), ForwardingShares()
-        self._checked: OrderedDict[bytes, EvidenceMessage] = OrderedDict()  # accepted, not yet delivered
+        # Accepted and not yet delivered, and who handed it on.
+        self._checked: OrderedDict[bytes, tuple[EvidenceMessage, str]] = OrderedDict()
 
     # --- messages of others
 
@@ -100,7 +101,7 @@ class EvidenceGossip:
             log.debug("%s spreads invalid evidence: %s", author, error)
             return False
         self._makers.note(author, now)
-        self._checked[data] = message
+        self._checked[data] = message, forwarder
         while len(self._checked) > 8:
             self._checked.popitem(last=False)
         return True
@@ -115,9 +116,10 @@ class EvidenceGossip:
 
     def deliver(self, author: str, data: bytes) -> None:
         """Acts on a message that was accepted."""
-        message = self._checked.pop(data, None)
-        if message is None:
+        checked = self._checked.pop(data, None)
+        if checked is None:
             return
+        message, forwarder = checked
         self._remember(message)
         if message.bundle is not None and message.is_self_proving:
             shown = check_statement(message.bundle)
@@ -127,7 +129,7 @@ class EvidenceGossip:
                 self._store.ban(message.accused, reason, "evidence")
             return
         for callback in self.on_evidence:
-            callback(message, author)
+            callback(message, author, forwarder)
         believed = [
             endorsement
             for endorsement in self._endorsements[message.evidence_id, message.accused].values()

@@ -43,10 +43,11 @@ LONGEST_FETCH: Final = 600.0
 
 @dataclass(frozen=True, eq=False)
 class Notice:
-    """A message about evidence, and its author, whom larger evidence is fetched from."""
+    """A message about evidence, its author, whom larger evidence is fetched from, and the address that it came from."""
 
     message: EvidenceMessage
     author: str
+    origin: str = ""
 
     @property
     def id(self) -> bytes:
@@ -92,7 +93,8 @@ def fetch_to_give_up(fetches: Sequence[Place]) -> Place | None:
 
 
 def pending(waiting: Sequence[Notice], new: Notice, failures: Mapping[str, int]) -> tuple[Notice, ...]:
-    """What waits after `new` has come. Of too much, the newest of the author from which most fetches have failed goes.
+    """What waits after `new` has come. Of too much, the address that sent the most loses the newest of the
+    author from which most fetches have failed.
 
     What goes is lost to this validator only: others get it, too.
     """
@@ -100,7 +102,8 @@ def pending(waiting: Sequence[Notice], new: Notice, failures: Mapping[str, int])
         return tuple(waiting)
     kept = [*waiting, new]
     if len(kept) > MAX_PENDING:
-        kept.remove(max(reversed(kept), key=lambda notice: failures.get(notice.author, 0)))
+        sent = Counter(notice.origin for notice in kept)
+        kept.remove(max(reversed(kept), key=lambda notice: (sent[notice.origin], failures.get(notice.author, 0))))
     return tuple(kept)
 
 
@@ -126,8 +129,8 @@ class Endorser:
         self._news = trio.Event()
         swarm.on_evidence(self._queue)
 
-    def _queue(self, message: EvidenceMessage, author: str) -> None:
-        notice = Notice(message, author)
+    def _queue(self, message: EvidenceMessage, author: str, forwarder: str) -> None:
+        notice = Notice(message, author, self._swarm.host.origin_of(forwarder))
         if self.checked.get(notice.id) or self._swarm.trust.is_banned(author) or notice.is_among(self._running):
             return
         self._waiting = pending(self._waiting, notice, self._failures)

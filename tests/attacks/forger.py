@@ -60,8 +60,8 @@ class Listener:
         self.hear: Callable[[EvidenceMessage, str], None] = lambda message, author: None
         self._bundles = {bundle.id: bundle for bundle in bundles.values()}
 
-    def on_evidence(self, callback: Callable[[EvidenceMessage, str], None]) -> None:
-        self.hear = callback
+    def on_evidence(self, callback: Callable[[EvidenceMessage, str, str], None]) -> None:
+        self.hear = lambda message, author: callback(message, author, author)
 
     @property
     def host(self) -> Listener:

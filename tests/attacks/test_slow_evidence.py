@@ -202,8 +202,8 @@ def test_the_oldest_fetch_of_the_address_that_has_the_most_is_given_up() -> None
     assert fetch_to_give_up([one, two, three, *more]) is more[1]
 
 
-def notice(author: str, number: int = 1, *, bundle: Bundle | None = None) -> Notice:
-    return Notice(replace(withheld(number), bundle=bundle), author)
+def notice(author: str, number: int = 1, *, bundle: Bundle | None = None, origin: str = "") -> Notice:
+    return Notice(replace(withheld(number), bundle=bundle), author, origin)
 
 
 def test_the_authors_that_failed_least_come_first_and_each_once(genuine: Bundle) -> None:
@@ -220,6 +220,19 @@ def test_authors_that_are_trusted_come_first() -> None:
     store = TrustStore(trusted=TrustedValidators({"ann": "ann"}))
     waiting = [notice("stranger"), notice("ann", 2)]
     assert next_notice(waiting, set(), {}, trusted=store.trusted.owners, fetches=True) == waiting[1]
+
+
+def test_many_authors_at_one_address_leave_places_to_others() -> None:
+    waiting: tuple[Notice, ...] = ()
+    for number in range(100):
+        waiting = pending(waiting, notice(f"key {number}", number, origin="one"), {})
+    assert len(waiting) == MAX_PENDING
+    honest = [notice(f"author {number}", 200 + number, origin=f"address {number}") for number in range(4)]
+    for new in honest:
+        waiting = pending(waiting, new, {})
+    waiting = pending(waiting, notice("key 101", 101, origin="one"), {})
+    assert len(waiting) == MAX_PENDING and set(honest) < set(waiting)
+    assert waiting[0].author == "key 0", "the oldest stay"
 
 
 def test_what_waits_is_bounded_by_author_and_those_that_failed_give_way() -> None:

@@ -46,6 +46,7 @@ from tests.fuzz.harness import Target
 from tests.fuzz.mutation import INTEGERS, Mutator, frame
 from tests.memory_muxer import MemoryRaw, OtherEnd, muxer, noise_session
 from tests.node_inspection import (
+    expect_circuits,
     held_back,
     in_progress,
     network_of,
@@ -360,6 +361,7 @@ async def _services(kind: str, host: Host, nursery: trio.Nursery) -> AsyncIterat
     relay = RelayService(host, RelayLimits(circuit_seconds=60))
     relay.start()
     dial_back, circuits = DialBackService(host), Circuits(host)
+    expect_circuits(circuits)
     puncher = HolePuncher(host, nursery, local=lambda: local_endpoints(()), reached=lambda: ())
 
     def held() -> Mapping[str, int]:

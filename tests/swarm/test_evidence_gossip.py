@@ -165,7 +165,7 @@ def test_rates_forget_and_are_bounded() -> None:
 def test_a_message_counts_once_and_only_if_it_was_taken_lately() -> None:
     gossip, _ = node()
     heard: list[tuple[str, str]] = []
-    gossip.on_evidence.append(lambda message, author: heard.append((message.accused, author)))
+    gossip.on_evidence.append(lambda message, author, _: heard.append((message.accused, author)))
     gossip.deliver("author", numeric(0))
     assert not heard  # it was not accepted
     for number in range(9):

@@ -13,7 +13,6 @@ from ....protocols import standard_pb2 as pb
 from ....protocols.circuit import (
     HOP,
     STOP,
-    Status,
     answer_stop,
     ask_connection,
     ask_reservation,
@@ -23,6 +22,7 @@ from ....protocols.delimited import DelimitedStream
 from ....protocols.framing import PeerError
 from ..addresses import circuit_address, dialable, is_circuit
 from ..host import Host
+from ..transport.limits import ShareCount
 from ..transport.stream_bytes import StreamBytes
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,8 @@ _ASKING: Final = 4.0  # seconds for a relay's answer to a reservation
 _CONNECTING: Final = 8.0  # seconds for its answer to a connection, for which it has to ask the peer
 _STOPPING: Final = 4.0  # seconds for what a relay says when it brings a peer
 _HANDSHAKES: Final = 8.0  # seconds for agreeing on the connection inside a circuit
-_MAX_PENDING: Final = 64  # peers that relays bring us, not yet done with that
+_MAX_PENDING: Final = 128  # peers that relays bring us, not yet done with that; of one address, half
+_LEAST_PENDING: Final = 2  # of an address
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,9 @@ class Circuits:
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self._pending = 0
+        self._pending = ShareCount(_MAX_PENDING, _LEAST_PENDING)
+        self._asked: set[str] = set()  # relays that were asked for a reservation: no other has a peer to bring
+        host.on_lost(self._asked.discard)
         host.set_circuit_dialer(self.open)
         host.set_stream_handler(STOP, self._accept)
 
@@ -63,6 +66,7 @@ class Circuits:
         await self._host.connect(relay_id, direct=True)
         raw = await self._host.open_stream(relay_id, HOP, direct=True)
         stream = DelimitedStream(raw, relay_id)
+        self._asked.add(relay_id)
         try:
             terms = await ask_reservation(stream, timeout=_ASKING)
         except BaseException:
@@ -115,31 +119,32 @@ class Circuits:
 
     async def _accept(self, raw: StreamBytes, relay_id: str) -> None:
         """Serves a STOP stream: a relay brings a peer."""
-        stream = DelimitedStream(raw, relay_id)
-        self._pending += 1
-        try:
-            source = await receive_stop(stream, timeout=_STOPPING)
-            status = self._admit(raw, source)
-            await answer_stop(stream, status, timeout=_STOPPING)
-            if status != pb.OK:
-                await stream.close()
-                return
-            raw.widen()
-            with trio.move_on_after(_HANDSHAKES):
-                addr = _circuit_text(raw, relay_id)
-                await self._host.adopt(raw, peer_id=source, initiator=False, relay=relay_id, addr=addr)
-                return
+        origin = raw.origin
+        if not self._pending.add(origin):
             await raw.reset()
+            return
+        try:
+            await self._take(raw, relay_id)
         except (PeerError, ConnectionError) as error:
             log.debug("no circuit from %s: %s", relay_id, error)
             await raw.reset()
         finally:
-            self._pending -= 1
+            self._pending.remove(origin)
 
-    def _admit(self, raw: StreamBytes, source: str) -> Status:
-        if not raw.path.direct or source == self._host.peer_id:
-            return pb.PERMISSION_DENIED
-        return pb.OK if self._pending <= _MAX_PENDING else pb.RESOURCE_LIMIT_EXCEEDED
+    async def _take(self, raw: StreamBytes, relay_id: str) -> None:
+        stream = DelimitedStream(raw, relay_id)
+        source = await receive_stop(stream, timeout=_STOPPING)
+        admitted = raw.path.direct and relay_id in self._asked and source != self._host.peer_id
+        await answer_stop(stream, pb.OK if admitted else pb.PERMISSION_DENIED, timeout=_STOPPING)
+        if not admitted:
+            await stream.close()
+            return
+        raw.widen()
+        with trio.move_on_after(_HANDSHAKES):
+            addr = _circuit_text(raw, relay_id)
+            await self._host.adopt(raw, peer_id=source, initiator=False, relay=relay_id, addr=addr)
+            return
+        await raw.reset()
 
 
 def _readable(data: bytes) -> Multiaddr | None:

@@ -50,6 +50,8 @@ class Upnp:
     def __init__(self) -> None:
         self.mapping: Mapping | None = None
         self.changed = trio.Event()
+        # Whoever answers as a router may never end: such a thread shall be the only one, and none of the node's others.
+        self._thread = trio.CapacityLimiter(1)
 
     async def run(self, port: int) -> None:
         """Maps `port` of this machine, if there is a router that does it, and renews that."""
@@ -66,7 +68,9 @@ class Upnp:
         external_port = self.mapping.external.port if self.mapping else port
         with trio.move_on_after(_DEADLINE):
             try:
-                return await trio.to_thread.run_sync(_map, port, external_port, abandon_on_cancel=True)
+                return await trio.to_thread.run_sync(
+                    _map, port, external_port, abandon_on_cancel=True, limiter=self._thread
+                )
             except Exception as error:  # miniupnpc raises plain ones
                 log.info("no port by UPnP: %s", error)
         return None
@@ -74,7 +78,7 @@ class Upnp:
     async def _unmap(self) -> None:
         if self.mapping is not None:
             with trio.CancelScope(deadline=trio.current_time() + _UNMAP, shield=True):
-                await trio.to_thread.run_sync(_unmap, self.mapping, abandon_on_cancel=True)
+                await trio.to_thread.run_sync(_unmap, self.mapping, abandon_on_cancel=True, limiter=self._thread)
             self._set(None)
 
     def _set(self, mapping: Mapping | None) -> None:

@@ -1,0 +1,35 @@
+"""A neighbour that answers as a router and never ends keeps one thread, and none of those that the node works in."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import trio
+
+from petalnode.node.network.nat import upnp
+from petalnode.node.network.nat.upnp import Upnp
+
+
+def test_questions_to_a_router_that_never_ends_take_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+    asked = []
+
+    def ask(port: int, external_port: int) -> None:
+        asked.append(port)
+        ended.wait(60)
+
+    monkeypatch.setattr(upnp, "_map", ask)
+    monkeypatch.setattr(upnp, "_DEADLINE", 0.02)
+    monkeypatch.setattr(upnp, "_RETRY", (0.01, 0.01))
+
+    async def main() -> None:
+        try:
+            with trio.move_on_after(0.5):
+                await Upnp().run(4000)
+            assert len(asked) == 1
+            assert trio.to_thread.current_default_thread_limiter().borrowed_tokens == 0
+        finally:
+            ended.set()
+
+    trio.run(main)
