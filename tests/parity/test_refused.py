@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from petalnode.node.blocks.architecture import (
     block_sizes,
@@ -21,6 +21,7 @@ from petalnode.node.blocks.architecture import (
 )
 from petalnode.node.blocks.cache import BlockCacheSpec
 from petalnode.node.blocks.client_part import load_client
+from petalnode.node.blocks.config import original_length
 from petalnode.node.blocks.span import load_span
 from petalnode.node.errors import MachineError, ModelError, PetalnodeError
 from petalnode.node.models import resolve
@@ -106,6 +107,28 @@ def test_a_configuration_that_does_not_compute_is_refused_in_words(tmp_path: Pat
     )
     with pytest.raises(ModelError, match="do not run apart"):
         load_span(folder, Span(0, 1))
+
+
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "length"),
+    [
+        (None, None),
+        ({"rope_type": "default", "original_max_position_embeddings": 64}, None),
+        (LONGROPE, 64),
+        ({"full_attention": LONGROPE, "sliding_attention": {"rope_type": "default"}}, 64),
+        ({"full_attention": LONGROPE, "sliding_attention": LONGROPE}, 64),
+    ],
+)
+def test_all_layers_take_long_factors_from_one_length_on(parameters: Any, length: int | None) -> None:
+    config = PreTrainedConfig()
+    config.rope_parameters = parameters
+    assert original_length(config) == length
+    config.rope_parameters = {"other": {**LONGROPE, "original_max_position_embeddings": 32}, "full": LONGROPE}
+    with pytest.raises(ModelError, match="from different lengths on"):
+        original_length(config)
 
 
 def test_what_a_block_keeps_of_a_token_is_found_by_running_it(tmp_path: Path) -> None:
