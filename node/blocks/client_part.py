@@ -205,15 +205,22 @@ class ClientModel:
         return seen[0]
 
     @torch.no_grad()
-    def head(self, hidden: torch.Tensor, begin: Callable[[], None] | None = None) -> torch.Tensor:
-        """Logits [batch, tokens, vocabulary] of what left the last block, [batch, tokens, hidden size].
-
-        `begin`, which may only be given where this `is_short`, is called when other threads can run beside it.
-        """
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [batch, tokens, vocabulary] of what left the last block, [batch, tokens, hidden size]."""
         given = hidden.to(self.device, self.dtype)
         if getattr(self._here, "last", None) is None and self._outer.heads(self.hidden_size, self._logits):
-            return self._outer.head(given, begin)
+            return self._outer.head(given)
         return self._logits(given)
+
+    @torch.no_grad()
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What `logits_of` makes the logits of; both together are `head`. Only where that `is_short`."""
+        return self._outer.normed(hidden.to(self.device, self.dtype))
+
+    @torch.no_grad()
+    def logits_of(self, normed: torch.Tensor) -> torch.Tensor:
+        """Logits [batch, tokens, vocabulary]. Other threads of Python can run beside most of it."""
+        return self._outer.logits_of(normed)
 
     @property
     def is_short(self) -> bool:
@@ -267,8 +274,7 @@ class ClientModel:
             )
         finally:
             self._here.instead = None
-        hidden: torch.Tensor = output[0]
-        return hidden
+        return output[0]  # type: ignore[no-any-return]
 
     def _note_call(self, decoder: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         given = self._signature.bind_partial(*args, **kwargs).arguments
@@ -301,8 +307,7 @@ class ClientModel:
         call: RemoteCall = self._here.call
         instead = getattr(self._here, "instead", None)
         if instead is not None:
-            replaced: torch.Tensor = instead(hidden)
-            return replaced
+            return instead(hidden)  # type: ignore[no-any-return]
         if self._remote is None:
             raise RuntimeError("nothing is bound to run the blocks: call ClientModel.bind first")
         output = self._remote(hidden, call)

@@ -103,21 +103,25 @@ class OuterLayers:
             taken.append(time.perf_counter() - begun)
         return min(taken)
 
-    def head(self, hidden: torch.Tensor, begin: Callable[[], None] | None = None) -> torch.Tensor:
-        """Logits [batch, tokens, vocabulary] of hidden states [batch, tokens, hidden size].
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [batch, tokens, vocabulary] of hidden states [batch, tokens, hidden size]."""
+        logits: torch.Tensor = self._model.get_output_embeddings()(self.normed(hidden))
+        return logits
 
-        `begin` is called when other threads of Python can run beside it.
-        """
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What stands between the blocks and the head; of the shape of `hidden`."""
         for module in self._behind:
             hidden = module(hidden)
+        return hidden
+
+    def logits_of(self, normed: torch.Tensor) -> torch.Tensor:
+        """The rest of `head`: the kernel, if there is one, begins without a call in which torch lets others run."""
         output = self._model.get_output_embeddings()
-        if begin is not None and isinstance(output, TiledLinear) and output.bias is None:
-            flat = hidden.reshape(-1, hidden.shape[-1]).contiguous()
+        if isinstance(output, TiledLinear) and output.bias is None:
+            flat = normed.reshape(-1, normed.shape[-1]).contiguous()
             if flat.dtype == torch.float32 and len(flat) <= MOST_ROWS and not torch.is_grad_enabled():
-                return output.matrix.few(flat, begin).view(*hidden.shape[:-1], -1)
-        if begin is not None:
-            begin()
-        logits: torch.Tensor = output(hidden)
+                return output.matrix.few(flat).view(*normed.shape[:-1], -1)
+        logits: torch.Tensor = output(normed)
         return logits
 
 

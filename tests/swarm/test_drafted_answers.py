@@ -22,9 +22,11 @@ from petalnode.node.client.generation.conversation import Conversation
 from petalnode.node.client.generation.decoding import Decoding
 from petalnode.node.client.generation.draft_model import DraftModel
 from petalnode.node.client.generation.drafting import Draft, DraftCounts, DraftPlan, LookupDrafter, PipelineSpeed
-from petalnode.node.client.generation.sampling import Constraint, EarlyToken, Sampler, Sampling
+from petalnode.node.client.generation.sampling import Constraint, Sampler, Sampling
+from petalnode.node.client.generation.speculation import Answering
 from petalnode.node.client.request import WireTensor
 from petalnode.node.client.session.flight import Flight
+from petalnode.node.client.session.step import StepRun
 from petalnode.node.client.swarm_model import identify_model
 from petalnode.node.models.sources.resolve import resolve
 from petalnode.node.swarm.config import SwarmConfig
@@ -228,16 +230,16 @@ def test_an_answer_is_the_same_when_its_tokens_are_chosen_early(
 ) -> None:
     """Also where one was chosen from an answer that is not the one that counts in the end."""
     drawn_again: list[int] = []
-    accept = EarlyToken.accept
+    choose_early = Decoding._choose_early
 
-    def choose_twice(early: EarlyToken) -> int:
-        made = len(early.tokens)
-        if made % 3 == 0:
-            early.sampler.choose(early.tokens, torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(made)))
+    async def choose_twice(decoding: Decoding, step: StepRun, answer: Answering) -> Any:
+        early, made = await choose_early(decoding, step, answer), len(answer.tokens)
+        if made % 3 == 0 and early is not None:
+            answer.sampler.choose(answer.tokens, torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(made)))
             drawn_again.append(made)
-        return accept(early)
+        return early
 
-    monkeypatch.setattr(EarlyToken, "accept", choose_twice)
+    monkeypatch.setattr(Decoding, "_choose_early", choose_twice)
     answers = []
     for seconds in (1.0, 0.0):
         monkeypatch.setattr(OuterLayers, "_seconds", lambda layers, hidden, seconds=seconds: seconds)

@@ -15,7 +15,7 @@ from petalnode.crypto.identity import peer_id_to_bytes
 from petalnode.crypto.receipts import Receipt
 from petalnode.node.client.request import PushedOther, ServerRefused, StreamLost, WireTensor
 from petalnode.node.client.session.history import Input
-from petalnode.node.client.session.stream import SessionStream
+from petalnode.node.client.session.stream import Answer, SessionStream
 from petalnode.node.errors import ServerCheated, ServerFailed
 from petalnode.node.trust.receipt_log import ReceiptArchive, SessionLog
 from petalnode.protocols import wire_pb2 as wire
@@ -79,24 +79,27 @@ def test_an_answer_is_shown_early_and_given_only_when_it_is_checked(begins: bool
     async def main(server: Server, session: SessionStream) -> None:
         shown: list[bytes] = []
 
-        def early(answer: WireTensor, begin: Callable[[], None]) -> None:
+        async def early(step: wire.Step, chunk: WireTensor) -> Answer:
+            unchecked = await session.read(step, chunk, 5.0)
+            assert unchecked is not None and unchecked.chunk is not None
             for _ in range(2 if begins else 0):  # the second call does nothing
-                begin()
-            shown.append(bytes(answer.payload))
+                unchecked.start_check()
+            shown.append(bytes(unchecked.chunk.payload))
+            return await session.checked(unchecked)
 
         chunk, output = chunk_of(), chunk_of(5.0, 6.0, 7.0, 8.0)
         step = await asked(session, chunk)
         await server.hear()
         receipt = await server.answer(step, chunk, output)
-        answer = await session.receive(step, chunk, 5.0, early)
-        assert answer is not None and answer.receipt == receipt
+        answer = await early(step, chunk)
+        assert answer.receipt == receipt
         assert shown == [output.payload] == [answer.chunk.payload]
 
         step = await asked(session, chunk, 1)
         await server.hear()
         await server.answer(step, chunk, signed={"request_hash": bytes(32)})
         with pytest.raises(ServerCheated, match="something else than what was sent"):
-            await session.receive(step, chunk, 5.0, early)
+            await early(step, chunk)
         assert len(shown) == 2
 
     talk(main)

@@ -9,7 +9,7 @@ Activations are float32; results are exact to rounding.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Self
 
@@ -209,19 +209,15 @@ class TiledMatrix(QuantisedMatrix):
             return self.product_in_pieces(rounded(values.float()).to(values.dtype) if rounds else values)
         return self.few(values.to(torch.float32).contiguous()).to(values.dtype)
 
-    def few(self, values: torch.Tensor, begin: Callable[[], None] | None = None) -> torch.Tensor:
+    def few(self, values: torch.Tensor) -> torch.Tensor:
         """`product` of up to `MOST_ROWS` rows of float32, contiguous; of any number where rows are rounded and their
-        products are sums of whole numbers.
-
-        `begin` is called when other threads of Python can run for as long as the kernel does, and none could since this
-        was called: so what it wakes does not hold up this one.
+        products are sums of whole numbers. Other threads of Python can run for as long as the kernel does, and none
+        before it.
         """
         output = np.empty((len(values), self.shape[0]), np.float32)  # torch would let others run
         scratch = np.empty(len(values) * (2 * self.shape[1] if self.described.rounds else self._blocks), np.float32)
         threads = usable_threads() if self.shape[0] * self.shape[1] >= _WORTH_THREADS else 1
         places = values.data_ptr(), len(values), output.ctypes.data, scratch.ctypes.data
-        if begin is not None:
-            begin()
         self._functions.petalnode_multiply(self._by_reference, *places, threads)
         return torch.from_numpy(output)
 

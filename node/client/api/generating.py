@@ -233,7 +233,7 @@ class Row:
         )
         logits = prepared.model(**inputs, return_dict=True).logits[0, -1]
         self._tokens = input_ids[0].tolist()
-        self._embedding = Embedding(self._local, mask=mask)
+        self._embedding = Embedding(self._local, mask=None if mask is None or bool((mask != 0).all()) else mask)
         self._skipped = self._local.prompted_tokens + self._embedding.padding
         self._tokens.append(self._sampler.next(self._tokens, logits))
         return self._tokens

@@ -6,10 +6,9 @@ token is embedded and chosen on the trio thread where that is short, and in a wo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 import trio
@@ -20,9 +19,9 @@ from ..request import WireTensor
 from ..session.compared_session import Session
 from ..session.prefixes import common_prefix
 from ..session.session import ClientSession
+from ..session.step import StepRun
 from ..session.stream import SessionSpec
 from .drafting import Draft
-from .sampling import EarlyToken
 from .speculation import Answering, Drafter
 
 
@@ -39,7 +38,7 @@ class Embedding:
     soft_prompt: torch.Tensor | None = None
     mask: torch.Tensor | None = None
 
-    @property
+    @cached_property
     def padding(self) -> int:
         """Tokens at the beginning that nobody sees."""
         return 0 if self.mask is None else int((self.mask[0] == 0).sum())
@@ -68,6 +67,15 @@ class _Embedded:
     position: int
     token: int
     chunks: list[WireTensor]
+
+
+@dataclass(frozen=True)
+class _Early:
+    """A token that was chosen before the receipt of the answer was checked that it `follows` from, in `seconds`."""
+
+    follows: WireTensor
+    token: int
+    seconds: float
 
 
 @dataclass(eq=False)
@@ -125,13 +133,23 @@ class Decoding:
             if await self._check_side_by_side(drafter, answer, draft):
                 return
             begun = trio.current_time()
-        early = EarlyToken(self.embedding.model, sampler, tokens) if not draft.tokens and self._is_quick else None
-        waiting = partial(sampler.prepare, draw=early is not None)
-        hidden = await self.advance([*tokens, *draft.tokens], 1 + len(draft.tokens), waiting, early)
+        quick = not draft.tokens and self._is_quick
+        sent, chunks = [*tokens, *draft.tokens], await self._unsent([*tokens, *draft.tokens], 1 + len(draft.tokens))
+        early: _Early | None = None
+        if isinstance(self.session, ClientSession) and len(chunks) == 1:
+            async with self.session.under_way(chunks[0]) as step:
+                sampler.prepare(draw=quick)
+                early = await self._choose_early(step, answer) if quick else None
+                hidden = [await step.run()]
+            self.held = sent
+        else:
+            sampler.prepare(draw=False)
+            hidden = await self._step(sent, chunks, 1 + len(draft.tokens))
         answered = trio.current_time()
-        if early is not None and early.answer is hidden[-1]:
+        if early is not None and early.follows is hidden[-1]:
             answered -= early.seconds
-            answer.take(early.accept())
+            sampler.accept(early.token)
+            answer.take(early.token)
         elif draft.tokens:
             await answer.check(partial(self._logits, hidden, 1 + len(draft.tokens)), draft.tokens)
         else:
@@ -162,31 +180,26 @@ class Decoding:
         """Whether one token is embedded and chosen on the trio thread: nobody else's answer waits for it."""
         return self.embedding.is_short and len(self.answering) == 1
 
-    async def advance(
-        self,
-        tokens: list[int],
-        outputs: int,
-        waiting: Callable[[], None] = lambda: None,
-        early: EarlyToken | None = None,
-    ) -> list[WireTensor]:
-        """Brings the session to hold all of `tokens`; returns chunks that end in the outputs of the last `outputs`.
+    async def advance(self, tokens: list[int], outputs: int) -> list[WireTensor]:
+        """Brings the session to hold all of `tokens`; returns chunks that end in the outputs of the last `outputs`."""
+        return await self._step(tokens, await self._unsent(tokens, outputs), outputs)
 
-        `waiting` is called before the answer is waited for, and computes something short meanwhile.
-        """
+    async def _unsent(self, tokens: list[int], outputs: int) -> list[WireTensor]:
+        """The hidden states of those of `tokens` that the session does not hold, and of the last `outputs` anyhow."""
         session = self.session
         # What is to be answered is sent, whether the servers hold it or not.
         start = min(common_prefix(self.held, tokens), len(tokens) - outputs, session.position)
         start = start if start >= self.least else 0
         session.position = start
         del self.held[start:]
-        chunks = await self._chunks(tokens[start:], start)
-        if isinstance(session, ClientSession) and len(chunks) == 1:
-            out = await session.step(chunks, waiting=waiting, early=early)
-        elif isinstance(session, ClientSession):
-            waiting()
+        return await self._chunks(tokens[start:], start)
+
+    async def _step(self, tokens: list[int], chunks: list[WireTensor], outputs: int) -> list[WireTensor]:
+        """Sends what makes the session hold `tokens`."""
+        session = self.session
+        if isinstance(session, ClientSession):
             out = await session.step(chunks, outputs=outputs)
         else:
-            waiting()
             out = await session.step(chunks)
         self.held = list(tokens)
         first, answered = len(out), 0
@@ -194,6 +207,22 @@ class Decoding:
             first -= 1
             answered += out[first].tokens
         return out[first:]
+
+    async def _choose_early(self, step: StepRun, answer: Answering) -> _Early | None:
+        """The next token, chosen while the receipt of the answer that it follows from is checked; nothing is settled.
+        None where no token could be chosen."""
+        hidden, sampler, model = await step.arrive(), answer.sampler, self.embedding.model
+        if hidden is None or not sampler.is_ready:
+            return None
+        begun, token = trio.current_time(), sampler.only
+        try:
+            if token is None:
+                normed = model.normed(from_chunks([hidden])[:, -1:])
+                step.start_check()
+                token = sampler.choose(answer.tokens, model.logits_of(normed)[0, 0])
+        except Exception:  # who reads the answer for good meets it again and says what is wrong with it
+            return None
+        return _Early(hidden, token, trio.current_time() - begun)
 
     async def _chunks(self, tokens: list[int], position: int) -> list[WireTensor]:
         ready, self._embedded = self._embedded, None

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol, runtime_checkable
 
 import torch
-import trio
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -19,10 +18,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from ...blocks.client_part import ClientModel
 from ...errors import BadInput
-from ..chunks import from_chunks
-from ..request import WireTensor
 
 MAX_BIASES: Final = 1024
 """Tokens that may have a bias of their own."""
@@ -315,41 +311,3 @@ class Sampler:
         if asked.presence_penalty or asked.frequency_penalty:
             for token, count in Counter(tokens[self._prompt :]).items():
                 scores[token] -= asked.presence_penalty + asked.frequency_penalty * count
-
-
-class EarlyToken:
-    """Chooses the token behind `tokens` while the receipt of the answer that it follows from is checked.
-
-    On the trio thread: what `model` takes for a token `is_short`. Nothing is settled before `accept`.
-
-    Attributes:
-        answer: what `token` follows from; None before it has come, or where no token could be chosen.
-        seconds: that it took.
-    """
-
-    def __init__(self, model: ClientModel, sampler: TokenSampler, tokens: Sequence[int]) -> None:
-        self.answer: WireTensor | None = None
-        self.token = 0
-        self.seconds = 0.0
-        self._model = model
-        self.sampler = sampler
-        self.tokens = tokens
-
-    def __call__(self, answer: WireTensor, begin: Callable[[], None]) -> None:
-        begun, self.answer = trio.current_time(), None
-        if not self.sampler.is_ready:
-            return
-        only = self.sampler.only
-        try:
-            if only is None:
-                logits = self._model.head(from_chunks([answer])[:, -1:], begin)[0, 0]
-                only = self.sampler.choose(self.tokens, logits)
-            self.token, self.answer = only, answer
-        except Exception:  # who reads the answer for good meets it again and says what is wrong with it
-            pass
-        self.seconds = trio.current_time() - begun
-
-    def accept(self) -> int:
-        """The token; the answer that it follows from was checked."""
-        self.sampler.accept(self.token)
-        return self.token

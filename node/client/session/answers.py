@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import trio
 
@@ -28,13 +28,7 @@ if TYPE_CHECKING:
     from ..session_adapter import SessionAdapter
     from .trace import SessionTrace
 
-T = TypeVar("T")
 InferenceStream = MessageStream[wire.InferenceFrame]
-Early = Callable[[WireTensor, Callable[[], None]], None]
-"""Gets what the last server of a chain answered before its receipt is checked, on the trio thread, and may compute
-something short of it, to be dropped if the step's output turns out to be another object. It calls the function that it
-is given when other threads of Python can run beside it: the check then does. Must not raise."""
-
 _HASH_INLINE: Final = 64 * 1024
 """Payloads above this are hashed in a worker thread: 64 KiB take 30 us."""
 
@@ -104,33 +98,49 @@ class Answer:
     handed_on: bool
 
 
-class Beside(Generic[T]):
-    """`work` in a thread that is kept warm, beside what the trio thread does until it asks for the result."""
+Checked = tuple[Receipt, bytes, bool]
+"""A receipt, its hash, and whether it is for another input than this client has sent."""
 
-    def __init__(self, work: Callable[[], T]) -> None:
-        self._work = work
+
+class UncheckedAnswer:
+    """A reply whose receipt is to be checked: in a thread that is kept warm, from `start_check` on, or where the result
+    is asked for.
+
+    Attributes:
+        chunk: what was answered; None where only the receipt came.
+    """
+
+    def __init__(self, reply: wire.Reply, chunk: WireTensor | None, step: wire.Step, asked: WireTensor) -> None:
+        self.reply = reply
+        self.chunk = chunk
+        self.step = step
+        self.asked = asked
+        self.check: Callable[[], Checked] | None = None
         self._started = False
         self._finished = threading.Event()
         self._outcome: Any = None
 
-    def start(self) -> None:
-        """Only the first call does anything."""
-        if not self._started:
+    def start_check(self) -> None:
+        """Begins the check beside what the trio thread does next. Only the first call does anything."""
+        if not self._started and self.check is not None:
             self._started = True
-            trio.lowlevel.start_thread_soon(self._work, self._deliver)
+            trio.lowlevel.start_thread_soon(self.check, self._deliver)
 
     def _deliver(self, outcome: Any) -> None:
         self._outcome = outcome
         self._finished.set()
 
-    async def result(self) -> T:
-        """What `work` returned or raised; returns at once if that has ended. Where it was not started, it runs here."""
+    async def checked(self) -> Checked:
+        """What `check` returned or raised; returns at once if that has ended. Where it was not started, it runs here,
+        and in another thread only if there is much to hash."""
+        assert self.check is not None
         if not self._started:
-            return self._work()
+            long = len(self.asked.payload) > _HASH_INLINE
+            return await trio.to_thread.run_sync(self.check) if long else self.check()
         if not self._finished.is_set():
             with trio.CancelScope(shield=True):  # it computes for less than a millisecond
                 await trio.to_thread.run_sync(self._finished.wait)
-        result: T = self._outcome.unwrap()
+        result: Checked = self._outcome.unwrap()
         return result
 
 
@@ -223,62 +233,53 @@ class AnswerChecks(ServerStream[wire.InferenceFrame]):
             raise self._cheated("what it sends once more is not what it sent before") from None
         raise self._cheated(what, (first, receipt))
 
-    async def _checked(
-        self,
-        reply: wire.Reply,
-        answer: WireTensor | None,
-        step: wire.Step,
-        chunk: WireTensor,
-        begun: float,
-        early: Early | None,
-    ) -> Answer:
-        withheld = answer is None and not step.receipt_only
-        if withheld and not (reply.pushed and self._targeted):
+    def _unchecked(
+        self, reply: wire.Reply, answer: WireTensor | None, step: wire.Step, chunk: WireTensor, begun: float
+    ) -> UncheckedAnswer:
+        """A reply that has come for a step since `begun`, and has the form that was asked for."""
+        if answer is None and not step.receipt_only and not (reply.pushed and self._targeted):
             raise self._failed("it answered a step with something else than one reply")
         self._check_form(reply, answer, step, chunk)
         total = trio.current_time() - begun
         self.timing = HopTiming(self.hop.peer_id, total, reply.queue_us / 1e6, reply.compute_us / 1e6)
+        unchecked = UncheckedAnswer(reply, answer, step, chunk)
+        unchecked.check = partial(self._check_answer, reply, answer, step, chunk)
+        return unchecked
 
-        receipt = await self._verify(reply, answer, step, chunk, early)
-        if withheld:
+    async def checked(self, answer: UncheckedAnswer) -> Answer:
+        """The answer, of which everything is in order. Called once for each that was read, and before the next is.
+
+        Raises:
+            PushedOther: it is for what the server before has pushed, which is not what this client has.
+            ServerFailed: the server cheats.
+        """
+        reply, receipt = answer.reply, await self._verify(answer)
+        if answer.chunk is None and not answer.step.receipt_only:
             what = self._failed("it was told by the server before it that a receipt is enough")
             shown = self._receipt_of(reply.upstream) if reply.HasField("upstream") else None
             raise PushedOther(str(what), self.hop.peer_id, shown)
         self.draining = reply.draining
         self.pushed_steps += reply.pushed
-        return Answer(answer or WireTensor(chunk.tensor, b""), receipt, reply.handed_on)
+        return Answer(answer.chunk or WireTensor(answer.asked.tensor, b""), receipt, reply.handed_on)
 
-    async def _verify(
-        self,
-        reply: wire.Reply,
-        answer: WireTensor | None,
-        step: wire.Step,
-        chunk: WireTensor,
-        early: Early | None = None,
-    ) -> Receipt:
-        """Hashes what was sent and came back, and checks the receipt for it; meanwhile `early` gets the answer."""
-        check = partial(self._check_answer, reply, answer, step, chunk)
-        if early is not None and answer is not None:
-            checking = Beside(check)
-            early(answer, checking.start)
-            receipt, hashed, other = await checking.result()
-        elif len(chunk.payload) > _HASH_INLINE:
-            receipt, hashed, other = await trio.to_thread.run_sync(check)
-        else:
-            receipt, hashed, other = check()
-        self._last_receipt, self._answered = hashed, reply.sequence
+    async def _verify(self, answer: UncheckedAnswer) -> Receipt:
+        """Hashes what was sent and came back, and checks the receipt for it."""
+        step, chunk = answer.step, answer.asked
+        receipt, hashed, other = await answer.checked()
+        self._last_receipt, self._answered = hashed, answer.reply.sequence
         if self._log is not None:
             if not other:
                 self._log.asked(step, chunk.tensor, chunk.payload)
-            self._log.answered(step.sequence, receipt, None if other or answer is None else answer.payload)
+            payload = None if other or answer.chunk is None else answer.chunk.payload
+            self._log.answered(step.sequence, receipt, payload)
         if other:
-            raise self._pushed_other(reply, receipt)
+            raise self._pushed_other(answer.reply, receipt)
         self._upstreams.append(step.previous_receipt)
         return receipt
 
     def _check_answer(
         self, reply: wire.Reply, answer: WireTensor | None, step: wire.Step, chunk: WireTensor
-    ) -> tuple[Receipt, bytes, bool]:
+    ) -> Checked:
         """The receipt, its hash, and whether it is for another input, which the server before has pushed. Changes
         nothing, and may run in a thread. Without an answer, the receipt's word for it is taken.
 

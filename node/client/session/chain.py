@@ -10,12 +10,13 @@ from typing import Final
 
 import trio
 
+from ....protocols import wire_pb2 as wire
 from ....protocols.inference import session_name
-from ...errors import BadInput, ServerFailed, SwarmError
+from ...errors import BadInput, ServerFailed, SwarmError, unwrapped
 from ...swarm.cost import StageCost
 from ...swarm.routing import Hop
-from ..deadlines import RECOVERY_TIMEOUT, REOPEN_TIMEOUT, RETRY_INTERVAL, STANDBY_RETRY, WaitCause, Waits
-from ..request import StreamLost
+from ..deadlines import RECOVERY_TIMEOUT, REOPEN_TIMEOUT, RETRY_INTERVAL, STANDBY_POLL, STANDBY_RETRY, WaitCause, Waits
+from ..request import StreamLost, WireTensor
 from ..router import Router, ServerSearch, note_failure
 from .history import Input, InputHistory, merged
 from .link import ServerLink, Standby, close_links, step_limit
@@ -174,6 +175,31 @@ class Chain:
         if link.server.is_behind and link.server.kept:
             await link.server.abandon()
             self.reconnector(link).report_lost()
+
+    async def send_watched(self, link: ServerLink, asked: wire.Step, chunk: WireTensor) -> bool:
+        """Sends a large step; false if the server does not read it for long, and a standby is ready to take its place.
+
+        The stream is reset then; the session at the server is taken up again if the switch fails.
+
+        Raises:
+            StreamLost: the server is gone.
+        """
+        sent = False
+
+        async def watch() -> None:
+            await trio.sleep(link.patience(chunk))
+            while not link.standby_ready:
+                self.prepare_standby(link, late=True)
+                await trio.sleep(STANDBY_POLL)
+            nursery.cancel_scope.cancel()
+
+        with unwrapped(ServerFailed):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(watch)
+                await link.server.send(asked, chunk)
+                sent = True
+                nursery.cancel_scope.cancel()
+        return sent
 
     async def end(self) -> None:
         """Gives the servers their caches back, or leaves them there for as long as `spec.keep` says. Never raises."""

@@ -9,6 +9,7 @@ from typing import Final
 
 import trio
 
+from ....crypto.evidence import NotProven, check_equivocation
 from ....crypto.receipts import Receipt
 from ....protocols import wire_pb2 as wire
 from ...errors import ServerCheated, SwarmError
@@ -99,6 +100,16 @@ class ProvenLiar(SwarmError):
         super().__init__(str(error))
         self.link = link
         self.error = error
+
+
+def proven_lie(pusher: str, told: Receipt, pushed: Receipt) -> ServerCheated | None:
+    """What two receipts of one server prove, one for this client and one for the next server; None: nothing."""
+    try:
+        what = check_equivocation(pusher, told, pushed)
+    except NotProven:
+        return None
+    what = f"server {pusher} cannot be believed: {what}, one for this client and one for the next server"
+    return ServerCheated(what, pusher, (told, pushed))
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ failed, or a better one is found, a reconnector takes the session up on another 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -24,7 +24,6 @@ from ...swarm.routing import Hop
 from ..deadlines import RESUME_TIMEOUT, Waits
 from ..request import WireTensor
 from ..router import Router
-from .answers import Early
 from .chain import Chain, Trouble
 from .flight import Flight, Prefill
 from .history import Input, InputHistory
@@ -236,8 +235,6 @@ class ClientSession:
         chunks: Sequence[WireTensor],
         reorder: Sequence[int] = (),
         *,
-        waiting: Callable[[], None] | None = None,
-        early: Early | None = None,
         outputs: int | None = None,
         long_factors: bool | None = None,
     ) -> list[WireTensor]:
@@ -246,9 +243,7 @@ class ClientSession:
         of a row, and what nobody asks for need not travel.
 
         `reorder` says for each row whose cache it continues, before the first chunk. Servers that fail are replaced.
-        `early` gets the last server's answer to a single chunk while its receipt is checked; `waiting` is called once
-        that chunk is sent, before the answer is waited for, and computes something short meanwhile. `long_factors`: as
-        `wire.Step` has it, where that does not follow from the end of the chunks.
+        `long_factors`: as `wire.Step` has it, where that does not follow from the end of the chunks.
         If the step raises or is cancelled, the session still holds what it held before, and goes on when servers are
         back; but not after a step with a reorder, which some servers have carried out then and others have not.
 
@@ -259,10 +254,7 @@ class ClientSession:
         """
         self._check_usable()
         tokens = sum(chunk.tokens for chunk in chunks)
-        if self._position + tokens > self.spec.max_length:
-            raise BadInput(
-                f"{self._position} tokens and {tokens} more pass the session's max_length of {self.spec.max_length}"
-            )
+        self._check_room(tokens)
         inputs = []
         position, first = self._position, tuple(reorder)
         if long_factors is None:
@@ -275,13 +267,43 @@ class ClientSession:
             # Rows that change places twice are wrong: no step with a reorder may be where we cannot see it.
             push = self.spec.push and not reorder and not self._relays_next
             if len(inputs) == 1:
-                out = [await self._run(self._chain.links, inputs[0], push=push, waiting=waiting, early=early)]
+                out = [await self._run(self._chain.links, inputs[0], push=push)]
             else:
                 out = await self._prefill(inputs, push=push, outputs=outputs)
             self._torn = self._relays_next = False
             self._position = position
         self._first_output = self._first_output or out[0]
         return out[_first_wanted(chunks, outputs) :]
+
+    @asynccontextmanager
+    async def under_way(self, chunk: WireTensor) -> AsyncIterator[StepRun]:
+        """One step, which is sent at the beginning of the block; in it, `run` waits for the answer, as `step` does.
+
+        Raises:
+            NoChainError, BadInput, SwarmError: as `step` does.
+        """
+        self._check_usable()
+        self._check_room(chunk.tokens)
+        position = self._position + chunk.tokens
+        step = Input(self._position, (), chunk, self.spec.takes_long_factors(position))
+        async with self._turn():
+            push = self.spec.push and not self._relays_next
+            run = StepRun(self._chain, self._chain.links, step, push=push)
+            await run.send()
+            try:
+                yield run
+            finally:
+                await run.settle()
+            out = await run.run()
+            self._relays_next = False
+            self._position = position
+        self._first_output = self._first_output or out
+
+    def _check_room(self, tokens: int) -> None:
+        if self._position + tokens > self.spec.max_length:
+            raise BadInput(
+                f"{self._position} tokens and {tokens} more pass the session's max_length of {self.spec.max_length}"
+            )
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -320,16 +342,8 @@ class ClientSession:
             finally:
                 self._position = flight.position
 
-    async def _run(
-        self,
-        links: list[ServerLink],
-        step: Input,
-        *,
-        push: bool,
-        waiting: Callable[[], None] | None = None,
-        early: Early | None = None,
-    ) -> WireTensor:
-        return await StepRun(self._chain, links, step, push=push, waiting=waiting, early=early).run()
+    async def _run(self, links: list[ServerLink], step: Input, *, push: bool) -> WireTensor:
+        return await StepRun(self._chain, links, step, push=push).run()
 
     async def _prefill(self, steps: Sequence[Input], *, push: bool, outputs: int | None) -> list[WireTensor]:
         """Runs several steps side by side. Where servers change, some are numbered that a server will never see."""

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Final
+from typing import Final, Literal
 
 import trio
 
-from ....crypto.evidence import NotProven, check_equivocation
 from ....crypto.receipts import Receipt
 from ....protocols import wire_pb2 as wire
 from ....protocols.inference import pushed_step
-from ...errors import BadInput, ServerCheated, ServerFailed, SwarmError, unwrapped
+from ...errors import BadInput, ServerCheated, ServerFailed, SwarmError
 from ..deadlines import PUSH_RETRY, RECOVERY_TIMEOUT, STANDBY_POLL, push_patience
 from ..request import PushedOther, StreamLost, WireTensor, blames_request, server_failed
-from .answers import Answer, Early
+from .answers import Answer, UncheckedAnswer
 from .chain import Chain, next_trouble, wait_cause
 from .history import Input
-from .link import Handover, ProvenLiar, ServerLink
+from .link import Handover, ProvenLiar, ServerLink, proven_lie
 from .recovery import (
     Answered,
     Loss,
@@ -51,9 +49,7 @@ class StepRun:
 
     With `push` the first server is given the other servers, and those `beyond` which another run waits for, and each
     pushes its output to the next one; this client sends a step only where that has failed. `before`: tokens of a row
-    that are under way in steps before this one. `early` gets what the last server answers while its receipt is checked.
-    `waiting` is called once, before the first answer is waited for: it computes something short meanwhile.
-    `unwanted`: the link, if any, whose output nobody needs: a receipt is enough.
+    that are under way in steps before this one. `unwanted`: the link, if any, whose output nobody needs, but a receipt.
     `entry`: how the step comes from a server before `links`; a proof that this one lies is raised as `ProvenLiar`.
 
     Attributes:
@@ -68,8 +64,6 @@ class StepRun:
         *,
         push: bool,
         before: int | None = None,
-        waiting: Callable[[], None] | None = None,
-        early: Early | None = None,
         entry: Handover | None = None,
         beyond: Callable[[], Sequence[ServerLink]] = lambda: (),
         unwanted: Callable[[], ServerLink | None] = lambda: None,
@@ -84,8 +78,6 @@ class StepRun:
         self._links = links
         self._step = step
         self._push = push
-        self._waiting = waiting
-        self._early = early
         self._before = before or 0
         self._alone = before is None
         self._sent_ahead = False
@@ -102,6 +94,25 @@ class StepRun:
         self._disturbed = False  # a stream was lost: what the answer took says nothing of the server
         self._failures: list[ServerFailed] = []
         self._impossible: SwarmError | BadInput | None = None
+        self._state: StepState | None = None
+        self._action: StepAction = Recover.FINISH
+        self._since: float | None = None  # of an action that is not at its end
+        self._begun_at = 0.0
+        self._unchecked: UncheckedAnswer | None = None
+
+    async def send(self) -> None:
+        """Sends the step, if no server has it yet; `arrive` and `run` wait for the answers."""
+        await self._go_on("sent")
+
+    async def arrive(self) -> WireTensor | None:
+        """What leaves the last server, before its receipt is checked; None if that is done. `run` has to follow."""
+        await self._go_on("arrived")
+        return None if self._unchecked is None else self._unchecked.chunk
+
+    def start_check(self) -> None:
+        """Has what has arrived checked in another thread, beside what this one computes."""
+        if self._unchecked is not None:
+            self._unchecked.start_check()
 
     async def run(self) -> WireTensor:
         """What leaves the last server.
@@ -110,22 +121,52 @@ class StepRun:
             NoChainError: servers failed, and no others hold their blocks.
             SwarmError: several servers in a row failed at this step.
         """
-        state, action = self._begun()
-        waits = self._chain.waits
-        with waits.timed("step"), self._chain_at_ease():
-            while action is not Recover.FINISH:
-                self._note_trouble(action)
-                begun, cause = trio.current_time(), wait_cause(action)
-                event = await self._carry_out(action)
-                waits.add(cause, trio.current_time() - begun)
-                if self.smooth and not (isinstance(event, Answered) or event in (Signal.SENT, Signal.LATE)):
-                    self.smooth = False
-                    self._on_rough()
-                if isinstance(event, Replaced):
-                    # Where one server is silent another may be, and what is pushed to it is missed later.
-                    self._push = False
-                state, action = next_action(state, event)
+        await self._go_on()
         return self._chunk
+
+    async def settle(self) -> None:
+        """Counts an answer that has arrived and nobody wants any more. Never raises."""
+        if self._unchecked is not None:
+            with trio.CancelScope(shield=True):
+                await self._noting_failures(self._check, "sent")
+
+    async def _go_on(self, until: Literal["sent", "arrived"] | None = None) -> None:
+        """Carries the step on until it is sent, the last answer is there to be checked, or all is done."""
+        if self._state is None:
+            self._state, self._action = self._begun()
+            self._begun_at = trio.current_time()
+        elif self._action is Recover.FINISH:
+            return
+        paused = False
+        try:
+            while self._action is not Recover.FINISH and not paused:
+                if until == "sent" and isinstance(self._action, Receive):
+                    paused = True
+                else:
+                    paused = not await self._take_action(until == "arrived")
+        finally:
+            self._chain.trouble = None
+            if not paused:
+                self._chain.waits.add("step", trio.current_time() - self._begun_at)
+
+    async def _take_action(self, may_pause: bool) -> bool:
+        """One action of the step; false if what has arrived is left unchecked."""
+        assert self._state is not None
+        self._note_trouble(self._action)
+        begun, self._since = self._since or trio.current_time(), None
+        event = await self._carry_out(self._action, may_pause)
+        if event is None:
+            self._since = begun
+            return False
+        self._chain.waits.add(wait_cause(self._action), trio.current_time() - begun)
+        if self.smooth and not (isinstance(event, Answered) or event in (Signal.SENT, Signal.LATE)):
+            self.smooth = False
+            self._on_rough()
+        if isinstance(event, Replaced):
+            # Where one server is silent another may be, and what is pushed to it is missed later.
+            self._push = False
+        self._state, self._action = next_action(self._state, event)
+        return True
 
     def _begun(self) -> tuple[StepState, StepAction]:
         if self._sent_ahead:
@@ -157,14 +198,6 @@ class StepRun:
         self._sent_ahead = await self._send(self._asked is None) is Signal.SENT
         return self._sent_ahead
 
-    @contextmanager
-    def _chain_at_ease(self) -> Iterator[None]:
-        """After the block, nothing holds up the chain any more."""
-        try:
-            yield
-        finally:
-            self._chain.trouble = None
-
     def _note_trouble(self, action: StepAction) -> None:
         """Keeps what holds the step up, before it is waited for: a person may want to know."""
         failure = self._failures[-1] if self._failures else None
@@ -179,16 +212,17 @@ class StepRun:
     def _link_before(self) -> ServerLink | None:
         return self._links[self._index - 1] if self._index else self._entry.before if self._entry is not None else None
 
-    @property
-    def _early_here(self) -> Early | None:
-        return self._early if self._index == len(self._links) - 1 else None
-
-    async def _carry_out(self, action: StepAction) -> StepEvent:
+    async def _carry_out(self, action: StepAction, may_pause: bool) -> StepEvent | None:
+        """What came of an action; None if an answer has arrived and is not checked yet."""
         match action:
             case Send():
                 return await self._noting_failures(self._send, action.anew)
             case Receive():
-                return await self._noting_failures(self._receive, action.phase)
+                if self._unchecked is None:
+                    event = await self._noting_failures(self._receive, action.phase)
+                    if self._unchecked is None or (may_pause and self._index == len(self._links) - 1):
+                        return event
+                return await self._noting_failures(self._check, action.phase)
             case Reconnect():
                 return await self._reconnect(action.head_start)
             case Recover.RACE:
@@ -203,7 +237,9 @@ class StepRun:
                     f"{len(self._failures)} servers in a row failed at one step: {self._failures[-1]}"
                 )
 
-    async def _noting_failures(self, function: Callable[..., Awaitable[StepEvent]], argument: object) -> StepEvent:
+    async def _noting_failures(
+        self, function: Callable[..., Awaitable[StepEvent | None]], argument: object
+    ) -> StepEvent | None:
         try:
             return await function(argument)
         except PushedOther as error:
@@ -226,31 +262,10 @@ class StepRun:
             self._deadline, self._pushed = None, False
         self._begin()
         if len(self._chunk.payload) > UNWATCHED_BYTES:
-            return await self._send_watched(link, self._asked)
+            sent = await self._chain.send_watched(link, self._asked, self._chunk)
+            return Signal.SENT if sent else Signal.STANDBY_READY
         await link.server.send(self._asked, self._chunk)
         return Signal.SENT
-
-    async def _send_watched(self, link: ServerLink, asked: wire.Step) -> StepEvent:
-        """Sends a large step. If the server does not read it for long, a standby takes its place in the middle of it.
-
-        The stream is reset then; the session at the server is taken up again if the switch fails.
-        """
-        event: StepEvent = Signal.STANDBY_READY
-
-        async def watch() -> None:
-            await trio.sleep(link.patience(self._chunk))
-            while not link.standby_ready:
-                self._chain.prepare_standby(link, late=True)
-                await trio.sleep(STANDBY_POLL)
-            nursery.cancel_scope.cancel()
-
-        with unwrapped(ServerFailed):
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(watch)
-                await link.server.send(asked, self._chunk)
-                event = Signal.SENT
-                nursery.cancel_scope.cancel()
-        return event
 
     def _begin(self) -> None:
         server = self._link.server
@@ -277,13 +292,10 @@ class StepRun:
             long_factors=self._step.long_factors,
         )
 
-    async def _receive(self, phase: Phase) -> StepEvent:
-        """Waits for a server's answer; one that is late has a standby prepared."""
+    async def _receive(self, phase: Phase) -> StepEvent | None:
+        """Waits for a server's answer; one that is late has a standby prepared. None: it is `_unchecked` now."""
         link, asked = self._link, self._asked
         assert asked is not None
-        if self._waiting is not None:
-            self._waiting()
-            self._waiting = None
         nbytes, round_trip = len(self._chunk.payload), link.server.round_trip
         patient = min(link.patience(self._chunk, self._before), self._chain.spec.step_timeout)
         if phase == "late":
@@ -292,16 +304,21 @@ class StepRun:
             self._begin()
             self._pushed, self._pushed_before = True, link.server.pushed_steps
             patient = min(patient, push_patience(round_trip, nbytes) + link.expected(self._chunk))
-        answer = await link.server.receive(asked, self._chunk, patient, self._early_here)
-        return Signal.LATE if answer is None else self._answered(answer, phase)
+        self._unchecked = await link.server.read(asked, self._chunk, patient)
+        return Signal.LATE if self._unchecked is None else None
 
-    async def _receive_late(self, link: ServerLink, asked: wire.Step) -> StepEvent:
+    async def _check(self, phase: Phase) -> StepEvent:
+        answer, self._unchecked = self._unchecked, None
+        assert answer is not None
+        return self._answered(await self._link.server.checked(answer), phase)
+
+    async def _receive_late(self, link: ServerLink, asked: wire.Step) -> StepEvent | None:
         self._chain.router.suspect(link.server.hop.peer_id)  # before another step of this client asks it
         while self._deadline is not None and trio.current_time() < self._deadline:
             self._chain.prepare_standby(link, late=True)
-            answer = await link.server.receive(asked, self._chunk, STANDBY_POLL, self._early_here)
-            if answer is not None:
-                return self._answered(answer, "late")
+            self._unchecked = await link.server.read(asked, self._chunk, STANDBY_POLL)
+            if self._unchecked is not None:
+                return None
             if link.standby_ready:
                 return Signal.STANDBY_READY
         raise link.server.silent(self._chain.spec.step_timeout)
@@ -349,12 +366,10 @@ class StepRun:
             return ServerError()
         if shown is None or self._receipt is None:
             return ServerError()
-        try:
-            what = check_equivocation(pusher, self._receipt, shown)
-        except NotProven:
+        proof = proven_lie(pusher, self._receipt, shown)
+        if proof is None:
             return Misled(proved=False)
-        what = f"server {pusher} cannot be believed: {what}, one for this client and one for the next server"
-        self._failures[-1] = proof = ServerCheated(what, pusher, (self._receipt, shown))
+        self._failures[-1] = proof
         if not self._index:
             raise ProvenLiar(before, proof)
         self._index -= 1
@@ -423,8 +438,7 @@ class StepRun:
         return won[0] if won else Signal.NOBODY_ELSE
 
     async def _replace(self) -> StepEvent:
-        failure = self._failures[-1]
-        self._impossible = None
+        failure, self._impossible = self._failures[-1], None
         try:
             return Replaced(await self._chain.replace(self._links, self._index, self._step.position, failure))
         except (SwarmError, BadInput) as error:

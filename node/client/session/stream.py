@@ -20,7 +20,7 @@ from ...swarm.routing import Hop
 from ...trust.receipt_log import SessionLog
 from ..deadlines import CLOSE_TIMEOUT, PATH_KEEP, SEND_TIMEOUT
 from ..request import OutstandingReplies, ServerClaims, StreamLost, WireTensor, close_stream
-from .answers import Answer, AnswerChecks, Early, HopTiming, InferenceStream, SessionSpec
+from .answers import Answer, AnswerChecks, HopTiming, InferenceStream, SessionSpec, UncheckedAnswer
 from .history import Input
 
 __all__ = ["Answer", "HopTiming", "InferenceStream", "OutstandingReplies", "SessionSpec", "SessionStream"]
@@ -263,17 +263,21 @@ class SessionStream(AnswerChecks):
             raise self._lost(error) from error
         self.bytes_sent += len(chunk.payload)
 
-    async def receive(
-        self, step: wire.Step, chunk: WireTensor, timeout: float, early: Early | None = None
-    ) -> Answer | None:
+    async def receive(self, step: wire.Step, chunk: WireTensor, timeout: float) -> Answer | None:
         """The answer to `step`, which took `chunk`, whoever sent it; None if it did not come within `timeout` seconds.
 
-        `early` gets what came while its receipt is checked.
+        Raises:
+            StreamLost, PushedOther, ServerFailed: as `read` and `checked` do.
+        """
+        unchecked = await self.read(step, chunk, timeout)
+        return None if unchecked is None else await self.checked(unchecked)
+
+    async def read(self, step: wire.Step, chunk: WireTensor, timeout: float) -> UncheckedAnswer | None:
+        """What has come for `step`; `checked` has to follow. None if it did not come within `timeout` seconds.
 
         Raises:
             StreamLost: the stream has ended, or another one has taken its place without the step.
-            PushedOther: it has answered what the server before it pushed, which is not `chunk`.
-            ServerFailed: the server refuses or cheats.
+            ServerFailed: the server refuses, or answers nonsense.
         """
         begun = trio.current_time()
         if self._sent is not None and self._sent[0] == step.sequence > self.held and not self.uses(self._sent[1]):
@@ -300,7 +304,7 @@ class SessionStream(AnswerChecks):
                 if not due:
                     raise self._failed(f"it answered step {frame.reply.sequence} more often than it was asked")
                 continue
-            return await self._checked(frame.reply, answer, step, chunk, begun, early)
+            return self._unchecked(frame.reply, answer, step, chunk, begun)
 
     def silent(self, seconds: float) -> ServerFailed:
         """The error of a server that did not answer for so long."""

@@ -1,0 +1,82 @@
+"""docs/architecture.md lists the files of a decode step as they run."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
+from petalnode.node.testing.memory_servers import memory_swarm
+from tests.import_graph import ROOT
+from tests.tiny_models import save_tiny
+
+LOOP = "node/client/generation/decoding.py"
+IN_SOME_MODELS = {"node/blocks/kernels/step.py"}
+
+
+@contextmanager
+def calls() -> Iterator[list[tuple[str, str]]]:
+    """(file, function) of all calls of this project's functions, in all threads that begin in the block."""
+    seen: list[tuple[str, str]] = []
+    files: dict[str, str] = {}
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call":
+            name = frame.f_code.co_filename
+            if name not in files:
+                path = Path(name).resolve()
+                files[name] = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else ""
+            if files[name]:
+                seen.append((files[name], frame.f_code.co_name))
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        yield seen
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]  # as its documentation has it
+
+
+def described() -> list[tuple[str, str]]:
+    """(file, function) of each row of the table."""
+    _, _, section = (ROOT / "docs/architecture.md").read_text().partition("\n## One decode step")
+    return re.findall(r"^\| `([\w/]+\.py)` \| `(\w+)` \|.*\|$", section, re.MULTILINE)
+
+
+def follow(ran: list[tuple[str, str]], rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The rows that do not come in this order, each behind the one before."""
+    at, missing = 0, []
+    for row in rows:
+        if row in ran[at:]:
+            at = ran.index(row, at)
+        else:
+            missing.append(row)
+    return missing
+
+
+def test_a_decode_step_runs_through_the_files_of_the_table_in_their_order(tmp_path: Path) -> None:
+    folder, ids = save_tiny("llama", tmp_path), torch.tensor([[5, 6, 7]])
+    options = {"do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    with calls() as seen, memory_swarm() as swarm:
+        assert all(server.ready for server in [swarm.start(folder, blocks) for blocks in ("0:3", "3:6")])
+        with swarm.open_model(AutoDistributedModelForCausalLM, folder) as model:
+            model.generate(ids, max_new_tokens=3, **options)  # what is measured once is measured
+            before = len(seen)
+            model.generate(ids, max_new_tokens=8, **options)
+            ran = seen[before:]
+    rows = described()
+    assert len(rows) > 20
+    loop = next(index for index, (file, _) in enumerate(rows) if file == LOOP) + 1
+    assert not follow(ran, rows[:loop])
+    # A function that waits is noted each time that it goes on; this one never waits.
+    steps = [at for at, call in enumerate(ran) if call == (LOOP, "_goes_on")]
+    step = ran[steps[3] : steps[4]]
+    assert not follow(step, [row for row in rows[loop:] if row[0] not in IN_SOME_MODELS])
