@@ -20,7 +20,6 @@ import math
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Final
 
 import trio
@@ -30,7 +29,7 @@ from ...swarm.routing import Hop
 from ..request import WireTensor
 from .chain import Chain
 from .history import Input
-from .link import Handover, ServerLink
+from .link import Handover, ServerLink, WholeChain
 from .step import UNWATCHED_BYTES, StepRun
 
 MOST_BYTES: Final = 3 * UNWATCHED_BYTES
@@ -199,7 +198,7 @@ class Prefill:
         self.collected = trio.Event()
 
 
-class Stage:
+class Stage(WholeChain):
     """One server of the chain, or those that have taken its place, while the steps pass.
 
     Attributes:
@@ -241,7 +240,7 @@ class Stage:
     async def _under_way(self, step: Input, entry: Handover) -> StepRun | None:
         """The run of a step that the server gets, or has, without waiting for the answers to those before it."""
         if self._pushes and entry.asked is None:  # something has failed at a server before
-            self._roughen(step)
+            self.roughen(step)
         if step.position >= self._rough_from:
             return None
         run = StepRun(
@@ -251,9 +250,7 @@ class Stage:
             push=True,
             before=self._tokens or None,
             entry=None if self._first else entry,
-            beyond=lambda: [link for stage in self._prefill.pushed_from(self) for link in stage.links],
-            unwanted=partial(self._prefill.unwanted, step),
-            on_rough=lambda: self._roughen(step),
+            stage=self,
         )
         self._tokens += step.chunk.tokens
         if entry.handed_on:
@@ -269,7 +266,7 @@ class Stage:
                     return run
             except ServerFailed:
                 pass  # whoever waits for the answer to a step before learns why
-        self._roughen(step)
+        self.roughen(step)
         return None
 
     def _has_room(self, entry: Handover) -> bool:
@@ -286,13 +283,12 @@ class Stage:
 
     async def _answer(self, step: Input, entry: Handover, run: StepRun | None) -> Handover:
         if run is not None and not run.is_current:
-            self._roughen(step)
+            self.roughen(step)
         if run is None or step.position >= self._rough_from:
             entry = replace(entry, asked=None, handed_on=False)
             entering = replace(step, chunk=entry.chunk)
-            unwanted = partial(self._prefill.unwanted, step)
             entered = None if self._first else entry
-            run = StepRun(self._chain, self.links, entering, push=False, entry=entered, unwanted=unwanted)
+            run = StepRun(self._chain, self.links, entering, push=False, entry=entered, stage=self)
         await run.run()
         self.allotted.pop(step.position, None)
         self._coming.discard(step.position)
@@ -300,7 +296,15 @@ class Stage:
         self._prefill.tell()
         return run.handover
 
-    def _roughen(self, step: Input) -> None:
+    def beyond(self) -> Sequence[ServerLink]:
+        """The servers to which what leaves this one is pushed on."""
+        return [link for stage in self._prefill.pushed_from(self) for link in stage.links]
+
+    def unwanted(self, step: Input) -> ServerLink | None:
+        """The server whose output for this step nobody needs."""
+        return self._prefill.unwanted(step)
+
+    def roughen(self, step: Input) -> None:
         """From this step on, the server is sent one step at a time."""
         self._rough_from = min(self._rough_from, step.position)
         self.pushed = False

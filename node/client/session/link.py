@@ -93,6 +93,24 @@ class Handover:
     before: ServerLink | None = None
 
 
+class WholeChain:
+    """What is beside the servers that a step passes: nothing, where these are all of a chain."""
+
+    def beyond(self) -> Sequence[ServerLink]:
+        """The servers behind them that are pushed to as well."""
+        return ()
+
+    def unwanted(self, step: Input) -> ServerLink | None:
+        """The one whose output for this step nobody needs: a receipt is enough."""
+        return None
+
+    def roughen(self, step: Input) -> None:
+        """A server was replaced or reconnected at this step."""
+
+
+WHOLE_CHAIN: Final = WholeChain()
+
+
 class ProvenLiar(SwarmError):
     """The server of `link` has pushed something else than it answered, as `error` proves."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Final, Literal
@@ -18,7 +18,7 @@ from ..request import PushedOther, StreamLost, WireTensor, blames_request, serve
 from .answers import Answer, UncheckedAnswer
 from .chain import Chain, next_trouble, wait_cause
 from .history import Input
-from .link import Handover, ProvenLiar, ServerLink, proven_lie
+from .link import WHOLE_CHAIN, Handover, ProvenLiar, ServerLink, WholeChain, proven_lie
 from .recovery import (
     Answered,
     Loss,
@@ -47,13 +47,13 @@ UNWATCHED_BYTES: Final = 1 << 16
 class StepRun:
     """Runs `step` through `links`, replacing in that list whichever server fails.
 
-    With `push` the first server is given the other servers, and those `beyond` which another run waits for, and each
+    With `push` the first server is given the other servers, and those beyond its `stage`, and each
     pushes its output to the next one; this client sends a step only where that has failed. `before`: tokens of a row
-    that are under way in steps before this one. `unwanted`: the link, if any, whose output nobody needs, but a receipt.
+    that are under way in steps before this one. `stage`: what `links` are of the chain.
     `entry`: how the step comes from a server before `links`; a proof that this one lies is raised as `ProvenLiar`.
 
     Attributes:
-        smooth: no server was replaced or reconnected so far. `on_rough` is called when that ends.
+        smooth: no server was replaced or reconnected so far.
     """
 
     def __init__(
@@ -65,14 +65,10 @@ class StepRun:
         push: bool,
         before: int | None = None,
         entry: Handover | None = None,
-        beyond: Callable[[], Sequence[ServerLink]] = lambda: (),
-        unwanted: Callable[[], ServerLink | None] = lambda: None,
-        on_rough: Callable[[], object] = lambda: None,
+        stage: WholeChain = WHOLE_CHAIN,
     ) -> None:
         self.smooth = True
-        self._beyond = beyond
-        self._unwanted = unwanted
-        self._on_rough = on_rough
+        self._stage = stage
         self._entry = entry
         self._chain = chain
         self._links = links
@@ -161,7 +157,7 @@ class StepRun:
         self._chain.waits.add(wait_cause(self._action), trio.current_time() - begun)
         if self.smooth and not (isinstance(event, Answered) or event in (Signal.SENT, Signal.LATE)):
             self.smooth = False
-            self._on_rough()
+            self._stage.roughen(self._step)
         if isinstance(event, Replaced):
             # Where one server is silent another may be, and what is pushed to it is missed later.
             self._push = False
@@ -275,9 +271,9 @@ class StepRun:
 
     def _request(self) -> wire.Step:
         targets = []
-        unwanted = self._unwanted()
+        unwanted = self._stage.unwanted(self._step)
         if self._push:
-            for sender, receiver in pairwise([*self._links[self._index :], *self._beyond()]):
+            for sender, receiver in pairwise([*self._links[self._index :], *self._stage.beyond()]):
                 if not self._chain.may_push(sender, receiver):
                     break
                 targets.append(receiver.server.target(len(self._chunk.payload), receipt_only=receiver is unwanted))
@@ -358,7 +354,7 @@ class StepRun:
         assert before is not None
         self._chain.no_push[_peers(before, link)] = trio.current_time() + PUSH_RETRY
         self._failures.append(error)
-        link.server.misled = self._chain.spec.batch > 1 or link is self._unwanted()
+        link.server.misled = self._chain.spec.batch > 1 or link is self._stage.unwanted(self._step)
         pusher, shown = before.server.hop.peer_id, error.upstream
         if shown is not None and not shown.is_signed_by(pusher):
             what = f"server {error.peer_id} cannot be believed: what it says it was pushed is not signed by {pusher}"
