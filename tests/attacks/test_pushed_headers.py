@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from petalnode.crypto.identity import peer_id_to_bytes
 from petalnode.node.client.session.link import ServerLink
 from petalnode.node.server.requests.pushes import Pushes
 from petalnode.node.server.steps import StepOutput
@@ -54,6 +56,18 @@ def of_row(step: wire.Step) -> None:
     step.reorder[:] = [0]
 
 
+def next_step(step: wire.Step) -> None:
+    step.sequence += 1
+
+
+def without_reply(step: wire.Step) -> None:
+    step.receipt_only = not step.receipt_only
+
+
+def handed_on(step: wire.Step) -> None:
+    step.targets.add(peer_id=peer_id_to_bytes(LIAR.peer_id), nonce=bytes(16), sequence=step.sequence)
+
+
 def lying(monkeypatch: pytest.MonkeyPatch, lies: Lies, change: Callable[[wire.Step], None]) -> list[int]:
     """The steps that the liar has changed in one of its pushes, which come with its right receipt."""
     told: list[int] = []
@@ -70,7 +84,7 @@ def lying(monkeypatch: pytest.MonkeyPatch, lies: Lies, change: Callable[[wire.St
     return told
 
 
-@pytest.mark.parametrize("change", [long, later, of_row, earlier])
+@pytest.mark.parametrize("change", [long, later, of_row, earlier, next_step, without_reply, handed_on])
 def test_who_computes_what_was_pushed_is_not_blamed(
     change: Callable[[wire.Step], None], swarm: MemorySwarm, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,6 +95,40 @@ def test_who_computes_what_was_pushed_is_not_blamed(
     assert bans == set()
     if change in (long, of_row):
         assert route == [LIAR.peer_id, STRANGER.peer_id] and recoveries == 0
+
+
+def as_bfloat16(tensor: wire.Tensor) -> None:
+    """The same bytes are twice as many tokens."""
+    tensor.dtype = "bfloat16"
+    tensor.shape[1] *= 2
+
+
+def of_more_rows(tensor: wire.Tensor) -> None:
+    tensor.shape[:] = [1, 2, tensor.shape[2] // 2]
+
+
+@pytest.mark.parametrize("change", [as_bfloat16, of_more_rows])
+def test_who_reads_what_was_pushed_as_the_pusher_says_is_not_blamed(
+    change: Callable[[wire.Tensor], None], swarm: MemorySwarm, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The receipt that comes with it is for the same bytes."""
+    told: list[int] = []
+    send = Pushes.send
+
+    async def lie(self: Pushes, peer: bytes, push: wire.Push, output: StepOutput) -> bool:
+        ready = self._known.get(peer) is not None and self._known[peer].stream is not None
+        if lies.active and ready and not told and receipt_from_wire(push.receipt).is_signed_by(LIAR.peer_id):
+            told.append(push.step.sequence)
+            tensor = wire.Tensor()
+            tensor.CopyFrom(output.tensor)
+            change(tensor)
+            output = replace(output, tensor=tensor)
+        return await send(self, peer, push, output)
+
+    monkeypatch.setattr(Pushes, "send", lie)
+    lies = Lies(lambda receipt, before: receipt, most=0)
+    bans, _, _ = generated(swarm, model_folder, lies, lambda: bool(told))
+    assert bans == set() and told
 
 
 @pytest.mark.parametrize("receipt", [None, "for another session", "of this step"])
