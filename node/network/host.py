@@ -397,7 +397,7 @@ async def open_host(
     async def guarded(stream: NetStream) -> None:
         # An error that reaches libp2p here, such as that of a peer's garbled negotiation, stops the whole host.
         try:
-            await serve_stream(stream)
+            await StreamBytes(stream).metered(functools.partial(serve_stream, stream))
         except Exception as error:
             log.debug("a stream of %s failed: %r", stream.muxed_conn.peer_id, error)
             await stream.reset()

@@ -82,7 +82,7 @@ class KadService:
     async def _serve(self, raw: StreamBytes, peer_id: str) -> None:
         with self._place(peer_id) as place:
             try:
-                await raw.metered(self._answer_all(raw, place))
+                await self._answer_all(raw, place)
             except StreamClosed:
                 await raw.close()
                 return

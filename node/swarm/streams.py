@@ -181,8 +181,8 @@ class MessageStreams:
         reset. When it returns, the stream is closed; when it raises, it is reset. Errors never reach the node: a
         `PeerError` is the peer's matter, any other is logged once per kind.
 
-        With `in_turn`, what the handler does counts for the peer's address, and messages wait for its turn
-        (`NodeLimits.work_turn`). Handlers whose work is the device's share that elsewhere.
+        What the handler does counts for the peer's address until it grants something; with `in_turn`, each message
+        waits for its turn, too (`NodeLimits.work_turn`).
         """
 
         served = ShareCount(max_streams, LEAST_SERVED)
@@ -194,8 +194,7 @@ class MessageStreams:
                 await raw.reset()
                 return
             try:
-                work = serve_messages(raw, peer_id)
-                await (raw.metered(work) if in_turn else work)
+                await serve_messages(raw, peer_id)
             finally:
                 served.remove(peer_id, origin)
 

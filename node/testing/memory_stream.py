@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import Final, TypeVar
 
@@ -75,10 +75,6 @@ class MemoryStream:
     async def turn(self) -> None:
         """Nobody else has a turn."""
         await trio.lowlevel.checkpoint()
-
-    async def metered(self, work: Awaitable[None]) -> None:
-        """Does `work`, which counts for nobody."""
-        await work
 
     # --- RawStream
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from contextlib import AsyncExitStack
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,7 +107,7 @@ def test_questions_of_many_keys_have_the_turns_of_one_address(monkeypatch: pytes
         async with trio.open_nursery() as nursery:
             while True:
                 stream = StreamBytes(NetStream(await ours.accept_stream(), None, None))
-                nursery.start_soon(handlers[DIRECTORY], stream, str(ours.peer_id))
+                nursery.start_soon(stream.metered, partial(handlers[DIRECTORY], stream, str(ours.peer_id)))
 
     async def main() -> None:
         nonlocal quiet, hostile

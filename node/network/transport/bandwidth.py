@@ -17,23 +17,23 @@ from ...errors import BadInput
 _UNITS: Final = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _MIN_RATE: Final = 10_000
 """Bytes per second; with less, the DHT requests and announcements of a node miss their deadlines."""
-_BURST: Final = 0.25  # seconds' worth of bytes that may go at once after a pause
-_DEBT: Final = 0.25  # seconds' worth that urgent bytes may go ahead of their time
+_BURST: Final = 0.25
+"""Seconds' worth of bytes that may go at once after a pause; urgent ones may go as much ahead of their time."""
 _STARVING: Final = 0.25  # seconds for which urgent bytes may keep all others waiting
 _TURN: Final = 0.05  # seconds' worth that one turn should take, so that nobody waits long for the others
 _LEAST_TURN: Final = 4096  # bytes
 _MOST_TURN: Final = 256 * 1024
 
 
-def tokens_at(tokens: float, seconds: float, rate: float) -> float:
+def tokens_at(tokens: float, seconds: float, rate: float, burst: float = _BURST) -> float:
     """What a bucket of `tokens` bytes (fewer than none: some went ahead of their time) has after so many seconds, with
     `rate` bytes per second flowing in up to the burst that is allowed."""
-    return min(rate * _BURST, tokens + seconds * rate)
+    return min(rate * burst, tokens + seconds * rate)
 
 
-def wait_for_turn(tokens: float, rate: float, *, urgent: bool) -> float:
+def wait_for_turn(tokens: float, rate: float, *, urgent: bool, burst: float = _BURST) -> float:
     """Seconds until something may go, however large it is: what is taken beyond the tokens, later turns wait out."""
-    least = -rate * _DEBT if urgent else 0.0
+    least = -rate * burst if urgent else 0.0
     return 0.0 if tokens > least - 1.0 else (least - tokens) / rate
 
 
@@ -51,20 +51,28 @@ class _Waiter:
 
 class Throttle:
     """A limit of `rate` bytes per second for whoever asks here before it sends or reads; or of whatever is counted.
+    `burst` seconds' worth may go at once.
 
     Those who wait are served in turns, one for each key; urgent ones before all others, as long as these get something.
     """
 
-    def __init__(self, rate: float) -> None:
+    def __init__(self, rate: float, burst: float = _BURST) -> None:
         self.turn_size = turn_size(rate)
         self._rate = rate
-        self._tokens = rate * _BURST
+        self._burst = burst
+        self._tokens = rate * burst
         self._at = trio.current_time()
         self._urgent: deque[_Waiter] = deque()
         self._others: OrderedDict[Hashable, deque[_Waiter]] = OrderedDict()
         self._others_served = 0.0  # when one of the others had its turn, or the first of them began to wait
 
-    def spend(self, size: int) -> None:
+    def set_rate(self, rate: float) -> None:
+        """From now on. Who waits already waits at most as long as at the rate before, once."""
+        if rate != self._rate:
+            self._refill()
+            self._rate = rate
+
+    def spend(self, size: float) -> None:
         """Says that `size` bytes went, in turn or not."""
         self._refill()
         self._tokens -= size
@@ -122,11 +130,11 @@ class Throttle:
 
     def _wait(self, urgent: bool) -> float:
         self._refill()
-        return wait_for_turn(self._tokens, self._rate, urgent=urgent)
+        return wait_for_turn(self._tokens, self._rate, urgent=urgent, burst=self._burst)
 
     def _refill(self) -> None:
         now = trio.current_time()
-        self._tokens = tokens_at(self._tokens, now - self._at, self._rate)
+        self._tokens = tokens_at(self._tokens, now - self._at, self._rate, self._burst)
         self._at = now
 
 
@@ -185,7 +193,7 @@ class Recent:
         self._amount = 0.0
         self._at = trio.current_time()
 
-    def add(self, size: int) -> None:
+    def add(self, size: float) -> None:
         self._amount = self.amount() + size
         self._at = trio.current_time()
 

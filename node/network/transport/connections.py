@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final, cast
 
 import trio
 from libp2p.abc import IRawConnection, ISecureConn
@@ -44,8 +44,11 @@ from .limits import (
     MAX_CONNECTIONS,
     MAX_HANDSHAKES,
     MAX_INBOUND,
+    STEP_WORK,
+    UNITS_OF_SECOND,
     NodeLimits,
     ShareCount,
+    metered,
     origin_of_ip,
 )
 from .negotiation import OneAnswer, OneRoundTrip, question
@@ -154,6 +157,11 @@ class Network(Libp2pSwarm):
         # Whoever dials us from one of these multiaddrs is punching, and expects us to be the client (DCUtR).
         self.punching: dict[str, ID] = {}
 
+    async def _notify(self, method: str, *args: Any) -> None:
+        """As libp2p's own, which starts a task for each listener; nobody listens for streams."""
+        if method not in ("opened_stream", "closed_stream"):
+            await super()._notify(method, *args)
+
     # --- connections
 
     def _paths(self) -> Iterator[Path]:
@@ -232,19 +240,25 @@ class Network(Libp2pSwarm):
         punching = self.punching.get(path.remote_addr or "")
         raw = SocketConnection(stream, path, self.bandwidth)
         raw.is_initiator = punching is not None
+        muxer: Muxer | None = None
+
+        async def secure() -> None:
+            nonlocal muxer
+            muxer = cast(Muxer, (await self.secure(raw, punching)).muxed_conn)
+
+        def charge(seconds: float) -> None:
+            self.limits.worked(address, STEP_WORK + seconds * UNITS_OF_SECOND)
+
         try:
             with trio.fail_after(_HANDSHAKES):
                 await self.limits.work_turn(address)
                 self.limits.worked(address, HANDSHAKE_WORK)
-                conn = await self.secure(raw, punching)
+                await metered(secure(), charge)
         except Exception as error:  # whatever a stranger's handshake may raise
             log.debug("refused a connection from %s: %s", path.remote_addr, reason_of(error))
-            return None
         finally:
             address.users -= 1
             self._handshakes.remove(host)
-        muxer = conn.muxed_conn
-        assert isinstance(muxer, Muxer)
         return muxer
 
     def _muxer_lost(self, muxer: Muxer) -> None:

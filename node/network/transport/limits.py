@@ -7,6 +7,7 @@ half of what is left, so that nobody can leave nothing for the others.
 from __future__ import annotations
 
 import ipaddress
+import math
 import time
 import types
 from collections import Counter
@@ -47,15 +48,31 @@ OPENED_PER_SECOND: Final = 100
 """New streams of one peer: each starts a task and negotiates a protocol, which takes 0.3 ms."""
 OPENED_AT_ONCE: Final = 1024
 WORK_PER_SECOND: Final = 25_000
-"""Units of 10 us of processor time that small frames, streams, handshakes and answers of all peers together may take: a
-quarter of a core. Beyond that, addresses take turns."""
+"""Units of 10 us of processor time that connections, streams and answers of all peers together may take: a quarter of a
+core. Beyond that, addresses take turns. Streams that were granted something do not count: they have shares of it."""
+WORK_WHILE_SERVING: Final = 4000
+"""Units of this that addresses that are not quiet may take while others use what they were granted: with what is not
+measured, a fourteenth of a core."""
+WORK_BURST: Final = 0.04
+"""Seconds' worth of either that may be done at once: nothing else of the loop has a turn meanwhile."""
+_SERVING: Final = 1.0  # seconds after which nobody does any more
 UNITS_OF_SECOND: Final = 100_000
 WORK_AT_ONCE: Final = 64
 """Units between two turns of all others."""
-STREAM_WORK: Final = 30
-HANDSHAKE_WORK: Final = 500
+WAKING_WORK: Final = 4
+"""Units of a frame on a stream that was granted nothing, whose reader it wakes."""
+STREAM_WORK: Final = 6
+"""Units of opening a stream, before the task that serves it, whose time is measured."""
+HANDSHAKE_WORK: Final = 300
+"""Units of a new connection beside its handshake, whose time is measured: its tasks, and who is there."""
+STEP_WORK: Final = 1.0
+"""Units of each step of a task: trio's part of it."""
+WORK_BYTES: Final = 4096
+"""Bytes on streams that were granted nothing for which a unit is counted: receiving and deciphering them."""
 QUIET_WORK: Final = 1000
 """Units of an address lately, below which what it sends goes before what the others send."""
+GRANTED_PART: Final = 1 / 8
+"""Of a frame on such a stream, which counts for being quiet: sessions send many, a flood many more."""
 LARGE_FRAME: Final = 4096
 """Bytes of data from which on a frame does not count: then bytes, not frames, are what it costs."""
 _REMEMBERED: Final = 4096
@@ -199,14 +216,20 @@ class NodeLimits:
         self.budgets = budgets or own_budgets()
         self.connections = 0
         self.streams = 0
+        self.served_at = -math.inf  # when a peer last used what it was granted
         self._unread = [0, 0]  # on streams that were granted nothing more than the first window, and on others
         self._peers: dict[str, PeerUse] = {}
         self._addresses: dict[str, AddressUse] = {}
 
     @cached_property
     def work(self) -> Throttle:
-        """The turns of addresses for what costs more than its bytes."""
-        return Throttle(WORK_PER_SECOND)
+        """The turns of addresses for what strangers may ask."""
+        return Throttle(WORK_PER_SECOND, WORK_BURST)
+
+    @cached_property
+    def _loud(self) -> Throttle:
+        """The part of it for addresses that are not quiet."""
+        return Throttle(WORK_PER_SECOND, WORK_BURST)
 
     def of(self, peer_id: str) -> PeerUse:
         use = self._peers.get(peer_id)
@@ -227,12 +250,19 @@ class NodeLimits:
 
     async def work_turn(self, use: AddressUse) -> None:
         """Returns when something may be done for this address; what is done then is told to `worked`."""
-        if not self.work.is_free():
-            await self.work.turn(use.origin, urgent=use.is_quiet)
+        quiet = use.is_quiet
+        if not quiet:
+            serving = trio.current_time() - self.served_at < _SERVING
+            self._loud.set_rate(WORK_WHILE_SERVING if serving else WORK_PER_SECOND)
+            await self._loud.turn(use.origin)
+        await self.work.turn(use.origin, urgent=quiet)
 
-    def worked(self, use: AddressUse, units: int) -> None:
+    def worked(self, use: AddressUse, units: float, granted: float = 0.0) -> None:
+        """`granted` are those of the units that went on streams that were granted something."""
         self.work.spend(units)
-        use.recent.add(units)
+        if not use.is_quiet:
+            self._loud.spend(units)
+        use.recent.add(units - granted + GRANTED_PART * granted)
 
     @property
     def silence(self) -> float:

@@ -77,6 +77,7 @@ class MuxedStream(IMuxedStream):
         self.unread = 0  # bytes
         self.widened = 0  # bytes of the window beyond what every stream has
         self.opened_by_peer = False
+        self.waits_turn = False  # what serves it, for the peer's turn
         self._chunks: deque[bytes | bytearray] = deque()
         self._readers = trio.lowlevel.ParkingLot()
         self._writers = trio.lowlevel.ParkingLot()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
-from typing import Any, cast
+from collections.abc import Awaitable, Callable
+from typing import cast
 
 import trio
 from libp2p.custom_types import TProtocol
@@ -11,7 +11,7 @@ from libp2p.network.connection.swarm_connection import SwarmConn
 from libp2p.network.stream.net_stream import NetStream
 from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError
 
-from .limits import UNITS_OF_SECOND, metered
+from .limits import STEP_WORK, UNITS_OF_SECOND, metered
 from .muxed_stream import WINDOW, MuxedStream
 from .negotiation import question
 from .raw_connection import READ_SIZE, Path, RawConnection
@@ -87,7 +87,6 @@ class StreamBytes:
         self._stream = stream
         self._muxed = cast(MuxedStream, stream.muxed_stream)
         self._asked = asked
-        self._waits_turn = False
         self._answer = b"" if asked is None else question(asked)  # the part of it that has not come yet
 
     @property
@@ -116,24 +115,29 @@ class StreamBytes:
         """Returns when the next question of the peer may be answered: with others, its address takes turns."""
         await trio.lowlevel.checkpoint()  # so that the answer before is counted
         muxer = cast(Muxer, self._muxed.muxed_conn)
-        self._waits_turn = True  # which shall not count, or it would wait for what waiting takes
+        self._muxed.waits_turn = True  # which shall not count, or it would wait for what waiting takes
         try:
             await muxer.limits.work_turn(muxer.address)
         finally:
-            self._waits_turn = False
+            self._muxed.waits_turn = False
 
-    async def metered(self, work: Coroutine[Any, Any, None]) -> None:
-        """Does `work`, whose processor time counts for the peer's address."""
+    async def metered(self, serve: Callable[[], Awaitable[None]]) -> None:
+        """Serves the stream in the turn of the peer's address, for which its processor time counts until something is
+        granted on it."""
         muxer = cast(Muxer, self._muxed.muxed_conn)
 
         def charge(seconds: float) -> None:
-            if not self._waits_turn:
-                muxer.limits.worked(muxer.address, round(seconds * UNITS_OF_SECOND))
+            if not (self._muxed.waits_turn or self._muxed.granted):
+                muxer.limits.worked(muxer.address, STEP_WORK + seconds * UNITS_OF_SECOND)
 
-        await metered(work, charge)
+        async def in_turn() -> None:
+            await self.turn()
+            await serve()
+
+        await metered(in_turn(), charge)
 
     def widen(self, window: int = WINDOW) -> None:
-        """Lets the peer send up to `window` bytes that were not read yet."""
+        """Lets the peer send up to `window` bytes that were not read yet, since it was granted something."""
         self._muxed.widen(window)
 
     def divert(self, take: Callable[[bytes], bool]) -> None:

@@ -1,9 +1,7 @@
 """Yamux, the multiplexer under all our streams (https://github.com/hashicorp/yamux/blob/master/spec.md).
 
-libp2p's own speaks the same bytes, but takes about thirteen turns of trio's loop per message, waits for a window
-by polling, resets a stream whose reader pauses for 5 s, corrupts the connection when a write is cancelled, and
-never notices a frozen peer. Here one task reads each connection and hands bytes to the streams; writing goes
-straight to the socket; a peer from which nothing comes is asked for a sign of life and dropped within 4 s.
+One task reads each connection and hands bytes to the streams; writing goes straight to the socket; a peer from which
+nothing comes is asked for a sign of life and dropped within 4 s.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from typing import Final
 
 import trio
@@ -73,8 +72,7 @@ class Muxer(IMuxedConn):
         assert isinstance(conn, NoiseSession)
         self.peer_id = peer_id
         self.secured_conn = conn
-        self.traffic = limits.traffic
-        self.path = conn.path
+        self.traffic, self.path = limits.traffic, conn.path
         self.max_data = MAX_DATA if conn.path.direct else MAX_DATA - _SEALING
         self.event_started = trio.Event()
         self.lost: str | None = None
@@ -83,19 +81,17 @@ class Muxer(IMuxedConn):
         self.limits = limits
         self._use = limits.of(str(peer_id))
         self.address = limits.of_address(conn.origin or str(peer_id))
-        self._work = 0  # units done since others had their turn
+        self._work, self._granted_work = 0.0, 0  # units since others had their turn; on streams granted something
         self._waits = False  # for its turn: what it said lies unread
         self._answer = answer  # the part of it that has not come yet
         self._rest = b""  # the beginning of a frame's header
-        self._body = 0  # bytes that the current frame still brings
+        self._body, self._body_flags = 0, 0  # bytes that the current frame still brings
         self._body_of: MuxedStream | None = None
-        self._body_flags = 0
         self._scope = trio.CancelScope()
         self._next_id = 1 if conn.is_initiator else 2
         self._streams: dict[int, MuxedStream] = {}
         self._accept_send, self._accept_receive = trio.open_memory_channel[MuxedStream](MAX_STREAMS_OF_CONNECTION)
-        self._heard = trio.current_time()
-        self._suspected = False
+        self._heard, self._suspected = trio.current_time(), False
         self._held = b""  # frames that go with the next one
         self._window = WindowKeeper(lambda: limits.window_kept)
 
@@ -212,12 +208,12 @@ class Muxer(IMuxedConn):
             await self.secured_conn.close()
 
     async def _run_part(self, part: Callable[[], Awaitable[None]]) -> None:
-        """When a part of the connection ends, all of it ends."""
         with self._guard():
             await part()
 
     @contextlib.contextmanager
     def _guard(self) -> Iterator[None]:
+        """When a part of the connection ends, all of it ends."""
         try:
             yield
         except OSError as error:
@@ -249,8 +245,8 @@ class Muxer(IMuxedConn):
         self._waits = False
 
     def _end_turn(self) -> None:
-        work, self._work = self._work, 0
-        self.limits.worked(self.address, work)
+        self.limits.worked(self.address, self._work, self._granted_work)
+        self._work, self._granted_work = 0.0, 0
 
     def _take(self, sealed: bytes) -> None:
         """What comes through a circuit, in the task that reads the connection below, which takes turns."""
@@ -279,6 +275,8 @@ class Muxer(IMuxedConn):
                 position, self._body = position + len(part), self._body - len(part)
                 if self._body_of is not None and part:
                     self._body_of.on_data(part)
+                if self._body_of is None or not self._body_of.granted:
+                    self._work += len(part) / bounds.WORK_BYTES
                 if self._body:
                     return
                 self._end_frame(self._body_of, self._body_flags)
@@ -300,6 +298,11 @@ class Muxer(IMuxedConn):
                 self.put(PING, ACK, 0, length)
             return
         stream = self._stream_of(kind, flags, stream_id)
+        if stream is not None:
+            self._work += 0 if stream.granted else bounds.WAKING_WORK
+            self._granted_work += stream.granted
+            if stream.granted and stream.opened_by_peer:
+                self.limits.served_at = self._heard
         if kind == DATA and length:
             if stream is not None and not stream.on_size(length):
                 raise _Violation("the peer sent more than it was granted")
@@ -379,7 +382,7 @@ class Muxer(IMuxedConn):
                 await trio.sleep(min(silent_until - now, _IDLE))
                 continue
             self._suspected = False
-            self._ping()
+            self.put(PING, SYN, 0, 0)
             asked = trio.current_time()
             while self._heard < asked:
                 before = trio.current_time()
@@ -392,10 +395,7 @@ class Muxer(IMuxedConn):
 
     async def _keep_window(self) -> None:
         if self.secured_conn.keeps_window:
-            await self._window.run(self._ping)
-
-    def _ping(self) -> None:
-        self.put(PING, SYN, 0, 0)
+            await self._window.run(partial(self.put, PING, SYN, 0, 0))
 
     def suspect(self) -> None:
         """Asks the peer for a sign of life soon, however short it has been silent."""
