@@ -132,7 +132,7 @@ class _Pubsub(Pubsub):
         raw = StreamBytes(cast(NetStream, stream))
         with self._place(peer):
             try:
-                await raw.metered(self._read(raw, peer))
+                await self._read(raw, peer)
             except StreamClosed:
                 await raw.close()
                 return
