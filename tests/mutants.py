@@ -123,6 +123,14 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
         *_unit("received_bytes"),
         *("attacks/test_held_places", "attacks/test_message_memory", "swarm/test_streams"),
     ),
+    "node/network/gossip.py": (
+        *("attacks/test_gossip_floods", "attacks/test_gossip_control", "attacks/test_gossip_with_many_keys"),
+        "attacks/test_unreadable_gossip",
+    ),
+    "node/network/nat/circuits.py": ("attacks/test_unasked_circuits", "swarm/test_relay"),
+    "node/network/nat/hole_punching.py": (*_unit("punch_plan"), "attacks/test_punches", "swarm/test_punching"),
+    "node/network/nat/upnp.py": ("attacks/test_endless_router",),
+    "node/validator/endorsing.py": ("attacks/test_slow_evidence", "attacks/test_borrowed_evidence"),
     "node/network/transport/places.py": ("attacks/test_held_places",),
     "node/network/transport/limits.py": (
         *_unit("limits received_bytes kademlia"),
