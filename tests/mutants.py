@@ -100,8 +100,13 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
     "node/network/standard_protocols.py": (*_unit("standard_protocols"), "attacks/test_pings_and_pushes"),
     "node/network/address_shares.py": _KADEMLIA,
     "node/models/sources/gguf_header.py": _unit("gguf_header models_gguf"),
+    "node/models/folder.py": (*_unit("models_sources sizing"), "parity/test_refused"),
+    "node/models/sources/resolve.py": (*_unit("models_sources models_gguf"), "swarm/test_too_large"),
     "node/client/api/arguments.py": ("unit/test_call_arguments", "swarm/test_call_arguments"),
-    "node/blocks/config.py": ("swarm/test_longrope", "swarm/test_longrope_sessions", "parity/test_refused"),
+    "node/blocks/config.py": (
+        *("swarm/test_longrope", "swarm/test_longrope_sessions"),
+        *("parity/test_refused", "parity/test_special"),
+    ),
     "node/blocks/stack.py": (
         "swarm/test_longrope",
         "swarm/test_longrope_sessions",

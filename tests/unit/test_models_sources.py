@@ -94,6 +94,8 @@ def test_another_file_is_no_model(tmp_path: Path) -> None:
         (json.dumps({"num_hidden_layers": 10**6, "hidden_size": 8}), "blocks are out of range"),
         (json.dumps({"num_hidden_layers": True, "hidden_size": 8}), "does not say how many blocks"),
         (json.dumps({"num_hidden_layers": 2}), "does not say how wide"),
+        (json.dumps({"num_hidden_layers": 2, "hidden_size": 0}), "does not say how wide"),
+        (json.dumps({"num_hidden_layers": 4097, "hidden_size": 8}), "4097 blocks are out of range"),
         (json.dumps({"num_layers": 2, "d_model": 8, "is_encoder_decoder": True}), "encoder-decoder"),
     ],
 )
@@ -108,6 +110,8 @@ def test_an_odd_configuration_is_said(tmp_path: Path, content: str, complaint: s
     [
         ({"num_hidden_layers": 30, "hidden_size": 576}, 30, 576),
         ({"n_layer": 12, "n_embd": 768, "n_head": 12}, 12, 768),
+        ({"num_layers": 1, "d_model": 1}, 1, 1),
+        ({"num_layers": 4096, "d_model": 8}, 4096, 8),
         ({"n_layers": 32, "d_model": 4096}, 32, 4096),
         ({"n_layer": 70, "n_embed": 14336}, 70, 14336),
         ({"text_config": {"num_hidden_layers": 26, "hidden_size": 1152}, "vision_config": {}}, 26, 1152),
