@@ -26,6 +26,11 @@ from ..blocks.span import PREFILL_CHUNK
 from .budget import next_in_line, now_overtaken
 
 MAX_DECODE_ROWS: Final = 256
+CHUNK_BESIDE: Final = 128
+"""Tokens of a chunk of a prefill while others generate, each of whose tokens may wait for one at every server. A prompt
+takes 13 % longer by these than by chunks of 256, and 38 % by 64 (SmolLM2, one core)."""
+_GENERATING: Final = 1.0
+"""Seconds since its last decode step for which a peer is taken to generate."""
 _ROUNDING: Final = 1 + 1e-9
 _FADING: Final = 0.99
 """Of the weight of what was measured before, at each measurement: some hundred turns count."""
@@ -89,6 +94,7 @@ class Shares:
         expected: rows of peers none of whose steps waits, and whose next ones are about to come.
         addresses: of peers; one that is not named has an address of its own.
         used_of: seconds of the device by address.
+        generating: peers that have had a decode step lately.
     """
 
     cost: BatchCost | None = None
@@ -96,6 +102,7 @@ class Shares:
     expected: Mapping[str, int] | None = None
     addresses: Mapping[str, str] = field(default_factory=dict)
     used_of: Mapping[str, float] = field(default_factory=dict)
+    generating: Collection[str] = ()
 
     def address(self, peer: str) -> str:
         return self.addresses.get(peer, peer)
@@ -123,7 +130,8 @@ def next_turn(waiting: Sequence[Waiting], overtaken: int = 0, shares: Shares | N
     paid = [waiting[index].paid for index in prefills]
     place = next_in_line(paid, overtaken)
     step = waiting[prefills[place]]
-    chunk = min(step.tokens - step.done, max(1, PREFILL_CHUNK // step.rows))
+    beside = any(peer != step.peer for peer in shares.generating)
+    chunk = min(step.tokens - step.done, max(1, (CHUNK_BESIDE if beside else PREFILL_CHUNK) // step.rows))
     return Turn(decode, prefills[place], chunk, now_overtaken(paid, place, overtaken))
 
 
@@ -306,9 +314,11 @@ class Accounts:
         rows = sum(step.rows for step in waiting if step.is_decode)
         # Who takes longer than a batch of all for its next step loses less by waiting than others by short batches.
         soon = cost.seconds(rows) if cost is not None else 0.0
-        self._last = {peer: (at, count) for peer, (at, count) in self._last.items() if now - at <= soon}
-        expected = {peer: count for peer, (_, count) in self._last.items()}
-        return Shares(cost, self._usage.of_peers, expected, self._addresses, self._usage.of_addresses)
+        kept = max(soon, _GENERATING)
+        self._last = {peer: (at, count) for peer, (at, count) in self._last.items() if now - at <= kept}
+        expected = {peer: count for peer, (at, count) in self._last.items() if now - at <= soon}
+        of_addresses = self._usage.of_addresses
+        return Shares(cost, self._usage.of_peers, expected, self._addresses, of_addresses, self._last.keys())
 
     def note_decode(self, rows: Mapping[str, int], seconds: float, now: float) -> None:
         """A batch with so many rows of each peer took `seconds`, and ended `now`."""

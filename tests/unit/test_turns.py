@@ -6,7 +6,9 @@ from collections import Counter
 
 import pytest
 
+from petalnode.node.blocks.span import PREFILL_CHUNK
 from petalnode.node.server.turns import (
+    CHUNK_BESIDE,
     MAX_DECODE_ROWS,
     Accounts,
     BatchCost,
@@ -101,6 +103,16 @@ def test_a_prefill_of_who_has_had_least_is_next() -> None:
     steps = [Waiting(1, 4096, 256, peer="long"), Waiting(1, 20, peer="short")]
     assert next_turn(steps, 0, Shares(used={"long": 1.0, "short": 0.0})) == Turn((), 1, 20)
     assert next_turn(steps, 0, Shares(used={"long": 1.0, "short": 2.0})) == Turn((), 0, 256)
+
+
+def test_chunks_are_short_while_others_generate() -> None:
+    accounts, steps = Accounts(), [Waiting(2, 4096, peer="long")]
+    accounts.shares([Waiting(1, 1, peer="far")], 0.0)
+    accounts.note_decode({"far": 1}, 0.01, 0.0)
+    assert next_turn(steps, 0, accounts.shares(steps, 0.9)).chunk == CHUNK_BESIDE // 2
+    assert next_turn(steps, 0, accounts.shares(steps, 1.1)).chunk == PREFILL_CHUNK // 2
+    accounts.note_decode({"long": 1}, 0.01, 2.0)
+    assert next_turn(steps, 0, accounts.shares(steps, 2.1)).chunk == PREFILL_CHUNK // 2
 
 
 def test_a_short_prompt_does_not_wait_for_all_of_a_long_one() -> None:
