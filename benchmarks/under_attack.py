@@ -8,14 +8,16 @@ the swarm has the other cores, with and without attack, so that its speed says w
 what the attacker does. Phases: quiet; all attacks at once, for a quarter of the time; each by itself (`alone`), for the
 rest; a minute of rest; quiet again.
 
-    memory    most MiB that a node had more than before the first attack (resident, without pages of files), and the most
-              that its sessions had reserved of the attention cache, which its owner has set aside (`--cache-tokens`)
+    memory    most MiB that a node had more than at the start (resident, without pages of files), when each kind of
+              request had been served once, since that loads what torch needs for it
+    cache     most MiB that its sessions had reserved of the attention cache, which its owner has set aside
     pass      longest time for which a node's event loop was held, in ms of its own processor time (watched.py)
     speed     the client's tokens a second, and as a part of the mean of both quiet phases
     answers   those that were right, and all
 
-To reach: all answers right, at most 64 MiB more at each node beside that cache, no pass of 100 ms, half of the speed, and all as at the
-start a minute after the end: memory, connections, streams, sessions and cache. Exit code 1 if something is not reached.
+To reach: all answers right, at most 64 MiB more at each node beside that cache, no pass of 100 ms, half of the speed,
+and all as at the start a minute after the end: memory, connections, streams, sessions and cache. Exit code
+1 if something is not reached.
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ MAX_GROWTH: Final = 64.0  # MiB
 MAX_PASS: Final = 0.1  # seconds of processor time
 LEAST_SPEED: Final = 0.5
 REST: Final = 60.0  # seconds
+WARMING: Final = ("abandoned prompts", "batches and adapters")
 LEFT: Final = {
     "petalnode_connections": "connections",
     "petalnode_message_memory_bytes": "message bytes",
@@ -159,7 +162,10 @@ class Swarm:
         self._attacker = attacker
         self._sampler = Sampler(nodes)
         self.phases: list[dict[str, Any]] = []
-        time.sleep(1.0)
+        self._order(WARMING)
+        time.sleep(REST / 4)
+        self._order([])
+        time.sleep(REST / 2)
         self.start_memory = [node.memory() for node in nodes]
         self.start_held = [node.held() for node in nodes]
 
@@ -309,7 +315,7 @@ def judged(phases: list[dict[str, Any]], left: list[dict[str, float]]) -> dict[s
 def show(found: dict[str, Any]) -> None:
     console = Console(width=160)
     table = Table()
-    for column in (
+    columns = (
         "attack",
         "memory, MiB",
         "cache, MiB",
@@ -319,7 +325,8 @@ def show(found: dict[str, Any]) -> None:
         "speed",
         "answers",
         "longest pass",
-    ):
+    )
+    for column in columns:
         table.add_column(column, overflow="fold")
     for phase in found["phases"]:
         right = phase["answers"] - len(phase["failed"])
