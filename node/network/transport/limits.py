@@ -52,7 +52,7 @@ WORK_PER_SECOND: Final = 25_000
 core. Beyond that, addresses take turns. Streams that were granted something do not count: they have shares of it."""
 WORK_WHILE_SERVING: Final = 4000
 """Units of this that addresses that are not quiet may take while others use what they were granted: with what is not
-measured, a fourteenth of a core."""
+measured, about a tenth of a core."""
 WORK_BURST: Final = 0.04
 """Seconds' worth of either that may be done at once: nothing else of the loop has a turn meanwhile."""
 _SERVING: Final = 1.0  # seconds after which nobody does any more
