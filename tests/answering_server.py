@@ -97,13 +97,14 @@ class Server:
     async def answer(
         self, step: wire.Step, chunk: WireTensor, output: WireTensor | None = None, **changed: Any
     ) -> Receipt:
-        """A reply to `step`, with other fields of the reply or, in `signed`, of the receipt."""
-        output = output or chunk
+        """A reply to `step`, with other fields of the reply or, in `signed`, of the receipt; without the output if
+        `receipt_alone`."""
+        output, payloads = output or chunk, [] if changed.pop("receipt_alone", False) else [(output or chunk).payload]
         receipt = self.receipt(step, chunk, bytes(output.payload), **changed.pop("signed", {}))
         self.previous = receipt.hash()
         usual = {"sequence": step.sequence, "position": step.position + chunk.tokens}
         reply = wire.Reply(**{**usual, "receipt": receipt_to_wire(receipt), **changed})
-        await self.say(wire.InferenceFrame(reply=reply, tensors=[output.tensor]), output.payload)
+        await self.say(wire.InferenceFrame(reply=reply, tensors=[output.tensor] * len(payloads)), *payloads)
         return receipt
 
 

@@ -32,5 +32,6 @@ def test_only_what_is_of_the_topic_counts_and_not_much_of_it() -> None:
 def test_what_is_asked_for_counts_once_however_often() -> None:
     again = rpc_pb2.ControlMessage(iwant=[rpc_pb2.ControlIWant(messageIDs=[b"aa"] * 256)] * 8)
     assert list(bounded_control(again, "topic").iwant) == [rpc_pb2.ControlIWant(messageIDs=[b"aa"])]
-    some = rpc_pb2.ControlMessage(iwant=[rpc_pb2.ControlIWant(messageIDs=[name, b"x" * 257]) for name in (b"a", b"b")])
-    assert list(bounded_control(some, "topic").iwant) == [rpc_pb2.ControlIWant(messageIDs=[b"a", b"b"])]
+    names = [b"a" * 256, b"b"]
+    some = rpc_pb2.ControlMessage(iwant=[rpc_pb2.ControlIWant(messageIDs=[name, b"x" * 257]) for name in names])
+    assert list(bounded_control(some, "topic").iwant) == [rpc_pb2.ControlIWant(messageIDs=names)]

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 import pytest
 import trio
+from libp2p.peer.id import ID
 from libp2p.pubsub.pb import rpc_pb2
 
+from petalnode.crypto.identity import Identity
 from petalnode.node.network import gossip
-from petalnode.node.network.gossip import MAX_FIELDS, MAX_QUEUED, MAX_RPC, BoundedQueue, Gossip, open_gossip
+from petalnode.node.network.gossip import (
+    ANSWERED,
+    MAX_FIELDS,
+    MAX_QUEUED,
+    MAX_RPC,
+    BoundedQueue,
+    Gossip,
+    bounded_control,
+    open_gossip,
+)
 from petalnode.node.network.host import Host
 from petalnode.node.network.transport.limits import TokenBucket
 from petalnode.node.network.transport.stream_bytes import StreamBytes
+from petalnode.node.testing import run_autojumping
 from petalnode.protocols.framing import varint
 from tests.attacks.stranger.services import gossiped
 from tests.attacks.test_kademlia import LOOPBACK, TIMEOUT, delimited, host, knowing
+from tests.node_inspection import pubsub_of
 
 MESHSUB = "/meshsub/1.1.0"
 TOPIC = "petalnode/evidence/1"
@@ -123,11 +137,62 @@ def test_many_fields_and_what_cannot_be_read_end_the_stream() -> None:
     long = varint(MAX_RPC + 1)
 
     async def main() -> None:
-        async with node() as (victim, _), knowing(victim) as attacker:
+        async with node() as (victim, told), knowing(victim) as attacker:
             for said in (delimited(fields), long, b"\xff" * 20, varint(3) + b"\xff\xff\xff"):
                 stream = await attacker.open_stream(victim.peer_id, MESHSUB)
                 await stream.write(said)
                 assert await ended(stream)
+            stream = await attacker.open_stream(victim.peer_id, MESHSUB)
+            await stream.write(delimited(rpc_pb2.RPC()))
+            await stream.close()
+            assert await ended(stream), "closed as well"
+            with trio.fail_after(TIMEOUT):
+                while pubsub_of(told)._streams:  # noqa: ASYNC110 -- nothing is kept of who has no stream
+                    await trio.sleep(0.01)
+
+    trio.run(main)
+
+
+def test_who_gives_up_waiting_leaves_the_rate_to_others() -> None:
+    async def main() -> None:
+        bucket = TokenBucket(1, 10)
+        with trio.move_on_after(2):
+            await gossip._pass(bucket, 100)
+        assert bucket.delay(10) == 0
+        begun = trio.current_time()
+        for _ in range(3):
+            await gossip._pass(bucket, 10)
+        assert trio.current_time() - begun == 20
+
+    run_autojumping(main)
+
+
+def test_who_is_not_asked_into_the_mesh_for_a_while_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gossip, "_MAX_BACKOFFS", 8)
+    peers = [ID.from_string(Identity.from_seed(bytes([number]) * 32).peer_id) for number in range(10)]
+    left = rpc_pb2.RPC(control=rpc_pb2.ControlMessage(prune=[rpc_pb2.ControlPrune(topicID=TOPIC, backoff=3600)]))
+
+    async def main() -> None:
+        async with node() as (_, told):
+            router = pubsub_of(told).router
+            for peer in peers:
+                await router.handle_rpc(left, peer)
+            assert list(router.back_off[TOPIC]) == peers[2:], "the oldest go"
+            assert min(router.back_off[TOPIC].values()) > time.time() + 3000
+
+    trio.run(main)
+
+
+def test_a_message_beside_a_record_of_somebody_else_does_not_count() -> None:
+    async def main() -> None:
+        heard = Heard()
+        async with node(heard) as (victim, _), knowing(victim) as attacker:
+            stream = await attacker.open_stream(victim.peer_id, MESHSUB)
+            for number, record in enumerate((b"of nobody", None)):
+                message = gossiped(bytes(32), number, bytes([number]))
+                await stream.write(delimited(rpc_pb2.RPC(publish=[message], senderRecord=record)))
+            await heard.until(lambda: bool(heard.messages))
+            assert [data for _, data in heard.messages] == [b"\1"]
 
     trio.run(main)
 
@@ -186,6 +251,7 @@ def test_a_message_is_sent_once_however_often_it_is_asked_for() -> None:
             await neighbours(told, attacker.peer_id)
             await stream.write(delimited(rpc_pb2.RPC(publish=[message])))
             await heard.until(lambda: bool(heard.messages))
+            assert pubsub_of(told).router.cost_of(bounded_control(asked, TOPIC)) == 1 + size // ANSWERED
             await stream.write(delimited(rpc_pb2.RPC(control=asked)))
             with trio.fail_after(TIMEOUT):
                 await enough.wait()
@@ -204,6 +270,10 @@ def test_what_waits_for_a_neighbour_has_a_bound_in_bytes() -> None:
         assert await queue.pop() == large
         assert queue.push(large) and not queue.push(large)
         assert max(part.ByteSize() for part in queue.split_rpc(rpc_pb2.RPC(publish=[*large.publish] * 8))) <= MAX_RPC
+        while len(queue):
+            await queue.pop()
+        queue.close()
+        assert not queue.push(large) and await queue.pop() is None
 
     trio.run(main)
 

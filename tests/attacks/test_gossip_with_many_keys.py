@@ -72,7 +72,7 @@ def test_a_forwarder_is_not_cut_off_for_what_makers_with_many_keys_gave_it() -> 
         receiver.now += 61
 
 
-def test_a_message_too_many_is_held_against_nobody_and_the_maker_has_its_rate_still() -> None:
+def test_a_sizedtoo_many_is_held_against_nobody_and_the_maker_has_its_rate_still() -> None:
     """A neighbour that has used up what it may hand on cannot use up the rate of an honest maker as well."""
     receiver = Node("receiver")
     for number in range(RELAYED):
@@ -128,10 +128,11 @@ def signed_by(maker: Identity, data: bytes) -> rpc_pb2.Message:
     return message
 
 
-def test_a_message_that_one_neighbour_may_not_hand_on_comes_from_another() -> None:
+def test_a_sizedthat_one_neighbour_may_not_hand_on_comes_from_another() -> None:
     """Refused from the attacker, which was quicker; taken once from the others, and passed on for one that may."""
     attacker, small, honest = (Identity.generate() for _ in range(3))
     message = signed_by(Identity.generate(), b"evidence")
+    long, longest = (signed_by(Identity.generate(), bytes(size)) for size in (101, 100))
     heard: list[bytes] = []
     asked: list[str] = []
 
@@ -154,7 +155,9 @@ def test_a_message_that_one_neighbour_may_not_hand_on_comes_from_another() -> No
         ):
             for forwarder in (attacker, small, honest, honest, small):
                 await pubsub_of(gossip).push_msg(ID.from_string(forwarder.peer_id), message)
+            for sized in (long, longest):
+                await pubsub_of(gossip).push_msg(ID.from_string(honest.peer_id), sized)
 
     trio.run(main)
-    assert heard == [b"evidence"]
-    assert asked == [small.peer_id, honest.peer_id]
+    assert heard == [b"evidence", bytes(100)]
+    assert asked == [small.peer_id, honest.peer_id, honest.peer_id]

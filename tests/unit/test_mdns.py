@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import secrets
+import threading
+import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from ipaddress import ip_network
 from typing import Any, ClassVar
 
@@ -9,6 +13,7 @@ import trio
 import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
+from multiaddr import Multiaddr
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.network import mdns
@@ -32,6 +37,7 @@ def test_a_record_tells_all_addresses() -> None:
 def test_what_is_of_no_use_is_left_out() -> None:
     useless = ["/ip4/127.0.0.1/tcp/1/p2p/" + A, "/ip4/192.168.1.10/udp/1/quic-v1/p2p/" + A, NEAR, "nonsense"]
     assert read_txt(txt_record([*useless, f"{NEAR}/p2p/{B}"])) == {B: [NEAR]}
+    assert read_txt(txt_record([f"{NEAR}/p2p/{B}"]).replace(b"dnsaddr", b"another")) == {}
     assert read_txt(b"\x04true\x08name=any\x09dnsaddr=\xff" + txt_record([f"{NEAR}/p2p/{A}"])) == {A: [NEAR]}
 
 
@@ -48,15 +54,46 @@ def test_no_record_is_too_strange(record: bytes) -> None:
 
 def test_a_private_swarm_has_a_name_of_its_own() -> None:
     names = {service_name(psk) for psk in (None, "ab" * 32, "cd" * 32)}
-    assert len(names) == 3
+    assert len(names) == 3 and service_name(None) == "_petalnode._udp.local."
     for name in names:
         # RFC 6763: at most 15 characters after the underscore.
         assert len(name.split(".")[0]) <= 16 and name.endswith("._udp.local.")
 
 
-def test_only_addresses_of_own_networks_are_told() -> None:
-    relayed = f"{FAR}/p2p/{B}/p2p-circuit/p2p/{A}"
-    assert announceable([f"/ip4/127.0.0.1/tcp/1/p2p/{A}", f"/dns4/example.org/tcp/1/p2p/{A}", relayed]) == []
+def test_only_addresses_of_own_networks_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    networks = ["10.0.0.0/24", "192.168.1.0/24", "127.0.0.0/8"]
+    monkeypatch.setattr(mdns, "own_networks", lambda: list(map(ip_network, networks)))
+    relayed = f"{NEAR}/p2p/{B}/p2p-circuit/p2p/{A}"
+    addrs = [f"/ip4/127.0.0.1/tcp/1/p2p/{A}", f"/dns4/example.org/tcp/1/p2p/{A}", relayed, FAR]
+    assert announceable([*addrs, NEAR]) == [NEAR] and len(announceable([NEAR] * 9)) == 8
+
+
+def test_a_neighbour_is_told_to_another_until_it_has_no_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By zeroconf itself, on loopback."""
+    names, some, told = list[str](), threading.Event(), (f"{NEAR}/p2p/{A}", f"{FAR}/p2p/{A}")
+    service = f"_{secrets.token_hex(7)}._udp.local."
+
+    def on_name(name: str) -> None:
+        names.append(name)
+        some.set()
+
+    try:
+        listener, neighbour = (mdns._Radio(["127.0.0.1"], service, apart, on_name) for apart in (False, True))
+    except OSError as error:
+        pytest.skip(f"nobody multicasts here: {error}")
+    with closing(listener), closing(neighbour):
+        for addr in told:
+            some.clear()
+            neighbour.announce([addr])
+            assert some.wait(60)
+            assert listener.read(names[-1]) == txt_record([addr], True)
+        heard = list(names)
+        neighbour.announce([])
+        monkeypatch.setattr(mdns, "_READ", 0.1)
+        for name in heard:  # the first when it had another address
+            while listener.read(name):
+                time.sleep(0.05)
+        assert names == heard
 
 
 class Radio:
@@ -85,12 +122,15 @@ def test_neighbours_are_heard_and_told_of_addresses_until_the_interfaces_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def at_once(call: Any, *arguments: Any, **_: Any) -> Any:
+        await trio.lowlevel.checkpoint()
         return call(*arguments)
 
-    interfaces, addrs, found = [*"a"], [f"{NEAR}/p2p/{A}", f"{FAR}/p2p/{A}"], []
+    interfaces, addrs, found = list[str](), [f"{NEAR}/p2p/{A}", f"{FAR}/p2p/{A}"], []
     Radio.made, Radio.records = [], {"b": txt_record([f"{NEAR}/p2p/{B}"]), "far": txt_record([f"{FAR}/p2p/{B}"])}
     monkeypatch.setattr(mdns, "_Radio", Radio)
-    monkeypatch.setattr(mdns, "_interfaces", lambda: list(interfaces))
+    monkeypatch.setattr(
+        mdns, "concrete", lambda _: [Multiaddr(f"/ip4/{host}/tcp/1") for host in ("127.0.0.1", *interfaces)]
+    )
     monkeypatch.setattr(mdns, "own_networks", lambda: [ip_network("192.168.1.0/24")])
     monkeypatch.setattr(trio.to_thread, "run_sync", at_once)
 
@@ -98,7 +138,10 @@ def test_neighbours_are_heard_and_told_of_addresses_until_the_interfaces_change(
         async with trio.open_nursery() as nursery:
             asked = trio.Event()
             nursery.start_soon(mdns.run_mdns, "service", lambda: addrs, lambda *told: found.append(told), asked, True)
-            await asked.wait()
+            await asked.wait()  # in vain: it is in no network
+            assert not Radio.made
+            interfaces.append("10.0.0.1")
+            await trio.sleep(100)
             (first,) = Radio.made
             for name in ("far", "unreadable", "b", "b"):
                 first.on_name(name)
@@ -108,11 +151,11 @@ def test_neighbours_are_heard_and_told_of_addresses_until_the_interfaces_change(
             addrs[0] = f"/ip4/192.168.1.11/tcp/1/p2p/{A}"
             await trio.sleep(100)
             assert len(found) == 2 and first.announced == [[f"{NEAR}/p2p/{A}"], addrs[:1]]
-            for changed in ("ab", "", "b"):
+            for changed in (["10.0.0.1", "10.0.0.2"], [], ["10.0.0.2"]):
                 interfaces[:] = changed
                 await trio.sleep(100)
             assert [(radio.interfaces, radio.closed) for radio in Radio.made] == [
-                (["a"], True), (["a", "b"], True), (["b"], False)
+                (["10.0.0.1"], True), (["10.0.0.1", "10.0.0.2"], True), (["10.0.0.2"], False)
             ]  # fmt: skip
             assert (first.service, first.apart) == ("service", True)
             nursery.cancel_scope.cancel()

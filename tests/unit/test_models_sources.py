@@ -9,6 +9,7 @@ import pytest
 
 from petalnode.node.errors import MachineError, ModelError
 from petalnode.node.models import cache_dir, hidden_size, num_blocks, resolve
+from petalnode.node.models.folder import has_experts, read_config
 from petalnode.protocols.ids import Span
 from tests.tiny_models import HIDDEN, NUM_BLOCKS, save_tiny
 
@@ -33,6 +34,38 @@ def test_a_folder_that_is_no_model_says_what_it_holds(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(ModelError, match=r"is no model folder: it has no config\.json\. It holds notes\.txt"):
         resolve(tmp_path)
+    for number in range(7):
+        (tmp_path / f"{number}").touch()
+    with pytest.raises(ModelError, match=r"It holds 0, 1, 2, 3, 4, 5, 6, notes\.txt\. "):
+        resolve(tmp_path)
+    (tmp_path / "more").touch()
+    with pytest.raises(ModelError, match=r", 6, more and 1 more\. "):
+        resolve(tmp_path)
+    with pytest.raises(ModelError, match="more is not a folder"):
+        read_config(tmp_path / "more")
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ModelError, match=r"Cannot read .*config\.json: Is a directory"):
+        read_config(tmp_path)
+
+
+def test_a_configuration_is_read_up_to_4_mib(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b"{}".ljust(4 << 20))
+    assert read_config(tmp_path) == {}
+    (tmp_path / "config.json").write_bytes(b"{}".ljust((4 << 20) + 1))
+    with pytest.raises(ModelError, match="4,194,305 bytes of JSON are too many"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "experts"),
+    [
+        *(({"num_local_experts": 8}, True), ({"hidden_size": 8}, False), ({"num_experts": 0, "hidden_size": 8}, False)),
+        *(({"text_config": {"n_routed_experts": 4}}, True), ({"text_config": {"n_layer": 4}}, False)),
+    ],
+)
+def test_a_mixture_of_experts_says_so(tmp_path: Path, config: dict[str, object], experts: bool) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert has_experts(tmp_path) == experts
 
 
 def test_only_the_needed_part_must_be_whole(llama: Path, tmp_path: Path) -> None:
@@ -115,6 +148,7 @@ def test_an_odd_configuration_is_said(tmp_path: Path, content: str, complaint: s
         ({"n_layers": 32, "d_model": 4096}, 32, 4096),
         ({"n_layer": 70, "n_embed": 14336}, 70, 14336),
         ({"text_config": {"num_hidden_layers": 26, "hidden_size": 1152}, "vision_config": {}}, 26, 1152),
+        ({"text_config": {"hidden_size": 9}, "num_hidden_layers": 2, "hidden_size": 8}, 2, 8),
     ],
 )
 def test_every_architecture_has_its_words(config: dict[str, object], blocks: int, hidden: int) -> None:

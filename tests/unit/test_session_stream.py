@@ -6,6 +6,7 @@ import math
 import struct
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from tests.answering_server import (
     GRANT,
     OTHER,
     SERVER,
+    SPEC,
     Server,
     asked,
     chunk_of,
@@ -123,6 +125,37 @@ def test_a_large_answer_is_checked_as_well() -> None:
             await session.receive(step, chunk, 5.0)
 
     talk(main)
+
+
+def test_where_a_receipt_is_enough_it_is_checked_by_itself() -> None:
+    async def main(server: Server, session: SessionStream) -> None:
+        chunk = chunk_of()
+        step = await asked(session, chunk, receipt_only=True)
+        receipt = await server.answer(step, chunk, chunk_of(5.0, 6.0, 7.0, 8.0), receipt_alone=True)
+        answer = await received(session, step, chunk)
+        assert (answer.receipt, answer.chunk.payload) == (receipt, b"")
+        step = await asked(session, chunk, 1, receipt_only=True)
+        await server.answer(step, chunk_of(9.0, 9.0, 9.0, 9.0), receipt_alone=True)
+        with pytest.raises(ServerCheated, match="something else than what was sent"):
+            await session.receive(step, chunk, 5.0)
+
+    talk(main, log=SessionLog(SERVER.peer_id, keeps_tensors=True))
+
+
+def test_a_receipt_names_the_adapter() -> None:
+    adapter: Any = SimpleNamespace(hash=b"a" * 32)
+
+    async def main(server: Server, session: SessionStream) -> None:
+        chunk = chunk_of()
+        step = await asked(session, chunk)
+        await server.answer(step, chunk, signed={"adapter": adapter.hash})
+        await received(session, step, chunk)
+        step = await asked(session, chunk, 1)
+        await server.answer(step, chunk)
+        with pytest.raises(ServerCheated):
+            await session.receive(step, chunk, 5.0)
+
+    talk(main, spec=replace(SPEC, adapter=adapter))
 
 
 def failing(answer: Callable[[Server, wire.Step, WireTensor], Awaitable[object]]) -> ServerFailed:
@@ -281,8 +314,9 @@ def test_what_is_skipped_is_signed_in_its_order_and_comes_as_often_as_it_was_ask
         server.previous = before
         await server.answer(step, chunk, signed={"time_ms": receipt.time_ms})
 
-    error = skipping(twice)
-    assert error is not None and "more often than it was asked" in str(error)
+    for log in (None, SessionLog(SERVER.peer_id)):
+        error = skipping(twice, log)
+        assert "more often than it was asked" in str(error) and not isinstance(error, ServerCheated)
 
     async def two_answers(server: Server, step: wire.Step, chunk: WireTensor) -> None:
         before = server.previous
@@ -298,18 +332,25 @@ def test_what_is_skipped_is_signed_in_its_order_and_comes_as_often_as_it_was_ask
 # --- steps that the server before has pushed
 
 
-def pushing(shown: Callable[[Receipt], wire.Receipt | None], *, targeted: bool = True, **push: Any) -> ServerFailed:
-    """A server signs for what it was pushed, which is not what the server before it answered to the client."""
+def pushing(
+    shown: Callable[[Receipt], wire.Receipt | None],
+    *,
+    targeted: bool = True,
+    signs: Callable[[Receipt, Receipt], tuple[bytes, bytes]] = lambda before, pushed: (before.hash(), pushed.hash()),
+) -> ServerFailed:
+    """A server signs for what it was pushed, which is not what the server before it answered to the client. `signs`:
+    which receipt the client names to it, and which it signs for."""
     errors: list[ServerFailed] = []
 
     async def main(server: Server, session: SessionStream) -> None:
         chunk, lie = chunk_of(), chunk_of(9.0, 9.0, 9.0, 9.0)
         before = replace(server.receipt(wire.Step(sequence=1), chunk, b""), upstream_receipt=b"").signed(BEFORE)
-        pushed = replace(before, reply_hash=sha256(lie.payload), **push).signed(BEFORE)
+        pushed = replace(before, reply_hash=sha256(lie.payload)).signed(BEFORE)
         if targeted:
             assert session.target().sequence == 1
-        step = wire.Step(sequence=1, position=0, route_epoch=1, previous_receipt=before.hash())
-        told = wire.Step(sequence=1, position=0, route_epoch=1, previous_receipt=pushed.hash())
+        step, told = (
+            wire.Step(sequence=1, position=0, route_epoch=1, previous_receipt=named) for named in signs(before, pushed)
+        )
         extra = {} if (upstream := shown(pushed)) is None else {"upstream": upstream}
         await server.answer(told, lie, pushed=True, position=1, **extra)
         with pytest.raises(ServerFailed) as caught:
@@ -358,12 +399,36 @@ def test_a_server_that_was_pushed_something_else_shows_by_whom() -> None:
     assert isinstance(error, PushedOther) and error.upstream is not None
     assert error.upstream.is_signed_by(BEFORE.peer_id)
     assert isinstance(pushing(lambda receipt: None), PushedOther)
+    same = pushing(lambda receipt: None, signs=lambda before, pushed: (before.hash(), before.hash()))
+    assert isinstance(same, PushedOther), "what the server before it says of the step is not signed"
 
 
 def test_a_push_that_nobody_can_have_made_is_a_lie() -> None:
     assert isinstance(pushing(receipt_to_wire, targeted=False), ServerCheated)
     other = pushing(lambda receipt: receipt_to_wire(replace(receipt, time_ms=1).signed(BEFORE)))
     assert isinstance(other, ServerCheated) and "is not the one that it signed for" in str(other)
+    for named in (True, False):  # it names no receipt, or one though there is no server before it
+        error = pushing(
+            receipt_to_wire,
+            signs=lambda before, pushed: (before.hash(), b"") if named else (b"", pushed.hash()),  # noqa: B023
+        )
+        assert isinstance(error, ServerCheated), named
+
+
+@pytest.mark.parametrize(("batch", "receipt_only", "misled"), [(1, False, False), (2, False, True), (1, True, True)])
+def test_who_may_have_been_pushed_other_rows_for_a_step_that_nobody_waits_for_is_misled(
+    batch: int, receipt_only: bool, misled: bool
+) -> None:
+    async def main(server: Server, session: SessionStream) -> None:
+        chunk = chunk_of()
+        early = await asked(session, chunk, previous_receipt=b"b" * 32, receipt_only=receipt_only)
+        late = await asked(session, chunk)
+        await server.answer(early, chunk_of(9.0, 9.0, 9.0, 9.0), pushed=True)
+        await server.answer(late, chunk)
+        await received(session, late, chunk)
+        assert session.misled == misled
+
+    talk(main, log=SessionLog(SERVER.peer_id, keeps_tensors=True), spec=replace(SPEC, batch=batch))
 
 
 def test_a_push_names_the_server_its_session_and_a_number_of_its_own() -> None:
@@ -371,9 +436,9 @@ def test_a_push_names_the_server_its_session_and_a_number_of_its_own() -> None:
         targets = [session.target() for _ in range(2)]
         assert [target.sequence for target in targets] == [1, 2] and session.next_sequence() == 3
         assert {target.peer_id for target in targets} == {peer_id_to_bytes(SERVER.peer_id)}
-        assert {target.nonce for target in targets} == {session.nonce}
+        assert {target.nonce for target in targets} == {b"n" * 16}
 
-    talk(main)
+    talk(main, nonce=b"n" * 16)
 
 
 def test_an_output_that_was_pushed_before_is_pushed_no_second_time() -> None:
