@@ -101,6 +101,24 @@ def test_one_liar_is_outvoted() -> None:
     assert judge(4, [*honest, reached("198.51.100.3", at(PUBLIC))], place(PUBLIC), NOW).standing is Standing.CLOSED
 
 
+def test_a_liar_alone_makes_nobody_announce_an_address_of_somebody_else() -> None:
+    honest = [reached(f"198.51.100.{n}", at(PUBLIC)) for n in (1, 2)]
+    victim = at("192.0.2.80", 443)
+    lie = reached("198.51.100.3", victim)
+    verdict = judge(4, [*honest, lie], place(PUBLIC), NOW)
+    assert verdict.reached == (at(PUBLIC),) and verdict.standing is Standing.CLOSED  # at worst a relay is asked, too
+    again = reached("198.51.100.3", victim, name="another key at the same address")
+    assert judge(4, [*honest, lie, again], place(PUBLIC), NOW).reached == (at(PUBLIC),)
+
+
+def test_a_second_witness_confirms_a_forwarded_port_that_friends_do_not_see() -> None:
+    overlay = "100.64.0.7"
+    friends = [reached(f"100.99.0.{n}", at(overlay)) for n in (1, 2)]
+    witnesses = [reached(f"203.0.113.{n}", at(NAT)) for n in (1, 2)]
+    verdict = judge(4, [*friends, *witnesses], place(HOME, overlay), NOW)
+    assert verdict.standing is Standing.OPEN and set(verdict.reached) == {at(overlay), at(NAT)}
+
+
 def test_friends_in_a_private_network_of_their_own_are_not_the_internet() -> None:
     overlay = "100.64.0.7"
     here = place(HOME, overlay)

@@ -14,6 +14,7 @@ from ipaddress import IPv4Network, IPv6Network
 from typing import Final, Literal, get_args
 
 from ..addresses import Endpoint, IPAddress
+from ..transport.limits import origin_of_ip
 
 _OBSERVERS: Final = 3  # peers of one family to ask
 _REFRESH: Final = 600.0  # seconds after which a peer is asked again
@@ -112,6 +113,9 @@ def judge(version: int, observations: Iterable[Observation], local: LocalEndpoin
     one of them that is wrong, or lies, is outvoted by the others. To see us under a foreign address and to get
     through nowhere proves a NAT. If one public does not reach us, we are closed, whatever others do: a private
     network of friends is not the internet.
+
+    One observer alone may invent a public and name somebody else's address as the one at which it reached us. Where
+    others contradict it, that address is not ours to announce, and we are closed: a lie costs a place at a relay.
     """
     if not local.ports(version):
         return NO_VERDICT
@@ -125,7 +129,12 @@ def judge(version: int, observations: Iterable[Observation], local: LocalEndpoin
     for observation in outsiders or relevant:
         if observation.seen is not None:
             publics.setdefault(observation.seen.ip, []).append(observation)
-    standings = {ip: _standing(said, translated=ip not in local.own_ips) for ip, said in publics.items()}
+    standings = {
+        ip: _standing(said, translated=ip not in local.own_ips)
+        if ip in local.own_ips or len(publics) == 1 or _is_confirmed(said)
+        else Standing.CLOSED
+        for ip, said in publics.items()
+    }
     reached = Counter(
         observation.reached
         for ip, said in publics.items()
@@ -151,6 +160,10 @@ def _standing(said: Sequence[Observation], *, translated: bool) -> Standing:
     if reached and reached >= failed:
         return Standing.OPEN
     return Standing.CLOSED if failed or translated else Standing.UNKNOWN
+
+
+def _is_confirmed(said: Sequence[Observation]) -> bool:
+    return len({origin_of_ip(str(observation.observer_ip)) for observation in said}) > 1
 
 
 def _is_foreign(observation: Observation, local: LocalEndpoints) -> bool:
@@ -192,6 +205,7 @@ def whom_to_ask(
 ) -> tuple[str, ...]:
     """Whom to ask about ourselves now: a few peers of each version of IP, those from outside our networks first.
 
+    Where peers see us under different addresses, each view should have its witnesses, so more are asked.
     `observations` and `asked` (when, in seconds) are by peer id.
     """
     ask: list[str] = []
@@ -201,7 +215,8 @@ def whom_to_ask(
         family = [observer for observer in observers if observer.ip.version == version]
         family.sort(key=lambda observer: any(observer.ip in network for network in local.networks))
         silent = [observer for observer in family if not _says_something(observations.get(observer.peer_id), now)]
-        missing = _OBSERVERS - (len(family) - len(silent))
+        views = {said.seen.ip for said in observations.values() if said.seen and said.seen.ip.version == version}
+        missing = _OBSERVERS * max(1, min(len(views), _OBSERVERS)) - (len(family) - len(silent))
         due = [observer.peer_id for observer in silent if now - asked.get(observer.peer_id, -_RETRY) >= _RETRY]
         ask += due[: max(missing, 0)]
     return tuple(ask)
