@@ -249,7 +249,7 @@ async def answer_transfer(
         await stream.wait_begun(timeout=timeout)
         async with turn(stream.peer_id):
             frame, _payloads = await stream.receive(timeout=timeout)
-            stream.widen()
+            stream.widen(2 * TRANSFER_BYTES)  # or the line would wait for the window, and that be measured
             wanted = frame.wanted
             if wanted > TRANSFER_BYTES:
                 raise ProtocolError(f"{stream.peer_id} wants {wanted} bytes at once", stream.peer_id)

@@ -79,14 +79,15 @@ class RawStream(Protocol):
     async def close(self) -> None: ...  # ends our direction; never waits for the peer
     async def reset(self) -> None: ...  # ends both at once, dropping what was not sent or read; never waits either
     async def wait_lost(self) -> None: ...  # returns once the stream was reset or its connection is gone
-    def widen(self) -> None: ...  # lets the peer send megabytes that were not read yet, where it could send 256 KiB
+    def grant(self) -> None: ...  # lets the peer send megabytes that were not read yet, where it could send 256 KiB
+    def widen(self, window: int) -> None: ...  # lets it send so much, though it was granted nothing
 
 
 class PayloadRoom(Protocol):
     """The memory that all streams of a node share for what they receive. `take` waits where `take_nowait` says no."""
 
     @property
-    def granted(self) -> PayloadRoom: ...  # that of streams that have been widened
+    def granted(self) -> PayloadRoom: ...  # that of streams on which something was granted
     def take_nowait(self, origin: str, peer_id: str, nbytes: int) -> bool: ...
     async def take(self, origin: str, peer_id: str, nbytes: int) -> None: ...
     def give_back(self, origin: str, peer_id: str, nbytes: int) -> None: ...
@@ -137,9 +138,8 @@ class MessageStream(Generic[F]):
     async def send(self, frame: F, payloads: Sequence[bytes | bytearray | memoryview] = (), *, timeout: float) -> None:
         """Sends `frame` and the bytes of its tensors; `timeout` in seconds.
 
-        `frame.tensors[i].nbytes` is filled in where it is 0. A message that could be sent only in part (the
-        deadline passed or the caller was cancelled) resets the stream. Returning says that the bytes were
-        handed over to the system, not that the peer has them.
+        `frame.tensors[i].nbytes` is filled in where it is 0. A message that was sent in part (deadline, cancellation)
+        resets the stream. Returning says that the system has the bytes, not that the peer has them.
 
         Raises:
             StreamTimeout: the peer did not read in time.
@@ -193,10 +193,8 @@ class MessageStream(Generic[F]):
         header = frame.SerializeToString()
         total = sum(view.nbytes for view in views)
         if len(header) > self.max_header or total > self._max_payload or len(tensors) > MAX_TENSORS:
-            raise ValueError(
-                f"a message with a header of {len(header)} bytes and {len(tensors)} tensors of {total} bytes is "
-                f"over this stream's limits ({self.max_header}, {MAX_TENSORS}, {self._max_payload})"
-            )
+            sizes = f"a header of {len(header)} bytes and {len(tensors)} tensors of {total} bytes"
+            raise ValueError(f"{sizes}; this stream takes {self.max_header}, {MAX_TENSORS} and {self._max_payload}")
         head = varint(len(header)) + header
         return [memoryview(head), *views], len(head) + total
 
@@ -205,8 +203,7 @@ class MessageStream(Generic[F]):
     ) -> tuple[F, list[bytes]]:
         """The next message: its header, and the bytes of each of its tensors.
 
-        `timeout` in seconds; None waits for as long as the connection lives (a server may do that for its
-        client's next request, since connections are monitored). Cancelled or timed out, it has lost nothing.
+        `timeout` in seconds; None: as long as the connection lives. Cancelled or timed out, it has lost nothing.
 
         `admit(header)` is called before the tensors are waited for. What it raises is raised here, and nothing more
         can be received: the stream is to be closed. After a cancellation it may be called again for the same header.
@@ -340,11 +337,15 @@ class MessageStream(Generic[F]):
             raise StreamClosed(f"{self.peer_id} closed the stream", self.peer_id)
         self._buffer += data
 
-    def widen(self) -> None:
+    def grant(self) -> None:
         """Lets the peer send at the speed of a long line. For who serves a stream, once it has agreed to take much."""
-        self._raw.widen()
+        self._raw.grant()
         if self._room is not None:
             self._room = self._room.granted
+
+    def widen(self, window: int) -> None:
+        """Lets the peer send so many bytes that were not read yet. It has a stranger's share of all else as before."""
+        self._raw.widen(window)
 
     def _violation(self, what: str) -> ProtocolError:
         self._broken = error = ProtocolError(f"{self.peer_id} sent {what}", self.peer_id)
@@ -375,8 +376,7 @@ class MessageStream(Generic[F]):
         """Whether the stream was reset or its connection is gone; messages that came before that can be received."""
         return self._raw.is_lost
 
-    async def wait_lost(self) -> None:
-        """Returns once `is_lost`, for who waits for something else."""
+    async def wait_lost(self) -> None:  # returns once `is_lost`, for who waits for something else
         await self._raw.wait_lost()
 
 

@@ -306,7 +306,7 @@ class Host:
     def set_stream_handler(self, protocol: str, handler: ByteHandler) -> None:
         """`handler` gets every stream of that protocol that a peer opens; it must not raise.
 
-        A peer may send 256 KiB on one that were not read yet, and more once the handler widens it.
+        A peer may send 256 KiB on one that were not read yet, and more once the handler grants something or widens it.
         """
 
         async def serve(stream: NetStream) -> None:

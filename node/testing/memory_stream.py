@@ -25,7 +25,7 @@ class MemoryStream:
         on_write: called with the bytes of each write; what it returns goes on its way, b"" drops them.
         written: bytes written so far.
         origin: the address that the other end comes from.
-        granted: whether the other end has let it send more than 256 KiB ahead of its reader.
+        granted: whether the other end has granted it something.
     """
 
     direct = True
@@ -78,9 +78,12 @@ class MemoryStream:
 
     # --- RawStream
 
-    def widen(self) -> None:
+    def grant(self) -> None:
         """Tells the other end; its window is as wide as it will be."""
         self._other.granted = True
+
+    def widen(self, window: int) -> None:
+        """The window is as wide as it will be."""
 
     async def read(self, n: int) -> bytes:
         while True:

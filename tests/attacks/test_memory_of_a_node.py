@@ -36,7 +36,7 @@ Frame = wire.PushFrame
 
 
 async def echo(stream: MessageStream[wire.PushFrame]) -> None:
-    stream.widen()
+    stream.grant()
     while True:
         frame, payloads = await stream.receive(timeout=None)
         await stream.send(frame, payloads, timeout=TIMEOUT)

@@ -35,7 +35,7 @@ class Node:
         ends[1].origin = address
         _, stream = message_streams(wire.InferenceFrame, key, "node", ends=ends, room=self.refusing, keeps_room=True)
         if granted:
-            stream.widen()
+            stream.grant()
 
         async def serve(stream: MessageStream[wire.InferenceFrame]) -> None:
             await stream.receive(timeout=None)

@@ -188,7 +188,7 @@ def test_strangers_take_less_while_others_use_what_they_were_granted() -> None:
             muxer(MemoryRaw(origin=HONEST), limits=limits, key=3) as (ours, honest),
         ):
             honest.open(1)
-            (await ours.accept_stream()).widen()
+            (await ours.accept_stream()).grant()
             for _, other in hostile:
                 other.say_bytes(PINGS)
             await trio.sleep(1.0)
@@ -211,7 +211,7 @@ def test_steps_of_a_session_are_quiet_and_a_flood_on_its_stream_is_not(frames: i
     async def main() -> None:
         async with muxer(MemoryRaw(origin=HONEST)) as (ours, honest):
             honest.open(1)
-            (await ours.accept_stream()).widen()
+            (await ours.accept_stream()).grant()
             for _ in range(200):
                 honest.say_bytes((HEADER.pack(0, DATA, 0, 1, 4) + b"step") * (frames // 200))
                 await trio.sleep(0.005)
@@ -231,7 +231,7 @@ def test_what_serves_a_stream_counts_for_its_address_until_something_is_granted(
             async def serve(raw: StreamBytes, _: str) -> None:
                 for grants in (False, True):
                     if grants:
-                        raw.widen()
+                        raw.grant()
                     before, until = use.recent.amount(), time.thread_time() + 0.05
                     while time.thread_time() < until:
                         pass

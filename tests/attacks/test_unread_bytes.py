@@ -70,7 +70,7 @@ def test_streams_that_nobody_reads_take_a_small_budget_and_nothing_of_what_was_g
             honest, server = await stack.enter_async_context(muxer(MemoryRaw(origin="192.0.2.1"), limits=limits, key=3))
             server.open(1)
             granted = await honest.accept_stream()
-            granted.widen()
+            granted.grant()
             server.send(1, bytes(60 * KIB))
             for _ in range(40):
                 server.send(1, bytes(50 * KIB))
@@ -101,7 +101,7 @@ def test_a_stream_that_is_granted_more_counts_with_the_others() -> None:
             await settled()
             address = limits.of_address("192.0.2.1")
             assert (ours.held(), ours.held(False), address.unread) == (1000, 1000, [1000, 0])
-            stream.widen()
+            stream.grant()
             assert stream.widened == WINDOW - INITIAL_WINDOW
             assert (ours.held(), ours.held(False), address.unread, limits.unread) == (1000, 0, [0, 1000], 1000)
             await stream.read(400)

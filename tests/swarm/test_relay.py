@@ -38,7 +38,7 @@ async def raw_target(host: Host, relay: Host, arrived: trio.MemorySendChannel[St
         stream = DelimitedStream(raw, relay_id)
         await receive_stop(stream, timeout=60)
         await answer_stop(stream, pb.OK, timeout=60)
-        raw.widen()
+        raw.grant()
         await arrived.send(raw)
         await trio.sleep_forever()
 

@@ -47,7 +47,7 @@ def test_what_was_read_is_granted_again_and_a_long_connection_lives() -> None:
         async with muxer() as (ours, other):
             other.open(1)
             stream = await ours.accept_stream()
-            stream.widen()
+            stream.grant()
             stream.widen(INITIAL_WINDOW)  # is less, and takes nothing back
             granted, sent, half = INITIAL_WINDOW, 0, WINDOW // 2
             while sent < 20 * MIB:
@@ -147,7 +147,7 @@ def test_a_stream_is_closed_on_one_side_and_then_on_the_other() -> None:
             assert await stream.read() == b"answer"
             with pytest.raises(MuxedStreamEOF):
                 await stream.read()
-            stream.widen()
+            stream.grant()
             assert stream.has_unread and ours.open_streams == 0 and ours.lost is None and other.frames() == []
 
     run(main)
@@ -330,7 +330,7 @@ def test_a_node_s_share_of_a_stream_ends_with_the_stream() -> None:
             await settled()
             assert (node.streams, use.streams, node.unread, use.unread, ours.held()) == (6, 6, 6000, 6000, 6000)
             assert use.windows == WINDOW - INITIAL_WINDOW and use.connections == [ours]
-            streams[1].widen()
+            streams[1].grant()
             assert use.windows == 2 * (WINDOW - INITIAL_WINDOW)
             await streams[0].read(600)
             assert (node.unread, use.unread, ours.held()) == (5400, 5400, 5400)
@@ -342,7 +342,7 @@ def test_a_node_s_share_of_a_stream_ends_with_the_stream() -> None:
             await settled()
             assert (node.streams, use.streams, use.windows) == (3, 3, 0)
             assert (node.unread, use.unread) == (4400, 4400)  # of the first and third, what came before can be read
-            streams[3].widen()
+            streams[3].grant()
             other.say(GO_AWAY)
             await settled()
             assert (node.streams, use.streams, use.windows, node.unread, use.unread) == (0, 0, 0, 0, 0)
@@ -380,7 +380,7 @@ def test_an_end_that_is_known_gets_no_window() -> None:
             await settled()
             for stream in (closed, reset):
                 await read(stream, INITIAL_WINDOW)
-                stream.widen()
+                stream.grant()
             assert [frame for frame in other.frames() if not frame[1]] == []
 
     run(main)

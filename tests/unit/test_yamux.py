@@ -241,7 +241,7 @@ def test_after_a_large_message_no_pause_is_long_enough_for_tcp_to_forget_its_win
 
             other.open(1)
             stream = await ours.accept_stream()
-            stream.widen()
+            stream.grant()
             await stream.write(bytes(12 * 1024))
             assert await pings() == 0
             await stream.write(bytes(12 * 1024 + 1))
@@ -274,7 +274,7 @@ def test_wherever_a_small_message_falls_the_next_ping_follows_it_in_time(after: 
         async with muxer(MemoryRaw(is_socket=True)) as (ours, other):
             other.open(1)
             stream = await ours.accept_stream()
-            stream.widen()
+            stream.grant()
             await stream.write(bytes(12 * 1024 + 1))
             await trio.sleep(after)
             await stream.write(b"x")
@@ -358,12 +358,12 @@ def test_one_peer_may_send_so_much_beyond_the_usual_windows(monkeypatch: pytest.
             streams = [await ours.open_stream() for _ in range(3)]
             await streams[0].write(b"x")
             assert [frame[3] for frame in other.frames() if frame[1] & SYN] == [WINDOW - INITIAL_WINDOW] * 2 + [0]
-            streams[2].widen()
+            streams[2].grant()
             assert other.frames() == []
             await streams[0].reset()
             assert other.frames() == [(WINDOW_UPDATE, RST, 1, 0, b"")]
-            streams[2].widen()
-            streams[2].widen()
+            streams[2].grant()
+            streams[2].grant()
             assert other.frames() == [(WINDOW_UPDATE, 0, 5, WINDOW - INITIAL_WINDOW, b"")]
             other.send(5, bytes(WINDOW))
             await settled()

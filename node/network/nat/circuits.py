@@ -143,6 +143,7 @@ class Circuits:
         with trio.move_on_after(_HANDSHAKES):
             addr = _circuit_text(raw, relay_id)
             await self._host.adopt(raw, peer_id=source, initiator=False, relay=relay_id, addr=addr)
+            raw.grant()  # not before: the handshake is work for the relay's address
             return
         await raw.reset()
 

@@ -294,7 +294,7 @@ class RelayService:
         try:
             await answer_connected(stream, self._circuit_limit(), timeout=_ASKING)
             self._made += 1
-            raw.widen(_WINDOW)
+            raw.grant(_WINDOW)
             await self._carry(circuit, raw, onward)
         finally:
             await onward.end()

@@ -89,7 +89,7 @@ class Unread(Protocol):
     """A connection whose streams hold unread bytes."""
 
     def held(self, granted: bool | None = None) -> int:
-        """Unread bytes of all streams, or of those that were granted more than the first window, or were not."""
+        """Unread bytes of all streams, or of those that were granted something, or were not."""
 
     def drop_fullest(self, granted: bool | None = None) -> None:
         """Resets the one of these streams that has the most."""
@@ -183,7 +183,7 @@ class AddressUse:
 
     Attributes:
         users: connections and handshakes.
-        unread: bytes that came from it and were not read yet, on streams that were granted nothing more, and on others.
+        unread: bytes that came from it and were not read yet, on streams that were granted nothing, and on others.
         recent: the units of work that it took lately.
     """
 
@@ -217,7 +217,7 @@ class NodeLimits:
         self.connections = 0
         self.streams = 0
         self.served_at = -math.inf  # when a peer last used what it was granted
-        self._unread = [0, 0]  # on streams that were granted nothing more than the first window, and on others
+        self._unread = [0, 0]  # on streams that were granted nothing, and on others
         self._peers: dict[str, PeerUse] = {}
         self._addresses: dict[str, AddressUse] = {}
 
@@ -307,9 +307,9 @@ class NodeLimits:
         self.streams -= 1
 
     def hold(self, use: PeerUse, address: AddressUse, size: int, granted: bool) -> None:
-        """So many more bytes of the peer are unread, or fewer, on a stream that was granted more than the first window,
-        or was not. Where that is too much, the address that holds the most of these loses its fullest stream: nobody
-        suffers for what others send, under however many keys."""
+        """So many more bytes of the peer are unread, or fewer, on a stream that was granted something, or was not.
+        Where that is too much, the address that holds the most of these loses its fullest stream: nobody suffers for
+        what others send, under however many keys."""
         use.unread += size
         address.unread[granted] += size
         self._unread[granted] += size

@@ -27,7 +27,7 @@ class Budgets:
     """Bytes that peers may have a node hold, over all connections.
 
     Attributes:
-        ungranted: not read yet, on streams whose handler has granted no more than the first window.
+        ungranted: not read yet, on streams whose handler has granted nothing.
         unread: not read yet, on all other streams.
         unread_of_peer: either of one peer.
         received: messages received in part, or worked with, beside one of any size.

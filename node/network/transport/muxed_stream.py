@@ -36,8 +36,8 @@ class StreamConnection(Protocol):
     traffic: Traffic
 
     def hold(self, size: int, granted: bool) -> None:
-        """Counts bytes that came and were not read yet, fewer if `size` is negative, on a stream that was granted more
-        than the first window, or was not."""
+        """Counts bytes that came and were not read yet, fewer if `size` is negative, on a stream that was granted
+        something, or was not."""
 
     def may_widen(self, more: int) -> bool:
         """Whether the peer may be given so much more window; counted until `forget_if_done`."""
@@ -60,7 +60,13 @@ class StreamConnection(Protocol):
 
 
 class MuxedStream(IMuxedStream):
-    """One stream. One task may read and one may write at a time."""
+    """One stream. One task may read and one may write at a time.
+
+    Attributes:
+        granted: whether the peer was granted something on it (a session, a batch, a circuit), or was asked for what it
+            sends. How wide the window is says nothing about that.
+        widened: bytes of the window beyond what every stream has.
+    """
 
     def __init__(self, muxed_conn: StreamConnection, stream_id: int, window: int = INITIAL_WINDOW) -> None:
         self.muxed_conn = muxed_conn
@@ -75,7 +81,8 @@ class MuxedStream(IMuxedStream):
         self._granted = window  # what the peer may still send
         self._consumed = 0  # read since the last grant
         self.unread = 0  # bytes
-        self.widened = 0  # bytes of the window beyond what every stream has
+        self.widened = 0
+        self.granted = False
         self.opened_by_peer = False
         self.waits_turn = False  # what serves it, for the peer's turn
         self._chunks: deque[bytes | bytearray] = deque()
@@ -129,11 +136,6 @@ class MuxedStream(IMuxedStream):
         self.unread += size
         self.muxed_conn.hold(size, self.granted)
 
-    @property
-    def granted(self) -> bool:
-        """Whether the peer may send more than every stream may."""
-        return self.widened > 0
-
     def _grant(self, consumed: int) -> None:
         self._consumed += consumed
         if self._consumed >= self._window // 2 and not self.read_closed and self.lost is None:
@@ -141,17 +143,23 @@ class MuxedStream(IMuxedStream):
             self.muxed_conn.put(WINDOW_UPDATE, 0, self.stream_id, self._consumed)
             self._consumed = 0
 
-    def widen(self, window: int = WINDOW) -> None:
+    def grant(self, window: int = WINDOW) -> None:
+        """Says that the peer has been granted something here, and lets it send as much as `widen` does."""
+        if not self.granted:
+            unread = self.unread
+            self._hold(-unread)
+            self.granted = True
+            self._hold(unread)
+        self.widen(window)
+
+    def widen(self, window: int) -> None:
         """Lets the peer send as much beyond what was read, unless it may do so on many streams already.
 
         Until then it is little, for who knows what it wants."""
         more = window - self._window
         if more > 0 and not self.read_closed and self.lost is None and self.muxed_conn.may_widen(more):
             self._window = window
-            unread = self.unread
-            self._hold(-unread)
             self.widened += more
-            self._hold(unread)
             self._granted += more
             self.muxed_conn.put(WINDOW_UPDATE, 0, self.stream_id, more)
 

@@ -136,8 +136,12 @@ class StreamBytes:
 
         await metered(in_turn(), charge)
 
-    def widen(self, window: int = WINDOW) -> None:
+    def grant(self, window: int = WINDOW) -> None:
         """Lets the peer send up to `window` bytes that were not read yet, since it was granted something."""
+        self._muxed.grant(window)
+
+    def widen(self, window: int = WINDOW) -> None:
+        """Lets the peer send up to `window` bytes that were not read yet, though it was granted nothing."""
         self._muxed.widen(window)
 
     def divert(self, take: Callable[[bytes], bool]) -> None:

@@ -76,7 +76,7 @@ class Muxer(IMuxedConn):
         self.max_data = MAX_DATA if conn.path.direct else MAX_DATA - _SEALING
         self.event_started = trio.Event()
         self.lost: str | None = None
-        self._unread = [0, 0]  # bytes, on streams that were granted nothing more than the first window, and on others
+        self._unread = [0, 0]  # bytes, on streams that were granted nothing, and on others
         self._on_lost = on_lost
         self.limits = limits
         self._use = limits.of(str(peer_id))
@@ -112,7 +112,7 @@ class Muxer(IMuxedConn):
         if not self.may_widen(more):
             more, window = 0, INITIAL_WINDOW
         stream = MuxedStream(self, self._next_id, window)
-        stream.widened = more
+        stream.widened, stream.granted = more, True
         self._next_id += 2
         self._streams[stream.stream_id] = stream
         self.put(WINDOW_UPDATE, SYN, stream.stream_id, window - INITIAL_WINDOW)
@@ -146,7 +146,7 @@ class Muxer(IMuxedConn):
             self.limits.hold(self._use, self.address, size, granted)
 
     def held(self, granted: bool | None = None) -> int:
-        """Bytes that came and were not read yet: all, or on streams that were granted more or were not."""
+        """Bytes that came and were not read yet: all, or on streams that were granted something or were not."""
         return sum(self._unread) if granted is None else self._unread[granted]
 
     def may_widen(self, more: int) -> bool:
@@ -301,7 +301,7 @@ class Muxer(IMuxedConn):
         if stream is not None:
             self._work += 0 if stream.granted else bounds.WAKING_WORK
             self._granted_work += stream.granted
-            if stream.granted and stream.opened_by_peer:
+            if stream.granted and stream.opened_by_peer and not stream.is_diverted:  # in a circuit, its own streams say
                 self.limits.served_at = self._heard
         if kind == DATA and length:
             if stream is not None and not stream.on_size(length):

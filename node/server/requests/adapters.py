@@ -140,7 +140,7 @@ class Adapters:
         nbytes = sum(math.prod(tensor.shape) for tensor in offer.tensors) * 4
         lease = await reserve(self._budget, nbytes, MEMORY_WAIT, holder=stream.peer_id)
         try:
-            stream.widen()
+            stream.grant()
             await _say(stream, held=False)
             sizes = [tensor.nbytes for tensor in offer.tensors]
             try:

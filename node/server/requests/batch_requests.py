@@ -178,7 +178,7 @@ class BatchRequests:
         granted = wire.BatchGranted(
             **self._receipts.granted(), credits=CREDITS, gradient_may_follow=self._protocol == BACKWARD
         )
-        self._stream.widen()
+        self._stream.grant()
         await self._stream.send(wire.BatchFrame(granted=granted), timeout=PIECE_TIMEOUT)
         try:
             with unwrapped(PeerError):

@@ -212,7 +212,7 @@ class RequestService:
 
     def _admit_push(self, stream: PushStream, frame: wire.PushFrame) -> None:
         self._pushed_session(frame).admit_push(frame, stream.peer_id)
-        stream.widen()
+        stream.grant()
 
     def _pushed_session(self, frame: wire.PushFrame) -> ServerSession:
         if frame.WhichOneof("body") != "push":

@@ -187,7 +187,7 @@ class ServerSession:
                 # A step may be computing: its reply waits for us, and comes behind these.
                 missing = self._replies.after(answered)
                 self._sent_again = missing[-1].sequence if missing else 0
-                stream.widen()
+                stream.grant()
                 await stream.send(wire.InferenceFrame(granted=self._granted()), timeout=SEND_TIMEOUT)
                 for sent in missing:
                     await stream.send(sent.frame, sent.payloads, timeout=SEND_TIMEOUT)
