@@ -89,9 +89,10 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
         *("swarm/test_compared_chains", "swarm/test_longrope", "swarm/test_longrope_sessions"),
     ),
     "node/api/*": (
-        *_unit("api_fields api_parts api_grammar bounded_json http_server"),
+        *_unit("api_fields api_parts api_grammar bounded_json http_server request_ids"),
         *("attacks/test_full_share_at_api", "attacks/test_large_bodies_at_api", "api/test_batches"),
-        *("api/test_hostile_requests", "api/test_strange_values"),
+        *("attacks/test_one_key_at_api", "attacks/test_web_page_at_api"),
+        *("api/test_hostile_requests", "api/test_strange_values", "api/test_many", "api/test_clients_that_leave"),
     ),
     "node/network/kad_*.py": (*_KADEMLIA, "attacks/test_kademlia", "attacks/test_provider_records"),
     "node/network/value_store.py": _KADEMLIA,

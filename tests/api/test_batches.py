@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
 import stat
 import time
@@ -15,11 +16,16 @@ from typing import Any
 import openai
 import pytest
 import trio
+import trio.testing
+from starlette.requests import Request
+from starlette.routing import Route
 
+from petalnode.node.api.batches.endpoints import batch_routes
 from petalnode.node.api.batches.objects import WINDOW_SECONDS, read_input
 from petalnode.node.api.batches.runner import BatchLimits, BatchRunner, free_slots, next_batch
 from petalnode.node.api.batches.store import OBJECT_BYTES, BatchLine, BatchStore, NoRoom, StoredBatch
-from petalnode.node.api.http.admission import Admission
+from petalnode.node.api.errors import ApiError
+from petalnode.node.api.http.admission import Admission, AdmissionMiddleware
 from petalnode.node.api.http.keys import ApiKeys, hash_of_key
 from petalnode.node.errors import BadInput, MachineError
 from tests.api.conftest import Served
@@ -101,6 +107,10 @@ def test_a_batch_from_its_file_to_its_answers(served: Served, tmp_path: Path) ->
         assert (wrong["status_code"], wrong["body"]["error"]["param"]) == (400, "temperature")
         assert [listed.id for listed in client.batches.list()] == [batch.id]
         assert len(list(client.files.list(limit=1))) == 3
+        assert next(iter(client.files.list(order="asc"))).id == batch.input_file_id
+        assert [file.id for file in client.files.list()][-1] == batch.input_file_id
+        with pytest.raises(openai.BadRequestError, match="is for batch_output, and not for batch"):
+            client.batches.create(input_file_id=batch.output_file_id, endpoint=CHAT, completion_window="24h")
         for file in list(client.files.list()):
             client.files.delete(file.id)
         assert not list(client.files.list())
@@ -169,11 +179,91 @@ def test_what_is_no_batch(served: Served, tmp_path: Path, client: Any) -> None:
         client.batches.list()
 
 
+async def slowly(*_: object) -> Any:
+    """The body of a request that does not come."""
+    await trio.sleep_forever()
+
+
+def test_a_key_may_send_two_files_at_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        upload = next(route.endpoint for route in routes if isinstance(route, Route) and route.path == "/v1/files")
+        headers = [(b"content-type", b"multipart/form-data; boundary=x")]
+
+        async def send(owner: str) -> None:
+            scope = {"type": "http", "method": "POST", "path": "/v1/files", "headers": headers}
+            with trio.move_on_after(0.1 if owner == "bob" else math.inf):
+                await upload(Request({**scope, "state": {"owner": owner}}, slowly))
+
+        for _ in range(2):
+            async with trio.open_nursery() as nursery:
+                for _ in range(2):
+                    nursery.start_soon(send, "alice")
+                await trio.testing.wait_all_tasks_blocked()
+                await send("bob")
+                with pytest.raises(ApiError, match="2 files of this key are being uploaded"):
+                    await send("alice")
+                nursery.cancel_scope.cancel()
+
+    with closing(BatchStore(tmp_path / "batches")) as store:
+        routes = batch_routes(BatchRunner(store))
+        trio.run(main)
+
+
+def test_a_batch_begins_beside_the_last_request_of_another(tmp_path: Path) -> None:
+    looks = 0
+    both, count = trio.Event(), 0
+
+    class Store(BatchStore):
+        def batches(self, owner: str | None = None) -> list[StoredBatch]:
+            nonlocal looks
+            looks += 1
+            return super().batches(owner)
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == 2:
+            both.set()
+        await both.wait()
+        if (await receive())["body"] == b"0":
+            raise ValueError("a fault")
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    async def ended() -> bool:
+        return all(map(over, store.batches("alice")))
+
+    async def main(store: Store) -> None:
+        async with trio.open_nursery() as nursery:
+            runner = BatchRunner(store, BatchLimits(slots=2))
+            nursery.start_soon(runner.run, AdmissionMiddleware(application, Admission()))
+            await eventually(ended, "both batches are over")
+            before = looks
+            await trio.sleep(0.1)
+            assert looks <= before + 4, "nothing is to be done"
+            nursery.cancel_scope.cancel()
+
+    with closing(Store(tmp_path / "a" / "folder" / "batches")) as store:
+        for number in range(2):
+            name = f"batch_{number}"
+            store.add_batch(StoredBatch(name, "alice", CHAT, "file", "validating", int(time.time())))
+            store.begin(name, [(1, "one", str(number))])
+        trio.run(main, store)
+        failed, done = (store.batch("alice", f"batch_{number}") for number in range(2))
+        assert failed is not None and done is not None and (failed.failed, done.completed) == (1, 1)
+        told = json.loads(store.content("alice", failed.fields["error_file_id"]) or b"")
+        assert told["response"]["status_code"] == 500
+
+
 def test_the_file_is_for_one_process_and_of_one_kind(tmp_path: Path) -> None:
     store = BatchStore(tmp_path / "batches")
     with pytest.raises(MachineError, match="another process"):
         BatchStore(tmp_path / "batches")
     store.close()
+    with closing(sqlite3.connect(tmp_path / "newer")) as database:
+        database.execute("PRAGMA user_version = 7")
+    with pytest.raises(BadInput, match="of this version"):
+        BatchStore(tmp_path / "newer")
     (tmp_path / "other").write_bytes(b"something else" * 1000)
     with pytest.raises(BadInput, match="no file of batches"):
         BatchStore(tmp_path / "other")
@@ -262,11 +352,17 @@ def test_interactive_requests_come_first_and_owners_take_turns() -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"[" * 100_000, b'{"custom_id": 1}', b"\xff\n", b"null", b'{"a":' * 500 + b"}" * 500]
+    ("content", "code"),
+    [
+        *((text, "invalid_json") for text in (b"[" * 100_000, b"\xff\n", b"null", b'{"a":' * 500 + b"}" * 500)),
+        (b'{"custom_id": 1}', "missing_field"),
+        (lines([request("a", url="/v1/completions")]), "invalid_value"),
+        (lines([request("")]), "invalid_value"),
+    ],
 )
-def test_hostile_lines_are_faults(content: bytes) -> None:
+def test_hostile_lines_are_faults(content: bytes, code: str) -> None:
     requests, faults = read_input(content, CHAT, 10)
     assert not requests
-    assert faults[0].line == 1
-    assert len(read_input(b"{\n" * 1000, CHAT, 10)[1]) <= 20
+    assert (faults[0].line, faults[0].code) == (1, code)
+    assert len(read_input(b"{\n" * 1000, CHAT, 1000)[1]) == 20
     assert read_input(lines([request(str(number)) for number in range(11)]), CHAT, 10)[1][0].code == "too_many_requests"
