@@ -20,7 +20,7 @@ REQUEST_DOMAIN: Final = "petalnode/request/1"
 COUNTERSIGNATURE_DOMAIN: Final = "petalnode/countersignature/1"
 SESSION_DOMAIN: Final = "petalnode/session/1"
 NO_RECEIPT: Final = bytes(32)
-"""Stands where a stream of works has no previous receipt yet; a session's first receipt refers to `session_root`."""
+"""Stands where a stream of works has no previous receipt yet; a session's first receipt refers to its `SessionRoot`."""
 
 
 @dataclass(frozen=True)
@@ -83,75 +83,62 @@ def is_countersigned(receipt: Receipt, signature: bytes) -> bool:
     return verify(receipt.client, COUNTERSIGNATURE_DOMAIN, receipt.hash(), signature)
 
 
-def session_root(
-    *,
-    client: str,
-    nonce: bytes,
-    session_epoch: bytes,
-    model_version: bytes,
-    span: tuple[int, int],
-    batch: int,
-    left_padding: tuple[int, ...],
-    codec: str,
-    dtype: str,
-    adapter: bytes,
-    pledge: bytes,
-    prefix: bytes = b"",
-) -> bytes:
-    """Hash of the terms on which a session was opened: the first receipt of the session follows it.
+@dataclass(frozen=True, kw_only=True)
+class SessionRoot:
+    """The terms on which a session was opened, to which its first receipt refers by their hash.
 
     So a chain of receipts proves, beside what was asked, under which terms: without the padding of its rows, nobody
     could recompute a step. `left_padding` is empty if no row is padded; `dtype` is that of tensors before the codec;
     `pledge` the hash of the server's pledge, empty for none. `prefix` names what the session began with: a hash over
     the inputs from which an earlier session had computed it; empty for nothing, and then it is no part of the hash.
     """
-    return digest(
-        SESSION_DOMAIN,
-        client,
-        nonce,
-        session_epoch,
-        model_version,
-        span,
-        batch,
-        left_padding if any(left_padding) else (),
-        codec,
-        dtype,
-        adapter,
-        pledge,
-        *([prefix] if prefix else []),
-    )
+
+    client: str
+    nonce: bytes
+    session_epoch: bytes
+    model_version: bytes
+    span: tuple[int, int]
+    batch: int
+    left_padding: tuple[int, ...]
+    codec: str
+    dtype: str
+    adapter: bytes
+    pledge: bytes
+    prefix: bytes = b""
+
+    def hash(self) -> bytes:
+        """What stands as the previous receipt in the first one of the session."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["left_padding"] = self.left_padding if any(self.left_padding) else ()
+        if not self.prefix:
+            del values["prefix"]
+        return digest(SESSION_DOMAIN, *values.values())
 
 
-def request_hash(
-    *,
-    sequence: int,
-    position: int,
-    reorder: tuple[int, ...],
-    route_epoch: int,
-    shape: tuple[int, ...],
-    dtype: str,
-    codec: str,
-    payload_hash: bytes,
-    upstream_receipt: bytes,
-    targets: tuple[tuple[bytes, bytes, int], ...],
-    long_factors: bool = False,
-) -> bytes:
-    """Hash of a whole step request, header and payload, in canonical form.
+@dataclass(frozen=True, kw_only=True)
+class StepRequest:
+    """A whole step request, header and payload.
 
     `payload_hash` is the SHA-256 of the tensor's bytes as they stood on the wire; `targets` are (peer id, nonce,
-    sequence) of the servers that the output is to be pushed through. `long_factors` is a part of it if true.
+    sequence) of the servers that the output is to be pushed through.
     """
-    return digest(
-        REQUEST_DOMAIN,
-        sequence,
-        position,
-        reorder,
-        route_epoch,
-        shape,
-        dtype,
-        codec,
-        payload_hash,
-        upstream_receipt,
-        targets,
-        *(["long factors"] if long_factors else []),
-    )
+
+    sequence: int
+    position: int
+    reorder: tuple[int, ...]
+    route_epoch: int
+    shape: tuple[int, ...]
+    dtype: str
+    codec: str
+    payload_hash: bytes
+    upstream_receipt: bytes
+    targets: tuple[tuple[bytes, bytes, int], ...]
+    long_factors: bool = False
+
+    def hash(self) -> bytes:
+        """Hash of the canonical form. `long_factors` is a part of it if true."""
+        *values, long_factors = (getattr(self, name) for name in _STEP_FIELDS)
+        return digest(REQUEST_DOMAIN, *values, *(["long factors"] if long_factors else []))
+
+
+_STEP_FIELDS: Final = tuple(field.name for field in fields(StepRequest))

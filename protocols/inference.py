@@ -37,11 +37,11 @@ from google.protobuf.message import Message
 
 from ..crypto.identity import peer_id_from_bytes, peer_id_to_bytes
 from ..crypto.pledge import Pledge
-from ..crypto.receipts import Receipt, request_hash, session_root
+from ..crypto.receipts import Receipt, SessionRoot, StepRequest
 from . import wire_pb2 as wire
 from .framing import ProtocolError
 from .ids import Span
-from .prefix import BLOCK_TOKENS, MAX_BLOCKS, MAX_SALT, PREFIX_CODECS, prefix_root
+from .prefix import BLOCK_TOKENS, MAX_BLOCKS, MAX_SALT, PREFIX_CODECS, PrefixTerms
 
 NONCE_BYTES: Final = 16
 EPOCH_BYTES: Final = 16
@@ -132,7 +132,7 @@ class SessionTerms:
     @property
     def prefix_root(self) -> bytes:
         """Before the first name of a block."""
-        return prefix_root(
+        return PrefixTerms(
             model_version=self.model_version,
             span=self.span,
             batch=self.batch,
@@ -141,7 +141,7 @@ class SessionTerms:
             dtype=self.dtype,
             adapter=self.adapter,
             salt=self.salt,
-        )
+        ).root()
 
 
 def opened_span(message: wire.Open | wire.BatchOpen) -> Span:
@@ -242,7 +242,7 @@ def root_of(
     Raises:
         ValueError: that is not a part of the prefix that was asked for.
     """
-    return session_root(
+    return SessionRoot(
         client=client,
         nonce=message.nonce,
         session_epoch=session_epoch,
@@ -255,7 +255,7 @@ def root_of(
         adapter=message.adapter,
         pledge=pledge,
         prefix=granted_prefix(message, prefix_tokens),
-    )
+    ).hash()
 
 
 def granted_prefix(message: wire.Open, prefix_tokens: int) -> bytes:
@@ -272,7 +272,7 @@ def granted_prefix(message: wire.Open, prefix_tokens: int) -> bytes:
 
 def hash_of_step(step: wire.Step, tensor: wire.Tensor, payload_hash: bytes) -> bytes:
     """The request hash that both sides compute, and that the receipt carries."""
-    return request_hash(
+    return StepRequest(
         sequence=step.sequence,
         position=step.position,
         reorder=tuple(step.reorder),
@@ -284,7 +284,7 @@ def hash_of_step(step: wire.Step, tensor: wire.Tensor, payload_hash: bytes) -> b
         upstream_receipt=step.previous_receipt,
         targets=tuple((target.peer_id, target.nonce, target.sequence) for target in step.targets),
         long_factors=step.long_factors,
-    )
+    ).hash()
 
 
 def pushed_step(step: wire.Step, receipt_hash: bytes) -> wire.Step:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from ..crypto.canonical import digest
@@ -27,20 +28,24 @@ PREFIX_CODECS: Final = frozenset({"none", "float16", "bfloat16"})
 """Under which each token's bytes stand for themselves. Under others, nothing is shared."""
 
 
-def prefix_root(
-    *,
-    model_version: bytes,
-    span: Span,
-    batch: int,
-    left_padding: Sequence[int],
-    codec: str,
-    dtype: str,
-    adapter: bytes,
-    salt: bytes,
-) -> bytes:
-    """What stands before the first block: hash of the terms of a session from which keys and values follow."""
-    padding = tuple(left_padding) if any(left_padding) else ()
-    return digest(PREFIX_DOMAIN, model_version, (span.start, span.end), batch, padding, codec, dtype, adapter, salt)
+@dataclass(frozen=True, kw_only=True)
+class PrefixTerms:
+    """The terms of a session from which keys and values follow, beside its inputs."""
+
+    model_version: bytes
+    span: Span
+    batch: int
+    left_padding: Sequence[int]
+    codec: str
+    dtype: str
+    adapter: bytes
+    salt: bytes
+
+    def root(self) -> bytes:
+        """The hash that stands before the first block."""
+        span, padding = (self.span.start, self.span.end), tuple(self.left_padding) if any(self.left_padding) else ()
+        terms = self.model_version, span, self.batch, padding, self.codec, self.dtype, self.adapter, self.salt
+        return digest(PREFIX_DOMAIN, *terms)
 
 
 def token_digests(

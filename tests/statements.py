@@ -23,7 +23,7 @@ def pledge_of(server: Identity, holder: Identity, **fields: Any) -> Pledge:
 
 
 def terms_of(client: Identity, pledge: Pledge, span: tuple[int, int]) -> dict[str, Any]:
-    """Of a session under `pledge`: the arguments of `session_root`."""
+    """Of a session under `pledge`: the arguments of `SessionRoot`."""
     return {
         "client": client.peer_id,
         "nonce": b"n" * 16,

@@ -99,12 +99,12 @@ async def _call(swarm: Swarm, archive: ReceiptArchive, auditor: str, seen: set[b
         return
     offered = random.sample(fresh, min(len(fresh), MAX_OFFER))
     peer_id, addr = parse_peer(auditor)
+    swarm.host.remember(peer_id, [addr])
     try:
         async with swarm.open_stream(
             peer_id,
             RECEIPTS,
             wire.EvidenceFrame,
-            addrs=(addr,),
             timeout=OPEN_TIMEOUT,
             max_header=MAX_HEADER,
             max_payload=PIECE_BYTES,

@@ -137,13 +137,13 @@ class Wallet:
 
     async def _ask(self, question: Callable[[CreditsStream], Awaitable[T]]) -> T:
         """The answer to a question that may be asked again: a lost connection is retried."""
+        self._swarm.host.remember(self.issuer, [self._addr])
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 async with self._swarm.open_stream(
                     self.issuer,
                     CREDITS,
                     wire.CreditsFrame,
-                    addrs=(self._addr,),
                     timeout=ASK_TIMEOUT,
                     max_header=MAX_HEADER,
                     max_payload=0,

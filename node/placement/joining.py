@@ -46,23 +46,31 @@ class Choice:
         return announced == self.span and self.rivals <= {*told, *silent} and self.disputed <= set(silent)
 
 
+@dataclass(frozen=True)
+class Newcomer:
+    """A server that takes `count` blocks. `throughput` in steps a second, None: that of the average server."""
+
+    peer_id: str
+    throughput: float | None
+    count: int
+
+
 def choice_of_newcomer(
     servers: Sequence[PlacedServer],
     newcomers: Sequence[PlacedServer],
-    newcomer: str,
-    throughput: float | None,
-    count: int,
+    own: Newcomer,
     num_blocks: int,
     *,
     turnover: float = 1.0,
     policy: Policy = DEFAULT,
 ) -> Choice:
-    """The `count` blocks that `newcomer` (a peer id) takes, while `newcomers`, it may be one of them, choose theirs.
+    """The blocks that a newcomer takes, while `newcomers`, it may be one of them, choose theirs.
 
     The newcomers choose in the order of their peer ids: all who see the same announcements compute the same. So with
-    several newcomers no other server is moved, and throughputs are the announced ones; `throughput` is used before the
+    several newcomers no other server is moved, and throughputs are the announced ones; its own is used before the
     newcomer has announced itself.
     """
+    newcomer, throughput, count = own.peer_id, own.throughput, own.count
     known = {rival.peer_id: rival for rival in newcomers}
     others = [server for server in servers if server.peer_id not in known and server.peer_id != newcomer]
     if newcomer in known:

@@ -12,7 +12,6 @@ from typing import Final
 import trio
 from multiaddr import Multiaddr
 
-from ...crypto.identity import Identity
 from ...protocols.announcement import (
     MAX_ADDRS,
     MAX_LIFETIME,
@@ -27,6 +26,7 @@ from ...protocols.framing import PeerError
 from ..network.addresses import without_peer
 from ..network.dht import Dht
 from ..network.host import Host, keep_up
+from .config import SwarmConfig
 from .directory import ASK_AT_START, TABLE_DEADLINE, Directory
 
 log = logging.getLogger(__name__)
@@ -45,9 +45,9 @@ def lasting(announcement: Announcement) -> Announcement:
 class Announcer:
     """Announces one node, as long as it is a server. What it signs is merged into `directory`, which sends it."""
 
-    def __init__(self, *, identity: Identity, ttl: float, host: Host, dht: Dht, directory: Directory) -> None:
-        self._identity = identity
-        self._ttl = ttl
+    def __init__(self, config: SwarmConfig, host: Host, dht: Dht, directory: Directory) -> None:
+        self._identity = config.identity
+        self._ttl = config.announcement_ttl
         self._host = host
         self._dht = dht
         self._directory = directory

@@ -15,23 +15,25 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Final, Protocol
 
 import trio
 
-from ...crypto.identity import Identity
 from ...protocols import directory as protocol
 from ...protocols import wire_pb2 as wire
 from ...protocols.announcement import ServerState, SignedAnnouncement
 from ...protocols.directory import NodeInfo
 from ...protocols.framing import MessageStream, PeerError, ProtocolError, StreamTimeout
+from ...protocols.ids import DIRECTORY
 from ..errors import SwarmError
+from ..network.addresses import parse_peer
 from ..network.dht import SHARDS, Dht
 from ..network.host import Host, keep_up
 from .answers import DirectoryAnswers
+from .config import SwarmConfig
 from .rhythm import ANSWER_BYTES, WHOLE, Rhythm, rhythm
 from .sample import SAMPLE, Contacts, KnownShare, around, in_turn, known_well
-from .view import SwarmView, nobody
+from .view import SwarmView
 
 log = logging.getLogger(__name__)
 
@@ -57,48 +59,46 @@ _OTHERS: Final = 4  # each such question of a server in a large swarm is for all
 _CONNECTED_LOOKED_AT: Final = 128  # peers, whose addresses take 0.05 ms each
 _KADEMLIA: Final = "Kademlia"  # the source of what stands there: anybody may have put it
 
-OpenStream = Callable[[str, float], Awaitable[MessageStream[wire.DirectoryFrame]]]
+
+class Streams(Protocol):
+    """Of `MessageStreams`, what a directory needs."""
+
+    host: Host
+
+    async def new_stream(
+        self,
+        peer_id: str,
+        protocol: str,
+        frame_type: type[wire.DirectoryFrame],
+        /,
+        *,
+        timeout: float,
+        max_header: int,
+        max_payload: int,
+    ) -> MessageStream[wire.DirectoryFrame]: ...
 
 
 class Directory:
     """What this node knows of the servers, and the traffic that keeps it so."""
 
-    max_header: Final = protocol.MAX_HEADER
-
-    def __init__(
-        self,
-        *,
-        identity: Identity,
-        ttl: float,
-        host: Host,
-        dht: Dht,
-        open_stream: OpenStream,
-        bootstrap: Sequence[tuple[str, str]],
-        address_of: Callable[[str], str] = str,
-        is_proven: Callable[[str], bool] = nobody,
-        listens: bool = False,
-    ) -> None:
-        """
-        Args:
-            address_of: the address at which a connected peer is, as `Host.origin_of` has it.
-            is_proven: whether a server has computed for this node before.
-            listens: whether it is a server or a bootstrap node: in a large swarm it has a sample of the servers.
-        """
+    def __init__(self, config: SwarmConfig, dht: Dht, streams: Streams) -> None:
+        """`config` says who this node is, and whether it listens: a server or a bootstrap node that does has a sample
+        of the servers in a large swarm."""
         self.view = SwarmView()
-        self.address_of = address_of
-        self._is_proven = is_proven
-        self._identity = identity
-        self._ttl = ttl
-        self._host = host
+        self._identity = config.identity
+        self._is_proven = config.trust.is_proven
+        self._ttl = config.announcement_ttl
+        self._streams = streams
+        self._host = streams.host
+        self.address_of = self._host.origin_of
         self._dht = dht
-        self._open_stream = open_stream
         self._bootstrap: dict[str, list[str]] = {}
-        for peer_id, addr in bootstrap:
-            if peer_id != identity.peer_id:
+        for peer_id, addr in map(parse_peer, config.peers):
+            if peer_id != self._identity.peer_id:
                 self._bootstrap.setdefault(peer_id, []).append(addr)
-                host.remember(peer_id, [addr])
+                self._host.remember(peer_id, [addr])
         self._sampled: bytes | None = None  # the model version that is sampled; empty: all; None: it wants everything
-        self._listens = listens
+        self._listens = bool(config.listen)
         self._contacts = Contacts()
         self._share = KnownShare()
         self._received = 0  # bytes of answers in the background
@@ -167,7 +167,14 @@ class Directory:
         opened = False
         try:
             with trio.move_on_after(timeout):
-                stream = await self._open_stream(peer_id, timeout)
+                stream = await self._streams.new_stream(
+                    peer_id,
+                    DIRECTORY,
+                    wire.DirectoryFrame,
+                    timeout=timeout,
+                    max_header=protocol.MAX_HEADER,
+                    max_payload=0,
+                )
                 opened = True
                 try:
                     yield stream

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 import trio
 from google.protobuf.message import Message
@@ -148,18 +149,73 @@ class _InTurn(MessageStream[F]):
         return await super()._receive(admit)
 
 
+class PeerFinder(Protocol):
+    """Knows where peers may be dialed."""
+
+    def addrs_of(self, peer_id: str) -> Sequence[str]:
+        """As far as is known now."""
+
+    async def find(self, peer_id: str) -> None:
+        """Looks for a peer of which nothing is known."""
+
+
+class NoFinder:
+    """Knows nothing that the host does not know."""
+
+    def addrs_of(self, peer_id: str) -> Sequence[str]:
+        return ()
+
+    async def find(self, peer_id: str) -> None:
+        await trio.lowlevel.checkpoint()
+
+
+@dataclass(frozen=True)
+class _Service(Generic[F]):
+    """Serves the streams of one protocol that peers open."""
+
+    streams: MessageStreams
+    protocol: str
+    handler: Callable[[MessageStream[F]], Awaitable[None]]
+    served: ShareCount
+    stream_type: Callable[..., MessageStream[F]]  # made of a raw stream and a peer's id
+
+    async def serve(self, raw: StreamBytes, peer_id: str) -> None:
+        origin = self.streams.host.origin_of(peer_id)
+        if not self.served.add(peer_id, origin):
+            log.info("%s: there are too many streams of %s", self.protocol, peer_id)
+            await raw.reset()
+            return
+        try:
+            await self._serve_messages(self.stream_type(raw, peer_id=peer_id))
+        finally:
+            self.served.remove(peer_id, origin)
+
+    async def _serve_messages(self, stream: MessageStream[F]) -> None:
+        try:
+            await self.handler(stream)
+        except PeerError as error:
+            log.debug("%s: %s", self.protocol, error)
+            await stream.reset()
+        except Exception as error:
+            await stream.reset()
+            self.streams.log_once(self.protocol, error)
+        except BaseException:
+            await stream.reset()
+            raise
+        else:
+            await stream.close()
+
+
 class MessageStreams:
     """The streams of one node.
 
-    `addrs_of` gives where a peer may be dialed as far as is known; `find` looks for a peer of which nothing is known.
+    Attributes:
+        finder: where peers may be dialed that the host does not know.
     """
 
-    def __init__(
-        self, host: Host, *, addrs_of: Callable[[str], Sequence[str]], find: Callable[[str], Awaitable[None]]
-    ) -> None:
+    def __init__(self, host: Host) -> None:
         self.host = host
-        self._addrs_of = addrs_of
-        self._find = find
+        self.finder: PeerFinder = NoFinder()
         self._logged: set[tuple[str, type]] = set()
         self.received = ReceivedBytes()
         self.received_ungranted = ReceivedBytes(self.received.most // _UNGRANTED, self.received)
@@ -184,47 +240,19 @@ class MessageStreams:
         What the handler does counts for the peer's address until it grants something; with `in_turn`, each message
         waits for its turn, too (`NodeLimits.work_turn`).
         """
+        stream_type = functools.partial(
+            _InTurn if in_turn else MessageStream,
+            frame_type=frame_type,
+            max_header=max_header,
+            max_payload=max_payload,
+            room=self.received_ungranted,
+            keeps_room=True,
+        )
+        service = _Service(self, protocol, handler, ShareCount(max_streams, LEAST_SERVED), stream_type)
+        self.host.set_stream_handler(protocol, service.serve)
 
-        served = ShareCount(max_streams, LEAST_SERVED)
-
-        async def serve(raw: StreamBytes, peer_id: str) -> None:
-            origin = self.host.origin_of(peer_id)
-            if not served.add(peer_id, origin):
-                log.info("%s: there are too many streams of %s", protocol, peer_id)
-                await raw.reset()
-                return
-            try:
-                await serve_messages(raw, peer_id)
-            finally:
-                served.remove(peer_id, origin)
-
-        async def serve_messages(raw: StreamBytes, peer_id: str) -> None:
-            stream = (_InTurn if in_turn else MessageStream)(
-                raw,
-                frame_type,
-                peer_id,
-                max_header=max_header,
-                max_payload=max_payload,
-                room=self.received_ungranted,
-                keeps_room=True,
-            )
-            try:
-                await handler(stream)
-            except PeerError as error:
-                log.debug("%s: %s", protocol, error)
-                await stream.reset()
-            except Exception as error:
-                await stream.reset()
-                self._log_once(protocol, error)
-            except BaseException:
-                await stream.reset()
-                raise
-            else:
-                await stream.close()
-
-        self.host.set_stream_handler(protocol, serve)
-
-    def _log_once(self, protocol: str, error: Exception) -> None:
+    def log_once(self, protocol: str, error: Exception) -> None:
+        """Logs a failure of ours; as an error the first time of each kind."""
         kind = (protocol, type(error))
         level = logging.DEBUG if kind in self._logged else logging.ERROR
         self._logged.add(kind)
@@ -236,7 +264,6 @@ class MessageStreams:
         protocol: str,
         frame_type: type[F],
         *,
-        addrs: Sequence[str] = (),
         timeout: float,
         max_header: int = MAX_HEADER,
         max_payload: int = MAX_PAYLOAD,
@@ -244,8 +271,8 @@ class MessageStreams:
     ) -> MessageStream[F]:
         """A stream that the caller has to close or reset.
 
-        Connects first if need be, to `addrs`, which a person gave, or to where the peer announced itself; Kademlia is
-        asked for the announcement of a peer of which nothing is known. Does not wait for the peer's consent: one that
+        Connects first if need be, to where the peer announced itself or the host remembers it; Kademlia is asked for
+        the announcement of a peer of which nothing is known. Does not wait for the peer's consent: one that
         does not speak the protocol ends the stream, and the first `receive` says so. With `direct`, the stream takes an
         existing connection without a relay, or none.
 
@@ -253,12 +280,11 @@ class MessageStreams:
             StreamTimeout: nothing came of it within `timeout` seconds.
             StreamClosed: the peer cannot be reached.
         """
-        self.host.learn(peer_id, self._addrs_of(peer_id))
-        self.host.remember(peer_id, addrs)
+        self.host.learn(peer_id, self.finder.addrs_of(peer_id))
         with trio.move_on_after(timeout):
             if not direct and not self.host.knows(peer_id):
-                await self._find(peer_id)
-                self.host.learn(peer_id, self._addrs_of(peer_id))
+                await self.finder.find(peer_id)
+                self.host.learn(peer_id, self.finder.addrs_of(peer_id))
             try:
                 raw = await self.host.open_stream(peer_id, protocol, direct=direct)
             except ConnectionError as error:
@@ -275,7 +301,6 @@ class MessageStreams:
         protocol: str,
         frame_type: type[F],
         *,
-        addrs: Sequence[str] = (),
         timeout: float,
         max_header: int = MAX_HEADER,
         max_payload: int = MAX_PAYLOAD,
@@ -285,7 +310,6 @@ class MessageStreams:
             peer_id,
             protocol,
             frame_type,
-            addrs=addrs,
             timeout=timeout,
             max_header=max_header,
             max_payload=max_payload,

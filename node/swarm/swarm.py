@@ -15,6 +15,7 @@ from ...crypto.identity import Identity
 from ...protocols import wire_pb2 as wire
 from ...protocols.announcement import Announcement
 from ...protocols.directory import MANIFEST_MAX_HEADER, NodeInfo, answer_manifests, ask_manifest
+from ...protocols.directory import MAX_HEADER as MAX_DIRECTORY
 from ...protocols.evidence import MAX_HEADER as MAX_EVIDENCE
 from ...protocols.evidence import PIECE_BYTES
 from ...protocols.framing import MessageStream, PeerError
@@ -63,11 +64,7 @@ class Swarm(MessageStreams):
         evidence: EvidenceGossip,
         gossip: Gossip | None,
     ) -> None:
-        super().__init__(
-            host,
-            addrs_of=lambda peer_id: self._directory.addrs_of(peer_id),
-            find=lambda peer_id: self._directory.find(peer_id),
-        )
+        super().__init__(host)
         self._config = config
         self._nursery = nursery
         self._manifests: dict[bytes, wire.Manifest] = {}
@@ -75,31 +72,18 @@ class Swarm(MessageStreams):
         host.on_connected(self._on_connected)
         bootstrap = [parse_peer(peer) for peer in config.peers]
         self.named = [peer_id for peer_id, _ in bootstrap]  # the peers that this node was told to join by
-        self._directory = Directory(
-            identity=config.identity,
-            ttl=config.announcement_ttl,
-            host=host,
-            dht=dht,
-            open_stream=self._open_directory,
-            bootstrap=bootstrap,
-            address_of=host.origin_of,
-            is_proven=config.trust.is_proven,
-            listens=bool(config.listen),
-        )
+        self.finder = self._directory = Directory(config, dht, self)
         self._records = ProviderRecords(streams=self, dht=dht, directory=self._directory, ttl=config.announcement_ttl)
         host.share_dials(lambda peer_id: self.view.source_of(peer_id))
         dht.weigh_models(lambda version: self.view.backing(version, now=time.time()))
-        self._announcer = Announcer(
-            identity=config.identity, ttl=config.announcement_ttl, host=host, dht=dht, directory=self._directory
-        )
+        self._announcer = Announcer(config, host, dht, self._directory)
         nat = NatConfig(bool(config.listen), config.announce, config.peers, config.relay, config.relay_limits)
         self.nat = NatManager(host, self._directory, nursery, nat, addrs_changed=self._announcer.addrs_changed)
         self._directory.about = self.nat.about
         self._discovery = Discovery(host, self._directory, nursery, bootstrap, config)
         self._evidence, self.gossip = evidence, gossip  # no gossip if this node takes no part in it
         self.set_handler(EVIDENCE, wire.EvidenceFrame, evidence.serve, max_header=MAX_EVIDENCE, max_payload=PIECE_BYTES)
-        max_header = self._directory.max_header
-        self.set_handler(DIRECTORY, wire.DirectoryFrame, self._directory.serve, max_header=max_header, max_payload=0)
+        self.set_handler(DIRECTORY, wire.DirectoryFrame, self._directory.serve, max_header=MAX_DIRECTORY, max_payload=0)
         self.set_handler(
             MANIFEST, wire.ManifestFrame, self._serve_manifests, max_header=MANIFEST_MAX_HEADER, max_payload=0
         )
@@ -264,12 +248,6 @@ class Swarm(MessageStreams):
             PeerError: the peer cannot be reached or did not answer within `timeout` seconds.
         """
         return await self._directory.measure_rtt(peer_id, timeout=timeout)
-
-    async def _open_directory(self, peer_id: str, timeout: float) -> MessageStream[wire.DirectoryFrame]:
-        header = self._directory.max_header
-        return await self.new_stream(
-            peer_id, DIRECTORY, wire.DirectoryFrame, timeout=timeout, max_header=header, max_payload=0
-        )
 
     # --- manifests
 

@@ -20,7 +20,7 @@ from ...crypto.identity import Identity
 from ...protocols import wire_pb2 as wire
 from ...protocols.announcement import Announcement, ServerState, SignedAnnouncement, freshened, sign_announcement
 from ...protocols.directory import MAX_HEADER as MAX_DIRECTORY
-from ...protocols.framing import MessageStream, StreamClosed
+from ...protocols.framing import StreamClosed
 from ...protocols.ids import DIRECTORY
 from ..network.dht import Dht
 from ..network.host import Host
@@ -32,6 +32,7 @@ from ..swarm.view import SwarmView
 from ..trust.store import TrustStore
 from .memory_stream import MemoryStream, stream_pair
 
+_ADDR = "/ip4/127.0.0.1/tcp/1"
 _LIFETIME = 300.0
 NOTICED = 4.0
 """Seconds after which a connection on which nothing comes is given up, as by the real ones."""
@@ -204,7 +205,7 @@ class _MemoryHost:
         pass
 
     def addrs(self) -> list[str]:
-        return [f"/ip4/127.0.0.1/tcp/1/p2p/{self.peer_id}"]  # well-formed; nobody is dialed
+        return [f"{_ADDR}/p2p/{self.peer_id}"]  # well-formed; nobody is dialed
 
     def origin_of(self, peer_id: str) -> str:
         return self._network.origins.get(peer_id, peer_id)
@@ -242,7 +243,7 @@ class MemoryNode(MessageStreams):
 
     def __init__(self, network: MemoryNetwork, identity: Identity, trust: TrustStore | None = None) -> None:
         host = cast(Host, _MemoryHost(network, identity.peer_id))
-        super().__init__(host, addrs_of=lambda _: (), find=self._find_nowhere)
+        super().__init__(host)
         self.network = network
         self.nursery = network.nursery
         self.identity = identity
@@ -258,10 +259,6 @@ class MemoryNode(MessageStreams):
     def end(self) -> None:
         """It is gone at once, as when its process is killed; a goodbye is for `retract`, before."""
         self.network.remove(self)
-
-    async def _find_nowhere(self, peer_id: str) -> None:
-        """All that there is to know about peers is in `view`."""
-        await trio.lowlevel.checkpoint()
 
     def connected(self) -> list[str]:
         return [peer_id for peer_id in self.network.nodes if self.is_connected(peer_id)]
@@ -364,12 +361,11 @@ class DirectoryNode(MemoryNode):
 
     def __init__(self, network: MemoryNetwork, identity: Identity, trust: TrustStore | None = None) -> None:
         super().__init__(network, identity, trust)
-        parts: dict[str, Any] = {"identity": identity, "ttl": _LIFETIME, "host": self.host}
-        parts["dht"] = cast(Dht, _NoTable())
-        bootstrap = [(peer, f"/ip4/127.0.0.1/tcp/1/p2p/{peer}") for peer in list(network.nodes)[:1]]
-        self.directory = Directory(**parts, open_stream=self._open_directory, bootstrap=bootstrap, listens=True)
-        self._announcer = Announcer(**parts, directory=self.directory)
-        self._addrs_of = self.directory.addrs_of
+        peers = tuple(f"{_ADDR}/p2p/{peer}" for peer in list(network.nodes)[:1])
+        config = SwarmConfig(identity, listen=(_ADDR,), peers=peers, announcement_ttl=_LIFETIME, trust=self.trust)
+        table = cast(Dht, _NoTable())
+        self.finder = self.directory = Directory(config, table, self)
+        self._announcer = Announcer(config, self.host, table, self.directory)
         self._scope = trio.CancelScope()
         self.set_handler(DIRECTORY, wire.DirectoryFrame, self.directory.serve, max_header=MAX_DIRECTORY, max_payload=0)
 
@@ -391,11 +387,6 @@ class DirectoryNode(MemoryNode):
     def end(self) -> None:
         super().end()
         self._scope.cancel()
-
-    async def _open_directory(self, peer_id: str, timeout: float) -> MessageStream[wire.DirectoryFrame]:
-        return await self.new_stream(
-            peer_id, DIRECTORY, wire.DirectoryFrame, timeout=timeout, max_header=MAX_DIRECTORY, max_payload=0
-        )
 
     def connected(self) -> list[str]:
         return self.host.connected()

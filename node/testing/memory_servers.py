@@ -22,7 +22,7 @@ from ..client.api import model as model_module
 from ..client.api.runtime import TrioThread
 from ..credits.payment_verifier import PaymentVerifier
 from ..models.progress import no_progress
-from ..server.lifecycle.options import ServerOptions
+from ..server.lifecycle.options import ServerOptions, ServerParts
 from ..server.lifecycle.pausing import Pause
 from ..server.lifecycle.server import run_server
 from ..server.tallies import ServerTallies
@@ -86,21 +86,12 @@ class MemoryServer:
     async def run(self, options: ServerOptions) -> None:
         node: Any = self.node  # in place of a Swarm
         payments = partial(PaymentVerifier, self.peer_id)
+        parts = ServerParts(self._on_event, no_progress, payments, tallies=self.tallies, pause=self.pause)
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
                     await node.start(nursery)  # its handlers end with it
-                    await run_server(
-                        node,
-                        node.identity,
-                        options,
-                        self._on_event,
-                        no_progress,
-                        self._stop,
-                        payments,
-                        tallies=self.tallies,
-                        pause=self.pause,
-                    )
+                    await run_server(node, options, parts, self._stop)
                     nursery.cancel_scope.cancel()
         except Exception as error:
             self._failure = error

@@ -173,10 +173,9 @@ def message_streams(
     max_payload: int = MAX_PAYLOAD,
     ends: tuple[MemoryStream, MemoryStream] | None = None,
     room: PayloadRoom | None = None,
-    keeps_room: bool = False,
 ) -> tuple[MessageStream[F], MessageStream[F]]:
-    """The ends of a message stream between two peers: that of peer `one_id`, then that of `other_id`, who has `room`
-    for what comes."""
+    """The ends of a message stream between two peers: that of peer `one_id`, then that of `other_id`, who keeps in
+    `room` what comes, as a node does of streams that it serves."""
     one, other = stream_pair() if ends is None else ends
     made = partial(MessageStream[F], frame_type=frame_type, max_header=max_header, max_payload=max_payload)
-    return made(one, peer_id=other_id), made(other, peer_id=one_id, room=room, keeps_room=keeps_room)
+    return made(one, peer_id=other_id), made(other, peer_id=one_id, room=room, keeps_room=room is not None)

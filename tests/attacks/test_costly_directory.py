@@ -28,6 +28,7 @@ from petalnode.protocols.directory import MAX_HEADER
 from petalnode.protocols.framing import MessageStream, varint
 from petalnode.protocols.ids import DIRECTORY, Span
 from tests.attacks.forger import ATTACKER, HONEST
+from tests.directories import a_directory
 from tests.memory_muxer import MemoryRaw, OtherEnd, muxer
 
 Stream = MessageStream[wire.DirectoryFrame]
@@ -44,17 +45,12 @@ def frame_bytes(frame: wire.DirectoryFrame) -> bytes:
 
 
 def directory(stream: Stream | None = None) -> Directory:
-    async def nothing(*_: object) -> None:
-        await trio.lowlevel.checkpoint()
-
     async def open_stream(_peer: str, _timeout: float) -> Stream:
         await trio.lowlevel.checkpoint()
         assert stream is not None
         return stream
 
-    host: Any = SimpleNamespace(remember=lambda *_: None)
-    dht: Any = SimpleNamespace(add_peer=nothing)
-    return Directory(identity=HONEST, ttl=45.0, host=host, dht=dht, open_stream=open_stream, bootstrap=())
+    return a_directory(HONEST, open_stream)
 
 
 def announcement(version: bytes, identity: Identity | None = None) -> Announcement:
@@ -99,7 +95,7 @@ def test_questions_of_many_keys_have_the_turns_of_one_address(monkeypatch: pytes
     pages = frame_bytes(wire.DirectoryFrame(query=wire.DirectoryQuery())) * 25
     handlers: dict[str, Any] = {}
     host: Any = SimpleNamespace(set_stream_handler=handlers.__setitem__, origin_of=str)
-    streams = MessageStreams(host, addrs_of=lambda _: (), find=trio.sleep)
+    streams = MessageStreams(host)
 
     quiet = hostile = 0
 

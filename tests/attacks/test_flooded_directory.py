@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import trio
@@ -14,7 +12,6 @@ import trio
 from petalnode.crypto.identity import Identity
 from petalnode.node.network.value_store import MODELS_KEY, ValueStore, models_value, open_value
 from petalnode.node.swarm import view as view_module
-from petalnode.node.swarm.directory import Directory
 from petalnode.node.swarm.view import SwarmView
 from petalnode.node.testing import message_streams, run_autojumping
 from petalnode.protocols import wire_pb2 as wire
@@ -30,6 +27,7 @@ from petalnode.protocols.directory import MAX_HEADER
 from petalnode.protocols.framing import MessageStream
 from petalnode.protocols.ids import Span
 from tests.attacks.forger import ATTACKER, HONEST
+from tests.directories import a_directory
 
 NOW = time.time()
 MODEL = b"m" * 32
@@ -159,10 +157,6 @@ def signed(count: int, lifetime: float) -> list[SignedAnnouncement]:
     return made
 
 
-async def nothing(*_: object) -> None:
-    await trio.lowlevel.checkpoint()
-
-
 def test_a_directory_that_asks_an_attacker_keeps_what_honest_peers_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(view_module, "MAX_RECORDS", 64)
     pages = {HONEST.peer_id: signed(30, 1000.0), ATTACKER.peer_id: signed(100, MAX_LIFETIME)}
@@ -180,7 +174,7 @@ def test_a_directory_that_asks_an_attacker_keeps_what_honest_peers_told(monkeypa
                 page = wire.DirectoryRecords(records=[record.to_wire() for record in records])
                 await stream.send(wire.DirectoryFrame(records=page), timeout=60)
 
-            node = a_directory(open_stream)
+            node = a_directory(Identity.generate(), open_stream)
             for peer_id in (HONEST.peer_id, ATTACKER.peer_id, ATTACKER.peer_id):
                 await node.pull(peer_id, timeout=600)
             assert {record.content.peer_id for record in pages[HONEST.peer_id]} <= node.view.records.keys()
@@ -188,14 +182,6 @@ def test_a_directory_that_asks_an_attacker_keeps_what_honest_peers_told(monkeypa
             nursery.cancel_scope.cancel()
 
     run_autojumping(main)
-
-
-def a_directory(open_stream: Callable[..., Any]) -> Directory:
-    host: Any = SimpleNamespace(remember=lambda *_: None)
-    table: Any = SimpleNamespace(add_peer=nothing)
-    return Directory(
-        identity=Identity.generate(), ttl=45.0, host=host, dht=table, open_stream=open_stream, bootstrap=()
-    )
 
 
 # --- the list of models in Kademlia

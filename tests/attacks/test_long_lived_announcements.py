@@ -13,8 +13,6 @@ import pytest
 import trio
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.swarm.announcer import Announcer
-from petalnode.node.swarm.directory import Directory
 from petalnode.node.swarm.rhythm import ANSWER_BYTES, WHOLE, rhythm
 from petalnode.node.swarm.sample import SAMPLE, Contacts, sampled
 from petalnode.node.swarm.view import SwarmView
@@ -34,6 +32,7 @@ from petalnode.protocols.directory import MAX_HEADER
 from petalnode.protocols.framing import MessageStream, PeerError, StreamClosed
 from petalnode.protocols.ids import Span
 from tests.attacks.forger import ATTACKER, HONEST
+from tests.directories import a_directory, announcer_of
 
 MODEL, BLOCKS, TTL, SPAN = b"m" * 32, 10, 45.0, Span(0, 10)
 ADDRS = ("/ip4/192.0.2.1/tcp/1",)
@@ -54,12 +53,6 @@ def held(number: int) -> SignedAnnouncement:
 
 async def nothing(*_: Any, **__: Any) -> None:
     await trio.lowlevel.checkpoint()
-
-
-def a_directory(identity: Identity, open_stream: Any, **parts: Any) -> Directory:
-    host: Any = SimpleNamespace(connected=list, remember=lambda *_: None, addrs=list)
-    dht: Any = SimpleNamespace(add_peer=nothing)
-    return Directory(identity=identity, ttl=TTL, host=host, dht=dht, open_stream=open_stream, bootstrap=[], **parts)
 
 
 # --- a flood makes a small swarm look like a large one
@@ -83,7 +76,7 @@ def test_a_server_among_many_keys_says_at_once_that_it_leaves() -> None:
                 enough = trio.Event()
 
         directory.push = push  # type: ignore[method-assign]
-        announcer = Announcer(identity=HONEST, ttl=TTL, host=directory._host, dht=directory._dht, directory=directory)
+        announcer = announcer_of(directory, HONEST)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(announcer._publish_forever)
             for state in (ServerState.ONLINE, ServerState.DRAINING):
@@ -104,7 +97,7 @@ def test_what_a_server_said_in_a_flood_does_not_come_back_when_the_flood_is_over
         directory = a_directory(HONEST, nothing)
         directory.merge([held(number) for number in range(1500)], source="attacker")
         dht: Any = SimpleNamespace(add_peer=nothing, put_announcement=nothing)
-        announcer = Announcer(identity=HONEST, ttl=TTL, host=directory._host, dht=dht, directory=directory)
+        announcer = announcer_of(directory, HONEST, dht)
         announcer.announce(plain(HONEST.peer_id))
         assert directory.own is not None
         before = directory.own

@@ -33,7 +33,7 @@ class Node:
         """Sends what a message begins with; the event is set once all of it has come."""
         ends, has_come = stream_pair(MAX_PAYLOAD), trio.Event()
         ends[1].origin = address
-        _, stream = message_streams(wire.InferenceFrame, key, "node", ends=ends, room=self.refusing, keeps_room=True)
+        _, stream = message_streams(wire.InferenceFrame, key, "node", ends=ends, room=self.refusing)
         if granted:
             stream.grant()
 

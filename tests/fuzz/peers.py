@@ -17,8 +17,6 @@ from petalnode.crypto.receipts import countersign
 from petalnode.crypto.statement import Statement
 from petalnode.node.credits.issuer import CreditsService
 from petalnode.node.credits.ledger import Ledger
-from petalnode.node.network.dht import Dht
-from petalnode.node.network.host import Host
 from petalnode.node.server.lifecycle.other_servers import serve_transfers
 from petalnode.node.swarm.directory import Directory
 from petalnode.node.swarm.swarm import Swarm
@@ -49,6 +47,7 @@ from petalnode.protocols.nat_traversal import (
     exchange_first,
     exchange_second,
 )
+from tests.directories import a_directory
 from tests.fuzz import corpus
 from tests.fuzz.corpus import ATTACKER, NOW_MS, OTHER, SERVER, VALIDATOR, VERSION
 from tests.fuzz.harness import Target
@@ -59,27 +58,11 @@ from tests.inspection import audits_of, forget_audits
 from tests.node_inspection import in_progress, logged
 
 
-class _Table:
-    """No table: what it holds is another target."""
-
-    async def add_peer(self, peer_id: str, addrs: Sequence[str]) -> None: ...
-
-
-class _Host:
-    def connected(self) -> list[str]:
-        return []
-
-
-def _directory(open_stream: Any = None) -> Directory:
-    host, table = cast(Host, _Host()), cast(Dht, _Table())
-    return Directory(identity=SERVER, ttl=45.0, host=host, dht=table, open_stream=open_stream, bootstrap=())
-
-
 @asynccontextmanager
 async def _node() -> AsyncIterator[Talk]:
     """What every node answers; its limits are those of `Swarm`."""
     handlers = Handlers()
-    directory = _directory()
+    directory = a_directory(SERVER)
     directory.about = lambda: NodeInfo("server", "1", "public", None, 1, 2, time.time())
     gossip = EvidenceGossip(SERVER, TrustStore())
     bundle = corpus.equivocation()
@@ -260,7 +243,7 @@ async def _pull(stream: Any) -> None:
     async def opened(peer_id: str, timeout: float) -> Any:
         return stream
 
-    directory = _directory(opened)
+    directory = a_directory(SERVER, opened)
     await directory.pull(ATTACKER.peer_id, timeout=6.0)
 
 
@@ -268,14 +251,14 @@ async def _measure(stream: Any) -> None:
     async def opened(peer_id: str, timeout: float) -> Any:
         return stream
 
-    await _directory(opened).measure_rtt(ATTACKER.peer_id, timeout=6.0)
+    await a_directory(SERVER, opened).measure_rtt(ATTACKER.peer_id, timeout=6.0)
 
 
 async def _ask_node(stream: Any) -> None:
     async def opened(peer_id: str, timeout: float) -> Any:
         return stream
 
-    await _directory(opened).ask_node(ATTACKER.peer_id, timeout=6.0)
+    await a_directory(SERVER, opened).ask_node(ATTACKER.peer_id, timeout=6.0)
 
 
 def _credit_asked() -> tuple[CreditQuery, Transfer, DepositOrder]:

@@ -84,7 +84,7 @@ class Handlers:
 
     def __init__(self) -> None:
         self.by_protocol: dict[str, Callable[[Any, str], Awaitable[None]]] = {}
-        self.streams = MessageStreams(cast(Host, self), addrs_of=lambda _: (), find=self._find)
+        self.streams = MessageStreams(cast(Host, self))
         self.peer_id = ""
 
     def set_stream_handler(self, protocol: str, handler: Callable[[Any, str], Awaitable[None]]) -> None:
@@ -92,8 +92,6 @@ class Handlers:
 
     def origin_of(self, peer_id: str) -> str:
         return peer_id
-
-    async def _find(self, peer_id: str) -> None: ...
 
 
 class Talk:

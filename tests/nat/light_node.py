@@ -87,7 +87,8 @@ class Commands:
     async def open(self, peer: str, timeout: float = 60.0, protocol: str = ECHO) -> int:
         """A stream, by a number that `echo` and `close` take."""
         peer_id, addrs = self._found(peer)
-        self._streams.append(await self._swarm.new_stream(peer_id, protocol, Frame, addrs=addrs, timeout=timeout))
+        self._swarm.host.remember(peer_id, addrs)
+        self._streams.append(await self._swarm.new_stream(peer_id, protocol, Frame, timeout=timeout))
         return len(self._streams) - 1
 
     async def echo(self, stream: int, size: int = 16, times: int = 1, timeout: float = 60.0) -> list[float]:
@@ -111,12 +112,13 @@ class Commands:
     async def reach(self, peer: str, timeout: float = 110.0) -> float:
         """Seconds until an echo came back over a new stream, tried again and again."""
         peer_id, addrs = self._found(peer)
+        self._swarm.host.remember(peer_id, addrs)
         start = time.perf_counter()
         error: Exception | None = None
         with trio.move_on_after(timeout):
             while True:
                 try:
-                    async with self._swarm.open_stream(peer_id, ECHO, Frame, addrs=addrs, timeout=timeout) as stream:
+                    async with self._swarm.open_stream(peer_id, ECHO, Frame, timeout=timeout) as stream:
                         await stream.send(Frame(step=wire.Step(sequence=1)), timeout=4)
                         await stream.receive(timeout=4)
                     return time.perf_counter() - start

@@ -69,9 +69,8 @@ class RawSession:
 
     @classmethod
     async def connect(cls, swarm: Swarm, ready: dict[str, Any]) -> RawSession:
-        stream = await swarm.new_stream(
-            ready["peer_id"], INFERENCE, wire.InferenceFrame, addrs=tuple(ready["addrs"]), timeout=TIMEOUT
-        )
+        swarm.host.remember(ready["peer_id"], ready["addrs"])
+        stream = await swarm.new_stream(ready["peer_id"], INFERENCE, wire.InferenceFrame, timeout=TIMEOUT)
         return cls(stream, ready)
 
     @classmethod

@@ -62,9 +62,8 @@ def offer(content: Adapter, ready: dict[str, Any], **fields: Any) -> tuple[wire.
 
 
 async def opened(swarm: Swarm, ready: dict[str, Any]) -> BatchFrames:
-    return await swarm.new_stream(
-        ready["peer_id"], ADAPTER, wire.BatchFrame, addrs=tuple(ready["addrs"]), timeout=TIMEOUT, max_header=1 << 20
-    )
+    swarm.host.remember(ready["peer_id"], ready["addrs"])
+    return await swarm.new_stream(ready["peer_id"], ADAPTER, wire.BatchFrame, timeout=TIMEOUT, max_header=1 << 20)
 
 
 async def answer(stream: BatchFrames) -> wire.BatchFrame:

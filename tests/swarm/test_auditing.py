@@ -127,8 +127,9 @@ def signing_server(models: Path) -> SigningServer:
 
 async def offer(swarm: Swarm, address: str, message: wire.Offer) -> wire.EvidenceFrame:
     auditor, addr = address.rsplit("/p2p/", 1)[1], address.rsplit("/p2p/", 1)[0]
+    swarm.host.remember(auditor, [addr])
     async with swarm.open_stream(
-        auditor, RECEIPTS, wire.EvidenceFrame, addrs=(addr,), timeout=60, max_header=MAX_HEADER, max_payload=PIECE_BYTES
+        auditor, RECEIPTS, wire.EvidenceFrame, timeout=60, max_header=MAX_HEADER, max_payload=PIECE_BYTES
     ) as stream:
         await stream.send(wire.EvidenceFrame(offer=message), timeout=60)
         frame, _ = await stream.receive(timeout=60)

@@ -173,7 +173,8 @@ def test_only_the_holder_is_told_what_it_has(points: PointsSwarm) -> None:
     async def main() -> None:
         async with client(points) as swarm:
             peer, addr = parse_peer(points.validator_address)
-            async with swarm.open_stream(peer, CREDITS, wire.CreditsFrame, addrs=(addr,), timeout=20) as stream:
+            swarm.host.remember(peer, [addr])
+            async with swarm.open_stream(peer, CREDITS, wire.CreditsFrame, timeout=20) as stream:
                 for code, frame in bad.items():
                     await stream.send(frame, timeout=20)
                     answer, _ = await stream.receive(timeout=20)

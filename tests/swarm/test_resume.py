@@ -232,9 +232,8 @@ def test_a_push_that_comes_in_between_is_answered_on_the_next_stream(
     async def main(swarm: Swarm) -> None:
         session = await opened(swarm, server)
         await session.step(1, 0, values(3))
-        pusher = await swarm.new_stream(
-            server.peer_id, PUSH, wire.PushFrame, addrs=tuple(server.ready["addrs"]), timeout=TIMEOUT
-        )
+        swarm.host.remember(server.peer_id, server.ready["addrs"])
+        pusher = await swarm.new_stream(server.peer_id, PUSH, wire.PushFrame, timeout=TIMEOUT)
         payload = values(1, seed=5)
         if moment == "while nobody listens":
             await session.stream.reset()

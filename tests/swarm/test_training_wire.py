@@ -51,9 +51,8 @@ class RawWorks:
 
     @classmethod
     async def opened(cls, swarm: Swarm, ready: dict[str, Any], protocol: str, **fields: Any) -> RawWorks:
-        stream = await swarm.new_stream(
-            ready["peer_id"], protocol, wire.BatchFrame, addrs=tuple(ready["addrs"]), timeout=TIMEOUT
-        )
+        swarm.host.remember(ready["peer_id"], ready["addrs"])
+        stream = await swarm.new_stream(ready["peer_id"], protocol, wire.BatchFrame, timeout=TIMEOUT)
         works = cls(stream, ready)
         await works.open(**fields)
         return works

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import trio
@@ -24,20 +22,10 @@ from petalnode.protocols.announcement import (
 )
 from petalnode.protocols.framing import MessageStream, PeerError
 from petalnode.protocols.ids import Span
+from tests.directories import a_directory
 
 TIMEOUT = 5.0
 ME, ASKED = Identity.generate(), Identity.generate()
-
-
-async def nothing(*_: Any, **__: Any) -> None:
-    pass
-
-
-def directory(identity: Identity, peers: list[str], open_stream: Any) -> Directory:
-    host: Any = SimpleNamespace(connected=list, remember=lambda *_: None, learn=lambda *_: None)
-    dht: Any = SimpleNamespace(add_peer=nothing)
-    bootstrap = [(peer_id, "/ip4/192.0.2.1/tcp/1") for peer_id in peers]
-    return Directory(identity=identity, ttl=45, host=host, dht=dht, open_stream=open_stream, bootstrap=bootstrap)
 
 
 def announced(count: int) -> list[SignedAnnouncement]:
@@ -56,7 +44,7 @@ def announcement(identity: Identity) -> SignedAnnouncement:
 def refreshing(silent: int, check: Callable[[Directory, float], None], *, asked_answers: bool = True) -> None:
     async def main() -> None:
         async with trio.open_nursery() as nursery:
-            there = directory(ASKED, [], nothing)
+            there = a_directory(ASKED)
             there.merge(announced(silent))
 
             async def serve(stream: MessageStream[wire.DirectoryFrame]) -> None:
@@ -72,7 +60,7 @@ def refreshing(silent: int, check: Callable[[Directory, float], None], *, asked_
                 nursery.start_soon(serve, theirs)
                 return ours
 
-            here = directory(ME, [ASKED.peer_id], open_stream)
+            here = a_directory(ME, open_stream, [ASKED.peer_id])
             begun = trio.current_time()
             try:
                 await here.refresh(nursery, model_version=b"", timeout=TIMEOUT)
@@ -105,7 +93,7 @@ def test_in_the_background_another_peer_is_asked_in_place_of_one_out_of_reach() 
     """Whose new addresses only others know."""
 
     async def main() -> None:
-        there, moved = directory(ASKED, [], nothing), Identity.generate()
+        there, moved = a_directory(ASKED), Identity.generate()
 
         async def serve(stream: MessageStream[wire.DirectoryFrame]) -> None:
             try:
@@ -120,7 +108,7 @@ def test_in_the_background_another_peer_is_asked_in_place_of_one_out_of_reach() 
             nursery.start_soon(serve, theirs)
             return ours
 
-        here = directory(ME, [ASKED.peer_id], open_stream)
+        here = a_directory(ME, open_stream, [ASKED.peer_id])
         here.merge([announcement(moved)])
         async with trio.open_nursery() as nursery:
             # A client that needs a sample only asks one peer in a round.

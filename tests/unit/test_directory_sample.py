@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,6 @@ import trio
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.client.server_selection import ServerSelection
-from petalnode.node.swarm.directory import Directory
 from petalnode.node.swarm.sample import SAMPLE, in_turn, known_well, sampled
 from petalnode.node.swarm.trusted_servers import TrustedServers
 from petalnode.node.swarm.view import SwarmView
@@ -31,6 +29,7 @@ from petalnode.protocols.announcement import (
 from petalnode.protocols.directory import MAX_HEADER
 from petalnode.protocols.framing import MessageStream, PeerError
 from petalnode.protocols.ids import Span
+from tests.directories import a_directory
 
 NOW = 1_800_000_000.0
 MODEL, OTHER = b"m" * 32, b"o" * 32
@@ -124,7 +123,9 @@ def test_nor_by_who_makes_most_connections() -> None:
     ]
     peers = [record.content.peer_id for record in records]
     honest = dict(zip(peers[:5], map(str, range(5)), strict=True))
-    asking = directory(nothing, [], lambda: peers, lambda peer: honest.get(peer, "attacker"))
+    asking = a_directory(
+        Identity.generate(), connected=lambda: peers, origin_of=lambda peer: honest.get(peer, "attacker")
+    )
     asking.merge(records)
     for _ in range(5):
         assert honest.keys() <= set(asking.peers_to_ask(6))
@@ -153,24 +154,6 @@ async def nothing(*_: Any, **__: Any) -> None:
     await trio.lowlevel.checkpoint()
 
 
-def directory(
-    open_stream: Any,
-    bootstrap: list[tuple[str, str]],
-    connected: Callable[[], list[str]] = list,
-    address_of: Callable[[str], str] = str,
-) -> Directory:
-    host: Any = SimpleNamespace(connected=connected, remember=lambda *_: None)
-    return Directory(
-        identity=Identity.generate(),
-        ttl=45,
-        host=host,
-        dht=SimpleNamespace(add_peer=nothing),  # type: ignore[arg-type]
-        open_stream=open_stream,
-        bootstrap=bootstrap,
-        address_of=address_of,
-    )
-
-
 @pytest.fixture(scope="module")
 def records() -> list[SignedAnnouncement]:
     made = []
@@ -190,7 +173,7 @@ def test_a_client_takes_a_page_and_a_server_everything(
 
     async def main() -> None:
         async with trio.open_nursery() as nursery:
-            there = directory(nothing, [])
+            there = a_directory(Identity.generate())
             there.merge(records)
             asked = Identity.generate().peer_id
 
@@ -213,7 +196,7 @@ def test_a_client_takes_a_page_and_a_server_everything(
                 nursery.start_soon(serve, theirs)
                 return ours
 
-            here = directory(open_stream, [(asked, "/ip4/192.0.2.1/tcp/1")])
+            here = a_directory(Identity.generate(), open_stream, [asked])
             await here.refresh(nursery, model_version=MODEL, sample=sample, timeout=60)
             assert len(here.view.records) == known
             nursery.cancel_scope.cancel()

@@ -9,7 +9,7 @@ import pytest
 from petalnode.crypto.evidence import NotProven, check_chain, check_equivocation, check_pledge_broken
 from petalnode.crypto.identity import Identity
 from petalnode.crypto.pledge import Pledge
-from petalnode.crypto.receipts import Receipt, session_root
+from petalnode.crypto.receipts import Receipt, SessionRoot
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.inference import pledge_from_wire, pledge_to_wire
 from tests.statements import pledge_of, terms_of
@@ -18,7 +18,7 @@ from tests.unit.test_receipts import CLIENT, OTHER, RECEIPT, SERVER
 HOLDER = Identity.from_seed(bytes(range(3, 35)))
 PLEDGE = pledge_of(SERVER, HOLDER, span=(0, 10), quantisation="none", from_ms=1000, until_ms=2000)
 TERMS = terms_of(CLIENT, PLEDGE, (3, 9))
-ROOT = session_root(**TERMS)
+ROOT = SessionRoot(**TERMS).hash()
 
 
 def chain(count: int, **last: object) -> list[Receipt]:
@@ -125,11 +125,11 @@ def test_every_field_of_a_pledge_is_tried() -> None:
 )  # fmt: skip
 def test_the_terms_of_a_session_are_in_its_root(name: str, value: object) -> None:
     assert set(TERMS) >= {name}
-    assert session_root(**TERMS | {name: value}) != ROOT
+    assert SessionRoot(**TERMS | {name: value}).hash() != ROOT
 
 
 def test_no_padding_is_no_padding() -> None:
-    roots = {session_root(**TERMS | {"left_padding": padding}) for padding in ((), (0, 0))}
+    roots = {SessionRoot(**TERMS | {"left_padding": padding}).hash() for padding in ((), (0, 0))}
     assert len(roots) == 1
 
 

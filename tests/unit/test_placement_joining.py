@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petalnode.node.placement import joining
-from petalnode.node.placement.joining import Choice, choice_of_newcomer, span_for_newcomer
+from petalnode.node.placement.joining import Choice, Newcomer, choice_of_newcomer, span_for_newcomer
 from petalnode.node.placement.observed import PlacedServer, observe_servers
 from petalnode.node.placement.plan import PlacementPlan
 from petalnode.protocols.announcement import Announcement, ServerState
@@ -55,7 +55,9 @@ def test_newcomers_that_see_one_another_reckon_the_same(
 
     def choices() -> list[Choice]:
         return [
-            choice_of_newcomer(holders, newcomers, newcomer.peer_id, None, len(newcomer.span), 8, turnover=number)
+            choice_of_newcomer(
+                holders, newcomers, Newcomer(newcomer.peer_id, None, len(newcomer.span)), 8, turnover=number
+            )
             for number, newcomer in enumerate(newcomers, start=1)
         ]
 
@@ -113,7 +115,7 @@ class Node:
 
     def choose(self) -> Choice:
         seen = observe_servers(list(self.view.values()), BLOCKS, self.peer_id)
-        return choice_of_newcomer(seen.servers, seen.newcomers, self.peer_id, 5.0, COUNT, BLOCKS)
+        return choice_of_newcomer(seen.servers, seen.newcomers, Newcomer(self.peer_id, 5.0, COUNT), BLOCKS)
 
 
 class Simulation:

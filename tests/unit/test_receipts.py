@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import pytest
 
 from petalnode.crypto.identity import Identity
-from petalnode.crypto.receipts import NO_RECEIPT, Receipt, request_hash
+from petalnode.crypto.receipts import NO_RECEIPT, Receipt, StepRequest
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import PROTOCOL_VERSION
 from petalnode.protocols.inference import receipt_from_wire, receipt_to_wire
@@ -116,4 +116,4 @@ REQUEST: dict[str, object] = {
     ],
 )  # fmt: skip
 def test_the_request_hash_covers(name: str, value: object) -> None:
-    assert request_hash(**REQUEST | {name: value}) != request_hash(**REQUEST)  # type: ignore[arg-type]
+    assert StepRequest(**REQUEST | {name: value}).hash() != StepRequest(**REQUEST).hash()  # type: ignore[arg-type]

@@ -130,7 +130,8 @@ def test_a_stream_counts_what_it_holds(keeps: bool) -> None:
 
     async def main() -> None:
         room, ends = ReceivedBytes(), stream_pair(4 * MIB)
-        ours, theirs = message_streams(wire.PushFrame, "one", "other", ends=ends, room=room, keeps_room=keeps)
+        ours, _ = message_streams(wire.PushFrame, "one", "other", ends=ends)
+        theirs = MessageStream(ends[1], wire.PushFrame, "one", room=room, keeps_room=keeps)
         frame = wire.PushFrame(tensors=[wire.Tensor()])
         async with trio.open_nursery() as nursery:
             nursery.start_soon(lambda: ours.send(frame, [bytes(MIB)], timeout=5))
@@ -153,7 +154,7 @@ def test_a_stream_counts_what_it_holds(keeps: bool) -> None:
 def test_a_stream_that_ends_while_its_reader_waits_for_room_keeps_none(payload: bytes) -> None:
     async def main() -> None:
         room, ends = ReceivedBytes(most=0), stream_pair(4 * MIB)
-        _, theirs = message_streams(wire.PushFrame, "one", "other", ends=ends, room=room, keeps_room=True)
+        _, theirs = message_streams(wire.PushFrame, "one", "other", ends=ends, room=room)
         assert room.take_nowait(HERE, "another", MIB)
         await ends[0].write(header_of(wire.PushFrame(tensors=[wire.Tensor(nbytes=MIB)])) + payload)
 
@@ -275,19 +276,25 @@ class Host:
 def test_a_peer_of_which_nothing_is_known_is_looked_for() -> None:
     announced, found = {"announced": ("addr",)}, []
 
-    async def find(peer_id: str) -> None:
-        found.append(peer_id)
-        if peer_id == "found":
-            announced[peer_id] = ("addr",)
+    class Finder:
+        def addrs_of(self, peer_id: str) -> tuple[str, ...]:
+            return announced.get(peer_id, ())
+
+        async def find(self, peer_id: str) -> None:
+            found.append(peer_id)
+            if peer_id == "found":
+                announced[peer_id] = ("addr",)
 
     async def main() -> None:
-        streams = MessageStreams(Host(), addrs_of=lambda peer_id: announced.get(peer_id, ()), find=find)  # type: ignore[arg-type]
+        streams = MessageStreams(Host())  # type: ignore[arg-type]
+        streams.finder = Finder()
 
         async def reach(peer_id: str, **options: Any) -> None:
             await streams.new_stream(peer_id, "/p", wire.PushFrame, timeout=1, **options)
 
         await reach("announced")
-        await reach("given", addrs=["addr"])
+        streams.host.remember("given", ["addr"])
+        await reach("given")
         with pytest.raises(StreamClosed, match="nobody knows found"):
             await reach("found", direct=True)
         assert not found
@@ -305,7 +312,7 @@ def test_a_peer_of_which_nothing_is_known_is_looked_for() -> None:
 def test_a_served_stream_waits_for_turns_and_holds_its_message(in_turn: bool) -> None:
     async def main() -> None:
         host, turns = Host(), 0
-        streams = MessageStreams(host, addrs_of=lambda _: (), find=trio.sleep)  # type: ignore[arg-type]
+        streams = MessageStreams(host)  # type: ignore[arg-type]
 
         async def hold(stream: MessageStream[wire.PushFrame]) -> None:
             await stream.receive(timeout=1)

@@ -20,7 +20,6 @@ from petalnode.node.client.server_selection import ServerSelection
 from petalnode.node.errors import SwarmError
 from petalnode.node.placement.observed import AT_ONCE, PlacedServer, pinged_at_once, sampling_noise
 from petalnode.node.server.lifecycle.other_servers import MOST, NEW_ONES, keep_rtts, to_measure
-from petalnode.node.swarm.announcer import Announcer
 from petalnode.node.swarm.directory import Directory
 from petalnode.node.swarm.rhythm import ANSWER_BYTES, QUICK, WHOLE, rhythm
 from petalnode.node.swarm.view import SwarmView
@@ -37,6 +36,7 @@ from petalnode.protocols.announcement import (
 from petalnode.protocols.directory import MAX_HEADER
 from petalnode.protocols.framing import MessageStream, PeerError
 from petalnode.protocols.ids import Span
+from tests.directories import a_directory, announcer_of
 
 MODEL, BLOCKS, TTL, SPAN = b"m" * 32, 10, 45.0, Span(0, 2)
 Stream = MessageStream[wire.DirectoryFrame]
@@ -95,22 +95,13 @@ async def nothing(*_: Any, **__: Any) -> None:
     await trio.lowlevel.checkpoint()
 
 
-def a_directory(identity: Identity, open_stream: Any, peers: Sequence[str] = (), **parts: Any) -> Directory:
-    host: Any = SimpleNamespace(connected=list, remember=lambda *_: None, addrs=list)
-    dht: Any = SimpleNamespace(add_peer=nothing)
-    bootstrap = [(peer_id, "/ip4/192.0.2.1/tcp/1") for peer_id in peers]
-    return Directory(
-        identity=identity, ttl=TTL, host=host, dht=dht, open_stream=open_stream, bootstrap=bootstrap, **parts
-    )
-
-
 async def told(
     directory: Directory, changes: Sequence[Callable[[Announcement], Announcement]]
 ) -> tuple[list[list[str]], SignedAnnouncement]:
     """To whom a server sends its announcement at first and after each change; and the last that it has signed."""
     rounds: list[list[str]] = []
     identity = identity_of(1)
-    announcer = Announcer(identity=identity, ttl=TTL, host=directory._host, dht=directory._dht, directory=directory)
+    announcer = announcer_of(directory, identity)
 
     async def push(peer_id: str, record: SignedAnnouncement) -> None:
         rounds[-1].append(peer_id)
@@ -167,7 +158,7 @@ def test_kademlia_holds_what_a_server_has_changed_soon_and_the_rest_for_long() -
             put.append(record.content.next_span)
 
         dht: Any = SimpleNamespace(put_announcement=put_announcement, put_models=nothing)
-        announcer = Announcer(identity=identity_of(1), ttl=TTL, host=directory._host, dht=dht, directory=directory)
+        announcer = announcer_of(directory, identity_of(1), dht)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(announcer._put_forever)
             own = plain(identity_of(1).peer_id)

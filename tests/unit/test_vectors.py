@@ -12,7 +12,7 @@ from typing import Any
 
 from petalnode.crypto.canonical import canonical, digest
 from petalnode.crypto.identity import Identity
-from petalnode.crypto.receipts import Receipt, countersign, request_hash, session_root
+from petalnode.crypto.receipts import Receipt, SessionRoot, StepRequest, countersign
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import BACKWARD
 from petalnode.protocols.inference import sha256
@@ -51,9 +51,9 @@ def vectors() -> dict[str, Any]:
         nonce=b"n" * 16,
         session_epoch=b"e" * 16,
         sequence=1,
-        request_hash=request_hash(**request),
+        request_hash=StepRequest(**request).hash(),
         reply_hash=sha256(answer),
-        previous_receipt=session_root(**terms),
+        previous_receipt=SessionRoot(**terms).hash(),
         upstream_receipt=b"",
         time_ms=1_700_000_000_500,
     ).signed(SERVER)
@@ -71,8 +71,8 @@ def vectors() -> dict[str, Any]:
             "sha256": digest("petalnode/example", -1, "ä", b"\0", [2, []]),
         },
         "pledge": {**asdict(pledge), "canonical": pledge.canonical_bytes(), "hash": pledge.hash()},
-        "session": {**terms, "root": session_root(**terms)},
-        "request": {**request, "payload": payload, "hash": request_hash(**request)},
+        "session": {**terms, "root": SessionRoot(**terms).hash()},
+        "request": {**request, "payload": payload, "hash": StepRequest(**request).hash()},
         "receipt": {
             **asdict(receipt),
             "answer": answer,

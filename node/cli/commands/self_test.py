@@ -28,7 +28,7 @@ from ....protocols.ids import Span
 from ...credits.payment_verifier import PaymentVerifier
 from ...errors import ExitCode, MachineError, PetalnodeError
 from ...models.progress import no_progress
-from ...server.lifecycle.options import ServerOptions
+from ...server.lifecycle.options import ServerOptions, ServerParts
 from ...server.lifecycle.server import run_server
 from ...server.lifecycle.speed import cpu_name
 from ...swarm.config import SwarmConfig
@@ -301,7 +301,7 @@ async def _serve(
                 task_status.started(swarm.addrs[0])
 
         payments = partial(PaymentVerifier, identity.peer_id)
-        await run_server(swarm, identity, options, on_event, no_progress, trio.Event(), payments)
+        await run_server(swarm, options, ServerParts(on_event, no_progress, payments), trio.Event())
 
 
 def _asked(folder: Path, address: str, plain: Answer, step: float) -> Finding:

@@ -28,7 +28,7 @@ from ...models.sources.resolve import DEFAULT_MODEL
 from ...monitoring.traces import traced
 from ...network.addresses import parse_peer
 from ...network.nat.relay import RelayLimits
-from ...server.lifecycle.options import ServerOptions, check_adapters, check_blocks, choose_prefix_cache
+from ...server.lifecycle.options import ServerOptions, ServerParts, check_adapters, check_blocks, choose_prefix_cache
 from ...server.lifecycle.pausing import Pause, PausePolicy
 from ...server.lifecycle.server import run_server
 from ...server.tallies import ServerTallies
@@ -247,9 +247,8 @@ async def _serve(asked: _Asked) -> None:
                 report.begin(swarm, control, panel)
                 add_server(metrics, swarm, tallies)
                 tallies.on_session = None if traces is None else traces.served
-                await run_server(
-                    swarm, identity, options, report.on_event, bars, stop.event, payments, wallet, tallies, pause
-                )
+                parts = ServerParts(report.on_event, bars, payments, wallet, tallies, pause)
+                await run_server(swarm, options, parts, stop.event)
         nursery.cancel_scope.cancel()
     if stop.event.is_set() and not report.is_ready:
         with suppress(typer.Exit):

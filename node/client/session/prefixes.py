@@ -16,7 +16,7 @@ from weakref import WeakSet
 import numpy as np
 import trio
 
-from ....protocols.prefix import BLOCK_TOKENS, MAX_BLOCKS, PREFIX_CODECS, PrefixNames, prefix_root, token_digests
+from ....protocols.prefix import BLOCK_TOKENS, MAX_BLOCKS, PREFIX_CODECS, PrefixNames, PrefixTerms, token_digests
 from ...swarm.routing import Hop
 from ..request import WireTensor
 from .answers import SessionSpec
@@ -48,7 +48,7 @@ class Beginning:
         inputs = self.part(hop.span.start, self.tokens)
         if not inputs:
             return []
-        root = prefix_root(
+        root = PrefixTerms(
             model_version=spec.model_version,
             span=hop.span,
             batch=spec.batch,
@@ -57,7 +57,7 @@ class Beginning:
             dtype=spec.dtype,
             adapter=spec.adapter_hash,
             salt=spec.salt_at(hop.peer_id),
-        )
+        ).root()
         named = PrefixNames(root)
         for step in inputs:
             long_factors = step.long_factors

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from ....crypto.identity import Identity
 from ....protocols.ids import Span
 from ...errors import BadInput
 from ...models import ModelFolder
 from ...models.adapter import Adapter, read_adapter
+from ...models.progress import Progress
 from ...models.quantisation import Activations, CacheDtype, Kernels, Numerics, Quantisation
 from ...swarm.swarm import Swarm
 from ..requests.admission import PrefixCache, PriorityPayments
@@ -74,26 +74,36 @@ class ServerOptions:
 
 
 @dataclass(frozen=True)
+class ServerParts:
+    """What the process of a server has made for it.
+
+    `on_event` and `progress` tell a person what it does. `payments` makes what takes points of some validators for
+    priority; `depositor` leaves those of a pledge with one. `tallies` is what all spans count in. While a `pause` is
+    wanted, the server takes no sessions, and has no announcement once those that it had have gone.
+    """
+
+    on_event: OnEvent
+    progress: Progress
+    payments: MakePayments
+    depositor: Depositor | None = None
+    tallies: ServerTallies = field(default_factory=ServerTallies)
+    pause: Pause = field(default_factory=Pause)
+
+
+@dataclass(frozen=True)
 class ServerContext:
     """What a server keeps from span to span.
 
     `placement` is how it sees the swarm, `speed_key` what a measured speed is kept under, `adapters` are its owner's.
-    `payments` makes what takes points of some validators for priority; `depositor` leaves those of a pledge with one.
-    `tallies` is what all spans count in, `pause` says whether to serve.
     """
 
     swarm: Swarm
-    identity: Identity
     options: ServerOptions
-    on_event: OnEvent
+    parts: ServerParts
     folder: ModelFolder
     placement: PlacementState
     speed_key: SpeedKey
-    payments: MakePayments
-    depositor: Depositor | None
     adapters: tuple[Adapter, ...]
-    tallies: ServerTallies
-    pause: Pause
 
 
 def check_blocks(options: ServerOptions, folder: ModelFolder) -> None:

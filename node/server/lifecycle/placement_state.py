@@ -17,7 +17,7 @@ from ....protocols.announcement import Announcement
 from ....protocols.framing import PeerError
 from ....protocols.ids import Span
 from ...errors import SwarmError
-from ...placement.joining import Choice, choice_of_newcomer, why_join
+from ...placement.joining import Choice, Newcomer, choice_of_newcomer, why_join
 from ...placement.observed import (
     Change,
     ObservedServers,
@@ -163,7 +163,7 @@ class PlacementState:
             seen = self.seen()
             decide = partial(choice_of_newcomer, turnover=self._turnover(), policy=self._policy_for(seen.servers))
             choice = await trio.to_thread.run_sync(
-                decide, seen.servers, seen.newcomers, self.peer_id, throughput, count, self.num_blocks
+                decide, seen.servers, seen.newcomers, Newcomer(self.peer_id, throughput, count), self.num_blocks
             )
             now = self.seen()
             if (now.servers, now.newcomers) == (seen.servers, seen.newcomers):

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import trio
 
-from ....crypto.identity import Identity
 from ....protocols.announcement import Announcement, ServerState
 from ....protocols.ids import Span
 from ...blocks.kernels.library import library
@@ -39,13 +38,10 @@ from ...placement.plan import DEFAULT
 from ...swarm.swarm import Swarm
 from ...swarm.versions import choose_version, used_before
 from ...version import __version__
-from ..tallies import ServerTallies
 from .memory import Sizing, has_accelerator, size
-from .options import MakePayments, OnEvent, ServerContext, ServerOptions, check_blocks, read_adapters
+from .options import ServerContext, ServerOptions, ServerParts, check_blocks, read_adapters
 from .other_servers import serve_transfers
-from .pausing import Pause
 from .placement_state import PlacementState
-from .pledging import Depositor
 from .rebalancing import join_where_needed
 from .sizing import plan_memory
 from .speed import SpeedKey, cpu_name, recall_speed
@@ -181,20 +177,8 @@ async def _manifest_of_swarm(swarm: Swarm, folder: ModelFolder, held: bytes) -> 
     return fitting[choose_version(folder, fitting, swarm.view, swarm.trust)] if fitting else None
 
 
-async def run_server(
-    swarm: Swarm,
-    identity: Identity,
-    options: ServerOptions,
-    on_event: OnEvent,
-    progress: Progress,
-    stop: trio.Event,
-    payments: MakePayments,
-    depositor: Depositor | None = None,
-    tallies: ServerTallies | None = None,
-    pause: Pause | None = None,
-) -> None:
-    """Serves until `stop` is set or the task is cancelled, and retracts its announcement. Counts in `tallies`; while a
-    `pause` is wanted, it takes no sessions, and has no announcement once those that it had have gone.
+async def run_server(swarm: Swarm, options: ServerOptions, parts: ServerParts, stop: trio.Event) -> None:
+    """Serves until `stop` is set or the task is cancelled, and retracts its announcement.
 
     Raises:
         BadInput, ModelError: the model or the blocks that were asked for cannot be.
@@ -207,33 +191,28 @@ async def run_server(
         imported = trio.Event()
         nursery.start_soon(_import_blocks, imported)
         await in_thread(lambda: check_before_import(options))
-        folder = await find_folder(options, progress)
+        folder = await find_folder(options, parts.progress)
         check_blocks(options, folder)
         with suppress(SwarmError):  # nobody answers just now; what was heard at joining has to do
             await swarm.refresh(timeout=REFRESH_TIMEOUT)
         await imported.wait()
         sizing = await in_thread(lambda: plan_memory(folder, options))  # before minutes are spent on reading weights
-        source = await find_source(swarm, folder, options, progress)
+        source = await find_source(swarm, folder, options, parts.progress)
         adapters = await in_thread(lambda: read_adapters(options.adapters, source.manifest.version, folder.name))
         swarm.serve_manifest(source.manifest.version, source.manifest.to_wire())
         serve_transfers(swarm)
         gain = DEFAULT.gain if options.gain is None else options.gain
         context = ServerContext(
             swarm,
-            identity,
             options,
-            on_event,
+            parts,
             source.folder,
             PlacementState(swarm, source.manifest.version, folder.num_blocks, replace(DEFAULT, gain=gain)),
             _speed_key(source, options),
-            payments,
-            depositor,
             tuple(adapters),
-            tallies or ServerTallies(),
-            pause or Pause(),
         )
         try:
-            await Server(context, source, progress, started, sizing).run(stop)
+            await Server(context, source, started, sizing).run(stop)
         finally:
             with trio.CancelScope(shield=True), trio.move_on_after(STOP_GRACE):
                 await swarm.retract()
@@ -243,13 +222,10 @@ async def run_server(
 class Server:
     """Serves one span after the other, as `context` has it; `sizing` says how many blocks."""
 
-    def __init__(
-        self, context: ServerContext, source: ModelSource, progress: Progress, started: float, sizing: Sizing
-    ) -> None:
+    def __init__(self, context: ServerContext, source: ModelSource, started: float, sizing: Sizing) -> None:
         self._context = context
         self._sizing = sizing
         self._source = source
-        self._progress = progress
         self._started = started
         self._count_reason = self._blocks_reason = ""
 
@@ -277,12 +253,12 @@ class Server:
             if move is None:
                 return
             span, came_from = move.target, move.source
-            self._context.tallies.block_changes += 1
+            self._context.parts.tallies.block_changes += 1
             self._blocks_reason = self._context.placement.reason
 
     def _on_ready(self, event: str, since: float, fields: dict[str, object]) -> None:
         reasons = {"count_reason": self._count_reason, "blocks_reason": self._blocks_reason}
-        self._context.on_event(event, **fields, **reasons, seconds=round(time.perf_counter() - since, 2))
+        self._context.parts.on_event(event, **fields, **reasons, seconds=round(time.perf_counter() - since, 2))
 
     async def _first_span(self) -> Span:
         options, folder = self._context.options, self._context.folder
@@ -297,13 +273,13 @@ class Server:
             known = await in_thread(lambda: recall_speed(self._context.speed_key))
             throughput = 1 / (known.step_seconds * count) if known is not None else None
 
-        def announce(span: Span) -> None:
-            self._context.swarm.announce(replace(self._joining(span), next_span=span))
-
-        span = await join_where_needed(self._context.placement, count, throughput, announce)
+        span = await join_where_needed(self._context.placement, count, throughput, self._announce_choice)
         self._blocks_reason = self._context.placement.reason
         self._status(f"taking blocks {span} of {folder.num_blocks} of {folder.name}: {self._blocks_reason}")
         return span
+
+    def _announce_choice(self, span: Span) -> None:
+        self._context.swarm.announce(replace(self._joining(span), next_span=span))
 
     async def _load(self, span: Span) -> BlockSpan:
         folder = self._context.folder
@@ -324,7 +300,7 @@ class Server:
             dtype=options.dtype,
             quantisation=str(options.numerics),
             kernels=options.kernels,
-            progress=self._progress,
+            progress=self._context.parts.progress,
         )
         if options.cache_dtype == "float32" and blocks.cache_dtype != "float32":
             raise MachineError(
@@ -362,7 +338,7 @@ class Server:
         )
 
     def _status(self, text: str) -> None:
-        self._context.on_event("status", text=text)
+        self._context.parts.on_event("status", text=text)
 
 
 def _speed_key(source: ModelSource, options: ServerOptions) -> SpeedKey:
@@ -389,11 +365,12 @@ def _speed_key(source: ModelSource, options: ServerOptions) -> SpeedKey:
 
 
 async def _import_blocks(imported: trio.Event) -> None:
-    def import_blocks() -> None:
-        from ...blocks import collector_paused
-
-        with collector_paused():
-            from . import span_server  # noqa: F401
-
-    await in_thread(import_blocks)
+    await in_thread(_import_span_server)
     imported.set()
+
+
+def _import_span_server() -> None:
+    from ...blocks import collector_paused
+
+    with collector_paused():
+        from . import span_server  # noqa: F401

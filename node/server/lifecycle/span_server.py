@@ -63,19 +63,19 @@ async def serve_span(
     `load_seconds` is what loading a block took. When this returns all sessions have left or had the time to, and
     nothing here holds the blocks any more.
     """
-    compute = ComputeThread(blocks, context.tallies, context.swarm.host.origin_of)
+    compute = ComputeThread(blocks, context.parts.tallies, context.swarm.host.origin_of)
     compute.start()
     try:
         network = partial(measure_network, context.swarm, announcement.model_version, timeout=_NETWORK_TIMEOUT)
         speed = await SpanSpeed.measured(compute, context.speed_key, context.options.throughput, network)
         tokens = context.options.cache_tokens
         # A server that has changed its blocks keeps what it had promised.
-        if tokens is None or not context.tallies.block_changes:
+        if tokens is None or not context.parts.tallies.block_changes:
             tokens = await trio.to_thread.run_sync(_cache_tokens, blocks, context.options.device, tokens)
         server = SpanServer(context, replace(announcement, load_seconds=load_seconds), compute, speed, tokens)
         return await server.run(on_ready, stop)
     finally:
-        context.tallies.serving = None
+        context.parts.tallies.serving = None
         with trio.CancelScope(shield=True):
             _refuse(context.swarm)
             await compute.stop()
@@ -112,14 +112,14 @@ class SpanServer:
             quantisation=blocks.quantisation,
             max_length=blocks.max_positions,
         )
-        self._pledging = Pledging(context.identity, self._hosted, context.options.pledge)
+        self._pledging = Pledging(context.swarm.identity, self._hosted, context.options.pledge)
         self._requests = RequestContext(
             self._hosted,
             compute,
-            context.identity,
+            context.swarm.identity,
             frozenset(context.options.allow_clients),
             self._pledging.current,
-            tallies=context.tallies,
+            tallies=context.parts.tallies,
             prefix_cache=context.options.prefix_cache,
             origin_of=context.swarm.host.origin_of,
         )
@@ -129,7 +129,7 @@ class SpanServer:
             MemoryBudget(cache_tokens),
             ServerConnector(context.swarm, announcement.model_version),
             self._adapters,
-            context.payments(self._issuers()),
+            context.parts.payments(self._issuers()),
             self._on_change,
         )
 
@@ -139,9 +139,9 @@ class SpanServer:
         self._compute.steps.on_decode = self._speed.live.note_decode
         self._compute.steps.on_prefill = self._speed.live.note_prefill
         await self._compute.call(return_memory)
-        self._requests.draining = self._context.pause.wanted
+        self._requests.draining = self._context.parts.pause.wanted
         self._announce()
-        self._context.tallies.serving = self.serving
+        self._context.parts.tallies.serving = self.serving
         on_ready(self._ready())
         move: Move | None = None
         async with trio.open_nursery() as nursery:
@@ -161,8 +161,8 @@ class SpanServer:
             nursery.start_soon(self._obey_pause)
             if not self._context.options.stays:
                 nursery.start_soon(watch_swarm)
-            if self._context.options.pledge and self._context.depositor is not None:
-                nursery.start_soon(self._pledging.keep_deposited, self._context.depositor, self._on_change)
+            if self._context.options.pledge and self._context.parts.depositor is not None:
+                nursery.start_soon(self._pledging.keep_deposited, self._context.parts.depositor, self._on_change)
             nursery.start_soon(watch_stop)
         if stop.is_set():
             move = None
@@ -176,7 +176,7 @@ class SpanServer:
             return
 
         def is_idle() -> bool:
-            return not self._service.sessions and not self._compute.depth and not self._context.pause.wanted
+            return not self._service.sessions and not self._compute.depth and not self._context.parts.pause.wanted
 
         async def on_measured(byte_seconds: float) -> None:
             await self._speed.network_measured(byte_seconds, self._on_change)
@@ -188,7 +188,7 @@ class SpanServer:
     async def _next_move(self) -> Move:
         load = self._announcement.load_seconds * len(self._announcement.span)
         while True:
-            await self._context.pause.wait(False)
+            await self._context.parts.pause.wait(False)
             try:
                 with trio.CancelScope() as self._choosing:
                     return await next_move(self._context.placement, load, self._announce_move)
@@ -198,7 +198,7 @@ class SpanServer:
 
     async def _obey_pause(self) -> None:
         """Takes no new requests while a pause is wanted, and is not announced once all sessions have moved or ended."""
-        pause, on_event = self._context.pause, self._context.on_event
+        pause, on_event = self._context.parts.pause, self._context.parts.on_event
         while True:
             await pause.wait(True)
             self._requests.draining = True
@@ -232,11 +232,11 @@ class SpanServer:
         self._requests.draining = True
         self._next_span = move.target if move is not None else None
         if move is None:
-            self._context.on_event("stopping", sessions=sessions)
+            self._context.parts.on_event("stopping", sessions=sessions)
         else:
             if placement.gaps():
                 timeout = min(timeout, _GAP_DRAIN)
-            self._context.on_event(
+            self._context.parts.on_event(
                 "moving",
                 blocks=[move.source.start, move.source.end],
                 to=[move.target.start, move.target.end],

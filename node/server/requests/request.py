@@ -14,7 +14,7 @@ import trio
 
 from ....crypto.identity import Identity
 from ....crypto.pledge import Pledge
-from ....crypto.receipts import NO_RECEIPT, Receipt, session_root
+from ....crypto.receipts import NO_RECEIPT, Receipt, SessionRoot
 from ....protocols import wire_pb2 as wire
 from ....protocols.framing import MessageStream, PeerError
 from ....protocols.ids import PROTOCOL_VERSION
@@ -188,7 +188,7 @@ class ReceiptChain:
         terms = self._terms
         if isinstance(terms, BatchTerms):
             return NO_RECEIPT
-        return session_root(
+        return SessionRoot(
             client=self._client,
             nonce=terms.nonce,
             session_epoch=self.epoch,
@@ -201,7 +201,7 @@ class ReceiptChain:
             adapter=terms.adapter,
             pledge=self._pledge.hash() if self._pledge is not None else b"",
             prefix=terms.prefix[prefix_tokens // BLOCK_TOKENS - 1] if prefix_tokens else b"",
-        )
+        ).hash()
 
     def granted(self) -> dict[str, Any]:
         """The fields of Granted and BatchGranted that say what the receipts will stand for."""
