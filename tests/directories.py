@@ -56,7 +56,8 @@ def a_directory(
         announcement_ttl=ttl,
     )
     dht: Any = SimpleNamespace(add_peer=nothing)
-    return Directory(config, dht, _Streams(open_stream, host))
+    streams: Any = _Streams(open_stream, host)
+    return Directory(config, dht, streams)
 
 
 def announcer_of(directory: Directory, identity: Identity, dht: Any = None, *, ttl: float = 45.0) -> Announcer:

@@ -52,12 +52,12 @@ async def metrics_served(options: MetricsOptions, output: Output) -> AsyncIterat
     # Imported only here: a node without metrics needs neither HTTP nor Prometheus' client.
     from ..api.http.server import listen, url_of
     from ..monitoring.endpoint import serve_metrics
-    from ..monitoring.metrics import Metrics, process_metrics
+    from ..monitoring.metrics import Metrics, ProcessMetrics
     from ..monitoring.process import LoopDelay
 
     listeners = await listen(options.metrics_host, options.metrics_port, "--metrics-port")
     delay = LoopDelay()
-    metrics = Metrics(process_metrics(delay))
+    metrics = Metrics(ProcessMetrics(delay))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(delay.run)
         nursery.start_soon(serve_metrics, metrics, options.metrics_host, listeners)
@@ -71,15 +71,15 @@ async def metrics_served(options: MetricsOptions, output: Output) -> AsyncIterat
 def add_node(metrics: Metrics | None, swarm: Swarm, role: str) -> None:
     """From now on the metrics are those of this node, too."""
     if metrics is not None:
-        from ..monitoring.metrics import node_metrics
+        from ..monitoring.metrics import NodeMetrics
 
-        metrics.add(node_metrics(swarm, role))
+        metrics.register(NodeMetrics(swarm, role))
 
 
 def add_server(metrics: Metrics | None, swarm: Swarm, tallies: ServerTallies) -> None:
     """From now on the metrics are those of this server, too."""
     add_node(metrics, swarm, "server")
     if metrics is not None:
-        from ..monitoring.metrics import server_metrics
+        from ..monitoring.metrics import ServerMetrics
 
-        metrics.add(server_metrics(tallies))
+        metrics.register(ServerMetrics(tallies))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
@@ -15,50 +16,55 @@ from ..api.engine.core import Core
 from ..api.engine.generation import ApiTallies
 from ..client.deadlines import WAIT_BOUNDS
 from ..swarm.swarm import Swarm
-from .metrics import Metrics, Source, buckets, client_metrics, counters, node_metrics, process_metrics
+from .metrics import ClientMetrics, Metrics, NodeMetrics, ProcessMetrics, Source, buckets, counters
 from .process import LoopDelay
 
 _REASONS: Final = ("stop", "length", "failed")
 _TOKENS: Final = ("prompt", "cached", "completion")
 
 
-def metrics_route(swarm: Swarm, core: Core, delay: LoopDelay) -> BaseRoute:
+class MetricsEndpoint:
     """GET /metrics: of the node, its process, its sessions and its answers. `delay` has to be run."""
-    metrics = Metrics(
-        process_metrics(delay),
-        node_metrics(swarm, "api"),
-        client_metrics(core.client.totals),
-        api_metrics(core.tallies),
-    )
 
-    async def get(request: Request) -> Response:
-        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+    def __init__(self, swarm: Swarm, core: Core, delay: LoopDelay) -> None:
+        self._metrics = Metrics(
+            ProcessMetrics(delay),
+            NodeMetrics(swarm, "api"),
+            ClientMetrics(core.client.totals),
+            ApiMetrics(core.tallies),
+        )
 
-    return Route("/metrics", get, methods=["GET"])
+    @property
+    def route(self) -> BaseRoute:
+        return Route("/metrics", self._get, methods=["GET"])
+
+    async def _get(self, request: Request) -> Response:
+        return Response(generate_latest(self._metrics), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
-def api_metrics(tallies: ApiTallies) -> Source:
+@dataclass(frozen=True, eq=False)
+class ApiMetrics(Source):
     """Of what was answered."""
 
-    def collect() -> Iterator[Metric]:
+    tallies: ApiTallies
+
+    def collect(self) -> Iterator[Metric]:
         yield counters(
             "petalnode_api_answers",
             "Choices that have ended, by the reason.",
             "reason",
-            {reason: tallies.answers[reason] for reason in _REASONS},
+            {reason: self.tallies.answers[reason] for reason in _REASONS},
         )
         yield counters(
             "petalnode_api_tokens",
             "Tokens of answers, and of prompts: those computed, and those whose cache was kept.",
             "kind",
-            {kind: tallies.tokens[kind] for kind in _TOKENS},
+            {kind: self.tallies.tokens[kind] for kind in _TOKENS},
         )
-        first = tallies.first_token
+        first = self.tallies.first_token
         yield HistogramMetricFamily(
             "petalnode_api_first_token_seconds",
             "From the begin of a choice to its first token.",
             buckets=buckets(WAIT_BOUNDS, first.buckets),
             sum_value=first.total,
         )
-
-    return collect

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 import trio
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
-from ..api.http.server import Application, HttpLimits, serve_http
+from ..api.http.server import HttpLimits, serve_http
 from .metrics import Metrics
 
 LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -18,33 +19,35 @@ _NOT_FOUND: Final = b"there is nothing here but /metrics\n"
 _OTHER_HOST: Final = b"this endpoint does not answer for that host\n"
 
 
-def metrics_application(metrics: Metrics, hosts: frozenset[str] = frozenset()) -> Application:
+@dataclass(frozen=True)
+class MetricsApplication:
     """An ASGI application that answers GET /metrics in Prometheus' text format.
 
     `hosts` are the names by which it may be asked; none for any. A web page whose name is made to mean 127.0.0.1 (DNS
     rebinding) could else read it.
     """
 
-    async def application(scope: Any, receive: Any, send: Any) -> None:
+    metrics: Metrics
+    hosts: frozenset[str] = frozenset()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         host = next((value for name, value in scope["headers"] if name == b"host"), b"").decode("latin-1")
         kind = b"text/plain; charset=utf-8"
-        if hosts and _host_name(host) not in hosts:
+        if self.hosts and _host_name(host) not in self.hosts:
             status, body = 403, _OTHER_HOST
         elif scope["path"] != "/metrics" or scope["method"] not in ("GET", "HEAD"):
             status, body = 404, _NOT_FOUND
         else:
-            status, body, kind = 200, generate_latest(metrics.registry), CONTENT_TYPE_PLAIN_0_0_4.encode()
+            status, body, kind = 200, generate_latest(self.metrics), CONTENT_TYPE_PLAIN_0_0_4.encode()
         headers = [(b"content-type", kind), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
-
-    return application
 
 
 async def serve_metrics(metrics: Metrics, host: str, listeners: Sequence[trio.SocketListener]) -> None:
     """Serves the page until cancelled."""
     hosts = LOOPBACK if host in LOOPBACK else frozenset[str]()
-    await serve_http(metrics_application(metrics, hosts), listeners, _LIMITS)
+    await serve_http(MetricsApplication(metrics, hosts), listeners, _LIMITS)
 
 
 def _host_name(host: str) -> str:

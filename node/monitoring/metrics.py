@@ -6,7 +6,8 @@ No label has a value that a peer can choose: none is a peer's id, a session's or
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import psutil
@@ -21,32 +22,27 @@ from ..swarm.swarm import Swarm
 from ..version import __version__
 from .process import WINDOW, LoopDelay, process_figures
 
-Source = Callable[[], Iterable[Metric]]
 VERDICTS: Final = ("ok", "faulty", "inconclusive")
 
 
-class Metrics(Collector):
-    """All metrics of one node, in a registry of its own.
-
-    Attributes:
-        registry: for `prometheus_client.exposition`.
-    """
-
-    def __init__(self, *sources: Source) -> None:
-        self.registry = CollectorRegistry(auto_describe=False)
-        self._sources = list(sources)
-        self.registry.register(self)
-
-    def add(self, source: Source) -> None:
-        """From now on, what `source()` gives is among them."""
-        self._sources.append(source)
+class Source(Collector):
+    """Some of the metrics of a node."""
 
     def describe(self) -> Iterable[Metric]:
         return ()  # asked at registration, when there may be nothing to ask
 
     def collect(self) -> Iterator[Metric]:
-        for source in self._sources:
-            yield from source()
+        """Raises nothing."""
+        raise NotImplementedError
+
+
+class Metrics(CollectorRegistry):
+    """All metrics of one node."""
+
+    def __init__(self, *sources: Source) -> None:
+        super().__init__(auto_describe=False)
+        for source in sources:
+            self.register(source)
 
 
 def gauge(name: str, text: str, value: float) -> Metric:
@@ -94,12 +90,15 @@ def histograms(name: str, text: str, label: str, values: Mapping[str, Distributi
 # --- every node
 
 
-def process_metrics(delay: LoopDelay) -> Source:
+@dataclass(frozen=True, eq=False)
+class ProcessMetrics(Source):
     """Of the process and its event loop; `delay` has to be run."""
-    process = psutil.Process()
 
-    def collect() -> Iterator[Metric]:
-        figures = process_figures(process)
+    delay: LoopDelay
+    process: psutil.Process = field(default_factory=psutil.Process)
+
+    def collect(self) -> Iterator[Metric]:
+        figures = process_figures(self.process)
         yield counter("process_cpu_seconds", "Processor time, user and system.", figures.cpu_seconds)
         yield gauge("process_resident_memory_bytes", "Resident memory.", figures.resident_bytes)
         yield gauge("process_virtual_memory_bytes", "Virtual memory.", figures.virtual_bytes)
@@ -110,43 +109,45 @@ def process_metrics(delay: LoopDelay) -> Source:
         yield histogram(
             "petalnode_event_loop_delay_seconds",
             "How much later than due a task of the event loop woke up, measured four times a second.",
-            delay.seconds,
+            self.delay.seconds,
         )
         yield gauge(
             "petalnode_event_loop_delay_max_seconds",
             f"The longest of these delays in the last {WINDOW:.0f} seconds.",
-            delay.longest(trio.current_time()),
+            self.delay.longest(trio.current_time()),
         )
 
-    return collect
 
-
-def node_metrics(swarm: Swarm, role: str) -> Source:
+@dataclass(frozen=True, eq=False)
+class NodeMetrics(Source):
     """Of connections, bytes, reachability, relaying, and what is known of others."""
 
-    def collect() -> Iterator[Metric]:
+    swarm: Swarm
+    role: str
+
+    def collect(self) -> Iterator[Metric]:
         info = GaugeMetricFamily("petalnode_build_info", "Version and role of this node.", labels=["version", "role"])
-        info.add_metric([__version__, role], 1)
+        info.add_metric([__version__, self.role], 1)
         yield info
-        yield from _connections(swarm)
-        yield from _traffic(swarm)
-        kind = swarm.reachability.kind
+        yield from _connections(self.swarm)
+        yield from _traffic(self.swarm)
+        kind = self.swarm.reachability.kind
         yield gauges(
             "petalnode_reachability",
             "How others reach this node: 1 for the kind that holds.",
             "kind",
             {name: float(name == kind) for name in KINDS},
         )
-        yield from _relay(swarm)
-        yield gauge("petalnode_known_servers", "Servers whose announcements this node holds.", len(swarm.view.records))
-        yield gauge("petalnode_banned_servers", "Servers that this node does not use.", len(swarm.trust.bans()))
+        yield from _relay(self.swarm)
+        yield gauge(
+            "petalnode_known_servers", "Servers whose announcements this node holds.", len(self.swarm.view.records)
+        )
+        yield gauge("petalnode_banned_servers", "Servers that this node does not use.", len(self.swarm.trust.bans()))
         yield gauge(
             "petalnode_message_memory_bytes",
             "Memory for messages received in part or worked with.",
-            swarm.received.taken + swarm.received_ungranted.taken,
+            self.swarm.received.taken + self.swarm.received_ungranted.taken,
         )
-
-    return collect
 
 
 def _connections(swarm: Swarm) -> Iterator[Metric]:
@@ -193,15 +194,16 @@ def _relay(swarm: Swarm) -> Iterator[Metric]:
 # --- servers
 
 
-def server_metrics(tallies: ServerTallies) -> Source:
+@dataclass(frozen=True, eq=False)
+class ServerMetrics(Source):
     """Of what a server has computed, and what it holds now."""
 
-    def collect() -> Iterator[Metric]:
-        serving = tallies.serving() if tallies.serving is not None else None
-        yield from _serving(serving)
-        yield from _work(tallies)
+    tallies: ServerTallies
 
-    return collect
+    def collect(self) -> Iterator[Metric]:
+        serving = self.tallies.serving() if self.tallies.serving is not None else None
+        yield from _serving(serving)
+        yield from _work(self.tallies)
 
 
 def _serving(serving: Serving | None) -> Iterator[Metric]:
@@ -288,32 +290,36 @@ def _work(tallies: ServerTallies) -> Iterator[Metric]:
 # --- clients and validators
 
 
-def client_metrics(totals: SessionTotals) -> Source:
+@dataclass(frozen=True, eq=False)
+class ClientMetrics(Source):
     """Of the sessions of a client, together."""
 
-    def collect() -> Iterator[Metric]:
-        yield gauge("petalnode_client_sessions", "Open sessions.", len(totals.open))
-        yield counter("petalnode_client_sessions_opened", "Sessions so far.", totals.opened)
-        yield counter("petalnode_client_recoveries", "Servers that were replaced within sessions.", totals.recoveries)
+    totals: SessionTotals
+
+    def collect(self) -> Iterator[Metric]:
+        yield gauge("petalnode_client_sessions", "Open sessions.", len(self.totals.open))
+        yield counter("petalnode_client_sessions_opened", "Sessions so far.", self.totals.opened)
+        yield counter(
+            "petalnode_client_recoveries", "Servers that were replaced within sessions.", self.totals.recoveries
+        )
         family = HistogramMetricFamily(
             "petalnode_client_wait_seconds", "What sessions waited for, by cause.", labels=["cause"]
         )
-        for cause, found in sorted(totals.waits.by_cause.items()):
+        for cause, found in sorted(self.totals.waits.by_cause.items()):
             family.add_metric([cause], buckets(WAIT_BOUNDS, found.buckets), found.total)
         yield family
 
-    return collect
 
-
-def verdict_metrics(verdicts: Counter[str]) -> Source:
+@dataclass(frozen=True, eq=False)
+class VerdictMetrics(Source):
     """Of what a validator has found."""
 
-    def collect() -> Iterator[Metric]:
+    verdicts: Counter[str]
+
+    def collect(self) -> Iterator[Metric]:
         yield counters(
             "petalnode_verdicts",
             "Verdicts on servers' answers.",
             "verdict",
-            {verdict: verdicts[verdict] for verdict in VERDICTS},
+            {verdict: self.verdicts[verdict] for verdict in VERDICTS},
         )
-
-    return collect

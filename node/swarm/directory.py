@@ -15,7 +15,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Final, Protocol
+from typing import Final
 
 import trio
 
@@ -28,11 +28,12 @@ from ...protocols.ids import DIRECTORY
 from ..errors import SwarmError
 from ..network.addresses import parse_peer
 from ..network.dht import SHARDS, Dht
-from ..network.host import Host, keep_up
+from ..network.host import keep_up
 from .answers import DirectoryAnswers
 from .config import SwarmConfig
 from .rhythm import ANSWER_BYTES, WHOLE, Rhythm, rhythm
 from .sample import SAMPLE, Contacts, KnownShare, around, in_turn, known_well
+from .streams import MessageStreams
 from .view import SwarmView
 
 log = logging.getLogger(__name__)
@@ -60,28 +61,10 @@ _CONNECTED_LOOKED_AT: Final = 128  # peers, whose addresses take 0.05 ms each
 _KADEMLIA: Final = "Kademlia"  # the source of what stands there: anybody may have put it
 
 
-class Streams(Protocol):
-    """Of `MessageStreams`, what a directory needs."""
-
-    host: Host
-
-    async def new_stream(
-        self,
-        peer_id: str,
-        protocol: str,
-        frame_type: type[wire.DirectoryFrame],
-        /,
-        *,
-        timeout: float,
-        max_header: int,
-        max_payload: int,
-    ) -> MessageStream[wire.DirectoryFrame]: ...
-
-
 class Directory:
     """What this node knows of the servers, and the traffic that keeps it so."""
 
-    def __init__(self, config: SwarmConfig, dht: Dht, streams: Streams) -> None:
+    def __init__(self, config: SwarmConfig, dht: Dht, streams: MessageStreams) -> None:
         """`config` says who this node is, and whether it listens: a server or a bootstrap node that does has a sample
         of the servers in a large swarm."""
         self.view = SwarmView()

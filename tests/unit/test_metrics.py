@@ -20,15 +20,15 @@ from petalnode.node.api.engine.generation import ApiTallies
 from petalnode.node.api.http.server import HttpLimits, HttpServer, listen, url_of
 from petalnode.node.client.deadlines import SessionTotals, Waits
 from petalnode.node.errors import MachineError
-from petalnode.node.monitoring.api_metrics import api_metrics
-from petalnode.node.monitoring.endpoint import LOOPBACK, metrics_application
+from petalnode.node.monitoring.api_metrics import ApiMetrics
+from petalnode.node.monitoring.endpoint import LOOPBACK, MetricsApplication
 from petalnode.node.monitoring.metrics import (
+    ClientMetrics,
     Metrics,
-    client_metrics,
-    node_metrics,
-    process_metrics,
-    server_metrics,
-    verdict_metrics,
+    NodeMetrics,
+    ProcessMetrics,
+    ServerMetrics,
+    VerdictMetrics,
 )
 from petalnode.node.monitoring.process import INTERVAL, WINDOW, LoopDelay
 from petalnode.node.network.transport.bandwidth import OTHER_PROTOCOLS, Traffic
@@ -97,16 +97,16 @@ async def page_of_a_node() -> str:
         open_swarm(SwarmConfig(Identity.generate(), peers=tuple(relay.addrs))) as swarm,
     ):
         assert relay.connected() == [swarm.peer_id]
-        metrics = Metrics(process_metrics(LoopDelay()), node_metrics(swarm, "client"))
+        metrics = Metrics(ProcessMetrics(LoopDelay()), NodeMetrics(swarm, "client"))
         for source in (
-            server_metrics(worked()),
-            client_metrics(waited()),
-            api_metrics(answered()),
-            verdict_metrics(Counter({"faulty": 1})),
+            ServerMetrics(worked()),
+            ClientMetrics(waited()),
+            ApiMetrics(answered()),
+            VerdictMetrics(Counter({"faulty": 1})),
         ):
-            metrics.add(source)
-        assert swarm.peer_id not in exposition.generate_latest(metrics.registry).decode()
-        return exposition.generate_latest(metrics.registry).decode()
+            metrics.register(source)
+        assert swarm.peer_id not in exposition.generate_latest(metrics).decode()
+        return exposition.generate_latest(metrics).decode()
 
 
 @pytest.fixture(scope="module")
@@ -213,15 +213,14 @@ def test_what_was_counted_is_told(page: str) -> None:
 
 
 def test_a_server_that_loads_has_no_blocks_yet() -> None:
-    found = values(exposition.generate_latest(Metrics(server_metrics(ServerTallies())).registry).decode())
+    found = values(exposition.generate_latest(Metrics(ServerMetrics(ServerTallies()))).decode())
     assert found["petalnode_server_state[('state', 'loading')]"] == 1
     assert "petalnode_server_blocks" not in found
 
 
-def test_each_node_has_a_registry_of_its_own() -> None:
-    one, other = Metrics(client_metrics(waited(3))), Metrics(client_metrics(waited(4)))
-    assert one.registry is not other.registry
-    pages = [values(exposition.generate_latest(metrics.registry).decode()) for metrics in (one, other)]
+def test_each_node_has_metrics_of_its_own() -> None:
+    one, other = Metrics(ClientMetrics(waited(3))), Metrics(ClientMetrics(waited(4)))
+    pages = [values(exposition.generate_latest(metrics).decode()) for metrics in (one, other)]
     assert [found["petalnode_client_recoveries_total"] for found in pages] == [3, 4]
 
 
@@ -290,13 +289,13 @@ def test_a_loop_that_stands_still_is_noticed() -> None:
 
 def asked(request: bytes, hosts: frozenset[str] = LOOPBACK) -> tuple[int, str, bytes]:
     """Status, content type and body of the answer."""
-    metrics = Metrics(client_metrics(waited()))
+    metrics = Metrics(ClientMetrics(waited()))
 
     async def main() -> tuple[int, str, bytes]:
         ours, theirs = trio.testing.memory_stream_pair()
         client = h11.Connection(h11.CLIENT)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(HttpServer(metrics_application(metrics, hosts), HttpLimits()).serve, theirs)
+            nursery.start_soon(HttpServer(MetricsApplication(metrics, hosts), HttpLimits()).serve, theirs)
             method, target = request.split()
             head = h11.Request(method=method, target=target.split(b"@")[0], headers=[("Host", target.split(b"@")[1])])
             await ours.send_all(client.send(head) or b"")

@@ -195,7 +195,7 @@ async def api_in(
     from ...api.engine.core import Core
     from ...api.engine.generation import ApiLimits
     from ...api.http.server import serve_http
-    from ...monitoring.api_metrics import metrics_route
+    from ...monitoring.api_metrics import MetricsEndpoint
     from ...monitoring.process import LoopDelay
     from ...monitoring.traces import traced
     from ...web.pages import page_routes
@@ -221,7 +221,7 @@ async def api_in(
         core.drafts, core.draft_model = options.draft != "none", guesser
         delay = LoopDelay()
         pages = [
-            metrics_route(swarm, core, delay),
+            MetricsEndpoint(swarm, core, delay).route,
             *swarm_routes(core, peers=peers, verdicts=_verdicts),
             *page_routes(),
         ]

@@ -120,9 +120,9 @@ async def _validate(
         ):
             add_node(metrics, swarm, "validator")
             if metrics is not None:
-                from ...monitoring.metrics import verdict_metrics
+                from ...monitoring.metrics import VerdictMetrics
 
-                metrics.add(verdict_metrics(table.verdicts))
+                metrics.register(VerdictMetrics(table.verdicts))
             probe_model = await _probe_model(swarm, model, output)
             folder = probe_model.swarm_model.folder
             rewards: Rewards | None = None
