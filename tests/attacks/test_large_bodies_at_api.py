@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import trio
@@ -14,7 +16,8 @@ from petalnode.node.api.engine.turns import FairTurns
 from petalnode.node.api.errors import ApiError
 from petalnode.node.api.fields import parse_object
 from petalnode.node.api.http.answers import page
-from petalnode.node.api.http.bodies import read_body
+from petalnode.node.api.http.bodies import read_asked, read_body
+from petalnode.node.testing import run_autojumping
 
 
 def test_empty_lists_are_counted_and_not_parsed() -> None:
@@ -67,21 +70,39 @@ async def _take_turns() -> None:
     turns, all_there, order = FairTurns(), trio.Event(), []
     running = 0
 
-    async def parse(owner: str) -> None:
+    async def parse(owner: str, number: int) -> None:
         nonlocal running
         async with turns.turn(owner):
-            order.append(owner)
+            order.append((number, owner))
             running += 1
             await all_there.wait()
             assert running == 1
             running -= 1
 
     async with trio.open_nursery() as nursery:
-        for owner in ["first", *["attacker"] * 8, "bob", "carol", "bob"]:
-            nursery.start_soon(parse, owner)
+        for number, owner in enumerate(["first", *["attacker"] * 8, "bob", "carol", "bob"]):
+            nursery.start_soon(parse, owner, number)
             await trio.testing.wait_all_tasks_blocked()
         all_there.set()
-    assert order == ["first", "attacker", "bob", "carol", "attacker", "bob", *["attacker"] * 6]
+    assert [owner for _, owner in order] == ["first", "attacker", "bob", "carol", "attacker", "bob", *["attacker"] * 6]
+    for of in ("attacker", "bob"):
+        own = [number for number, owner in order if owner == of]
+        assert own == sorted(own)
+
+
+def test_a_small_body_waits_for_no_large_one() -> None:
+    core: Any = SimpleNamespace(limits=ApiLimits(), turns=FairTurns())
+
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": b'{"a": 1}', "more_body": False}
+
+    async def main() -> None:
+        async with core.turns.turn("attacker"):
+            with trio.fail_after(60):
+                request = Request({"type": "http", "method": "POST", "headers": []}, receive)
+                assert await read_asked(request, core, lambda fields: fields.data) == {"a": 1}
+
+    run_autojumping(main)
 
 
 def test_who_goes_while_waiting_leaves_his_turn_to_others() -> None:
@@ -95,13 +116,17 @@ async def _leave() -> None:
         async with turns.turn(owner):
             done.append(owner)
 
-    async with trio.open_nursery() as nursery, turns.turn("first"), trio.open_nursery() as gone:
-        gone.start_soon(wait, "gone")
+    async with trio.open_nursery() as nursery, turns.turn("first"):
+        async with trio.open_nursery() as gone:
+            gone.start_soon(wait, "gone")
+            await trio.testing.wait_all_tasks_blocked()
+            for owner in ("gone", "next"):
+                nursery.start_soon(wait, owner)
+                await trio.testing.wait_all_tasks_blocked()
+            gone.cancel_scope.cancel()
         await trio.testing.wait_all_tasks_blocked()
-        nursery.start_soon(wait, "next")
-        await trio.testing.wait_all_tasks_blocked()
-        gone.cancel_scope.cancel()
-    assert done == ["next"]
+        assert not done, "the first still has its turn"
+    assert done == ["gone", "next"]
     async with turns.turn("last"):  # nothing is left behind
         done.append("last")
     # One that is given its turn in the moment in which it goes hands it on.

@@ -93,6 +93,7 @@ def test_templates_without_tools_have_no_form() -> None:
 
 def test_a_key_is_shown_once_and_kept_as_a_hash(tmp_path: Path) -> None:
     file = tmp_path / "keys"
+    file.write_text("# of this house\n\n")
     keys = [add_key(file, name) for name in ("alice", "bob of the house")]
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert not any(key in file.read_text() for key in keys)
@@ -118,6 +119,9 @@ def test_a_key_needs_a_name_and_a_file(tmp_path: Path) -> None:
         ApiKeys.read(tmp_path / "none")
     with pytest.raises((MachineError, BadInput)):
         ApiKeys.read(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(MachineError, match=r"cannot write .*keys"):
+        add_key(tmp_path / "file" / "keys", "alice")
 
 
 @given(st.integers(1, 10_000), st.integers(16, 8192))

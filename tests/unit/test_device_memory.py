@@ -44,6 +44,8 @@ def test_the_limit_of_a_container_counts(tmp_path: Path) -> None:
     (root / "user.slice" / "memory.current").write_text(str(5 * GIB))
     (root / "user.slice" / "memory.stat").write_text(f"inactive_file {GIB}\n")
     assert container_limit(root, own) == Memory(4 * GIB, 8 * GIB)
+    (root / "user.slice" / "memory.current").write_text(str(10 * GIB))  # it may have been lowered
+    assert container_limit(root, own) == Memory(0, 8 * GIB)
 
 
 def test_the_limit_of_an_older_system_counts(tmp_path: Path) -> None:

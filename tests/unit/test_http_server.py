@@ -9,7 +9,8 @@ import pytest
 import trio
 import trio.testing
 
-from petalnode.node.api.http.server import HttpLimits, HttpServer
+from petalnode.node.api.http.server import HttpLimits, HttpServer, listen, url_of
+from petalnode.node.errors import MachineError
 
 GET = b"GET /some%20place?a=1 HTTP/1.1\r\nHost: here\r\n\r\n"
 LIMITS = HttpLimits(connections=2, head_seconds=10, idle_seconds=60, body_seconds=120, write_seconds=30)
@@ -295,3 +296,17 @@ def test_more_connections_than_allowed_are_told_to_come_back() -> None:
             await ours.aclose()
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def test_a_port_that_is_taken_is_named_with_what_to_do() -> None:
+    async def main() -> None:
+        (listener,) = await listen("127.0.0.1", 0, "--http-port")
+        port = listener.socket.getsockname()[1]
+        assert url_of("127.0.0.1", [listener]) == f"http://127.0.0.1:{port}"
+        with pytest.raises(MachineError, match=f"--http-port {port} at 127.0.0.1 is in use by another program"):
+            await listen("127.0.0.1", port, "--http-port")
+        with pytest.raises(MachineError, match=r"--http-port 0 at 192\.0\.2\.1 cannot be used"):
+            await listen("192.0.2.1", 0, "--http-port")
+        await listener.aclose()
+
+    trio.run(main)

@@ -58,7 +58,9 @@ def test_who_is_refused_has_an_id_too() -> None:
     async def main() -> httpx.Response:
         middleware: Any = AdmissionMiddleware(Starlette(), Admission(hosts=("127.0.0.1",)))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(middleware), base_url="http://evil") as client:
-            return await client.post("/v1/completions")
+            refused = await client.post("/v1/completions")
+        assert not REQUEST_ID.get().startswith("req_"), "what is logged afterwards is of no request"
+        return refused
 
     refused = trio.run(main)
     assert refused.status_code == 403 and refused.headers["x-request-id"].startswith("req_")
