@@ -327,8 +327,8 @@ def use_address(found: Any) -> None:
 
 def _binary_address(mutator: Mutator) -> bytes:
     try:
-        data = Multiaddr(_address(mutator).decode("utf-8", "replace")).to_bytes()
-    except Exception:
+        data = addresses.read_multiaddr(_address(mutator).decode("utf-8", "replace")).to_bytes()
+    except ValueError:
         data = Multiaddr(mutator.random.choice(ADDRS)).to_bytes()
     return mutator.bytes(data) if mutator.chance(0.8) else data
 

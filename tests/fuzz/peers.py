@@ -18,7 +18,6 @@ from petalnode.crypto.statement import Statement
 from petalnode.node.credits.issuer import CreditsService
 from petalnode.node.credits.ledger import Ledger
 from petalnode.node.server.lifecycle.other_servers import serve_transfers
-from petalnode.node.swarm.directory import Directory
 from petalnode.node.swarm.swarm import Swarm
 from petalnode.node.trust.bundle import BadBundle
 from petalnode.node.trust.evidence_gossip import EvidenceGossip, fetch_bundle
@@ -33,6 +32,7 @@ from petalnode.protocols.circuit import CircuitLimit, ask_connection, ask_reserv
 from petalnode.protocols.credits import ask_clearing, ask_credit, ask_voucher, clearing_to_wire
 from petalnode.protocols.directory import (
     MANIFEST_MAX_HEADER,
+    MAX_HEADER,
     NodeInfo,
     answer_manifests,
     ask_manifest,
@@ -69,7 +69,7 @@ async def _node() -> AsyncIterator[Talk]:
     gossip.record_proven(bundle, recomputed=False)
     manifests = {VERSION: wire.Manifest(config=b"{}", embeddings=bytes(32), blocks=[bytes(32)], head=bytes(32))}
     set_handler = handlers.streams.set_handler
-    set_handler(ids.DIRECTORY, wire.DirectoryFrame, directory.serve, max_header=directory.max_header, max_payload=0)
+    set_handler(ids.DIRECTORY, wire.DirectoryFrame, directory.serve, max_header=MAX_HEADER, max_payload=0)
     set_handler(
         ids.MANIFEST,
         wire.ManifestFrame,
@@ -287,7 +287,7 @@ TARGETS: Final[tuple[Target, ...]] = (
     Target("questions to a node", 8, _to_node, _node, 400.0, peak=4 << 20),
     Target("orders for points", 1, _orders, _issuer, 4000.0),
     Target("offers to an auditor", 4, _offers_of, _auditor, 400.0, peak=4 << 20),
-    asking("asked for records", 3, _pull, _page_answers, wire.DirectoryFrame, max_header=Directory.max_header),
+    asking("asked for records", 3, _pull, _page_answers, wire.DirectoryFrame, max_header=MAX_HEADER),
     asking(
         "asked for a ping", 1, _measure, _of(wire.DirectoryFrame(ping=wire.Ping(payload=b"\0"))), wire.DirectoryFrame
     ),
