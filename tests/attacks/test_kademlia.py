@@ -86,9 +86,9 @@ async def asked(asking: Host, victim: Host, question: Message) -> Message | None
 FIND = Message(type=Message.FIND_NODE, key=b"\x12\x20" + bytes(32))
 
 
-def announced(identity: Identity) -> SignedAnnouncement:
+def announced(identity: Identity, ago: float = 0) -> SignedAnnouncement:
     content = Announcement(identity.peer_id, b"v" * 32, "model", 30, Span(0, 10), ServerState.ONLINE)
-    return sign_announcement(identity, freshened(content, now=time.time(), lifetime=300))
+    return sign_announcement(identity, freshened(content, now=time.time() - ago, lifetime=300))
 
 
 def put(key: bytes, value: bytes, **more: bytes) -> Message:
@@ -137,6 +137,12 @@ def test_of_a_record_key_and_value_are_kept_and_no_other_namespace() -> None:
             other = put(key, value)
             other.key = b"/petalnode/models"
             assert await asked(attacker, victim, other) is None
+            assert await asked(attacker, victim, put(key, announced(identity, ago=10).to_bytes())) is None
+            stream = await attacker.open_stream(victim.peer_id, KAD)
+            assert await answer(stream, victim, FIND)
+            await stream.close()
+            with trio.fail_after(TIMEOUT):
+                assert await stream.read(1) == b"", "closed as well"
 
     trio.run(main)
 

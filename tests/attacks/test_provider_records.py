@@ -224,6 +224,9 @@ def test_a_record_lasts_for_its_time_and_has_few_addresses() -> None:
     clock.now += LIFETIME
     list(kept.drop_expired())
     assert not len(kept) and not list(kept.drop_expired())
+    usual = FairProviderStore(lambda _: "11.0.0.1")
+    keep(usual, KEY, PROVIDER)
+    assert named(usual, KEY) == {PROVIDER.peer_id}
 
 
 # --- providers that are none

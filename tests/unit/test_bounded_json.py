@@ -57,6 +57,13 @@ def test_brackets_within_strings_close_nothing(text: str) -> None:
         check_json((text * 9).encode(), LIMITS)
 
 
+def test_each_string_but_the_first_stands_behind_a_value() -> None:
+    none = JsonLimits(nbytes=100, values=0, depth=1)
+    check_json(b'"[["', none)
+    with pytest.raises(BadJson, match="too much JSON"):
+        check_json(b'"[[" "[["', none)
+
+
 def test_length() -> None:
     with pytest.raises(BadJson, match="bytes"):
         parse_json(b" " * (LIMITS.nbytes + 1), LIMITS)
