@@ -217,6 +217,7 @@ class NodeLimits:
         self.connections = 0
         self.streams = 0
         self.served_at = -math.inf  # when a peer last used what it was granted
+        self.waking = trio.Lock()  # who ends streams of a lost connection in this pass of the loop
         self._unread = [0, 0]  # on streams that were granted nothing, and on others
         self._peers: dict[str, PeerUse] = {}
         self._addresses: dict[str, AddressUse] = {}

@@ -35,6 +35,7 @@ from .muxed_stream import (
     WINDOW,
     WINDOW_UPDATE,
     MuxedStream,
+    wake_in_portions,
 )
 from .noise import NoiseSession
 from .tcp_window import WindowKeeper
@@ -90,6 +91,7 @@ class Muxer(IMuxedConn):
         self._scope = trio.CancelScope()
         self._next_id = 1 if conn.is_initiator else 2
         self._streams: dict[int, MuxedStream] = {}
+        self._ended: list[MuxedStream] = []  # with the connection; their tasks are to be woken
         self._accept_send, self._accept_receive = trio.open_memory_channel[MuxedStream](MAX_STREAMS_OF_CONNECTION)
         self._heard, self._suspected = trio.current_time(), False
         self._held = b""  # frames that go with the next one
@@ -206,6 +208,7 @@ class Muxer(IMuxedConn):
         finally:
             self._lose("the connection was closed on this side")
             await self.secured_conn.close()
+            await wake_in_portions(self._ended, self.limits, self.address)
 
     async def _run_part(self, part: Callable[[], Awaitable[None]]) -> None:
         with self._guard():
@@ -367,10 +370,7 @@ class Muxer(IMuxedConn):
     # --- the end
 
     async def _watch(self) -> None:
-        """Drops a peer that gives no sign of life, and streams that linger half closed.
-
-        A frozen process keeps its socket open, and TCP says nothing about it for many minutes.
-        """
+        """Drops a peer that gives no sign of life (TCP says nothing of a frozen one), and half closed streams."""
         while self.lost is None:
             now = trio.current_time()
             for stream in list(self._streams.values()):
@@ -411,9 +411,9 @@ class Muxer(IMuxedConn):
             self.limits.lost(self._use, self.address, self)
             self._accept_send.close()
             for stream in self._streams.values():
-                stream.on_lost(why)
+                stream.end(why)
                 self._forget(stream)
-            self._streams.clear()
+            self._ended, self._streams = list(self._streams.values()), {}
             self._on_lost(self)
             self._scope.cancel()
 
