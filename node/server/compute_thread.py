@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -29,6 +29,7 @@ from ...protocols.inference import Refusal, SessionTerms
 from ..blocks.passes import PassGenerator
 from ..blocks.span import BlockSpan
 from ..blocks.span_adapter import SpanAdapter
+from ..errors import unwrapped
 from .prefixes import PrefixUse
 from .steps import ComputeSession, Step, StepInput, StepOutput, StepRunner, synchronise
 from .tallies import ServerTallies
@@ -169,25 +170,44 @@ class ComputeThread:
         return self._address_of(peer), peer
 
     async def step(
-        self, session: ComputeSession, step: StepInput, check: Callable[[], object] | None = None
+        self,
+        session: ComputeSession,
+        step: StepInput,
+        check: Callable[[], object] | None = None,
+        lost: Callable[[], Awaitable[None]] | None = None,
     ) -> StepOutput:
         """Rolls back, reorders and runs one step. If cancelled, the step still runs and its result is dropped.
 
-        `check` runs in the caller's thread while the blocks compute, which Python's lock allows then. What it raises
-        counts before all else, and the session is then where the step began; it must not have rolled back or reordered.
+        `check` runs in the caller's thread while the blocks compute, which Python's lock allows then. When `lost`
+        returns, nobody waits for the step any more, and no more of it is computed. What `check` raises counts before
+        all else. After either the session is where the step began, which must not have rolled back or reordered.
 
         Raises:
-            Refusal: ERROR_BAD_REQUEST for a payload that cannot be used, ERROR_INTERNAL if the blocks fail; that of
-                `check`.
+            Refusal: ERROR_BAD_REQUEST for a payload that cannot be used, ERROR_INTERNAL if the blocks fail, or
+                ERROR_NOT_FOUND if it was given up; that of `check`.
         """
         pending = _Pending()
         computing = Step(session, step, partial(self._finish, pending))
-        if check is None:
+        if lost is not None:
+            output = await self._unless_lost(pending, computing, lost)
+        elif check is None:
             output = await self._result(pending, computing)
         else:
             computing.begin = partial(self._soon, pending.begun.set)
             output = await self._checked(pending, computing, check)
         assert isinstance(output, StepOutput)
+        return output
+
+    async def _unless_lost(self, pending: _Pending, step: Step, lost: Callable[[], Awaitable[None]]) -> Any:
+        async def watch() -> None:
+            await lost()
+            step.given_up = True
+
+        with unwrapped(Refusal):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(watch)
+                output = await self._result(pending, step)
+                nursery.cancel_scope.cancel()
         return output
 
     async def _checked(self, pending: _Pending, step: Step, check: Callable[[], object]) -> Any:
@@ -198,7 +218,7 @@ class ComputeThread:
             check()
         except Exception:
             await pending.done.wait()
-            await self.call(partial(_undo, step))
+            await self.call(step.undo)
             raise
         return await self._outcome(pending)
 
@@ -354,9 +374,3 @@ class ComputeThread:
         self._part = ended - begun, ended
         self._usage.charge(*running.client, ended - begun)
         return ended - begun
-
-
-def _undo(step: Step) -> None:
-    """Forgets the tokens of a step, which has rolled back and reordered nothing."""
-    if not step.session.closed:
-        step.session.roll_back(step.input.position, ())

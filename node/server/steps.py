@@ -98,7 +98,8 @@ class StepOutput:
 @dataclass(eq=False)
 class Step:
     """A step on its way through the device. `answer` is called once, with its output or why there is none; `begin`
-    before the blocks compute a token of it."""
+    before the blocks compute a token of it. `given_up`: nobody waits for it any more, and what is not computed of it
+    never is; such a step has rolled back and reordered nothing."""
 
     session: ComputeSession
     input: StepInput
@@ -107,12 +108,18 @@ class Step:
     arrived: float = field(default_factory=time.perf_counter)
     started: float = 0.0
     seconds: float = 0.0
+    given_up: bool = False
     input_hash: bytes = b""
     digests: list[bytes] = field(default_factory=list)
     hidden: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     outputs: list[torch.Tensor] = field(default_factory=list)
     done: int = 0
     """Tokens of each row that are computed."""
+
+    def undo(self) -> None:
+        """Forgets its tokens. It must have rolled back and reordered nothing."""
+        if not self.session.closed:
+            self.session.roll_back(self.input.position, ())
 
 
 class StepRunner:
@@ -186,7 +193,7 @@ class StepRunner:
     def run_turn(self) -> float:
         """Runs waiting decode steps as one batch, and then a chunk of one prefill, as `next_turn` has it; or does
         nothing, and returns the seconds for which it is better to wait for steps that are about to come."""
-        self._drop_closed()
+        self._drop_given_up()
         left = self._gathering.left(len(self._waiting), self._clock())
         if left and all(step.hidden.shape[1] == 1 for step in self._waiting):
             return left
@@ -221,9 +228,10 @@ class StepRunner:
         if prefill is not None and self._prefill(prefill, turn.chunk):
             self._waiting.remove(prefill)
 
-    def _drop_closed(self) -> None:
-        for step in [step for step in self._waiting if step.session.closed]:
+    def _drop_given_up(self) -> None:
+        for step in [step for step in self._waiting if step.session.closed or step.given_up]:
             self._waiting.remove(step)
+            step.undo()
             step.answer(_ended())
 
     def _decode(self, batch: list[Step]) -> None:

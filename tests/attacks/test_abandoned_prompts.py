@@ -11,7 +11,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from petalnode.crypto.identity import Identity, peer_id_to_bytes
-from petalnode.node.blocks.span import BlockSpan
+from petalnode.node.blocks.span import PREFILL_CHUNK, BlockSpan
 from petalnode.node.server.steps import Step, StepRunner
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import PeerError
@@ -84,9 +84,56 @@ def test_what_a_client_sent_before_it_broke_off_is_not_computed(
                 await session.send_step(1 + number, number * TOKENS, values(TOKENS))
             await begins(server)
             await session.stream.reset()
+            await wait_all_tasks_blocked()  # the server knows by now
+        assert server.service.sessions == (1 if keep else 0)
 
     with_server(blocks, main)
-    assert computed == [0]
+    assert computed == []
+
+
+def test_no_more_than_a_chunk_is_computed_of_a_long_prompt_that_is_given_up(
+    blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The session has what it had before, and takes the same prompt again."""
+    tokens, rows = 200, 2
+    prompt, parts, prefill = values(tokens, rows), list[int](), StepRunner._prefill
+    terms = {"max_length": tokens, "batch": rows}
+
+    async def main(server: OneServer) -> None:
+        session = server.session(CLIENT)
+        assert (await session.open(keep_ms=KEEP, **terms)).HasField("granted")
+        there = trio.lowlevel.current_trio_token()
+
+        async def leave() -> None:
+            await session.stream.reset()
+            await wait_all_tasks_blocked()
+
+        def leaving(runner: StepRunner, step: Step, chunk: int) -> bool:
+            done = prefill(runner, step, chunk)
+            parts.append(chunk)
+            if len(parts) == 1:
+                trio.from_thread.run(leave, trio_token=there)
+            return done
+
+        monkeypatch.setattr(StepRunner, "_prefill", leaving)
+        await session.send_step(1, 0, prompt)
+        while server.service.context.compute.depth or not parts:
+            await wait_all_tasks_blocked()
+        again = server.session(CLIENT)
+        resume = wire.Resume(nonce=session.nonce, session_epoch=session.granted.session_epoch, answered=0)
+        await again.stream.send(wire.InferenceFrame(resume=resume), timeout=NEVER)
+        granted = (await again.receive())[0].granted
+        assert (granted.sequence, granted.position, parts) == (0, 0, [PREFILL_CHUNK // rows])
+        again.terms = session.terms
+        await again.send_step(1, 0, prompt)
+        frame, payloads = await again.receive()
+        assert frame.reply.position == tokens
+        other = server.session(CLIENT)
+        await other.open(**terms)
+        await other.send_step(1, 0, prompt)
+        assert (await other.receive())[1] == payloads
+
+    with_server(blocks, main)
 
 
 async def opened(server: OneServer) -> RawSession:

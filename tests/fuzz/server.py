@@ -18,7 +18,7 @@ from petalnode.crypto.identity import peer_id_to_bytes
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.models.adapter import digests_of
 from petalnode.node.server.budget import MemoryBudget
-from petalnode.node.server.compute_thread import ComputeThread, _undo
+from petalnode.node.server.compute_thread import ComputeThread
 from petalnode.node.server.requests import adapters as adapters_module
 from petalnode.node.server.requests import request as request_module
 from petalnode.node.server.requests import service as service_module
@@ -83,7 +83,7 @@ class InPlace(ComputeThread):
         try:
             check()
         except Exception:
-            await self.call(partial(_undo, step))
+            await self.call(step.undo)
             raise
         return await self._outcome(pending)
 

@@ -4,7 +4,9 @@ server before it may push steps into it."""
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Protocol
 
 import trio
@@ -197,6 +199,22 @@ class Upstream:
         """
         if peer_id_to_bytes(pusher) != self._peer and not (self._named and push.previous_receipt == self._named):
             raise Refusal(wire.ERROR_NOT_ALLOWED, f"{pusher} is not the server before this one in the session's chain")
+
+    def checks(
+        self, receipt: wire.Receipt, pusher: str, client: str, step: wire.Step, later: bool
+    ) -> tuple[bytes, Callable[[], object] | None]:
+        """Checks a pushed step: what its payload has to hash to, and what is left to check `later`, if anything may be.
+
+        Raises:
+            Refusal: `pusher` is not the server before this one, or the receipt is not a new one of it for this step.
+        """
+        self.check(pusher, receipt)
+        self.check_fresh(step)
+        check = partial(check_upstream, receipt, pusher, client, step)
+        if later and len(receipt.reply_hash) == HASH_BYTES:
+            return receipt.reply_hash, check
+        check()
+        return receipt.reply_hash, None
 
     def pushed(self, pusher: str, receipt: bytes = b"") -> None:
         """A push of `pusher` was in order; `receipt` is the hash of the one that came with it."""

@@ -15,7 +15,6 @@ from ....crypto.identity import peer_id_to_bytes
 from ....protocols import wire_pb2 as wire
 from ....protocols.framing import MessageStream, PeerError, StreamClosed, StreamTimeout
 from ....protocols.inference import (
-    HASH_BYTES,
     Refusal,
     SessionTerms,
     bad_request,
@@ -28,7 +27,7 @@ from ..budget import Lease
 from ..steps import ComputeSession, StepInput, StepOutput
 from ..tallies import ServedSession
 from .admission import check_step, check_step_tensors, is_prompt, step_tokens
-from .pushes import PushConnector, Pushes, Upstream, check_upstream
+from .pushes import PushConnector, Pushes, Upstream
 from .replies import BYTES_IN_FLIGHT, CREDITS, SendQueue, SentReplies, SentReply
 from .request import SEND_TIMEOUT, ReceiptChain, RequestContext, not_held
 
@@ -294,14 +293,13 @@ class ServerSession:
             Refusal: the step does not fit the session, or the receipt is not the pusher's for these bytes.
         """
         prompt = is_prompt([tensor])
-        if self._is_early(push.step) or (prompt and self._is_alone):
-            self._early_pushes += 1
-            try:
-                with trio.move_on_after(TURN_TIMEOUT):
-                    while self._is_early(push.step) or (prompt and self._is_alone):
-                        await self._changed.wait()
-            finally:
-                self._early_pushes -= 1
+        self._early_pushes += 1
+        try:
+            with trio.move_on_after(TURN_TIMEOUT):
+                while self._is_early(push.step) or (prompt and self._is_alone):
+                    await self._changed.wait()
+        finally:
+            self._early_pushes -= 1
         if prompt and self._is_alone:
             raise Refusal(wire.ERROR_NOT_FOUND, "the client of this session is away, and nobody waits for the step")
         await self._take(push.step, tensor, payload, (push.receipt, pusher))
@@ -357,24 +355,28 @@ class ServerSession:
         """The output of a step that is right, as is the push that it may come by: the receipt of that is checked while
         the step is computed, where this only adds to the cache, and a step that is refused leaves it as it was."""
         payload_hash, check = b"", None
+        prompt, only_adds = is_prompt([tensor]), step.position == self._position and not step.reorder
+        lost = self._lost if upstream is None and prompt and only_adds else None
         if upstream is not None:
-            receipt, pusher = upstream
-            self._upstream.check(pusher, receipt)
-            self._upstream.check_fresh(step)
-            payload_hash = receipt.reply_hash
-            check = partial(check_upstream, receipt, pusher, self._client, step)
-            adds_a_token = step.position == self._position and not step.reorder and list(tensor.shape[1:2]) == [1]
-            if not adds_a_token or len(payload_hash) != HASH_BYTES:
-                check()  # before tokens are forgotten, rows change places, or long work is done
-                check = None
+            later = only_adds and not prompt  # nothing is forgotten, no rows change places, nothing is long
+            payload_hash, check = self._upstream.checks(*upstream, self._client, step, later)
         request = StepInput(step.position, tuple(step.reorder), tensor, payload, payload_hash, step.long_factors)
         try:
-            return await self._context.compute.step(self._compute, request, check)
+            return await self._context.compute.step(self._compute, request, check, lost)
         except Refusal as refusal:
+            if lost is not None and refusal.code == wire.ERROR_NOT_FOUND and not self._compute.closed:
+                raise StreamClosed("the client has left before its step was computed", self._client) from None
             if refusal.code != wire.ERROR_BAD_REQUEST:
                 self._over = True
                 self._notify()
             raise
+
+    async def _lost(self) -> None:
+        """Returns when the client's stream is lost and no other takes its place."""
+        while (stream := self._stream) is not None or self._resuming:
+            await (stream.wait_lost() if stream is not None else self._changed.wait())
+            if stream is not None and self._stream is stream:
+                return
 
     async def _answer(
         self, step: wire.Step, tensor: wire.Tensor, output: StepOutput, upstream: wire.Receipt | None
