@@ -62,6 +62,7 @@ def test_each_string_but_the_first_stands_behind_a_value() -> None:
     check_json(b'"[["', none)
     with pytest.raises(BadJson, match="too much JSON"):
         check_json(b'"[[" "[["', none)
+    check_json(b'["[[","[["]', JsonLimits(nbytes=100, values=2, depth=1))
 
 
 def test_length() -> None:

@@ -178,7 +178,9 @@ def test_a_list_of_models_ranks_by_backing_then_by_length_and_lasts_as_long_as_i
     one, two = announced(version=1, lifetime=100), announced(Identity.from_seed(b"t" * 32), version=2)
     short, long = (opened(MODELS_KEY, models_value(records)) for records in ([one], [one, two]))
     other = opened(MODELS_KEY, models_value([two]))
-    assert long.until == short.until < other.until
+    assert long.until == short.until < other.until and long.order == short.order < other.order
+    for records in ([one, announced(version=1)], [announced(version=1), one]):
+        assert opened(MODELS_KEY, models_value(records)) == opened(MODELS_KEY, models_value([announced(version=1)]))
     backing = {b"\x01" * 32: 3}
     kept = ValueStore(Clock())
     assert kept.put(MODELS_KEY, short, "") and kept.put(MODELS_KEY, long, "")

@@ -10,6 +10,7 @@ import pytest
 from petalnode.node.errors import MachineError, ModelError
 from petalnode.node.models import cache_dir, hidden_size, num_blocks, resolve
 from petalnode.node.models.folder import has_experts, read_config
+from petalnode.node.models.sources.resolve import split_version
 from petalnode.protocols.ids import Span
 from tests.tiny_models import HIDDEN, NUM_BLOCKS, save_tiny
 
@@ -102,9 +103,42 @@ def test_a_typo_lists_what_is_possible(name: str, complaint: str) -> None:
         resolve(name)
 
 
-def test_revisions_belong_to_the_hub(llama: Path) -> None:
-    with pytest.raises(ModelError, match="Only models on the hub have revisions"):
-        resolve(llama, revision="main")
+SHORT, COMMIT, LONG = "0123456789aB", "0123456789" * 4, "01234567" * 8
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        *((f"smollm2@{digits}", "smollm2") for digits in (SHORT, COMMIT, LONG)),
+        *((f"org/name@{digits}", "org/name") for digits in (SHORT, LONG)),
+        *((f"org/name@main@{digits}", "org/name@main") for digits in (SHORT, COMMIT)),
+        (f"here/folder@{COMMIT}", "here/folder"),
+        *((name, None) for name in ("smollm2", "org/name", "org/name@main", f"there@{SHORT}")),
+        *((f"org/name@{revision}", None) for revision in (SHORT[:-1], COMMIT, LONG + "0")),
+    ],
+)
+def test_a_version_stands_behind_a_model(
+    model: str, named: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here" / "folder").mkdir(parents=True)
+    (tmp_path / f"there@{SHORT}").mkdir()
+    assert split_version(model) == ((model, None) if named is None else (named, model.rpartition("@")[2].lower()))
+
+
+@pytest.mark.parametrize("model", [f"smollm2@{SHORT[:-1]}", f"smollm2@{LONG}0", "here/folder@0"])
+def test_a_version_has_12_to_64_digits(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here" / "folder").mkdir(parents=True)
+    with pytest.raises(ModelError, match="a model version has 12 to 64 hexadecimal digits"):
+        resolve(model)
+
+
+def test_revisions_belong_to_the_hub(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"x")
+    for model in (llama, "smollm2", tmp_path / "model.gguf"):
+        with pytest.raises(ModelError, match="Only models on the hub have revisions"):
+            resolve(model, revision="main")
     with pytest.raises(ModelError, match="contradict each other"):
         resolve("org/name@v1", revision="v2")
 

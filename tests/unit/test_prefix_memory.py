@@ -6,20 +6,29 @@ from dataclasses import dataclass, replace
 
 import pytest
 import trio
+from hypothesis import given
+from hypothesis import strategies as st
 
 from petalnode.node.client.request import WireTensor
 from petalnode.node.client.session.answers import SessionSpec
 from petalnode.node.client.session.history import Input
-from petalnode.node.client.session.prefixes import REMEMBERED, Beginning, PrefixMemory, beginning_of
+from petalnode.node.client.session.prefixes import (
+    REMEMBERED,
+    Beginning,
+    PrefixMemory,
+    beginning_of,
+    common_prefix,
+)
+from petalnode.node.swarm.routing import Hop
 from petalnode.protocols.ids import Span
 from petalnode.protocols.wire_pb2 import Tensor
 
 HIDDEN = 4
 
 
-def chunk(first: int, tokens: int, rows: int = 1) -> WireTensor:
+def chunk(first: int, tokens: int, rows: int = 1, codec: str = "none") -> WireTensor:
     payload = b"".join(bytes([(first + n) % 251] * 4 * HIDDEN) for _ in range(rows) for n in range(tokens))
-    return WireTensor(Tensor(shape=[rows, tokens, HIDDEN], dtype="float32", codec="none", nbytes=len(payload)), payload)
+    return WireTensor(Tensor(shape=[rows, tokens, HIDDEN], dtype="float32", codec=codec, nbytes=len(payload)), payload)
 
 
 @dataclass(eq=False)
@@ -28,6 +37,8 @@ class Session:
 
     tokens: int
     batch: int = 1
+    blocks: tuple[int, ...] = (0, 2)
+    route: tuple[Hop, ...] = ()
 
     @property
     def spec(self) -> SessionSpec:
@@ -36,7 +47,7 @@ class Session:
     def beginning(self) -> Beginning:
         steps = [Input(0, (), chunk(0, 20, self.batch))]
         steps += [Input(n, (), chunk(n, 1, self.batch)) for n in range(20, self.tokens)]
-        return beginning_of({0: steps, 2: steps}, self.tokens)
+        return beginning_of(dict.fromkeys(self.blocks, steps), self.tokens, self.route)
 
 
 async def remembered(*sessions: Session) -> PrefixMemory:
@@ -47,8 +58,9 @@ async def remembered(*sessions: Session) -> PrefixMemory:
     return memory
 
 
-def found(memory: PrefixMemory, tokens: int) -> Beginning:
-    result = memory.search(Session(0).spec, [chunk(0, tokens)])()
+def found(memory: PrefixMemory, tokens: int, first: int = 0) -> Beginning:
+    prompt = [chunk(first, 10), chunk(first + 10, 15), chunk(first + 25, tokens - 25)]
+    result = memory.search(Session(0).spec, prompt)()
     assert result is not None
     return result
 
@@ -75,6 +87,10 @@ def test_what_no_session_can_begin_with_is_not_remembered() -> None:
     async def main() -> None:
         memory = await remembered(Session(600, batch=2), Session(31))
         assert memory.nbytes == 0 and found(memory, 700).shared == 0
+        memory = await remembered(Session(600, batch=2), Session(600, blocks=(2,)))
+        assert found(memory, 700).shared == 0, "what entered the first block is not known"
+        two = Session(0, batch=2)
+        assert memory.search(two.spec, [chunk(0, 100, 2)])() is None and memory.search(Session(0).spec, [])() is None
 
     trio.run(main)
 
@@ -87,8 +103,11 @@ def test_the_oldest_are_forgotten_and_the_end_is_remembered_when_cancelled() -> 
         for _ in range(3):
             await small.ended(Session(40))
         assert small.nbytes == 4 * 40 * 4 * HIDDEN
-        await small.ended(Session(100))  # more than a half of the room
-        assert small.nbytes == 4 * 40 * 4 * HIDDEN
+        large = Session(100)  # more than a half of the room
+        small.opened(large)
+        assert found(small, 200).shared == 96
+        await small.ended(large)
+        assert small.nbytes == 4 * 40 * 4 * HIDDEN and found(small, 200).shared == 32
         cancelled = PrefixMemory()
         with trio.CancelScope() as scope:
             scope.cancel()
@@ -96,6 +115,46 @@ def test_the_oldest_are_forgotten_and_the_end_is_remembered_when_cancelled() -> 
         assert cancelled.nbytes
 
     trio.run(main)
+
+
+def test_of_texts_that_begin_otherwise_nothing_is_taken() -> None:
+    async def main() -> None:
+        memory = await remembered(Session(600))
+        assert not found(memory, 100, first=7).inputs[2] and found(memory, 100, first=7).shared == 0
+        assert [step.end for step in found(memory, 100, first=7).inputs[0]] == [10, 25, 100]
+        wide = WireTensor(Tensor(shape=[1, 8, 2 * HIDDEN], dtype="float32", codec="none"), bytes(8 * 8 * HIDDEN))
+        other = memory.search(Session(0).spec, [wide])()
+        assert other is not None and not other.inputs[2] and other.shared == 0
+
+    trio.run(main)
+
+
+def test_of_equal_ones_the_last_counts() -> None:
+    async def main() -> None:
+        first, second = ((Hop(name, Span(0, 4)),) for name in ("first", "second"))
+        memory = await remembered(Session(600, route=first), Session(600, route=second), Session(40))
+        assert found(memory, 700).route == second
+
+    trio.run(main)
+
+
+def test_a_beginning_ends_where_tokens_cannot_be_told_apart() -> None:
+    def told(*steps: Input) -> int:
+        return beginning_of({0: [Input(0, (), chunk(0, 20)), *steps]}, 100).tokens
+
+    assert told(Input(20, (), chunk(20, 5))) == 25
+    for step in (
+        Input(20, (), chunk(20, 5, codec="int8-block64")),
+        Input(20, (0,), chunk(20, 5)),
+        Input(19, (), chunk(19, 5)),
+    ):
+        assert told(step) == 20
+
+
+@given(st.lists(st.integers(0, 2), max_size=6), st.lists(st.integers(0, 2), max_size=6))
+def test_what_two_texts_begin_with(left: list[int], right: list[int]) -> None:
+    count = common_prefix(left, right)
+    assert left[:count] == right[:count] and (left[count : count + 1] != right[count : count + 1] or left == right)
 
 
 @pytest.mark.parametrize("tokens", [33, 100])
