@@ -105,6 +105,7 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
     "node/models/sources/resolve.py": (*_unit("models_sources models_gguf"), "swarm/test_too_large"),
     "node/client/api/arguments.py": ("unit/test_call_arguments", "swarm/test_call_arguments"),
     "node/blocks/config.py": (
+        *_unit("block_config"),
         *("swarm/test_longrope", "swarm/test_longrope_sessions"),
         *("parity/test_refused", "parity/test_special"),
     ),

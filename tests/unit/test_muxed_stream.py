@@ -27,7 +27,7 @@ from petalnode.node.network.transport.muxed_stream import (
     WINDOW,
     WINDOW_UPDATE,
 )
-from petalnode.node.network.transport.stream_bytes import StreamBytes
+from petalnode.node.network.transport.stream_bytes import Connection, StreamBytes
 from tests.memory_muxer import MemoryRaw, muxer, read, run, settled
 
 MIB = 1 << 20
@@ -401,6 +401,23 @@ def test_what_is_not_closed_in_order_on_both_sides_is_reset(ours_ended: bool, th
             await settled()
             await held.end()
             assert held.is_lost == (not (ours_ended and theirs_ended)) and ours.open_streams == 0
+            with pytest.raises(ConnectionResetError):
+                await held.write(b"late")
+
+    run(main)
+
+
+def test_who_is_suspected_has_to_give_a_sign_of_life_within_four_seconds() -> None:
+    async def main() -> None:
+        async with muxer() as (ours, _):
+            conn: Any = SimpleNamespace(muxed_conn=ours)
+            connection = Connection(conn)
+            assert connection == Connection(conn) and connection != conn
+            await trio.sleep(5)
+            assert not connection.is_lost
+            connection.suspect()
+            await trio.sleep(5)
+            assert connection.is_lost
 
     run(main)
 
