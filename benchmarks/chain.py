@@ -39,9 +39,10 @@ from typing import Any
 import torch
 from cpu import run_llama_cpp
 from local_swarm import local_swarm
+from plain import plain_model
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from petalnode import AutoDistributedModelForCausalLM
@@ -240,7 +241,7 @@ def bulk(model: Any, plain: Any, batch: int, tokens: int) -> dict[str, float]:
 
 def run_model(name: str, folder: Path, servers: int, options: argparse.Namespace) -> dict[str, Any]:
     tokens, rounds = options.tokens, options.rounds
-    plain = AutoModelForCausalLM.from_pretrained(folder)
+    plain = plain_model(folder)
     prompt = torch.randint(5, min(plain.config.vocab_size, 2000), (1, 16))
     with local_swarm(str(folder), spans_of(plain.config.num_hidden_layers, servers)) as processes:
         addrs = processes[-1].ready["addrs"]

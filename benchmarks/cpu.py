@@ -36,8 +36,9 @@ from typing import Any, Final
 
 import perplexity
 import torch
+from plain import plain_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import LlamaConfig
 from transformers.utils import logging
 
 from petalnode.node.blocks.cache import SpanCache
@@ -286,7 +287,7 @@ def run_model(name: str, folder: Path, scratch: Path, options: argparse.Namespac
     config = json.loads((folder / "config.json").read_text())
     spans = load_ways(name, folder, halves, Span(0, config["num_hidden_layers"]))
     real = name == "smollm2"
-    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True) if real else None
+    whole = plain_model(folder, "float32") if real else None
     truth = answer(spans[TORCH[0][0]])
     errors = {
         form: float(f"{float((answer(blocks) - truth).norm() / truth.norm()):.2g}") for form, blocks in spans.items()

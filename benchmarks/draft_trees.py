@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 from drafts import FILE
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from plain import plain_model
+from transformers import AutoTokenizer
 
 from petalnode.node.client.generation.draft_model import LONGEST_MATCH, SHORTEST_MATCH
 from petalnode.node.client.generation.drafting import kind_of
@@ -83,7 +84,7 @@ def answers(model: str, tokens: int) -> Iterator[tuple[str, list[Answer]]]:
     """(kind, prompt and answer of each text)."""
     path = resolve(model, offline=True).path
     tokenizer = AutoTokenizer.from_pretrained(path)
-    whole = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    whole = plain_model(path, "float32")
     end = tokenizer.eos_token_id
     for kind, texts in PROMPTS.items():
         messages = [[{"role": "user", "content": text}] for text in texts]

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from chain import h512
 from local_swarm import local_swarm
+from plain import plain_model
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from petalnode import AutoDistributedModelForCausalLM
@@ -85,7 +85,7 @@ def main() -> None:
     results = {}
     with tempfile.TemporaryDirectory(prefix="petalnode-bench-") as scratch:
         folder = h512(Path(scratch) / "h512")
-        plain = AutoModelForCausalLM.from_pretrained(folder)
+        plain = plain_model(folder)
         prompt = torch.randint(5, 2000, (1, 64))
         expected = plain.generate(prompt, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False, pad_token_id=0)
         for how in SIGNALS:

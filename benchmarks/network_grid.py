@@ -48,10 +48,11 @@ from typing import Any
 import torch
 from chain import h512
 from delay_bridge import delay_network
+from plain import plain_model
 from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, DynamicCache
 from transformers.utils import logging
 from wan import ClientProcess, servers_of
 
@@ -283,7 +284,7 @@ class _Offloaded:
 
 def baseline(folder: Path, name: str, options: argparse.Namespace) -> dict[str, Any]:
     """The four cells of a model of Llama's shape in this process."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model: Any = plain_model(folder, "float32")
     if name != "local":
         _Offloaded(model, folder, disk=name.endswith("disk"))
     found = {}

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from chain import spans_of
 from local_swarm import ServerProcess, local_swarm
+from plain import plain_model
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from petalnode import AutoDistributedModelForCausalLM
@@ -73,7 +74,7 @@ def tiny_server(folder: Path) -> float:
 def run(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     folder = resolve(options.model).path
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    plain = plain_model(folder, "float32")
     prompts = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=False

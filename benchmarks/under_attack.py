@@ -37,9 +37,9 @@ from typing import Any, Final
 from urllib.request import urlopen
 
 import torch
+from plain import plain_model
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -217,7 +217,7 @@ class Swarm:
 
 def expected(model: str) -> list[tuple[list[int], list[int]]]:
     """By plain transformers, for each prompt."""
-    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    plain = plain_model(model, "float32")
     made = [
         plain.generate(
             torch.tensor([prompt]), max_new_tokens=TOKENS, eos_token_id=None, do_sample=False, pad_token_id=0

@@ -100,7 +100,7 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
     "node/network/routing_table.py": _KADEMLIA,
     "node/network/standard_protocols.py": (*_unit("standard_protocols"), "attacks/test_pings_and_pushes"),
     "node/network/address_shares.py": _KADEMLIA,
-    "node/models/sources/gguf_header.py": _unit("gguf_header models_gguf"),
+    "node/models/gguf/header.py": _unit("gguf_header models_gguf"),
     "node/models/folder.py": (*_unit("models_sources sizing"), "parity/test_refused"),
     "node/models/sources/resolve.py": (*_unit("models_sources models_gguf"), "swarm/test_too_large"),
     "node/client/api/arguments.py": ("unit/test_call_arguments", "swarm/test_call_arguments"),

@@ -24,7 +24,8 @@ def write_tiny_gguf(
     extra: dict[str, np.ndarray] | None = None,
     without: str = "",
 ) -> Path:
-    """Writes a Llama of 3 blocks whose matrices are stored as `quantisation`, and returns `file`.
+    """Writes a Llama of 3 blocks whose matrices are stored as `quantisation`, and returns `file`. Those of kinds whose
+    scales have scales are wider than others.
 
     Args:
         fine_norms: gives the norms values that half precision does not have.
@@ -32,18 +33,19 @@ def write_tiny_gguf(
         extra: more float32 tensors, by GGUF name.
         without: the name of a tensor that is left out.
     """
-    writer = _writer(file, BLOCKS, HIDDEN, said_feed_forward)
-    random = np.random.default_rng(seed)
-    shapes = _shapes(BLOCKS, HIDDEN, FEED_FORWARD)
     kind = gguf.GGMLQuantizationType[quantisation]
+    super_block = gguf.GGML_QUANT_SIZES[kind][0] == 256
+    hidden, width = (256, 256) if super_block else (HIDDEN, FEED_FORWARD)
+    writer = _writer(file, BLOCKS, hidden, width if super_block else said_feed_forward)
+    random = np.random.default_rng(seed)
+    shapes = _shapes(BLOCKS, hidden, width)
     shapes.pop(without.removesuffix(".weight"), None)
     for name, shape in shapes.items():
         if len(shape) == 1:
             norm = np.full(shape, 1.25, np.float32)
             writer.add_tensor(f"{name}.weight", norm + np.float32(1e-6) if fine_norms else norm)
         else:
-            values = random.normal(0, 0.3, shape).astype(np.float32)
-            writer.add_tensor(f"{name}.weight", gguf.quants.quantize(values, kind), raw_dtype=kind)
+            writer.add_tensor(f"{name}.weight", stored_rows(quantisation, shape, random), raw_dtype=kind)
     for name, values in (extra or {}).items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()
@@ -51,6 +53,30 @@ def write_tiny_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+SCALES = {
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
+    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,),
+}  # fmt: skip
+"""Where in a block of a kind its float16 scales are."""
+
+
+def stored_rows(quantisation: str, shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
+    """Random weights as a GGUF file has them: values quantised, or random bytes of kinds that `gguf` only reads."""
+    kind = gguf.GGMLQuantizationType[quantisation]
+    try:
+        rows: np.ndarray = gguf.quants.quantize(random.normal(0, 0.3, shape).astype(np.float32), kind)
+        return rows
+    except NotImplementedError:
+        inputs, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = random.integers(0, 256, (*shape[:-1], shape[-1] // inputs, size), dtype=np.uint8)
+    for place in SCALES.get(quantisation, ()):
+        scales = random.uniform(-0.002, 0.002, (*blocks.shape[:-1], 1)).astype(np.float16)
+        blocks[..., place : place + 2] = scales.view(np.uint8)
+    if quantisation == "MXFP4":
+        blocks[..., 0] = random.integers(118, 124, blocks.shape[:-1])
+    return blocks.reshape(*shape[:-1], -1)
 
 
 def write_sparse_gguf(file: Path, blocks: int, hidden: int, feed_forward: int) -> Path:

@@ -15,10 +15,13 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import ModelError, raise_for_memory, reason_of
-from ..models.quantisation import Quantisation, held_bytes
+from ..models.checkpoint import GGUF_NOTE, Checkpoint
+from ..models.quantisation import Kernels, Quantisation, held_bytes
 from .cache import BlockCacheSpec
-from .config import choose_dtype, read_config
-from .skeleton import Skeleton, build
+from .config import choose_device, choose_dtype, read_config
+from .kernels.choice import native_kernels
+from .kernels.packing import packed_bytes
+from .skeleton import Skeleton, build, stored_weights
 from .span_adapter import linear_shapes
 from .stack import BlockStack
 
@@ -141,24 +144,34 @@ def cache_specs(
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """Bytes: of each block of a model as a server holds it, before it is quantised, and of one value of an attention
-    cache."""
+    """Bytes: of each block of a model as a server holds it, opened, and of one value of an attention cache."""
 
     held: tuple[int, ...]
     whole: tuple[int, ...]
     item: int
 
 
-def block_sizes(folder: Path, dtype: str, quantisation: Quantisation) -> BlockSizes:
-    """The sizes of the blocks of the model in `folder`, of which only the configuration has to be there.
+def block_sizes(
+    folder: Path, dtype: str, quantisation: Quantisation, kernels: Kernels = "torch", device: str = "cpu"
+) -> BlockSizes:
+    """The sizes of the blocks of the model in `folder`, of which only the configuration has to be there, and of GGUF
+    files the headers.
 
     Raises:
         ModelError, BadInput: as `open_skeleton`.
+        MachineError: as `native_kernels`.
     """
     skeleton = open_skeleton(folder, dtype)
+    stored = None
+    if quantisation == "none" and (folder / GGUF_NOTE).is_file():
+        native = native_kernels(kernels, choose_device(device), skeleton.dtype)
+        stored = None if native is None else stored_weights(skeleton, Checkpoint(folder, skeleton.num_blocks))
     held, whole = [], []
-    for block in skeleton.blocks:
+    for number, block in enumerate(skeleton.blocks):
         values = list(block.parameters())
         whole.append(sum(value.nbytes for value in values))
-        held.append(sum(held_bytes(quantisation, tuple(value.shape), value.nbytes) for value in values))
+        if stored is None:
+            held.append(sum(held_bytes(quantisation, tuple(value.shape), value.nbytes) for value in values))
+        else:
+            held.append(packed_bytes(stored, skeleton, number, block))
     return BlockSizes(tuple(held), tuple(whole), skeleton.dtype.itemsize)

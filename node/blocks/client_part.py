@@ -400,7 +400,7 @@ def load_client(folder: Path, *, device: str = "auto", dtype: str = "auto", kern
     with Checkpoint(folder, skeleton.num_blocks) as weights:
         client = ClientModel(skeleton, target)
         fill(skeleton, weights, lambda block: block is None, target)
-        use_packed_head(skeleton.model, folder, weights, native_kernels(kernels, target, skeleton.dtype))
+        use_packed_head(skeleton, weights, native_kernels(kernels, target, skeleton.dtype))
     use_dots([skeleton.model])
     model = skeleton.model
     model.config.name_or_path = str(folder)

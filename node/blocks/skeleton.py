@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -29,6 +29,8 @@ from transformers.utils import logging
 from ...protocols.ids import Span
 from ..errors import ModelError, reason_of
 from ..models.checkpoint import Checkpoint
+from ..models.folder import read_config as read_raw_config
+from ..models.gguf.weights import GgufWeights
 
 _LANGUAGE_PART = re.compile(r"^(model\.)?language_model\.")
 
@@ -60,6 +62,7 @@ class Skeleton:
         list_name: the name of the list of blocks in `decoder`.
         dtype: what the model computes in.
         parameters: everything that the whole model wants from a checkpoint, on the meta device.
+        tied: the names of those that are others of them.
     """
 
     model: PreTrainedModel
@@ -68,6 +71,7 @@ class Skeleton:
     list_name: str
     dtype: torch.dtype
     parameters: dict[str, Any]
+    tied: tuple[str, ...]
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -192,7 +196,8 @@ def build(config: PreTrainedConfig, dtype: torch.dtype) -> Skeleton:
         raise ModelError(f"petalnode cannot tell which layers of a {name!r} model are its blocks")
     decoder_path, list_name = found[0]
     decoder = modules[decoder_path]
-    return Skeleton(model, decoder, decoder_path, list_name, dtype, model.state_dict())
+    tied = tuple(getattr(model, "all_tied_weights_keys", None) or {})
+    return Skeleton(model, decoder, decoder_path, list_name, dtype, model.state_dict(), tied)
 
 
 def _refuse_outside_inputs(config: PreTrainedConfig) -> None:
@@ -223,9 +228,10 @@ def fill(
         ModelError: weights are missing, unexpected or of another shape; it names them.
     """
     model, mapping = skeleton.model, get_model_conversion_mapping(skeleton.model)
+    stored = stored_weights(skeleton, weights)
     chosen = {
-        name: weights.slice(key)
-        for key, name, place in _places(skeleton, weights, mapping)
+        name: weights.slice(key) if stored is None else _Opened(stored, key)
+        for key, name, place in _places(skeleton, weights.keys if stored is None else tuple(stored.sources), mapping)
         if wanted(skeleton.block_of(place)) and place not in there
     }
     load = LoadStateDictConfig(
@@ -248,13 +254,31 @@ def fill(
     model.eval()
 
 
-def _places(skeleton: Skeleton, weights: Checkpoint, mapping: list[Any]) -> Iterator[tuple[str, str, str]]:
-    """Every key of the checkpoint that is the language model's: the key, its name there, the parameter that it fills
-    (the first, if several).
+def stored_weights(skeleton: Skeleton, weights: Checkpoint) -> GgufWeights | None:
+    """The weights as parameters of the model, if they are those of GGUF files."""
+    if not weights.gguf:
+        return None
+    shapes = {name: tuple(weight.shape) for name, weight in skeleton.parameters.items()}
+    return GgufWeights(weights.gguf, read_raw_config(weights.folder), shapes, skeleton.tied)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A parameter of GGUF files as a lazy handle: `[...]` reads and opens it."""
+
+    stored: GgufWeights
+    name: str
+
+    def __getitem__(self, place: object) -> torch.Tensor:
+        return self.stored.values(self.name)
+
+
+def _places(skeleton: Skeleton, keys: Sequence[str], mapping: list[Any]) -> Iterator[tuple[str, str, str]]:
+    """Every one of a checkpoint's keys that is the language model's: the key, its name there, the parameter that it
+    fills (the first, if several).
     """
     renamings = [step for step in mapping if isinstance(step, WeightRenaming)]
     converters = [step for step in mapping if isinstance(step, WeightConverter)]
-    keys = weights.keys
     wrapped = any(_LANGUAGE_PART.match(key) for key in keys)
     for key in keys:
         name = _inner_name(key) if wrapped else key

@@ -1,4 +1,4 @@
-"""The weights of a model folder: safetensors, in one file or in shards.
+"""The weights of a model folder: safetensors, in one file or in shards, or GGUF files elsewhere, which a note names.
 
 Headers are read without torch and checked before use, as files are truncated by failed copies. The format of a file: 8
 bytes little-endian length, that many bytes of JSON (key -> dtype, shape, offsets relative to the end of the header),
@@ -8,28 +8,28 @@ then the tensors' bytes, row-major.
 from __future__ import annotations
 
 import json
-import os
-import re
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Final, Self
 
 from ...crypto.bounded_json import BadJson, JsonLimits, parse_json_object
 from ...crypto.safetensors_header import LENGTH_BYTES, BadHeader, header_limits, parse_header
 from ..errors import ModelError, memory_needed
 from .folder import num_blocks as blocks_in
 from .folder import read_config
+from .gguf.header import read_gguf_header
 from .parts import Part, find_layout, group_by_part, parts_of_need
-
-if TYPE_CHECKING:
-    import torch
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_SHARD_BYTES = 1 << 30
+_WIDE: Final = ("F32", "F16", "BF16")
+GGUF_NOTE: Final = "gguf.json"
+"""Of a folder whose weights are those of GGUF files: where these are."""
+_NOTE_LIMITS = JsonLimits(nbytes=8 << 20, values=2000, depth=3)
 _MAX_HEADER_BYTES = 64 << 20
 _MAX_TENSORS = 200_000
 """In one file; the largest checkpoints have 100,000 in all of theirs."""
@@ -39,7 +39,7 @@ _AGAIN = "Copy or download it again."
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor in a file: its bytes are `file[start:end]`. `dtype` is in the format's words ("F32", "BF16")."""
+    """One tensor in a file: its bytes are `file[start:end]`. `dtype` is in the format's words ("F32", "Q4_K")."""
 
     key: str
     file: Path
@@ -92,7 +92,7 @@ def read_header(file: Path, most: int = _MAX_TENSORS) -> Mapping[str, StoredTens
 
 
 class Checkpoint:
-    """The tensors of a model folder.
+    """The tensors of a model folder. Those of GGUF files have the names that they have there.
 
     Opening reads the index, or the header of the single file. Shards are opened as they are asked for, so a
     folder that holds only the shards of some blocks is as good as a whole one for those blocks. A context manager,
@@ -111,8 +111,11 @@ class Checkpoint:
         self._headers: dict[str, Mapping[str, StoredTensor]] = {}
         self._open = ExitStack()
         self._mapped: dict[str, Any] = {}
-        index = self.folder / INDEX
-        if index.is_file():
+        index, note = self.folder / INDEX, self.folder / GGUF_NOTE
+        self.gguf = read_gguf_note(note) if note.is_file() else ()
+        if self.gguf:
+            self.file_of = {key: str(file) for file in self.gguf for key in self._header(str(file))}
+        elif index.is_file():
             self.file_of = read_index(index)
         elif (self.folder / SINGLE).is_file():
             self.file_of = dict.fromkeys(self._header(SINGLE), SINGLE)
@@ -158,8 +161,13 @@ class Checkpoint:
         """Bytes of the part's tensors in the files."""
         return sum(tensor.nbytes for tensor in self.tensors(part))
 
+    def opened_nbytes(self, part: Part) -> int:
+        """The same where tensors of fewer than 16 bits a value are opened to float32."""
+        tensors = self.tensors(part)
+        return sum(held.nbytes if held.dtype in _WIDE or not self.gguf else 4 * prod(held.shape) for held in tensors)
+
     def slice(self, key: str) -> Any:
-        """safetensors' lazy handle on one tensor, as torch has it: `[...]` reads it from the memory-mapped file.
+        """safetensors' lazy handle on a tensor of one of its files, as torch has it: `[...]` reads the mapped file.
 
         Raises:
             ModelError: as `tensor`.
@@ -200,8 +208,39 @@ class Checkpoint:
 
     def _header(self, file: str) -> Mapping[str, StoredTensor]:
         if file not in self._headers:
-            self._headers[file] = read_header(self.folder / file)
+            path = self.folder / file
+            self._headers[file] = _gguf_tensors(path) if path in self.gguf else read_header(path)
         return self._headers[file]
+
+
+def _gguf_tensors(file: Path) -> Mapping[str, StoredTensor]:
+    return {
+        tensor.name: StoredTensor(
+            tensor.name, file, tensor.kind, tensor.shape, tensor.start, tensor.start + tensor.nbytes
+        )
+        for tensor in read_gguf_header(file).tensors
+    }
+
+
+def read_gguf_note(note: Path) -> tuple[Path, ...]:
+    """The GGUF files that a folder's note names.
+
+    Raises:
+        ModelError: it is malformed.
+    """
+    try:
+        with note.open("rb") as stream:
+            files = parse_json_object(stream.read(_NOTE_LIMITS.nbytes + 1), _NOTE_LIMITS)["files"]
+        return tuple(note.parent / str(file) for file in files)
+    except OSError as error:
+        raise ModelError(f"Cannot read {note}: {error.strerror}.") from error
+    except (BadJson, KeyError, TypeError):
+        raise ModelError(f"{note} is damaged (no JSON with files). Remove its folder.") from None
+
+
+def write_gguf_note(folder: Path, files: Iterable[str]) -> None:
+    """Says in `folder` that its weights are those of these files, absolute or relative to the folder."""
+    (folder / GGUF_NOTE).write_text(json.dumps({"files": list(files)}) + "\n")
 
 
 def read_index(index: Path) -> dict[str, str]:
@@ -246,60 +285,3 @@ def _no_weights(folder: Path) -> str:
     if gguf:
         return f"{folder} has no safetensors weights. For the GGUF in it, give the file: {folder / gguf[0]}"
     return f"{folder} has no weights ({SINGLE}, or shards with {INDEX}). Copy or download them."
-
-
-class ShardWriter:
-    """Takes tensors group by group and writes a shard whenever the next group would make it larger than 1 GiB.
-
-    Not thread-safe. Nothing is usable in the folder before `close`, which gives the files their names.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._waiting: dict[str, torch.Tensor] = {}
-        self._shards: list[tuple[Path, list[str]]] = []
-        self._total = 0
-
-    def add(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Keeps `tensors` (contiguous, on the CPU) for the current shard; keys must be new."""
-        if self._waiting and _nbytes(self._waiting) + _nbytes(tensors) > _SHARD_BYTES:
-            self._write()
-        self._waiting.update(tensors)
-
-    def close(self) -> None:
-        """Writes the last shard, and the index if there are several."""
-        self._write()
-        if len(self._shards) == 1:
-            self._shards[0][0].rename(self._folder / SINGLE)
-            return
-        weight_map = {}
-        for number, (file, keys) in enumerate(self._shards, start=1):
-            name = f"model-{number:05}-of-{len(self._shards):05}.safetensors"
-            file.rename(self._folder / name)
-            weight_map.update(dict.fromkeys(keys, name))
-        index = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(weight_map.items()))}
-        (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-    def _write(self) -> None:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
-        if not self._waiting:
-            return
-        file = self._folder / f"shard-{len(self._shards)}.partial"
-        try:
-            save_file(self._waiting, file, metadata={"format": "pt"})
-        except SafetensorError as error:
-            # it keeps the operating system's reason in its text alone
-            reason = re.search(r"os error (\d+)", str(error))
-            if reason is None:
-                raise
-            raise OSError(int(reason[1]), os.strerror(int(reason[1])), str(file)) from error
-        file.chmod(0o644)  # written as 0600, unlike the files beside it: other users may share the cache
-        self._shards.append((file, list(self._waiting)))
-        self._total += _nbytes(self._waiting)
-        self._waiting = {}
-
-
-def _nbytes(tensors: dict[str, torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors.values())

@@ -22,7 +22,7 @@ Need: TypeAlias = Literal["client", "all", "config"] | Span
 
 _HEAD_MODULES = frozenset(
     {
-        *("norm", "ln_f", "norm_f", "final_norm", "final_layernorm", "final_layer_norm", "project_out"),
+        *("norm", "ln_f", "norm_f", "final_norm", "final_layernorm", "final_layer_norm", "project_out", "output_norm"),
         *("lm_head", "embed_out", "output", "score", "classifier", "qa_outputs"),
     }
 )

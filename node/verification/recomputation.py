@@ -280,7 +280,7 @@ class Recomputation:
         if not wanted:
             return []
         with Checkpoint(self._folder, num_blocks(read_config(self._folder))) as weights:
-            sizes = {block: weights.nbytes(block) for block in wanted}
+            sizes = {block: weights.opened_nbytes(block) for block in wanted}
         groups: list[Span] = []
         room = 0
         for block in sorted(wanted):

@@ -18,8 +18,8 @@ from petalnode.node.models.adapter import read_adapter
 from petalnode.node.models.adapter_note import parse_note
 from petalnode.node.models.checkpoint import Checkpoint, read_header, read_index
 from petalnode.node.models.folder import open_folder
+from petalnode.node.models.gguf.header import read_gguf_header
 from petalnode.node.models.manifest import canonical_architecture
-from petalnode.node.models.sources.gguf_header import read_gguf_header
 from petalnode.node.placement.planning.machines_file import fleet_of, read_machines
 from petalnode.node.trust.bundle import BadBundle, Bundle
 from petalnode.node.tuning.adapter_files import check_adapter

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from petalnode.node.blocks.architecture import block_sizes
 from petalnode.node.blocks.cache import SpanCache
 from petalnode.node.blocks.client_part import load_client
 from petalnode.node.blocks.kernels import choice, library, packing, step
@@ -21,7 +22,7 @@ from petalnode.node.blocks.span_adapter import AdapterRows, SpanAdapter
 from petalnode.node.errors import MachineError
 from petalnode.node.models.manifest import compute_manifest
 from petalnode.node.models.progress import no_progress
-from petalnode.node.models.sources.gguf_import import import_gguf
+from petalnode.node.models.sources.gguf_files import open_gguf
 from petalnode.node.verification.judging import distance
 from petalnode.node.verification.tolerances import Kind, find_tolerance
 from petalnode.protocols.ids import Span
@@ -48,7 +49,7 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def gguf_folder(tmp_path: Path) -> Path:
-    return import_gguf(write_tiny_gguf(tmp_path / "tiny.gguf"), no_progress).path
+    return open_gguf(write_tiny_gguf(tmp_path / "tiny.gguf"), no_progress).path
 
 
 def pair(folder: Path, span: Span = SPAN, quantisation: str = "none") -> tuple[BlockSpan, BlockSpan]:
@@ -320,41 +321,43 @@ def test_gradients_through_packed_weights(gguf_folder: Path) -> None:
 
 
 @needs_kernels
-def test_packed_blocks_are_kept_on_the_disk(gguf_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    span = Span(0, BLOCKS)
-    first = load_span(gguf_folder, span, dtype="float32", device="cpu", kernels="native")
-    monkeypatch.setattr(TiledMatrix, "pack", lambda weight: pytest.fail("packed again"))
-    second = load_span(gguf_folder, span, dtype="float32", device="cpu", kernels="native")
-    for one, other in zip(conversation(first), conversation(second), strict=True):
-        assert torch.equal(one, other)
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [("Q4_0", "q4_half"), ("Q8_0", "q8_half"), ("Q4_K", "q4_k"), ("Q5_K", "q5_k"), ("Q6_K", "q6_k"), ("BF16", "bf16")],
+)
+def test_steps_with_the_kinds_that_people_have(tmp_path: Path, kind: str, form: str) -> None:
+    folder = open_gguf(write_tiny_gguf(tmp_path / "tiny.gguf", kind), no_progress)
+    by_torch, native = pair(folder.path, Span(0, BLOCKS))
+    matrix = native.stack.blocks[0].mlp.down_proj.matrix
+    assert isinstance(matrix, TiledMatrix) and matrix.form == form and native.step is not None
+    for seed in (0, 1):
+        hidden = torch.randn(2, 6, native.hidden_size, generator=torch.Generator().manual_seed(seed))
+        found = []
+        for blocks in (by_torch, native):
+            cache = blocks.make_cache(2, 6)
+            found.append(blocks.forward(hidden[:, :5], cache))
+            found += blocks.decode([(hidden[:, 5:], cache)])
+        assert off(found[2], found[0]) < 1e-5 and off(found[3], found[1]) < 1e-5
 
 
 @needs_kernels
-def test_a_damaged_packed_block_is_made_again(gguf_folder: Path) -> None:
-    span = Span(0, BLOCKS)
-    first = conversation(load_span(gguf_folder, span, dtype="float32", device="cpu", kernels="native"))
-    files = list(Path(gguf_folder).parents[1].glob("quantised/packed*"))
-    assert len(files) == BLOCKS
-    data = bytearray(files[0].read_bytes())
-    data[-5] ^= 1
-    files[0].write_bytes(data)
-    again = conversation(load_span(gguf_folder, span, dtype="float32", device="cpu", kernels="native"))
-    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+def test_what_the_plan_says_is_what_the_blocks_take(tmp_path: Path) -> None:
+    for kind in ("Q4_0", "Q6_K", "Q2_K"):
+        folder = open_gguf(write_tiny_gguf(tmp_path / f"{kind}.gguf", kind), no_progress)
+        for kernels in ("native", "torch"):
+            sizes = block_sizes(folder.path, "float32", "none", kernels)
+            blocks = load_span(folder.path, Span(0, 2), dtype="float32", device="cpu", kernels=kernels)
+            assert sum(sizes.held[:2]) == blocks.weight_bytes, (kind, kernels)
+        if kind != "Q2_K":
+            assert sizes.whole[0] > 3 * block_sizes(folder.path, "float32", "none", "native").held[0]
 
 
 @needs_kernels
 def test_the_model_version_does_not_depend_on_the_form(tmp_path: Path) -> None:
-    folder = import_gguf(write_tiny_gguf(tmp_path / "tiny.gguf"), no_progress)
+    folder = open_gguf(write_tiny_gguf(tmp_path / "tiny.gguf"), no_progress)
     before = compute_manifest(folder).version
     load_span(folder.path, Span(0, BLOCKS), dtype="float32", device="cpu", kernels="native")
     assert compute_manifest(folder).version == before
-
-
-@needs_kernels
-def test_packed_weights_that_are_slower_stay_float32(gguf_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "quicker", lambda *given: False)
-    blocks = load_span(gguf_folder, Span(0, BLOCKS), dtype="float32", device="cpu", kernels="auto")
-    assert not any(isinstance(module, QuantisedLinear) for block in blocks.stack.blocks for module in block.modules())
 
 
 @needs_kernels
@@ -466,9 +469,6 @@ def test_the_clients_head_by_the_kernels(gguf_folder: Path, monkeypatch: pytest.
     labels = torch.arange(6).unsqueeze(0)
     expected = by_torch.loss_gradient(values(1, 6), labels)
     assert torch.equal(native.loss_gradient(values(1, 6), labels), expected)
-    monkeypatch.setattr(TiledMatrix, "pack", lambda weight: pytest.fail("packed again"))
-    again = load_client(gguf_folder, device="cpu", dtype="float32", kernels="native")
-    assert torch.equal(again.head(values(1, 3)), native.head(values(1, 3)))
 
 
 @needs_kernels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import tracemalloc
 from pathlib import Path
@@ -9,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from petalnode.node.errors import ModelError
-from petalnode.node.models.sources import gguf_header
-from petalnode.node.models.sources.gguf_header import read_gguf_header
+from petalnode.node.models.gguf import header as gguf_header
+from petalnode.node.models.gguf.header import read_gguf_header
 
 UINT8, UINT32, TEXT, ARRAY = 0, 4, 8, 9
 
@@ -72,6 +73,35 @@ def test_a_text_as_long_as_the_file_is_not_read(tmp_path: Path, kind: str) -> No
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
+
+
+def entry(name: bytes, *shape: int, kind: int = 0, offset: int = 0) -> bytes:
+    """A tensor of the table; `shape` as the file has it, fastest dimension first."""
+    sizes = b"".join(size.to_bytes(8, "little") for size in shape)
+    numbers = len(shape).to_bytes(4, "little") + sizes + kind.to_bytes(4, "little") + offset.to_bytes(8, "little")
+    return len(name).to_bytes(8, "little") + name + numbers
+
+
+@pytest.mark.parametrize(
+    ("entries", "says"),
+    [
+        ((entry(b"a", 32, 4), entry(b"b", 32, 4, offset=511)), "'a' and 'b' at the same bytes"),
+        ((entry(b"b", 32, 4, offset=32), entry(b"a", 32, 4)), "'a' and 'b' at the same bytes"),
+        ((entry(b"a", 32), entry(b"a", 32, offset=128)), "two tensors of one name"),
+        ((entry(b"a", 32, offset=1 << 63),), "truncated: its tensors end at"),
+        ((entry(b"a", 32, 1 << 62),), "truncated: its tensors end at"),
+        ((entry(b"a", 32, 0),), "impossible shape"),
+        ((entry(b"a"),), "impossible shape"),
+        ((entry(b"a", 31, kind=2),), "impossible shape"),
+        ((entry(b"a", 32, kind=77),), r"a quantisation \(77\) that is not known"),
+        ((entry(b"\xff\xfe", 32),), "damaged in its header"),
+    ],
+)
+def test_tensors_that_cannot_be_where_they_are_said_to_be(
+    tmp_path: Path, entries: tuple[bytes, ...], says: str
+) -> None:
+    said = written(tmp_path / "lies.gguf", *entries, tensors=len(entries), keys=0, size=4096)
+    assert re.search(says, refusal(said))
 
 
 def test_arrays_in_arrays_without_end_are_refused(tmp_path: Path) -> None:

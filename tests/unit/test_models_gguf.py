@@ -1,24 +1,29 @@
-"""A GGUF file becomes an ordinary folder with the same weights and the same tokenizer, or a clear refusal."""
+"""A GGUF file is served as it is: the values and tokenizer that transformers reads out of it, or a clear refusal."""
 
 from __future__ import annotations
 
+import logging as standard_logging
 import math
+import os
 import sys
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
+from petalnode.node.blocks.architecture import open_skeleton
+from petalnode.node.blocks.skeleton import fill
 from petalnode.node.errors import MachineError, ModelError
-from petalnode.node.models import Checkpoint, compute_manifest, resolve
-from petalnode.node.models.sources import gguf_import
-from petalnode.node.models.sources.gguf_header import read_gguf_header
+from petalnode.node.models import EMBEDDINGS, HEAD, Checkpoint, ModelFolder, compute_manifest, resolve
+from petalnode.node.models.digests import part_digests
+from petalnode.node.models.gguf.header import read_gguf_header
+from petalnode.node.models.gguf.stored import stored_rows
 from tests.swarm import warm_python
 from tests.tiny_gguf import BLOCKS, CHAT_TEMPLATE, VOCABULARY, write_tiny_gguf
 
@@ -46,19 +51,36 @@ def as_transformers_reads(file: Path) -> PreTrainedModel:
     return model.eval()
 
 
-def test_quantised_weights_are_what_transformers_reads(tmp_path: Path) -> None:
-    file = write_tiny_gguf(tmp_path / "tiny.gguf", "Q4_1")
+def as_served(folder: ModelFolder) -> PreTrainedModel:
+    """The whole model, opened as a server without kernels and a client have it."""
+    skeleton = open_skeleton(folder.path)
+    with Checkpoint(folder.path, folder.num_blocks) as weights:
+        fill(skeleton, weights, lambda block: True, torch.device("cpu"))
+    return skeleton.model
+
+
+KINDS = (
+    "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
+    "IQ4_XS", "MXFP4",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_what_transformers_reads(tmp_path: Path, kind: str) -> None:
+    file = write_tiny_gguf(tmp_path / "tiny.gguf", kind)
+    before = file.stat()
     folder = resolve(file)
-    assert (folder.name, folder.num_blocks, folder.hidden_size) == ("tiny", BLOCKS, 64)
-    theirs = as_transformers_reads(file)
-    ours = AutoModelForCausalLM.from_pretrained(folder.path)
-    assert ours.dtype == torch.float32
+    assert (folder.name, folder.num_blocks) == ("tiny", BLOCKS)
+    theirs, ours = as_transformers_reads(file), as_served(folder)
+    assert str(ours.dtype) == {"F16": "torch.float16", "BF16": "torch.bfloat16"}.get(kind, "torch.float32")
     expected, found = theirs.state_dict(), ours.state_dict()
     assert expected.keys() == found.keys()
     for key in expected:
-        assert torch.equal(expected[key], found[key]), key
+        assert torch.equal(expected[key], found[key].float()), key
     tokens = torch.arange(9)[None] * 7
-    assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
+    assert torch.equal(ours.float()(tokens).logits, theirs(tokens).logits)
+    assert sum(made.stat().st_size for made in folder.path.iterdir()) < 64 << 10  # no weights
+    assert (file.stat().st_mtime_ns, file.stat().st_size) == (before.st_mtime_ns, before.st_size)
 
 
 def test_the_configuration_is_what_transformers_reads(tmp_path: Path) -> None:
@@ -81,7 +103,7 @@ def test_the_tokenizer_survives(tmp_path: Path) -> None:
         assert ours.decode(ours(text).input_ids) == theirs.decode(theirs(text).input_ids)
     assert ours.chat_template == theirs.chat_template == CHAT_TEMPLATE
     assert (ours.bos_token_id, ours.eos_token_id, len(ours)) == (1, 2, len(theirs))
-    assert AutoModelForCausalLM.from_pretrained(folder.path).generation_config.eos_token_id == 2
+    assert '"eos_token_id": 2' in (folder.path / "generation_config.json").read_text()
 
 
 @pytest.mark.parametrize(
@@ -97,32 +119,50 @@ def test_half_precision_is_kept_where_it_holds_every_value(
     tmp_path: Path, quantisation: str, fine_norms: bool, dtype: torch.dtype
 ) -> None:
     file = write_tiny_gguf(tmp_path / "tiny.gguf", quantisation, fine_norms=fine_norms)
-    folder = resolve(file)
-    weights = load_file(folder.path / "model.safetensors")
-    assert {weight.dtype for weight in weights.values()} == {dtype}
-    theirs = as_transformers_reads(file).state_dict()
-    for key, weight in weights.items():
-        assert torch.equal(weight.float(), theirs[key]), key
+    assert as_served(resolve(file)).dtype == dtype
 
 
-def test_a_file_is_imported_once_whatever_it_is_called(tmp_path: Path) -> None:
+def test_a_file_is_read_once_and_again_when_its_header_changes(tmp_path: Path) -> None:
     file = write_tiny_gguf(tmp_path / "tiny.gguf")
     first = resolve(file)
-    before = (first.path / "model.safetensors").stat().st_mtime_ns
-    again = resolve(file.rename(tmp_path / "other.gguf"))
-    assert again.path == first.path
-    assert again.name == "other"
-    assert (first.path / "model.safetensors").stat().st_mtime_ns == before
+    before = (first.path / "tokenizer.json").stat().st_mtime_ns
+    assert resolve(file).path == first.path
+    assert (first.path / "tokenizer.json").stat().st_mtime_ns == before
+    write_tiny_gguf(file, "Q8_0")
+    assert resolve(file).path != first.path
 
 
-def test_an_import_is_the_same_on_every_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_version_is_that_of_the_bytes_wherever_the_file_is(tmp_path: Path) -> None:
+    file = write_tiny_gguf(tmp_path / "tiny.gguf")
+    first = compute_manifest(resolve(file))
+    moved = file.rename(tmp_path / "other.gguf")
+    assert resolve(moved).name == "other"
+    assert compute_manifest(resolve(moved)).version == first.version
+    data = bytearray(moved.read_bytes())
+    place = next(held for held in read_gguf_header(moved).tensors if held.name == "blk.1.attn_q.weight")
+    data[place.start + 7] ^= 1
+    moved.write_bytes(data)
+    second = compute_manifest(resolve(moved))
+    assert [one == other for one, other in zip(first.blocks, second.blocks, strict=True)] == [True, False, True]
+    assert (second.embeddings, second.head) == (first.embeddings, first.head)
+
+
+def test_parts_are_embeddings_blocks_and_head(tmp_path: Path) -> None:
+    folder = resolve(write_tiny_gguf(tmp_path / "tiny.gguf"))
+    parts = Checkpoint(folder.path, folder.num_blocks).parts
+    assert parts[EMBEDDINGS] == ("token_embd.weight",)
+    assert parts[HEAD] == ("output.weight", "output_norm.weight")
+    assert len(parts[1]) == 9 and all(name.startswith("blk.1.") for name in parts[1])
+
+
+def test_a_file_has_one_version_on_every_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write_tiny_gguf(tmp_path / "tiny.gguf")
     first = compute_manifest(resolve(file)).version
     monkeypatch.setenv("PETALNODE_CACHE", str(tmp_path / "elsewhere"))
     assert compute_manifest(resolve(file)).version == first
 
 
-def test_processes_that_start_at_once_import_once(tmp_path: Path, cache: Path) -> None:
+def test_processes_that_start_at_once_convert_the_tokenizer_once(tmp_path: Path, cache: Path) -> None:
     file = write_tiny_gguf(tmp_path / "tiny.gguf")
     script = (
         "import sys; from petalnode.node.models import resolve\n"
@@ -142,18 +182,22 @@ def test_what_a_killed_import_left_is_no_model(tmp_path: Path, cache: Path) -> N
     file = write_tiny_gguf(tmp_path / "tiny.gguf")
     whole = resolve(file).path
     left = whole.rename(whole.with_name(f"{whole.name}.partial"))
-    (left / "model.safetensors").write_bytes(b"half of it")
+    (left / "tokenizer.json").write_bytes(b"half of it")
     (left / "surprise.txt").write_text("x")
     assert resolve(file).path == whole
     assert not left.exists()
     assert not (whole / "surprise.txt").exists()
 
 
-def test_a_damaged_import_says_how_to_repeat_it(tmp_path: Path) -> None:
+def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
     file = write_tiny_gguf(tmp_path / "tiny.gguf")
-    (resolve(file).path / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match="petalnode's own import: remove it to import again"):
-        resolve(file)
+    folder = resolve(file)
+    file.unlink()
+    with pytest.raises(ModelError, match=r"Cannot read .*tiny\.gguf: No such file"):
+        Checkpoint(folder.path)
+    (folder.path / "gguf.json").write_text("[]")
+    with pytest.raises(ModelError, match=r"gguf\.json is damaged"):
+        Checkpoint(folder.path)
 
 
 def test_scaled_rotary_frequencies_are_kept(tmp_path: Path) -> None:
@@ -164,7 +208,7 @@ def test_scaled_rotary_frequencies_are_kept(tmp_path: Path) -> None:
     assert factors.min() == 1
     assert factors.max() == 32
     folder = resolve(write_tiny_gguf(tmp_path / "tiny.gguf", extra={"rope_freqs.weight": factors}))
-    model = AutoModelForCausalLM.from_pretrained(folder.path)
+    model = as_served(folder)
     assert np.allclose(model.model.rotary_emb.inv_freq.numpy(), frequencies / factors, rtol=1e-5)
 
 
@@ -188,7 +232,7 @@ def test_a_file_that_leaves_a_tensor_out_is_not_imported(tmp_path: Path, without
         resolve(write_tiny_gguf(tmp_path / "tiny.gguf", without=without))
 
 
-def test_a_failed_import_leaves_nothing(tmp_path: Path, cache: Path) -> None:
+def test_a_refused_file_leaves_nothing(tmp_path: Path, cache: Path) -> None:
     extra = {"blk.0.surprise.weight": np.zeros(4, np.float32)}
     with pytest.raises(ModelError, match=r"blk\.0\.surprise\.weight"):
         resolve(write_tiny_gguf(tmp_path / "tiny.gguf", extra=extra))
@@ -204,10 +248,12 @@ def test_a_truncated_file_is_named(tmp_path: Path, keep: int) -> None:
         resolve(file)
 
 
-def test_a_full_disk_is_said_before_the_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+def test_a_full_disk_is_said_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
     file = write_tiny_gguf(tmp_path / "tiny.gguf")
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1 << 20}))
-    with pytest.raises(MachineError, match=r"needs 6\d MiB .* has 1 MiB free") as caught:
+    with pytest.raises(MachineError, match=r"needs 64 MiB .* has 1 MiB free") as caught:
         resolve(file)
     assert caught.value.exit_code == 4
 
@@ -223,24 +269,76 @@ def test_the_header_gives_every_tensor_its_place(tmp_path: Path) -> None:
     assert tensors["blk.0.ffn_down.weight"].shape == (64, 96)
 
 
-def test_large_models_are_written_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def split(file: Path, folder: Path, *, names: str = "model-{:05}-of-00003.gguf", count: int = 3) -> list[Path]:
+    """The model of a file in three parts, as llama.cpp's gguf-split makes them."""
+    reader = gguf.GGUFReader(file)
+    parts = []
+    for number in range(count):
+        parts.append(folder / names.format(number + 1))
+        writer = gguf.GGUFWriter(parts[-1], "llama")
+        for name, held in reader.fields.items() if number == 0 else ():
+            if name.startswith("GGUF.") or name == "general.architecture":
+                continue
+            kind = held.types[0]
+            writer.add_key_value(
+                name, held.contents(), kind, held.types[1] if kind == gguf.GGUFValueType.ARRAY else None
+            )
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", count)
+        for tensor in reader.tensors[number::count]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return parts
+
+
+def test_a_model_in_parts_is_that_of_the_whole_file(tmp_path: Path) -> None:
+    whole = write_tiny_gguf(tmp_path / "tiny.gguf")
+    parts = split(whole, tmp_path)
+    for part in parts[:2]:
+        folder = resolve(part)
+        assert compute_manifest(folder).version == compute_manifest(resolve(whole)).version
+    expected, found = as_transformers_reads(whole).state_dict(), as_served(folder).state_dict()
+    assert all(torch.equal(value, found[key]) for key, value in expected.items())
+
+
+def test_parts_that_are_missing_or_misnamed_are_named(tmp_path: Path) -> None:
+    whole = write_tiny_gguf(tmp_path / "tiny.gguf")
+    parts = split(whole, tmp_path)
+    parts[1].rename(tmp_path / "elsewhere.gguf")
+    with pytest.raises(ModelError, match=r"one of 3 parts, of which .*model-00002-of-00003\.gguf is missing"):
+        resolve(parts[0])
+    with pytest.raises(ModelError, match=r"found by their names \(NAME-00001-of-00003\.gguf\)"):
+        resolve(tmp_path / "elsewhere.gguf")
+    parts[1].write_bytes(parts[2].read_bytes())
+    with pytest.raises(ModelError, match=r"model-00002-of-00003\.gguf is not part 2 of 3"):
+        resolve(parts[0])
+
+
+def test_what_an_earlier_version_imported_is_removed_and_said(
+    tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = write_tiny_gguf(tmp_path / "tiny.gguf")
-    whole = compute_manifest(resolve(file)).version
-    monkeypatch.setenv("PETALNODE_CACHE", str(tmp_path / "elsewhere"))
-    monkeypatch.setattr("petalnode.node.models.checkpoint._SHARD_BYTES", 150_000)
+    old, packed = cache / "models" / f"gguf-{'0' * 32}-1", cache / "quantised" / "packed2-float32-cpu-12.safetensors"
+    other = cache / "quantised" / "nf4-float32-cpu-12.safetensors"
+    for path in (old / "model.safetensors", packed, other):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(1000))
+    with caplog.at_level(standard_logging.WARNING):
+        resolve(file)
+        resolve(file)
+    assert [record.message.startswith("removed the float32 copies") for record in caplog.records].count(True) == 1
+    assert not old.exists() and not packed.exists() and other.exists() and file.exists()
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read_is_said(tmp_path: Path) -> None:
+    file = write_tiny_gguf(tmp_path / "tiny.gguf")
     folder = resolve(file)
-    checkpoint = Checkpoint(folder.path)
-    assert len(set(checkpoint.file_of.values())) > 2
-    assert compute_manifest(folder).version == whole
-
-
-def test_what_is_dequantised_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    said: list[str] = []
-    assert gguf_import.word_on_kinds("a.gguf", ["F32", "Q4_K", "IQ4_XS", "Q3_K"]) is None
-    monkeypatch.setattr(gguf_import._log, "warning", lambda form, *arguments: said.append(form % arguments))
-    resolve(write_tiny_gguf(tmp_path / "quiet.gguf", "Q8_0"))
-    assert said == []
-    monkeypatch.setattr(gguf_import, "_DEQUANTISED", frozenset(("Q2_K", "Q4_0")))  # gguf does not write Q2_K
-    resolve(write_tiny_gguf(tmp_path / "wide.gguf", "Q4_0"))
-    assert said == [gguf_import.word_on_kinds("wide.gguf", ["F32", "Q4_0"])]
-    assert "wide.gguf: weights in Q4_0 are dequantised" in said[0]
+    held = max(read_gguf_header(file).tensors, key=lambda tensor: tensor.start)
+    os.truncate(file, file.stat().st_size - 100)
+    with pytest.raises(ModelError, match="became shorter while it was read"):
+        stored_rows(file, held, 0, held.shape[0])
+    with pytest.raises(ModelError, match="is truncated: its tensors end"):
+        part_digests(Checkpoint(folder.path), (HEAD,))

@@ -38,8 +38,17 @@ INLINE V_neon signed4_neon(I_neon w, int j) {
     }
     return r;
 }
-INLINE V_neon table4_neon(I_neon w, int j) {
-    const uint8_t *bytes = (const uint8_t *)NF4_TABLE;
+INLINE V_neon signed6_neon(I_neon low, int j, I_neon high, int k) {
+    V_neon r;
+    FOUR {
+        uint32x4_t four = vandq_u32(vshlq_u32(low.v[part], vdupq_n_s32(-4 * j)), vdupq_n_u32(15));
+        uint32x4_t two = vandq_u32(vshlq_u32(high.v[part], vdupq_n_s32(4 - 2 * k)), vdupq_n_u32(48));
+        r.v[part] = vcvtq_f32_s32(vsubq_s32(vreinterpretq_s32_u32(vorrq_u32(four, two)), vdupq_n_s32(32)));
+    }
+    return r;
+}
+INLINE V_neon table4_neon(I_neon w, int j, const float *values) {
+    const uint8_t *bytes = (const uint8_t *)values;
     uint8x16x4_t table = {{vld1q_u8(bytes), vld1q_u8(bytes + 16), vld1q_u8(bytes + 32), vld1q_u8(bytes + 48)}};
     V_neon r;
     FOUR {

@@ -17,7 +17,7 @@ INLINE int32_t OWN(four_codes)(const int8_t *codes) {
 /* As `tile_product`, for rows `row` .. `row + rows - 1` of x. `bits`: 4 or 8. */
 INLINE void OWN(byte_tile)(const struct matrix *m, int bits, int tiles, int rows, int64_t tile, const struct rounded *x,
                            int64_t row, float *y) {
-    const int half = HALF_SCALES(m->form), offset = HAS_OFFSETS(m->form);
+    const int form = m->form, offset = HAS_OFFSETS(form), less = form == FORM_Q4_HALF; /* codes less 8 */
     const int64_t in = m->in, unit = m->block < ROUND ? m->block : ROUND; /* inputs that share both scales */
     const int64_t held = m->block / unit, blocks = in / m->block, words = bits == 8 ? in * LANES : in / 8 * LANES;
     const int8_t *xs = (bits == 8 ? x->codes8 : x->codes4) + row * in;
@@ -61,16 +61,15 @@ INLINE void OWN(byte_tile)(const struct matrix *m, int bits, int tiles, int rows
         const float *steps = x->scales + (row * in + from) / ROUND, *moved = x->moved + (row * in + from) / ROUND;
         const int32_t *sums = x->sums + (row * in + from) / 16;
         UNROLL for (int t = 0; t < tiles; t++) {
-            int64_t place = ((tile + t) * blocks + block) * LANES;
-            if (left == held) fetch_scales(ahead, t * blocks + block, half, offset);
-            V scale = NAME(number)(m->scales, place, half), add = NAME(zero)();
-            if (offset) add = NAME(number)(m->offsets, place, half);
+            if (left == held) fetch_scales(ahead, t * blocks + block, form, m->block);
+            V add = NAME(zero)(), scale = NAME(scales)(m, form, tile + t, blocks, block, &add);
+            if (less) add = NAME(mul)(scale, NAME(set)(-8.0f));
             UNROLL for (int r = 0; r < rows; r++) {
                 const int32_t *own = sums + r * (in / 16);
                 V sum = bits == 8 ? OWN(whole8)(part[t][r], unit > 16 ? own[0] + own[1] : own[0]) : OWN(whole4)(part[t][r]);
                 V both = NAME(mul)(scale, NAME(set)(steps[r * (in / ROUND)]));
                 total[t][r] = NAME(add)(total[t][r], NAME(mul)(both, sum));
-                if (offset) total[t][r] = NAME(add)(total[t][r], NAME(mul)(add, NAME(set)(moved[r * (in / ROUND)])));
+                if (offset || less) total[t][r] = NAME(add)(total[t][r], NAME(mul)(add, NAME(set)(moved[r * (in / ROUND)])));
             }
         }
         if (!--left) block++, left = held;
@@ -104,7 +103,7 @@ static const struct byte_choice OWN(choices)[2][4] = {{CHOICES(4)}, {CHOICES(8)}
 /* Tiles `tile` .. `end` - 1 for all rows, a few of them at a time, while the tiles' weights stay in a near cache. */
 static void OWN(multiply_bytes)(const struct matrix *m, int64_t tile, int64_t end, const struct rounded *x, int64_t rows,
                                 float *y) {
-    const struct byte_choice *choice = OWN(choices)[m->form == FORM_Q4 || m->form == FORM_Q4_WIDE ? 0 : 1];
+    const struct byte_choice *choice = OWN(choices)[FOUR_BITS(m->form) ? 0 : 1];
     const int64_t from = tile;
     for (int64_t row = 0; row < rows; row += choice->rows) {
         while (choice->rows > rows - row) choice++; /* the largest first, rows of one at the end */

@@ -4,8 +4,8 @@
  * rounding. No dependencies. Here are the forms, what each instruction set has to offer, and the functions that Python
  * calls. products.h and step.h are included once for each instruction set, with ISA defined; `petalnode_select` takes
  * the best one that the processor has. x86.h and arm.h have those, bytes.h products of whole numbers for rows that are rounded,
- * threads.h the threads that help, cache.h how keys and values are held, ahead.h what is fetched early; packing.h finds the
- * forms of weights.
+ * threads.h the threads that help, cache.h how keys and values are held, ahead.h what is fetched early; packing.h brings
+ * weights of a GGUF file into these forms.
  *
  * Three promises hold for every function and every instruction set:
  *   - the result for a row does not depend on the rows beside it, to the bit: each result is summed in an order that
@@ -16,8 +16,12 @@
  * Packed forms hold 16 rows (outputs) side by side, one in each lane of a vector, in "tiles"; outputs behind the last
  * one are zero. Of a tile:
  *   4 bits:  [inputs / 8][16] uint32, input 8 i + j of a row in bits 4 j .. 4 j + 3;
+ *   6 bits:  [inputs / 16][3][16] uint32, the low four bits of inputs 0 .. 7 and 8 .. 15, as above, then the high two bits
+ *            of input j in bits 2 j and 2 j + 1;
  *   8 bits:  [inputs][16] int8;
- *   scales and offsets: [inputs / block][16] float16 or float32, one for each block of a row's inputs.
+ *   scales and offsets: [inputs / block][16] float16 or float32, one for each block of a row's inputs; or scales of scales:
+ *            [inputs / 256] times float16 [16], the negative of another for offsets [16], and for each block int8 [16] that
+ *            the first is multiplied with, and the second [16].
  * Forms of 16 and 32 bits are row-major, as checkpoints have them.
  */
 #if defined(__linux__)
@@ -62,7 +66,7 @@
 #endif
 
 #define LANES 16
-#define INTERFACE_VERSION 5 /* of this file towards library.py */
+#define INTERFACE_VERSION 6 /* of this file towards library.py */
 #define MOST_ROWS 8 /* that are multiplied at a time */
 #define AHEAD 8 /* tokens, whose keys are fetched */
 #define PANEL 16 /* tokens, whose keys or values are opened at a time */
@@ -79,17 +83,32 @@ enum form {
     FORM_BF16 = 1,
     FORM_F16 = 2,
     FORM_Q4 = 3,       /* scale * code + offset, code 0 .. 15 held as code - 8; scale and offset float16 */
-    FORM_Q4_WIDE = 4,  /* the same with float32 */
+    FORM_Q4_HALF = 4,  /* scale * (code - 8); scale float16 */
     FORM_NF4 = 5,      /* scale * table[code]; scale float32 */
-    FORM_Q8 = 6,       /* scale * code + offset, code -128 .. 127; scale and offset float16 */
-    FORM_Q8_WIDE = 7,  /* the same with float32 */
-    FORM_Q8_PLAIN = 8, /* scale * code; scale float32 */
-    FORM_Q8_HALF = 9,  /* scale * code; scale float16 */
+    FORM_Q4_K = 6,     /* as Q4, with scales of scales */
+    FORM_Q3_K = 7,     /* as Q4_HALF, with scales of scales */
+    FORM_Q8_PLAIN = 8, /* scale * code, code -128 .. 127; scale float32 */
+    FORM_Q8_HALF = 9,  /* the same with float16 */
     FORM_F32_COLUMNS = 10, /* the transpose in float32; `block` is the length of its rows */
+    FORM_Q6 = 11,      /* scale * code + offset, code -32 .. 31 held as code + 32; scale and offset float16 */
+    FORM_Q6_HALF = 12, /* scale * code; scale float16 */
+    FORM_Q5_K = 13,    /* as Q6, with scales of scales */
+    FORM_Q6_K = 14,    /* as Q6_HALF, with scales of scales */
+    FORM_IQ4_NL = 15,  /* scale * table[code]; scale float16 */
+    FORM_IQ4_XS = 16,  /* the same with scales of scales */
+    FORM_MXFP4 = 17,   /* the same with float32 */
 };
 
-#define HALF_SCALES(form) ((form) == FORM_Q4 || (form) == FORM_Q8 || (form) == FORM_Q8_HALF)
-#define HAS_OFFSETS(form) ((form) == FORM_Q4 || (form) == FORM_Q4_WIDE || (form) == FORM_Q8 || (form) == FORM_Q8_WIDE)
+#define SUPER 256 /* inputs that share the scale of their scales */
+#define HALF_SCALES(form)                                                                                             \
+    ((form) == FORM_Q4 || (form) == FORM_Q4_HALF || (form) == FORM_Q8_HALF || (form) == FORM_Q6 ||                    \
+     (form) == FORM_Q6_HALF || (form) == FORM_IQ4_NL)
+#define SUPER_SCALES(form)                                                                                            \
+    ((form) == FORM_Q4_K || (form) == FORM_Q3_K || (form) == FORM_Q5_K || (form) == FORM_Q6_K || (form) == FORM_IQ4_XS)
+#define HAS_OFFSETS(form) ((form) == FORM_Q4 || (form) == FORM_Q4_K || (form) == FORM_Q6 || (form) == FORM_Q5_K)
+#define FOUR_BITS(form) ((form) == FORM_Q4 || (form) == FORM_Q4_HALF || (form) == FORM_Q4_K || (form) == FORM_Q3_K)
+#define SIX_BITS(form) ((form) >= FORM_Q6 && (form) <= FORM_Q6_K)
+#define EIGHT_BITS(form) ((form) == FORM_Q8_PLAIN || (form) == FORM_Q8_HALF)
 
 /* `rounds`: rows are rounded to 8 bits before they are multiplied (struct rounded). */
 struct matrix {
@@ -112,7 +131,8 @@ struct rounded {
 
 #define ROUND 32 /* values of a row, key or value that share a scale */
 #define ROUNDED_FLOATS(in) (2 * (in)) /* of memory for a row, in float32 */
-#define BY_BYTES(m) ((m)->in % ROUND == 0 && (m)->form >= FORM_Q4 && (m)->form <= FORM_Q8_HALF && (m)->form != FORM_NF4)
+#define BY_BYTES(m)                                                                                                   \
+    ((m)->in % ROUND == 0 && (EIGHT_BITS((m)->form) || (FOUR_BITS((m)->form) && (m)->form != FORM_Q3_K)))
 
 /* One row of a batch: `memory` is its session's cache, for each block keys, then values, each
  * [batch][kv_heads][max_length] of what is held; `length` tokens are held, those before `padding` are not looked at. */
@@ -169,6 +189,10 @@ static const float NF4_TABLE[LANES] = {
     -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
     0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f,
 };
+static const float IQ4_TABLE[LANES] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+static const float MXFP4_TABLE[LANES] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+static const float SIXTEEN_TABLE[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+static const float HIGH_TABLE[LANES] = {-32, -16, 0, 16, -32, -16, 0, 16, -32, -16, 0, 16, -32, -16, 0, 16};
 static const float SIGNED_TABLE[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
 
 INLINE float bits_float(uint32_t bits) {
@@ -190,18 +214,6 @@ INLINE float half_float(uint16_t half) {
     if (exponent) return bits_float(sign | (exponent + 112) << 23 | fraction << 13);
     float small = (float)fraction * 0x1p-24f;
     return sign ? -small : small;
-}
-
-/* float32 to the nearest float16, ties to even. */
-static uint16_t float_half(float value) {
-    uint32_t bits = float_bits(value), sign = bits >> 16 & 0x8000u;
-    bits &= 0x7fffffffu;
-    if (bits >= 0x47800000u) return (uint16_t)(sign | 0x7c00u);
-    if (bits < 0x38800000u) {
-        float shifted = bits_float(bits) + 0.5f; /* rounds to multiples of 2^-24 */
-        return (uint16_t)(sign | (float_bits(shifted) - 0x3f000000u));
-    }
-    return (uint16_t)(sign | (((bits + 0xfffu + (bits >> 13 & 1u)) >> 13) - (112u << 10)));
 }
 
 /* e^x to about two units in the last place; branch-free, so that loops over it are vectorised. */
@@ -281,8 +293,13 @@ INLINE I_plain words_plain(const uint32_t *p) { I_plain r; memcpy(r.v, p, sizeof
 INLINE V_plain signed4_plain(I_plain w, int j) {
     V_plain r; EACH r.v[lane] = (float)((int32_t)(w.v[lane] << (28 - 4 * j)) >> 28); return r;
 }
-INLINE V_plain table4_plain(I_plain w, int j) {
-    V_plain r; EACH r.v[lane] = NF4_TABLE[w.v[lane] >> (4 * j) & 15u]; return r;
+INLINE V_plain table4_plain(I_plain w, int j, const float *table) {
+    V_plain r; EACH r.v[lane] = table[w.v[lane] >> (4 * j) & 15u]; return r;
+}
+INLINE V_plain signed6_plain(I_plain low, int j, I_plain high, int k) {
+    V_plain r;
+    EACH r.v[lane] = (float)((int32_t)((low.v[lane] >> (4 * j) & 15u) | (high.v[lane] >> (2 * k) & 3u) << 4) - 32);
+    return r;
 }
 INLINE float total_plain(V_plain a) {
     for (int half = LANES / 2; half; half /= 2)

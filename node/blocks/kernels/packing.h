@@ -1,155 +1,192 @@
-/* Packing: finds the few numbers that float32 weights were made of, or says that they were not --- */
+/* Packing: weights as a GGUF file has them, brought into tiles. Each stands for the same value, to the bit. --- */
 
-/* Whether scale * (0 .. levels - 1) + offset gives all the values to the bit; the codes, if so. */
-static int affine(const float *values, int count, int levels, float scale, float offset, uint8_t *codes) {
-    for (int index = 0; index < count; index++) {
-        float code = scale ? (values[index] - offset) / scale + 0.5f : 0.0f;
-        if (!(code >= 0.0f && code < (float)levels)) return 0;
-        int whole = (int)code;
-        if (scale * (float)whole + offset != values[index]) return 0;
-        codes[index] = (uint8_t)whole;
-    }
-    return 1;
+/* What a row's inputs of a unit become: SUPER of a kind whose scales have scales, 32 of the others. Codes are what is held,
+ * but for the 8 or 32 that are added to those that count from there. */
+struct unit {
+    uint8_t codes[SUPER];
+    float wide;            /* the scale, where it is float32 */
+    uint16_t scale, offset; /* float16: of the unit, or of its scales */
+    int8_t scales[SUPER / 16], offsets[SUPER / 32];
+};
+
+/* As `GGMLQuantizationType` counts them. */
+enum stored {
+    STORED_Q4_0 = 2, STORED_Q4_1 = 3, STORED_Q5_0 = 6, STORED_Q5_1 = 7, STORED_Q8_0 = 8, STORED_Q3_K = 11,
+    STORED_Q4_K = 12, STORED_Q5_K = 13, STORED_Q6_K = 14, STORED_IQ4_NL = 20, STORED_IQ4_XS = 23, STORED_MXFP4 = 39,
+};
+
+/* A kind: its form, inputs of a unit, bytes that these have in the file, and inputs that share a scale. */
+struct stored_kind { int32_t kind, form, inputs, bytes, block; };
+static const struct stored_kind STORED_KINDS[] = {
+    {STORED_Q4_0, FORM_Q4_HALF, 32, 18, 32},  {STORED_Q4_1, FORM_Q4, 32, 20, 32},       {STORED_Q5_0, FORM_Q6_HALF, 32, 22, 32},
+    {STORED_Q5_1, FORM_Q6, 32, 24, 32},       {STORED_Q8_0, FORM_Q8_HALF, 32, 34, 32},  {STORED_Q3_K, FORM_Q3_K, 256, 110, 16},
+    {STORED_Q4_K, FORM_Q4_K, 256, 144, 32},   {STORED_Q5_K, FORM_Q5_K, 256, 176, 32},   {STORED_Q6_K, FORM_Q6_K, 256, 210, 16},
+    {STORED_IQ4_NL, FORM_IQ4_NL, 32, 18, 32}, {STORED_IQ4_XS, FORM_IQ4_XS, 256, 136, 32}, {STORED_MXFP4, FORM_MXFP4, 32, 17, 32},
+};
+
+static uint16_t two_bytes(const uint8_t *from) { return (uint16_t)(from[0] | from[1] << 8); }
+
+/* `count` bytes as 2 * `count` codes of 4 bits: first the low halves, then the high ones. */
+INLINE void halves(const uint8_t *from, int count, uint8_t *codes) {
+    for (int j = 0; j < count; j++) codes[j] = from[j] & 15;
+    for (int j = 0; j < count; j++) codes[count + j] = from[j] >> 4;
 }
 
-/* A block of 32 whose least value is its offset: GGUF's Q4_1 and Q5_1, and Q4_0 and Q5_0, whose value of the largest
- * magnitude is -levels / 2 scales. */
-static int find_affine(const float *values, int levels, uint16_t *scale, uint16_t *offset, uint8_t *codes) {
-    float least = values[0], most = values[0], largest = values[0];
-    for (int index = 1; index < 32; index++) {
-        float value = values[index];
-        if (value < least) least = value;
-        if (value > most) most = value;
-        if ((value < 0 ? -value : value) > (largest < 0 ? -largest : largest)) largest = value;
+/* The scales and offsets of Q4_K and Q5_K: eight of six bits each in twelve bytes. */
+static void six_bit_scales(const uint8_t *from, struct unit *unit) {
+    for (int j = 0; j < 8; j++) {
+        unit->scales[j] = (int8_t)(j < 4 ? from[j] & 63 : (from[j + 4] & 15) | (from[j - 4] >> 6) << 4);
+        unit->offsets[j] = (int8_t)(j < 4 ? from[j + 4] & 63 : from[j + 4] >> 4 | (from[j] >> 6) << 4);
     }
-    if (!(least >= -60000.0f && most <= 60000.0f)) return 0;
-    float middle = (float)(levels / 2);
-    *scale = float_half(-largest / middle);
-    *offset = float_half(-middle * half_float(*scale));
-    if (affine(values, 32, levels, half_float(*scale), half_float(*offset), codes)) return 1;
-    *offset = float_half(least);
-    if (half_float(*offset) != least) return 0;
-    for (int top = levels - 1; top > 0; top--) {
-        uint16_t nearest = float_half((most - least) / (float)top);
-        for (int step = -1; step <= 1; step++) {
-            *scale = (uint16_t)(nearest + step);
-            if (nearest + step < 0) continue;
-            if (affine(values, 32, levels, half_float(*scale), least, codes)) return 1;
+    unit->offset ^= 0x8000u; /* what is taken away */
+}
+
+static void read_q3(const uint8_t *from, struct unit *unit) {
+    const uint8_t *high = from, *low = from + 32, *scales = from + 96;
+    unit->scale = two_bytes(from + 108);
+    for (int j = 0; j < 16; j++) {
+        int least = j < 8 ? scales[j] & 15 : scales[j - 8] >> 4;
+        unit->scales[j] = (int8_t)((least | (scales[8 + j % 4] >> 2 * (j / 4) & 3) << 4) - 32);
+    }
+    for (int k = 0; k < SUPER; k++) /* the code less 4, to which 8 are added */
+        unit->codes[k] = (uint8_t)((low[k / 128 * 32 + k % 32] >> 2 * (k % 128 / 32) & 3) + (high[k % 32] >> k / 32 & 1) * 4 + 4);
+}
+
+static void read_q5(const uint8_t *from, struct unit *unit) {
+    const uint8_t *high = from + 16, *low = from + 48;
+    for (int part = 0; part < 4; part++)
+        for (int j = 0; j < 32; j++) {
+            unit->codes[64 * part + j] = (uint8_t)(32 + (low[32 * part + j] & 15) + (high[j] >> 2 * part & 1) * 16);
+            unit->codes[64 * part + 32 + j] = (uint8_t)(32 + (low[32 * part + j] >> 4) + (high[j] >> (2 * part + 1) & 1) * 16);
         }
-        if (most == least) break;
-    }
-    return 0;
 }
 
-/* A block of 32 whose values are whole multiples, up to 127, of a float16: GGUF's Q8_0. */
-static int find_multiples(const float *values, uint16_t *scale, int8_t *codes) {
-    float largest = 0.0f;
-    for (int index = 0; index < 32; index++) {
-        float size = values[index] < 0 ? -values[index] : values[index];
-        if (size > largest) largest = size;
-    }
-    if (!(largest <= 60000.0f)) return 0;
-    for (int top = 127; top > 63; top--) {
-        uint16_t nearest = float_half(largest / (float)top);
-        for (int step = -1; step <= 1; step++) {
-            if (nearest + step < 0) continue;
-            *scale = (uint16_t)(nearest + step);
-            float unit = half_float(*scale);
-            int index = 0;
-            for (; index < 32; index++) {
-                float code = unit ? values[index] / unit : 0.0f;
-                if (!(code >= -127.5f && code <= 127.5f)) break;
-                codes[index] = (int8_t)(code < 0 ? code - 0.5f : code + 0.5f);
-                if (unit * (float)codes[index] != values[index]) break;
-            }
-            if (index == 32) return 1;
-        }
-        if (largest == 0.0f) break;
-    }
-    return 0;
-}
-
-/* A block of 16 whose values are whole multiples, -127 .. 127, of a float32: GGUF's Q3_K, Q6_K and IQ4_XS. */
-static int find_wide_multiples(const float *values, float *scale, int8_t *codes) {
-    float smallest = 0.0f;
-    for (int index = 0; index < 16; index++) {
-        float size = values[index] < 0 ? -values[index] : values[index];
-        if (!(size < 1e30f)) return 0;
-        if (size > 0 && (smallest == 0.0f || size < smallest)) smallest = size;
-    }
-    for (int least = 1; least <= 127; least++) {
-        *scale = smallest / (float)least;
-        int index = 0;
-        for (; index < 16; index++) {
-            float code = smallest > 0 ? values[index] / *scale : 0.0f;
-            if (!(code >= -127.5f && code <= 127.5f)) break;
-            codes[index] = (int8_t)(code < 0 ? code - 0.5f : code + 0.5f);
-            if (*scale * (float)codes[index] != values[index]) break;
-        }
-        if (index == 16) return 1;
-        if (smallest == 0.0f) break;
-    }
-    return 0;
-}
-
-/* The nearest number of 17 significant bits: what a float16 times a scale of 6 bits has at most. */
-INLINE float seventeen_bits(float value) { return bits_float((float_bits(value) + 0x40u) & ~0x7fu); }
-
-/* A block of 32 whose values are scale * (0 .. levels - 1) + offset with scale and offset of 17 bits: GGUF's Q4_K, Q5_K. */
-static int find_wide_affine(const float *values, int levels, float *scale, float *offset, uint8_t *codes) {
-    float least = values[0], most = values[0];
-    for (int index = 1; index < 32; index++) {
-        if (values[index] < least) least = values[index];
-        if (values[index] > most) most = values[index];
-    }
-    if (!(least > -1e30f && most < 1e30f)) return 0;
-    *scale = 0.0f;
-    *offset = least;
-    if (most == least) return affine(values, 32, levels, 0.0f, least, codes);
-    for (int range = levels - 1; range > 0; range--) {
-        *scale = seventeen_bits((most - least) / (float)range);
-        for (int first = 0; first + range < levels; first++) { /* the code of the least value */
-            *offset = seventeen_bits(least - *scale * (float)first);
-            if (affine(values, 32, levels, *scale, *offset, codes)) return 1;
+static void read_q6(const uint8_t *from, struct unit *unit) {
+    memcpy(unit->scales, from + 192, 16);
+    unit->scale = two_bytes(from + 208);
+    for (int part = 0; part < 2; part++) {
+        const uint8_t *low = from + 64 * part, *high = from + 128 + 32 * part;
+        uint8_t *codes = unit->codes + 128 * part;
+        for (int j = 0; j < 32; j++) {
+            codes[j] = (uint8_t)((low[j] & 15) | (high[j] & 3) << 4);
+            codes[j + 32] = (uint8_t)((low[j + 32] & 15) | (high[j] >> 2 & 3) << 4);
+            codes[j + 64] = (uint8_t)(low[j] >> 4 | (high[j] >> 4 & 3) << 4);
+            codes[j + 96] = (uint8_t)(low[j + 32] >> 4 | (high[j] >> 6) << 4);
         }
     }
-    return 0;
 }
 
-/* Packs float32 weights [out][in] if `form` holds them to the bit: one of 4 or 8 bits, in blocks of 16 for Q8_PLAIN and
- * of 32 for the others. `codes`, `scales` and `offsets` are zeroed before. Returns whether it does. */
-EXPORT int32_t petalnode_pack(int32_t form, const float *weights, int64_t out, int64_t in, void *codes, void *scales,
+static void read_iq4_xs(const uint8_t *from, struct unit *unit) {
+    const int high = two_bytes(from + 2);
+    for (int j = 0; j < 8; j++) {
+        unit->scales[j] = (int8_t)(((from[4 + j / 2] >> 4 * (j % 2) & 15) | (high >> 2 * j & 3) << 4) - 32);
+        halves(from + 8 + 16 * j, 16, unit->codes + 32 * j);
+    }
+}
+
+static void read_unit(int kind, const uint8_t *from, struct unit *unit) {
+    unit->scale = two_bytes(from);
+    unit->offset = two_bytes(from + 2);
+    uint32_t fifth;
+    switch (kind) {
+    case STORED_Q4_0: case STORED_IQ4_NL: halves(from + 2, 16, unit->codes); break;
+    case STORED_Q4_1: halves(from + 4, 16, unit->codes); break;
+    case STORED_Q5_0: case STORED_Q5_1:
+        from += kind == STORED_Q5_0 ? 2 : 4;
+        memcpy(&fifth, from, 4);
+        halves(from + 4, 16, unit->codes);
+        for (int j = 0; j < 32; j++)
+            unit->codes[j] = (uint8_t)(unit->codes[j] + (fifth >> j & 1) * 16 + (kind == STORED_Q5_0 ? 16 : 32));
+        break;
+    case STORED_Q8_0: memcpy(unit->codes, from + 2, 32); break;
+    case STORED_Q3_K: read_q3(from, unit); break;
+    case STORED_Q4_K:
+        six_bit_scales(from + 4, unit);
+        for (int part = 0; part < 4; part++) halves(from + 16 + 32 * part, 32, unit->codes + 64 * part);
+        break;
+    case STORED_Q5_K:
+        six_bit_scales(from + 4, unit);
+        read_q5(from, unit);
+        break;
+    case STORED_Q6_K: read_q6(from, unit); break;
+    case STORED_IQ4_XS: read_iq4_xs(from, unit); break;
+    case STORED_MXFP4: /* half of 2 to the power of this byte less 127, since the table has twice the values */
+        unit->wide = from[0] < 2 ? bits_float(0x00200000u << from[0]) : bits_float((uint32_t)(from[0] - 1) << 23);
+        halves(from + 1, 16, unit->codes);
+    }
+}
+
+/* Eight codes of 4 bits, a byte each, side by side. */
+INLINE uint32_t eight_codes(const uint8_t *codes) {
+    uint64_t all;
+    memcpy(&all, codes, 8);
+    all &= 0x0f0f0f0f0f0f0f0full;
+    all = (all | all >> 4) & 0x00ff00ff00ff00ffull;
+    all = (all | all >> 8) & 0x0000ffff0000ffffull;
+    return (uint32_t)(all | all >> 16);
+}
+
+/* The codes of `count` inputs from `input` on of one row of a tile. */
+static void put_codes(int form, const struct unit *unit, int count, int64_t input, void *tile, int64_t lane) {
+    if (EIGHT_BITS(form)) {
+        int8_t *codes = (int8_t *)tile + input * LANES + lane;
+        for (int k = 0; k < count; k++) codes[k * LANES] = (int8_t)unit->codes[k];
+    } else if (SIX_BITS(form)) {
+        uint32_t *words = (uint32_t *)tile + input / 16 * 3 * LANES + lane;
+        for (int k = 0; k < count; k += 16, words += 3 * LANES) {
+            uint32_t high = 0;
+            for (int j = 0; j < 16; j++) high |= (uint32_t)(unit->codes[k + j] >> 4) << 2 * j;
+            words[0] = eight_codes(unit->codes + k);
+            words[LANES] = eight_codes(unit->codes + k + 8);
+            words[2 * LANES] = high;
+        }
+    } else {
+        uint32_t *words = (uint32_t *)tile + input / 8 * LANES + lane;
+        const uint32_t eighths = FOUR_BITS(form) ? 0x88888888u : 0; /* codes less 8, but for those that are looked up */
+        for (int k = 0; k < count; k += 8) words[k / 8 * LANES] = eight_codes(unit->codes + k) ^ eighths;
+    }
+}
+
+static void put_scales(const struct stored_kind *of, const struct unit *unit, int64_t number, int64_t lane, void *scales,
+                       void *offsets) {
+    const int offset = HAS_OFFSETS(of->form);
+    if (SUPER_SCALES(of->form)) {
+        int8_t *super = (int8_t *)scales + number * super_bytes(of->form, of->block);
+        ((uint16_t *)super)[lane] = unit->scale;
+        if (offset) ((uint16_t *)super)[LANES + lane] = unit->offset;
+        super += (offset ? 4 : 2) * LANES + lane;
+        for (int block = 0; block < SUPER / of->block; block++, super += (offset ? 2 : 1) * LANES) {
+            super[0] = unit->scales[block];
+            if (offset) super[LANES] = unit->offsets[block];
+        }
+        return;
+    }
+    const int64_t place = number * LANES + lane;
+    if (HALF_SCALES(of->form)) ((uint16_t *)scales)[place] = unit->scale;
+    else ((float *)scales)[place] = unit->wide;
+    if (offset) ((uint16_t *)offsets)[place] = unit->offset;
+}
+
+/* Brings `out` rows of `in` weights of a kind, one behind the other, into tiles. What is written to is zeroed before.
+ * Returns the form, or 0 for a kind or row that there is none for. */
+EXPORT int32_t petalnode_pack(int32_t kind, const uint8_t *rows, int64_t out, int64_t in, void *codes, void *scales,
                               void *offsets) {
-    int64_t block = form == FORM_Q8_PLAIN ? 16 : 32, count = in / block;
-    if (in % 32) return 0;
+    const struct stored_kind *of = STORED_KINDS;
+    while (of->kind != kind)
+        if (++of == STORED_KINDS + sizeof STORED_KINDS / sizeof *STORED_KINDS) return 0;
+    if (in % of->inputs) return 0;
+    const int64_t units = in / of->inputs, bits = EIGHT_BITS(of->form) ? 8 : SIX_BITS(of->form) ? 6 : 4;
+    const int64_t tile_codes = in * LANES * bits / 8, of_tile = tile_scales(of->form, of->block, in / of->block);
+    struct unit unit;
     for (int64_t row = 0; row < out; row++) {
-        int64_t tile = row / LANES, lane = row % LANES;
-        for (int64_t number = 0; number < count; number++) {
-            const float *values = weights + row * in + number * block;
-            int64_t place = (tile * count + number) * LANES + lane, first = number * block;
-            uint8_t found[32];
-            int8_t *whole = (int8_t *)found;
-            const int levels = form == FORM_Q4 || form == FORM_Q4_WIDE ? 16 : 32;
-            if (form == FORM_Q4_WIDE || form == FORM_Q8_WIDE) {
-                if (!find_wide_affine(values, levels, (float *)scales + place, (float *)offsets + place, found)) return 0;
-            } else if (form == FORM_Q4 || form == FORM_Q8) {
-                if (!find_affine(values, levels, (uint16_t *)scales + place, (uint16_t *)offsets + place, found)) return 0;
-            } else if (form == FORM_Q8_HALF) {
-                if (!find_multiples(values, (uint16_t *)scales + place, whole)) return 0;
-            } else if (!find_wide_multiples(values, (float *)scales + place, whole)) {
-                return 0;
-            }
-            for (int64_t index = 0; index < block; index++) {
-                int64_t input = first + index;
-                if (levels == 16)
-                    ((uint32_t *)codes)[(tile * (in / 8) + input / 8) * LANES + lane] |=
-                        (uint32_t)((found[index] - 8) & 15) << 4 * (input % 8);
-                else
-                    ((int8_t *)codes)[(tile * in + input) * LANES + lane] = whole[index];
-            }
+        const int64_t tile = row / LANES, lane = row % LANES;
+        for (int64_t number = 0; number < units; number++, rows += of->bytes) {
+            read_unit(kind, rows, &unit);
+            put_codes(of->form, &unit, of->inputs, number * of->inputs, (char *)codes + tile * tile_codes, lane);
+            put_scales(of, &unit, number, lane, (char *)scales + tile * of_tile, offsets ? (char *)offsets + tile * of_tile : NULL);
         }
     }
-    return 1;
+    return of->form;
 }
 
 /* NF4 codes [out][in / 2], two to a byte with the first in the high half, into tiles. `codes` is zeroed before. */

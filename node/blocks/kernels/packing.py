@@ -1,21 +1,20 @@
-"""The weights of a span in their own form: those that a GGUF file had before it was dequantised, or 16 bits.
+"""The weights of a span in their own form: the few bits that a GGUF file has them in, or 16 bits.
 
-The folder that is made of a GGUF file has float32 values, of which the model version is the hash. Where a matrix is
-found to be made of few numbers (`TiledMatrix.pack`), it is held in these and computes the same to rounding; the float32
-values are not read again. What is found is kept on the disk, block by block, as quantised blocks are. Matrices of a
-checkpoint in bfloat16 or float16 stay in its mapped files.
+Matrices of a GGUF file are read one at a time and brought into the kernels' tiles, which takes little longer than
+reading them; nothing is kept on the disk. Those of kinds that the kernels do not know are opened to float32. Matrices
+of safetensors in bfloat16 or float16 stay in their mapped files.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -24,25 +23,19 @@ from torch.nn.functional import linear
 
 from ....protocols.ids import Span
 from ...models.checkpoint import Checkpoint
-from ...models.digests import part_digests
-from ...models.folder import read_config as read_raw_config
-from ...models.manifest import canonical_architecture
-from ...models.parts import EMBEDDINGS, HEAD
-from ...models.progress import Progress, no_progress
+from ...models.gguf.weights import GgufWeights
+from ...models.progress import Progress
 from ...models.quantisation import Quantisation
 from ..config import read_config
 from ..dot import best_time, dot_rows, has_dots
-from ..quantisation.matrix import Int8Matrix, QuantisedMatrix, nf4_kind
-from ..quantisation.quantiser import QuantisedCache
+from ..quantisation.matrix import Int8Matrix, nf4_kind
 from ..quantisation.slots import MatrixSlot, matrix_slots, put_matrices
-from ..skeleton import Skeleton, build, fill
-from .library import Library
-from .tiles import FORMS, LANES, MOST_ROWS, StoredMatrix, TiledInt8Matrix, TiledMatrix, TiledNf4Matrix
+from ..skeleton import Skeleton, build, fill, stored_weights
+from .library import Library, usable_threads
+from .tiles import FORMS, LANES, MOST_ROWS, StoredMatrix, TiledInt8Matrix, TiledMatrix, TiledNf4Matrix, held_as
 
 _log = logging.getLogger(__name__)
 
-_FORM: Final = "packed2-float32-cpu"
-"""Part of the names in the cache: goes up whenever packing would give other tensors."""
 PREFILL_ROWS: Final = 256
 WORK: Final = {1: 64, 8: 8, PREFILL_ROWS: 1}
 """By rows, how many products make up what is compared: a prompt, 64 steps alone, 8 of eight sessions together."""
@@ -58,11 +51,12 @@ Packed = Mapping[MatrixSlot, TiledMatrix]
 
 @dataclass(frozen=True)
 class Packer:
-    """Finds the weights of blocks in their own form, or has found them before.
+    """Holds the weights of blocks in their own form.
 
     Attributes:
         skeleton: of the whole model, which computes in float32 on a CPU.
-        always: also where torch is quicker with the float32 values.
+        always: also where torch is quicker with the float32 values of 16 bits. Those of fewer bits
+            are packed always, for the memory that they spare.
         rounds: whether what is multiplied is rounded, for the measurement.
     """
 
@@ -75,18 +69,17 @@ class Packer:
 
     def replace(self, span: Span, blocks: Mapping[int, nn.Module]) -> set[str]:
         """Puts packed modules into `blocks`, which have no weights yet, and returns the parameters they stand for."""
-        stored = self._stored(span)
-        kept = self._packed(span, blocks) if stored is None else self._mapped(span, stored)
-        chosen = self._worth([packed for packed in kept.values() if packed])
+        stored = stored_weights(self.skeleton, self.weights)
+        halves = self._stored(span) if stored is None else None
+        kept: dict[int, Packed] = {}
+        if stored is not None:
+            kept = self._packed(stored, blocks)
+        elif halves is not None:
+            kept = self._worth(self._mapped(span, halves))
         gone: set[str] = set()
-        for number, block in blocks.items():
-            taken = {slot: matrix for slot, matrix in kept[number].items() if (matrix.form, matrix.shape) in chosen}
-            lost = {slot.module for slot in kept[number] if slot.expert is not None and slot not in taken}
-            own: dict[MatrixSlot, QuantisedMatrix] = {
-                slot: matrix for slot, matrix in taken.items() if slot.module not in lost
-            }
-            put_matrices(block, own, self.skeleton.dtype)
-            gone.update(self.skeleton.parameter(number, slot.parameter) for slot in own)
+        for number, packed in kept.items():
+            put_matrices(blocks[number], packed, self.skeleton.dtype)
+            gone.update(self.skeleton.parameter(number, slot.parameter) for slot in packed)
         return gone
 
     def _stored(self, span: Span) -> torch.dtype | None:
@@ -109,47 +102,72 @@ class Packer:
             for number, block in blocks.items()
         }
 
-    def _packed(self, span: Span, blocks: Mapping[int, nn.Module]) -> dict[int, Packed]:
-        """What float32 matrices are made of, found now or before."""
-        cache = QuantisedCache(_FORM, canonical_architecture(read_raw_config(self.folder)))
-        digests = part_digests(self.weights, blocks, self.progress)
-        kept = {number: _restored(cache.read(digests[number]), block) for number, block in blocks.items()}
-        missing = {number: blocks[number] for number, packed in kept.items() if packed is None}
-        if missing:
-            for number, packed in self._pack(span, missing).items():
-                if packed and cache.write(digests[number], _tensors(packed)):
-                    # Mapped from the file, they are shared with other servers of this machine.
-                    kept[number] = _restored(cache.read(digests[number]), blocks[number]) or packed
-                else:
-                    kept[number] = packed
-        return {number: packed or {} for number, packed in kept.items()}
+    def _packed(self, stored: GgufWeights, blocks: Mapping[int, nn.Module]) -> dict[int, Packed]:
+        """The matrices of GGUF files in the kernels' forms, several read at once and no more."""
+        held = {number: packable(stored, self.skeleton, number, block) for number, block in blocks.items()}
+        total = sum(FORMS[form].nbytes(slot.shape) for slots in held.values() for slot, form in slots.items())
+        done = 0
+        kept: dict[int, Packed] = {}
+        with ThreadPoolExecutor(usable_threads(), thread_name_prefix="pack") as pool:
+            for number, slots in held.items():
+                work = partial(self._matrix, stored, number)
+                matrices: dict[MatrixSlot, TiledMatrix] = {}
+                for slot, matrix in zip(slots, pool.map(work, slots), strict=True):
+                    matrices[slot] = matrix
+                    done += matrix.nbytes
+                    self.progress("Reading the weights", done, total)
+                kept[number] = matrices
+        return kept
 
-    def _pack(self, span: Span, missing: Mapping[int, nn.Module]) -> dict[int, Packed]:
-        alone = build(read_config(self.folder), self.skeleton.dtype)
-        loaded = dict(zip(range(span.start, span.end), alone.keep_only(span), strict=True))
-        fill(alone, self.weights, lambda block: block is not None and block in span, torch.device("cpu"))
-        found: dict[int, Packed] = {}
-        for number in missing:
-            packed: dict[MatrixSlot, TiledMatrix] = {}
-            for slot in _slots(loaded[number]):
-                matrix = TiledMatrix.pack(slot.weight(loaded[number]))
-                if matrix is not None:
-                    packed[slot] = matrix
-            found[number] = packed
-            self.progress("Packing the weights", len(found), len(missing))
-        del alone, loaded
-        self.weights.release()
-        return found
+    def _matrix(self, stored: GgufWeights, number: int, slot: MatrixSlot) -> TiledMatrix:
+        name = self.skeleton.parameter(number, slot.parameter)
+        matrix = TiledMatrix.of_stored(str(stored.kind(name)), stored.stored(name, slot.expert), slot.shape)
+        if self.rounds:
+            matrix.round_rows()
+        return matrix
 
-    def _worth(self, blocks: Sequence[Packed]) -> set[tuple[str, tuple[int, int]]]:
-        """The forms and shapes whose products are to be taken from the kernels."""
+    def _worth(self, blocks: Mapping[int, Packed]) -> dict[int, Packed]:
+        """Those whose products are to be taken from the kernels, by form and shape."""
         together: dict[tuple[str, tuple[int, int]], list[TiledMatrix]] = defaultdict(list)
-        for packed in blocks:
+        for packed in blocks.values():
             for matrix in packed.values():
                 if self.rounds:
                     matrix.round_rows()
                 together[matrix.form, matrix.shape].append(matrix)
-        return {kind for kind, matrices in together.items() if self.always or quicker(matrices)}
+        chosen = {kind for kind, matrices in together.items() if self.always or quicker(matrices)}
+        return {
+            number: whole_modules(packed, {s: m for s, m in packed.items() if (m.form, m.shape) in chosen})
+            for number, packed in blocks.items()
+        }
+
+
+def packable(stored: GgufWeights, skeleton: Skeleton, number: int, block: nn.Module) -> dict[MatrixSlot, str]:
+    """The matrices of block `number` that the kernels hold in the bits of the file, and the names of their forms."""
+    found = {}
+    slots = matrix_slots(block)
+    for slot in slots:
+        kind = stored.kind(skeleton.parameter(number, slot.parameter))
+        form = None if kind is None or slot.transposed else held_as(kind, slot.shape)
+        if form is not None:
+            found[slot] = form
+    return whole_modules(slots, found)
+
+
+def packed_bytes(stored: GgufWeights, skeleton: Skeleton, number: int, block: nn.Module) -> int:
+    """What block `number` takes where its matrices are held in the bits of the file; those that cannot be, opened."""
+    slots = packable(stored, skeleton, number, block)
+    gone = {slot.parameter for slot in slots}
+    opened = sum(value.nbytes for name, value in block.named_parameters() if name not in gone)
+    return opened + sum(FORMS[form].nbytes(slot.shape) for slot, form in slots.items())
+
+
+T = TypeVar("T")
+
+
+def whole_modules(slots: Iterable[MatrixSlot], taken: Mapping[MatrixSlot, T]) -> dict[MatrixSlot, T]:
+    """Those of `taken` without experts of which not all are: their module is replaced as a whole or not at all."""
+    lost = {slot.module for slot in slots if slot.expert is not None and slot not in taken}
+    return {slot: found for slot, found in taken.items() if slot.module not in lost}
 
 
 Products = Sequence[Callable[[Tensor], object]]
@@ -214,11 +232,11 @@ class TiledLinear(nn.Linear):
         return output if self.bias is None else output + self.bias
 
 
-def use_packed_head(model: Any, folder: Path, weights: Checkpoint, found: Library | None) -> None:
-    """Lets the kernels compute the head of `model`, whose weights are those in `folder`, for a few rows: if they have a
-    form for its weights and are quicker than torch. What is found is kept on the disk. Without kernels (`found`),
-    nothing is done.
+def use_packed_head(skeleton: Skeleton, weights: Checkpoint, found: Library | None) -> None:
+    """Lets the kernels compute the head of the skeleton's model, which has its weights, for a few rows: if they have a
+    form for them and are quicker than torch. Without kernels (`found`), nothing is done.
     """
+    model: Any = skeleton.model
     head = model.get_output_embeddings()
     if (
         found is None
@@ -227,36 +245,25 @@ def use_packed_head(model: Any, folder: Path, weights: Checkpoint, found: Librar
         or head.weight.device.type != "cpu"
     ):
         return
-    matrix = _packed_head(head, folder, weights)
+    matrix = _packed_head(skeleton, weights, head)
     if matrix is not None and quicker([matrix.first(_SAMPLE_BYTES // (4 * head.in_features))], _OF_A_HEAD):
         model.set_output_embeddings(TiledLinear(head, matrix))
 
 
-def _packed_head(head: nn.Linear, folder: Path, weights: Checkpoint) -> TiledMatrix | None:
-    digests = part_digests(weights, (EMBEDDINGS, HEAD), no_progress)
-    key = hashlib.sha256(digests[EMBEDDINGS] + digests[HEAD]).digest()  # a tied head is among the embeddings
-    cache = QuantisedCache(f"{_FORM}-head", canonical_architecture(read_raw_config(folder)))
+def _packed_head(skeleton: Skeleton, weights: Checkpoint, head: nn.Linear) -> TiledMatrix | None:
     shape = (head.out_features, head.in_features)
-    matrix = _restored_head(cache.read(key), shape)
-    if matrix is None:
-        matrix = TiledMatrix.pack(head.weight.detach())
-        if matrix is None:
-            return None
-        if cache.write(key, {f"{matrix.form}.{kind}": tensor for kind, tensor in matrix.tensors().items()}):
-            matrix = _restored_head(cache.read(key), shape) or matrix
-    return matrix
-
-
-def _restored_head(tensors: Mapping[str, Tensor] | None, shape: tuple[int, int]) -> TiledMatrix | None:
-    if not tensors:
+    names = [name for name, held in skeleton.model.named_parameters(remove_duplicate=False) if held is head.weight]
+    stored = stored_weights(skeleton, weights)
+    if stored is not None:
+        for name in names:  # a tied one is the table of embeddings
+            kind = stored.kind(name) if name in stored.sources else None
+            if kind is not None and held_as(kind, shape) is not None:
+                return TiledMatrix.of_stored(kind, stored.stored(name), shape)
         return None
-    form = next(iter(tensors)).partition(".")[0]
-    try:
-        own = {name.removeprefix(f"{form}."): tensor for name, tensor in tensors.items()}
-        return TiledMatrix.from_tensors(form, shape, own)
-    except (KeyError, ValueError) as error:
-        _log.warning("a packed head in the cache is damaged and is made again: %s", error)
-        return None
+    for name in names:
+        if name in weights.file_of and weights.tensor(name).dtype in _HALVES and shape[1] % LANES == 0:
+            return StoredMatrix(weights.slice(name)[...])
+    return None
 
 
 TILED: Final[Mapping[str, type[TiledNf4Matrix] | type[TiledInt8Matrix]]] = {
@@ -288,34 +295,3 @@ def tiled_kinds(
         own += count * work_seconds(shape[1], WORK, [tiled.product])
         others += count * work_seconds(shape[1], WORK, [usual.quantise(weight).product])
     return {quantisation: kind} if own <= _WORTH * others else {}
-
-
-def _slots(block: nn.Module) -> Iterable[MatrixSlot]:
-    """Linear layers. Experts of a mixture keep their place: their module is replaced as a whole or not at all."""
-    return (slot for slot in matrix_slots(block) if slot.expert is None)
-
-
-def _tensors(packed: Packed) -> dict[str, Tensor]:
-    return {
-        f"{slot.name}.{matrix.form}.{kind}": tensor
-        for slot, matrix in packed.items()
-        for kind, tensor in matrix.tensors().items()
-    }
-
-
-def _restored(tensors: Mapping[str, Tensor] | None, block: nn.Module) -> Packed | None:
-    """What `_tensors` gave, for this block; None if it is not there or is damaged."""
-    if tensors is None:
-        return None
-    packed = {}
-    try:
-        for slot in _slots(block):
-            for form in FORMS:
-                prefix = f"{slot.name}.{form}."
-                own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-                if own:
-                    packed[slot] = TiledMatrix.from_tensors(form, slot.shape, own)
-    except (KeyError, ValueError) as error:
-        _log.warning("a packed block in the cache is damaged and is made again: %s", error)
-        return None
-    return packed

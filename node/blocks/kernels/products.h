@@ -13,6 +13,26 @@ INLINE V NAME(number)(const void *from, int64_t place, int half) {
     return half ? NAME(half)((const uint16_t *)from + place) : NAME(load)((const float *)from + place);
 }
 
+/* The scales of block `number` of a tile, and its offsets, which are not there in every form. */
+INLINE V NAME(scales)(const struct matrix *m, int form, int64_t tile, int64_t count, int64_t number, V *offsets) {
+    if (!SUPER_SCALES(form)) {
+        const int64_t place = (tile * count + number) * LANES;
+        if (HAS_OFFSETS(form)) *offsets = NAME(half)((const uint16_t *)m->offsets + place);
+        return NAME(number)(m->scales, place, HALF_SCALES(form));
+    }
+    const int64_t held = SUPER / m->block, offset = HAS_OFFSETS(form);
+    const int8_t *of = (const int8_t *)m->scales + tile * tile_scales(form, m->block, count);
+    of += number / held * super_bytes(form, m->block);
+    const int8_t *own = of + (offset ? 4 : 2) * LANES + number % held * (offset ? 2 : 1) * LANES;
+    if (offset) *offsets = NAME(mul)(NAME(half)((const uint16_t *)of + LANES), NAME(bytes)(own + LANES));
+    return NAME(mul)(NAME(half)((const uint16_t *)of), NAME(bytes)(own));
+}
+
+/* The values of the codes of 4 bits that are looked up. */
+INLINE const float *NAME(table)(int form) {
+    return form == FORM_NF4 ? NF4_TABLE : form == FORM_MXFP4 ? MXFP4_TABLE : IQ4_TABLE;
+}
+
 /* The sums of a tile and the bias, as far as the row has so many outputs. */
 INLINE void NAME(put)(const struct matrix *m, int64_t tile, V sums, float *y) {
     const int64_t first = tile * LANES, left = m->out - first;
@@ -25,15 +45,16 @@ INLINE void NAME(put)(const struct matrix *m, int64_t tile, V sums, float *y) {
     for (int64_t lane = 0; lane < left; lane++) y[first + lane] = last[lane] + (m->bias ? m->bias[first + lane] : 0.0f);
 }
 
-/* `tiles` tiles from `tile` on, times `rows` rows of x. `kind`: 4 (codes), 5 (NF4) or 8. Meanwhile as much is fetched of
+/* `tiles` tiles from `tile` on, times `rows` rows of x. `kind`: 4 (codes), 5 (looked up), 6 or 8. Meanwhile as much is fetched of
  * the tiles that come next, with their scales: those behind, or the first ones of `next`. One row takes less time than
  * its weights take to come from memory. */
 INLINE void NAME(tile_product)(const struct matrix *m, int kind, int tiles, int rows, int64_t tile, const float *x,
                         const float *sums, float *y, const struct matrix *next) {
-    const int half = HALF_SCALES(m->form), offset = HAS_OFFSETS(m->form);
+    const int form = m->form, offset = HAS_OFFSETS(form);
     const int64_t in = m->in, block = m->block, count = in / block;
-    const int64_t words = kind == 8 ? in * LANES : in / 8 * LANES; /* of a tile */
+    const int64_t words = kind == 8 ? in * LANES : kind == 6 ? in / 16 * 3 * LANES : in / 8 * LANES; /* of a tile */
     const struct ahead ahead = ahead_of(m, tile + tiles, words * (kind == 8 ? 1 : 4), count, next);
+    const float *table = NAME(table)(form);
     V total[MOST_TILES][MOST_ROWS];
     UNROLL for (int t = 0; t < tiles; t++)
         UNROLL for (int r = 0; r < rows; r++) total[t][r] = NAME(zero)();
@@ -55,6 +76,27 @@ INLINE void NAME(tile_product)(const struct matrix *m, int kind, int tiles, int 
                     UNROLL for (int t = 0; t < tiles; t++) part[t][r] = NAME(fma)(w[t], value, part[t][r]);
                 }
             }
+        } else if (kind == 6) {
+            const uint32_t *codes = (const uint32_t *)m->codes + tile * words + number * block / 16 * 3 * LANES;
+            for (int64_t k = 0; k < block; k += 16, codes += 3 * LANES)
+                UNROLL for (int eight = 0; eight < 2; eight++) {
+                    I low[MOST_TILES], high[MOST_TILES];
+                    UNROLL for (int t = 0; t < tiles; t++) {
+                        low[t] = NAME(words)(codes + t * words + eight * LANES);
+                        high[t] = NAME(words)(codes + t * words + 2 * LANES);
+                        const int64_t place = t * words + ((number * block + k) / 16 * 3 + eight) * LANES;
+                        __builtin_prefetch(ahead.codes + 4 * place);
+                        if (eight) __builtin_prefetch(ahead.codes + 4 * (place + LANES));
+                    }
+                    UNROLL for (int j = 0; j < 8; j++) {
+                        V w[MOST_TILES];
+                        UNROLL for (int t = 0; t < tiles; t++) w[t] = NAME(signed6)(low[t], j, high[t], 8 * eight + j);
+                        UNROLL for (int r = 0; r < rows; r++) {
+                            V value = NAME(set)(xs[r * in + k + 8 * eight + j]);
+                            UNROLL for (int t = 0; t < tiles; t++) part[t][r] = NAME(fma)(w[t], value, part[t][r]);
+                        }
+                    }
+                }
         } else {
             const uint32_t *codes = (const uint32_t *)m->codes + tile * words + number * block / 8 * LANES;
             for (int64_t k = 0; k < block; k += 8) {
@@ -66,7 +108,7 @@ INLINE void NAME(tile_product)(const struct matrix *m, int kind, int tiles, int 
                 UNROLL for (int j = 0; j < 8; j++) {
                     V w[MOST_TILES];
                     UNROLL for (int t = 0; t < tiles; t++)
-                        w[t] = kind == 5 ? NAME(table4)(eight[t], j) : NAME(signed4)(eight[t], j);
+                        w[t] = kind == 5 ? NAME(table4)(eight[t], j, table) : NAME(signed4)(eight[t], j);
                     UNROLL for (int r = 0; r < rows; r++) {
                         V value = NAME(set)(xs[r * in + k + j]);
                         UNROLL for (int t = 0; t < tiles; t++) part[t][r] = NAME(fma)(w[t], value, part[t][r]);
@@ -75,12 +117,10 @@ INLINE void NAME(tile_product)(const struct matrix *m, int kind, int tiles, int 
             }
         }
         UNROLL for (int t = 0; t < tiles; t++) {
-            int64_t place = ((tile + t) * count + number) * LANES;
-            fetch_scales(ahead, t * count + number, half, offset);
-            V scale = NAME(number)(m->scales, place, half);
+            fetch_scales(ahead, t * count + number, form, block);
+            V add = NAME(zero)(), scale = NAME(scales)(m, form, tile + t, count, number, &add);
             UNROLL for (int r = 0; r < rows; r++) total[t][r] = NAME(fma)(scale, part[t][r], total[t][r]);
             if (offset) {
-                V add = NAME(number)(m->offsets, place, half);
                 if (kind == 4) add = NAME(fma)(scale, NAME(set)(8.0f), add); /* codes are held as code - 8 */
                 UNROLL for (int r = 0; r < rows; r++)
                     total[t][r] = NAME(fma)(add, NAME(set)(sums[r * count + number]), total[t][r]);
@@ -115,12 +155,14 @@ INLINE void NAME(tile_product)(const struct matrix *m, int kind, int tiles, int 
 #define CHOICE(kind, rows, tiles) {rows, tiles, NAME(many_##kind##_##rows), NAME(one_##kind##_##rows)}
 ALL_TILES(4)
 ALL_TILES(5)
+ALL_TILES(6)
 ALL_TILES(8)
-static const struct choice NAME(choices_4)[] = CHOICES(4), NAME(choices_5)[] = CHOICES(5), NAME(choices_8)[] = CHOICES(8);
+static const struct choice NAME(choices_4)[] = CHOICES(4), NAME(choices_5)[] = CHOICES(5), NAME(choices_6)[] = CHOICES(6),
+                           NAME(choices_8)[] = CHOICES(8);
 
 /* What the offsets of a matrix are multiplied with: sums of each block of each row, [rows][in / block]. */
 static void NAME(block_sums)(const struct matrix *m, const float *x, int64_t rows, float *sums) {
-    if (m->form < FORM_Q4 || !HAS_OFFSETS(m->form)) return;
+    if (!HAS_OFFSETS(m->form)) return;
     for (int64_t place = 0; place < rows * m->in; place += m->block) {
         V sum = NAME(zero)();
         for (int64_t k = 0; k < m->block; k += LANES) sum = NAME(add)(sum, NAME(load)(x + place + k));
@@ -338,7 +380,7 @@ static struct rounded NAME(round_rows)(const struct matrix *const *m, int64_t co
                                        float *memory) {
     const int64_t in = m[0]->in, blocks = (in + ROUND - 1) / ROUND;
     int four = 0;
-    for (int64_t index = 0; index < count; index++) four |= m[index]->form == FORM_Q4 || m[index]->form == FORM_Q4_WIDE;
+    for (int64_t index = 0; index < count; index++) four |= FOUR_BITS(m[index]->form);
     float *values = memory, *scales = values + rows * in, *moved = scales + rows * blocks;
     int32_t *sums = (int32_t *)(moved + rows * blocks);
     int8_t *codes8 = (int8_t *)(sums + rows * in / 16), *codes4 = codes8 + rows * in;
@@ -383,9 +425,11 @@ static void NAME(outputs_of)(const struct matrix *m, int64_t piece, const float 
             for (; first < to; first += LANES) NAME(columns)(m, 1, first, x + r * m->in, y + r * m->out);
         }
         break;
-    case FORM_Q4: case FORM_Q4_WIDE: NAME(tiled)(m, NAME(choices_4), tile, end, x, rows, y, sums, next); break;
-    case FORM_NF4: NAME(tiled)(m, NAME(choices_5), tile, end, x, rows, y, sums, next); break;
-    default: NAME(tiled)(m, NAME(choices_8), tile, end, x, rows, y, sums, next);
+    default: {
+        const struct choice *choices = FOUR_BITS(m->form) ? NAME(choices_4) : SIX_BITS(m->form) ? NAME(choices_6)
+                                     : EIGHT_BITS(m->form) ? NAME(choices_8) : NAME(choices_5);
+        NAME(tiled)(m, choices, tile, end, x, rows, y, sums, next);
+    }
     }
 }
 
@@ -401,27 +445,32 @@ static void NAME(product_piece)(const void *job, int64_t piece, int64_t thread) 
 static void NAME(multiply)(const struct matrix *m, const float *x, int64_t rows, float *y, float *scratch, int64_t threads) {
     struct rounded rounded;
     struct NAME(product) job = {m, x, rows, y, scratch, m->rounds ? &rounded : NULL};
-    if (m->rounds) rounded = NAME(round_rows)(&m, 1, x, rows, scratch);
-    else NAME(block_sums)(m, x, rows, scratch);
+    if (m->rounds) {
+        rounded = NAME(round_rows)(&m, 1, x, rows, scratch);
+        job.sums = rounded.moved; /* offsets are in blocks of ROUND */
+    } else NAME(block_sums)(m, x, rows, scratch);
     do_pieces(threads, NAME(product_piece), &job, GROUPS(m));
 }
 
 static void NAME(unpack)(const struct matrix *m, int64_t first, int64_t last, float *panel) {
     const int64_t in = m->in, count = in / m->block, width = (last - first) * LANES;
-    const int half = HALF_SCALES(m->form), offset = HAS_OFFSETS(m->form);
+    const int offset = HAS_OFFSETS(m->form);
     for (int64_t tile = first; tile < last; tile++)
         for (int64_t number = 0; number < count; number++) {
-            int64_t place = (tile * count + number) * LANES;
-            V scale = NAME(number)(m->scales, place, half), add = NAME(zero)();
-            if (offset) add = NAME(number)(m->offsets, place, half);
+            V add = NAME(zero)(), scale = NAME(scales)(m, m->form, tile, count, number, &add);
             for (int64_t k = number * m->block; k < (number + 1) * m->block; k++) {
                 float *into = panel + k * width + (tile - first) * LANES;
                 V code;
-                if (m->form >= FORM_Q8) code = NAME(bytes)((const int8_t *)m->codes + (tile * in + k) * LANES);
-                else {
+                if (EIGHT_BITS(m->form)) code = NAME(bytes)((const int8_t *)m->codes + (tile * in + k) * LANES);
+                else if (SIX_BITS(m->form)) {
+                    const uint32_t *codes = (const uint32_t *)m->codes + (tile * (in / 16) + k / 16) * 3 * LANES;
+                    I low = NAME(words)(codes + k % 16 / 8 * LANES), high = NAME(words)(codes + 2 * LANES);
+                    code = NAME(signed6)(low, (int)(k % 8), high, (int)(k % 16));
+                } else {
                     I words = NAME(words)((const uint32_t *)m->codes + (tile * (in / 8) + k / 8) * LANES);
-                    code = m->form == FORM_NF4 ? NAME(table4)(words, (int)(k % 8))
-                                               : NAME(add)(NAME(signed4)(words, (int)(k % 8)), NAME(set)(8.0f));
+                    code = FOUR_BITS(m->form) ? NAME(signed4)(words, (int)(k % 8))
+                                              : NAME(table4)(words, (int)(k % 8), NAME(table)(m->form));
+                    if (FOUR_BITS(m->form) && offset) code = NAME(add)(code, NAME(set)(8.0f));
                 }
                 /* scale * code has few enough bits to be exact where an offset is added: one rounding in all */
                 NAME(store)(into, offset ? NAME(fma)(scale, code, add) : NAME(mul)(scale, code));

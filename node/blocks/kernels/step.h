@@ -248,7 +248,7 @@ static void NAME(linear)(const struct NAME(state) *w, struct NAME(linears) l) {
             NAME(block_sums)(l.m[index], l.x, l.rows, w->sums);
             break;
         }
-    l.sums = w->sums;
+    l.sums = l.rounded ? rounded.moved : w->sums; /* offsets are in blocks of ROUND */
     do_pieces(w->threads, NAME(linear_piece), &l, pieces);
 }
 

@@ -1,8 +1,8 @@
 """Weight matrices in tiles of 16 rows, which the compiled kernels multiply as they are (see `kernels.c`).
 
-A tile's rows stand side by side, so that a vector of the processor takes one input of 16 rows at a time. Forms: GGUF's
-4, 5, 6 and 8 bits, found again in the float32 weights that they were dequantised to (`TiledMatrix.pack`), and those of
-`--quant`: NF4 and a scale for each row of eight bits. Weights of 16 bits are row-major (`StoredMatrix`).
+A tile's rows stand side by side, so that a vector of the processor takes one input of 16 rows at a time. Forms: those
+of GGUF's kinds, of whose bytes they are made without rounding (`TiledMatrix.of_stored`), and those of `--quant`: NF4
+and a scale for each row of eight bits. Weights of 16 bits are row-major (`StoredMatrix`).
 Activations are float32; results are exact to rounding.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Final, Self
 
 import numpy as np
@@ -32,6 +33,8 @@ from ..quantisation.rounding import ROUNDED_TOGETHER, rounded
 from .library import Library, Matrix, library, usable_threads
 
 LANES: Final = 16
+_SUPER: Final = 256
+"""Inputs that share the scale of their scales."""
 MOST_ROWS: Final = 32
 """Of values for which the kernels are made; more are multiplied by torch with dequantised weights."""
 
@@ -44,7 +47,7 @@ class Form:
         number: of `enum form`.
         bits: of a code; 16: values as they are, row-major.
         block: inputs that share a scale; 0: all of a row.
-        scale: dtype of scales and offsets, or of the values.
+        scale: dtype of scales and offsets, or of the values; int8: of scales that have a scale themselves.
         offset: whether there are offsets.
     """
 
@@ -52,7 +55,12 @@ class Form:
     bits: int
     block: int
     scale: torch.dtype
-    offset: bool
+    offset: bool = False
+
+    @property
+    def tile_scales(self) -> int:
+        """Bytes of the scales of 256 inputs of a tile, if its scales have a scale."""
+        return LANES * ((4 if self.offset else 2) + _SUPER // self.block * (2 if self.offset else 1))
 
     def kinds(self, shape: tuple[int, int]) -> dict[str, TensorKind]:
         """Dtypes and shapes of the tensors of a matrix of `shape`, by name."""
@@ -60,32 +68,61 @@ class Form:
         if self.bits == 16:
             return {"weight": (self.scale, shape)}
         tiles = -(-out // LANES)
-        words = (torch.int32, (tiles, into // 8, LANES))
-        codes: TensorKind = words if self.bits == 4 else (torch.int8, (tiles, into, LANES))
+        codes: TensorKind = (torch.int8, (tiles, into, LANES))
+        if self.bits < 8:
+            codes = (torch.int32, (tiles, into * self.bits // 32, LANES))
+        if self.scale == torch.int8:
+            return {"weight": codes, "scale": (torch.int8, (tiles, into // _SUPER, self.tile_scales))}
         scales: TensorKind = (self.scale, (tiles, into // (self.block or into), LANES))
         return {"weight": codes, "scale": scales} | ({"offset": scales} if self.offset else {})
 
+    def nbytes(self, shape: tuple[int, int]) -> int:
+        """Of the tensors of a matrix of `shape`."""
+        return sum(dtype.itemsize * prod(of) for dtype, of in self.kinds(shape).values())
+
     def fits(self, shape: tuple[int, int]) -> bool:
         """Whether rows of this length can be held."""
-        return shape[1] % max(self.block, LANES) == 0
+        block = _SUPER if self.scale == torch.int8 else self.block
+        return shape[1] % max(block, LANES) == 0
 
 
 FORMS: Final = {
     "q4": Form(3, 4, 32, torch.float16, True),
-    "q8_half": Form(9, 8, 32, torch.float16, False),
-    "q8_plain": Form(8, 8, 16, torch.float32, False),
-    "q8": Form(6, 8, 32, torch.float16, True),
-    "q4_wide": Form(4, 4, 32, torch.float32, True),
-    "q8_wide": Form(7, 8, 32, torch.float32, True),
-    "nf4": Form(5, 4, NF4_BLOCK, torch.float32, False),
-    "int8": Form(8, 8, 0, torch.float32, False),
-    "bf16": Form(1, 16, 0, torch.bfloat16, False),
-    "f16": Form(2, 16, 0, torch.float16, False),
+    "q4_half": Form(4, 4, 32, torch.float16),
+    "q4_k": Form(6, 4, 32, torch.int8, True),
+    "q3_k": Form(7, 4, 16, torch.int8),
+    "q6": Form(11, 6, 32, torch.float16, True),
+    "q6_half": Form(12, 6, 32, torch.float16),
+    "q5_k": Form(13, 6, 32, torch.int8, True),
+    "q6_k": Form(14, 6, 16, torch.int8),
+    "q8_half": Form(9, 8, 32, torch.float16),
+    "iq4_nl": Form(15, 4, 32, torch.float16),
+    "iq4_xs": Form(16, 4, 32, torch.int8),
+    "mxfp4": Form(17, 4, 32, torch.float32),
+    "nf4": Form(5, 4, NF4_BLOCK, torch.float32),
+    "int8": Form(8, 8, 0, torch.float32),
+    "bf16": Form(1, 16, 0, torch.bfloat16),
+    "f16": Form(2, 16, 0, torch.float16),
 }
 _WORTH_THREADS: Final = 1 << 20  # weights; fewer take less time than waking a thread
-PACKABLE: Final = ("q4", "q4_wide", "q8_half", "q8", "q8_plain", "q8_wide")
-"""Forms that `pack` tries, the smallest first. GGUF's Q4_0 and Q4_1; Q4_K; Q8_0, Q5_0 and IQ4_NL; Q5_1; Q3_K, Q6_K and
-IQ4_XS; Q5_K."""
+STORED: Final[Mapping[str, tuple[int, str]]] = {
+    "Q4_0": (2, "q4_half"),
+    "Q4_1": (3, "q4"),
+    "Q5_0": (6, "q6_half"),
+    "Q5_1": (7, "q6"),
+    "Q8_0": (8, "q8_half"),
+    "Q3_K": (11, "q3_k"),
+    "Q4_K": (12, "q4_k"),
+    "Q5_K": (13, "q5_k"),
+    "Q6_K": (14, "q6_k"),
+    "IQ4_NL": (20, "iq4_nl"),
+    "IQ4_XS": (23, "iq4_xs"),
+    "MXFP4": (39, "mxfp4"),
+    "F16": (1, "f16"),
+    "BF16": (30, "bf16"),
+}
+"""GGUF's kinds that there is a form for: their number there, and the form."""
+_BY_BYTES: Final = frozenset(("q4", "q4_half", "q4_k", "q8_half", "int8"))
 
 
 def rows_of(matrix: Matrix, first: int, count: int) -> Matrix:
@@ -99,8 +136,10 @@ def rows_of(matrix: Matrix, first: int, count: int) -> Matrix:
         part.codes = matrix.codes + first * matrix.in_ * form.bits // 8
     if form is not None and form.bits < 16:
         scales = first * (matrix.in_ // matrix.block) * form.scale.itemsize
+        if form.scale == torch.int8:
+            scales = first // LANES * (matrix.in_ // _SUPER) * form.tile_scales
         part.scales = matrix.scales + scales
-        part.offsets = matrix.offsets + scales if form.offset else None
+        part.offsets = None if matrix.offsets is None else matrix.offsets + scales
     part.bias = None if matrix.bias is None else matrix.bias + 4 * first
     return part
 
@@ -114,6 +153,12 @@ def kernels() -> Library:
     if found is None:
         raise MachineError("the compiled kernels are not here: `make setup` builds them where there is a C compiler")
     return found
+
+
+def held_as(kind: str, shape: tuple[int, int]) -> str | None:
+    """The form in which the kernels hold a matrix that a GGUF file has in `kind`; None if there is none."""
+    form = STORED[kind][1] if kind in STORED else None
+    return form if form is not None and FORMS[form].fits(shape) else None
 
 
 class TiledMatrix(QuantisedMatrix):
@@ -139,8 +184,8 @@ class TiledMatrix(QuantisedMatrix):
     @property
     def _by_bytes(self) -> bool:
         """Whether products are sums of whole numbers, which are quick for many rows, too: `BY_BYTES` of kernels.c."""
-        whole = FORMS[self.form].bits == 8 or self.form.startswith("q4")
-        return bool(self.described.rounds) and whole and self.shape[1] % ROUNDED_TOGETHER == 0
+        whole = self.form in _BY_BYTES and self.shape[1] % ROUNDED_TOGETHER == 0
+        return bool(self.described.rounds) and whole
 
     @property
     def _parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -155,21 +200,23 @@ class TiledMatrix(QuantisedMatrix):
         return found if self._offset is None else found | {"offset": self._offset}
 
     @classmethod
-    def pack(cls, weight: torch.Tensor) -> TiledMatrix | None:
-        """The matrix whose values are to the bit those of float32 `weight` [out, in]; None if no form has them but
-        float32 itself."""
-        weight = weight.contiguous()
-        shape = (weight.shape[0], weight.shape[1])
-        for name in PACKABLE:
-            form = FORMS[name]
-            if shape[1] % 32 or not form.fits(shape):
-                continue
-            made = {part: torch.zeros(of, dtype=dtype) for part, (dtype, of) in form.kinds(shape).items()}
-            offset = made["offset"].data_ptr() if form.offset else None
-            parts = (made["weight"].data_ptr(), made["scale"].data_ptr(), offset)
-            if kernels().functions.petalnode_pack(form.number, weight.data_ptr(), *shape, *parts):
-                return cls(name, shape, made)
-        return StoredMatrix.pack(weight)
+    def of_stored(cls, kind: str, rows: np.ndarray, shape: tuple[int, int]) -> TiledMatrix:
+        """The matrix of a GGUF file's weights of `kind`, one of `STORED`, which `held_as` has a form for.
+
+        Args:
+            rows: their bytes, uint8 [out, bytes of a row], contiguous.
+        """
+        number, name = STORED[kind]
+        form = FORMS[name]
+        if form.bits == 16:
+            return StoredMatrix(torch.from_numpy(rows).view(form.scale).view(shape))
+        made = {part: torch.zeros(of, dtype=dtype) for part, (dtype, of) in form.kinds(shape).items()}
+        offset = made["offset"].data_ptr() if "offset" in made else None
+        parts = (made["weight"].data_ptr(), made["scale"].data_ptr(), offset)
+        found = kernels().functions.petalnode_pack(number, rows.ctypes.data, *shape, *parts)
+        if found != form.number:
+            raise ValueError(f"no form of the kernels for {shape} in {kind}")
+        return cls(name, shape, made)
 
     @classmethod
     def from_tensors(cls, form: str, shape: tuple[int, int], tensors: Mapping[str, torch.Tensor]) -> TiledMatrix:
@@ -229,16 +276,6 @@ class StoredMatrix(TiledMatrix):
         form = "bf16" if weight.dtype == torch.bfloat16 else "f16"
         kept = weight.contiguous()
         super().__init__(form, (weight.shape[0], weight.shape[1]), {"weight": kept, "scale": kept.new_empty(0)})
-
-    @classmethod
-    def pack(cls, weight: torch.Tensor) -> StoredMatrix | None:
-        if weight.shape[1] % LANES:
-            return None
-        for dtype in (torch.bfloat16, torch.float16):
-            narrow = weight.to(dtype)
-            if torch.equal(narrow.float().view(torch.int32), weight.contiguous().view(torch.int32)):
-                return cls(narrow)
-        return None
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {"weight": self._weight}

@@ -44,13 +44,24 @@ INLINE __m256 signed4_one_avx2(__m256i w, int j) {
     return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(w, 28 - 4 * j), 28));
 }
 INLINE V_avx2 signed4_avx2(I_avx2 w, int j) { return BOTH(signed4_one_avx2(w.a, j), signed4_one_avx2(w.b, j)); }
-INLINE __m256 table4_one_avx2(__m256i w, int j) {
+INLINE __m256 table4_one_avx2(__m256i w, int j, const float *table) {
     __m256i index = _mm256_srli_epi32(w, 4 * j);
-    __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(NF4_TABLE), index);
-    __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(NF4_TABLE + 8), index);
+    __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), index);
+    __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), index);
     return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(w, 28 - 4 * j)));
 }
-INLINE V_avx2 table4_avx2(I_avx2 w, int j) { return BOTH(table4_one_avx2(w.a, j), table4_one_avx2(w.b, j)); }
+INLINE V_avx2 table4_avx2(I_avx2 w, int j, const float *table) {
+    return BOTH(table4_one_avx2(w.a, j, table), table4_one_avx2(w.b, j, table));
+}
+INLINE __m256 signed6_one_avx2(__m256i low, int j, __m256i high, int k) {
+    __m256i four = _mm256_and_si256(_mm256_srli_epi32(low, 4 * j), _mm256_set1_epi32(15));
+    __m256i two = k < 2 ? _mm256_slli_epi32(high, 4 - 2 * k) : _mm256_srli_epi32(high, 2 * k - 4);
+    __m256i six = _mm256_or_si256(four, _mm256_and_si256(two, _mm256_set1_epi32(48)));
+    return _mm256_cvtepi32_ps(_mm256_sub_epi32(six, _mm256_set1_epi32(32)));
+}
+INLINE V_avx2 signed6_avx2(I_avx2 low, int j, I_avx2 high, int k) {
+    return BOTH(signed6_one_avx2(low.a, j, high.a, k), signed6_one_avx2(low.b, j, high.b, k));
+}
 INLINE float total_avx2(V_avx2 v) {
     __m256 eight = _mm256_add_ps(v.a, v.b);
     __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
@@ -172,8 +183,12 @@ INLINE I_avx512 words_avx512(const uint32_t *p) { return _mm512_loadu_si512(p); 
 INLINE V_avx512 signed4_avx512(I_avx512 w, int j) {
     return _mm512_permutexvar_ps(_mm512_srli_epi32(w, 4 * j), _mm512_loadu_ps(SIGNED_TABLE));
 }
-INLINE V_avx512 table4_avx512(I_avx512 w, int j) {
-    return _mm512_permutexvar_ps(_mm512_srli_epi32(w, 4 * j), _mm512_loadu_ps(NF4_TABLE));
+INLINE V_avx512 table4_avx512(I_avx512 w, int j, const float *table) {
+    return _mm512_permutexvar_ps(_mm512_srli_epi32(w, 4 * j), _mm512_loadu_ps(table));
+}
+INLINE V_avx512 signed6_avx512(I_avx512 low, int j, I_avx512 high, int k) {
+    return _mm512_add_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(low, 4 * j), _mm512_loadu_ps(SIXTEEN_TABLE)),
+                         _mm512_permutexvar_ps(_mm512_srli_epi32(high, 2 * k), _mm512_loadu_ps(HIGH_TABLE)));
 }
 INLINE float total_avx512(V_avx512 v) {
     __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));

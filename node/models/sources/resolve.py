@@ -5,21 +5,17 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from ...errors import ModelError
-from ..cache_dir import disk_errors
 from ..checkpoint import Checkpoint
 from ..disk_limit import BeforeDownload, no_disk_limit
 from ..folder import ModelFolder, open_folder
 from ..parts import Need, parts_of_need
 from ..progress import Progress, no_progress
 from .alias import ALIASES, import_alias
-from .gguf_import import import_gguf, write_config_of
+from .gguf_files import open_gguf
 from .hub import fetch
 
 DEFAULT_MODEL = "smollm2"
@@ -68,8 +64,8 @@ def resolve(
 ) -> ModelFolder:
     """Finds or fetches `model` and returns its folder, with at least the parts that `need` asks for.
 
-    Blocks for as long as a download or an import takes; both happen once. An alias always wins over a file of
-    the same name in the working folder: write `./name` for that one.
+    Blocks for as long as a download takes, or the tokenizer of a GGUF file, which is converted once. An alias always
+    wins over a file of the same name in the working folder: write `./name` for that one.
 
     Args:
         model: a folder, a `.gguf` file, a hub id, or an alias; `MODEL@VERSION` sets `ModelFolder.pinned`, and
@@ -91,30 +87,6 @@ def resolve(
         name, pinned = split_version(name)
     folder = _find(name, isinstance(model, str), need, progress, revision, offline, before_download)
     return replace(folder, pinned=pinned, asked=name)
-
-
-@contextmanager
-def config_before_import(model: str) -> Iterator[ModelFolder | None]:
-    """The configuration of the GGUF file that `model` names, read before the whole file is hashed and imported.
-
-    It is in a temporary folder, which is removed when the context ends. None for what is no such file, or is imported
-    already.
-
-    Raises:
-        ModelError: if the file cannot be imported, as far as its header and configuration tell.
-        MachineError: if nothing can be written to the folder of temporary files.
-    """
-    named, _ = split_version(model)
-    path = Path(named).expanduser()
-    if named in ALIASES or path.suffix.lower() != ".gguf" or not path.is_file():
-        yield None
-        return
-    temporary = Path(tempfile.gettempdir())
-    with ExitStack() as stack:
-        with disk_errors(temporary, f"Reading {path.name}", "Make room there, or set TMPDIR to another folder."):
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="petalnode-"))
-            found = write_config_of(path.absolute(), Path(folder))
-        yield found
 
 
 def _find(
@@ -150,7 +122,7 @@ def _find(
 def _open_file(path: Path, progress: Progress) -> ModelFolder:
     if path.suffix.lower() != ".gguf":
         raise ModelError(f"{path} is a file but no .gguf file. {_FORMS}")
-    return replace(import_gguf(path, progress), name=path.stem)
+    return open_gguf(path, progress)
 
 
 def _checked(folder: ModelFolder, need: Need) -> ModelFolder:
@@ -166,7 +138,7 @@ def _checked_import(folder: ModelFolder, need: Need) -> ModelFolder:
     try:
         return _checked(folder, need)
     except ModelError as error:
-        raise ModelError(f"{error} This folder is petalnode's own import: remove it to import again.") from error
+        raise ModelError(f"{error} petalnode's own notes of this file are in {folder.path}.") from error
 
 
 def _no_revision(name: str, revision: str | None) -> None:

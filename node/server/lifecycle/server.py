@@ -33,7 +33,6 @@ from ...models import (
 from ...models.disk_limit import evict_for_download, in_use, keep_within, note_use
 from ...models.manifest import canonical_architecture
 from ...models.progress import Progress
-from ...models.sources.resolve import config_before_import
 from ...placement.plan import DEFAULT
 from ...swarm.swarm import Swarm
 from ...swarm.versions import choose_version, used_before
@@ -130,18 +129,6 @@ async def find_folder(options: ServerOptions, progress: Progress) -> ModelFolder
     return await in_thread(lambda: _fetch(options, "config", progress))
 
 
-def check_before_import(options: ServerOptions) -> None:
-    """Refuses a GGUF file before minutes are spent on hashing and importing it.
-
-    Raises:
-        BadInput, ModelError, MachineError: as `check_blocks` and `plan_memory`.
-    """
-    with config_before_import(options.model) as folder:
-        if folder is not None:
-            check_blocks(options, folder)
-            plan_memory(folder, options)
-
-
 async def in_thread(function: Callable[[], T]) -> T:
     """Runs `function` in a worker thread, which is left behind if we are told to stop meanwhile."""
     return await trio.to_thread.run_sync(function, abandon_on_cancel=True)
@@ -190,7 +177,6 @@ async def run_server(swarm: Swarm, options: ServerOptions, parts: ServerParts, s
         # Two seconds of imports, while the network and the disk are asked.
         imported = trio.Event()
         nursery.start_soon(_import_blocks, imported)
-        await in_thread(lambda: check_before_import(options))
         folder = await find_folder(options, parts.progress)
         check_blocks(options, folder)
         with suppress(SwarmError):  # nobody answers just now; what was heard at joining has to do

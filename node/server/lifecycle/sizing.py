@@ -45,7 +45,7 @@ def plan_memory(folder: ModelFolder, options: ServerOptions) -> Sizing:
         )
         return Sizing(len(chosen), "", nbytes)
 
-    sizes = block_sizes(folder.path, options.dtype, options.quant)
+    sizes = block_sizes(folder.path, options.dtype, options.quant, options.kernels, options.device)
     # While a block is quantised it is there as it was, too.
     spare = 0 if options.quant == "none" else max(sizes.whole)
     with FileLock(cache_dir() / _LOCK):  # of several that start at once each sees what the last one claimed

@@ -29,9 +29,9 @@ FILES: Final[Mapping[str, Row]] = {
     ),
     "GGUF": Row(
         FILE,
-        "node.models.sources.gguf_header._MAX_HEADER_BYTES node.models.sources.gguf_header._MAX_DIMENSIONS",
-        "node.models.sources.gguf_header._MAX_HEADER_BYTES node.models.sources.gguf_header._MAX_ENTRIES",
-        "node.models.sources.gguf_header._MAX_TENSORS node.models.sources.gguf_header._MAX_KEYS",
+        "node.models.gguf.header._MAX_HEADER_BYTES node.models.gguf.header._MAX_DIMENSIONS",
+        "node.models.gguf.header._MAX_HEADER_BYTES node.models.gguf.header._MAX_ENTRIES",
+        "node.models.gguf.header._MAX_TENSORS node.models.gguf.header._MAX_KEYS",
         ("tests/unit/test_gguf_header.py",),
         ("GGUF file",),
     ),

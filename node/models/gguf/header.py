@@ -3,14 +3,18 @@
 Read here and not by the `gguf` package's reader: that one takes seconds for a large vocabulary and gives a
 stack trace for a truncated file. Format: magic, version, counts, metadata (key, type, value), tensor table,
 aligned data; all little-endian. The file is a stranger's: what it says of lengths is bounded before it is believed.
+
+A model may be split into files NAME-00001-of-00003.gguf: the first has the metadata, each has its own tensors.
 """
 
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Final
@@ -28,26 +32,55 @@ _MAX_KEYS: Final = 4096
 _MAX_TENSORS: Final = 200_000
 _MAX_ENTRIES: Final = 4_000_000
 """Of all arrays together: a vocabulary of 262,144 tokens, with scores, types and merges, has 1,300,000."""
+_MAX_PARTS: Final = 1000
+_PART = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 _AGAIN = "Copy or download it again."
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One tensor of the file: `file[start:start + nbytes]`, quantised as `quantisation` (a GGMLQuantizationType)."""
+    """One tensor of the file: `file[start:start + nbytes]`, held as `kind` (the name of a GGMLQuantizationType)."""
 
     name: str
     shape: tuple[int, ...]  # slowest dimension first, as torch has it
-    quantisation: int
+    kind: str
     start: int
     nbytes: int
 
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """Metadata without arrays (of those, only the length is kept) and the tensors in the file's order."""
+    """Metadata without arrays (of those, only the length is kept), the tensors in the file's order, and where the
+    header ends."""
 
     metadata: Mapping[str, Scalar]
     tensors: tuple[GgufTensor, ...]
+    end: int
+
+
+def gguf_parts(file: Path) -> tuple[Path, ...]:
+    """The files of the model that `file` is, or is a part of, in order.
+
+    Raises:
+        ModelError: as `read_gguf_header`; a part is missing, or is not named as parts are.
+    """
+    count = read_gguf_header(file).metadata.get("split.count", 1)
+    if not isinstance(count, int) or count <= 1:
+        return (file,)
+    named = _PART.fullmatch(file.name)
+    if named is None or int(named["count"]) != count or count > _MAX_PARTS:
+        raise ModelError(
+            f"{file} is one of {count} parts, which are found by their names (NAME-00001-of-{count:05}.gguf): give it "
+            "its name again."
+        )
+    parts = tuple(file.with_name(f"{named['name']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1))
+    for number, part in enumerate(parts):
+        if not part.is_file():
+            raise ModelError(f"{file} is one of {count} parts, of which {part} is missing. Copy or download it, too.")
+        said = read_gguf_header(part).metadata
+        if (said.get("split.count"), said.get("split.no")) != (count, number):
+            raise ModelError(f"{part} is not part {number + 1} of {count}, which its name says. {_AGAIN}")
+    return parts
 
 
 def read_gguf_header(file: Path) -> GgufHeader:
@@ -58,15 +91,28 @@ def read_gguf_header(file: Path) -> GgufHeader:
             quantisation that is not known.
     """
     try:
-        size = file.stat().st_size
+        stat = file.stat()
+    except OSError as error:
+        raise ModelError(f"Cannot read {file}: {error.strerror}.") from error
+    return _read(file, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+
+
+@lru_cache(maxsize=64)
+def _read(file: Path, size: int, *times: int) -> GgufHeader:
+    """The header of `file` while it has this size and these times: it is asked for often, and a vocabulary is long."""
+    try:
         with file.open("rb") as stream:
             if stream.read(4) != b"GGUF":
                 raise ModelError(f"{file} is not a GGUF file. {_AGAIN}")
             with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as view:
                 return _Reader(view, file, size).header()
+    except ModelError:
+        raise
+    except ValueError:  # it is empty by now, or its texts are none
+        raise ModelError(f"{file} is truncated or damaged in its header, at {size:,} bytes. {_AGAIN}") from None
     except OSError as error:
         raise ModelError(f"Cannot read {file}: {error.strerror}.") from error
-    except (struct.error, UnicodeDecodeError, IndexError, RecursionError):
+    except (struct.error, IndexError, RecursionError):
         raise ModelError(f"{file} is truncated or damaged in its header, at {size:,} bytes. {_AGAIN}") from None
 
 
@@ -88,7 +134,7 @@ class _Reader:
             metadata[key] = self._value(self._take("I")[0])
         table = [self._table_entry() for _ in range(tensor_count)]
         alignment = metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment < 1:
+        if not isinstance(alignment, int) or not 1 <= alignment <= _MAX_HEADER_BYTES:
             raise ModelError(f"{self._file} has a damaged header (alignment {alignment!r}). {_AGAIN}")
         origin = -(-self._place // alignment) * alignment
         tensors = tuple(self._tensor(origin, *entry) for entry in table)
@@ -97,7 +143,18 @@ class _Reader:
             raise ModelError(
                 f"{self._file} is truncated: its tensors end at {end:,} bytes, the file has {self._size:,}. {_AGAIN}"
             )
-        return GgufHeader(metadata, tensors)
+        self._check_places(tensors)
+        return GgufHeader(metadata, tensors, origin)
+
+    def _check_places(self, tensors: tuple[GgufTensor, ...]) -> None:
+        """That each tensor has bytes, and a name, of its own."""
+        if len({tensor.name for tensor in tensors}) != len(tensors):
+            raise ModelError(f"{self._file} has two tensors of one name. {_AGAIN}")
+        before: GgufTensor | None = None
+        for tensor in sorted(tensors, key=lambda tensor: tensor.start):
+            if before is not None and tensor.start < before.start + before.nbytes:
+                raise ModelError(f"{self._file} has {before.name!r} and {tensor.name!r} at the same bytes. {_AGAIN}")
+            before = tensor
 
     def _tensor(self, origin: int, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GgufTensor:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -109,9 +166,10 @@ class _Reader:
                 f"{self._file} holds {name!r} in a quantisation ({kind}) that is not known here. A newer "
                 "`gguf` package may know it."
             ) from None
-        if not shape or shape[-1] % per_block:
+        if not shape or 0 in shape or shape[-1] % per_block:
             raise ModelError(f"{self._file} gives {name!r} the impossible shape {list(shape)}. {_AGAIN}")
-        return GgufTensor(name, shape, kind, origin + offset, prod(shape) // per_block * block_bytes)
+        nbytes = prod(shape) // per_block * block_bytes
+        return GgufTensor(name, shape, GGMLQuantizationType(kind).name, origin + offset, nbytes)
 
     def _table_entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._string()

@@ -1,0 +1,96 @@
+"""The `config.json` that a GGUF file's metadata comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import pi
+from pathlib import Path
+from typing import Any, Final
+
+from ...errors import ModelError
+from .header import read_gguf_header
+from .stored import stored_values
+
+# One divisor for each rotary frequency. llama.cpp stores the frequency scaling of Llama 3.1 and its successors so, and
+# not the settings it was computed from. transformers does not read that tensor, and the model would fail in long texts:
+# the settings are found again, and checked against every divisor.
+ROPE_FACTORS: Final = "rope_freqs.weight"
+# The only settings that were ever published with this scaling; the factor itself differs from model to model.
+_LOW, _HIGH, _CONTEXT = 1.0, 4.0, 8192
+_TOLERANCE: Final = 1e-4
+_ALWAYS_TIED: Final = ("falcon", "bloom")
+_INSTEAD: Final = "Use the model's safetensors folder."
+
+
+def read_gguf_config(files: Sequence[Path]) -> dict[str, Any]:
+    """`config.json` as transformers reads it out of the files of a model, before it adds its defaults.
+
+    The defaults are added when the folder is loaded: they grow with every version of transformers, and the
+    model version is a hash over what stands here.
+
+    Raises:
+        ModelError: transformers cannot read this architecture from GGUF.
+    """
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    file, metadata = files[0], read_gguf_header(files[0]).metadata
+    architecture = metadata.get("general.architecture")
+    try:
+        config = dict(load_gguf_checkpoint(str(file), return_tensors=False)["config"])
+    except (ValueError, KeyError, NotImplementedError, IndexError) as error:
+        raise ModelError(
+            f"{file} has architecture {architecture!r}, which transformers cannot read from GGUF ({error}). {_INSTEAD}"
+        ) from error
+    config.pop("_model_name_or_path", None)
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type"))
+    if name is None:
+        raise ModelError(f"{file} has architecture {architecture!r}, which is no decoder-only language model.")
+    config["architectures"] = [name]
+    tensors = {tensor.name: (part, tensor) for part in files for tensor in read_gguf_header(part).tensors}
+    if architecture not in _ALWAYS_TIED:
+        config["tie_word_embeddings"] = "output.weight" not in tensors  # transformers looks into one part alone
+    width = metadata.get(f"{architecture}.expert_feed_forward_length")
+    if config["model_type"] == "qwen3_moe" and isinstance(width, int):
+        config["moe_intermediate_size"] = width  # transformers leaves it out
+    if ROPE_FACTORS in tensors:
+        try:
+            scaling = rope_scaling(stored_values(*tensors[ROPE_FACTORS]).tolist(), config)
+        except ValueError as error:
+            raise ModelError(f"{file} cannot be used: {error}. {_INSTEAD}") from error
+        if scaling is not None:
+            config["rope_scaling"] = scaling
+    return config
+
+
+def rope_scaling(factors: Sequence[float], config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The `rope_scaling` of a configuration that gives `factors`, one for each pair of a head's dimensions.
+
+    None if they are all 1, which scales nothing.
+
+    Raises:
+        ValueError: if no scaling that transformers knows gives them.
+    """
+    if all(factor == 1.0 for factor in factors):
+        return None
+    factor = round(max(factors), 3)
+    expected = _llama3(len(factors), float(config.get("rope_theta", 10000.0)), factor)
+    if any(abs(found - wanted) > _TOLERANCE * wanted for found, wanted in zip(factors, expected, strict=True)):
+        raise ValueError("its rotary frequencies are scaled in a way that is not known here")
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": _LOW,
+        "high_freq_factor": _HIGH,
+        "original_max_position_embeddings": _CONTEXT,
+    }
+
+
+def _llama3(count: int, theta: float, factor: float) -> list[float]:
+    """The divisors of `count` frequencies: 1 for short waves, `factor` for long ones, smooth in between."""
+    divisors = []
+    for index in range(count):
+        turns = _CONTEXT * theta ** (-index / count) / (2 * pi)  # in the context the model was first trained on
+        smooth = min(max((turns - _LOW) / (_HIGH - _LOW), 0.0), 1.0)
+        divisors.append(1 / ((1 - smooth) / factor + smooth))
+    return divisors

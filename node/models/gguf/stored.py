@@ -1,0 +1,84 @@
+"""Bytes of a GGUF file's tensors, and the values that they stand for.
+
+They are read, not mapped: that a file shrinks meanwhile is an error to report, and would kill a process that maps it.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from ...errors import ModelError
+from .header import GgufTensor
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_PIECE_BYTES: Final = 8 << 20  # of a file, dequantised at a time: sixty times as much while it is
+_PLAIN: Final = {"F32": "<f4", "F16": "<f2"}
+
+
+def row_count(tensor: GgufTensor) -> int:
+    """How many rows the tensor has, one behind the other in the file."""
+    return prod(tensor.shape[:-1])
+
+
+def stored_rows(file: Path, tensor: GgufTensor, first: int, last: int) -> np.ndarray:
+    """The bytes of rows `first` .. `last` - 1, uint8 [rows, bytes of a row].
+
+    Raises:
+        ModelError: the file cannot be read, or has become shorter.
+        MachineError: there is too little memory.
+    """
+    import numpy as np
+
+    row_bytes = tensor.nbytes // row_count(tensor)
+    rows = np.empty((last - first, row_bytes), np.uint8)
+    left, place = rows.data.cast("B"), 0
+    try:
+        with file.open("rb", buffering=0) as stream:
+            stream.seek(tensor.start + first * row_bytes)
+            while place < len(left):
+                got = stream.readinto(left[place:])
+                if not got:
+                    raise ModelError(f"{file} became shorter while it was read. Run it again when it is complete.")
+                place += got
+    except OSError as error:
+        raise ModelError(f"Cannot read {file}: {error.strerror}.") from error
+    return rows
+
+
+def stored_values(file: Path, tensor: GgufTensor) -> np.ndarray:
+    """The float32 values of a whole tensor, as an array of its shape. Raises as `stored_rows`, and as `opened`."""
+    import numpy as np
+
+    values = np.empty((row_count(tensor), tensor.shape[-1]), np.float32)
+    open_rows(file, tensor, 0, len(values), values)
+    return values.reshape(tensor.shape)
+
+
+def open_rows(file: Path, tensor: GgufTensor, first: int, last: int, values: np.ndarray) -> None:
+    """Puts the float32 values of rows `first` .. `last` - 1 into `values`, a piece at a time.
+
+    Raises:
+        ModelError: as `stored_rows`; the installed `gguf` package cannot dequantise this kind.
+    """
+    step = max(1, _PIECE_BYTES * row_count(tensor) // tensor.nbytes)
+    for place in range(first, last, step):
+        end = min(place + step, last)
+        values[place - first : end - first] = _opened(file, tensor.kind, stored_rows(file, tensor, place, end))
+
+
+def _opened(file: Path, kind: str, rows: np.ndarray) -> Any:
+    from gguf import GGMLQuantizationType, dequantize
+
+    if kind in _PLAIN:
+        return rows.view(_PLAIN[kind])
+    try:
+        return dequantize(rows, GGMLQuantizationType[kind])
+    except NotImplementedError as error:
+        raise ModelError(
+            f"{file} is quantised as {kind}, which the installed `gguf` package cannot dequantise. Use a file in "
+            "another quantisation."
+        ) from error
