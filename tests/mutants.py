@@ -121,7 +121,11 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
         *_unit("bounded_message standard_protocols kademlia circuit_protocol"),
         *("attacks/test_message_memory", "attacks/test_kademlia", "fuzz/test_findings"),
     ),
-    "node/server/turns.py": (*_unit("turns batching gathering priority"), "attacks/test_many_sessions_of_one"),
+    "node/server/turns.py": (
+        *_unit("turns backlogged batching gathering priority"),
+        "attacks/test_many_sessions_of_one",
+    ),
+    "node/server/accounts.py": _unit("turns backlogged gathering"),
     "node/server/compute_thread.py": (
         *_unit("compute_order deferred_backward"),
         *("attacks/test_batches_of_many_keys", "swarm/test_training_wire"),

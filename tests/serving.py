@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from petalnode.node.server.accounts import Accounts
 from petalnode.node.server.gathering import Gathering
-from petalnode.node.server.turns import Accounts, BatchCost, Shares, Turn, Waiting, next_turn
+from petalnode.node.server.turns import BatchCost, Shares, Turn, Waiting, next_turn
 
 MEMORY_BOUND = BatchCost(0.0235, 0.0029, {1: 0.026, 2: 0.028, 4: 0.032, 8: 0.043, 16: 0.072})
 """Four blocks of Llama, hidden size 2048, float32, by the compiled kernels; seconds."""

@@ -6,7 +6,7 @@ session has at most one step in it.
 
 Passes of whole batches (training) run one after the other when no step waits, and pause after each block: so a step
 waits for one block of one batch at most, and a pass for as long as there are steps. While sessions generate, passes
-have half of the time. Passes, and calls that clients cause, are served by address and peer, as `turns.Usage` has it.
+have half of the time. Passes, and calls that clients cause, are served by address and peer, as `accounts.py` has it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ from ..blocks.span import BlockSpan
 from ..blocks.span_adapter import SpanAdapter
 from ..errors import unwrapped
 from .prefixes import PrefixUse
-from .steps import ComputeSession, Step, StepInput, StepOutput, StepRunner, synchronise
+from .steps import ComputeSession, CoreTime, Step, StepInput, StepOutput, StepRunner, synchronise
 from .tallies import ServerTallies
-from .turns import Usage
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -99,7 +98,6 @@ class ComputeThread:
         self._passes: deque[_PassRequest] = deque()
         self._resumed: deque[_PassRequest] = deque()
         self._calls: list[_Call] = []  # of clients
-        self._usage = Usage()  # for passes and calls
         self._part = 0.0, 0.0  # of a pass: how long the last one took, and when it ended
         self._token: trio.lowlevel.TrioToken | None = None
         self._thread = threading.Thread(target=self._run, name="petalnode-compute", daemon=True)
@@ -284,21 +282,32 @@ class ComputeThread:
     def _run_turn(self) -> float:
         """What is between two looks at the queue; returns how many seconds the next one may wait for more."""
         self._drop_abandoned()
-        if self._calls:
-            self._run_client_call()
-        if self.steps.is_waited_for:
-            return self.steps.run_turn()
-        passes = self._resumed or self._passes
-        wait = self.steps.pass_wait(*self._part) if passes else 0.0
-        if passes and not wait:
-            self._continue_pass(passes)
+        self._note_waiting()
+        wait = self._next()
+        self._note_waiting()
         return wait
+
+    def _note_waiting(self) -> None:
+        requests = [request.client for request in (*self._resumed, *self._passes)]
+        calls = [call.client for call in self._calls if call.client is not None]
+        self.steps.accounts.note_waiting({*self.steps.clients, *requests, *calls}, time.perf_counter())
+
+    def _next(self) -> float:
+        called = not self._calls or self._run_client_call()
+        passes = self._resumed or self._passes
+        if self.steps.is_waited_for:
+            wait = self.steps.run_turn()
+        elif passes:
+            wait = self._continue_pass(passes)
+        else:
+            wait = 0.0 if called else self.steps.accounts.rest(time.perf_counter())
+        return 0.0 if self._calls and called else wait
 
     def _drain_queue(self, wait: float = 0.0) -> bool:
         """Takes all that has come, and waits: without end if there is nothing to do, else for `wait` seconds at most.
         False when the thread is to end."""
         busy = self._is_busy
-        block, timeout = not busy or (wait > 0 and not self._calls), wait if busy else None
+        block, timeout = not busy or wait > 0, wait if busy else None
         try:
             while True:
                 item = self._queue.get(block, timeout)
@@ -333,30 +342,43 @@ class ComputeThread:
             self._calls.remove(call)
             self._finish(call, None)
 
-    def _run_client_call(self) -> None:
-        place = self._usage.next_of([call.client or ("", "") for call in self._calls])
+    def _run_client_call(self) -> bool:
+        """Runs the call of who has had least; false if all who wait for one rest."""
+        begun, core = time.perf_counter(), CoreTime(self.blocks.device)
+        place = self.steps.accounts.next_of([call.client or ("", "") for call in self._calls], begun)
+        if place is None:
+            return False
         call = self._calls.pop(place)
-        begun = time.perf_counter()
         self._run_call(call)
-        self._usage.charge(*(call.client or ("", "")), time.perf_counter() - begun)
+        ended = time.perf_counter()
+        self.steps.accounts.note_other(call.client or ("", ""), ended - begun, ended, core.part())
+        return True
 
-    def _continue_pass(self, passes: deque[_PassRequest]) -> None:
-        """Runs one pass to its next pause, or ends it: the one that has begun, or that of who has had least."""
+    def _continue_pass(self, passes: deque[_PassRequest]) -> float:
+        """Runs one pass to its next pause, or ends it: the one that has begun, or that of who has had least. Or does
+        nothing, and returns the seconds for which passes have to wait."""
+        now = time.perf_counter()
+        wait = self.steps.pass_wait(*self._part)
+        place = None if wait else self.steps.accounts.next_of([request.client for request in passes], now)
+        if place is None:
+            return wait or self.steps.accounts.rest(now)
         if not passes[0].seconds:
-            place = self._usage.next_of([request.client for request in passes])
             chosen = passes[place]
             del passes[place]
             passes.appendleft(chosen)
-        running = passes[0]
-        begun = time.perf_counter()
+        self._run_part(passes)
+        return 0.0
+
+    def _run_part(self, passes: deque[_PassRequest]) -> None:
+        running, begun, core = passes[0], time.perf_counter(), CoreTime(self.blocks.device)
         result: object
         try:
             next(running.passing)
             synchronise(self.blocks.device)  # what is only queued there would hold up the next step
-            running.seconds += self._worked(running, begun)
+            running.seconds += self._worked(running, begun, core)
             return
         except StopIteration as end:
-            seconds = running.seconds + self._worked(running, begun)
+            seconds = running.seconds + self._worked(running, begun, core)
             result = PassResult(end.value, self._part[1] - running.arrived - seconds, seconds)
         except Refusal as refusal:
             result = refusal
@@ -368,9 +390,9 @@ class ComputeThread:
         passes.popleft()
         self._finish(running, result)
 
-    def _worked(self, running: _PassRequest, begun: float) -> float:
+    def _worked(self, running: _PassRequest, begun: float, core: CoreTime) -> float:
         """Counts a part of a pass; returns the seconds that it took."""
         ended = time.perf_counter()
         self._part = ended - begun, ended
-        self._usage.charge(*running.client, ended - begun)
+        self.steps.accounts.note_other(running.client, ended - begun, ended, core.part())
         return ended - begun

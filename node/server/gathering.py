@@ -79,7 +79,7 @@ def gathering_time(
         usual: the turn-around time of those that wait, in seconds.
     """
     cost = shares.cost
-    if cost is None or turn.prefill is not None or not turn.decode:
+    if cost is None or turn.prefill is not None or not turn.decode or shares.behind:
         return Wait()
     now = sum(waiting[index].rows for index in turn.decode)
     here = sum(step.rows for step in waiting)

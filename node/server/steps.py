@@ -22,10 +22,11 @@ from ...protocols.tensors import DTYPES, arrives_finite, decode, dtype_name, enc
 from ..blocks.cache import SpanCache
 from ..blocks.span import BlockSpan
 from ..blocks.span_adapter import SpanAdapter
+from .accounts import Accounts, Client
 from .gathering import Gathering
 from .prefixes import PrefixStore, PrefixUse
 from .tallies import ServerTallies
-from .turns import Accounts, Shares, Turn, Waiting, next_turn, pass_wait
+from .turns import Shares, Turn, Waiting, next_turn, pass_wait
 
 log = logging.getLogger(__name__)
 
@@ -126,6 +127,7 @@ class StepRunner:
     """Runs steps of many sessions through `blocks`, some at each turn.
 
     Attributes:
+        accounts: who has had what of the device; for all that is done there.
         prefixes: what sessions have left for later ones.
         on_decode: told of decode steps: their rows, the share of the blocks that they went through (on average), and
             the seconds that they took together.
@@ -142,7 +144,7 @@ class StepRunner:
         self._clock = clock
         self._tallies = tallies or ServerTallies()
         self._waiting: list[Step] = []
-        self._accounts = Accounts()
+        self.accounts = Accounts()
         self._gathering = Gathering()
         self._overtaken = 0  # prefills by those of sessions that have paid
         self.prefixes = PrefixStore()
@@ -152,6 +154,11 @@ class StepRunner:
     @property
     def is_waited_for(self) -> bool:
         return bool(self._waiting)
+
+    @property
+    def clients(self) -> set[Client]:
+        """Whose steps wait."""
+        return {(step.session.address or step.session.peer, step.session.peer) for step in self._waiting}
 
     def add(self, step: Step) -> None:
         """Unpacks a step, which then waits for its turn; answers it at once if that fails."""
@@ -192,12 +199,15 @@ class StepRunner:
 
     def run_turn(self) -> float:
         """Runs waiting decode steps as one batch, and then a chunk of one prefill, as `next_turn` has it; or does
-        nothing, and returns the seconds for which it is better to wait for steps that are about to come."""
+        nothing, and returns the seconds for which it is better to wait for steps that are about to come, or for which
+        all that are here rest."""
         self._drop_given_up()
         left = self._gathering.left(len(self._waiting), self._clock())
         if left and all(step.hidden.shape[1] == 1 for step in self._waiting):
             return left
         waiting, shares, turn = self._next_turn()
+        if turn.prefill is None and not turn.decode:
+            return self.accounts.rest(self._clock())
         sessions = [step.session for step in self._waiting]
         seconds = self._gathering.time(waiting, sessions, turn, shares, self._clock())
         if not seconds:
@@ -215,7 +225,7 @@ class StepRunner:
             for step in self._waiting
             for rows, tokens in [step.hidden.shape[:2]]
         ]
-        shares = self._accounts.shares(waiting, self._clock())
+        shares = self.accounts.shares(waiting, self._clock())
         return waiting, shares, next_turn(waiting, self._overtaken, shares)
 
     def _run(self, turn: Turn) -> None:
@@ -224,7 +234,9 @@ class StepRunner:
         prefill = None if turn.prefill is None else self._waiting[turn.prefill]
         if decodes:
             self._decode(decodes)
+            before = self.clients
             self._waiting = [step for step in self._waiting if step not in decodes]
+            self.accounts.note_left(before - self.clients, self._clock())
         if prefill is not None and self._prefill(prefill, turn.chunk):
             self._waiting.remove(prefill)
 
@@ -238,7 +250,7 @@ class StepRunner:
         lengths = [step.session.cache.length for step in batch]
         for step in batch:
             step.begin()
-        begun = self._clock()
+        begun, core = self._clock(), CoreTime(self._blocks.device)
         try:
             outputs = self._blocks.decode(
                 [(step.hidden, step.session.cache) for step in batch], [step.session.adapter for step in batch]
@@ -259,7 +271,7 @@ class StepRunner:
         rows_of: Counter[str] = Counter()
         for step in batch:
             rows_of[step.session.peer] += step.session.cache.batch
-        self._accounts.note_decode(rows_of, seconds, now)
+        self.accounts.note_decode(rows_of, seconds, now, core.part())
         self._gathering.note_decode(rows_of, seconds, now)
         blocks = sum(len(step.session.cache.specs) for step in batch)
         rows = rows_of.total()
@@ -273,7 +285,7 @@ class StepRunner:
     def _prefill(self, step: Step, chunk: int) -> bool:
         """Computes the next `chunk` tokens; true once the step is answered."""
         cache, end = step.session.cache, step.done + chunk
-        begun = self._clock()
+        begun, core = self._clock(), CoreTime(self._blocks.device)
         try:
             step.outputs.append(self._blocks.forward(step.hidden[:, step.done : end], cache, step.session.adapter))
             synchronise(self._blocks.device)
@@ -281,7 +293,7 @@ class StepRunner:
             step.answer(_refusal(error))
             return True
         seconds = self._clock() - begun
-        self._accounts.note_prefill(step.session.peer, seconds)
+        self.accounts.note_prefill(step.session.peer, seconds, begun + seconds, core.part())
         self._gathering.worked(begun + seconds)
         step.done = end
         step.seconds += seconds
@@ -337,6 +349,20 @@ def _refusal(error: Exception) -> Refusal:
 
 def _ended() -> Refusal:
     return Refusal(wire.ERROR_NOT_FOUND, "the session has ended")
+
+
+class CoreTime:
+    """For which part of the time since it was made this thread had a processor, if `device` is one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._counts = device.type == "cpu"
+        self._begun = time.perf_counter(), time.thread_time()
+
+    def part(self) -> float:
+        seconds = time.perf_counter() - self._begun[0]
+        if not self._counts or seconds <= 0.0:
+            return 1.0
+        return min((time.thread_time() - self._begun[1]) / seconds, 1.0)
 
 
 def synchronise(device: torch.device) -> None:

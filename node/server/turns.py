@@ -11,8 +11,13 @@ one by one, nobody gets less than that part of the machine either. Keys are free
 with many keys has the share of one. Who has had least of the device goes first (start-time fair queueing in two
 levels: Goyal et al. 1996, sections 2 and 3).
 
-Passes of batches and what else strangers ask for go by the same order (`Usage`). While sessions generate, a part of a
-pass is followed by as long a time without passes (`pass_wait`).
+An address is *backlogged* if it has had work here for nearly all of the last seconds: it asks for more than it gets.
+As long as one that is not generates, those that are wait behind it: they go last, by short batches and chunks, and
+rest after those. So who asks for one token at a time waits for little, and takes from the others what it computes, and
+the order in which they have the rest. An address that asks for less than its share is never backlogged.
+
+Passes of batches and what else strangers ask for go by the same order (`accounts.py`). While sessions generate, a part
+of a pass is followed by as long a time without passes (`pass_wait`).
 """
 
 from __future__ import annotations
@@ -29,8 +34,14 @@ MAX_DECODE_ROWS: Final = 256
 CHUNK_BESIDE: Final = 128
 """Tokens of a chunk of a prefill while others generate, each of whose tokens may wait for one at every server. A prompt
 takes 13 % longer by these than by chunks of 256, and 38 % by 64 (SmolLM2, one core)."""
-_GENERATING: Final = 1.0
-"""Seconds since its last decode step for which a peer is taken to generate."""
+CHUNK_BEHIND: Final = 32
+"""Tokens of a chunk for an address that waits behind others. A prompt takes 75 % longer by
+these than by chunks of 256."""
+_BESIDE_OTHERS: Final = 1.25
+"""How much longer the batch of who is not backlogged may take for the sake of those who are."""
+_BEFORE_OTHERS: Final = 2.0
+"""Times of the step of who is about to come, for which a batch of those who wait behind it may take at most. By batches
+of twice the cost of a row, a device computes half of the rows at least that it does by the largest."""
 _ROUNDING: Final = 1 + 1e-9
 _FADING: Final = 0.99
 """Of the weight of what was measured before, at each measurement: some hundred turns count."""
@@ -39,8 +50,6 @@ _NEWEST: Final = 0.125
 _ENOUGH: Final = 0.1
 """Weight from which what batches of so many rows took is told as it is, not by the line through all."""
 _SIZES: Final = 64
-_ADDRESSES: Final = 1024
-"""Peers whose addresses are remembered."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +103,9 @@ class Shares:
         expected: rows of peers none of whose steps waits, and whose next ones are about to come.
         addresses: of peers; one that is not named has an address of its own.
         used_of: seconds of the device by address.
-        generating: peers that have had a decode step lately.
+        generating: rows of peers that have had a decode step lately.
+        behind: addresses that wait behind others. None if nobody else generates or waits.
+        resting: these have had their part for now.
     """
 
     cost: BatchCost | None = None
@@ -102,10 +113,15 @@ class Shares:
     expected: Mapping[str, int] | None = None
     addresses: Mapping[str, str] = field(default_factory=dict)
     used_of: Mapping[str, float] = field(default_factory=dict)
-    generating: Collection[str] = ()
+    generating: Mapping[str, int] = field(default_factory=dict)
+    behind: Collection[str] = ()
+    resting: bool = False
 
     def address(self, peer: str) -> str:
         return self.addresses.get(peer, peer)
+
+    def is_behind(self, peer: str) -> bool:
+        return self.address(peer) in self.behind
 
 
 def next_turn(waiting: Sequence[Waiting], overtaken: int = 0, shares: Shares | None = None) -> Turn:
@@ -113,39 +129,53 @@ def next_turn(waiting: Sequence[Waiting], overtaken: int = 0, shares: Shares | N
 
     Decode steps all run, unless that would take another peer's share. Of prefills, one of the address that has had
     least of the device is next, and there of the peer that has; those with priority come first, as `next_in_line` has
-    it. Earlier steps of a peer go first within their kind.
+    it. Earlier steps of a peer go first within their kind. A turn is empty if all who wait rest.
     """
     shares = shares or Shares()
     used = shares.used or {}
-    prefills = [index for index, step in enumerate(waiting) if not step.is_decode]
-    decode = _decode_steps(waiting, shares, bool(prefills))
+    ready = [index for index, step in enumerate(waiting) if not (shares.resting and shares.is_behind(step.peer))]
+    prefills = [index for index in ready if not waiting[index].is_decode]
+    decode = _decode_steps(waiting, ready, shares, bool(prefills))
     if not prefills:
         return Turn(decode, None)
 
-    def had(index: int) -> tuple[float, float, int]:
+    def had(index: int) -> tuple[bool, float, float, int]:
         peer = waiting[index].peer
-        return shares.used_of.get(shares.address(peer), 0.0), used.get(peer, 0.0), index
+        return shares.is_behind(peer), shares.used_of.get(shares.address(peer), 0.0), used.get(peer, 0.0), index
 
     prefills.sort(key=had)
     paid = [waiting[index].paid for index in prefills]
     place = next_in_line(paid, overtaken)
     step = waiting[prefills[place]]
-    beside = any(peer != step.peer for peer in shares.generating)
-    chunk = min(step.tokens - step.done, max(1, (CHUNK_BESIDE if beside else PREFILL_CHUNK) // step.rows))
+    chunk = min(step.tokens - step.done, max(1, _chunk(step.peer, shares) // step.rows))
     return Turn(decode, prefills[place], chunk, now_overtaken(paid, place, overtaken))
 
 
-def _decode_steps(waiting: Sequence[Waiting], shares: Shares, with_prefill: bool) -> tuple[int, ...]:
+def _chunk(peer: str, shares: Shares) -> int:
+    """Tokens of a chunk of a prompt of this peer."""
+    others = [other for other in shares.generating if other != peer]
+    if shares.is_behind(peer) and not all(map(shares.is_behind, others)):
+        return CHUNK_BEHIND
+    return CHUNK_BESIDE if others else PREFILL_CHUNK
+
+
+def _decode_steps(
+    waiting: Sequence[Waiting], ready: Sequence[int], shares: Shares, with_prefill: bool
+) -> tuple[int, ...]:
     by_peer: dict[str, list[int]] = {}
-    for index, step in enumerate(waiting):
-        if step.is_decode:
-            by_peer.setdefault(step.peer, []).append(index)
+    for index in ready:
+        if waiting[index].is_decode:
+            by_peer.setdefault(waiting[index].peer, []).append(index)
+    rows_of = _rows_of(waiting, by_peer)
+    first = {peer: count for peer, count in rows_of.items() if not shares.is_behind(peer)}
     # A chunk of a prefill takes longer than any batch: short batches before each would help nobody.
-    limit = None if with_prefill else _most_seconds(_rows_of(waiting, by_peer), shares)
+    limit = None if with_prefill else _most_seconds(first or rows_of, shares)
+    limit_behind = _most_seconds_behind(first, shares)
     used, used_of = dict(shares.used or {}), dict(shares.used_of)
 
-    def had(peer: str) -> tuple[float, float, int]:
-        return used_of.get(shares.address(peer), 0.0), used.get(peer, 0.0), by_peer[peer][0]
+    def had(peer: str) -> tuple[bool, float, float, int]:
+        address = shares.address(peer)
+        return address in shares.behind, used_of.get(address, 0.0), used.get(peer, 0.0), by_peer[peer][0]
 
     chosen: list[int] = []
     rows = 0
@@ -157,18 +187,30 @@ def _decode_steps(waiting: Sequence[Waiting], shares: Shares, with_prefill: bool
         more = waiting[index].rows
         if chosen and rows + more > MAX_DECODE_ROWS:
             continue
-        if shares.cost is not None and limit is not None:
+        most = limit_behind if shares.is_behind(peer) and limit_behind is not None else limit
+        if shares.cost is not None and most is not None:
             seconds = shares.cost.seconds(rows + more)
-            if not chosen:
-                limit += seconds if seconds > limit else 0.0  # a step that is too large by itself has its turn, too
-            elif seconds > limit:
+            if chosen and seconds > most:
                 continue
+            if limit is not None and seconds > limit:
+                limit += seconds  # a step that is too large by itself has its turn, too
             address, seconds = shares.address(peer), shares.cost.row * more
             used[peer] = used.get(peer, 0.0) + seconds
             used_of[address] = used_of.get(address, 0.0) + seconds
         chosen.append(index)
         rows += more
     return tuple(sorted(chosen))
+
+
+def _most_seconds_behind(first: Mapping[str, int], shares: Shares) -> float | None:
+    """How long a batch with steps of who waits behind others may take, where so many rows `first` wait of these; None:
+    as long as any."""
+    if not shares.behind or shares.cost is None:
+        return None
+    if first:
+        return _BESIDE_OTHERS * shares.cost.seconds(sum(first.values()))
+    coming = [rows for peer, rows in shares.generating.items() if not shares.is_behind(peer)]
+    return _BEFORE_OTHERS * shares.cost.seconds(min(coming)) if coming else None
 
 
 def _rows_of(waiting: Sequence[Waiting], by_peer: Mapping[str, Sequence[int]]) -> dict[str, int]:
@@ -231,111 +273,12 @@ class CostFit:
         return BatchCost(max(seconds - row * rows, 0.0), row, measured)
 
 
-class _Used:
-    """Seconds of the device by name. Of those who have been away only what they have had more than others is kept."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._floor = 0.0
-
-    def settle(self, names: Collection[str]) -> None:
-        """`names` are all who wait now."""
-        known = [self.seconds[name] for name in names if name in self.seconds]
-        if names:
-            # Where nobody is left whom others have waited for, all that was before is settled.
-            self._floor = max(self._floor, min(known) if known else max(self.seconds.values(), default=0.0))
-        self.seconds = {name: used for name, used in self.seconds.items() if used > self._floor}
-        for name in names:
-            self.seconds.setdefault(name, self._floor)
-
-    def charge(self, name: str, seconds: float) -> None:
-        self.seconds[name] = max(self.seconds.get(name, 0.0), self._floor) + seconds
-
-
-class Usage:
-    """Which address has had how much of the device, and which peer of it. Clients are pairs of both."""
-
-    def __init__(self) -> None:
-        self._addresses = _Used()
-        self._peers: dict[str, _Used] = {}
-
-    @property
-    def of_addresses(self) -> Mapping[str, float]:
-        return self._addresses.seconds
-
-    @property
-    def of_peers(self) -> Mapping[str, float]:
-        return {peer: seconds for used in self._peers.values() for peer, seconds in used.seconds.items()}
-
-    def settle(self, clients: Collection[tuple[str, str]]) -> None:
-        """`clients` are all who wait now."""
-        peers: dict[str, set[str]] = {}
-        for address, peer in clients:
-            peers.setdefault(address, set()).add(peer)
-        self._addresses.settle(peers.keys())
-        self._peers = {address: used for address, used in self._peers.items() if address in self._addresses.seconds}
-        for address, names in peers.items():
-            self._peers.setdefault(address, _Used()).settle(names)
-
-    def next_of(self, clients: Sequence[tuple[str, str]]) -> int:
-        """The place of who is next among those who wait, in order of arrival: of the address that has had least, the
-        peer that has."""
-        self.settle(clients)
-
-        def had(place: int) -> tuple[float, float, int]:
-            address, peer = clients[place]
-            return self._addresses.seconds[address], self._peers[address].seconds[peer], place
-
-        return min(range(len(clients)), key=had)
-
-    def charge(self, address: str, peer: str, seconds: float) -> None:
-        self._addresses.charge(address, seconds)
-        self._peers.setdefault(address, _Used()).charge(peer, seconds)
-
-
-class Accounts:
-    """Which peer has had how much of the device for its steps, and who is about to come back."""
-
-    def __init__(self) -> None:
-        self._usage = Usage()
-        self._addresses: dict[str, str] = {}
-        self._last: dict[str, tuple[float, int]] = {}  # when their last decode steps were computed, and how many rows
-        self._fit = CostFit()
-
-    def shares(self, waiting: Sequence[Waiting], now: float) -> Shares:
-        """What `next_turn` goes by. `now` in seconds of any clock."""
-        for step in waiting:
-            self._addresses.pop(step.peer, None)
-            self._addresses[step.peer] = step.address or step.peer
-        while len(self._addresses) > max(_ADDRESSES, len(waiting)):
-            del self._addresses[next(iter(self._addresses))]  # who has had no step for longest
-        self._usage.settle({(self._addresses[step.peer], step.peer) for step in waiting})
-        cost = self._fit.cost
-        rows = sum(step.rows for step in waiting if step.is_decode)
-        # Who takes longer than a batch of all for its next step loses less by waiting than others by short batches.
-        soon = cost.seconds(rows) if cost is not None else 0.0
-        kept = max(soon, _GENERATING)
-        self._last = {peer: (at, count) for peer, (at, count) in self._last.items() if now - at <= kept}
-        expected = {peer: count for peer, (at, count) in self._last.items() if now - at <= soon}
-        of_addresses = self._usage.of_addresses
-        return Shares(cost, self._usage.of_peers, expected, self._addresses, of_addresses, self._last.keys())
-
-    def note_decode(self, rows: Mapping[str, int], seconds: float, now: float) -> None:
-        """A batch with so many rows of each peer took `seconds`, and ended `now`."""
-        total = sum(rows.values())
-        self._fit.note(total, seconds)
-        for peer, count in rows.items():
-            self._charge(peer, seconds * count / total)
-            self._last[peer] = now, count
-
-    def note_prefill(self, peer: str, seconds: float) -> None:
-        self._charge(peer, seconds)
-
-    def _charge(self, peer: str, seconds: float) -> None:
-        self._usage.charge(self._addresses.get(peer, peer), peer, seconds)
+def pause(seconds: float, since: float) -> float:
+    """What is left of a pause of so many seconds, which began `since` ago."""
+    return max(seconds - since, 0.0)
 
 
 def pass_wait(took: float, since: float, generating: bool) -> float:
     """Seconds until the next part of a pass may begin, `since` so many after the one before, which took `took`. While
     sessions generate they keep half of the time; a step in a chain needs more of it than what it computes."""
-    return max(took - since, 0.0) if generating else 0.0
+    return pause(took, since) if generating else 0.0

@@ -7,15 +7,14 @@ from collections import Counter
 import pytest
 
 from petalnode.node.blocks.span import PREFILL_CHUNK
+from petalnode.node.server.accounts import Accounts, Usage
 from petalnode.node.server.turns import (
     CHUNK_BESIDE,
     MAX_DECODE_ROWS,
-    Accounts,
     BatchCost,
     CostFit,
     Shares,
     Turn,
-    Usage,
     Waiting,
     most_rows,
     next_turn,
