@@ -28,7 +28,6 @@ from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
 from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX
 from libp2p.stream_muxer.yamux.yamux import Yamux
 from libp2p.transport.exceptions import SecurityUpgradeFailure
-from libp2p.transport.tcp.tcp import TCP
 from libp2p.transport.upgrader import TransportUpgrader
 from libp2p.utils.dns_utils import resolve_multiaddr_with_retry
 from multiaddr import Multiaddr
@@ -54,7 +53,7 @@ from .limits import (
 from .negotiation import OneAnswer, OneRoundTrip, question
 from .noise import BufferedNoise
 from .peerstore import BoundedPeerStore
-from .raw_connection import OtherSwarm, Path, PskConnection, RawConnection, SocketConnection, remote_multiaddr
+from .raw_connection import OtherSwarm, Path, PskConnection, RawConnection, SocketConnection, Tcp, remote_multiaddr
 from .stream_bytes import CircuitConnection, StreamBytes
 from .yamux import Muxer
 
@@ -125,7 +124,7 @@ class Network(Libp2pSwarm):
         security = upgrader.security_multistream._selector
         security.multiselect = OneAnswer(security.multiselect.handlers)
         security.multiselect_client = OneRoundTrip()
-        self._tcp = TCP()
+        self._tcp = Tcp(self._admit)
         super().__init__(
             ID.from_pubkey(key_pair.public_key),
             BoundedPeerStore(key_pair),
@@ -206,6 +205,9 @@ class Network(Libp2pSwarm):
         for handler in self.on_connected:
             handler(str(muxer.peer_id), raw.path)
         return conn
+
+    def _admit(self, host: str) -> bool:
+        return self.limits.admit(self.limits.of_address(origin_of_ip(host)), self._inbound, self._handshakes)
 
     async def _handle_inbound_connection(self, read_write_closer: ReadWriteCloser, maddr: Multiaddr) -> None:
         """Serves an accepted connection until it ends.

@@ -29,6 +29,8 @@ MAX_INBOUND: Final = 3072
 """Of these, how many others may make; the rest is for our own."""
 MAX_HANDSHAKES: Final = 512
 """Connections that were accepted and are not encrypted yet."""
+MAX_HANDSHAKES_OF_LOUD: Final = 32
+"""Of an address that is not quiet, while others use what they were granted: each is a task that waits for its turn."""
 LEAST_OF_ADDRESS: Final = 8
 """Connections, and handshakes, that an address may have as long as there are any: many share one behind a NAT."""
 MAX_STREAMS: Final = 8192
@@ -65,6 +67,14 @@ STREAM_WORK: Final = 6
 """Units of opening a stream, before the task that serves it, whose time is measured."""
 HANDSHAKE_WORK: Final = 300
 """Units of a new connection beside its handshake, whose time is measured: its tasks, and who is there."""
+ACCEPTED_WORK: Final = 50
+"""Units of an accepted connection, whatever comes of it: its task, its socket and their end."""
+REFUSED_WORK: Final = 3
+"""Units of one that is closed at once."""
+REFUSED_PER_SECOND: Final = 4000
+"""Refused connections of all addresses, after which others wait in the system's queue: a tenth of a core."""
+REFUSED_AT_ONCE: Final = 32
+"""Between two turns of all others."""
 STEP_WORK: Final = 1.0
 """Units of each step of a task: trio's part of it."""
 WORK_BYTES: Final = 4096
@@ -249,12 +259,16 @@ class NodeLimits:
             use = self._addresses[origin] = AddressUse(origin)
         return use
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether others use what they were granted."""
+        return trio.current_time() - self.served_at < _SERVING
+
     async def work_turn(self, use: AddressUse) -> None:
         """Returns when something may be done for this address; what is done then is told to `worked`."""
         quiet = use.is_quiet
         if not quiet:
-            serving = trio.current_time() - self.served_at < _SERVING
-            self._loud.set_rate(WORK_WHILE_SERVING if serving else WORK_PER_SECOND)
+            self._loud.set_rate(WORK_WHILE_SERVING if self.is_serving else WORK_PER_SECOND)
             await self._loud.turn(use.origin)
         await self.work.turn(use.origin, urgent=quiet)
 
@@ -264,6 +278,14 @@ class NodeLimits:
         if not use.is_quiet:
             self._loud.spend(units)
         use.recent.add(units - granted + GRANTED_PART * granted)
+
+    def admit(self, use: AddressUse, connections: ShareCount, handshakes: ShareCount) -> bool:
+        """Whether another connection of this address is worth a task. Counts the work of accepting or refusing it."""
+        is_loud = self.is_serving and not use.is_quiet
+        pending = MAX_HANDSHAKES_OF_LOUD if is_loud else MAX_HANDSHAKES
+        admitted = connections.has_room(use.origin) and handshakes.has_room(use.origin, pending)
+        self.worked(use, ACCEPTED_WORK if admitted else REFUSED_WORK)
+        return admitted
 
     @property
     def silence(self) -> float:
@@ -363,6 +385,11 @@ class ShareCount:
     def __len__(self) -> int:
         """How many hold something."""
         return len(self._held)
+
+    def has_room(self, holder: str, most: float = math.inf) -> bool:
+        """Whether this one may have one more, and has fewer than `most`."""
+        own = self._held[holder]
+        return own < most and may_have_more(own, self.total, self._most, self._least)
 
     def remove(self, *holders: str) -> None:
         """Gives back what `add` counted for the same holders."""

@@ -17,22 +17,27 @@ import socket
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
 import trio
 from Crypto.Cipher import Salsa20
 from libp2p.abc import ConnectionType, IRawConnection
+from libp2p.custom_types import THandler
 from libp2p.io.exceptions import ConnectionClosedError, IOException
+from libp2p.io.trio import TrioTCPStream
 from libp2p.protocol_muxer.multiselect_client import MULTISELECT_PROTOCOL_ID
+from libp2p.transport.exceptions import OpenConnectionError
+from libp2p.transport.tcp.tcp import TCP, TCPListener
 from libp2p.utils import encode_delim
 from multiaddr import Multiaddr
 
 from .bandwidth import Bandwidth, Recent, Throttle
-from .limits import origin_of_ip
+from .limits import REFUSED_AT_ONCE, REFUSED_PER_SECOND, TokenBucket, origin_of_ip
 
 READ_SIZE: Final = 256 * 1024
 _QUIET: Final = 64 * 1024  # bytes lately, below which a connection need not wait for those that carry much
 _LEAST_RECEIVED: Final = 64 * 1024  # bytes of a socket's buffer
+_BACKLOG: Final = 512  # connections that the system keeps for us to accept
 _DRAIN: Final = 1.0  # seconds for a refused peer to read what we sent before we close
 _NOT_SENT: Final = 256 * 1024  # bytes that the kernel may hold back unsent
 _SPREADING: Final = b"bbr"  # the start of the names of all its versions
@@ -211,6 +216,98 @@ def remote_multiaddr(stream: trio.SocketStream) -> str | None:
     if host.startswith("::ffff:") and "." in host:  # an IPv4 peer of a socket for both
         host = host.removeprefix("::ffff:")
     return f"/{'ip6' if ':' in host else 'ip4'}/{host.split('%')[0]}/tcp/{port}"
+
+
+class Listener(trio.abc.Listener[trio.SocketStream]):
+    """A socket that peers connect to. `admit(host)` says who is worth a task; all others are closed at once.
+
+    trio's own takes a turn of the loop and a task for each connection, ten times as much as closing it does. Where more
+    are refused than may be, the next ones wait in the system's queue, those of honest peers as well.
+    """
+
+    def __init__(self, listening: socket.socket, admit: Callable[[str], bool]) -> None:
+        self.socket = trio.socket.from_stdlib_socket(listening)
+        self._listening = listening
+        self._admit = admit
+        self._refused = TokenBucket(REFUSED_PER_SECOND, REFUSED_AT_ONCE)
+
+    async def accept(self) -> trio.SocketStream:
+        await trio.lowlevel.checkpoint()
+        while True:
+            try:
+                accepted, (host, *_) = self._listening.accept()
+            except BlockingIOError:
+                await trio.lowlevel.wait_readable(self.socket)
+                continue
+            except ConnectionAbortedError:  # it is gone already
+                continue
+            if self._admit(host):
+                return trio.SocketStream(trio.socket.from_stdlib_socket(accepted))
+            accepted.close()
+            if not self._refused.take():
+                await trio.sleep(REFUSED_AT_ONCE / REFUSED_PER_SECOND)
+
+    async def aclose(self) -> None:
+        self.socket.close()
+        await trio.lowlevel.checkpoint()
+
+
+class _TcpListener(TCPListener):
+    """libp2p's, with our `Listener`s."""
+
+    def __init__(self, handler: THandler, admit: Callable[[str], bool]) -> None:
+        super().__init__(handler)
+        self._admit = admit
+
+    async def listen(self, maddr: Multiaddr) -> None:
+        """
+        Raises:
+            OpenConnectionError: it was closed, or cannot listen there.
+        """
+        async with self._lifecycle_lock:
+            if self._closed:
+                raise OpenConnectionError(f"closed, and asked to listen on {maddr}")
+            if self._nursery is None:
+                await self._spawn_background_task()
+            assert self._nursery is not None
+            try:
+                listener = Listener(_listening(maddr), self._admit)
+            except OSError as error:
+                raise OpenConnectionError(f"cannot listen on {maddr}: {error}") from error
+            self._nursery.start_soon(trio.serve_listeners, self._serve, [listener])
+            self.listeners.append(cast(trio.SocketListener, listener))  # of which its address is asked, and `aclose`
+
+    async def _serve(self, stream: trio.SocketStream) -> None:
+        await self.handler(TrioTCPStream(stream))
+
+
+class Tcp(TCP):
+    """libp2p's transport; `admit(host)` says whose connections are worth a task."""
+
+    def __init__(self, admit: Callable[[str], bool]) -> None:
+        super().__init__()
+        self._admit = admit
+
+    def create_listener(self, handler_function: THandler) -> TCPListener:
+        return _TcpListener(handler_function, self._admit)
+
+
+def _listening(maddr: Multiaddr) -> socket.socket:
+    values = {protocol.name: value for protocol, value in maddr.items()}
+    made = socket.socket(socket.AF_INET6 if "ip6" in values else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        for option in ("SO_REUSEADDR", "SO_REUSEPORT"):  # hole punches dial from the same port
+            if hasattr(socket, option):
+                with contextlib.suppress(OSError):
+                    made.setsockopt(socket.SOL_SOCKET, getattr(socket, option), 1)
+        _send_at_once(made)
+        made.setblocking(False)
+        made.bind((values.get("ip6") or values["ip4"], int(values["tcp"])))
+        made.listen(_BACKLOG)
+    except OSError:
+        made.close()
+        raise
+    return made
 
 
 class PromptSockets(trio.abc.SocketFactory):

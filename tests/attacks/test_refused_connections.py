@@ -1,0 +1,141 @@
+"""Who connects again and again is refused before there is a task for it, and that counts for its address."""
+
+from __future__ import annotations
+
+import socket
+
+import trio
+import trio.lowlevel
+
+from petalnode.node.network.transport.limits import (
+    ACCEPTED_WORK,
+    LEAST_OF_ADDRESS,
+    MAX_HANDSHAKES,
+    MAX_HANDSHAKES_OF_LOUD,
+    MAX_INBOUND,
+    REFUSED_AT_ONCE,
+    REFUSED_PER_SECOND,
+    REFUSED_WORK,
+    WORK_PER_SECOND,
+    NodeLimits,
+    ShareCount,
+)
+from petalnode.node.network.transport.raw_connection import Listener
+from tests.attacks.test_kademlia import LOOPBACK, host
+from tests.memory_muxer import run
+from tests.node_inspection import limits_of
+from tests.patience import eventually
+
+ATTACKER, HONEST = "203.0.113.7", "198.51.100.1"
+
+
+class Passes(trio.abc.Instrument):
+    """Counts what is refused in one pass of the loop, and the tasks that were started."""
+
+    def __init__(self) -> None:
+        self.most = self.now = self.total = self.tasks = 0
+
+    def refuse(self, _: str) -> bool:
+        self.now += 1
+        self.total += 1
+        return False
+
+    def task_spawned(self, task: trio.lowlevel.Task) -> None:
+        self.tasks += 1
+
+    def before_io_wait(self, timeout: float) -> None:
+        self.most, self.now = max(self.most, self.now), 0
+
+
+class Dialed:
+    """A listening socket, to which somebody has connected so many times, `BlockingIOError` after that."""
+
+    def __init__(self, made: socket.socket, connections: int) -> None:
+        self._made, self.connections, self.closed = made, connections, 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._made, name)
+
+    def accept(self) -> tuple[Dialed, tuple[str, int]]:
+        if not self.connections:
+            raise BlockingIOError
+        self.connections -= 1
+        return self, (ATTACKER, 1)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_refused_connections_start_no_task_and_leave_the_loop_to_others() -> None:
+    passes = Passes()
+    with socket.socket() as made:
+        dialed = Dialed(made, 100_000)
+
+        async def main() -> None:
+            trio.lowlevel.add_instrument(passes)
+            listener = Listener(made, passes.refuse)
+            listener._listening = dialed  # type: ignore[assignment]
+            before = passes.tasks
+            with trio.move_on_after(2.0):
+                await listener.accept()
+            assert passes.tasks == before
+
+        run(main)
+    assert dialed.closed == passes.total
+    assert passes.most <= 2 * REFUSED_AT_ONCE
+    assert 1.8 * REFUSED_PER_SECOND < passes.total < 2.2 * REFUSED_PER_SECOND
+
+
+def test_a_loud_address_has_few_handshakes_under_way_while_others_are_served() -> None:
+    async def main() -> None:
+        limits = NodeLimits()
+        connections = ShareCount(MAX_INBOUND, LEAST_OF_ADDRESS)
+        handshakes = ShareCount(MAX_HANDSHAKES, LEAST_OF_ADDRESS)
+
+        def admitted(origin: str) -> int:
+            count = 0
+            while limits.admit(limits.of_address(origin), connections, handshakes):
+                handshakes.add(origin)
+                count += 1
+            for _ in range(count):
+                handshakes.remove(origin)
+            return count
+
+        assert admitted(ATTACKER) == MAX_HANDSHAKES // 2
+        assert not limits.of_address(ATTACKER).is_quiet, "accepting is work"
+        limits.served_at = trio.current_time()
+        assert admitted(ATTACKER) == MAX_HANDSHAKES_OF_LOUD
+        assert limits.admit(limits.of_address(HONEST), connections, handshakes)
+        assert limits.of_address(HONEST).recent.amount() == ACCEPTED_WORK
+        for _ in range(MAX_INBOUND // 2):
+            connections.add(HONEST)
+        assert not limits.admit(limits.of_address(HONEST), connections, handshakes)
+        assert limits.of_address(HONEST).recent.amount() == ACCEPTED_WORK + REFUSED_WORK
+
+    run(main)
+
+
+def test_a_loud_address_is_refused_at_the_socket_and_another_one_is_not() -> None:
+    async def main() -> None:
+        async with host(LOOPBACK) as victim:
+            limits = limits_of(victim)
+            port = int(victim.addrs()[0].split("/")[4])
+            loud = limits.of_address("127.0.0.2")
+
+            async def dial(source: str) -> trio.SocketStream:
+                return await trio.open_tcp_stream("127.0.0.1", port, local_address=source)
+
+            held = []
+            for _ in range(2 * MAX_HANDSHAKES_OF_LOUD):
+                limits.worked(loud, WORK_PER_SECOND / 100)
+                limits.served_at = trio.current_time()
+                held.append(await dial("127.0.0.2"))
+            before = limits.of_address("127.0.0.3").users
+            limits.served_at = trio.current_time()
+            held.append(await dial("127.0.0.3"))
+            await eventually(lambda: limits.of_address("127.0.0.3").users > before, "the other one is accepted")
+            assert loud.users <= MAX_HANDSHAKES_OF_LOUD
+            for stream in held:
+                await trio.aclose_forcefully(stream)
+
+    trio.run(main)
