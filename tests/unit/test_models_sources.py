@@ -137,8 +137,14 @@ def test_a_version_has_12_to_64_digits(model: str, tmp_path: Path, monkeypatch: 
 def test_revisions_belong_to_the_hub(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"x")
     for model in (llama, "smollm2", tmp_path / "model.gguf"):
-        with pytest.raises(ModelError, match="Only models on the hub have revisions"):
+        with pytest.raises(ModelError, match=f"Only models on the hub have revisions: '{model}' is none, leave 'main'"):
             resolve(model, revision="main")
+    for model, revision in (("org/name@v1", None), ("org/name@v1", "v1"), ("org/name", "v1")):
+        with pytest.raises(ModelError, match="org/name") as offline:
+            resolve(model, revision=revision, offline=True)
+        assert "contradict" not in str(offline.value)
+    with pytest.raises(ModelError, match=f"no folder or file .*none@{SHORT}"):
+        resolve(tmp_path / f"none@{SHORT}")  # no word of a person
     with pytest.raises(ModelError, match="contradict each other"):
         resolve("org/name@v1", revision="v2")
 
