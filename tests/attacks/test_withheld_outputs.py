@@ -13,7 +13,7 @@ from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.client.request import PushedOther
 from petalnode.node.client.session.link import ServerLink
 from petalnode.node.client.session.recovery import Misled, StepEvent
-from petalnode.node.client.session.step import StepRun
+from petalnode.node.client.session.step import PipelineStep
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.inference import pushed_step
 from tests.swarm.memory_pool import MemoryPool, memory_pool
@@ -43,10 +43,10 @@ def test_an_honest_server_is_not_blamed_for_what_it_was_told(
     pool: MemoryPool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[int] = []
-    misled, found = StepRun._misled, []
+    misled, found = PipelineStep._misled, []
 
-    def noting(run: StepRun, error: PushedOther) -> StepEvent:
-        found.append((error.peer_id, misled(run, error)))
+    def noting(step: PipelineStep, error: PushedOther) -> StepEvent:
+        found.append((error.peer_id, misled(step, error)))
         return found[-1][1]
 
     def lying(step: wire.Step, receipt_hash: bytes) -> wire.Step:
@@ -56,7 +56,7 @@ def test_an_honest_server_is_not_blamed_for_what_it_was_told(
         return pushed
 
     monkeypatch.setattr(PUSHED, lying)
-    monkeypatch.setattr(StepRun, "_misled", noting)
+    monkeypatch.setattr(PipelineStep, "_misled", noting)
     monkeypatch.setattr(ServerLink, "patience", lambda self, chunk, before=0: 1e6)
     monkeypatch.setattr("petalnode.node.client.session.step.push_patience", lambda *_: 1e6)
     ids = torch.randint(3, VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(1))

@@ -25,8 +25,7 @@ from petalnode.node.client.generation.drafting import Draft, DraftCounts, DraftP
 from petalnode.node.client.generation.sampling import Constraint, Sampler, Sampling
 from petalnode.node.client.generation.speculation import Answering
 from petalnode.node.client.request import WireTensor
-from petalnode.node.client.session.flight import Flight
-from petalnode.node.client.session.step import StepRun
+from petalnode.node.client.session.pipeline import Pipeline
 from petalnode.node.client.swarm_model import identify_model
 from petalnode.node.models.sources.resolve import resolve
 from petalnode.node.swarm.config import SwarmConfig
@@ -232,8 +231,8 @@ def test_an_answer_is_the_same_when_its_tokens_are_chosen_early(
     drawn_again: list[int] = []
     choose_early = Decoding._choose_early
 
-    async def choose_twice(decoding: Decoding, step: StepRun, answer: Answering) -> Any:
-        early, made = await choose_early(decoding, step, answer), len(answer.tokens)
+    async def choose_twice(decoding: Decoding, pipeline: Pipeline, answer: Answering) -> Any:
+        early, made = await choose_early(decoding, pipeline, answer), len(answer.tokens)
         if made % 3 == 0 and early is not None:
             answer.sampler.choose(answer.tokens, torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(made)))
             drawn_again.append(made)
@@ -288,15 +287,15 @@ def test_a_server_that_dies_while_drafts_are_checked_is_replaced(
 def under_way(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Drafts are cut into steps of three tokens; how many were under way after each was sent."""
     seen: list[int] = []
-    ask = Flight.ask
+    ask = Pipeline.ask
 
-    async def asked(flight: Flight, chunk: WireTensor, position: int) -> bool:
-        done = await ask(flight, chunk, position)
-        seen.append(len(flight) if done else 0)
+    async def asked(pipeline: Pipeline, chunk: WireTensor, position: int) -> bool:
+        done = await ask(pipeline, chunk, position)
+        seen.append(len(pipeline) if done else 0)
         return done
 
     monkeypatch.setattr(DraftPlan, "step_tokens", lambda plan, tokens: min(tokens, 3))
-    monkeypatch.setattr(Flight, "ask", asked)
+    monkeypatch.setattr(Pipeline, "ask", asked)
     return seen
 
 
@@ -353,15 +352,15 @@ def test_a_server_that_dies_with_several_steps_under_way_is_replaced(
     servers.append(swarm.start(folder, "3:6"))
     known = {server.ready["peer_id"]: server for server in servers}
     lost: list[str] = []
-    ask = Flight.ask
+    ask = Pipeline.ask
 
-    async def asked(flight: Flight, chunk: WireTensor, position: int) -> bool:
-        if len(flight) == 3 and not lost:
-            lost.append(flight.route[-1].peer_id)
+    async def asked(pipeline: Pipeline, chunk: WireTensor, position: int) -> bool:
+        if len(pipeline) == 3 and not lost:
+            lost.append(pipeline.route[-1].peer_id)
             await trio.to_thread.run_sync(known[lost[0]].kill)
-        return await ask(flight, chunk, position)
+        return await ask(pipeline, chunk, position)
 
-    monkeypatch.setattr(Flight, "ask", asked)
+    monkeypatch.setattr(Pipeline, "ask", asked)
     drafted, counts = Chain(swarm, folder).answer(GREEDY, drafts=True)
     assert lost and drafted == plain and counts.accepted
 

@@ -21,7 +21,7 @@ from petalnode.node.client.generation.drafting import DraftCounts, DraftPlan, Pi
 from petalnode.node.client.generation.sampling import Sampler
 from petalnode.node.client.generation.speculation import Answering, Speculation
 from petalnode.node.client.request import WireTensor
-from petalnode.node.client.session.flight import Flight
+from petalnode.node.client.session.pipeline import Pipeline
 from petalnode.node.client.session.prefixes import common_prefix
 
 CREDITS = 8
@@ -75,8 +75,8 @@ class SimulatedChain:
         self.compute = [self.line.cost(tokens)] * self.line.servers
 
 
-class SimulatedFlight:
-    """As `Flight`."""
+class SimulatedPipeline:
+    """As `Pipeline`."""
 
     def __init__(self, chain: SimulatedChain) -> None:
         self._chain = chain
@@ -203,10 +203,10 @@ async def answered(
         most = len(text) - len(going.tokens) - 1
         draft = plan.choose(lookup.matches(going.tokens), most) if drafts else Draft()
         if draft.tokens or (model is not None and plan.model_depth(most)):
-            flight = cast(Flight, SimulatedFlight(chain))
+            pipeline = cast(Pipeline, SimulatedPipeline(chain))
             made, stages = len(going.tokens), lambda: chain.compute
             guesses = cast("ModelDrafter | None", model)
-            await Speculation(going, flight, plan, lookup, embed, head, stages, MOST_STEP, guesses).run(draft)
+            await Speculation(going, pipeline, plan, lookup, embed, head, stages, MOST_STEP, guesses).run(draft)
             if len(going.tokens) > made:
                 continue
         sent = trio.current_time()

@@ -15,7 +15,6 @@ from petalnode.node.client.session.chain import Trouble, next_trouble
 from petalnode.node.client.session.recovery import (
     LEAST_ATTEMPT,
     MOST_ATTEMPTS,
-    Answered,
     AskOthers,
     Attempt,
     AttemptFailed,
@@ -27,11 +26,11 @@ from petalnode.node.client.session.recovery import (
     PathSignal,
     PathState,
     PathWork,
+    Phase,
     Receive,
     Reconnect,
     Reconnected,
     Recover,
-    Replaced,
     Send,
     ServerError,
     Signal,
@@ -41,7 +40,6 @@ from petalnode.node.client.session.recovery import (
     StreamEnded,
     TakeUp,
     after_loss,
-    begin_step,
     next_action,
     next_path_action,
     next_search_action,
@@ -65,38 +63,48 @@ class Server:
 
 
 class World:
-    """Servers that do whatever `draw` says, and a client that does what the state machine says."""
+    """Servers that do whatever `draw` says, and a client that does what the state machine says.
+
+    `trace`: for each server in turn, what happened there until it had answered, and what was decided.
+    """
 
     def __init__(self, draw: Callable[[st.SearchStrategy[object]], object], servers: int) -> None:
         self._draw = draw
         self.servers = [Server() for _ in range(servers)]
         self.index = 0
-        self.actions: list[StepAction] = []
-        self.events: list[StepEvent] = []
-        self.pushed = False
+        self.trace: list[list[tuple[StepEvent, StepAction]]] = []
+        self.handed_on = False
 
     @property
     def server(self) -> Server:
         return self.servers[self.index]
 
+    @property
+    def decided(self) -> list[tuple[StepEvent, StepAction]]:
+        return [pair for visit in self.trace for pair in visit]
+
     def _choose(self, *names: str) -> str:
         return str(self._draw(st.sampled_from(names)))
 
-    def run(self) -> StepState:
-        state, action = begin_step(len(self.servers))
-        while True:
-            self.actions.append(action)
-            assert len(self.actions) < 40 * (MAX_FAILURES + 1) * 10, "it does not end"
-            if action in (Recover.FINISH, Recover.GIVE_UP):
-                return state
-            event = self.carry_out(action)
-            self.events.append(event)
-            assert state.servers == len(self.servers) - self.index + isinstance(event, Answered) or isinstance(
-                event, Replaced
-            )
-            state, action = next_action(state, event)
+    def run(self) -> StepState | None:
+        """As `Pipeline` does it; the state in which it gave up, or None where all servers have answered."""
+        while self.index < len(self.servers):
+            self.trace.append([])
+            event = None if self.handed_on else self.send(Send(anew=False))
+            phase: Phase = "pushed" if self.handed_on else "sent" if event is Signal.SENT else "sending"
+            state = StepState(phase)
+            if event in (None, Signal.SENT):
+                event = self.receive(Receive(phase))
+            while event is not None:
+                state, action = next_action(state, event)
+                self.trace[-1].append((event, action))
+                assert len(self.decided) < 40 * (MAX_FAILURES + 1) * 10, "it does not end"
+                if action is Recover.GIVE_UP:
+                    return state
+                event = self.carry_out(action)
+        return None
 
-    def carry_out(self, action: StepAction) -> StepEvent:
+    def carry_out(self, action: StepAction) -> StepEvent | None:
         match action:
             case Send():
                 return self.send(action)
@@ -135,7 +143,7 @@ class World:
             server.done = server.asked
         return Signal.SENT
 
-    def receive(self, action: Receive) -> StepEvent:
+    def receive(self, action: Receive) -> StepEvent | None:
         server = self.server
         assert server.asked, "an answer to nothing is waited for"
         outcomes = ["answer", "answer", "late", "lost", "error"] + ["standby"] * (action.phase == "late")
@@ -145,12 +153,12 @@ class World:
                 assert server.asked not in server.committed
                 server.committed.append(server.asked)
                 self.index += 1
-                handed_on = bool(self._draw(st.booleans())) and self.index < len(self.servers)
-                if handed_on:
+                self.handed_on = bool(self._draw(st.booleans())) and self.index < len(self.servers)
+                if self.handed_on:
                     following = self.server
                     following.sequence += 1
                     following.asked = following.sequence
-                return Answered(handed_on)
+                return None
             case "late":
                 return Signal.LATE
             case "standby":
@@ -185,30 +193,30 @@ class World:
         self.servers[self.index : self.index + 1] = [Server() for _ in range(count)]
         for server in self.servers[self.index + count :]:
             server.asked = 0
-        return Replaced(count)
+        return Signal.REPLACED
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> tuple[World, StepState]:
+def worlds(draw: st.DrawFn) -> tuple[World, StepState | None]:
     world = World(draw, draw(st.integers(1, 4)))
     return world, world.run()
 
 
 @given(worlds())
-def test_every_step_ends_and_no_server_does_it_twice(ran: tuple[World, StepState]) -> None:
+def test_every_step_ends_and_no_server_does_it_twice(ran: tuple[World, StepState | None]) -> None:
     world, state = ran
-    assert state.phase == "over"
-    if world.actions[-1] is Recover.FINISH:
-        assert state.servers == 0 and world.index == len(world.servers)
+    if state is None:
+        assert world.index == len(world.servers)
         assert all(len(server.committed) == 1 for server in world.servers)
     else:
-        assert not isinstance(world.events[-1], Answered | Reconnected | Replaced)
+        assert state.phase == "over"
+        event, _ = world.decided[-1]
+        assert not isinstance(event, Reconnected) and event is not Signal.REPLACED
 
 
 @given(worlds())
-def test_every_failure_leads_to_a_reconnection_a_replacement_or_the_end(ran: tuple[World, StepState]) -> None:
-    world, _ = ran
-    for event, action in zip(world.events, world.actions[1:], strict=True):
+def test_every_failure_leads_to_a_reconnection_a_replacement_or_the_end(ran: tuple[World, StepState | None]) -> None:
+    for event, action in ran[0].decided:
         if isinstance(event, ServerError):
             assert action in (Recover.REPLACE, Recover.GIVE_UP)
         elif isinstance(event, StreamEnded):
@@ -219,43 +227,42 @@ def test_every_failure_leads_to_a_reconnection_a_replacement_or_the_end(ran: tup
 
 
 @given(worlds())
-def test_a_server_that_may_come_back_gets_its_head_start(ran: tuple[World, StepState]) -> None:
+def test_a_server_that_may_come_back_gets_its_head_start(ran: tuple[World, StepState | None]) -> None:
     """No lost stream leads to a replacement before the patience with its server is over."""
-    world, _ = ran
-    losses = 0
-    for event, action in zip(world.events, world.actions[1:], strict=True):
-        if isinstance(event, Answered | Replaced):
-            losses = 0
-        if isinstance(event, StreamEnded):
-            losses += 1
-            loss = Loss(**{**event.loss.__dict__, "losses": losses})
-            if after_loss(loss).replace_after:
-                assert action not in (Recover.RACE, Recover.REPLACE)
-        if action is Recover.RACE:
-            assert event is Signal.HEAD_START_OVER or (isinstance(event, StreamEnded) and event.loss.attempts)
+    for visit in ran[0].trace:
+        losses = 0
+        for event, action in visit:
+            if event is Signal.REPLACED:
+                losses = 0
+            if isinstance(event, StreamEnded):
+                losses += 1
+                loss = Loss(**{**event.loss.__dict__, "losses": losses})
+                if after_loss(loss).replace_after:
+                    assert action not in (Recover.RACE, Recover.REPLACE)
+            if action is Recover.RACE:
+                assert event is Signal.HEAD_START_OVER or (isinstance(event, StreamEnded) and event.loss.attempts)
 
 
 @given(worlds())
-def test_what_a_server_has_is_not_sent_again_before_its_answer_is_late(ran: tuple[World, StepState]) -> None:
-    world, _ = ran
-    for event, action in zip(world.events, world.actions[1:], strict=True):
+def test_what_a_server_has_is_not_sent_again_before_its_answer_is_late(ran: tuple[World, StepState | None]) -> None:
+    for event, action in ran[0].decided:
         if isinstance(event, Reconnected):
             assert action == (Receive("pushed") if event.held else Send(anew=False))
 
 
 @given(st.sampled_from(["pushed", "sent", "late"]), st.integers(0, MAX_FAILURES))
 def test_a_second_refusal_blames_the_step(phase: str, failures: int) -> None:
-    state = StepState(2, phase, failures=failures)  # type: ignore[arg-type]
+    state = StepState(phase, failures=failures)  # type: ignore[arg-type]
     state, action = next_action(state, ServerError(blames_step=True))
     assert action is (Recover.REPLACE if failures < MAX_FAILURES else Recover.GIVE_UP)
     if action is Recover.REPLACE:
-        state, action = next_action(state, Replaced(1))
+        state, action = next_action(state, Signal.REPLACED)
         _, action = next_action(state, ServerError(blames_step=True))
         assert action is Recover.GIVE_UP
 
 
 def test_a_pushed_step_that_is_late_is_sent_and_then_waited_for() -> None:
-    state, action = next_action(StepState(2, "pushed"), Signal.LATE)
+    state, action = next_action(StepState("pushed"), Signal.LATE)
     assert action == Send(anew=False)
     state, action = next_action(state, Signal.SENT)
     assert action == Receive("sent")
@@ -267,7 +274,7 @@ def test_a_pushed_step_that_is_late_is_sent_and_then_waited_for() -> None:
 
 def test_an_event_that_cannot_come_is_an_error() -> None:
     with pytest.raises(ValueError, match="cannot come"):
-        next_action(StepState(1, "sending"), Answered(False))
+        next_action(StepState("sending"), Signal.LATE)
 
 
 # --- the stream to one server

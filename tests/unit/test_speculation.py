@@ -12,7 +12,6 @@ import pytest
 from petalnode.node.client.api.row_groups import FIRST_GAIN, draft_apart
 from petalnode.node.client.generation.draft_model import Draft
 from petalnode.node.client.generation.drafting import BY_MODEL, DraftCounts, DraftPlan, PipelineSpeed
-from petalnode.node.client.session.recovery import Receive, Send, begin_step
 from tests.unit.simulated_chain import (
     Line,
     SimulatedModel,
@@ -271,9 +270,3 @@ def test_a_draft_is_cut_so_that_all_servers_work() -> None:
         one.note_work(tokens, [0.008 + 0.002 * tokens], 0.0)
     one.note_alone(1, 0.2)
     assert one.step_tokens(48) == 48  # a single server has nothing to wait for
-
-
-def test_a_step_that_was_sent_is_waited_for() -> None:
-    assert begin_step(2)[1] == Send(anew=True)
-    state, action = begin_step(2, sent=True)
-    assert (state.servers, state.phase, action) == (2, "sent", Receive("sent"))

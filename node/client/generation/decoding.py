@@ -17,9 +17,9 @@ from ...blocks.client_part import ClientModel
 from ..chunks import PIPELINE_TOKENS, from_chunks, to_chunks
 from ..request import WireTensor
 from ..session.compared_session import Session
+from ..session.pipeline import Pipeline
 from ..session.prefixes import common_prefix
 from ..session.session import ClientSession
-from ..session.step import StepRun
 from ..session.stream import SessionSpec
 from .drafting import Draft
 from .speculation import Answering, Drafter
@@ -137,10 +137,10 @@ class Decoding:
         sent, chunks = [*tokens, *draft.tokens], await self._unsent([*tokens, *draft.tokens], 1 + len(draft.tokens))
         early: _Early | None = None
         if isinstance(self.session, ClientSession) and len(chunks) == 1:
-            async with self.session.under_way(chunks[0]) as step:
+            async with self.session.under_way(chunks[0]) as pipeline:
                 sampler.prepare(draw=quick)
-                early = await self._choose_early(step, answer) if quick else None
-                hidden = [await step.run()]
+                early = await self._choose_early(pipeline, answer) if quick else None
+                hidden = [await pipeline.answer()]
             self.held = sent
         else:
             sampler.prepare(draw=False)
@@ -208,17 +208,17 @@ class Decoding:
             answered += out[first].tokens
         return out[first:]
 
-    async def _choose_early(self, step: StepRun, answer: Answering) -> _Early | None:
+    async def _choose_early(self, pipeline: Pipeline, answer: Answering) -> _Early | None:
         """The next token, chosen while the receipt of the answer that it follows from is checked; nothing is settled.
         None where no token could be chosen."""
-        hidden, sampler, model = await step.arrive(), answer.sampler, self.embedding.model
-        if hidden is None or not sampler.is_ready:
+        arrived, sampler, model = await pipeline.arrive(), answer.sampler, self.embedding.model
+        if arrived is None or (hidden := arrived.chunk) is None or not sampler.is_ready:
             return None
         begun, token = trio.current_time(), sampler.only
         try:
             if token is None:
                 normed = model.normed(from_chunks([hidden])[:, -1:])
-                step.start_check()
+                arrived.start_check()
                 token = sampler.choose(answer.tokens, model.logits_of(normed)[0, 0])
         except Exception:  # who reads the answer for good meets it again and says what is wrong with it
             return None

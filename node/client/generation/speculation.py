@@ -16,7 +16,7 @@ from ...swarm.cost import CHUNK_TOKENS
 from ..chunks import from_chunks
 from ..request import WireTensor
 from ..session.compared_session import Session
-from ..session.flight import Flight
+from ..session.pipeline import Pipeline
 from ..session.prefixes import common_prefix
 from ..session.session import ClientSession
 from ..session.step import UNWATCHED_BYTES
@@ -100,7 +100,7 @@ class Speculation:
     """
 
     answer: Answering
-    flight: Flight
+    pipeline: Pipeline
     plan: DraftPlan
     lookup: LookupDrafter
     embed: Callable[[list[int], int], Awaitable[WireTensor]]
@@ -146,7 +146,7 @@ class Speculation:
         await self._send()
         while self._asked:
             self.answer.sampler.prepare(draw=False)
-            hidden = await self.flight.answer()
+            hidden = await self.pipeline.answer()
             asked = self._asked.popleft()
             await self._check(asked, hidden)
             if self.answer.is_over:
@@ -182,7 +182,7 @@ class Speculation:
     async def _send(self) -> None:
         """Sends what was drafted and is not under way, as far as the servers take it now."""
         async with self._changing:
-            while self._sent < len(self.line) and self.flight.may_ask and await self._send_step():
+            while self._sent < len(self.line) and self.pipeline.may_ask and await self._send_step():
                 pass
 
     async def _send_step(self) -> bool:
@@ -204,7 +204,7 @@ class Speculation:
         asked = _Asked(start, end, trio.current_time(), not self._asked)
         self._sent = end
         self._asked.append(asked)
-        if not await self.flight.ask(await self.embed(self.line[start:end], start), start):
+        if not await self.pipeline.ask(await self.embed(self.line[start:end], start), start):
             self._asked.pop()
             return False
         drafted = end - max(start, len(self.answer.tokens))
@@ -244,7 +244,7 @@ class Speculation:
         self._note_found(chosen)
         if right < len(chosen) and not answer.is_over:
             async with self._changing:
-                self.flight.drop()
+                self.pipeline.drop()
                 if speed is not None and self._asked:
                     sent = [(step.end - step.start, step.sent) for step in (asked, *self._asked)]
                     vain = speed.note_vain(sent, trio.current_time())
@@ -377,10 +377,10 @@ class Drafter:
             return (await trio.to_thread.run_sync(embed, some, position))[0]
 
         last = await embedded(answer.tokens[-1:], session.position)
-        async with session.flight() as flight:
+        async with session.pipeline() as pipeline:
             checking = Speculation(
                 answer,
-                flight,
+                pipeline,
                 self.plan,
                 self.lookup,
                 embed=embedded,

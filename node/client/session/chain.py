@@ -212,29 +212,28 @@ class Chain:
 
     # --- others in the place of a server that failed
 
-    async def replace(self, links: list[ServerLink], index: int, position: int, error: ServerFailed) -> int:
-        """Puts others in the place of the server at `index` of `links`, brought to `position`; returns how many.
+    async def replace(self, index: int, position: int, error: ServerFailed) -> None:
+        """Puts others in the place of the server at `index`, brought to `position`.
 
         Raises:
             NoChainError: nobody else holds its blocks.
             HistoryLost: what it held is not known here.
         """
-        failed = links[index]
+        failed = self.links[index]
         note_failure(self.router, error)
         name = session_name(failed.server.nonce)
         log.info("session %s: others take its place: %s", name, error, extra={"session": name})
-        if failed.standby_ready and (switched := await self.switch(links, index)):
-            return switched
+        if failed.standby_ready and await self.switch(index):
+            return
         if failed.standby is not None:
             failed.standby.scope.cancel()
         if not isinstance(error, StreamLost):
             await close_links([failed])
         spec = replace(self.spec, span=failed.server.hop.span)
         others = await self._opened(spec, failed.history, position, error, failed.reconnector)
-        links[index : index + 1] = others
+        self.links[index : index + 1] = others
         self.router.start_soon(close_links, [failed])
         self.recoveries += 1
-        return len(others)
 
     async def _opened(
         self,
@@ -333,7 +332,7 @@ class Chain:
             raise HistoryLost("what the server held before this process started is not known here")
 
         async def find(excluded: Collection[str]) -> tuple[Hop, ...]:
-            # What took a server's place while a long prompt is on its way joins the chain when that is done.
+            # Others may have taken its place meanwhile.
             route, index = (self.route, self.links.index(link)) if link in self.links else ((link.server.hop,), 0)
             return await self.router.standby(self.spec, route, index, excluded)
 
@@ -350,12 +349,12 @@ class Chain:
         index = 0
         while index < len(self.links):
             if self.links[index].standby_ready:
-                await self.switch(self.links, index)
+                await self.switch(index)
             index += 1
 
-    async def switch(self, links: list[ServerLink], index: int) -> int:
-        """Puts the standby of a link in its place; returns of how many servers it is, 0 if it has just failed."""
-        link = links[index]
+    async def switch(self, index: int) -> bool:
+        """Puts the standby of a link in its place; false if it has just failed."""
+        link = self.links[index]
         standby = link.standby
         assert standby is not None
         link.standby = None
@@ -366,12 +365,12 @@ class Chain:
             self.router.start_soon(close_links, standby.links)
             if not isinstance(error, SwarmError):
                 raise
-            return 0
-        links[index : index + 1] = standby.links
+            return False
+        self.links[index : index + 1] = standby.links
         self.route_epoch += 1
         self.recoveries += 1
         self.router.start_soon(close_links, [link])
-        return len(standby.links)
+        return True
 
     async def _catch_up(self, link: ServerLink, standby: Standby) -> int:
         """Gives the standby what the link has had and it has not; returns how many tokens that were.

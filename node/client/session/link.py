@@ -11,8 +11,7 @@ import trio
 
 from ....crypto.evidence import NotProven, check_equivocation
 from ....crypto.receipts import Receipt
-from ....protocols import wire_pb2 as wire
-from ...errors import ServerCheated, SwarmError
+from ...errors import ServerCheated
 from ...swarm.cost import StageCost
 from ..deadlines import learnt, patience
 from ..request import WireTensor
@@ -79,45 +78,6 @@ class ServerLink:
     @property
     def standby_ready(self) -> bool:
         return self.standby is not None and self.standby.ready
-
-
-@dataclass(frozen=True)
-class Handover:
-    """What has left the server `before`, with its receipt, and enters the next one. `asked`: what that one is asked, if
-    `before` was told to push it there; `handed_on`: it says that it has. None: the step enters the first server."""
-
-    chunk: WireTensor
-    receipt: Receipt | None = None
-    asked: wire.Step | None = None
-    handed_on: bool = False
-    before: ServerLink | None = None
-
-
-class WholeChain:
-    """What is beside the servers that a step passes: nothing, where these are all of a chain."""
-
-    def beyond(self) -> Sequence[ServerLink]:
-        """The servers behind them that are pushed to as well."""
-        return ()
-
-    def unwanted(self, step: Input) -> ServerLink | None:
-        """The one whose output for this step nobody needs: a receipt is enough."""
-        return None
-
-    def roughen(self, step: Input) -> None:
-        """A server was replaced or reconnected at this step."""
-
-
-WHOLE_CHAIN: Final = WholeChain()
-
-
-class ProvenLiar(SwarmError):
-    """The server of `link` has pushed something else than it answered, as `error` proves."""
-
-    def __init__(self, link: ServerLink, error: ServerCheated) -> None:
-        super().__init__(str(error))
-        self.link = link
-        self.error = error
 
 
 def proven_lie(pusher: str, told: Receipt, pushed: Receipt) -> ServerCheated | None:

@@ -1,14 +1,15 @@
 """How a session goes on when something fails: pure state machines, without clock and network.
 
-`next_action(state, event)` decides what is done with one step of a session at the servers of its chain. The session
-(`step.StepRun`) carries the action out and reports what came of it as the next event:
+`next_action(state, event)` decides what is done with one step of a session at one server of its chain, from the first
+thing that goes wrong there until an answer is read. `step.PipelineStep` carries the action out and reports what came of
+it as the next event:
 
-    Send -> SENT -> Receive -> Answered -> the next server ... -> FINISH
-                            -> LATE: send what was pushed and perhaps lost; then wait on, while a standby is prepared
-                            -> STANDBY_READY: SWITCH to it
-                            -> StreamEnded: Reconnect; after a head start RACE (reconnect or replace)
-                            -> ServerError: REPLACE; too many: GIVE_UP
-                            -> Misled: Send again, or REPLACE the server before
+    LATE: Send what was pushed and perhaps lost; then Receive on, while a standby is prepared
+    STANDBY_READY: SWITCH to it
+    StreamEnded: Reconnect; after a head start RACE (reconnect or replace)
+    ServerError: REPLACE; too many: GIVE_UP
+    Misled: Send again, or REPLACE the server before
+    Reconnected, REPLACED: Send, or Receive what the server has
 
 A stream ends when the server dies, and just as well when a relay does, when a NAT forgets or when this machine changes
 its address. In the latter cases the server still has the cache, and taking the session up again costs a dial and one
@@ -96,7 +97,7 @@ def attempt_timeout(attempts: int, round_trip: float) -> float:
     return min(LONGEST_TIMEOUT, FIRST_TIMEOUT * 2.0 ** min(attempts, 8) + ROUND_TRIPS * round_trip)
 
 
-# --- one step on its way through the chain
+# --- one step at one server
 
 Phase = Literal["sending", "pushed", "sent", "late", "reconnecting", "racing", "replacing", "switching", "over"]
 
@@ -105,14 +106,12 @@ Phase = Literal["sending", "pushed", "sent", "late", "reconnecting", "racing", "
 class StepState:
     """A step at one server of the chain.
 
-    servers: of the chain from this one on to the last.
     phase: what is being done. "pushed": the server has the step without us, or another one is sending it there.
     losses: streams to this server that have ended at this step.
     failures: of servers for these blocks at this step. refusals: of these, how many said that the step is wrong.
     misled: whether this server has been pushed something else before.
     """
 
-    servers: int
     phase: Phase = "sending"
     losses: int = 0
     failures: int = 0
@@ -128,15 +127,9 @@ class Signal(Enum):
     STANDBY_READY = "other servers have come to where the late one is"
     HEAD_START_OVER = "the session is not back after the head start, or an attempt to take it up has failed"
     SESSION_GONE = "the server does not hold the session any more"
+    REPLACED = "others are in the place of the server, brought to where it was"
     SWITCH_FAILED = "the standby failed in the last moment"
     NOBODY_ELSE = "no others can take the place of the server, and it does not come back"
-
-
-@dataclass(frozen=True)
-class Answered:
-    """The server's answer is here and checked; `handed_on`: the server has pushed its output to the next one."""
-
-    handed_on: bool
 
 
 @dataclass(frozen=True)
@@ -170,14 +163,7 @@ class Reconnected:
     held: bool
 
 
-@dataclass(frozen=True)
-class Replaced:
-    """So many other servers are in the place of this one, brought to where it was."""
-
-    servers: int
-
-
-StepEvent = Signal | Answered | StreamEnded | ServerError | Misled | Reconnected | Replaced
+StepEvent = Signal | StreamEnded | ServerError | Misled | Reconnected
 
 
 @dataclass(frozen=True)
@@ -208,7 +194,6 @@ class Recover(Enum):
     REPLACE = "bring others to the server's place"
     SWITCH = "put the standby in the server's place"
     GIVE_UP = "raise the last error: the session holds what it held before"
-    FINISH = "the last server has answered"
 
 
 StepAction = Send | Receive | Reconnect | Recover
@@ -220,21 +205,15 @@ _AWAITED: Final[dict[Signal | type, tuple[Phase, ...]]] = {
     Signal.STANDBY_READY: ("sending", "late"),
     Signal.HEAD_START_OVER: ("reconnecting",),
     Signal.SESSION_GONE: ("reconnecting",),
+    Signal.REPLACED: ("racing", "replacing", "switching"),
     Signal.SWITCH_FAILED: ("switching",),
     Signal.NOBODY_ELSE: ("racing", "replacing"),
-    Answered: _WAITING,
     StreamEnded: ("sending", *_WAITING),
     ServerError: ("sending", *_WAITING),
     Misled: _WAITING,
     Reconnected: ("reconnecting", "racing"),
-    Replaced: ("racing", "replacing", "switching"),
 }
 """In which phases an event can come."""
-
-
-def begin_step(servers: int, sent: bool = False) -> tuple[StepState, StepAction]:
-    """A step before a chain of so many servers; `sent`: it has left for the first of them."""
-    return (StepState(servers, "sent"), Receive("sent")) if sent else (StepState(servers), Send(anew=True))
 
 
 def next_action(state: StepState, event: StepEvent) -> tuple[StepState, StepAction]:
@@ -246,14 +225,11 @@ def next_action(state: StepState, event: StepEvent) -> tuple[StepState, StepActi
     if state.phase not in _AWAITED[event if isinstance(event, Signal) else type(event)]:
         raise ValueError(f"{event} cannot come while a step is {state.phase}")
     match event:
-        case Answered():
-            return _after_answer(state, event.handed_on)
         case Reconnected():
             return _after_return(state, event.held)
-        case Replaced():
+        case Signal.REPLACED:
             # Numbers that were given out for the servers behind may be used up: the step is asked anew.
-            servers = state.servers - 1 + event.servers
-            return replace(state, servers=servers, phase="sending", losses=0, misled=False), Send(anew=True)
+            return replace(state, phase="sending", losses=0, misled=False), Send(anew=True)
         case Signal.SENT:
             return replace(state, phase="sent"), Receive("sent")
         case Signal.LATE if state.phase == "pushed":  # it may be lost; a repeated step is answered once
@@ -270,14 +246,6 @@ def next_action(state: StepState, event: StepEvent) -> tuple[StepState, StepActi
             return _after_failure(state, event)
 
 
-def _after_answer(state: StepState, handed_on: bool) -> tuple[StepState, StepAction]:
-    if state.servers == 1:
-        return replace(state, servers=0, phase="over"), Recover.FINISH
-    if handed_on:
-        return StepState(state.servers - 1, "pushed"), Receive("pushed")
-    return StepState(state.servers - 1), Send(anew=False)
-
-
 def _after_return(state: StepState, held: bool) -> tuple[StepState, StepAction]:
     if held:  # what the server had done is answered once more
         return replace(state, phase="pushed"), Receive("pushed")
@@ -291,7 +259,7 @@ def _after_failure(state: StepState, event: StepEvent) -> tuple[StepState, StepA
     if state.failures > MAX_FAILURES or state.refusals > 1:
         return replace(state, phase="over"), Recover.GIVE_UP
     if isinstance(event, Misled) and event.proved:
-        return replace(state, servers=state.servers + 1, phase="replacing", losses=0), Recover.REPLACE
+        return replace(state, phase="replacing", losses=0), Recover.REPLACE
     if isinstance(event, Misled) and not state.misled:
         return replace(state, phase="sending", misled=True), Send(anew=True)
     if event is Signal.STANDBY_READY:

@@ -25,12 +25,11 @@ from ..deadlines import RESUME_TIMEOUT, Waits
 from ..request import WireTensor
 from ..router import Router
 from .chain import Chain, Trouble
-from .flight import Flight, Prefill
 from .history import Input, InputHistory
-from .link import ProvenLiar, ServerLink, close_links, step_limit
+from .link import ServerLink, close_links, step_limit
+from .pipeline import Pipeline
 from .prefixes import Beginning, beginning_of
 from .reconnector import PathChanges
-from .step import StepRun
 from .stream import HopTiming, SessionSpec, SessionStream
 
 
@@ -66,7 +65,7 @@ class ClientSession:
         self._position = 0
         self._torn = False
         self._closed = False
-        self._relays_next = False
+        self._in_step = True  # as `Pipeline` has it
         self._first_output: WireTensor | None = None
 
     @property
@@ -147,7 +146,7 @@ class ClientSession:
         if rows * tokens <= CHUNK_TOKENS[0] or not links:
             return self.max_step_tokens
         nbytes = wire_nbytes((values,), self.spec.dtype, self.spec.codec)
-        costs = self._chain.stage_costs(links, push=self.spec.push and not self._relays_next)
+        costs = self._chain.stage_costs(links, push=self.spec.push)
         return min(max(1, chunk_tokens(rows * tokens, nbytes, costs) // rows), self.max_step_tokens)
 
     @property
@@ -252,9 +251,8 @@ class ClientSession:
             BadInput: more tokens than the session was opened for.
             SwarmError: the session is closed, or an earlier reorder was cut off.
         """
-        self._check_usable()
         tokens = sum(chunk.tokens for chunk in chunks)
-        self._check_room(tokens)
+        self._check_usable(tokens)
         inputs = []
         position, first = self._position, tuple(reorder)
         if long_factors is None:
@@ -262,54 +260,42 @@ class ClientSession:
         for chunk in chunks:
             inputs.append(Input(position, first, chunk, long_factors))
             position, first = position + chunk.tokens, ()
-        async with self._turn():
+        wanted = _first_wanted(chunks, outputs)
+        # Auditors recompute what was answered.
+        known = len(inputs) if self._router.receipts.shares else int(self._first_output is None)
+        receipts = {step.position for step in inputs[known:wanted]}
+        # Rows that change places twice are wrong: no step with a reorder may be where we cannot see it.
+        async with self.pipeline(push=not reorder) as pipeline:
             self._torn = bool(reorder)
-            # Rows that change places twice are wrong: no step with a reorder may be where we cannot see it.
-            push = self.spec.push and not reorder and not self._relays_next
-            if len(inputs) == 1:
-                out = [await self._run(self._chain.links, inputs[0], push=push)]
-            else:
-                out = await self._prefill(inputs, push=push, outputs=outputs)
-            self._torn = self._relays_next = False
-            self._position = position
-        self._first_output = self._first_output or out[0]
-        return out[_first_wanted(chunks, outputs) :]
+            out = await pipeline.run(inputs, receipts)
+            self._torn = False
+        return out[wanted:]
 
     @asynccontextmanager
-    async def under_way(self, chunk: WireTensor) -> AsyncIterator[StepRun]:
-        """One step, which is sent at the beginning of the block; in it, `run` waits for the answer, as `step` does.
+    async def under_way(self, chunk: WireTensor) -> AsyncIterator[Pipeline]:
+        """One step, which is sent at the beginning of the block; in it, `arrive` and `answer` wait for it.
 
         Raises:
             NoChainError, BadInput, SwarmError: as `step` does.
         """
-        self._check_usable()
-        self._check_room(chunk.tokens)
-        position = self._position + chunk.tokens
-        step = Input(self._position, (), chunk, self.spec.takes_long_factors(position))
-        async with self._turn():
-            push = self.spec.push and not self._relays_next
-            run = StepRun(self._chain, self._chain.links, step, push=push)
-            await run.send()
+        self._check_usable(chunk.tokens)
+        async with self.pipeline() as pipeline:
+            await pipeline.send(chunk)
             try:
-                yield run
+                yield pipeline
             finally:
-                await run.settle()
-            out = await run.run()
-            self._relays_next = False
-            self._position = position
-        self._first_output = self._first_output or out
+                await pipeline.settle()
 
-    def _check_room(self, tokens: int) -> None:
-        if self._position + tokens > self.spec.max_length:
-            raise BadInput(
-                f"{self._position} tokens and {tokens} more pass the session's max_length of {self.spec.max_length}"
-            )
-
-    def _check_usable(self) -> None:
+    def _check_usable(self, tokens: int = 0) -> None:
+        """Raises: SwarmError, BadInput: the session is over, or has no room for so many more tokens of a row."""
         if self._closed:
             raise SwarmError("this session is closed; open another")
         if self._torn:
             raise SwarmError("this session was cut off while its rows changed places; open another")
+        if self._position + tokens > self.spec.max_length:
+            raise BadInput(
+                f"{self._position} tokens and {tokens} more pass the session's max_length of {self.spec.max_length}"
+            )
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
@@ -323,8 +309,8 @@ class ClientSession:
             yield
 
     @asynccontextmanager
-    async def flight(self) -> AsyncIterator[Flight]:
-        """Several steps under way at once, in this block; those that are not answered at its end are not wanted.
+    async def pipeline(self, *, push: bool = True) -> AsyncIterator[Pipeline]:
+        """Steps under way through the chain, in this block; those that are not answered at its end are not wanted.
 
         The session holds what was answered then, and may be rolled back as after any step.
 
@@ -333,32 +319,14 @@ class ClientSession:
         """
         self._check_usable()
         async with self._turn():
-            flight = Flight(self._chain, self._position, may_push=self.spec.push and not self._relays_next)
-            # Where servers change, steps are numbered that some of them will never see, and cannot be pushed for once.
-            pushes, self._relays_next = flight.smooth, True
+            pipeline = Pipeline(self._chain, self._position, push=push and self.spec.push, in_step=self._in_step)
+            self._in_step = False  # until it is known
             try:
-                yield flight
-                self._relays_next = not pushes or not flight.smooth
+                yield pipeline
+                self._in_step = pipeline.in_step
+                self._first_output = self._first_output or pipeline.first_output
             finally:
-                self._position = flight.position
-
-    async def _run(self, links: list[ServerLink], step: Input, *, push: bool) -> WireTensor:
-        return await StepRun(self._chain, links, step, push=push).run()
-
-    async def _prefill(self, steps: Sequence[Input], *, push: bool, outputs: int | None) -> list[WireTensor]:
-        """Runs several steps side by side. Where servers change, some are numbered that a server will never see."""
-        self._relays_next = True
-        unwanted: set[int] = set()
-        if not self._router.receipts.shares:  # auditors recompute what was answered
-            begin = 0 if self._first_output is not None else 1
-            unwanted = {step.position for step in steps[begin : _first_wanted([one.chunk for one in steps], outputs)]}
-        try:
-            return await Prefill(self._chain, steps, push=push, unwanted=unwanted).run()
-        except ProvenLiar as found:
-            links = self._chain.links
-            if found.link in links:
-                await self._chain.replace(links, links.index(found.link), steps[0].position, found.error)
-            return [await self._run(links, step, push=False) for step in steps]
+                self._position = pipeline.position
 
 
 def _first_wanted(chunks: Sequence[WireTensor], outputs: int | None) -> int:
