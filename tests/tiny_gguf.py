@@ -7,6 +7,8 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCABULARY = 320
 BLOCKS = 3
@@ -23,6 +25,7 @@ def write_tiny_gguf(
     said_feed_forward: int = FEED_FORWARD,
     extra: dict[str, np.ndarray] | None = None,
     without: str = "",
+    heads: int = HEADS,
 ) -> Path:
     """Writes a Llama of 3 blocks whose matrices are stored as `quantisation`, and returns `file`. Those of kinds whose
     scales have scales are wider than others.
@@ -32,11 +35,12 @@ def write_tiny_gguf(
         said_feed_forward: what the metadata claims of the feed-forward's width.
         extra: more float32 tensors, by GGUF name.
         without: the name of a tensor that is left out.
+        heads: what the metadata claims of their number.
     """
     kind = gguf.GGMLQuantizationType[quantisation]
     super_block = gguf.GGML_QUANT_SIZES[kind][0] == 256
     hidden, width = (256, 256) if super_block else (HIDDEN, FEED_FORWARD)
-    writer = _writer(file, BLOCKS, hidden, width if super_block else said_feed_forward)
+    writer = _writer(file, BLOCKS, hidden, width if super_block else said_feed_forward, heads=heads)
     random = np.random.default_rng(seed)
     shapes = _shapes(BLOCKS, hidden, width)
     shapes.pop(without.removesuffix(".weight"), None)
@@ -48,6 +52,72 @@ def write_tiny_gguf(
             writer.add_tensor(f"{name}.weight", stored_rows(quantisation, shape, random), raw_dtype=kind)
     for name, values in (extra or {}).items():
         writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+ARCHITECTURES: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
+    "llama": ("llama", {"num_key_value_heads": 2}, {}),
+    "qwen2": ("qwen2", {"num_key_value_heads": 2}, {}),
+    "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 32}, {"attention.key_length": 32}),
+    "qwen3_moe": (
+        "qwen3moe",
+        {
+            "num_key_value_heads": 2, "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64, "norm_topk_prob": True, "tie_word_embeddings": False,
+        },
+        {
+            "attention.key_length": 32, "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 64,
+        },
+    ),
+    "gemma2": (
+        "gemma2", {"num_key_value_heads": 2, "head_dim": 32, "sliding_window": 8},
+        {"attention.key_length": 32, "attention.sliding_window": 8},
+    ),
+    "phi3": ("phi3", {"num_key_value_heads": 2, "pad_token_id": 2}, {}),
+    "starcoder2": ("starcoder2", {"num_key_value_heads": 2}, {"attention.layer_norm_epsilon": 1e-5}),
+}  # fmt: skip
+"""By transformers' name: llama.cpp's, fields of the configuration, and more metadata of the file."""
+
+
+def write_model_gguf(file: Path, kind: str, quantisation: str = "Q4_0", *, seed: int = 0) -> Path:
+    """Writes a tiny model of a key of `ARCHITECTURES`, by transformers' own table of names. Returns `file`.
+
+    Values are random; so it does not matter in which order llama.cpp has rows.
+    """
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+    architecture, fields, metadata = ARCHITECTURES[kind]
+    hidden, width = 128, 256
+    config = AutoConfig.for_model(
+        kind, vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=width, num_hidden_layers=BLOCKS,
+        num_attention_heads=HEADS, **fields,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
+    writer = _writer(file, BLOCKS, hidden, width, architecture)
+    writer.add_pad_token_id(2)
+    for name, value in metadata.items():
+        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+        add(f"{architecture}.{name}", value)  # type: ignore[arg-type]
+    random = np.random.default_rng(seed)
+    number = gguf.GGMLQuantizationType[quantisation]
+    for gguf_name, name in get_gguf_hf_weights_map(model, processor).items():
+        shape = shapes[name]
+        if name in (model.all_tied_weights_keys or {}):
+            continue
+        if "gate_exps" in gguf_name or "up_exps" in gguf_name:
+            shape = (shape[0], shape[1] // 2, shape[2])
+        stored = gguf_name if gguf_name.endswith((".weight", ".bias")) else f"{gguf_name}.weight"
+        if len(shape) == 1 or "gate_inp" in gguf_name:
+            writer.add_tensor(stored, random.normal(1 if "norm" in stored else 0, 0.1, shape).astype(np.float32))
+        else:
+            writer.add_tensor(stored, stored_rows(quantisation, shape, random), raw_dtype=number)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -94,14 +164,16 @@ def write_sparse_gguf(file: Path, blocks: int, hidden: int, feed_forward: int) -
     return file
 
 
-def _writer(file: Path, blocks: int, hidden: int, feed_forward: int) -> gguf.GGUFWriter:
-    writer = gguf.GGUFWriter(file, "llama")
+def _writer(
+    file: Path, blocks: int, hidden: int, feed_forward: int, architecture: str = "llama", heads: int = HEADS
+) -> gguf.GGUFWriter:
+    writer = gguf.GGUFWriter(file, architecture)
     writer.add_name("tiny")
     writer.add_block_count(blocks)
     writer.add_context_length(128)
     writer.add_embedding_length(hidden)
     writer.add_feed_forward_length(feed_forward)
-    writer.add_head_count(HEADS)
+    writer.add_head_count(heads)
     writer.add_head_count_kv(KEY_VALUE_HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)

@@ -342,3 +342,10 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_said(tmp_path: Path) ->
         stored_rows(file, held, 0, held.shape[0])
     with pytest.raises(ModelError, match="is truncated: its tensors end"):
         part_digests(Checkpoint(folder.path), (HEAD,))
+
+
+def test_a_header_that_no_model_can_be_built_from_is_said(tmp_path: Path) -> None:
+    extra = {"blk.0.attn_q.weight": np.zeros((64, 64), np.float32)}
+    file = write_tiny_gguf(tmp_path / "tiny.gguf", heads=7, without="blk.0.attn_q.weight", extra=extra)
+    with pytest.raises(ModelError, match=r"tiny\.gguf(: transformers cannot build the 'llama' model| holds 'model)"):
+        resolve(file)

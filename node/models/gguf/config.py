@@ -19,6 +19,11 @@ ROPE_FACTORS: Final = "rope_freqs.weight"
 _LOW, _HIGH, _CONTEXT = 1.0, 4.0, 8192
 _TOLERANCE: Final = 1e-4
 _ALWAYS_TIED: Final = ("falcon", "bloom")
+_LEFT_OUT: Final = (
+    (("qwen2_moe", "qwen3_moe"), "expert_feed_forward_length", "moe_intermediate_size"),
+    (("qwen3", "qwen3_moe", "llama", "mistral"), "attention.key_length", "head_dim"),
+)
+"""What transformers does not read of the metadata, by types of model: the key, and the field of the configuration."""
 _INSTEAD: Final = "Use the model's safetensors folder."
 
 
@@ -50,9 +55,10 @@ def read_gguf_config(files: Sequence[Path]) -> dict[str, Any]:
     tensors = {tensor.name: (part, tensor) for part in files for tensor in read_gguf_header(part).tensors}
     if architecture not in _ALWAYS_TIED:
         config["tie_word_embeddings"] = "output.weight" not in tensors  # transformers looks into one part alone
-    width = metadata.get(f"{architecture}.expert_feed_forward_length")
-    if config["model_type"] == "qwen3_moe" and isinstance(width, int):
-        config["moe_intermediate_size"] = width  # transformers leaves it out
+    for model_types, key, name in _LEFT_OUT:
+        value = metadata.get(f"{architecture}.{key}")
+        if config["model_type"] in model_types and isinstance(value, int):
+            config[name] = value
     if ROPE_FACTORS in tensors:
         try:
             scaling = rope_scaling(stored_values(*tensors[ROPE_FACTORS]).tolist(), config)

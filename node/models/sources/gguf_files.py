@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from ...errors import ModelError
+from ...errors import ModelError, reason_of
 from ..cache_dir import cache_dir, import_once, imported_folder, require_space
 from ..checkpoint import write_gguf_note
 from ..folder import ModelFolder, open_folder
@@ -95,8 +95,14 @@ def _weights(files: Sequence[Path], config: Mapping[str, Any]) -> GgufWeights:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    with torch.device("meta"):  # without a dtype, which transformers would make the default of all threads
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=None)
+    try:
+        with torch.device("meta"):  # without a dtype, which transformers would make the default of all threads
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=None)
+    except Exception as error:  # what a header says may break transformers in any way
+        raise ModelError(
+            f"{files[0]}: transformers cannot build the {config.get('model_type')!r} model that its header describes "
+            f"({reason_of(error)})"
+        ) from error
     shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
     return GgufWeights(tuple(files), config, shapes, getattr(model, "all_tied_weights_keys", None) or {})
 
