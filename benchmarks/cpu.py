@@ -34,10 +34,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import gguf
+import numpy as np
 import perplexity
 import torch
 from plain import plain_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import LlamaConfig
 from transformers.utils import logging
 
@@ -46,6 +48,7 @@ from petalnode.node.blocks.client_part import ClientModel, load_client
 from petalnode.node.blocks.kernels.library import ISA_VARIABLE, library
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.models import resolve
+from petalnode.node.models.checkpoint import write_gguf_note
 from petalnode.node.server.lifecycle.speed import cpu_name
 from petalnode.protocols.ids import Span
 
@@ -96,7 +99,7 @@ class Random:
     kv_heads: int
 
     def save(self, folder: Path) -> Path:
-        """A model folder whose matrices are, to the bit, values that GGUF's Q4_0 holds."""
+        """A model folder over a GGUF file in Q4_0."""
         config = LlamaConfig(
             vocab_size=64, hidden_size=self.hidden, intermediate_size=self.inner, num_hidden_layers=self.blocks,
             num_attention_heads=self.heads, num_key_value_heads=self.kv_heads, tie_word_embeddings=False,
@@ -104,23 +107,30 @@ class Random:
         config.save_pretrained(folder)
         narrow = self.hidden // self.heads * self.kv_heads
         shapes = {
-            "self_attn.q_proj": (self.hidden, self.hidden), "self_attn.k_proj": (narrow, self.hidden),
-            "self_attn.v_proj": (narrow, self.hidden), "self_attn.o_proj": (self.hidden, self.hidden),
-            "mlp.gate_proj": (self.inner, self.hidden), "mlp.up_proj": (self.inner, self.hidden),
-            "mlp.down_proj": (self.hidden, self.inner),
+            "attn_q": (self.hidden, self.hidden), "attn_k": (narrow, self.hidden),
+            "attn_v": (narrow, self.hidden), "attn_output": (self.hidden, self.hidden),
+            "ffn_gate": (self.inner, self.hidden), "ffn_up": (self.inner, self.hidden),
+            "ffn_down": (self.hidden, self.inner),
         }  # fmt: skip
-        random = torch.Generator().manual_seed(0)
-        tensors = {f"{name}.weight": torch.randn(64, self.hidden) for name in ("lm_head", "model.embed_tokens")}
-        tensors["model.norm.weight"] = torch.ones(self.hidden)
+        random = np.random.default_rng(0)
+        writer = gguf.GGUFWriter(folder / "model.gguf", "llama")
+        for name in ("output.weight", "token_embd.weight"):
+            writer.add_tensor(name, random.standard_normal((64, self.hidden), np.float32))
+        writer.add_tensor("output_norm.weight", np.ones(self.hidden, np.float32))
         for number in range(self.blocks):
             for name, shape in shapes.items():
-                codes = torch.randint(-8, 8, (shape[0] * shape[1] // 32, 32), generator=random, dtype=torch.int8)
-                codes[:, 0] = -8
-                unit = 0.2 / math.sqrt(shape[1]) * (0.5 + torch.rand(len(codes), 1, generator=random))
-                tensors[f"model.layers.{number}.{name}.weight"] = (codes * unit.half().float()).view(shape)
-            for name in ("input_layernorm", "post_attention_layernorm"):
-                tensors[f"model.layers.{number}.{name}.weight"] = torch.ones(self.hidden)
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+                blocks = random.integers(0, 256, (shape[0], shape[1] // 32, 18), dtype=np.uint8)
+                unit = 0.2 / math.sqrt(shape[1]) * (0.5 + random.random((*blocks.shape[:2], 1)))
+                blocks[..., :2] = unit.astype(np.float16).view(np.uint8)
+                rows = blocks.reshape(shape[0], -1)
+                writer.add_tensor(f"blk.{number}.{name}.weight", rows, raw_dtype=gguf.GGMLQuantizationType.Q4_0)
+            for name in ("attn_norm", "ffn_norm"):
+                writer.add_tensor(f"blk.{number}.{name}.weight", np.ones(self.hidden, np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        write_gguf_note(folder, ["model.gguf"])
         return folder
 
 
@@ -261,11 +271,10 @@ def in_sixteen_bits(folder: Path, target: Path) -> Path:
     """The model with its weights rounded to bfloat16."""
     target.mkdir()
     (target / "config.json").write_text((folder / "config.json").read_text())
-    for file in folder.glob("*.safetensors"):
-        tensors = {name: tensor.bfloat16() for name, tensor in load_file(file).items()}
-        save_file(tensors, target / file.name, metadata={"format": "pt"})
-    for index in folder.glob("*.safetensors.index.json"):
-        (target / index.name).write_text(index.read_text())
+    whole = plain_model(folder, "float32")
+    tied = getattr(whole, "all_tied_weights_keys", None) or {}
+    tensors = {name: value.bfloat16() for name, value in whole.state_dict().items() if name not in tied}
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     return target
 
 

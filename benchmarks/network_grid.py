@@ -52,6 +52,7 @@ from plain import plain_model
 from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import AutoConfig, DynamicCache
 from transformers.utils import logging
 from wan import ClientProcess, servers_of
@@ -267,6 +268,12 @@ class _Offloaded:
                 weight.data = room[name]
             layer.register_forward_pre_hook(lambda *_, index=index: self._bring(index, names[index], room))
         if disk:
+            if not self._file.is_file():  # of a GGUF file
+                self._file = folder / "opened.safetensors"
+                kept = enumerate(self._kept)
+                save_file(
+                    {f"model.layers.{number}.{n}": v for number, held in kept for n, v in held.items()}, self._file
+                )
             self._kept.clear()
 
     def _bring(self, index: int, names: Sequence[str], room: dict[str, torch.Tensor]) -> None:

@@ -28,7 +28,7 @@ from .cache import RAGGED
 from .config import choose_device, original_length
 from .dot import use_dots
 from .kernels.choice import native_kernels
-from .kernels.packing import use_packed_head
+from .kernels.packing import hold_ends, use_packed_head
 from .outer_layers import OuterLayers
 from .remote_cache import RemoteCache, RemoteCall
 from .skeleton import BUILDING, BlockList, Skeleton, fill
@@ -397,10 +397,11 @@ def load_client(folder: Path, *, device: str = "auto", dtype: str = "auto", kern
     """
     target = choose_device(device)
     skeleton = open_skeleton(folder, dtype)
+    native = native_kernels(kernels, target, skeleton.dtype)
     with Checkpoint(folder, skeleton.num_blocks) as weights:
-        client = ClientModel(skeleton, target)
-        fill(skeleton, weights, lambda block: block is None, target)
-        use_packed_head(skeleton, weights, native_kernels(kernels, target, skeleton.dtype))
+        there, client = hold_ends(skeleton, weights, native), ClientModel(skeleton, target)
+        fill(skeleton, weights, lambda block: block is None, target, there)
+        use_packed_head(skeleton, weights, native)
     use_dots([skeleton.model])
     model = skeleton.model
     model.config.name_or_path = str(folder)
@@ -419,8 +420,7 @@ def sequence_classifier(client: ClientModel, num_labels: int, problem_type: str 
     What is new, the head, is initialised by transformers' rules and is all that has gradients.
 
     Raises:
-        BadInput: fewer than one label.
-        ModelError: transformers has no such model of this architecture.
+        BadInput, ModelError: fewer than one label; transformers has no such model of this architecture.
     """
     if num_labels < 1:
         raise BadInput(f"{num_labels} labels are none: give num_labels of 1 (regression) or more")

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from .kernels.packing import TiledLinear
-from .kernels.tiles import MOST_ROWS
+from .kernels.tiles import MOST_ROWS, TiledMatrix
+from .quantisation.matrix import QuantisedLinear
 
 _PLACES: Final = (0, 7)  # tokens before those whose embeddings are compared
 _SHORT: Final = 0.004  # seconds
@@ -117,10 +118,11 @@ class OuterLayers:
     def logits_of(self, normed: torch.Tensor) -> torch.Tensor:
         """The rest of `head`: the kernel, if there is one, begins without a call in which torch lets others run."""
         output = self._model.get_output_embeddings()
-        if isinstance(output, TiledLinear) and output.bias is None:
+        matrix = output.matrix if isinstance(output, (TiledLinear, QuantisedLinear)) else None
+        if isinstance(matrix, TiledMatrix) and output.bias is None:
             flat = normed.reshape(-1, normed.shape[-1]).contiguous()
             if flat.dtype == torch.float32 and len(flat) <= MOST_ROWS and not torch.is_grad_enabled():
-                return output.matrix.few(flat).view(*normed.shape[:-1], -1)
+                return matrix.few(flat).view(*normed.shape[:-1], -1)
         logits: torch.Tensor = output(normed)
         return logits
 

@@ -330,8 +330,9 @@ def load_span(
 ) -> BlockSpan:
     """Loads blocks `span` of the model in `folder`, and nothing else of it.
 
-    Weights whose dtype is not changed stay memory-mapped on CPUs, and so do quantised ones. These are made block by
-    block when they are wanted for the first time, and kept in petalnode's cache.
+    Weights of safetensors whose dtype is not changed stay memory-mapped on CPUs, and so do quantised ones. These are
+    made block by block when they are wanted for the first time, and kept in petalnode's cache. Those of GGUF files are
+    read into memory, in the bits of the file where the kernels compute.
 
     Args:
         device: auto, cpu, cuda, cuda:N or mps.

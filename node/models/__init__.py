@@ -1,6 +1,6 @@
 """Models on this machine: finding and fetching them, reading their weights' layout, and the model version.
 
-Nothing here imports torch or transformers at start-up: only reading tensors and importing GGUF files do.
+Nothing here imports torch or transformers at start-up: only reading tensors and the first look at a GGUF file do.
 May use `errors`.
 """
 

@@ -231,11 +231,13 @@ def read_gguf_note(note: Path) -> tuple[Path, ...]:
     try:
         with note.open("rb") as stream:
             files = parse_json_object(stream.read(_NOTE_LIMITS.nbytes + 1), _NOTE_LIMITS)["files"]
-        return tuple(note.parent / str(file) for file in files)
     except OSError as error:
         raise ModelError(f"Cannot read {note}: {error.strerror}.") from error
-    except (BadJson, KeyError, TypeError):
-        raise ModelError(f"{note} is damaged (no JSON with files). Remove its folder.") from None
+    except (BadJson, KeyError):
+        files = None
+    if not isinstance(files, list) or not files or not all(isinstance(file, str) for file in files):
+        raise ModelError(f"{note} is damaged: it names no GGUF files. Remove its folder.")
+    return tuple(note.parent / file for file in files)
 
 
 def write_gguf_note(folder: Path, files: Iterable[str]) -> None:

@@ -10,16 +10,23 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from petalnode.crypto.bounded_json import BadJson, JsonLimits, parse_json
 from petalnode.crypto.identity import Identity, IdentityError
+from petalnode.node.blocks.kernels.library import library
+from petalnode.node.blocks.kernels.tiles import TiledMatrix, held_as
 from petalnode.node.client.chat import held_chat
 from petalnode.node.errors import BadInput, MachineError, ModelError
 from petalnode.node.models.adapter import read_adapter
 from petalnode.node.models.adapter_note import parse_note
 from petalnode.node.models.checkpoint import Checkpoint, read_header, read_index
+from petalnode.node.models.digests import part_digests
 from petalnode.node.models.folder import open_folder
 from petalnode.node.models.gguf.header import read_gguf_header
+from petalnode.node.models.gguf.stored import row_count, stored_rows, stored_values
 from petalnode.node.models.manifest import canonical_architecture
+from petalnode.node.models.parts import EMBEDDINGS
 from petalnode.node.placement.planning.machines_file import fleet_of, read_machines
 from petalnode.node.trust.bundle import BadBundle, Bundle
 from petalnode.node.tuning.adapter_files import check_adapter
@@ -28,6 +35,7 @@ from tests.fuzz import corpus
 from tests.fuzz.harness import Target, parser
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.parsers import bundle_bytes
+from tests.tiny_gguf import BLOCKS
 
 Files = dict[str, bytes]
 
@@ -87,6 +95,29 @@ def _gguf_file(mutator: Mutator) -> Files:
     data = _gguf()
     head, rest = data[:12_000], data[12_000:]  # almost all of it is metadata; a change of weights says nothing
     return {"model.gguf": mutator.bytes(head) + (rest if mutator.chance(0.5) else b"")}
+
+
+def _gguf_folder(mutator: Mutator) -> Files:
+    """The file with its weights, or others in their place, and a note that names it."""
+    data = _gguf()
+    head, rest = data[:12_000], data[12_000:]
+    files = {"model.gguf": (mutator.bytes(head) if mutator.chance(0.7) else head) + mutator.bytes(rest)}
+    note = {"files": ["model.gguf"]}
+    return files | {"gguf.json": as_json(mutator, note) if mutator.chance(0.2) else json.dumps(note).encode()}
+
+
+def _read_gguf(folder: Path) -> None:
+    """Digests as they are made, values as they are opened, and matrices as the kernels hold them."""
+    checkpoint = Checkpoint(folder, BLOCKS)
+    checkpoint.check()
+    part_digests(checkpoint, (EMBEDDINGS, 1))
+    for file in checkpoint.gguf:
+        for tensor in read_gguf_header(file).tensors[:8]:
+            stored_values(file, tensor)
+            shape = row_count(tensor), tensor.shape[-1]
+            if library() is not None and held_as(tensor.kind, shape) is not None:
+                rows = stored_rows(file, tensor, 0, shape[0])
+                TiledMatrix.of_stored(tensor.kind, rows, shape).rows(0, shape[0], torch.float32)
 
 
 _TENSORS: Final = {
@@ -290,6 +321,7 @@ def _read_json(data: bytes) -> None:
 
 TARGETS: Final[tuple[Target, ...]] = (
     file_target("GGUF file", 12, _gguf_file, lambda folder: read_gguf_header(folder / "model.gguf"), ModelError),
+    file_target("GGUF weights", 12, _gguf_folder, _read_gguf, ModelError),
     file_target("model folder", 8, _model_files, _read_model, ModelError),
     file_target("adapter folder", 8, _adapter_files, _read_adapter, BadInput),
     file_target(

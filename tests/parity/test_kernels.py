@@ -323,7 +323,15 @@ def test_gradients_through_packed_weights(gguf_folder: Path) -> None:
 @needs_kernels
 @pytest.mark.parametrize(
     ("kind", "form"),
-    [("Q4_0", "q4_half"), ("Q8_0", "q8_half"), ("Q4_K", "q4_k"), ("Q5_K", "q5_k"), ("Q6_K", "q6_k"), ("BF16", "bf16")],
+    [
+        ("Q4_0", "q4_half"),
+        ("Q8_0", "q8_half"),
+        ("Q4_K", "q4_k"),
+        ("Q5_K", "q5_k"),
+        ("Q6_K", "q6_k"),
+        ("Q2_K", "q2_k"),
+        ("BF16", "bf16"),
+    ],
 )
 def test_steps_with_the_kinds_that_people_have(tmp_path: Path, kind: str, form: str) -> None:
     folder = open_gguf(write_tiny_gguf(tmp_path / "tiny.gguf", kind), no_progress)
@@ -342,13 +350,13 @@ def test_steps_with_the_kinds_that_people_have(tmp_path: Path, kind: str, form: 
 
 @needs_kernels
 def test_what_the_plan_says_is_what_the_blocks_take(tmp_path: Path) -> None:
-    for kind in ("Q4_0", "Q6_K", "Q2_K"):
+    for kind in ("Q4_0", "Q6_K", "F32"):
         folder = open_gguf(write_tiny_gguf(tmp_path / f"{kind}.gguf", kind), no_progress)
         for kernels in ("native", "torch"):
             sizes = block_sizes(folder.path, "float32", "none", kernels)
             blocks = load_span(folder.path, Span(0, 2), dtype="float32", device="cpu", kernels=kernels)
             assert sum(sizes.held[:2]) == blocks.weight_bytes, (kind, kernels)
-        if kind != "Q2_K":
+        if kind != "F32":
             assert sizes.whole[0] > 3 * block_sizes(folder.path, "float32", "none", "native").held[0]
 
 
@@ -455,20 +463,23 @@ def test_the_kernels_compute_in_float32_only(tmp_path: Path) -> None:
 
 
 @needs_kernels
-def test_the_clients_head_by_the_kernels(gguf_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "quicker", lambda *given: True)
+def test_the_clients_ends_are_held_in_the_bits_of_the_file(gguf_folder: Path) -> None:
     by_torch = load_client(gguf_folder, device="cpu", dtype="float32", kernels="torch")
     native = load_client(gguf_folder, device="cpu", dtype="float32", kernels="native")
-    head = native.model.get_output_embeddings()
-    assert isinstance(head, packing.TiledLinear) and not isinstance(
-        by_torch.model.get_output_embeddings(), packing.TiledLinear
-    )
+    head, table = native.model.get_output_embeddings(), native.model.get_input_embeddings()
+    assert isinstance(head, QuantisedLinear) and isinstance(table, packing.HeldEmbedding)
+    assert not isinstance(by_torch.model.get_output_embeddings(), QuantisedLinear)
+    ids = torch.tensor([[5, 319, 0, 17], [17, 16, 15, 5]])
+    assert torch.equal(native.embed(ids), by_torch.embed(ids))
+    assert native.embed(ids[:, :0]).shape == (2, 0, HIDDEN)
+    with pytest.raises(IndexError, match="out of range"):
+        table(torch.tensor([320]))
     for tokens in (1, 5, 40):
         hidden = values(1, tokens)
         assert off(native.head(hidden), by_torch.head(hidden)) < 1e-6
     labels = torch.arange(6).unsqueeze(0)
     expected = by_torch.loss_gradient(values(1, 6), labels)
-    assert torch.equal(native.loss_gradient(values(1, 6), labels), expected)
+    assert off(native.loss_gradient(values(1, 6), labels), expected) < 1e-5
 
 
 @needs_kernels

@@ -99,16 +99,17 @@ def rows_for(values: torch.Tensor, count: int = MOST_ROWS) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", STORED)
 def test_a_matrix_takes_about_what_it_takes_in_the_file(kind: str) -> None:
-    """Most as much; those of 5 bits are held in 6, of 3 in 4."""
+    """Most as much; those of 5 bits are held in 6, of 2 and 3 in 4."""
     matrix, _, nbytes = held(kind, (64, 1024))
     assert held_as(kind, (64, 1024)) == matrix.form
     assert matrix.nbytes == FORMS[matrix.form].nbytes((64, 1024)) or kind.endswith("16")
-    assert nbytes <= matrix.nbytes <= nbytes * (1.33 if kind[1] in "35" or kind == "MXFP4" else 1.03)
+    more = {"2": 1.96, "3": 1.33, "5": 1.21, "X": 1.18}.get(kind[1], 1.03)
+    assert nbytes <= matrix.nbytes <= nbytes * more
 
 
 def test_what_the_kernels_have_no_form_for_is_known_before_it_is_read() -> None:
     for kind, shape in (
-        ("Q2_K", (16, 256)),
+        ("IQ2_XS", (16, 256)),
         ("F32", (16, 64)),
         ("Q4_K", (16, 128)),
         ("Q4_0", (16, 48)),
@@ -116,8 +117,12 @@ def test_what_the_kernels_have_no_form_for_is_known_before_it_is_read() -> None:
     ):
         assert held_as(kind, shape) is None
     rows = stored_rows("Q4_K", (16, 256), np.random.default_rng(0))
-    with pytest.raises(ValueError, match="no form of the kernels"):
-        TiledMatrix.of_stored("Q4_K", rows, (32, 128))
+    for shape in ((32, 128), (32, 256), (16, 512), (15, 256)):
+        with pytest.raises(ValueError, match="not the bytes of a matrix"):
+            TiledMatrix.of_stored("Q4_K", rows, shape)
+    for odd in (rows[:, :-1], rows[::2]):
+        with pytest.raises(ValueError, match="not the bytes of a matrix"):
+            TiledMatrix.of_stored("Q4_K", odd, (len(odd), 256))
 
 
 def test_values_are_those_of_the_weights_to_the_bit(isa: str) -> None:
@@ -134,6 +139,27 @@ def test_products_are_exact_to_rounding(isa: str) -> None:
             off = (matrix.product(rows[:count]) - exact[:count]).norm() / exact[:count].norm()
             rounded = name == "int8" and count > 32  # as `Int8Matrix` rounds activations: to sixteen bits
             assert off < (1e-4 if rounded else 1e-6), (name, count)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K", "Q8_0", "Q6_K"])
+def test_values_of_all_sizes_are_multiplied_as_float32_is(isa: str, kind: str) -> None:
+    """Outliers, tiny values, and what is not finite."""
+    matrix, values, _ = held(kind)
+    random = torch.Generator().manual_seed(4)
+    rows = torch.randn(9, values.shape[1], generator=random)
+    rows[1] *= 10.0 ** torch.randint(-20, 20, (values.shape[1],), generator=random)
+    rows[2, ::64], rows[3] = 3000.0, rows[3].abs() * 1e-24
+    rows[4], rows[5], rows[6, :32] = 1e-38, 0.0, 0.0
+    rows[7], rows[8] = 1.0, -(2.0**23 - 1)
+    largest = rows.view(9, -1, 32).abs().amax(2, keepdim=True).expand(-1, -1, 32).reshape(rows.shape)
+    sizes = largest.double() @ values.double().abs().t()
+    exact = rows.double() @ values.double().t()
+    for given in (matrix.product(rows), torch.cat([matrix.product(row[None]) for row in rows])):
+        assert bool(((given - exact).abs() <= 1e-6 * sizes + 1e-25 * values.abs().sum(1)).all())
+    for odd in (float("nan"), float("inf"), -float("inf")):
+        rows[0, 7] = odd
+        given = matrix.product(rows)
+        assert not bool(torch.isfinite(given[0]).any()) and bool(torch.isfinite(given[2:]).all())
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it(isa: str) -> None:

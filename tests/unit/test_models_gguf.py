@@ -17,6 +17,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
+from petalnode.node.blocks import skeleton as skeleton_module
 from petalnode.node.blocks.architecture import open_skeleton
 from petalnode.node.blocks.skeleton import fill
 from petalnode.node.errors import MachineError, ModelError
@@ -65,8 +66,13 @@ KINDS = (
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("kernels", [True, False], ids=["opened by the kernels", "by numpy"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_are_what_transformers_reads(tmp_path: Path, kind: str) -> None:
+def test_weights_are_what_transformers_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, kernels: bool
+) -> None:
+    if not kernels:
+        monkeypatch.setattr(skeleton_module, "library", lambda: None)
     file = write_tiny_gguf(tmp_path / "tiny.gguf", kind)
     before = file.stat()
     folder = resolve(file)
@@ -145,6 +151,15 @@ def test_the_version_is_that_of_the_bytes_wherever_the_file_is(tmp_path: Path) -
     second = compute_manifest(resolve(moved))
     assert [one == other for one, other in zip(first.blocks, second.blocks, strict=True)] == [True, False, True]
     assert (second.embeddings, second.head) == (first.embeddings, first.head)
+
+
+@pytest.mark.parametrize(("kind", "of_a_value"), [("Q4_0", 4), ("F16", 2), ("F32", 4)])
+def test_what_a_validator_opens_is_counted_as_opened(tmp_path: Path, kind: str, of_a_value: int) -> None:
+    folder = resolve(write_tiny_gguf(tmp_path / "tiny.gguf", kind))
+    checkpoint = Checkpoint(folder.path, folder.num_blocks)
+    matrices = sum(math.prod(held.shape) for held in checkpoint.tensors(1) if len(held.shape) > 1)
+    assert checkpoint.opened_nbytes(1) == of_a_value * matrices + 2 * 4 * 64
+    assert (checkpoint.nbytes(1) < checkpoint.opened_nbytes(1)) == (kind == "Q4_0")
 
 
 def test_parts_are_embeddings_blocks_and_head(tmp_path: Path) -> None:

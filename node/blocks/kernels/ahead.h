@@ -1,10 +1,11 @@
 /* Bytes of the scales of SUPER inputs of a tile whose scales have scales, and of the scales of a whole tile. */
 INLINE int64_t super_bytes(int form, int64_t block) {
-    return HAS_OFFSETS(form) ? (4 + 2 * (SUPER / block)) * LANES : (2 + SUPER / block) * LANES;
+    const int64_t held = (int64_t)1 << SUPER_SHIFT(block);
+    return HAS_OFFSETS(form) ? (4 + 2 * held) * LANES : (2 + held) * LANES;
 }
 
 INLINE int64_t tile_scales(int form, int64_t block, int64_t count) {
-    if (SUPER_SCALES(form)) return count / (SUPER / block) * super_bytes(form, block);
+    if (SUPER_SCALES(form)) return (count >> SUPER_SHIFT(block)) * super_bytes(form, block);
     return count * LANES * (HALF_SCALES(form) ? 2 : 4);
 }
 
@@ -35,7 +36,7 @@ INLINE void fetch_scales(struct ahead ahead, int64_t block, int form, int64_t si
     const int half = HALF_SCALES(form);
     if (half && block % 2) return;
     if (SUPER_SCALES(form)) {
-        __builtin_prefetch(ahead.scales + block * (super_bytes(form, size) / (SUPER / size)));
+        __builtin_prefetch(ahead.scales + (block * super_bytes(form, size) >> SUPER_SHIFT(size)));
         return;
     }
     const int64_t place = block * LANES * (half ? 2 : 4);

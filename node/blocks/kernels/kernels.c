@@ -66,7 +66,7 @@
 #endif
 
 #define LANES 16
-#define INTERFACE_VERSION 6 /* of this file towards library.py */
+#define INTERFACE_VERSION 7 /* of this file towards library.py */
 #define MOST_ROWS 8 /* that are multiplied at a time */
 #define AHEAD 8 /* tokens, whose keys are fetched */
 #define PANEL 16 /* tokens, whose keys or values are opened at a time */
@@ -97,16 +97,21 @@ enum form {
     FORM_IQ4_NL = 15,  /* scale * table[code]; scale float16 */
     FORM_IQ4_XS = 16,  /* the same with scales of scales */
     FORM_MXFP4 = 17,   /* the same with float32 */
+    FORM_Q2_K = 18,    /* as Q4_K, in blocks of 16 */
 };
 
 #define SUPER 256 /* inputs that share the scale of their scales */
+#define SUPER_SHIFT(block) ((block) == 16 ? 4 : 3) /* log2 of the blocks of these; divisions take longer than the products */
+#define ONE_OF(forms, form) ((forms) >> (form) & 1u)
 #define HALF_SCALES(form)                                                                                             \
-    ((form) == FORM_Q4 || (form) == FORM_Q4_HALF || (form) == FORM_Q8_HALF || (form) == FORM_Q6 ||                    \
-     (form) == FORM_Q6_HALF || (form) == FORM_IQ4_NL)
+    ONE_OF(1u << FORM_Q4 | 1u << FORM_Q4_HALF | 1u << FORM_Q8_HALF | 1u << FORM_Q6 | 1u << FORM_Q6_HALF |             \
+           1u << FORM_IQ4_NL, form)
 #define SUPER_SCALES(form)                                                                                            \
-    ((form) == FORM_Q4_K || (form) == FORM_Q3_K || (form) == FORM_Q5_K || (form) == FORM_Q6_K || (form) == FORM_IQ4_XS)
-#define HAS_OFFSETS(form) ((form) == FORM_Q4 || (form) == FORM_Q4_K || (form) == FORM_Q6 || (form) == FORM_Q5_K)
-#define FOUR_BITS(form) ((form) == FORM_Q4 || (form) == FORM_Q4_HALF || (form) == FORM_Q4_K || (form) == FORM_Q3_K)
+    ONE_OF(1u << FORM_Q4_K | 1u << FORM_Q3_K | 1u << FORM_Q5_K | 1u << FORM_Q6_K | 1u << FORM_IQ4_XS | 1u << FORM_Q2_K, form)
+#define HAS_OFFSETS(form)                                                                                             \
+    ONE_OF(1u << FORM_Q4 | 1u << FORM_Q4_K | 1u << FORM_Q6 | 1u << FORM_Q5_K | 1u << FORM_Q2_K, form)
+#define FOUR_BITS(form)                                                                                               \
+    ONE_OF(1u << FORM_Q4 | 1u << FORM_Q4_HALF | 1u << FORM_Q4_K | 1u << FORM_Q3_K | 1u << FORM_Q2_K, form)
 #define SIX_BITS(form) ((form) >= FORM_Q6 && (form) <= FORM_Q6_K)
 #define EIGHT_BITS(form) ((form) == FORM_Q8_PLAIN || (form) == FORM_Q8_HALF)
 
@@ -121,10 +126,10 @@ struct matrix {
 /* Rows [rows][in], each block of ROUND values of a row rounded to whole multiples, -127 .. 127, of its largest
  * magnitude / 127, as `round_rows` has it: scales [rows][in / ROUND], and their products with the sums of the codes
  * (`moved`, for offsets of weights); sums of the codes of 16 inputs each; the codes, and
- * in the order in which weights of 4 bits meet them (inputs 0, 2, 4, 6, 1, 3, 5, 7); and the values that they stand for.
- * What no form of the matrices needs is not there. */
+ * in the order in which weights of 4 bits meet them (inputs 0, 2, 4, 6, 1, 3, 5, 7); and the values that they stand for,
+ * with their `block_sums`. What no form of the matrices needs is not there. */
 struct rounded {
-    const float *values, *scales, *moved;
+    const float *values, *scales, *moved, *blocks;
     const int32_t *sums;
     const int8_t *codes4, *codes8;
 };
@@ -132,7 +137,7 @@ struct rounded {
 #define ROUND 32 /* values of a row, key or value that share a scale */
 #define ROUNDED_FLOATS(in) (2 * (in)) /* of memory for a row, in float32 */
 #define BY_BYTES(m)                                                                                                   \
-    ((m)->in % ROUND == 0 && (EIGHT_BITS((m)->form) || (FOUR_BITS((m)->form) && (m)->form != FORM_Q3_K)))
+    ((m)->in % ROUND == 0 && (EIGHT_BITS((m)->form) || (FOUR_BITS((m)->form) && (m)->block == ROUND)))
 
 /* One row of a batch: `memory` is its session's cache, for each block keys, then values, each
  * [batch][kv_heads][max_length] of what is held; `length` tokens are held, those before `padding` are not looked at. */
@@ -433,7 +438,7 @@ EXPORT int64_t petalnode_size(int32_t number) {
     return number >= 0 && number < (int32_t)(sizeof sizes / sizeof *sizes) ? sizes[number] : 0;
 }
 
-/* y [rows][out] = x [rows][in] times the transpose of the matrix, plus its bias. `scratch`: rows * in / block float32, or
+/* y [rows][out] = x [rows][in] times the transpose of the matrix, plus its bias. `scratch`: rows * in / 16 float32, or
  * rows * ROUNDED_FLOATS(in) where rows are rounded. */
 EXPORT void petalnode_multiply(const struct matrix *matrix, const float *x, int64_t rows, float *y, float *scratch,
                                int64_t threads) {

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 SOURCE: Final = Path(__file__).with_name("kernels.c")
 HEADERS: Final = ("x86.h", "arm.h", "products.h", "bytes.h", "cache.h", "ahead.h", "step.h", "packing.h", "threads.h")
-INTERFACE: Final = 6
+INTERFACE: Final = 7
 """As in kernels.c: goes up whenever a function or structure there changes."""
 ISA_VARIABLE: Final = "PETALNODE_KERNELS_ISA"
 """One of `ISAS`, in place of the best that the processor has: for comparisons. `none`: no kernels."""

@@ -6,13 +6,13 @@ struct unit {
     uint8_t codes[SUPER];
     float wide;            /* the scale, where it is float32 */
     uint16_t scale, offset; /* float16: of the unit, or of its scales */
-    int8_t scales[SUPER / 16], offsets[SUPER / 32];
+    int8_t scales[SUPER / 16], offsets[SUPER / 16];
 };
 
 /* As `GGMLQuantizationType` counts them. */
 enum stored {
-    STORED_Q4_0 = 2, STORED_Q4_1 = 3, STORED_Q5_0 = 6, STORED_Q5_1 = 7, STORED_Q8_0 = 8, STORED_Q3_K = 11,
-    STORED_Q4_K = 12, STORED_Q5_K = 13, STORED_Q6_K = 14, STORED_IQ4_NL = 20, STORED_IQ4_XS = 23, STORED_MXFP4 = 39,
+    STORED_Q4_0 = 2, STORED_Q4_1 = 3, STORED_Q5_0 = 6, STORED_Q5_1 = 7, STORED_Q8_0 = 8, STORED_Q2_K = 10,
+    STORED_Q3_K = 11, STORED_Q4_K = 12, STORED_Q5_K = 13, STORED_Q6_K = 14, STORED_IQ4_NL = 20, STORED_IQ4_XS = 23, STORED_MXFP4 = 39,
 };
 
 /* A kind: its form, inputs of a unit, bytes that these have in the file, and inputs that share a scale. */
@@ -22,6 +22,7 @@ static const struct stored_kind STORED_KINDS[] = {
     {STORED_Q5_1, FORM_Q6, 32, 24, 32},       {STORED_Q8_0, FORM_Q8_HALF, 32, 34, 32},  {STORED_Q3_K, FORM_Q3_K, 256, 110, 16},
     {STORED_Q4_K, FORM_Q4_K, 256, 144, 32},   {STORED_Q5_K, FORM_Q5_K, 256, 176, 32},   {STORED_Q6_K, FORM_Q6_K, 256, 210, 16},
     {STORED_IQ4_NL, FORM_IQ4_NL, 32, 18, 32}, {STORED_IQ4_XS, FORM_IQ4_XS, 256, 136, 32}, {STORED_MXFP4, FORM_MXFP4, 32, 17, 32},
+    {STORED_Q2_K, FORM_Q2_K, 256, 84, 16},
 };
 
 static uint16_t two_bytes(const uint8_t *from) { return (uint16_t)(from[0] | from[1] << 8); }
@@ -41,6 +42,16 @@ static void six_bit_scales(const uint8_t *from, struct unit *unit) {
     unit->offset ^= 0x8000u; /* what is taken away */
 }
 
+/* Code `k` of the two bits of Q2_K and Q3_K. */
+INLINE int two_bits(const uint8_t *from, int k) { return from[k / 128 * 32 + k % 32] >> 2 * (k % 128 / 32) & 3; }
+
+static void read_q2(const uint8_t *from, struct unit *unit) {
+    unit->scale = two_bytes(from + 80);
+    unit->offset = two_bytes(from + 82) ^ 0x8000u; /* what is taken away */
+    for (int j = 0; j < 16; j++) unit->scales[j] = (int8_t)(from[j] & 15), unit->offsets[j] = (int8_t)(from[j] >> 4);
+    for (int k = 0; k < SUPER; k++) unit->codes[k] = (uint8_t)two_bits(from + 16, k);
+}
+
 static void read_q3(const uint8_t *from, struct unit *unit) {
     const uint8_t *high = from, *low = from + 32, *scales = from + 96;
     unit->scale = two_bytes(from + 108);
@@ -49,7 +60,7 @@ static void read_q3(const uint8_t *from, struct unit *unit) {
         unit->scales[j] = (int8_t)((least | (scales[8 + j % 4] >> 2 * (j / 4) & 3) << 4) - 32);
     }
     for (int k = 0; k < SUPER; k++) /* the code less 4, to which 8 are added */
-        unit->codes[k] = (uint8_t)((low[k / 128 * 32 + k % 32] >> 2 * (k % 128 / 32) & 3) + (high[k % 32] >> k / 32 & 1) * 4 + 4);
+        unit->codes[k] = (uint8_t)(two_bits(low, k) + (high[k % 32] >> k / 32 & 1) * 4 + 4);
 }
 
 static void read_q5(const uint8_t *from, struct unit *unit) {
@@ -99,6 +110,7 @@ static void read_unit(int kind, const uint8_t *from, struct unit *unit) {
             unit->codes[j] = (uint8_t)(unit->codes[j] + (fifth >> j & 1) * 16 + (kind == STORED_Q5_0 ? 16 : 32));
         break;
     case STORED_Q8_0: memcpy(unit->codes, from + 2, 32); break;
+    case STORED_Q2_K: read_q2(from, unit); break;
     case STORED_Q3_K: read_q3(from, unit); break;
     case STORED_Q4_K:
         six_bit_scales(from + 4, unit);

@@ -28,7 +28,7 @@ from ...models.progress import Progress
 from ...models.quantisation import Quantisation
 from ..config import read_config
 from ..dot import best_time, dot_rows, has_dots
-from ..quantisation.matrix import Int8Matrix, nf4_kind
+from ..quantisation.matrix import Int8Matrix, QuantisedLinear, nf4_kind
 from ..quantisation.slots import MatrixSlot, matrix_slots, put_matrices
 from ..skeleton import Skeleton, build, fill, stored_weights
 from .library import Library, usable_threads
@@ -232,6 +232,69 @@ class TiledLinear(nn.Linear):
         return output if self.bias is None else output + self.bias
 
 
+class HeldEmbedding(nn.Module):
+    """In the place of an `nn.Embedding`: the table in the bits of the file, of which rows are opened as needed.
+
+    `weight` can be asked for its dtype, device and shape, and has no memory.
+    """
+
+    def __init__(self, matrix: TiledMatrix) -> None:
+        super().__init__()
+        self.matrix = matrix
+        self.num_embeddings, self.embedding_dim = matrix.shape
+        self.weight = torch.zeros(()).expand(matrix.shape)
+
+    def forward(self, input: Tensor) -> Tensor:
+        ids = input.reshape(-1)
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.num_embeddings:
+            raise IndexError("index out of range in self")  # as of an nn.Embedding
+        found = torch.empty(len(ids), self.embedding_dim)
+        tiles = ids // LANES
+        for tile in tiles.unique().tolist():  # type: ignore[no-untyped-call]
+            first = tile * LANES
+            rows = self.matrix.rows(first, min(first + LANES, self.num_embeddings), torch.float32)
+            own = tiles == tile
+            found[own] = rows[ids[own] - first]
+        return found.view(*input.shape, self.embedding_dim)
+
+
+def hold_ends(skeleton: Skeleton, weights: Checkpoint, found: Library | None) -> set[str]:
+    """Puts the table of embeddings and the head of GGUF files into the skeleton's model, which has no weights yet, in
+    the bits of the file, and returns the parameters that they stand for. Those of other kinds stay to be filled.
+    """
+    stored = stored_weights(skeleton, weights)
+    if found is None or stored is None:
+        return set()
+    model: Any = skeleton.model
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    paths = {module: f"{path}.weight" for path, module in model.named_modules()}
+    tied = head is not None and paths[head] in skeleton.tied
+    plain_head = type(head) is nn.Linear and head.bias is None
+    gone: set[str] = set()
+    matrix = None
+    if type(table) is nn.Embedding and (plain_head or not tied):
+        matrix = _whole(stored, paths[table], table.weight)
+        if matrix is not None:
+            model.set_input_embeddings(HeldEmbedding(matrix))
+            gone.add(paths[table])
+    if plain_head:
+        held = matrix if tied else _whole(stored, paths[head], head.weight)
+        if held is not None:
+            model.set_output_embeddings(QuantisedLinear(held, None, skeleton.dtype))
+            gone.add(paths[head])
+            model.all_tied_weights_keys = {}
+    return gone
+
+
+def _whole(stored: GgufWeights, name: str, weight: Tensor) -> TiledMatrix | None:
+    """The matrix of a parameter outside of the blocks; None if the kernels have no form for it."""
+    shape = (weight.shape[0], weight.shape[1])
+    kind = stored.kind(name) if name in stored.sources else None
+    if kind is None or held_as(kind, shape) is None:
+        return None
+    return TiledMatrix.of_stored(kind, stored.stored(name), shape)
+
+
 def use_packed_head(skeleton: Skeleton, weights: Checkpoint, found: Library | None) -> None:
     """Lets the kernels compute the head of the skeleton's model, which has its weights, for a few rows: if they have a
     form for them and are quicker than torch. Without kernels (`found`), nothing is done.
@@ -254,12 +317,9 @@ def _packed_head(skeleton: Skeleton, weights: Checkpoint, head: nn.Linear) -> Ti
     shape = (head.out_features, head.in_features)
     names = [name for name, held in skeleton.model.named_parameters(remove_duplicate=False) if held is head.weight]
     stored = stored_weights(skeleton, weights)
-    if stored is not None:
-        for name in names:  # a tied one is the table of embeddings
-            kind = stored.kind(name) if name in stored.sources else None
-            if kind is not None and held_as(kind, shape) is not None:
-                return TiledMatrix.of_stored(kind, stored.stored(name), shape)
-        return None
+    if stored is not None:  # a head that is tied to embeddings of a class of their own
+        of_file = (_whole(stored, name, head.weight) for name in names)
+        return next((matrix for matrix in of_file if matrix is not None), None)
     for name in names:
         if name in weights.file_of and weights.tensor(name).dtype in _HALVES and shape[1] % LANES == 0:
             return StoredMatrix(weights.slice(name)[...])

@@ -20,10 +20,10 @@ INLINE V NAME(scales)(const struct matrix *m, int form, int64_t tile, int64_t co
         if (HAS_OFFSETS(form)) *offsets = NAME(half)((const uint16_t *)m->offsets + place);
         return NAME(number)(m->scales, place, HALF_SCALES(form));
     }
-    const int64_t held = SUPER / m->block, offset = HAS_OFFSETS(form);
+    const int shift = SUPER_SHIFT(m->block), offset = HAS_OFFSETS(form);
     const int8_t *of = (const int8_t *)m->scales + tile * tile_scales(form, m->block, count);
-    of += number / held * super_bytes(form, m->block);
-    const int8_t *own = of + (offset ? 4 : 2) * LANES + number % held * (offset ? 2 : 1) * LANES;
+    of += (number >> shift) * super_bytes(form, m->block);
+    const int8_t *own = of + (offset ? 4 : 2) * LANES + (number & ((1 << shift) - 1)) * (offset ? 2 : 1) * LANES;
     if (offset) *offsets = NAME(mul)(NAME(half)((const uint16_t *)of + LANES), NAME(bytes)(own + LANES));
     return NAME(mul)(NAME(half)((const uint16_t *)of), NAME(bytes)(own));
 }
@@ -122,8 +122,10 @@ INLINE void NAME(tile_product)(const struct matrix *m, int kind, int tiles, int 
             UNROLL for (int r = 0; r < rows; r++) total[t][r] = NAME(fma)(scale, part[t][r], total[t][r]);
             if (offset) {
                 if (kind == 4) add = NAME(fma)(scale, NAME(set)(8.0f), add); /* codes are held as code - 8 */
-                UNROLL for (int r = 0; r < rows; r++)
-                    total[t][r] = NAME(fma)(add, NAME(set)(sums[r * count + number]), total[t][r]);
+                UNROLL for (int r = 0; r < rows; r++) {
+                    const float *of = sums + (r * in + number * block) / LANES;
+                    total[t][r] = NAME(fma)(add, NAME(set)(block > LANES ? of[0] + of[1] : of[0]), total[t][r]);
+                }
             }
         }
     }
@@ -160,20 +162,16 @@ ALL_TILES(8)
 static const struct choice NAME(choices_4)[] = CHOICES(4), NAME(choices_5)[] = CHOICES(5), NAME(choices_6)[] = CHOICES(6),
                            NAME(choices_8)[] = CHOICES(8);
 
-/* What the offsets of a matrix are multiplied with: sums of each block of each row, [rows][in / block]. */
+/* What the offsets of a matrix are multiplied with: sums of 16 inputs each, of which a block has one or two. */
 static void NAME(block_sums)(const struct matrix *m, const float *x, int64_t rows, float *sums) {
     if (!HAS_OFFSETS(m->form)) return;
-    for (int64_t place = 0; place < rows * m->in; place += m->block) {
-        V sum = NAME(zero)();
-        for (int64_t k = 0; k < m->block; k += LANES) sum = NAME(add)(sum, NAME(load)(x + place + k));
-        *sums++ = NAME(total)(sum);
-    }
+    for (int64_t place = 0; place < rows * m->in; place += LANES) *sums++ = NAME(total)(NAME(load)(x + place));
 }
 
 /* Tiles `tile` .. `end` - 1. The rows are taken a few at a time, while the tiles' weights stay in a near cache. */
 static void NAME(tiled)(const struct matrix *m, const struct choice *choices, int64_t tile, int64_t end, const float *x,
                         int64_t rows, float *y, const float *sums, const struct matrix *next) {
-    const int64_t count = m->in / m->block, from = tile;
+    const int64_t count = m->in / LANES, from = tile; /* sums of a row */
     const struct choice *choice = choices;
     for (int64_t done = 0; done < rows; done += choice->rows) {
         while (choice->rows > rows - done) choice++; /* the largest first, rows of one at the end */
@@ -398,7 +396,13 @@ static struct rounded NAME(round_rows)(const struct matrix *const *m, int64_t co
     if (four)
         for (int64_t place = 0; place < rows * in; place += 8)
             for (int64_t k = 0; k < 8; k++) codes4[place + k] = codes8[place + 2 * (k % 4) + k / 4];
-    return (struct rounded){values, scales, moved, sums, codes4, codes8};
+    float *of_blocks = (float *)(codes4 + rows * in);
+    for (int64_t index = 0; index < count; index++)
+        if (!BY_BYTES(m[index]) && HAS_OFFSETS(m[index]->form)) {
+            NAME(block_sums)(m[index], values, rows, of_blocks);
+            break;
+        }
+    return (struct rounded){values, scales, moved, of_blocks, sums, codes4, codes8};
 }
 
 /* --- products of any form --- */
@@ -447,7 +451,7 @@ static void NAME(multiply)(const struct matrix *m, const float *x, int64_t rows,
     struct NAME(product) job = {m, x, rows, y, scratch, m->rounds ? &rounded : NULL};
     if (m->rounds) {
         rounded = NAME(round_rows)(&m, 1, x, rows, scratch);
-        job.sums = rounded.moved; /* offsets are in blocks of ROUND */
+        job.sums = rounded.blocks;
     } else NAME(block_sums)(m, x, rows, scratch);
     do_pieces(threads, NAME(product_piece), &job, GROUPS(m));
 }

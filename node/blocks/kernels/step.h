@@ -230,8 +230,7 @@ static void NAME(linear_piece)(const void *job, int64_t piece, int64_t thread) {
     NAME(outputs_of)(l->m[index], piece, l->x, l->rows, l->y[index], l->sums, l->rounded, next);
 }
 
-/* Products with the same rows, which all matrices round or none; offsets are in blocks of one size alone, and what they
- * are multiplied with in `sums`. */
+/* Products with the same rows, which all matrices round or none; what offsets are multiplied with is in `sums`. */
 static void NAME(linear)(const struct NAME(state) *w, struct NAME(linears) l) {
     int64_t pieces = 0;
     for (int64_t index = 0; index < l.count; index++) {
@@ -248,7 +247,7 @@ static void NAME(linear)(const struct NAME(state) *w, struct NAME(linears) l) {
             NAME(block_sums)(l.m[index], l.x, l.rows, w->sums);
             break;
         }
-    l.sums = l.rounded ? rounded.moved : w->sums; /* offsets are in blocks of ROUND */
+    l.sums = l.rounded ? rounded.blocks : w->sums;
     do_pieces(w->threads, NAME(linear_piece), &l, pieces);
 }
 

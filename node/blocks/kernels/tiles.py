@@ -99,29 +99,31 @@ FORMS: Final = {
     "iq4_nl": Form(15, 4, 32, torch.float16),
     "iq4_xs": Form(16, 4, 32, torch.int8),
     "mxfp4": Form(17, 4, 32, torch.float32),
+    "q2_k": Form(18, 4, 16, torch.int8, True),
     "nf4": Form(5, 4, NF4_BLOCK, torch.float32),
     "int8": Form(8, 8, 0, torch.float32),
     "bf16": Form(1, 16, 0, torch.bfloat16),
     "f16": Form(2, 16, 0, torch.float16),
 }
 _WORTH_THREADS: Final = 1 << 20  # weights; fewer take less time than waking a thread
-STORED: Final[Mapping[str, tuple[int, str]]] = {
-    "Q4_0": (2, "q4_half"),
-    "Q4_1": (3, "q4"),
-    "Q5_0": (6, "q6_half"),
-    "Q5_1": (7, "q6"),
-    "Q8_0": (8, "q8_half"),
-    "Q3_K": (11, "q3_k"),
-    "Q4_K": (12, "q4_k"),
-    "Q5_K": (13, "q5_k"),
-    "Q6_K": (14, "q6_k"),
-    "IQ4_NL": (20, "iq4_nl"),
-    "IQ4_XS": (23, "iq4_xs"),
-    "MXFP4": (39, "mxfp4"),
-    "F16": (1, "f16"),
-    "BF16": (30, "bf16"),
+STORED: Final[Mapping[str, tuple[int, str, int, int]]] = {
+    "Q4_0": (2, "q4_half", 32, 18),
+    "Q4_1": (3, "q4", 32, 20),
+    "Q5_0": (6, "q6_half", 32, 22),
+    "Q5_1": (7, "q6", 32, 24),
+    "Q8_0": (8, "q8_half", 32, 34),
+    "Q2_K": (10, "q2_k", 256, 84),
+    "Q3_K": (11, "q3_k", 256, 110),
+    "Q4_K": (12, "q4_k", 256, 144),
+    "Q5_K": (13, "q5_k", 256, 176),
+    "Q6_K": (14, "q6_k", 256, 210),
+    "IQ4_NL": (20, "iq4_nl", 32, 18),
+    "IQ4_XS": (23, "iq4_xs", 256, 136),
+    "MXFP4": (39, "mxfp4", 32, 17),
+    "F16": (1, "f16", 1, 2),
+    "BF16": (30, "bf16", 1, 2),
 }
-"""GGUF's kinds that there is a form for: their number there, and the form."""
+"""GGUF's kinds that there is a form for: their number there, the form, and how many inputs have how many bytes."""
 _BY_BYTES: Final = frozenset(("q4", "q4_half", "q4_k", "q8_half", "int8"))
 
 
@@ -171,7 +173,6 @@ class TiledMatrix(QuantisedMatrix):
         self._offset = tensors.get("offset")
         self._functions = kernels().functions
         block = FORMS[form].block or shape[1]
-        self._blocks = shape[1] // block  # of a row, at each of which a sum of inputs is kept
         self.described = Matrix(
             FORMS[form].number, *shape, block, *(None if part is None else part.data_ptr() for part in self._parts)
         )
@@ -206,8 +207,10 @@ class TiledMatrix(QuantisedMatrix):
         Args:
             rows: their bytes, uint8 [out, bytes of a row], contiguous.
         """
-        number, name = STORED[kind]
+        number, name, inputs, nbytes = STORED[kind]
         form = FORMS[name]
+        if rows.shape != (shape[0], shape[1] // inputs * nbytes) or shape[1] % inputs or not rows.flags.c_contiguous:
+            raise ValueError(f"not the bytes of a matrix of {shape} in {kind}")
         if form.bits == 16:
             return StoredMatrix(torch.from_numpy(rows).view(form.scale).view(shape))
         made = {part: torch.zeros(of, dtype=dtype) for part, (dtype, of) in form.kinds(shape).items()}
@@ -262,7 +265,9 @@ class TiledMatrix(QuantisedMatrix):
         before it.
         """
         output = np.empty((len(values), self.shape[0]), np.float32)  # torch would let others run
-        scratch = np.empty(len(values) * (2 * self.shape[1] if self.described.rounds else self._blocks), np.float32)
+        scratch = np.empty(
+            len(values) * (2 * self.shape[1] if self.described.rounds else self.shape[1] // LANES), np.float32
+        )
         threads = usable_threads() if self.shape[0] * self.shape[1] >= _WORTH_THREADS else 1
         places = values.data_ptr(), len(values), output.ctypes.data, scratch.ctypes.data
         self._functions.petalnode_multiply(self._by_reference, *places, threads)

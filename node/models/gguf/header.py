@@ -39,13 +39,17 @@ _AGAIN = "Copy or download it again."
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One tensor of the file: `file[start:start + nbytes]`, held as `kind` (the name of a GGMLQuantizationType)."""
+    """One tensor of the file: `file[start:start + nbytes]`, held as `kind` (the name of a GGMLQuantizationType).
+
+    `stamp` is the file's size and time of change when its header was read.
+    """
 
     name: str
     shape: tuple[int, ...]  # slowest dimension first, as torch has it
     kind: str
     start: int
     nbytes: int
+    stamp: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -98,14 +102,14 @@ def read_gguf_header(file: Path) -> GgufHeader:
 
 
 @lru_cache(maxsize=64)
-def _read(file: Path, size: int, *times: int) -> GgufHeader:
+def _read(file: Path, size: int, modified: int, changed: int) -> GgufHeader:
     """The header of `file` while it has this size and these times: it is asked for often, and a vocabulary is long."""
     try:
         with file.open("rb") as stream:
             if stream.read(4) != b"GGUF":
                 raise ModelError(f"{file} is not a GGUF file. {_AGAIN}")
             with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as view:
-                return _Reader(view, file, size).header()
+                return _Reader(view, file, size, modified).header()
     except ModelError:
         raise
     except ValueError:  # it is empty by now, or its texts are none
@@ -117,8 +121,8 @@ def _read(file: Path, size: int, *times: int) -> GgufHeader:
 
 
 class _Reader:
-    def __init__(self, view: mmap.mmap, file: Path, size: int) -> None:
-        self._view, self._file, self._size = view, file, size
+    def __init__(self, view: mmap.mmap, file: Path, size: int, modified: int) -> None:
+        self._view, self._file, self._size, self._modified = view, file, size, modified
         self._place = 4
         self._entries = 0
 
@@ -169,7 +173,8 @@ class _Reader:
         if not shape or 0 in shape or shape[-1] % per_block:
             raise ModelError(f"{self._file} gives {name!r} the impossible shape {list(shape)}. {_AGAIN}")
         nbytes = prod(shape) // per_block * block_bytes
-        return GgufTensor(name, shape, GGMLQuantizationType(kind).name, origin + offset, nbytes)
+        stamp = self._size, self._modified
+        return GgufTensor(name, shape, GGMLQuantizationType(kind).name, origin + offset, nbytes, stamp)
 
     def _table_entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._string()

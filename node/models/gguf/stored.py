@@ -5,6 +5,7 @@ They are read, not mapped: that a file shrinks meanwhile is an error to report, 
 
 from __future__ import annotations
 
+import os
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -28,7 +29,7 @@ def stored_rows(file: Path, tensor: GgufTensor, first: int, last: int) -> np.nda
     """The bytes of rows `first` .. `last` - 1, uint8 [rows, bytes of a row].
 
     Raises:
-        ModelError: the file cannot be read, or has become shorter.
+        ModelError: the file cannot be read, or is another one than its header was read of.
         MachineError: there is too little memory.
     """
     import numpy as np
@@ -44,6 +45,9 @@ def stored_rows(file: Path, tensor: GgufTensor, first: int, last: int) -> np.nda
                 if not got:
                     raise ModelError(f"{file} became shorter while it was read. Run it again when it is complete.")
                 place += got
+            now = os.fstat(stream.fileno())
+            if (now.st_size, now.st_mtime_ns) != tensor.stamp:
+                raise ModelError(f"{file} changed while it was read. Run it again when it is complete.")
     except OSError as error:
         raise ModelError(f"Cannot read {file}: {error.strerror}.") from error
     return rows

@@ -82,8 +82,12 @@ class GgufWeights:
 
     def kind(self, name: str) -> str | None:
         """The kind that parameter `name` has in the file, if it is made of whole rows of one."""
-        kinds = {tensor.kind for _, tensor in self.sources.get(name, ())}
-        return kinds.pop() if len(kinds) == 1 and self._order(name) is not None else None
+        of = self.sources.get(name, ())
+        order = self._order(name) if len({tensor.kind for _, tensor in of}) == 1 else None
+        if order is None or len({tensor.shape[-1] for _, tensor in of}) != 1:
+            return None
+        shape = (*order.shape, of[0][1].shape[-1])
+        return of[0][1].kind if shape == self.parameters.get(name, shape) else None
 
     def stored(self, name: str, expert: int | None = None) -> np.ndarray:
         """The bytes of the parameter's rows, or of one matrix of a stack: uint8 [rows, bytes of a row], contiguous.

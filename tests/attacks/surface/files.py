@@ -32,8 +32,8 @@ FILES: Final[Mapping[str, Row]] = {
         "node.models.gguf.header._MAX_HEADER_BYTES node.models.gguf.header._MAX_DIMENSIONS",
         "node.models.gguf.header._MAX_HEADER_BYTES node.models.gguf.header._MAX_ENTRIES",
         "node.models.gguf.header._MAX_TENSORS node.models.gguf.header._MAX_KEYS",
-        ("tests/unit/test_gguf_header.py",),
-        ("GGUF file",),
+        ("tests/unit/test_gguf_header.py", "tests/attacks/test_changed_gguf.py"),
+        ("GGUF file", "GGUF weights"),
     ),
     "tokenizer": Row(
         FILE,
