@@ -422,6 +422,20 @@ def test_who_is_suspected_has_to_give_a_sign_of_life_within_four_seconds() -> No
     run(main)
 
 
+def test_what_came_before_the_peer_reset_a_stream_is_held_until_we_do() -> None:
+    async def main() -> None:
+        async with muxer() as (ours, other):
+            other.send(1, bytes(1000), SYN)
+            stream = await ours.accept_stream()
+            other.say(WINDOW_UPDATE, RST, 1)
+            await settled()
+            assert stream.lost is not None and stream.unread == ours.held() == 1000
+            await stream.reset()
+            assert stream.unread == ours.held() == 0
+
+    run(main)
+
+
 def test_small_pieces_are_kept_together() -> None:
     """Each alone would take 20 times what is counted."""
 
