@@ -143,7 +143,10 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
     "node/network/nat/circuits.py": ("attacks/test_unasked_circuits", "swarm/test_relay"),
     "node/network/nat/hole_punching.py": (*_unit("punch_plan"), "attacks/test_punches", "swarm/test_punching"),
     "node/network/nat/upnp.py": (*_unit("upnp"), "attacks/test_endless_router"),
-    "node/validator/endorsing.py": ("attacks/test_slow_evidence", "attacks/test_borrowed_evidence"),
+    "node/validator/endorsing.py": (
+        *("attacks/test_slow_evidence", "attacks/test_borrowed_evidence"),
+        *("attacks/test_malformed_evidence", "attacks/test_replayed_evidence"),
+    ),
     "node/network/transport/places.py": ("attacks/test_held_places",),
     "node/network/transport/limits.py": (
         *_unit("limits received_bytes kademlia"),

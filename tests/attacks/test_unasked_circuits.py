@@ -15,9 +15,9 @@ from tests.fuzz.corpus import OTHER
 from tests.swarm.relays import host_here, relay_here, reserve
 
 
-async def brought(relay: Host, target: Host) -> None:
+async def brought(relay: Host, target: Host, source: str = OTHER.peer_id) -> None:
     stream = DelimitedStream(await relay.open_stream(target.peer_id, STOP), target.peer_id)
-    await ask_stop(stream, OTHER.peer_id, CircuitLimit(), timeout=60)
+    await ask_stop(stream, source, CircuitLimit(), timeout=60)
 
 
 def test_a_peer_that_was_asked_for_nothing_brings_nobody() -> None:
@@ -29,6 +29,8 @@ def test_a_peer_that_was_asked_for_nothing_brings_nobody() -> None:
             assert refused.value.status == pb.PERMISSION_DENIED
             await reserve(target, relay)
             await brought(relay, target)
+            with pytest.raises(RelayRefused):  # nobody is brought to itself
+                await brought(relay, target, target.peer_id)
 
     trio.run(main)
 
@@ -39,9 +41,13 @@ def test_silent_circuits_of_one_address_leave_places(monkeypatch: pytest.MonkeyP
     async def main() -> None:
         async with host_here(listens=True) as target, host_here() as stranger:
             stranger.remember(target.peer_id, target.addrs())
-            for _ in range(4):
-                await stranger.open_stream(target.peer_id, STOP)
+            silent = [await stranger.open_stream(target.peer_id, STOP) for _ in range(4)]
             with pytest.raises(StreamClosed):
                 await brought(stranger, target)
+            for stream in silent:
+                await stream.reset()
+            for _ in range(8):  # places are free again, and none is lost to who is refused
+                with pytest.raises(RelayRefused):
+                    await brought(stranger, target)
 
     trio.run(main)
