@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from ipaddress import ip_address
 
 import pytest
 import trio
 
+from petalnode.node.network.addresses import Endpoint
 from petalnode.node.network.host import Host
 from petalnode.node.network.nat import hole_punching
 from petalnode.node.network.nat.autonat import local_endpoints
@@ -16,6 +19,7 @@ from petalnode.node.network.nat.hole_punching import HolePuncher
 from petalnode.protocols.delimited import DelimitedStream
 from petalnode.protocols.framing import StreamClosed
 from petalnode.protocols.nat_traversal import PUNCH, exchange_first, exchange_second
+from tests.connections import free_port
 from tests.swarm.relay_node import ECHO
 from tests.swarm.relays import echoed, host_here, relay_here, reserve, until
 
@@ -42,13 +46,66 @@ async def met_at_a_relay(*, listens: bool = False) -> AsyncIterator[tuple[Host, 
         nursery.cancel_scope.cancel()
 
 
-def test_who_listens_where_it_can_be_dialed_is_dialed():
+@pytest.mark.parametrize(("version", "address"), [(4, "127.0.0.1"), (6, "::1")])
+def test_a_port_is_dialed_from_until_the_other_side_opens(version: int, address: str) -> None:
+    async def main() -> None:
+        theirs = free_port()
+        async with trio.open_nursery() as nursery, hole_punching.own_port(version, None) as port:
+            reached: list[trio.SocketStream] = []
+
+            async def dial() -> None:
+                reached.append(await hole_punching.dial_from(port, Endpoint(ip_address(address), theirs)))
+
+            nursery.start_soon(dial)
+            await trio.sleep(0.2)
+            assert not reached
+            (listener,) = await trio.open_tcp_listeners(theirs, host=address)
+            with trio.fail_after(60):
+                stream = await listener.accept()
+            assert stream.socket.getpeername()[1] == port
+            await stream.aclose()
+            await listener.aclose()
+        await reached[0].aclose()
+        async with hole_punching.own_port(version, 31330) as listened_on:
+            assert listened_on == 31330
+        family = socket.AF_INET6 if version == 6 else socket.AF_INET
+        with (
+            socket.create_server((address, 0), family=family) as taken,
+            trio.fail_after(60),
+            pytest.raises(OSError, match="in use"),  # which no repetition changes
+        ):
+            await hole_punching.dial_from(taken.getsockname()[1], Endpoint(ip_address(address), theirs))
+
+    if version == 6 and not has_ipv6():
+        pytest.skip("no IPv6 here")
+    trio.run(main)
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+def test_who_listens_where_it_can_be_dialed_is_dialed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hole_punching, "_LOOK", 0.05)
+    monkeypatch.setattr(hole_punching, "_RETIRED_AFTER", 0.1)
+
     async def main() -> None:
         async with met_at_a_relay(listens=True) as (target, client, _):
+            assert not any(path.direct for path in client.paths(target.peer_id))
             await until(lambda: client.is_direct(target.peer_id), "a direct connection")
             stream = await client.open_stream(target.peer_id, ECHO)
             assert stream.path.direct
             await echoed(stream, bytes(100_000))
+            await until(
+                lambda: all(path.direct for path in target.paths(client.peer_id)),
+                "the end of what runs through a relay",
+            )
+            await echoed(stream, b"still here")
 
     trio.run(main)
 
