@@ -78,6 +78,7 @@ def test_an_endorser_does_not_renew_old_evidence(server: SigningServer, folder: 
             with trio.fail_after(60):
                 while endorser.checked.get(old.id, 1) is None:  # noqa: ASYNC110  (what it waits for tells nobody)
                     await trio.sleep(0.01)
+            assert "it is old" in str(endorser.checked.get(old.id)), "nobody else has to bring it"
             nursery.cancel_scope.cancel()
 
     trio.run(main)

@@ -162,6 +162,7 @@ def test_evidence_that_needs_no_fetch_waits_for_none(folder: ModelFolder, genuin
 def test_keys_of_one_address_give_up_fetches_for_which_others_wait(folder: ModelFolder) -> None:
     """Before, 8 keys that send as slowly as is borne kept all fetches for 540 s, and those that waited after them."""
     asked: list[float] = []
+    given_up: list[str] = []
 
     class AtOneAddress(Withholding):
         def origin_of(self, peer_id: str) -> str:
@@ -170,7 +171,11 @@ def test_keys_of_one_address_give_up_fetches_for_which_others_wait(folder: Model
         async def fetch_evidence(self, author: str, evidence_id: bytes, **how: object) -> Bundle:
             if author == AUTHOR:
                 asked.append(trio.current_time())
-            return await super().fetch_evidence(author, evidence_id, **how)
+            try:
+                return await super().fetch_evidence(author, evidence_id, **how)
+            except trio.Cancelled:
+                given_up.append(author)
+                raise
 
     async def main() -> None:
         swarm = AtOneAddress([])
@@ -179,11 +184,12 @@ def test_keys_of_one_address_give_up_fetches_for_which_others_wait(folder: Model
         async with trio.open_nursery() as nursery:
             nursery.start_soon(endorser.run)
             await trio.testing.wait_all_tasks_blocked()
-            for number in range(MAX_FETCHES + 4):
-                swarm.hear(withheld(number), f"key {number}")
+            for number, author in enumerate(["alone", *(f"key {number}" for number in range(MAX_FETCHES + 3))]):
+                swarm.hear(withheld(number), author)
                 await trio.testing.wait_all_tasks_blocked()
             swarm.hear(withheld(99), AUTHOR)
             await trio.sleep(60)
+            assert "key 0" in given_up and "alone" not in given_up, "who has one of its own address keeps it"
             nursery.cancel_scope.cancel()
         assert asked and asked[0] - begun <= 5 * SHARE_PAUSE
         assert len(asked) == 1
