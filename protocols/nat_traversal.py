@@ -141,17 +141,23 @@ def _text(value: str | bytes) -> str:
     return value if isinstance(value, str) else value.decode("utf-8", "replace")
 
 
+def read_addr(data: bytes) -> Multiaddr | None:
+    """The multiaddr in a stranger's bytes, at which the library does not look before it is used.
+
+    None if a part of it cannot be read, or it is longer than anybody's."""
+    if len(data) > _MAX_ADDR:  # base58 takes quadratic time
+        return None
+    try:
+        addr = Multiaddr(str(Multiaddr(data)))
+        list(addr.items())  # the library writes some texts as bytes that it cannot read
+    except Exception:  # of many kinds
+        return None
+    return addr
+
+
 def readable_addrs(addrs: Iterable[bytes]) -> tuple[str, ...]:
-    """The multiaddrs among these bytes, as texts; longer ones than anybody has are left out."""
-    found = []
-    for addr in addrs:
-        if len(addr) > _MAX_ADDR:  # base58 takes quadratic time
-            continue
-        try:
-            found.append(str(Multiaddr(addr)))
-        except Exception:  # the library raises many kinds for a stranger's bytes
-            continue
-    return tuple(found)
+    """The multiaddrs among these bytes, as texts; what cannot be read is left out."""
+    return tuple(str(addr) for addr in map(read_addr, addrs) if addr is not None)
 
 
 # --- DCUtR

@@ -15,6 +15,7 @@ from multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
 
 from ...crypto.identity import peer_id_to_bytes
+from ...protocols.nat_traversal import read_addr
 from ..errors import BadInput
 
 _FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)
@@ -135,14 +136,6 @@ def read_multiaddr(text: str) -> Multiaddr:
     return addr
 
 
-def is_readable(addr: Multiaddr) -> bool:
-    """Whether a multiaddr of a stranger's bytes, which the library does not look at before, can be read."""
-    try:
-        return len(addr.to_bytes()) <= MAX_TEXT and bool(read_multiaddr(str(addr)).to_bytes())
-    except Exception:  # of many kinds
-        return False
-
-
 def _values(addr: Multiaddr) -> dict[str, str]:
     return {protocol.name: value for protocol, value in addr.items()}
 
@@ -221,6 +214,12 @@ def dialable(text: str) -> Multiaddr | None:
         return without_peer(addr) if is_dialable(addr) else None
     except (MultiaddrError, ValueError):
         return None
+
+
+def dialable_bytes(data: bytes) -> Multiaddr | None:
+    """As `dialable`, of a stranger's bytes."""
+    addr = read_addr(data)
+    return None if addr is None else dialable(str(addr))
 
 
 def port_of(addr: Multiaddr) -> tuple[socket.AddressFamily, int]:

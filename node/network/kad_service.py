@@ -22,7 +22,8 @@ from multiaddr import Multiaddr
 from ...protocols.announcement import BadAnnouncement
 from ...protocols.delimited import DelimitedStream
 from ...protocols.framing import PeerError, StreamClosed
-from .addresses import is_readable, without_peer
+from ...protocols.nat_traversal import read_addr
+from .addresses import without_peer
 from .host import Host
 from .kad_messages import KAD, MAX_KEY, MAX_REQUEST, MAX_REQUEST_FIELDS, BadMessage, parse, record_of
 from .provider_store import FairProviderStore
@@ -166,7 +167,7 @@ class KadService:
         for provider in request.providerPeers:
             if provider.id != own:
                 continue
-            if addrs := [addr for addr in provider.addrs if is_readable(Multiaddr(addr))]:
+            if addrs := [addr for addr in provider.addrs if read_addr(addr) is not None]:
                 self._providers.add(request.key, peer_id, addrs)
 
     async def _keep(self, request: Message, place: Place) -> Record:

@@ -26,7 +26,7 @@ from multiaddr import Multiaddr
 
 from ...protocols.delimited import DelimitedStream
 from ...protocols.framing import PeerError
-from .addresses import MAX_TEXT, dialable, host_of, is_public
+from .addresses import dialable, dialable_bytes, host_of, is_public
 from .host import Host
 from .kad_messages import KAD, MAX_ANSWER, MAX_ANSWER_FIELDS, BadMessage, parse
 from .transport.bandwidth import ByteCount
@@ -284,12 +284,7 @@ def _contacts(peers: Sequence[Message.Peer], limit: int) -> tuple[Contact, ...]:
 
 def address_of(data: bytes) -> str | None:
     """The multiaddr in a stranger's bytes, if a peer can be dialed there."""
-    if len(data) > MAX_TEXT:
-        return None
-    try:
-        addr = dialable(str(Multiaddr(data)))
-    except Exception:  # of many kinds
-        return None
+    addr = dialable_bytes(data)
     return None if addr is None else str(addr)
 
 

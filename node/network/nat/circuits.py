@@ -20,7 +20,7 @@ from ....protocols.circuit import (
 )
 from ....protocols.delimited import DelimitedStream
 from ....protocols.framing import PeerError
-from ..addresses import circuit_address, dialable, is_circuit
+from ..addresses import circuit_address, dialable_bytes, is_circuit
 from ..host import Host
 from ..transport.limits import ShareCount
 from ..transport.stream_bytes import StreamBytes
@@ -75,7 +75,7 @@ class Circuits:
         await stream.close()
         addrs = [Multiaddr(raw.path.remote_addr)] if raw.path.remote_addr and not raw.path.inbound else []
         for data in terms.addrs:
-            addr = _readable(data)
+            addr = dialable_bytes(data)
             if addr is not None and not is_circuit(addr):
                 addrs.append(addr)
         circuits = dict.fromkeys(circuit_address(addr, relay_id) for addr in addrs)
@@ -146,13 +146,6 @@ class Circuits:
             raw.grant()  # not before: the handshake is work for the relay's address
             return
         await raw.reset()
-
-
-def _readable(data: bytes) -> Multiaddr | None:
-    try:
-        return dialable(str(Multiaddr(data)))
-    except Exception:  # multiaddr raises many kinds for bytes that are none
-        return None
 
 
 def _circuit_text(raw: StreamBytes, relay_id: str) -> str | None:

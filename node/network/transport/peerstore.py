@@ -13,7 +13,7 @@ from libp2p.peer.peerdata import PeerData
 from libp2p.peer.peerstore import PeerRecordState, PeerStore
 from multiaddr import Multiaddr
 
-from ..addresses import is_readable
+from ....protocols.nat_traversal import read_addr
 
 MAX_PEERS: Final = 8192
 """More than there can be connections, so that nobody who is connected is forgotten at once."""
@@ -68,7 +68,7 @@ class BoundedPeerStore(PeerStore):
 
     def add_addrs(self, peer_id: ID, addrs: Sequence[Multiaddr], ttl: int = 0) -> None:
         """As libp2p's, of those that can be read; of more than `MAX_ADDRS` the last stay."""
-        super().add_addrs(peer_id, list(filter(is_readable, addrs[-MAX_ADDRS:])), ttl)
+        super().add_addrs(peer_id, [addr for addr in addrs[-MAX_ADDRS:] if read_addr(addr.to_bytes()) is not None], ttl)
         known = self.peer_data_map[peer_id]
         known.addrs = known.addrs[-MAX_ADDRS:]
 
