@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -17,6 +19,7 @@ from ...protocols.announcement import Announcement, ServerState
 from ...protocols.framing import PeerError, wire_nbytes
 from ...protocols.ids import Span
 from ..errors import BadInput, NoChainError, SwarmError
+from ..network.transport.limits import TokenBucket
 from ..swarm.config import DEFAULT_TTL
 from ..swarm.cost import WireCost, choose_codec
 from ..swarm.routing import (
@@ -30,7 +33,7 @@ from ..swarm.routing import (
     pays_again,
     second_best,
 )
-from ..swarm.sample import SEVERAL
+from ..swarm.sample import SEVERAL, around
 from ..swarm.swarm import Swarm
 from ..swarm.trusted_servers import TrustedServers, trusted_servers
 from ..verification.tolerances import doubt
@@ -48,6 +51,8 @@ from .session.stream import HopTiming, SessionSpec
 from .session_adapter import SessionAdapter
 from .swarm_model import SwarmModel
 
+NEW: Final = (4, 32)
+"""A second, and at once: servers that were never measured, and are asked though measured ones hold all blocks."""
 BANDWIDTH_BYTES: Final = 1 << 16
 """Steps below this say more of the round trip than of the bandwidth."""
 SUSPECT_PENALTY: Final = 60.0
@@ -90,6 +95,7 @@ class ServerSelection:
         self._rtts: dict[str, tuple[float, float]] = {}
         self._measures: dict[str, _Measurement] = {}
         self._unmeasured: dict[str, float] = {}  # when a peer did not answer
+        self._new = TokenBucket(*NEW)
         self._suspects: dict[str, float] = {}
         self._seconds_per_byte: dict[str, float] = {}
 
@@ -191,29 +197,23 @@ class ServerSelection:
         Where a step waits for the route (it is not `patient`), or where measured servers hold all blocks, nobody waits
         twice for the same measurement, nor for a peer that was silent when it was measured last; in the second case it
         is not even asked again so soon. Whoever announces servers that are not there would else delay every session.
-        Servers that have announced themselves long ago may be gone: they are waited for as long as others do not
-        suffice.
+        Servers that were announced long ago may be gone: they are waited for as long as others do not suffice.
         """
         now = trio.current_time()
         spans = [server.span for server in servers if server.peer_id in self._rtts]
-        suffice = not self._is_choosy() and not missing_blocks(spans, Span(0, self.model.num_blocks))
+        covered = not missing_blocks(spans, Span(0, self.model.num_blocks))
+        suffice = covered and not self._is_choosy()
         hurried = suffice or not patient
-        known, unknown, doubtful = [], [], []
-        for server in servers:
+        known = [self._rtts[server.peer_id][0] for server in servers if server.peer_id in self._rtts]
+        unknown, doubtful = [], []
+        for server in self._due(servers, now, covered=covered):
             peer_id = server.peer_id
-            measured = self._rtts.get(peer_id)
-            if measured is not None and now - measured[1] <= RTT_LIFETIME:
-                known.append(measured[0])
-                continue
-            was_silent = now - self._unmeasured.get(peer_id, -math.inf) <= RTT_RETRY
-            if suffice and was_silent:
-                continue
             measurement = self._measuring(peer_id)
-            if measured is not None:
-                known.append(measured[0])
-            elif patient and peer_id not in self.trusted.peers and time.time() - server.sequence / 1e9 > DEFAULT_TTL:
+            if peer_id in self._rtts:
+                continue
+            if patient and peer_id not in self.trusted.peers and time.time() - server.sequence / 1e9 > DEFAULT_TTL:
                 doubtful.append(measurement)
-            elif not (hurried and was_silent):
+            elif not (hurried and self._was_silent(peer_id, now)):
                 unknown.append(measurement)
         patience = rtt_patience(max(known, default=None)) if hurried else RTT_TIMEOUT
         for measurement in unknown:
@@ -223,6 +223,24 @@ class ServerSelection:
             async with trio.open_nursery() as nursery:
                 for measurement in doubtful:
                     nursery.start_soon(self._until_enough, measurement, servers, scope)
+
+    def _due(self, servers: Sequence[Announcement], now: float, *, covered: bool) -> list[Announcement]:
+        """Those whose round trip is old or unknown. Where measured servers hold all blocks (`covered`), few of the
+        unknown ones, of each source of announcements in turn: who announces thousands would have all dialed."""
+        due, new = [], []
+        for server in servers:
+            peer_id = server.peer_id
+            measured = self._rtts.get(peer_id)
+            if measured is not None or not covered or peer_id in self.trusted.peers or peer_id in self._measures:
+                if measured is None or now - measured[1] > RTT_LIFETIME:
+                    due.append(server)
+            elif not self._was_silent(peer_id, now):
+                new.append(server)
+        in_turn = around(new, lambda server: self.swarm.view.source_of(server.peer_id), random.Random())
+        return [*due, *itertools.takewhile(lambda _: self._new.take(), in_turn)]
+
+    def _was_silent(self, peer_id: str, now: float) -> bool:
+        return now - self._unmeasured.get(peer_id, -math.inf) <= RTT_RETRY
 
     async def _until_enough(
         self, measurement: _Measurement, servers: Sequence[Announcement], scope: trio.CancelScope

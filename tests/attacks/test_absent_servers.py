@@ -22,6 +22,7 @@ from tests.inspection import call, client_of
 from tests.tiny_models import NUM_BLOCKS
 
 ABSENT = 5
+MANY = 300
 FOR_EVER = 1e6
 
 
@@ -35,9 +36,9 @@ class Patient(MemoryNode):
         return await super().measure_rtt(peer_id, timeout=timeout)
 
 
-def announce_absent(network: MemoryNetwork, client: str, version: bytes) -> None:
+def announce_absent(network: MemoryNetwork, client: str, version: bytes, count: int) -> None:
     """Servers that are said to be quick, at addresses where nobody says that they are not there."""
-    for _ in range(ABSENT):
+    for _ in range(count):
         node = network.node()
         network.link(client, node.peer_id).freeze(FOR_EVER)
         claimed = Announcement(
@@ -46,7 +47,7 @@ def announce_absent(network: MemoryNetwork, client: str, version: bytes) -> None
         node.announce(claimed)
 
 
-def routes_find_who_is_there(swarm: MemorySwarm, folder: ModelFolder, timeout: float) -> str:
+def routes_find_who_is_there(swarm: MemorySwarm, folder: ModelFolder, timeout: float, absent: int = ABSENT) -> str:
     """A server, which is found before and after others are announced that are not there."""
     server = swarm.start(folder.path, f"0:{NUM_BLOCKS}")
     version = bytes.fromhex(str(server.ready["model_version"]))
@@ -59,7 +60,7 @@ def routes_find_who_is_there(swarm: MemorySwarm, folder: ModelFolder, timeout: f
                 return [hop.peer_id for hop in await client.route(spec)]
 
         assert call(model, route) == [server.peer_id]
-        swarm.change(lambda network: announce_absent(network, client.swarm.peer_id, version))
+        swarm.change(lambda network: announce_absent(network, client.swarm.peer_id, version, absent))
         for _ in range(3):
             assert call(model, route) == [server.peer_id]
     return server.peer_id
@@ -87,8 +88,19 @@ class Refused(MemoryNode):
 
 
 def test_servers_that_were_not_there_are_not_asked_again_at_each_session(folder: ModelFolder) -> None:
+    Refused.asked.clear()
     torch.set_num_threads(1)
     with memory_swarm(Refused) as swarm:
         there = routes_find_who_is_there(swarm, folder, math.inf)
     absent = [peer for peer in Refused.asked if peer != there]
     assert 0 < len(absent) == len(set(absent)) <= ABSENT
+
+
+def test_of_thousands_of_servers_that_are_not_there_few_are_asked(folder: ModelFolder) -> None:
+    """All of them were dialed at a session's start, and again every 15 s, for as long as their announcements last."""
+    Refused.asked.clear()
+    torch.set_num_threads(1)
+    with memory_swarm(Refused) as swarm:
+        there = routes_find_who_is_there(swarm, folder, math.inf, MANY)
+    absent = [peer for peer in Refused.asked if peer != there]
+    assert 0 < len(absent) <= 3 * server_selection.NEW[1] < MANY / 2
