@@ -103,9 +103,32 @@ def test_a_new_connection_brings_no_new_frames(monkeypatch: pytest.MonkeyPatch) 
         await trio.sleep(10)
         for number in range(20, 40):
             node.of(f"peer {number}")
-        assert node.of("flooder").frames.is_full
+        assert node.of("flooder").frames.may_be_forgotten
 
     trio.run(main, clock=MockClock(autojump_threshold=0))
+
+
+class Busy:
+    """What may not be forgotten yet; counts how often that is asked."""
+
+    asked = 0
+
+    def __init__(self, _: str) -> None:
+        pass
+
+    @property
+    def may_be_forgotten(self) -> bool:
+        Busy.asked += 1
+        return False
+
+
+def test_new_names_do_not_cost_more_the_more_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each name of a flood of them had all others looked through, once there were many."""
+    monkeypatch.setattr(limits, "_REMEMBERED", 16)
+    uses = limits.Remembered(Busy)
+    for number in range(2000):
+        uses.of(f"peer {number}")
+    assert len(uses) == 2000 and Busy.asked <= 2 * 2000
 
 
 class Full:

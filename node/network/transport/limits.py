@@ -11,9 +11,9 @@ import math
 import time
 import types
 from collections import Counter
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Iterable
 from functools import cached_property, partial
-from typing import Any, Final, Protocol
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import trio
 
@@ -131,7 +131,8 @@ class TokenBucket:
         self._tokens -= cost
 
     @property
-    def is_full(self) -> bool:
+    def may_be_forgotten(self) -> bool:
+        """Whether it is full, as a new one is."""
         self._refill()
         return self._tokens >= self._most
 
@@ -141,20 +142,47 @@ class TokenBucket:
         self._at = now
 
 
-class Rates:
+class Forgettable(Protocol):
+    @property
+    def may_be_forgotten(self) -> bool:
+        """Whether a new one would have about the same values."""
+
+
+_Use = TypeVar("_Use", bound=Forgettable)
+
+
+class Remembered(Generic[_Use]):
+    """What is remembered of each peer, or of each address: as many as there are that may not be forgotten.
+
+    All of them are looked through when there are twice as many as were left the last time, not for each new name.
+    """
+
+    def __init__(self, make: Callable[[str], _Use]) -> None:
+        self._make = make
+        self._uses: dict[str, _Use] = {}
+        self._most = _REMEMBERED
+
+    def __len__(self) -> int:
+        return len(self._uses)
+
+    def of(self, name: str) -> _Use:
+        use = self._uses.get(name)
+        if use is None:
+            if len(self._uses) >= self._most:
+                self._uses = {known: use for known, use in self._uses.items() if not use.may_be_forgotten}
+                self._most = max(_REMEMBERED, 2 * len(self._uses))
+            use = self._uses[name] = self._make(name)
+        return use
+
+    def all(self) -> Iterable[_Use]:
+        return self._uses.values()
+
+
+class Rates(Remembered[TokenBucket]):
     """A token bucket for each peer, or for each address."""
 
     def __init__(self, rate: float, most: float) -> None:
-        self._limits = rate, most
-        self._buckets: dict[str, TokenBucket] = {}
-
-    def of(self, holder: str) -> TokenBucket:
-        bucket = self._buckets.get(holder)
-        if bucket is None:
-            if len(self._buckets) >= _REMEMBERED:
-                self._buckets = {name: bucket for name, bucket in self._buckets.items() if not bucket.is_full}
-            bucket = self._buckets[holder] = TokenBucket(*self._limits)
-        return bucket
+        super().__init__(lambda _: TokenBucket(rate, most))
 
 
 class PeerUse:
@@ -178,7 +206,7 @@ class PeerUse:
     @property
     def may_be_forgotten(self) -> bool:
         """Whether a new one would have the same values."""
-        return not self.connections and self.frames.is_full and self.opened.is_full
+        return not self.connections and self.frames.may_be_forgotten and self.opened.may_be_forgotten
 
     def drop_fullest(self) -> None:
         """Resets the stream with the most unread bytes on the connection that has the most."""
@@ -229,8 +257,8 @@ class NodeLimits:
         self.served_at = -math.inf  # when a peer last used what it was granted
         self.waking = trio.Lock()  # who ends streams of a lost connection in this pass of the loop
         self._unread = [0, 0]  # on streams that were granted nothing, and on others
-        self._peers: dict[str, PeerUse] = {}
-        self._addresses: dict[str, AddressUse] = {}
+        self._peers = Remembered(lambda _: PeerUse())
+        self._addresses = Remembered(AddressUse)
 
     @cached_property
     def work(self) -> Throttle:
@@ -243,21 +271,10 @@ class NodeLimits:
         return Throttle(WORK_PER_SECOND, WORK_BURST)
 
     def of(self, peer_id: str) -> PeerUse:
-        use = self._peers.get(peer_id)
-        if use is None:
-            if len(self._peers) > _REMEMBERED:
-                self._peers = {known: use for known, use in self._peers.items() if not use.may_be_forgotten}
-            use = self._peers[peer_id] = PeerUse()
-        return use
+        return self._peers.of(peer_id)
 
     def of_address(self, origin: str) -> AddressUse:
-        use = self._addresses.get(origin)
-        if use is None:
-            if len(self._addresses) > _REMEMBERED:
-                kept = {known: use for known, use in self._addresses.items() if not use.may_be_forgotten}
-                self._addresses = kept
-            use = self._addresses[origin] = AddressUse(origin)
-        return use
+        return self._addresses.of(origin)
 
     @property
     def is_serving(self) -> bool:
@@ -342,7 +359,7 @@ class NodeLimits:
             use.drop_fullest()
         while self._unread[granted] > (self.budgets.unread if granted else self.budgets.ungranted):
             before = self._unread[granted]
-            max(self._addresses.values(), key=lambda other: other.unread[granted]).drop_fullest(granted)
+            max(self._addresses.all(), key=lambda other: other.unread[granted]).drop_fullest(granted)
             if self._unread[granted] == before:
                 return
 
