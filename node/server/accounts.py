@@ -20,11 +20,11 @@ _LATELY: Final = 1.5
 _BACKLOGGED: Final = 0.7
 """Part of them for which it had work here: who has one session spends more of the time elsewhere. It takes 1.8 s."""
 _CONTENDED: Final = 1.25
-"""Seconds on the clock for a second of processor time, from which on other work of this machine is in the way."""
+"""Seconds on the clock for one without waits for a processor, from which on other work of the machine is in the way."""
 _REST: Final = 1.0
-_REST_CONTENDED: Final = 3.0
-"""Times of what took a chunk or a part of a pass, and where processors are contended of anything, for which those who
-wait behind others rest. Three servers that share a processor have three quarters of it busy by that at most."""
+_REST_CONTENDED: Final = 5.0
+"""Times of what a chunk or a part of a pass took, and where processors are contended anything did, for which those who
+wait behind others rest. By that each of three servers on one processor asks for a sixth of it for them, at most."""
 _FORGOTTEN: Final = 0.9
 """Of what was measured of contention before, at each measurement."""
 
@@ -111,6 +111,10 @@ class _Backlogs:
         self._parts = {address: part for address, part in parts.items() if part > 0.01}
         self._there, self._since = frozenset(addresses), now
 
+    def fill(self, address: str) -> None:
+        """As if it had had work all the time."""
+        self._parts[address] = 1.0
+
     @property
     def backlogged(self) -> frozenset[str]:
         return frozenset(address for address, part in self._parts.items() if part >= _BACKLOGGED)
@@ -131,7 +135,7 @@ class Accounts:
         self._addresses: dict[str, str] = {}
         self._last: dict[str, tuple[float, int]] = {}  # when their last decode steps were computed, and how many rows
         self._fit = CostFit()
-        self._clock = self._core = 0.0  # what work took lately, on the clock and of a processor
+        self._clock = self._core = 0.0  # what work took lately, and that without waiting for a processor
         self._rest = 0.0, 0.0  # for how long those who wait behind others rest, and since when
 
     def note_waiting(self, clients: Collection[Client], now: float) -> None:
@@ -142,6 +146,10 @@ class Accounts:
     def note_left(self, clients: Collection[Client], now: float) -> None:
         """Before the end of what is being done, these have no work here any more."""
         self.note_waiting(self._waiting.difference(clients), now)
+
+    def note_given_up(self, client: Client) -> None:
+        """It asked for work, and left before that was done: it is backlogged for a while, or would gain by leaving."""
+        self._backlogs.fill(client[0])
 
     def shares(self, waiting: Sequence[Waiting], now: float) -> Shares:
         """What `next_turn` goes by."""

@@ -11,6 +11,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -30,6 +32,9 @@ from .turns import Shares, Turn, Waiting, next_turn, pass_wait
 
 log = logging.getLogger(__name__)
 
+_SCHEDSTAT: Final = Path("/proc/thread-self/schedstat")
+_LARGE: Final = 1 << 16
+"""Bytes of a step from which on hashing and unpacking it counts."""
 OnComputed = Callable[[int, float, float], None]
 
 
@@ -48,6 +53,10 @@ class ComputeSession:
     shared: PrefixUse | None = None
     begun: int = 0
     address: str = ""
+
+    @property
+    def client(self) -> Client:
+        return self.address or self.peer, self.peer
 
     def close(self) -> None:
         self.closed = True
@@ -158,10 +167,11 @@ class StepRunner:
     @property
     def clients(self) -> set[Client]:
         """Whose steps wait."""
-        return {(step.session.address or step.session.peer, step.session.peer) for step in self._waiting}
+        return {step.session.client for step in self._waiting}
 
     def add(self, step: Step) -> None:
         """Unpacks a step, which then waits for its turn; answers it at once if that fails."""
+        begun, core = self._clock(), CoreTime(self._blocks.device)
         try:
             self._unpack(step)
         except Exception as error:
@@ -169,10 +179,13 @@ class StepRunner:
         else:
             self._waiting.append(step)
             self._gathering.came(step.session, step.arrived)
+        if len(step.input.payload) >= _LARGE:
+            now = self._clock()
+            self.accounts.note_other(step.session.client, now - begun, now, core.part())
 
     def _unpack(self, step: Step) -> None:
         """Bytes to tensor, and the cache to where the step starts; ERROR_BAD_REQUEST: the cache is untouched."""
-        if step.session.closed:
+        if step.session.closed or step.given_up:
             raise _ended()
         step.started = time.perf_counter()
         try:
@@ -245,6 +258,8 @@ class StepRunner:
             self._waiting.remove(step)
             step.undo()
             step.answer(_ended())
+            if step.given_up:
+                self.accounts.note_given_up(step.session.client)
 
     def _decode(self, batch: list[Step]) -> None:
         lengths = [step.session.cache.length for step in batch]
@@ -352,17 +367,25 @@ def _ended() -> Refusal:
 
 
 class CoreTime:
-    """For which part of the time since it was made this thread had a processor, if `device` is one."""
+    """For which part of the time since it was made this thread did not have to wait for a processor, where `device` is
+    one and the system tells. What it waits for its own threads is none of it."""
 
     def __init__(self, device: torch.device) -> None:
         self._counts = device.type == "cpu"
-        self._begun = time.perf_counter(), time.thread_time()
+        self._begun = time.perf_counter(), self._waited()
 
     def part(self) -> float:
         seconds = time.perf_counter() - self._begun[0]
-        if not self._counts or seconds <= 0.0:
-            return 1.0
-        return min((time.thread_time() - self._begun[1]) / seconds, 1.0)
+        return 1.0 - min(max((self._waited() - self._begun[1]) / seconds, 0.0), 0.99) if seconds > 0.0 else 1.0
+
+    def _waited(self) -> float:
+        """Seconds for which this thread could have run and others did: the second field of `schedstat` of Linux."""
+        if not self._counts:
+            return 0.0
+        try:
+            return int(_SCHEDSTAT.read_bytes().split()[1]) / 1e9
+        except (OSError, ValueError, IndexError):
+            return 0.0
 
 
 def synchronise(device: torch.device) -> None:

@@ -26,6 +26,7 @@ class MemoryStream:
         written: bytes written so far.
         origin: the address that the other end comes from.
         granted: whether the other end has granted it something.
+        widened: whether the other end lets it send much.
     """
 
     direct = True
@@ -35,7 +36,7 @@ class MemoryStream:
         self.on_write: Callable[[bytes], bytes] = lambda data: data
         self.written = 0
         self.origin = ""
-        self.granted = False
+        self.granted = self.widened = False
         self._window = window
         self._other = self
         self._incoming = bytearray()
@@ -80,10 +81,11 @@ class MemoryStream:
 
     def grant(self) -> None:
         """Tells the other end; its window is as wide as it will be."""
-        self._other.granted = True
+        self._other.granted = self._other.widened = True
 
     def widen(self, window: int) -> None:
-        """The window is as wide as it will be."""
+        """Tells the other end; its window is as wide as it will be."""
+        self._other.widened = True
 
     async def read(self, n: int) -> bytes:
         while True:

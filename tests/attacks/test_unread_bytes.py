@@ -116,26 +116,26 @@ def test_a_session_lets_its_client_send_much_once_it_is_granted(blocks: BlockSpa
             async with one_server(blocks) as server:
                 stream, raw = server.connect(wire.InferenceFrame, server.service.handle_session, CLIENT)
                 session = RawSession(stream, server.session(STRANGER).ready)
-                assert not raw.granted
+                assert not raw.widened
                 await session.open(upstream=peer_id_to_bytes(UPSTREAM.peer_id))
-                assert raw.granted
+                assert raw.widened
                 refused, refused_raw = server.connect(wire.InferenceFrame, server.service.handle_session, STRANGER)
                 await refused.send(wire.InferenceFrame(open=wire.Open()), timeout=TIMEOUT)
                 await refused.receive(timeout=TIMEOUT)
-                assert not refused_raw.granted
+                assert not refused_raw.widened
                 pushes, pushed_raw = server.connect(wire.PushFrame, server.service.handle_push, STRANGER)
                 push = pushed(session, CLIENT, STRANGER, 1, 0, values(1))
                 await pushes.send(push, [values(1)], timeout=TIMEOUT)
                 await pushes.receive(timeout=TIMEOUT)
-                assert not pushed_raw.granted
+                assert not pushed_raw.widened
                 pushes, pushed_raw = server.connect(wire.PushFrame, server.service.handle_push, UPSTREAM)
                 push = pushed(session, CLIENT, UPSTREAM, 1, 0, values(1))
                 await pushes.send(push, [values(1)], timeout=TIMEOUT)
-                while not pushed_raw.granted:
+                while not (pushed_raw.widened and pushed_raw.granted):
                     await trio.lowlevel.checkpoint()
                 batch, batch_raw = server.connect(wire.BatchFrame, server.service.handle_forward, STRANGER)
                 await batch.send(wire.BatchFrame(open=wire.BatchOpen()), timeout=TIMEOUT)
                 await batch.receive(timeout=TIMEOUT)
-                assert not batch_raw.granted
+                assert not batch_raw.widened
 
     trio.run(main)

@@ -10,7 +10,12 @@ import pytest
 
 from petalnode.node.server.accounts import Accounts
 from petalnode.node.server.turns import (
+    CHUNK_BEHIND,
+    CHUNK_BESIDE,
+    PREFILL_CHUNK,
     BatchCost,
+    Shares,
+    Turn,
     Waiting,
     next_turn,
     pause,
@@ -156,4 +161,129 @@ def test_one_session_keeps_half_of_its_rate_beside_five_addresses(kinds: tuple[s
     assert tokens >= 0.5 * Device([honest()], core).run(20.0)["honest"]
     theirs = {address: seconds for address, seconds in (device.busy - before).items() if address != "10.0.0.1"}
     assert len(theirs) == 5 and min(theirs.values()) >= 0.5 * max(theirs.values()), "each has its share of the rest"
-    assert sum(theirs.values()) >= 0.15 * 20.0 * core
+    assert sum(theirs.values()) >= 0.12 * 20.0 * core
+
+
+def test_a_newcomer_is_not_behind_and_none_of_its_prompt_waits_for_those_who_always_ask() -> None:
+    """Nor does the session that was there before stop for it."""
+    newcomer = Asker("new", "10.0.0.2", "prompts", coming=10.0)
+    device = Device([honest(), newcomer, *attackers(KINDS)])
+    device.run(10.0)
+    served = device.run(1.5)
+    assert served["new"] >= 5 * CHUNK_BESIDE and served["honest"] >= 5
+    before = device.served.copy()
+    device.run(20.0)  # by now it asks for as much as the others
+    after = device.served - before
+    prompts = [asker.peer for asker in attackers(KINDS) if asker.kind == "prompts"]
+    assert after["new"] >= 0.9 * max(after[peer] for peer in prompts)
+
+
+def test_two_who_always_ask_and_nobody_else_are_served_as_if_alone() -> None:
+    """By batches and chunks as long as ever, and without rests."""
+    both = [Asker(name, name, kind) for name in ("one", "other") for kind in ("prompts",)]
+    device = Device(both)
+    device.run(10.0)
+    begun, busy = device.now, sum(device.busy.values())
+    served = device.run(10.0)
+    assert sum(device.busy.values()) - busy == pytest.approx(device.now - begun)
+    assert served["one"] == pytest.approx(served["other"], rel=0.05)
+    assert served.total() >= 0.9 * PREFILL_CHUNK / (COST.seconds(1) + TOKEN * PREFILL_CHUNK) * 10.0
+
+
+def shares(**fields: object) -> Shares:
+    addresses = {"light": "home", "heavy": "away", "other": "away"}
+    return Shares(COST, addresses=addresses, behind={"away"}, generating={"light": 1}, **fields)  # type: ignore[arg-type]
+
+
+LIGHT = Waiting(1, 1, peer="light", address="home")
+HEAVY = [Waiting(1, 1, peer=peer, address="away") for peer in ("heavy", "other") for _ in range(8)]
+
+
+def test_a_batch_is_hardly_longer_for_those_who_wait_behind() -> None:
+    """The one row takes 5 ms, two 6, and three more than 1.25 times as long."""
+    turn = next_turn([*HEAVY, LIGHT], 0, shares(used={"light": 9.0}, used_of={"home": 9.0}))
+    assert len(HEAVY) in turn.decode and len(turn.decode) == 2
+
+
+def test_a_batch_of_those_who_wait_behind_is_short_for_who_may_come() -> None:
+    assert len(next_turn(HEAVY, 0, shares()).decode) == 6  # 10 ms, twice what the row of the other takes
+    assert next_turn([Waiting(16, 1, peer="heavy", address="away")], 0, shares()).decode == (0,)
+    assert len(next_turn(HEAVY, 0, Shares(COST, addresses={"heavy": "away", "other": "away"})).decode) == 16
+
+
+def test_nothing_of_those_who_rest_is_computed() -> None:
+    prompts = [Waiting(1, 900, peer="heavy", address="away"), Waiting(1, 900, peer="light", address="home")]
+    assert next_turn([*HEAVY, *prompts[:1]], 0, shares(resting=True)) == Turn((), None)
+    assert next_turn([*HEAVY, *prompts], 0, shares(resting=True)).prefill == len(HEAVY) + 1
+    assert next_turn([*HEAVY, LIGHT], 0, shares(resting=True)).decode == (len(HEAVY),)
+
+
+def test_chunks_of_those_who_wait_behind_are_short_and_come_last() -> None:
+    prompts = [Waiting(2, 900, peer="heavy", address="away"), Waiting(1, 900, peer="light", address="home")]
+    used = {"light": 9.0, "heavy": 1.0}
+    assert next_turn(prompts, 0, shares(used=used, used_of={"home": 9.0, "away": 1.0})).prefill == 1
+    assert next_turn(prompts[:1], 0, shares()) == Turn((), 0, CHUNK_BEHIND // 2)
+
+
+def accounts_of(*backlogged: str, generating: str = "light") -> Accounts:
+    accounts = Accounts()
+    accounts.note_waiting((), 0.0)
+    accounts.note_decode({generating: 1}, 0.005, 0.0)
+    for address in backlogged:
+        accounts.note_given_up((address, address))
+    return accounts
+
+
+def test_who_leaves_its_work_is_behind_for_a_while() -> None:
+    accounts = accounts_of("heavy")
+    assert accounts.behind(0.0) == {"heavy"}
+    accounts.note_waiting((), 0.4)
+    assert accounts.behind(0.4) == {"heavy"}
+    accounts.note_waiting((), 0.6)
+    assert not accounts.behind(0.6)
+
+
+def test_nobody_is_behind_where_all_are_backlogged_or_nobody_else_is_there() -> None:
+    assert not accounts_of("heavy", "light").behind(0.0)
+    assert not accounts_of("heavy").behind(2.0), "the other has had no step for a while"
+    accounts = accounts_of("heavy")
+    accounts.note_waiting([("home", "prompt")], 0.1)
+    accounts.note_given_up(("heavy", "heavy"))
+    assert accounts.behind(2.0) == {"heavy"}, "the other waits"
+    assert not accounts.rest(2.0)
+
+
+@pytest.mark.parametrize(("core", "times"), [(1.0, 1.0), (0.9, 1.0), (0.5, 5.0)])
+def test_rests_are_as_long_as_the_work_or_longer_where_processors_are_contended(core: float, times: float) -> None:
+    accounts = accounts_of("heavy")
+    accounts.note_other(("heavy", "heavy"), 0.1, 0.1, core)
+    assert accounts.rest(0.1) == pytest.approx(0.1 * times)
+    assert accounts.next_of([("heavy", "heavy")], 0.15) is None
+    assert accounts.next_of([("heavy", "heavy"), ("light", "light")], 0.15) == 1
+    assert accounts.next_of([("heavy", "heavy")], 0.1 + 0.1 * times) == 0
+    accounts.note_prefill("light", 0.1, 0.7, core)
+    assert not accounts.rest(0.7), "of others it is no matter"
+
+
+def test_a_batch_of_those_who_wait_behind_has_a_rest_only_where_processors_are_contended() -> None:
+    for core, rest in ((1.0, 0.0), (0.5, 0.05)):
+        accounts = accounts_of("heavy")
+        for _ in range(20):
+            accounts.note_decode({"light": 1, "heavy": 1}, 0.01, 0.0, core)
+        assert not accounts.rest(0.0), "who is not behind was in these"
+        accounts.note_decode({"heavy": 1}, 0.01, 0.0, core)
+        assert accounts.rest(0.0) == pytest.approx(rest)
+
+
+def test_steps_passes_and_calls_count_together_and_by_processor_time() -> None:
+    accounts = Accounts()
+    clients = [("home", "one"), ("away", "other")]
+    steps = [Waiting(1, 1, peer="other", address="away")]
+    accounts.note_waiting(clients, 0.0)
+    accounts.shares(steps, 0.0)
+    accounts.note_other(clients[0], 1.0, 1.0, 0.5)
+    accounts.note_prefill("other", 0.2, 2.0)
+    assert accounts.next_of(clients, 2.0) == 1
+    accounts.note_prefill("other", 0.4, 2.0)
+    assert accounts.next_of(clients, 2.0) == 0
+    assert accounts.shares(steps, 2.0).used_of["away"] == pytest.approx(0.6)

@@ -26,7 +26,7 @@ from ...errors import unwrapped
 from ..budget import Lease, MemoryBudget
 from ..compute_thread import ComputeThread, PassResult
 from .admission import batch_bytes, check_batch, check_keep
-from .request import OpenCount, ReceiptChain, RequestContext, reserve
+from .request import OpenCount, ReceiptChain, RequestContext, open_window, reserve
 
 CREDITS: Final = 4
 IDLE_TIMEOUT: Final = 60.0
@@ -178,7 +178,7 @@ class BatchRequests:
         granted = wire.BatchGranted(
             **self._receipts.granted(), credits=CREDITS, gradient_may_follow=self._protocol == BACKWARD
         )
-        self._stream.grant()
+        open_window(self._stream, served=False)
         await self._stream.send(wire.BatchFrame(granted=granted), timeout=PIECE_TIMEOUT)
         try:
             with unwrapped(PeerError):
@@ -357,6 +357,7 @@ class BatchRequests:
             # Before the last byte is out, because the client may send the next request at once.
             self._under_way -= 1
             await send_in_pieces(self._stream, wire.BatchFrame(reply=reply), packed.payloads, timeout=PIECE_TIMEOUT)
+            open_window(self._stream, served=True)
             self._release(done.lease)
             self._unanswered -= 1
             self._open_requests.add(self._stream.peer_id, -1)

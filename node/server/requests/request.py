@@ -22,6 +22,7 @@ from ....protocols.inference import EPOCH_BYTES, Refusal, SessionTerms, pledge_t
 from ....protocols.prefix import BLOCK_TOKENS
 from ....protocols.training import BatchTerms
 from ...network.transport.limits import may_have_more
+from ...network.transport.muxed_stream import WINDOW
 from ..budget import BudgetFull, Lease, MemoryBudget
 from ..compute_thread import ComputeThread
 from ..tallies import ServerTallies
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 OPEN_TIMEOUT: Final = 10.0
 SEND_TIMEOUT: Final = 30.0
 
-F = TypeVar("F", wire.InferenceFrame, wire.BatchFrame)
+F = TypeVar("F", wire.InferenceFrame, wire.BatchFrame, wire.PushFrame)
 
 
 @dataclass
@@ -141,6 +142,15 @@ async def serve_stream(
     except PeerError:
         # The client is gone, silent or speaks nonsense; what it held has been given back on the way here.
         await stream.reset()
+
+
+def open_window(stream: MessageStream[F], served: bool) -> None:
+    """Lets a client send what it was granted. What its streams cost counts as that of strangers does until something is
+    `served`, so that who asks for much and waits for nothing pays for it."""
+    if served:
+        stream.grant()
+    else:
+        stream.widen(WINDOW)
 
 
 async def reserve(

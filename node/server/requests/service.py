@@ -27,7 +27,7 @@ from .adapters import Adapters
 from .admission import PriorityPayments, prefix_scope
 from .batch_requests import BatchMemory, BatchRequests
 from .pushes import PushConnector, PushStream, Upstream
-from .request import SEND_TIMEOUT, OpenCount, RequestContext, not_held, reserve, serve_stream
+from .request import SEND_TIMEOUT, OpenCount, RequestContext, not_held, open_window, reserve, serve_stream
 from .session import IDLE_TIMEOUT, InferenceStream, ServerSession
 
 log = logging.getLogger(__name__)
@@ -205,6 +205,7 @@ class RequestService:
                 frame, payloads = await stream.receive(timeout=timeout, admit=partial(self._admit_push, stream))
                 session = self._pushed_session(frame)
                 await session.take_push(frame.push, frame.tensors[0], payloads[0], stream.peer_id)
+                open_window(stream, served=True)
                 timeout = IDLE_TIMEOUT
             except Refusal as refusal:
                 await stream.send(wire.PushFrame(error=refusal.to_wire()), timeout=SEND_TIMEOUT)
@@ -212,7 +213,7 @@ class RequestService:
 
     def _admit_push(self, stream: PushStream, frame: wire.PushFrame) -> None:
         self._pushed_session(frame).admit_push(frame, stream.peer_id)
-        stream.grant()
+        open_window(stream, served=False)
 
     def _pushed_session(self, frame: wire.PushFrame) -> ServerSession:
         if frame.WhichOneof("body") != "push":

@@ -29,7 +29,7 @@ from ..tallies import ServedSession
 from .admission import check_step, check_step_tensors, is_prompt, step_tokens
 from .pushes import PushConnector, Pushes, Upstream
 from .replies import BYTES_IN_FLIGHT, CREDITS, SendQueue, SentReplies, SentReply
-from .request import SEND_TIMEOUT, ReceiptChain, RequestContext, not_held
+from .request import SEND_TIMEOUT, ReceiptChain, RequestContext, not_held, open_window
 
 InferenceStream = MessageStream[wire.InferenceFrame]
 
@@ -71,7 +71,7 @@ class ServerSession:
         self._sent_again = 0  # up to this sequence number, the stream got its replies when it was attached
         self._attempt = 0
         self._resuming = self._early_pushes = 0
-        self._over = False
+        self._over = self._served = False
         self._changed = trio.Event()
         self._pushes: Pushes | None = None
         self._leaving: SendQueue | None = None
@@ -186,7 +186,7 @@ class ServerSession:
                 # A step may be computing: its reply waits for us, and comes behind these.
                 missing = self._replies.after(answered)
                 self._sent_again = missing[-1].sequence if missing else 0
-                stream.grant()
+                open_window(stream, self._served)
                 await stream.send(wire.InferenceFrame(granted=self._granted()), timeout=SEND_TIMEOUT)
                 for sent in missing:
                     await stream.send(sent.frame, sent.payloads, timeout=SEND_TIMEOUT)
@@ -365,6 +365,7 @@ class ServerSession:
             return await self._context.compute.step(self._compute, request, check, lost)
         except Refusal as refusal:
             if lost is not None and refusal.code == wire.ERROR_NOT_FOUND and not self._compute.closed:
+                self._served = False
                 raise StreamClosed("the client has left before its step was computed", self._client) from None
             if refusal.code != wire.ERROR_BAD_REQUEST:
                 self._over = True
@@ -430,15 +431,14 @@ class ServerSession:
 
     async def _reply(self, sent: SentReply, *, asked_again: bool = False) -> None:
         async with self._replying:
-            if self._stream is None:
+            if (stream := self._stream) is None:
                 return  # sent when the client is back
             if sent.sequence <= self._sent_again and not asked_again:
                 return  # a stream was attached since the reply was made, and began with it
-            try:
-                await self._stream.send(sent.frame, sent.payloads, timeout=SEND_TIMEOUT)
-            except PeerError:
-                # Noticed by whoever reads the stream; a pusher must not suffer for it.
-                pass
+            with suppress(PeerError):  # noticed by whoever reads the stream; a pusher must not suffer for it
+                await stream.send(sent.frame, sent.payloads, timeout=SEND_TIMEOUT)
+                self._served = True
+                open_window(stream, self._served)
 
     async def _repeat(self, step: wire.Step, tensor: wire.Tensor, payload: bytes) -> None:
         request = hash_of_step(step, tensor, await trio.to_thread.run_sync(sha256, payload))

@@ -1,0 +1,87 @@
+"""Sessions that are opened and used in ways that nothing comes of: their streams cost what those of strangers do, until
+something on them was answered."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from petalnode.crypto.identity import Identity, peer_id_to_bytes
+from petalnode.node.blocks.span import BlockSpan
+from petalnode.node.testing import MemoryStream
+from petalnode.protocols import wire_pb2 as wire
+from tests.attacks.one_server import VERSION, OneServer, one_server, pushed
+from tests.attacks.test_abandoned_prompts import CLIENT, KEEP, NEVER, PUSHER, TOKENS, begins, held_up
+from tests.swarm.raw import TIMEOUT, RawSession, values
+from tests.tiny_models import NUM_BLOCKS
+
+
+def with_server(blocks: BlockSpan, main: Callable[[OneServer], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with one_server(blocks) as server:
+            await main(server)
+
+    trio.run(run)
+
+
+def connected(server: OneServer, client: Identity = CLIENT) -> tuple[RawSession, MemoryStream]:
+    stream, end = server.connect(wire.InferenceFrame, server.service.handle_session, client)
+    return RawSession(stream, {"blocks": [0, NUM_BLOCKS], "model_version": VERSION.hex()}), end
+
+
+def test_a_session_counts_as_a_stranger_until_a_step_is_answered(blocks: BlockSpan) -> None:
+    async def main(server: OneServer) -> None:
+        session, end = connected(server)
+        assert (await session.open()).HasField("granted") and not end.granted
+        refused, _ = await session.step(1, 0, values(TOKENS), dtype="float99")
+        assert refused.HasField("error") and not end.granted
+        session, end = connected(server)
+        await session.open()
+        assert (await session.step(1, 0, values(TOKENS)))[0].HasField("reply")
+        await wait_all_tasks_blocked()
+        assert end.granted
+
+    with_server(blocks, main)
+
+
+def test_who_gives_up_a_prompt_counts_as_a_stranger_again(blocks: BlockSpan) -> None:
+    async def main(server: OneServer) -> None:
+        session, end = connected(server)
+        await session.open(keep_ms=KEEP)
+        await session.step(1, 0, values(TOKENS))
+        async with held_up(server):
+            await session.send_step(2, TOKENS, values(TOKENS))
+            await begins(server)
+            await session.stream.reset()
+            await wait_all_tasks_blocked()
+        again, end = connected(server)
+        resume = wire.Resume(nonce=session.nonce, session_epoch=session.granted.session_epoch, answered=1)
+        await again.stream.send(wire.InferenceFrame(resume=resume), timeout=NEVER)
+        assert (await again.receive())[0].granted.sequence == 1 and not end.granted
+        again.terms = session.terms
+        assert (await again.step(2, TOKENS, values(TOKENS)))[0].HasField("reply")
+        await wait_all_tasks_blocked()
+        assert end.granted
+
+    with_server(blocks, main)
+
+
+def test_who_pushes_counts_as_a_stranger_until_a_push_is_taken(blocks: BlockSpan) -> None:
+    async def main(server: OneServer) -> None:
+        session, _ = connected(server)
+        await session.open(upstream=peer_id_to_bytes(PUSHER.peer_id))
+        payload = values(TOKENS)
+        for wrong in (True, False):
+            stream, end = server.connect(wire.PushFrame, server.service.handle_push, PUSHER)
+            frame = pushed(session, CLIENT, PUSHER, 1, 0, payload, **{"reply_hash": bytes(32)} if wrong else {})
+            await stream.send(frame, [payload], timeout=NEVER)
+            if wrong:
+                answer, _ = await stream.receive(timeout=TIMEOUT)
+                assert answer.HasField("error") and not end.granted
+        assert (await session.receive())[0].HasField("reply")
+        await wait_all_tasks_blocked()
+        assert end.granted
+
+    with_server(blocks, main)

@@ -1,0 +1,187 @@
+"""On the compute thread, passes and calls leave room for who generates, and for who asks for less."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import torch
+import trio
+import trio.testing
+
+from petalnode.node.blocks.passes import PassGenerator
+from petalnode.node.blocks.span import BlockSpan, load_span
+from petalnode.node.server.compute_thread import ComputeThread
+from petalnode.protocols.ids import Span
+from petalnode.protocols.inference import Refusal
+from tests.tiny_models import NUM_BLOCKS, save_tiny
+from tests.unit.test_compute_order import run, step, terms
+
+PART = 0.03
+"""Seconds of a part of a pass."""
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory: pytest.TempPathFactory) -> BlockSpan:
+    torch.set_num_threads(1)
+    return load_span(save_tiny("llama", tmp_path_factory.mktemp("model") / "llama"), Span(0, NUM_BLOCKS))
+
+
+def parts(count: int, log: list[str] | None = None, name: str = "pass") -> PassGenerator[str]:
+    """A pass of so many parts, which end with the name."""
+    for part in range(count):
+        if part:
+            yield
+        time.sleep(PART)
+        if log is not None:
+            log.append(name)
+    return name
+
+
+def until(attempt: Callable[[], Awaitable[bool]]) -> Callable[[], Awaitable[None]]:
+    """Tries again where the machine stood still for as long as what is looked for lasts."""
+
+    async def tried() -> None:
+        for _ in range(20):
+            if await attempt():
+                return
+        raise AssertionError("it never came to pass")
+
+    return tried
+
+
+def test_a_pass_rests_as_long_as_it_took_while_somebody_generates(blocks: BlockSpan) -> None:
+    async def main(compute: ComputeThread) -> None:
+        session = await compute.open(terms(60))
+        position = 0
+        await compute.step(session, step(position, 2))
+
+        async def attempt() -> bool:
+            nonlocal position
+            position = 2 if position == 0 else position + 1
+            await compute.step(session, step(position))
+            done = await compute.run_pass(parts(4))
+            assert done.value == "pass" and done.compute_seconds >= 4 * PART
+            return done.queue_seconds >= 2.5 * PART
+
+        await until(attempt)()
+
+    run(blocks, main)
+
+
+def test_passes_and_calls_wait_for_nothing_while_nobody_generates(blocks: BlockSpan) -> None:
+    """Though it was backlogged, and had much of the device."""
+
+    async def main(compute: ComputeThread) -> None:
+        compute.steps.accounts.note_given_up(("far", "far"))
+        compute.steps.accounts.note_other(("far", "far"), 1e6, time.perf_counter())
+        assert compute.steps.accounts.rest(time.perf_counter()) == 0.0
+        assert (await compute.run_pass(parts(3), peer="far")).value == "pass"
+        assert await compute.call(lambda: 7, "far") == 7
+
+    run(blocks, main)
+
+
+async def beside_who_generates(compute: ComputeThread, ask: Callable[[str], Awaitable[Any]]) -> list[str]:
+    """The order in which `ask` is done for two peers: "heavy", which is backlogged and has to rest for 0.3 s, and then
+    "light", which asks after it."""
+    order: list[str] = []
+    accounts = compute.steps.accounts
+    session = await compute.open(terms(10), "light")
+    await compute.step(session, step(0))
+    accounts.note_given_up(("heavy", "heavy"))
+    accounts.note_other(("heavy", "heavy"), 0.3, time.perf_counter())
+    assert accounts.rest(time.perf_counter()) <= 0.3
+
+    async def asked(peer: str) -> None:
+        await ask(peer)
+        order.append(peer)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(asked, "heavy")
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(asked, "light")
+    compute.close(session)
+    return order
+
+
+@pytest.mark.parametrize("kind", ["call", "pass"])
+def test_who_is_backlogged_rests_and_is_served_later(kind: str, blocks: BlockSpan) -> None:
+    async def main(compute: ComputeThread) -> None:
+        async def ask(peer: str) -> None:
+            if kind == "call":
+                assert await compute.call(lambda: peer, peer) == peer
+            else:
+                assert (await compute.run_pass(parts(2, name=peer), peer=peer)).value == peer
+
+        async def attempt() -> bool:
+            return await beside_who_generates(compute, ask) == ["light", "heavy"]
+
+        await until(attempt)()
+
+    run(blocks, main)
+
+
+def test_calls_of_peers_take_turns_and_those_of_the_server_come_first(blocks: BlockSpan) -> None:
+    order: list[str] = []
+
+    async def main(compute: ComputeThread) -> None:
+        held, go = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            held.set()
+            assert go.wait(60)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(compute.call, hold, "one")
+            await trio.to_thread.run_sync(held.wait)
+
+            def call(name: str, peer: str | None) -> None:
+                nursery.start_soon(compute.call, lambda: (time.sleep(0.001), order.append(name)), peer)
+
+            for number in range(3):
+                call(f"one {number}", "one")
+            call("two", "two")
+            await trio.testing.wait_all_tasks_blocked()
+            call("own", None)
+            await trio.testing.wait_all_tasks_blocked()
+            assert compute.depth == 6
+            go.set()
+
+    run(blocks, main)
+    assert order[:2] == ["own", "two"] and sorted(order[2:]) == ["one 0", "one 1", "one 2"]
+
+
+def test_a_step_that_is_given_up_leaves_the_session_as_it_was(blocks: BlockSpan) -> None:
+    async def main(compute: ComputeThread) -> None:
+        session, other = [await compute.open(terms(20)) for _ in range(2)]
+        for one in (session, other):
+            await compute.step(one, step(0, 2))
+        held, go = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            held.set()
+            assert go.wait(60)
+
+        lost = trio.Event()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(compute.call, hold)
+            await trio.to_thread.run_sync(held.wait)
+
+            async def ask() -> None:
+                with pytest.raises(Refusal, match="ended"):
+                    await compute.step(session, step(2, 4), None, lost.wait)
+
+            nursery.start_soon(ask)
+            await trio.testing.wait_all_tasks_blocked()
+            lost.set()
+            await trio.testing.wait_all_tasks_blocked()
+            go.set()
+        assert session.cache.length == 2 and compute.depth == 0
+        expected = await compute.step(other, step(2, 4), None, trio.Event().wait)
+        assert (await compute.step(session, step(2, 4))).payload == expected.payload
+
+    run(blocks, main)
