@@ -105,6 +105,7 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
     "node/blocks/kernels/packing.py": (*_unit("kernels"), "parity/test_kernels", "parity/test_gguf"),
     "node/models/folder.py": (*_unit("models_sources sizing"), "parity/test_refused"),
     "node/models/sources/resolve.py": (*_unit("models_sources models_gguf"), "swarm/test_too_large"),
+    "node/swarm/cost.py": _unit("estimate cost"),
     "node/client/api/arguments.py": ("unit/test_call_arguments", "swarm/test_call_arguments"),
     "node/blocks/config.py": (
         *_unit("block_config"),

@@ -62,45 +62,57 @@ step is answered once."""
 PUSH_RETRY: Final = 60.0
 """After which two servers between which a push was lost may push again."""
 
-SLOW_FACTOR: Final = 10.0
-SLOW_AT_LEAST: Final = 1.0
-SLOW_AT_FIRST: Final = 15.0
-SLOW_FIRST_AT_LEAST: Final = 2.0
-SLOW_STEP_FACTOR: Final = 2.0
-SLOW_STEP_MORE: Final = 4.0
-MOST_GROWTH: Final = 4.0
-LEAST_LEARNT: Final = 0.01
-POOR_BYTES_PER_SECOND: Final = 1 << 19
-"""Of a line through a busy relay, where none was measured."""
+
+@dataclass(frozen=True)
+class Patience:
+    """When an answer is late, so that a standby is prepared while it is waited for.
+
+    Attributes:
+        factor: times what such a step usually takes.
+        least: seconds at least: other sessions' prompts and a busy machine hold a step up for less (nearly always).
+        most_factor, more: of a step that usually takes long, so many times that and so many seconds.
+        pushed_factor, pushed_least: the same for a step that this client has sent after it waited for it as a pushed
+            one: the server had the time to be slow, and what was lost is answered at once.
+        first_least, first_most: seconds for a first answer, within which the announced speed says when it is due.
+        poor_line: bytes a second through a busy relay, where none was measured.
+    """
+
+    factor: float = 10.0
+    least: float = 0.4
+    most_factor: float = 2.0
+    more: float = 4.0
+    pushed_factor: float = 4.0
+    pushed_least: float = 0.1
+    first_least: float = 2.0
+    first_most: float = 15.0
+    poor_line: float = float(1 << 19)
+
+
+PATIENCE: Final = Patience()
 
 
 def patience(usual: float | None, tokens: int, nbytes: int, round_trip: float, announced: float | None = None) -> float:
     """Seconds after which the answer to a step of `tokens` positions is late, and a standby is prepared.
 
-    Ten times what such a step usually takes, but at least a second: `round_trip`, and `usual` for each position beyond
+    Ten times what such a step usually takes, but at least 0.4 s: `round_trip`, and `usual` for each position beyond
     that (both in seconds). Of a step that usually takes half a second or more: twice that and 4 s.
 
     While no answer has come, ten times what the step should take by what the server has `announced` (seconds), from 2
     to 15 s; 15 s if it announced nothing; and what `nbytes` take there and back on a poor line.
     """
+    due = PATIENCE
     if usual is None:
-        line = 2 * nbytes / POOR_BYTES_PER_SECOND
+        line = 2 * nbytes / due.poor_line
         if announced is None:
-            return SLOW_AT_FIRST + line
-        return min(SLOW_AT_FIRST, max(SLOW_FIRST_AT_LEAST, SLOW_FACTOR * (round_trip + announced))) + line
+            return due.first_most + line
+        return min(due.first_most, max(due.first_least, due.factor * (round_trip + announced))) + line
     expected = round_trip + usual * tokens
-    return max(SLOW_AT_LEAST, min(SLOW_FACTOR * expected, SLOW_STEP_FACTOR * expected + SLOW_STEP_MORE))
+    return max(due.least, min(due.factor * expected, due.most_factor * expected + due.more))
 
 
-def learnt(usual: float | None, taken: float) -> float:
-    """What a token usually takes, in seconds, after one has `taken` so long.
-
-    One answer counts as four times the usual at most (or 10 ms): a server that stood still for a moment must not make
-    the next silence longer by the same.
-    """
-    if usual is None:
-        return taken
-    return 0.8 * usual + 0.2 * min(taken, max(MOST_GROWTH * usual, LEAST_LEARNT))
+def patience_once_more(usual: float, tokens: int, round_trip: float) -> float:
+    """The same for a step that a server should have been pushed, was waited for, and that this client has sent then."""
+    return max(PATIENCE.pushed_least, PATIENCE.pushed_factor * (round_trip + usual * tokens))
 
 
 OPEN_ROUND_TRIPS: Final = 8
@@ -133,7 +145,7 @@ def push_patience(round_trip: float, nbytes: int) -> float:
     The client does not know the way between the servers, and makes room for one that is a few times as long as its own
     to the second of them (`round_trip`, in seconds).
     """
-    return PUSH_PATIENCE + 4 * min(round_trip, 1.0) + nbytes / POOR_BYTES_PER_SECOND
+    return PUSH_PATIENCE + 4 * min(round_trip, 1.0) + nbytes / PATIENCE.poor_line
 
 
 BATCH_OPEN_TIMEOUT: Final = 5.0

@@ -21,7 +21,7 @@ from ...protocols.ids import Span
 from ..errors import BadInput, NoChainError, SwarmError
 from ..network.transport.limits import TokenBucket
 from ..swarm.config import DEFAULT_TTL
-from ..swarm.cost import WireCost, choose_codec
+from ..swarm.cost import Estimate, WireCost, choose_codec
 from ..swarm.routing import (
     NOBODY_HOLDS,
     Demand,
@@ -97,7 +97,7 @@ class ServerSelection:
         self._unmeasured: dict[str, float] = {}  # when a peer did not answer
         self._new = TokenBucket(*NEW)
         self._suspects: dict[str, float] = {}
-        self._seconds_per_byte: dict[str, float] = {}
+        self._seconds_per_byte: dict[str, Estimate] = {}
 
     def narrowed(self, peers: Collection[str], blocks: int | None) -> TrustedServers:
         """The trusted servers of a session that names `peers` for the first and the last `blocks` blocks: never others,
@@ -172,7 +172,7 @@ class ServerSelection:
                         cache_tokens_free=server.cache_tokens_free,
                         forward_tokens_per_second=server.forward_tokens_per_second,
                         queue_depth=server.queue_depth,
-                        seconds_per_byte=self._seconds_per_byte.get(server.peer_id, 0.0),
+                        seconds_per_byte=self.seconds_per_byte(server.peer_id) or 0.0,
                         rtts=server.rtts,
                         penalty_seconds=(SUSPECT_PENALTY if suspect else 0.0)
                         + self.swarm.trust.penalty_seconds(server.peer_id)
@@ -184,7 +184,8 @@ class ServerSelection:
 
     def seconds_per_byte(self, peer_id: str) -> float | None:
         """What a byte to or from this server takes beyond the round trip; None where it was never measured."""
-        return self._seconds_per_byte.get(peer_id)
+        known = self._seconds_per_byte.get(peer_id)
+        return None if known is None else known.value
 
     def round_trip(self, peer_id: str) -> float | None:
         """Seconds to this server and back, as they were measured last; None if they never were, or it is silent."""
@@ -288,8 +289,7 @@ class ServerSelection:
         if nbytes < BANDWIDTH_BYTES or measured is None:
             return
         left = max(0.0, timing.total - timing.queue - timing.compute - measured[0]) / nbytes
-        before = self._seconds_per_byte.get(timing.peer_id, left)
-        self._seconds_per_byte[timing.peer_id] = 0.8 * before + 0.2 * left
+        self._seconds_per_byte.setdefault(timing.peer_id, Estimate()).note(left)
 
     async def refresh(self) -> None:
         """Asks the swarm anew who serves this model. Nobody answering is no error: what is known stays."""

@@ -23,9 +23,10 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from ..swarm.cost import Estimate, EstimateRule
 from .turns import Shares, Turn, Waiting, most_rows
 
 _WORTH: Final = 1.05
@@ -36,6 +37,8 @@ _SPREAD: Final = 1.36
 """Mean of an exponential distribution over its mean deviation: e / 2."""
 _LEAST: Final = 0.0002
 """Seconds of a wait: less than what a thread needs to wake."""
+_TURN_AROUND: Final = EstimateRule(newest=1 / 8, most=1e9)
+"""As the timer of RFC 6298 has it; who comes back late is not to be taken for one that is quick."""
 _LATE: Final = 4
 """Mean deviations after which a session is not expected any more: the timer of RFC 6298, section 2."""
 _AWAY: Final = 1.0
@@ -120,33 +123,27 @@ class _Session:
     peer: str
     rows: int
     answered: float | None = None
-    known: int = 0
-    mean: float = 0.0
-    deviation: float = 0.0
+    away: Estimate = field(default_factory=Estimate)
     awaited: bool = False
 
     def came(self, now: float) -> None:
         if self.answered is None:
             return
         away, self.answered, self.awaited = max(0.0, now - self.answered), None, False
-        if away > _AWAY:
-            self.known = 0
-        elif self.known == 0:
-            self.known, self.mean, self.deviation = 1, away, away / 2
-        else:
-            self.known += 1
-            self.deviation += (abs(away - self.mean) - self.deviation) / 4
-            self.mean += (away - self.mean) / 8
+        if away > _AWAY or not self.away.count:
+            self.away = Estimate(_TURN_AROUND)
+        if away <= _AWAY:
+            self.away.note(away)
 
     def returning(self, now: float) -> Returning:
         assert self.answered is not None
-        spread = _SPREAD * self.deviation
-        return Returning(self.rows, max(self.answered + self.mean - now, spread), spread, self.peer)
+        spread = _SPREAD * self.away.deviation
+        return Returning(self.rows, max(self.answered + self.away.value - now, spread), spread, self.peer)
 
     def left(self, now: float) -> float:
         """Seconds from `now` after which it is not expected any more."""
         assert self.answered is not None
-        return self.answered + self.mean + _LATE * self.deviation - now
+        return self.answered + self.away.value + _LATE * self.away.deviation - now
 
 
 class Gathering:
@@ -207,8 +204,8 @@ class Gathering:
         self, waiting: Sequence[Waiting], sessions: Sequence[Hashable], turn: Turn, shares: Shares, now: float
     ) -> float:
         """As `gathering_time` has it, for the waiting steps of `sessions`; 0 has the turn begin."""
-        usual = [known.mean for key in sessions if (known := self._sessions.get(key)) is not None and known.known]
-        away = [known for known in self._sessions.values() if known.answered is not None and known.known >= _FEW]
+        usual = [known.away.value for key in sessions if (known := self._sessions.get(key)) and known.away.count]
+        away = [known for known in self._sessions.values() if known.answered is not None and known.away.count >= _FEW]
         awaited = [known for known in away if 0 < known.left(now) <= self._credit.get(known.peer, 0.0)]
         wait = gathering_time(
             waiting,

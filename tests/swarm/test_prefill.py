@@ -212,6 +212,37 @@ def test_a_server_is_killed_with_several_steps_under_way(
     assert max(len(steps) for steps in under_way) >= 4
 
 
+def test_the_rest_of_a_prompt_is_under_way_side_by_side_again(
+    pool: MemoryPool, model: Any, whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the first server was killed at its second chunk; one chunk goes alone behind the one that failed."""
+    ids, tap, beside = prompt(), Tap(model), [0]
+    takes = Pipeline.takes
+
+    def taking(pipeline: Pipeline, index: int, nbytes: int) -> bool:
+        taken = takes(pipeline, index, nbytes)
+        if taken and session.recoveries:
+            beside.append(len(pipeline.under_way_at(index)))
+        return taken
+
+    monkeypatch.setattr(Pipeline, "takes", taking)
+    with model.inference_session(max_length=LONG + 8) as session:
+        generate(model, ids)
+        again(session)
+        killed: list[str] = []
+
+        def on_answer(peer_id: str, count: int) -> None:
+            if not killed and peer_id == session.route[0][0] and count == 2:
+                killed.append(peer_id)
+                pool.of(peer_id).kill()
+                pool.start(SPANS[0])
+
+        with tap.watching(on_answer):
+            assert torch.equal(generate(model, ids), generate(whole, ids))
+        assert session.recoveries == 1
+    assert max(beside) >= 2
+
+
 def test_a_prompt_that_is_given_up_leaves_the_session_as_it_was(
     pool: MemoryPool, model: Any, whole: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

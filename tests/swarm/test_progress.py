@@ -124,6 +124,21 @@ def test_candidates_that_were_well_when_they_were_measured(slow: float) -> None:
     in_virtual_swarm(main)
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_frozen_server_costs_as_little_wherever_it_stands(place: int) -> None:
+    async def main(swarm: VirtualSwarm) -> None:
+        chain_of_three(swarm)
+        async with swarm.client() as client, talk(client) as talking:
+            for blocks in ("0:2", "2:4", "4:6"):
+                swarm.start(blocks, announced=USUAL).seconds = QUICK
+            await measured(client, swarm)
+            swarm.of(talking.session, place).fall_silent()
+            assert await talking.step() <= 0.8
+            assert talking.session.recoveries == 1
+
+    in_virtual_swarm(main)
+
+
 @SLOW
 @pytest.mark.parametrize("push", [True, False])
 @pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (0, 1, 2)])

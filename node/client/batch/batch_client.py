@@ -12,6 +12,7 @@ import trio
 from ....protocols import wire_pb2 as wire
 from ....protocols.ids import BACKWARD, Span
 from ...errors import NoChainError, ServerFailed
+from ...swarm.cost import Estimate
 from ...swarm.routing import Hop, RouteCandidate, cheapest_chain
 from ..deadlines import (
     RECOVERY_TIMEOUT,
@@ -83,7 +84,7 @@ class BatchClient:
         self._no_gradients: dict[str, ServerFailed] = {}
         self.speeds: dict[str, float] = {}
         """Seconds of a token in a block, by peer: as its replies say, before the first one as it announces."""
-        self._replied: set[str] = set()
+        self._replied: dict[str, Estimate] = {}
 
     async def plan(
         self, span: Span, batch: int, tokens: int, token_bytes: int, *, gradients: bool, wait: bool
@@ -261,11 +262,9 @@ class BatchClient:
     def _learn(self, protocol: str, hop: Hop, computed: float, request: MicroBatch) -> None:
         """`computed`: seconds as the server says, and no more than it took: its answers are waited for accordingly."""
         if protocol != BACKWARD:
-            seconds = computed / _block_tokens(hop, request)
             # What a server announces may have been measured under another load: the first reply knows better.
-            before = self.speeds[hop.peer_id] if hop.peer_id in self._replied else seconds
-            self.speeds[hop.peer_id] = 0.8 * before + 0.2 * seconds
-            self._replied.add(hop.peer_id)
+            known = self._replied.setdefault(hop.peer_id, Estimate())
+            self.speeds[hop.peer_id] = known.note(computed / _block_tokens(hop, request))
 
 
 def _block_tokens(hop: Hop, request: MicroBatch) -> int:

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from ...swarm.cost import Estimate
 from .draft_model import MOST_DRAFTED as MOST_DRAFTED
 from .draft_model import Draft as Draft
 from .draft_model import LookupDrafter as LookupDrafter
@@ -259,7 +260,8 @@ class DraftPlan:
             if chance.due:
                 return 1
             chance.pause(_FIRST_MODEL_BREAK)
-            chance.due, speed.guess = True, 0.0  # it may have been something else that kept it
+            chance.due = True
+            speed.forget_guesses()  # it may have been something else that kept it
             return 0
         return depth
 
@@ -359,22 +361,30 @@ class PipelineSpeed:
     """What steps cost that are under way side by side, through servers that work at the same time.
 
     Attributes:
-        alone: seconds of a step of one token when nothing else is under way, from sending it to choosing its token.
         work: seconds of computing of a step by its tokens, all servers and the head together.
         stage: the same at the server that takes longest.
-        guess: seconds of a draft model for a token; 0: unknown.
         sure: nearly all guesses of the draft model are right.
         delay: seconds that the next step waits for those that were sent in vain.
         sharing: answers that take turns at these servers, each with steps like these.
     """
 
-    alone: float = 0.0
     work: StepCost = field(default_factory=StepCost)
     stage: StepCost = field(default_factory=StepCost)
-    guess: float = 0.0
     sure: bool = False
     delay: float = 0.0
     sharing: int = 1
+    _alone: Estimate = field(default_factory=Estimate)
+    _guess: Estimate = field(default_factory=Estimate)
+
+    @property
+    def alone(self) -> float:
+        """Seconds of a step of one token when nothing else is under way, from sending it to choosing its token."""
+        return self._alone.value
+
+    @property
+    def guess(self) -> float:
+        """Seconds of a draft model for a token; 0: unknown."""
+        return self._guess.value
 
     @property
     def is_known(self) -> bool:
@@ -391,14 +401,15 @@ class PipelineSpeed:
         if self.delay:  # an estimate: too small a one would make the next drafts look better than they are
             seconds = min(seconds, self.alone or seconds)
         self.delay = 0.0
-        if self.alone:
-            seconds = 0.8 * self.alone + 0.2 * min(seconds, _OUTLIER * self.alone)
-        self.alone = seconds
+        self._alone.note(seconds)
 
     def note_guess(self, seconds: float, read: int) -> None:
         """A draft model took so long to read so many tokens and to guess the next one."""
-        seconds /= 1 + _READING * (read - 1)
-        self.guess = 0.8 * self.guess + 0.2 * min(seconds, _OUTLIER * self.guess) if self.guess else seconds
+        self._guess.note(seconds / (1 + _READING * (read - 1)))
+
+    def forget_guesses(self) -> None:
+        """What guesses took is not known any more."""
+        self._guess = Estimate()
 
     def model_step(self) -> int:
         """Guesses of a draft model that are sent together: no more steps than the servers can do meanwhile."""

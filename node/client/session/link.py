@@ -12,8 +12,8 @@ import trio
 from ....crypto.evidence import NotProven, check_equivocation
 from ....crypto.receipts import Receipt
 from ...errors import ServerCheated
-from ...swarm.cost import StageCost
-from ..deadlines import learnt, patience
+from ...swarm.cost import Estimate, StageCost
+from ..deadlines import patience, patience_once_more
 from ..request import WireTensor
 from .history import Input, InputHistory
 from .reconnector import SessionReconnector
@@ -29,13 +29,13 @@ UNKNOWN_TOKEN: Final = 0.001
 class ServerLink:
     """One server of the chain, and the inputs that made its cache.
 
-    `usual`: seconds that its last answers took per token, beyond the round trip. `reconnector`: once it is in the
+    `usual`: what its last answers took per token, beyond the round trip. `reconnector`: once it is in the
     chain. `standby_failed`: when no standby could be had. `trace`: where its answers are counted for a trace.
     """
 
     server: SessionStream
     history: InputHistory = field(default_factory=InputHistory)
-    usual: float | None = None
+    usual: Estimate = field(default_factory=Estimate)
     standby: Standby | None = None
     reconnector: SessionReconnector | None = None
     standby_failed: float = -math.inf
@@ -50,14 +50,21 @@ class ServerLink:
 
     def note(self, tokens: int) -> None:
         """Learns from the last answer, to a step of so many tokens."""
-        self.usual = learnt(self.usual, max(0.0, self.server.timing.total - self.server.round_trip) / tokens)
+        self.usual.note(max(0.0, self.server.timing.total - self.server.round_trip) / tokens)
 
     def patience(self, chunk: WireTensor, before: int = 0) -> float:
         """Seconds after which the answer to a step with this input is late, with so many tokens of a row under way
         before it."""
         tokens = before + chunk.tokens
         announced = self.server.announced_seconds(tokens * chunk.tensor.shape[0])
-        return patience(self.usual, tokens, len(chunk.payload), self.server.round_trip, announced)
+        usual = self.usual.value if self.usual.count else None
+        return patience(usual, tokens, len(chunk.payload), self.server.round_trip, announced)
+
+    def patience_once_more(self, chunk: WireTensor) -> float:
+        """The same for a step that was waited for as a pushed one, and was then sent from here."""
+        if not self.usual.count:
+            return math.inf
+        return patience_once_more(self.usual.value, chunk.tokens, self.server.round_trip)
 
     def cost(self, per_byte: float | None, *, pushed: bool) -> StageCost:
         """What steps of a prompt cost here, by what the server has announced."""
@@ -73,7 +80,7 @@ class ServerLink:
         if chunk.tokens == 1:
             return 0.0
         announced = self.server.announced_seconds(chunk.tokens * chunk.tensor.shape[0]) or 0.0
-        return 2 * (announced if self.usual is None else self.usual * chunk.tokens)
+        return 2 * (self.usual.value * chunk.tokens if self.usual.count else announced)
 
     @property
     def standby_ready(self) -> bool:

@@ -195,7 +195,9 @@ class PipelineStep:
             at.generation, at.pushed_before = link.server.generation, link.server.pushed_steps
             due = push_patience(link.server.round_trip, len(self.chunk.payload))
             patient = min(patient, due + link.expected(self.chunk))
-        elif at.generation != link.server.generation and link.server.held < at.asked.sequence:
+        elif at.pushed_before is not None:
+            patient = min(patient, link.patience_once_more(self.chunk))
+        if phase == "sent" and at.generation != link.server.generation and link.server.held < at.asked.sequence:
             raise StreamLost(
                 f"a step was lost with a stream to server {link.server.hop.peer_id}", link.server.hop.peer_id
             )
@@ -203,14 +205,15 @@ class PipelineStep:
         return Signal.LATE if self.unchecked is None else None
 
     async def _receive_late(self, link: ServerLink, asked: wire.Step, deadline: float) -> Signal | None:
-        self.chain.router.suspect(link.server.hop.peer_id)  # before another step of this client asks it
         while trio.current_time() < deadline:
-            self.chain.prepare_standby(link, late=True)
+            # Where this machine stood still itself, the answer is here already.
             self.unchecked = await link.server.read(asked, self.chunk, STANDBY_POLL)
             if self.unchecked is not None:
                 return None
             if link.standby_ready:
                 return Signal.STANDBY_READY
+            self.chain.router.suspect(link.server.hop.peer_id)  # before another step of this client asks it
+            self.chain.prepare_standby(link, late=True)
         raise link.server.silent(self.chain.spec.step_timeout)
 
     async def take(self) -> StepEvent | None:

@@ -1,0 +1,55 @@
+"""What something takes, as the clients and servers learn it: how soon, and how little one accident says."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from petalnode.node.swarm.cost import Estimate, EstimateRule
+
+SECONDS = st.floats(0, 1e6)
+
+
+def estimate(*seen: float, rule: EstimateRule | None = None) -> Estimate:
+    made = Estimate(rule or EstimateRule())
+    for one in seen:
+        made.note(one)
+    return made
+
+
+@given(SECONDS)
+def test_the_first_observation_is_all_that_is_known(seen: float) -> None:
+    made = estimate(seen)
+    assert (made.value, made.deviation, made.count) == (seen, seen / 2, 1)
+
+
+@given(SECONDS, SECONDS)
+def test_one_observation_that_took_long_is_no_habit(usual: float, taken: float) -> None:
+    value = estimate(usual, taken).value
+    assert min(usual, taken) * 0.79 <= value <= max(1.6 * usual, usual + 0.2 * 0.01) + 1e-9
+
+
+@given(st.lists(SECONDS, min_size=1, max_size=50))
+def test_an_estimate_lies_within_what_was_seen(seen: list[float]) -> None:
+    made = estimate(*seen)
+    assert min(seen) * (1 - 1e-9) <= made.value <= max(seen) * (1 + 1e-9)
+    assert 0 <= made.deviation <= max(seen) * (1 + 1e-9)
+    assert made.count == len(seen)
+
+
+def test_what_became_slow_is_known_to_be_so_soon() -> None:
+    assert estimate(0.02, *[0.1] * 10).value > 0.08
+    assert estimate(0.1, *[0.02] * 10).value < 0.03
+
+
+def test_the_deviation_says_how_far_observations_are_from_the_mean() -> None:
+    assert estimate(*[0.05] * 30).deviation < 1e-4
+    assert estimate(*[0.02, 0.08] * 30).deviation == pytest.approx(0.03, rel=0.3)
+
+
+def test_a_rule_without_a_bound_is_the_timer_of_tcp() -> None:
+    """RFC 6298, section 2: an eighth of the newest in the mean, a quarter of its distance in the deviation."""
+    made = estimate(0.008, 4.0, rule=EstimateRule(newest=1 / 8, most=1e9))
+    assert made.value == pytest.approx(0.008 * 7 / 8 + 0.5)
+    assert made.deviation == pytest.approx(0.004 * 3 / 4 + 3.992 / 4)
