@@ -260,8 +260,7 @@ class DraftPlan:
             if chance.due:
                 return 1
             chance.pause(_FIRST_MODEL_BREAK)
-            chance.due = True
-            speed.forget_guesses()  # it may have been something else that kept it
+            chance.due, speed.guesses = True, Estimate()  # it may have been something else that kept it
             return 0
         return depth
 
@@ -273,7 +272,7 @@ class DraftPlan:
         while depth < most and share ** (depth + 1) >= _LEAST_USED:
             depth += 1
         tokens = expected_tokens(share, depth)
-        paced = max(speed.guess, speed.stage.of(2) - speed.stage.of(1))
+        paced = max(speed.guesses.value, speed.stage.of(2) - speed.stage.of(1))
         return depth, tokens / (speed.alone + (tokens - 1) * paced)
 
     def beats_model(self, draft: Draft) -> bool:
@@ -349,7 +348,7 @@ class DraftPlan:
         """A draft model has read so many tokens and guessed the next one."""
         self._chances[BY_MODEL].due = False
         if self.speed is not None:
-            self.speed.note_guess(seconds, read)
+            self.speed.guesses.note(seconds / (1 + _READING * (read - 1)))
 
 
 def _within(budget: float) -> float:
@@ -366,6 +365,8 @@ class PipelineSpeed:
         sure: nearly all guesses of the draft model are right.
         delay: seconds that the next step waits for those that were sent in vain.
         sharing: answers that take turns at these servers, each with steps like these.
+        alone: seconds of a step of one token when nothing else is under way (`steps`), until its token is chosen.
+        guesses: seconds of a draft model for a token.
     """
 
     work: StepCost = field(default_factory=StepCost)
@@ -373,18 +374,12 @@ class PipelineSpeed:
     sure: bool = False
     delay: float = 0.0
     sharing: int = 1
-    _alone: Estimate = field(default_factory=Estimate)
-    _guess: Estimate = field(default_factory=Estimate)
+    steps: Estimate = field(default_factory=Estimate)
+    guesses: Estimate = field(default_factory=Estimate)
 
     @property
     def alone(self) -> float:
-        """Seconds of a step of one token when nothing else is under way, from sending it to choosing its token."""
-        return self._alone.value
-
-    @property
-    def guess(self) -> float:
-        """Seconds of a draft model for a token; 0: unknown."""
-        return self._guess.value
+        return self.steps.value
 
     @property
     def is_known(self) -> bool:
@@ -401,20 +396,12 @@ class PipelineSpeed:
         if self.delay:  # an estimate: too small a one would make the next drafts look better than they are
             seconds = min(seconds, self.alone or seconds)
         self.delay = 0.0
-        self._alone.note(seconds)
-
-    def note_guess(self, seconds: float, read: int) -> None:
-        """A draft model took so long to read so many tokens and to guess the next one."""
-        self._guess.note(seconds / (1 + _READING * (read - 1)))
-
-    def forget_guesses(self) -> None:
-        """What guesses took is not known any more."""
-        self._guess = Estimate()
+        self.steps.note(seconds)
 
     def model_step(self) -> int:
         """Guesses of a draft model that are sent together: no more steps than the servers can do meanwhile."""
-        pause, size = self.alone / (_SURE_MODEL_STEPS if self.sure else _MODEL_STEPS), 1
-        while self.guess and size < _STEP_SIZES[-1] and size * self.guess < max(pause, self.stage.of(size)):
+        pause, size, guess = self.alone / (_SURE_MODEL_STEPS if self.sure else _MODEL_STEPS), 1, self.guesses.value
+        while guess and size < _STEP_SIZES[-1] and size * guess < max(pause, self.stage.of(size)):
             size += 1
         return size
 
