@@ -3,7 +3,7 @@
     python -m benchmarks.attacker OPTIONS
 
 `OPTIONS` is a JSON object: `victims` (address, served, hidden), `keys`, `sources` (addresses to dial from) and `seed`.
-Each line of standard input is a JSON list of names of attacks (tests/attacks/stranger/catalogue.py), which take the
+Each line of standard input is a JSON list of names of attacks (tests/attacks/stranger), which take the
 place of those before; "busy" only uses the processor. It prints a JSON line with each change: what it has sent since
 the one before, and its seconds of processor time.
 """
@@ -23,6 +23,7 @@ from typing import Any
 import trio
 
 from tests.attacks.stranger.catalogue import ATTACKS
+from tests.attacks.stranger.http_requests import HTTP_ATTACKS
 from tests.attacks.stranger.keys import Key, Victim, keep_up, open_keys
 
 
@@ -40,7 +41,7 @@ def begin(names: Sequence[str], keys: Sequence[Key], victims: Sequence[Victim], 
         if name == "busy":
             nursery.start_soon(busy)
             continue
-        attacks = ATTACKS[name]
+        attacks = ATTACKS[name] if name in ATTACKS else HTTP_ATTACKS[name]
         for key in keys:
             for number, victim in enumerate(victims):
                 nursery.start_soon(keep_up, attacks[(key.number + number) % len(attacks)], key, victim)

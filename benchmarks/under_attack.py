@@ -29,9 +29,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from urllib.request import urlopen
@@ -227,6 +228,25 @@ def expected(model: str) -> list[tuple[list[int], list[int]]]:
     return list(zip(PROMPTS, made, strict=True))
 
 
+def start_servers(start: Callable[..., Running], model: str, blocks: int, scratch: Path) -> list[Node]:
+    """Servers of a part of the model each; `start` has the arguments of `python -m`."""
+    nodes: list[Node] = []
+    peers = ["--new-swarm"]
+    for number in range(SERVERS):
+        span = f"{blocks * number // SERVERS}:{blocks * (number + 1) // SERVERS}"
+        passes = scratch / f"{number}.jsonl"
+        options = ("--identity", str(scratch / f"key{number}"), "--listen", "/ip4/127.0.0.1/tcp/0")
+        shown = ("--metrics-port", "0", "--no-mdns", "--no-remember", "--json", "--until-eof")
+        command = ("benchmarks.watched", str(passes), "serve", model, "--blocks", span, *peers, *options, *shown)
+        node = Node(start(*command), passes)
+        node.metrics = node.process.event("metrics")["url"]
+        node.ready = node.process.event("ready")
+        peers = ["--peer", node.ready["addrs"][0]]
+        nodes.append(node)
+        say(f"server {number + 1} is ready")
+    return nodes
+
+
 @contextmanager
 def swarm_of(model: str, blocks: int, hidden: int, scratch: Path, seed: int, ours: str, core: str) -> Iterator[Swarm]:
     env = environment(scratch / "home") | {"PYTHONPATH": str(ROOT)}
@@ -239,20 +259,7 @@ def swarm_of(model: str, blocks: int, hidden: int, scratch: Path, seed: int, our
             stack.callback(process.kill)
             return process
 
-        nodes: list[Node] = []
-        peers = ["--new-swarm"]
-        for number in range(SERVERS):
-            span = f"{blocks * number // SERVERS}:{blocks * (number + 1) // SERVERS}"
-            passes = scratch / f"{number}.jsonl"
-            options = ("--identity", str(scratch / f"key{number}"), "--listen", "/ip4/127.0.0.1/tcp/0")
-            shown = ("--metrics-port", "0", "--no-mdns", "--no-remember", "--json", "--until-eof")
-            command = ("benchmarks.watched", str(passes), "serve", model, "--blocks", span, *peers, *options, *shown)
-            node = Node(start(ours, *command), passes)
-            node.metrics = node.process.event("metrics")["url"]
-            node.ready = node.process.event("ready")
-            peers = ["--peer", node.ready["addrs"][0]]
-            nodes.append(node)
-            say(f"server {number + 1} is ready")
+        nodes = start_servers(partial(start, ours), model, blocks, scratch)
         client = start(ours, "benchmarks.attacked_client", str(answers), *(node.ready["addrs"][0] for node in nodes))
         client.event("ready")
         victims = [{"address": node.ready["addrs"][0], "served": node.ready, "hidden": hidden} for node in nodes]
