@@ -55,7 +55,7 @@ from petalnode.node.errors import ModelError
 from petalnode.node.models import ModelFolder, resolve
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import open_swarm
-from petalnode.node.trust.receipt_log import LAST_BATCHES, SHARED_BYTES, ReceiptArchive
+from petalnode.node.trust.receipt_log import KEPT_RECEIPTS, ReceiptArchive
 from petalnode.node.validator.probe_inputs import ProbeModel, draw_kept_tensors
 from petalnode.node.validator.probe_plan import Kind
 from petalnode.node.verification.observed import Observed, observed_batch, observed_session
@@ -157,7 +157,7 @@ class Prober:
                     text = None
                 self.model = ProbeModel(model, load_client(self.folder.path, device="cpu"), text)
             async with open_client(swarm, model) as client:
-                client.receipts = ReceiptArchive(shared_bytes=SHARED_BYTES)
+                client.receipts = ReceiptArchive(shared_bytes=KEPT_RECEIPTS.shared_bytes)
                 yield client
 
     async def session(self, client: SwarmClient, rows: int) -> None:
@@ -273,7 +273,7 @@ async def caught(prober: Prober, dtype: str, found: Server, probes: int) -> list
             # The same server, and receipts of a client that it has met before.
             async with prober.client(found.address) as client:
                 await prober.session(client, 1)
-                client.receipts = ReceiptArchive(shared_bytes=SHARED_BYTES)
+                client.receipts = ReceiptArchive(shared_bytes=KEPT_RECEIPTS.shared_bytes)
                 for _ in range(min(probes, 12)):
                     await prober.session(client, 1)
                 verdicts = await trio.to_thread.run_sync(lambda: prober.verdicts(client, together=False))
@@ -290,7 +290,7 @@ async def caught(prober: Prober, dtype: str, found: Server, probes: int) -> list
         verdicts = []
         while len(verdicts) < probes:
             async with prober.client(found.address) as client:
-                for _ in range(min(LAST_BATCHES, probes - len(verdicts))):
+                for _ in range(min(KEPT_RECEIPTS.last_batches, probes - len(verdicts))):
                     await prober.batch(client, 1, kind)
                 verdicts += await trio.to_thread.run_sync(lambda: prober.verdicts(client, together=False))
         name = (

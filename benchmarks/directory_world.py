@@ -15,12 +15,12 @@ from petalnode.node.placement.observed import pinged_at_once
 from petalnode.node.server.lifecycle import other_servers, rebalancing
 from petalnode.node.swarm import announcer, directory
 from petalnode.node.swarm.config import DEFAULT_TTL
-from petalnode.node.swarm.rhythm import ANSWER_BYTES, WHOLE, Rhythm, rhythm
-from petalnode.node.swarm.sample import SAMPLE, in_turn, known_well, sampled
+from petalnode.node.swarm.rhythm import PACE, Rhythm, rhythm
+from petalnode.node.swarm.sample import SAMPLING, in_turn, known_well, sampled
 from petalnode.node.swarm.view import MAX_RECORDS, ModelRecords, SwarmView
 from petalnode.protocols import directory as protocol
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.announcement import MAX_LIFETIME, Announcement, ServerState, SignedAnnouncement
+from petalnode.protocols.announcement import ANNOUNCEMENT, Announcement, ServerState, SignedAnnouncement
 from petalnode.protocols.ids import Span
 
 BLOCKS: Final = 30
@@ -98,7 +98,7 @@ class Server:
         """One that it has made about so many seconds ago."""
         return self.record(now - age, pace.lifetime)
 
-    def record(self, now: float, lifetime: float = MAX_LIFETIME) -> SignedAnnouncement:
+    def record(self, now: float, lifetime: float = ANNOUNCEMENT.max_lifetime) -> SignedAnnouncement:
         key = _HEAD + self.number.to_bytes(32, "big")
         content = Announcement(
             _peer_id(self.number),
@@ -216,7 +216,7 @@ class World:
     def push_all(self, seconds: float) -> None:
         """What the simulated nodes are sent in so many seconds by servers that announce themselves."""
         pace = self._servers_pace()
-        pushes = announcer._PUSH_PEERS + 1  # and the bootstrap node
+        pushes = announcer.PUSHING.peers + 1  # and the bootstrap node
         size = size_of(wire.DirectoryFrame(publish=self.servers[0].current(self.now, pace).to_wire()))
         renewals = seconds / (pace.renewal * 0.95)
         # Who is asked in a large swarm is told the announcement of who asks.
@@ -239,13 +239,18 @@ class World:
         connected = min(len(self.servers), MAX_CONNECTIONS)
         # A model's few servers have met within minutes; who is connected is not pinged to see whether it is there.
         strangers = 0.0 if known <= FEW else 1 - connected / len(self.servers)
-        probed = strangers * min(known, pinged_at_once(known)) * seconds / rebalancing.CHECK_INTERVAL
-        measured = min(known, other_servers.MOST) * seconds / other_servers.RTT_INTERVAL
-        met_anew = 2 * probed + 2 * strangers * measured * other_servers.NEW_ONES / other_servers.MOST
+        probed = strangers * min(known, pinged_at_once(known)) * seconds / rebalancing.REBALANCING.check_interval
+        measured = min(known, other_servers.ROUND_TRIPS.most) * seconds / other_servers.RTT_INTERVAL
+        met_anew = (
+            2 * probed + 2 * strangers * measured * other_servers.ROUND_TRIPS.new_ones / other_servers.ROUND_TRIPS.most
+        )
         new = opened * (1 - connected / len(self.servers)) + met_anew
         signs = SIGN * seconds * connected / self.limits_of(connected).silence
         transferred = (
-            min(known, other_servers.PEERS) * protocol.TRANSFER_BYTES * seconds / other_servers.LONGEST_INTERVAL
+            min(known, other_servers.TRANSFERS.peers)
+            * protocol.DIRECTORY_LIMITS.transfer_bytes
+            * seconds
+            / other_servers.TRANSFERS.longest_interval
         )
         each_way = round(2 * PING * (probed + measured) + 2 * transferred + CONNECTION * new + signs)
         self.traffic[at].up += each_way
@@ -264,7 +269,7 @@ class World:
         addresses, first = self.setting.addresses, at * MOST_TOLD % self.hostile
         keys = min(self.hostile, MOST_TOLD) // addresses
         told = PUSHES_OF_ADDRESS * (self.now - START)
-        count = PUSHES_OF_ADDRESS * seconds if told < keys else keys * seconds / (MAX_LIFETIME / 2)
+        count = PUSHES_OF_ADDRESS * seconds if told < keys else keys * seconds / (ANNOUNCEMENT.max_lifetime / 2)
         for address in range(addresses):
             some = self.random.sample(range(keys), min(self._about(count), keys))
             chosen = [self.attacker((first + key * addresses) % self.hostile, address) for key in some]
@@ -276,10 +281,10 @@ class World:
     def pull(self, at: int, turn: int) -> int:
         """One question in the background of a simulated node, to somebody that it knows; bytes of the answer."""
         traffic, node, pace = self.traffic[at], self.nodes[at], self.pace(at)
-        own = node is not None and not pace.quick and turn % directory._OTHERS
+        own = node is not None and not pace.quick and turn % directory.ASKING.own_model_rounds
         version = node.version if own and node is not None else b""
         asked = self.asked_by(self.views[at], version)
-        answer = self.sample(asked, version, WHOLE, pace.max_bytes)
+        answer = self.sample(asked, version, PACE.whole, pace.max_bytes)
         traffic.down += answer.reply
         traffic.up += answer.query
         if at and not isinstance(asked, Server):  # each is asked as often as it asks, on the average
@@ -290,7 +295,7 @@ class World:
 
     def asked_by(self, view: SwarmView, version: bytes = b"") -> int | Server:
         """A simulated node (its number) that stands for an honest peer, or a key of the attacker."""
-        some = next(in_turn(view, directory._LOOKED_AT, self.now, self.random, model_version=version), None)
+        some = next(in_turn(view, directory.ASKING.looked_at, self.now, self.random, model_version=version), None)
         if some is not None and some.peer_id not in self._by_peer:
             return self.attacker(self.random.randrange(self.hostile))
         of_model = [at for at, node in enumerate(self.nodes) if node is not None and node.version == version]
@@ -327,7 +332,7 @@ class World:
         pace = rhythm(len(self.servers), DEFAULT_TTL)
         for at in range(len(self.nodes)):
             for _ in range(NEWCOMER):
-                known = self.random.sample(self.servers, min(WHOLE, len(self.servers)))
+                known = self.random.sample(self.servers, min(PACE.whole, len(self.servers)))
                 self._heard(at, [one.current(self.now, pace) for one in known], next(self._numbers))
 
     def run(self, seconds: float, step: float) -> None:
@@ -354,15 +359,15 @@ class World:
         """A client that joins and looks for its model, as `Directory.refresh` does it both times."""
         view, seconds, received = SwarmView(), 0.0, 0
         for version in (b"", self.models[0]):
-            for wave in range(directory._WAVES):
+            for wave in range(directory.ASKING.waves):
                 known = len(view.records)
                 asked: list[int | Server] = [0] if wave == 0 else []  # whom it joins by, once in each look
                 if view.records:
-                    count = directory._SAMPLED_PEERS if sample else directory.ASK_AT_START
+                    count = directory.ASKING.sampled_peers if sample else directory.ASKING.asked_at_start
                     asked += [self.asked_by(view) for _ in range(count)]
                 slowest, of_wave = 0.0, 0
                 for peer in asked:
-                    one = self.sample(peer, version, SAMPLE, ANSWER_BYTES) if sample else None
+                    one = self.sample(peer, version, SAMPLING.servers, PACE.answer_bytes) if sample else None
                     answers = [one] if one is not None else list(self.answers(peer, version))
                     for answer in answers:
                         view = view.merge(answer.records, self.now, source=str(self.address_of(peer)))
@@ -386,10 +391,19 @@ class World:
             keys = (self.attacker(self.random.randrange(self.hostile)) for _ in range(10 * limit))
             records = [key.record(self.now) for key in keys if not version or key.version == version][:limit]
             # As long as the asking node takes it.
-            return Answer(size_of(query), most + limit * protocol.LARGE if most else protocol.MAX_PAGE, records)
+            return Answer(
+                size_of(query),
+                most + limit * protocol.DIRECTORY_LIMITS.large if most else protocol.DIRECTORY_LIMITS.max_page,
+                records,
+            )
         view = self.views[asked]
         records = sampled(
-            view.page(version, b""), view.origins, limit, self.now, self.random, max_bytes=most or protocol.MAX_PAGE
+            view.page(version, b""),
+            view.origins,
+            limit,
+            self.now,
+            self.random,
+            max_bytes=most or protocol.DIRECTORY_LIMITS.max_page,
         )
         if asked and not self.pace(asked).quick:
             records = [self._of_others(record) for record in records]
@@ -453,7 +467,7 @@ class Answer:
 
 def in_pages(records: list[SignedAnnouncement], version: bytes) -> Iterator[Answer]:
     """Records, in their order, as a directory gives them to who asks for all."""
-    for _ in range(protocol.MAX_PAGES):
+    for _ in range(protocol.DIRECTORY_LIMITS.max_pages):
         query = wire.DirectoryFrame(
             query=wire.DirectoryQuery(model_version=version, after=records[0].key if records else b"")
         )

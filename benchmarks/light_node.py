@@ -22,7 +22,7 @@ import trio
 
 from benchmarks.watched import LoopWatch
 from petalnode.crypto.identity import Identity
-from petalnode.protocols.announcement import MAX_LIFETIME, Announcement, ServerState, freshened, sign_announcement
+from petalnode.protocols.announcement import ANNOUNCEMENT, Announcement, ServerState, freshened, sign_announcement
 from petalnode.protocols.ids import Span
 from tests.nat import light_node
 
@@ -69,7 +69,7 @@ class Commands(light_node.Commands):
                 dtype="float32",
                 addrs=(f"/ip4/{host}/tcp/{1024 + number % 60_000}",),
             )
-            fresh = freshened(content, now=time.time(), lifetime=MAX_LIFETIME - 60)
+            fresh = freshened(content, now=time.time(), lifetime=ANNOUNCEMENT.max_lifetime - 60)
             records.append(sign_announcement(identity, fresh))
             if number % 50 == 0:
                 await trio.lowlevel.checkpoint()

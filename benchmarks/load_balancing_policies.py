@@ -10,14 +10,7 @@ import numpy as np
 from load_balancing_greedy import best_span, descent, moves_to
 
 from petalnode.node.placement.joining import joining_span, span_for_newcomer
-from petalnode.node.placement.observed import (
-    USUAL_LOAD,
-    Change,
-    PlacedServer,
-    swarm_throughput,
-    turnover,
-    upper_bound,
-)
+from petalnode.node.placement.observed import OBSERVED, Change, PlacedServer, swarm_throughput, turnover, upper_bound
 from petalnode.node.placement.plan import PlacementPlan, Policy, make_plan, may_leave
 from petalnode.node.placement.search import Search, Terms
 from petalnode.protocols.ids import Span
@@ -84,7 +77,7 @@ class World:
 
     def view(self) -> list[PlacedServer]:
         """As servers announce themselves: those that load are where they will be, and stay there till then."""
-        reload_weight = 1 + self.seconds_per_block / USUAL_LOAD
+        reload_weight = 1 + self.seconds_per_block / OBSERVED.usual_load
         return [
             replace(holder, movable=self.ready_at[name] <= self.minute, reload_weight=reload_weight)
             for name, holder in self.holders.items()

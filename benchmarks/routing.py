@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from petalnode.node.swarm.cost import LOAD_PER_WAITING
+from petalnode.node.swarm.cost import COST
 from petalnode.node.swarm.routing import Demand, Hop, RouteCandidate, cheapest_chain, second_best
 from petalnode.protocols.ids import Span
 
@@ -86,7 +86,7 @@ def true_step_seconds(
     total = 0.0
     for hop in chain:
         server = by_peer[hop.peer_id]
-        load = 1 + LOAD_PER_WAITING * server.queue_depth
+        load = 1 + COST.load_per_waiting * server.queue_depth
         total += (
             server.step_seconds * load * len(hop.span) / len(server.span) + 2 * TOKEN_BYTES * server.seconds_per_byte
         )

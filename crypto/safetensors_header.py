@@ -15,10 +15,19 @@ from .bounded_json import BadJson, JsonLimits, parse_json_object
 
 LENGTH_BYTES: Final = 8
 _METADATA: Final = "__metadata__"
-_MAX_DIMENSIONS: Final = 16
-_VALUES_OF_TENSOR: Final = 16
-"""Of JSON, as `JsonLimits` counts them: 11, and one for each dimension."""
-_VALUES_OF_METADATA: Final = 4096
+
+
+@dataclass(frozen=True)
+class HeaderLimits:
+    """What the header of a file of tensors may have."""
+
+    max_dimensions: int = 16
+    values_of_tensor: int = 16
+    """Of JSON, as `JsonLimits` counts them: 11, and one for each dimension."""
+    values_of_metadata: int = 4096
+
+
+HEADER: Final = HeaderLimits()
 _BITS: Final = {
     **dict.fromkeys(("F4",), 4),
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
@@ -59,7 +68,7 @@ class SafetensorsHeader:
 
 def header_limits(nbytes: int, tensors: int) -> JsonLimits:
     """What the header of a file of at most so many tensors needs."""
-    return JsonLimits(nbytes, _VALUES_OF_METADATA + _VALUES_OF_TENSOR * tensors, depth=3)
+    return JsonLimits(nbytes, HEADER.values_of_metadata + HEADER.values_of_tensor * tensors, depth=3)
 
 
 def parse_header(text: bytes, limits: JsonLimits) -> SafetensorsHeader:
@@ -88,7 +97,7 @@ def _entry(key: str, said: Any) -> HeaderEntry:
         dtype, shape, (begin, end) = said["dtype"], said["shape"], said["data_offsets"]
         whole = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
         # Only then: a text times a number is a longer text, and the product of thousands of numbers takes seconds.
-        few = len(shape) <= _MAX_DIMENSIONS
+        few = len(shape) <= HEADER.max_dimensions
         sound = whole and few and (end - begin) * 8 == _BITS[dtype] * math.prod(shape)
     except (KeyError, TypeError, ValueError):
         sound = False

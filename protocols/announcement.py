@@ -23,18 +23,29 @@ from .ids import Span
 from .inference import pledge_from_wire, pledge_to_wire
 
 DOMAIN: Final = "petalnode/announcement/1"
-CLOCK_TOLERANCE: Final = 10.0  # seconds that the clocks of two nodes may differ
-MAX_LIFETIME: Final = 3600.0  # seconds from now to the expiry, at most
-MAX_BYTES: Final = 16 * 1024  # of a signed announcement
-MAX_BLOCKS: Final = 4096
-MAX_ADDRS: Final = 16
-MAX_ISSUERS: Final = 8
-_MAX_RTTS: Final = 64
-_MAX_ADAPTERS: Final = 64
-MAX_TEXT: Final = 256  # characters of any one text
-_MAX_STEP_US: Final = 600 * 1_000_000
-_MAX_LOAD_MS: Final = 24 * 3600 * 1000
-_MAX_PLACES: Final = 2**31
+
+
+@dataclass(frozen=True)
+class AnnouncementLimits:
+    """What an announcement may have; longer ones count nowhere."""
+
+    clock_tolerance: float = 10.0  # seconds that the clocks of two nodes may differ
+    max_lifetime: float = 3600.0  # seconds from now to the expiry, at most
+    max_bytes: int = 16 * 1024  # of a signed announcement
+    max_blocks: int = 4096
+    max_addrs: int = 16
+    max_issuers: int = 8
+    max_rtts: int = 64
+    max_adapters: int = 64
+    max_text: int = 256  # characters of any one text
+    max_step_us: int = 600 * 1_000_000
+    max_load_ms: int = 24 * 3600 * 1000
+    max_places: int = 2**31
+
+
+ANNOUNCEMENT: Final = AnnouncementLimits()
+
+
 # Fields that stand in the message as they are.
 # fmt: off
 _SAME: Final = (
@@ -68,7 +79,9 @@ class RelayOffer:
     reservations: int
 
     def to_wire(self) -> wire.RelayOffer:
-        return wire.RelayOffer(free=min(self.free, _MAX_PLACES), reservations=min(self.reservations, _MAX_PLACES))
+        return wire.RelayOffer(
+            free=min(self.free, ANNOUNCEMENT.max_places), reservations=min(self.reservations, ANNOUNCEMENT.max_places)
+        )
 
     @classmethod
     def of(cls, message: wire.Announcement | wire.NodeInfo) -> RelayOffer | None:
@@ -133,18 +146,18 @@ class Announcement:
             expires_ms=round(self.expires * 1000),
             span=wire.Span(start=self.span.start, end=self.span.end),
             state=wire.ServerState.ValueType(self.state),
-            step_us=min(round(self.step_seconds * 1e6), _MAX_STEP_US),
+            step_us=min(round(self.step_seconds * 1e6), ANNOUNCEMENT.max_step_us),
             forward_tokens_per_second=min(round(self.forward_tokens_per_second), 2**31),
             adapters=self.adapters,
-            addrs=[Multiaddr(addr).to_bytes() for addr in self.addrs[:MAX_ADDRS]],
+            addrs=[Multiaddr(addr).to_bytes() for addr in self.addrs[: ANNOUNCEMENT.max_addrs]],
             rtts=[
                 wire.Rtt(peer_id=peer_id_to_bytes(peer), microseconds=min(round(rtt * 1e6), 2**31))
-                for peer, rtt in list(self.rtts.items())[:_MAX_RTTS]
+                for peer, rtt in list(self.rtts.items())[: ANNOUNCEMENT.max_rtts]
             ],
             relay=self.relay.to_wire() if self.relay is not None else None,
             next_span=wire.Span(start=self.next_span.start, end=self.next_span.end) if self.next_span else None,
-            network_us=min(round(self.network_seconds * 1e6), _MAX_STEP_US),
-            load_ms=min(round(self.load_seconds * 1e3), _MAX_LOAD_MS),
+            network_us=min(round(self.network_seconds * 1e6), ANNOUNCEMENT.max_step_us),
+            load_ms=min(round(self.load_seconds * 1e3), ANNOUNCEMENT.max_load_ms),
             pledge=pledge_to_wire(self.pledge) if self.pledge is not None else None,
             credits_of=[peer_id_to_bytes(peer) for peer in self.credits_of],
         )
@@ -182,7 +195,7 @@ def sign_announcement(identity: Identity, announcement: Announcement) -> SignedA
         raise ValueError("a node announces itself only")
     data = announcement.to_wire().SerializeToString()
     signature = identity.sign(DOMAIN, data)
-    if len(data) + len(signature) + 16 > MAX_BYTES:
+    if len(data) + len(signature) + 16 > ANNOUNCEMENT.max_bytes:
         raise ValueError(f"an announcement of {len(data)} bytes is too long")
     return SignedAnnouncement(_content(wire.Announcement.FromString(data)), data, signature)
 
@@ -200,13 +213,13 @@ def freshened(announcement: Announcement, *, now: float, lifetime: float, after:
 def open_signed(message: wire.SignedAnnouncement, *, now: float) -> SignedAnnouncement:
     """Checks a signed announcement that came from anywhere; `now` in seconds since 1970.
 
-    Clocks may differ by `CLOCK_TOLERANCE`: an announcement may come from that far in the future, and counts
-    until `counts_until`.
+    Clocks may differ by `ANNOUNCEMENT.clock_tolerance`: an announcement may come from that far in the future, and
+    counts until `counts_until`.
 
     Raises:
         BadAnnouncement: with the reason.
     """
-    if len(message.announcement) + len(message.signature) > MAX_BYTES:
+    if len(message.announcement) + len(message.signature) > ANNOUNCEMENT.max_bytes:
         raise BadAnnouncement("too long")
     try:
         inner = wire.Announcement.FromString(message.announcement)
@@ -223,7 +236,7 @@ def check_times(content: Announcement, now: float) -> None:
     """Raises BadAnnouncement if it has expired or claims a time far from `now` (seconds since 1970)."""
     if is_expired(content, now):
         raise BadAnnouncement("expired")
-    if content.expires > now + MAX_LIFETIME + CLOCK_TOLERANCE:
+    if content.expires > now + ANNOUNCEMENT.max_lifetime + ANNOUNCEMENT.clock_tolerance:
         raise BadAnnouncement("expires too far ahead")
     if is_ahead(content.sequence, now):
         raise BadAnnouncement("made in the future")
@@ -231,7 +244,7 @@ def check_times(content: Announcement, now: float) -> None:
 
 def is_ahead(sequence: int, now: float) -> bool:
     """Whether a sequence number is of a clock that is ahead of this one by more than clocks may differ."""
-    return sequence > (now + CLOCK_TOLERANCE) * 1e9
+    return sequence > (now + ANNOUNCEMENT.clock_tolerance) * 1e9
 
 
 def counts_until(content: Announcement) -> float:
@@ -240,7 +253,7 @@ def counts_until(content: Announcement) -> float:
     The tolerance is a third of its lifetime at most, so that short-lived ones vanish in time, too.
     """
     lifetime = max(content.expires - content.sequence / 1e9, 0.0)
-    return content.expires + min(CLOCK_TOLERANCE, lifetime / 3)
+    return content.expires + min(ANNOUNCEMENT.clock_tolerance, lifetime / 3)
 
 
 def is_expired(content: Announcement, now: float) -> bool:
@@ -261,7 +274,7 @@ def open_announcement(data: bytes, *, now: float) -> SignedAnnouncement:
     Raises:
         BadAnnouncement: with the reason.
     """
-    if len(data) > MAX_BYTES:
+    if len(data) > ANNOUNCEMENT.max_bytes:
         raise BadAnnouncement("too long")
     try:
         message = wire.SignedAnnouncement.FromString(data)
@@ -283,19 +296,19 @@ def _check_message(message: wire.Announcement) -> None:
     )
     checks = {
         "the model version": len(message.model_version) == 32,
-        "the number of blocks": 0 < message.num_blocks <= MAX_BLOCKS,
+        "the number of blocks": 0 < message.num_blocks <= ANNOUNCEMENT.max_blocks,
         "the span": message.span.start < message.span.end <= message.num_blocks,
         "the next span": not message.HasField("next_span")
         or message.next_span.start < message.next_span.end <= message.num_blocks,
         "the state": message.state in _STATES,
-        "the step time": max(message.step_us, message.network_us) <= _MAX_STEP_US,
-        "the loading time": message.load_ms <= _MAX_LOAD_MS,
-        "the number of addresses": len(message.addrs) <= MAX_ADDRS,
-        "an address": all(len(addr) <= MAX_TEXT for addr in message.addrs),
-        "the number of round trip times": len(message.rtts) <= _MAX_RTTS,
-        "the number of validators": len(message.credits_of) <= MAX_ISSUERS,
-        "the number of adapters": len(message.adapters) <= _MAX_ADAPTERS,
-        "a text": all(len(text) <= MAX_TEXT and text.isprintable() for text in texts),
+        "the step time": max(message.step_us, message.network_us) <= ANNOUNCEMENT.max_step_us,
+        "the loading time": message.load_ms <= ANNOUNCEMENT.max_load_ms,
+        "the number of addresses": len(message.addrs) <= ANNOUNCEMENT.max_addrs,
+        "an address": all(len(addr) <= ANNOUNCEMENT.max_text for addr in message.addrs),
+        "the number of round trip times": len(message.rtts) <= ANNOUNCEMENT.max_rtts,
+        "the number of validators": len(message.credits_of) <= ANNOUNCEMENT.max_issuers,
+        "the number of adapters": len(message.adapters) <= ANNOUNCEMENT.max_adapters,
+        "a text": all(len(text) <= ANNOUNCEMENT.max_text and text.isprintable() for text in texts),
         "the free cache": message.cache_tokens_free <= message.cache_tokens,
     }
     for what, fits in checks.items():

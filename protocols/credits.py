@@ -12,6 +12,7 @@ be sent again: it is cleared once.
 from __future__ import annotations
 
 from collections.abc import Awaitable
+from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
 
 from ..crypto.credits import Clearing, Credit, CreditQuery, DepositOrder, Transfer, is_voucher
@@ -19,14 +20,21 @@ from . import wire_pb2 as wire
 from .framing import MessageStream, PeerError, ProtocolError
 from .inference import Refusal, bad_request, from_wire, to_wire
 
-HONOURED_MS: Final = 10 * 60_000
-"""How long after it was cleared a server takes a payment."""
-SKEW_MS: Final = 120_000
-"""How far the clocks of two nodes may be apart."""
-MAX_HEADER: Final = 4096
-MAX_ORDERS: Final = 64
-"""On one stream."""
 
+@dataclass(frozen=True)
+class CreditsLimits:
+    """How long what is signed about points counts, and how much of it is in a message."""
+
+    honoured_ms: int = 10 * 60_000
+    """How long after it was cleared a server takes a payment."""
+    skew_ms: int = 120_000
+    """How far the clocks of two nodes may be apart."""
+    max_header: int = 4096
+    max_orders: int = 64
+    """On one stream."""
+
+
+CREDITS_LIMITS: Final = CreditsLimits()
 CreditsStream: TypeAlias = MessageStream[wire.CreditsFrame]
 Order: TypeAlias = CreditQuery | Transfer | DepositOrder
 
@@ -52,7 +60,7 @@ async def serve_credits(stream: CreditsStream, issuer: Issuer, *, timeout: float
     Raises:
         PeerError: the peer is gone, or sent what is no message.
     """
-    for _ in range(MAX_ORDERS):
+    for _ in range(CREDITS_LIMITS.max_orders):
         frame, _ = await stream.receive(timeout=timeout)
         try:
             answer = await _answer(_order(frame), issuer)

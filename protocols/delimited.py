@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from typing import Final, TypeVar, cast
@@ -19,10 +20,23 @@ from google.protobuf.message import DecodeError, Message
 from .framing import ProtocolError, RawStream, StreamClosed, StreamTimeout, varint
 
 MAX_MESSAGE: Final = 4096  # bytes, as the standards say; those of identify are longer
-_MAX_VARINT: Final = 3  # bytes
-MAX_FIELDS: Final = 2048
-"""Of a message, and of those within it."""
 
+
+@dataclass(frozen=True)
+class DelimitedLimits:
+    """What a message of libp2p may have, looked at before it is parsed."""
+
+    max_varint: int = 3  # bytes
+    max_fields: int = 2048
+    """Of a message, and of those within it."""
+    slice: int = 256 << 10
+    """Bytes that protobuf reads in one go."""
+    max_field: int = 1 << 20
+    """Bytes of a field that is a message."""
+    longest_varint: int = 10
+
+
+DELIMITED: Final = DelimitedLimits()
 M = TypeVar("M", bound=Message)
 
 
@@ -63,7 +77,7 @@ class DelimitedStream:
         """
         data = await self.receive_bytes(timeout=timeout)
         try:
-            return parse_message(kind, data, most=MAX_FIELDS)
+            return parse_message(kind, data, most=DELIMITED.max_fields)
         except DecodeError as error:
             raise await self._violation(f"what is no {kind.DESCRIPTOR.name}") from error
 
@@ -82,7 +96,7 @@ class DelimitedStream:
     async def receive_size(self) -> int:
         """The bytes of the next message, however long it takes to begin. Raises as `receive` does."""
         size = 0
-        for turn in range(_MAX_VARINT):
+        for turn in range(DELIMITED.max_varint):
             (byte,) = await self._read_exactly(1, may_end=turn == 0)
             size |= (byte & 0x7F) << (7 * turn)
             if byte < 0x80:
@@ -126,12 +140,7 @@ class DelimitedStream:
 # A repeated message that is empty takes two bytes on the wire and 90 in memory, and protobuf keeps the interpreter for
 # all of a message: 8 MiB of empty receipts took 0.6 s and 700 MiB.
 
-_SLICE: Final = 256 << 10
-"""Bytes that protobuf reads in one go."""
-_MAX_FIELD: Final = 1 << 20
-"""Bytes of a field that is a message."""
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-_LONGEST_VARINT: Final = 10
 _GROWING: Final = (FieldDescriptor.TYPE_MESSAGE, FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 
 
@@ -147,9 +156,9 @@ def parse_message(kind: type[M], data: bytes, *, most: int) -> M:
     within = _message_fields(descriptor)
     cuts = [0]
     for number, start, end in _fields(data, 0, len(data)):
-        if number in within and end - start > _MAX_FIELD:
+        if number in within and end - start > DELIMITED.max_field:
             raise DecodeError(f"a field of {end - start:,} bytes is too long")
-        if end - cuts[-1] >= _SLICE:
+        if end - cuts[-1] >= DELIMITED.slice:
             cuts.append(end)
     message = kind()
     for start, end in pairwise([*cuts, len(data)]):
@@ -209,7 +218,7 @@ def _fields(data: bytes, start: int, stop: int) -> Iterator[tuple[int, int, int]
 def _varint(data: bytes, start: int, stop: int) -> tuple[int, int]:
     """The number, and where it ends."""
     found = 0
-    for place in range(start, min(stop, start + _LONGEST_VARINT)):
+    for place in range(start, min(stop, start + DELIMITED.longest_varint)):
         found |= (data[place] & 0x7F) << 7 * (place - start)
         if data[place] < 0x80:
             return found, place + 1

@@ -23,22 +23,30 @@ from . import wire_pb2 as wire
 from .announcement import BadAnnouncement, RelayOffer, SignedAnnouncement, open_signed
 from .framing import MessageStream, ProtocolError
 
-MAX_PAGE: Final = 512 * 1024  # bytes of records in one reply
-MAX_HEADER: Final = MAX_PAGE + 64 * 1024
-MAX_PAGES: Final = 32  # that one asks of one peer
-MAX_PING: Final = 64  # bytes
-MANIFEST_MAX_HEADER: Final = 1024 * 1024  # bytes: 4096 blocks take 140 KB, and the configuration a few
-TRANSFER_BYTES: Final = 256 * 1024
-"""Bytes each way, at most."""
-TRANSFER_ROUNDS: Final = 3
-"""Of one stream, at most."""
-_MAX_TEXT: Final = 256  # characters
 
-LARGE: Final = 1024
-"""Bytes: most announcements have fewer."""
-_PINGS: Final = 4  # of a measurement of a round trip
-_FAR: Final = 0.02  # seconds of a round trip in which the few milliseconds that opening a stream takes are lost
-_AGREE: Final = 1.5  # times one round trip that another one of the same way takes at most, if nothing held it up
+@dataclass(frozen=True)
+class DirectoryLimits:
+    """The sizes of messages of a directory, of manifests and transfers, and how round trips are measured."""
+
+    max_page: int = 512 * 1024  # bytes of records in one reply
+    max_pages: int = 32  # that one asks of one peer
+    max_ping: int = 64  # bytes
+    manifest_max_header: int = 1024 * 1024  # bytes: 4096 blocks take 140 KB, and the configuration a few
+    transfer_bytes: int = 256 * 1024
+    """Bytes each way, at most."""
+    transfer_rounds: int = 3
+    """Of one stream, at most."""
+    max_text: int = 256  # characters
+    large: int = 1024
+    """Bytes: most announcements have fewer."""
+    pings: int = 4  # of a measurement of a round trip
+    far: float = 0.02  # seconds of a round trip in which the few milliseconds that opening a stream takes are lost
+    agree: float = 1.5  # times one round trip that another one of the same way takes at most, if nothing held it up
+
+
+DIRECTORY_LIMITS: Final = DirectoryLimits()
+MAX_HEADER: Final = DIRECTORY_LIMITS.max_page + 64 * 1024
+
 
 DirectoryStream = MessageStream[wire.DirectoryFrame]
 TransferStream = MessageStream[wire.TransferFrame]
@@ -65,7 +73,7 @@ class NodeInfo:
         info = wire.NodeInfo(
             role=self.role,
             software_version=self.software_version,
-            reachability=self.reachability[:_MAX_TEXT],
+            reachability=self.reachability[: DIRECTORY_LIMITS.max_text],
             relay=self.relay.to_wire() if self.relay is not None else None,
             circuits=self.circuits,
             relayed_bytes=self.relayed_bytes,
@@ -87,7 +95,7 @@ class NodeInfo:
 
 
 def _readable(text: str) -> str:
-    return "".join(char for char in text[:_MAX_TEXT] if char.isprintable())
+    return "".join(char for char in text[: DIRECTORY_LIMITS.max_text] if char.isprintable())
 
 
 def size_in_page(record: SignedAnnouncement) -> int:
@@ -103,7 +111,7 @@ def records_page(records: Iterable[SignedAnnouncement], *, after: bytes = b"", l
         if record.key <= after:
             continue
         size += size_in_page(record)
-        if size > MAX_PAGE or (limit and len(page.records) >= limit):
+        if size > DIRECTORY_LIMITS.max_page or (limit and len(page.records) >= limit):
             page.truncated = True
             break
         page.records.append(record.to_wire())
@@ -144,7 +152,7 @@ async def ask_page(stream: DirectoryStream, query: wire.DirectoryQuery, *, timeo
         PeerError: no answer within `timeout` seconds, or none that fits.
     """
     if query.max_bytes:  # more than that, and what the asked peer announces itself, only of who does not know the field
-        stream.max_header = query.max_bytes + query.limit * LARGE
+        stream.max_header = query.max_bytes + query.limit * DIRECTORY_LIMITS.large
     await stream.send(wire.DirectoryFrame(query=query), timeout=timeout)
     reply, _payloads = await stream.receive(timeout=timeout)
     if reply.WhichOneof("body") != "records":
@@ -179,7 +187,7 @@ async def measure_round_trip(stream: DirectoryStream, *, timeout: float) -> floa
         PeerError: no answer within `timeout` seconds, or none that fits.
     """
     best = float("inf")
-    for turn in range(_PINGS):
+    for turn in range(DIRECTORY_LIMITS.pings):
         frame = wire.DirectoryFrame(ping=wire.Ping(payload=turn.to_bytes(1, "big")))
         start = time.perf_counter()
         await stream.send(frame, timeout=timeout)
@@ -188,9 +196,13 @@ async def measure_round_trip(stream: DirectoryStream, *, timeout: float) -> floa
         if reply != frame:
             raise ProtocolError(f"{stream.peer_id} answered another ping", stream.peer_id)
         before = best
-        if turn > 0 or elapsed > _FAR:  # the first one waits for the stream to be opened, too
+        if turn > 0 or elapsed > DIRECTORY_LIMITS.far:  # the first one waits for the stream to be opened, too
             best = min(best, elapsed)
-        if best > _FAR and before < _AGREE * elapsed and elapsed < _AGREE * before:
+        if (
+            best > DIRECTORY_LIMITS.far
+            and before < DIRECTORY_LIMITS.agree * elapsed
+            and elapsed < DIRECTORY_LIMITS.agree * before
+        ):
             break  # a machine that was busy for a moment looks far away, but not as far again
     return best
 
@@ -241,17 +253,20 @@ async def answer_transfer(
     *,
     timeout: float,
 ) -> None:
-    """Sends as many bytes as asked for, `TRANSFER_ROUNDS` times at most. Raises PeerError if the peer is gone.
+    """Sends as many bytes as asked for, `DIRECTORY_LIMITS.transfer_rounds` times at most. Raises PeerError if the
+    peer is gone.
 
     Takes a `turn` for each round, and not before the peer has asked.
     """
-    for _ in range(TRANSFER_ROUNDS):
+    for _ in range(DIRECTORY_LIMITS.transfer_rounds):
         await stream.wait_begun(timeout=timeout)
         async with turn(stream.peer_id):
             frame, _payloads = await stream.receive(timeout=timeout)
-            stream.widen(2 * TRANSFER_BYTES)  # or the line would wait for the window, and that be measured
+            stream.widen(
+                2 * DIRECTORY_LIMITS.transfer_bytes
+            )  # or the line would wait for the window, and that be measured
             wanted = frame.wanted
-            if wanted > TRANSFER_BYTES:
+            if wanted > DIRECTORY_LIMITS.transfer_bytes:
                 raise ProtocolError(f"{stream.peer_id} wants {wanted} bytes at once", stream.peer_id)
             reply = wire.TransferFrame(tensors=[wire.Tensor(nbytes=wanted)])
             await stream.send(reply, [bytes(wanted)], timeout=timeout)
@@ -265,8 +280,8 @@ async def measure_transfer(stream: TransferStream, *, timeout: float) -> float:
     """
     empty = await _exchange(stream, 1, timeout)
     empty = min(empty, await _exchange(stream, 1, timeout))
-    full = await _exchange(stream, TRANSFER_BYTES, timeout)
-    return max(full - empty, 1e-9) / TRANSFER_BYTES
+    full = await _exchange(stream, DIRECTORY_LIMITS.transfer_bytes, timeout)
+    return max(full - empty, 1e-9) / DIRECTORY_LIMITS.transfer_bytes
 
 
 async def _exchange(stream: TransferStream, size: int, timeout: float) -> float:

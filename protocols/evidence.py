@@ -5,6 +5,7 @@ A bundle's bytes travel in pieces, so that nobody reads more than a piece of wha
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import trio
@@ -14,15 +15,22 @@ from .framing import MessageStream, ProtocolError, StreamTimeout
 from .inference import Refusal, bad_request
 
 PIECE_BYTES: Final = 1 << 20
-MAX_OFFER: Final = 256
-"""Receipts that a client offers at once."""
-MAX_HEADER: Final = 256 * 1024
-MAX_SHARED: Final = 64 << 20
-"""Bytes of a bundle that is sent from node to node; larger ones have to be handed over as files."""
 
-MIN_RATE: Final = 128 << 10
-"""Bytes a second at which a bundle has to come, from its first piece on."""
 
+@dataclass(frozen=True)
+class EvidenceSizes:
+    """The sizes of messages about evidence and receipts."""
+
+    max_offer: int = 256
+    """Receipts that a client offers at once."""
+    max_header: int = 256 * 1024
+    max_shared: int = 64 << 20
+    """Bytes of a bundle that is sent from node to node; larger ones have to be handed over as files."""
+    min_rate: int = 128 << 10
+    """Bytes a second at which a bundle has to come, from its first piece on."""
+
+
+EVIDENCE_SIZES: Final = EvidenceSizes()
 EvidenceStream = MessageStream[wire.EvidenceFrame]
 
 
@@ -43,8 +51,9 @@ async def send_bundle(stream: EvidenceStream, data: bytes, *, timeout: float) ->
 async def receive_bundle(stream: EvidenceStream, *, limit: int, timeout: float) -> bytes:
     """The bytes of a bundle that was asked for, of at most `limit` bytes.
 
-    The sender may fall `timeout` seconds behind `MIN_RATE`, and no more at any time: so the whole takes at most
-    `timeout` + `limit` / `MIN_RATE` seconds after the announcement of its size, which has `timeout` seconds.
+    The sender may fall `timeout` seconds behind `EVIDENCE_SIZES.min_rate`, and no more at any time: so the whole
+    takes at most `timeout` + `limit` / `EVIDENCE_SIZES.min_rate` seconds after the announcement of its size, which
+    has `timeout` seconds.
 
     Raises:
         PeerError: as `MessageStream.receive`, it comes too slowly, or something else came.
@@ -59,11 +68,12 @@ async def receive_bundle(stream: EvidenceStream, *, limit: int, timeout: float) 
     data = bytearray()
     begun = trio.current_time()
     while len(data) < size:
-        with trio.move_on_at(begun + timeout + len(data) / MIN_RATE) as patience:
+        with trio.move_on_at(begun + timeout + len(data) / EVIDENCE_SIZES.min_rate) as patience:
             frame, payloads = await stream.receive(timeout=None)
         if patience.cancelled_caught:
             raise StreamTimeout(
-                f"{stream.peer_id} sends a bundle more slowly than {MIN_RATE >> 10} KiB a second", stream.peer_id
+                f"{stream.peer_id} sends a bundle more slowly than {EVIDENCE_SIZES.min_rate >> 10} KiB a second",
+                stream.peer_id,
             )
         if frame.WhichOneof("body") != "piece" or len(payloads) != 1 or not payloads[0]:
             raise ProtocolError(f"{stream.peer_id} ended a bundle before its end", stream.peer_id)

@@ -26,15 +26,24 @@ from .delimited import DelimitedStream
 from .framing import ProtocolError
 
 IDENTIFY: Final = "/ipfs/id/1.0.0"
-IDENTIFY_MAX_MESSAGE: Final = 64 * 1024  # bytes
-_MAX_LISTED: Final = 64
+
+
+@dataclass(frozen=True)
+class TraversalLimits:
+    """What messages of identify, AutoNAT and hole punching may have."""
+
+    identify_max_message: int = 64 * 1024  # bytes
+    max_listed: int = 64
+    autonat_max_message: int = 8 * 1024  # bytes
+    autonat_max_addrs: int = 16  # in one request
+    max_text: int = 200  # characters
+    max_addr: int = 512  # bytes
+    punch_max_addrs: int = 8
+
+
+TRAVERSAL: Final = TraversalLimits()
 AUTONAT: Final = "/libp2p/autonat/1.0.0"
-AUTONAT_MAX_MESSAGE: Final = 8 * 1024  # bytes
-_AUTONAT_MAX_ADDRS: Final = 16  # in one request
-_MAX_TEXT: Final = 200  # characters
-_MAX_ADDR: Final = 512  # bytes
 PUNCH: Final = "/libp2p/dcutr"
-_PUNCH_MAX_ADDRS: Final = 8
 
 
 # --- identify
@@ -59,8 +68,8 @@ async def ask_identify(stream: DelimitedStream, *, timeout: float) -> Identified
     observed = readable_addrs([message.observed_addr]) if message.observed_addr else ()
     return Identified(
         observed=observed[0] if observed else None,
-        addrs=readable_addrs(message.listen_addrs[:_MAX_LISTED]),
-        protocols=tuple(map(_text, message.protocols[:_MAX_LISTED])),
+        addrs=readable_addrs(message.listen_addrs[: TRAVERSAL.max_listed]),
+        protocols=tuple(map(_text, message.protocols[: TRAVERSAL.max_listed])),
     )
 
 
@@ -99,7 +108,8 @@ async def ask_dial_back(
     """
     dial = standard.AutoNat.Dial(
         peer=standard.AutoNat.PeerInfo(
-            id=peer_id_to_bytes(own_peer_id), addrs=[Multiaddr(addr).to_bytes() for addr in addrs[:_AUTONAT_MAX_ADDRS]]
+            id=peer_id_to_bytes(own_peer_id),
+            addrs=[Multiaddr(addr).to_bytes() for addr in addrs[: TRAVERSAL.autonat_max_addrs]],
         )
     )
     await stream.send(standard.AutoNat(type=standard.AutoNat.DIAL, dial=dial), timeout=timeout)
@@ -108,7 +118,7 @@ async def ask_dial_back(
     if message.type != standard.AutoNat.DIAL_RESPONSE or not response.HasField("status"):
         return DialAnswer(DialStatus.INTERNAL_ERROR, "the answer says nothing")
     reached = readable_addrs([response.addr]) if response.addr else ()
-    text = "".join(char for char in _text(response.status_text)[:_MAX_TEXT] if char.isprintable())
+    text = "".join(char for char in _text(response.status_text)[: TRAVERSAL.max_text] if char.isprintable())
     return DialAnswer(DialStatus(response.status), text, reached[0] if reached else None)
 
 
@@ -126,9 +136,9 @@ async def answer_dial_back(stream: DelimitedStream, decide: Decide, *, timeout: 
         except ValueError:
             pass
         else:
-            answer = await decide(peer_id, readable_addrs(request.dial.peer.addrs[:_AUTONAT_MAX_ADDRS]))
+            answer = await decide(peer_id, readable_addrs(request.dial.peer.addrs[: TRAVERSAL.autonat_max_addrs]))
     response = standard.AutoNat.DialResponse(
-        status=standard.AutoNat.ResponseStatus.ValueType(answer.status), status_text=answer.text[:_MAX_TEXT]
+        status=standard.AutoNat.ResponseStatus.ValueType(answer.status), status_text=answer.text[: TRAVERSAL.max_text]
     )
     if answer.addr is not None:
         response.addr = Multiaddr(answer.addr).to_bytes()
@@ -145,7 +155,7 @@ def read_addr(data: bytes) -> Multiaddr | None:
     """The multiaddr in a stranger's bytes, at which the library does not look before it is used.
 
     None if a part of it cannot be read, or it is longer than anybody's."""
-    if len(data) > _MAX_ADDR:  # base58 takes quadratic time
+    if len(data) > TRAVERSAL.max_addr:  # base58 takes quadratic time
         return None
     try:
         addr = Multiaddr(str(Multiaddr(data)))
@@ -201,7 +211,7 @@ async def exchange_second(stream: DelimitedStream, addrs: Sequence[str], *, time
 
 
 def _connect(addrs: Sequence[str]) -> standard.HolePunch:
-    observed = [Multiaddr(addr).to_bytes() for addr in addrs[:_PUNCH_MAX_ADDRS]]
+    observed = [Multiaddr(addr).to_bytes() for addr in addrs[: TRAVERSAL.punch_max_addrs]]
     return standard.HolePunch(type=standard.HolePunch.CONNECT, observed_addrs=observed)
 
 
@@ -209,4 +219,4 @@ async def _receive_connect(stream: DelimitedStream, timeout: float) -> tuple[str
     message = await stream.receive(standard.HolePunch, timeout=timeout)
     if message.type != standard.HolePunch.CONNECT or not message.HasField("type"):
         raise ProtocolError(f"{stream.peer_id} sent no addresses to dial", stream.peer_id)
-    return readable_addrs(message.observed_addrs[:_PUNCH_MAX_ADDRS])
+    return readable_addrs(message.observed_addrs[: TRAVERSAL.punch_max_addrs])

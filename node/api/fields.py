@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from ...crypto.bounded_json import BadJson, JsonLimits, parse_json, parse_json_object
 from .errors import ApiError
 
-BODY_BYTES: Final = 1 << 20
-"""Of a request, unless `petalnode api --max-body` allows more."""
-_MAX_DEPTH: Final = 64
-_BYTES_PER_VALUE: Final = 8
-"""What a long body has to have for each value: 131,072 values of 1 MiB are parsed in 50 ms, whatever they are."""
-_SHOWN: Final = 40
-"""Characters of a number that cannot be used."""
+
+@dataclass(frozen=True)
+class BodyLimits:
+    """What a JSON body may have before it is parsed."""
+
+    max_bytes: int = 1 << 20
+    """Of a request, unless `petalnode api --max-body` allows more."""
+    max_depth: int = 64
+    bytes_per_value: int = 8
+    """What a long body has to have for each value: 131,072 values of 1 MiB are parsed in 50 ms, whatever they are."""
+    shown: int = 40
+    """Characters of a number that cannot be used."""
 
 
-def json_limits(size: int = BODY_BYTES) -> JsonLimits:
+BODY: Final = BodyLimits()
+
+
+def json_limits(size: int = BODY.max_bytes) -> JsonLimits:
     """Of a request's body of so many bytes at most."""
-    return JsonLimits(size, max(size // _BYTES_PER_VALUE, 4096), _MAX_DEPTH)
+    return JsonLimits(size, max(size // BODY.bytes_per_value, 4096), BODY.max_depth)
 
 
-def parse_object(body: bytes, size: int = BODY_BYTES) -> Fields:
+def parse_object(body: bytes, size: int = BODY.max_bytes) -> Fields:
     """
     Args:
         size: that a body may have.
@@ -72,7 +81,7 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.wrong(name, "a number is expected")
         if not low <= value <= high:  # which is false of NaN, and exact for integers that no float holds
-            raise self.wrong(name, f"{str(value)[:_SHOWN]} is out of range: from {low:g} to {high:g}")
+            raise self.wrong(name, f"{str(value)[: BODY.shown]} is out of range: from {low:g} to {high:g}")
         return float(value)
 
     def integer(self, name: str, low: int, high: int) -> int | None:
@@ -82,7 +91,7 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.wrong(name, "an integer is expected")
         if not low <= value <= high:
-            raise self.wrong(name, f"{str(value)[:_SHOWN]} is out of range: from {low} to {high}")
+            raise self.wrong(name, f"{str(value)[: BODY.shown]} is out of range: from {low} to {high}")
         return value
 
     def flag(self, name: str) -> bool:

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any, Final
 
 from .engine.requests import Grammar, SessionOptions
 from .fields import Fields, parse_text
 
-MAX_STOPS: Final = 16
-MAX_STOP_CHARACTERS: Final = 256
-MAX_MESSAGES: Final = 4096
-MAX_GRAMMAR_CHARACTERS: Final = 100_000
-MAX_TOOLS: Final = 128
-MAX_METADATA: Final = 16
-MAX_TRUSTED: Final = 64
-MAX_CHAINS: Final = 4
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """What one request may have."""
+
+    max_stops: int = 16
+    max_stop_characters: int = 256
+    max_messages: int = 4096
+    max_grammar_characters: int = 100_000
+    max_tools: int = 128
+    max_metadata: int = 16
+    max_trusted: int = 64
+    max_chains: int = 4
+    largest: int = 1 << 31
+
+
+REQUEST_LIMITS: Final = RequestLimits()
 OPTIONS: Final = ("trusted_servers", "trusted_blocks", "compare_chains", "adapter", "draft")
-LARGEST: Final = 1 << 31
 JSON_OBJECT: Final = Grammar("json_object", json.dumps({"type": "object"}))
 
 
@@ -35,9 +44,9 @@ def session_options(fields: Fields) -> SessionOptions:
         if name not in OPTIONS:
             raise given.wrong(name[:100], f"known are {', '.join(OPTIONS)}", "unsupported_parameter")
     return SessionOptions(
-        frozenset(given.texts("trusted_servers", MAX_TRUSTED)),
-        given.integer("trusted_blocks", 1, LARGEST),
-        given.integer("compare_chains", 1, MAX_CHAINS) or 1,
+        frozenset(given.texts("trusted_servers", REQUEST_LIMITS.max_trusted)),
+        given.integer("trusted_blocks", 1, REQUEST_LIMITS.largest),
+        given.integer("compare_chains", 1, REQUEST_LIMITS.max_chains) or 1,
         given.text("adapter", ""),
         _drafts(given),
     )
@@ -57,8 +66,8 @@ def schema_grammar(schema: Fields) -> Grammar:
 
 def bounded(fields: Fields, grammar: Grammar, name: str = "response_format") -> Grammar:
     """`grammar`, which the field `name` has given. Raises ApiError if it is too long."""
-    if len(grammar.text) > MAX_GRAMMAR_CHARACTERS:
-        raise fields.wrong(name, f"it has more than {MAX_GRAMMAR_CHARACTERS} characters")
+    if len(grammar.text) > REQUEST_LIMITS.max_grammar_characters:
+        raise fields.wrong(name, f"it has more than {REQUEST_LIMITS.max_grammar_characters} characters")
     return grammar
 
 
@@ -68,7 +77,7 @@ def content_text(message: Fields, name: str, kinds: Collection[str]) -> str | No
     if content is None or isinstance(content, str):
         return content
     texts = []
-    for part in message.objects(name, MAX_MESSAGES):
+    for part in message.objects(name, REQUEST_LIMITS.max_messages):
         kind = part.text("type")
         if kind not in (*kinds, "refusal"):
             raise part.wrong("type", "there is only text here", "unsupported_content")
@@ -110,9 +119,9 @@ def known_tool(fields: Fields, tools: tuple[dict[str, Any], ...], name: str) -> 
 
 def stop_strings(fields: Fields, name: str) -> tuple[str, ...]:
     """A text, or some. Raises ApiError."""
-    stop = fields.texts(name, MAX_STOPS)
-    if any(not 0 < len(text) <= MAX_STOP_CHARACTERS for text in stop):
-        raise fields.wrong(name, f"each has to have 1 to {MAX_STOP_CHARACTERS} characters")
+    stop = fields.texts(name, REQUEST_LIMITS.max_stops)
+    if any(not 0 < len(text) <= REQUEST_LIMITS.max_stop_characters for text in stop):
+        raise fields.wrong(name, f"each has to have 1 to {REQUEST_LIMITS.max_stop_characters} characters")
     return stop
 
 
@@ -129,8 +138,8 @@ def metadata(fields: Fields) -> dict[str, str]:
     given = fields.object("metadata")
     if given is None:
         return {}
-    if len(given.data) > MAX_METADATA or any(len(name) > 64 for name in given.data):
-        raise fields.wrong("metadata", f"{MAX_METADATA} entries with names of 64 characters at most")
+    if len(given.data) > REQUEST_LIMITS.max_metadata or any(len(name) > 64 for name in given.data):
+        raise fields.wrong("metadata", f"{REQUEST_LIMITS.max_metadata} entries with names of 64 characters at most")
     found = {name: given.text(name) for name in given.data}
     if any(len(value) > 512 for value in found.values()):
         raise fields.wrong("metadata", "values have 512 characters at most")

@@ -30,11 +30,20 @@ from .output import Output
 Wish = Literal["pause", "resume"]
 USUAL_SHARE: Final = "50%"
 _OWNER: Final = "its owner has paused it"
-_LOOK: Final = 1.0
-_MOST_BYTES: Final = 4096
-_PATIENCE: Final = 30.0
-"""Seconds for a server to hear what is asked; it looks once a second, unless the machine is very busy."""
-_ANSWER_LOOK: Final = 0.1
+
+
+@dataclass(frozen=True)
+class ControlTimes:
+    """How wishes for a server are left and read."""
+
+    look: float = 1.0
+    most_bytes: int = 4096
+    patience: float = 30.0
+    """Seconds for a server to hear what is asked; it looks once a second, unless the machine is very busy."""
+    answer_look: float = 0.1
+
+
+CONTROL: Final = ControlTimes()
 _SIGNALS: Final[dict[str, Wish]] = {"SIGUSR1": "pause", "SIGUSR2": "resume"}
 
 
@@ -167,14 +176,14 @@ def _answer(folder: Path, server: RunningServer, name: str) -> RunningServer:
     Raises:
         MachineError: it has ended, or does not answer.
     """
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + CONTROL.patience
     while time.monotonic() < deadline:
         found = next((other for other in running_servers(folder) if other.pid == server.pid), None)
         if found is None:
             raise MachineError(f"the server {server.title} has ended")
         if found.answered == name:
             return found
-        time.sleep(_ANSWER_LOOK)
+        time.sleep(CONTROL.answer_look)
     raise MachineError(f"the server {server.title} (process {server.pid}) does not answer")
 
 
@@ -183,7 +192,7 @@ def _answer(folder: Path, server: RunningServer, name: str) -> RunningServer:
 
 def _read(file: Path) -> bytes:
     with file.open("rb") as stream:
-        return stream.read(_MOST_BYTES)
+        return stream.read(CONTROL.most_bytes)
 
 
 def _write(file: Path, content: object) -> None:
@@ -224,7 +233,7 @@ class Control:
                     written = self._said
                     with suppress(OSError):
                         await trio.to_thread.run_sync(_write, self._file, asdict(written))
-                with trio.move_on_after(_LOOK):
+                with trio.move_on_after(CONTROL.look):
                     await self._changed.wait()
         finally:
             for file in (self._file, self._wish):

@@ -29,12 +29,20 @@ if TYPE_CHECKING:
     from ..swarm.routing import Hop
     from .strangers import StrangerNotice
 
-_LOOK: Final = 0.25
-"""Seconds between two looks at what an answer waits for."""
-_LETTERS_PER_TOKEN: Final = 100
-"""Longer questions never fit, and to count their tokens takes long."""
-_SILENCE: Final = 3.0
-"""Seconds without a word from the servers, after which a person is told."""
+
+@dataclass(frozen=True)
+class DialogueLimits:
+    """How long a line may be, and when a person is told what an answer waits for."""
+
+    look: float = 0.25
+    """Seconds between two looks at what an answer waits for."""
+    letters_per_token: int = 100
+    """Longer questions never fit, and to count their tokens takes long."""
+    silence: float = 3.0
+    """Seconds without a word from the servers, after which a person is told."""
+
+
+DIALOGUE: Final = DialogueLimits()
 _HELP: Final = (
     "/new starts over, /retry asks the last question again, /route shows the servers, /quit (or Ctrl-D) leaves; "
     "Ctrl-C stops an answer."
@@ -147,7 +155,7 @@ class Chatter:
 
     async def answer(self, question: str) -> None:
         """Streams one answer. Ctrl-C stops it; what was said until then counts, and is kept if it fails."""
-        if len(question) > _LETTERS_PER_TOKEN * self.conversation.max_length:
+        if len(question) > DIALOGUE.letters_per_token * self.conversation.max_length:
             raise BadInput(f"the question has {len(question):,} characters, and does not fit into the context")
         asked = self._heard().plus("user", question)
         room = min(self.sampling.max_new_tokens, self.conversation.max_length // 4)
@@ -229,16 +237,16 @@ class Chatter:
     async def _say_what_is_waited_for(self) -> None:
         """Says which server was lost or is silent, how long the answer waits for others, and what would help."""
         told: Trouble | None = None
-        opening = trio.current_time() + _SILENCE
+        opening = trio.current_time() + DIALOGUE.silence
         while True:
-            await trio.sleep(_LOOK)
+            await trio.sleep(DIALOGUE.look)
             trouble, now = self.conversation.trouble, trio.current_time()
             if told is not None and told.lost and trouble is None:
                 seconds = round(now - told.since, 1)
                 fields = {"event": "server-replaced", **_fields(told), "seconds": seconds}
                 self._tell_progress(f"going on after {seconds} s", **fields)
                 told = None
-            if trouble is not None and trouble != told and (trouble.lost or now - trouble.since > _SILENCE):
+            if trouble is not None and trouble != told and (trouble.lost or now - trouble.since > DIALOGUE.silence):
                 told = trouble
                 self._tell_trouble(trouble)
             if not self.conversation.is_open and now > opening:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from typing import Final
 
 import trio
 
@@ -16,10 +17,18 @@ from ..swarm.swarm import Swarm
 from .join import SWARM_KEY_VARIABLE, JoinOptions
 from .output import Output
 
-CLOCK_TOLERANCE = 10.0
-"""Seconds by which readers of announcements let clocks differ."""
-_CLOCKS_ASKED = 5
-_SETTLE_TIME = 5.0  # seconds
+
+@dataclass(frozen=True)
+class ClockCheck:
+    """How the clock of this machine is compared with those of others."""
+
+    clock_tolerance: float = 10.0
+    """Seconds by which readers of announcements let clocks differ."""
+    clocks_asked: int = 5
+    settle_time: float = 5.0  # seconds
+
+
+CLOCKS: Final = ClockCheck()
 _WAYS = {"remembered": "which is remembered from another run", "neighbours": "found on this network"}
 
 
@@ -37,16 +46,16 @@ async def clock_offsets(swarm: Swarm, timeout: float) -> list[float]:
             offsets.append(told - (asked + time.time()) / 2)
 
     async with trio.open_nursery() as nursery:
-        for peer_id in swarm.connected()[:_CLOCKS_ASKED]:
+        for peer_id in swarm.connected()[: CLOCKS.clocks_asked]:
             nursery.start_soon(ask, peer_id)
     return sorted(offsets)
 
 
 async def nobody_serves(swarm: Swarm, what: str, advice: str = "") -> SwarmError:
     """The error where no server is known, which may be because this machine refuses all announcements as too old."""
-    offsets = await clock_offsets(swarm, _SETTLE_TIME)
+    offsets = await clock_offsets(swarm, CLOCKS.settle_time)
     ahead = -offsets[len(offsets) // 2] if offsets else 0.0
-    if abs(ahead) > CLOCK_TOLERANCE:
+    if abs(ahead) > CLOCKS.clock_tolerance:
         how = "ahead of" if ahead > 0 else "behind"
         advice = (
             f": this machine's clock is {abs(ahead):.0f} s {how} that of the peers; set it (timedatectl set-ntp true)"
@@ -86,7 +95,7 @@ async def report_reachability(swarm: Swarm, join: JoinOptions, output: Output, c
     while True:
         if swarm.reachability.kind == "unreachable":
             # A relay reservation or a port mapping may still be under way.
-            with trio.move_on_after(_SETTLE_TIME):
+            with trio.move_on_after(CLOCKS.settle_time):
                 await swarm.wait_reachability_changed()
                 continue
         now = swarm.reachability

@@ -28,16 +28,24 @@ from .join import JoinOptions
 from .node_report import how_joined, how_joined_json, join_by, report_reachability
 from .output import Output, ProgressBars
 
-INTERVAL: Final = 1.0
-WINDOW: Final = 10.0
-"""Seconds over which what is told per second is averaged."""
-_POINTS_INTERVAL: Final = 60.0
-_BAR: Final = 24
-_NARROW: Final = 60
+
+@dataclass(frozen=True)
+class PanelLook:
+    """How often the panel of a server is drawn, and how wide."""
+
+    interval: float = 1.0
+    window: float = 10.0
+    """Seconds over which what is told per second is averaged."""
+    points_interval: float = 60.0
+    bar: int = 24
+    narrow: int = 60
+    digits: int = 16
+    """Of the model version, in the commands that are passed on."""
+
+
+PANEL: Final = PanelLook()
 _STYLES: Final = {"online": "green", "draining": "yellow", "paused": "yellow", "loading": "yellow"}
 
-_DIGITS: Final = 16
-"""Of the model version, in the commands that are passed on."""
 _STATES: Final = {
     "ready": "serving",
     "moved": "serving",
@@ -71,7 +79,7 @@ class Rates:
 
     def note(self, now: float, counts: Counts) -> None:
         self._seen.append((now, counts))
-        while len(self._seen) > 2 and now - self._seen[1][0] >= WINDOW:
+        while len(self._seen) > 2 and now - self._seen[1][0] >= PANEL.window:
             self._seen.popleft()
 
     def per_second(self, of: Callable[[Counts], float]) -> float:
@@ -138,13 +146,13 @@ def panel(state: PanelState, width: int) -> Panel:
 
 
 def _add_bar(table: Table, name: str, text: str, width: int, bar: Text) -> None:
-    table.add_row(name, Text(text) if width < _NARROW else Group(bar, Text(text)))
+    table.add_row(name, Text(text) if width < PANEL.narrow else Group(bar, Text(text)))
 
 
 def _bar(start: int, end: int, of: int) -> Text:
-    first = round(start * _BAR / max(1, of))
-    last = min(_BAR, max(first + (end > start), round(end * _BAR / max(1, of))))
-    return Text.assemble(("·" * first, "dim"), ("█" * (last - first), "green"), ("·" * (_BAR - last), "dim"))
+    first = round(start * PANEL.bar / max(1, of))
+    last = min(PANEL.bar, max(first + (end > start), round(end * PANEL.bar / max(1, of))))
+    return Text.assemble(("·" * first, "dim"), ("█" * (last - first), "green"), ("·" * (PANEL.bar - last), "dim"))
 
 
 class ServerPanel:
@@ -182,7 +190,7 @@ class ServerPanel:
                 if self._wallet is not None:
                     nursery.start_soon(self._keep_points, self._wallet)
                 while True:
-                    await trio.sleep(INTERVAL)
+                    await trio.sleep(PANEL.interval)
                     self._look()
                     if self._live is not None:
                         self._draw(self._live)
@@ -201,7 +209,7 @@ class ServerPanel:
                 credit = await wallet.credit()
                 have = credit.points + credit.deposit
                 self._points = Points(have, have if self._points is None else self._points.at_start)
-            await trio.sleep(_POINTS_INTERVAL)
+            await trio.sleep(PANEL.points_interval)
 
     def _look(self) -> None:
         times, tallies, sockets = self._process.cpu_times(), self._tallies, self._swarm.host.socket_bytes
@@ -328,7 +336,9 @@ def _say_ready(output: Output, join: JoinOptions, fields: dict[str, Any]) -> Non
 
 def _model_to_pass_on(join: JoinOptions, fields: dict[str, Any]) -> str:
     """The model with its version, where strangers could announce another one."""
-    return str(fields["model"]) if join.psk is not None else f"{fields['model']}@{fields['model_version'][:_DIGITS]}"
+    return (
+        str(fields["model"]) if join.psk is not None else f"{fields['model']}@{fields['model_version'][: PANEL.digits]}"
+    )
 
 
 def _say_change(output: Output, event: str, fields: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import torch
 from ...protocols.framing import CODECS, INT8_BLOCK, TensorError
 from ...protocols.tensors import arrives_finite, decode, encode
 from ..errors import BadInput, SwarmError
-from ..verification.judging import BEYOND, token_errors
+from ..verification.judging import JUDGING, token_errors
 from .request import WireTensor
 
 PIPELINE_TOKENS: Final = 512
@@ -65,13 +65,13 @@ def rounding_errors(chunks: Sequence[WireTensor]) -> dict[str, float]:
             continue
         for codec in CODECS:
             if not arrives_finite(_HEADROOM * hidden, codec, hidden.dtype):
-                worst[codec] = BEYOND
+                worst[codec] = JUDGING.beyond
                 continue
             arrived = decode(*encode(hidden, codec))
             usual = _without_largest(hidden)
             errors = token_errors(arrived, hidden), token_errors(arrived * usual, hidden * usual)
             error = max(float(found.max()) for found in errors)
-            worst[codec] = max(worst[codec], error if error == error else BEYOND)
+            worst[codec] = max(worst[codec], error if error == error else JUDGING.beyond)
     return worst
 
 

@@ -25,7 +25,7 @@ from ..swarm.routing import Hop
 from ..swarm.swarm import Swarm
 from ..swarm.trusted_servers import TrustedServers
 from ..trust.bundle import equivocation_bundle
-from ..trust.receipt_log import SHARED_BYTES, ReceiptArchive
+from ..trust.receipt_log import KEPT_RECEIPTS, ReceiptArchive
 from ..verification.tolerances import doubt
 from .batch.batch_client import BatchClient
 from .deadlines import (
@@ -101,7 +101,7 @@ async def open_client(
             reopen_timeout=reopen_timeout,
         )
         if share_receipts:
-            client.receipts = ReceiptArchive(SHARED_BYTES)
+            client.receipts = ReceiptArchive(KEPT_RECEIPTS.shared_bytes)
             nursery.start_soon(_share, swarm, client.receipts, share_receipts, client.trusted.middle(model.num_blocks))
         nursery.start_soon(client.candidates)  # so that the first session finds the round trips measured
         yield client

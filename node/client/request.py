@@ -20,7 +20,7 @@ from ...crypto.pledge import Pledge
 from ...crypto.receipts import NO_RECEIPT, Receipt
 from ...crypto.statement import now_ms
 from ...protocols import wire_pb2 as wire
-from ...protocols.announcement import CLOCK_TOLERANCE, Announcement
+from ...protocols.announcement import ANNOUNCEMENT, Announcement
 from ...protocols.framing import MessageStream, PeerError, ProtocolError
 from ...protocols.ids import PROTOCOL_VERSION, Span
 from ...protocols.inference import (
@@ -125,7 +125,7 @@ def with_refusals(error: NoChainError, refused: Mapping[str, ServerFailed], peer
 def check_time(receipt: Receipt, since_ms: int, now_ms: int) -> str | None:
     """What is wrong with the time of a receipt that was made after `since_ms` (milliseconds since 1970); None if
     nothing is. Clocks may differ by `CLOCK_TOLERANCE`."""
-    tolerance = CLOCK_TOLERANCE * 1000
+    tolerance = ANNOUNCEMENT.clock_tolerance * 1000
     if receipt.time_ms > now_ms + tolerance:
         return f"its receipt is dated {(receipt.time_ms - now_ms) / 1000:.0f} s ahead of this machine's clock"
     if receipt.time_ms < since_ms - tolerance:
@@ -180,7 +180,7 @@ def granted_pledge(
         granted.quantisation,
     ) or not Span(*pledge.span).covers(span):
         raise ValueError("its pledge is for something else than it grants")
-    tolerance = round(CLOCK_TOLERANCE * 1000)
+    tolerance = round(ANNOUNCEMENT.clock_tolerance * 1000)
     if not (pledge.is_in_force(now_ms - tolerance) or pledge.is_in_force(now_ms + tolerance)):
         raise NotInForce("its pledge is not in force by this machine's clock")
     return pledge

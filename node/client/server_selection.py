@@ -33,7 +33,7 @@ from ..swarm.routing import (
     pays_again,
     second_best,
 )
-from ..swarm.sample import SEVERAL, around
+from ..swarm.sample import SAMPLING, around
 from ..swarm.swarm import Swarm
 from ..swarm.trusted_servers import TrustedServers, trusted_servers
 from ..verification.tolerances import doubt
@@ -250,7 +250,7 @@ class ServerSelection:
         await measurement.done.wait()
         measured = [server for server in servers if server.peer_id in self._rtts]
         held = Counter(block for server in measured for block in range(server.span.start, server.span.end))
-        if all(held[block] >= SEVERAL for block in range(self.model.num_blocks)):
+        if all(held[block] >= SAMPLING.several for block in range(self.model.num_blocks)):
             longest = max(self._rtts[server.peer_id][0] for server in measured)
             scope.deadline = min(scope.deadline, trio.current_time() + rtt_patience(longest))
 

@@ -18,15 +18,7 @@ import trio
 
 from ...crypto.receipts import Receipt, countersign
 from ...protocols import wire_pb2 as wire
-from ...protocols.evidence import (
-    MAX_HEADER,
-    MAX_OFFER,
-    MAX_SHARED,
-    PIECE_BYTES,
-    EvidenceStream,
-    check_pick,
-    send_bundle,
-)
+from ...protocols.evidence import EVIDENCE_SIZES, PIECE_BYTES, EvidenceStream, check_pick, send_bundle
 from ...protocols.framing import PeerError
 from ...protocols.ids import RECEIPTS, Span
 from ...protocols.inference import Refusal, receipt_to_wire
@@ -97,7 +89,7 @@ async def _call(swarm: Swarm, archive: ReceiptArchive, auditor: str, seen: set[b
     fresh = [shown for shown in auditable(archive, blocks) if shown.receipt.signature not in seen]
     if not fresh:
         return
-    offered = random.sample(fresh, min(len(fresh), MAX_OFFER))
+    offered = random.sample(fresh, min(len(fresh), EVIDENCE_SIZES.max_offer))
     peer_id, addr = parse_peer(auditor)
     swarm.host.remember(peer_id, [addr])
     try:
@@ -106,7 +98,7 @@ async def _call(swarm: Swarm, archive: ReceiptArchive, auditor: str, seen: set[b
             RECEIPTS,
             wire.EvidenceFrame,
             timeout=OPEN_TIMEOUT,
-            max_header=MAX_HEADER,
+            max_header=EVIDENCE_SIZES.max_header,
             max_payload=PIECE_BYTES,
         ) as stream:
             await _show(swarm, stream, offered)
@@ -147,4 +139,4 @@ def _packed(swarm: Swarm, shown: Shown) -> bytes | None:
         else:
             bundle = session_bundle(swarm.identity, shown.source, shown.index)
     data = bundle.to_bytes() if bundle is not None else b""
-    return data if 0 < len(data) <= MAX_SHARED else None
+    return data if 0 < len(data) <= EVIDENCE_SIZES.max_shared else None

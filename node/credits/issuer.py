@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
 import trio
@@ -12,7 +13,7 @@ import trio
 from ...crypto.canonical import digest
 from ...crypto.credits import Clearing, Credit, CreditQuery, DepositOrder, Transfer
 from ...protocols import wire_pb2 as wire
-from ...protocols.credits import MAX_HEADER, CreditsStream, serve_credits
+from ...protocols.credits import CREDITS_LIMITS, CreditsStream, serve_credits
 from ...protocols.framing import StreamClosed
 from ...protocols.ids import CREDITS
 from ...protocols.inference import Refusal
@@ -26,12 +27,19 @@ from .ledger import Ledger, NotCleared
 
 log = logging.getLogger(__name__)
 
-IDLE_TIMEOUT: Final = 30.0
-MAX_STREAMS: Final = 64
-MAX_PENDING_ORDERS: Final = 64
-"""Orders that wait for the disk."""
-MAX_PENDING_FAULTS: Final = 256
 
+@dataclass(frozen=True)
+class IssuerLimits:
+    """What a validator that keeps accounts takes on at once."""
+
+    idle_timeout: float = 30.0
+    max_streams: int = 64
+    max_pending_orders: int = 64
+    """Orders that wait for the disk."""
+    max_pending_faults: int = 256
+
+
+ISSUER: Final = IssuerLimits()
 T = TypeVar("T")
 
 
@@ -41,10 +49,10 @@ class CreditsService:
     def __init__(self, swarm: Swarm, ledger: Ledger) -> None:
         self._ledger = ledger
         self._swarm = swarm
-        self._places = Places(MAX_STREAMS)
+        self._places = Places(ISSUER.max_streams)
         self._pending = 0
         self._writing = trio.Lock()
-        swarm.set_handler(CREDITS, wire.CreditsFrame, self._serve, max_header=MAX_HEADER, max_payload=0)
+        swarm.set_handler(CREDITS, wire.CreditsFrame, self._serve, max_header=CREDITS_LIMITS.max_header, max_payload=0)
 
     async def credit(self, query: CreditQuery) -> Credit:
         return await self._run(lambda: self._ledger.credit(query))
@@ -59,10 +67,10 @@ class CreditsService:
         with self._places.take(stream.peer_id, self._swarm.host.origin_of(stream.peer_id)) as place:
             if place is not None:
                 with contextlib.suppress(StreamClosed):  # the usual end of a stream
-                    await serve_credits(stream, _Working(self, place), timeout=IDLE_TIMEOUT)
+                    await serve_credits(stream, _Working(self, place), timeout=ISSUER.idle_timeout)
         if place is None or place.scope.cancelled_caught:
             busy = Refusal(wire.ERROR_BUSY, "this validator is asked by too many peers at once: ask again")
-            await stream.send(wire.CreditsFrame(error=busy.to_wire()), timeout=IDLE_TIMEOUT)
+            await stream.send(wire.CreditsFrame(error=busy.to_wire()), timeout=ISSUER.idle_timeout)
 
     async def _run(self, order: Callable[[], T]) -> T:
         """Carries out an order in a worker thread, because it waits for the disk.
@@ -70,7 +78,7 @@ class CreditsService:
         Raises:
             Refusal: with the reason why it was not carried out.
         """
-        if self._pending >= MAX_PENDING_ORDERS:
+        if self._pending >= ISSUER.max_pending_orders:
             raise Refusal(wire.ERROR_BUSY, "this validator has too many orders to carry out: ask again")
         self._pending += 1
         try:
@@ -130,7 +138,7 @@ class Rewards:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._send, self._receive = trio.open_memory_channel[Bundle](MAX_PENDING_FAULTS)
+        self._send, self._receive = trio.open_memory_channel[Bundle](ISSUER.max_pending_faults)
 
     def verified(self, observed: Observed, verdict: Verdict) -> None:
         """Pays for an answer whose verdict is "ok". Waits for the disk."""

@@ -17,17 +17,33 @@ from typing import Final
 from ...crypto.credits import MAX_POINTS, Clearing, Credit, CreditQuery, DepositOrder, Transfer, sign_voucher
 from ...crypto.identity import Identity
 from ...crypto.statement import now_ms as current_ms
-from ...protocols.credits import SKEW_MS
+from ...protocols.credits import CREDITS_LIMITS
 from ..trust.database import Database
 
-MAX_ACCOUNTS: Final = 10_000
-"""About 10 MB, clearings included. The last tenth is for servers that earn: nobody can fill it with transfers."""
-_MAX_BY_TRANSFER: Final = MAX_ACCOUNTS * 9 // 10
-KEPT_CLEARINGS: Final = 8
-"""Of each spender: who did not get the answer may ask for so many of its last transfers again."""
-EXPIRY_MS: Final = 180 * 24 * 3_600_000
-"""An account in which nothing has changed for so long is closed, and its points are nobody's."""
-_MAX_PROVED: Final = 100_000
+
+@dataclass(frozen=True)
+class LedgerPolicy:
+    """What a ledger keeps, and for how long; what a fault costs."""
+
+    max_accounts: int = 10_000
+    """About 10 MB, clearings included. The last tenth is for servers that earn: nobody can fill it with transfers."""
+    kept_clearings: int = 8
+    """Of each spender: who did not get the answer may ask for so many of its last transfers again."""
+    expiry_ms: int = 180 * 24 * 3_600_000
+    """An account in which nothing has changed for so long is closed, and its points are nobody's."""
+    max_proved: int = 100_000
+    forfeit_share: int = 4
+    """Who brought the evidence gets one part in so many of a lost deposit; the rest is nobody's. Not more: a server
+    that is about to be caught could bring the evidence itself, under another key."""
+    max_order_ms: int = 3_600_000
+    """An order may be valid for an hour."""
+    max_deposit_ms: int = 48 * 3_600_000
+    grace_ms: int = 24 * 3_600_000
+    """A deposit is kept for so long after its time, for evidence that comes late."""
+
+
+LEDGER: Final = LedgerPolicy()
+_MAX_BY_TRANSFER: Final = LEDGER.max_accounts * 9 // 10
 _NUMBERS: Final = ("points", "deposit", "deposit_until_ms", "sequence")
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS accounts (
@@ -50,15 +66,6 @@ CREATE TABLE IF NOT EXISTS totals (name TEXT PRIMARY KEY, points INTEGER NOT NUL
 INSERT OR IGNORE INTO totals VALUES ('issued', 0), ('void', 0);
 """
 
-FORFEIT_SHARE: Final = 4
-"""Who brought the evidence gets one part in so many of a lost deposit; the rest is nobody's. Not more: a server that is
-about to be caught could bring the evidence itself, under another key."""
-MAX_ORDER_MS: Final = 3_600_000
-"""An order may be valid for an hour."""
-MAX_DEPOSIT_MS: Final = 48 * 3_600_000
-GRACE_MS: Final = 24 * 3_600_000
-"""A deposit is kept for so long after its time, for evidence that comes late."""
-
 
 class NotCleared(Exception):
     """An order that is not carried out; the text says why. Nothing has changed."""
@@ -80,7 +87,7 @@ class Account:
 
 def matured(account: Account, now_ms: int) -> Account:
     """With the deposit back in the points, once it has been kept long enough."""
-    if account.deposit and now_ms > account.deposit_until_ms + GRACE_MS:
+    if account.deposit and now_ms > account.deposit_until_ms + LEDGER.grace_ms:
         return replace(account, points=account.points + account.deposit, deposit=0, deposit_until_ms=0)
     return account
 
@@ -105,10 +112,12 @@ def transferred(spender: Account, recipient: Account, transfer: Transfer, now_ms
     if transfer.spender == transfer.recipient:
         raise NotCleared("the spender and the recipient are one")
     _check_order(spender, transfer.points, transfer.sequence)
-    if transfer.until_ms + SKEW_MS < now_ms:
+    if transfer.until_ms + CREDITS_LIMITS.skew_ms < now_ms:
         raise NotCleared("the order is too old; check this machine's clock")
-    if transfer.until_ms > now_ms + MAX_ORDER_MS + SKEW_MS:
-        raise NotCleared(f"an order may be valid for {MAX_ORDER_MS // 60_000} minutes; check this machine's clock")
+    if transfer.until_ms > now_ms + LEDGER.max_order_ms + CREDITS_LIMITS.skew_ms:
+        raise NotCleared(
+            f"an order may be valid for {LEDGER.max_order_ms // 60_000} minutes; check this machine's clock"
+        )
     _check_covered(spender, transfer.points)
     return (
         replace(spender, points=spender.points - transfer.points, sequence=transfer.sequence),
@@ -126,9 +135,9 @@ def deposited(account: Account, order: DepositOrder, now_ms: int) -> Account:
     """
     account = matured(account, now_ms)
     _check_order(account, order.points, order.sequence)
-    if not now_ms < order.until_ms <= now_ms + MAX_DEPOSIT_MS + SKEW_MS:
+    if not now_ms < order.until_ms <= now_ms + LEDGER.max_deposit_ms + CREDITS_LIMITS.skew_ms:
         raise NotCleared(
-            f"a deposit is kept for {MAX_DEPOSIT_MS // 3_600_000} hours at most; check this machine's clock"
+            f"a deposit is kept for {LEDGER.max_deposit_ms // 3_600_000} hours at most; check this machine's clock"
         )
     more = max(0, order.points - account.deposit)
     _check_covered(account, more)
@@ -144,7 +153,7 @@ def deposited(account: Account, order: DepositOrder, now_ms: int) -> Account:
 def forfeited(account: Account, now_ms: int) -> tuple[Account, int, int]:
     """After a proved fault: the account without its deposit, what the accuser gets, what is nobody's."""
     account = matured(account, now_ms)
-    share = account.deposit // FORFEIT_SHARE
+    share = account.deposit // LEDGER.forfeit_share
     return replace(account, deposit=0, deposit_until_ms=0), share, account.deposit - share
 
 
@@ -185,7 +194,7 @@ class Ledger(Database):
         """Gives `points` for verified work; False if there is no room for another account."""
         with self._changing() as now:
             account = self._account(peer_id, now)
-            if account is None and not self._room(MAX_ACCOUNTS, now):
+            if account is None and not self._room(LEDGER.max_accounts, now):
                 return False
             self._put(earned(account or Account(peer_id), points), now)
             self._count("issued", points)
@@ -201,7 +210,7 @@ class Ledger(Database):
         now = self._now_ms()
         if not query.is_signed:
             raise NotCleared("the question is not signed by the holder of the account")
-        if abs(query.time_ms - now) > SKEW_MS:
+        if abs(query.time_ms - now) > CREDITS_LIMITS.skew_ms:
             raise NotCleared("the question was signed at another time; check this machine's clock")
         return self.credit_of(query.holder)
 
@@ -243,7 +252,7 @@ class Ledger(Database):
             self._database.execute(
                 "DELETE FROM clearings WHERE spender = ? AND sequence NOT IN "
                 "(SELECT sequence FROM clearings WHERE spender = ? ORDER BY sequence DESC LIMIT ?)",
-                (transfer.spender, transfer.spender, KEPT_CLEARINGS),
+                (transfer.spender, transfer.spender, LEDGER.kept_clearings),
             )
             return Clearing(transfer, now).signed(self._identity)
 
@@ -271,7 +280,7 @@ class Ledger(Database):
                 return 0
             self._database.execute("INSERT INTO proved VALUES (NULL, ?)", (fault,))
             self._database.execute(
-                "DELETE FROM proved WHERE number <= (SELECT MAX(number) FROM proved) - ?", (_MAX_PROVED,)
+                "DELETE FROM proved WHERE number <= (SELECT MAX(number) FROM proved) - ?", (LEDGER.max_proved,)
             )
             account = self._account(accused, now)
             if account is None or not account.deposit:
@@ -279,7 +288,7 @@ class Ledger(Database):
             poorer, share, void = forfeited(account, now)
             self._put(poorer, now)
             bringer = self._account(accuser, now)
-            if accuser == accused or (bringer is None and not self._room(MAX_ACCOUNTS, now)):
+            if accuser == accused or (bringer is None and not self._room(LEDGER.max_accounts, now)):
                 share, void = 0, share + void
             else:
                 self._put(earned(bringer or Account(accuser), share), now)
@@ -316,7 +325,7 @@ class Ledger(Database):
         """Whether another account may be opened. Closes those whose time is over, if need be."""
         if self._accounts() < most:
             return True
-        idle = "changed_ms < ? AND deposit_until_ms < ?", (now - EXPIRY_MS, now - EXPIRY_MS)
+        idle = "changed_ms < ? AND deposit_until_ms < ?", (now - LEDGER.expiry_ms, now - LEDGER.expiry_ms)
         (lost,) = self._database.execute(
             f"SELECT COALESCE(SUM(points + deposit), 0) FROM accounts WHERE {idle[0]}", idle[1]
         ).fetchone()

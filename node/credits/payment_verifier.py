@@ -7,7 +7,7 @@ from typing import Final, TypeAlias
 
 from ...crypto.statement import now_ms as current_ms
 from ...protocols import wire_pb2 as wire
-from ...protocols.credits import HONOURED_MS, SKEW_MS, clearing_from_wire, price
+from ...protocols.credits import CREDITS_LIMITS, clearing_from_wire, price
 from ...protocols.inference import SessionTerms
 
 MOST_SPENT: Final = 10_000
@@ -49,11 +49,13 @@ class PaymentVerifier:
             or transfer.spender != client
             or transfer.recipient != self._server
             or transfer.points < price(terms.batch, terms.max_length)
-            or not max(self._since_ms, now - HONOURED_MS - SKEW_MS) <= clearing.time_ms <= now + SKEW_MS
+            or not max(self._since_ms, now - CREDITS_LIMITS.honoured_ms - CREDITS_LIMITS.skew_ms)
+            <= clearing.time_ms
+            <= now + CREDITS_LIMITS.skew_ms
             or not clearing.is_signed
         ):
             return None
-        self._spent[payment] = clearing.time_ms + HONOURED_MS + 2 * SKEW_MS
+        self._spent[payment] = clearing.time_ms + CREDITS_LIMITS.honoured_ms + 2 * CREDITS_LIMITS.skew_ms
         return payment
 
     def give_back(self, payment: Payment | None) -> None:

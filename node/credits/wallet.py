@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
 import trio
@@ -13,7 +14,7 @@ from ...crypto.identity import Identity
 from ...crypto.statement import now_ms
 from ...protocols import wire_pb2 as wire
 from ...protocols.announcement import Announcement
-from ...protocols.credits import HONOURED_MS, MAX_HEADER, CreditsStream, ask_clearing, ask_credit, ask_voucher, price
+from ...protocols.credits import CREDITS_LIMITS, CreditsStream, ask_clearing, ask_credit, ask_voucher, price
 from ...protocols.framing import PeerError
 from ...protocols.ids import CREDITS
 from ...protocols.inference import Refusal
@@ -23,13 +24,20 @@ from ..swarm.swarm import Swarm
 
 log = logging.getLogger(__name__)
 
-ASK_TIMEOUT: Final = 10.0
-PAY_TIMEOUT: Final = 15.0
-"""Of a whole payment: a server that would serve without one is not kept waiting longer."""
-ORDER_MS: Final = 60_000
-_ATTEMPTS: Final = 3
-_RETRY_PAUSE: Final = 0.5
 
+@dataclass(frozen=True)
+class WalletTimes:
+    """How long a wallet waits for its validator, and how often it asks."""
+
+    ask_timeout: float = 10.0
+    pay_timeout: float = 15.0
+    """Of a whole payment: a server that would serve without one is not kept waiting longer."""
+    order_ms: int = 60_000
+    attempts: int = 3
+    retry_pause: float = 0.5
+
+
+WALLET: Final = WalletTimes()
 T = TypeVar("T")
 
 
@@ -74,11 +82,11 @@ class Wallet:
         order = self._unanswered.get(recipient)
         credit = await self._credit(stream)
         if order is None or order.points != points or not self._still_valid(order, credit):
-            until = now_ms() + ORDER_MS
+            until = now_ms() + WALLET.order_ms
             order = Transfer(self.issuer, self._identity.peer_id, recipient, points, credit.sequence + 1, until)
             self._unanswered[recipient] = order = order.signed(self._identity)
         try:
-            clearing = await ask_clearing(stream, order, timeout=ASK_TIMEOUT)
+            clearing = await ask_clearing(stream, order, timeout=WALLET.ask_timeout)
         except Refusal:
             del self._unanswered[recipient]
             raise
@@ -100,7 +108,7 @@ class Wallet:
         async def order(stream: CreditsStream) -> bytes:
             sequence = (await self._credit(stream)).sequence + 1
             order = DepositOrder(self.issuer, self._identity.peer_id, points, until_ms, sequence)
-            return await ask_voucher(stream, order.signed(self._identity), timeout=ASK_TIMEOUT)
+            return await ask_voucher(stream, order.signed(self._identity), timeout=WALLET.ask_timeout)
 
         async with self._ordering:
             return await self._ask(order)
@@ -117,10 +125,14 @@ class Wallet:
         if server.cache_tokens_free >= cost and server.queue_depth <= 1:
             return None
         unspent = self._unspent.get(server.peer_id)
-        if unspent is not None and unspent.transfer.points >= cost and now_ms() < unspent.time_ms + HONOURED_MS // 2:
+        if (
+            unspent is not None
+            and unspent.transfer.points >= cost
+            and now_ms() < unspent.time_ms + CREDITS_LIMITS.honoured_ms // 2
+        ):
             return unspent
         try:
-            with trio.move_on_after(PAY_TIMEOUT):
+            with trio.move_on_after(WALLET.pay_timeout):
                 clearing = self._unspent[server.peer_id] = await self.transfer(server.peer_id, cost)
                 return clearing
         except SwarmError as error:
@@ -133,26 +145,26 @@ class Wallet:
 
     async def _credit(self, stream: CreditsStream) -> Credit:
         query = CreditQuery(self.issuer, self._identity.peer_id, now_ms()).signed(self._identity)
-        return await ask_credit(stream, query, timeout=ASK_TIMEOUT)
+        return await ask_credit(stream, query, timeout=WALLET.ask_timeout)
 
     async def _ask(self, question: Callable[[CreditsStream], Awaitable[T]]) -> T:
         """The answer to a question that may be asked again: a lost connection is retried."""
         self._swarm.host.remember(self.issuer, [self._addr])
-        for attempt in range(1, _ATTEMPTS + 1):
+        for attempt in range(1, WALLET.attempts + 1):
             try:
                 async with self._swarm.open_stream(
                     self.issuer,
                     CREDITS,
                     wire.CreditsFrame,
-                    timeout=ASK_TIMEOUT,
-                    max_header=MAX_HEADER,
+                    timeout=WALLET.ask_timeout,
+                    max_header=CREDITS_LIMITS.max_header,
                     max_payload=0,
                 ) as stream:
                     return await question(stream)
             except PeerError as error:
-                if attempt == _ATTEMPTS:
+                if attempt == WALLET.attempts:
                     raise _ConnectionLost(f"the validator {self.issuer} does not answer: {error}") from error
-                await trio.sleep(_RETRY_PAUSE)
+                await trio.sleep(WALLET.retry_pause)
             except Refusal as refusal:
                 raise SwarmError(f"the validator {self.issuer} says: {refusal}") from None
         raise AssertionError("the last attempt ends with an answer or an error")

@@ -17,7 +17,7 @@ from libp2p.identity.update import update_peerstore_from_identify
 from libp2p.peer.id import ID
 
 from ...protocols.delimited import DelimitedStream
-from ...protocols.nat_traversal import IDENTIFY, IDENTIFY_MAX_MESSAGE
+from ...protocols.nat_traversal import IDENTIFY, TRAVERSAL
 from .transport.limits import Rates
 from .transport.stream_bytes import Connection, StreamBytes
 
@@ -62,7 +62,7 @@ async def identify(connection: Connection, peerstore: IPeerStore, peer_id: ID) -
 
 async def take_identified(raw: StreamBytes, peerstore: IPeerStore, peer_id: ID) -> bool:
     """Keeps what the peer says of itself on the stream, and ends that; whether it came, in bounds and in time."""
-    stream = DelimitedStream(raw, str(peer_id), max_message=IDENTIFY_MAX_MESSAGE)
+    stream = DelimitedStream(raw, str(peer_id), max_message=TRAVERSAL.identify_max_message)
     try:
         await keep_identified(peerstore, peer_id, await stream.receive(Identify, timeout=PATIENCE))
         await raw.close()

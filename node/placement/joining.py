@@ -14,7 +14,7 @@ import numpy as np
 from ...protocols.ids import Span
 from ..swarm.cost import Floats
 from .observed import PlacedServer, coverage, describe_spans, gaps
-from .plan import DEFAULT, NOTABLE, Policy, make_plan
+from .plan import DEFAULT, PLANNING, Policy, make_plan
 
 _MOST_FIRST: Final = 32
 """Newcomers with smaller peer ids whose choice is computed before the own one; each takes as long as a plan."""
@@ -146,6 +146,6 @@ def why_join(others: Sequence[PlacedServer], span: Span, num_blocks: int) -> str
     if missing:
         return f"nobody holds {describe_spans(missing)}"
     weakest = float(held[span.start : span.end].min())
-    if weakest <= held.min() * NOTABLE:
+    if weakest <= held.min() * PLANNING.notable:
         return f"that is where the swarm is slowest, {weakest:.3g} steps/s"
     return f"the swarm has {weakest:.3g} steps/s there, and others will be moved to where it is slower"

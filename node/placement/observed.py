@@ -20,26 +20,35 @@ from ...protocols.announcement import is_overdue as is_overdue
 from ...protocols.ids import Span
 from ..swarm import cost
 from ..swarm.cost import Floats, steps_per_second
-from ..swarm.rhythm import QUICK
+from ..swarm.rhythm import PACE
 
-MOST_OF_MEDIAN: Final = 100.0
-"""No server counts as faster than so many times the median: a false announcement must not keep others from a block."""
-_LEAST: Final = 1e-3
-USUAL_LOAD: Final = 20.0
-"""Seconds to load a block after which a move counts twice as dear as one that loads at once."""
-_DIGITS: Final = 2
-WINDOW: Final = 45 * 60.0
-_PRIOR: Final = 5 * 60.0
-"""Seconds at the usual turnover that are added to the window: a window with nothing in it proves little."""
-USUAL_PER_HOUR: Final = 0.113
-"""Changes per server and hour that count as usual: those of the swarm of Petals' appendix E over a day."""
+
+@dataclass(frozen=True)
+class ObservedPolicy:
+    """What is believed of announced speeds, and how turnover is estimated."""
+
+    most_of_median: float = 100.0
+    """No server counts as faster than so many times the median: a false announcement must not keep others from a
+    block."""
+    least: float = 1e-3
+    usual_load: float = 20.0
+    """Seconds to load a block after which a move counts twice as dear as one that loads at once."""
+    digits: int = 2
+    window: float = 45 * 60.0
+    prior: float = 5 * 60.0
+    """Seconds at the usual turnover that are added to the window: a window with nothing in it proves little."""
+    usual_per_hour: float = 0.113
+    """Changes per server and hour that count as usual: those of the swarm of Petals' appendix E over a day."""
+    at_once: int = 16
+    """Servers that are pinged together."""
+    askers: int = 64
+    """About so many servers ping the only holder of a block at each check, however large the swarm is."""
+
+
+OBSERVED: Final = ObservedPolicy()
 LEAST, MOST = 0.5, 2.0
 _LEFT, _JOINED = 4 / 3, 2 / 3
 """Weights of changes: what the throughput has gained is lost when servers leave, much less so when they join."""
-AT_ONCE: Final = 16
-"""Servers that are pinged together."""
-ASKERS: Final = 64
-"""About so many servers ping the only holder of a block at each check, however large the swarm is."""
 
 
 @dataclass(frozen=True)
@@ -172,11 +181,12 @@ def observe_servers(
 def _reload_weight(said: Announcement) -> float:
     """Loading takes time, and the caches of the sessions there are rebuilt elsewhere."""
     used = 1 - said.cache_tokens_free / said.cache_tokens if said.cache_tokens else 0.0
-    return (1 + min(said.load_seconds / USUAL_LOAD, 9.0)) * (1 + used)
+    return (1 + min(said.load_seconds / OBSERVED.usual_load, 9.0)) * (1 + used)
 
 
 def _believable(announcements: Sequence[Announcement], doubts: dict[str, str]) -> dict[str, float]:
-    """Throughputs by peer id: the lower one of computing and network, in two digits, bounded by `MOST_OF_MEDIAN`."""
+    """Throughputs by peer id: the lower one of computing and network, in two digits, bounded by
+    `OBSERVED.most_of_median`."""
     said = {
         announcement.peer_id: min(
             steps_per_second(announcement.step_seconds), steps_per_second(announcement.network_seconds)
@@ -191,13 +201,13 @@ def _believable(announcements: Sequence[Announcement], doubts: dict[str, str]) -
     for announcement in announcements:
         # A server without a measurement counts as the median.
         speed = said[announcement.peer_id] if announcement.step_seconds else middle
-        most = MOST_OF_MEDIAN * middle
+        most = OBSERVED.most_of_median * middle
         if speed > most:
             doubts[announcement.peer_id] = (
                 f"{announcement.peer_id} announces {speed:.0f} steps/s, {speed / middle:.0f} times the middle of the "
                 f"swarm: taken for {most:.0f}"
             )
-        believed[announcement.peer_id] = float(f"{max(_LEAST, min(speed, most)):.{_DIGITS}g}")
+        believed[announcement.peer_id] = float(f"{max(OBSERVED.least, min(speed, most)):.{OBSERVED.digits}g}")
     return believed
 
 
@@ -211,20 +221,20 @@ class Change:
 
 def recent(changes: Sequence[Change], now: float) -> tuple[Change, ...]:
     """Those that still count."""
-    return tuple(change for change in changes if now - WINDOW < change.at <= now)
+    return tuple(change for change in changes if now - OBSERVED.window < change.at <= now)
 
 
 def turnover(changes: Sequence[Change], servers: int, now: float) -> float:
     """How fast `servers` servers come and go, from the changes of the last 45 minutes: 1 is usual, LEAST .. MOST."""
-    usual = USUAL_PER_HOUR / 3600 * max(servers, 1)
+    usual = OBSERVED.usual_per_hour / 3600 * max(servers, 1)
     weighed = sum(_JOINED if change.joined else _LEFT for change in recent(changes, now))
-    return min(max((weighed + _PRIOR * usual) / ((WINDOW + _PRIOR) * usual), LEAST), MOST)
+    return min(max((weighed + OBSERVED.prior * usual) / ((OBSERVED.window + OBSERVED.prior) * usual), LEAST), MOST)
 
 
 def pinged_at_once(servers: int) -> float:
     """Of so many servers, how many are pinged together, on the average: in a large swarm nobody is connected to most of
     them, and a connection costs far more than a ping."""
-    return min(AT_ONCE, AT_ONCE * QUICK / max(servers, 1))
+    return min(OBSERVED.at_once, OBSERVED.at_once * PACE.quick / max(servers, 1))
 
 
 def worth_asking(
@@ -244,8 +254,8 @@ def worth_asking(
         if server.peer_id != own and server.peer_id not in sure:
             lonely = counts[server.span.start : server.span.end].min() <= 1
             (alone if lonely else others).append(server.peer_id)
-    if chance.random() * len(servers) > ASKERS:
+    if chance.random() * len(servers) > OBSERVED.askers:
         alone = []
-    first = chance.sample(alone, min(len(alone), AT_ONCE))
+    first = chance.sample(alone, min(len(alone), OBSERVED.at_once))
     more = max(int(pinged_at_once(len(servers)) + chance.random()) - len(first), 0)
     return (*first, *chance.sample(others, min(len(others), more)))

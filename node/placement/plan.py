@@ -35,14 +35,23 @@ class Policy:
 
 
 DEFAULT: Final = Policy()
-_GAIN_FOR: Final = 2 / 3
-_SAME: Final = 1.25
-"""A plan stays valid while no server is so many times faster or slower than it was: measurements vary."""
-_MANY: Final = 100
-"""More moves are not compared one by one, which would take too long."""
-_EQUAL: Final = 1e-9
-NOTABLE: Final = 1.005
-"""A throughput that is not so many times another is not worth a word."""
+
+
+@dataclass(frozen=True)
+class PlanConstants:
+    """Which gains count, and which speeds are the same."""
+
+    gain_for: float = 2 / 3
+    same: float = 1.25
+    """A plan stays valid while no server is so many times faster or slower than it was: measurements vary."""
+    many: int = 100
+    """More moves are not compared one by one, which would take too long."""
+    equal: float = 1e-9
+    notable: float = 1.005
+    """A throughput that is not so many times another is not worth a word."""
+
+
+PLANNING: Final = PlanConstants()
 
 
 @dataclass(frozen=True, order=True)
@@ -83,7 +92,7 @@ class PlacementPlan:
         left = set()
         for peer_id, span, throughput in self.made_for:
             server = now.get(peer_id)
-            if server is None or not throughput / _SAME < server.throughput < throughput * _SAME:
+            if server is None or not throughput / PLANNING.same < server.throughput < throughput * PLANNING.same:
                 return None
             if server.span == span and peer_id in targets:
                 if not server.movable:
@@ -121,7 +130,7 @@ def make_plan(
     new = np.array([server.peer_id in newcomers for server in ordered])
     movable = np.flatnonzero([server.movable for server in ordered])
     scale = upper_bound(ordered, num_blocks) or float(speeds @ lengths) / num_blocks
-    charge = policy.gain * turnover / (_GAIN_FOR * num_blocks)
+    charge = policy.gain * turnover / (PLANNING.gain_for * num_blocks)
     reloads = np.where(new, 0.0, lengths * np.array([server.reload_weight for server in ordered], float))
     most = charge * float(reloads.sum()) + 1.0 + policy.evenness * policy.level**2 * num_blocks
     terms = Terms(scale, policy.level * scale, policy.evenness, charge, 1.0 + most)
@@ -157,7 +166,7 @@ def in_order(search: Search, start: State, target: Ints) -> tuple[list[int], Sta
     """
     starts = start.starts.copy()
     waiting = np.flatnonzero(starts != target)
-    weighed = len(waiting) <= _MANY
+    weighed = len(waiting) <= PLANNING.many
     order: list[int] = []
     best, length = start, 0
     while len(able := waiting[search.may_leave(starts, waiting)]):
@@ -166,7 +175,7 @@ def in_order(search: Search, start: State, target: Ints) -> tuple[list[int], Sta
         order.append(int(chosen))
         waiting = waiting[waiting != chosen]
         found = search.state(starts.copy())
-        worse = found.empty == start.empty and found.throughput < start.throughput * (1 - _EQUAL)
+        worse = found.empty == start.empty and found.throughput < start.throughput * (1 - PLANNING.equal)
         if not worse and better(found, best):
             best, length = found, len(order)
     return order[:length], best
@@ -219,7 +228,7 @@ def why_move(plan: PlacementPlan, servers: Sequence[PlacedServer], num_blocks: i
     missing = gaps(servers, num_blocks)
     if plan.closes > 0 and missing:  # else others of the plan have closed it already
         return f"nobody holds {describe_spans(missing)}"
-    if plan.after > plan.before * NOTABLE:
+    if plan.after > plan.before * PLANNING.notable:
         most = upper_bound(servers, num_blocks)
         return f"the swarm then does {plan.after:.3g} steps/s instead of {plan.before:.3g}, of {most:.3g} at most"
     return f"fewer blocks are then near the least, {plan.after:.3g} steps/s"

@@ -15,19 +15,28 @@ from numpy.typing import NDArray
 from ..swarm.cost import Floats, Ints, block_throughput
 
 _MOST_TURNS, _LEAST_TURNS = 300, 80
-_TURNS_EACH: Final = 4
-"""Turns for each server in a small swarm, and a few besides; the more the better, but little is left to find."""
-_WORK: Final = 2_200_000
-"""Moves looked at in one search of a large swarm, as long as that allows the least of turns: about 0.1 s."""
-_PATIENCE: Final = 0.34
-"""The share of the turns without anything better after which the search ends."""
-_STAYS: Final = 6
-"""Turns for which a server stays where it was moved to."""
-_MOST_MOVERS: Final = 400
-"""Of more movable servers only so many are looked at turn after turn: those with the best first move."""
-_AT_ONCE: Final = 1024
-"""Rows of the arrays; more servers are looked at one part after the other."""
-_EQUAL: Final = 1e-9
+
+
+@dataclass(frozen=True)
+class SearchEffort:
+    """How long the search for better spans goes on."""
+
+    turns_each: int = 4
+    """Turns for each server in a small swarm, and a few besides; the more the better, but little is left to find."""
+    work: int = 2_200_000
+    """Moves looked at in one search of a large swarm, as long as that allows the least of turns: about 0.1 s."""
+    patience: float = 0.34
+    """The share of the turns without anything better after which the search ends."""
+    stays: int = 6
+    """Turns for which a server stays where it was moved to."""
+    most_movers: int = 400
+    """Of more movable servers only so many are looked at turn after turn: those with the best first move."""
+    at_once: int = 1024
+    """Rows of the arrays; more servers are looked at one part after the other."""
+    equal: float = 1e-9
+
+
+EFFORT: Final = SearchEffort()
 
 
 @dataclass(frozen=True)
@@ -87,8 +96,8 @@ class Search:
         windows = _Windows(self._lengths[rows], self._blocks)
         stays = np.zeros(len(rows), np.intp)
         since = 0
-        affordable = max(_WORK // (len(rows) * self._blocks), _LEAST_TURNS)
-        turns = min(20 + _TURNS_EACH * len(rows), _MOST_TURNS, affordable)
+        affordable = max(EFFORT.work // (len(rows) * self._blocks), _LEAST_TURNS)
+        turns = min(20 + EFFORT.turns_each * len(rows), _MOST_TURNS, affordable)
         for turn in range(turns):
             costs = self._neighbours(starts, rows, windows)
             costs[stays > turn] = np.inf
@@ -96,13 +105,13 @@ class Search:
             cost = float(costs[row, start])
             if cost < np.inf:
                 starts[rows[row]] = start
-                stays[row] = turn + 1 + _STAYS
+                stays[row] = turn + 1 + EFFORT.stays
             since += 1
-            if cost < best.cost - _EQUAL:
+            if cost < best.cost - EFFORT.equal:
                 found = self.state(starts.copy())
-                if found.empty < best.empty or found.throughput >= least_throughput * (1 - _EQUAL):
+                if found.empty < best.empty or found.throughput >= least_throughput * (1 - EFFORT.equal):
                     best, since = found, 0
-            if since > _PATIENCE * turns:
+            if since > EFFORT.patience * turns:
                 break
         return best
 
@@ -121,13 +130,13 @@ class Search:
 
     def _promising(self, starts: Ints) -> Ints:
         """The servers that the search looks at, all if they are few."""
-        if len(self._movable) <= _MOST_MOVERS:
+        if len(self._movable) <= EFFORT.most_movers:
             return self._movable
         least = []
-        for at in range(0, len(self._movable), _AT_ONCE):
-            rows = self._movable[at : at + _AT_ONCE]
+        for at in range(0, len(self._movable), EFFORT.at_once):
+            rows = self._movable[at : at + EFFORT.at_once]
             least.append(self._neighbours(starts, rows, _Windows(self._lengths[rows], self._blocks)).min(axis=1))
-        return np.sort(self._movable[np.argsort(np.concatenate(least), kind="stable")[:_MOST_MOVERS]])
+        return np.sort(self._movable[np.argsort(np.concatenate(least), kind="stable")[: EFFORT.most_movers]])
 
     def _cover(self, starts: Ints) -> tuple[Floats, Ints]:
         """Throughput and number of servers of every block."""

@@ -6,15 +6,14 @@ import logging
 import random
 import time
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 import trio
 from multiaddr import Multiaddr
 
 from ...protocols.announcement import (
-    MAX_ADDRS,
-    MAX_LIFETIME,
+    ANNOUNCEMENT,
     Announcement,
     RelayOffer,
     ServerState,
@@ -27,13 +26,21 @@ from ..network.addresses import without_peer
 from ..network.dht import Dht
 from ..network.host import Host, keep_up
 from .config import SwarmConfig
-from .directory import ASK_AT_START, TABLE_DEADLINE, Directory
+from .directory import ASKING, Directory
 
 log = logging.getLogger(__name__)
 
-_PUSH_PEERS: Final = 16  # get the own announcement in every round, and
-_PUSH_PEERS_NEWS: Final = 32  # when something in it changed
-_PUSH_PAUSE: Final = 0.5  # seconds between two announcements that changed quickly
+
+@dataclass(frozen=True)
+class PushPolicy:
+    """To how many peers an announcement goes."""
+
+    peers: int = 16  # get the own announcement in every round, and
+    peers_for_news: int = 32  # when something in it changed
+    pause: float = 0.5  # seconds between two announcements that changed quickly
+
+
+PUSHING: Final = PushPolicy()
 
 
 def lasting(announcement: Announcement) -> Announcement:
@@ -84,7 +91,7 @@ class Announcer:
         record = self._sign()
         self._own = self._directory.own = None
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._push, record, _PUSH_PEERS_NEWS)
+            nursery.start_soon(self._push, record, PUSHING.peers_for_news)
             nursery.start_soon(self._put, record)
 
     async def exchange(self, peers: Collection[str], *, model_version: bytes, timeout: float) -> frozenset[str]:
@@ -103,7 +110,7 @@ class Announcer:
                 log.debug("nothing exchanged with %s: %s", peer_id, error)
 
         async with trio.open_nursery() as nursery:
-            for peer_id in {*peers, *self._directory.peers_to_ask(ASK_AT_START)} - {self._identity.peer_id}:
+            for peer_id in {*peers, *self._directory.peers_to_ask(ASKING.asked_at_start)} - {self._identity.peer_id}:
                 nursery.start_soon(talk, peer_id)
         return frozenset(answered)
 
@@ -112,7 +119,10 @@ class Announcer:
         self._changed = trio.Event()
 
     def _completed(self, own: Announcement) -> Announcement:
-        addrs = own.addrs or tuple(str(without_peer(Multiaddr(addr))) for addr in self._host.addrs())[:MAX_ADDRS]
+        addrs = (
+            own.addrs
+            or tuple(str(without_peer(Multiaddr(addr))) for addr in self._host.addrs())[: ANNOUNCEMENT.max_addrs]
+        )
         return replace(own, addrs=addrs, relay=self._directory.about().relay)
 
     def _sign(self) -> SignedAnnouncement:
@@ -121,7 +131,7 @@ class Announcer:
         # None expires before an older one: that would count again, and with it what this server has left. One that
         # lasts for longer than any may was made by a clock that was ahead, and counts nowhere.
         left = self._expires - now
-        lifetime = max(self._directory.rhythm().lifetime, left if left <= MAX_LIFETIME else 0.0)
+        lifetime = max(self._directory.rhythm().lifetime, left if left <= ANNOUNCEMENT.max_lifetime else 0.0)
         fresh = freshened(self._completed(self._own), now=now, lifetime=lifetime, after=self._sequence)
         record = sign_announcement(self._identity, fresh)
         self._sequence, self._expires = fresh.sequence, fresh.expires
@@ -130,7 +140,7 @@ class Announcer:
         return record
 
     async def _put(self, record: SignedAnnouncement) -> None:
-        await self._dht.put_announcement(record, timeout=TABLE_DEADLINE)
+        await self._dht.put_announcement(record, timeout=ASKING.table_deadline)
 
     async def _push(self, record: SignedAnnouncement, count: int) -> None:
         """Sends the announcement to many peers, side by side."""
@@ -151,10 +161,10 @@ class Announcer:
                     now = lasting(self._completed(own))
                     news = own is not published and (pace.quick or now != told)
                     if news or trio.current_time() >= due:
-                        nursery.start_soon(self._push, self._sign(), _PUSH_PEERS_NEWS if news else _PUSH_PEERS)
+                        nursery.start_soon(self._push, self._sign(), PUSHING.peers_for_news if news else PUSHING.peers)
                         told, due = now, trio.current_time() + pace.renewal * random.uniform(0.9, 1.0)
                     published = own
-                    await trio.sleep(_PUSH_PAUSE)
+                    await trio.sleep(PUSHING.pause)
                     pause = due - trio.current_time()
                 with trio.move_on_after(max(pause, 0)):
                     await changed.wait()
@@ -177,6 +187,6 @@ class Announcer:
                     # About two servers of the swarm put the list of models in every round.
                     view = self._directory.view
                     if random.random() * len(view.servers(now=time.time())) <= 2:
-                        await self._dht.put_models(view.records.values(), timeout=TABLE_DEADLINE)
+                        await self._dht.put_models(view.records.values(), timeout=ASKING.table_deadline)
                     told, due = now, trio.current_time() + self._directory.rhythm().lifetime * 0.4
             await trio.sleep(self._ttl / 2 * random.uniform(0.9, 1.0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 import trio
@@ -19,12 +20,20 @@ from .view import SwarmView
 
 log = logging.getLogger(__name__)
 
-_SEND_DEADLINE: Final = 4.0
-_IDLE_STREAM: Final = 60.0  # seconds
-_MAX_LOGGED: Final = 1000
-_BURST: Final = 300  # frames at once on one stream, and
-_FRAMES_PER_SECOND: Final = 20.0
-_PAGE_COST: Final = 10  # frames: a page of records costs far more than a ping to make and to send
+
+@dataclass(frozen=True)
+class AnswerLimits:
+    """What one stream may ask of a directory: a token bucket of frames, and how long it may be silent."""
+
+    send_deadline: float = 4.0
+    idle_stream: float = 60.0  # seconds
+    max_logged: int = 1000
+    burst: int = 300  # frames at once on one stream, and
+    frames_per_second: float = 20.0
+    page_cost: int = 10  # frames: a page of records costs far more than a ping to make and to send
+
+
+ANSWERS: Final = AnswerLimits()
 
 
 class Answering(Protocol):
@@ -50,23 +59,25 @@ class DirectoryAnswers:
 
     async def serve(self, stream: MessageStream[wire.DirectoryFrame]) -> None:
         """Answers one peer's stream until it ends (raises PeerError then)."""
-        allowance, counted = float(_BURST), trio.current_time()
+        allowance, counted = float(ANSWERS.burst), trio.current_time()
         while True:
-            frame, _ = await stream.receive(timeout=_IDLE_STREAM)
+            frame, _ = await stream.receive(timeout=ANSWERS.idle_stream)
             page, now = frame.HasField("query"), trio.current_time()
-            allowance = min(allowance + (now - counted) * _FRAMES_PER_SECOND, _BURST) - (_PAGE_COST if page else 1)
+            allowance = min(allowance + (now - counted) * ANSWERS.frames_per_second, ANSWERS.burst) - (
+                ANSWERS.page_cost if page else 1
+            )
             counted = now
             if allowance < 0:
                 error = wire.Error(code=wire.ERROR_BUSY, message="too many questions; ask more slowly")
-                await stream.send(wire.DirectoryFrame(error=error), timeout=_SEND_DEADLINE)
+                await stream.send(wire.DirectoryFrame(error=error), timeout=ANSWERS.send_deadline)
                 return
             reply = self._answer(frame, stream.peer_id)
             if reply is not None:
-                await stream.send(reply, timeout=_SEND_DEADLINE)
+                await stream.send(reply, timeout=ANSWERS.send_deadline)
 
     def _answer(self, frame: wire.DirectoryFrame, peer_id: str) -> wire.DirectoryFrame | None:
         kind = frame.WhichOneof("body")
-        if kind == "ping" and len(frame.ping.payload) <= protocol.MAX_PING:
+        if kind == "ping" and len(frame.ping.payload) <= protocol.DIRECTORY_LIMITS.max_ping:
             return wire.DirectoryFrame(ping=frame.ping)
         if kind == "query":
             self._directory.merge(())  # drops the expired ones
@@ -75,7 +86,7 @@ class DirectoryAnswers:
             try:
                 record = open_signed(frame.publish, now=time.time())
             except BadAnnouncement as error:
-                if peer_id not in self._logged and len(self._logged) < _MAX_LOGGED:
+                if peer_id not in self._logged and len(self._logged) < ANSWERS.max_logged:
                     self._logged.add(peer_id)
                     log.warning("%s announces what cannot be, which is ignored: %s", peer_id, error)
                 raise ProtocolError(f"{peer_id} published a bad announcement: {error}", peer_id) from error
@@ -100,7 +111,9 @@ class DirectoryAnswers:
                 view.origins,
                 query.limit,
                 time.time(),
-                max_bytes=min(query.max_bytes or protocol.MAX_PAGE, protocol.MAX_PAGE),
+                max_bytes=min(
+                    query.max_bytes or protocol.DIRECTORY_LIMITS.max_page, protocol.DIRECTORY_LIMITS.max_page
+                ),
                 is_unreached=self._directory.is_unreached,
             )
             # Of two that ask each other, at least one knows what the other has announced last.

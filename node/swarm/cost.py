@@ -20,17 +20,34 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.intp]
 Bools = NDArray[np.bool_]
 
-MAX_SECONDS: Final = 600.0
-"""No single time is taken for longer (NaN neither), nor for less than zero."""
-MIN_BLOCK_SECONDS: Final = 1e-5
-"""No server is believed to compute a block in less."""
-MAX_QUEUE_DEPTH: Final = 1000
-LOAD_PER_WAITING: Final = 0.2
-"""Each waiting step makes a step so much longer: measured 0.1 to 0.24 with 3 to 15 others, run as one ragged batch."""
 
-HANDLING_SECONDS: Final = 0.001
-"""What a step takes at each server beside computing and the round trip: hashes, a receipt, the way between threads.
-Measured 0.8 to 1.3 ms."""
+@dataclass(frozen=True)
+class CostAssumptions:
+    """What the cost of a route assumes where nothing is measured, and the bounds of what servers say of themselves."""
+
+    max_seconds: float = 600.0
+    """No single time is taken for longer (NaN neither), nor for less than zero."""
+    min_block_seconds: float = 1e-5
+    """No server is believed to compute a block in less."""
+    max_queue_depth: int = 1000
+    load_per_waiting: float = 0.2
+    """Each waiting step makes a step so much longer: measured 0.1 to 0.24 with 3 to 15 others, run as one ragged
+    batch."""
+    handling_seconds: float = 0.001
+    """What a step takes at each server beside computing and the round trip: hashes, a receipt, the way between threads.
+    Measured 0.8 to 1.3 ms."""
+    auto_error: float = 1e-3
+    """The largest relative rounding error of a token's hidden states for which `auto` takes a codec: float16's, unless
+    values are too large or too small for it."""
+    least_gain: float = 0.1
+    """Part of a request's time that a codec has to save, of a decode step or of a prompt of `prompt_tokens`."""
+    prompt_tokens: int = 256
+    chunk_seconds: float = 0.003
+    """What a step of a prompt takes at each server beside computing and the way, and the client for each server: as
+    `handling_seconds`, with more bytes to hash, encrypt and copy."""
+
+
+COST: Final = CostAssumptions()
 
 
 @dataclass(frozen=True)
@@ -81,12 +98,6 @@ class Estimate:
 
 CODEC_SECONDS: Final = {"none": 0.0, "float16": 0.2e-9, "bfloat16": 0.2e-9, "int8-block64": 2e-9}
 """Seconds per value that encoding and decoding again take; measured by benchmarks/wire.py on one thread, rounded up."""
-AUTO_ERROR: Final = 1e-3
-"""The largest relative rounding error of a token's hidden states for which `auto` takes a codec: float16's, unless
-values are too large or too small for it."""
-LEAST_GAIN: Final = 0.1
-"""Part of a request's time that a codec has to save, of a decode step or of a prompt of `PROMPT_TOKENS`."""
-PROMPT_TOKENS: Final = 256
 _AUTO_CODECS: Final = ("float16", "bfloat16", "int8-block64")  # the most exact first
 
 
@@ -102,25 +113,25 @@ class WireCost:
 
 
 def choose_codec(chain: Sequence[WireCost], dtype: str, values: int, errors: Mapping[str, float]) -> str:
-    """The codec that pays on a chain: "none" where no bandwidth was measured, or no codec saves `LEAST_GAIN`.
+    """The codec that pays on a chain: "none" where no bandwidth was measured, or no codec saves `COST.least_gain`.
 
     Args:
         values: of one token's hidden states; `dtype` is theirs.
         errors: the worst relative error that each codec makes of a token's hidden states, as measured between blocks
-            of this model. A codec that is not in it, or errs by more than `AUTO_ERROR`, is not taken.
+            of this model. A codec that is not in it, or errs by more than `COST.auto_error`, is not taken.
     """
     chosen = "none"
     for codec in _AUTO_CODECS:
-        if errors.get(codec, np.inf) <= AUTO_ERROR and _saves(chain, dtype, values, chosen, codec):
+        if errors.get(codec, np.inf) <= COST.auto_error and _saves(chain, dtype, values, chosen, codec):
             chosen = codec
     return chosen
 
 
 def _saves(chain: Sequence[WireCost], dtype: str, values: int, codec: str, instead: str) -> bool:
-    """Whether `instead` saves `LEAST_GAIN` of a decode step or of a prompt."""
-    for tokens in (1, PROMPT_TOKENS):
+    """Whether `instead` saves `COST.least_gain` of a decode step or of a prompt."""
+    for tokens in (1, COST.prompt_tokens):
         before, after = (_chain_seconds(chain, dtype, tokens * values, tokens, one) for one in (codec, instead))
-        if after < (1 - LEAST_GAIN) * before:
+        if after < (1 - COST.least_gain) * before:
             return True
     return False
 
@@ -145,9 +156,6 @@ class StageCost(WireCost):
     credits: int = 1
 
 
-CHUNK_SECONDS: Final = 0.003
-"""What a step of a prompt takes at each server beside computing and the way, and the client for each server: as
-`HANDLING_SECONDS`, with more bytes to hash, encrypt and copy."""
 CHUNK_TOKENS: Final = (32, 64, 128, 256, 512)
 """Rows times positions of the steps of a prompt. Servers compute no more than 256 between two turns of others."""
 
@@ -167,10 +175,10 @@ def prefill_seconds(tokens: int, size: int, token_bytes: int, chain: Sequence[St
     """
     size = min(size, tokens)
     nbytes = size * token_bytes
-    works = [float(one) for one in bounded([stage.step + stage.token * size + CHUNK_SECONDS for stage in chain])]
+    works = [float(one) for one in bounded([stage.step + stage.token * size + COST.chunk_seconds for stage in chain])]
     lines = [float(one) for one in bounded([nbytes * (stage.per_byte or 0.0) for stage in chain])]
     trips = [float(one) for one in bounded([stage.round_trip for stage in chain])]
-    steps, period = -(-tokens // size) - 1, max(*works, *lines, len(chain) * CHUNK_SECONDS)
+    steps, period = -(-tokens // size) - 1, max(*works, *lines, len(chain) * COST.chunk_seconds)
     first, begun, most = trips[0] / 2 + lines[0], 0.0, 1
     rest = steps * period
     for index, stage in enumerate(chain):
@@ -190,14 +198,14 @@ def prefill_seconds(tokens: int, size: int, token_bytes: int, chain: Sequence[St
 
 def bounded(seconds: Sequence[float] | Floats) -> Floats:
     """Times within 0 .. MAX_SECONDS; what is no number is the longest."""
-    values: Floats = np.nan_to_num(np.clip(np.asarray(seconds, float), 0.0, MAX_SECONDS), nan=MAX_SECONDS)
+    values: Floats = np.nan_to_num(np.clip(np.asarray(seconds, float), 0.0, COST.max_seconds), nan=COST.max_seconds)
     return values
 
 
 def one_way(round_trips: Sequence[float] | Floats) -> Floats:
     """Half of round trips between servers; what is no number was not measured, so it is infinite."""
     values = np.asarray(round_trips, float)
-    return np.where(np.isfinite(values), np.clip(values, 0.0, MAX_SECONDS) / 2, np.inf)
+    return np.where(np.isfinite(values), np.clip(values, 0.0, COST.max_seconds) / 2, np.inf)
 
 
 def span_seconds(
@@ -215,13 +223,13 @@ def span_seconds(
     speed = np.array(forward_tokens_per_second, float)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         prefill = np.where(speed > 0, tokens / speed, tokens * step)
-    waiting = np.clip(np.array(queue_depth, float), 0, MAX_QUEUE_DEPTH)
-    return bounded(bounded(np.maximum(step, prefill)) * (1 + LOAD_PER_WAITING * waiting))
+    waiting = np.clip(np.array(queue_depth, float), 0, COST.max_queue_depth)
+    return bounded(bounded(np.maximum(step, prefill)) * (1 + COST.load_per_waiting * waiting))
 
 
 def block_seconds(span: Floats, blocks: Sequence[int] | Floats) -> Floats:
     """What one block of a span takes."""
-    seconds: Floats = np.maximum(span / np.asarray(blocks, float), MIN_BLOCK_SECONDS)
+    seconds: Floats = np.maximum(span / np.asarray(blocks, float), COST.min_block_seconds)
     return seconds
 
 
@@ -232,7 +240,7 @@ def transfer_seconds(tokens: int, token_bytes: int, seconds_per_byte: Sequence[f
 
 def steps_per_second(step_seconds: float) -> float:
     """A server's throughput, in decode steps of its whole span; one a second where nothing was measured."""
-    return 1 / max(float(bounded([step_seconds])[0]), MIN_BLOCK_SECONDS) if step_seconds else 1.0
+    return 1 / max(float(bounded([step_seconds])[0]), COST.min_block_seconds) if step_seconds else 1.0
 
 
 def block_throughput(starts: Ints, ends: Ints, throughputs: Floats, num_blocks: int) -> tuple[Floats, Ints]:

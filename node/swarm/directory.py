@@ -14,7 +14,7 @@ import math
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 import trio
@@ -31,33 +31,42 @@ from ..network.dht import SHARDS, Dht
 from ..network.host import keep_up
 from .answers import DirectoryAnswers
 from .config import SwarmConfig
-from .rhythm import ANSWER_BYTES, WHOLE, Rhythm, rhythm
-from .sample import SAMPLE, Contacts, KnownShare, around, in_turn, known_well
+from .rhythm import PACE, Rhythm, rhythm
+from .sample import SAMPLING, Contacts, KnownShare, around, in_turn, known_well
 from .streams import MessageStreams
 from .view import SwarmView
 
 log = logging.getLogger(__name__)
 
-ASK_AT_START: Final = 8  # peers asked side by side by `refresh`
-_WAVES: Final = 4  # of asking those whom the last wave named
-_ENOUGH_ANSWERS: Final = 3  # after which the slow ones go on in the background
-_GRACE: Final = 0.15  # seconds for them before that
-_NAMED: Final = 2.0  # seconds for the first answer of those whom others have named: they may be gone, or silent
-_TRIES: Final = 4  # peers asked at most for each answer that is wanted in a round of the background
-_FIRST_PULL: Final = 0.5  # seconds; then longer and longer, up to a round
-_UNKNOWN: Final = 3  # whom the table led to, met in one look
-_SAMPLED_PEERS: Final = 4  # asked side by side for a sample
-_PUSH_DEADLINE: Final = 4.0
-_PULL_DEADLINE: Final = 6.0
-TABLE_DEADLINE: Final = 10.0
-_FIND_DEADLINE: Final = 3.0
-_TABLE_ROUND: Final = 60.0  # seconds between two look-ups of unknown peers
-_PROVIDE_ROUND: Final = 300.0
-_MAX_MET: Final = 256  # peers found otherwise whose addresses we keep
-_CHECKED_AT_ONCE: Final = 16  # announcements of a page
-_LOOKED_AT: Final = 512  # records beside twice as many as are wanted, to find some of many sources
-_OTHERS: Final = 4  # each such question of a server in a large swarm is for all models
-_CONNECTED_LOOKED_AT: Final = 128  # peers, whose addresses take 0.05 ms each
+
+@dataclass(frozen=True)
+class DirectoryPolicy:
+    """Whom a directory asks, how many at once, and how long it waits for them."""
+
+    asked_at_start: int = 8  # peers asked side by side by `refresh`
+    waves: int = 4  # of asking those whom the last wave named
+    enough_answers: int = 3  # after which the slow ones go on in the background
+    grace: float = 0.15  # seconds for them before that
+    patience_with_named: float = 2.0
+    """Seconds for the first answer of those whom others have named: they may be gone, or silent."""
+    tries: int = 4  # peers asked at most for each answer that is wanted in a round of the background
+    first_pull: float = 0.5  # seconds; then longer and longer, up to a round
+    unknown_met: int = 3  # whom the table led to, met in one look
+    sampled_peers: int = 4  # asked side by side for a sample
+    push_deadline: float = 4.0
+    pull_deadline: float = 6.0
+    table_deadline: float = 10.0
+    find_deadline: float = 3.0
+    table_round: float = 60.0  # seconds between two look-ups of unknown peers
+    provide_round: float = 300.0
+    met_kept: int = 256  # peers found otherwise whose addresses we keep
+    checked_at_once: int = 16  # announcements of a page
+    looked_at: int = 512  # records beside twice as many as are wanted, to find some of many sources
+    own_model_rounds: int = 4  # each such question of a server in a large swarm is for all models
+    connected_looked_at: int = 128  # peers, whose addresses take 0.05 ms each
+
+
+ASKING: Final = DirectoryPolicy()
 _KADEMLIA: Final = "Kademlia"  # the source of what stands there: anybody may have put it
 
 
@@ -65,8 +74,7 @@ class Directory:
     """What this node knows of the servers, and the traffic that keeps it so."""
 
     def __init__(self, config: SwarmConfig, dht: Dht, streams: MessageStreams) -> None:
-        """`config` says who this node is, and whether it listens: a server or a bootstrap node that does has a sample
-        of the servers in a large swarm."""
+        """A node that listens, by its `config`, has a sample of the servers in a large swarm."""
         self.view = SwarmView()
         self._identity = config.identity
         self._is_proven = config.trust.is_proven
@@ -102,7 +110,7 @@ class Directory:
 
     async def find(self, peer_id: str) -> None:
         """Merges the announcement that Kademlia holds of a server, if it has any and gives it within some seconds."""
-        record = await self._dht.get_announcement(peer_id, timeout=_FIND_DEADLINE)
+        record = await self._dht.get_announcement(peer_id, timeout=ASKING.find_deadline)
         if record is not None:
             self.merge([record], source=_KADEMLIA)
 
@@ -193,8 +201,8 @@ class Directory:
         """
         query = wire.DirectoryQuery(model_version=model_version)
         if sample or (self._listens and not everything):
-            query.sample, query.limit = True, SAMPLE if sample else WHOLE
-            query.max_bytes = ANSWER_BYTES if sample else self.rhythm().max_bytes
+            query.sample, query.limit = True, SAMPLING.servers if sample else PACE.whole
+            query.max_bytes = PACE.answer_bytes if sample else self.rhythm().max_bytes
         async with self._stream(peer_id, timeout) as stream:
             if publish and self.own is not None:
                 await stream.send(wire.DirectoryFrame(publish=self.own.to_wire()), timeout=timeout)
@@ -218,7 +226,7 @@ class Directory:
             if held:
                 self._met[peer_id] = held
             raise
-        while len(self._met) > _MAX_MET:
+        while len(self._met) > ASKING.met_kept:
             del self._met[next(iter(self._met))]
         if self.own is not None:
             await self.push(peer_id, self.own)
@@ -226,14 +234,14 @@ class Directory:
     async def push(self, peer_id: str, record: SignedAnnouncement) -> None:
         """Sends an announcement of this node to a peer, if it can be reached within some seconds."""
         try:
-            async with self._stream(peer_id, _PUSH_DEADLINE) as stream:
-                await stream.send(wire.DirectoryFrame(publish=record.to_wire()), timeout=_PUSH_DEADLINE)
+            async with self._stream(peer_id, ASKING.push_deadline) as stream:
+                await stream.send(wire.DirectoryFrame(publish=record.to_wire()), timeout=ASKING.push_deadline)
         except PeerError as error:
             log.debug("could not announce to %s: %s", peer_id, error)
 
     async def _pull_pages(self, stream: protocol.DirectoryStream, query: wire.DirectoryQuery, timeout: float) -> int:
         received = 0
-        for _ in range(1 if query.sample else protocol.MAX_PAGES):
+        for _ in range(1 if query.sample else protocol.DIRECTORY_LIMITS.max_pages):
             page = await protocol.ask_page(stream, query, timeout=timeout)
             received += page.ByteSize()
             await self._merge_page(page, stream.peer_id)
@@ -249,7 +257,7 @@ class Directory:
         for number, record in enumerate(protocol.checked_records(page, self.view.records, now=time.time())):
             if record is not None:
                 records.append(record)
-            if number % _CHECKED_AT_ONCE == _CHECKED_AT_ONCE - 1:
+            if number % ASKING.checked_at_once == ASKING.checked_at_once - 1:
                 await trio.lowlevel.checkpoint()
         self._estimate(records)
         self.merge(records, source=self.address_of(peer_id))
@@ -278,16 +286,18 @@ class Directory:
         asked: set[str] = set()
         failures: list[str] = []
         self._sampled = model_version if sample else None
-        for wave in range(_WAVES):
+        for wave in range(ASKING.waves):
             known = len(self.view.records)
             peers = [
-                peer for peer in self.peers_to_ask(_SAMPLED_PEERS if sample else ASK_AT_START) if peer not in asked
+                peer
+                for peer in self.peers_to_ask(ASKING.sampled_peers if sample else ASKING.asked_at_start)
+                if peer not in asked
             ]
             asked.update(peers)
             pull = functools.partial(
                 self.pull, model_version=model_version, sample=sample, everything=everything, timeout=timeout
             )
-            await self._ask(nursery, peers, pull, failures, math.inf if wave == 0 else _NAMED)
+            await self._ask(nursery, peers, pull, failures, math.inf if wave == 0 else ASKING.patience_with_named)
             if wave == 0 and asked and len(failures) == len(asked):
                 reasons = "; ".join(sorted(set(failures))[:5])
                 raise SwarmError(f"no peer has answered ({len(asked)} asked): {reasons}")
@@ -298,7 +308,7 @@ class Directory:
         """Whether nobody else need be asked in this look; `before` announcements were known before the last ones."""
         if sample:
             return known_well(self.view, model_version, now=time.time())
-        return self._listens and not everything and before > WHOLE  # where there is always something new
+        return self._listens and not everything and before > PACE.whole  # where there is always something new
 
     async def _ask(
         self,
@@ -329,17 +339,17 @@ class Directory:
         with trio.move_on_after(patience):
             while answers == 0 and failed < len(peers):
                 await progress.wait()
-        with trio.move_on_after(_GRACE):
-            while answers < _ENOUGH_ANSWERS and answers + failed < len(peers):
+        with trio.move_on_after(ASKING.grace):
+            while answers < ASKING.enough_answers and answers + failed < len(peers):
                 await progress.wait()
 
     def peers_to_ask(self, count: int) -> list[str]:
         """Whom to ask: the named peers, and `count` others: first some that we have a connection to. Of these, too, one
         of each address before a second one of any."""
         known = [peer for peer in self._host.connected() if self.addrs_of(peer)]
-        some = random.sample(known, min(_CONNECTED_LOOKED_AT, len(known)))
+        some = random.sample(known, min(ASKING.connected_looked_at, len(known)))
         connected = list(around(some, self.address_of, random.Random()))
-        servers = (content.peer_id for content in in_turn(self.view, 2 * count + _LOOKED_AT, time.time()))
+        servers = (content.peer_id for content in in_turn(self.view, 2 * count + ASKING.looked_at, time.time()))
         wanted = dict.fromkeys([*self._bootstrap, *connected, *itertools.islice(servers, count + len(connected) + 1)])
         wanted.pop(self._identity.peer_id, None)
         return list(wanted)[: count + len(self._bootstrap)]
@@ -373,7 +383,7 @@ class Directory:
                 nursery.start_soon(keep_up, part)
 
     async def _pull_forever(self) -> None:
-        pause, turn, received = _FIRST_PULL, 0, 0
+        pause, turn, received = ASKING.first_pull, 0, 0
         while True:
             await trio.sleep(min(pause, self.rhythm().pause(received)) * random.uniform(0.7, 1.0))
             pause, turn, before = pause * 2, turn + 1, self._received
@@ -387,18 +397,18 @@ class Directory:
 
     def _asked_for(self, turn: int) -> bytes:
         """The model version to ask for in this round; a server in a large swarm asks for its own, at times for all."""
-        if self._listens and self.own is not None and not self.rhythm().quick and turn % _OTHERS:
+        if self._listens and self.own is not None and not self.rhythm().quick and turn % ASKING.own_model_rounds:
             return self.own.content.model_version
         return self._sampled or b""
 
     def _asked_now(self, count: int, version: bytes) -> list[str]:
         """Whom to ask in this round of the background for `count` answers, and others in their place."""
-        most = count * _TRIES
+        most = count * ASKING.tries
         if self.rhythm().quick:
             peers = self.peers_to_ask(1000)
             return random.sample(peers, min(most, len(peers)))
         # Of as many sources as possible, however many keys each of them has. Servers of a model know most of it.
-        others = (one.peer_id for one in in_turn(self.view, _LOOKED_AT, time.time(), model_version=version))
+        others = (one.peer_id for one in in_turn(self.view, ASKING.looked_at, time.time(), model_version=version))
         others = (peer for peer in others if peer != self._identity.peer_id and not self.is_unreached(peer))
         return list(dict.fromkeys([*itertools.islice(others, most - count), *self.peers_to_ask(count)]))[:most]
 
@@ -413,7 +423,7 @@ class Directory:
             # Who is asked gets to know who asks, from the address at which that is.
             large, sample = self._listens and not self.rhythm().quick, self._sampled is not None
             self._received += await self.pull(
-                peer_id, model_version=version, publish=large, sample=sample, timeout=_PULL_DEADLINE
+                peer_id, model_version=version, publish=large, sample=sample, timeout=ASKING.pull_deadline
             )
         except PeerError as error:
             log.debug("could not ask %s: %s", peer_id, error)
@@ -422,19 +432,19 @@ class Directory:
 
     async def _meet_forever(self) -> None:
         """Finds servers that no known peer has named, through Kademlia."""
-        provided = -_PROVIDE_ROUND
+        provided = -ASKING.provide_round
         if self.view.records or not self._bootstrap:  # only who knows nobody looks there at once
             await trio.sleep(self._ttl * random.uniform(0.5, 1.5))
         while True:
-            listed = await self._dht.get_models(timeout=TABLE_DEADLINE)
+            listed = await self._dht.get_models(timeout=ASKING.table_deadline)
             self.merge((one for one in listed if one.content.state is not ServerState.OFFLINE), source=_KADEMLIA)
             known = set(self.peers_to_ask(1000))
-            found = await self._dht.find_providers(random.randrange(SHARDS), timeout=TABLE_DEADLINE)
+            found = await self._dht.find_providers(random.randrange(SHARDS), timeout=ASKING.table_deadline)
             unknown = [(peer, addrs) for peer, addrs in found if peer not in known | {self._identity.peer_id}]
-            for peer_id, addrs in random.sample(unknown, min(_UNKNOWN, len(unknown))):
+            for peer_id, addrs in random.sample(unknown, min(ASKING.unknown_met, len(unknown))):
                 self._host.learn(peer_id, addrs)
                 await self._try_pull(peer_id, self._sampled or b"")
-            if self.own is not None and trio.current_time() - provided >= _PROVIDE_ROUND:
+            if self.own is not None and trio.current_time() - provided >= ASKING.provide_round:
                 provided = trio.current_time()
-                await self._dht.provide(random.randrange(SHARDS), timeout=TABLE_DEADLINE)
-            await trio.sleep(_TABLE_ROUND * random.uniform(0.5, 1.0))
+                await self._dht.provide(random.randrange(SHARDS), timeout=ASKING.table_deadline)
+            await trio.sleep(ASKING.table_round * random.uniform(0.5, 1.0))

@@ -33,27 +33,42 @@ from .directory import Directory
 
 log = logging.getLogger(__name__)
 
-_MEETING: Final = 6.0  # seconds that a peer has to answer
-_AT_ONCE: Final = 8  # peers tried side by side
-_NEIGHBOURS_ANSWER: Final = 2.0  # seconds after which the silence of a local network is an answer
-_SEARCH: Final = 12.0  # seconds after which a search is given up, whatever still seems to be on its way
-_MAX_NEIGHBOURS: Final = 64
-_FIRST_PAUSE: Final = 0.5  # seconds between two tries to come back; each is longer by half, up to
-_LONGEST_PAUSE: Final = 60.0
-_LOOK: Final = 5.0  # seconds between two looks whether there is still somebody
-_FIRST_NOTE: Final = 5.0  # seconds until the peers met are written down, and then every
-_NOTES: Final = 60.0
 
+@dataclass(frozen=True)
+class DiscoveryPolicy:
+    """How a node looks for a swarm, and when it says that it has found none."""
+
+    meeting: float = 6.0  # seconds that a peer has to answer
+    at_once: int = 8  # peers tried side by side
+    neighbours_answer: float = 2.0  # seconds after which the silence of a local network is an answer
+    search: float = 12.0  # seconds after which a search is given up, whatever still seems to be on its way
+    max_neighbours: int = 64
+    first_pause: float = 0.5  # seconds between two tries to come back; each is longer by half, up to
+    longest_pause: float = 60.0
+    look: float = 5.0  # seconds between two looks whether there is still somebody
+    first_note: float = 5.0  # seconds until the peers met are written down, and then every
+    notes: float = 60.0
+
+
+DISCOVERY: Final = DiscoveryPolicy()
+JoinBy = Sequence[tuple[str, str]]  # (peer id, address), tried for ever
 Way = Literal["peers", "remembered", "neighbours"]
 
-MAX_PEERS: Final = 64
-MAX_ADDRS: Final = 6  # of one peer
-MAX_NAMED: Final = 8  # likewise
-_MAX_FILE: Final = 256 * 1024  # bytes
-_LOCK_PATIENCE: Final = 1.0  # seconds
-_DAY: Final = 86400.0
-_FAILING: Final = 3 * _DAY  # of not answering while others did, and a peer is forgotten
-_UNSEEN: Final = 60 * _DAY  # without a meeting, likewise
+
+@dataclass(frozen=True)
+class PeerFileLimits:
+    """What is kept of the peers of earlier runs, and for how long."""
+
+    max_peers: int = 64
+    max_addrs: int = 6  # of one peer
+    max_named: int = 8  # likewise
+    max_bytes: int = 256 * 1024
+    lock_patience: float = 1.0  # seconds
+    failing_seconds: float = 3 * 86400.0  # of not answering while others did, and a peer is forgotten
+    unseen_seconds: float = 60 * 86400.0  # without a meeting, likewise
+
+
+PEER_FILE: Final = PeerFileLimits()
 
 
 @dataclass(frozen=True)
@@ -86,16 +101,18 @@ def updated(
         merged = dict.fromkeys((*addrs, *(held.addrs if held is not None else ())))
         if merged:
             by = dict.fromkeys((*named, *(held.named if held is not None else ())))
-            peers[peer_id] = PeerRecord(peer_id, tuple(merged)[:MAX_ADDRS], seen=now, named=tuple(by)[:MAX_NAMED])
+            peers[peer_id] = PeerRecord(
+                peer_id, tuple(merged)[: PEER_FILE.max_addrs], seen=now, named=tuple(by)[: PEER_FILE.max_named]
+            )
     for peer_id in set(failed) - set(met):
         if peer_id in peers:
             peers[peer_id] = replace(peers[peer_id], failing=peers[peer_id].failing or now)
-    kept = [peer for peer in peers.values() if now - peer.seen < _UNSEEN and not _hopeless(peer, now)]
-    return tuple(sorted(kept, key=lambda record: (-record.seen, record.peer_id))[:MAX_PEERS])
+    kept = [peer for peer in peers.values() if now - peer.seen < PEER_FILE.unseen_seconds and not _hopeless(peer, now)]
+    return tuple(sorted(kept, key=lambda record: (-record.seen, record.peer_id))[: PEER_FILE.max_peers])
 
 
 def _hopeless(peer: PeerRecord, now: float) -> bool:
-    return bool(peer.failing) and now - peer.failing > _FAILING
+    return bool(peer.failing) and now - peer.failing > PEER_FILE.failing_seconds
 
 
 def in_order(known: Iterable[PeerRecord]) -> list[PeerRecord]:
@@ -119,9 +136,9 @@ class PeerStore:
         """What the file holds; nothing if it is missing, damaged or cannot be read."""
         try:
             with self._path.open("rb") as file:
-                text = file.read(_MAX_FILE)
+                text = file.read(PEER_FILE.max_bytes)
             entries = json.loads(text)["peers"]
-            return tuple(peer for entry in entries if (peer := _peer_record(entry)) is not None)[:MAX_PEERS]
+            return tuple(peer for entry in entries if (peer := _peer_record(entry)) is not None)[: PEER_FILE.max_peers]
         except FileNotFoundError:
             return ()
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -134,7 +151,7 @@ class PeerStore:
         """Adds what this run has learnt to what the file holds by now. Several processes may do so at once."""
         try:
             make_private_folder(self._path.parent)
-            with FileLock(self._path.with_name(self._path.name + ".lock"), timeout=_LOCK_PATIENCE):
+            with FileLock(self._path.with_name(self._path.name + ".lock"), timeout=PEER_FILE.lock_patience):
                 self._write(updated(self.load(), met, failed, now, named))
         except (OSError, Timeout) as error:
             log.debug("the peers met cannot be kept in %s: %s", self._path, error)
@@ -155,7 +172,9 @@ def _peer_record(entry: Any) -> PeerRecord | None:
         if not isinstance(named, list) or not all(isinstance(other, str) for other in named):
             return None
         seen, failing = float(entry["seen"]), float(entry["failing"])
-        return PeerRecord(peer_id, tuple(addrs)[:MAX_ADDRS], seen, failing, tuple(named)[:MAX_NAMED])
+        return PeerRecord(
+            peer_id, tuple(addrs)[: PEER_FILE.max_addrs], seen, failing, tuple(named)[: PEER_FILE.max_named]
+        )
     except (KeyError, TypeError, ValueError):
         return None
 
@@ -180,7 +199,7 @@ class PeerCandidate:
 
 def pause_before(attempt: int) -> float:
     """Seconds to wait before trying for the `attempt`th time (from 1) to come back into the swarm."""
-    return min(_FIRST_PAUSE * 1.5 ** min(attempt - 1, 20), _LONGEST_PAUSE)
+    return min(DISCOVERY.first_pause * 1.5 ** min(attempt - 1, 20), DISCOVERY.longest_pause)
 
 
 def is_local(listen: Iterable[str]) -> bool:
@@ -195,18 +214,10 @@ class Discovery:
     A node with named `peers` was told its swarm: of the peers of earlier runs, and of its neighbours, it calls on those
     that belong to that swarm, so that it does not join it to another one. Its neighbours are told so, and call on it
     when they look for a swarm.
-
-    Args:
-        peers: those to join by, as (peer id, address), tried for ever.
     """
 
     def __init__(
-        self,
-        host: Host,
-        directory: Directory,
-        nursery: trio.Nursery,
-        peers: Sequence[tuple[str, str]],
-        config: SwarmConfig,
+        self, host: Host, directory: Directory, nursery: trio.Nursery, peers: JoinBy, config: SwarmConfig
     ) -> None:
         self._host = host
         self._directory = directory
@@ -221,8 +232,7 @@ class Discovery:
         self._calling: set[str] = set()
         self._called = trio.Event()
         self._failed: set[str] = set()  # of those remembered, since the last note
-        self._stir = trio.Event()
-        self._met = trio.Event()
+        self._stir, self._met = trio.Event(), trio.Event()
         self.joined: JoinResult | None = None
 
     @property
@@ -248,19 +258,18 @@ class Discovery:
 
     async def search(self) -> JoinResult | None:
         """Joins the swarm of the first remembered peer or neighbour that answers; None if nobody does."""
-        with trio.move_on_after(_SEARCH):
+        with trio.move_on_after(DISCOVERY.search):
             async with trio.open_nursery() as nursery:
-
-                async def look() -> None:
-                    async with trio.open_nursery() as ways:
-                        ways.start_soon(self._try_remembered)
-                        ways.start_soon(self._await_neighbours)
-                    nursery.cancel_scope.cancel()
-
-                nursery.start_soon(look)
+                nursery.start_soon(self._look_everywhere, nursery.cancel_scope)
                 await self._met.wait()
                 nursery.cancel_scope.cancel()
         return self.joined
+
+    async def _look_everywhere(self, search: trio.CancelScope) -> None:
+        async with trio.open_nursery() as ways:
+            ways.start_soon(self._try_remembered)
+            ways.start_soon(self._await_neighbours)
+        search.cancel()
 
     async def _try_remembered(self) -> None:
         await self._try(await self._remembered())
@@ -269,7 +278,7 @@ class Discovery:
         """Returns when those who are there have had their time to answer, and to be called on."""
         if self._service is not None:
             await self._neighbours_asked.wait()
-            await trio.sleep(_NEIGHBOURS_ANSWER)
+            await trio.sleep(DISCOVERY.neighbours_answer)
             while self._calling:
                 await self._called.wait()
             await self._try([neighbour for neighbour in self._neighbours.values() if neighbour.apart])
@@ -279,7 +288,7 @@ class Discovery:
     async def _meet(self, candidate: PeerCandidate) -> bool:
         """Whether this peer is there, and from now on known."""
         try:
-            await self._directory.meet(candidate.peer_id, candidate.addrs, timeout=_MEETING)
+            await self._directory.meet(candidate.peer_id, candidate.addrs, timeout=DISCOVERY.meeting)
         except PeerError as error:
             log.debug("%s (%s) was not met: %s", candidate.peer_id, candidate.way, error)
             if candidate.way == "remembered":
@@ -309,7 +318,7 @@ class Discovery:
                     nursery.cancel_scope.cancel()
 
         async with trio.open_nursery() as nursery:
-            for _ in range(min(_AT_ONCE, len(candidates))):
+            for _ in range(min(DISCOVERY.at_once, len(candidates))):
                 nursery.start_soon(work)
         return found
 
@@ -324,7 +333,7 @@ class Discovery:
         ]
 
     async def _greet_remembered(self) -> None:
-        for candidate in (await self._remembered())[:_AT_ONCE]:
+        for candidate in (await self._remembered())[: DISCOVERY.at_once]:
             if not self._host.is_connected(candidate.peer_id):
                 self._nursery.start_soon(self._meet, candidate)
 
@@ -335,7 +344,7 @@ class Discovery:
             return
         self._neighbours.pop(peer_id, None)
         self._neighbours[peer_id] = candidate = PeerCandidate("neighbours", peer_id, tuple(addrs), apart)
-        if len(self._neighbours) > _MAX_NEIGHBOURS:
+        if len(self._neighbours) > DISCOVERY.max_neighbours:
             del self._neighbours[next(iter(self._neighbours))]
         # A client needs one way into the swarm only. One that is no member may be of another swarm.
         wanted = self._is_member(peer_id) if self._named or apart else self._listens or self._is_alone()
@@ -343,7 +352,7 @@ class Discovery:
             self._nursery.start_soon(self._call_on, candidate)
 
     async def _call_on(self, neighbour: PeerCandidate) -> None:
-        if len(self._calling) >= _AT_ONCE:
+        if len(self._calling) >= DISCOVERY.at_once:
             return  # a crowded network; most of them will learn of us from the others
         self._calling.add(neighbour.peer_id)
         try:
@@ -372,7 +381,7 @@ class Discovery:
         attempt = 0
         while True:
             if not self._is_alone():
-                with trio.move_on_after(_LOOK) as quiet:
+                with trio.move_on_after(DISCOVERY.look) as quiet:
                     await self._stir.wait()
                 self._stir = trio.Event()
                 if quiet.cancelled_caught:
@@ -399,12 +408,12 @@ class Discovery:
     # --- remembering
 
     async def _note_forever(self, peer_store: PeerStore) -> None:
-        pause = _FIRST_NOTE
+        pause = DISCOVERY.first_note
         try:
             while True:
                 await self._note(peer_store)
                 await trio.sleep(pause)
-                pause = _NOTES
+                pause = DISCOVERY.notes
         finally:
             with trio.CancelScope(deadline=trio.current_time() + 1.0, shield=True):
                 await self._note(peer_store)

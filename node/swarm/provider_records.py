@@ -21,7 +21,7 @@ import trio
 
 from ...crypto.identity import peer_id_to_bytes
 from ...protocols import wire_pb2 as wire
-from ...protocols.announcement import MAX_BYTES, Announcement, ServerState
+from ...protocols.announcement import ANNOUNCEMENT, Announcement, ServerState
 from ...protocols.directory import ask_own
 from ...protocols.framing import PeerError
 from ...protocols.ids import (
@@ -42,28 +42,45 @@ from .streams import MessageStreams
 
 log = logging.getLogger(__name__)
 
-TRIED: Final = 16
-"""Providers of one key that are asked for their announcements, at most."""
-TRIED_IN_ALL: Final = 64
-"""In one search, for all of its keys."""
-ENOUGH: Final = 4
-"""Servers found under one key, after which no more of its providers are asked."""
-_KEYS_AT_ONCE: Final = 2
-_TRIED_AT_ONCE: Final = 4  # of one key
-_LOOK_UP: Final = 8.0  # seconds of one key
-_MEETING: Final = 4.0  # seconds that a provider has to give its announcement
-_SEARCH: Final = 15.0  # seconds of a search
-_AGAIN: Final = 20.0  # seconds between two searches for the same, and
-_AGAIN_QUIETLY: Final = 300.0  # in the background
-_MAX_ANSWER: Final = MAX_BYTES + 1024  # bytes: one announcement
 
-LEAST_PAUSE: Final = 1200.0
-"""Seconds between two rounds of a server's records, once it has been there for a while; and at most"""
-LONGEST_PAUSE: Final = 3000.0  # js-libp2p keeps a provider's addresses for an hour
-_FIRST_PAUSE: Final = 60.0  # after the first round, when others have hardly heard of the node; then four times as long
-_RATE: Final = 16.0  # bytes a second of messages, both ways, up to the longest pause
-_NOTICE: Final = 1 / 9  # of an announcement's lifetime, after which other blocks are noticed
-_PROVIDE: Final = 15.0  # seconds for one key
+@dataclass(frozen=True)
+class SearchPolicy:
+    """How many providers a search asks, and how long it takes."""
+
+    tried: int = 16
+    """Providers of one key that are asked for their announcements, at most."""
+    tried_in_all: int = 64
+    """In one search, for all of its keys."""
+    enough: int = 4
+    """Servers found under one key, after which no more of its providers are asked."""
+    keys_at_once: int = 2
+    tried_at_once: int = 4  # of one key
+    look_up: float = 8.0  # seconds of one key
+    meeting: float = 4.0  # seconds that a provider has to give its announcement
+    seconds: float = 15.0  # seconds of a search
+    again: float = 20.0  # seconds between two searches for the same, and
+    again_quietly: float = 300.0  # in the background
+
+
+SEARCH: Final = SearchPolicy()
+_MAX_ANSWER: Final = ANNOUNCEMENT.max_bytes + 1024  # bytes: one announcement
+
+
+@dataclass(frozen=True)
+class RecordPolicy:
+    """How often a server leaves its records, so that their messages cost little."""
+
+    least_pause: float = 1200.0
+    """Seconds between two rounds of a server's records, once it has been there for a while; and at most"""
+    longest_pause: float = 3000.0  # js-libp2p keeps a provider's addresses for an hour
+    first_pause: float = 60.0
+    """After the first round, when others have hardly heard of the node; then four times as long."""
+    rate: float = 16.0  # bytes a second of messages, both ways, up to the longest pause
+    notice: float = 1 / 9  # of an announcement's lifetime, after which other blocks are noticed
+    provide: float = 15.0  # seconds for one key
+
+
+RECORDS: Final = RecordPolicy()
 
 
 def keys_of(own: Announcement | None) -> list[bytes]:
@@ -79,9 +96,9 @@ def pause_after(rounds: int, cost: int, taken: int) -> float:
     """Seconds until the next round, after so many rounds, the last of which took `cost` bytes of messages and left
     `taken` records."""
     if not taken:
-        return _FIRST_PAUSE
-    settled = min(max(LEAST_PAUSE, cost / _RATE), LONGEST_PAUSE)
-    return min(settled, _FIRST_PAUSE * 4.0 ** min(rounds - 1, 10))
+        return RECORDS.first_pause
+    settled = min(max(RECORDS.least_pause, cost / RECORDS.rate), RECORDS.longest_pause)
+    return min(settled, RECORDS.first_pause * 4.0 ** min(rounds - 1, 10))
 
 
 @dataclass(frozen=True)
@@ -199,9 +216,9 @@ class ProviderRecords:
             await self.find(model_sought(name, num_blocks), timeout=timeout)
 
     async def _find_quietly(self, sought: Sequence[Sought]) -> None:
-        await self.find(sought, timeout=_SEARCH, again=_AGAIN_QUIETLY)
+        await self.find(sought, timeout=SEARCH.seconds, again=SEARCH.again_quietly)
 
-    async def find(self, sought: Sequence[Sought], *, timeout: float, again: float = _AGAIN) -> bool:
+    async def find(self, sought: Sequence[Sought], *, timeout: float, again: float = SEARCH.again) -> bool:
         """Looks these keys up, in random order, and takes the announcements of their providers into the view. Returns
         whether any peer answered a look-up. What was searched for `again` seconds ago or less is not searched for."""
         what, now = sought[0].key, trio.current_time()
@@ -216,16 +233,16 @@ class ProviderRecords:
             for one in waiting:
                 await self._find_key(one, search)
 
-        with trio.move_on_after(min(timeout, _SEARCH)):
+        with trio.move_on_after(min(timeout, SEARCH.seconds)):
             async with trio.open_nursery() as nursery:
-                for _ in range(_KEYS_AT_ONCE):
+                for _ in range(SEARCH.keys_at_once):
                     nursery.start_soon(work)
         self._searched[what] = (now, search.answered)
         await self._dht.close_opened()
         return search.answered
 
     async def _find_key(self, sought: Sought, search: _Search) -> None:
-        lookup = await self._dht.look_up(sought.key, timeout=_LOOK_UP)
+        lookup = await self._dht.look_up(sought.key, timeout=SEARCH.look_up)
         search.answered |= bool(lookup.nearest())
         providers = lookup.providers(random.Random())
         tried = found = 0
@@ -233,7 +250,7 @@ class ProviderRecords:
         async def work() -> None:
             nonlocal tried, found
             for contact in providers:
-                if tried >= TRIED or found >= ENOUGH or len(search.tried) >= TRIED_IN_ALL:
+                if tried >= SEARCH.tried or found >= SEARCH.enough or len(search.tried) >= SEARCH.tried_in_all:
                     return
                 tried += 1
                 if contact.peer_id not in search.tried:
@@ -243,7 +260,7 @@ class ProviderRecords:
                 found += own is not None and sought.fits(own)
 
         async with trio.open_nursery() as nursery:
-            for _ in range(_TRIED_AT_ONCE):
+            for _ in range(SEARCH.tried_at_once):
                 nursery.start_soon(work)
 
     async def _announcement_of(self, contact: Contact) -> Announcement | None:
@@ -253,18 +270,18 @@ class ProviderRecords:
         except ValueError:
             return None  # no server of ours has such a key
         self._host.learn(contact.peer_id, contact.addrs)
-        with trio.move_on_after(_MEETING):
+        with trio.move_on_after(SEARCH.meeting):
             try:
                 stream = await self._streams.new_stream(
                     contact.peer_id,
                     DIRECTORY,
                     wire.DirectoryFrame,
-                    timeout=_MEETING,
+                    timeout=SEARCH.meeting,
                     max_header=_MAX_ANSWER,
                     max_payload=0,
                 )
                 try:
-                    record = await ask_own(stream, now=time.time(), timeout=_MEETING)
+                    record = await ask_own(stream, now=time.time(), timeout=SEARCH.meeting)
                 finally:
                     await stream.reset()
             except PeerError as error:
@@ -285,13 +302,13 @@ class ProviderRecords:
         # The directory is the quick way, and a swarm that starts has enough to do: Kademlia can wait.
         await trio.sleep(self._ttl * random.uniform(0.15, 0.35))
         while True:
-            await trio.sleep(self._ttl * _NOTICE * random.uniform(0.8, 1.2))
+            await trio.sleep(self._ttl * RECORDS.notice * random.uniform(0.8, 1.2))
             keys = keys_of(self._directory.own.content if self._directory.own is not None else None)
             late = [key for key in keys if trio.current_time() >= due.get(key, -math.inf)]
             if not late:
                 continue
             before = self._messages()
-            taken = {key: await self._dht.provide_key(key, timeout=_PROVIDE) for key in late}
+            taken = {key: await self._dht.provide_key(key, timeout=RECORDS.provide) for key in late}
             await self._dht.close_opened()
             rounds += 1
             cost, now = self._messages() - before, trio.current_time()

@@ -226,7 +226,7 @@ def _graph(servers: Sequence[RouteCandidate], wanted: Span, demand: Demand) -> _
         start=np.array([max(server.span.start, wanted.start) for server in servers], np.intp),
         end=np.array([min(server.span.end, wanted.end) for server in servers], np.intp),
         half=bounded([server.rtt for server in servers]) / 2,
-        hop=cost.HANDLING_SECONDS
+        hop=cost.COST.handling_seconds
         + in_and_out
         + bounded([server.penalty_seconds for server in servers])
         + NO_CACHE_SECONDS * full,

@@ -8,23 +8,30 @@ import random
 import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from ...protocols.announcement import Announcement, ServerState, SignedAnnouncement, is_expired, is_overdue
-from ...protocols.directory import MAX_PAGE, size_in_page
+from ...protocols.directory import DIRECTORY_LIMITS, size_in_page
 from .view import Origin, SwarmView, nobody
 
-SAMPLE: Final = 64
-"""Announcements that a client asks for: some 30 KiB, and six servers for each of 30 blocks if each has three."""
-SEVERAL: Final = 3  # servers of a block
-_LARGE: Final = 16  # a record of more than this part of the bytes comes after smaller ones
-_LOOKED_AT: Final = 8  # times as many as are wanted, before those that fit best are taken
 
-_NETWORK_WORKS: Final = 120.0  # seconds since anybody answered after which a failure says nothing of the peer
-_MAX_FAILED: Final = 1000
-_ESTIMATED_FROM: Final = 9  # answers, each of
-_LEAST_ESTIMATED: Final = 16  # announcements at least
+@dataclass(frozen=True)
+class SamplePolicy:
+    """What a sample of the servers of a large swarm has of each block, and whom it believes."""
 
+    servers: int = 64
+    """Announcements that a client asks for: some 30 KiB, and six servers for each of 30 blocks if each has three."""
+    several: int = 3  # servers of a block
+    large: int = 16  # a record of more than this part of the bytes comes after smaller ones
+    looked_at: int = 8  # times as many as are wanted, before those that fit best are taken
+    network_works: float = 120.0  # seconds since anybody answered after which a failure says nothing of the peer
+    max_failed: int = 1000
+    estimated_from: int = 9  # answers, each of
+    least_estimated: int = 16  # announcements at least
+
+
+SAMPLING: Final = SamplePolicy()
 T = TypeVar("T")
 
 
@@ -35,7 +42,7 @@ def sampled(
     now: float,
     rng: random.Random | None = None,
     *,
-    max_bytes: int = MAX_PAGE,
+    max_bytes: int = DIRECTORY_LIMITS.max_page,
     is_unreached: Callable[[str], bool] = nobody,
 ) -> list[SignedAnnouncement]:
     """At most `limit` of `records`, of `max_bytes` together, in no order: all of them if they are not more.
@@ -67,14 +74,14 @@ def sampled(
     while others and len(chosen) < limit:
         target += 1
         others = _take(iter(others), chosen, held, limit, target)
-    _take(iter(spare), chosen, held, limit, SEVERAL)
+    _take(iter(spare), chosen, held, limit, SAMPLING.several)
     return _within(chosen, max_bytes)
 
 
 def _within(records: Iterable[SignedAnnouncement], most: int) -> list[SignedAnnouncement]:
     """Those that fit into so many bytes; large ones, which anybody can make, after all others."""
     fitting = []
-    for record in sorted(records, key=lambda record: size_in_page(record) > most // _LARGE):
+    for record in sorted(records, key=lambda record: size_in_page(record) > most // SAMPLING.large):
         if size_in_page(record) <= most:
             most -= size_in_page(record)
             fitting.append(record)
@@ -84,10 +91,10 @@ def _within(records: Iterable[SignedAnnouncement], most: int) -> list[SignedAnno
 def known_well(view: SwarmView, model_version: bytes, *, now: float) -> bool:
     """Whether a client knows several servers for each block of a model version, or (empty) a whole sample of all."""
     if not model_version:
-        return len(view.records) >= SAMPLE
+        return len(view.records) >= SAMPLING.servers
     servers = [one for one in view.servers(model_version, now=now) if one.state is ServerState.ONLINE]
     held = Counter(block for one in servers for block in range(one.span.start, one.span.end))
-    return bool(servers) and all(held[block] >= SEVERAL for block in range(servers[0].num_blocks))
+    return bool(servers) and all(held[block] >= SAMPLING.several for block in range(servers[0].num_blocks))
 
 
 def in_turn(
@@ -120,9 +127,9 @@ def _take(
         if len(chosen) < limit and any(held[block] < target for block in blocks):
             chosen.append(record)
             held.update(blocks)
-        elif len(others) < _LOOKED_AT * limit:
+        elif len(others) < SAMPLING.looked_at * limit:
             others.append(record)
-        if len(chosen) >= limit or (0 < there <= len(held) and len(others) == _LOOKED_AT * limit):
+        if len(chosen) >= limit or (0 < there <= len(held) and len(others) == SAMPLING.looked_at * limit):
             break
     return others
 
@@ -170,11 +177,11 @@ class Contacts:
 
     def failed(self, peer_id: str, now: float) -> None:
         last, at = self._answered
-        if last == peer_id or now - at > _NETWORK_WORKS:
+        if last == peer_id or now - at > SAMPLING.network_works:
             return
         self._failed.pop(peer_id, None)
         self._failed[peer_id] = now
-        if len(self._failed) > _MAX_FAILED:
+        if len(self._failed) > SAMPLING.max_failed:
             del self._failed[next(iter(self._failed))]
 
     def is_unreached(self, peer_id: str, made: float) -> bool:
@@ -187,12 +194,12 @@ class KnownShare:
     recapture: Lincoln 1930). The middle of several answers, so that who makes servers up changes little."""
 
     def __init__(self) -> None:
-        self._shares: deque[float] = deque(maxlen=_ESTIMATED_FROM)
+        self._shares: deque[float] = deque(maxlen=SAMPLING.estimated_from)
 
     def told(self, named: Iterable[Announcement], known: Container[str], model_version: bytes) -> None:
         """Another peer has named these servers."""
         peers = [content.peer_id for content in named if content.model_version == model_version]
-        if len(peers) >= _LEAST_ESTIMATED:
+        if len(peers) >= SAMPLING.least_estimated:
             self._shares.append(sum(peer in known for peer in peers) / len(peers))
 
     @property

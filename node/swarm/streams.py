@@ -29,18 +29,24 @@ from ..network.transport.stream_bytes import StreamBytes
 
 log = logging.getLogger(__name__)
 
-MAX_SERVED: Final = 1024
-"""Streams of one protocol that a node serves at once; a peer or address gets no more than it leaves for others."""
-LEAST_SERVED: Final = 8
-"""Of one peer or address, as long as there are any."""
 
+@dataclass(frozen=True)
+class StreamShares:
+    """How streams and the memory for their messages are shared."""
+
+    max_served: int = 1024
+    """Streams of one protocol that a node serves at once; a peer or address gets no more than it leaves for others."""
+    least_served: int = 8
+    """Of one peer or address, as long as there are any."""
+    of_rest: int = 4
+    """An address may hold a quarter of the memory for messages that it leaves free, and a peer half of that."""
+    ungranted: int = 4
+    """What was granted nothing has a quarter as much memory for its messages as the rest."""
+
+
+SHARES: Final = StreamShares()
 F = TypeVar("F", bound=Message)
 
-
-_OF_REST: Final = 4
-"""An address may hold a quarter of the memory for messages that it leaves free, and a peer half of that."""
-_UNGRANTED: Final = 4
-"""What was granted nothing has a quarter as much memory for its messages as the rest."""
 
 _Holder = tuple[str, str]  # an address, as `origin_of_ip` counts them, and a peer there
 
@@ -113,7 +119,9 @@ class ReceivedBytes:
 
     def _take(self, holder: _Holder, nbytes: int, *, only_share: bool = False) -> bool:
         """Takes it as a part of the peer's share, or as the one more."""
-        share = (self.most - self._taken - nbytes) // _OF_REST - self._of[holder[0]] - nbytes  # left for others there
+        share = (
+            (self.most - self._taken - nbytes) // SHARES.of_rest - self._of[holder[0]] - nbytes
+        )  # left for others there
         if self._of[holder] + nbytes <= share:
             self._add(holder, nbytes)
             return True
@@ -218,7 +226,7 @@ class MessageStreams:
         self.finder: PeerFinder = NoFinder()
         self._logged: set[tuple[str, type]] = set()
         self.received = ReceivedBytes()
-        self.received_ungranted = ReceivedBytes(self.received.most // _UNGRANTED, self.received)
+        self.received_ungranted = ReceivedBytes(self.received.most // SHARES.ungranted, self.received)
 
     def set_handler(
         self,
@@ -228,7 +236,7 @@ class MessageStreams:
         *,
         max_header: int = MAX_HEADER,
         max_payload: int = MAX_PAYLOAD,
-        max_streams: int = MAX_SERVED,
+        max_streams: int = SHARES.max_served,
         in_turn: bool = True,
     ) -> None:
         """`handler` gets every stream of `protocol` that a peer opens, in a task of its own.
@@ -248,7 +256,7 @@ class MessageStreams:
             room=self.received_ungranted,
             keeps_room=True,
         )
-        service = _Service(self, protocol, handler, ShareCount(max_streams, LEAST_SERVED), stream_type)
+        service = _Service(self, protocol, handler, ShareCount(max_streams, SHARES.least_served), stream_type)
         self.host.set_stream_handler(protocol, service.serve)
 
     def log_once(self, protocol: str, error: Exception) -> None:

@@ -14,10 +14,9 @@ from google.protobuf.message import DecodeError, Message
 from ...crypto.identity import Identity
 from ...protocols import wire_pb2 as wire
 from ...protocols.announcement import Announcement
-from ...protocols.directory import MANIFEST_MAX_HEADER, NodeInfo, answer_manifests, ask_manifest
+from ...protocols.directory import DIRECTORY_LIMITS, NodeInfo, answer_manifests, ask_manifest
 from ...protocols.directory import MAX_HEADER as MAX_DIRECTORY
-from ...protocols.evidence import MAX_HEADER as MAX_EVIDENCE
-from ...protocols.evidence import PIECE_BYTES
+from ...protocols.evidence import EVIDENCE_SIZES, PIECE_BYTES
 from ...protocols.framing import MessageStream, PeerError
 from ...protocols.ids import DIRECTORY, EVIDENCE, MANIFEST
 from ..errors import SwarmError
@@ -30,7 +29,7 @@ from ..network.transport.memory import give_back
 from ..network.transport.raw_connection import Path
 from ..trust.bundle import Bundle
 from ..trust.evidence_gossip import TOPIC, EvidenceGossip, fetch_bundle
-from ..trust.evidence_message import MAX_MESSAGE, EvidenceMessage
+from ..trust.evidence_message import EVIDENCE_LIMITS, EvidenceMessage
 from ..trust.store import TrustStore
 from .announcer import Announcer
 from .config import SwarmConfig, checked
@@ -82,10 +81,16 @@ class Swarm(MessageStreams):
         self._directory.about = self.nat.about
         self._discovery = Discovery(host, self._directory, nursery, bootstrap, config)
         self._evidence, self.gossip = evidence, gossip  # no gossip if this node takes no part in it
-        self.set_handler(EVIDENCE, wire.EvidenceFrame, evidence.serve, max_header=MAX_EVIDENCE, max_payload=PIECE_BYTES)
+        self.set_handler(
+            EVIDENCE, wire.EvidenceFrame, evidence.serve, max_header=EVIDENCE_SIZES.max_header, max_payload=PIECE_BYTES
+        )
         self.set_handler(DIRECTORY, wire.DirectoryFrame, self._directory.serve, max_header=MAX_DIRECTORY, max_payload=0)
         self.set_handler(
-            MANIFEST, wire.ManifestFrame, self._serve_manifests, max_header=MANIFEST_MAX_HEADER, max_payload=0
+            MANIFEST,
+            wire.ManifestFrame,
+            self._serve_manifests,
+            max_header=DIRECTORY_LIMITS.manifest_max_header,
+            max_payload=0,
         )
 
     @property
@@ -155,7 +160,7 @@ class Swarm(MessageStreams):
             EVIDENCE,
             wire.EvidenceFrame,
             timeout=timeout,
-            max_header=MAX_EVIDENCE,
+            max_header=EVIDENCE_SIZES.max_header,
             max_payload=PIECE_BYTES,
         ) as stream:
             return await fetch_bundle(stream, evidence_id)
@@ -269,7 +274,12 @@ class Swarm(MessageStreams):
             PeerError: no answer within `timeout` seconds, or none that fits.
         """
         async with self.open_stream(
-            peer_id, MANIFEST, wire.ManifestFrame, timeout=timeout, max_header=MANIFEST_MAX_HEADER, max_payload=0
+            peer_id,
+            MANIFEST,
+            wire.ManifestFrame,
+            timeout=timeout,
+            max_header=DIRECTORY_LIMITS.manifest_max_header,
+            max_payload=0,
         ) as stream:
             manifest = await ask_manifest(stream, model_version, timeout=timeout)
             return None if manifest is None else manifest.SerializeToString()
@@ -374,7 +384,7 @@ async def _evidence(config: SwarmConfig, host: Host) -> AsyncIterator[tuple[Evid
     async with open_gossip(
         host,
         TOPIC,
-        max_bytes=MAX_MESSAGE,
+        max_bytes=EVIDENCE_LIMITS.max_message,
         accept=evidence.accept,
         forwards=evidence.forwards,
         deliver=evidence.deliver,

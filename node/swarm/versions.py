@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from ...protocols.announcement import Announcement
@@ -13,11 +14,19 @@ from ..models import ModelFolder
 from ..trust.store import TrustStore
 from .view import SwarmView, nobody
 
-VERSIONS_ASKED: Final = 64
-"""Versions of one model whose manifests are asked for."""
-_SERVERS_ASKED: Final = 3  # of each
-_DIGITS: Final = 16  # of a version, in what a person is to type
-_NAMED: Final = 8  # versions in an error
+
+@dataclass(frozen=True)
+class VersionLimits:
+    """How many versions of a model, and servers of each, are asked for a manifest."""
+
+    asked: int = 64
+    """Versions of one model whose manifests are asked for."""
+    servers_asked: int = 3  # of each
+    digits: int = 16  # of a version, in what a person is to type
+    named: int = 8  # versions in an error
+
+
+VERSIONS: Final = VersionLimits()
 
 
 def versions_named(
@@ -43,9 +52,9 @@ def versions_named(
         and server.model_version.hex().startswith(pinned)
     ]
     versions = {server.model_version for server in named}
-    if len(versions) > VERSIONS_ASKED:
+    if len(versions) > VERSIONS.asked:
         served = {server.model_version for server in named if proven(server.peer_id)}
-        if not 0 < len(served) <= VERSIONS_ASKED:
+        if not 0 < len(served) <= VERSIONS.asked:
             raise several_versions(name, versions)
         named = [server for server in named if server.model_version in served]
     return named
@@ -65,7 +74,7 @@ def manifests_to_ask(
         trusted = sum(server.peer_id in proven for server in known)
         return -trusted, not any(server.peer_id in connected for server in known), -len(known)
 
-    return [known[:_SERVERS_ASKED] for known in sorted(versions.values(), key=rank)[:VERSIONS_ASKED]]
+    return [known[: VERSIONS.servers_asked] for known in sorted(versions.values(), key=rank)[: VERSIONS.asked]]
 
 
 def most_proven(fitting: Collection[bytes], proven: Mapping[bytes, int]) -> bytes | None:
@@ -122,7 +131,8 @@ def other_version(model: ModelFolder, used: bytes, fitting: Collection[bytes]) -
     """What a person is told when the version that was used before is not served, and others are."""
     name = model.asked or model.name
     return ModelError(
-        f"nobody serves the version of {name} that you have used before, {used.hex()[:_DIGITS]}. Servers announce "
+        f"nobody serves the version of {name} that you have used before, {used.hex()[: VERSIONS.digits]}. "
+        "Servers announce "
         f"what has the same embeddings and head and may be anything else: if you mean that, give it in place of "
         f"{name}: {_as_typed(name, fitting)}"
     )
@@ -130,6 +140,6 @@ def other_version(model: ModelFolder, used: bytes, fitting: Collection[bytes]) -
 
 def _as_typed(name: str, versions: Collection[bytes]) -> str:
     """What a person may give in place of MODEL."""
-    typed = [shlex.quote(f"{name}@{version.hex()[:_DIGITS]}") for version in sorted(versions)]
-    more = f" and {len(typed) - _NAMED} more" if len(typed) > _NAMED else ""
-    return f"{', '.join(typed[:_NAMED])}{more}"
+    typed = [shlex.quote(f"{name}@{version.hex()[: VERSIONS.digits]}") for version in sorted(versions)]
+    more = f" and {len(typed) - VERSIONS.named} more" if len(typed) > VERSIONS.named else ""
+    return f"{', '.join(typed[: VERSIONS.named])}{more}"

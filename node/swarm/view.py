@@ -21,10 +21,19 @@ from ...protocols.announcement import Announcement, ServerState, SignedAnnouncem
 from ..network.transport.memory import own_budgets
 
 MAX_RECORDS: Final = min(10_000, own_budgets().view >> 14)
-_MAX_SOURCES: Final = 8  # remembered of one record
-_LEFT_FREE: Final = 16  # this part of the view is free after it was full, so that it is seldom gone through
-_GONE_THROUGH: Final = 1.0  # seconds between two searches for expired records in a large view
-_LARGE: Final = 512
+
+
+@dataclass(frozen=True)
+class ViewLimits:
+    """How a view that is full shares its room among the sources of announcements."""
+
+    max_sources: int = 8  # remembered of one record
+    left_free: int = 16  # this part of the view is free after it was full, so that it is seldom gone through
+    gone_through: float = 1.0  # seconds between two searches for expired records in a large view
+    large: int = 512
+
+
+VIEW: Final = ViewLimits()
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,7 @@ class Origin:
         if source in self.sources and (not met or self.met == source):
             return self
         others = [known for known in self.sources if known != source]
-        return Origin((*others, source)[-_MAX_SOURCES:], self.since, source if met else self.met)
+        return Origin((*others, source)[-VIEW.max_sources :], self.since, source if met else self.met)
 
 
 def nobody(_peer_id: str) -> bool:
@@ -137,7 +146,7 @@ class SwarmView:
         for record in signed:
             change.put(record, source, met=met)
         if len(change.records) > MAX_RECORDS:
-            change.only(chosen(change.records, change.origins, MAX_RECORDS - MAX_RECORDS // _LEFT_FREE, keep))
+            change.only(chosen(change.records, change.origins, MAX_RECORDS - MAX_RECORDS // VIEW.left_free, keep))
         return change.made()
 
     def get(self, peer_id: str, now: float) -> Announcement | None:
@@ -192,7 +201,7 @@ class _Change:
         self._versions: dict[bytes, dict[str, SignedAnnouncement]] = {}  # that have changed
         self._moved = False
         self._gone_through = view.gone_through
-        if len(self.records) <= _LARGE or now - view.gone_through >= _GONE_THROUGH:
+        if len(self.records) <= VIEW.large or now - view.gone_through >= VIEW.gone_through:
             self._gone_through = now
             for peer_id in [peer for peer, record in self.records.items() if is_expired(record.content, now)]:
                 self._drop(peer_id)

@@ -30,16 +30,24 @@ from ...protocols.training import hash_of_payloads
 from ..errors import BadInput
 from .receipt_log import LoggedBatch, SessionLog
 
-MAX_BUNDLE: Final = 256 << 20
-"""Bytes of a file."""
-MAX_STATEMENT: Final = 8 << 20
-"""Bytes of the evidence without the tensors."""
+
+@dataclass(frozen=True)
+class BundleLimits:
+    """What evidence may have, checked before any of it is read."""
+
+    max_bytes: int = 256 << 20
+    """Bytes of a file."""
+    max_statement: int = 8 << 20
+    """Bytes of the evidence without the tensors."""
+    max_tensors: int = 20_000
+    max_fields: int = 20 * max_tensors
+    """Of the evidence, as `parse_message` counts them: 8 of each step, and up to 5 of each server it is pushed to."""
+    max_signed_fields: int = 16
+
+
+BUNDLE: Final = BundleLimits()
 _METADATA: Final = "petalnode_evidence"
 _VERSION: Final = 1
-_MAX_TENSORS: Final = 20_000
-_MAX_FIELDS: Final = 20 * _MAX_TENSORS
-"""Of the evidence, as `parse_message` counts them: 8 of each step, and up to 5 of each server it is pushed to."""
-_MAX_SIGNED_FIELDS: Final = 16
 KINDS: Final = ("equivocation", "pledge", "answer")
 
 
@@ -61,7 +69,7 @@ class Bundle:
 
     @cached_property
     def evidence(self) -> wire.Evidence:
-        return parse_message(wire.Evidence, self.statement, most=_MAX_FIELDS)
+        return parse_message(wire.Evidence, self.statement, most=BUNDLE.max_fields)
 
     @property
     def accused(self) -> str:
@@ -110,13 +118,13 @@ class Bundle:
         Raises:
             BadBundle: with the reason.
         """
-        if len(data) > MAX_BUNDLE:
-            raise BadBundle(f"{len(data) >> 20} MiB are more than evidence may have ({MAX_BUNDLE >> 20} MiB)")
+        if len(data) > BUNDLE.max_bytes:
+            raise BadBundle(f"{len(data) >> 20} MiB are more than evidence may have ({BUNDLE.max_bytes >> 20} MiB)")
         try:
             header, begin = _header(data)
-            signed = parse_message(wire.SignedEvidence, _statement(header), most=_MAX_SIGNED_FIELDS)
+            signed = parse_message(wire.SignedEvidence, _statement(header), most=BUNDLE.max_signed_fields)
             accuser = peer_id_from_bytes(signed.accuser)
-            if len(signed.evidence) > MAX_STATEMENT or len(header.tensors) > _MAX_TENSORS:
+            if len(signed.evidence) > BUNDLE.max_statement or len(header.tensors) > BUNDLE.max_tensors:
                 raise ValueError("the evidence is too long")
             payloads = {name: data[begin + said.start : begin + said.end] for name, said in header.tensors.items()}
             bundle = cls(signed.evidence, accuser, signed.signature, payloads)
@@ -145,8 +153,8 @@ class Bundle:
     def load(cls, path: Path) -> Bundle:
         """Raises BadBundle if the file cannot be read, or is no evidence."""
         try:
-            if path.stat().st_size > MAX_BUNDLE:
-                raise BadBundle(f"{path} has more than {MAX_BUNDLE >> 20} MiB: that is no evidence")
+            if path.stat().st_size > BUNDLE.max_bytes:
+                raise BadBundle(f"{path} has more than {BUNDLE.max_bytes >> 20} MiB: that is no evidence")
             data = path.read_bytes()
         except OSError as error:
             raise BadBundle(f"cannot read the evidence {path}: {error.strerror}") from None
@@ -164,7 +172,8 @@ def _header(data: bytes) -> tuple[SafetensorsHeader, int]:
         raise ValueError("it is no safetensors file")
     # A statement is written with four letters for three bytes.
     header = parse_header(
-        data[LENGTH_BYTES:begin], header_limits(MAX_STATEMENT * 3 // 2 + 128 * (_MAX_TENSORS + 1), _MAX_TENSORS)
+        data[LENGTH_BYTES:begin],
+        header_limits(BUNDLE.max_statement * 3 // 2 + 128 * (BUNDLE.max_tensors + 1), BUNDLE.max_tensors),
     )
     if header.end != len(data) - begin or any(said.dtype != "U8" for said in header.tensors.values()):
         raise ValueError("its tensors are not U8, or do not end with it")
@@ -308,6 +317,9 @@ def _kept(payload: bytes | bytearray | None) -> bytes:
 
 def _signed(accuser: Identity, evidence: Message, payloads: Mapping[str, bytes]) -> Bundle:
     statement = evidence.SerializeToString(deterministic=True)
-    if len(statement) > MAX_STATEMENT or sum(map(len, payloads.values())) > MAX_BUNDLE - 2 * MAX_STATEMENT:
+    if (
+        len(statement) > BUNDLE.max_statement
+        or sum(map(len, payloads.values())) > BUNDLE.max_bytes - 2 * BUNDLE.max_statement
+    ):
         raise ValueError("this is more than evidence may have")
     return Bundle(statement, accuser.peer_id, accuser.sign(ACCUSATION_DOMAIN, statement), payloads)

@@ -13,6 +13,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 import trio
@@ -20,12 +21,11 @@ import trio
 from ...crypto.evidence import NotProven
 from ...crypto.identity import Identity
 from ...protocols import wire_pb2 as wire
-from ...protocols.evidence import MAX_SHARED, EvidenceStream, receive_bundle, send_bundle
+from ...protocols.evidence import EVIDENCE_SIZES, EvidenceStream, receive_bundle, send_bundle
 from ...protocols.framing import PeerError
 from .bundle import Bundle
 from .evidence_message import (
-    MAX_ENDORSEMENTS,
-    RELAYED,
+    EVIDENCE_LIMITS,
     BadEvidenceMessage,
     Endorsement,
     EvidenceMessage,
@@ -40,17 +40,26 @@ from .store import TrustStore
 log = logging.getLogger(__name__)
 
 TOPIC: Final = "petalnode/evidence/1"
-MAX_KNOWN: Final = 1000
-"""Pieces of evidence that are remembered, without their tensors."""
-MAX_HELD_BYTES: Final = 128 << 20
-"""Of bundles that this node serves."""
-MAX_PER_ACCUSED: Final = 16
-"""Pieces of evidence about one server that are remembered."""
+
+
+@dataclass(frozen=True)
+class HeldEvidence:
+    """What a node keeps of evidence, and for how long others may take to fetch it."""
+
+    max_known: int = 1000
+    """Pieces of evidence that are remembered, without their tensors."""
+    max_held_bytes: int = 128 << 20
+    """Of bundles that this node serves."""
+    max_per_accused: int = 16
+    """Pieces of evidence about one server that are remembered."""
+    idle_timeout: float = 30.0
+    piece_timeout: float = 30.0
+    fetches_per_stream: int = 20
+
+
+HELD: Final = HeldEvidence()
 _Key: TypeAlias = tuple[bytes, str]
 """Id of the evidence, and the server that it is said to accuse."""
-_IDLE_TIMEOUT: Final = 30.0
-_PIECE_TIMEOUT: Final = 30.0
-_FETCHES_PER_STREAM: Final = 20
 
 
 class EvidenceGossip:
@@ -72,7 +81,11 @@ class EvidenceGossip:
         self._endorsements: OrderedDict[_Key, dict[str, Endorsement]] = OrderedDict()
         self._accused: OrderedDict[str, OrderedDict[bytes, None]] = OrderedDict()  # by accused server
         self._held: OrderedDict[bytes, bytes] = OrderedDict()
-        self._authors, self._relayed, self._relayed_of_known = RateLimiter(), RateLimiter(RELAYED), RateLimiter(RELAYED)
+        self._authors, self._relayed, self._relayed_of_known = (
+            RateLimiter(),
+            RateLimiter(EVIDENCE_LIMITS.relayed),
+            RateLimiter(EVIDENCE_LIMITS.relayed),
+        )
         self._makers, self._shares = KnownMakers(), ForwardingShares()
         # Accepted and not yet delivered, and who handed it on.
         self._checked: OrderedDict[bytes, tuple[EvidenceMessage, str]] = OrderedDict()
@@ -152,13 +165,13 @@ class EvidenceGossip:
         endorsed = self._endorsements.pop(key, {})
         for endorsement in message.endorsements:
             # Those of trusted validators stay, however many others sign: keys cost nothing.
-            if len(endorsed) < MAX_ENDORSEMENTS or endorsement.validator in self._store.trusted.owners:
+            if len(endorsed) < EVIDENCE_LIMITS.max_endorsements or endorsement.validator in self._store.trusted.owners:
                 endorsed[endorsement.validator] = endorsement
         self._endorsements[key] = endorsed
         self._note_accused(message.accused, message.evidence_id)
         if message.bundle is not None and message.evidence_id not in self._held:
             self._hold(message.bundle)  # its tensors are unchecked
-        while len(self._endorsements) > MAX_KNOWN:
+        while len(self._endorsements) > HELD.max_known:
             self._endorsements.popitem(last=False)
 
     def _note_accused(self, accused: str, evidence_id: bytes) -> None:
@@ -167,18 +180,18 @@ class EvidenceGossip:
         ids[evidence_id] = None
         ids.move_to_end(evidence_id)
         self._accused.move_to_end(accused)
-        if len(ids) > MAX_PER_ACCUSED:
+        if len(ids) > HELD.max_per_accused:
             old, _ = ids.popitem(last=False)
             self._endorsements.pop((old, accused), None)
             self._held.pop(old, None)
-        while len(self._accused) > MAX_KNOWN:
+        while len(self._accused) > HELD.max_known:
             self._accused.popitem(last=False)
 
     def _hold(self, bundle: Bundle) -> None:
-        if bundle.nbytes <= MAX_SHARED and len(data := bundle.to_bytes()) <= MAX_SHARED:
+        if bundle.nbytes <= EVIDENCE_SIZES.max_shared and len(data := bundle.to_bytes()) <= EVIDENCE_SIZES.max_shared:
             self._held[bundle.id] = data
             self._held.move_to_end(bundle.id)
-        while sum(map(len, self._held.values())) > MAX_HELD_BYTES:
+        while sum(map(len, self._held.values())) > HELD.max_held_bytes:
             self._held.popitem(last=False)
 
     # --- evidence of this node
@@ -202,16 +215,16 @@ class EvidenceGossip:
 
     async def serve(self, stream: EvidenceStream) -> None:
         """Sends bundles by their ids."""
-        for _ in range(_FETCHES_PER_STREAM):
-            frame, _ = await stream.receive(timeout=_IDLE_TIMEOUT)
+        for _ in range(HELD.fetches_per_stream):
+            frame, _ = await stream.receive(timeout=HELD.idle_timeout)
             if frame.WhichOneof("body") != "fetch":
                 return
             data = self._held.get(frame.fetch.id)
             if data is None:
                 error = wire.Error(code=wire.ERROR_NOT_FOUND, message="this evidence is not here")
-                await stream.send(wire.EvidenceFrame(error=error), timeout=_PIECE_TIMEOUT)
+                await stream.send(wire.EvidenceFrame(error=error), timeout=HELD.piece_timeout)
             else:
-                await send_bundle(stream, data, timeout=_PIECE_TIMEOUT)
+                await send_bundle(stream, data, timeout=HELD.piece_timeout)
 
 
 async def fetch_bundle(stream: EvidenceStream, evidence_id: bytes) -> Bundle:
@@ -221,8 +234,8 @@ async def fetch_bundle(stream: EvidenceStream, evidence_id: bytes) -> Bundle:
         PeerError, Refusal: it has not, or sends another bundle.
         BadBundle: it sends no evidence.
     """
-    await stream.send(wire.EvidenceFrame(fetch=wire.Fetch(id=evidence_id)), timeout=_PIECE_TIMEOUT)
-    data = await receive_bundle(stream, limit=MAX_SHARED, timeout=_PIECE_TIMEOUT)
+    await stream.send(wire.EvidenceFrame(fetch=wire.Fetch(id=evidence_id)), timeout=HELD.piece_timeout)
+    data = await receive_bundle(stream, limit=EVIDENCE_SIZES.max_shared, timeout=HELD.piece_timeout)
     bundle, found = await trio.to_thread.run_sync(_identified, data)
     if found != evidence_id:
         raise PeerError(f"{stream.peer_id} sent other evidence than was asked for", stream.peer_id)

@@ -18,29 +18,37 @@ from ...protocols import wire_pb2 as wire
 from ...protocols.inference import receipt_from_wire
 from .bundle import BadBundle, Bundle
 
-MAX_MESSAGE: Final = 48 * 1024
-"""Bytes of a message."""
-MAX_ENDORSEMENTS: Final = 32
-MAX_ADDRS: Final = 8
-MAX_ADDR: Final = 256
-MAX_AGE: Final = 3 * 86400.0
-"""Seconds after which nobody forwards evidence."""
-RATE: Final = 6
-"""Messages of one maker that are taken in `RATE_SECONDS`."""
-RELAYED: Final = 30
-"""Messages of others that are taken from one neighbour in that time, and as many again of makers that are known."""
-RATE_SECONDS: Final = 60.0
-MAX_SENDERS: Final = 1000
-FORWARDED: Final = 24
-"""Messages of others that a node passes on in that time: fewer than any neighbour takes from it, so that no honest node
-is cut off for what others have made."""
+
+@dataclass(frozen=True)
+class EvidenceLimits:
+    """The sizes of messages about evidence, and how many of one sender count."""
+
+    max_message: int = 48 * 1024
+    """Bytes of a message."""
+    max_endorsements: int = 32
+    max_addrs: int = 8
+    max_addr: int = 256
+    max_age: float = 3 * 86400.0
+    """Seconds after which nobody forwards evidence."""
+    rate: int = 6
+    """Messages of one maker that are taken in `rate_seconds`."""
+    relayed: int = 30
+    """Messages of others that are taken from one neighbour in that time, and as many again of makers that are known."""
+    rate_seconds: float = 60.0
+    max_senders: int = 1000
+    forwarded: int = 24
+    """Messages of others that a node passes on in that time: fewer than any neighbour takes from it, so that no
+    honest node is cut off for what others have made."""
+    key_age: float = 600.0
+    """Seconds since a maker's first message after which it is known."""
+    forgotten: float = 86400.0
+
+
+EVIDENCE_LIMITS: Final = EvidenceLimits()
 _KEPT_FOR_KNOWN, _KEPT_FOR_NEIGHBOURS = 8, 12
 """Of these, for makers that are known, and for neighbours that hand on little; the rest is for whoever comes first."""
 _OF_ONE_KNOWN, _OF_ONE_NEIGHBOUR = 2, 1
 """Of what is kept, for one known maker, and for one neighbour."""
-KEY_AGE: Final = 600.0
-"""Seconds since a maker's first message after which it is known."""
-_FORGOTTEN: Final = 86400.0
 
 
 class BadEvidenceMessage(ValueError):
@@ -83,7 +91,7 @@ class TrustedValidators:
 
 def is_recent(time_ms: int, now: float) -> bool:
     """Whether a statement of this time counts: neither old nor of a time to come."""
-    return abs(now - time_ms / 1000) <= MAX_AGE
+    return abs(now - time_ms / 1000) <= EVIDENCE_LIMITS.max_age
 
 
 def is_answer_recent(bundle: Bundle, now: float) -> bool:
@@ -129,9 +137,12 @@ class EvidenceMessage:
             bundle.id,
             bundle.accused,
             bundle.evidence.time_ms,
-            bundle if bundle.nbytes <= MAX_MESSAGE // 2 and len(bundle.to_bytes()) <= MAX_MESSAGE // 2 else None,
-            tuple(endorsements[:MAX_ENDORSEMENTS]),
-            tuple(addrs[:MAX_ADDRS]),
+            bundle
+            if bundle.nbytes <= EVIDENCE_LIMITS.max_message // 2
+            and len(bundle.to_bytes()) <= EVIDENCE_LIMITS.max_message // 2
+            else None,
+            tuple(endorsements[: EVIDENCE_LIMITS.max_endorsements]),
+            tuple(addrs[: EVIDENCE_LIMITS.max_addrs]),
         )
 
     @property
@@ -163,7 +174,7 @@ class EvidenceMessage:
         Raises:
             BadEvidenceMessage: with the reason.
         """
-        if len(data) > MAX_MESSAGE:
+        if len(data) > EVIDENCE_LIMITS.max_message:
             raise BadEvidenceMessage("it is too long")
         try:
             message = wire.EvidenceNotice.FromString(data)
@@ -175,9 +186,11 @@ class EvidenceMessage:
             )
         except (DecodeError, BadBundle, ValueError) as error:
             raise BadEvidenceMessage(str(error)) from None
-        if len(message.addrs) > MAX_ADDRS or any(len(addr) > MAX_ADDR for addr in message.addrs):
+        if len(message.addrs) > EVIDENCE_LIMITS.max_addrs or any(
+            len(addr) > EVIDENCE_LIMITS.max_addr for addr in message.addrs
+        ):
             raise BadEvidenceMessage("its addresses are too many or too long")
-        if len(message.id) != 32 or len(endorsements) > MAX_ENDORSEMENTS:
+        if len(message.id) != 32 or len(endorsements) > EVIDENCE_LIMITS.max_endorsements:
             raise BadEvidenceMessage("it has no id, or too many endorsements")
         if bundle is not None and (bundle.id != message.id or bundle.accused != accused):
             raise BadEvidenceMessage("it is not about the evidence in it")
@@ -192,8 +205,8 @@ class EvidenceMessage:
 class RateLimiter:
     """Counts the messages of each sender that were taken lately. Bounded."""
 
-    limit: int = RATE
-    seconds: float = RATE_SECONDS
+    limit: int = EVIDENCE_LIMITS.rate
+    seconds: float = EVIDENCE_LIMITS.rate_seconds
     _seen: dict[str, list[float]] = field(default_factory=dict)
 
     def has_room(self, sender: str, now: float) -> bool:
@@ -207,7 +220,7 @@ class RateLimiter:
         if allowed:
             times.append(now)
         self._seen[sender] = times  # moved to the end: the sender that was silent longest is forgotten first
-        while len(self._seen) > MAX_SENDERS:
+        while len(self._seen) > EVIDENCE_LIMITS.max_senders:
             del self._seen[next(iter(self._seen))]
         return allowed
 
@@ -221,29 +234,31 @@ class KnownMakers:
     def note(self, maker: str, now: float) -> None:
         """A message of this maker was taken."""
         first, _ = self._heard.pop(maker, (now, now))
-        if len(self._heard) >= MAX_SENDERS:
-            self._heard = {key: times for key, times in self._heard.items() if times[1] > now - _FORGOTTEN}
-        if len(self._heard) >= MAX_SENDERS:
+        if len(self._heard) >= EVIDENCE_LIMITS.max_senders:
+            self._heard = {
+                key: times for key, times in self._heard.items() if times[1] > now - EVIDENCE_LIMITS.forgotten
+            }
+        if len(self._heard) >= EVIDENCE_LIMITS.max_senders:
             del self._heard[max(self._heard, key=lambda key: self._heard[key][0])]
         self._heard[maker] = first, now
 
     def is_known(self, maker: str, now: float) -> bool:
-        return maker in self._heard and now - self._heard[maker][0] >= KEY_AGE
+        return maker in self._heard and now - self._heard[maker][0] >= EVIDENCE_LIMITS.key_age
 
 
 @dataclass
 class ForwardingShares:
-    """What a node passes on of others, `FORWARDED` messages at most, divided so that those who make many, under however
-    many keys, and those who hand on many, leave room for others."""
+    """What a node passes on of others, `EVIDENCE_LIMITS.forwarded` messages at most, divided so that those who make
+    many, under however many keys, and those who hand on many, leave room for others."""
 
     _passed: list[tuple[float, str, str]] = field(default_factory=list)  # when, which share, whose
 
     def allows(self, maker: str, neighbour: str, now: float, *, known: bool) -> bool:
         """Whether a message is passed on; counts it. `known` says that its maker is, `neighbour` handed it over."""
-        self._passed = [passed for passed in self._passed if passed[0] > now - RATE_SECONDS]
+        self._passed = [passed for passed in self._passed if passed[0] > now - EVIDENCE_LIMITS.rate_seconds]
         shares = [
             ("neighbours", neighbour, _OF_ONE_NEIGHBOUR, _KEPT_FOR_NEIGHBOURS),
-            ("all", "", FORWARDED, FORWARDED - _KEPT_FOR_KNOWN - _KEPT_FOR_NEIGHBOURS),
+            ("all", "", EVIDENCE_LIMITS.forwarded, EVIDENCE_LIMITS.forwarded - _KEPT_FOR_KNOWN - _KEPT_FOR_NEIGHBOURS),
         ]
         if known:
             shares.insert(0, ("known", maker, _OF_ONE_KNOWN, _KEPT_FOR_KNOWN))

@@ -17,16 +17,24 @@ from weakref import WeakSet
 from ...crypto.receipts import Receipt
 from ...protocols import wire_pb2 as wire
 
-LAST_RECEIPTS: Final = 256
-"""Receipts of one session, by a client that does not share them; about 2 KB apiece."""
-LAST_SHARED: Final = 4096
-"""Receipts of one session, by a client that shares them: a longer one cannot be audited from its beginning."""
-LAST_SESSIONS: Final = 64
-"""Sessions at single servers, of a client that shares its receipts."""
-LAST_BATCHES: Final = 64
-SHARED_BYTES: Final = 256 << 20
-"""Bytes of tensors that a client keeps for auditors, all sessions together."""
-_MAX_PENDING: Final = 1024
+
+@dataclass(frozen=True)
+class KeptReceipts:
+    """How many receipts of each kind are kept to show them to auditors."""
+
+    last_receipts: int = 256
+    """Receipts of one session, by a client that does not share them; about 2 KB apiece."""
+    last_shared: int = 4096
+    """Receipts of one session, by a client that shares them: a longer one cannot be audited from its beginning."""
+    last_sessions: int = 64
+    """Sessions at single servers, of a client that shares its receipts."""
+    last_batches: int = 64
+    shared_bytes: int = 256 << 20
+    """Bytes of tensors that a client keeps for auditors, all sessions together."""
+    max_pending: int = 1024
+
+
+KEPT_RECEIPTS: Final = KeptReceipts()
 
 
 @dataclass(frozen=True)
@@ -91,7 +99,7 @@ class SessionLog:
         self._keeps = keeps_tensors
         self._others = others
         self._entries: deque[LoggedStep] = deque()
-        self._limit = limit or (LAST_SHARED if keeps_tensors else LAST_RECEIPTS)
+        self._limit = limit or (KEPT_RECEIPTS.last_shared if keeps_tensors else KEPT_RECEIPTS.last_receipts)
         self._pending: OrderedDict[int, tuple[wire.Step, wire.Tensor, bytes | bytearray | None]] = OrderedDict()
 
     @property
@@ -113,7 +121,7 @@ class SessionLog:
     def asked(self, step: wire.Step, tensor: wire.Tensor, payload: bytes | bytearray) -> None:
         """Notes a step that is sent, or that another server has pushed."""
         self._pending[step.sequence] = (step, tensor, payload if self._keeps else None)
-        if len(self._pending) > _MAX_PENDING:
+        if len(self._pending) > KEPT_RECEIPTS.max_pending:
             self._pending.popitem(last=False)
 
     def waiting(self, sequence: int) -> tuple[wire.Step, wire.Tensor, bytes | bytearray | None] | None:
@@ -167,9 +175,9 @@ class ReceiptArchive:
 
     def __init__(self, shared_bytes: int = 0) -> None:
         self._room = shared_bytes
-        self._sessions: deque[SessionLog] = deque(maxlen=LAST_SESSIONS)
+        self._sessions: deque[SessionLog] = deque(maxlen=KEPT_RECEIPTS.last_sessions)
         self._living: WeakSet[SessionLog] = WeakSet()  # those of open sessions, and those that are kept
-        self._batches: deque[LoggedBatch] = deque(maxlen=LAST_BATCHES)
+        self._batches: deque[LoggedBatch] = deque(maxlen=KEPT_RECEIPTS.last_batches)
 
     @property
     def shares(self) -> bool:

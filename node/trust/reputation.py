@@ -13,24 +13,30 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-HALF_LIFE: Final = 14 * 86400.0
-"""Seconds after which tokens and faults count half."""
-NEWCOMER_TOKENS: Final = 10_000.0
-"""Recomputed tokens that bring a newcomer half of the way to 1."""
-SERVED_SHARE: Final = 0.01
-"""What a token counts that was answered with a valid receipt, and that nobody recomputed."""
-FAULT_FACTOR: Final = 0.1
-"""What a fault leaves of a reputation."""
-NEWCOMER_SECONDS: Final = 0.002
-"""Added to the cost of a server without any reputation, compared with one of reputation 1."""
 
-PROVEN_SECONDS: Final = 7 * 86400.0
-"""A ban for a fault that was proved, by whomever."""
-CHEATED_SECONDS: Final = 3600.0
-"""A ban for an answer that does not fit its receipt, the first time; twice as long every other time."""
-LONGEST_SECONDS: Final = 30 * 86400.0
-MAX_BANS: Final = 10_000
+@dataclass(frozen=True)
+class ReputationPolicy:
+    """What service and faults of a server count for, and for how long."""
 
+    half_life: float = 14 * 86400.0
+    """Seconds after which tokens and faults count half."""
+    newcomer_tokens: float = 10_000.0
+    """Recomputed tokens that bring a newcomer half of the way to 1."""
+    served_share: float = 0.01
+    """What a token counts that was answered with a valid receipt, and that nobody recomputed."""
+    fault_factor: float = 0.1
+    """What a fault leaves of a reputation."""
+    newcomer_seconds: float = 0.002
+    """Added to the cost of a server without any reputation, compared with one of reputation 1."""
+    proven_seconds: float = 7 * 86400.0
+    """A ban for a fault that was proved, by whomever."""
+    cheated_seconds: float = 3600.0
+    """A ban for an answer that does not fit its receipt, the first time; twice as long every other time."""
+    longest_seconds: float = 30 * 86400.0
+    max_bans: int = 10_000
+
+
+REPUTATION: Final = ReputationPolicy()
 Source = Literal["own", "evidence", "validators"]
 
 
@@ -46,13 +52,13 @@ class Standing:
 
     def at(self, now: float) -> Standing:
         """The same, decayed until `now`."""
-        left = 0.5 ** (max(0.0, now - self.updated) / HALF_LIFE)
+        left = 0.5 ** (max(0.0, now - self.updated) / REPUTATION.half_life)
         return replace(self, updated=max(now, self.updated), tokens=self.tokens * left, faults=self.faults * left)
 
     def after_tokens(self, tokens: int, now: float, *, recomputed: bool) -> Standing:
         """With more tokens that were answered right; `recomputed` if somebody has made sure of it."""
         later = self.at(now)
-        return replace(later, tokens=later.tokens + tokens * (1.0 if recomputed else SERVED_SHARE))
+        return replace(later, tokens=later.tokens + tokens * (1.0 if recomputed else REPUTATION.served_share))
 
     def after_fault(self, now: float) -> Standing:
         """With one more fault. Earlier tokens count no more: they may have been computed to gain trust."""
@@ -69,14 +75,14 @@ def reputation(standing: Standing | None, now: float) -> float:
     if standing is None:
         return 0.0
     later = standing.at(now)
-    return float(later.tokens / (later.tokens + NEWCOMER_TOKENS) * FAULT_FACTOR**later.faults)
+    return float(later.tokens / (later.tokens + REPUTATION.newcomer_tokens) * REPUTATION.fault_factor**later.faults)
 
 
 def penalty_seconds(standing: Standing | None, now: float) -> float:
     """What routing adds to the cost of a server: next to nothing for a newcomer, so that new servers get sessions, and
     a minute or more for one that was at fault lately, which is a last resort."""
     faults = standing.at(now).faults if standing is not None else 0.0
-    return NEWCOMER_SECONDS * (1.0 - reputation(standing, now)) + 60.0 * min(faults, 10.0) * (faults > 0.05)
+    return REPUTATION.newcomer_seconds * (1.0 - reputation(standing, now)) + 60.0 * min(faults, 10.0) * (faults > 0.05)
 
 
 @dataclass(frozen=True)
@@ -96,8 +102,8 @@ class Ban:
 def extended(before: Ban | None, peer_id: str, reason: str, source: Source, now: float) -> Ban:
     """The ban for another fault; never shorter than the one that holds already."""
     count = before.count + 1 if before is not None else 1
-    seconds = PROVEN_SECONDS if source != "own" else CHEATED_SECONDS * 2.0 ** min(count - 1, 16)
-    until = now + min(seconds, LONGEST_SECONDS)
+    seconds = REPUTATION.proven_seconds if source != "own" else REPUTATION.cheated_seconds * 2.0 ** min(count - 1, 16)
+    until = now + min(seconds, REPUTATION.longest_seconds)
     if before is not None and before.until > until:
         return Ban(peer_id, before.until, before.reason, before.source, count)
     return Ban(peer_id, until, reason[:500], source, count)

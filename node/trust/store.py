@@ -8,6 +8,7 @@ import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -16,15 +17,23 @@ import trio
 from ..errors import MachineError
 from .database import is_damage, move_aside, prepare_file
 from .evidence_message import NO_VALIDATORS, TrustedValidators
-from .reputation import MAX_BANS, Ban, Source, Standing, extended, newcomer, penalty_seconds, reputation
+from .reputation import REPUTATION, Ban, Source, Standing, extended, newcomer, penalty_seconds, reputation
 
 log = logging.getLogger(__name__)
 
-SAVE_INTERVAL: Final = 15.0
-"""Seconds."""
-MAX_STANDINGS: Final = 20_000
-MAX_VERSIONS: Final = 1_000
-_BUSY_SECONDS: Final = 5.0
+
+@dataclass(frozen=True)
+class StoreLimits:
+    """What is kept of others, and how often it is written."""
+
+    save_interval: float = 15.0
+    """Seconds."""
+    max_standings: int = 20_000
+    max_versions: int = 1_000
+    busy_seconds: float = 5.0
+
+
+STORE: Final = StoreLimits()
 _SCHEMA: Final = 0
 """`user_version` of a file that this version reads; that of one with other tables will be higher."""
 T = TypeVar("T", str, bytes)
@@ -77,7 +86,7 @@ class TrustStore:
         self._bans[peer_id] = found
         self._dirty_bans.add(peer_id)
         self._note(peer_id, (self._standings.get(peer_id) or newcomer(now)).after_fault(now))
-        while len(self._bans) > MAX_BANS:
+        while len(self._bans) > REPUTATION.max_bans:
             del self._bans[min(self._bans, key=lambda peer: self._bans[peer].until)]
         log.warning("%s is not used any more: %s", peer_id, reason)
         return found
@@ -137,9 +146,9 @@ class TrustStore:
     def _note(self, peer_id: str, standing: Standing) -> None:
         self._standings[peer_id] = standing
         self._dirty_standings.add(peer_id)
-        if len(self._standings) > MAX_STANDINGS:
+        if len(self._standings) > STORE.max_standings:
             by_age = sorted(self._standings, key=lambda peer: self._standings[peer].updated)
-            for oldest in by_age[: MAX_STANDINGS // 10]:
+            for oldest in by_age[: STORE.max_standings // 10]:
                 del self._standings[oldest]
 
     # --- model versions
@@ -148,7 +157,7 @@ class TrustStore:
         """Remembers which model version this node has used with these weights of its own (`held_weights`)."""
         self._versions[weights] = version, self._clock()
         self._dirty_versions.add(weights)
-        while len(self._versions) > MAX_VERSIONS:
+        while len(self._versions) > STORE.max_versions:
             del self._versions[min(self._versions, key=lambda held: self._versions[held][1])]
 
     def version_used(self, weights: bytes) -> bytes | None:
@@ -172,16 +181,16 @@ class TrustStore:
 
     def _read(self, connection: sqlite3.Connection) -> None:
         bans = "SELECT peer_id, until, reason, source, count FROM bans WHERE until > ? LIMIT ?"
-        for row in connection.execute(bans, (self._clock(), MAX_BANS)):
+        for row in connection.execute(bans, (self._clock(), REPUTATION.max_bans)):
             held = self._bans.get(row[0])
             if held is None or held.until < row[1]:
                 self._bans[row[0]] = Ban(*row)
         standings = "SELECT peer_id, first_seen, updated, tokens, faults FROM standings ORDER BY updated DESC LIMIT ?"
-        for peer_id, *rest in connection.execute(standings, (MAX_STANDINGS,)):
+        for peer_id, *rest in connection.execute(standings, (STORE.max_standings,)):
             if peer_id not in self._dirty_standings:
                 self._standings[peer_id] = Standing(*rest)
         versions = "SELECT weights, version, used FROM versions ORDER BY used DESC LIMIT ?"
-        for weights, version, used in connection.execute(versions, (MAX_VERSIONS,)):
+        for weights, version, used in connection.execute(versions, (STORE.max_versions,)):
             if weights not in self._dirty_versions:
                 self._versions[weights] = version, used
 
@@ -213,7 +222,7 @@ class TrustStore:
             connection.executemany("INSERT OR REPLACE INTO versions (weights, version, used) VALUES (?, ?, ?)", used)
             connection.execute(
                 "DELETE FROM versions WHERE weights NOT IN (SELECT weights FROM versions ORDER BY used DESC LIMIT ?)",
-                (MAX_VERSIONS,),
+                (STORE.max_versions,),
             )
             connection.execute("DELETE FROM bans WHERE until < ?", (self._clock(),))
             self._read(connection)
@@ -273,14 +282,14 @@ class TrustStore:
             self._dirty_bans.update(self._bans)
             self._dirty_standings.update(self._standings)
             self._dirty_versions.update(self._versions)
-            if (aside := move_aside(file, timeout=_BUSY_SECONDS)) is not None:
+            if (aside := move_aside(file, timeout=STORE.busy_seconds)) is not None:
                 return aside
             self._connected(file, work)  # another process has moved it
         return None
 
     def _connected(self, file: Path, work: Callable[[sqlite3.Connection], None]) -> None:
         prepare_file(file)
-        with contextlib.closing(sqlite3.connect(file, timeout=_BUSY_SECONDS)) as connection:
+        with contextlib.closing(sqlite3.connect(file, timeout=STORE.busy_seconds)) as connection:
             (schema,) = connection.execute("PRAGMA user_version").fetchone()
             if schema > _SCHEMA:
                 raise OSError(f"a newer version of petalnode has written it (tables of version {schema})")
@@ -290,7 +299,7 @@ class TrustStore:
 
     @asynccontextmanager
     async def kept(self) -> AsyncIterator[None]:
-        """Reads the file at once, and writes it every `SAVE_INTERVAL` and at the end of the block."""
+        """Reads the file at once, and writes it every `STORE.save_interval` and at the end of the block."""
         await trio.to_thread.run_sync(self.load)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._keep)
@@ -303,5 +312,5 @@ class TrustStore:
 
     async def _keep(self) -> None:
         while True:
-            await trio.sleep(SAVE_INTERVAL)
+            await trio.sleep(STORE.save_interval)
             await trio.to_thread.run_sync(self.save)

@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
@@ -32,19 +33,27 @@ from .adapter_files import (
 HUB: Final = "hub"
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _URL: Final = re.compile(r"(https?|ssh|git|file)://.+|[\w.-]+@[\w.-]+:.+")
-GIT_TIMEOUT: Final = 120.0
-"""Seconds for one git command."""
-_ATTEMPTS: Final = 3
-_ALIKE: Final = 0.75
-"""Of two names, by difflib: one or two letters are wrong."""
 
+
+@dataclass(frozen=True)
+class RepositoryLimits:
+    """How long git and the hub may take, and what is listed."""
+
+    git_timeout: float = 120.0
+    """Seconds for one git command."""
+    attempts: int = 3
+    alike: float = 0.75
+    """Of two names, by difflib: one or two letters are wrong."""
+    found_at_most: int = 100
+    timeout_s: float = 10.0
+
+
+REPOSITORY: Final = RepositoryLimits()
 T = TypeVar("T")
 
-FOUND_AT_MOST: Final = 100
 _VERSION_TAG: Final = "model-version:"
 _BASE_TAG: Final = "base_model:"
 _METHODS: Final = ("lora", "prompt", "deep-prompt")
-_TIMEOUT_S: Final = 10.0
 
 
 class HubRepository:
@@ -63,9 +72,15 @@ class HubRepository:
 
         def ask() -> Any:
             # One request: HfApi.list_models asks an unreachable hub for half a minute.
-            asked: dict[str, Any] = {"filter": wanted, "limit": FOUND_AT_MOST, "search": self._repository or ""}
+            asked: dict[str, Any] = {
+                "filter": wanted,
+                "limit": REPOSITORY.found_at_most,
+                "search": self._repository or "",
+            }
             address = f"{constants.ENDPOINT}/api/models"
-            response = get_session().get(address, params=asked, headers=build_hf_headers(), timeout=_TIMEOUT_S)
+            response = get_session().get(
+                address, params=asked, headers=build_hf_headers(), timeout=REPOSITORY.timeout_s
+            )
             hf_raise_for_status(response)
             return response.json()
 
@@ -104,13 +119,15 @@ class HubRepository:
 
             def download() -> None:
                 info = HfApi().model_info(
-                    repository, revision=revision or None, files_metadata=True, timeout=_TIMEOUT_S
+                    repository, revision=revision or None, files_metadata=True, timeout=REPOSITORY.timeout_s
                 )
                 for file in info.siblings or ():
                     if file.rfilename in FILES:
                         if (file.size or 0) > MAX_FILE_BYTES:
                             raise BadInput(f"{file.rfilename} of {repository} is too large for an adapter")
-                        got = hf_hub_download(repository, file.rfilename, revision=info.sha, etag_timeout=_TIMEOUT_S)
+                        got = hf_hub_download(
+                            repository, file.rfilename, revision=info.sha, etag_timeout=REPOSITORY.timeout_s
+                        )
                         shutil.copyfile(got, Path(scratch) / file.rfilename)
 
             _asking(download)
@@ -233,7 +250,7 @@ class GitRepository:
 
     def push(self, folder: Path, name: str, *, replace: bool) -> str:
         said = ""
-        for _ in range(_ATTEMPTS):  # somebody else may push in between
+        for _ in range(REPOSITORY.attempts):  # somebody else may push in between
             with self._copy() as copy:
                 try:
                     FolderRepository(copy).push(folder, name, replace=replace)
@@ -307,11 +324,13 @@ def _git(*arguments: str, cwd: Path) -> str:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=GIT_TIMEOUT,
+            timeout=REPOSITORY.git_timeout,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise MachineError(f"git {arguments[0]} took longer than {GIT_TIMEOUT:.0f} s: try again later") from None
+        raise MachineError(
+            f"git {arguments[0]} took longer than {REPOSITORY.git_timeout:.0f} s: try again later"
+        ) from None
     if done.returncode:
         said = [
             line for line in done.stderr.splitlines() if line.strip() and not line.startswith(("hint:", "warning:"))
@@ -337,12 +356,12 @@ def _meant_folder(path: Path) -> Path | None:
     parent = path.parent
     if not parent.is_dir():
         folders = [found.name for found in Path().iterdir() if found.is_dir()]
-        alike = difflib.get_close_matches(str(parent), folders, n=1, cutoff=_ALIKE)
+        alike = difflib.get_close_matches(str(parent), folders, n=1, cutoff=REPOSITORY.alike)
         if not alike:
             return None
         parent = Path(alike[0])
     folders = [found.name for found in parent.iterdir() if found.is_dir()]
-    alike = difflib.get_close_matches(path.name, folders, n=1, cutoff=_ALIKE)
+    alike = difflib.get_close_matches(path.name, folders, n=1, cutoff=REPOSITORY.alike)
     return parent / alike[0] if alike else parent
 
 

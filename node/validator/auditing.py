@@ -12,14 +12,7 @@ import trio
 
 from ...crypto.receipts import Receipt, is_countersigned
 from ...protocols import wire_pb2 as wire
-from ...protocols.evidence import (
-    MAX_HEADER,
-    MAX_OFFER,
-    MAX_SHARED,
-    PIECE_BYTES,
-    EvidenceStream,
-    receive_bundle,
-)
+from ...protocols.evidence import EVIDENCE_SIZES, PIECE_BYTES, EvidenceStream, receive_bundle
 from ...protocols.framing import ProtocolError
 from ...protocols.ids import RECEIPTS
 from ...protocols.inference import Refusal, receipt_from_wire
@@ -27,15 +20,23 @@ from ..network.transport.places import Places
 from ..swarm.swarm import Swarm
 from ..trust.bundle import BadBundle, Bundle
 
-OFFER_TIMEOUT: Final = 30.0
-PIECE_TIMEOUT: Final = 30.0
-CALLS_PER_MINUTE: Final = 12
-"""Of one client."""
-MAX_CALLS: Final = 8
-"""At once, of all clients."""
-MAX_PENDING: Final = 32
-"""Bundles that wait to be judged."""
-MAX_PENDING_BYTES: Final = 256 << 20
+
+@dataclass(frozen=True)
+class AuditLimits:
+    """How many receipts clients may show, and how long they may take."""
+
+    offer_timeout: float = 30.0
+    piece_timeout: float = 30.0
+    calls_per_minute: int = 12
+    """Of one client."""
+    max_calls: int = 8
+    """At once, of all clients."""
+    max_pending: int = 32
+    """Bundles that wait to be judged."""
+    max_pending_bytes: int = 256 << 20
+
+
+AUDITS: Final = AuditLimits()
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,12 @@ class ReceiptAuditService:
         self._sample = sample
         self._calls: dict[str, deque[float]] = {}
         self._swarm = swarm
-        self._places = Places(MAX_CALLS)
+        self._places = Places(AUDITS.max_calls)
         self._bytes = 0
-        self._send, self._receive = trio.open_memory_channel[Audit](MAX_PENDING)
-        swarm.set_handler(RECEIPTS, wire.EvidenceFrame, self._serve, max_header=MAX_HEADER, max_payload=PIECE_BYTES)
+        self._send, self._receive = trio.open_memory_channel[Audit](AUDITS.max_pending)
+        swarm.set_handler(
+            RECEIPTS, wire.EvidenceFrame, self._serve, max_header=EVIDENCE_SIZES.max_header, max_payload=PIECE_BYTES
+        )
 
     async def next(self) -> Audit:
         """Waits for the next audit."""
@@ -80,28 +83,28 @@ class ReceiptAuditService:
         return audit
 
     async def _serve(self, stream: EvidenceStream) -> None:
-        frame, _ = await stream.receive(timeout=OFFER_TIMEOUT)
+        frame, _ = await stream.receive(timeout=AUDITS.offer_timeout)
         if frame.WhichOneof("body") != "offer":
             raise ProtocolError(f"{stream.peer_id} offers no receipts", stream.peer_id)
         if self._may_call(stream.peer_id):
             with self._places.take(stream.peer_id, self._swarm.host.origin_of(stream.peer_id)) as place:
                 if place is not None:
                     await self._take(stream, frame.offer)
-        await stream.send(wire.EvidenceFrame(close=wire.Close()), timeout=PIECE_TIMEOUT)
+        await stream.send(wire.EvidenceFrame(close=wire.Close()), timeout=AUDITS.piece_timeout)
 
     def _may_call(self, peer_id: str) -> bool:
         now = trio.current_time()
         for silent in [peer for peer, calls in self._calls.items() if not calls or calls[-1] < now - 60]:
             del self._calls[silent]
-        calls = self._calls.setdefault(peer_id, deque(maxlen=CALLS_PER_MINUTE))
-        if len(calls) == CALLS_PER_MINUTE and calls[0] > now - 60:
+        calls = self._calls.setdefault(peer_id, deque(maxlen=AUDITS.calls_per_minute))
+        if len(calls) == AUDITS.calls_per_minute and calls[0] > now - 60:
             return False
         calls.append(now)
         return True
 
     async def _take(self, stream: EvidenceStream, offer: wire.Offer) -> None:
         try:
-            receipts = [receipt_from_wire(receipt) for receipt in offer.receipts[:MAX_OFFER]]
+            receipts = [receipt_from_wire(receipt) for receipt in offer.receipts[: EVIDENCE_SIZES.max_offer]]
         except ValueError as error:
             raise ProtocolError(f"{stream.peer_id} offers what is no receipt: {error}", stream.peer_id) from None
         signatures = offer.countersignatures
@@ -113,9 +116,9 @@ class ReceiptAuditService:
                 or not is_countersigned(receipt, signatures[number])
             ):
                 raise ProtocolError(f"{stream.peer_id} offers a receipt that it does not stand by", stream.peer_id)
-            await stream.send(wire.EvidenceFrame(pick=wire.Pick(number=number)), timeout=PIECE_TIMEOUT)
+            await stream.send(wire.EvidenceFrame(pick=wire.Pick(number=number)), timeout=AUDITS.piece_timeout)
             try:
-                data = await receive_bundle(stream, limit=MAX_SHARED, timeout=PIECE_TIMEOUT)
+                data = await receive_bundle(stream, limit=EVIDENCE_SIZES.max_shared, timeout=AUDITS.piece_timeout)
                 bundle = await trio.to_thread.run_sync(Bundle.from_bytes, data)
             except Refusal:
                 continue
@@ -126,7 +129,7 @@ class ReceiptAuditService:
     def _put(self, audit: Audit, peer_id: str) -> None:
         if _signature_of(audit.bundle) != audit.receipt.signature or audit.bundle.accuser != peer_id:
             raise ProtocolError(f"{peer_id} shows something else than was picked", peer_id)
-        if self._bytes + _size(audit) > MAX_PENDING_BYTES:
+        if self._bytes + _size(audit) > AUDITS.max_pending_bytes:
             return
         try:
             self._send.send_nowait(audit)

@@ -28,17 +28,25 @@ from ..verification.evidence_check import Outcome, check_evidence
 
 log = logging.getLogger(__name__)
 
-MAX_PENDING: Final = 16
-MAX_PENDING_OF_ONE: Final = 2
-"""Messages of one author that wait."""
-MAX_FETCHES: Final = 8
-"""Bundles that are fetched side by side, each from another author; one is of at most 64 MiB."""
-MAX_REMEMBERED: Final = 1000
-OPEN_TIMEOUT: Final = 60.0
-SHARE_PAUSE: Final = 5.0
-"""Seconds between two fetches that are given up because their address has several, and others wait."""
-LONGEST_FETCH: Final = 600.0
-"""Seconds for a whole fetch; `receive_bundle` gives up sooner what comes too slowly."""
+
+@dataclass(frozen=True)
+class EndorsingLimits:
+    """How much evidence of others waits to be recomputed."""
+
+    max_pending: int = 16
+    max_pending_of_one: int = 2
+    """Messages of one author that wait."""
+    max_fetches: int = 8
+    """Bundles that are fetched side by side, each from another author; one is of at most 64 MiB."""
+    max_remembered: int = 1000
+    open_timeout: float = 60.0
+    share_pause: float = 5.0
+    """Seconds between two fetches that are given up because their address has several, and others wait."""
+    longest_fetch: float = 600.0
+    """Seconds for a whole fetch; `receive_bundle` gives up sooner what comes too slowly."""
+
+
+ENDORSING: Final = EndorsingLimits()
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,10 +106,10 @@ def pending(waiting: Sequence[Notice], new: Notice, failures: Mapping[str, int])
 
     What goes is lost to this validator only: others get it, too.
     """
-    if new.is_among(waiting) or sum(notice.author == new.author for notice in waiting) >= MAX_PENDING_OF_ONE:
+    if new.is_among(waiting) or sum(notice.author == new.author for notice in waiting) >= ENDORSING.max_pending_of_one:
         return tuple(waiting)
     kept = [*waiting, new]
-    if len(kept) > MAX_PENDING:
+    if len(kept) > ENDORSING.max_pending:
         sent = Counter(notice.origin for notice in kept)
         kept.remove(max(reversed(kept), key=lambda notice: (sent[notice.origin], failures.get(notice.author, 0))))
     return tuple(kept)
@@ -147,15 +155,17 @@ class Endorser:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(partial(self._work, fetches=False))
             nursery.start_soon(self._share_fetches)
-            for _ in range(MAX_FETCHES):
+            for _ in range(ENDORSING.max_fetches):
                 nursery.start_soon(partial(self._work, fetches=True))
 
     async def _share_fetches(self) -> None:
         """Where others wait for a fetch, those of an address that has several are given up one after the other."""
         while True:
-            await trio.sleep(SHARE_PAUSE)
+            await trio.sleep(ENDORSING.share_pause)
             fetches = [place for notice, place in self._running.items() if notice.message.bundle is None]
-            if len(fetches) < MAX_FETCHES or all(notice.message.bundle is not None for notice in self._waiting):
+            if len(fetches) < ENDORSING.max_fetches or all(
+                notice.message.bundle is not None for notice in self._waiting
+            ):
                 continue
             for fetch in fetches:  # an author's address is known once there is a connection
                 fetch.origin = self._swarm.host.origin_of(fetch.peer_id)
@@ -192,16 +202,16 @@ class Endorser:
         except (PeerError, Refusal, BadBundle, PetalnodeError, trio.TooSlowError) as error:
             log.info("evidence against %s cannot be checked: %s", message.accused, error)
             self._failures[author] = self._failures.pop(author, 0) + 1
-            while len(self._failures) > MAX_REMEMBERED:
+            while len(self._failures) > ENDORSING.max_remembered:
                 self._failures.popitem(last=False)
         except Exception as error:
             log.warning("evidence against %s cannot be checked here", message.accused, exc_info=error)
             self._note(message.evidence_id, Outcome(False, f"it cannot be checked here: {error}", inconclusive=True))
 
     async def _fetch(self, notice: Notice) -> Bundle:
-        with trio.fail_after(LONGEST_FETCH):
+        with trio.fail_after(ENDORSING.longest_fetch):
             bundle = await self._swarm.fetch_evidence(
-                notice.author, notice.id, addrs=notice.message.addrs, timeout=OPEN_TIMEOUT
+                notice.author, notice.id, addrs=notice.message.addrs, timeout=ENDORSING.open_timeout
             )
         self._failures.pop(notice.author, None)
         return bundle
@@ -253,7 +263,7 @@ class Endorser:
 
     def _note(self, evidence_id: bytes, outcome: Outcome | None) -> None:
         self.checked[evidence_id] = outcome
-        while len(self.checked) > MAX_REMEMBERED:
+        while len(self.checked) > ENDORSING.max_remembered:
             self.checked.popitem(last=False)
 
 

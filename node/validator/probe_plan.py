@@ -21,11 +21,20 @@ Kind = Literal["chat", "training", "deep-prompt", "lora"]
 tensors, whose gradients servers return too."""
 
 TRAINING: Final[tuple[Kind, ...]] = ("training", "deep-prompt", "lora")
-TRAINING_SHARE: Final = 0.25
-"""Of a validator's probes, all kinds of training together."""
-_USUAL_ANSWER: Final = 24
-_MOST_ANSWER: Final = 160
-_MOST_ROWS: Final = 4
+
+
+@dataclass(frozen=True)
+class ProbePolicy:
+    """What probes look like, so that a server cannot tell them from requests."""
+
+    training_share: float = 0.25
+    """Of a validator's probes, all kinds of training together."""
+    usual_answer: int = 24
+    most_answer: int = 160
+    most_rows: int = 4
+
+
+PROBES: Final = ProbePolicy()
 
 
 @dataclass(frozen=True)
@@ -126,7 +135,7 @@ def next_probe(
     longest = max(seconds_since.values(), default=1.0)
     weights = [1.0 + seconds_since.get(server.peer_id, 2 * longest) for server in ordered]
     (target,) = random.choices(ordered, weights)
-    kind: Kind = random.choice(TRAINING) if random.random() < TRAINING_SHARE else "chat"
+    kind: Kind = random.choice(TRAINING) if random.random() < PROBES.training_share else "chat"
     return drawn(kind, chain_through(target, servers, num_blocks, random), random)
 
 
@@ -134,8 +143,8 @@ def drawn(kind: Kind, route: tuple[Hop, ...], random: Random) -> Probe:
     """A probe of that kind: its text, and a length as users have them (many short, some long)."""
     seed = random.getrandbits(48)
     if kind in TRAINING:
-        return Probe(kind, route, seed, random.choice((32, 48, 64, 96)), rows=random.randint(1, _MOST_ROWS))
-    length = round(min(random.lognormvariate(math.log(_USUAL_ANSWER), 0.7), _MOST_ANSWER))
+        return Probe(kind, route, seed, random.choice((32, 48, 64, 96)), rows=random.randint(1, PROBES.most_rows))
+    length = round(min(random.lognormvariate(math.log(PROBES.usual_answer), 0.7), PROBES.most_answer))
     temperature = random.choice((0.0, 0.0, 0.7, 1.0))
     return Probe(kind, route, seed, max(4, length), temperature)
 

@@ -36,7 +36,7 @@ from ..errors import NoChainError, ServerFailed, SwarmError
 from ..swarm.config import SwarmConfig
 from ..swarm.routing import Hop
 from ..swarm.swarm import open_swarm
-from ..trust.receipt_log import SHARED_BYTES, ReceiptArchive
+from ..trust.receipt_log import KEPT_RECEIPTS, ReceiptArchive
 from ..trust.store import TrustStore
 from ..verification.observed import Observed, observed_batch, observed_session
 from ..verification.recomputation import Recomputation, SessionAnswer, SessionQuestion, Step
@@ -107,7 +107,7 @@ async def run_probe(config: SwarmConfig, model: ProbeModel, probe: Probe) -> Pro
         SwarmError: no peer answers.
     """
     failures: dict[str, SwarmError] = {}
-    archive = ReceiptArchive(shared_bytes=SHARED_BYTES)
+    archive = ReceiptArchive(shared_bytes=KEPT_RECEIPTS.shared_bytes)
     # With a trust store of its own: servers that this person has banned must be probed all the same.
     host = replace(config, identity=Identity.generate(), trust=TrustStore(), gossip=False)
     async with open_swarm(host) as swarm:

@@ -32,17 +32,35 @@ from .tolerances import Tolerance
 
 Result = Literal["ok", "faulty", "inconclusive"]
 
-BEYOND: Final = 1e9
-"""The distance of NaN and infinity, and the largest that is reported: JSON has no infinity."""
-_LEAST_SHARE: Final = 0.05
-"""A token whose recomputed norm is below this share of the median token's counts as if it had that norm: where next to
-nothing is right, an error of next to nothing is no fault. Gradients have many such tokens."""
-_TRAVELS: Final = 0.9
-"""Of the largest value that a codec carries: above, one honest server's answer is finite and another's is not."""
-_SQUARED: Final = 1e18
-"""The square of a larger value is not finite in float32, in which blocks take norms."""
-_UNSTEADY: Final = 1.5
-"""By how much the change that noise makes of a token is multiplied before it is compared with what proves a fault."""
+
+@dataclass(frozen=True)
+class JudgingLimits:
+    """From what error on an answer is faulty, by how the errors are spread."""
+
+    beyond: float = 1e9
+    """The distance of NaN and infinity, and the largest that is reported: JSON has no infinity."""
+    least_share: float = 0.05
+    """A token whose recomputed norm is below this share of the median token's counts as if it had that norm: where
+    next to nothing is right, an error of next to nothing is no fault. Gradients have many such tokens."""
+    travels: float = 0.9
+    """Of the largest value that a codec carries: above, one honest server's answer is finite and another's is not."""
+    squared: float = 1e18
+    """The square of a larger value is not finite in float32, in which blocks take norms."""
+    unsteady: float = 1.5
+    """By how much the change that noise makes of a token is multiplied before it is compared with what proves a
+    fault."""
+    suspicious: float = 1e-3
+    """Mean relative error below which no coarser weights can be the cause: int8 weights make ten times as much."""
+    share_faulty: float = 0.75
+    """Of the way to the coarser weights' answer. Honest servers stay below a half even if rounding is all there is: two
+    answers that are rounded independently have half of their difference in common with a third."""
+    rest_faulty: float = 1.5
+    """How far the claim may be from the coarser weights' answer, as a multiple of that way."""
+    least_values: int = 512
+    """With fewer values the share is not significant."""
+
+
+JUDGING: Final = JudgingLimits()
 _KEPT: Final = {PROMPTS: "deep prompts", LORA_PARTS[0]: "LoRA's A", LORA_PARTS[1]: "LoRA's B"}
 """By the last part of its name, what messages call a kept tensor."""
 
@@ -50,15 +68,6 @@ _KEPT: Final = {PROMPTS: "deep prompts", LORA_PARTS[0]: "LoRA's A", LORA_PARTS[1
 COARSER: Final = {"none": ("int8", "nf4"), "int8": ("nf4",), "nf4": ()}
 """Per declared quantisation, the coarser ones that a server might hold instead. With int8 activations there is no
 direction to look for: which way a value is rounded follows from last bits, and after some blocks an error has any."""
-SUSPICIOUS: Final = 1e-3
-"""Mean relative error below which no coarser weights can be the cause: int8 weights make ten times as much."""
-SHARE_FAULTY: Final = 0.75
-"""Of the way to the coarser weights' answer. Honest servers stay below a half even if rounding is all there is: two
-answers that are rounded independently have half of their difference in common with a third."""
-REST_FAULTY: Final = 1.5
-"""How far the claim may be from the coarser weights' answer, as a multiple of that way."""
-_LEAST_VALUES: Final = 512
-"""With fewer values the share is not significant."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +102,9 @@ def distance(claimed: torch.Tensor, recomputed: torch.Tensor, codec: str = "none
     """
     if claimed.shape != recomputed.shape or not recomputed.numel():
         raise ValueError(f"a claim of shape {tuple(claimed.shape)} is compared with {tuple(recomputed.shape)}")
-    if not float(recomputed.detach().abs().max()) <= min(_TRAVELS * largest(codec, recomputed.dtype), _SQUARED):
+    if not float(recomputed.detach().abs().max()) <= min(
+        JUDGING.travels * largest(codec, recomputed.dtype), JUDGING.squared
+    ):
         return Distance(0.0, 0.0, recomputed.numel() // recomputed.shape[-1], known=False)
     return _overall(token_errors(claimed, recomputed))
 
@@ -115,15 +126,15 @@ def relative_distance(errors: torch.Tensor, sizes: torch.Tensor) -> Distance:
 
 def _relative(errors: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
     present = sizes[sizes > 0]
-    least = _LEAST_SHARE * float(present.median()) if len(present) else 0.0
+    least = JUDGING.least_share * float(present.median()) if len(present) else 0.0
     return errors / sizes.clamp(min=max(least, torch.finfo(torch.float64).tiny))
 
 
 def _overall(relative: torch.Tensor) -> Distance:
     if not bool(torch.isfinite(relative).all()):
-        return Distance(BEYOND, BEYOND, len(relative))
+        return Distance(JUDGING.beyond, JUDGING.beyond, len(relative))
     worst, mean = float(relative.max()), float(relative.square().mean().sqrt())
-    return Distance(min(worst, BEYOND), min(mean, BEYOND), len(relative))
+    return Distance(min(worst, JUDGING.beyond), min(mean, JUDGING.beyond), len(relative))
 
 
 def kept_distances(claimed: Mapping[str, torch.Tensor], recomputed: Mapping[str, torch.Tensor]) -> dict[str, Distance]:
@@ -169,13 +180,13 @@ class Spread:
 
     def steady(self, tolerance: Tolerance) -> torch.Tensor:
         """bool [tokens]: those that noise does not change by as much as proves a fault."""
-        return _UNSTEADY * self.most <= tolerance.faulty_worst
+        return JUDGING.unsteady * self.most <= tolerance.faulty_worst
 
 
 def spread_of(recomputed: torch.Tensor, perturbed: Sequence[torch.Tensor], codec: str = "none") -> Spread:
     """From the answer and the same with noise, float [rows, tokens, hidden]. What a codec makes of it counts too."""
     changes = [token_errors(answer, recomputed) for answer in perturbed]
-    seen = torch.stack(changes).nan_to_num(BEYOND, posinf=BEYOND)
+    seen = torch.stack(changes).nan_to_num(JUDGING.beyond, posinf=JUDGING.beyond)
     most = seen.amax(0)
     if codec != "none":
         most = torch.maximum(most, token_errors(decode(*encode(recomputed, codec)), recomputed))
@@ -214,7 +225,7 @@ def judge_kept(
         most = max((noisy[what].worst for noisy in perturbed), default=0.0)
         mean = max((noisy[what].mean for noisy in perturbed), default=0.0)
         if one.result == "faulty" and tolerance is not None:
-            unsteady = _UNSTEADY * most > tolerance.faulty_worst
+            unsteady = JUDGING.unsteady * most > tolerance.faulty_worst
             if unsteady or (far.worst <= tolerance.faulty_worst and far.mean <= mean):
                 reason = f"its gradient of {what} is off by {far.mean:.2g}, and depends on roundings by {mean:.2g}"
                 one = Judgement("inconclusive", reason, far.mean, max(mean, tolerance.faulty_mean))
@@ -268,8 +279,11 @@ class Share:
 
     @property
     def is_substitution(self) -> bool:
-        near = self.rest <= REST_FAULTY * self.size and SHARE_FAULTY <= self.share <= 2 - SHARE_FAULTY
-        return near and self.values >= _LEAST_VALUES
+        near = (
+            self.rest <= JUDGING.rest_faulty * self.size
+            and JUDGING.share_faulty <= self.share <= 2 - JUDGING.share_faulty
+        )
+        return near and self.values >= JUDGING.least_values
 
 
 def share_of(claimed: torch.Tensor, recomputed: torch.Tensor, other: torch.Tensor) -> Share:

@@ -2,9 +2,10 @@
 
 The blocks are loaded one after the other, by memory map, and every question passes through a block before the next one
 is loaded, so a validator needs no machine that could serve the model. (Of a small model as many blocks at once as fit
-into `GROUP_BYTES`, because finding a block's weights takes longer than computing with it.) The peak of memory is these
-weights, the attention cache of one question for them, and the activations of all questions. The blocks are those of
-servers (`node.blocks`): an honest server of the same kind gives the same bits, one of another kind rounds otherwise.
+into `RECOMPUTATION.group_bytes`, because finding a block's weights takes longer than computing with it.) The peak of
+memory is these weights, the attention cache of one question for them, and the activations of all questions. The
+blocks are those of servers (`node.blocks`): an honest server of the same kind gives the same bits, one of another
+kind rounds otherwise.
 
 How far otherwise depends on what is asked: a token that two experts suit equally well, or values that cancel, can make
 a rounding decide about all of an answer. `Recomputation.perturbed` finds out, by noise in place of roundings.
@@ -33,20 +34,29 @@ from ..models.checkpoint import Checkpoint
 from ..models.folder import num_blocks, read_config
 from ..models.progress import Progress, no_progress
 
-GROUP_BYTES: Final = 64 << 20
-"""Of weights, as they are in the files, that are loaded at once; a larger block is loaded alone."""
-_ACTIVATION_BYTES: Final = 256 << 20  # that autograd keeps beyond those of one block
-PAIRS: Final = 6
-"""Pairs of perturbed recomputations: the noise of one, and its opposite. Of any two among 64 experts, one has the
-other's noise reversed in one of them at least, so that no tie between two is left as it is."""
-_PERTURBED_AT_ONCE: Final = 8
-"""Questions: the activations of each are in memory as often as it is recomputed."""
-_ZERO: Final = 1e-30
-"""Values up to this may be zero on another processor: their products with scales of quantised weights are subnormal."""
-_TIE: Final = 4.0
-"""Noise of the scores by which experts are chosen, as a multiple of that of all blocks together."""
-_PROBABILITY: Final = 3.0
-"""Relative noise of a score that is a probability, for a relative noise of 1 of the logits."""
+
+@dataclass(frozen=True)
+class RecomputationLimits:
+    """How much is recomputed at once, and how noise is made."""
+
+    group_bytes: int = 64 << 20
+    """Of weights, as they are in the files, that are loaded at once; a larger block is loaded alone."""
+    activation_bytes: int = 256 << 20  # that autograd keeps beyond those of one block
+    pairs: int = 6
+    """Pairs of perturbed recomputations: the noise of one, and its opposite. Of any two among 64 experts, one has the
+    other's noise reversed in one of them at least, so that no tie between two is left as it is."""
+    perturbed_at_once: int = 8
+    """Questions: the activations of each are in memory as often as it is recomputed."""
+    zero: float = 1e-30
+    """Values up to this may be zero on another processor: their products with scales of quantised weights are
+    subnormal."""
+    tie: float = 4.0
+    """Noise of the scores by which experts are chosen, as a multiple of that of all blocks together."""
+    probability: float = 3.0
+    """Relative noise of a score that is a probability, for a relative noise of 1 of the logits."""
+
+
+RECOMPUTATION: Final = RecomputationLimits()
 
 
 @dataclass(frozen=True)
@@ -134,7 +144,7 @@ class Noise(TorchFunctionMode):
     def __init__(self, size: float, blocks: int, seed: int, pair: int, sign: int) -> None:
         super().__init__()
         self._size = size
-        self._choice = _TIE * size * blocks**0.5
+        self._choice = RECOMPUTATION.tie * size * blocks**0.5
         self._pair = pair
         self._sign = sign
         self._generator = torch.Generator().manual_seed(seed)
@@ -144,7 +154,7 @@ class Noise(TorchFunctionMode):
         exact = tensor.to("cpu", torch.float64)
         values = exact.detach().abs()
         scale = torch.maximum(values, values.mean(-1, keepdim=True)) * self._size
-        scale = scale.clamp(min=max(_ZERO, torch.finfo(tensor.dtype).tiny))
+        scale = scale.clamp(min=max(RECOMPUTATION.zero, torch.finfo(tensor.dtype).tiny))
         noise = torch.randn(tensor.shape, generator=self._generator, dtype=torch.float64)
         return (exact + self._sign * scale * noise).to(tensor.device, tensor.dtype)
 
@@ -179,7 +189,7 @@ class Noise(TorchFunctionMode):
     def _shaken(self, scores: torch.Tensor, axis: int) -> torch.Tensor:
         exact = scores.detach().to("cpu", torch.float64).movedim(axis, -1)
         if float(exact.min()) >= 0.0 and float(exact.max()) <= 1.0:
-            scale = _PROBABILITY * exact
+            scale = RECOMPUTATION.probability * exact
         else:
             finite = torch.where(torch.isfinite(exact), exact, 0.0)
             scale = finite.std(-1, correction=0, keepdim=True).expand(exact.shape)
@@ -200,7 +210,7 @@ class Recomputation:
         dtype: float32, bfloat16 or float16.
         quantisation: none, int8 or nf4.
         device: where to compute.
-        group_bytes: as `GROUP_BYTES`; 0 loads each block alone.
+        group_bytes: as `RECOMPUTATION.group_bytes`; 0 loads each block alone.
 
     Attributes:
         loads: blocks loaded so far.
@@ -214,7 +224,7 @@ class Recomputation:
         quantisation: str,
         device: str = "cpu",
         progress: Progress = no_progress,
-        group_bytes: int = GROUP_BYTES,
+        group_bytes: int = RECOMPUTATION.group_bytes,
     ) -> None:
         self.loads = 0
         self.largest = 0
@@ -226,7 +236,7 @@ class Recomputation:
         self._group_bytes = group_bytes
 
     def perturbed(self, questions: Sequence[Question], size: float, seed: int | None = None) -> list[list[Answer]]:
-        """For each question, its answers with noise of relative `size` at every block, in `PAIRS` pairs.
+        """For each question, its answers with noise of relative `size` at every block, in `RECOMPUTATION.pairs` pairs.
 
         `seed` is drawn if it is not given: who chooses a question must not know what noise it will meet.
 
@@ -234,10 +244,10 @@ class Recomputation:
             PetalnodeError: as `answer`.
         """
         drawn = SystemRandom().getrandbits(48) if seed is None else seed
-        signed = [(pair, sign) for pair in range(PAIRS) for sign in (1, -1)]
+        signed = [(pair, sign) for pair in range(RECOMPUTATION.pairs) for sign in (1, -1)]
         found: list[list[Answer]] = []
-        for start in range(0, len(questions), _PERTURBED_AT_ONCE):
-            part = questions[start : start + _PERTURBED_AT_ONCE]
+        for start in range(0, len(questions), RECOMPUTATION.perturbed_at_once):
+            part = questions[start : start + RECOMPUTATION.perturbed_at_once]
             noises = [Noise(size, len(one.span), drawn + pair, pair, sign) for one in part for pair, sign in signed]
             answers = self.answer([one for one in part for _ in signed], noises)
             found += [answers[first : first + len(signed)] for first in range(0, len(answers), len(signed))]
@@ -381,7 +391,7 @@ class _Forward(_Run):
 
     def go_through(self, blocks: BlockSpan) -> None:
         batch = _part(self.question, blocks.span, self.hidden)
-        self.hidden = run_through(SpanPasses(blocks, _ACTIVATION_BYTES).forward(batch))
+        self.hidden = run_through(SpanPasses(blocks, RECOMPUTATION.activation_bytes).forward(batch))
 
     def answer(self) -> PassAnswer:
         return PassAnswer(output=self.left(self.hidden).to("cpu", self.question.hidden.dtype))
@@ -402,13 +412,13 @@ class _Backward(_Run):
         self.entered[blocks.span.start] = self.hidden
         if blocks.span.end < self.question.span.end:  # the output of the last ones is not needed
             batch = _part(self.question, blocks.span, self.hidden)
-            self.hidden = run_through(SpanPasses(blocks, _ACTIVATION_BYTES).forward(batch))
+            self.hidden = run_through(SpanPasses(blocks, RECOMPUTATION.activation_bytes).forward(batch))
 
     def go_back(self, blocks: BlockSpan) -> None:
         flowing = self.question.gradient if self.flowing is None else self.flowing
         assert flowing is not None
         batch = _part(self.question, blocks.span, self.entered.pop(blocks.span.start))
-        found = run_through(SpanPasses(blocks, _ACTIVATION_BYTES).backward(batch, self.left(flowing)))
+        found = run_through(SpanPasses(blocks, RECOMPUTATION.activation_bytes).backward(batch, self.left(flowing)))
         self.flowing = found.hidden
         self.lora.update(found.lora)
         if found.prompts is not None:

@@ -20,17 +20,26 @@ Pass = Literal["forward", "backward"]
 CODEC_SLACK: Final = {"none": 0.0, "float16": 1e-3, "bfloat16": 8e-3, "int8-block64": 3.2e-2}
 """The largest rounding error of a codec, relative to a token's answer. Of int8-block64 it is half a step in 63 of 64
 values, where the largest one is 127 steps and nearly all of the norm: sqrt(63) / 254."""
-MARGIN_OK: Final = 2.0
-MARGIN_FAULTY_MEAN: Final = 2.5
-MARGIN_FAULTY_WORST: Final = 4.0
-"""Multiples of the worst distance that was measured: single tokens scatter more than their mean."""
-UNPROVEN_SECONDS: Final = 0.01
-"""Added in routing to the cost of a server whose wrong answers nobody could prove."""
-LEAST: Final = 2.5e-5
-"""The least distance that counts as measured. Other processors than the measured ones add up in another order, and no
-server gains anything by an error as small as this."""
-_SCATTER: Final = 2.5
-"""The worst token of an honest answer, as a multiple of the mean over all of them."""
+
+
+@dataclass(frozen=True)
+class Margins:
+    """By how much an error has to pass the tolerance."""
+
+    ok: float = 2.0
+    faulty_mean: float = 2.5
+    faulty_worst: float = 4.0
+    """Multiples of the worst distance that was measured: single tokens scatter more than their mean."""
+    unproven_seconds: float = 0.01
+    """Added in routing to the cost of a server whose wrong answers nobody could prove."""
+    least: float = 2.5e-5
+    """The least distance that counts as measured. Other processors than the measured ones add up in another order,
+    and no server gains anything by an error as small as this."""
+    scatter: float = 2.5
+    """The worst token of an honest answer, as a multiple of the mean over all of them."""
+
+
+MARGINS: Final = Margins()
 
 
 @dataclass(frozen=True)
@@ -75,12 +84,12 @@ def tolerance_of(row: Calibration, blocks: int) -> Tolerance:
     not get less, because the error of one block can dominate.
     """
     longer = math.sqrt(max(1.0, blocks / row.blocks))
-    worst, mean = longer * max(row.worst, LEAST), longer * max(row.mean, LEAST)
+    worst, mean = longer * max(row.worst, MARGINS.least), longer * max(row.mean, MARGINS.least)
     return Tolerance(
-        ok_worst=MARGIN_OK * worst,
-        ok_mean=MARGIN_OK * mean,
-        faulty_worst=MARGIN_FAULTY_WORST * worst,
-        faulty_mean=MARGIN_FAULTY_MEAN * mean,
+        ok_worst=MARGINS.ok * worst,
+        ok_mean=MARGINS.ok * mean,
+        faulty_worst=MARGINS.faulty_worst * worst,
+        faulty_mean=MARGINS.faulty_mean * mean,
     )
 
 
@@ -131,7 +140,7 @@ class Doubt:
 
 
 NO_DOUBT: Final = Doubt()
-UNPROVEN: Final = Doubt(UNPROVEN_SECONDS, pledge_counts=False, earns=False)
+UNPROVEN: Final = Doubt(MARGINS.unproven_seconds, pledge_counts=False, earns=False)
 
 
 @lru_cache(maxsize=1024)
@@ -157,7 +166,7 @@ def noise_of(kind: Kind) -> float:
     tolerance = find_tolerance(replace(kind, codec="none"))
     if tolerance is None:
         return 0.0
-    return min(tolerance.ok_mean, tolerance.ok_worst / _SCATTER) / MARGIN_OK / math.sqrt(kind.blocks)
+    return min(tolerance.ok_mean, tolerance.ok_worst / MARGINS.scatter) / MARGINS.ok / math.sqrt(kind.blocks)
 
 
 def _is_between(row: Calibration, kind: Kind) -> bool:

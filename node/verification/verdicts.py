@@ -15,7 +15,7 @@ from ..errors import PetalnodeError
 from ..models.progress import Progress, no_progress
 from .judging import (
     COARSER,
-    SUSPICIOUS,
+    JUDGING,
     Distance,
     Result,
     Spread,
@@ -170,7 +170,7 @@ class Judge:
 
     def _try_coarser(self, observed: Sequence[Observed], found: list[Compared]) -> None:
         """Adds what coarser weights give to the answers that may be theirs."""
-        suspects = [index for index, one in enumerate(found) if SUSPICIOUS <= one.found.mean < float("inf")]
+        suspects = [index for index, one in enumerate(found) if JUDGING.suspicious <= one.found.mean < float("inf")]
         coarser = {index: COARSER.get(observed[index].quantisation, ()) for index in suspects}
         kinds = dict.fromkeys((observed[index].dtype, other) for index in suspects for other in coarser[index])
         for dtype, quantisation in kinds:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import trio
@@ -19,10 +20,17 @@ from .swarm_report import KnownServer, LastVerdict, Path, SwarmState, swarm_repo
 
 log = logging.getLogger(__name__)
 
-_FRESH_SECONDS: Final = 1.0
-_REFRESH_SECONDS: Final = 15.0
-_REFRESH_TIMEOUT: Final = 5.0
 
+@dataclass(frozen=True)
+class ReportTimes:
+    """How old a report may be."""
+
+    fresh_seconds: float = 1.0
+    refresh_seconds: float = 15.0
+    refresh_timeout: float = 5.0
+
+
+REPORTS: Final = ReportTimes()
 Verdicts = Callable[[bytes], Mapping[str, LastVerdict]]
 """The last verdict of each server by a validator of this machine, for a model version; may take a while."""
 
@@ -44,13 +52,13 @@ class _SwarmEndpoint:
         self._peers = tuple(peers)
         self._verdicts = verdicts
         self._making = trio.Lock()
-        self._made = -_FRESH_SECONDS
+        self._made = -REPORTS.fresh_seconds
         self._report: dict[str, Any] = {}
-        self._asked = -_REFRESH_SECONDS
+        self._asked = -REPORTS.refresh_seconds
 
     async def get(self, request: Request) -> Response:
         async with self._making:
-            if trio.current_time() - self._made >= _FRESH_SECONDS or not self._report:
+            if trio.current_time() - self._made >= REPORTS.fresh_seconds or not self._report:
                 self._look_soon()
                 found = await trio.to_thread.run_sync(self._verdicts, self._core.client.model.version)
                 self._report = swarm_report(self._state(found))
@@ -59,14 +67,14 @@ class _SwarmEndpoint:
 
     def _look_soon(self) -> None:
         """Asks for all servers in the background: a client knows only some of a large swarm."""
-        if trio.current_time() - self._asked >= _REFRESH_SECONDS:
+        if trio.current_time() - self._asked >= REPORTS.refresh_seconds:
             self._asked = trio.current_time()
             self._core.client.start_soon(self._look)
 
     async def _look(self) -> None:
         client = self._core.client
         try:
-            await client.swarm.refresh(model_version=client.model.version, timeout=_REFRESH_TIMEOUT)
+            await client.swarm.refresh(model_version=client.model.version, timeout=REPORTS.refresh_timeout)
             await client.candidates()  # measures round trips
         except SwarmError as error:
             log.debug("the swarm page shows what was known: %s", error)

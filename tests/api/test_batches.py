@@ -23,7 +23,7 @@ from starlette.routing import Route
 from petalnode.node.api.batches.endpoints import batch_routes
 from petalnode.node.api.batches.objects import WINDOW_SECONDS, read_input
 from petalnode.node.api.batches.runner import BatchLimits, BatchRunner, free_slots, next_batch
-from petalnode.node.api.batches.store import OBJECT_BYTES, BatchLine, BatchStore, NoRoom, StoredBatch
+from petalnode.node.api.batches.store import BATCH_STORE, BatchLine, BatchStore, NoRoom, StoredBatch
 from petalnode.node.api.errors import ApiError
 from petalnode.node.api.http.admission import Admission, AdmissionMiddleware
 from petalnode.node.api.http.keys import ApiKeys, hash_of_key
@@ -278,7 +278,7 @@ def test_the_file_is_for_one_process_and_of_one_kind(tmp_path: Path) -> None:
 def test_the_disk_is_bounded_and_shared(tmp_path: Path) -> None:
     disk = 4 << 20
     store = BatchStore(tmp_path / "batches", disk)
-    share = disk // 4 - OBJECT_BYTES
+    share = disk // 4 - BATCH_STORE.object_bytes
     assert store.room("alice") == share
     kept = store.add_file("alice", "x", "batch", b"x" * share)
     assert store.room("alice") == 0

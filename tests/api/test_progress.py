@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from petalnode.node.api.engine.generation import HopReport, Progress, Waiting
-from petalnode.node.api.engine.progress import EVERY_SECONDS, is_news
+from petalnode.node.api.engine.progress import PROGRESS, is_news
 from petalnode.node.testing.memory_servers import memory_swarm
 from petalnode.protocols.announcement import Announcement
 from tests.api.conftest import Served
@@ -117,7 +117,7 @@ def test_what_no_server_covers_has_its_status_all_the_same(api_model: Path) -> N
         (None, NOW, 0.1, True),
         (NOW, NOW, 9.0, False),
         (NOW, replace(NOW, tokens=5), 0.1, False),
-        (NOW, replace(NOW, tokens=5), EVERY_SECONDS, True),
+        (NOW, replace(NOW, tokens=5), PROGRESS.every_seconds, True),
         (NOW, replace(NOW, waiting=MISSED), 0.1, True),
         (replace(NOW, waiting=MISSED), replace(NOW, waiting=MISSED), 9.0, False),
         (replace(NOW, waiting=MISSED), NOW, 0.1, True),

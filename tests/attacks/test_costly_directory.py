@@ -20,7 +20,7 @@ from petalnode.node.network.transport.stream_bytes import StreamBytes
 from petalnode.node.network.transport.yamux import Muxer
 from petalnode.node.swarm.directory import Directory
 from petalnode.node.swarm.streams import MessageStreams
-from petalnode.node.swarm.versions import VERSIONS_ASKED, manifests_to_ask
+from petalnode.node.swarm.versions import VERSIONS, manifests_to_ask
 from petalnode.node.testing import message_streams, run_autojumping
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import Announcement, ServerState, freshened, sign_announcement
@@ -146,7 +146,7 @@ def test_servers_that_do_not_exist_delay_the_search_for_a_manifest_so_long_only(
     false = [announcement(number.to_bytes(32, "big")) for number in range(1000)]
     asked = manifests_to_ask([*false, *real], connected=set())
     assert asked[0] == real[:3]
-    assert len(asked) <= VERSIONS_ASKED
+    assert len(asked) <= VERSIONS.asked
 
 
 def test_servers_that_are_connected_are_asked_first() -> None:

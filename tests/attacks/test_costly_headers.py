@@ -12,10 +12,10 @@ import trio
 from petalnode.crypto.evidence import ACCUSATION_DOMAIN
 from petalnode.crypto.identity import peer_id_to_bytes
 from petalnode.node.testing import message_streams
-from petalnode.node.trust.bundle import MAX_STATEMENT, BadBundle, Bundle
+from petalnode.node.trust.bundle import BUNDLE, BadBundle, Bundle
 from petalnode.node.trust.evidence_gossip import fetch_bundle
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.evidence import MAX_SHARED, send_bundle
+from petalnode.protocols.evidence import EVIDENCE_SIZES, send_bundle
 from tests.attacks.forger import ATTACKER
 from tests.slowness import Slowness
 
@@ -43,10 +43,10 @@ def empty(field: str, within: str = "") -> bytes:
     number = wire.Evidence.DESCRIPTOR.fields_by_name[field].number
     pairs = bytes([number << 3 | 2, 0])
     if not within:
-        return pairs * (MAX_STATEMENT // 2)
+        return pairs * (BUNDLE.max_statement // 2)
     step = wire.EvidenceStep(step=wire.Step(targets=[wire.PushTarget()] * 4000)).SerializeToString()
     whole = wire.Evidence(steps=[wire.EvidenceStep.FromString(step)]).SerializeToString()
-    return whole * (MAX_STATEMENT // len(whole))
+    return whole * (BUNDLE.max_statement // len(whole))
 
 
 MIB = 1 << 20
@@ -69,7 +69,7 @@ COSTLY = {
 def test_evidence_that_is_costly_to_read_is_refused_beside_the_event_loop(name: str, slowness: Slowness) -> None:
     """Before, 18 MiB of arrays held the loop of whoever fetched them for 3 s, and 8 MiB of receipts took 700 MiB."""
     data = COSTLY[name]()
-    assert len(data) <= MAX_SHARED
+    assert len(data) <= EVIDENCE_SIZES.max_shared
 
     async def main() -> float:
         ours, theirs = message_streams(wire.EvidenceFrame, "honest", "attacker")

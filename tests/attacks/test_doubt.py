@@ -31,15 +31,7 @@ from petalnode.node.validator.probe_plan import Probe
 from petalnode.node.validator.prober import Probed
 from petalnode.node.validator.service import Validator
 from petalnode.node.verification.evidence_check import check_evidence
-from petalnode.node.verification.tolerances import (
-    NO_DOUBT,
-    UNPROVEN,
-    UNPROVEN_SECONDS,
-    Calibration,
-    Doubt,
-    Tolerance,
-    doubt,
-)
+from petalnode.node.verification.tolerances import MARGINS, NO_DOUBT, UNPROVEN, Calibration, Doubt, Tolerance, doubt
 from petalnode.node.verification.verdicts import Verdict
 from petalnode.protocols.announcement import Announcement
 from petalnode.protocols.ids import Span
@@ -97,7 +89,7 @@ def test_a_server_that_counts_with_an_abacus_comes_last_and_earns_nothing(tmp_pa
         with swarm.open_model(AutoDistributedModelForCausalLM, folder) as model:
             found = call(model, client_of(model).candidates)
             penalties = {candidate.peer_id: candidate.penalty_seconds for candidate in found}
-            assert penalties[other.peer_id] == pytest.approx(penalties[honest.peer_id] + UNPROVEN_SECONDS)
+            assert penalties[other.peer_id] == pytest.approx(penalties[honest.peer_id] + MARGINS.unproven_seconds)
             for server in (honest, other):
 
                 async def note(peer_id: str = server.peer_id) -> None:

@@ -15,7 +15,7 @@ from petalnode.crypto.identity import Identity
 from petalnode.node.testing import message_streams, run_autojumping, stream_pair
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.credits import ask_clearing, ask_credit, ask_voucher, serve_credits
-from petalnode.protocols.directory import TRANSFER_BYTES, TRANSFER_ROUNDS, answer_transfer, measure_transfer
+from petalnode.protocols.directory import DIRECTORY_LIMITS, answer_transfer, measure_transfer
 from petalnode.protocols.evidence import check_pick, receive_bundle, send_bundle
 from petalnode.protocols.framing import MessageStream, PeerError, ProtocolError, StreamClosed
 from petalnode.protocols.inference import Refusal
@@ -237,7 +237,7 @@ def test_the_speed_of_a_way_is_that_of_its_bytes() -> None:
     assert 0 < seconds < 1
 
 
-@pytest.mark.parametrize("size", [0, 2, TRANSFER_BYTES])
+@pytest.mark.parametrize("size", [0, 2, DIRECTORY_LIMITS.transfer_bytes])
 def test_other_bytes_than_were_asked_for_measure_nothing(size: int) -> None:
     answer = wire.TransferFrame(tensors=[wire.Tensor(nbytes=size)])
     with pytest.raises(ProtocolError, match="other than 1 bytes"):
@@ -248,7 +248,10 @@ def test_other_bytes_than_were_asked_for_measure_nothing(size: int) -> None:
         )
 
 
-@pytest.mark.parametrize(("wanted", "answered"), [(TRANSFER_BYTES, TRANSFER_ROUNDS), (TRANSFER_BYTES + 1, 0)])
+@pytest.mark.parametrize(
+    ("wanted", "answered"),
+    [(DIRECTORY_LIMITS.transfer_bytes, DIRECTORY_LIMITS.transfer_rounds), (DIRECTORY_LIMITS.transfer_bytes + 1, 0)],
+)
 def test_nobody_sends_more_than_a_measurement_takes(wanted: int, answered: int) -> None:
     async def ours(stream: Stream) -> int:
         count = 0

@@ -26,7 +26,7 @@ from petalnode.node.models.manifest import MANIFEST_FILE, MAX_FILE_BYTES, write_
 from petalnode.node.server.lifecycle.options import ServerOptions
 from petalnode.node.server.lifecycle.server import find_source
 from petalnode.node.swarm.swarm import Swarm
-from petalnode.node.swarm.versions import VERSIONS_ASKED, versions_named
+from petalnode.node.swarm.versions import VERSIONS, versions_named
 from petalnode.node.testing import MemoryNetwork, MemoryNode, run_autojumping
 from petalnode.node.trust.store import TrustStore
 from petalnode.protocols.announcement import Announcement, ServerState
@@ -220,7 +220,7 @@ def test_more_versions_than_can_be_asked_for_are_too_many_to_choose_from() -> No
     """The one that is meant may be left out of those that are asked for."""
     made = [
         Announcement("peer", number.to_bytes(32, "big"), "tiny-llama", 6, Span(0, 6), ServerState.ONLINE)
-        for number in range(VERSIONS_ASKED + 1)
+        for number in range(VERSIONS.asked + 1)
     ]
     with pytest.raises(ModelError, match="several versions of tiny-llama"):
         versions_named(made, "tiny-llama", 6)

@@ -16,7 +16,7 @@ from petalnode.node.swarm.view import SwarmView
 from petalnode.node.testing import message_streams, run_autojumping
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import (
-    MAX_LIFETIME,
+    ANNOUNCEMENT,
     Announcement,
     ServerState,
     SignedAnnouncement,
@@ -41,7 +41,7 @@ def announced(number: int, version: bytes = MODEL, lifetime: float = 45.0, now: 
 
 
 def flood(count: int, version: bytes = MODEL) -> list[SignedAnnouncement]:
-    return [announced(1_000_000 + number, version, MAX_LIFETIME) for number in range(count)]
+    return [announced(1_000_000 + number, version, ANNOUNCEMENT.max_lifetime) for number in range(count)]
 
 
 HONEST_SERVERS = [announced(number) for number in range(100)]
@@ -159,7 +159,7 @@ def signed(count: int, lifetime: float) -> list[SignedAnnouncement]:
 
 def test_a_directory_that_asks_an_attacker_keeps_what_honest_peers_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(view_module, "MAX_RECORDS", 64)
-    pages = {HONEST.peer_id: signed(30, 1000.0), ATTACKER.peer_id: signed(100, MAX_LIFETIME)}
+    pages = {HONEST.peer_id: signed(30, 1000.0), ATTACKER.peer_id: signed(100, ANNOUNCEMENT.max_lifetime)}
 
     async def main() -> None:
         async with trio.open_nursery() as nursery:
@@ -192,7 +192,9 @@ def test_versions_that_are_made_up_do_not_displace_a_model_that_has_servers() ->
     view = SwarmView()
     for number in range(2):
         view = view.merge([HONEST_SERVERS[number]], NOW, source=f"server {number}", met=True)
-    false = [announced(3_000_000 + number, number.to_bytes(32, "big"), MAX_LIFETIME) for number in range(40)]
+    false = [
+        announced(3_000_000 + number, number.to_bytes(32, "big"), ANNOUNCEMENT.max_lifetime) for number in range(40)
+    ]
     view = view.merge(false, NOW, source="attacker", met=True)
 
     def backing(version: bytes) -> int:
@@ -205,7 +207,7 @@ def test_versions_that_are_made_up_do_not_displace_a_model_that_has_servers() ->
 
 def test_a_storing_node_keeps_the_list_that_it_knows_more_addresses_for() -> None:
     now = time.time()
-    honest, false = signed(1, MAX_LIFETIME), signed(1, MAX_LIFETIME)
+    honest, false = signed(1, ANNOUNCEMENT.max_lifetime), signed(1, ANNOUNCEMENT.max_lifetime)
     made_up = [
         sign_announcement(one, replace(false[0].content, peer_id=one.peer_id, model_version=bytes([number]) * 32))
         for number, one in ((number, Identity.generate()) for number in range(32))

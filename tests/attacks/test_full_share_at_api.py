@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from petalnode.node.api.batches.objects import ENDPOINTS
-from petalnode.node.api.batches.store import MAX_BATCHES, OBJECT_BYTES, BatchLine, BatchStore, NoRoom, StoredBatch
+from petalnode.node.api.batches.store import BATCH_STORE, BatchLine, BatchStore, NoRoom, StoredBatch
 
 DISK = 16 << 20
 SHARE = DISK // 4
@@ -42,10 +42,10 @@ def fill(store: BatchStore, what: str) -> int:
 @pytest.mark.parametrize("what", ["requests", "answers", "open batches", "empty files"])
 def test_whatever_a_key_keeps_counts_for_its_share(what: str, tmp_path: Path) -> None:
     store = BatchStore(tmp_path / "batches", DISK)
-    assert 0 < fill(store, what) <= SHARE // OBJECT_BYTES
+    assert 0 < fill(store, what) <= SHARE // BATCH_STORE.object_bytes
     assert (tmp_path / "batches").stat().st_size <= 1.25 * SHARE
     for owner in ("bob", "carol"):  # who have their whole shares
-        store.add_file(owner, "x", "batch", b"x" * (SHARE - 3 * OBJECT_BYTES))
+        store.add_file(owner, "x", "batch", b"x" * (SHARE - 3 * BATCH_STORE.object_bytes))
         store.add_batch(batch(0, owner))
     store.close()
     again = BatchStore(tmp_path / "batches", DISK)  # which counts what is there
@@ -69,18 +69,18 @@ def test_what_is_deleted_is_room_again(tmp_path: Path) -> None:
     assert store.content("attacker", output.id) == ("ü" * 100 + "\n").encode() * 100
     for found in (file, output):
         store.drop_file("attacker", found.id)
-    assert room - store.room("attacker") < OBJECT_BYTES + 1000  # the batch, which stays
+    assert room - store.room("attacker") < BATCH_STORE.object_bytes + 1000  # the batch, which stays
     store.close()
 
 
 def test_the_oldest_batches_that_are_over_are_forgotten(tmp_path: Path) -> None:
     store = BatchStore(tmp_path / "batches", 1 << 30)
     store.add_batch(batch(-1))
-    for number in range(MAX_BATCHES + 50):
+    for number in range(BATCH_STORE.max_batches + 50):
         store.add_batch(batch(number))
         store.set_status(f"batch_attacker_{number}", "failed")
     known = [found.id for found in store.batches("attacker")]
-    assert len(known) == MAX_BATCHES + 1
+    assert len(known) == BATCH_STORE.max_batches + 1
     assert "batch_attacker_-1" in known  # which is not over
     assert "batch_attacker_49" not in known
     store.close()

@@ -14,11 +14,7 @@ from petalnode.node.network.gossip import open_gossip
 from petalnode.node.network.host import open_host
 from petalnode.node.trust.evidence_gossip import EvidenceGossip
 from petalnode.node.trust.evidence_message import (
-    FORWARDED,
-    KEY_AGE,
-    MAX_SENDERS,
-    RATE,
-    RELAYED,
+    EVIDENCE_LIMITS,
     EvidenceMessage,
     ForwardingShares,
     KnownMakers,
@@ -66,7 +62,7 @@ def test_a_forwarder_is_not_cut_off_for_what_makers_with_many_keys_gave_it() -> 
             data = forwarder.message()
             assert forwarder.passes(honest, honest, data), "an honest neighbour of the forwarder"
             assert receiver.hears(honest, "forwarder", data)
-        for _ in range(RATE):
+        for _ in range(EVIDENCE_LIMITS.rate):
             assert receiver.hears("forwarder", "forwarder", forwarder.message()), "what it made itself"
         forwarder.now += 61
         receiver.now += 61
@@ -75,11 +71,11 @@ def test_a_forwarder_is_not_cut_off_for_what_makers_with_many_keys_gave_it() -> 
 def test_a_sizedtoo_many_is_held_against_nobody_and_the_maker_has_its_rate_still() -> None:
     """A neighbour that has used up what it may hand on cannot use up the rate of an honest maker as well."""
     receiver = Node("receiver")
-    for number in range(RELAYED):
+    for number in range(EVIDENCE_LIMITS.relayed):
         assert receiver.hears(f"key {number}", "attacker", receiver.message())
     for _ in range(50):
         assert not receiver.hears("honest", "attacker", receiver.message())
-    for _ in range(RATE):
+    for _ in range(EVIDENCE_LIMITS.rate):
         assert receiver.hears("honest", "another neighbour", receiver.message())
     assert not receiver.store.bans()
 
@@ -87,7 +83,7 @@ def test_a_sizedtoo_many_is_held_against_nobody_and_the_maker_has_its_rate_still
 def test_makers_that_are_known_have_a_share_that_no_new_key_gets() -> None:
     node = Node("node", TrustedValidators({"trusted": "ann"}))
     assert node.passes("old", "neighbour", node.message())
-    node.now += KEY_AGE + 1
+    node.now += EVIDENCE_LIMITS.key_age + 1
     for number in range(1000):
         node.passes(f"key {number}", f"attacker {number % 20}", node.message())
     assert not node.passes("new", "neighbour", node.message())
@@ -107,16 +103,16 @@ def test_what_is_passed_on_is_bounded_whatever_comes() -> None:
         shares.allows(f"maker {number}", f"neighbour {number % 100}", 0.1 * (number % 600), known=number % 2 == 0)
         for number in range(600)
     )
-    assert passed <= FORWARDED < RELAYED
+    assert passed <= EVIDENCE_LIMITS.forwarded < EVIDENCE_LIMITS.relayed
 
 
 def test_no_number_of_new_keys_makes_an_older_one_unknown() -> None:
     makers = KnownMakers()
     makers.note("old", 0.0)
-    for number in range(3 * MAX_SENDERS):
+    for number in range(3 * EVIDENCE_LIMITS.max_senders):
         makers.note(f"{number}", 10.0 + number)
-    assert makers.is_known("old", KEY_AGE)
-    assert held(makers) <= MAX_SENDERS
+    assert makers.is_known("old", EVIDENCE_LIMITS.key_age)
+    assert held(makers) <= EVIDENCE_LIMITS.max_senders
 
 
 def signed_by(maker: Identity, data: bytes) -> rpc_pb2.Message:

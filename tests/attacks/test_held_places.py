@@ -8,12 +8,12 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from petalnode.node.credits.issuer import MAX_STREAMS
+from petalnode.node.credits.issuer import ISSUER
 from petalnode.node.network.transport.places import PATIENCE, Place, Places, given_up
 from petalnode.node.server.requests.request import LEAST_OPEN, OpenCount
-from petalnode.node.swarm.streams import LEAST_SERVED
+from petalnode.node.swarm.streams import SHARES
 from petalnode.node.testing import MemoryNetwork, run_autojumping
-from petalnode.node.validator.auditing import MAX_CALLS
+from petalnode.node.validator.auditing import AUDITS
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream, StreamClosed
 from petalnode.protocols.inference import Refusal
@@ -22,7 +22,7 @@ ECHO = "/petalnode/test/echo/1"
 Frame = wire.PushFrame
 
 
-@pytest.mark.parametrize("most", [MAX_CALLS, MAX_STREAMS])
+@pytest.mark.parametrize("most", [AUDITS.max_calls, ISSUER.max_streams])
 @pytest.mark.parametrize("addresses", [1, 5, 200])
 def test_keys_that_hold_places_in_silence_keep_nobody_out(most: int, addresses: int) -> None:
     """Before, 64 keys of one address shut an issuer for as long as they liked, and 8 an auditor."""
@@ -140,7 +140,7 @@ def test_keys_of_one_address_leave_streams_of_a_protocol_for_others() -> None:
             network = MemoryNetwork(nursery)
             node, honest, *attackers = [network.node() for _ in range(32)]
             network.origins = {attacker.peer_id: "10.0.0.1" for attacker in attackers}
-            node.set_handler(ECHO, Frame, echo, max_streams=8 * LEAST_SERVED)
+            node.set_handler(ECHO, Frame, echo, max_streams=8 * SHARES.least_served)
             for attacker in attackers:
                 for _ in range(8):
                     stream = await attacker.new_stream(node.peer_id, ECHO, Frame, timeout=1)
@@ -148,7 +148,7 @@ def test_keys_of_one_address_leave_streams_of_a_protocol_for_others() -> None:
                         await stream.send(Frame(), timeout=1)
             for _ in range(2):  # what is given back may be had again
                 async with AsyncExitStack() as stack:
-                    for _ in range(2 * LEAST_SERVED):
+                    for _ in range(2 * SHARES.least_served):
                         opening = honest.open_stream(node.peer_id, ECHO, Frame, timeout=1)
                         stream = await stack.enter_async_context(opening)
                         await stream.send(Frame(), timeout=1)

@@ -10,17 +10,10 @@ from dataclasses import replace
 import pytest
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.swarm.sample import SAMPLE, sampled
+from petalnode.node.swarm.sample import SAMPLING, sampled
 from petalnode.node.swarm.view import SwarmView
-from petalnode.protocols.announcement import (
-    MAX_BYTES,
-    MAX_LIFETIME,
-    Announcement,
-    ServerState,
-    SignedAnnouncement,
-    freshened,
-)
-from petalnode.protocols.directory import MAX_PAGE
+from petalnode.protocols.announcement import ANNOUNCEMENT, Announcement, ServerState, SignedAnnouncement, freshened
+from petalnode.protocols.directory import DIRECTORY_LIMITS
 from petalnode.protocols.ids import Span
 
 MODEL, BLOCKS = b"m" * 32, 10
@@ -31,7 +24,7 @@ def held(number: int, *, age: float = 0.0, size: int = 600) -> SignedAnnouncemen
     """As a view holds it after its signature was checked; it holds for an hour."""
     span = Span(number % (BLOCKS - 2), number % (BLOCKS - 2) + 3)
     plain = Announcement(PEERS[number], MODEL, "model", BLOCKS, span, ServerState.ONLINE)
-    content = freshened(plain, now=time.time() - age, lifetime=MAX_LIFETIME)
+    content = freshened(plain, now=time.time() - age, lifetime=ANNOUNCEMENT.max_lifetime)
     return SignedAnnouncement(content, bytes(size), number.to_bytes(64, "big"))
 
 
@@ -45,7 +38,10 @@ def from_many(count: int) -> SwarmView:
     return view
 
 
-@pytest.mark.parametrize(("limit", "most"), [(SAMPLE, MAX_PAGE), (128, MAX_PAGE), (SAMPLE, 48 * 1024)])
+@pytest.mark.parametrize(
+    ("limit", "most"),
+    [(SAMPLING.servers, DIRECTORY_LIMITS.max_page), (128, DIRECTORY_LIMITS.max_page), (SAMPLING.servers, 48 * 1024)],
+)
 @pytest.mark.parametrize("servers", [20, 200])
 def test_large_announcements_of_sixteen_addresses_leave_small_ones_out_of_no_answer(
     limit: int, most: int, servers: int
@@ -54,7 +50,7 @@ def test_large_announcements_of_sixteen_addresses_leave_small_ones_out_of_no_ans
     honest = set(view.records)
     for address in range(16):
         keys = range(1000 + address, 1100, 16)
-        large = [held(number, size=MAX_BYTES - 80) for number in keys]
+        large = [held(number, size=ANNOUNCEMENT.max_bytes - 80) for number in keys]
         view = view.merge(large, time.time(), source=f"attacker {address}", met=True)
     for seed in range(5):
         found = sampled(view.page(MODEL, b""), view.origins, limit, time.time(), random.Random(seed), max_bytes=most)
@@ -67,14 +63,14 @@ def test_large_announcements_of_sixteen_addresses_leave_small_ones_out_of_no_ans
 
 
 def test_what_outlives_its_server_is_passed_on_for_half_of_its_time_only() -> None:
-    there, gone = from_many(200), [held(number, age=0.6 * MAX_LIFETIME) for number in range(500, 800)]
+    there, gone = from_many(200), [held(number, age=0.6 * ANNOUNCEMENT.max_lifetime) for number in range(500, 800)]
     view = there.merge(gone, time.time(), source="a peer")
-    found = sampled(view.page(MODEL, b""), view.origins, SAMPLE, time.time(), random.Random(1))
-    assert {record.content.peer_id for record in found} <= there.records.keys() and len(found) == SAMPLE
+    found = sampled(view.page(MODEL, b""), view.origins, SAMPLING.servers, time.time(), random.Random(1))
+    assert {record.content.peer_id for record in found} <= there.records.keys() and len(found) == SAMPLING.servers
 
 
 def test_but_a_block_that_nobody_else_has_is_not_left_out() -> None:
-    late = replace(held(0, age=0.6 * MAX_LIFETIME), announcement=b"")
+    late = replace(held(0, age=0.6 * ANNOUNCEMENT.max_lifetime), announcement=b"")
     late = replace(late, content=replace(late.content, span=Span(BLOCKS - 1, BLOCKS)))
     fresh = [held(number) for number in range(8, 400, 8)]  # all hold blocks 0:3
     view = SwarmView().merge([*fresh, late], time.time())

@@ -13,13 +13,13 @@ import pytest
 import trio
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.swarm.rhythm import ANSWER_BYTES, WHOLE, rhythm
-from petalnode.node.swarm.sample import SAMPLE, Contacts, sampled
+from petalnode.node.swarm.rhythm import PACE, rhythm
+from petalnode.node.swarm.sample import SAMPLING, Contacts, sampled
 from petalnode.node.swarm.view import SwarmView
 from petalnode.node.testing import message_streams, run_autojumping
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import (
-    MAX_LIFETIME,
+    ANNOUNCEMENT,
     Announcement,
     BadAnnouncement,
     ServerState,
@@ -47,7 +47,7 @@ def plain(peer_id: str, span: Span = SPAN, state: ServerState = ServerState.ONLI
 def held(number: int) -> SignedAnnouncement:
     """As a view holds it after its signature was checked."""
     span = Span(number % (BLOCKS - 2), number % (BLOCKS - 2) + 3)
-    content = freshened(plain(SOME[number], span), now=time.time(), lifetime=MAX_LIFETIME)
+    content = freshened(plain(SOME[number], span), now=time.time(), lifetime=ANNOUNCEMENT.max_lifetime)
     return SignedAnnouncement(content, bytes(600), number.to_bytes(64, "big"))
 
 
@@ -118,7 +118,7 @@ def test_no_number_of_keys_makes_a_node_ask_or_tell_more() -> None:
     costs = []
     for known in (1000, 10_000, 10**9):
         pace = rhythm(known, TTL)
-        assert pace.lifetime <= MAX_LIFETIME
+        assert pace.lifetime <= ANNOUNCEMENT.max_lifetime
         costs.append(pace.asked * pace.max_bytes / pace.round)
     assert max(costs) <= costs[0] < 1000
 
@@ -170,8 +170,8 @@ def test_long_answers_cost_time_not_traffic(answer: int) -> None:
             await trio.sleep(600)  # the first questions come quickly
             before = taken
             await trio.sleep(1800)
-            assert taken - before < 1.3 * ANSWER_BYTES / 60 * 1800 + answer  # the last one is paid for afterwards
-            assert (taken > 0) == (answer < ANSWER_BYTES + WHOLE * 1024)
+            assert taken - before < 1.3 * PACE.answer_bytes / 60 * 1800 + answer  # the last one is paid for afterwards
+            assert (taken > 0) == (answer < PACE.answer_bytes + PACE.whole * 1024)
             nursery.cancel_scope.cancel()
 
     run_autojumping(main)
@@ -184,7 +184,7 @@ def test_long_answers_cost_time_not_traffic(answer: int) -> None:
 def test_a_clock_that_is_wrong_harms_its_owner_only(behind: float, counts: bool) -> None:
     """A server whose clock is `behind` by so many seconds in a large swarm."""
     now = time.time()
-    content = freshened(plain(HONEST.peer_id), now=now - behind, lifetime=MAX_LIFETIME)
+    content = freshened(plain(HONEST.peer_id), now=now - behind, lifetime=ANNOUNCEMENT.max_lifetime)
     record = sign_announcement(HONEST, content)
     if not counts:
         with pytest.raises(BadAnnouncement):
@@ -192,8 +192,8 @@ def test_a_clock_that_is_wrong_harms_its_owner_only(behind: float, counts: bool)
         return
     view = from_many(100).merge([open_signed(record.to_wire(), now=now)], now, source="HONEST", met=True)
     assert view.get(HONEST.peer_id, now) is not None
-    found = {one.content.peer_id for one in sampled(view.page(MODEL, b""), view.origins, SAMPLE, now)}
-    assert HONEST.peer_id not in found or behind < MAX_LIFETIME / 2
+    found = {one.content.peer_id for one in sampled(view.page(MODEL, b""), view.origins, SAMPLING.servers, now)}
+    assert HONEST.peer_id not in found or behind < ANNOUNCEMENT.max_lifetime / 2
 
 
 # --- saying of others that they are gone
@@ -226,7 +226,7 @@ def test_the_marks_of_a_directory_reach_nobody_and_take_nobody_out_of_a_view() -
             return message_streams(wire.DirectoryFrame, "us", peer_id, max_header=MAX_HEADER)[0]
 
         there = a_directory(ATTACKER, open_stream)
-        made = freshened(plain(HONEST.peer_id), now=time.time() - 100, lifetime=MAX_LIFETIME)
+        made = freshened(plain(HONEST.peer_id), now=time.time() - 100, lifetime=ANNOUNCEMENT.max_lifetime)
         record = sign_announcement(HONEST, made)
         there.merge([record, *(held(number) for number in range(300))])
         there._contacts.answered(SOME[0], time.time())
@@ -234,10 +234,10 @@ def test_the_marks_of_a_directory_reach_nobody_and_take_nobody_out_of_a_view() -
             await there.pull(HONEST.peer_id, timeout=5)
         assert there.is_unreached(HONEST.peer_id)
         assert HONEST.peer_id in there.view.records
-        answer = there._answers._page(wire.DirectoryQuery(limit=SAMPLE, sample=True))
+        answer = there._answers._page(wire.DirectoryQuery(limit=SAMPLING.servers, sample=True))
         here = SwarmView().merge([record], time.time())
         told = [open_told(message) for message in answer.records.records]
-        assert HONEST.peer_id not in told and len(told) == SAMPLE
+        assert HONEST.peer_id not in told and len(told) == SAMPLING.servers
         assert HONEST.peer_id in here.records
         everything = there._answers._page(wire.DirectoryQuery())
         assert HONEST.peer_id in map(open_told, everything.records.records)
@@ -259,10 +259,12 @@ def open_told(message: wire.SignedAnnouncement) -> str:
 @pytest.mark.parametrize("answer", ["of another", "older", "forged"])
 def test_a_server_that_is_asked_what_it_announces_now_speaks_for_itself_only(answer: str) -> None:
     now = time.time()
-    held_of = sign_announcement(ATTACKER, freshened(plain(ATTACKER.peer_id), now=now - 600, lifetime=MAX_LIFETIME))
-    honest = sign_announcement(HONEST, freshened(plain(HONEST.peer_id), now=now, lifetime=MAX_LIFETIME))
+    held_of = sign_announcement(
+        ATTACKER, freshened(plain(ATTACKER.peer_id), now=now - 600, lifetime=ANNOUNCEMENT.max_lifetime)
+    )
+    honest = sign_announcement(HONEST, freshened(plain(HONEST.peer_id), now=now, lifetime=ANNOUNCEMENT.max_lifetime))
     older = sign_announcement(
-        ATTACKER, freshened(plain(ATTACKER.peer_id, Span(0, 1)), now=now - 900, lifetime=MAX_LIFETIME)
+        ATTACKER, freshened(plain(ATTACKER.peer_id, Span(0, 1)), now=now - 900, lifetime=ANNOUNCEMENT.max_lifetime)
     )
     forged = replace(honest, signature=bytes(64))
     said = {"of another": honest, "older": older, "forged": forged}[answer]

@@ -16,11 +16,11 @@ from petalnode.node.network.transport.limits import MAX_WINDOWS_OF_PEER
 from petalnode.node.server.lifecycle.other_servers import Turns
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.routing import Hop
-from petalnode.node.swarm.streams import LEAST_SERVED
+from petalnode.node.swarm.streams import SHARES
 from petalnode.node.swarm.swarm import Swarm, open_swarm
 from petalnode.node.testing import MemoryNetwork, message_streams, run_autojumping, stream_pair
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.directory import TRANSFER_BYTES, answer_transfer
+from petalnode.protocols.directory import DIRECTORY_LIMITS, answer_transfer
 from petalnode.protocols.framing import MAX_PAYLOAD, MessageStream, PeerError, StreamClosed
 from petalnode.protocols.ids import Span
 from petalnode.protocols.inference import EPOCH_BYTES, Refusal
@@ -144,13 +144,15 @@ def test_one_peer_leaves_streams_of_a_protocol_for_others() -> None:
         async with trio.open_nursery() as nursery:
             network = MemoryNetwork(nursery)
             node, honest, attacker = network.node(), network.node(), network.node()
-            node.set_handler(ECHO, Frame, echo, max_streams=4 * LEAST_SERVED)
+            node.set_handler(ECHO, Frame, echo, max_streams=4 * SHARES.least_served)
             for _ in range(100):
                 await attacker.new_stream(node.peer_id, ECHO, Frame, timeout=1)
             refused = await attacker.new_stream(node.peer_id, ECHO, Frame, timeout=1)
             with pytest.raises(StreamClosed):
                 await refused.receive(timeout=1)
-            streams = [await honest.new_stream(node.peer_id, ECHO, Frame, timeout=1) for _ in range(LEAST_SERVED)]
+            streams = [
+                await honest.new_stream(node.peer_id, ECHO, Frame, timeout=1) for _ in range(SHARES.least_served)
+            ]
             for stream in streams:
                 await stream.send(Frame(), timeout=1)
                 await stream.receive(timeout=1)
@@ -187,7 +189,7 @@ def test_peers_that_stand_still_keep_no_turns(begun: bytes) -> None:
             ends = stream_pair()
             nursery.start_soon(serve, "honest", ends)
             ours, _ = message_streams(wire.TransferFrame, "honest", "node", ends=ends)
-            for size in (1, 1, TRANSFER_BYTES):
+            for size in (1, 1, DIRECTORY_LIMITS.transfer_bytes):
                 await ours.send(wire.TransferFrame(wanted=size, tensors=[wire.Tensor()]), [bytes(size)], timeout=3)
                 _, [payload] = await ours.receive(timeout=3)
                 assert len(payload) == size

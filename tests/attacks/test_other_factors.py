@@ -14,7 +14,7 @@ from petalnode.node.models.folder import ModelFolder, open_folder
 from petalnode.node.server import steps
 from petalnode.node.testing.memory_servers import MemorySwarm, memory_swarm
 from petalnode.node.trust.bundle import Bundle, session_bundle
-from petalnode.node.trust.receipt_log import SHARED_BYTES, ReceiptArchive
+from petalnode.node.trust.receipt_log import KEPT_RECEIPTS, ReceiptArchive
 from petalnode.node.verification.evidence_check import check_evidence
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.inference import terms_of
@@ -53,7 +53,7 @@ def shown(swarm: MemorySwarm, model: ModelFolder, text: list[int], *, kept: bool
         async with opened(swarm, model.path) as (client, local):
             if kept:
                 assert (await answer(client, local, text))[1] == 0
-            client.receipts = ReceiptArchive(SHARED_BYTES)
+            client.receipts = ReceiptArchive(KEPT_RECEIPTS.shared_bytes)
             assert (await answer(client, local, text))[1] == (len(text) // 32 * 32 if kept else 0)
             (log,) = client.receipts.sessions
             assert log.complete and auditable(client.receipts)

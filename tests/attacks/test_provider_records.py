@@ -31,7 +31,7 @@ from petalnode.node.network.provider_lookup import (
 from petalnode.node.network.provider_store import LIFETIME, MAX_OF_KEY, FairProviderStore
 from petalnode.node.network.transport.bandwidth import ByteCount
 from petalnode.node.swarm import provider_records
-from petalnode.node.swarm.provider_records import TRIED, TRIED_IN_ALL, ProviderRecords, blocks_sought
+from petalnode.node.swarm.provider_records import SEARCH, ProviderRecords, blocks_sought
 from petalnode.node.testing.memory_network import DirectoryNode, MemoryNetwork, run_autojumping
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import (
@@ -344,14 +344,14 @@ def test_a_flood_of_records_costs_a_bounded_number_of_meetings() -> None:
         for number in range(8):
             listed[blocks_key(VERSION.hex(), number)] = ids[30 * number : 30 * number + 30]
         assert await records.find(blocks_sought(VERSION.hex(), BLOCKS), timeout=15)
-        assert len(tried) == len(set(tried)) == TRIED_IN_ALL
+        assert len(tried) == len(set(tried)) == SEARCH.tried_in_all
         tried.clear()
         assert await records.find(blocks_sought(VERSION.hex(), BLOCKS), timeout=15)
         assert not tried  # so soon
 
         listed[blocks_key("22" * 32, 0)] = ids
         assert await records.find(blocks_sought("22" * 32)[:1], timeout=15)
-        assert len(tried) == TRIED
+        assert len(tried) == SEARCH.tried
 
     searching(main)
 

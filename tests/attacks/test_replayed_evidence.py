@@ -11,7 +11,7 @@ from petalnode.crypto.identity import Identity
 from petalnode.node.models.folder import ModelFolder
 from petalnode.node.trust.bundle import Bundle, equivocation_bundle, resigned, session_bundle
 from petalnode.node.trust.evidence_gossip import EvidenceGossip
-from petalnode.node.trust.evidence_message import MAX_AGE, Endorsement, EvidenceMessage, TrustedValidators
+from petalnode.node.trust.evidence_message import EVIDENCE_LIMITS, Endorsement, EvidenceMessage, TrustedValidators
 from petalnode.node.trust.store import TrustStore
 from petalnode.node.validator.endorsing import Endorser
 from tests.attacks.forger import ATTACKER, HONEST, Listener, hidden
@@ -49,7 +49,7 @@ def test_the_server_s_signed_time_counts(server: SigningServer, days: int) -> No
 
 
 def test_a_time_that_the_server_has_not_signed_does_not_count(server: SigningServer) -> None:
-    old = answer(server, answer(server).evidence.time_ms - round(MAX_AGE * 1000) - 60_000)
+    old = answer(server, answer(server).evidence.time_ms - round(EVIDENCE_LIMITS.max_age * 1000) - 60_000)
     old.evidence.steps[-1].receipt.time_ms = old.evidence.time_ms
     forged = resigned(old, ATTACKER)
     assert not heard(EvidenceGossip(HONEST, TrustStore()), EvidenceMessage.of(forged))

@@ -16,19 +16,9 @@ from petalnode.node.trust.bundle import Bundle, session_bundle
 from petalnode.node.trust.evidence_gossip import fetch_bundle
 from petalnode.node.trust.evidence_message import EvidenceMessage, TrustedValidators
 from petalnode.node.trust.store import TrustStore
-from petalnode.node.validator.endorsing import (
-    MAX_FETCHES,
-    MAX_PENDING,
-    MAX_PENDING_OF_ONE,
-    SHARE_PAUSE,
-    Endorser,
-    Notice,
-    fetch_to_give_up,
-    next_notice,
-    pending,
-)
+from petalnode.node.validator.endorsing import ENDORSING, Endorser, Notice, fetch_to_give_up, next_notice, pending
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.evidence import MAX_SHARED, MIN_RATE, PIECE_BYTES, EvidenceStream
+from petalnode.protocols.evidence import EVIDENCE_SIZES, PIECE_BYTES, EvidenceStream
 from petalnode.protocols.framing import StreamTimeout
 from tests.attacks.forger import ATTACKER, HONEST, Listener, hidden
 from tests.signing_server import SigningServer, spoiled
@@ -66,7 +56,7 @@ def fetched_from(sender: Callable[[EvidenceStream], Awaitable[None]]) -> float:
 
 
 async def send_slowly(stream: EvidenceStream, piece: int, pause: float) -> None:
-    await stream.send(wire.EvidenceFrame(sending=wire.Sending(nbytes=MAX_SHARED)), timeout=10)
+    await stream.send(wire.EvidenceFrame(sending=wire.Sending(nbytes=EVIDENCE_SIZES.max_shared)), timeout=10)
     while True:
         await trio.sleep(pause)
         frame = wire.EvidenceFrame(piece=wire.Piece(), tensors=[wire.Tensor(nbytes=piece)])
@@ -80,7 +70,9 @@ def test_a_byte_now_and_then_is_no_fetch() -> None:
 
 def test_a_rate_below_the_least_is_given_up_soon_after_it_has_fallen_below() -> None:
     """Not at the end: what is too slow at the beginning will not be there in time."""
-    assert fetched_from(lambda stream: send_slowly(stream, PIECE_BYTES, 2 * PIECE_BYTES / MIN_RATE)) <= 90
+    assert (
+        fetched_from(lambda stream: send_slowly(stream, PIECE_BYTES, 2 * PIECE_BYTES / EVIDENCE_SIZES.min_rate)) <= 90
+    )
 
 
 # --- an endorser
@@ -154,9 +146,9 @@ def test_who_announces_the_evidence_of_another_does_not_take_its_place(folder: M
 def test_evidence_that_needs_no_fetch_waits_for_none(folder: ModelFolder, genuine: Bundle) -> None:
     """However many keys the attacker has: fetches are bounded, and small evidence comes in the message itself."""
     swarm = Withholding([], genuine=genuine)
-    keys = [f"key {number}" for number in range(2 * MAX_FETCHES)]
+    keys = [f"key {number}" for number in range(2 * ENDORSING.max_fetches)]
     run(swarm, folder, [*((withheld(n), key) for n, key in enumerate(keys)), (EvidenceMessage.of(genuine), AUTHOR)], 1)
-    assert swarm.most == MAX_FETCHES
+    assert swarm.most == ENDORSING.max_fetches
 
 
 def test_keys_of_one_address_give_up_fetches_for_which_others_wait(folder: ModelFolder) -> None:
@@ -184,14 +176,14 @@ def test_keys_of_one_address_give_up_fetches_for_which_others_wait(folder: Model
         async with trio.open_nursery() as nursery:
             nursery.start_soon(endorser.run)
             await trio.testing.wait_all_tasks_blocked()
-            for number, author in enumerate(["alone", *(f"key {number}" for number in range(MAX_FETCHES + 3))]):
+            for number, author in enumerate(["alone", *(f"key {number}" for number in range(ENDORSING.max_fetches + 3))]):
                 swarm.hear(withheld(number), author)
                 await trio.testing.wait_all_tasks_blocked()
             swarm.hear(withheld(99), AUTHOR)
             await trio.sleep(60)
             assert "key 0" in given_up and "alone" not in given_up, "who has one of its own address keeps it"
             nursery.cancel_scope.cancel()
-        assert asked and asked[0] - begun <= 5 * SHARE_PAUSE
+        assert asked and asked[0] - begun <= 5 * ENDORSING.share_pause
         assert len(asked) == 1
 
     run_autojumping(main)
@@ -232,12 +224,12 @@ def test_many_authors_at_one_address_leave_places_to_others() -> None:
     waiting: tuple[Notice, ...] = ()
     for number in range(100):
         waiting = pending(waiting, notice(f"key {number}", number, origin="one"), {})
-    assert len(waiting) == MAX_PENDING
+    assert len(waiting) == ENDORSING.max_pending
     honest = [notice(f"author {number}", 200 + number, origin=f"address {number}") for number in range(4)]
     for new in honest:
         waiting = pending(waiting, new, {})
     waiting = pending(waiting, notice("key 101", 101, origin="one"), {})
-    assert len(waiting) == MAX_PENDING and set(honest) < set(waiting)
+    assert len(waiting) == ENDORSING.max_pending and set(honest) < set(waiting)
     assert waiting[0].author == "key 0", "the oldest stay"
 
 
@@ -245,8 +237,8 @@ def test_what_waits_is_bounded_by_author_and_those_that_failed_give_way() -> Non
     waiting: tuple[Notice, ...] = ()
     for number in range(100):
         waiting = pending(waiting, notice("one", number), {})
-    assert len(waiting) == MAX_PENDING_OF_ONE
+    assert len(waiting) == ENDORSING.max_pending_of_one
     for number in range(100):
         waiting = pending(waiting, notice(f"author {number}", number), {"one": 1})
-    assert len(waiting) == MAX_PENDING
+    assert len(waiting) == ENDORSING.max_pending
     assert "one" not in {entry.author for entry in waiting}

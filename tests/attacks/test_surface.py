@@ -42,8 +42,10 @@ OTHERS = ("links between machines", "JSON", "long message")
 
 
 def constant(path: str) -> Any:
-    """What `node.swarm.view.MAX_RECORDS` names."""
+    """What `node.swarm.view.MAX_RECORDS` or `node.swarm.view.VIEW.max_sources` names."""
     module, _, name = path.rpartition(".")
+    if module.rpartition(".")[2].isupper():
+        return getattr(constant(module), name)
     return getattr(importlib.import_module(f"petalnode.{module}"), name)
 
 

@@ -12,7 +12,7 @@ from petalnode.node.server.lifecycle.other_servers import serve_transfers
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import open_swarm
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.directory import TRANSFER_BYTES
+from petalnode.protocols.directory import DIRECTORY_LIMITS
 from petalnode.protocols.ids import TRANSFER
 from tests.memory_muxer import muxer, run, settled
 from tests.node_inspection import limits_of
@@ -34,13 +34,15 @@ def test_the_test_of_a_line_is_no_grant() -> None:
             limits = limits_of(node.host)
             use = limits.of_address("127.0.0.1")
             stream = await stranger.new_stream(node.peer_id, TRANSFER, wire.TransferFrame, timeout=TIMEOUT)
-            for size in (1, TRANSFER_BYTES):
+            for size in (1, DIRECTORY_LIMITS.transfer_bytes):
                 before = use.recent.amount()
                 frame = wire.TransferFrame(wanted=size, tensors=[wire.Tensor(nbytes=size)])
                 await stream.send(frame, [bytes(size)], timeout=TIMEOUT)
                 _, [payload] = await stream.receive(timeout=TIMEOUT)
                 assert len(payload) == size
-            assert use.recent.amount() - before > TRANSFER_BYTES / WORK_BYTES / 2, "what it sent is counted"
+            assert use.recent.amount() - before > DIRECTORY_LIMITS.transfer_bytes / WORK_BYTES / 2, (
+                "what it sent is counted"
+            )
             assert limits.served_at == -math.inf, "nobody uses what it was granted"
 
     trio.run(main)

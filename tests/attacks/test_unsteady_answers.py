@@ -27,7 +27,14 @@ from petalnode.node.verification.judging import (
     spread_of,
 )
 from petalnode.node.verification.observed import Observed, observed_session
-from petalnode.node.verification.recomputation import PAIRS, Noise, Recomputation, SessionQuestion, Step, last_of
+from petalnode.node.verification.recomputation import (
+    RECOMPUTATION,
+    Noise,
+    Recomputation,
+    SessionQuestion,
+    Step,
+    last_of,
+)
 from petalnode.node.verification.tolerances import Kind, Tolerance, find_tolerance, noise_of
 from petalnode.node.verification.verdicts import Compared, Judge, Verdict
 from petalnode.protocols.ids import Span
@@ -248,7 +255,7 @@ def test_every_tie_of_two_experts_is_decided_both_ways() -> None:
             scores = torch.full((1, 16), -9.0)
             scores[0, [one, other]] = 1.0
             chosen = set()
-            for pair in range(PAIRS):
+            for pair in range(RECOMPUTATION.pairs):
                 for sign in (1, -1):
                     with Noise(1e-3, 4, 11 + pair, pair, sign):
                         values, indices = torch.topk(scores, 1, dim=-1)

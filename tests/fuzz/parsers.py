@@ -24,7 +24,7 @@ from petalnode.node.network.provider_lookup import answer_of
 from petalnode.node.network.transport.dialing import kept, one_per_relay, plan
 from petalnode.node.network.value_store import open_models_value
 from petalnode.node.placement.observed import coverage, gaps, observe_servers, upper_bound
-from petalnode.node.placement.planning.machines_file import fleet_of_servers
+from petalnode.node.placement.planning.plans import fleet_of_servers
 from petalnode.node.swarm.routing import Demand, RouteCandidate, cheapest_chain
 from petalnode.node.swarm.view import SwarmView
 from petalnode.node.trust.bundle import BadBundle, Bundle

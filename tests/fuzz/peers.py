@@ -31,7 +31,7 @@ from petalnode.protocols.announcement import DOMAIN, open_signed
 from petalnode.protocols.circuit import CircuitLimit, ask_connection, ask_reservation, ask_stop
 from petalnode.protocols.credits import ask_clearing, ask_credit, ask_voucher, clearing_to_wire
 from petalnode.protocols.directory import (
-    MANIFEST_MAX_HEADER,
+    DIRECTORY_LIMITS,
     MAX_HEADER,
     NodeInfo,
     answer_manifests,
@@ -40,13 +40,7 @@ from petalnode.protocols.directory import (
     records_page,
 )
 from petalnode.protocols.inference import from_wire, receipt_to_wire, to_wire
-from petalnode.protocols.nat_traversal import (
-    IDENTIFY_MAX_MESSAGE,
-    ask_dial_back,
-    ask_identify,
-    exchange_first,
-    exchange_second,
-)
+from petalnode.protocols.nat_traversal import TRAVERSAL, ask_dial_back, ask_identify, exchange_first, exchange_second
 from tests.directories import a_directory
 from tests.fuzz import corpus
 from tests.fuzz.corpus import ATTACKER, NOW_MS, OTHER, SERVER, VALIDATOR, VERSION
@@ -74,14 +68,14 @@ async def _node() -> AsyncIterator[Talk]:
         ids.MANIFEST,
         wire.ManifestFrame,
         partial(answer_manifests, manifests=manifests, timeout=60.0),
-        max_header=MANIFEST_MAX_HEADER,
+        max_header=DIRECTORY_LIMITS.manifest_max_header,
         max_payload=0,
     )
     set_handler(
         ids.EVIDENCE,
         wire.EvidenceFrame,
         gossip.serve,
-        max_header=evidence_protocol.MAX_HEADER,
+        max_header=evidence_protocol.EVIDENCE_SIZES.max_header,
         max_payload=evidence_protocol.PIECE_BYTES,
     )
     serve_transfers(cast(Swarm, handlers.streams))
@@ -312,7 +306,7 @@ TARGETS: Final[tuple[Target, ...]] = (
         _bundle_answers,
         wire.EvidenceFrame,
         BadBundle,
-        max_header=evidence_protocol.MAX_HEADER,
+        max_header=evidence_protocol.EVIDENCE_SIZES.max_header,
     ),
     asking(
         "asked for bytes",
@@ -360,7 +354,12 @@ TARGETS: Final[tuple[Target, ...]] = (
         max_header=_SHORT,
     ),
     asking(
-        "asked who we are", 2, partial(ask_identify, timeout=5.0), _of(_IDENTIFY), None, max_header=IDENTIFY_MAX_MESSAGE
+        "asked who we are",
+        2,
+        partial(ask_identify, timeout=5.0),
+        _of(_IDENTIFY),
+        None,
+        max_header=TRAVERSAL.identify_max_message,
     ),
     asking(
         "asked to dial back",

@@ -23,10 +23,10 @@ from petalnode.node.models.folder import open_folder
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import Swarm, open_swarm
 from petalnode.node.trust.receipt_log import ReceiptArchive
-from petalnode.node.validator.auditing import CALLS_PER_MINUTE, ReceiptAuditService
+from petalnode.node.validator.auditing import AUDITS, ReceiptAuditService
 from petalnode.node.verification.evidence_check import check_evidence
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.evidence import MAX_HEADER, PIECE_BYTES
+from petalnode.protocols.evidence import EVIDENCE_SIZES, PIECE_BYTES
 from petalnode.protocols.framing import PeerError
 from petalnode.protocols.ids import RECEIPTS, Span
 from petalnode.protocols.inference import receipt_to_wire
@@ -129,7 +129,7 @@ async def offer(swarm: Swarm, address: str, message: wire.Offer) -> wire.Evidenc
     auditor, addr = address.rsplit("/p2p/", 1)[1], address.rsplit("/p2p/", 1)[0]
     swarm.host.remember(auditor, [addr])
     async with swarm.open_stream(
-        auditor, RECEIPTS, wire.EvidenceFrame, timeout=60, max_header=MAX_HEADER, max_payload=PIECE_BYTES
+        auditor, RECEIPTS, wire.EvidenceFrame, timeout=60, max_header=EVIDENCE_SIZES.max_header, max_payload=PIECE_BYTES
     ) as stream:
         await stream.send(wire.EvidenceFrame(offer=message), timeout=60)
         frame, _ = await stream.receive(timeout=60)
@@ -156,7 +156,9 @@ def test_an_auditor_takes_no_receipt_of_somebody_else_and_is_not_flooded(signing
                     receipts=[receipt_to_wire(receipt)],
                     countersignatures=[countersign(signing_server.client, receipt)],
                 )
-                bodies = [(await offer(swarm, address, right)).WhichOneof("body") for _ in range(CALLS_PER_MINUTE + 2)]
+                bodies = [
+                    (await offer(swarm, address, right)).WhichOneof("body") for _ in range(AUDITS.calls_per_minute + 2)
+                ]
                 assert bodies[0] == "pick" and bodies[-1] == "close"
 
     run(main)

@@ -14,7 +14,7 @@ import trio
 from petalnode.crypto.credits import Clearing, Credit
 from petalnode.crypto.identity import Identity, peer_id_to_bytes
 from petalnode.crypto.receipts import NO_RECEIPT, Receipt
-from petalnode.node.credits.ledger import FORFEIT_SHARE, Ledger
+from petalnode.node.credits.ledger import LEDGER, Ledger
 from petalnode.node.credits.wallet import Wallet
 from petalnode.node.errors import SwarmError
 from petalnode.node.network.addresses import parse_peer
@@ -378,7 +378,7 @@ def test_a_pledge_is_backed_by_what_the_server_has_earned_and_lost_by_a_fault(po
                     await trio.sleep(0.1)
                 await swarm.publish_evidence(equivocation(pledger), recomputed=False)
                 await until(accuser, lambda points: points > 0)
-                assert (await accuser.credit()).points == deposit // FORFEIT_SHARE
+                assert (await accuser.credit()).points == deposit // LEDGER.forfeit_share
                 after = await Wallet(swarm, pledger, points.validator_address).credit()
                 assert (after.deposit, after.points) == (0, credit.points)
 

@@ -31,7 +31,7 @@ from petalnode.node.models.sources.resolve import resolve
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
 from petalnode.node.trust.bundle import session_bundle
-from petalnode.node.trust.receipt_log import SHARED_BYTES, ReceiptArchive, SessionLog
+from petalnode.node.trust.receipt_log import KEPT_RECEIPTS, ReceiptArchive, SessionLog
 from petalnode.node.verification.evidence_check import check_evidence
 from petalnode.protocols.ids import Span
 from tests.tiny_models import VOCABULARY, save_tiny
@@ -304,7 +304,7 @@ def test_a_session_with_wrong_drafts_is_audited_whole_at_every_server(
 ) -> None:
     """What entered for the steps that were rolled back is known at the servers behind the first one, too."""
     logs: list[SessionLog] = []
-    chain = Chain(swarm, folder, shared_bytes=SHARED_BYTES)
+    chain = Chain(swarm, folder, shared_bytes=KEPT_RECEIPTS.shared_bytes)
     _, counts = chain.answer(GREEDY, drafts=True, at_end=lambda conversation: logs.extend(conversation.logs))
     assert counts.drafted > counts.accepted and len(logs) == 2
     for log in logs:

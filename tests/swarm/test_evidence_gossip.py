@@ -10,19 +10,9 @@ import pytest
 from petalnode.crypto.identity import Identity
 from petalnode.node.trust import evidence_gossip
 from petalnode.node.trust.bundle import Bundle, equivocation_bundle
-from petalnode.node.trust.evidence_gossip import MAX_PER_ACCUSED, EvidenceGossip
+from petalnode.node.trust.evidence_gossip import HELD, EvidenceGossip
 from petalnode.node.trust.evidence_message import (
-    FORWARDED,
-    KEY_AGE,
-    MAX_ADDR,
-    MAX_ADDRS,
-    MAX_AGE,
-    MAX_ENDORSEMENTS,
-    MAX_MESSAGE,
-    MAX_SENDERS,
-    RATE,
-    RATE_SECONDS,
-    RELAYED,
+    EVIDENCE_LIMITS,
     BadEvidenceMessage,
     Endorsement,
     EvidenceMessage,
@@ -94,13 +84,13 @@ def test_who_trusts_nobody_bans_nobody_for_others() -> None:
 
 def test_strangers_cannot_crowd_out_a_trusted_validator() -> None:
     gossip, store = node(TrustedValidators({ANN.peer_id: "ann"}, quorum=1))
-    for number in range(MAX_ENDORSEMENTS + 5):
+    for number in range(EVIDENCE_LIMITS.max_endorsements + 5):
         assert receive(gossip, numeric(1, Identity.generate()), f"author {number}", f"forwarder {number}")
     assert receive(gossip, numeric(1, ANN), "somebody")
     assert store.is_banned(LIAR.peer_id)
 
 
-@pytest.mark.parametrize("later", [-MAX_AGE - 60, MAX_AGE + 60])
+@pytest.mark.parametrize("later", [-EVIDENCE_LIMITS.max_age - 60, EVIDENCE_LIMITS.max_age + 60])
 def test_old_evidence_and_that_of_tomorrow_is_dropped(later: float) -> None:
     gossip, store = node()
     assert not receive(gossip, dated(EvidenceMessage.of(equivocation()), NOW + later))
@@ -112,7 +102,7 @@ def test_forged_endorsements_and_nonsense_are_dropped() -> None:
     for bad in (
         replace(good, accused=BEN.peer_id),
         replace(good, evidence_id=b"x" * 32),
-        replace(good, endorsements=good.endorsements * (MAX_ENDORSEMENTS + 1)),
+        replace(good, endorsements=good.endorsements * (EVIDENCE_LIMITS.max_endorsements + 1)),
         replace(good, evidence_id=b"short"),
         replace(EvidenceMessage.of(equivocation()), accused=BEN.peer_id, time_ms=round(NOW * 1000)),
         replace(EvidenceMessage.of(equivocation()), evidence_id=b"x" * 32, time_ms=round(NOW * 1000)),
@@ -122,7 +112,7 @@ def test_forged_endorsements_and_nonsense_are_dropped() -> None:
     header = json.dumps({"__metadata__": []}).encode()  # of a safetensors file
     junk = wire.EvidenceNotice.FromString(good.to_bytes())
     junk.bundle = len(header).to_bytes(8, "little") + header
-    for data in (b"", b"\xff" * 100, bytes(MAX_MESSAGE + 1), junk.SerializeToString()):
+    for data in (b"", b"\xff" * 100, bytes(EVIDENCE_LIMITS.max_message + 1), junk.SerializeToString()):
         with pytest.raises(BadEvidenceMessage):
             EvidenceMessage.from_bytes(data, NOW)
 
@@ -130,26 +120,26 @@ def test_forged_endorsements_and_nonsense_are_dropped() -> None:
 def test_a_flood_is_cut_off_by_its_maker_and_by_who_hands_it_on() -> None:
     gossip, _ = node()
     accepted = [receive(gossip, numeric(number % 8), "flooder", f"{number}") for number in range(50)]
-    assert sum(accepted) == RATE
+    assert sum(accepted) == EVIDENCE_LIMITS.rate
     assert sum(receive(gossip, numeric(number % 8), f"author {number}", "one neighbour") for number in range(200)) <= 30
     assert receive(gossip, numeric(1), "somebody else", "another neighbour")
 
 
 def test_what_a_neighbour_has_made_itself_does_not_count_as_handed_on() -> None:
     gossip, _ = node()
-    for number in range(RELAYED):
+    for number in range(EVIDENCE_LIMITS.relayed):
         assert receive(gossip, numeric(number), f"author {number}", "neighbour")
     assert not receive(gossip, numeric(50), "another author", "neighbour")
-    for number in range(RATE):
+    for number in range(EVIDENCE_LIMITS.rate):
         assert receive(gossip, numeric(number), "neighbour", "neighbour")
-    assert not receive(gossip, numeric(RATE), "neighbour", "neighbour")
+    assert not receive(gossip, numeric(EVIDENCE_LIMITS.rate), "neighbour", "neighbour")
 
 
 def test_what_is_remembered_of_one_server_is_bounded_and_junk_keeps_nobody_out() -> None:
     gossip, store = node(TrustedValidators({ANN.peer_id: "ann"}, quorum=1))
     for number in range(50):
         assert receive(gossip, numeric(number), f"{number}", f"{number}")
-    assert known_evidence(gossip, LIAR.peer_id) == (MAX_PER_ACCUSED, MAX_PER_ACCUSED)
+    assert known_evidence(gossip, LIAR.peer_id) == (HELD.max_per_accused, HELD.max_per_accused)
     assert receive(gossip, numeric(99, ANN), "x", "y")
     assert store.is_banned(LIAR.peer_id)
 
@@ -197,7 +187,7 @@ def test_endorsements_of_validators_whose_evidence_was_refuted_do_not_count() ->
 
 
 def test_no_more_servers_and_pieces_of_evidence_are_remembered_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evidence_gossip, "MAX_KNOWN", 5)
+    monkeypatch.setattr(evidence_gossip, "HELD", replace(evidence_gossip.HELD, max_known=5))
     gossip, _ = node()
     servers = [Identity.generate() for _ in range(20)]
     for number, server in enumerate(servers):
@@ -206,9 +196,9 @@ def test_no_more_servers_and_pieces_of_evidence_are_remembered_than_may_be(monke
     with pytest.raises(KeyError):
         known_evidence(gossip, servers[0].peer_id)
     # Which of its pieces were heard of last decides, whatever their number says.
-    for number in (0, 1, 0, *range(2, 2 + MAX_PER_ACCUSED - 1)):
+    for number in (0, 1, 0, *range(2, 2 + HELD.max_per_accused - 1)):
         assert receive(gossip, numeric(number), f"maker {number}", f"neighbour {number}")
-    assert known_evidence(gossip, LIAR.peer_id)[1] == MAX_PER_ACCUSED
+    assert known_evidence(gossip, LIAR.peer_id)[1] == HELD.max_per_accused
 
 
 def test_what_a_node_has_checked_itself_is_published_with_its_own_endorsement() -> None:
@@ -233,25 +223,31 @@ def test_what_a_node_has_checked_itself_is_published_with_its_own_endorsement() 
 
 def test_a_message_has_few_and_short_addresses_and_small_evidence_only() -> None:
     good = EvidenceMessage.from_bytes(numeric(1, ANN), NOW)
-    most = replace(good, addrs=("x" * MAX_ADDR,) * MAX_ADDRS)
+    most = replace(good, addrs=("x" * EVIDENCE_LIMITS.max_addr,) * EVIDENCE_LIMITS.max_addrs)
     assert EvidenceMessage.from_bytes(most.to_bytes(), NOW) == most
-    for addrs in (("x",) * (MAX_ADDRS + 1), ("x", "x" * (MAX_ADDR + 1))):
+    for addrs in (("x",) * (EVIDENCE_LIMITS.max_addrs + 1), ("x", "x" * (EVIDENCE_LIMITS.max_addr + 1))):
         with pytest.raises(BadEvidenceMessage, match="addresses"):
             EvidenceMessage.from_bytes(replace(good, addrs=addrs).to_bytes(), NOW)
     bundle = equivocation()
     made = EvidenceMessage.of(bundle, good.endorsements * 40, ["x"] * 9)
-    assert len(made.endorsements) == MAX_ENDORSEMENTS and len(made.addrs) == MAX_ADDRS and made.bundle is bundle
+    assert (
+        len(made.endorsements) == EVIDENCE_LIMITS.max_endorsements
+        and len(made.addrs) == EVIDENCE_LIMITS.max_addrs
+        and made.bundle is bundle
+    )
     assert made.is_self_proving and not good.is_self_proving
-    large = replace(bundle, payloads={"input": bytes(MAX_MESSAGE)})
+    large = replace(bundle, payloads={"input": bytes(EVIDENCE_LIMITS.max_message)})
     assert EvidenceMessage.of(large).bundle is None and not EvidenceMessage.of(large).is_self_proving
 
 
 def test_equivocation_is_as_old_as_the_receipt_that_completed_it() -> None:
-    first = replace(RECEIPT, time_ms=round((NOW - MAX_AGE - 60) * 1000)).signed(LIAR)
+    first = replace(RECEIPT, time_ms=round((NOW - EVIDENCE_LIMITS.max_age - 60) * 1000)).signed(LIAR)
     second = replace(first, reply_hash=b"x" * 32, time_ms=round(NOW * 1000)).signed(LIAR)
     for pair in ((first, second), (second, first)):
         assert is_answer_recent(equivocation_bundle(ACCUSER, LIAR.peer_id, *pair), NOW)
-        assert not is_answer_recent(equivocation_bundle(ACCUSER, LIAR.peer_id, *pair), NOW + 61 + MAX_AGE)
+        assert not is_answer_recent(
+            equivocation_bundle(ACCUSER, LIAR.peer_id, *pair), NOW + 61 + EVIDENCE_LIMITS.max_age
+        )
     forged = replace(second, reply_hash=b"y" * 32).signed(STRANGER)
     assert not is_answer_recent(equivocation_bundle(ACCUSER, LIAR.peer_id, first, forged), NOW)
 
@@ -264,17 +260,19 @@ def test_what_is_passed_on_leaves_room_for_known_makers_and_for_each_neighbour()
     assert known == [True] * 6 + [False] * 4  # of all of them
     others = [shares.allows("new", f"neighbour {number}", now, known=False) for number in range(20)]
     assert others == [True] * 11 + [False] * 9
-    assert sum([5, 2, *known, *others]) == FORWARDED
-    assert shares.allows("new", "a", now + RATE_SECONDS, known=False) and held(shares) == 1
+    assert sum([5, 2, *known, *others]) == EVIDENCE_LIMITS.forwarded
+    assert shares.allows("new", "a", now + EVIDENCE_LIMITS.rate_seconds, known=False) and held(shares) == 1
 
 
 def test_a_maker_of_whom_nothing_was_heard_for_a_day_gives_its_place_to_others() -> None:
     makers = KnownMakers()
-    for number in range(MAX_SENDERS):
+    for number in range(EVIDENCE_LIMITS.max_senders):
         makers.note(f"{number}", 0.0)
     makers.note("0", 50_000.0)
     makers.note("new", 90_000.0)
     assert held(makers) == 2 and makers.is_known("0", 90_000.0)
-    assert not makers.is_known("new", 90_000.0 + KEY_AGE - 1) and makers.is_known("new", 90_000.0 + KEY_AGE)
-    makers.note("new", 90_000.0 + KEY_AGE)  # its first message counts, not its last
-    assert makers.is_known("new", 90_000.0 + KEY_AGE)
+    assert not makers.is_known("new", 90_000.0 + EVIDENCE_LIMITS.key_age - 1) and makers.is_known(
+        "new", 90_000.0 + EVIDENCE_LIMITS.key_age
+    )
+    makers.note("new", 90_000.0 + EVIDENCE_LIMITS.key_age)  # its first message counts, not its last
+    assert makers.is_known("new", 90_000.0 + EVIDENCE_LIMITS.key_age)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -78,7 +79,7 @@ def test_evidence_is_handed_out_by_its_id_and_so_often_on_one_stream(monkeypatch
     gossip.record_proven(bundle, recomputed=False)
     missing, found = fetched(gossip, b"x" * 32, bundle.id)
     assert found == bundle and "not here" in str(missing)
-    monkeypatch.setattr(evidence_gossip, "_FETCHES_PER_STREAM", 2)
+    monkeypatch.setattr(evidence_gossip, "HELD", replace(evidence_gossip.HELD, fetches_per_stream=2))
     assert fetched(gossip, bundle.id, bundle.id, bundle.id)[2] != bundle
 
 
@@ -112,7 +113,7 @@ def test_other_evidence_than_was_asked_for_is_not_taken() -> None:
 def test_what_a_node_hands_out_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     bundles = [equivocation(nonce=bytes([number]) * 16) for number in range(4)]
     size = len(bundles[0].to_bytes())
-    monkeypatch.setattr(evidence_gossip, "MAX_HELD_BYTES", 2 * size)
+    monkeypatch.setattr(evidence_gossip, "HELD", replace(evidence_gossip.HELD, max_held_bytes=2 * size))
     gossip, _ = node()
     for bundle in bundles[:3]:
         gossip.record_proven(bundle, recomputed=False)
@@ -120,7 +121,8 @@ def test_what_a_node_hands_out_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     gossip.record_proven(bundles[3], recomputed=False)
     answers = fetched(gossip, *(bundle.id for bundle in bundles))
     assert [answer in bundles for answer in answers] == [False, True, False, True]
-    monkeypatch.setattr(evidence_gossip, "MAX_SHARED", size - 1)
+    less = replace(evidence_gossip.EVIDENCE_SIZES, max_shared=size - 1)
+    monkeypatch.setattr(evidence_gossip, "EVIDENCE_SIZES", less)
     gossip, _ = node()
     gossip.record_proven(bundles[0], recomputed=False)
     assert "not here" in str(fetched(gossip, bundles[0].id)[0])

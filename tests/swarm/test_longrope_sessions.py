@@ -18,7 +18,7 @@ from petalnode.node.client.generation.sampling import Sampling
 from petalnode.node.errors import BadInput, NoChainError
 from petalnode.node.server.requests.session import ServerSession
 from petalnode.node.testing.memory_servers import MemorySwarm, memory_swarm
-from petalnode.node.trust.receipt_log import SHARED_BYTES, ReceiptArchive
+from petalnode.node.trust.receipt_log import KEPT_RECEIPTS, ReceiptArchive
 from petalnode.node.verification.observed import observed_session
 from petalnode.node.verification.recomputation import Recomputation, SessionQuestion, joined
 from petalnode.protocols import wire_pb2 as wire
@@ -159,7 +159,7 @@ def test_receipts_say_which_factors_a_step_was_to_take(swarm: MemorySwarm, folde
         swarm.open_model(AutoDistributedModelForCausalLM, folder) as model,
         model.inference_session(max_length=100) as session,
     ):
-        client_of(model).receipts = ReceiptArchive(SHARED_BYTES)
+        client_of(model).receipts = ReceiptArchive(KEPT_RECEIPTS.shared_bytes)
         model.generate(ids, **given(ids, 2))
         logs = [link.server.log for link in session_of(session).links]
     for log in logs:

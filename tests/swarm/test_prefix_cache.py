@@ -25,7 +25,7 @@ from petalnode.node.errors import BadInput
 from petalnode.node.models.folder import open_folder
 from petalnode.node.testing.memory_servers import MemorySwarm, memory_swarm
 from petalnode.node.trust.bundle import Bundle, session_bundle
-from petalnode.node.trust.receipt_log import SHARED_BYTES, ReceiptArchive
+from petalnode.node.trust.receipt_log import KEPT_RECEIPTS, ReceiptArchive
 from petalnode.node.verification.evidence_check import check_evidence
 from petalnode.protocols import wire_pb2 as wire
 from tests.swarm.memory_pool import opened, started
@@ -190,7 +190,7 @@ def model_session(swarm: MemorySwarm, folder: Path) -> Iterator[InferenceSession
 async def shared_bundle(swarm: MemorySwarm, folder: Path) -> Bundle:
     """What a client shows of the first step of a session that began with an earlier one's blocks."""
     async with opened(swarm, folder) as (client, local):
-        client.receipts = ReceiptArchive(SHARED_BYTES)
+        client.receipts = ReceiptArchive(KEPT_RECEIPTS.shared_bytes)
         await answer(client, local, PREFIX)
         assert (await answer(client, local, PREFIX))[1] == 96
         (shown,) = [log for log in client.receipts.sessions if log.prefix]

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,10 @@ def ten(models: Path) -> Iterator[Ten]:
 
         patched.setattr(PlacementState, "probe", counted)
         patched.setenv("PETALNODE_CHECK_INTERVAL", "1")
-        for name in ("REFRESH_TIMEOUT", "_EXCHANGE_TIMEOUT", "_PROBE_TIMEOUT"):
-            patched.setattr(placement_state, name, DEADLINE)  # nobody is gone because this machine is busy
-        patched.setattr(rebalancing, "_MAX_NEGOTIATION", DEADLINE)
+        # Nobody is gone because this machine is busy.
+        patient = dict.fromkeys(("refresh_timeout", "exchange_timeout", "probe_timeout"), DEADLINE)
+        patched.setattr(placement_state, "OBSERVING", replace(placement_state.OBSERVING, **patient))
+        patched.setattr(rebalancing, "REBALANCING", replace(rebalancing.REBALANCING, max_negotiation=DEADLINE))
         placement_state.log.addFilter(heard)
         for _ in range(10):
             pool.start(None, num_blocks=2, throughput=5.0, prepare=lambda node: _speaker.set(node.peer_id))

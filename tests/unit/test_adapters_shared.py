@@ -127,7 +127,7 @@ def test_a_git_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert str(bare) in str(missing.value) and "petalnode-git" not in str(missing.value)
     with pytest.raises(BadInput, match="git clone failed"):
         GitRepository((tmp_path / "none").as_uri()).search(None, ())
-    monkeypatch.setattr(repository, "GIT_TIMEOUT", 1e-4)
+    monkeypatch.setattr(repository, "REPOSITORY", replace(repository.REPOSITORY, git_timeout=1e-4))
     with pytest.raises(MachineError, match="took longer"):
         place.search(None, ())
     monkeypatch.setenv("PATH", "")

@@ -12,8 +12,8 @@ from petalnode.crypto.identity import Identity
 from petalnode.node.testing import message_streams, run_autojumping
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import (
+    ANNOUNCEMENT,
     DOMAIN,
-    MAX_BYTES,
     Announcement,
     BadAnnouncement,
     RelayOffer,
@@ -26,7 +26,7 @@ from petalnode.protocols.announcement import (
     sign_announcement,
 )
 from petalnode.protocols.directory import (
-    MAX_PAGE,
+    DIRECTORY_LIMITS,
     NodeInfo,
     answer_manifests,
     ask_manifest,
@@ -215,7 +215,7 @@ def test_garbled_addresses_are_refused_and_never_raise_anything_else(addrs):
 
 def test_a_long_announcement_is_refused_unread():
     with pytest.raises(BadAnnouncement, match="too long"):
-        open_announcement(bytes(MAX_BYTES + 1), now=NOW)
+        open_announcement(bytes(ANNOUNCEMENT.max_bytes + 1), now=NOW)
 
 
 def many(count: int) -> list:
@@ -246,7 +246,7 @@ def test_a_page_is_bounded_in_bytes():
     fat = [sign_announcement(one, replace(content, peer_id=one.peer_id)) for one in identities]
     frame = records_page(fat)
     assert frame.records.truncated
-    assert frame.ByteSize() <= MAX_PAGE
+    assert frame.ByteSize() <= DIRECTORY_LIMITS.max_page
 
 
 def test_bad_records_of_a_page_are_left_out_and_the_good_ones_stay():

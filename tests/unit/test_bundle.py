@@ -363,26 +363,28 @@ def test_no_more_is_read_than_evidence_may_have(
     data, path = bundle.to_bytes(), tmp_path / "long.evidence"
     path.write_bytes(data)
     for name, most, why in (
-        ("MAX_BUNDLE", len(data), "MiB"),
-        ("MAX_STATEMENT", len(bundle.statement), "too long"),
-        ("_MAX_TENSORS", len(bundle.payloads), "too long"),
+        ("max_bytes", len(data), "MiB"),
+        ("max_statement", len(bundle.statement), "too long"),
+        ("max_tensors", len(bundle.payloads), "too long"),
     ):
         with monkeypatch.context() as patched:
-            patched.setattr(bundles, name, most)
+            patched.setattr(bundles, "BUNDLE", replace(bundles.BUNDLE, **{name: most}))
             assert Bundle.from_bytes(data) == Bundle.load(path) == bundle
-            patched.setattr(bundles, name, most - 1)
+            patched.setattr(bundles, "BUNDLE", replace(bundles.BUNDLE, **{name: most - 1}))
             with pytest.raises(BadBundle, match=why):
                 Bundle.from_bytes(data)
             with pytest.raises(BadBundle, match=f"long.evidence.*{why}"):
                 Bundle.load(path)
     with monkeypatch.context() as patched:
-        patched.setattr(bundles, "MAX_STATEMENT", len(bundle.statement) - 1)
+        patched.setattr(bundles, "BUNDLE", replace(bundles.BUNDLE, max_statement=len(bundle.statement) - 1))
         with pytest.raises(ValueError, match="more than evidence may have"):
             resigned(bundle, ACCUSER)
     room = sum(map(len, bundle.payloads.values()))
-    monkeypatch.setattr(bundles, "MAX_BUNDLE", 2 * bundles.MAX_STATEMENT + room)
+    monkeypatch.setattr(bundles, "BUNDLE", replace(bundles.BUNDLE, max_bytes=2 * bundles.BUNDLE.max_statement + room))
     assert resigned(bundle, ACCUSER).payloads == bundle.payloads
-    monkeypatch.setattr(bundles, "MAX_BUNDLE", 2 * bundles.MAX_STATEMENT + room - 1)
+    monkeypatch.setattr(
+        bundles, "BUNDLE", replace(bundles.BUNDLE, max_bytes=2 * bundles.BUNDLE.max_statement + room - 1)
+    )
     with pytest.raises(ValueError, match="more than evidence may have"):
         resigned(bundle, ACCUSER)
 

@@ -13,7 +13,7 @@ from petalnode.node.client.api.remote import gradient_scale
 from petalnode.node.client.chunks import rounding_errors, to_chunks
 from petalnode.node.client.core import CODEC_CHOICES, CODEC_OF, parse_codec
 from petalnode.node.errors import BadInput
-from petalnode.node.swarm.cost import AUTO_ERROR, WireCost, choose_codec
+from petalnode.node.swarm.cost import COST, WireCost, choose_codec
 from petalnode.protocols.framing import CODECS
 from petalnode.protocols.tensors import decode, encode
 
@@ -48,8 +48,8 @@ def test_half_precision_needs_no_float16() -> None:
 
 
 def test_a_model_whose_values_do_not_bear_it_has_none() -> None:
-    assert chosen(float16=2 * AUTO_ERROR) == chosen(float16=1e9) == chosen(float16=float("nan")) == "none"
-    assert chosen(**{"int8-block64": AUTO_ERROR / 2}) == "int8-block64"
+    assert chosen(float16=2 * COST.auto_error) == chosen(float16=1e9) == chosen(float16=float("nan")) == "none"
+    assert chosen(**{"int8-block64": COST.auto_error / 2}) == "int8-block64"
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 600), st.floats(0, 1e-3), st.integers(1, 1 << 16))
@@ -87,13 +87,16 @@ def usual(tokens: int = 20) -> torch.Tensor:
 
 def test_ordinary_values_bear_float16() -> None:
     errors = measured(usual())
-    assert errors["none"] == 0 and errors["float16"] <= AUTO_ERROR < errors["bfloat16"] < errors["int8-block64"] < 0.02
+    assert (
+        errors["none"] == 0
+        and errors["float16"] <= COST.auto_error < errors["bfloat16"] < errors["int8-block64"] < 0.02
+    )
 
 
 def test_massive_activations_bear_it_until_it_has_no_room_for_eight_times_as_much() -> None:
     one = usual()
     one[0, 0, 5] = 3000.0
-    assert measured(one)["float16"] <= AUTO_ERROR
+    assert measured(one)["float16"] <= COST.auto_error
     one[0, 0, 5] = 9000.0
     assert measured(one)["float16"] > 1 > measured(one)["bfloat16"]
 
@@ -113,7 +116,7 @@ def test_outliers_in_every_token_hide_nothing_of_what_int8_does_to_the_others(
 
 
 def test_values_that_are_too_small_for_it_do_not_bear_it() -> None:
-    assert measured(1e-6 * usual())["float16"] > AUTO_ERROR
+    assert measured(1e-6 * usual())["float16"] > COST.auto_error
 
 
 # --- gradients

@@ -8,11 +8,13 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from petalnode.node.errors import MachineError
+from petalnode.node.trust import store as store_module
 from petalnode.node.trust.store import TrustStore, trust_file
 from tests.swarm.processes import environment, petalnode
 
@@ -113,7 +115,7 @@ def test_of_many_that_find_the_damage_one_moves_the_file(file: Path) -> None:
 
 
 def test_a_file_that_another_process_has_locked_is_not_damaged(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("petalnode.node.trust.store._BUSY_SECONDS", 0.05)
+    monkeypatch.setattr(store_module, "STORE", replace(store_module.STORE, busy_seconds=0.05))
     holder = sqlite3.connect(file)
     holder.execute("BEGIN EXCLUSIVE")
     store = TrustStore(file)

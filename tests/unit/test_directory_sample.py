@@ -14,7 +14,7 @@ import trio
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.client.server_selection import ServerSelection
-from petalnode.node.swarm.sample import SAMPLE, in_turn, known_well, sampled
+from petalnode.node.swarm.sample import SAMPLING, in_turn, known_well, sampled
 from petalnode.node.swarm.trusted_servers import TrustedServers
 from petalnode.node.swarm.view import SwarmView
 from petalnode.node.testing import message_streams, run_autojumping
@@ -55,7 +55,7 @@ def held(records: list[SignedAnnouncement]) -> Counter[int]:
     return Counter(block for record in records for block in range(record.content.span.start, record.content.span.end))
 
 
-def sample_of(view: SwarmView, limit: int = SAMPLE, seed: int = 1) -> list[SignedAnnouncement]:
+def sample_of(view: SwarmView, limit: int = SAMPLING.servers, seed: int = 1) -> list[SignedAnnouncement]:
     return sampled(view.records.values(), view.origins, limit, NOW, random.Random(seed))
 
 
@@ -68,7 +68,7 @@ def test_of_a_large_one_every_block_gets_its_share() -> None:
     view = SwarmView().merge(spread(600), NOW)
     for seed in range(5):
         chosen = sample_of(view, seed=seed)
-        assert len(chosen) == SAMPLE == len({record.content.peer_id for record in chosen})
+        assert len(chosen) == SAMPLING.servers == len({record.content.peer_id for record in chosen})
         assert min(held(chosen)[block] for block in range(BLOCKS)) >= 3
 
 
@@ -83,7 +83,7 @@ def test_retracted_joining_and_expired_servers_take_no_places() -> None:
     loading = [announced(3000 + number, Span(0, BLOCKS), state=ServerState.JOINING) for number in range(300)]
     view = SwarmView().merge([*spread(200), *gone, *loading], NOW)
     assert {record.content.state for record in sample_of(view)} == {ServerState.ONLINE}
-    assert sampled(view.records.values(), view.origins, SAMPLE, NOW + 100) == []
+    assert sampled(view.records.values(), view.origins, SAMPLING.servers, NOW + 100) == []
 
 
 def test_it_goes_around_the_addresses_however_many_keys_each_has() -> None:
@@ -141,7 +141,7 @@ def test_when_a_client_knows_enough() -> None:
     assert not known_well(view, OTHER, now=NOW)
     assert not known_well(SwarmView(), MODEL, now=NOW)
     assert not known_well(view, b"", now=NOW)
-    assert known_well(view.merge(spread(SAMPLE, first=100), NOW), b"", now=NOW)
+    assert known_well(view.merge(spread(SAMPLING.servers, first=100), NOW), b"", now=NOW)
 
 
 # --- between two directories
@@ -157,7 +157,7 @@ async def nothing(*_: Any, **__: Any) -> None:
 @pytest.fixture(scope="module")
 def records() -> list[SignedAnnouncement]:
     made = []
-    for number in range(SAMPLE + 50):
+    for number in range(SAMPLING.servers + 50):
         identity = Identity.from_seed(number.to_bytes(32, "big"))
         span = Span(number % 10, number % 10 + 1)
         plain = Announcement(identity.peer_id, MODEL, "model", 10, span, ServerState.ONLINE)
@@ -165,7 +165,7 @@ def records() -> list[SignedAnnouncement]:
     return made
 
 
-@pytest.mark.parametrize(("sample", "known"), [(True, SAMPLE), (False, SAMPLE + 50)])
+@pytest.mark.parametrize(("sample", "known"), [(True, SAMPLING.servers), (False, SAMPLING.servers + 50)])
 def test_a_client_takes_a_page_and_a_server_everything(
     sample: bool, known: int, records: list[SignedAnnouncement]
 ) -> None:

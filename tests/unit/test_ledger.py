@@ -6,6 +6,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,20 +16,9 @@ from hypothesis import strategies as st
 from petalnode.crypto.credits import CreditQuery, DepositOrder, Transfer, is_voucher
 from petalnode.crypto.identity import Identity
 from petalnode.node.credits import ledger as ledger_module
-from petalnode.node.credits.ledger import (
-    EXPIRY_MS,
-    FORFEIT_SHARE,
-    GRACE_MS,
-    KEPT_CLEARINGS,
-    MAX_DEPOSIT_MS,
-    MAX_ORDER_MS,
-    Account,
-    Ledger,
-    NotCleared,
-    earned,
-)
+from petalnode.node.credits.ledger import LEDGER, Account, Ledger, NotCleared, earned
 from petalnode.node.errors import MachineError
-from petalnode.protocols.credits import SKEW_MS
+from petalnode.protocols.credits import CREDITS_LIMITS
 from tests.import_graph import ROOT
 from tests.swarm import warm_python
 
@@ -107,8 +97,8 @@ BAD_TRANSFERS = {
     "are one": transfer(A, A.peer_id, 5, 1),
     "0 is no number": transfer(A, B.peer_id, 0, 1),
     "-5 is no number": transfer(A, B.peer_id, -5, 1),
-    "too old": transfer(A, B.peer_id, 5, 1, START - SKEW_MS - 1),
-    "may be valid": transfer(A, B.peer_id, 5, 1, START + MAX_ORDER_MS + SKEW_MS + 1),
+    "too old": transfer(A, B.peer_id, 5, 1, START - CREDITS_LIMITS.skew_ms - 1),
+    "may be valid": transfer(A, B.peer_id, 5, 1, START + LEDGER.max_order_ms + CREDITS_LIMITS.skew_ms + 1),
     "not of this validator": transfer(A, B.peer_id, 5, 1, issuer=B.peer_id),
     "not the next one": transfer(A, B.peer_id, 5, 1 << 60),
 }
@@ -127,7 +117,7 @@ def test_only_the_holder_is_told(ledger: Ledger, clock: Clock) -> None:
     assert ledger.credit(CreditQuery(ISSUER.peer_id, A.peer_id, START).signed(A)).points == 7
     with pytest.raises(NotCleared, match="not signed"):
         ledger.credit(CreditQuery(ISSUER.peer_id, A.peer_id, START, bytes(64)))
-    clock.now += SKEW_MS + 1
+    clock.now += CREDITS_LIMITS.skew_ms + 1
     with pytest.raises(NotCleared, match="another time"):
         ledger.credit(CreditQuery(ISSUER.peer_id, A.peer_id, START).signed(A))
 
@@ -141,7 +131,7 @@ def test_a_deposit_is_kept_and_comes_back(ledger: Ledger, clock: Clock) -> None:
     assert (credit.points, credit.deposit, credit.deposit_until_ms) == (20, 80, until)
     with pytest.raises(NotCleared, match="20 are there"):
         ledger.clear(transfer(A, B.peer_id, 21, 2))
-    clock.now = until + GRACE_MS
+    clock.now = until + LEDGER.grace_ms
     assert points(ledger, A) == 20
     clock.now += 1
     assert points(ledger, A) == 100
@@ -160,7 +150,7 @@ def test_a_deposit_is_never_made_less_while_a_voucher_is_out(ledger: Ledger, clo
         order(A, 101, 4),
         order(A, 5, 3),
         order(A, 5, 4, START),
-        order(A, 5, 4, START + MAX_DEPOSIT_MS + SKEW_MS + 1),
+        order(A, 5, 4, START + LEDGER.max_deposit_ms + CREDITS_LIMITS.skew_ms + 1),
         DepositOrder(ISSUER.peer_id, A.peer_id, 5, START + 9, 4, bytes(64)),
     ):
         with pytest.raises(NotCleared):
@@ -171,7 +161,7 @@ def test_a_deposit_is_never_made_less_while_a_voucher_is_out(ledger: Ledger, clo
 def test_a_proved_fault_takes_the_deposit_once(ledger: Ledger) -> None:
     ledger.issue(A.peer_id, 100)
     ledger.deposit(order(A, 81, 1))
-    assert ledger.forfeit(A.peer_id, b"evidence", B.peer_id) == 81 // FORFEIT_SHARE
+    assert ledger.forfeit(A.peer_id, b"evidence", B.peer_id) == 81 // LEDGER.forfeit_share
     assert (ledger.credit_of(A.peer_id).deposit, points(ledger, A)) == (0, 19)
     assert points(ledger, B) == 20
     assert ledger.totals() == (100, 39, 61)
@@ -185,16 +175,16 @@ def test_a_proved_fault_takes_the_deposit_once(ledger: Ledger) -> None:
 
 def test_clearings_are_kept_for_a_while_only(ledger: Ledger) -> None:
     ledger.issue(A.peer_id, 100)
-    for sequence in range(1, KEPT_CLEARINGS + 2):
+    for sequence in range(1, LEDGER.kept_clearings + 2):
         ledger.clear(transfer(A, B.peer_id, 1, sequence))
     assert ledger.clear(transfer(A, B.peer_id, 1, 2)).is_signed
     with pytest.raises(NotCleared, match="carried out once"):
         ledger.clear(transfer(A, B.peer_id, 1, 1))
-    assert points(ledger, B) == KEPT_CLEARINGS + 1
+    assert points(ledger, B) == LEDGER.kept_clearings + 1
 
 
 def test_accounts_are_bounded_and_expire(ledger: Ledger, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger_module, "MAX_ACCOUNTS", 3)
+    monkeypatch.setattr(ledger_module, "LEDGER", replace(ledger_module.LEDGER, max_accounts=3))
     monkeypatch.setattr(ledger_module, "_MAX_BY_TRANSFER", 2)
     assert ledger.issue(A.peer_id, 10)
     ledger.clear(transfer(A, B.peer_id, 1, 1))
@@ -202,7 +192,7 @@ def test_accounts_are_bounded_and_expire(ledger: Ledger, clock: Clock, monkeypat
         ledger.clear(transfer(A, PEERS[2].peer_id, 1, 2))
     assert ledger.issue(PEERS[2].peer_id, 5), "who earns has room where transfers make none"
     assert not ledger.issue(PEERS[3].peer_id, 5)
-    clock.now += EXPIRY_MS + 1
+    clock.now += LEDGER.expiry_ms + 1
     # The spender is idle as well: the transfer keeps its account open, and does not pay twice.
     ledger.clear(transfer(A, PEERS[3].peer_id, 4, 2, clock.now))
     assert (points(ledger, A), points(ledger, B), points(ledger, PEERS[3])) == (5, 0, 4)
@@ -233,7 +223,7 @@ ACTS = st.lists(
         st.tuples(st.just("transfer"), WHO, WHO, SOME, st.integers(0, 12)),
         st.tuples(st.just("deposit"), WHO, SOME, st.integers(0, 12), st.integers(1, 50)),
         st.tuples(st.just("forfeit"), WHO, WHO, st.binary(min_size=1, max_size=1)),
-        st.tuples(st.just("wait"), st.integers(0, GRACE_MS)),
+        st.tuples(st.just("wait"), st.integers(0, LEDGER.grace_ms)),
     ),
     max_size=25,
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from petalnode.node.errors import BadInput
-from petalnode.node.placement.planning.machines_file import SAME_REGION_SECONDS, fleet_of, read_machines
+from petalnode.node.placement.planning.machines_file import MACHINES, fleet_of, read_machines
 from petalnode.node.placement.planning.plans import busiest_plan, fastest_plan
 from tests.import_graph import ROOT
 
@@ -45,7 +45,7 @@ def test_json_says_all_there_is_to_say(tmp_path: Path) -> None:
     assert fleet.rtts[0, 2] == 0.031  # the name counts more than the region
     assert 0.005 < fleet.rtts[1, 2] < 0.05  # from the table of regions
     assert fleet.client_rtts is not None
-    assert fleet.client_rtts.tolist() == [SAME_REGION_SECONDS, 0.02, 0.04]
+    assert fleet.client_rtts.tolist() == [MACHINES.same_region_seconds, 0.02, 0.04]
     assert fleet.client_seconds == 0.003
 
 
@@ -58,7 +58,7 @@ client,,,,home,
     fleet = fleet_of(read_machines(written(tmp_path, text, "machines.csv")), 12, 100e6)
     assert [machine.blocks for machine in fleet.machines] == [4, 8]
     assert fleet.rtts[0, 1] == 0.02
-    assert fleet.client_rtts is not None and fleet.client_rtts[0] == SAME_REGION_SECONDS
+    assert fleet.client_rtts is not None and fleet.client_rtts[0] == MACHINES.same_region_seconds
 
 
 def test_trusted_machines_are_marked(tmp_path: Path) -> None:

@@ -18,9 +18,7 @@ from petalnode.node.cli.control import Control, DonorOptions, RunningServer, ask
 from petalnode.node.cli.output import Output
 from petalnode.node.errors import BadInput, MachineError
 from petalnode.node.server.lifecycle.pausing import (
-    BUSY_SECONDS,
-    IDLE_SECONDS,
-    MAINS_SECONDS,
+    MACHINE_USE,
     Condition,
     MachineMeter,
     MachineUse,
@@ -50,14 +48,17 @@ def after(policy: PausePolicy, uses: list[tuple[float, MachineUse]], state: Paus
 @pytest.mark.parametrize(
     ("uses", "paused"),
     [
-        ([(BUSY_SECONDS, 0.9)], False),  # not for long enough
-        ([(BUSY_SECONDS + 1, 0.9)], True),
-        ([(BUSY_SECONDS - 1, 0.9), (1, 0.1), (BUSY_SECONDS - 1, 0.9)], False),  # a pause in between begins anew
+        ([(MACHINE_USE.busy_seconds, 0.9)], False),  # not for long enough
+        ([(MACHINE_USE.busy_seconds + 1, 0.9)], True),
+        (
+            [(MACHINE_USE.busy_seconds - 1, 0.9), (1, 0.1), (MACHINE_USE.busy_seconds - 1, 0.9)],
+            False,
+        ),  # a pause in between begins anew
         ([(1000, 0.5)], False),  # not more than the limit
         ([(1000, 0.9), (1000, 0.4)], True),  # less than the limit, and not little
-        ([(1000, 0.9), (IDLE_SECONDS, 0.1)], True),
-        ([(1000, 0.9), (IDLE_SECONDS + 1, 0.1)], False),
-        ([(1000, 0.9), (IDLE_SECONDS - 1, 0.1), (1, 0.4), (IDLE_SECONDS - 1, 0.1)], True),
+        ([(1000, 0.9), (MACHINE_USE.idle_seconds, 0.1)], True),
+        ([(1000, 0.9), (MACHINE_USE.idle_seconds + 1, 0.1)], False),
+        ([(1000, 0.9), (MACHINE_USE.idle_seconds - 1, 0.1), (1, 0.4), (MACHINE_USE.idle_seconds - 1, 0.1)], True),
     ],
 )
 def test_other_programs_go_first(uses: list[tuple[float, float]], paused: bool) -> None:
@@ -78,9 +79,20 @@ def test_a_load_around_the_limit_changes_nothing_twice() -> None:
 def test_on_battery_it_pauses_at_once_and_waits_for_mains_that_stay() -> None:
     battery, mains = MachineUse(on_mains=False), MachineUse()
     assert after(MAINS, [(1, battery)]) == ["battery"]
-    assert after(MAINS, [(1, battery), (MAINS_SECONDS, mains)]) == ["battery"]
-    assert after(MAINS, [(1, battery), (MAINS_SECONDS + 1, mains)]) == []
-    assert after(MAINS, [(1, battery), (MAINS_SECONDS - 1, mains), (1, battery), (MAINS_SECONDS - 1, mains)]) != []
+    assert after(MAINS, [(1, battery), (MACHINE_USE.mains_seconds, mains)]) == ["battery"]
+    assert after(MAINS, [(1, battery), (MACHINE_USE.mains_seconds + 1, mains)]) == []
+    assert (
+        after(
+            MAINS,
+            [
+                (1, battery),
+                (MACHINE_USE.mains_seconds - 1, mains),
+                (1, battery),
+                (MACHINE_USE.mains_seconds - 1, mains),
+            ],
+        )
+        != []
+    )
     assert after(BUSY, [(100, battery)]) == []
     both = PausePolicy(0.5, True)
     assert after(both, [(100, MachineUse(0.9, False))]) == ["battery", "busy"]
@@ -111,7 +123,7 @@ def test_the_machine_is_looked_at_for_as_long_as_it_serves() -> None:
             assert "battery" in pause.reason and "50%" in pause.reason
             begun, use = trio.current_time(), MachineUse()
             await pause.wait(False)
-            assert IDLE_SECONDS <= trio.current_time() - begun < 2 * IDLE_SECONDS
+            assert MACHINE_USE.idle_seconds <= trio.current_time() - begun < 2 * MACHINE_USE.idle_seconds
             nursery.cancel_scope.cancel()
 
     run_autojumping(main)
@@ -245,7 +257,7 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Monk
     control._write(tmp_path / f"{process.pid}.json", vars(said))
     with pytest.raises(BadInput, match="attic"):
         control.send_wish("cellar", "pause", Output(False))
-    monkeypatch.setattr(control, "_PATIENCE", 0.0)
+    monkeypatch.setattr(control, "CONTROL", replace(control.CONTROL, patience=0.0))
     for given in ("attic", "ABCDEFGH", "…ABCDEFGH", str(process.pid), None):
         with pytest.raises(MachineError, match="does not answer"):
             control.send_wish(given, "pause", Output(False))

@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from petalnode.node.placement.observed import ASKERS, AT_ONCE, PlacedServer, gaps, is_overdue, worth_asking
+from petalnode.node.placement.observed import OBSERVED, PlacedServer, gaps, is_overdue, worth_asking
 from petalnode.protocols.ids import Span
 
 BLOCKS = 12
@@ -23,10 +23,10 @@ holders = st.lists(
 @given(holders, st.sets(st.integers(0, 40).map("peer {}".format)), st.integers(0, 99))
 def test_only_holders_are_asked_first_and_nobody_twice(found, sure, seed) -> None:
     asked = worth_asking(found, "peer 0", sure, BLOCKS, random.Random(seed))
-    assert len(asked) == len(set(asked)) <= AT_ONCE
+    assert len(asked) == len(set(asked)) <= OBSERVED.at_once
     assert not set(asked) & (sure | {"peer 0"})
     able = {holder.peer_id for holder in found} - sure - {"peer 0"}
-    assert set(asked) <= able and (set(asked) == able or len(asked) == AT_ONCE)
+    assert set(asked) <= able and (set(asked) == able or len(asked) == OBSERVED.at_once)
     alone = {
         server.peer_id
         for server in found
@@ -44,7 +44,7 @@ def test_in_a_large_swarm_a_lonely_server_is_asked_by_some() -> None:
     ]
     chance = random.Random(1)
     askers = sum("alone" in worth_asking(swarm, f"peer {index}", (), BLOCKS, chance) for index in range(300))
-    assert ASKERS / 2 < askers < 2 * ASKERS
+    assert OBSERVED.askers / 2 < askers < 2 * OBSERVED.askers
 
 
 def test_who_has_not_repeated_itself_is_overdue() -> None:

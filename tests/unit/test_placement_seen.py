@@ -6,16 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from petalnode.node.placement.observed import (
-    LEAST,
-    MOST,
-    MOST_OF_MEDIAN,
-    USUAL_PER_HOUR,
-    WINDOW,
-    Change,
-    observe_servers,
-    turnover,
-)
+from petalnode.node.placement.observed import LEAST, MOST, OBSERVED, Change, observe_servers, turnover
 from petalnode.protocols.announcement import Announcement, ServerState
 from petalnode.protocols.ids import Span
 
@@ -122,7 +113,7 @@ def test_absurd_announcements_are_corrected_or_left_out_and_named() -> None:
         BLOCKS,
     )
     speeds = {server.peer_id: server.throughput for server in seen.servers}
-    assert speeds["liar"] == MOST_OF_MEDIAN * 10.0
+    assert speeds["liar"] == OBSERVED.most_of_median * 10.0
     assert 0 < speeds["endless"] < 1
     assert "another size" not in speeds and "too far" not in speeds
     assert set(seen.doubts) == {"liar", "another size", "too far"}
@@ -157,12 +148,12 @@ def test_whatever_is_announced_makes_usable_holders(announcements, contested) ->
 
 def test_turnover_is_one_where_servers_come_and_go_as_usual() -> None:
     now, servers = 1e9, 60
-    count = round(USUAL_PER_HOUR * servers * WINDOW / 3600)
-    usual = [Change(now - WINDOW * (index + 0.5) / count, bool(index % 2)) for index in range(count)]
+    count = round(OBSERVED.usual_per_hour * servers * OBSERVED.window / 3600)
+    usual = [Change(now - OBSERVED.window * (index + 0.5) / count, bool(index % 2)) for index in range(count)]
     assert turnover(usual, servers, now) == pytest.approx(1.0, abs=0.2)
     assert turnover([], servers, now) == LEAST
     assert turnover(usual * 9, servers, now) == MOST
     leaving = [replace(change, joined=False) for change in usual]
     joining = [replace(change, joined=True) for change in usual]
     assert turnover(joining, servers, now) < turnover(usual, servers, now) < turnover(leaving, servers, now)
-    assert turnover([replace(change, at=change.at - WINDOW) for change in usual], servers, now) == LEAST
+    assert turnover([replace(change, at=change.at - OBSERVED.window) for change in usual], servers, now) == LEAST

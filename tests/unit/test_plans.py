@@ -15,9 +15,9 @@ from petalnode.node.errors import NoChainError
 from petalnode.node.placement.planning.cycle import PlacedMachine
 from petalnode.node.placement.planning.fastest import fastest_cycle
 from petalnode.node.placement.planning.label_search import MAX_MACHINES
-from petalnode.node.placement.planning.machines_file import Fleet, Machine, fleet_of_servers
-from petalnode.node.placement.planning.plans import busiest_plan, expected, fastest_plan, present_plan
-from petalnode.node.swarm.cost import HANDLING_SECONDS
+from petalnode.node.placement.planning.machines_file import Fleet, Machine
+from petalnode.node.placement.planning.plans import busiest_plan, expected, fastest_plan, fleet_of_servers, present_plan
+from petalnode.node.swarm.cost import COST
 from petalnode.protocols.announcement import Announcement, ServerState
 from petalnode.protocols.ids import Span
 
@@ -71,7 +71,7 @@ def test_no_placement_has_a_faster_route_than_the_fastest_plan(seed: int, client
     # It is the best cycle, unless coming back to a machine is quicker: where the way between two others is longer than
     # by this one.
     schedule = fastest_cycle(fleet.problem(BLOCKS), seconds=600)
-    handled = HANDLING_SECONDS * (len(plan.placed) == 1 and not client)  # no way leads to one that is alone
+    handled = COST.handling_seconds * (len(plan.placed) == 1 and not client)  # no way leads to one that is alone
     cycle = schedule.seconds + handled + fleet.client_seconds
     if len(plan.placed) == len(plan.route):
         assert plan.seconds == pytest.approx(cycle, rel=1e-9)
@@ -103,7 +103,7 @@ def test_a_route_comes_back_to_a_machine_where_that_is_faster() -> None:
     plan = fastest_plan(fleet_with_a_fast_machine_behind_a_slow_one(others=3), 6)
     assert plan.placed == (PlacedMachine(0, Span(0, 6)), PlacedMachine(1, Span(1, 5)))
     assert plan.route == (PlacedMachine(0, Span(0, 1)), PlacedMachine(1, Span(1, 5)), PlacedMachine(0, Span(5, 6)))
-    assert plan.proved and plan.seconds == pytest.approx(1.04 + 0.2 + 3 * HANDLING_SECONDS)
+    assert plan.proved and plan.seconds == pytest.approx(1.04 + 0.2 + 3 * COST.handling_seconds)
 
 
 def test_a_plan_that_is_known_is_taken_if_its_route_is_faster() -> None:
@@ -125,7 +125,7 @@ def test_what_is_expected_counts_computing_ways_and_the_client() -> None:
         0.5,
     )
     found = expected(fleet, [PlacedMachine(0, Span(0, 3)), PlacedMachine(1, Span(3, 4))], 4)
-    assert found.seconds == pytest.approx(0.01 + 0.3 + 0.03 + 0.2 + 0.04 + 0.5 + 2 * HANDLING_SECONDS)
+    assert found.seconds == pytest.approx(0.01 + 0.3 + 0.03 + 0.2 + 0.04 + 0.5 + 2 * COST.handling_seconds)
     assert found.tokens_per_second == pytest.approx(1 / 0.3)
     with pytest.raises(NoChainError, match="3 of"):
         expected(fleet, [PlacedMachine(0, Span(0, 3))], 4)
@@ -154,7 +154,7 @@ def test_a_swarm_is_planned_as_it_is_announced() -> None:
     fleet = fleet_of_servers(servers, {"peer-of-the-first": 0.1, "peer-of-the-second": 0.3})
     assert [machine.block_seconds for machine in fleet.machines] == pytest.approx([0.1, 0.2])
     now = present_plan(fleet, BLOCKS)
-    assert now.seconds == pytest.approx(0.05 + 0.4 + 0.01 + 0.8 + 0.15 + 2 * HANDLING_SECONDS)
+    assert now.seconds == pytest.approx(0.05 + 0.4 + 0.01 + 0.8 + 0.15 + 2 * COST.handling_seconds)
     assert fastest_plan(fleet, BLOCKS).seconds == pytest.approx(now.seconds)
     with pytest.raises(NoChainError):
         present_plan(fleet_of_servers(servers[:1], {"peer-of-the-first": 0.1}), BLOCKS)

@@ -7,14 +7,7 @@ import math
 import pytest
 import trio
 
-from petalnode.node.swarm.cost import (
-    CHUNK_SECONDS,
-    CHUNK_TOKENS,
-    MAX_SECONDS,
-    StageCost,
-    chunk_tokens,
-    prefill_seconds,
-)
+from petalnode.node.swarm.cost import CHUNK_TOKENS, COST, StageCost, chunk_tokens, prefill_seconds
 from petalnode.node.testing import run_autojumping
 
 TOKENS, TOKEN_BYTES = 2048, 4 * 576
@@ -43,7 +36,7 @@ class Chain:
     def __init__(self, stages: list[StageCost], size: int, nursery: trio.Nursery) -> None:
         self.stages, self.steps, self.nursery = stages, TOKENS // size, nursery
         self.nbytes = size * TOKEN_BYTES
-        self.works = [stage.step + stage.token * size + CHUNK_SECONDS for stage in stages]
+        self.works = [stage.step + stage.token * size + COST.chunk_seconds for stage in stages]
         self.answered = [0] * len(stages)
         self.changed = trio.Event()
         channels = [trio.open_memory_channel[int](self.steps) for _ in stages]
@@ -153,4 +146,4 @@ def test_whatever_servers_announce_a_size_is_chosen() -> None:
     for value in (0.0, -1.0, math.nan, math.inf, 1e300):
         chain = [StageCost(value, value, value, value, index > 0, 0, 0) for index in range(3)]
         assert chunk_tokens(TOKENS, TOKEN_BYTES, chain) in CHUNK_TOKENS
-        assert prefill_seconds(TOKENS, 32, TOKEN_BYTES, chain) <= TOKENS * 20 * MAX_SECONDS
+        assert prefill_seconds(TOKENS, 32, TOKEN_BYTES, chain) <= TOKENS * 20 * COST.max_seconds

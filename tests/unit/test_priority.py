@@ -17,7 +17,7 @@ from petalnode.node.credits.payment_verifier import PaymentVerifier
 from petalnode.node.server.budget import MOST_OVERTAKING, MemoryBudget, next_in_line, now_overtaken
 from petalnode.node.server.turns import Turn, Waiting, next_turn
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.credits import HONOURED_MS, SKEW_MS, clearing_to_wire
+from petalnode.protocols.credits import CREDITS_LIMITS, clearing_to_wire
 from petalnode.protocols.ids import Span
 from petalnode.protocols.inference import SessionTerms
 
@@ -152,7 +152,7 @@ BAD = {
         Clearing(replace(GOOD.transfer, signature=bytes(64)), START).signed(ISSUER),
     ),
     "cleared before the server began": opened(cleared(time_ms=START - 1)),
-    "from the future": opened(cleared(time_ms=START + SKEW_MS + 1)),
+    "from the future": opened(cleared(time_ms=START + CREDITS_LIMITS.skew_ms + 1)),
     "nonsense": wire.Open(clearing=wire.CreditClearing()),
     "nothing": wire.Open(),
 }
@@ -176,9 +176,9 @@ def test_points_of_others_buy_nothing(clock: Clock) -> None:
 def test_an_old_payment_is_never_taken_even_when_it_is_forgotten(verifier: PaymentVerifier, clock: Clock) -> None:
     assert verifier.take(opened(GOOD), CLIENT.peer_id, TERMS) is not None
     for _ in range(5):
-        clock.now += HONOURED_MS // 3
+        clock.now += CREDITS_LIMITS.honoured_ms // 3
         assert verifier.take(opened(GOOD), CLIENT.peer_id, TERMS) is None
-    clock.now += HONOURED_MS
+    clock.now += CREDITS_LIMITS.honoured_ms
     assert verifier.take(opened(GOOD), CLIENT.peer_id, TERMS) is None
     assert verifier.take(opened(cleared(sequence=2)), CLIENT.peer_id, TERMS) is None, (
         "nor one that was not shown in time"
@@ -191,5 +191,5 @@ def test_what_is_remembered_is_bounded(
     monkeypatch.setattr(verifier_module, "MOST_SPENT", 2)
     taken = [verifier.take(opened(cleared(sequence=number)), CLIENT.peer_id, TERMS) for number in range(1, 4)]
     assert [payment is not None for payment in taken] == [True, True, False]
-    clock.now += HONOURED_MS + 3 * SKEW_MS
+    clock.now += CREDITS_LIMITS.honoured_ms + 3 * CREDITS_LIMITS.skew_ms
     assert verifier.take(opened(cleared(sequence=4, time_ms=clock.now)), CLIENT.peer_id, TERMS) is not None

@@ -6,15 +6,7 @@ import pytest
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.network.provider_store import LIFETIME
-from petalnode.node.swarm.provider_records import (
-    LEAST_PAUSE,
-    LONGEST_PAUSE,
-    blocks_sought,
-    keys_of,
-    missing,
-    model_sought,
-    pause_after,
-)
+from petalnode.node.swarm.provider_records import RECORDS, blocks_sought, keys_of, missing, model_sought, pause_after
 from petalnode.protocols.announcement import Announcement, ServerState
 from petalnode.protocols.ids import MAX_RANGES, Span, blocks_key, blocks_of_range, model_key, ranges_of
 
@@ -58,7 +50,13 @@ def test_blocks_that_nobody_has_are_missing() -> None:
 
 
 def test_records_are_renewed_well_inside_their_lifetime_and_seldom() -> None:
-    assert [pause_after(rounds, 0, 5) for rounds in (1, 2, 3, 4, 1000)] == [60, 240, 960, LEAST_PAUSE, LEAST_PAUSE]
-    assert pause_after(50, 1 << 30, 5) == LONGEST_PAUSE <= LIFETIME / 3
+    assert [pause_after(rounds, 0, 5) for rounds in (1, 2, 3, 4, 1000)] == [
+        60,
+        240,
+        960,
+        RECORDS.least_pause,
+        RECORDS.least_pause,
+    ]
+    assert pause_after(50, 1 << 30, 5) == RECORDS.longest_pause <= LIFETIME / 3
     assert pause_after(50, 32_000, 5) == 2000  # 16 bytes a second
     assert pause_after(50, 32_000, 0) == 60

@@ -10,7 +10,7 @@ import pytest
 
 from petalnode.crypto.receipts import Receipt
 from petalnode.node.client.request import ServerClaims, check_time
-from petalnode.node.trust.receipt_log import LAST_SESSIONS, LoggedBatch, ReceiptArchive, SessionLog
+from petalnode.node.trust.receipt_log import KEPT_RECEIPTS, LoggedBatch, ReceiptArchive, SessionLog
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import Span
 from tests.node_inspection import held
@@ -68,9 +68,9 @@ def test_the_archive_is_bounded() -> None:
     for sequence in range(1, 100):
         first.asked(wire.Step(sequence=sequence), TENSOR, bytes(16))
         first.answered(sequence, receipt(sequence), bytes(16))
-    for _ in range(LAST_SESSIONS + 5):
+    for _ in range(KEPT_RECEIPTS.last_sessions + 5):
         archive.session("server")
-    assert len(archive.sessions) == LAST_SESSIONS
+    assert len(archive.sessions) == KEPT_RECEIPTS.last_sessions
     assert first.nbytes == 0
     work = LoggedBatch("server", "/x", RECEIPT, wire.BatchRequest(), (bytes(100),), None, (), (bytes(100),))
     for _ in range(20):
@@ -125,7 +125,7 @@ def test_who_does_not_share_keeps_receipts_of_open_sessions_only() -> None:
     archive = ReceiptArchive()
     log, next_log = archive.session("server"), archive.session("next")
     next_log.begin(wire.Open(nonce=b"n" * 16), wire.Granted())
-    for _ in range(LAST_SESSIONS):  # that come and go meanwhile
+    for _ in range(KEPT_RECEIPTS.last_sessions):  # that come and go meanwhile
         archive.session("server")
     log.pushed_on(b"n" * 16, wire.Step(sequence=3), TENSOR, bytes(16))
     assert next_log.waiting(3) is not None

@@ -13,7 +13,7 @@ from petalnode.node.blocks.passes import Batch, SpanPasses
 from petalnode.node.blocks.span import load_span
 from petalnode.node.errors import BadInput
 from petalnode.node.verification.recomputation import (
-    PAIRS,
+    RECOMPUTATION,
     Noise,
     PassAnswer,
     Recomputation,
@@ -163,8 +163,8 @@ def test_noise_enters_every_block_and_leaves_the_last_one(folder: Path, monkeypa
         for question in (SessionQuestion(SPAN, (Step(0, hidden(1, 2)),)), Batch(SPAN, hidden(1, 2))):
             changed.clear()
             (noisy,) = truth.perturbed([question], 1e-3)
-            assert len(noisy) == 2 * PAIRS
-            assert list(Counter(changed).values()) == [len(SPAN) + 1] * (2 * PAIRS)
+            assert len(noisy) == 2 * RECOMPUTATION.pairs
+            assert list(Counter(changed).values()) == [len(SPAN) + 1] * (2 * RECOMPUTATION.pairs)
 
 
 def test_noise_has_the_size_that_it_is_given() -> None:

@@ -2,21 +2,14 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.swarm import discovery
-from petalnode.node.swarm.discovery import (
-    MAX_ADDRS,
-    MAX_PEERS,
-    PeerRecord,
-    PeerStore,
-    in_order,
-    peer_store_file,
-    updated,
-)
+from petalnode.node.swarm.discovery import PEER_FILE, PeerRecord, PeerStore, in_order, peer_store_file, updated
 
 NOW = 1_800_000_000.0
 DAY = 86400.0
@@ -37,7 +30,7 @@ def test_a_peer_without_an_address_is_not_remembered() -> None:
 def test_there_is_room_for_some() -> None:
     peers = {Identity.generate().peer_id: [f"/ip4/11.0.0.1/tcp/{port}" for port in range(1, 20)] for _ in range(70)}
     known = updated((), peers, (), NOW)
-    assert len(known) == MAX_PEERS and all(len(record.addrs) == MAX_ADDRS for record in known)
+    assert len(known) == PEER_FILE.max_peers and all(len(record.addrs) == PEER_FILE.max_addrs for record in known)
     assert updated(known, {A: [HERE]}, (), NOW + 1)[0].peer_id == A
 
 
@@ -79,7 +72,9 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 
 def test_several_write_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discovery, "_LOCK_PATIENCE", 300.0)  # however slow the disk is
+    monkeypatch.setattr(
+        discovery, "PEER_FILE", replace(discovery.PEER_FILE, lock_patience=300.0)
+    )  # however slow the disk is
     peers = [Identity.generate().peer_id for _ in range(24)]
     path = tmp_path / "public.json"
     with ThreadPoolExecutor(8) as pool:

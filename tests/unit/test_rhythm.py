@@ -18,15 +18,15 @@ from petalnode.crypto.identity import Identity
 from petalnode.node.client.deadlines import RTT_TIMEOUT
 from petalnode.node.client.server_selection import ServerSelection
 from petalnode.node.errors import SwarmError
-from petalnode.node.placement.observed import AT_ONCE, PlacedServer, pinged_at_once, sampling_noise
-from petalnode.node.server.lifecycle.other_servers import MOST, NEW_ONES, keep_rtts, to_measure
+from petalnode.node.placement.observed import OBSERVED, PlacedServer, pinged_at_once, sampling_noise
+from petalnode.node.server.lifecycle.other_servers import ROUND_TRIPS, keep_rtts, to_measure
 from petalnode.node.swarm.directory import Directory
-from petalnode.node.swarm.rhythm import ANSWER_BYTES, QUICK, WHOLE, rhythm
+from petalnode.node.swarm.rhythm import PACE, rhythm
 from petalnode.node.swarm.view import SwarmView
 from petalnode.node.testing import message_streams, run_autojumping
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import (
-    MAX_LIFETIME,
+    ANNOUNCEMENT,
     Announcement,
     ServerState,
     SignedAnnouncement,
@@ -42,7 +42,7 @@ MODEL, BLOCKS, TTL, SPAN = b"m" * 32, 10, 45.0, Span(0, 2)
 Stream = MessageStream[wire.DirectoryFrame]
 
 
-@given(st.integers(0, QUICK))
+@given(st.integers(0, PACE.quick))
 def test_a_small_swarm_is_as_quick_as_ever(known: int) -> None:
     pace = rhythm(known, TTL)
     assert (pace.lifetime, pace.renewal, pace.round, pace.asked, pace.max_bytes) == (TTL, TTL / 3, TTL / 3, 5, 0)
@@ -52,7 +52,7 @@ def test_a_small_swarm_is_as_quick_as_ever(known: int) -> None:
 @given(st.integers(0, 100_000), st.integers(0, 100_000), st.sampled_from([3.0, TTL, 300.0]))
 def test_a_larger_one_is_never_quicker(one: int, other: int, ttl: float) -> None:
     small, large = rhythm(min(one, other), ttl), rhythm(max(one, other), ttl)
-    assert small.lifetime <= large.lifetime <= MAX_LIFETIME
+    assert small.lifetime <= large.lifetime <= ANNOUNCEMENT.max_lifetime
     assert small.round <= large.round and small.asked >= large.asked >= 1
     assert large.lifetime >= 3 * min(large.round, large.renewal)
 
@@ -64,8 +64,8 @@ def test_of_many_servers_all_that_is_asked_for_stays_within_a_kilobyte_a_second(
 
 
 def test_it_has_no_jump_where_the_swarm_stops_being_small() -> None:
-    assert rhythm(QUICK + 1, TTL).lifetime < 1.1 * TTL
-    assert rhythm(QUICK + 1, TTL).asked == 5
+    assert rhythm(PACE.quick + 1, TTL).lifetime < 1.1 * TTL
+    assert rhythm(PACE.quick + 1, TTL).asked == 5
 
 
 # --- announcing in a large swarm
@@ -80,7 +80,9 @@ def plain(peer_id: str, span: Span = SPAN, **fields: Any) -> Announcement:
     return Announcement(peer_id, MODEL, "model", BLOCKS, span, ServerState.ONLINE, **fields)
 
 
-def held(number: int, age: float = 0.0, lifetime: float = MAX_LIFETIME, **fields: Any) -> SignedAnnouncement:
+def held(
+    number: int, age: float = 0.0, lifetime: float = ANNOUNCEMENT.max_lifetime, **fields: Any
+) -> SignedAnnouncement:
     """What a view holds; nobody asks for its signature."""
     content = freshened(plain(identity_of(number).peer_id, **fields), now=time.time() - age, lifetime=lifetime)
     return SignedAnnouncement(content, b"", number.to_bytes(64, "big"))
@@ -201,8 +203,10 @@ def test_who_measures_the_way_to_a_server_learns_what_it_announces_now() -> None
     async def main() -> None:
         async with trio.open_nursery() as nursery:
             there = a_directory(server, nothing)
-            old = freshened(plain(server.peer_id), now=time.time() - 600, lifetime=MAX_LIFETIME)
-            new = freshened(plain(server.peer_id, Span(5, 9), queue_depth=7), now=time.time(), lifetime=MAX_LIFETIME)
+            old = freshened(plain(server.peer_id), now=time.time() - 600, lifetime=ANNOUNCEMENT.max_lifetime)
+            new = freshened(
+                plain(server.peer_id, Span(5, 9), queue_depth=7), now=time.time(), lifetime=ANNOUNCEMENT.max_lifetime
+            )
             there.merge([sign_announcement(server, new)])
             asking = a_directory(here, between(here, there, nursery))
             asking.merge([sign_announcement(server, old)])
@@ -223,17 +227,19 @@ def test_a_server_takes_a_sample_of_a_large_swarm_and_what_the_other_one_announc
             joining = replace(plain(server.peer_id), state=ServerState.JOINING)
             there.own = sign_announcement(server, freshened(joining, now=time.time(), lifetime=TTL))
             made = [
-                sign_announcement(one, freshened(plain(one.peer_id), now=time.time(), lifetime=MAX_LIFETIME))
-                for one in map(identity_of, range(100, 100 + WHOLE + 20))
+                sign_announcement(
+                    one, freshened(plain(one.peer_id), now=time.time(), lifetime=ANNOUNCEMENT.max_lifetime)
+                )
+                for one in map(identity_of, range(100, 100 + PACE.whole + 20))
             ]
             there.merge([*made, there.own])
             asking = a_directory(here, between(here, there, nursery), listens=True)
             await asking.pull(server.peer_id, model_version=MODEL, timeout=60)
-            assert len(asking.view.records) == WHOLE and server.peer_id in asking.view.records
+            assert len(asking.view.records) == PACE.whole and server.peer_id in asking.view.records
             await asking.pull(server.peer_id, model_version=MODEL, timeout=60)  # it knows now that the swarm is large
-            assert asking.rhythm().max_bytes == ANSWER_BYTES
+            assert asking.rhythm().max_bytes == PACE.answer_bytes
             await asking.pull(server.peer_id, model_version=MODEL, everything=True, timeout=60)
-            assert len(asking.view.records) == WHOLE + 21
+            assert len(asking.view.records) == PACE.whole + 21
             nursery.cancel_scope.cancel()
 
     run_autojumping(main)
@@ -276,18 +282,18 @@ def test_a_share_seen_by_chance_moves_nobody() -> None:
 
 
 def test_in_a_large_swarm_few_strangers_are_pinged() -> None:
-    assert pinged_at_once(0) == pinged_at_once(QUICK) == AT_ONCE
-    assert pinged_at_once(2 * QUICK) == AT_ONCE / 2 and pinged_at_once(10_000) < 1
+    assert pinged_at_once(0) == pinged_at_once(PACE.quick) == OBSERVED.at_once
+    assert pinged_at_once(2 * PACE.quick) == OBSERVED.at_once / 2 and pinged_at_once(10_000) < 1
 
 
 def test_of_many_that_may_follow_the_nearest_and_some_others_are_measured() -> None:
-    rtts = {f"peer {number}": number / 1000 for number in range(MOST)}
+    rtts = {f"peer {number}": number / 1000 for number in range(ROUND_TRIPS.most)}
     few = list(rtts)[:5]
     assert sorted(to_measure(few, dict(rtts))) == sorted(few)
     many = [f"peer {number}" for number in range(300)]
     chosen = to_measure(many, rtts)
-    assert len(chosen) == len(set(chosen)) == MOST
-    assert list(rtts) == many[: MOST - NEW_ONES] and set(rtts) < set(chosen)
+    assert len(chosen) == len(set(chosen)) == ROUND_TRIPS.most
+    assert list(rtts) == many[: ROUND_TRIPS.most - ROUND_TRIPS.new_ones] and set(rtts) < set(chosen)
 
 
 # --- a client of a large swarm

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petalnode.node.errors import NoChainError
-from petalnode.node.swarm.cost import HANDLING_SECONDS, LOAD_PER_WAITING, MAX_SECONDS, MIN_BLOCK_SECONDS
+from petalnode.node.swarm.cost import COST
 from petalnode.node.swarm.routing import (
     NO_CACHE_SECONDS,
     ONE_TOKEN,
@@ -53,11 +53,11 @@ def work(server: RouteCandidate, blocks: int, ask: Demand) -> float:
         else ask.tokens * server.step_seconds
     )
     compute = (
-        max(server.step_seconds, prefill) * (1 + LOAD_PER_WAITING * server.queue_depth) * blocks / len(server.span)
+        max(server.step_seconds, prefill) * (1 + COST.load_per_waiting * server.queue_depth) * blocks / len(server.span)
     )
     no_room = NO_CACHE_SECONDS if server.cache_tokens_free < ask.cache_tokens else 0
     return (
-        HANDLING_SECONDS
+        COST.handling_seconds
         + compute
         + 2 * ask.tokens * ask.token_bytes * server.seconds_per_byte
         + server.penalty_seconds
@@ -407,14 +407,14 @@ def test_absurd_announcements_do_no_harm(data: st.DataObject, pushed: bool) -> N
 
 @pytest.mark.parametrize("nonsense", [math.nan, math.inf, 1e308])
 def test_what_is_no_time_is_the_longest(nonsense: float) -> None:
-    slow = server("slow", 0, 6, step=MAX_SECONDS - 1)
+    slow = server("slow", 0, 6, step=COST.max_seconds - 1)
     assert cheapest_chain([server("nonsense", 0, 6, step=nonsense), slow], ALL) == (Hop("slow", ALL),)
     assert cheapest_chain([server("nonsense", 0, 6, rtt=nonsense, step=0.0), slow], ALL) == (Hop("slow", ALL),)
 
 
 def test_nobody_computes_in_no_time() -> None:
     boaster = server("boaster", 0, 6, rtt=1.0, step=0.0)
-    plain = server("plain", 0, 6, rtt=1.0 - 6 * MIN_BLOCK_SECONDS, step=11 * MIN_BLOCK_SECONDS)
+    plain = server("plain", 0, 6, rtt=1.0 - 6 * COST.min_block_seconds, step=11 * COST.min_block_seconds)
     assert cheapest_chain([boaster, plain], ALL) == (Hop("plain", ALL),)
 
 

@@ -11,7 +11,7 @@ import pytest
 import trio
 from rich.console import Console
 
-from petalnode.node.cli.server_report import INTERVAL, WINDOW, Counts, PanelState, Points, Rates, ServerPanel, panel
+from petalnode.node.cli.server_report import PANEL, Counts, PanelState, Points, Rates, ServerPanel, panel
 from petalnode.node.network.transport.bandwidth import ByteCount
 from petalnode.node.server.tallies import ServerTallies, Serving
 from petalnode.node.testing import run_autojumping
@@ -64,7 +64,7 @@ def test_what_is_told_per_second_is_of_the_last_ten_seconds() -> None:
     assert found.per_second(lambda counts: counts.decoded) == 0.0
     found = rates(*((float(second), Counts(decoded=second * 3)) for second in range(100)))
     assert found.per_second(lambda counts: counts.decoded) == pytest.approx(3.0)
-    assert len(found._seen) <= WINDOW + 2
+    assert len(found._seen) <= PANEL.window + 2
     assert rates((5.0, Counts(decoded=9))).per_second(lambda counts: counts.decoded) == 0.0
 
 
@@ -105,13 +105,13 @@ def test_it_is_drawn_every_second_while_it_is_shown_and_lines_stay_above() -> No
         shown = ServerPanel(console, swarm, tallies, lambda: "", Wallet())  # type: ignore[arg-type]
         async with trio.open_nursery() as nursery:
             nursery.start_soon(shown.run)
-            await trio.sleep(3 * INTERVAL)
+            await trio.sleep(3 * PANEL.interval)
             assert terminal.getvalue() == ""
             shown.show()
             tallies.decode.tokens += 500
-            await trio.sleep(1.5 * INTERVAL)
+            await trio.sleep(1.5 * PANEL.interval)
             console.print("a line")
-            await trio.sleep(100 * INTERVAL)
+            await trio.sleep(100 * PANEL.interval)
             text = terminal.getvalue()
             assert "1 direct, 1 through relays; relayed" in text and "100.0 decoded" in text
             assert "15, +0 since the start" in text and "25, +10 since the start" in text
@@ -119,11 +119,11 @@ def test_it_is_drawn_every_second_while_it_is_shown_and_lines_stay_above() -> No
             shown.hide()
             assert terminal.getvalue().count("\x1b[?25h") == 1  # the cursor is back
             before = len(terminal.getvalue())
-            await trio.sleep(10 * INTERVAL)
+            await trio.sleep(10 * PANEL.interval)
             assert len(terminal.getvalue()) == before
             shown.show()
             terminal.gone = True
-            await trio.sleep(10 * INTERVAL)  # nobody sees it, and nothing ends
+            await trio.sleep(10 * PANEL.interval)  # nobody sees it, and nothing ends
             nursery.cancel_scope.cancel()
 
     run_autojumping(main)

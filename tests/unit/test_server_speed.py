@@ -18,7 +18,7 @@ from petalnode.node.server.lifecycle.speed import (
     keep_speed,
     recall_speed,
 )
-from petalnode.node.swarm.cost import LOAD_PER_WAITING
+from petalnode.node.swarm.cost import COST
 from petalnode.node.testing.memory_network import run_autojumping
 
 KEY = SpeedKey(b"v" * 32, "auto", "none", "some processor", 4)
@@ -123,7 +123,7 @@ def test_a_few_steps_or_a_few_slow_ones_correct_nothing() -> None:
 def test_steps_of_many_rows_and_of_a_part_of_the_span_count_for_what_they_are() -> None:
     live = LiveSpeed(0.010, 0.001)
     for _ in range(32):
-        live.note_decode(6, 1.0, 0.010 * (1 + 5 * LOAD_PER_WAITING))
+        live.note_decode(6, 1.0, 0.010 * (1 + 5 * COST.load_per_waiting))
         live.note_decode(1, 0.25, 0.0025)
         live.note_decode(1, 0.0, 1.0)
     assert not live.correct()

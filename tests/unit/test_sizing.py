@@ -11,8 +11,7 @@ from petalnode.node.blocks.architecture import block_sizes
 from petalnode.node.errors import BadInput, MachineError, memory_needed
 from petalnode.node.models import Checkpoint
 from petalnode.node.server.lifecycle.memory import (
-    MAX_CACHE_TOKENS,
-    MIN_CACHE_TOKENS,
+    MEMORY_SHARES,
     Memory,
     blocks_that_fit,
     cache_bytes_per_block,
@@ -57,9 +56,9 @@ COMPUTING = 2048 * 4096 * 4 * 12
 def test_blocks_that_a_person_chose_need_no_reserve() -> None:
     """All that is free may be taken: blocks, what computing needs, and the smallest cache."""
     left = MEMORY.free - COMPUTING - 3 * GIB
-    fits = left // (MIN_CACHE_TOKENS * 3)
+    fits = left // (MEMORY_SHARES.min_cache_tokens * 3)
     taken = check_blocks_fit(MEMORY, [GIB] * 3, token_bytes=fits, cache_tokens=None, hidden_size=4096)
-    assert taken == 3 * GIB + COMPUTING + fits * 3 * MIN_CACHE_TOKENS <= MEMORY.free
+    assert taken == 3 * GIB + COMPUTING + fits * 3 * MEMORY_SHARES.min_cache_tokens <= MEMORY.free
     with pytest.raises(MachineError):
         check_blocks_fit(MEMORY, [GIB] * 3, token_bytes=fits + 1, cache_tokens=None, hidden_size=4096)
     asked = check_blocks_fit(MEMORY, [GIB], token_bytes=1024, cache_tokens=1000, hidden_size=4096)
@@ -139,7 +138,7 @@ def test_a_cache_by_the_words_of_several_configurations() -> None:
 
 @given(st.integers(0, 1 << 45), st.integers(0, 1 << 24))
 def test_the_cache_has_bounds(free: int, per_token: int) -> None:
-    assert MIN_CACHE_TOKENS <= cache_tokens_that_fit(free, per_token) <= MAX_CACHE_TOKENS
+    assert MEMORY_SHARES.min_cache_tokens <= cache_tokens_that_fit(free, per_token) <= MEMORY_SHARES.max_cache_tokens
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3"])

@@ -18,21 +18,8 @@ from petalnode.node.testing import run_autojumping
 from petalnode.node.trust import store as store_module
 from petalnode.node.trust.database import Database
 from petalnode.node.trust.evidence_message import Endorsement, TrustedValidators, parse_trusted
-from petalnode.node.trust.reputation import (
-    CHEATED_SECONDS,
-    HALF_LIFE,
-    LONGEST_SECONDS,
-    NEWCOMER_SECONDS,
-    NEWCOMER_TOKENS,
-    PROVEN_SECONDS,
-    Ban,
-    Standing,
-    extended,
-    newcomer,
-    penalty_seconds,
-    reputation,
-)
-from petalnode.node.trust.store import SAVE_INTERVAL, TrustStore, trust_file
+from petalnode.node.trust.reputation import REPUTATION, Ban, Standing, extended, newcomer, penalty_seconds, reputation
+from petalnode.node.trust.store import STORE, TrustStore, trust_file
 from tests.swarm.processes import environment, petalnode
 
 NOW = 1_700_000_000.0
@@ -45,27 +32,27 @@ KEYS = [Identity.from_seed(bytes([number]) * 32) for number in range(1, 6)]
 def test_a_new_key_starts_low_and_grows_with_verified_tokens() -> None:
     standing = newcomer(NOW)
     assert reputation(None, NOW) == reputation(standing, NOW) == 0
-    grown = standing.after_tokens(round(NEWCOMER_TOKENS), NOW, recomputed=True)
+    grown = standing.after_tokens(round(REPUTATION.newcomer_tokens), NOW, recomputed=True)
     assert reputation(grown, NOW) == pytest.approx(0.5)
-    assert reputation(standing.after_tokens(round(NEWCOMER_TOKENS), NOW, recomputed=False), NOW) < 0.02
+    assert reputation(standing.after_tokens(round(REPUTATION.newcomer_tokens), NOW, recomputed=False), NOW) < 0.02
 
 
 def test_reputation_decays_and_a_fault_takes_it() -> None:
     standing = newcomer(NOW).after_tokens(1_000_000, NOW, recomputed=True)
-    assert reputation(standing, NOW + 20 * HALF_LIFE) < 0.01
+    assert reputation(standing, NOW + 20 * REPUTATION.half_life) < 0.01
     fallen = standing.after_fault(NOW)
     assert reputation(fallen, NOW) == 0
     again = fallen.after_tokens(1_000_000, NOW, recomputed=True)
     assert reputation(again, NOW) < 0.11
-    assert reputation(again.at(NOW + 5 * HALF_LIFE).after_tokens(1_000_000, NOW + 5 * HALF_LIFE, recomputed=True),
-                      NOW + 5 * HALF_LIFE) > 0.9  # fmt: skip
+    later = NOW + 5 * REPUTATION.half_life
+    assert reputation(again.at(later).after_tokens(1_000_000, later, recomputed=True), later) > 0.9
 
 
 @given(st.integers(0, 10**9), st.floats(0, 20), st.floats(0, 1e8))
 def test_reputation_and_penalty_stay_within_bounds(tokens: int, faults: float, later: float) -> None:
     standing = Standing(NOW, NOW, float(tokens), faults)
     assert 0 <= reputation(standing, NOW + later) <= 1
-    assert 0 <= penalty_seconds(standing, NOW + later) <= 600 + NEWCOMER_SECONDS
+    assert 0 <= penalty_seconds(standing, NOW + later) <= 600 + REPUTATION.newcomer_seconds
     more = standing.after_tokens(1000, NOW + later, recomputed=True)
     assert reputation(more, NOW + later) >= reputation(standing, NOW + later)
     assert penalty_seconds(more, NOW + later) <= penalty_seconds(standing, NOW + later)
@@ -73,7 +60,7 @@ def test_reputation_and_penalty_stay_within_bounds(tokens: int, faults: float, l
 
 def test_a_route_hardly_avoids_a_newcomer_and_much_a_cheat() -> None:
     known = newcomer(NOW).after_tokens(10**9, NOW, recomputed=True)
-    assert penalty_seconds(known, NOW) < 1e-5 < penalty_seconds(None, NOW) == NEWCOMER_SECONDS
+    assert penalty_seconds(known, NOW) < 1e-5 < penalty_seconds(None, NOW) == REPUTATION.newcomer_seconds
     assert penalty_seconds(known.after_fault(NOW), NOW) > 30
 
 
@@ -82,16 +69,16 @@ def test_a_route_hardly_avoids_a_newcomer_and_much_a_cheat() -> None:
 
 def test_bans_grow_expire_and_never_shrink() -> None:
     first = extended(None, "peer", "lied", "own", NOW)
-    assert first.until == NOW + CHEATED_SECONDS and first.holds(NOW) and not first.holds(first.until)
+    assert first.until == NOW + REPUTATION.cheated_seconds and first.holds(NOW) and not first.holds(first.until)
     second = extended(first, "peer", "lied", "own", NOW)
-    assert second.until == NOW + 2 * CHEATED_SECONDS and second.count == 2
+    assert second.until == NOW + 2 * REPUTATION.cheated_seconds and second.count == 2
     proven = extended(second, "peer", "proven", "evidence", NOW)
-    assert proven.until == NOW + PROVEN_SECONDS
+    assert proven.until == NOW + REPUTATION.proven_seconds
     assert extended(proven, "peer", "lied", "own", NOW).until == proven.until
     long = first
     for _ in range(100):
         long = extended(long, "peer", "lied", "own", NOW)
-    assert long.until <= NOW + LONGEST_SECONDS
+    assert long.until <= NOW + REPUTATION.longest_seconds
 
 
 def endorsements(*validators: Identity) -> list[Endorsement]:
@@ -144,7 +131,7 @@ def test_a_book_outlives_its_process(tmp_path: Path) -> None:
     assert ban is not None and ban.reason == "it lied" and ban.source == "own"
     assert again.reputation("good") == pytest.approx(0.5) and again.reputation("bad") == 0
     assert [ban.peer_id for ban in again.bans()] == ["bad"]
-    clock.now += CHEATED_SECONDS
+    clock.now += REPUTATION.cheated_seconds
     assert not again.is_banned("bad") and again.penalty_seconds("bad") > 30
     third = TrustStore(file, clock=clock)
     third.load()
@@ -159,7 +146,7 @@ def test_a_ban_can_be_lifted(tmp_path: Path) -> None:
     assert store.forgive("bad") and not store.forgive("bad")
     again = TrustStore(file)
     again.load()
-    assert again.bans() == [] and again.penalty_seconds("bad") == NEWCOMER_SECONDS
+    assert again.bans() == [] and again.penalty_seconds("bad") == REPUTATION.newcomer_seconds
 
 
 def test_a_new_key_is_a_newcomer_whatever_the_old_one_was() -> None:
@@ -167,13 +154,13 @@ def test_a_new_key_is_a_newcomer_whatever_the_old_one_was() -> None:
     store.note_tokens("old", 10**6, recomputed=True)
     store.ban("old", "it lied", "evidence")
     assert store.is_banned("old") and not store.is_banned("new")
-    assert store.reputation("new") == 0 and store.penalty_seconds("new") == NEWCOMER_SECONDS
+    assert store.reputation("new") == 0 and store.penalty_seconds("new") == REPUTATION.newcomer_seconds
 
 
 def test_versions_that_were_used_outlive_the_process_and_are_bounded(tmp_path: Path) -> None:
     clock, file = Clock(), tmp_path / "trust.sqlite"
     one, other = TrustStore(file, clock=clock), TrustStore(file, clock=clock)
-    for number in range(store_module.MAX_VERSIONS):
+    for number in range(store_module.STORE.max_versions):
         one.note_version(number.to_bytes(32, "big"), b"1")
     one.save()
     clock.now += 1
@@ -185,7 +172,7 @@ def test_versions_that_were_used_outlive_the_process_and_are_bounded(tmp_path: P
     assert again.version_used(bytes(32)) == b"2" and again.version_used(b"new") == b"3"
     assert again.version_used(b"never") is None
     kept = sqlite3.connect(file).execute("SELECT count(*) FROM versions").fetchall()
-    assert kept == [(store_module.MAX_VERSIONS,)]
+    assert kept == [(store_module.STORE.max_versions,)]
 
 
 def test_two_processes_share_a_book_and_the_longer_ban_stays(tmp_path: Path) -> None:
@@ -200,7 +187,7 @@ def test_two_processes_share_a_book_and_the_longer_ban_stays(tmp_path: Path) -> 
     assert one.is_banned("worse")
     for store in (one, other):
         ban = store.ban_of("bad")
-        assert ban is not None and ban.until == NOW + PROVEN_SECONDS
+        assert ban is not None and ban.until == NOW + REPUTATION.proven_seconds
 
 
 def test_books_of_many_threads_do_not_lose_each_other_s_bans(tmp_path: Path) -> None:
@@ -224,8 +211,8 @@ def test_books_of_many_threads_do_not_lose_each_other_s_bans(tmp_path: Path) -> 
 
 def test_a_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of bans those that end first give way, of reputations those of which nothing was heard for longest."""
-    monkeypatch.setattr(store_module, "MAX_BANS", 3)
-    monkeypatch.setattr(store_module, "MAX_STANDINGS", 20)
+    monkeypatch.setattr(store_module, "REPUTATION", replace(store_module.REPUTATION, max_bans=3))
+    monkeypatch.setattr(store_module, "STORE", replace(store_module.STORE, max_standings=20))
     clock = Clock()
     store = TrustStore(clock=clock)
     store.ban("long", "proven", "evidence")
@@ -262,8 +249,8 @@ def test_what_another_process_knows_is_read_when_this_one_writes(tmp_path: Path)
     third = TrustStore(file, clock=clock)
     third.load()
     ban = third.ban_of("bad")
-    assert ban is not None and ban.count == 2 and ban.until == NOW + 2 * CHEATED_SECONDS
-    clock.now += 3 * CHEATED_SECONDS
+    assert ban is not None and ban.count == 2 and ban.until == NOW + 2 * REPUTATION.cheated_seconds
+    clock.now += 3 * REPUTATION.cheated_seconds
     one.save()
     rows = sqlite3.connect(file).execute("SELECT count(*) FROM bans").fetchall()
     assert rows == [(0,)]  # those that are over are deleted
@@ -277,7 +264,7 @@ def test_what_was_forgiven_is_not_written_again(tmp_path: Path) -> None:
     store.save()
     again = TrustStore(file)
     again.load()
-    assert again.bans() == [] and again.penalty_seconds("bad") == NEWCOMER_SECONDS
+    assert again.bans() == [] and again.penalty_seconds("bad") == REPUTATION.newcomer_seconds
     store.save()  # nothing
 
 
@@ -298,7 +285,7 @@ def test_a_store_is_read_at_once_and_written_now_and_then_and_at_the_end(tmp_pat
             assert store.is_banned("known")
             store.ban("first", "it lied", "own")
             assert written() == {"known"}
-            await trio.sleep(SAVE_INTERVAL + 1)
+            await trio.sleep(STORE.save_interval + 1)
             assert written() == {"known", "first"}
             store.ban("second", "it lied", "own")
         assert written() == {"known", "first", "second"}
@@ -315,14 +302,14 @@ def test_the_reason_of_a_ban_is_cut_and_the_longer_one_keeps_its_own() -> None:
 def test_a_standing_never_grows_younger() -> None:
     standing = newcomer(NOW).after_tokens(100, NOW, recomputed=True)
     assert standing.at(NOW - 1000) == standing and standing.first_seen == NOW
-    later = standing.after_fault(NOW + HALF_LIFE)
-    assert (later.tokens, later.faults, later.updated) == (0.0, 1.0, NOW + HALF_LIFE)
-    assert later.after_tokens(200, NOW + 2 * HALF_LIFE, recomputed=False).tokens == 2.0
-    assert later.at(NOW + 2 * HALF_LIFE).faults == 0.5
-    assert penalty_seconds(later, NOW + HALF_LIFE) == pytest.approx(60 + NEWCOMER_SECONDS)
+    later = standing.after_fault(NOW + REPUTATION.half_life)
+    assert (later.tokens, later.faults, later.updated) == (0.0, 1.0, NOW + REPUTATION.half_life)
+    assert later.after_tokens(200, NOW + 2 * REPUTATION.half_life, recomputed=False).tokens == 2.0
+    assert later.at(NOW + 2 * REPUTATION.half_life).faults == 0.5
+    assert penalty_seconds(later, NOW + REPUTATION.half_life) == pytest.approx(60 + REPUTATION.newcomer_seconds)
     many = replace(later, faults=50.0)
-    assert penalty_seconds(many, NOW + HALF_LIFE) == pytest.approx(600 + NEWCOMER_SECONDS)
-    assert penalty_seconds(replace(later, faults=0.05), NOW + HALF_LIFE) == NEWCOMER_SECONDS
+    assert penalty_seconds(many, NOW + REPUTATION.half_life) == pytest.approx(600 + REPUTATION.newcomer_seconds)
+    assert penalty_seconds(replace(later, faults=0.05), NOW + REPUTATION.half_life) == REPUTATION.newcomer_seconds
 
 
 def test_a_database_that_cannot_be_used_is_told_with_what_to_do(tmp_path: Path) -> None:

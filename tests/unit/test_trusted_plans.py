@@ -18,7 +18,7 @@ from petalnode.node.errors import NoChainError, SwarmError
 from petalnode.node.placement.planning.cycle import PlacedMachine
 from petalnode.node.placement.planning.machines_file import Fleet, Machine, fleet_of, read_machines
 from petalnode.node.placement.planning.plans import FleetPlan, busiest_plan, expected, fastest_plan
-from petalnode.node.swarm.cost import HANDLING_SECONDS
+from petalnode.node.swarm.cost import COST
 from petalnode.protocols.ids import Span
 
 BLOCKS = 4
@@ -104,7 +104,7 @@ def test_what_is_predicted_goes_through_the_client_from_trusted_machines_to_othe
         (1, Span(28, 30)),
     ]
     ways = 0.025 + (0.025 + 0.025) + 0.005 + 0.025  # in, through the client, pushed, out
-    assert plan.proved and plan.seconds == pytest.approx(4 * 0.1 + 26 * 0.01 + ways + 3 * HANDLING_SECONDS)
+    assert plan.proved and plan.seconds == pytest.approx(4 * 0.1 + 26 * 0.01 + ways + 3 * COST.handling_seconds)
 
 
 def test_one_machine_with_all_blocks_serves_both_ends() -> None:

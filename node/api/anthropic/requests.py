@@ -10,9 +10,7 @@ from ...client.generation.sampling import Sampling
 from ..engine.requests import ChatRequest, Grammar, TextRequest
 from ..fields import Fields
 from ..parts import (
-    LARGEST,
-    MAX_MESSAGES,
-    MAX_TOOLS,
+    REQUEST_LIMITS,
     bounded,
     function_tool,
     known_tool,
@@ -40,7 +38,7 @@ def parse_messages(fields: Fields, *, counted: bool = False) -> ChatRequest:
     thinking = fields.object("thinking")
     if thinking is not None and thinking.text("type") != "disabled":
         raise thinking.wrong("type", "the model cannot be told to think", "unsupported_parameter")
-    limit = fields.integer("max_tokens", 1, LARGEST)
+    limit = fields.integer("max_tokens", 1, REQUEST_LIMITS.largest)
     if limit is None and not counted:
         raise fields.wrong("max_tokens", "it is missing", "missing_field")
     text = TextRequest(
@@ -48,7 +46,7 @@ def parse_messages(fields: Fields, *, counted: bool = False) -> ChatRequest:
         sampling=Sampling(
             temperature=fields.number("temperature", 1.0, 0, 99),
             top_p=positive(fields, "top_p"),
-            top_k=fields.integer("top_k", 0, LARGEST) or 0,
+            top_k=fields.integer("top_k", 0, REQUEST_LIMITS.largest) or 0,
         ),
         max_tokens=limit,
         stop=stop_strings(fields, "stop_sequences"),
@@ -59,7 +57,7 @@ def parse_messages(fields: Fields, *, counted: bool = False) -> ChatRequest:
     messages = tuple(_messages(fields))
     if messages[-1]["role"] == "assistant":
         raise fields.wrong("messages", "the last one is the model's own: answers are not gone on with here")
-    tools = tuple(_tool(tool) for tool in fields.objects("tools", MAX_TOOLS))
+    tools = tuple(_tool(tool) for tool in fields.objects("tools", REQUEST_LIMITS.max_tools))
     tool, named, parallel = _tool_choice(fields, tools)
     return ChatRequest(text, messages, tools, tool, named, parallel)
 
@@ -78,7 +76,7 @@ def _messages(fields: Fields) -> Iterable[Message]:
         system = "\n\n".join(_texts(_blocks(fields, "system")))
         if system:
             yield {"role": "system", "content": system}
-    given = fields.objects("messages", MAX_MESSAGES)
+    given = fields.objects("messages", REQUEST_LIMITS.max_messages)
     if not given:
         raise fields.wrong("messages", "at least one message is needed")
     for message in given:
@@ -96,7 +94,7 @@ def _blocks(fields: Fields, name: str) -> list[Fields]:
         return [Fields({"type": "text", "text": value}, fields.path(f"{name}."))]
     if value is None:
         raise fields.wrong(name, "it is missing", "missing_field")
-    return fields.objects(name, MAX_MESSAGES)
+    return fields.objects(name, REQUEST_LIMITS.max_messages)
 
 
 def _texts(blocks: Sequence[Fields]) -> Iterable[str]:

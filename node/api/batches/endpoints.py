@@ -6,6 +6,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import trio
@@ -22,12 +23,19 @@ from ..http.bodies import read_body
 from ..parts import metadata
 from .objects import ENDPOINTS, batch_object, file_object
 from .runner import BatchRunner
-from .store import OPEN, PIECE_BYTES, NoRoom, StoredBatch, StoredFile
+from .store import BATCH_STORE, OPEN, NoRoom, StoredBatch, StoredFile
 
-_ROOM_FOR_FORM: Final = 64 << 10
-_BODY_BYTES: Final = 64 << 10
-_MAX_NAME: Final = 255
 
+@dataclass(frozen=True)
+class UploadLimits:
+    """What an upload has beside its file."""
+
+    room_for_form: int = 64 << 10
+    body_bytes: int = 64 << 10
+    max_name: int = 255
+
+
+UPLOADS: Final = UploadLimits()
 T = TypeVar("T")
 
 
@@ -77,7 +85,7 @@ class _Endpoints:
     async def _uploaded(self, request: Request, owner: str, most: int) -> StoredFile:
         """The body comes to a file on disk, and from there into the store. Raises ApiError."""
         room = await trio.to_thread.run_sync(self._store.room, owner)
-        if int(request.headers.get("content-length", "0")) > room + _ROOM_FOR_FORM:
+        if int(request.headers.get("content-length", "0")) > room + UPLOADS.room_for_form:
             raise ApiError(507, f"there is room for {room:,} bytes of this key: delete some files", code="no_room")
         parser = MultiPartParser(request.headers, _bounded(request, most), max_files=1, max_fields=8)
         try:
@@ -90,7 +98,7 @@ class _Endpoints:
                 raise ApiError(400, "file: it is missing", param="file", code="missing_field")
             if purpose != "batch":
                 raise ApiError(400, "purpose: only batch is known here", param="purpose", code="invalid_value")
-            name = (file.filename or "file")[:_MAX_NAME]
+            name = (file.filename or "file")[: UPLOADS.max_name]
             return await _kept(self._store.add_file, owner, name, purpose, file.file)
         finally:
             await form.close()
@@ -117,7 +125,7 @@ class _Endpoints:
         return StreamingResponse(self._pieces(stored), media_type="application/jsonl", headers=headers)
 
     async def _pieces(self, stored: StoredFile) -> AsyncGenerator[bytes, None]:
-        for start in range(0, stored.bytes, PIECE_BYTES):
+        for start in range(0, stored.bytes, BATCH_STORE.piece_bytes):
             yield await trio.to_thread.run_sync(self._store.piece, stored.owner, stored.id, start)
 
     async def _file(self, request: Request) -> StoredFile:
@@ -126,7 +134,10 @@ class _Endpoints:
     # --- batches
 
     async def create(self, request: Request) -> Response:
-        fields, owner = parse_object(await read_body(request, _BODY_BYTES), _BODY_BYTES), request.state.owner
+        fields, owner = (
+            parse_object(await read_body(request, UPLOADS.body_bytes), UPLOADS.body_bytes),
+            request.state.owner,
+        )
         endpoint = fields.one_of("endpoint", ENDPOINTS, "")
         fields.one_of("completion_window", ("24h",), "")
         name = fields.text("input_file_id")
@@ -183,6 +194,6 @@ async def _bounded(request: Request, most: int) -> AsyncGenerator[bytes, None]:
     size = 0
     async for chunk in request.stream():
         size += len(chunk)
-        if size > most + _ROOM_FOR_FORM:
+        if size > most + UPLOADS.room_for_form:
             raise ApiError(413, f"a file may have {most:,} bytes", code="request_too_large")
         yield chunk

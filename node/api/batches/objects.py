@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ..errors import ApiError
-from ..fields import BODY_BYTES, parse_object
+from ..fields import BODY, parse_object
 from .store import BatchLine, StoredBatch, StoredFile
 
 ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
@@ -75,7 +75,7 @@ class InputFault:
 
 
 def read_input(
-    content: bytes, endpoint: str, most: int, line_bytes: int = BODY_BYTES
+    content: bytes, endpoint: str, most: int, line_bytes: int = BODY.max_bytes
 ) -> tuple[list[tuple[int, str, str]], list[InputFault]]:
     """The requests of an input file (line, custom_id, body as JSON), and what is wrong with it: one of both.
 

@@ -16,7 +16,7 @@ import trio
 from starlette.types import ASGIApp, Message
 
 from ..errors import RETRY_SECONDS
-from ..fields import BODY_BYTES
+from ..fields import BODY
 from ..http.admission import AdmissionMiddleware
 from .objects import WINDOW_SECONDS, InputFault, read_input, result_line
 from .store import BatchLine, BatchStore, NoRoom, StoredBatch, no_room
@@ -47,7 +47,7 @@ class BatchLimits:
     slots: int = 8
     open_batches: int = 100
     uploads: int = 2
-    line_bytes: int = BODY_BYTES
+    line_bytes: int = BODY.max_bytes
 
 
 def free_slots(slots: int, interactive: int, working: int) -> int:

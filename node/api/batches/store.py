@@ -17,22 +17,30 @@ from typing import IO, Any, Final
 
 from ...errors import BadInput, MachineError
 
-DISK_BYTES: Final = 1 << 30
+
+@dataclass(frozen=True)
+class BatchStoreLimits:
+    """What files and batches take on the disk, and how it is shared among owners."""
+
+    disk_bytes: int = 1 << 30
+    max_batches: int = 1000
+    """Of one owner: the oldest of those that are over are forgotten."""
+    object_bytes: int = 16 << 10
+    """What a file or a batch counts for beside what it holds, so that a share is a bound on how many there are, too."""
+    piece_bytes: int = 256 << 10
+    """Of a file's content, which are in memory at once."""
+    line_bytes: int = 128
+    in_memory: int = 4 << 20
+    share: int = 4
+    page: int = 4096
+    busy_seconds: float = 1.0
+
+
+BATCH_STORE: Final = BatchStoreLimits()
 OPEN: Final = ("validating", "in_progress", "cancelling")
 """The statuses of batches that are not over."""
-MAX_BATCHES: Final = 1000
-"""Of one owner: the oldest of those that are over are forgotten."""
-OBJECT_BYTES: Final = 16 << 10
-"""What a file or a batch counts for beside what it holds, so that a share is a bound on how many there are, too."""
-PIECE_BYTES: Final = 256 << 10
-"""Of a file's content, which are in memory at once."""
-_LINE_BYTES: Final = 128
-_IN_MEMORY: Final = 4 << 20
-_SHARE: Final = 4
-_PAGE: Final = 4096
 _FILE: Final = "id, owner, name, purpose, created, bytes"
 _VERSION: Final = 1
-_BUSY_SECONDS: Final = 1.0
 _TABLES: Final = """
 CREATE TABLE files (id TEXT PRIMARY KEY, owner TEXT NOT NULL, name TEXT NOT NULL, purpose TEXT NOT NULL,
     created INTEGER NOT NULL, bytes INTEGER NOT NULL, content BLOB NOT NULL);
@@ -44,9 +52,9 @@ CREATE TABLE lines (batch TEXT NOT NULL, line INTEGER NOT NULL, custom_id TEXT N
 CREATE INDEX open_lines ON lines (batch, line) WHERE failed IS NULL;
 """
 _HELD: Final = {
-    "files": f"{OBJECT_BYTES} + {{0}}.bytes",
-    "batches": f"{OBJECT_BYTES} + length(CAST({{0}}.fields AS BLOB))",
-    "lines": f"{_LINE_BYTES} + length(CAST({{0}}.custom_id AS BLOB)) + length(CAST({{0}}.body AS BLOB))"
+    "files": f"{BATCH_STORE.object_bytes} + {{0}}.bytes",
+    "batches": f"{BATCH_STORE.object_bytes} + length(CAST({{0}}.fields AS BLOB))",
+    "lines": f"{BATCH_STORE.line_bytes} + length(CAST({{0}}.custom_id AS BLOB)) + length(CAST({{0}}.body AS BLOB))"
     " + coalesce(length(CAST({0}.result AS BLOB)), 0)",
 }
 """What a row of a table counts for its owner."""
@@ -110,13 +118,13 @@ class BatchStore:
         MachineError: it cannot be used, or another process uses it.
     """
 
-    def __init__(self, path: Path, disk_bytes: int = DISK_BYTES) -> None:
-        self._share = disk_bytes // _SHARE
+    def __init__(self, path: Path, disk_bytes: int = BATCH_STORE.disk_bytes) -> None:
+        self._share = disk_bytes // BATCH_STORE.share
         self._lock = threading.Lock()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch(mode=0o600)
-            self._connection = sqlite3.connect(path, timeout=_BUSY_SECONDS, check_same_thread=False)
+            self._connection = sqlite3.connect(path, timeout=BATCH_STORE.busy_seconds, check_same_thread=False)
             self._prepare(path, disk_bytes)
         except sqlite3.OperationalError as error:
             text = "another process uses it" if "locked" in str(error) else str(error)
@@ -129,7 +137,7 @@ class BatchStore:
     def _prepare(self, path: Path, disk_bytes: int) -> None:
         run = self._connection.execute
         run("PRAGMA locking_mode=EXCLUSIVE")
-        run(f"PRAGMA page_size={_PAGE}")
+        run(f"PRAGMA page_size={BATCH_STORE.page}")
         run("PRAGMA auto_vacuum=INCREMENTAL")
         (version,) = run("PRAGMA user_version").fetchone()
         run("BEGIN EXCLUSIVE")  # which fails if another process has the file
@@ -140,7 +148,7 @@ class BatchStore:
         elif version != _VERSION:
             raise BadInput(f"{path} is no file of batches of this version: give another one")
         self._connection.commit()
-        run(f"PRAGMA max_page_count={disk_bytes // _PAGE}")
+        run(f"PRAGMA max_page_count={disk_bytes // BATCH_STORE.page}")
         self._count()
 
     def _count(self) -> None:
@@ -165,7 +173,7 @@ class BatchStore:
     def room(self, owner: str) -> int:
         """Bytes of a file that one owner may add."""
         with self._transaction() as run:
-            return max(0, self._share - _used(run, owner) - OBJECT_BYTES)
+            return max(0, self._share - _used(run, owner) - BATCH_STORE.object_bytes)
 
     def close(self) -> None:
         with self._lock:
@@ -212,14 +220,14 @@ class BatchStore:
         return None if row is None else StoredFile(*row)
 
     def piece(self, owner: str, name: str, start: int) -> bytes:
-        """`PIECE_BYTES` of a file's content from `start` on; empty behind its end, or if it is gone."""
+        """`BATCH_STORE.piece_bytes` of a file's content from `start` on; empty behind its end, or if it is gone."""
         with self._transaction() as run:
             row = run.execute("SELECT rowid FROM files WHERE id = ? AND owner = ?", (name, owner)).fetchone()
             if row is None:
                 return b""
             with run.blobopen("files", "content", row[0], readonly=True) as blob:
                 blob.seek(min(start, len(blob)))
-                return blob.read(PIECE_BYTES)
+                return blob.read(BATCH_STORE.piece_bytes)
 
     def content(self, owner: str, name: str) -> bytes | None:
         with self._transaction() as run:
@@ -242,7 +250,7 @@ class BatchStore:
             run.execute(
                 f"DELETE FROM batches WHERE owner = ?1 AND status NOT IN {OPEN} AND id NOT IN "
                 "(SELECT id FROM batches WHERE owner = ?1 ORDER BY rowid DESC LIMIT ?2)",
-                (batch.owner, MAX_BATCHES - 1),
+                (batch.owner, BATCH_STORE.max_batches - 1),
             )
             values = (*_values(batch)[:6], json.dumps(dict(batch.fields)), json.dumps(dict(batch.times)))
             run.execute("INSERT INTO batches VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, 0, 0)", values)
@@ -306,7 +314,7 @@ class BatchStore:
         with self._transaction() as run:
             for failed, key in ((0, "output_file_id"), (1, "error_file_id")):
                 of = "FROM lines WHERE batch = ? AND failed = ?"
-                with tempfile.SpooledTemporaryFile(_IN_MEMORY) as spool:
+                with tempfile.SpooledTemporaryFile(BATCH_STORE.in_memory) as spool:
                     for (result,) in run.execute(f"SELECT result {of} ORDER BY line", (batch.id, failed)):
                         spool.write(f"{result}\n".encode())
                     size = spool.tell()
@@ -353,7 +361,7 @@ def _write_file(run: sqlite3.Connection, made: StoredFile, pieces: Iterable[byte
 
 
 def _pieces(source: IO[bytes]) -> Iterator[bytes]:
-    while piece := source.read(PIECE_BYTES):
+    while piece := source.read(BATCH_STORE.piece_bytes):
         yield piece
 
 

@@ -15,9 +15,17 @@ from .requests import PLAIN, SessionOptions
 if TYPE_CHECKING:
     from ...client.generation.conversation import Conversation
 
-_LEAST: Final = 256
-_LOOK: Final = 5.0
-_CLOSE_SECONDS: Final = 2.0
+
+@dataclass(frozen=True)
+class KeptConversations:
+    """When a conversation that nobody uses is closed."""
+
+    least: int = 256
+    look: float = 5.0
+    close_seconds: float = 2.0
+
+
+CONVERSATIONS: Final = KeptConversations()
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,7 @@ def reserved(needed: int, context: int) -> int:
 
     A power of two, so that a conversation that grows is sent anew once for each doubling.
     """
-    return max(needed, min(context, max(_LEAST, 1 << math.ceil(math.log2(max(1, needed))))))
+    return max(needed, min(context, max(CONVERSATIONS.least, 1 << math.ceil(math.log2(max(1, needed))))))
 
 
 def suits(held: int, shared: int) -> bool:
@@ -87,7 +95,7 @@ class Conversations:
         """Ends idle conversations in time, and all of them when cancelled."""
         try:
             while True:
-                await trio.sleep(_LOOK)
+                await trio.sleep(CONVERSATIONS.look)
                 now = trio.current_time()
                 await self._end([kept for kept in self._idle if now - kept.since > self._seconds])
         finally:
@@ -143,5 +151,5 @@ class Conversations:
 
 
 async def _close(conversation: Conversation) -> None:
-    with trio.move_on_after(_CLOSE_SECONDS):
+    with trio.move_on_after(CONVERSATIONS.close_seconds):
         await conversation.aclose()

@@ -15,7 +15,7 @@ from ...models.adapter import Adapter
 from ...swarm.routing import Hop
 from ...trust.receipt_file import SignedReply, digest_of
 from ..errors import ApiError
-from ..fields import BODY_BYTES
+from ..fields import BODY
 from .requests import PLAIN, SessionOptions
 
 
@@ -37,7 +37,7 @@ class ApiLimits:
     context: int = 4096
     answer_tokens: int = 1024
     answers: int = 64
-    body_bytes: int = BODY_BYTES
+    body_bytes: int = BODY.max_bytes
     logprobs: int = 250_000
     state_values: int = 16 << 20
     grammar_seconds: float = 10.0

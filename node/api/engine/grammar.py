@@ -7,6 +7,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -23,15 +24,24 @@ JSON_FORM: Final[Any] = {"whitespace_flexible": False, "item_separator": ", ", "
 """As Python writes JSON. Blanks wherever JSON allows them let a weak model write nothing else."""
 
 _LOCK: Final = threading.Lock()
-_KEPT: Final = 16
-"""Grammars that stay ready for the next request with the same; a large one has some 10 MB."""
-_QUICK_MASK: Final = 0.001
-"""Seconds of processor time; usual masks take some 0.05 ms."""
-_QUICK_MASKS: Final = 4
-"""So many quick masks in a row let the next one be computed on the trio thread: a grammar that is made to take long
-holds up other answers at one token in five at most."""
-_PROBE_ERRORS: Final = 300
-"""Characters of llguidance's explanation that a client is shown."""
+
+
+@dataclass(frozen=True)
+class GrammarLimits:
+    """How many grammars are kept, and when a mask is made beside other work."""
+
+    kept: int = 16
+    """Grammars that stay ready for the next request with the same; a large one has some 10 MB."""
+    quick_mask: float = 0.001
+    """Seconds of processor time; usual masks take some 0.05 ms."""
+    quick_masks: int = 4
+    """So many quick masks in a row let the next one be computed on the trio thread: a grammar that is made to take long
+    holds up other answers at one token in five at most."""
+    probe_errors: int = 300
+    """Characters of llguidance's explanation that a client is shown."""
+
+
+GRAMMARS: Final = GrammarLimits()
 
 
 class Grammars:
@@ -101,7 +111,7 @@ class Grammars:
             raise _refused(made.get_error())
         with self._lock:
             self._ready[grammar] = made
-            while len(self._ready) > _KEPT:
+            while len(self._ready) > GRAMMARS.kept:
                 self._ready.popitem(last=False)
             return made.deep_copy()
 
@@ -174,7 +184,7 @@ class GrammarConstraint:
     @property
     def is_quick(self) -> bool:
         """As `PreparedConstraint` says: the last masks have taken so little that another thread is not worth waking."""
-        return self._quick >= _QUICK_MASKS
+        return self._quick >= GRAMMARS.quick_masks
 
     @property
     def only(self) -> int | None:
@@ -187,7 +197,7 @@ class GrammarConstraint:
             if self._forbidden is None:
                 begun = time.thread_time()
                 self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
-                self._quick = self._quick + 1 if time.thread_time() - begun < _QUICK_MASK else 0
+                self._quick = self._quick + 1 if time.thread_time() - begun < GRAMMARS.quick_mask else 0
                 self._note()
                 self._only = only_bit(self._mask)
                 self._forbidden = torch.from_numpy(np.unpackbits(self._mask.view(np.uint8), bitorder="little") == 0)
@@ -310,5 +320,5 @@ AnyConstraint = GrammarConstraint | ConstraintAfterMark
 
 
 def _refused(problem: str) -> ApiError:
-    text = " ".join(problem.split())[:_PROBE_ERRORS]
+    text = " ".join(problem.split())[: GRAMMARS.probe_errors]
     return ApiError(400, f"this form cannot be enforced: {text}", param="response_format", code="invalid_schema")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final
 
 import trio
@@ -11,16 +12,24 @@ import trio
 from ...client.generation.conversation import Conversation
 from .generation import Event, HopReport, Progress, Waiting
 
-LOOK_SECONDS: Final = 0.1
-EVERY_SECONDS: Final = 0.5
-SILENCE: Final = 1.5
-"""Seconds without a word from a server, after which that is told."""
+
+@dataclass(frozen=True)
+class ProgressTimes:
+    """How often a client that waits is told what its answer waits for."""
+
+    look_seconds: float = 0.1
+    every_seconds: float = 0.5
+    silence: float = 1.5
+    """Seconds without a word from a server, after which that is told."""
+
+
+PROGRESS: Final = ProgressTimes()
 
 
 def waiting_of(conversation: Conversation, now: float) -> Waiting | None:
     """What the step is held up by, if that is worth telling at `now` (seconds of trio's clock)."""
     trouble = conversation.trouble
-    if trouble is None or not (trouble.lost or now - trouble.since > SILENCE):
+    if trouble is None or not (trouble.lost or now - trouble.since > PROGRESS.silence):
         return None
     blocks = (trouble.hop.span.start, trouble.hop.span.end)
     return Waiting(trouble.hop.peer_id, blocks, trouble.lost, trouble.reason, trouble.waits)
@@ -33,7 +42,7 @@ def is_news(told: Progress | None, now: Progress, since: float) -> bool:
         return False
     if told is None or (told.waiting, told.recoveries) != (now.waiting, now.recoveries) or route(told) != route(now):
         return True
-    return since >= EVERY_SECONDS and told.tokens != now.tokens
+    return since >= PROGRESS.every_seconds and told.tokens != now.tokens
 
 
 def route(progress: Progress) -> list[tuple[str, tuple[int, int]]]:
@@ -50,8 +59,8 @@ def telling(look: Callable[[], Progress], send: trio.MemorySendChannel[Event], n
         told, since = None, 0.0
         with scope:
             while True:
-                await trio.sleep(LOOK_SECONDS)
-                since += LOOK_SECONDS
+                await trio.sleep(PROGRESS.look_seconds)
+                since += PROGRESS.look_seconds
                 now = look()
                 if is_news(told, now, since) and not send.statistics().current_buffer_used:
                     send.send_nowait(now)

@@ -25,11 +25,19 @@ log = logging.getLogger(__name__)
 Application = Callable[[Any, Any, Any], Awaitable[None]]
 """As ASGI 3 has it: of scope, receive and send."""
 
-_RECEIVE_BYTES: Final = 64 << 10
-_MAX_HEAD: Final = 64 << 10
-_MAX_AHEAD: Final = 64 << 10
-_WRITE_BYTES: Final = 64 << 10
-_LINGER_SECONDS: Final = 2.0
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """What one connection may have, and how long it may linger."""
+
+    receive_bytes: int = 64 << 10
+    max_head: int = 64 << 10
+    max_ahead: int = 64 << 10
+    write_bytes: int = 64 << 10
+    linger_seconds: float = 2.0
+
+
+HTTP: Final = ConnectionLimits()
 _FULL: Final = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
@@ -122,7 +130,7 @@ class _Connection:
     def __init__(self, server: HttpServer, stream: trio.abc.HalfCloseableStream) -> None:
         self.stream = stream
         self.limits = server.limits
-        self.h11 = h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_HEAD)
+        self.h11 = h11.Connection(h11.SERVER, max_incomplete_event_size=HTTP.max_head)
         self._application = server.application
         self.eof = False
         self.broken = False
@@ -182,15 +190,15 @@ class _Connection:
         """Lets the client read what it was told while it was still sending: closing at once would take it away."""
         if self.broken or self.eof:
             return
-        with trio.move_on_after(_LINGER_SECONDS):
+        with trio.move_on_after(HTTP.linger_seconds):
             await self.stream.send_eof()
-            while await self.stream.receive_some(_RECEIVE_BYTES):
+            while await self.stream.receive_some(HTTP.receive_bytes):
                 pass
 
     async def receive(self) -> None:
         """Hands what comes next to h11. Raises OSError if the connection is broken."""
         try:
-            data = await self.stream.receive_some(_RECEIVE_BYTES)
+            data = await self.stream.receive_some(HTTP.receive_bytes)
         except trio.BrokenResourceError:
             data = b""
         self.eof = self.eof or not data
@@ -203,10 +211,10 @@ class _Connection:
         """
         data = self.h11.send(event) or b""
         with memoryview(data) as view:
-            for start in range(0, len(data), _WRITE_BYTES):
+            for start in range(0, len(data), HTTP.write_bytes):
                 with trio.move_on_after(self.limits.write_seconds) as deadline:
                     try:
-                        await self.stream.send_all(view[start : start + _WRITE_BYTES])
+                        await self.stream.send_all(view[start : start + HTTP.write_bytes])
                     except (trio.BrokenResourceError, trio.ClosedResourceError):
                         self.broken = True
                         raise ClientGone("the client has closed the connection") from None
@@ -280,7 +288,7 @@ class _Exchange:
                 if self._h11.they_are_waiting_for_100_continue:
                     await self._asked.wait()
                     await self._transmit(h11.InformationalResponse(status_code=100, headers=[]))
-                if event is h11.PAUSED and len(self._h11.trailing_data[0]) > _MAX_AHEAD:
+                if event is h11.PAUSED and len(self._h11.trailing_data[0]) > HTTP.max_ahead:
                     break  # it has sent more requests than anybody wants to keep
                 with trio.move_on_at(deadline):
                     await self._connection.receive()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Final
 
 from ...client.generation.sampling import Sampling
@@ -10,9 +11,7 @@ from ..engine.requests import ChatRequest, CompletionRequest, Grammar, TextReque
 from ..fields import Fields
 from ..parts import (
     JSON_OBJECT,
-    LARGEST,
-    MAX_MESSAGES,
-    MAX_TOOLS,
+    REQUEST_LIMITS,
     bounded,
     function_tool,
     positive,
@@ -22,9 +21,17 @@ from ..parts import (
     template_call,
 )
 
-TEMPERATURE: Final = 0.8
-TOP_K: Final = 40
-TOP_P: Final = 0.9
+
+@dataclass(frozen=True)
+class OllamaDefaults:
+    """The sampling of Ollama where a request does not say."""
+
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.9
+
+
+OLLAMA: Final = OllamaDefaults()
 _LATEST: Final = ":latest"
 
 Message = dict[str, Any]
@@ -45,10 +52,10 @@ def parse_chat(fields: Fields) -> ChatRequest | None:
         ApiError: a field is missing, of a wrong type, out of range, or asks for what is not done here.
     """
     text = _text(fields)
-    messages = tuple(_message(message) for message in fields.objects("messages", MAX_MESSAGES))
+    messages = tuple(_message(message) for message in fields.objects("messages", REQUEST_LIMITS.max_messages))
     if not messages:
         return None
-    tools = tuple(function_tool(tool.needed("function")) for tool in fields.objects("tools", MAX_TOOLS))
+    tools = tuple(function_tool(tool.needed("function")) for tool in fields.objects("tools", REQUEST_LIMITS.max_tools))
     return ChatRequest(text, messages, tools, "auto" if tools else "none")
 
 
@@ -77,7 +84,7 @@ def parse_generate(fields: Fields) -> ChatRequest | CompletionRequest | None:
 def _text(fields: Fields) -> TextRequest:
     fields.refuse(think="the model cannot be told to think")
     options = fields.object("options") or Fields({}, "options.")
-    limit = options.integer("num_predict", -LARGEST, LARGEST)
+    limit = options.integer("num_predict", -REQUEST_LIMITS.largest, REQUEST_LIMITS.largest)
     logprobs = fields.flag("logprobs")
     return TextRequest(
         model=model_name(fields),
@@ -93,12 +100,12 @@ def _text(fields: Fields) -> TextRequest:
 
 
 def _sampling(options: Fields) -> Sampling:
-    top_k = options.integer("top_k", 0, LARGEST)
-    seed = options.integer("seed", -LARGEST, LARGEST)
+    top_k = options.integer("top_k", 0, REQUEST_LIMITS.largest)
+    seed = options.integer("seed", -REQUEST_LIMITS.largest, REQUEST_LIMITS.largest)
     return Sampling(
-        temperature=options.number("temperature", TEMPERATURE, 0, 99),
-        top_p=positive(options, "top_p", TOP_P),
-        top_k=TOP_K if top_k is None else top_k,
+        temperature=options.number("temperature", OLLAMA.temperature, 0, 99),
+        top_p=positive(options, "top_p", OLLAMA.top_p),
+        top_k=OLLAMA.top_k if top_k is None else top_k,
         min_p=options.number("min_p", 0.0, 0, 1),
         seed=seed or None,
         repetition_penalty=options.number("repeat_penalty", 1.0, 0.01, 100),
@@ -129,7 +136,7 @@ def _message(message: Fields) -> Message:
 
 
 def _calls(message: Fields) -> Iterable[dict[str, Any]]:
-    for call in message.objects("tool_calls", MAX_TOOLS):
+    for call in message.objects("tool_calls", REQUEST_LIMITS.max_tools):
         function = call.needed("function")
         arguments = function.object("arguments")
         yield template_call(function.text("name"), dict(arguments.data) if arguments is not None else {}, None)

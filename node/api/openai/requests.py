@@ -10,9 +10,7 @@ from ..engine.requests import ChatRequest, CompletionRequest, Grammar, TextReque
 from ..fields import Fields
 from ..parts import (
     JSON_OBJECT,
-    LARGEST,
-    MAX_MESSAGES,
-    MAX_TOOLS,
+    REQUEST_LIMITS,
     bounded,
     content_text,
     function_call,
@@ -50,10 +48,10 @@ def parse_chat(fields: Fields) -> ChatRequest:
     )
     if text.top_logprobs and not text.logprobs:
         raise fields.wrong("top_logprobs", "it needs logprobs: true")
-    messages = tuple(_message(message) for message in fields.objects("messages", MAX_MESSAGES))
+    messages = tuple(_message(message) for message in fields.objects("messages", REQUEST_LIMITS.max_messages))
     if not messages:
         raise fields.wrong("messages", "at least one message is needed")
-    tools = tuple(_tool(tool) for tool in fields.objects("tools", MAX_TOOLS))
+    tools = tuple(_tool(tool) for tool in fields.objects("tools", REQUEST_LIMITS.max_tools))
     tool, named = _tool_choice(fields, tools)
     parallel = fields.get("parallel_tool_calls") is not False
     return ChatRequest(text, messages, tools, tool, named, parallel)
@@ -91,7 +89,7 @@ def parse_completion(fields: Fields) -> CompletionRequest:
 
 
 def _limit(fields: Fields, name: str, default: int | None, least: int = 1) -> int | None:
-    found = fields.integer(name, least, LARGEST)
+    found = fields.integer(name, least, REQUEST_LIMITS.largest)
     return default if found is None else found
 
 
@@ -122,7 +120,7 @@ def sampling(fields: Fields) -> Sampling:
         temperature=fields.number("temperature", 1.0, 0, 99),
         top_p=positive(fields, "top_p"),
         seed=fields.integer("seed", -(1 << 63), (1 << 63) - 1),
-        top_k=max(0, fields.integer("top_k", -1, LARGEST) or 0),
+        top_k=max(0, fields.integer("top_k", -1, REQUEST_LIMITS.largest) or 0),
         min_p=fields.number("min_p", 0.0, 0, 1),
         repetition_penalty=fields.number("repetition_penalty", 1.0, 0.01, 100),
         presence_penalty=fields.number("presence_penalty", 0.0, -2, 2),
@@ -191,7 +189,10 @@ def _prompts(fields: Fields) -> tuple[str | tuple[int, ...], ...]:
 
 
 def _are_tokens(values: list[Any]) -> bool:
-    return all(isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST for value in values)
+    return all(
+        isinstance(value, int) and not isinstance(value, bool) and 0 <= value < REQUEST_LIMITS.largest
+        for value in values
+    )
 
 
 def _message(message: Fields) -> dict[str, Any]:

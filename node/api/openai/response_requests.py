@@ -10,9 +10,7 @@ from ..engine.requests import ChatRequest, Grammar, TextRequest
 from ..fields import Fields
 from ..parts import (
     JSON_OBJECT,
-    LARGEST,
-    MAX_MESSAGES,
-    MAX_TOOLS,
+    REQUEST_LIMITS,
     bounded,
     content_text,
     function_call,
@@ -84,7 +82,7 @@ def parse_response(fields: Fields) -> ResponseRequest:
     text = TextRequest(
         model=fields.text("model", ""),
         sampling=sampling(fields),
-        max_tokens=fields.integer("max_output_tokens", 1, LARGEST),
+        max_tokens=fields.integer("max_output_tokens", 1, REQUEST_LIMITS.largest),
         logprobs=_LOGPROBS in include or top > 0,
         top_logprobs=top,
         stream=fields.flag("stream"),
@@ -92,7 +90,7 @@ def parse_response(fields: Fields) -> ResponseRequest:
         options=session_options(fields),
     )
     items = _items(fields)
-    tools = tuple(_tool(tool) for tool in fields.objects("tools", MAX_TOOLS))
+    tools = tuple(_tool(tool) for tool in fields.objects("tools", REQUEST_LIMITS.max_tools))
     tool, named = _tool_choice(fields, tools)
     parallel = fields.get("parallel_tool_calls") is not False
     return ResponseRequest(
@@ -153,7 +151,7 @@ def _items(fields: Fields) -> list[Fields]:
     given = fields.get("input")
     if isinstance(given, str):
         return [Fields({"type": "message", "role": "user", "content": given}, fields.path("input."))]
-    found = fields.objects("input", MAX_MESSAGES)
+    found = fields.objects("input", REQUEST_LIMITS.max_messages)
     if not found:
         raise fields.wrong("input", "a text or a list of items is expected", "missing_field")
     return found
@@ -197,7 +195,7 @@ def _tool(tool: Fields) -> dict[str, Any]:
 
 
 def _echoed_tools(fields: Fields, tools: tuple[dict[str, Any], ...]) -> list[dict[str, Any]]:
-    given = zip(tools, fields.objects("tools", MAX_TOOLS), strict=True)
+    given = zip(tools, fields.objects("tools", REQUEST_LIMITS.max_tools), strict=True)
     return [
         {"type": "function", "strict": asked.get("strict") is not False, **tool["function"]} for tool, asked in given
     ]

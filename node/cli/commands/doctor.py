@@ -27,21 +27,29 @@ from ...network.addresses import ip_of, parse_peer
 from ...network.nat.reachability import NOBODY_ASKED
 from ...swarm.swarm import Swarm
 from ..join import JoinOptions, joined, joins_swarm, kept_port
-from ..node_report import CLOCK_TOLERANCE, clock_offsets
+from ..node_report import CLOCKS, clock_offsets
 from ..output import Output
 
 Verdict = Literal["ok", "warning", "problem"]
 
 _GIB: Final = 1 << 30
-# A server of the default model needs 0.6 GB beside its weights; with less than _MEMORY_NEEDED no model loads.
-_MEMORY_WANTED: Final = 4 * _GIB
-_MEMORY_NEEDED: Final = 1 * _GIB
-_DISK_WANTED: Final = 5 * _GIB
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a machine should have, and how long others have to answer."""
+
+    memory: int = 4 * _GIB
+    memory_needed: int = 1 * _GIB  # a server of the default model needs 0.6 GB beside its weights
+    disk: int = 5 * _GIB
+    files: int = 1024
+    clock_warning: float = 3.0
+    reachability_wait: float = 20.0  # seconds: asking others to dial back takes 5, finding no router 4, a relay 1
+    answer_wait: float = 5.0
+
+
+WANTED: Final = Wanted()
 _DISK_NEEDED: Final = _GIB // 2
-_FILES_WANTED: Final = 1024
-_CLOCK_WARNING: Final = 3.0
-_REACHABILITY_WAIT: Final = 20.0  # seconds: asking others to dial back takes 5, finding no router 4, a relay 1
-_ANSWER_WAIT: Final = 5.0
 _MARKS: Final = {"ok": ("ok", "green"), "warning": ("!", "yellow"), "problem": ("NO", "red")}
 
 
@@ -118,7 +126,7 @@ async def check_network(join: JoinOptions, output: Output) -> list[Finding]:
                 return [Finding("swarm", "warning", text, "give --peer MULTIADDR (every node prints its own)")]
             return [
                 await _swarm(swarm),
-                judge_clock(await clock_offsets(swarm, _ANSWER_WAIT)),
+                judge_clock(await clock_offsets(swarm, WANTED.answer_wait)),
                 await check_reachability(swarm, are_here(join.peers)),
             ]
     except SwarmError as error:
@@ -128,7 +136,7 @@ async def check_network(join: JoinOptions, output: Output) -> list[Finding]:
 
 
 async def _swarm(swarm: Swarm) -> Finding:
-    servers = (await swarm.refresh(everything=True, timeout=_ANSWER_WAIT)).servers(now=time.time())
+    servers = (await swarm.refresh(everything=True, timeout=WANTED.answer_wait)).servers(now=time.time())
     return Finding("swarm", "ok", f"joined; {len(servers)} servers are known")
 
 
@@ -146,7 +154,7 @@ async def check_reachability(swarm: Swarm, asked_here: bool) -> Finding:
             "it cannot be told: the nodes that could dial back run on this machine",
             "give the --peer address of a node on another machine",
         )
-    with trio.move_on_after(_REACHABILITY_WAIT):
+    with trio.move_on_after(WANTED.reachability_wait):
         # "unreachable" may change once a relay grants a reservation.
         while swarm.reachability == NOBODY_ASKED or swarm.reachability.kind == "unreachable":
             await swarm.wait_reachability_changed()
@@ -219,9 +227,9 @@ def check_devices() -> Iterator[Finding]:
 def check_memory() -> Finding:
     memory = psutil.virtual_memory()
     text = f"{memory.available / _GIB:.1f} of {memory.total / _GIB:.1f} GiB free"
-    if memory.available < _MEMORY_NEEDED:
+    if memory.available < WANTED.memory_needed:
         return Finding("memory", "problem", text, "close other programs: not even a small model's blocks have room")
-    if memory.available < _MEMORY_WANTED:
+    if memory.available < WANTED.memory:
         return Finding("memory", "warning", text, "serve few blocks (--num-blocks), or close other programs")
     return Finding("memory", "ok", text)
 
@@ -240,7 +248,7 @@ def check_disk(folder: Path, purpose: str, variable: str) -> Finding:
     text = f"{free / _GIB:.1f} GiB free for {purpose} in {folder}"
     if free < _DISK_NEEDED:
         return Finding("disk", "problem", text, f"make room, or set {variable} to a folder on another disk")
-    if free < _DISK_WANTED:
+    if free < WANTED.disk:
         return Finding("disk", "warning", text, f"enough for small models; {variable} moves it to another disk")
     return Finding("disk", "ok", text)
 
@@ -263,7 +271,7 @@ def check_open_files() -> Finding:
     except ImportError:  # Windows has no such limit
         return Finding("open files", "ok", "no limit")
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit != resource.RLIM_INFINITY and limit < _FILES_WANTED:
+    if limit != resource.RLIM_INFINITY and limit < WANTED.files:
         return Finding(
             "open files",
             "warning",
@@ -281,8 +289,8 @@ def judge_clock(offsets: Iterable[float]) -> Finding:
     middle = ordered[len(ordered) // 2]
     text = f"{abs(middle):.1f} s {'behind' if middle > 0 else 'ahead of'} the peers' ({len(ordered)} asked)"
     advice = "set the clock, and let the system keep it (timedatectl set-ntp true)"
-    if abs(middle) > CLOCK_TOLERANCE:
+    if abs(middle) > CLOCKS.clock_tolerance:
         return Finding("clock", "problem", text, f"other nodes refuse this node's announcements: {advice}")
-    if abs(middle) > _CLOCK_WARNING:
+    if abs(middle) > WANTED.clock_warning:
         return Finding("clock", "warning", text, advice)
     return Finding("clock", "ok", text)

@@ -16,15 +16,8 @@ from ....protocols.ids import Span
 from ...client.deadlines import REFRESH_TIMEOUT, RTT_TIMEOUT
 from ...errors import BadInput, ModelError, NoChainError, SwarmError
 from ...models import Checkpoint, ModelFolder, resolve
-from ...placement.planning.machines_file import (
-    MAX_BLOCKS,
-    Fleet,
-    MachinesFile,
-    fleet_of,
-    fleet_of_servers,
-    read_machines,
-)
-from ...placement.planning.plans import FleetPlan, busiest_plan, fastest_plan, present_plan
+from ...placement.planning.machines_file import MACHINES, Fleet, MachinesFile, fleet_of, read_machines
+from ...placement.planning.plans import FleetPlan, busiest_plan, fastest_plan, fleet_of_servers, present_plan
 from ..join import JoinOptions, joined, joins_swarm
 from ..model_choice import is_named, served_by
 from ..output import Output, ProgressBars
@@ -44,13 +37,13 @@ def plan(
             metavar="FILE", help="Plan for the machines in this JSON or CSV file, not for servers of a swarm."
         ),
     ] = None,
-    num_blocks: Annotated[int | None, typer.Option(min=1, max=MAX_BLOCKS, help="Blocks of the model.")] = None,
+    num_blocks: Annotated[int | None, typer.Option(min=1, max=MACHINES.max_blocks, help="Blocks of the model.")] = None,
     block_mb: Annotated[float | None, typer.Option(min=0.001, help="Megabytes of a block of the model.")] = None,
     trusted_blocks: Annotated[
         int | None,
         typer.Option(
             min=1,
-            max=MAX_BLOCKS,
+            max=MACHINES.max_blocks,
             metavar="N",
             help="Only machines that FILE marks as trusted hold the first and the last N blocks. Default: 2, if it "
             "marks any.",
@@ -93,8 +86,8 @@ def _model(
         open_skeleton(folder.path)
         num_blocks = num_blocks or folder.num_blocks
         block_bytes = block_bytes or _block_bytes(folder)
-    if num_blocks is not None and num_blocks > MAX_BLOCKS:
-        raise BadInput(f"{model} has {num_blocks} blocks; a plan can have at most {MAX_BLOCKS}")
+    if num_blocks is not None and num_blocks > MACHINES.max_blocks:
+        raise BadInput(f"{model} has {num_blocks} blocks; a plan can have at most {MACHINES.max_blocks}")
     if num_blocks is None:
         raise BadInput(
             'how many blocks has the model? Name a MODEL, or give --num-blocks, or "model": {"blocks": ..} in the file'
@@ -122,8 +115,8 @@ async def _plan_swarm(model: str | None, seconds: float, join: JoinOptions, outp
             names = sorted({name for name, _ in models.values()})
             raise BadInput(f"this swarm serves several models: name one of {', '.join(names)}")
         for version, (name, num_blocks) in sorted(models.items()):
-            if num_blocks > MAX_BLOCKS:
-                raise BadInput(f"{name} has {num_blocks} blocks; a plan can have at most {MAX_BLOCKS}")
+            if num_blocks > MACHINES.max_blocks:
+                raise BadInput(f"{name} has {num_blocks} blocks; a plan can have at most {MACHINES.max_blocks}")
             servers = [
                 server
                 for server in view.servers(version, now=time.time())

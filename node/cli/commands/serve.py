@@ -15,7 +15,7 @@ import trio
 import typer
 
 from ....crypto.identity import peer_id_to_bytes
-from ....protocols.announcement import MAX_TEXT
+from ....protocols.announcement import ANNOUNCEMENT
 from ....protocols.ids import Span
 from ...blocks.kernels.library import NOT_HERE, library
 from ...credits.payment_verifier import PaymentVerifier
@@ -312,8 +312,8 @@ def _check_numbers(given: Mapping[str, int | None]) -> None:
 
 
 def _name(text: str) -> str:
-    if not text.isprintable() or len(text) > MAX_TEXT:
-        raise BadInput(f"--name: other nodes take at most {MAX_TEXT} characters that can be printed")
+    if not text.isprintable() or len(text) > ANNOUNCEMENT.max_text:
+        raise BadInput(f"--name: other nodes take at most {ANNOUNCEMENT.max_text} characters that can be printed")
     return text
 
 

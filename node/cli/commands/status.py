@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
-from typing import Annotated
+from typing import Annotated, Final
 
 import trio
 import typer
@@ -30,13 +30,21 @@ from ..model_choice import is_named
 from ..node_report import nobody_serves
 from ..output import Output, whole_figures
 
-_BAR_WIDTH = 60
-_WIDE = 80
-"""Columns of a terminal from which on the blocks are drawn."""
-WATCH_SECONDS = 2
-_RELAYS_INTERVAL = 15.0
-_MAX_ASKED = 32
-_ANSWER_TIMEOUT = 2.5  # seconds
+
+@dataclass(frozen=True)
+class StatusLook:
+    """How wide the bars are, and how often relays are asked."""
+
+    bar_width: int = 60
+    wide: int = 80
+    """Columns of a terminal from which on the blocks are drawn."""
+    watch_seconds: int = 2
+    relays_interval: float = 15.0
+    max_asked: int = 32
+    answer_timeout: float = 2.5  # seconds
+
+
+STATUS: Final = StatusLook()
 
 
 @joins_swarm
@@ -47,7 +55,7 @@ def status(
         typer.Option(
             min=0.5,
             metavar="[SECONDS]",
-            help=f"Go on, and look again every so many seconds ({WATCH_SECONDS} unless given) until Ctrl-C.",
+            help=f"Go on, and look again every so many seconds ({STATUS.watch_seconds} unless given) until Ctrl-C.",
         ),
     ] = None,
     *,
@@ -91,7 +99,7 @@ async def _watch(swarm: Swarm, model: str | None, output: Output, seconds: float
             due = trio.current_time() + seconds
             with suppress(SwarmError):  # nobody answers just now: what was heard is shown, and expires
                 await swarm.refresh(timeout=5)
-            if trio.current_time() - asked >= _RELAYS_INTERVAL:
+            if trio.current_time() - asked >= STATUS.relays_interval:
                 asked = trio.current_time()
                 relays = await known_relays(swarm)
             now = time.time()
@@ -145,7 +153,7 @@ def picture(models: Sequence[ModelServers], relays: Sequence[Relay], width: int)
     parts: list[Table | Text] = []
     for model in models:
         parts.append(
-            server_table(model.name, model.version, model.num_blocks, model.servers, narrow=width < _WIDE),
+            server_table(model.name, model.version, model.num_blocks, model.servers, narrow=width < STATUS.wide),
         )
         parts += map(Text, adapter_lines(model.servers))
         parts += [
@@ -254,7 +262,7 @@ def server_table(
 
 
 def _width(num_blocks: int) -> int:
-    return min(_BAR_WIDTH, max(num_blocks, 20))
+    return min(STATUS.bar_width, max(num_blocks, 20))
 
 
 def _coverage_bar(coverage: Sequence[int]) -> Text:
@@ -300,12 +308,12 @@ async def known_relays(swarm: Swarm) -> list[Relay]:
         for server in swarm.view.servers(now=time.time())
         if server.relay is not None
     }
-    asked = list(dict.fromkeys([*swarm.connected(), *announced]))[:_MAX_ASKED]
+    asked = list(dict.fromkeys([*swarm.connected(), *announced]))[: STATUS.max_asked]
     found = dict(announced)
 
     async def ask(peer_id: str) -> None:
         try:
-            info = await swarm.ask_node(peer_id, timeout=_ANSWER_TIMEOUT)
+            info = await swarm.ask_node(peer_id, timeout=STATUS.answer_timeout)
         except PeerError:
             return
         found.pop(peer_id, None)

@@ -43,14 +43,23 @@ if TYPE_CHECKING:
     from ...tuning.trainer import Training
 
 LEARNING_RATES: dict[Method, float] = {"prompt": 1e-2, "deep-prompt": 1e-2, "lora": 1e-3}
-WARMUP_SHARE = 0.05
-_KEPT_COPIES: Final = 5
-"""Of the weights on the disk: those of the adapter, and a checkpoint with two moments and the best evaluation's."""
-_WEIGHT_BYTES: Final = 4
-_LARGE: Final = 1 << 20
-"""Characters of data from which on it is said that tokens are made of them."""
-_REPORTED_STEPS: Final = 20
-"""How many steps are printed where there is no terminal to draw a progress bar on."""
+
+
+@dataclass(frozen=True)
+class TuneDefaults:
+    """How training is shown and kept."""
+
+    warmup_share: float = 0.05
+    kept_copies: int = 5
+    """Of the weights on the disk: those of the adapter, and a checkpoint with two moments and the best evaluation's."""
+    weight_bytes: int = 4
+    large: int = 1 << 20
+    """Characters of data from which on it is said that tokens are made of them."""
+    reported_steps: int = 20
+    """How many steps are printed where there is no terminal to draw a progress bar on."""
+
+
+TUNE: Final = TuneDefaults()
 
 
 @joins_swarm
@@ -75,7 +84,7 @@ class _Report:
 
     def __init__(self, output: Output, steps: int) -> None:
         self._output = output
-        self._every = max(1, steps // _REPORTED_STEPS)
+        self._every = max(1, steps // TUNE.reported_steps)
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
@@ -195,7 +204,7 @@ class _Run:
         def progress(characters: int) -> None:
             nonlocal done
             done += characters
-            if total > _LARGE:
+            if total > TUNE.large:
                 bars(f"making tokens of {self.dataset.name}", done, total)
 
         limits: dict[str, Any] = {"max_length": options.max_length, "chat": chat, "labels": self.dataset.labels}
@@ -259,7 +268,7 @@ class _Run:
             steps=steps,
             batch_size=options.batch_size,
             peak=LEARNING_RATES[options.method] if options.learning_rate is None else options.learning_rate,
-            warmup=round(WARMUP_SHARE * steps) if options.warmup is None else options.warmup,
+            warmup=round(TUNE.warmup_share * steps) if options.warmup is None else options.warmup,
             shape=options.schedule,
             evaluate_every=options.eval_every or epoch,
             checkpoint_every=options.checkpoint_every,
@@ -282,7 +291,7 @@ class _Run:
         weights = sum(weight.numel() for weight in tuned.weights.values())
         purpose = f"A training of {weights:,} weights"
         there = check_writable(self.folder.wanted, purpose, WRITE_ADVICE)
-        require_space(there, _KEPT_COPIES * _WEIGHT_BYTES * weights, purpose, WRITE_ADVICE)
+        require_space(there, TUNE.kept_copies * TUNE.weight_bytes * weights, purpose, WRITE_ADVICE)
         told = f"{options.method}: {weights:,} weights to train on {len(train):,} rows of {self.dataset.name}"
         told += f", {len(held_out):,} held out" if held_out else ""
         start.done()

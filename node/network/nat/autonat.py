@@ -17,9 +17,8 @@ from ....protocols.delimited import DelimitedStream
 from ....protocols.framing import PeerError
 from ....protocols.nat_traversal import (
     AUTONAT,
-    AUTONAT_MAX_MESSAGE,
     IDENTIFY,
-    IDENTIFY_MAX_MESSAGE,
+    TRAVERSAL,
     DialAnswer,
     DialStatus,
     answer_dial_back,
@@ -96,7 +95,7 @@ class DialBackService:
         host.set_stream_handler(AUTONAT, self._serve)
 
     async def _serve(self, raw: StreamBytes, peer_id: str) -> None:
-        stream = DelimitedStream(raw, peer_id, max_message=AUTONAT_MAX_MESSAGE)
+        stream = DelimitedStream(raw, peer_id, max_message=TRAVERSAL.autonat_max_message)
 
         async def decide(asked_for: str, addrs: tuple[str, ...]) -> DialAnswer:
             if asked_for != peer_id:
@@ -149,7 +148,7 @@ async def observed_by(host: Host, peer_id: str, *, timeout: float) -> Endpoint |
     async def ask(stream: DelimitedStream) -> Endpoint | None:
         return Endpoint.parse((await ask_identify(stream, timeout=timeout)).observed or "")
 
-    return await _on_stream(host, peer_id, IDENTIFY, IDENTIFY_MAX_MESSAGE, ask)
+    return await _on_stream(host, peer_id, IDENTIFY, TRAVERSAL.identify_max_message, ask)
 
 
 async def addrs_of(host: Host, peer_id: str, *, timeout: float) -> tuple[str, ...]:
@@ -163,7 +162,7 @@ async def addrs_of(host: Host, peer_id: str, *, timeout: float) -> tuple[str, ..
     async def ask(stream: DelimitedStream) -> tuple[str, ...]:
         return (await ask_identify(stream, timeout=timeout)).addrs
 
-    return await _on_stream(host, peer_id, IDENTIFY, IDENTIFY_MAX_MESSAGE, ask, direct=False)
+    return await _on_stream(host, peer_id, IDENTIFY, TRAVERSAL.identify_max_message, ask, direct=False)
 
 
 async def request_dial_back(host: Host, peer_id: str, endpoints: tuple[Endpoint, ...]) -> DialAnswer:
@@ -178,7 +177,7 @@ async def request_dial_back(host: Host, peer_id: str, endpoints: tuple[Endpoint,
         addrs = [endpoint.multiaddr for endpoint in endpoints]
         return await ask_dial_back(stream, host.peer_id, addrs, timeout=_DIAL_BACK)
 
-    return await _on_stream(host, peer_id, AUTONAT, AUTONAT_MAX_MESSAGE, ask)
+    return await _on_stream(host, peer_id, AUTONAT, TRAVERSAL.autonat_max_message, ask)
 
 
 async def _on_stream(

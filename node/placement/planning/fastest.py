@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
@@ -27,15 +27,24 @@ from .label_search import MAX_MACHINES, TOLERANCE, Cycle, search, split
 from .relaxation import MAX_RATES, Bound, Machines, Roots, bound
 
 _WIDTHS: Final = (400, 3_200, 25_600, 204_800)
-_PAIRS_AT_ONCE: Final = 12_000
-"""Roots times machines squared that are bounded side by side: below this, most of the time is not arithmetic."""
-_MANY_ROOTS: Final = 4
-"""With fewer than these, even a wide search takes less than sharpening the bound before."""
-_CENTRES: Final = 3
-_SHORTER: Final = 0.9
-"""How much shorter every step is of the subgradient method than the one before."""
-_SHARE: Final = 0.9
-"""Part of the time after which no further step begins: the last one takes some, too."""
+
+
+@dataclass(frozen=True)
+class CycleEffort:
+    """How much of the search for the fastest chain is done at once."""
+
+    pairs_at_once: int = 12_000
+    """Roots times machines squared that are bounded side by side: below this, most of the time is not arithmetic."""
+    many_roots: int = 4
+    """With fewer than these, even a wide search takes less than sharpening the bound before."""
+    centres: int = 3
+    shorter: float = 0.9
+    """How much shorter every step is of the subgradient method than the one before."""
+    share: float = 0.9
+    """Part of the time after which no further step begins: the last one takes some, too."""
+
+
+CYCLES: Final = CycleEffort()
 
 
 def machines_of(problem: Problem, order: Ints) -> Machines:
@@ -192,7 +201,7 @@ def fastest_cycle(problem: Problem, *, seconds: float = 1.0, clock: Callable[[],
     Raises:
         SwarmError: all machines together cannot hold the model.
     """
-    deadline = clock() + _SHARE * seconds
+    deadline = clock() + CYCLES.share * seconds
     room = int(problem.capacity.sum())
     if room < problem.num_blocks:
         raise SwarmError(
@@ -222,7 +231,7 @@ def _search(machines: Machines, home: int | None, is_over: Callable[[], bool]) -
     best = improved(machines, first_cycle(machines, roots)[0], home)
     least = first_bound(machines, roots)
     promising = np.argsort(least, kind="stable")
-    at_once = max(1, _PAIRS_AT_ONCE // len(machines.capacity) ** 2)
+    at_once = max(1, CYCLES.pairs_at_once // len(machines.capacity) ** 2)
     groups: list[Group] = []
     skipped = np.inf
     for first in range(0, len(promising), at_once):
@@ -235,7 +244,7 @@ def _search(machines: Machines, home: int | None, is_over: Callable[[], bool]) -
             break
         group = Group(machines, roots.chosen(chosen))
         groups.append(group)
-        if group.is_open(best) and len(group) >= _MANY_ROOTS:
+        if group.is_open(best) and len(group) >= CYCLES.many_roots:
             group.sharpen(best)
         if group.is_open(best):
             best = searched(group, _WIDTHS[0])
@@ -253,7 +262,7 @@ def _promising(problem: Problem, order: Ints) -> Ints:
     machines = machines_of(problem, order)
     roots = roots_of(machines, _home(problem, order))
     best, ranking = first_cycle(machines, roots)
-    centres = roots.root[ranking[:_CENTRES]]
+    centres = roots.root[ranking[: CYCLES.centres]]
     there_and_back = machines.way[centres] + machines.way.T[centres]
     score = there_and_back / (2 * np.maximum(machines.capacity, 1)) + machines.seconds
     score[:, machines.capacity == 0] = np.inf
@@ -305,7 +314,7 @@ class Group:
         gap = np.maximum(found.seconds - self._latest.least, 0.0)
         length = self._step * gap / np.maximum((excess**2).sum(1), 1.0)
         prices = np.maximum(roots.prices + length[:, None] * excess, 0.0)
-        self._step *= _SHORTER
+        self._step *= CYCLES.shorter
         self._latest = bound(self._machines, replace(roots, prices=prices))
         self._best = _merged(self._best, self._latest, self._latest.least > self._best.least)
 

@@ -15,29 +15,36 @@ from typing import Any, Final
 
 import numpy as np
 
-from ....protocols.announcement import Announcement
 from ....protocols.ids import Span
 from ...errors import BadInput
 from ...swarm import cost
-from ...swarm.cost import Floats
+from ...swarm.cost import COST, Floats, bounded
 from ...swarm.trusted_servers import TRUSTED_BLOCKS
 from .cycle import Problem, shortest_ways
 
-MAX_MACHINES: Final = 1000
-MAX_BLOCKS: Final = 512
-"""The largest models have 126; with far more, looking for a plan would take minutes."""
-SAME_REGION_SECONDS: Final = 0.001
-"""A round trip between two machines of one region, where the file does not say."""
-_MAX_BYTES: Final = 16 << 20
-_LEAST_BLOCK_MB: Final = 1e-6
+
+@dataclass(frozen=True)
+class MachinesLimits:
+    """What a file of machines may have, and what is assumed where it says nothing."""
+
+    max_machines: int = 1000
+    max_blocks: int = 512
+    """The largest models have 126; with far more, looking for a plan would take minutes."""
+    same_region_seconds: float = 0.001
+    """A round trip between two machines of one region, where the file does not say."""
+    max_bytes: int = 16 << 20
+    least_block_mb: float = 1e-6
+    memory_share: float = 0.8
+    """Part of a device's memory that blocks may take; caches and activations need the rest."""
+    bandwidth_share: float = 0.75
+    """Part of the memory's bandwidth that a decode step reaches, which reads every weight once and does little else. Of
+    the devices in table 2 of the Berkeley report (EECS-2024-111): A100 0.70, RTX 3090 0.84, A10G 0.76."""
+
+
+MACHINES: Final = MachinesLimits()
 _KEYS: Final = ("name", "device", "region", "blocks", "memory_gb", "ms_per_block", "trusted", "rtt_ms")
 _CLIENT_KEYS: Final = ("region", "rtt_ms", "ms_per_token")
 CLIENT: Final = "client"
-MEMORY_SHARE: Final = 0.8
-"""Part of a device's memory that blocks may take; caches and activations need the rest."""
-BANDWIDTH_SHARE: Final = 0.75
-"""Part of the memory's bandwidth that a decode step reaches, which reads every weight once and does little else. Of
-the devices in table 2 of the Berkeley report (EECS-2024-111): A100 0.70, RTX 3090 0.84, A10G 0.76."""
 DEVICES: Final[Mapping[str, tuple[float | None, float]]] = {
     "a100-40": (40, 1555),
     "a100-80": (80, 2039),
@@ -99,15 +106,15 @@ class Fleet:
         """
         size = len(self.machines)
         ways = cost.one_way(self.rtts)
-        halves = None if self.client_rtts is None else cost.bounded(self.client_rtts) / 2
+        halves = None if self.client_rtts is None else bounded(self.client_rtts) / 2
         if halves is not None:
             ways = np.minimum(ways, halves[:, None] + halves)
             if self.trusted_blocks:
                 own = np.array([machine.trusted for machine in self.machines])
                 ways = np.where(own[:, None] & ~own, halves[:, None] + halves, ways)  # they do not push to others
             ways = np.block([[ways, halves[:, None]], [halves[None, :], np.zeros((1, 1))]])
-        ways[~np.isfinite(ways)] = cost.MAX_SECONDS
-        ways[:, :size] += cost.HANDLING_SECONDS
+        ways[~np.isfinite(ways)] = COST.max_seconds
+        ways[:, :size] += COST.handling_seconds
         np.fill_diagonal(ways, 0.0)
         home = [] if halves is None else [0]
         return Problem(
@@ -125,34 +132,14 @@ class Fleet:
         """
         if self.client_rtts is not None:
             return shortest_ways(problem.way)
-        handled = cost.HANDLING_SECONDS * ~np.eye(len(problem), dtype=bool)
+        handled = COST.handling_seconds * ~np.eye(len(problem), dtype=bool)
         sent = problem.way - handled
         shortest = shortest_ways(sent)
         return np.where(shortest < sent, shortest + handled, problem.way)
 
     def block_seconds(self) -> Floats:
         """Of each machine, not below what a server is believed."""
-        return np.maximum(cost.bounded([machine.block_seconds for machine in self.machines]), cost.MIN_BLOCK_SECONDS)
-
-
-def fleet_of_servers(servers: Sequence[Announcement], client_rtts: Mapping[str, float]) -> Fleet:
-    """Servers of one model as machines that could hold as many blocks as they do now, any of them.
-
-    `client_rtts` are seconds from this client by peer id, of all `servers`; between two servers counts what the one
-    that sends announced.
-    """
-    spans = [len(server.span) for server in servers]
-    seconds = cost.block_seconds(
-        cost.span_seconds([server.step_seconds for server in servers], [0.0] * len(servers), [0.0] * len(servers)),
-        spans,
-    )
-    machines = [
-        Machine(server.public_name or "…" + server.peer_id[-8:], len(server.span), float(block_seconds), server.span)
-        for server, block_seconds in zip(servers, seconds, strict=True)
-    ]
-    rtts = np.array([[one.rtts.get(other.peer_id, math.nan) for other in servers] for one in servers], float)
-    np.fill_diagonal(rtts, 0.0)
-    return Fleet(tuple(machines), rtts, np.array([client_rtts[server.peer_id] for server in servers]))
+        return np.maximum(bounded([machine.block_seconds for machine in self.machines]), COST.min_block_seconds)
 
 
 @dataclass(frozen=True)
@@ -190,12 +177,12 @@ def read_machines(path: Path) -> MachinesFile:
     """
     try:
         with path.open("rb") as file:
-            data = file.read(_MAX_BYTES + 1)
+            data = file.read(MACHINES.max_bytes + 1)
         text = data.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"{path} cannot be read: {error}") from None
-    if len(data) > _MAX_BYTES:
-        raise BadInput(f"{path} is larger than {_MAX_BYTES >> 20} MiB: that is no list of machines")
+    if len(data) > MACHINES.max_bytes:
+        raise BadInput(f"{path} is larger than {MACHINES.max_bytes >> 20} MiB: that is no list of machines")
     try:
         content = _from_json(text) if path.suffix.lower() == ".json" else _from_csv(text)
         return _read(path, content)
@@ -241,8 +228,8 @@ def _read(path: Path, content: Mapping[str, Any]) -> MachinesFile:
     entries = content.get("machines")
     if not isinstance(entries, list) or not entries:
         raise BadInput("it lists no machines")
-    if len(entries) > MAX_MACHINES:
-        raise BadInput(f"it lists {len(entries)} machines; {MAX_MACHINES} are the most")
+    if len(entries) > MACHINES.max_machines:
+        raise BadInput(f"it lists {len(entries)} machines; {MACHINES.max_machines} are the most")
     rows = tuple(_row(f"machine {number}", entry) for number, entry in enumerate(entries, start=1))
     names = [row.name for row in rows]
     for name in names:
@@ -258,7 +245,7 @@ def _read(path: Path, content: Mapping[str, Any]) -> MachinesFile:
     model = _object("model", content.get("model", {}))
     _check_keys("model", model, ("blocks", "block_mb"))
     block_mb = _number("model", model, "block_mb")
-    if block_mb is not None and block_mb < _LEAST_BLOCK_MB:
+    if block_mb is not None and block_mb < MACHINES.least_block_mb:
         raise BadInput(f"model: block_mb is {block_mb:g}, and no block is so small")
     return MachinesFile(
         path,
@@ -325,7 +312,7 @@ def _machine(row: Row, num_blocks: int, block_bytes: float | None) -> Machine:
     device_memory, bandwidth = (None, None) if row.device is None else DEVICES[row.device]
     memory = row.memory
     if memory is None and device_memory is not None:
-        memory = device_memory * 1e9 * MEMORY_SHARE
+        memory = device_memory * 1e9 * MACHINES.memory_share
     if row.blocks is None and memory is None:
         raise BadInput(
             f"{row.name}: how many blocks can it hold? Give blocks, memory_gb or a device with its own memory"
@@ -344,7 +331,7 @@ def _machine(row: Row, num_blocks: int, block_bytes: float | None) -> Machine:
     seconds = row.block_seconds
     if seconds is None:
         assert bandwidth is not None and block_bytes is not None
-        seconds = block_bytes / (bandwidth * 1e9 * BANDWIDTH_SHARE)
+        seconds = block_bytes / (bandwidth * 1e9 * MACHINES.bandwidth_share)
     return Machine(row.name, min(blocks, num_blocks), seconds, trusted=row.trusted)
 
 
@@ -359,7 +346,7 @@ def _round_trip(file: MachinesFile, one: Row, other: Row) -> float:
         if regions in region_rtts():
             return region_rtts()[regions]  # type: ignore[index]
         if one.region == other.region:
-            return SAME_REGION_SECONDS
+            return MACHINES.same_region_seconds
     where = [row.name if row.region is None else f"{row.name} ({row.region})" for row in (one, other)]
     raise BadInput(
         f"{file.path}: how far is {where[0]} from {where[1]}? Give rtt_ms between them or their regions; cloud regions "
@@ -432,8 +419,8 @@ def _count(what: str, said: Mapping[str, Any], key: str, *, least: int) -> int |
     number = _number(what, said, key)
     if number is None:
         return None
-    if number != int(number) or not least <= number <= MAX_BLOCKS:
-        raise BadInput(f"{what}: {key} is a whole number from {least} to {MAX_BLOCKS}, not {said[key]!r:.60}")
+    if number != int(number) or not least <= number <= MACHINES.max_blocks:
+        raise BadInput(f"{what}: {key} is a whole number from {least} to {MACHINES.max_blocks}, not {said[key]!r:.60}")
     return int(number)
 
 

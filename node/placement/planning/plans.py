@@ -7,6 +7,7 @@ holds b blocks and computes one in s seconds passes 1 / (b s) tokens a second.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,31 +15,40 @@ from typing import Final
 
 import numpy as np
 
+from ....protocols.announcement import Announcement
 from ....protocols.ids import Span
 from ...errors import SwarmError
+from ...swarm import cost
 from ...swarm.cost import Bools, Floats, Ints, throughput_bound
 from ...swarm.routing import Demand, RouteCandidate, chain_seconds, cheapest_chain
 from ...swarm.trusted_servers import TrustedServers
 from .cycle import PlacedMachine, fastest_walk, spans_of
 from .fastest import fastest_cycle
 from .label_search import MAX_MACHINES, TOLERANCE
-from .machines_file import Fleet
+from .machines_file import Fleet, Machine
 from .trusted import fastest_pinned, windows
 
-_CYCLE_SHARE: Final = 0.4
-"""Part of the time for machine of the two searches for cycles; the rest is for walks."""
 
-_KICKS_EACH: Final = 15
-"""Times that some machines are placed anew in search of something better, for each of them. A fixed number, so equal
-inputs have equal plans."""
-_ROUNDS: Final = 4
-_SEED: Final = 7
-_MAX_SIZES: Final = 64
-"""Lengths of span that are tried for one machine."""
-_MAX_WORK: Final = 80_000_000
-"""Spans looked at in all of these together: about a second."""
-_LEAST_WORK: Final = 4_000
-"""Spans that could be looked at in the time that placing a machine takes in any case."""
+@dataclass(frozen=True)
+class PlanningEffort:
+    """How long a plan for machines is improved, in work that is counted."""
+
+    cycle_share: float = 0.4
+    """Part of the time for machine of the two searches for cycles; the rest is for walks."""
+    kicks_each: int = 15
+    """Times that some machines are placed anew in search of something better, for each of them. A fixed number, so
+    equal inputs have equal plans."""
+    rounds: int = 4
+    seed: int = 7
+    max_sizes: int = 64
+    """Lengths of span that are tried for one machine."""
+    max_work: int = 80_000_000
+    """Spans looked at in all of these together: about a second."""
+    least_work: int = 4_000
+    """Spans that could be looked at in the time that placing a machine takes in any case."""
+
+
+PLAN_EFFORT: Final = PlanningEffort()
 
 
 @dataclass(frozen=True)
@@ -72,7 +82,7 @@ def most_throughput(capacity: Ints, block_seconds: Floats, num_blocks: int, pinn
     if room.sum() < num_blocks:
         raise SwarmError(f"the machines together hold {room.sum()} of {num_blocks} blocks")
     search = _Search(room, block_seconds, num_blocks, pinned)
-    chance = np.random.default_rng(_SEED)
+    chance = np.random.default_rng(PLAN_EFFORT.seed)
     # One behind the other: bad, but without a gap, and all that there is where there is just room enough.
     ends = np.minimum(np.cumsum(room), num_blocks)
     first = np.stack([np.concatenate([[0], ends[:-1]]), ends], axis=1)
@@ -87,8 +97,12 @@ def most_throughput(capacity: Ints, block_seconds: Floats, num_blocks: int, pinn
     if search.score() > best_score:
         best, best_score = search.spans.copy(), search.score()
     movable = np.flatnonzero(room > 0)
-    work = _ROUNDS * len(movable) * max(min(int(room.max()), _MAX_SIZES) * num_blocks, _LEAST_WORK)
-    for _ in range(min(_KICKS_EACH * len(movable), _MAX_WORK // work)):
+    work = (
+        PLAN_EFFORT.rounds
+        * len(movable)
+        * max(min(int(room.max()), PLAN_EFFORT.max_sizes) * num_blocks, PLAN_EFFORT.least_work)
+    )
+    for _ in range(min(PLAN_EFFORT.kicks_each * len(movable), PLAN_EFFORT.max_work // work)):
         if best_score[0] >= search.target * (1 - 1e-9):
             break
         some = chance.choice(movable, size=min(len(movable), int(chance.integers(2, 6))), replace=False)
@@ -136,7 +150,7 @@ class _Search:
         several rounds are over."""
         for machine in order:
             self._place(int(machine))
-        for _ in range(_ROUNDS):
+        for _ in range(PLAN_EFFORT.rounds):
             moved = False
             for machine in np.flatnonzero(self._room > 0):
                 before = tuple(self.spans[machine])
@@ -151,7 +165,7 @@ class _Search:
         room = int(self._room[machine])
         if room == 0:
             return
-        sizes = np.unique(np.linspace(1, room, min(room, _MAX_SIZES)).round().astype(np.intp))
+        sizes = np.unique(np.linspace(1, room, min(room, PLAN_EFFORT.max_sizes)).round().astype(np.intp))
         missing = np.maximum(self.target - self._load, 0)
         rates = self._speed[machine] / sizes
         closed = missing**2 - np.maximum(missing - rates[:, None], 0) ** 2
@@ -220,7 +234,7 @@ def fastest_plan(fleet: Fleet, num_blocks: int, *, seconds: float = 1.0, known: 
         proved = found.seconds <= pinned.bound + fleet.client_seconds + TOLERANCE
         return replace(found, least_seconds=found.seconds if proved else pinned.bound + fleet.client_seconds)
     problem = fleet.problem(num_blocks)
-    schedule = fastest_cycle(problem, seconds=_CYCLE_SHARE * seconds)
+    schedule = fastest_cycle(problem, seconds=PLAN_EFFORT.cycle_share * seconds)
     placed, at = [], 0
     for machine, count in zip(schedule.machines, schedule.blocks, strict=True):
         if count:
@@ -230,7 +244,10 @@ def fastest_plan(fleet: Fleet, num_blocks: int, *, seconds: float = 1.0, known: 
     least = found.seconds if schedule.proved else schedule.bound + fleet.client_seconds
     ways = fleet.detours(problem)
     if not np.array_equal(ways, problem.way):
-        bound = fastest_cycle(replace(problem, way=ways), seconds=_CYCLE_SHARE * seconds).bound + fleet.client_seconds
+        bound = (
+            fastest_cycle(replace(problem, way=ways), seconds=PLAN_EFFORT.cycle_share * seconds).bound
+            + fleet.client_seconds
+        )
         least = min(least, bound)
         for other in known:
             if other.seconds < found.seconds:
@@ -272,6 +289,26 @@ def _pinned(fleet: Fleet, num_blocks: int) -> Pinned:
     walk = fastest_pinned(fleet, num_blocks, lambda: True).walk
     own = np.array([machine.trusted for machine in fleet.machines])
     return Pinned(windows(fleet, num_blocks), own, min(2 * fleet.trusted_blocks, num_blocks), spans_of(walk))
+
+
+def fleet_of_servers(servers: Sequence[Announcement], client_rtts: Mapping[str, float]) -> Fleet:
+    """Servers of one model as machines that could hold as many blocks as they do now, any of them.
+
+    `client_rtts` are seconds from this client by peer id, of all `servers`; between two servers counts what the one
+    that sends announced.
+    """
+    spans = [len(server.span) for server in servers]
+    seconds = cost.block_seconds(
+        cost.span_seconds([server.step_seconds for server in servers], [0.0] * len(servers), [0.0] * len(servers)),
+        spans,
+    )
+    machines = [
+        Machine(server.public_name or "…" + server.peer_id[-8:], len(server.span), float(block_seconds), server.span)
+        for server, block_seconds in zip(servers, seconds, strict=True)
+    ]
+    rtts = np.array([[one.rtts.get(other.peer_id, math.nan) for other in servers] for one in servers], float)
+    np.fill_diagonal(rtts, 0.0)
+    return Fleet(tuple(machines), rtts, np.array([client_rtts[server.peer_id] for server in servers]))
 
 
 def present_plan(fleet: Fleet, num_blocks: int) -> FleetPlan:

@@ -23,17 +23,25 @@ from ...models.folder import TEXT_FIELDS
 from ...models.quantisation import CacheDtype, key_bytes
 from ...network.transport.memory import group_limits
 
-CACHE_SHARE: Final = 0.25
-"""Part of the free memory that attention caches may take when nobody says otherwise."""
-MAX_CACHE_TOKENS: Final = 1 << 17
-MIN_CACHE_TOKENS: Final = 512
-USUAL_CACHE_TOKENS: Final = 8192
-"""Tokens that the cache is to have room for when the number of blocks is chosen."""
-RESERVE_SHARE: Final = 0.1
-RESERVE: Final = 512 << 20
-"""Bytes, and the share of the whole memory, that stay free for everything else: whichever is more."""
-_COPIES: Final = 12
-"""Hidden states that are there at once while a long prefill is computed, in float32."""
+
+@dataclass(frozen=True)
+class MemoryShares:
+    """How much of the memory that is free goes to the attention cache and to what else a server needs."""
+
+    cache_share: float = 0.25
+    """Part of the free memory that attention caches may take when nobody says otherwise."""
+    max_cache_tokens: int = 1 << 17
+    min_cache_tokens: int = 512
+    usual_cache_tokens: int = 8192
+    """Tokens that the cache is to have room for when the number of blocks is chosen."""
+    reserve_share: float = 0.1
+    reserve: int = 512 << 20
+    """Bytes, and the share of the whole memory, that stay free for everything else: whichever is more."""
+    copies: int = 12
+    """Hidden states that are there at once while a long prefill is computed, in float32."""
+
+
+MEMORY_SHARES: Final = MemoryShares()
 _GIB: Final = 1 << 30
 _MIB: Final = 1 << 20
 
@@ -64,7 +72,7 @@ def blocks_that_fit(
     num_blocks: int,
     *,
     cache_bytes: int = 0,
-    cache_tokens: int = USUAL_CACHE_TOKENS,
+    cache_tokens: int = MEMORY_SHARES.usual_cache_tokens,
     hidden_size: int = 0,
     spare: int = 0,
 ) -> Sizing:
@@ -75,8 +83,8 @@ def blocks_that_fit(
         MachineError: if not even one fits.
     """
     # A machine with little memory keeps a quarter of what is free, or nothing would fit at all.
-    reserve = min(max(RESERVE, int(memory.total * RESERVE_SHARE)), memory.free // 4)
-    computing = STEP_TOKENS * hidden_size * 4 * _COPIES + spare
+    reserve = min(max(MEMORY_SHARES.reserve, int(memory.total * MEMORY_SHARES.reserve_share)), memory.free // 4)
+    computing = STEP_TOKENS * hidden_size * 4 * MEMORY_SHARES.copies + spare
     per_block = max(1, block_bytes + cache_bytes)
     count = min(num_blocks, (memory.free - reserve - computing) // per_block)
     if count < 1:
@@ -86,7 +94,11 @@ def blocks_that_fit(
             f"one block of this model takes {size(per_block)} with its cache of {cache_tokens} tokens and "
             f"{size(memory.free)} of {memory.place} are free, of which {size(reserve + computing)} are for computing "
             "and for other programs: "
-            + (f"--cache-tokens {fewer} is the most that fits one block, or " if fewer >= MIN_CACHE_TOKENS else "")
+            + (
+                f"--cache-tokens {fewer} is the most that fits one block, or "
+                if fewer >= MEMORY_SHARES.min_cache_tokens
+                else ""
+            )
             + "close some, or serve a smaller model, or --quant nf4"
         )
     whole = "the whole model" if count == num_blocks else f"{count} of {num_blocks} blocks"
@@ -116,11 +128,11 @@ def check_blocks_fit(
     Raises:
         MachineError: they do not fit, or their cache does not fit beside them; says how much would.
     """
-    computing = STEP_TOKENS * hidden_size * 4 * _COPIES + spare
+    computing = STEP_TOKENS * hidden_size * 4 * MEMORY_SHARES.copies + spare
     weights, per_token = sum(blocks), token_bytes * len(blocks)
-    needed = weights + computing + per_token * MIN_CACHE_TOKENS
+    needed = weights + computing + per_token * MEMORY_SHARES.min_cache_tokens
     if needed > memory.free:
-        per_block = max(1, max(blocks) + token_bytes * MIN_CACHE_TOKENS)
+        per_block = max(1, max(blocks) + token_bytes * MEMORY_SHARES.min_cache_tokens)
         fitting = max(0, memory.free - computing) // per_block
         advice = f"at most {fitting} fit (--num-blocks {fitting})" if fitting else "not even one of them fits"
         raise MachineError(
@@ -130,7 +142,7 @@ def check_blocks_fit(
         )
     if cache_tokens is not None:
         check_cache_fits(memory, memory.free - weights - computing, cache_tokens, per_token)
-    return weights + computing + per_token * (cache_tokens or MIN_CACHE_TOKENS)
+    return weights + computing + per_token * (cache_tokens or MEMORY_SHARES.min_cache_tokens)
 
 
 def check_cache_fits(memory: Memory, left: int, tokens: int, token_bytes: int) -> None:
@@ -148,7 +160,10 @@ def check_cache_fits(memory: Memory, left: int, tokens: int, token_bytes: int) -
 
 
 def cache_bytes_per_block(
-    config: Mapping[str, Any], item_bytes: int, tokens: int = USUAL_CACHE_TOKENS, held: CacheDtype = "auto"
+    config: Mapping[str, Any],
+    item_bytes: int,
+    tokens: int = MEMORY_SHARES.usual_cache_tokens,
+    held: CacheDtype = "auto",
 ) -> int:
     """About what `tokens` tokens of attention cache take in one block, by a model's `config.json`.
 
@@ -170,8 +185,8 @@ def cache_bytes_per_block(
 
 def cache_tokens_that_fit(free_bytes: int, bytes_per_token: int) -> int:
     """The attention cache that a server offers by default, in tokens through all of its blocks."""
-    fitting = int(free_bytes * CACHE_SHARE) // max(1, bytes_per_token)
-    return max(MIN_CACHE_TOKENS, min(MAX_CACHE_TOKENS, fitting))
+    fitting = int(free_bytes * MEMORY_SHARES.cache_share) // max(1, bytes_per_token)
+    return max(MEMORY_SHARES.min_cache_tokens, min(MEMORY_SHARES.max_cache_tokens, fitting))
 
 
 def size(nbytes: int) -> str:

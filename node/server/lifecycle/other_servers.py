@@ -7,28 +7,37 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Final
 
 import trio
 
 from ....protocols import wire_pb2 as wire
 from ....protocols.announcement import Announcement
-from ....protocols.directory import TRANSFER_BYTES, TransferStream, answer_transfer, measure_transfer
+from ....protocols.directory import DIRECTORY_LIMITS, TransferStream, answer_transfer, measure_transfer
 from ....protocols.framing import MessageStream, PeerError, StreamTimeout
 from ....protocols.ids import PUSH, TRANSFER
 from ....protocols.inference import MAX_STEP_BYTES
 from ...errors import SwarmError
 from ...swarm.swarm import Swarm
 
-_REFRESH_TIMEOUT: Final = 5.0
-_PUSH_OPEN_TIMEOUT: Final = 5.0
-_RTT_TIMEOUT: Final = 3.0
+
+@dataclass(frozen=True)
+class RoundTripPolicy:
+    """Which servers a server keeps near, and how long it waits for them."""
+
+    refresh_timeout: float = 5.0
+    push_open_timeout: float = 5.0
+    rtt_timeout: float = 3.0
+    most: int = 16
+    """Servers whose round trips are known, and"""
+    new_ones: int = 2
+    """Places among them for others, if there are more: the farthest ones make room."""
+
+
+ROUND_TRIPS: Final = RoundTripPolicy()
 FIRST_RTT_INTERVAL, RTT_INTERVAL = 4.0, 60.0
 """Seconds between two measurements of round trips; longer each time, as long as there is nobody to measure."""
-MOST: Final = 16
-"""Servers whose round trips are known, and"""
-NEW_ONES: Final = 2
-"""places among them for others, if there are more: the farthest ones make room."""
 
 
 class ServerConnector:
@@ -41,9 +50,14 @@ class ServerConnector:
     async def open_push(self, peer_id: str, *, direct: bool = False) -> MessageStream[wire.PushFrame]:
         if not self._swarm.is_connected(peer_id) and peer_id not in self._swarm.view.records:
             with suppress(SwarmError):  # the client has heard of a server that we have not
-                await self._swarm.refresh(model_version=self._model_version, timeout=_REFRESH_TIMEOUT)
+                await self._swarm.refresh(model_version=self._model_version, timeout=ROUND_TRIPS.refresh_timeout)
         return await self._swarm.new_stream(
-            peer_id, PUSH, wire.PushFrame, timeout=_PUSH_OPEN_TIMEOUT, max_payload=MAX_STEP_BYTES, direct=direct
+            peer_id,
+            PUSH,
+            wire.PushFrame,
+            timeout=ROUND_TRIPS.push_open_timeout,
+            max_payload=MAX_STEP_BYTES,
+            direct=direct,
         )
 
     def watch_direct(self, peer_id: str) -> trio.Event:
@@ -55,10 +69,10 @@ def to_measure(following: Sequence[str], rtts: dict[str, float]) -> list[str]:
     were measured (`rtts`, seconds), and some others. Drops those of `rtts` that are not among them."""
     known = sorted((peer for peer in following if peer in rtts), key=rtts.__getitem__)
     others = [peer for peer in following if peer not in rtts]
-    known = known[: max(MOST - NEW_ONES, MOST - len(others))]
+    known = known[: max(ROUND_TRIPS.most - ROUND_TRIPS.new_ones, ROUND_TRIPS.most - len(others))]
     for peer_id in rtts.keys() - set(known):
         del rtts[peer_id]
-    return [*known, *random.sample(others, min(len(others), MOST - len(known)))]
+    return [*known, *random.sample(others, min(len(others), ROUND_TRIPS.most - len(known)))]
 
 
 async def keep_rtts(swarm: Swarm, own: Announcement, rtts: dict[str, float], on_change: Callable[[], None]) -> None:
@@ -66,7 +80,7 @@ async def keep_rtts(swarm: Swarm, own: Announcement, rtts: dict[str, float], on_
 
     async def measure(peer_id: str) -> None:
         try:
-            rtts[peer_id] = await swarm.measure_rtt(peer_id, timeout=_RTT_TIMEOUT)
+            rtts[peer_id] = await swarm.measure_rtt(peer_id, timeout=ROUND_TRIPS.rtt_timeout)
         except PeerError:
             rtts.pop(peer_id, None)
 
@@ -90,24 +104,31 @@ async def keep_rtts(swarm: Swarm, own: Announcement, rtts: dict[str, float], on_
         await trio.sleep(pause * random.uniform(0.8, 1.2))
 
 
-INTERVAL: Final = 600.0
-"""Seconds between two measurements; twice as many each time that nothing has changed, up to"""
-LONGEST_INTERVAL: Final = 7200.0
-_SAME: Final = 1.25
-"""A measurement that is no more than so many times another says the same."""
-_SOON: Final = 20.0
-"""Seconds to the next one as long as nobody has answered."""
-PEERS: Final = 4
-_OPEN_TIMEOUT: Final = 3.0
-_TIMEOUT: Final = 10.0
-_AT_ONCE: Final = 2
-_MAX_STREAMS: Final = 128
-_CONTENDED: Final = 2.0
-"""Seconds for a round, if others wait: whoever takes longer than that for 256 KiB each way gives its turn up."""
+@dataclass(frozen=True)
+class TransferPolicy:
+    """How often the way of bytes is measured, and how servers that measure share it."""
+
+    interval: float = 600.0
+    """Seconds between two measurements; twice as many each time that nothing has changed, up to"""
+    longest_interval: float = 7200.0
+    same: float = 1.25
+    """A measurement that is no more than so many times another says the same."""
+    soon: float = 20.0
+    """Seconds to the next one as long as nobody has answered."""
+    peers: int = 4
+    open_timeout: float = 3.0
+    timeout: float = 10.0
+    at_once: int = 2
+    max_streams: int = 128
+    contended: float = 2.0
+    """Seconds for a round, if others wait: whoever takes longer than that for 256 KiB each way gives its turn up."""
+
+
+TRANSFERS: Final = TransferPolicy()
 
 
 class Turns:
-    """Lets `_AT_ONCE` peers measure at once, each on one stream: more would measure each other.
+    """Lets `TRANSFERS.at_once` peers measure at once, each on one stream: more would measure each other.
 
     Peers that wait come one after the other, however many streams each of them has.
     """
@@ -155,7 +176,7 @@ class Turns:
             self._hurry()
 
     def _wake_next(self) -> None:
-        free = _AT_ONCE - len(self._running)
+        free = TRANSFERS.at_once - len(self._running)
         for peer_id, queue in self._waiting.items():
             if free > 0 and peer_id not in self._running:
                 queue[0].set()
@@ -165,7 +186,7 @@ class Turns:
         """Nobody makes others wait for long."""
         if any(peer_id not in self._running for peer_id in self._waiting):
             for since, scope in self._running.values():
-                scope.deadline = min(scope.deadline, since + _CONTENDED)
+                scope.deadline = min(scope.deadline, since + TRANSFERS.contended)
 
 
 def serve_transfers(swarm: Swarm) -> None:
@@ -173,9 +194,15 @@ def serve_transfers(swarm: Swarm) -> None:
     turns = Turns()
 
     async def handle(stream: TransferStream) -> None:
-        await answer_transfer(stream, turns.take, timeout=_TIMEOUT)
+        await answer_transfer(stream, turns.take, timeout=TRANSFERS.timeout)
 
-    swarm.set_handler(TRANSFER, wire.TransferFrame, handle, max_payload=TRANSFER_BYTES, max_streams=_MAX_STREAMS)
+    swarm.set_handler(
+        TRANSFER,
+        wire.TransferFrame,
+        handle,
+        max_payload=DIRECTORY_LIMITS.transfer_bytes,
+        max_streams=TRANSFERS.max_streams,
+    )
 
 
 async def measure_network(swarm: Swarm, model_version: bytes, *, timeout: float) -> float:
@@ -188,12 +215,16 @@ async def measure_network(swarm: Swarm, model_version: bytes, *, timeout: float)
     peers = [peer_id for peer_id in servers if peer_id != swarm.peer_id]
     found = []
     with trio.move_on_after(timeout):
-        for peer_id in random.sample(peers, min(len(peers), PEERS)):
+        for peer_id in random.sample(peers, min(len(peers), TRANSFERS.peers)):
             try:
                 async with swarm.open_stream(
-                    peer_id, TRANSFER, wire.TransferFrame, timeout=_OPEN_TIMEOUT, max_payload=TRANSFER_BYTES
+                    peer_id,
+                    TRANSFER,
+                    wire.TransferFrame,
+                    timeout=TRANSFERS.open_timeout,
+                    max_payload=DIRECTORY_LIMITS.transfer_bytes,
                 ) as stream:
-                    found.append(await measure_transfer(stream, timeout=_TIMEOUT))
+                    found.append(await measure_transfer(stream, timeout=TRANSFERS.timeout))
             except PeerError:
                 continue
     return min(found, default=0.0)
@@ -204,11 +235,11 @@ async def keep_measured(
 ) -> None:
     """Measures now and then, as long as it runs, and tells `on_measured` the seconds of a byte. `known`: it has just
     been measured."""
-    pause, before = (INTERVAL if known else _SOON), 0.0
+    pause, before = (TRANSFERS.interval if known else TRANSFERS.soon), 0.0
     while True:
         await trio.sleep(pause * random.uniform(0.8, 1.2))
-        seconds = await measure_network(swarm, model_version, timeout=PEERS * _TIMEOUT)
+        seconds = await measure_network(swarm, model_version, timeout=TRANSFERS.peers * TRANSFERS.timeout)
         if seconds:
-            same = before / _SAME < seconds < before * _SAME
-            pause, before = (min(2 * pause, LONGEST_INTERVAL) if same else INTERVAL), seconds
+            same = before / TRANSFERS.same < seconds < before * TRANSFERS.same
+            pause, before = (min(2 * pause, TRANSFERS.longest_interval) if same else TRANSFERS.interval), seconds
             await on_measured(seconds)

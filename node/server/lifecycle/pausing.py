@@ -12,15 +12,24 @@ from typing import Final
 import psutil
 import trio
 
-BUSY_SECONDS: Final = 10.0
-"""For which other programs have to use much before the server pauses: starting one takes a moment of all processors."""
-IDLE_SECONDS: Final = 60.0
-"""For which they have to use little before it goes on."""
-IDLE_SHARE: Final = 0.7
-"""Little is this part of the limit."""
-MAINS_SECONDS: Final = 10.0
-"""For which there has to be mains before it goes on. On battery it pauses at once."""
-_INTERVAL: Final = 2.0
+
+@dataclass(frozen=True)
+class MachineUsePolicy:
+    """For how long a machine is busy or idle before that counts."""
+
+    busy_seconds: float = 10.0
+    """For which other programs have to use much before the server pauses: starting one takes a moment of all
+    processors."""
+    idle_seconds: float = 60.0
+    """For which they have to use little before it goes on."""
+    idle_share: float = 0.7
+    """Little is this part of the limit."""
+    mains_seconds: float = 10.0
+    """For which there has to be mains before it goes on. On battery it pauses at once."""
+    interval: float = 2.0
+
+
+MACHINE_USE: Final = MachineUsePolicy()
 
 
 @dataclass(frozen=True)
@@ -75,11 +84,11 @@ def next_state(state: PauseState, use: MachineUse, policy: PausePolicy, now: flo
     """What follows from what the machine does at `now`, in seconds of any clock."""
     busy, on_battery = Condition(), Condition()
     if policy.busy_above is not None:
-        much, little = use.others > policy.busy_above, use.others < IDLE_SHARE * policy.busy_above
+        much, little = use.others > policy.busy_above, use.others < MACHINE_USE.idle_share * policy.busy_above
         seen = True if much else False if little else None
-        busy = state.busy.after(seen, now, IDLE_SECONDS if state.busy.holds else BUSY_SECONDS)
+        busy = state.busy.after(seen, now, MACHINE_USE.idle_seconds if state.busy.holds else MACHINE_USE.busy_seconds)
     if policy.only_on_mains:
-        seconds = MAINS_SECONDS if state.on_battery.holds else 0.0
+        seconds = MACHINE_USE.mains_seconds if state.on_battery.holds else 0.0
         on_battery = state.on_battery.after(not use.on_mains, now, seconds)
     return PauseState(busy, on_battery)
 
@@ -162,7 +171,7 @@ async def watch_machine(policy: PausePolicy, pause: Pause, measure: Callable[[],
     measure = measure or MachineMeter().use
     state = PauseState()
     while True:
-        await trio.sleep(_INTERVAL)
+        await trio.sleep(MACHINE_USE.interval)
         state = next_state(state, await trio.to_thread.run_sync(measure), policy, trio.current_time())
         wanted = reasons(state, policy)
         for who in ("busy", "battery"):

@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -35,17 +35,26 @@ from ...swarm.swarm import Swarm
 
 log = logging.getLogger(__name__)
 
-REFRESH_TIMEOUT: Final = 5.0
-_EXCHANGE_TIMEOUT: Final = 5.0
-_LOOKS: Final = 5
-"""Times that a choice is made anew because the view has changed meanwhile."""
-_MAX_DOUBTED: Final = 1000
-_PROBE_TIMEOUT: Final = 3.0
-_PROBE_ROUNDS: Final = 4
-_NEARLY_ALL: Final = 0.9
-"""Share of the servers from which it counts that one appears, or is no longer there."""
-_PLAN_LASTS: Final = 30 * 60.0
-"""Seconds after which a plan is made anew though nothing has changed: a swarm that comes to rest has more to gain."""
+
+@dataclass(frozen=True)
+class ObservingPolicy:
+    """How a server makes sure of what others announce before it goes by that."""
+
+    refresh_timeout: float = 5.0
+    exchange_timeout: float = 5.0
+    looks: int = 5
+    """Times that a choice is made anew because the view has changed meanwhile."""
+    max_doubted: int = 1000
+    probe_timeout: float = 3.0
+    probe_rounds: int = 4
+    nearly_all: float = 0.9
+    """Share of the servers from which it counts that one appears, or is no longer there."""
+    plan_lasts: float = 30 * 60.0
+    """Seconds after which a plan is made anew though nothing has changed: a swarm that comes to rest has more to
+    gain."""
+
+
+OBSERVING: Final = ObservingPolicy()
 
 
 class PlacementState:
@@ -77,7 +86,7 @@ class PlacementState:
     async def refresh(self) -> None:
         """Asks the swarm who is there. Nobody answering is no error: what was heard has to do."""
         with suppress(SwarmError):
-            await self._swarm.refresh(model_version=self._version, timeout=REFRESH_TIMEOUT)
+            await self._swarm.refresh(model_version=self._version, timeout=OBSERVING.refresh_timeout)
         self.notice()
 
     async def probe(self) -> None:
@@ -87,7 +96,7 @@ class PlacementState:
         have never reached, if it is late with that.
         """
         asked: set[str] = set()
-        for _ in range(_PROBE_ROUNDS):
+        for _ in range(OBSERVING.probe_rounds):
             gone = len(self._dead)
             holders = self.seen().servers
             near = {holder.peer_id for holder in holders if self._swarm.is_connected(holder.peer_id)}
@@ -105,7 +114,7 @@ class PlacementState:
     async def _ask(self, peer_id: str) -> None:
         record = self._swarm.view.records.get(peer_id)
         try:
-            await self._swarm.measure_rtt(peer_id, timeout=_PROBE_TIMEOUT)
+            await self._swarm.measure_rtt(peer_id, timeout=OBSERVING.probe_timeout)
             self._reached.add(peer_id)
         except PeerError:
             now = time.time()
@@ -139,7 +148,7 @@ class PlacementState:
         """Who holds what, as far as it is believed; says once what is not."""
         seen = observe_servers(self._announcements(), self.num_blocks, self.peer_id, contested=contested)
         for peer_id, doubt in seen.doubts.items():
-            if peer_id not in self._doubted and len(self._doubted) < _MAX_DOUBTED:
+            if peer_id not in self._doubted and len(self._doubted) < OBSERVING.max_doubted:
                 self._doubted.add(peer_id)
                 log.warning("%s", doubt)
         return seen
@@ -150,7 +159,7 @@ class PlacementState:
 
     async def exchange(self, peers: Collection[str]) -> frozenset[str]:
         """Makes sure that these know what this server has announced, and learns what they know; who answered."""
-        answered = await self._swarm.exchange(peers, model_version=self._version, timeout=_EXCHANGE_TIMEOUT)
+        answered = await self._swarm.exchange(peers, model_version=self._version, timeout=OBSERVING.exchange_timeout)
         self.notice()
         return answered
 
@@ -159,7 +168,7 @@ class PlacementState:
 
         It is made from what is known when this returns, unless that changes all the time.
         """
-        for _ in range(_LOOKS):
+        for _ in range(OBSERVING.looks):
             seen = self.seen()
             decide = partial(choice_of_newcomer, turnover=self._turnover(), policy=self._policy_for(seen.servers))
             choice = await trio.to_thread.run_sync(
@@ -187,7 +196,7 @@ class PlacementState:
             plan = await self._make_plan(holders, rate)
         else:
             # A plan that was begun is carried out to its end: half of it is no situation of its own.
-            old = time.time() > self._planned_at + _PLAN_LASTS
+            old = time.time() > self._planned_at + OBSERVING.plan_lasts
             rest = self._planned.rest(holders) if self._planned is not None and not old else None
             if rest is None:
                 rest, self._planned_at = await self._make_plan(holders, rate), time.time()
@@ -210,7 +219,7 @@ class PlacementState:
 
     def _turnover(self) -> float:
         """In steps: all shall reckon with the same. Of a sample, nobody knows who came and who went."""
-        if self._swarm.view.share < _NEARLY_ALL:
+        if self._swarm.view.share < OBSERVING.nearly_all:
             return 1.0
         return round(turnover(self._changes, len(self._there or ()) + 1, time.time()), 1)
 

@@ -15,6 +15,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 import trio
@@ -23,30 +24,39 @@ from ....protocols.ids import Span
 from ...placement.plan import Move
 from .placement_state import PlacementState
 
-CHECK_INTERVAL: Final = 15.0
-"""Seconds between two looks at the plan. A gap that is heard of is looked at at once."""
-_GAP_CHECK_INTERVAL: Final = 1.0
-"""Seconds between two looks for gaps, and"""
-_GAP_CHECK_COST: Final = 20.0
-"""at least so many times what a look takes."""
-_DELAY: Final = 5.0
-_DELAY_FOR_GAP: Final = 1.0
-_SETTLE: Final = 1.0
-"""Seconds in which an announcement has reached those that it concerns."""
-_START_DELAY: Final = 0.5
-_MAX_SILENCES: Final = 3
-"""Times that a newcomer asks another in vain before it goes on without."""
-_MAX_ROUNDS: Final = 8
-_MAX_NEGOTIATION: Final = 30.0
-"""Rounds, and seconds, after both of which a newcomer begins to load though the others do not do what it reckons."""
-_MAX_TRIES: Final = 4
-"""Times that a server that should close a gap tries to come to terms with others before its next check."""
-_REST_FACTOR: Final = 5.0
-"""Who has moved stays for so many times what loading took, and for `_MIN_REST_CHECKS` checks, unless there is a gap."""
-_MIN_REST_CHECKS: Final = 2
-_GAP_PATIENCE: Final = 1.5
-"""Checks for which a gap is left to those that the plan moves there. After that, whoever can closes it."""
 
+@dataclass(frozen=True)
+class RebalancingPolicy:
+    """When a server looks for better blocks, and how it agrees with others that do."""
+
+    check_interval: float = 15.0
+    """Seconds between two looks at the plan. A gap that is heard of is looked at at once."""
+    gap_check_interval: float = 1.0
+    """Seconds between two looks for gaps, and"""
+    gap_check_cost: float = 20.0
+    """At least so many times what a look takes."""
+    delay: float = 5.0
+    delay_for_gap: float = 1.0
+    settle: float = 1.0
+    """Seconds in which an announcement has reached those that it concerns."""
+    start_delay: float = 0.5
+    max_silences: int = 3
+    """Times that a newcomer asks another in vain before it goes on without."""
+    max_rounds: int = 8
+    max_negotiation: float = 30.0
+    """Rounds, and seconds, after both of which a newcomer begins to load though the others do not do what it
+    reckons."""
+    max_tries: int = 4
+    """Times that a server that should close a gap tries to come to terms with others before its next check."""
+    rest_factor: float = 5.0
+    """Who has moved stays for so many times what loading took, and for `min_rest_checks` checks, unless
+    there is a gap."""
+    min_rest_checks: int = 2
+    gap_patience: float = 1.5
+    """Checks for which a gap is left to those that the plan moves there. After that, whoever can closes it."""
+
+
+REBALANCING: Final = RebalancingPolicy()
 AnnounceTarget = Callable[[Span | None], None]
 
 
@@ -60,7 +70,7 @@ async def join_where_needed(
     """
     if placement.is_alone:  # nobody is there to be waited for
         return (await placement.choose(count, throughput)).span
-    await trio.sleep(random.uniform(0, _START_DELAY))
+    await trio.sleep(random.uniform(0, REBALANCING.start_delay))
     await placement.refresh()
     await placement.probe()
     begun = trio.current_time()
@@ -69,18 +79,18 @@ async def join_where_needed(
     silences: Counter[str] = Counter()
     for turn in itertools.count(1):
         choice = await placement.choose(count, throughput)
-        silent = {peer_id for peer_id in choice.rivals if silences[peer_id] >= _MAX_SILENCES}
-        heard = bool(confirmed) or turn > _MAX_SILENCES
+        silent = {peer_id for peer_id in choice.rivals if silences[peer_id] >= REBALANCING.max_silences}
+        heard = bool(confirmed) or turn > REBALANCING.max_silences
         if heard and choice.stands(announced, confirmed, silent):
             break
-        if turn > _MAX_ROUNDS and trio.current_time() > begun + _MAX_NEGOTIATION:
+        if turn > REBALANCING.max_rounds and trio.current_time() > begun + REBALANCING.max_negotiation:
             break  # a rival contradicts itself; what is not well placed moves later
         if choice.span != announced:
             announced = choice.span
             announce(announced)
         # For those that we have not heard of, a while, however quickly the others answer.
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(trio.sleep, _SETTLE * random.uniform(0.7, 1.3))
+            nursery.start_soon(trio.sleep, REBALANCING.settle * random.uniform(0.7, 1.3))
             confirmed = await placement.exchange(choice.rivals)
         silences.update(choice.rivals - confirmed)
         for peer_id in confirmed:
@@ -94,20 +104,20 @@ async def next_move(
     """Returns when this server, which has just begun to serve, should go elsewhere, and has announced that.
 
     `load_seconds` is what loading took; `announce` announces where this server will go, or that it stays after all.
-    `interval` is `CHECK_INTERVAL`; the variable PETALNODE_CHECK_INTERVAL is for tests.
+    `interval` is `REBALANCING.check_interval`; the variable PETALNODE_CHECK_INTERVAL is for tests.
     """
-    interval = interval or float(os.environ.get("PETALNODE_CHECK_INTERVAL", CHECK_INTERVAL))
-    rested = trio.current_time() + max(_MIN_REST_CHECKS * interval, _REST_FACTOR * load_seconds)
+    interval = interval or float(os.environ.get("PETALNODE_CHECK_INTERVAL", REBALANCING.check_interval))
+    rested = trio.current_time() + max(REBALANCING.min_rest_checks * interval, REBALANCING.rest_factor * load_seconds)
     open_since = float("inf")
     while True:
         await _pause(placement, interval * random.uniform(0.8, 1.2))
         await placement.probe()
-        for _ in range(_MAX_TRIES):
+        for _ in range(REBALANCING.max_tries):
             now, gap = trio.current_time(), bool(placement.gaps())
             open_since = min(open_since, now) if gap else float("inf")
             if not gap and now < rested:
                 break
-            by_itself = now > open_since + _GAP_PATIENCE * interval
+            by_itself = now > open_since + REBALANCING.gap_patience * interval
             move, wanted = await _agreed_move(placement, announce, gap=gap, by_itself=by_itself)
             if move is not None:
                 return move
@@ -122,12 +132,12 @@ async def _agreed_move(
     first = await placement.due_move(by_itself=by_itself)
     if first is None:
         return None, False
-    await trio.sleep(random.uniform(0, _DELAY_FOR_GAP if gap else _DELAY))
+    await trio.sleep(random.uniform(0, REBALANCING.delay_for_gap if gap else REBALANCING.delay))
     await placement.refresh()
     if await placement.due_move(by_itself=by_itself) != first:
         return None, True
     announce(first.target)
-    await trio.sleep(_SETTLE)
+    await trio.sleep(REBALANCING.settle)
     await placement.refresh()
     if await placement.due_move(contested=True, by_itself=by_itself) == first:
         return first, True
@@ -140,14 +150,14 @@ async def _pause(placement: PlacementState, seconds: float) -> None:
     before = placement.gaps()
     placement.missed()
     begun = trio.current_time()
-    pause, missed = min(_GAP_CHECK_INTERVAL, seconds), False
+    pause, missed = min(REBALANCING.gap_check_interval, seconds), False
     with trio.move_on_after(seconds):
         while True:
             await trio.sleep(pause)
             looked = trio.current_time()
             now = placement.gaps()
             missed = placement.missed() or missed
-            pause = max(pause, _GAP_CHECK_COST * (trio.current_time() - looked))
+            pause = max(pause, REBALANCING.gap_check_cost * (trio.current_time() - looked))
             if (now and now != before) or (missed and looked > begun + seconds / 5):
                 return
             before = now

@@ -7,7 +7,7 @@ from typing import Final
 from ...models import ModelFolder
 from ...models.cache_dir import cache_dir
 from .memory import (
-    USUAL_CACHE_TOKENS,
+    MEMORY_SHARES,
     Memory,
     Sizing,
     blocks_that_fit,
@@ -55,7 +55,7 @@ def plan_memory(folder: ModelFolder, options: ServerOptions) -> Sizing:
         elif options.num_blocks is not None:
             sizing = of_chosen(memory, sizes, [max(sizes.held)] * options.num_blocks)
         else:
-            tokens = options.cache_tokens or USUAL_CACHE_TOKENS
+            tokens = options.cache_tokens or MEMORY_SHARES.usual_cache_tokens
             sizing = blocks_that_fit(
                 memory,
                 max(sizes.held),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -12,7 +12,7 @@ import trio
 
 from ....protocols import wire_pb2 as wire
 from ....protocols.adapter import MAX_HEADER as MAX_ADAPTER_HEADER
-from ....protocols.announcement import MAX_ISSUERS, Announcement, ServerState
+from ....protocols.announcement import ANNOUNCEMENT, Announcement, ServerState
 from ....protocols.framing import MessageStream
 from ....protocols.ids import ADAPTER, BACKWARD, FORWARD, INFERENCE, PUSH, Span
 from ....protocols.inference import MAX_STEP_BYTES, Refusal
@@ -40,14 +40,23 @@ log = logging.getLogger(__name__)
 OnReady = Callable[[dict[str, object]], None]
 """Called with the fields of the ready event."""
 
-_ANNOUNCE_INTERVAL: Final = 2.0
-"""Free cache and queue depth change with every session; the swarm hears of it at most this often."""
-_GAP_DRAIN: Final = 3.0
-"""Seconds that sessions have to leave when blocks are missing elsewhere: no other session works till they are there."""
-_REFUSE_TIMEOUT: Final = 5.0
-_RETRY_PAUSE: Final = 60.0
-_NETWORK_TIMEOUT: Final = 4.0
-"""Seconds that measuring the network may hold up the first announcement."""
+
+@dataclass(frozen=True)
+class ServingTimes:
+    """Seconds of what a server does beside computing."""
+
+    announce_interval: float = 2.0
+    """Free cache and queue depth change with every session; the swarm hears of it at most this often."""
+    gap_drain: float = 3.0
+    """Seconds that sessions have to leave when blocks are missing elsewhere: no other session works till they are
+    there."""
+    refuse_timeout: float = 5.0
+    retry_pause: float = 60.0
+    network_timeout: float = 4.0
+    """Seconds that measuring the network may hold up the first announcement."""
+
+
+SERVING: Final = ServingTimes()
 
 
 async def serve_span(
@@ -66,7 +75,7 @@ async def serve_span(
     compute = ComputeThread(blocks, context.parts.tallies, context.swarm.host.origin_of)
     compute.start()
     try:
-        network = partial(measure_network, context.swarm, announcement.model_version, timeout=_NETWORK_TIMEOUT)
+        network = partial(measure_network, context.swarm, announcement.model_version, timeout=SERVING.network_timeout)
         speed = await SpanSpeed.measured(compute, context.speed_key, context.options.throughput, network)
         tokens = context.options.cache_tokens
         # A server that has changed its blocks keeps what it had promised.
@@ -194,7 +203,7 @@ class SpanServer:
                     return await next_move(self._context.placement, load, self._announce_move)
             except Exception:  # an error of ours here must not end the sessions of a server that works
                 log.exception("choosing other blocks failed")
-                await trio.sleep(_RETRY_PAUSE)
+                await trio.sleep(SERVING.retry_pause)
 
     async def _obey_pause(self) -> None:
         """Takes no new requests while a pause is wanted, and is not announced once all sessions have moved or ended."""
@@ -235,7 +244,7 @@ class SpanServer:
             self._context.parts.on_event("stopping", sessions=sessions)
         else:
             if placement.gaps():
-                timeout = min(timeout, _GAP_DRAIN)
+                timeout = min(timeout, SERVING.gap_drain)
             self._context.parts.on_event(
                 "moving",
                 blocks=[move.source.start, move.source.end],
@@ -310,7 +319,7 @@ class SpanServer:
 
     def _issuers(self) -> tuple[str, ...]:
         """The validators whose points are taken."""
-        return tuple(self._context.swarm.trust.trusted.owners)[:MAX_ISSUERS]
+        return tuple(self._context.swarm.trust.trusted.owners)[: ANNOUNCEMENT.max_issuers]
 
     def _ready(self) -> dict[str, object]:
         swarm, span = self._context.swarm, self._announcement.span
@@ -344,7 +353,7 @@ class SpanServer:
             await self._changed.wait()
             self._changed = trio.Event()
             self._announce()
-            await trio.sleep(_ANNOUNCE_INTERVAL)
+            await trio.sleep(SERVING.announce_interval)
 
 
 def _cache_tokens(blocks: BlockSpan, device: str, asked: int | None) -> int:
@@ -370,7 +379,7 @@ def _refuse(swarm: Swarm) -> None:
     frames |= dict.fromkeys((FORWARD, BACKWARD, ADAPTER), wire.BatchFrame)
 
     async def refuse(frame: Any, stream: MessageStream[Any]) -> None:
-        await stream.send(frame(error=error), timeout=_REFUSE_TIMEOUT)
+        await stream.send(frame(error=error), timeout=SERVING.refuse_timeout)
 
     for protocol, frame in frames.items():
         swarm.set_handler(protocol, frame, partial(refuse, frame))

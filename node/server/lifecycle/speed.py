@@ -23,7 +23,7 @@ import trio
 
 from ....crypto.canonical import digest
 from ...models.cache_dir import cache_dir
-from ...swarm.cost import LOAD_PER_WAITING
+from ...swarm.cost import COST
 
 if TYPE_CHECKING:
     from ...blocks.span import BlockSpan
@@ -31,22 +31,31 @@ if TYPE_CHECKING:
 
 _FILE: Final = "speeds.json"
 _DOMAIN: Final = "petalnode/speed/1"
-_FORMAT: Final = 2
-_KEPT: Final = 200
-_OLD: Final = 30 * 24 * 3600.0
-"""Seconds after which it is measured anew: other programs, dust in the fan."""
+
+
+@dataclass(frozen=True)
+class SpeedPolicy:
+    """How the speed of a block is measured, kept and corrected."""
+
+    format: int = 2
+    kept: int = 200
+    old_seconds: float = 30 * 24 * 3600.0
+    """Seconds after which it is measured anew: other programs, dust in the fan."""
+    steps_seconds: float = 0.3
+    """Steps go on for so long: other work on the machine must not be taken for the span's."""
+    prefill_tokens: int = 64
+    prefills: int = 2
+    samples: int = 64
+    enough: int = 16
+    long: int = 32
+    """Tokens at once from which a pass says how fast a long prefill is."""
+    notable: float = 0.1
+    """Smaller differences are noise, and not announced."""
+
+
+SPEED: Final = SpeedPolicy()
 _LIBRARIES: Final = ("torch", "transformers", "petalnode")
 _LEAST_STEPS, _MOST_STEPS = 5, 30
-_STEPS_SECONDS: Final = 0.3
-"""Steps go on for so long: other work on the machine must not be taken for the span's."""
-_PREFILL: Final = 64
-_PREFILLS: Final = 2
-_SAMPLES: Final = 64
-_ENOUGH: Final = 16
-_LONG: Final = 32
-"""Tokens at once from which a pass says how fast a long prefill is."""
-_NOTABLE: Final = 0.1
-"""Smaller differences are noise, and not announced."""
 _FIRST_CORRECTION, _CORRECT_INTERVAL = 5.0, 30.0
 """Seconds after which steps correct what is announced: soon at first, when nobody knows better than an earlier run."""
 _RECALLED_IDLE, _FIRST_IDLE, _NEXT_IDLE = 5.0, 60.0, 600.0
@@ -101,20 +110,20 @@ def measure_speed(blocks: BlockSpan) -> BlockSpeed:
     from ..steps import synchronise
 
     most = max(1, min(_MOST_STEPS, blocks.max_positions // 4))
-    tokens = max(1, min(_PREFILL, blocks.max_positions - most - 1))
+    tokens = max(1, min(SPEED.prefill_tokens, blocks.max_positions - most - 1))
     cache = blocks.make_cache(1, tokens + most + 1)
     try:
         hidden = torch.zeros(1, tokens, blocks.hidden_size, dtype=blocks.dtype, device=blocks.device)
         blocks.forward(hidden[:, :1], cache)  # the first call allocates and warms up
         prefills = []
-        for _ in range(_PREFILLS):
+        for _ in range(SPEED.prefills):
             cache.rollback(0)
             begun = time.perf_counter()
             blocks.forward(hidden, cache)
             synchronise(blocks.device)
             prefills.append(time.perf_counter() - begun)
         steps: list[float] = []
-        while len(steps) < most and (len(steps) < _LEAST_STEPS or sum(steps) < _STEPS_SECONDS):
+        while len(steps) < most and (len(steps) < _LEAST_STEPS or sum(steps) < SPEED.steps_seconds):
             begun = time.perf_counter()
             blocks.decode([(hidden[:, :1], cache)])
             synchronise(blocks.device)
@@ -128,7 +137,7 @@ def measure_speed(blocks: BlockSpan) -> BlockSpeed:
 def recall_speed(key: SpeedKey, now: float | None = None) -> BlockSpeed | None:
     """What was measured with this key, if it is not too old. `now` in seconds since 1970."""
     entry = _load().get(key.name())
-    if entry is None or not 0 <= (time.time() if now is None else now) - entry[0] < _OLD:
+    if entry is None or not 0 <= (time.time() if now is None else now) - entry[0] < SPEED.old_seconds:
         return None
     return BlockSpeed(*entry[1:])
 
@@ -137,11 +146,11 @@ def keep_speed(key: SpeedKey, speed: BlockSpeed, now: float | None = None) -> No
     """Keeps what was measured. That it cannot be written is no error: it is measured again then."""
     entries = _load()
     entries[key.name()] = time.time() if now is None else now, *astuple(speed)
-    latest = sorted(entries.items(), key=lambda entry: entry[1])[-_KEPT:]
+    latest = sorted(entries.items(), key=lambda entry: entry[1])[-SPEED.kept :]
     with suppress(OSError):
         file = cache_dir() / _FILE
         with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=_FILE, suffix=".tmp", delete=False) as stream:
-            json.dump({"format": _FORMAT, "speeds": dict(latest)}, stream)
+            json.dump({"format": SPEED.format, "speeds": dict(latest)}, stream)
         Path(stream.name).replace(file)
 
 
@@ -149,7 +158,7 @@ def _load() -> dict[str, tuple[float, ...]]:
     """When it was measured, and the fields of a `BlockSpeed`, by the names of their keys."""
     try:
         stored = json.loads((cache_dir() / _FILE).read_bytes())
-        if stored["format"] != _FORMAT:
+        if stored["format"] != SPEED.format:
             return {}
         found = {name: tuple(map(float, entry)) for name, entry in stored["speeds"].items()}
         return {name: entry for name, entry in found.items() if _is_usable(entry)}
@@ -171,19 +180,19 @@ class LiveSpeed:
 
     def __init__(self, step_seconds: float, token_seconds: float) -> None:
         self.step_seconds, self.token_seconds = step_seconds, token_seconds
-        self._steps: deque[float] = deque(maxlen=_SAMPLES)
-        self._tokens: deque[float] = deque(maxlen=_SAMPLES)
+        self._steps: deque[float] = deque(maxlen=SPEED.samples)
+        self._tokens: deque[float] = deque(maxlen=SPEED.samples)
         self._used = False
 
     def note_decode(self, rows: int, share: float, seconds: float) -> None:
         """A decode step of `rows` rows at once through `share` of the span, on average, took `seconds`."""
         self._used = True
         if share > 0:
-            self._steps.append(seconds / share / (1 + LOAD_PER_WAITING * (rows - 1)))
+            self._steps.append(seconds / share / (1 + COST.load_per_waiting * (rows - 1)))
 
     def note_prefill(self, tokens: int, share: float, seconds: float) -> None:
         """`tokens` tokens (of all rows) at once through `share` of the span took `seconds`."""
-        if share > 0 and tokens >= _LONG:
+        if share > 0 and tokens >= SPEED.long:
             self._tokens.append(seconds / share / tokens)
 
     def correct(self) -> bool:
@@ -212,12 +221,12 @@ class LiveSpeed:
 def _middle(samples: deque[float]) -> float | None:
     """The middle sample, None if there are too few."""
     found = list(samples)
-    return statistics.median(found) if len(found) >= _ENOUGH else None
+    return statistics.median(found) if len(found) >= SPEED.enough else None
 
 
 def _corrected(said: float, found: float | None) -> float:
     """What was found if it is notably another, else what was said."""
-    return found if found is not None and abs(found - said) >= _NOTABLE * said else said
+    return found if found is not None and abs(found - said) >= SPEED.notable * said else said
 
 
 class SpanSpeed:

@@ -16,7 +16,7 @@ from multiaddr import Multiaddr
 from petalnode.crypto.identity import Identity, peer_id_to_bytes
 from petalnode.node.network.host import GOSSIP_PROTOCOLS
 from petalnode.node.trust.evidence_gossip import TOPIC
-from petalnode.node.trust.evidence_message import MAX_MESSAGE, EvidenceMessage
+from petalnode.node.trust.evidence_message import EVIDENCE_LIMITS, EvidenceMessage
 from petalnode.protocols import standard_pb2 as standard
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.circuit import HOP
@@ -131,7 +131,9 @@ async def large_gossip(key: Key, victim: Victim) -> None:
     try:
         await stream.write(delimited(rpc_pb2.RPC(subscriptions=[rpc_pb2.RPC.SubOpts(subscribe=True, topicid=TOPIC)])))
         for number in range(200):
-            data = wire.EvidenceNotice(id=bytes(32), bundle=bytes(MAX_MESSAGE - 100)).SerializeToString()
+            data = wire.EvidenceNotice(
+                id=bytes(32), bundle=bytes(EVIDENCE_LIMITS.max_message - 100)
+            ).SerializeToString()
             await stream.write(delimited(rpc_pb2.RPC(publish=[gossiped(key.random.randbytes(32), number, data)])))
             await stream.write(delimited(rpc_pb2.RPC(control=control)))
     finally:

@@ -17,7 +17,7 @@ from petalnode.node.network.transport.stream_bytes import StreamBytes
 from petalnode.node.network.value_store import server_key
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import (
-    MAX_LIFETIME,
+    ANNOUNCEMENT,
     Announcement,
     ServerState,
     SignedAnnouncement,
@@ -139,7 +139,7 @@ def announced(server: Identity, victim: Victim, key: Key) -> SignedAnnouncement:
         dtype="float32",
         addrs=(f"/ip4/203.0.113.{key.number + 1}/tcp/{key.random.randrange(1024, 60_000)}",),
     )
-    return sign_announcement(server, freshened(content, now=time.time(), lifetime=MAX_LIFETIME - 60))
+    return sign_announcement(server, freshened(content, now=time.time(), lifetime=ANNOUNCEMENT.max_lifetime - 60))
 
 
 async def announcements(key: Key, victim: Victim) -> None:

@@ -76,9 +76,9 @@ FILES: Final[Mapping[str, Row]] = {
     ),
     "bundle of evidence": Row(
         "any peer, or who made the file",
-        "node.trust.bundle.MAX_BUNDLE node.trust.bundle.MAX_STATEMENT",
-        "node.validator.endorsing.MAX_FETCHES node.validator.endorsing.MAX_PENDING_OF_ONE",
-        "node.trust.bundle._MAX_TENSORS node.validator.endorsing.MAX_PENDING",
+        "node.trust.bundle.BUNDLE.max_bytes node.trust.bundle.BUNDLE.max_statement",
+        "node.validator.endorsing.ENDORSING.max_fetches node.validator.endorsing.ENDORSING.max_pending_of_one",
+        "node.trust.bundle.BUNDLE.max_tensors node.validator.endorsing.ENDORSING.max_pending",
         ("tests/attacks/test_malformed_evidence.py", "tests/attacks/test_slow_evidence.py"),
         ("evidence file", "evidence of answers", "evidence on disk"),
     ),
@@ -92,9 +92,9 @@ FILES: Final[Mapping[str, Row]] = {
     ),
     "machine file": Row(
         FILE,
-        "node.placement.planning.machines_file._MAX_BYTES",
-        "node.placement.planning.machines_file.MAX_BLOCKS",
-        "node.placement.planning.machines_file.MAX_MACHINES",
+        "node.placement.planning.machines_file.MACHINES.max_bytes",
+        "node.placement.planning.machines_file.MACHINES.max_blocks",
+        "node.placement.planning.machines_file.MACHINES.max_machines",
         ("tests/unit/test_machines_file.py",),
         ("machines",),
     ),
@@ -124,7 +124,7 @@ FILES: Final[Mapping[str, Row]] = {
     ),
     "multiaddr": Row(
         PEER,
-        "node.network.addresses.MAX_TEXT protocols.nat_traversal._MAX_ADDR",
+        "node.network.addresses.MAX_TEXT protocols.nat_traversal.TRAVERSAL.max_addr",
         "node.network.transport.dialing._MAX_DIRECT node.network.transport.connections._MAX_RESOLVED",
         "node.network.transport.address_book._MAX_PEERS node.network.transport.address_book._MAX_PROVEN",
         ("tests/attacks/test_announced_addresses.py",),
@@ -132,9 +132,9 @@ FILES: Final[Mapping[str, Row]] = {
     ),
     "remembered peers": Row(
         "peers, through this node's own file",
-        "node.swarm.discovery._MAX_FILE",
-        "node.swarm.discovery.MAX_PEERS",
-        "node.swarm.discovery.MAX_PEERS node.swarm.discovery.MAX_ADDRS",
+        "node.swarm.discovery.PEER_FILE.max_bytes",
+        "node.swarm.discovery.PEER_FILE.max_peers",
+        "node.swarm.discovery.PEER_FILE.max_peers node.swarm.discovery.PEER_FILE.max_addrs",
         ("tests/unit/test_remembered.py",),
     ),
     "page of packaged models": Row(

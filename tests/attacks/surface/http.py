@@ -7,12 +7,17 @@ from typing import Final
 
 from .row import Row
 
-BODY: Final = "node.api.fields.BODY_BYTES node.api.http.server._MAX_HEAD node.api.http.server._MAX_AHEAD"
-TIME: Final = "node.api.fields._MAX_DEPTH node.api.fields._BYTES_PER_VALUE node.api.http.bodies._LARGE"
-KEPT_FILES: Final = "node.api.batches.store.DISK_BYTES node.api.batches.store.MAX_BATCHES node.api.batches.store._SHARE"
+BODY: Final = "node.api.fields.BODY.max_bytes node.api.http.server.HTTP.max_head node.api.http.server.HTTP.max_ahead"
+TIME: Final = "node.api.fields.BODY.max_depth node.api.fields.BODY.bytes_per_value node.api.http.bodies._LARGE"
+KEPT_FILES: Final = (
+    "node.api.batches.store.BATCH_STORE.disk_bytes node.api.batches.store.BATCH_STORE.max_batches "
+    "node.api.batches.store.BATCH_STORE.share"
+)
 
 
-def asked(*tests: str, entries: str = "node.api.parts.MAX_MESSAGES", fuzz: str = "request of the API") -> Row:
+def asked(
+    *tests: str, entries: str = "node.api.parts.REQUEST_LIMITS.max_messages", fuzz: str = "request of the API"
+) -> Row:
     """A route of `petalnode api`."""
     return Row("who has a key, or reaches the port", BODY, TIME, entries, tests, (fuzz,))
 
@@ -27,7 +32,7 @@ ROUTES: Final[Mapping[str, Row]] = {
     "GET /v1/models": asked("tests/attacks/test_web_page_at_api.py"),
     "GET /v1/models/{name:path}": asked("tests/attacks/test_web_page_at_api.py"),
     "POST /v1/chat/completions": asked(
-        _HOSTILE, _BODIES, entries="node.api.parts.MAX_MESSAGES node.api.parts.MAX_TOOLS"
+        _HOSTILE, _BODIES, entries="node.api.parts.REQUEST_LIMITS.max_messages node.api.parts.REQUEST_LIMITS.max_tools"
     ),
     "POST /v1/completions": asked(_HOSTILE, entries="node.api.openai.requests.MAX_CHOICES"),
     "GET /v1/petalnode/receipts/{name}": asked(f"{_API}test_request_options.py"),
@@ -47,7 +52,9 @@ ROUTES: Final[Mapping[str, Row]] = {
     "GET /v1/batches": asked(_BATCHES, entries=KEPT_FILES),
     "GET /v1/batches/{name}": asked(_BATCHES, entries=KEPT_FILES),
     "POST /v1/batches/{name}/cancel": asked(_BATCHES, entries=KEPT_FILES),
-    "POST /v1/messages": asked(_HOSTILE, entries="node.api.parts.MAX_MESSAGES node.api.parts.MAX_TOOLS"),
+    "POST /v1/messages": asked(
+        _HOSTILE, entries="node.api.parts.REQUEST_LIMITS.max_messages node.api.parts.REQUEST_LIMITS.max_tools"
+    ),
     "POST /v1/messages/count_tokens": asked(_HOSTILE),
     "GET /api/version": asked(f"{_API}test_ollama_client.py"),
     "GET /api/tags": asked(f"{_API}test_ollama_client.py"),
@@ -57,21 +64,23 @@ ROUTES: Final[Mapping[str, Row]] = {
 }
 
 FIELDS: Final[Mapping[str, str]] = {
-    "node.api.http.server._MAX_HEAD": """access-control-request-headers authorization content-length host origin
+    "node.api.http.server.HTTP.max_head": """access-control-request-headers authorization content-length host origin
         x-api-key after limit order""",
     "node.api.openai.requests.MAX_CHOICES": "prompt guided_choice",
     "node.api.openai.endpoints._MAX_INPUTS": "blocks input",
-    "node.api.parts.MAX_MESSAGES": "content messages system instructions text tool_calls tool_result",
-    "node.api.parts.MAX_GRAMMAR_CHARACTERS": """format guided_json guided_regex response_format json_schema schema
+    "node.api.parts.REQUEST_LIMITS.max_messages": "content messages system instructions text tool_calls tool_result",
+    "node.api.parts.REQUEST_LIMITS.max_grammar_characters": """format guided_json guided_regex response_format
+    json_schema schema
         output_config""",
-    "node.api.parts.MAX_TOOLS": """tool_choice function parameters input_schema parallel_tool_calls tool_name
+    "node.api.parts.REQUEST_LIMITS.max_tools": """tool_choice function parameters input_schema parallel_tool_calls
+    tool_name
         tool_call_id tool_use_id call_id""",
-    "node.api.parts.MAX_METADATA": "metadata",
+    "node.api.parts.REQUEST_LIMITS.max_metadata": "metadata",
     "node.client.generation.sampling.MAX_BIASES": "logit_bias",
-    "node.api.fields._MAX_DEPTH": "arguments options body x_petalnode stream_options thinking reasoning",
-    "node.api.batches.endpoints._MAX_NAME": "custom_id file input_file_id purpose",
+    "node.api.fields.BODY.max_depth": "arguments options body x_petalnode stream_options thinking reasoning",
+    "node.api.batches.endpoints.UPLOADS.max_name": "custom_id file input_file_id purpose",
     # Texts that are compared with what there is: as long as a body may be.
-    "node.api.fields.BODY_BYTES": """adapter description draft id model modalities name previous_response_id
+    "node.api.fields.BODY.max_bytes": """adapter description draft id model modalities name previous_response_id
         state store stream strict type request_id headers more_body hidden_size model_type""",
 }
 """By its bound, which fields of requests are read as they are, without a range in the reading itself."""

@@ -25,13 +25,17 @@ MESSAGES: Final[Mapping[str, Row]] = {
     "DirectoryFrame.records": of(
         SERVER, DIRECTORY, "node.swarm.view.MAX_RECORDS", f"{_A}test_flooded_directory.py", fuzz="directory page"
     ),
-    "DirectoryFrame.error": of(SERVER, DIRECTORY, "protocols.directory._MAX_TEXT", fuzz="asked for records"),
-    "DirectoryFrame.ping": of(PEER, DIRECTORY, size="protocols.directory.MAX_PING", fuzz="asked for a ping"),
+    "DirectoryFrame.error": of(
+        SERVER, DIRECTORY, "protocols.directory.DIRECTORY_LIMITS.max_text", fuzz="asked for records"
+    ),
+    "DirectoryFrame.ping": of(
+        PEER, DIRECTORY, size="protocols.directory.DIRECTORY_LIMITS.max_ping", fuzz="asked for a ping"
+    ),
     "DirectoryFrame.publish": of(
         PEER, DIRECTORY, "node.swarm.view.MAX_RECORDS", f"{_A}test_costly_directory.py", fuzz="announcement"
     ),
     "DirectoryFrame.node_query": of(PEER, DIRECTORY, fuzz="questions to a node"),
-    "DirectoryFrame.node": of(SERVER, DIRECTORY, "protocols.directory._MAX_TEXT", fuzz="node info"),
+    "DirectoryFrame.node": of(SERVER, DIRECTORY, "protocols.directory.DIRECTORY_LIMITS.max_text", fuzz="node info"),
     "ManifestFrame.query": of(PEER, MANIFEST, fuzz="questions to a node"),
     "ManifestFrame.manifest": of(SERVER, MANIFEST, "", f"{_A}test_false_versions.py", fuzz="manifest"),
     "ManifestFrame.error": of(SERVER, MANIFEST, fuzz="asked for a manifest"),
@@ -86,20 +90,26 @@ MESSAGES: Final[Mapping[str, Row]] = {
         fuzz="adapters from clients",
     ),
     "BatchFrame.adapter_state": of(SERVER, ADAPTER, fuzz="answers to batches"),
-    "EvidenceFrame.offer": of(CLIENT, RECEIPTS, "protocols.evidence.MAX_OFFER", fuzz="offers to an auditor"),
+    "EvidenceFrame.offer": of(
+        CLIENT, RECEIPTS, "protocols.evidence.EVIDENCE_SIZES.max_offer", fuzz="offers to an auditor"
+    ),
     "EvidenceFrame.pick": of(
         "an auditor of one's choice", RECEIPTS, "node.client.sharing.MOST_PICKS", fuzz="evidence of answers"
     ),
     "EvidenceFrame.fetch": of(PEER, EVIDENCE, "", f"{_A}test_slow_evidence.py", fuzz="questions to a node"),
-    "EvidenceFrame.sending": of(PEER, EVIDENCE, "", f"{_A}test_slow_evidence.py", size="protocols.evidence.MAX_SHARED"),
+    "EvidenceFrame.sending": of(
+        PEER, EVIDENCE, "", f"{_A}test_slow_evidence.py", size="protocols.evidence.EVIDENCE_SIZES.max_shared"
+    ),
     "EvidenceFrame.piece": of(PEER, EVIDENCE, "", f"{_A}test_slow_evidence.py", size="protocols.evidence.PIECE_BYTES"),
     "EvidenceFrame.error": of(PEER, EVIDENCE, fuzz="asked for evidence"),
     "EvidenceFrame.close": of(PEER, EVIDENCE, fuzz="questions to a node"),
     "CreditsFrame.query": of(CLIENT, CREDITS, fuzz="orders for points"),
     "CreditsFrame.credit": of("the issuer", CREDITS, fuzz="asked for a balance"),
-    "CreditsFrame.transfer": of(CLIENT, CREDITS, "node.credits.ledger.MAX_ACCOUNTS", fuzz="orders for points"),
+    "CreditsFrame.transfer": of(CLIENT, CREDITS, "node.credits.ledger.LEDGER.max_accounts", fuzz="orders for points"),
     "CreditsFrame.clearing": of("the issuer", CREDITS, fuzz="asked for a clearing"),
-    "CreditsFrame.deposit": of(CLIENT, CREDITS, "node.credits.issuer.MAX_PENDING_ORDERS", fuzz="orders for points"),
+    "CreditsFrame.deposit": of(
+        CLIENT, CREDITS, "node.credits.issuer.ISSUER.max_pending_orders", fuzz="orders for points"
+    ),
     "CreditsFrame.voucher": of("the issuer", CREDITS, fuzz="asked for a voucher"),
     "CreditsFrame.error": of("the issuer", CREDITS, fuzz="asked for a balance"),
     "TransferFrame": of("another server", "as /petalnode/transfer/1", fuzz="asked for bytes"),
@@ -107,19 +117,20 @@ MESSAGES: Final[Mapping[str, Row]] = {
     "Announcement": of(
         PEER,
         DIRECTORY,
-        "protocols.announcement.MAX_ADDRS protocols.announcement._MAX_RTTS protocols.announcement._MAX_ADAPTERS",
+        "protocols.announcement.ANNOUNCEMENT.max_addrs "
+        "protocols.announcement.ANNOUNCEMENT.max_rtts protocols.announcement.ANNOUNCEMENT.max_adapters",
         f"{_A}test_large_announcements.py",
         f"{_A}test_claimed_lengths.py",
         fuzz="announcement",
-        size="protocols.announcement.MAX_BYTES",
+        size="protocols.announcement.ANNOUNCEMENT.max_bytes",
     ),
     "EvidenceNotice": of(
         PEER,
         "as /meshsub/1.1.0",
-        "node.trust.evidence_message.MAX_ENDORSEMENTS node.trust.evidence_gossip.MAX_KNOWN",
+        "node.trust.evidence_message.EVIDENCE_LIMITS.max_endorsements node.trust.evidence_gossip.HELD.max_known",
         f"{_A}test_malformed_evidence.py",
         fuzz="evidence by gossip",
-        size="node.trust.evidence_message.MAX_MESSAGE",
+        size="node.trust.evidence_message.EVIDENCE_LIMITS.max_message",
     ),
     "SignedEvidence": of(
         PEER,
@@ -127,15 +138,15 @@ MESSAGES: Final[Mapping[str, Row]] = {
         "",
         f"{_A}test_forged_statements.py",
         fuzz="evidence file",
-        size="node.trust.bundle.MAX_STATEMENT",
+        size="node.trust.bundle.BUNDLE.max_statement",
     ),
     "Evidence": of(
         PEER,
         EVIDENCE,
-        "node.trust.bundle._MAX_TENSORS",
+        "node.trust.bundle.BUNDLE.max_tensors",
         f"{_A}test_rewritten_undone_step.py",
         fuzz="evidence of answers",
-        size="node.trust.bundle.MAX_BUNDLE",
+        size="node.trust.bundle.BUNDLE.max_bytes",
     ),
     # Of the standards.
     "AutoNat": of(PEER, "as /libp2p/autonat/1.0.0", fuzz="asked to dial back"),

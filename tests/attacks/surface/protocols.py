@@ -62,7 +62,8 @@ CONNECTION: Final[Mapping[str, Row]] = {
 PROTOCOLS: Final[Mapping[str, Row]] = {
     "/ipfs/id/1.0.0": Row(
         PEER,
-        f"protocols.nat_traversal.IDENTIFY_MAX_MESSAGE protocols.delimited.MAX_FIELDS {STANDARD}._MAX_IDENTIFIED",
+        f"protocols.nat_traversal.TRAVERSAL.identify_max_message "
+        f"protocols.delimited.DELIMITED.max_fields {STANDARD}._MAX_IDENTIFIED",
         f"{STANDARD}.PATIENCE node.network.transport.connections.NEGOTIATION",
         f"{STANDARD}._MAX_IDENTIFIED_ADDRS node.network.transport.peerstore.MAX_PEERS",
         ("tests/attacks/test_pings_and_pushes.py", "tests/attacks/test_many_identities.py"),
@@ -71,7 +72,7 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     ),
     "/ipfs/id/push/1.0.0": Row(
         PEER,
-        f"protocols.nat_traversal.IDENTIFY_MAX_MESSAGE {STANDARD}._MAX_IDENTIFIED",
+        f"protocols.nat_traversal.TRAVERSAL.identify_max_message {STANDARD}._MAX_IDENTIFIED",
         f"{STANDARD}.PUSHES {STANDARD}.PATIENCE",
         f"{STANDARD}._MAX_IDENTIFIED_ADDRS {STANDARD}._MAX_IDENTIFIED_PROTOCOLS",
         ("tests/attacks/test_pings_and_pushes.py", "tests/attacks/test_many_identities.py"),
@@ -98,10 +99,13 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     ),
     "/meshsub/1.1.0": Row(
         PEER,
-        f"{GOSSIP}.MAX_RPC {GOSSIP}.MAX_FIELDS {GOSSIP}.MAX_QUEUED node.trust.evidence_message.MAX_MESSAGE",
+        f"{GOSSIP}.MAX_RPC {GOSSIP}.MAX_FIELDS "
+        f"{GOSSIP}.MAX_QUEUED node.trust.evidence_message.EVIDENCE_LIMITS.max_message",
         f"{GOSSIP}.OF_PEER {GOSSIP}.OF_ADDRESS {GOSSIP}.PATIENCE {GOSSIP}.READING {LIMITS}.WORK_PER_SECOND "
-        "node.trust.evidence_message.RATE node.trust.evidence_message.RELAYED node.trust.evidence_message.FORWARDED",
-        f"{GOSSIP}._MAX_TAKEN {GOSSIP}._MAX_CONTROL {GOSSIP}._MAX_LARGE node.trust.evidence_message.MAX_SENDERS",
+        "node.trust.evidence_message.EVIDENCE_LIMITS.rate "
+        "node.trust.evidence_message.EVIDENCE_LIMITS.relayed node.trust.evidence_message.EVIDENCE_LIMITS.forwarded",
+        f"{GOSSIP}._MAX_TAKEN {GOSSIP}._MAX_CONTROL "
+        f"{GOSSIP}._MAX_LARGE node.trust.evidence_message.EVIDENCE_LIMITS.max_senders",
         (
             "tests/attacks/test_gossip_floods.py",
             "tests/attacks/test_gossip_with_many_keys.py",
@@ -112,7 +116,7 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     ),
     "/libp2p/autonat/1.0.0": Row(
         PEER,
-        "protocols.nat_traversal.AUTONAT_MAX_MESSAGE protocols.nat_traversal._AUTONAT_MAX_ADDRS",
+        "protocols.nat_traversal.TRAVERSAL.autonat_max_message protocols.nat_traversal.TRAVERSAL.autonat_max_addrs",
         "node.network.nat.autonat._MAX_DIALED",
         "node.network.nat.autonat._MAX_KEPT node.network.nat.autonat._AT_ONCE_OF_HOST",
         ("tests/attacks/test_announced_addresses.py", "tests/attacks/test_relay_and_dial_backs.py"),
@@ -121,7 +125,7 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     ),
     "/libp2p/dcutr": Row(
         PEER,
-        "protocols.delimited.MAX_MESSAGE protocols.nat_traversal._PUNCH_MAX_ADDRS",
+        "protocols.delimited.MAX_MESSAGE protocols.nat_traversal.TRAVERSAL.punch_max_addrs",
         "node.network.nat.hole_punching._MAX_TARGETS node.network.nat.hole_punching._WHOLE",
         "node.network.nat.hole_punching._MAX_RECORDS node.network.nat.hole_punching._AT_ONCE",
         ("tests/attacks/test_announced_addresses.py", "tests/attacks/test_punches.py"),
@@ -150,7 +154,7 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
         CLIENT,
         f"{FRAMING}.MAX_HEADER protocols.inference.MAX_STEP_BYTES {MEMORY}.budgets_of",
         f"{REQUEST}.OPEN_TIMEOUT {FRAMING}.PATIENCE {FRAMING}.LEAST_RATE",
-        f"{SERVICE}.MAX_SESSIONS {STREAMS}.MAX_SERVED {STREAMS}.LEAST_SERVED",
+        f"{SERVICE}.MAX_SESSIONS {STREAMS}.SHARES.max_served {STREAMS}.SHARES.least_served",
         ("tests/attacks/test_payload_before_permission.py", "tests/attacks/test_hoarded_cache.py"),
         ("sessions and pushes",),
         ("unread bytes", "hoarded cache", "busy sessions", "abandoned prompts"),
@@ -159,24 +163,26 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
         "any peer, as the server before",
         f"{FRAMING}.MAX_HEADER protocols.inference.MAX_STEP_BYTES",
         f"{SERVICE}.FIRST_PUSH_TIMEOUT node.server.requests.pushes.PUSH_TIMEOUT",
-        f"{STREAMS}.MAX_SERVED",
+        f"{STREAMS}.SHARES.max_served",
         ("tests/attacks/test_rejected_push.py", "tests/attacks/test_push_after_replacement.py"),
         ("sessions and pushes",),
         ("wrong steps and pushes", "garbage"),
     ),
     "/petalnode/directory/1": Row(
         PEER,
-        "protocols.directory.MAX_HEADER protocols.directory.MAX_PAGE protocols.announcement.MAX_BYTES",
-        f"protocols.directory.MAX_PAGES node.swarm.answers._FRAMES_PER_SECOND {LIMITS}.WORK_PER_SECOND",
-        "node.swarm.view.MAX_RECORDS node.swarm.view._MAX_SOURCES",
+        "protocols.directory.MAX_HEADER "
+        "protocols.directory.DIRECTORY_LIMITS.max_page protocols.announcement.ANNOUNCEMENT.max_bytes",
+        f"protocols.directory.DIRECTORY_LIMITS.max_pages "
+        f"node.swarm.answers.ANSWERS.frames_per_second {LIMITS}.WORK_PER_SECOND",
+        "node.swarm.view.MAX_RECORDS node.swarm.view.VIEW.max_sources",
         ("tests/attacks/test_costly_directory.py", "tests/attacks/test_flooded_directory.py"),
         ("questions to a node", "asked for records", "asked for a ping", "asked what it is"),
         ("announcements", "directory questions", "garbage"),
     ),
     "/petalnode/manifest/1": Row(
         PEER,
-        "protocols.directory.MANIFEST_MAX_HEADER node.models.manifest.MAX_WIRE_BYTES",
-        f"{STREAMS}.MAX_SERVED",
+        "protocols.directory.DIRECTORY_LIMITS.manifest_max_header node.models.manifest.MAX_WIRE_BYTES",
+        f"{STREAMS}.SHARES.max_served",
         "node.models.folder.MAX_BLOCKS",
         ("tests/attacks/test_false_versions.py",),
         ("questions to a node", "asked for a manifest"),
@@ -211,27 +217,29 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     ),
     "/petalnode/receipts/1": Row(
         "a client that shares receipts with a validator",
-        "protocols.evidence.MAX_HEADER protocols.evidence.MAX_SHARED protocols.evidence.PIECE_BYTES",
-        "node.validator.auditing.OFFER_TIMEOUT node.validator.auditing.PIECE_TIMEOUT",
-        "node.validator.auditing.MAX_PENDING_BYTES node.validator.auditing.MAX_CALLS",
+        "protocols.evidence.EVIDENCE_SIZES.max_header "
+        "protocols.evidence.EVIDENCE_SIZES.max_shared protocols.evidence.PIECE_BYTES",
+        "node.validator.auditing.AUDITS.offer_timeout node.validator.auditing.AUDITS.piece_timeout",
+        "node.validator.auditing.AUDITS.max_pending_bytes node.validator.auditing.AUDITS.max_calls",
         ("tests/attacks/test_false_answers.py", "tests/attacks/test_held_places.py"),
         ("offers to an auditor",),
         ("evidence, receipts, points", "garbage"),
     ),
     "/petalnode/evidence/1": Row(
         PEER,
-        "protocols.evidence.MAX_HEADER protocols.evidence.MAX_SHARED",
-        "node.trust.evidence_gossip._IDLE_TIMEOUT protocols.evidence.MIN_RATE",
-        "node.trust.evidence_gossip._FETCHES_PER_STREAM node.trust.evidence_gossip.MAX_HELD_BYTES",
+        "protocols.evidence.EVIDENCE_SIZES.max_header protocols.evidence.EVIDENCE_SIZES.max_shared",
+        "node.trust.evidence_gossip.HELD.idle_timeout protocols.evidence.EVIDENCE_SIZES.min_rate",
+        "node.trust.evidence_gossip.HELD.fetches_per_stream node.trust.evidence_gossip.HELD.max_held_bytes",
         ("tests/attacks/test_slow_evidence.py",),
         ("questions to a node", "asked for evidence"),
         ("evidence, receipts, points", "garbage"),
     ),
     "/petalnode/credits/1": Row(
         "any peer, at a node that keeps points",
-        "protocols.credits.MAX_HEADER",
-        "node.credits.issuer.IDLE_TIMEOUT protocols.credits.MAX_ORDERS",
-        "node.credits.issuer.MAX_STREAMS node.credits.issuer.MAX_PENDING_ORDERS node.credits.ledger.MAX_ACCOUNTS",
+        "protocols.credits.CREDITS_LIMITS.max_header",
+        "node.credits.issuer.ISSUER.idle_timeout protocols.credits.CREDITS_LIMITS.max_orders",
+        "node.credits.issuer.ISSUER.max_streams "
+        "node.credits.issuer.ISSUER.max_pending_orders node.credits.ledger.LEDGER.max_accounts",
         ("tests/swarm/test_credits.py", "tests/attacks/test_held_places.py"),
         ("orders for points", "asked for a balance", "asked for a clearing", "asked for a voucher"),
         ("evidence, receipts, points", "garbage"),
@@ -239,8 +247,8 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     "/petalnode/transfer/1": Row(
         "another server",
         f"{FRAMING}.MAX_HEADER {FRAMING}.MAX_PAYLOAD",
-        "node.server.lifecycle.other_servers._TIMEOUT",
-        "node.server.lifecycle.other_servers._MAX_STREAMS",
+        "node.server.lifecycle.other_servers.TRANSFERS.timeout",
+        "node.server.lifecycle.other_servers.TRANSFERS.max_streams",
         ("tests/swarm/test_streams.py",),
         ("questions to a node", "asked for bytes"),
         ("transfers", "garbage"),
