@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -167,22 +168,9 @@ class Chatter:
         disagreed = len(self.disagreements)
         begun = time.perf_counter()
         said: list[int] = []
-        write = self.text.stream(self.output.write)
-
-        def on_token(token: int) -> None:
-            said.append(token)
-            write(token)
-
-        async def ask(stop: trio.Event) -> None:
-            with unwrapped(PetalnodeError):
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._say_what_is_waited_for)
-                    await self.conversation.answer(tokens, self.sampling, on_token, stop)
-                    nursery.cancel_scope.cancel()
-
         self._keep(fitted, finished=False)
         try:
-            stopped = await stopped_by_signal(ask)
+            stopped = await stopped_by_signal(partial(self._ask, tokens, said))
         except BaseException:
             if said:
                 self._keep(fitted.plus("assistant", self.text.decode(said)), finished=False)
@@ -198,6 +186,15 @@ class Chatter:
             self._keep(fitted.plus("assistant", text), finished=True)
         if stopped is not None and (stopped != signal.SIGINT or self.once):
             raise typer.Exit(interrupted(stopped))
+
+    async def _ask(self, tokens: list[int], said: list[int], stop: trio.Event) -> None:
+        """Writes the answer as it comes, and appends its tokens to `said`."""
+        write = self.text.stream(self.output.write)
+        with unwrapped(PetalnodeError):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._say_what_is_waited_for)
+                await self.conversation.answer(tokens, self.sampling, partial(_write_token, write, said), stop)
+                nursery.cancel_scope.cancel()
 
     def _tell(
         self,
@@ -307,3 +304,8 @@ class Chatter:
         text = f"route: you → {' → '.join(hops)} → you" if hops else "no route yet: ask something"
         text += f", in {self.conversation.codec}" if self.conversation.codec != "none" else ""
         self.output.say(text, style="dim")
+
+
+def _write_token(write: Callable[[int], object], said: list[int], token: int) -> None:
+    said.append(token)
+    write(token)

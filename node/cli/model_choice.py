@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Final
@@ -190,6 +191,12 @@ def is_named(model: str | None, name: str, version: bytes) -> bool:
     return name in (model, named) and version.hex().startswith(pinned or "")
 
 
+def _before_download(coming: Mapping[Path, int], needed: Collection[Path]) -> None:
+    from ..blocks.architecture import check_download  # with torch: two seconds, which a download takes anyway
+
+    check_download(coming, needed)
+
+
 async def model_folder(model: str, output: Output, *, need: Need) -> ModelFolder:
     """Finds the folder of a model, and downloads or imports what is missing, with progress bars.
 
@@ -197,15 +204,7 @@ async def model_folder(model: str, output: Output, *, need: Need) -> ModelFolder
         ModelError: the model cannot be found or used.
     """
     bars = ProgressBars(output.errors)
-
-    def before_download(coming: Mapping[Path, int], needed: Collection[Path]) -> None:
-        from ..blocks.architecture import check_download  # with torch: two seconds, which a download takes anyway
-
-        check_download(coming, needed)
-
-    def find() -> ModelFolder:
-        return resolve(model, need=need, progress=bars, before_download=before_download)
-
+    find = partial(resolve, model, need=need, progress=bars, before_download=_before_download)
     try:
         # Ctrl-C is not to wait for a download, which the next run goes on with.
         return await trio.to_thread.run_sync(find, abandon_on_cancel=True)
@@ -216,7 +215,7 @@ async def model_folder(model: str, output: Output, *, need: Need) -> ModelFolder
 def one_of(choices: Sequence[str]) -> Callable[[str], str]:
     """The parser of an option that takes one of these."""
 
-    def parse(text: str) -> str:
+    def parse(text: str) -> str:  # with a name, which click asks for
         if text not in choices:
             raise typer.BadParameter(f"{text}: use {', '.join(choices)}")
         return text

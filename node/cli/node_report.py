@@ -32,22 +32,22 @@ CLOCKS: Final = ClockCheck()
 _WAYS = {"remembered": "which is remembered from another run", "neighbours": "found on this network"}
 
 
+async def _ask_clock(swarm: Swarm, peer_id: str, timeout: float, offsets: list[float]) -> None:
+    asked = time.time()
+    try:
+        told = (await swarm.ask_node(peer_id, timeout=timeout)).time
+    except PeerError:
+        return
+    if told:
+        offsets.append(told - (asked + time.time()) / 2)
+
+
 async def clock_offsets(swarm: Swarm, timeout: float) -> list[float]:
     """By how many seconds peers' clocks are ahead of this machine's, of some peers that answer within `timeout`."""
     offsets: list[float] = []
-
-    async def ask(peer_id: str) -> None:
-        asked = time.time()
-        try:
-            told = (await swarm.ask_node(peer_id, timeout=timeout)).time
-        except PeerError:
-            return
-        if told:
-            offsets.append(told - (asked + time.time()) / 2)
-
     async with trio.open_nursery() as nursery:
         for peer_id in swarm.connected()[: CLOCKS.clocks_asked]:
-            nursery.start_soon(ask, peer_id)
+            nursery.start_soon(_ask_clock, swarm, peer_id, timeout, offsets)
     return sorted(offsets)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final, NoReturn
 
 import trio
@@ -27,19 +27,21 @@ async def stopped_by_signal(function: Callable[[trio.Event], Awaitable[object]])
     came: list[int] = []
     with unwrapped(PetalnodeError), trio.open_signal_receiver(*_heeded()) as signals:
         async with trio.open_nursery() as nursery:
-
-            async def watch() -> None:
-                async for number in signals:
-                    came.append(number)
-                    stop.set()
-                    # A token is on its way; a long prompt or a silent server is not waited for.
-                    await trio.sleep(STOP_GRACE)
-                    nursery.cancel_scope.cancel()
-
-            nursery.start_soon(watch)
+            nursery.start_soon(_watch_signals, signals, came, stop, nursery.cancel_scope)
             await function(stop)
             nursery.cancel_scope.cancel()
     return next((number for number in came if number != signal.SIGINT), came[0] if came else None)
+
+
+async def _watch_signals(
+    signals: AsyncIterator[int], came: list[int], stop: trio.Event, scope: trio.CancelScope
+) -> None:
+    async for number in signals:
+        came.append(number)
+        stop.set()
+        # A token is on its way; a long prompt or a silent server is not waited for.
+        await trio.sleep(STOP_GRACE)
+        scope.cancel()
 
 
 def _heeded() -> list[signal.Signals]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeVar
 
 import trio
@@ -104,14 +105,13 @@ class Wallet:
         Raises:
             SwarmError: it does not keep them.
         """
-
-        async def order(stream: CreditsStream) -> bytes:
-            sequence = (await self._credit(stream)).sequence + 1
-            order = DepositOrder(self.issuer, self._identity.peer_id, points, until_ms, sequence)
-            return await ask_voucher(stream, order.signed(self._identity), timeout=WALLET.ask_timeout)
-
         async with self._ordering:
-            return await self._ask(order)
+            return await self._ask(partial(self._order_deposit, points, until_ms))
+
+    async def _order_deposit(self, points: int, until_ms: int, stream: CreditsStream) -> bytes:
+        sequence = (await self._credit(stream)).sequence + 1
+        order = DepositOrder(self.issuer, self._identity.peer_id, points, until_ms, sequence)
+        return await ask_voucher(stream, order.signed(self._identity), timeout=WALLET.ask_timeout)
 
     async def pay(self, server: Announcement | None, batch: int, max_length: int) -> Clearing | None:
         """The clearing to show this server when a session of `batch` rows of `max_length` tokens is opened.

@@ -11,8 +11,9 @@ import logging
 import os
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import trio
 
@@ -101,8 +102,8 @@ class Traces:
 
         said = OTELResourceDetector().detect().attributes
         resource = Resource.create({"service.name": f"petalnode-{role}", "service.version": __version__, **said})
-        self._ids = _id_generator()
-        self._provider = TracerProvider(resource=resource, id_generator=self._ids, shutdown_on_exit=False)
+        self._ids = ChosenIds()
+        self._provider = TracerProvider(resource=resource, id_generator=cast(Any, self._ids), shutdown_on_exit=False)
         for exporter in exporters:
             make = SimpleSpanProcessor if at_once else BatchSpanProcessor
             self._provider.add_span_processor(make(exporter))
@@ -206,20 +207,11 @@ class Traces:
 
     def application(self, application: ASGIApp) -> ASGIApp:
         """`application`, with a span for every request, in the trace that its `traceparent` names."""
+        return partial(self._trace_request, application)
 
-        async def traced_application(scope: Scope, receive: Receive, send: Send) -> None:
-            with self._request(scope) as span:
-
-                async def sending(message: Message) -> None:
-                    if message["type"] == "http.response.start":
-                        span.set_attribute("http.response.status_code", message["status"])
-                        if message["status"] >= 500:
-                            span.set_status(_error())
-                    await send(message)
-
-                await application(scope, receive, sending)
-
-        return traced_application
+    async def _trace_request(self, application: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._request(scope) as span:
+            await application(scope, receive, partial(_send_noting_status, span, send))
 
     @contextmanager
     def _request(self, scope: Scope) -> Iterator[Span]:
@@ -287,27 +279,37 @@ def _ns(seconds: float) -> int:
     return int(seconds * 1e9)
 
 
-def _id_generator() -> Any:
-    """OpenTelemetry's own, but for ids that are chosen for one span."""
-    from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+async def _send_noting_status(span: Span, send: Send, message: Message) -> None:
+    if message["type"] == "http.response.start":
+        span.set_attribute("http.response.status_code", message["status"])
+        if message["status"] >= 500:
+            span.set_status(_error())
+    await send(message)
 
-    class ChosenIds(RandomIdGenerator):
-        def __init__(self) -> None:
+
+class ChosenIds:
+    """OpenTelemetry's own generator of ids, but for ids that are chosen for one span."""
+
+    def __init__(self) -> None:
+        from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+
+        self._random = RandomIdGenerator()
+        self._trace = self._span = 0
+
+    @contextmanager
+    def chosen(self, trace: int, span: int) -> Iterator[None]:
+        """Ids of the spans that are made in the block; 0 is any. The block must not wait."""
+        self._trace, self._span = trace, span
+        try:
+            yield
+        finally:
             self._trace = self._span = 0
 
-        @contextmanager
-        def chosen(self, trace: int, span: int) -> Iterator[None]:
-            """Ids of the spans that are made in the block; 0 is any. The block must not wait."""
-            self._trace, self._span = trace, span
-            try:
-                yield
-            finally:
-                self._trace = self._span = 0
+    def generate_trace_id(self) -> int:
+        return self._trace or self._random.generate_trace_id()
 
-        def generate_trace_id(self) -> int:
-            return self._trace or super().generate_trace_id()
+    def generate_span_id(self) -> int:
+        return self._span or self._random.generate_span_id()
 
-        def generate_span_id(self) -> int:
-            return self._span or super().generate_span_id()
-
-    return ChosenIds()
+    def is_trace_id_random(self) -> bool:
+        return self._random.is_trace_id_random()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -134,10 +135,7 @@ def make_plan(
     reloads = np.where(new, 0.0, lengths * np.array([server.reload_weight for server in ordered], float))
     most = charge * float(reloads.sum()) + 1.0 + policy.evenness * policy.level**2 * num_blocks
     terms = Terms(scale, policy.level * scale, policy.evenness, charge, 1.0 + most)
-
-    def search(rows: np.ndarray) -> Search:
-        return Search(speeds, lengths, origin, reloads, rows, num_blocks, terms)
-
+    search = partial(Search, speeds, lengths, origin, reloads, num_blocks=num_blocks, terms=terms)
     everyone = search(movable)
     start = everyone.state(origin)
     rest = search(np.flatnonzero(new)).run(origin) if new.any() else start

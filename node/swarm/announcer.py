@@ -101,18 +101,17 @@ class Announcer:
         of two peers that change what they announce and then exchange, at least one knows of the other's change.
         """
         answered: set[str] = set()
-
-        async def talk(peer_id: str) -> None:
-            try:
-                await self._directory.pull(peer_id, model_version=model_version, publish=True, timeout=timeout)
-                answered.add(peer_id)
-            except PeerError as error:
-                log.debug("nothing exchanged with %s: %s", peer_id, error)
-
         async with trio.open_nursery() as nursery:
             for peer_id in {*peers, *self._directory.peers_to_ask(ASKING.asked_at_start)} - {self._identity.peer_id}:
-                nursery.start_soon(talk, peer_id)
+                nursery.start_soon(self._exchange_with, peer_id, model_version, timeout, answered)
         return frozenset(answered)
+
+    async def _exchange_with(self, peer_id: str, model_version: bytes, timeout: float, answered: set[str]) -> None:
+        try:
+            await self._directory.pull(peer_id, model_version=model_version, publish=True, timeout=timeout)
+            answered.add(peer_id)
+        except PeerError as error:
+            log.debug("nothing exchanged with %s: %s", peer_id, error)
 
     def _wake(self) -> None:
         self._changed.set()

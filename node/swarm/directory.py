@@ -32,7 +32,7 @@ from ..network.host import keep_up
 from .answers import DirectoryAnswers
 from .config import SwarmConfig
 from .rhythm import PACE, Rhythm, rhythm
-from .sample import SAMPLING, Contacts, KnownShare, around, in_turn, known_well
+from .sample import SAMPLING, Contacts, KnownShare, Wave, around, in_turn, known_well
 from .streams import MessageStreams
 from .view import SwarmView
 
@@ -320,28 +320,15 @@ class Directory:
     ) -> None:
         """Starts pulling from all; returns soon after a few have answered, or when all have failed, or if nobody has
         answered for `patience` seconds."""
-        answers = failed = 0
-        progress = trio.Event()
-
-        async def ask(peer_id: str) -> None:
-            nonlocal answers, failed, progress
-            try:
-                await pull(peer_id)
-                answers += 1
-            except PeerError as error:
-                failures.append(str(error))
-                failed += 1
-            progress.set()
-            progress = trio.Event()
-
+        wave = Wave(failures)
         for peer_id in peers:
-            nursery.start_soon(ask, peer_id)
+            nursery.start_soon(wave.ask, pull, peer_id)
         with trio.move_on_after(patience):
-            while answers == 0 and failed < len(peers):
-                await progress.wait()
+            while wave.answers == 0 and wave.failed < len(peers):
+                await wave.progress.wait()
         with trio.move_on_after(ASKING.grace):
-            while answers < ASKING.enough_answers and answers + failed < len(peers):
-                await progress.wait()
+            while wave.answers < ASKING.enough_answers and wave.answers + wave.failed < len(peers):
+                await wave.progress.wait()
 
     def peers_to_ask(self, count: int) -> list[str]:
         """Whom to ask: the named peers, and `count` others: first some that we have a connection to. Of these, too, one

@@ -12,7 +12,7 @@ import logging
 import random
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -307,20 +307,16 @@ class Discovery:
 
     async def _try(self, candidates: Sequence[PeerCandidate]) -> bool:
         """Calls on these peers, some at a time; returns whether one answered, as soon as one did."""
-        found = False
         waiting = iter(candidates)
-
-        async def work() -> None:
-            nonlocal found
-            for candidate in waiting:
-                if await self._meet(candidate):
-                    found = True
-                    nursery.cancel_scope.cancel()
-
         async with trio.open_nursery() as nursery:
             for _ in range(min(DISCOVERY.at_once, len(candidates))):
-                nursery.start_soon(work)
-        return found
+                nursery.start_soon(self._try_each, waiting, nursery.cancel_scope)
+        return nursery.cancel_scope.cancel_called
+
+    async def _try_each(self, waiting: Iterator[PeerCandidate], others: trio.CancelScope) -> None:
+        for candidate in waiting:
+            if await self._meet(candidate):
+                others.cancel()
 
     async def _remembered(self) -> list[PeerCandidate]:
         if self._peer_store is None:

@@ -12,7 +12,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
@@ -103,36 +103,38 @@ def pause_after(rounds: int, cost: int, taken: int) -> float:
 
 @dataclass(frozen=True)
 class Sought:
-    """A key, and which announcements of its providers are what is looked for there."""
+    """A key, and which announcements of its providers are what is looked for there: of a model's name, or of a version
+    (its first hexadecimal digits) and a range of its blocks; of any servers if neither is given."""
 
     key: bytes
-    fits: Callable[[Announcement], bool]
+    name: str | None = None
+    version: str = ""
+    num_blocks: int | None = None
+    block_range: int | None = None
+
+    def fits(self, found: Announcement) -> bool:
+        named = self.name in (None, found.model_name) and self.num_blocks in (None, found.num_blocks)
+        ours = named and found.model_version.hex().startswith(self.version)
+        return ours and (self.block_range is None or self.block_range in ranges_of(found.span, found.num_blocks))
 
 
 def blocks_sought(version: str, num_blocks: int | None = None) -> list[Sought]:
     """All ranges of a model version, of which `version` are the first hexadecimal digits (`VERSION_DIGITS` or more)."""
-
-    def holds(number: int) -> Callable[[Announcement], bool]:
-        def fits(found: Announcement) -> bool:
-            ours = found.model_version.hex().startswith(version) and num_blocks in (None, found.num_blocks)
-            return ours and number in ranges_of(found.span, found.num_blocks)
-
-        return fits
-
     count = MAX_RANGES if num_blocks is None else len(ranges_of(Span(0, num_blocks), num_blocks))
-    return [Sought(blocks_key(version, number), holds(number)) for number in range(count)]
+    return [
+        Sought(blocks_key(version, number), version=version, num_blocks=num_blocks, block_range=number)
+        for number in range(count)
+    ]
 
 
 def model_sought(name: str, num_blocks: int) -> list[Sought]:
     """Servers of any version of a model of this name."""
-    return [
-        Sought(model_key(name, num_blocks), lambda found: (found.model_name, found.num_blocks) == (name, num_blocks))
-    ]
+    return [Sought(model_key(name, num_blocks), name, num_blocks=num_blocks)]
 
 
 def directories_sought() -> list[Sought]:
     """Any servers."""
-    return [Sought(directory_key(shard), lambda found: True) for shard in range(SHARDS)]
+    return [Sought(directory_key(shard)) for shard in range(SHARDS)]
 
 
 def missing(servers: Iterable[Announcement]) -> bool:
@@ -149,6 +151,19 @@ class _Search:
 
     tried: dict[str, Announcement | None] = field(default_factory=dict)
     answered: bool = False  # by any peer of the DHT
+
+
+@dataclass
+class _KeySearch:
+    """What became of one key: how many of its providers were asked, and how many are what is looked for."""
+
+    sought: Sought
+    tried: int = 0
+    found: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.tried >= SEARCH.tried or self.found >= SEARCH.enough
 
 
 class ProviderRecords:
@@ -228,40 +243,37 @@ class ProviderRecords:
         self._searched[what] = (now, answered)
         search = _Search()
         waiting = iter(random.sample(list(sought), len(sought)))
-
-        async def work() -> None:
-            for one in waiting:
-                await self._find_key(one, search)
-
         with trio.move_on_after(min(timeout, SEARCH.seconds)):
             async with trio.open_nursery() as nursery:
                 for _ in range(SEARCH.keys_at_once):
-                    nursery.start_soon(work)
+                    nursery.start_soon(self._find_keys, waiting, search)
         self._searched[what] = (now, search.answered)
         await self._dht.close_opened()
         return search.answered
+
+    async def _find_keys(self, waiting: Iterator[Sought], search: _Search) -> None:
+        for sought in waiting:
+            await self._find_key(sought, search)
 
     async def _find_key(self, sought: Sought, search: _Search) -> None:
         lookup = await self._dht.look_up(sought.key, timeout=SEARCH.look_up)
         search.answered |= bool(lookup.nearest())
         providers = lookup.providers(random.Random())
-        tried = found = 0
-
-        async def work() -> None:
-            nonlocal tried, found
-            for contact in providers:
-                if tried >= SEARCH.tried or found >= SEARCH.enough or len(search.tried) >= SEARCH.tried_in_all:
-                    return
-                tried += 1
-                if contact.peer_id not in search.tried:
-                    search.tried[contact.peer_id] = None
-                    search.tried[contact.peer_id] = await self._announcement_of(contact)
-                own = search.tried[contact.peer_id]
-                found += own is not None and sought.fits(own)
-
+        of_key = _KeySearch(sought)
         async with trio.open_nursery() as nursery:
             for _ in range(SEARCH.tried_at_once):
-                nursery.start_soon(work)
+                nursery.start_soon(self._try_providers, providers, of_key, search)
+
+    async def _try_providers(self, providers: Iterator[Contact], of_key: _KeySearch, search: _Search) -> None:
+        for contact in providers:
+            if of_key.is_over or len(search.tried) >= SEARCH.tried_in_all:
+                return
+            of_key.tried += 1
+            if contact.peer_id not in search.tried:
+                search.tried[contact.peer_id] = None
+                search.tried[contact.peer_id] = await self._announcement_of(contact)
+            own = search.tried[contact.peer_id]
+            of_key.found += own is not None and of_key.sought.fits(own)
 
     async def _announcement_of(self, contact: Contact) -> Announcement | None:
         """What a provider announces of itself, merged into the view; None if it gives nothing of use."""

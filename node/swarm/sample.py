@@ -7,12 +7,15 @@ import math
 import random
 import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+import trio
+
 from ...protocols.announcement import Announcement, ServerState, SignedAnnouncement, is_expired, is_overdue
 from ...protocols.directory import DIRECTORY_LIMITS, size_in_page
+from ...protocols.framing import PeerError
 from .view import Origin, SwarmView, nobody
 
 
@@ -206,3 +209,22 @@ class KnownShare:
     def share(self) -> float:
         """0 .. 1; 1 as long as nobody has named enough of them."""
         return statistics.median(self._shares) if self._shares else 1.0
+
+
+class Wave:
+    """Some peers that are asked side by side. Why one has not answered goes into `failures`."""
+
+    def __init__(self, failures: list[str]) -> None:
+        self.answers = self.failed = 0
+        self.progress = trio.Event()
+        self._failures = failures
+
+    async def ask(self, pull: Callable[[str], Awaitable[object]], peer_id: str) -> None:
+        try:
+            await pull(peer_id)
+            self.answers += 1
+        except PeerError as error:
+            self._failures.append(str(error))
+            self.failed += 1
+        self.progress.set()
+        self.progress = trio.Event()

@@ -302,38 +302,31 @@ class Swarm(MessageStreams):
         proven = set(filter(self.trust.is_proven, (server.peer_id for server in named)))
         asked = manifests_to_ask(named, connected=set(self.connected()), proven=proven)
         found: dict[bytes, bytes] = {}
-
-        async def ask(servers: Sequence[Announcement]) -> None:
-            manifest = await self._manifest_of(servers, timeout)
-            if manifest is not None:
-                found[servers[0].model_version] = manifest
-
         async with trio.open_nursery() as nursery:
             for servers in asked:
-                nursery.start_soon(ask, servers)
+                nursery.start_soon(self._ask_servers, servers, timeout, found)
         for servers in asked:
             version = servers[0].model_version
             if version in found:
                 yield version, found[version]
 
-    async def _manifest_of(self, servers: Sequence[Announcement], timeout: float) -> bytes | None:
-        """The manifest that the first of these servers of one version gives."""
-        found: list[bytes] = []
-
-        async def ask(server: Announcement) -> None:
-            try:
-                manifest = await self.fetch_manifest(server.peer_id, server.model_version, timeout=timeout)
-            except PeerError as error:
-                log.debug("no manifest: %s", error)
-                return
-            if manifest is not None:
-                found.append(manifest)
-                nursery.cancel_scope.cancel()
-
+    async def _ask_servers(self, servers: Sequence[Announcement], timeout: float, found: dict[bytes, bytes]) -> None:
+        """Puts the manifest that the first of these servers of one version gives into `found`."""
         async with trio.open_nursery() as nursery:
             for server in servers:
-                nursery.start_soon(ask, server)
-        return found[0] if found else None
+                nursery.start_soon(self._ask_server, server, timeout, found, nursery.cancel_scope)
+
+    async def _ask_server(
+        self, server: Announcement, timeout: float, found: dict[bytes, bytes], others: trio.CancelScope
+    ) -> None:
+        try:
+            manifest = await self.fetch_manifest(server.peer_id, server.model_version, timeout=timeout)
+        except PeerError as error:
+            log.debug("no manifest: %s", error)
+            return
+        if manifest is not None:
+            found.setdefault(server.model_version, manifest)
+            others.cancel()
 
     async def _serve_manifests(self, stream: MessageStream[wire.ManifestFrame]) -> None:
         await answer_manifests(stream, self._manifests, timeout=_MANIFEST_IDLE)

@@ -70,11 +70,15 @@ def manifests_to_ask(
     for server in sorted(servers, key=lambda server: (server.peer_id not in proven, server.peer_id not in connected)):
         versions.setdefault(server.model_version, []).append(server)
 
-    def rank(known: list[Announcement]) -> tuple[int, bool, int]:
-        trusted = sum(server.peer_id in proven for server in known)
-        return -trusted, not any(server.peer_id in connected for server in known), -len(known)
-
-    return [known[: VERSIONS.servers_asked] for known in sorted(versions.values(), key=rank)[: VERSIONS.asked]]
+    ranked = sorted(
+        versions.values(),
+        key=lambda known: (
+            -sum(server.peer_id in proven for server in known),
+            not any(server.peer_id in connected for server in known),
+            -len(known),
+        ),
+    )
+    return [known[: VERSIONS.servers_asked] for known in ranked[: VERSIONS.asked]]
 
 
 def most_proven(fitting: Collection[bytes], proven: Mapping[bytes, int]) -> bytes | None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -114,12 +115,7 @@ class TrustStore:
         self._dirty_bans.discard(peer_id)
         self._standings.pop(peer_id, None)
         self._dirty_standings.discard(peer_id)
-
-        def work(connection: sqlite3.Connection) -> None:
-            connection.execute("DELETE FROM bans WHERE peer_id = ?", (peer_id,))
-            connection.execute("DELETE FROM standings WHERE peer_id = ?", (peer_id,))
-
-        self._use(work)
+        self._use(partial(_forget, peer_id))
         return found
 
     # --- reputation
@@ -314,3 +310,8 @@ class TrustStore:
         while True:
             await trio.sleep(STORE.save_interval)
             await trio.to_thread.run_sync(self.save)
+
+
+def _forget(peer_id: str, connection: sqlite3.Connection) -> None:
+    connection.execute("DELETE FROM bans WHERE peer_id = ?", (peer_id,))
+    connection.execute("DELETE FROM standings WHERE peer_id = ?", (peer_id,))

@@ -195,13 +195,7 @@ class Training:
         batch = batch_of([self._train[number] for number in numbers], self._padding)
         begun = time.perf_counter()
 
-        def forward_and_back() -> float:
-            self._optimiser.zero_grad()
-            mean, _ = self.tuned.loss(batch)
-            mean.backward()  # type: ignore[no-untyped-call]
-            return float(mean.detach())
-
-        loss = yield from _patiently(forward_and_back)
+        loss = yield from _patiently(partial(self._forward_and_back, batch))
         rate = learning_rate(self.step, recipe.steps, peak=recipe.peak, warmup=recipe.warmup, shape=recipe.shape)
         length = float(torch.nn.utils.clip_grad_norm_(self._weights.values(), recipe.clip))
         if not math.isfinite(loss) or not math.isfinite(length):
@@ -216,6 +210,12 @@ class Training:
             self.loss = loss
         speed = batch.tokens / (time.perf_counter() - begun)
         yield StepDone(self.step, recipe.steps, loss, rate, speed)
+
+    def _forward_and_back(self, batch: Batch) -> float:
+        self._optimiser.zero_grad()
+        mean, _ = self.tuned.loss(batch)
+        mean.backward()  # type: ignore[no-untyped-call]
+        return float(mean.detach())
 
     def _evaluate(self) -> Iterator[Event]:
         total, count, right = 0.0, 0, 0

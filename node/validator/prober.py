@@ -211,6 +211,15 @@ def _session_limit(client: SwarmClient, probe: Probe) -> int:
 # --- a batch of a fine-tuning
 
 
+def _first_gradient(model: ProbeModel, probe: Probe, last: WireTensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Of the loss, or where blocks come behind the probe's a random one, for what the `last` server has answered."""
+    left = decode(last.tensor, last.payload)
+    if probe.span.end == model.local.num_blocks:
+        return model.local.loss_gradient(left, tokens)
+    generator = torch.Generator().manual_seed(probe.seed % 2**31)
+    return 1e-3 * torch.randn(left.shape, generator=generator).to(left.dtype)
+
+
 async def _train(client: SwarmClient, model: ProbeModel, probe: Probe) -> None:
     random = Random(probe.seed)
     tokens = model.rows(random, probe.rows, min(probe.new_tokens, model.local.max_positions or probe.new_tokens))
@@ -225,19 +234,11 @@ async def _train(client: SwarmClient, model: ProbeModel, probe: Probe) -> None:
         (output,) = await client.batches.run(FORWARD, hop, spec, MicroBatch((chunk,), kept=kept), None)
         entered.append((hop, chunk, kept))
         chunk = output
-
-    def first_gradient() -> torch.Tensor:
-        left = decode(chunk.tensor, chunk.payload)
-        if probe.span.end == model.local.num_blocks:
-            return model.local.loss_gradient(left, tokens)
-        generator = torch.Generator().manual_seed(probe.seed % 2**31)
-        return 1e-3 * torch.randn(left.shape, generator=generator).to(left.dtype)
-
     ahead = {  # as `BatchPass.backward` does
         hop: await client.batches.begin(hop, spec, MicroBatch((given, given), kept=kept), None)
         for hop, given, kept in entered[:-1]
     }
-    flowing = WireTensor(*encode(await trio.to_thread.run_sync(first_gradient), "none"))
+    flowing = WireTensor(*encode(await trio.to_thread.run_sync(_first_gradient, model, probe, chunk, tokens), "none"))
     for hop, given, kept in reversed(entered):
         task = MicroBatch((given, flowing), kept=kept)
         flowing, *_ = await client.batches.run(BACKWARD, hop, spec, task, None, ahead.get(hop))

@@ -207,11 +207,11 @@ class Validator:
         return await trio.to_thread.run_sync(self._with_evidence, verdict, bundle)
 
     async def _judged(self, done: Collection[Probed]) -> list[Verdict]:
-        def compare_all() -> list[Compared]:
-            return self._options.judge.compare([observed for probed in done for observed in probed.observed()])
-
-        answers = await trio.to_thread.run_sync(compare_all, abandon_on_cancel=True)
+        answers = await trio.to_thread.run_sync(self._compared, done, abandon_on_cancel=True)
         return [await self._judged_one(compared) for compared in answers]
+
+    def _compared(self, done: Collection[Probed]) -> list[Compared]:
+        return self._options.judge.compare([observed for probed in done for observed in probed.observed()])
 
     async def _judged_one(self, compared: Compared) -> Verdict:
         verdict = self._options.judge.verdict(compared)

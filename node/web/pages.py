@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -73,16 +73,13 @@ def page_routes() -> list[BaseRoute]:
     """`/` and the files of the pages. They are read once: what is asked for is a key of a table and no path."""
     files = {path.name: StaticFile.read(path) for path in sorted(STATIC.iterdir()) if path.suffix in MEDIA_TYPES}
     return [
-        Route("/", _sender(files, lambda _: INDEX)),
-        Route("/web/{name}", _sender(files, lambda request: str(request.path_params["name"]))),
+        Route("/", partial(_send, files)),
+        Route("/web/{name}", partial(_send, files)),
     ]
 
 
-def _sender(files: dict[str, StaticFile], name: Callable[[Request], str]) -> Callable[[Request], object]:
-    async def send(request: Request) -> Response:
-        found = files.get(name(request))
-        if found is None:
-            raise HTTPException(404)
-        return found.answer(request)
-
-    return send
+async def _send(files: dict[str, StaticFile], request: Request) -> Response:
+    found = files.get(request.path_params.get("name", INDEX))
+    if found is None:
+        raise HTTPException(404)
+    return found.answer(request)

@@ -350,13 +350,14 @@ def test_a_server_that_follows_is_measured_soon_after_the_start(comes_at: float,
 
     own.peer_id = "own"
     swarm: Any = SimpleNamespace(peer_id="own", view=SimpleNamespace(servers=servers), measure_rtt=measure_rtt)
+    changed: Any = SimpleNamespace(set=lambda: announced.append(trio.current_time() - begun))
     begun = 0.0
 
     async def serve() -> None:
         nonlocal begun
         begun = trio.current_time()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(keep_rtts, swarm, own, rtts, lambda: announced.append(trio.current_time() - begun))
+            nursery.start_soon(keep_rtts, swarm, own, rtts, changed)
             await trio.sleep(known_at + 1)
             nursery.cancel_scope.cancel()
 

@@ -161,8 +161,8 @@ def announced_after(seconds: float, *, earlier: BlockSpeed | None, steps: int = 
     async def serve() -> SpanSpeed:
         speed = await SpanSpeed.measured(machine, KEY, None, _known_network)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(speed.keep_corrected, lambda: None)
-            nursery.start_soon(speed.measure_when_idle, lambda: True, lambda: None)
+            nursery.start_soon(speed.keep_corrected)
+            nursery.start_soon(speed.measure_when_idle, lambda: True)
             for _ in range(steps):
                 speed.live.note_decode(1, 1.0, 2 * SPEED.step_seconds)
             await trio.sleep(seconds)

@@ -8,9 +8,9 @@ import sqlite3
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import trio
 from starlette.types import ASGIApp, Message
@@ -203,20 +203,26 @@ async def open_batches(path: Path | None, limits: BatchLimits | None = None) -> 
         store.close()
 
 
-async def _asked(application: ASGIApp, owner: str, path: str, body: bytes) -> tuple[int, bytes]:
-    """What the API answers to a request: the status and the body, which is JSON."""
-    told: list[Any] = []
-    waiting = [{"type": "http.request", "body": body, "more_body": False}]
+@dataclass
+class _Exchange:
+    """A request to an ASGI application that is all there, and what it is told."""
 
-    async def receive() -> Message:
-        if waiting:
-            return waiting.pop()
+    waiting: list[Message]
+    told: list[Message] = field(default_factory=list)
+
+    async def receive(self) -> Message:
+        if self.waiting:
+            return self.waiting.pop()
         await trio.sleep_forever()
         raise AssertionError
 
-    async def send(message: Message) -> None:
-        told.append(message)
+    async def send(self, message: Message) -> None:
+        self.told.append(message)
 
+
+async def _asked(application: ASGIApp, owner: str, path: str, body: bytes) -> tuple[int, bytes]:
+    """What the API answers to a request: the status and the body, which is JSON."""
+    exchange = _Exchange([{"type": "http.request", "body": body, "more_body": False}])
     scope = {
         "type": "http",
         "http_version": "1.1",
@@ -232,9 +238,9 @@ async def _asked(application: ASGIApp, owner: str, path: str, body: bytes) -> tu
         "state": {"owner": owner},
     }
     try:
-        await application(scope, receive, send)
+        await application(scope, exchange.receive, exchange.send)
     except Exception:  # which it has answered with 500 before
         log.exception("a request of a batch has failed in a way that nobody expected")
-    status = told[0]["status"] if told else 500
-    data = b"".join(message.get("body", b"") for message in told[1:])
+    status = exchange.told[0]["status"] if exchange.told else 500
+    data = b"".join(message.get("body", b"") for message in exchange.told[1:])
     return status, data or b"null"

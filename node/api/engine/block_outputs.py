@@ -37,11 +37,7 @@ async def block_outputs(
     virtual = 0 if soft_prompt is None else len(soft_prompt)
     tokens = [local.any_token] * virtual + list(prompt)
 
-    def embed() -> torch.Tensor:
-        with nullcontext() if soft_prompt is None else local.prompted(soft_prompt):
-            return local.embed(torch.tensor([tokens]), 0)
-
-    hidden = await trio.to_thread.run_sync(embed)
+    hidden = await trio.to_thread.run_sync(_embedded, local, tokens, soft_prompt)
     found = {}
     for start, end in pairwise([0, *(block + 1 for block in blocks)]):
         spec = SessionSpec(
@@ -58,3 +54,8 @@ async def block_outputs(
             hidden = await trio.to_thread.run_sync(from_chunks, await session.step(chunks))
         found[end - 1] = hidden[0, virtual:]
     return found
+
+
+def _embedded(local: ClientModel, tokens: Sequence[int], soft_prompt: torch.Tensor | None) -> torch.Tensor:
+    with nullcontext() if soft_prompt is None else local.prompted(soft_prompt):
+        return local.embed(torch.tensor([tokens]), 0)

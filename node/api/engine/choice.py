@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from functools import partial
+from typing import Final
 
 import torch
 import trio
@@ -19,7 +20,7 @@ from ...trust.receipt_log import SessionLog
 from .conversations import CacheScope, Conversations
 from .generation import ApiLimits, ApiTallies, ChosenToken, Event, Finished, GenerationRequest, Piece, Progress
 from .grammar import AnyConstraint, Grammars
-from .progress import hops_of, telling, traffic_of, waiting_of
+from .progress import hops_of, tell, traffic_of, waiting_of
 from .stops import StopStrings
 
 _BEFORE: Final = 6
@@ -116,6 +117,8 @@ class Choice:
         self._made = 0
         self._begun = trio.current_time()
         self._logs: list[tuple[SessionLog, int]] = []
+        self._decoded: list[str] = []  # text that is not told of yet
+        self._decode: Callable[[int], object] = self._decoded.append  # type: ignore[assignment]
 
     async def run(self) -> None:
         self._begun = trio.current_time()
@@ -157,7 +160,9 @@ class Choice:
             )
             constraint = await trio.to_thread.run_sync(self._constraint)
             recorder = _Recorder(sampling, constraint, wanted.top_logprobs, self._parts.beside)
-            taking = self._taking(conversation, recorder, constraint)
+            taking = partial(self._take, conversation, recorder, constraint)
+            before_answer = prompt[-_BEFORE:] if wanted.continues else ()
+            self._decode = self._parts.text.stream(self._decoded.append, before_answer, special=wanted.shows_special)
             length = len(await conversation.answer(prompt, sampling, taking, self._stop, recorder))
             cached = 0 if wanted.echo else min(conversation.reused, len(prompt) - 1)  # one is always sent
             if held_back := self._stops.end():
@@ -184,18 +189,25 @@ class Choice:
             tallies.on_answer(wanted.model.name, end, conversation.trace)
         self._send.send_nowait(end)
 
-    def _telling(self, conversation: Conversation) -> AbstractContextManager[None]:
+    @contextmanager
+    def _telling(self, conversation: Conversation) -> Iterator[None]:
         """Tells of the choice's progress for the length of the block, if that is wanted."""
         if not self._wanted.progress:
-            return nullcontext()
-        before, traffic = conversation.recoveries, traffic_of(conversation)
+            yield
+            return
+        scope = trio.CancelScope()
+        look = partial(self._progress, conversation, conversation.recoveries, traffic_of(conversation))
+        self._nursery.start_soon(tell, look, self._send, scope)
+        try:
+            yield
+        finally:
+            scope.cancel()
 
-        def look() -> Progress:
-            waiting = waiting_of(conversation, trio.current_time())
-            recoveries = conversation.recoveries - before
-            return Progress(self._index, self._made, recoveries, hops_of(conversation, traffic), waiting)
-
-        return telling(look, self._send, self._nursery)
+    def _progress(self, conversation: Conversation, before: int, traffic: dict[str, tuple[int, int]]) -> Progress:
+        """How far it is; `before` and `traffic` were the recoveries and bytes when it began."""
+        waiting = waiting_of(conversation, trio.current_time())
+        recoveries = conversation.recoveries - before
+        return Progress(self._index, self._made, recoveries, hops_of(conversation, traffic), waiting)
 
     def _note_servers(self, conversation: Conversation) -> None:
         """Those that came into the chain, while they are in it."""
@@ -218,47 +230,41 @@ class Choice:
             return None
         return grammars.constraint_after(mark, grammar) if mark else grammars.constraint(grammar)
 
-    def _taking(
-        self,
-        conversation: Conversation,
-        recorder: _Recorder,
-        constraint: AnyConstraint | None,
-    ) -> Any:
-        pieces: list[str] = []
-        before = self._prompt[-_BEFORE:] if self._wanted.continues else ()
-        decode = self._parts.text.stream(pieces.append, before, special=self._wanted.shows_special)
-
-        def take(token: int) -> None:
-            if not self._made:
-                self._parts.tallies.first_token.add(trio.current_time() - self._begun)
-                self.begun.set()
-            self._made += 1
-            self._note_servers(conversation)
-            decode(token)
-            text = self._stops.feed("".join(pieces))
-            pieces.clear()
-            self._send.send_nowait(Piece(self._index, text, (recorder.last or ChosenToken(token, None),)))
-            if self._stops.found is not None or (constraint is not None and constraint.done):
-                self._stop.set()
-
-        return take
+    def _take(
+        self, conversation: Conversation, recorder: _Recorder, constraint: AnyConstraint | None, token: int
+    ) -> None:
+        if not self._made:
+            self._parts.tallies.first_token.add(trio.current_time() - self._begun)
+            self.begun.set()
+        self._made += 1
+        self._note_servers(conversation)
+        self._decode(token)
+        text = self._stops.feed("".join(self._decoded))
+        self._decoded.clear()
+        self._send.send_nowait(Piece(self._index, text, (recorder.last or ChosenToken(token, None),)))
+        if self._stops.found is not None or (constraint is not None and constraint.done):
+            self._stop.set()
 
     async def _echo(self, conversation: Conversation) -> None:
         """Sends the prompt, with log-probabilities if they are asked for."""
         prompt, top = self._prompt, self._wanted.top_logprobs
         chosen = [ChosenToken(prompt[0], None)]
 
-        def note(first: int, logits: torch.Tensor) -> None:
-            following = prompt[first + 1 : first + 1 + len(logits)]
-            chosen.extend(_likelihoods(logits[: len(following)], following, top or 0))
-
         if top is not None:
-            await conversation.score(prompt, note)
+            await conversation.score(prompt, partial(_note_likelihoods, chosen, prompt, top))
         else:
             chosen = [ChosenToken(token, None) for token in prompt]
         self._made += 1
         text = await trio.to_thread.run_sync(self._parts.text.decode, prompt)
         self._send.send_nowait(Piece(self._index, text, tuple(chosen)))
+
+
+def _note_likelihoods(
+    chosen: list[ChosenToken], prompt: Sequence[int], top: int, first: int, logits: torch.Tensor
+) -> None:
+    """Appends to `chosen` how likely the tokens behind `first` were."""
+    following = prompt[first + 1 : first + 1 + len(logits)]
+    chosen.extend(_likelihoods(logits[: len(following)], following, top))
 
 
 def _newest(log: SessionLog) -> int:

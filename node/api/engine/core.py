@@ -236,44 +236,43 @@ class Core:
             nursery.cancel_scope.cancel()
 
     async def _answer_all(self, wanted: GenerationRequest, send: trio.MemorySendChannel[Event]) -> None:
-        context = self.context(wanted.model)
         leaders = leaders_of(wanted.prompts)
-
-        async def answer(index: int) -> None:
-            if leaders[index] != index and wanted.options.compare_chains == 1 and not wanted.echo:
-                await choices[leaders[index]].begun.wait()
-            try:
-                async with self._answers:
-                    await choices[index].run()
-            except Exception as error:
-                failed = api_error(error)
-                if failed.code == "internal_error":
-                    log.exception("an answer to %s has failed in a way that nobody expected", REQUEST_ID.get())
-                self.tallies.answers["failed"] += 1
-                send.send_nowait(Failed(failed))
-                nursery.cancel_scope.cancel()
-            finally:
-                choices[index].begun.set()
-
+        apart = wanted.options.compare_chains > 1 or wanted.echo  # none has use for what another's prompt has left
         with send:
             async with trio.open_nursery() as nursery:
-
-                def beside(prepare: Callable[[], None]) -> None:
-                    nursery.start_soon(partial(trio.to_thread.run_sync, prepare, abandon_on_cancel=True))
-
                 parts = AnswerParts(
                     self.text,
                     self.grammars,
                     self.conversations,
                     self.limits,
-                    context,
+                    self.context(wanted.model),
                     self.is_covered,
                     self.tallies,
-                    beside,
+                    partial(_start_thread, nursery),
                 )
                 choices = [Choice(parts, wanted, index, send, nursery) for index in range(len(wanted.prompts))]
-                for index in range(len(choices)):
-                    nursery.start_soon(answer, index)
+                for index, choice in enumerate(choices):
+                    leader = None if apart or leaders[index] == index else choices[leaders[index]]
+                    nursery.start_soon(self._answer_one, choice, leader, send, nursery)
+
+    async def _answer_one(
+        self, choice: Choice, leader: Choice | None, send: trio.MemorySendChannel[Event], nursery: trio.Nursery
+    ) -> None:
+        """Makes a choice, after the first token of `leader`; whose failure ends all."""
+        if leader is not None:
+            await leader.begun.wait()
+        try:
+            async with self._answers:
+                await choice.run()
+        except Exception as error:
+            failed = api_error(error)
+            if failed.code == "internal_error":
+                log.exception("an answer to %s has failed in a way that nobody expected", REQUEST_ID.get())
+            self.tallies.answers["failed"] += 1
+            send.send_nowait(Failed(failed))
+            nursery.cancel_scope.cancel()
+        finally:
+            choice.begun.set()
 
     async def block_outputs(
         self, model: ServedModel, prompt: Sequence[int], blocks: Sequence[int], options: SessionOptions
@@ -299,6 +298,11 @@ class Core:
             await conversation.score(prompt, lambda _, hidden: found.append(hidden.float().cpu()), hidden=True)
             await conversation.aclose()  # nothing goes on with it
         return torch.cat(found)
+
+
+def _start_thread(nursery: trio.Nursery, prepare: Callable[[], None]) -> None:
+    """Runs a function in a worker thread, which is left behind when the nursery ends."""
+    nursery.start_soon(partial(trio.to_thread.run_sync, prepare, abandon_on_cancel=True))
 
 
 def leaders_of(prompts: Sequence[Sequence[int]]) -> list[int]:

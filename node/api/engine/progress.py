@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -49,28 +48,18 @@ def route(progress: Progress) -> list[tuple[str, tuple[int, int]]]:
     return [(hop.peer_id, hop.blocks) for hop in progress.hops]
 
 
-@contextmanager
-def telling(look: Callable[[], Progress], send: trio.MemorySendChannel[Event], nursery: trio.Nursery) -> Iterator[None]:
-    """Sends what is news for the length of the block. Of a reader that is behind, no more than one stands in the
+async def tell(look: Callable[[], Progress], send: trio.MemorySendChannel[Event], scope: trio.CancelScope) -> None:
+    """Sends what is news until `scope` is cancelled. Of a reader that is behind, no more than one stands in the
     channel."""
-    scope = trio.CancelScope()
-
-    async def tell() -> None:
-        told, since = None, 0.0
-        with scope:
-            while True:
-                await trio.sleep(PROGRESS.look_seconds)
-                since += PROGRESS.look_seconds
-                now = look()
-                if is_news(told, now, since) and not send.statistics().current_buffer_used:
-                    send.send_nowait(now)
-                    told, since = now, 0.0
-
-    nursery.start_soon(tell)
-    try:
-        yield
-    finally:
-        scope.cancel()
+    told, since = None, 0.0
+    with scope:
+        while True:
+            await trio.sleep(PROGRESS.look_seconds)
+            since += PROGRESS.look_seconds
+            now = look()
+            if is_news(told, now, since) and not send.statistics().current_buffer_used:
+                send.send_nowait(now)
+                told, since = now, 0.0
 
 
 def traffic_of(conversation: Conversation) -> dict[str, tuple[int, int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import urlsplit
@@ -161,25 +161,28 @@ def _preflight(headers: Headers) -> Response:
     )
 
 
-def _with_request_id(send: Send, path: str, request_id: str) -> Send:
-    name = "request-id" if path.startswith(MESSAGES_PATH) else "x-request-id"
+@dataclass(frozen=True)
+class _WithHeaders:
+    """Sends what it is given, a response with these headers."""
 
-    async def sending(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message.setdefault("headers", [])
-            MutableHeaders(scope=message)[name] = request_id
-        await send(message)
+    send: Send
+    headers: Mapping[str, str]
+    vary: str = ""
 
-    return sending
-
-
-def _with_cors(send: Send, origin: str) -> Send:
-    async def sending(message: Message) -> None:
+    async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             message.setdefault("headers", [])
             headers = MutableHeaders(scope=message)
-            headers["Access-Control-Allow-Origin"] = origin
-            headers.add_vary_header("Origin")
-        await send(message)
+            headers.update(self.headers)
+            if self.vary:
+                headers.add_vary_header(self.vary)
+        await self.send(message)
 
-    return sending
+
+def _with_request_id(send: Send, path: str, request_id: str) -> Send:
+    name = "request-id" if path.startswith(MESSAGES_PATH) else "x-request-id"
+    return _WithHeaders(send, {name: request_id})
+
+
+def _with_cors(send: Send, origin: str) -> Send:
+    return _WithHeaders(send, {"Access-Control-Allow-Origin": origin}, vary="Origin")

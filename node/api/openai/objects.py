@@ -87,17 +87,21 @@ def chat_delta(
 
 
 def chat_logprobs(tokens: Sequence[ChosenToken], of: TokenText) -> dict[str, Any]:
-    def entry(token: int, logprob: float | None) -> dict[str, Any]:
-        text = of(token)
-        # A part of a character is no text, and which bytes it is the tokenizer does not say.
-        known = None if "\ufffd" in text else list(text.encode())
-        return {"token": text, "logprob": _finite(logprob), "bytes": known}
-
     content = [
-        {**entry(chosen.token, chosen.logprob), "top_logprobs": [entry(*likely) for likely in chosen.top]}
+        {
+            **_likely(of, chosen.token, chosen.logprob),
+            "top_logprobs": [_likely(of, token, logprob) for token, logprob in chosen.top],
+        }
         for chosen in tokens
     ]
     return {"content": content, "refusal": None}
+
+
+def _likely(of: TokenText, token: int, logprob: float | None) -> dict[str, Any]:
+    text = of(token)
+    # A part of a character is no text, and which bytes it is the tokenizer does not say.
+    known = None if "\ufffd" in text else list(text.encode())
+    return {"token": text, "logprob": _finite(logprob), "bytes": known}
 
 
 # --- completions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -41,12 +42,20 @@ class _Endpoints:
         before = self._before(owner, asked)
         prepared = await prepare_chat(core, owner, asked.chat(before))
 
-        def keep(response: dict[str, Any], answer: dict[str, Any]) -> None:
-            if asked.store:
-                stored = StoredResponse(response, asked.items, (*before, *asked.new, answer))
-                self._store.keep(owner, response["id"], stored)
-
+        keep = partial(self._keep, owner, asked, before)
         return Answers(core, prepared.generation, ResponseWriter(asked, prepared, core.text.token_text, keep))
+
+    def _keep(
+        self,
+        owner: str,
+        asked: ResponseRequest,
+        before: tuple[Message, ...],
+        response: dict[str, Any],
+        answer: dict[str, Any],
+    ) -> None:
+        if asked.store:
+            stored = StoredResponse(response, asked.items, (*before, *asked.new, answer))
+            self._store.keep(owner, response["id"], stored)
 
     async def count(self, request: Request) -> Response:
         """How many tokens the prompt of such a request has."""

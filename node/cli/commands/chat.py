@@ -264,6 +264,12 @@ async def _in_thread(function: Callable[[], object]) -> None:
     await trio.to_thread.run_sync(function, abandon_on_cancel=True)
 
 
+async def _identify(swarm: Swarm, folder: ModelFolder, identified: list[SwarmModel]) -> None:
+    with suppress(SwarmError):  # nobody answers just now; what was heard at joining has to do
+        await swarm.refresh(sample=True, timeout=REFRESH_TIMEOUT)
+    identified.append(await identify_model(swarm, folder))
+
+
 async def chat_in(
     swarm: Swarm,
     folder: ModelFolder,
@@ -286,14 +292,8 @@ async def chat_in(
     start.stage(f"loading embeddings and head of {folder.name}, and asking the servers")
 
     identified: list[SwarmModel] = []
-
-    async def identify() -> None:
-        with suppress(SwarmError):  # nobody answers just now; what was heard at joining has to do
-            await swarm.refresh(sample=True, timeout=REFRESH_TIMEOUT)
-        identified.append(await identify_model(swarm, folder))
-
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(identify)
+        nursery.start_soon(_identify, swarm, folder, identified)
         if parts is None:
             parts = ClientParts(options.adapter, options.draft_model)
             nursery.start_soon(parts.load, folder)

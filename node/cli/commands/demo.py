@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import trio
 import typer
@@ -86,16 +86,11 @@ async def _demo(servers: int, prompt: str | None, max_new_tokens: int, as_json: 
             if page is None:  # the first question finds all that the client needs
                 nursery.start_soon(parts.load, folder)
                 nursery.start_soon(import_generation)
-
-            async def start(number: int, span: Span) -> None:
-                key = Path(scratch) / f"{span.start}.key"
-                peer_id = await nursery.start(_server, number, span, swarm.addrs[0], key, servers)
-                output.say(f"  blocks {span}: server …{peer_id[-8:]}")
-
             with trio.move_on_after(READY_TIMEOUT) as scope:
                 async with trio.open_nursery() as starting:
                     for number, span in enumerate(even_spans(folder.num_blocks, servers), 1):
-                        starting.start_soon(start, number, span)
+                        server = number, span, swarm.addrs[0], Path(scratch) / f"{span.start}.key", servers
+                        starting.start_soon(_start, nursery, output, *server)
             if scope.cancelled_caught:
                 raise MachineError(f"the servers were not ready within {READY_TIMEOUT:.0f} s")
             if page is not None and served is not None:
@@ -104,6 +99,12 @@ async def _demo(servers: int, prompt: str | None, max_new_tokens: int, as_json: 
                 options = ChatOptions(prompt=prompt, max_new_tokens=max_new_tokens, show_route=True, yes=True)
                 await chat_in(swarm, folder, options, output, parts=parts)
             nursery.cancel_scope.cancel()
+
+
+async def _start(nursery: trio.Nursery, output: Output, number: int, span: Span, *server: Any) -> None:
+    """Starts a server as `_server` has it, and says so when it is ready."""
+    peer_id = await nursery.start(_server, number, span, *server)
+    output.say(f"  blocks {span}: server …{peer_id[-8:]}")
 
 
 async def _page(page: WebOptions, output: Output) -> tuple[ApiOptions, list[trio.SocketListener]]:
@@ -137,11 +138,7 @@ async def _serve_page(
     """Serves the page and the API until cancelled."""
     from .api import admission_of, api_in
 
-    def on_ready(url: str) -> None:
-        if page.opens and has_screen(sys.platform, os.environ):
-            # Some browsers keep their caller until they end. Nobody waits for them, nor for this thread.
-            threading.Thread(target=_open, args=(url,), daemon=True).start()
-
+    on_ready = _open_aside if page.opens and has_screen(sys.platform, os.environ) else _leave_closed
     await api_in(swarm, folder, options, admission_of(options), output, listeners, swarm.addrs[:1], on_ready)
 
 
@@ -150,6 +147,15 @@ def has_screen(platform: str, environment: Mapping[str, str]) -> bool:
     if platform in ("win32", "cygwin", "darwin"):
         return not environment.get("SSH_CONNECTION")
     return bool(environment.get("DISPLAY") or environment.get("WAYLAND_DISPLAY") or environment.get("WSL_DISTRO_NAME"))
+
+
+def _leave_closed(url: str) -> None:
+    pass
+
+
+def _open_aside(url: str) -> None:
+    """Some browsers keep their caller until they end. Nobody waits for them, nor for this thread."""
+    threading.Thread(target=_open, args=(url,), daemon=True).start()
 
 
 def _open(url: str) -> None:

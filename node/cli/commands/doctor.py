@@ -73,25 +73,26 @@ def doctor(*, join: JoinOptions) -> None:
 async def _doctor(join: JoinOptions) -> None:
     output = Output(join.json)
     findings: list[Finding] = []
-
-    def report(finding: Finding) -> None:
-        findings.append(finding)
-        mark, style = _MARKS[finding.verdict]
-        output.say(f"{mark:>3}  {finding.check:<13}{finding.text}", style=None if finding.verdict == "ok" else style)
-        if finding.advice:
-            output.say(f"     {'':<13}-> {finding.advice}")
-        output.emit(event="check", **asdict(finding))
-
     for finding in await trio.to_thread.run_sync(lambda: list(machine_findings()), abandon_on_cancel=True):
-        report(finding)
+        findings.append(finding)
+        _report(output, finding)
     output.say("  ..  joining the swarm, and asking others to dial back ...", style="dim")
     for finding in await check_network(join, output):
-        report(finding)
+        findings.append(finding)
+        _report(output, finding)
     problems = sum(finding.verdict == "problem" for finding in findings)
     warnings = sum(finding.verdict == "warning" for finding in findings)
     counted = f"{_count(problems, 'problem')}, {_count(warnings, 'warning')}"
     output.say(counted if problems + warnings else "all is well")
     raise typer.Exit(ExitCode.RESULT_SAYS_NO if problems else ExitCode.DONE)
+
+
+def _report(output: Output, finding: Finding) -> None:
+    mark, style = _MARKS[finding.verdict]
+    output.say(f"{mark:>3}  {finding.check:<13}{finding.text}", style=None if finding.verdict == "ok" else style)
+    if finding.advice:
+        output.say(f"     {'':<13}-> {finding.advice}")
+    output.emit(event="check", **asdict(finding))
 
 
 def _count(number: int, what: str) -> str:

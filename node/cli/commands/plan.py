@@ -18,6 +18,7 @@ from ...errors import BadInput, ModelError, NoChainError, SwarmError
 from ...models import Checkpoint, ModelFolder, resolve
 from ...placement.planning.machines_file import MACHINES, Fleet, MachinesFile, fleet_of, read_machines
 from ...placement.planning.plans import FleetPlan, busiest_plan, fastest_plan, fleet_of_servers, present_plan
+from ...swarm.swarm import Swarm
 from ..join import JoinOptions, joined, joins_swarm
 from ..model_choice import is_named, served_by
 from ..output import Output, ProgressBars
@@ -124,24 +125,24 @@ async def _plan_swarm(model: str | None, seconds: float, join: JoinOptions, outp
             ]
             rtts: dict[str, float] = {}
             limiter = trio.CapacityLimiter(_PINGS_AT_ONCE)
-
-            async def measure(
-                server: Announcement, rtts: dict[str, float] = rtts, limiter: trio.CapacityLimiter = limiter
-            ) -> None:
-                async with limiter:
-                    try:
-                        rtts[server.peer_id] = await swarm.measure_rtt(server.peer_id, timeout=RTT_TIMEOUT)
-                    except PeerError as error:
-                        output.note(f"left out: {error}")
-
             async with trio.open_nursery() as nursery:
                 for server in servers:
-                    nursery.start_soon(measure, server)
+                    nursery.start_soon(_measure, swarm, server.peer_id, rtts, limiter, output)
             answering = [server for server in servers if server.peer_id in rtts]
             if not answering:
                 raise SwarmError(f"no server of {name} answers: try again in a while")
             fleet = fleet_of_servers(answering, rtts)
             await trio.to_thread.run_sync(_print, output, name, fleet, num_blocks, seconds, answering)
+
+
+async def _measure(
+    swarm: Swarm, peer_id: str, rtts: dict[str, float], limiter: trio.CapacityLimiter, output: Output
+) -> None:
+    async with limiter:
+        try:
+            rtts[peer_id] = await swarm.measure_rtt(peer_id, timeout=RTT_TIMEOUT)
+        except PeerError as error:
+            output.note(f"left out: {error}")
 
 
 def _print(
@@ -233,17 +234,18 @@ def _name(fleet: Fleet, number: int) -> str:
     return f"{machine.name} *" if machine.trusted else machine.name
 
 
-def _as_json(plan: FleetPlan, fleet: Fleet, peers: list[str] | None) -> dict[str, Any]:
-    def described(machine: int, span: Span) -> dict[str, Any]:
-        who = {} if peers is None else {"peer_id": peers[machine]}
-        own = {"trusted": True} if fleet.machines[machine].trusted else {}
-        return {"name": fleet.machines[machine].name, **who, "blocks": [span.start, span.end], **own}
+def _described(fleet: Fleet, peers: list[str] | None, machine: int, span: Span) -> dict[str, Any]:
+    who = {} if peers is None else {"peer_id": peers[machine]}
+    own = {"trusted": True} if fleet.machines[machine].trusted else {}
+    return {"name": fleet.machines[machine].name, **who, "blocks": [span.start, span.end], **own}
 
+
+def _as_json(plan: FleetPlan, fleet: Fleet, peers: list[str] | None) -> dict[str, Any]:
     found: dict[str, Any] = {
         "ms_per_token": round(1000 * plan.seconds, 4),
         "tokens_per_second": round(plan.tokens_per_second, 4),
-        "machines": [described(placed.machine, placed.span) for placed in plan.placed],
-        "route": [described(visit.machine, visit.span) for visit in plan.route],
+        "machines": [_described(fleet, peers, placed.machine, placed.span) for placed in plan.placed],
+        "route": [_described(fleet, peers, visit.machine, visit.span) for visit in plan.route],
     }
     if plan.most_tokens_per_second is not None:
         found["most_tokens_per_second"] = round(plan.most_tokens_per_second, 4)

@@ -40,6 +40,7 @@ from .doctor import Finding, Verdict, check_network, machine_findings
 
 if TYPE_CHECKING:
     from ...blocks.machine_check import Answer
+    from ...swarm.swarm import Swarm
 
 _TIME: Final = 120.0
 _SWARM_SHARE, _STEP_SHARE = 2, 6
@@ -295,13 +296,14 @@ async def _serve(
     # A given throughput: that of this model is not to be kept as this machine's.
     options = ServerOptions(str(folder), blocks=span, device="cpu", dtype="float32", throughput=1.0, drain_timeout=0.0)
     async with open_swarm(config) as swarm:
-
-        def on_event(event: str, **fields: Any) -> None:
-            if event == "ready":
-                task_status.started(swarm.addrs[0])
-
+        on_event = partial(_tell_ready, task_status, swarm)
         payments = partial(PaymentVerifier, identity.peer_id)
         await run_server(swarm, options, ServerParts(on_event, no_progress, payments), trio.Event())
+
+
+def _tell_ready(task_status: trio.TaskStatus[str], swarm: Swarm, event: str, **fields: Any) -> None:
+    if event == "ready":
+        task_status.started(swarm.addrs[0])
 
 
 def _asked(folder: Path, address: str, plain: Answer, step: float) -> Finding:

@@ -212,6 +212,15 @@ class _Asked:
     plain: bool
 
 
+async def _enforce_stop(
+    stop: StopSignal, report: ServerReport, drain_timeout: float, serving: trio.CancelScope
+) -> None:
+    await stop.event.wait()
+    if report.is_ready:
+        await trio.sleep(drain_timeout + STOP_GRACE)
+    serving.cancel()
+
+
 async def _serve(asked: _Asked) -> None:
     options, join = asked.server, asked.join
     output = Output(join.json)
@@ -222,14 +231,7 @@ async def _serve(asked: _Asked) -> None:
         await nursery.start(obey_signals, pause)
         report = ServerReport(output, join, bars, nursery)
         cancelled = trio.CancelScope()
-
-        async def enforce_stop() -> None:
-            await stop.event.wait()
-            if report.is_ready:
-                await trio.sleep(options.drain_timeout + STOP_GRACE)
-            cancelled.cancel()
-
-        nursery.start_soon(enforce_stop)
+        nursery.start_soon(_enforce_stop, stop, report, options.drain_timeout, cancelled)
         if asked.until_eof:
             nursery.start_soon(stop.watch_stdin)
         with cancelled:

@@ -301,6 +301,17 @@ class Relay:
         return f"…{self.peer_id[-8:]} ({self.role}): {load}"
 
 
+async def _ask_relay(swarm: Swarm, peer_id: str, found: dict[str, Relay]) -> None:
+    try:
+        info = await swarm.ask_node(peer_id, timeout=STATUS.answer_timeout)
+    except PeerError:
+        return
+    found.pop(peer_id, None)
+    if info.relay is not None:
+        offer = info.relay
+        found[peer_id] = Relay(peer_id, info.role, offer.reservations, offer.free, info.circuits, info.relayed_bytes)
+
+
 async def known_relays(swarm: Swarm) -> list[Relay]:
     """The relays among the known servers and the connected peers: as they answer, else as they announce."""
     announced = {
@@ -310,20 +321,7 @@ async def known_relays(swarm: Swarm) -> list[Relay]:
     }
     asked = list(dict.fromkeys([*swarm.connected(), *announced]))[: STATUS.max_asked]
     found = dict(announced)
-
-    async def ask(peer_id: str) -> None:
-        try:
-            info = await swarm.ask_node(peer_id, timeout=STATUS.answer_timeout)
-        except PeerError:
-            return
-        found.pop(peer_id, None)
-        if info.relay is not None:
-            offer = info.relay
-            found[peer_id] = Relay(
-                peer_id, info.role, offer.reservations, offer.free, info.circuits, info.relayed_bytes
-            )
-
     async with trio.open_nursery() as nursery:
         for peer_id in asked:
-            nursery.start_soon(ask, peer_id)
+            nursery.start_soon(_ask_relay, swarm, peer_id, found)
     return sorted(found.values(), key=lambda relay: (relay.role, relay.peer_id))

@@ -7,6 +7,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -217,29 +218,28 @@ class _Run:
             raise BadInput(f"nothing to evaluate on is left within {options.max_length} tokens: raise --max-length")
         return _Material(folder.path, client, tokenizer, chat, train, held_out)
 
+    @asynccontextmanager
+    async def _client(self, name: str | None, join: JoinOptions) -> AsyncIterator[SwarmClient]:
+        bars = ProgressBars(self.output.errors)
+        start.stage("joining the swarm")
+        async with joined(join, self.output, role="tune", listens=False) as (swarm, _):
+            start.stage("looking for the model")
+            folder = await model_folder(name or await served_model(swarm), self.output, need="client")
+            identified = await identify_model(swarm, folder, bars)
+            bars.stop()
+            async with open_client(swarm, identified, trusted=self.options.trusted_servers()) as client:
+                yield client
+
     def _open(
         self, name: str | None, join: JoinOptions, stack: ExitStack, material: _Material | None
     ) -> tuple[DistributedModel, _Material]:
         """The model on the swarm, with the head of a classifier if the data has labels; and its `material`."""
-        bars = ProgressBars(self.output.errors)
-
-        @asynccontextmanager
-        async def resource() -> AsyncIterator[SwarmClient]:
-            start.stage("joining the swarm")
-            async with joined(join, self.output, role="tune", listens=False) as (swarm, _):
-                start.stage("looking for the model")
-                folder = await model_folder(name or await served_model(swarm), self.output, need="client")
-                identified = await identify_model(swarm, folder, bars)
-                bars.stop()
-                async with open_client(swarm, identified, trusted=self.options.trusted_servers()) as client:
-                    yield client
-
         from ...client.api.causal_lm import DistributedModelForCausalLM
         from ...client.api.classification import DistributedModelForSequenceClassification
         from ...client.api.model import OpenedModel
         from ...client.api.runtime import TrioThread
 
-        runtime = TrioThread(resource)
+        runtime = TrioThread(partial(self._client, name, join))
         stack.callback(runtime.close)
         folder = runtime.value.model.folder
         if material is None or material.folder != folder.path:  # the hub may have a newer revision than this machine

@@ -89,6 +89,11 @@ def validate(
     raise typer.Exit(trio.run(_validate, model, options, join, metrics_options))
 
 
+async def _cancel_when_stopped(stop: StopSignal, scope: trio.CancelScope) -> None:
+    await stop.event.wait()
+    scope.cancel()
+
+
 async def _validate(
     model: str | None, options: ValidateOptions, join: JoinOptions, metrics_options: MetricsOptions
 ) -> int:
@@ -107,12 +112,7 @@ async def _validate(
     finished = False
     async with trio.open_nursery() as nursery:
         await nursery.start(stop.watch)
-
-        async def cancel_when_stopped() -> None:
-            await stop.event.wait()
-            nursery.cancel_scope.cancel()
-
-        nursery.start_soon(cancel_when_stopped)
+        nursery.start_soon(_cancel_when_stopped, stop, nursery.cancel_scope)
         async with (
             AsyncExitStack() as stack,
             metrics_served(metrics_options, output) as metrics,

@@ -222,11 +222,6 @@ def fastest_cycle(problem: Problem, *, seconds: float = 1.0, clock: Callable[[],
 
 def _search(machines: Machines, home: int | None, is_over: Callable[[], bool]) -> tuple[Cycle, float]:
     """The best cycle that was found, and what none goes below."""
-
-    def searched(group: Group, width: int) -> Cycle:
-        found = group.search(best, width, is_over)
-        return found if found is best else improved(machines, found, home)
-
     roots = roots_of(machines, home)
     best = improved(machines, first_cycle(machines, roots)[0], home)
     least = first_bound(machines, roots)
@@ -247,14 +242,20 @@ def _search(machines: Machines, home: int | None, is_over: Callable[[], bool]) -
         if group.is_open(best) and len(group) >= CYCLES.many_roots:
             group.sharpen(best)
         if group.is_open(best):
-            best = searched(group, _WIDTHS[0])
+            best = _searched(group, best, _WIDTHS[0], home, is_over)
     for width in _WIDTHS[1:]:
         for group in groups:
             if group.is_open(best) and not is_over():
                 group.sharpen(best)
                 if group.is_open(best):
-                    best = searched(group, width)
+                    best = _searched(group, best, width, home, is_over)
     return best, min([best.seconds, skipped, *(group.least for group in groups if group.is_open(best))])
+
+
+def _searched(group: Group, best: Cycle, width: int, home: int | None, is_over: Callable[[], bool]) -> Cycle:
+    """The best cycle that a group has, improved, where it is better than `best`."""
+    found = group.search(best, width, is_over)
+    return found if found is best else improved(group.machines, found, home)
 
 
 def _promising(problem: Problem, order: Ints) -> Ints:
@@ -281,7 +282,7 @@ class Group:
     """The roots of which it is not known yet that no better cycle goes through them, with the best bound of each."""
 
     def __init__(self, machines: Machines, roots: Roots) -> None:
-        self._machines = machines
+        self.machines = machines
         self._best = self._latest = bound(machines, roots)
         self._step = 1.0
         self._done = False
@@ -303,7 +304,7 @@ class Group:
 
     def search(self, found: Cycle, width: int, is_over: Callable[[], bool]) -> Cycle:
         """The best cycle through one of these roots, or `found`; see `labels.search`."""
-        found, self._done = search(self._machines, self._best, found, width, is_over)
+        found, self._done = search(self.machines, self._best, found, width, is_over)
         return found
 
     def sharpen(self, found: Cycle) -> None:
@@ -315,7 +316,7 @@ class Group:
         length = self._step * gap / np.maximum((excess**2).sum(1), 1.0)
         prices = np.maximum(roots.prices + length[:, None] * excess, 0.0)
         self._step *= CYCLES.shorter
-        self._latest = bound(self._machines, replace(roots, prices=prices))
+        self._latest = bound(self.machines, replace(roots, prices=prices))
         self._best = _merged(self._best, self._latest, self._latest.least > self._best.least)
 
 

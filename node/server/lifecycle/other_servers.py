@@ -8,18 +8,20 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import trio
 
 from ....protocols import wire_pb2 as wire
 from ....protocols.announcement import Announcement
-from ....protocols.directory import DIRECTORY_LIMITS, TransferStream, answer_transfer, measure_transfer
+from ....protocols.directory import DIRECTORY_LIMITS, answer_transfer, measure_transfer
 from ....protocols.framing import MessageStream, PeerError, StreamTimeout
 from ....protocols.ids import PUSH, TRANSFER
 from ....protocols.inference import MAX_STEP_BYTES
 from ...errors import SwarmError
 from ...swarm.swarm import Swarm
+from .speed import ChangeSignal
 
 
 @dataclass(frozen=True)
@@ -75,15 +77,15 @@ def to_measure(following: Sequence[str], rtts: dict[str, float]) -> list[str]:
     return [*known, *random.sample(others, min(len(others), ROUND_TRIPS.most - len(known)))]
 
 
-async def keep_rtts(swarm: Swarm, own: Announcement, rtts: dict[str, float], on_change: Callable[[], None]) -> None:
+async def _measure_rtt(swarm: Swarm, peer_id: str, rtts: dict[str, float]) -> None:
+    try:
+        rtts[peer_id] = await swarm.measure_rtt(peer_id, timeout=ROUND_TRIPS.rtt_timeout)
+    except PeerError:
+        rtts.pop(peer_id, None)
+
+
+async def keep_rtts(swarm: Swarm, own: Announcement, rtts: dict[str, float], changed: ChangeSignal) -> None:
     """Keeps `rtts` filled with the round trips to servers that may come next in a chain, for routes that push."""
-
-    async def measure(peer_id: str) -> None:
-        try:
-            rtts[peer_id] = await swarm.measure_rtt(peer_id, timeout=ROUND_TRIPS.rtt_timeout)
-        except PeerError:
-            rtts.pop(peer_id, None)
-
     pause = FIRST_RTT_INTERVAL / 2
     while True:
         known_before = bool(rtts)
@@ -97,9 +99,9 @@ async def keep_rtts(swarm: Swarm, own: Announcement, rtts: dict[str, float], on_
             del rtts[gone]
         async with trio.open_nursery() as nursery:
             for peer_id in to_measure(following, rtts):
-                nursery.start_soon(measure, peer_id)
+                nursery.start_soon(_measure_rtt, swarm, peer_id, rtts)
         if rtts or known_before:
-            on_change()
+            changed.set()
         pause = RTT_INTERVAL if rtts else min(2 * pause, RTT_INTERVAL)
         await trio.sleep(pause * random.uniform(0.8, 1.2))
 
@@ -191,11 +193,7 @@ class Turns:
 
 def serve_transfers(swarm: Swarm) -> None:
     """Lets other servers measure with this one, a few at once."""
-    turns = Turns()
-
-    async def handle(stream: TransferStream) -> None:
-        await answer_transfer(stream, turns.take, timeout=TRANSFERS.timeout)
-
+    handle = partial(answer_transfer, turn=Turns().take, timeout=TRANSFERS.timeout)
     swarm.set_handler(
         TRANSFER,
         wire.TransferFrame,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Final, Protocol
 
@@ -14,6 +13,7 @@ from ....crypto.pledge import Pledge
 from ....crypto.statement import now_ms
 from ...errors import SwarmError
 from ..requests.admission import Hosted
+from .speed import ChangeSignal
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +51,8 @@ class Pledging:
             pledge = self._pledge = self._made(now).signed(self._identity)
         return pledge
 
-    async def keep_deposited(self, depositor: Depositor, on_change: Callable[[], None]) -> None:
-        """Has a validator keep what is pledged, again and again; `on_change` is called when the pledge is another one.
+    async def keep_deposited(self, depositor: Depositor, changed: ChangeSignal) -> None:
+        """Has a validator keep what is pledged, again and again; `changed` is set when the pledge is another one.
         Until the validator has the points, and when it has not, the pledge is a mere promise."""
         failed = False
         while True:
@@ -66,7 +66,7 @@ class Pledging:
                 continue
             failed = False
             self._pledge = replace(pledge, holder=depositor.issuer, voucher=voucher).signed(self._identity)
-            on_change()
+            changed.set()
             await trio.sleep(_RENEW_SECONDS)
 
     def _made(self, now: int) -> Pledge:

@@ -8,7 +8,6 @@ from ...models import ModelFolder
 from ...models.cache_dir import cache_dir
 from .memory import (
     MEMORY_SHARES,
-    Memory,
     Sizing,
     blocks_that_fit,
     cache_bytes_per_block,
@@ -32,28 +31,25 @@ def plan_memory(folder: ModelFolder, options: ServerOptions) -> Sizing:
     """
     from filelock import FileLock
 
-    from ...blocks.architecture import BlockSizes, block_sizes  # with torch: two seconds, for servers alone
-
-    def of_chosen(memory: Memory, sizes: BlockSizes, chosen: list[int]) -> Sizing:
-        nbytes = check_blocks_fit(
-            memory,
-            chosen,
-            token_bytes=cache_bytes_per_block(folder.config, sizes.item, 1, options.cache_dtype),
-            cache_tokens=options.cache_tokens,
-            hidden_size=folder.hidden_size,
-            spare=spare,
-        )
-        return Sizing(len(chosen), "", nbytes)
+    from ...blocks.architecture import block_sizes  # with torch: two seconds, for servers alone
 
     sizes = block_sizes(folder.path, options.dtype, options.quant, options.kernels, options.device)
     # While a block is quantised it is there as it was, too.
     spare = 0 if options.quant == "none" else max(sizes.whole)
     with FileLock(cache_dir() / _LOCK):  # of several that start at once each sees what the last one claimed
         memory = device_memory(options.device)
-        if options.blocks is not None:
-            sizing = of_chosen(memory, sizes, list(sizes.held[options.blocks.start : options.blocks.end]))
-        elif options.num_blocks is not None:
-            sizing = of_chosen(memory, sizes, [max(sizes.held)] * options.num_blocks)
+        if options.blocks is not None or options.num_blocks is not None:
+            named = options.blocks
+            chosen = sizes.held[named.start : named.end] if named else [max(sizes.held)] * (options.num_blocks or 0)
+            nbytes = check_blocks_fit(
+                memory,
+                list(chosen),
+                token_bytes=cache_bytes_per_block(folder.config, sizes.item, 1, options.cache_dtype),
+                cache_tokens=options.cache_tokens,
+                hidden_size=folder.hidden_size,
+                spare=spare,
+            )
+            sizing = Sizing(len(chosen), "", nbytes)
         else:
             tokens = options.cache_tokens or MEMORY_SHARES.usual_cache_tokens
             sizing = blocks_that_fit(

@@ -31,6 +31,7 @@ from ..tallies import Serving
 from .memory import cache_tokens_that_fit, check_cache_fits, claim, device_memory, return_memory, unused
 from .options import ServerContext
 from .other_servers import ServerConnector, keep_measured, keep_rtts, measure_network
+from .pausing import Pause
 from .pledging import Pledging
 from .rebalancing import next_move
 from .speed import SpanSpeed
@@ -105,7 +106,7 @@ class SpanServer:
         self._announcement = announcement
         self._compute = compute
         self._speed = speed
-        self._changed = trio.Event()
+        self._move: Move | None = None  # that ends the serving
         self._next_span: Span | None = None
         self._away = False  # paused, and nobody is left: not announced
         self._choosing = trio.CancelScope()  # of other blocks
@@ -139,7 +140,7 @@ class SpanServer:
             ServerConnector(context.swarm, announcement.model_version),
             self._adapters,
             context.parts.payments(self._issuers()),
-            self._on_change,
+            self._speed.changed.set,
         )
 
     async def run(self, on_ready: OnReady, stop: trio.Event) -> Move | None:
@@ -152,47 +153,37 @@ class SpanServer:
         self._announce()
         self._context.parts.tallies.serving = self.serving
         on_ready(self._ready())
-        move: Move | None = None
         async with trio.open_nursery() as nursery:
-
-            async def watch_stop() -> None:
-                await stop.wait()
-                nursery.cancel_scope.cancel()
-
-            async def watch_swarm() -> None:
-                nonlocal move
-                move = await self._next_move()
-                nursery.cancel_scope.cancel()
-
-            # Rather than in the loop of watch_stop: an announcement must not be lost when it is left.
             nursery.start_soon(self._keep_announced)
             self._start_measuring(nursery)
             nursery.start_soon(self._obey_pause)
             if not self._context.options.stays:
-                nursery.start_soon(watch_swarm)
+                nursery.start_soon(self._watch_swarm, nursery.cancel_scope)
             if self._context.options.pledge and self._context.parts.depositor is not None:
-                nursery.start_soon(self._pledging.keep_deposited, self._context.parts.depositor, self._on_change)
-            nursery.start_soon(watch_stop)
-        if stop.is_set():
-            move = None
+                depositor, changed = self._context.parts.depositor, self._speed.changed
+                nursery.start_soon(self._pledging.keep_deposited, depositor, changed)
+            await stop.wait()
+            nursery.cancel_scope.cancel()
+        move = None if stop.is_set() else self._move
         await self._leave(move)
         return move
 
+    async def _watch_swarm(self, serving: trio.CancelScope) -> None:
+        self._move = await self._next_move()
+        serving.cancel()
+
     def _start_measuring(self, nursery: trio.Nursery) -> None:
         swarm, version = self._context.swarm, self._announcement.model_version
-        nursery.start_soon(keep_rtts, swarm, self._announcement, self._rtts, self._on_change)
+        nursery.start_soon(keep_rtts, swarm, self._announcement, self._rtts, self._speed.changed)
         if self._context.options.throughput:
             return
+        known = bool(self._speed.byte_seconds)
+        nursery.start_soon(self._speed.keep_corrected)
+        nursery.start_soon(self._speed.measure_when_idle, self._is_idle)
+        nursery.start_soon(keep_measured, swarm, version, known, self._speed.network_measured)
 
-        def is_idle() -> bool:
-            return not self._service.sessions and not self._compute.depth and not self._context.parts.pause.wanted
-
-        async def on_measured(byte_seconds: float) -> None:
-            await self._speed.network_measured(byte_seconds, self._on_change)
-
-        nursery.start_soon(self._speed.keep_corrected, self._on_change)
-        nursery.start_soon(self._speed.measure_when_idle, is_idle, self._on_change)
-        nursery.start_soon(keep_measured, swarm, version, bool(self._speed.byte_seconds), on_measured)
+    def _is_idle(self) -> bool:
+        return not self._service.sessions and not self._compute.depth and not self._context.parts.pause.wanted
 
     async def _next_move(self) -> Move:
         load = self._announcement.load_seconds * len(self._announcement.span)
@@ -216,12 +207,7 @@ class SpanServer:
             on_event("pausing", sessions=self._service.sessions, reason=pause.reason)
             self._announce()
             async with trio.open_nursery() as nursery:
-
-                async def watch_resumed(scope: trio.CancelScope) -> None:
-                    await pause.wait(False)
-                    scope.cancel()
-
-                nursery.start_soon(watch_resumed, nursery.cancel_scope)
+                nursery.start_soon(_cancel_when_resumed, pause, nursery.cancel_scope)
                 await self._service.wait_idle()
                 self._away = True
                 await self._context.swarm.retract()
@@ -341,17 +327,13 @@ class SpanServer:
             "adapters": [adapter.name for adapter in self._context.adapters],
         }
 
-    def _on_change(self) -> None:
-        self._changed.set()
-
     def _announce_move(self, next_span: Span | None) -> None:
         self._next_span = next_span
         self._announce()
 
     async def _keep_announced(self) -> None:
         while True:
-            await self._changed.wait()
-            self._changed = trio.Event()
+            await self._speed.changed.wait()
             self._announce()
             await trio.sleep(SERVING.announce_interval)
 
@@ -377,9 +359,14 @@ def _refuse(swarm: Swarm) -> None:
     error = Refusal(wire.ERROR_DRAINING, "this server has left its blocks and loads others").to_wire()
     frames: dict[str, Any] = {INFERENCE: wire.InferenceFrame, PUSH: wire.PushFrame}
     frames |= dict.fromkeys((FORWARD, BACKWARD, ADAPTER), wire.BatchFrame)
-
-    async def refuse(frame: Any, stream: MessageStream[Any]) -> None:
-        await stream.send(frame(error=error), timeout=SERVING.refuse_timeout)
-
     for protocol, frame in frames.items():
-        swarm.set_handler(protocol, frame, partial(refuse, frame))
+        swarm.set_handler(protocol, frame, partial(_send_refusal, frame(error=error)))
+
+
+async def _send_refusal(refusal: Any, stream: MessageStream[Any]) -> None:
+    await stream.send(refusal, timeout=SERVING.refuse_timeout)
+
+
+async def _cancel_when_resumed(pause: Pause, scope: trio.CancelScope) -> None:
+    await pause.wait(False)
+    scope.cancel()

@@ -229,12 +229,28 @@ def _corrected(said: float, found: float | None) -> float:
     return found if found is not None and abs(found - said) >= SPEED.notable * said else said
 
 
+class ChangeSignal:
+    """Says to the one task that waits that something has changed."""
+
+    def __init__(self) -> None:
+        self._event = trio.Event()
+
+    def set(self) -> None:
+        self._event.set()
+
+    async def wait(self) -> None:
+        """Returns when it was set since the last time."""
+        await self._event.wait()
+        self._event = trio.Event()
+
+
 class SpanSpeed:
     """The speed that a server announces for its span, corrected while it serves and kept for the next run.
 
     Attributes:
         live: the steps of sessions are noted here.
         byte_seconds: what a byte takes into this machine and out of it; 0 if that is not known, or not to be announced.
+        changed: set when there is something new to announce; by whoever else knows of something, too.
     """
 
     def __init__(
@@ -242,6 +258,7 @@ class SpanSpeed:
     ) -> None:
         """`throughput`: what the owner wants announced, in decode steps per second; then nothing is corrected.
         `recalled`: `speed` is of an earlier run."""
+        self.changed = ChangeSignal()
         self._compute = compute
         self._recalled = recalled
         self._key = key
@@ -267,16 +284,16 @@ class SpanSpeed:
             await trio.to_thread.run_sync(keep_speed, key, speed)
         return cls(compute, key, speed, throughput, recalled=known is not None)
 
-    async def keep_corrected(self, on_change: Callable[[], None]) -> None:
-        """Takes over what steps really take, now and then; `on_change` is called when that is worth announcing."""
+    async def keep_corrected(self) -> None:
+        """Takes over what steps really take, now and then."""
         pause = _FIRST_CORRECTION
         while True:
             await trio.sleep(pause)
             pause = min(2 * pause, _CORRECT_INTERVAL)
             if self.live.correct():
-                await self._keep(on_change)
+                await self._keep()
 
-    async def measure_when_idle(self, is_idle: Callable[[], bool], on_change: Callable[[], None]) -> None:
+    async def measure_when_idle(self, is_idle: Callable[[], bool]) -> None:
         """Measures anew when nobody has used the server for a while."""
         pause = _RECALLED_IDLE if self._recalled else _FIRST_IDLE
         while True:
@@ -285,14 +302,14 @@ class SpanSpeed:
             if not self.live.was_used() and is_idle():
                 speed = await self._compute.call(lambda: measure_speed(self._compute.blocks))
                 if self.live.measured(speed.step_seconds * self._count, speed.token_seconds * self._count):
-                    await self._keep(on_change)
+                    await self._keep()
 
-    async def network_measured(self, byte_seconds: float, on_change: Callable[[], None]) -> None:
+    async def network_measured(self, byte_seconds: float) -> None:
         self.byte_seconds = byte_seconds
-        await self._keep(on_change)
+        await self._keep()
 
-    async def _keep(self, on_change: Callable[[], None]) -> None:
+    async def _keep(self) -> None:
         step, token = self.live.step_seconds / self._count, self.live.token_seconds / self._count
         speed = BlockSpeed(step, token, self.byte_seconds)
         await trio.to_thread.run_sync(keep_speed, self._key, speed)
-        on_change()
+        self.changed.set()
