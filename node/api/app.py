@@ -12,16 +12,15 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from ..errors import PetalnodeError
-from .anthropic.endpoints import anthropic_routes
+from .anthropic import anthropic_routes
 from .batches.endpoints import batch_routes
 from .batches.runner import BatchRunner
 from .engine.core import Core
 from .errors import ApiError, api_error, error_response
 from .http.admission import Admission, AdmissionMiddleware
-from .ollama.endpoints import ollama_routes
+from .ollama import ollama_routes
 from .openai.endpoints import openai_routes
-from .openai.response_endpoints import response_routes
-from .openai.response_store import ResponseStore
+from .openai.response_endpoints import ResponseStore, response_routes
 
 
 def create_app(

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..trust.receipt_file import SignedReply
-from .engine.generation import ChosenToken, Finished, Piece
+from .engine.generation import ChosenToken, Finished, Piece, TextRequest
 from .engine.preparing import PreparedChat
-from .engine.requests import TextRequest
 from .engine.tools import ToolCall, ToolText
 from .openai.objects import EVENT_STREAM
 

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
-from .engine.requests import Grammar, SessionOptions
+from .engine.generation import Grammar, SessionOptions
 from .fields import Fields, parse_text
 
 

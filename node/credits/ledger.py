@@ -18,7 +18,7 @@ from ...crypto.credits import MAX_POINTS, Clearing, Credit, CreditQuery, Deposit
 from ...crypto.identity import Identity
 from ...crypto.statement import now_ms as current_ms
 from ...protocols.credits import CREDITS_LIMITS
-from ..trust.database import Database
+from ..trust.store import Database
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from ...protocols.ids import Span
-from ..trust.database import Database
+from ..trust.store import Database
 from ..verification.verdicts import Verdict
 
 MAX_VERDICTS: Final = 100_000

@@ -9,8 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from petalnode.node.api.anthropic.requests import parse_messages
-from petalnode.node.api.anthropic.writer import MessageWriter
+from petalnode.node.api.anthropic import MessageWriter, parse_messages
 from petalnode.node.api.engine.generation import ApiLimits
 from petalnode.node.api.errors import ApiError
 from petalnode.node.api.fields import Fields

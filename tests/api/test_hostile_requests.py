@@ -11,8 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from petalnode.node.api.engine.generation import ApiLimits
-from petalnode.node.api.engine.requests import Grammar
+from petalnode.node.api.engine.generation import ApiLimits, Grammar
 from tests.api.conftest import CONTEXT, Served
 from tests.memory_api import MemoryApi, memory_api
 

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from petalnode.node.api.http.admission import Admission
 from petalnode.node.api.http.keys import ApiKeys, hash_of_key
-from petalnode.node.api.openai.response_store import ResponseStore, StoredResponse
+from petalnode.node.api.openai.response_endpoints import ResponseStore, StoredResponse
 from tests.api.conftest import Served
 from tests.memory_api import MemoryApi, memory_api
 

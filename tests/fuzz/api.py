@@ -6,12 +6,12 @@ import json
 from collections.abc import Callable
 from typing import Any, Final
 
-from petalnode.node.api.anthropic.requests import parse_messages
+from petalnode.node.api import ollama as ollama
+from petalnode.node.api.anthropic import parse_messages
 from petalnode.node.api.batches.objects import ENDPOINTS, batch_object, read_input
 from petalnode.node.api.batches.store import StoredBatch
 from petalnode.node.api.errors import ApiError, error_object
 from petalnode.node.api.fields import Fields, parse_object
-from petalnode.node.api.ollama import requests as ollama
 from petalnode.node.api.openai.requests import parse_chat, parse_completion
 from petalnode.node.api.openai.response_requests import parse_response
 from petalnode.node.errors import BadInput

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petalnode.node.api.anthropic.requests import parse_messages
+from petalnode.node.api import ollama as ollama
+from petalnode.node.api.anthropic import parse_messages
 from petalnode.node.api.errors import api_error, error_object
 from petalnode.node.api.fields import Fields, parse_object
-from petalnode.node.api.ollama import requests as ollama
 from petalnode.node.api.openai.requests import parse_chat, parse_completion
 from petalnode.node.api.openai.response_requests import parse_response
 from petalnode.node.errors import BadInput

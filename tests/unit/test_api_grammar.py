@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from petalnode.node.api.engine.generation import Grammar, GrammarKind
 from petalnode.node.api.engine.grammar import (
     AnyConstraint,
     ConstraintAfterMark,
@@ -19,7 +20,6 @@ from petalnode.node.api.engine.grammar import (
     Grammars,
     only_bit,
 )
-from petalnode.node.api.engine.requests import Grammar, GrammarKind
 from petalnode.node.api.engine.tools import call_grammar, grammar_after_mark, tool_form
 from petalnode.node.api.errors import ApiError
 from petalnode.node.client.generation.sampling import Sampler, Sampling

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from petalnode.node.api.engine.choice import StopStrings
 from petalnode.node.api.engine.conversations import reserved, suits
-from petalnode.node.api.engine.requests import Grammar
-from petalnode.node.api.engine.stops import StopStrings
+from petalnode.node.api.engine.generation import Grammar
 from petalnode.node.api.engine.tools import ToolCall, ToolText, tool_form
 from petalnode.node.api.errors import ApiError, api_error
 from petalnode.node.api.fields import Fields

@@ -16,10 +16,9 @@ from petalnode.crypto.identity import Identity
 from petalnode.node.errors import MachineError
 from petalnode.node.testing import run_autojumping
 from petalnode.node.trust import store as store_module
-from petalnode.node.trust.database import Database
 from petalnode.node.trust.evidence_message import Endorsement, TrustedValidators, parse_trusted
 from petalnode.node.trust.reputation import REPUTATION, Ban, Standing, extended, newcomer, penalty_seconds, reputation
-from petalnode.node.trust.store import STORE, TrustStore, trust_file
+from petalnode.node.trust.store import STORE, Database, TrustStore, trust_file
 from tests.swarm.processes import environment, petalnode
 
 NOW = 1_700_000_000.0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
-from .requests import PLAIN, SessionOptions
+from .generation import PLAIN, SessionOptions
 
 if TYPE_CHECKING:
     from ...client.generation.conversation import Conversation

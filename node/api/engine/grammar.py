@@ -18,7 +18,7 @@ from ...errors import BadInput
 from ..errors import ApiError
 
 if TYPE_CHECKING:
-    from .requests import Grammar
+    from .generation import Grammar
 
 JSON_FORM: Final[Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """As Python writes JSON. Blanks wherever JSON allows them let a weak model write nothing else."""

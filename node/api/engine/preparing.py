@@ -12,8 +12,7 @@ import trio
 
 from ..errors import ApiError
 from .core import Core
-from .generation import GenerationRequest, ServedModel
-from .requests import ChatRequest, CompletionRequest, TextRequest
+from .generation import ChatRequest, CompletionRequest, GenerationRequest, ServedModel, TextRequest
 from .tools import ToolForm, call_grammar, grammar_after_mark, tool_form
 
 _TOOL_CHARACTERS: Final = 200_000

@@ -6,7 +6,7 @@ import json
 from typing import Any, Final
 
 from ...client.generation.sampling import Sampling
-from ..engine.requests import ChatRequest, CompletionRequest, Grammar, TextRequest
+from ..engine.generation import ChatRequest, CompletionRequest, Grammar, TextRequest
 from ..fields import Fields
 from ..parts import (
     JSON_OBJECT,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ..engine.requests import ChatRequest, Grammar, TextRequest
+from ..engine.generation import ChatRequest, Grammar, TextRequest
 from ..fields import Fields
 from ..parts import (
     JSON_OBJECT,

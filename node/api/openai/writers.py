@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...trust.receipt_file import SignedReply
-from ..engine.generation import ChosenToken, Finished, Piece, Progress, provenance
+from ..engine.generation import ChosenToken, Finished, Piece, Progress, TextRequest, provenance
 from ..engine.preparing import PreparedChat
 from ..engine.progress import progress_fields
-from ..engine.requests import TextRequest
 from ..engine.tools import ToolCall, ToolText
 from ..errors import ApiError
 from .objects import (

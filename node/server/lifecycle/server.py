@@ -37,12 +37,11 @@ from ...placement.plan import DEFAULT
 from ...swarm.swarm import Swarm
 from ...swarm.versions import choose_version, used_before
 from ...version import __version__
-from .memory import Sizing, has_accelerator, size
+from .memory import Sizing, has_accelerator, plan_memory, size
 from .options import ServerContext, ServerOptions, ServerParts, check_blocks, read_adapters
 from .other_servers import serve_transfers
 from .placement_state import PlacementState
 from .rebalancing import join_where_needed
-from .sizing import plan_memory
 from .speed import SpeedKey, cpu_name, recall_speed
 
 if TYPE_CHECKING:
