@@ -53,7 +53,7 @@ from rich.console import Console
 from rich.table import Table
 
 from petalnode.node.placement.observed import (
-    Change,
+    MembershipChange,
     PlacedServer,
     recent,
     swarm_throughput,
@@ -110,7 +110,7 @@ def simulate(policy: Nothing | Full, events: Sequence[Event], days: int, seed: i
         while pending and pending[-1].minute == minute:
             event = pending.pop()
             changed = True
-            world.changes = (*recent(world.changes, minute * 60.0), Change(minute * 60.0, event.joins))
+            world.changes = (*recent(world.changes, minute * 60.0), MembershipChange(minute * 60.0, event.joins))
             if event.joins:
                 span = policy.joining(world, event.machine)
                 world.place(event.machine.name, span, event.machine.throughput)

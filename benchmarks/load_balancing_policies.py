@@ -10,9 +10,16 @@ import numpy as np
 from load_balancing_greedy import best_span, descent, moves_to
 
 from petalnode.node.placement.joining import joining_span, span_for_newcomer
-from petalnode.node.placement.observed import OBSERVED, Change, PlacedServer, swarm_throughput, turnover, upper_bound
+from petalnode.node.placement.observed import (
+    OBSERVED,
+    MembershipChange,
+    PlacedServer,
+    swarm_throughput,
+    turnover,
+    upper_bound,
+)
 from petalnode.node.placement.plan import PlacementPlan, Policy, make_plan, may_leave
-from petalnode.node.placement.search import Search, Terms
+from petalnode.node.placement.search import CostTerms, SpanSearch
 from petalnode.protocols.ids import Span
 
 SERVERS, BLOCKS, DAY = 206, 70, 1440
@@ -45,7 +52,7 @@ class World:
     seconds_per_block: float
     holders: dict[str, PlacedServer] = field(default_factory=dict)
     ready_at: dict[str, int] = field(default_factory=dict)
-    changes: tuple[Change, ...] = ()
+    changes: tuple[MembershipChange, ...] = ()
     minute: int = 0
     moves: int = 0
     blocks: int = 0
@@ -257,8 +264,8 @@ class Oracle(NewOnly):
         lengths = np.array([len(holder.span) for holder in holders], np.intp)
         speeds = np.array([holder.throughput for holder in holders])
         starts = np.array([holder.span.start for holder in holders], np.intp)
-        terms = Terms(bound, bound, ORACLE_EVENNESS, 0.0, 1.0 + BLOCKS)
-        search = Search(speeds, lengths, starts, np.zeros(len(holders)), np.arange(len(holders)), BLOCKS, terms)
+        terms = CostTerms(bound, bound, ORACLE_EVENNESS, 0.0, 1.0 + BLOCKS)
+        search = SpanSearch(speeds, lengths, starts, np.zeros(len(holders)), np.arange(len(holders)), BLOCKS, terms)
         best = search.run(starts)
         kicked = best.starts.copy()
         for index in world.chance.permutation(len(holders))[: len(holders) // 5]:

@@ -19,9 +19,9 @@ from .engine.preparing import PreparedChat, chat_prompt, prepare_chat
 from .engine.tools import ToolCall
 from .errors import MESSAGES_PATH, ApiError, error_object
 from .fields import Fields
-from .http.answers import Answers
+from .http.answers import AnswersResponse
 from .http.bodies import read_asked
-from .one_answer import Chunk, OneAnswer
+from .one_answer import Chunk, SingleAnswerWriter
 from .parts import (
     REQUEST_LIMITS,
     bounded,
@@ -165,7 +165,7 @@ def arguments_of(text: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {"arguments": found}
 
 
-class MessageWriter(OneAnswer):
+class MessageWriter(SingleAnswerWriter):
     """What Anthropic's specification requires, and of which nothing is known here, is null."""
 
     def __init__(self, request: TextRequest, chat: PreparedChat, request_id: str) -> None:
@@ -276,7 +276,7 @@ def anthropic_routes(core: Core) -> list[BaseRoute]:
 async def _create(core: Core, request: Request) -> Response:
     asked = await read_asked(request, core, parse_messages)
     prepared = await prepare_chat(core, request.state.owner, asked)
-    return Answers(core, prepared.generation, MessageWriter(asked.text, prepared, request.state.request_id))
+    return AnswersResponse(core, prepared.generation, MessageWriter(asked.text, prepared, request.state.request_id))
 
 
 async def _count(core: Core, request: Request) -> Response:

@@ -31,9 +31,9 @@ from .engine.preparing import PreparedChat, prepare_chat, prepare_completion
 from .engine.tools import ToolCall, tool_form
 from .errors import ApiError, error_object
 from .fields import Fields
-from .http.answers import Answers
+from .http.answers import AnswersResponse
 from .http.bodies import read_asked
-from .one_answer import Chunk, OneAnswer
+from .one_answer import Chunk, SingleAnswerWriter
 from .parts import (
     JSON_OBJECT,
     REQUEST_LIMITS,
@@ -175,7 +175,7 @@ def timestamp() -> str:
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
-class LineWriter(OneAnswer):
+class LineWriter(SingleAnswerWriter):
     """
     Args:
         of: the text of a token.
@@ -266,7 +266,7 @@ def _nanoseconds(seconds: float) -> int:
 
 def ollama_routes(core: Core) -> list[BaseRoute]:
     """The routes below /api."""
-    endpoints = _Endpoints(core)
+    endpoints = _OllamaEndpoints(core)
     return [
         Route("/api/version", endpoints.version, methods=["GET"]),
         Route("/api/tags", endpoints.tags, methods=["GET"]),
@@ -276,7 +276,7 @@ def ollama_routes(core: Core) -> list[BaseRoute]:
     ]
 
 
-class _Endpoints:
+class _OllamaEndpoints:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._since = timestamp()
@@ -328,7 +328,7 @@ class _Endpoints:
 
     def _answers(self, asked: Any, prepared: PreparedChat, *, is_chat: bool) -> Response:
         writer = LineWriter(asked.text, prepared, self._core.text.token_text, is_chat=is_chat)
-        return Answers(self._core, prepared.generation, writer)
+        return AnswersResponse(self._core, prepared.generation, writer)
 
     def _loaded(self, fields: Fields, empty: dict[str, Any]) -> Response:
         """To a request without a prompt, by which programs have a model loaded."""

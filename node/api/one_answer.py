@@ -15,7 +15,7 @@ from .openai.objects import EVENT_STREAM
 Chunk = dict[str, Any]
 
 
-class OneAnswer:
+class SingleAnswerWriter:
     """As `Writer` has it. An interface writes the text as it comes (`add`), and the end with the calls (`finish`)."""
 
     media_type = EVENT_STREAM

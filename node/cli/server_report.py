@@ -71,7 +71,7 @@ class Counts:
     cpu_seconds: float = 0.0
 
 
-class Rates:
+class ComputedRates:
     """How fast counts have grown lately."""
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class PanelState:
     """What is shown. `direct` and `relayed` are peers; `reason` says why the server pauses, if it does."""
 
     serving: Serving | None
-    rates: Rates
+    rates: ComputedRates
     sessions_opened: int
     direct: int
     relayed: int
@@ -167,7 +167,7 @@ class ServerPanel:
         self._reason = reason
         self._wallet = wallet
         self._points: Points | None = None
-        self._rates = Rates()
+        self._rates = ComputedRates()
         self._process = psutil.Process()
         self._live: Live | None = None
 

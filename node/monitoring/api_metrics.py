@@ -16,7 +16,7 @@ from ..api.engine.core import Core
 from ..api.engine.generation import ApiTallies
 from ..client.deadlines import WAIT_BOUNDS
 from ..swarm.swarm import Swarm
-from .metrics import ClientMetrics, Metrics, NodeMetrics, ProcessMetrics, Source, buckets, counters
+from .metrics import ClientMetrics, Metrics, MetricSource, NodeMetrics, ProcessMetrics, buckets, counters
 from .process import LoopDelay
 
 _REASONS: Final = ("stop", "length", "failed")
@@ -43,7 +43,7 @@ class MetricsEndpoint:
 
 
 @dataclass(frozen=True, eq=False)
-class ApiMetrics(Source):
+class ApiMetrics(MetricSource):
     """Of what was answered."""
 
     tallies: ApiTallies

@@ -25,7 +25,7 @@ from .process import WINDOW, LoopDelay, process_figures
 VERDICTS: Final = ("ok", "faulty", "inconclusive")
 
 
-class Source(Collector):
+class MetricSource(Collector):
     """Some of the metrics of a node."""
 
     def describe(self) -> Iterable[Metric]:
@@ -39,7 +39,7 @@ class Source(Collector):
 class Metrics(CollectorRegistry):
     """All metrics of one node."""
 
-    def __init__(self, *sources: Source) -> None:
+    def __init__(self, *sources: MetricSource) -> None:
         super().__init__(auto_describe=False)
         for source in sources:
             self.register(source)
@@ -91,7 +91,7 @@ def histograms(name: str, text: str, label: str, values: Mapping[str, Distributi
 
 
 @dataclass(frozen=True, eq=False)
-class ProcessMetrics(Source):
+class ProcessMetrics(MetricSource):
     """Of the process and its event loop; `delay` has to be run."""
 
     delay: LoopDelay
@@ -119,7 +119,7 @@ class ProcessMetrics(Source):
 
 
 @dataclass(frozen=True, eq=False)
-class NodeMetrics(Source):
+class NodeMetrics(MetricSource):
     """Of connections, bytes, reachability, relaying, and what is known of others."""
 
     swarm: Swarm
@@ -195,7 +195,7 @@ def _relay(swarm: Swarm) -> Iterator[Metric]:
 
 
 @dataclass(frozen=True, eq=False)
-class ServerMetrics(Source):
+class ServerMetrics(MetricSource):
     """Of what a server has computed, and what it holds now."""
 
     tallies: ServerTallies
@@ -291,7 +291,7 @@ def _work(tallies: ServerTallies) -> Iterator[Metric]:
 
 
 @dataclass(frozen=True, eq=False)
-class ClientMetrics(Source):
+class ClientMetrics(MetricSource):
     """Of the sessions of a client, together."""
 
     totals: SessionTotals
@@ -311,7 +311,7 @@ class ClientMetrics(Source):
 
 
 @dataclass(frozen=True, eq=False)
-class VerdictMetrics(Source):
+class VerdictMetrics(MetricSource):
     """Of what a validator has found."""
 
     verdicts: Counter[str]

@@ -22,7 +22,7 @@ _MOST_RIVALS: Final = 64
 
 
 @dataclass(frozen=True)
-class Choice:
+class SpanChoice:
     """The blocks that a newcomer takes if it begins to load now.
 
     `others` are the servers that the choice is based on; newcomers with smaller peer ids stand where they are expected
@@ -63,7 +63,7 @@ def choice_of_newcomer(
     *,
     turnover: float = 1.0,
     policy: Policy = DEFAULT,
-) -> Choice:
+) -> SpanChoice:
     """The blocks that a newcomer takes, while `newcomers`, it may be one of them, choose theirs.
 
     The newcomers choose in the order of their peer ids: all who see the same announcements compute the same. So with
@@ -77,7 +77,7 @@ def choice_of_newcomer(
         throughput = known.pop(newcomer).throughput
     if not known:
         span = span_for_newcomer(others, newcomer, throughput, count, num_blocks, turnover=turnover, policy=policy)
-        return Choice(span, tuple(others))
+        return SpanChoice(span, tuple(others))
     others = [replace(server, movable=False) for server in others]
     before = sorted(peer_id for peer_id in known if peer_id < newcomer)
     after = sorted(peer_id for peer_id in known if peer_id > newcomer)
@@ -89,7 +89,7 @@ def choice_of_newcomer(
             disputed.add(rival.peer_id)
     span = span_for_newcomer(others, newcomer, throughput, count, num_blocks, policy=policy)
     rivals = frozenset([*before[:_MOST_FIRST], *after][:_MOST_RIVALS])
-    return Choice(span, tuple(others), rivals, frozenset(disputed))
+    return SpanChoice(span, tuple(others), rivals, frozenset(disputed))
 
 
 def span_for_newcomer(

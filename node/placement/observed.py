@@ -212,19 +212,19 @@ def _believable(announcements: Sequence[Announcement], doubts: dict[str, str]) -
 
 
 @dataclass(frozen=True)
-class Change:
+class MembershipChange:
     """A server joined, or left, at this time."""
 
     at: float
     joined: bool
 
 
-def recent(changes: Sequence[Change], now: float) -> tuple[Change, ...]:
+def recent(changes: Sequence[MembershipChange], now: float) -> tuple[MembershipChange, ...]:
     """Those that still count."""
     return tuple(change for change in changes if now - OBSERVED.window < change.at <= now)
 
 
-def turnover(changes: Sequence[Change], servers: int, now: float) -> float:
+def turnover(changes: Sequence[MembershipChange], servers: int, now: float) -> float:
     """How fast `servers` servers come and go, from the changes of the last 45 minutes: 1 is usual, LEAST .. MOST."""
     usual = OBSERVED.usual_per_hour / 3600 * max(servers, 1)
     weighed = sum(_JOINED if change.joined else _LEFT for change in recent(changes, now))

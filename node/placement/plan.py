@@ -16,7 +16,7 @@ import numpy as np
 from ...protocols.ids import Span
 from ..swarm.cost import Ints
 from .observed import PlacedServer, describe_spans, gaps, swarm_throughput, upper_bound
-from .search import Search, State, Terms
+from .search import CostTerms, SpanSearch, State
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,8 @@ def make_plan(
     charge = policy.gain * turnover / (PLANNING.gain_for * num_blocks)
     reloads = np.where(new, 0.0, lengths * np.array([server.reload_weight for server in ordered], float))
     most = charge * float(reloads.sum()) + 1.0 + policy.evenness * policy.level**2 * num_blocks
-    terms = Terms(scale, policy.level * scale, policy.evenness, charge, 1.0 + most)
-    search = partial(Search, speeds, lengths, origin, reloads, num_blocks=num_blocks, terms=terms)
+    terms = CostTerms(scale, policy.level * scale, policy.evenness, charge, 1.0 + most)
+    search = partial(SpanSearch, speeds, lengths, origin, reloads, num_blocks=num_blocks, terms=terms)
     everyone = search(movable)
     start = everyone.state(origin)
     rest = search(np.flatnonzero(new)).run(origin) if new.any() else start
@@ -155,7 +155,7 @@ def make_plan(
     return PlacementPlan(moves, start.throughput, after.throughput, start.empty - after.empty, made_for)
 
 
-def in_order(search: Search, start: State, target: Ints) -> tuple[list[int], State]:
+def in_order(search: SpanSearch, start: State, target: Ints) -> tuple[list[int], State]:
     """The servers that go from `start` to `target` (int [N]), one after the other, and the state when they have.
 
     Each time the move is taken that leaves the least cost, among servers that are not the only holder of a block (all,

@@ -40,7 +40,7 @@ EFFORT: Final = SearchEffort()
 
 
 @dataclass(frozen=True)
-class Terms:
+class CostTerms:
     """What a placement costs, in shares of the swarm's throughput.
 
     cost = gap x (blocks nobody holds) - throughput / scale + evenness x sum over blocks of
@@ -64,14 +64,21 @@ class State:
     throughput: float
 
 
-class Search:
+class SpanSearch:
     """Servers of `speeds` float [N], above 0, and `lengths` int [N] in blocks, that began at `origin` int [N].
 
     `reloads` float [N] is how many blocks a move of each is charged for; `movable` indices of those that may move.
     """
 
     def __init__(
-        self, speeds: Floats, lengths: Ints, origin: Ints, reloads: Floats, movable: Ints, num_blocks: int, terms: Terms
+        self,
+        speeds: Floats,
+        lengths: Ints,
+        origin: Ints,
+        reloads: Floats,
+        movable: Ints,
+        num_blocks: int,
+        terms: CostTerms,
     ) -> None:
         self._speeds, self._lengths, self._origin, self._reloads = speeds, lengths, origin, reloads
         self._movable, self._blocks, self._terms = movable, num_blocks, terms

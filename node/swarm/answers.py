@@ -36,7 +36,7 @@ class AnswerLimits:
 ANSWERS: Final = AnswerLimits()
 
 
-class Answering(Protocol):
+class AnsweringDirectory(Protocol):
     """The directory whose answers these are."""
 
     view: SwarmView
@@ -53,7 +53,7 @@ class Answering(Protocol):
 class DirectoryAnswers:
     """Answers the streams of `/petalnode/directory/1`."""
 
-    def __init__(self, directory: Answering) -> None:
+    def __init__(self, directory: AnsweringDirectory) -> None:
         self._directory = directory
         self._logged: set[str] = set()  # whose bad announcements were logged
 

@@ -146,7 +146,7 @@ def missing(servers: Iterable[Announcement]) -> bool:
 
 
 @dataclass
-class _Search:
+class _RecordSearch:
     """One search: who was asked for its announcement, and what it said (None: nothing of use, or not yet)."""
 
     tried: dict[str, Announcement | None] = field(default_factory=dict)
@@ -241,7 +241,7 @@ class ProviderRecords:
         if now - when < again:
             return answered
         self._searched[what] = (now, answered)
-        search = _Search()
+        search = _RecordSearch()
         waiting = iter(random.sample(list(sought), len(sought)))
         with trio.move_on_after(min(timeout, SEARCH.seconds)):
             async with trio.open_nursery() as nursery:
@@ -251,11 +251,11 @@ class ProviderRecords:
         await self._dht.close_opened()
         return search.answered
 
-    async def _find_keys(self, waiting: Iterator[Sought], search: _Search) -> None:
+    async def _find_keys(self, waiting: Iterator[Sought], search: _RecordSearch) -> None:
         for sought in waiting:
             await self._find_key(sought, search)
 
-    async def _find_key(self, sought: Sought, search: _Search) -> None:
+    async def _find_key(self, sought: Sought, search: _RecordSearch) -> None:
         lookup = await self._dht.look_up(sought.key, timeout=SEARCH.look_up)
         search.answered |= bool(lookup.nearest())
         providers = lookup.providers(random.Random())
@@ -264,7 +264,7 @@ class ProviderRecords:
             for _ in range(SEARCH.tried_at_once):
                 nursery.start_soon(self._try_providers, providers, of_key, search)
 
-    async def _try_providers(self, providers: Iterator[Contact], of_key: _KeySearch, search: _Search) -> None:
+    async def _try_providers(self, providers: Iterator[Contact], of_key: _KeySearch, search: _RecordSearch) -> None:
         for contact in providers:
             if of_key.is_over or len(search.tried) >= SEARCH.tried_in_all:
                 return

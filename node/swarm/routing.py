@@ -188,7 +188,7 @@ def pays_again(
 
 
 @dataclass(frozen=True)
-class _Graph:
+class _RouteGraph:
     """Arrays over the usable servers, in order of peer id."""
 
     start: Ints  # first block
@@ -211,7 +211,7 @@ def _usable(candidates: Sequence[RouteCandidate], wanted: Span, max_length: int)
     )
 
 
-def _graph(servers: Sequence[RouteCandidate], wanted: Span, demand: Demand) -> _Graph:
+def _graph(servers: Sequence[RouteCandidate], wanted: Span, demand: Demand) -> _RouteGraph:
     computing = cost.span_seconds(
         [server.step_seconds for server in servers],
         [server.forward_tokens_per_second for server in servers],
@@ -222,7 +222,7 @@ def _graph(servers: Sequence[RouteCandidate], wanted: Span, demand: Demand) -> _
         demand.tokens, demand.token_bytes, [server.seconds_per_byte for server in servers]
     )
     full = np.array([server.cache_tokens_free < demand.cache_tokens for server in servers], float)
-    return _Graph(
+    return _RouteGraph(
         start=np.array([max(server.span.start, wanted.start) for server in servers], np.intp),
         end=np.array([min(server.span.end, wanted.end) for server in servers], np.intp),
         half=bounded([server.rtt for server in servers]) / 2,
@@ -255,7 +255,7 @@ class _Pairs:
     least: Floats  # per server: the least of its `seconds`
 
 
-def _measured_pairs(servers: Sequence[RouteCandidate], graph: _Graph) -> _Pairs | None:
+def _measured_pairs(servers: Sequence[RouteCandidate], graph: _RouteGraph) -> _Pairs | None:
     """The pairs that can matter: measured, quicker than through the client, and the one can follow the other."""
     measured = [len(server.rtts) for server in servers]
     total = sum(measured)
@@ -281,7 +281,7 @@ def _measured_pairs(servers: Sequence[RouteCandidate], graph: _Graph) -> _Pairs 
 def _shortest(
     servers: Sequence[RouteCandidate],
     wanted: Span,
-    graph: _Graph,
+    graph: _RouteGraph,
     pairs: _Pairs | None,
     arriving: Floats,
     leaving: Floats,

@@ -52,7 +52,7 @@ _Holder = tuple[str, str]  # an address, as `origin_of_ip` counts them, and a pe
 
 
 @dataclass
-class _Waiter:
+class _RoomWaiter:
     nbytes: int
     granted: trio.Event = field(default_factory=trio.Event)
 
@@ -74,7 +74,7 @@ class ReceivedBytes:
         self._taken = 0
         self._of: Counter[str | _Holder] = Counter()
         self._one_more: tuple[_Holder, int] | None = None
-        self._waiting: dict[_Holder, deque[_Waiter]] = {}
+        self._waiting: dict[_Holder, deque[_RoomWaiter]] = {}
 
     @property
     def taken(self) -> int:
@@ -89,7 +89,7 @@ class ReceivedBytes:
         return holder not in self._waiting and self._take(holder, nbytes, only_share=bool(self._waiting))
 
     async def take(self, origin: str, peer_id: str, nbytes: int) -> None:
-        holder, waiter = (origin, peer_id), _Waiter(nbytes)
+        holder, waiter = (origin, peer_id), _RoomWaiter(nbytes)
         self._waiting.setdefault(holder, deque()).append(waiter)
         self._grant()
         try:
@@ -140,7 +140,7 @@ class ReceivedBytes:
                 if self._one_more == (holder, waiter.nbytes):  # the others of its address are last now
                     self._waiting = dict(sorted(self._waiting.items(), key=lambda item: item[0][0] == holder[0]))
 
-    def _leave(self, holder: _Holder, waiter: _Waiter) -> None:
+    def _leave(self, holder: _Holder, waiter: _RoomWaiter) -> None:
         self._waiting[holder].remove(waiter)
         if not self._waiting[holder]:
             del self._waiting[holder]

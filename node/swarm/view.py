@@ -142,7 +142,7 @@ class SwarmView:
         same object if only origins did. `now` in seconds since
         1970. Takes as long as copying the view does, unless it is full.
         """
-        change = _Change(self, now)
+        change = _ViewChange(self, now)
         for record in signed:
             change.put(record, source, met=met)
         if len(change.records) > MAX_RECORDS:
@@ -190,7 +190,7 @@ class SwarmView:
         return len({source for source in met if source is not None})
 
 
-class _Change:
+class _ViewChange:
     """A view that is being changed: copies of what it holds, of a model version only if something of it changes."""
 
     def __init__(self, view: SwarmView, now: float) -> None:

@@ -41,7 +41,7 @@ Source = Literal["own", "evidence", "validators"]
 
 
 @dataclass(frozen=True)
-class Standing:
+class ServiceRecord:
     """What is known of a peer at `updated` (seconds since 1970): recomputed tokens (or their equivalent) and faults,
     both decayed until then."""
 
@@ -50,27 +50,27 @@ class Standing:
     tokens: float = 0.0
     faults: float = 0.0
 
-    def at(self, now: float) -> Standing:
+    def at(self, now: float) -> ServiceRecord:
         """The same, decayed until `now`."""
         left = 0.5 ** (max(0.0, now - self.updated) / REPUTATION.half_life)
         return replace(self, updated=max(now, self.updated), tokens=self.tokens * left, faults=self.faults * left)
 
-    def after_tokens(self, tokens: int, now: float, *, recomputed: bool) -> Standing:
+    def after_tokens(self, tokens: int, now: float, *, recomputed: bool) -> ServiceRecord:
         """With more tokens that were answered right; `recomputed` if somebody has made sure of it."""
         later = self.at(now)
         return replace(later, tokens=later.tokens + tokens * (1.0 if recomputed else REPUTATION.served_share))
 
-    def after_fault(self, now: float) -> Standing:
+    def after_fault(self, now: float) -> ServiceRecord:
         """With one more fault. Earlier tokens count no more: they may have been computed to gain trust."""
         later = self.at(now)
         return replace(later, tokens=0.0, faults=later.faults + 1)
 
 
-def newcomer(now: float) -> Standing:
-    return Standing(first_seen=now, updated=now)
+def newcomer(now: float) -> ServiceRecord:
+    return ServiceRecord(first_seen=now, updated=now)
 
 
-def reputation(standing: Standing | None, now: float) -> float:
+def reputation(standing: ServiceRecord | None, now: float) -> float:
     """From 0, for a stranger or a cheat, to 1."""
     if standing is None:
         return 0.0
@@ -78,7 +78,7 @@ def reputation(standing: Standing | None, now: float) -> float:
     return float(later.tokens / (later.tokens + REPUTATION.newcomer_tokens) * REPUTATION.fault_factor**later.faults)
 
 
-def penalty_seconds(standing: Standing | None, now: float) -> float:
+def penalty_seconds(standing: ServiceRecord | None, now: float) -> float:
     """What routing adds to the cost of a server: next to nothing for a newcomer, so that new servers get sessions, and
     a minute or more for one that was at fault lately, which is a last resort."""
     faults = standing.at(now).faults if standing is not None else 0.0

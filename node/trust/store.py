@@ -23,7 +23,7 @@ from filelock import FileLock
 from ...crypto.identity import make_private_file, make_private_folder, others_can_read
 from ..errors import MachineError
 from .evidence_message import NO_VALIDATORS, TrustedValidators
-from .reputation import REPUTATION, Ban, Source, Standing, extended, newcomer, penalty_seconds, reputation
+from .reputation import REPUTATION, Ban, ServiceRecord, Source, extended, newcomer, penalty_seconds, reputation
 
 log = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ class TrustStore:
         self._file = file
         self._clock = clock
         self._bans: dict[str, Ban] = {}
-        self._standings: dict[str, Standing] = {}
+        self._standings: dict[str, ServiceRecord] = {}
         self._versions: dict[bytes, tuple[bytes, float]] = {}  # and when it was used, by what is held of the model
         self._dirty_bans: set[str] = set()
         self._dirty_standings: set[str] = set()
@@ -237,7 +237,7 @@ class TrustStore:
         """What routing adds to the cost of the peer."""
         return penalty_seconds(self._standings.get(peer_id), self._clock())
 
-    def _note(self, peer_id: str, standing: Standing) -> None:
+    def _note(self, peer_id: str, standing: ServiceRecord) -> None:
         self._standings[peer_id] = standing
         self._dirty_standings.add(peer_id)
         if len(self._standings) > STORE.max_standings:
@@ -282,7 +282,7 @@ class TrustStore:
         standings = "SELECT peer_id, first_seen, updated, tokens, faults FROM standings ORDER BY updated DESC LIMIT ?"
         for peer_id, *rest in connection.execute(standings, (STORE.max_standings,)):
             if peer_id not in self._dirty_standings:
-                self._standings[peer_id] = Standing(*rest)
+                self._standings[peer_id] = ServiceRecord(*rest)
         versions = "SELECT weights, version, used FROM versions ORDER BY used DESC LIMIT ?"
         for weights, version, used in connection.execute(versions, (STORE.max_versions,)):
             if weights not in self._dirty_versions:

@@ -137,7 +137,7 @@ def _is_number(label: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Row:
+class TokenRow:
     """The tokens of one example. The first `given` tokens are not learned; `label` is the index of its class."""
 
     tokens: tuple[int, ...]
@@ -146,7 +146,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrainingBatch:
     """Rows padded at the right.
 
     Attributes:
@@ -175,7 +175,7 @@ def rows_of(
     chat: bool,
     labels: Sequence[str] = (),
     progress: Callable[[int], object] = lambda characters: None,
-) -> list[Row]:
+) -> list[TokenRow]:
     """Rows of 2 to `max_length` tokens.
 
     Longer texts are split into several rows; a prompt and completion that are too long are truncated; rows without a
@@ -187,18 +187,18 @@ def rows_of(
         labels: the classes, by their numbers.
         progress: is called with the number of characters whenever some are done.
     """
-    rows: list[Row] = []
+    rows: list[TokenRow] = []
     end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     most = max_length * _CHARACTERS_PER_TOKEN  # beyond these, all would be truncated
     for example in examples:
         if example.prompt is not None:
             given, learned = _turns(example.prompt[:most], example.text[:most], tokenizer, chat=chat)
-            rows.append(Row(tuple([*given, *learned, *end][:max_length]), len(given)))
+            rows.append(TokenRow(tuple([*given, *learned, *end][:max_length]), len(given)))
             progress(len(example.prompt) + len(example.text))
             continue
         if example.label is not None:
             tokens = list(tokenizer(example.text[:most])["input_ids"])
-            rows.append(Row(tuple(tokens[:max_length]), label=labels.index(example.label)))
+            rows.append(TokenRow(tuple(tokens[:max_length]), label=labels.index(example.label)))
             progress(len(example.text))
             continue
         tokens = []
@@ -208,7 +208,7 @@ def rows_of(
             tokens += tokenizer(piece, add_special_tokens=not tokens)["input_ids"]
             progress(len(piece))
         tokens += [] if tokens[-1:] == end else end
-        rows += [Row(tuple(tokens[start : start + max_length])) for start in range(0, len(tokens), max_length)]
+        rows += [TokenRow(tuple(tokens[start : start + max_length])) for start in range(0, len(tokens), max_length)]
     return [row for row in rows if _teaches(row)]
 
 
@@ -223,7 +223,7 @@ def pieces_of(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _teaches(row: Row) -> bool:
+def _teaches(row: TokenRow) -> bool:
     if row.label is not None:
         return bool(row.tokens)
     return len(row.tokens) > max(row.given, 1)
@@ -238,7 +238,7 @@ def _turns(prompt: str, completion: str, tokenizer: Any, *, chat: bool) -> tuple
     return list(given), list(tokenizer(completion, add_special_tokens=False)["input_ids"])
 
 
-def batch_of(rows: Sequence[Row], padding: int) -> Batch:
+def batch_of(rows: Sequence[TokenRow], padding: int) -> TrainingBatch:
     """Rows padded with the token id `padding`."""
     import torch  # `petalnode tune --help` does without
 
@@ -254,4 +254,4 @@ def batch_of(rows: Sequence[Row], padding: int) -> Batch:
     classes = [row.label for row in rows if row.label is not None]
     if classes:
         labels = torch.tensor(classes)
-    return Batch(ids, mask, labels, int(mask.sum()))
+    return TrainingBatch(ids, mask, labels, int(mask.sum()))

@@ -28,7 +28,7 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class WaitingForServers:
     """No chain covers the model; the training retries."""
 
     reason: str
@@ -42,7 +42,7 @@ class StoppedEarly:
     evaluations: int
 
 
-Event = StepDone | Evaluated | Waiting | StoppedEarly
+Event = StepDone | Evaluated | WaitingForServers | StoppedEarly
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from safetensors.torch import save
 from ..errors import BadInput, NoChainError
 from ..models.cache_dir import disk_errors
 from .adapter_files import CHECKPOINT, WRITE_ADVICE, write_files
-from .dataset import Batch, Row, batch_of
-from .progress import EarlyStop, Evaluated, Event, StepDone, StoppedEarly, Waiting
+from .dataset import TokenRow, TrainingBatch, batch_of
+from .progress import EarlyStop, Evaluated, Event, StepDone, StoppedEarly, WaitingForServers
 from .recipe import Recipe, is_due, learning_rate, rows_of_step
 from .tuned import Tuned
 
@@ -39,7 +39,7 @@ _FIELD: Final = "petalnode"
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class TrainingCheckpoint:
     """
     Attributes:
         recipe: what has to be the same for the training to be resumed.
@@ -62,7 +62,7 @@ class Checkpoint:
     best: Mapping[str, torch.Tensor]
 
 
-def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
+def save_checkpoint(folder: Path, checkpoint: TrainingCheckpoint) -> Path:
     """Writes it into `folder`, over an earlier one.
 
     Raises:
@@ -91,7 +91,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     return target
 
 
-def load_checkpoint(folder: Path) -> Checkpoint:
+def load_checkpoint(folder: Path) -> TrainingCheckpoint:
     """
     Raises:
         BadInput: there is none, or it is damaged.
@@ -108,7 +108,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
             for key in opened.keys():  # noqa: SIM118  (it is no dictionary)
                 kind, _, name = key.partition("/")
                 held[kind][name] = opened.get_tensor(key)
-        return Checkpoint(
+        return TrainingCheckpoint(
             recipe=dict(about["recipe"]),
             step=int(about["step"]),
             evaluated=int(about["evaluated"]),
@@ -143,8 +143,8 @@ class Training:
         self,
         tuned: Tuned,
         recipe: Recipe,
-        train: Sequence[Row],
-        held_out: Sequence[Row] = (),
+        train: Sequence[TokenRow],
+        held_out: Sequence[TokenRow] = (),
         *,
         about: Mapping[str, Any],
         padding: int = 0,
@@ -211,7 +211,7 @@ class Training:
         speed = batch.tokens / (time.perf_counter() - begun)
         yield StepDone(self.step, recipe.steps, loss, rate, speed)
 
-    def _forward_and_back(self, batch: Batch) -> float:
+    def _forward_and_back(self, batch: TrainingBatch) -> float:
         self._optimiser.zero_grad()
         mean, _ = self.tuned.loss(batch)
         mean.backward()  # type: ignore[no-untyped-call]
@@ -238,7 +238,7 @@ class Training:
         yield Evaluated(self.step, loss, accuracy, self.early_stop.improved)
 
     @torch.no_grad()
-    def _loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _loss(self, batch: TrainingBatch) -> tuple[torch.Tensor, torch.Tensor]:
         return self.tuned.loss(batch)
 
     def take_best(self) -> None:
@@ -246,8 +246,8 @@ class Training:
         if self._best:
             self.tuned.load(self._best)
 
-    def checkpoint(self) -> Checkpoint:
-        return Checkpoint(
+    def checkpoint(self) -> TrainingCheckpoint:
+        return TrainingCheckpoint(
             recipe=self._fixed,
             step=self.step,
             evaluated=self._evaluated,
@@ -262,7 +262,7 @@ class Training:
             best=self._best,
         )
 
-    def resume(self, checkpoint: Checkpoint) -> None:
+    def resume(self, checkpoint: TrainingCheckpoint) -> None:
         """Restores the state of `checkpoint`.
 
         Raises:
@@ -301,7 +301,7 @@ def _patiently(attempt: Callable[[], T]) -> Generator[Event, None, T]:
         try:
             return attempt()
         except NoChainError as error:
-            yield Waiting(str(error))
+            yield WaitingForServers(str(error))
             time.sleep(_RETRY_SECONDS)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..client.api.model import DistributedModel
 from ..client.api.tuning import LoraTuning, PromptTuning
-from .dataset import Batch
+from .dataset import TrainingBatch
 from .recipe import MethodOptions
 
 
@@ -54,7 +54,7 @@ class Tuned:
         named = {name: weight for name, weight in self.module.named_parameters() if weight.requires_grad}
         return named | {f"head.{name}": weight for name, weight in head_of(self.model).items()}
 
-    def loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(self, batch: TrainingBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """(mean loss, logits)
 
         Raises:

@@ -38,7 +38,7 @@ PROBES: Final = ProbePolicy()
 
 
 @dataclass(frozen=True)
-class Serving:
+class ProbedServer:
     """A server and all blocks that it has."""
 
     peer_id: str
@@ -69,7 +69,9 @@ class Probe:
         return Span(self.route[0].span.start, self.route[-1].span.end)
 
 
-def chain_through(target: Serving, servers: Collection[Serving], num_blocks: int, random: Random) -> tuple[Hop, ...]:
+def chain_through(
+    target: ProbedServer, servers: Collection[ProbedServer], num_blocks: int, random: Random
+) -> tuple[Hop, ...]:
     """A chain in which `target` runs all of its blocks, and servers drawn at random run those before and behind it.
 
     Where nobody has a block, the chain begins behind it or ends before it.
@@ -85,11 +87,11 @@ def chain_through(target: Serving, servers: Collection[Serving], num_blocks: int
     return (*before, Hop(target.peer_id, target.span), *_filled(others, target.span.end, end, random))
 
 
-def _peer_id(server: Serving) -> str:
+def _peer_id(server: ProbedServer) -> str:
     return server.peer_id
 
 
-def _filled(servers: Sequence[Serving], start: int, end: int, random: Random) -> list[Hop]:
+def _filled(servers: Sequence[ProbedServer], start: int, end: int, random: Random) -> list[Hop]:
     hops: list[Hop] = []
     while start < end:
         chosen = random.choice([server for server in servers if start in server.span])
@@ -100,7 +102,7 @@ def _filled(servers: Sequence[Serving], start: int, end: int, random: Random) ->
 
 
 def whole_round(
-    servers: Collection[Serving],
+    servers: Collection[ProbedServer],
     num_blocks: int,
     random: Random,
     *,
@@ -126,7 +128,7 @@ def whole_round(
 
 
 def next_probe(
-    servers: Collection[Serving], seconds_since: Mapping[str, float], num_blocks: int, random: Random
+    servers: Collection[ProbedServer], seconds_since: Mapping[str, float], num_blocks: int, random: Random
 ) -> Probe:
     """The next probe. A server is its target with a chance that grows with the seconds since its last verdict: none is
     forgotten, and none is safe for a while. `servers` must not be empty.

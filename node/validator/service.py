@@ -32,7 +32,7 @@ from .auditing import ReceiptAuditService
 from .endorsing import announced_device
 from .history import History
 from .probe_inputs import ProbeModel
-from .probe_plan import Probe, Serving, next_probe, waiting_seconds, whole_round
+from .probe_plan import Probe, ProbedServer, next_probe, waiting_seconds, whole_round
 from .prober import Probed, run_probe
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class Validator:
             PetalnodeError: the answers cannot be recomputed here.
         """
         announced = await self.servers()
-        serving = [Serving(server.peer_id, server.span) for server in announced.values()]
+        serving = [ProbedServer(server.peer_id, server.span) for server in announced.values()]
         done: list[Probed] = []
         failed: dict[str, SwarmError] = {}
         for probe in whole_round(serving, self._model.num_blocks, self._options.random):
@@ -127,7 +127,7 @@ class Validator:
             await trio.sleep(waiting_seconds(interval, self._options.random))
             try:
                 announced = await self.servers()
-                serving = [Serving(server.peer_id, server.span) for server in announced.values()]
+                serving = [ProbedServer(server.peer_id, server.span) for server in announced.values()]
                 since = self._options.history.seconds_since(self._model.version)
                 probe = next_probe(serving, since, self._model.num_blocks, self._options.random)
                 probed = await self._probe(probe)

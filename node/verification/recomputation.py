@@ -302,12 +302,12 @@ class Recomputation:
                 room = self._group_bytes - sizes[block]
         return groups
 
-    def _started(self, question: Question) -> _Session | _Forward | _Backward:
+    def _started(self, question: Question) -> _RecomputedSession | _Forward | _Backward:
         dtype = DTYPES.get(self._dtype)
         if dtype is None:
             raise BadInput(f"nothing is computed in {self._dtype[:100]!r} here")
         if isinstance(question, SessionQuestion):
-            return _Session(question, [step.hidden.to(self._device, dtype) for step in question.steps])
+            return _RecomputedSession(question, [step.hidden.to(self._device, dtype) for step in question.steps])
         if question.gradient is None:
             return _Forward(question, question.hidden.to(self._device, dtype))
         return _Backward(question, question.hidden.to(self._device, dtype))
@@ -333,7 +333,7 @@ def _common(one: Span, other: Span) -> Span:
     return Span(max(one.start, other.start), min(one.end, other.end))
 
 
-class _Run:
+class _SpanRun:
     """A question on its way through the blocks."""
 
     noise: Noise | None = None
@@ -352,7 +352,7 @@ class _Run:
 
 
 @dataclass
-class _Session(_Run):
+class _RecomputedSession(_SpanRun):
     """A session on its way through the blocks. `hidden`: what enters the next block, per step."""
 
     question: SessionQuestion
@@ -385,7 +385,7 @@ class _Session(_Run):
 
 
 @dataclass
-class _Forward(_Run):
+class _Forward(_SpanRun):
     question: Batch
     hidden: torch.Tensor
 
@@ -398,7 +398,7 @@ class _Forward(_Run):
 
 
 @dataclass
-class _Backward(_Run):
+class _Backward(_SpanRun):
     """Keeps the inputs of each group of blocks in the forward pass, for the backward pass."""
 
     question: Batch

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from petalnode.node.api.engine.generation import HopReport, Progress, Waiting
+from petalnode.node.api.engine.generation import AnswerProgress, HopReport, WaitingFor
 from petalnode.node.api.engine.progress import PROGRESS, is_news
 from petalnode.node.testing.memory_servers import memory_swarm
 from petalnode.protocols.announcement import Announcement
@@ -21,8 +21,8 @@ from tests.api.tokenizer import EOS
 from tests.memory_api import MemoryApi, memory_api
 
 HOP = HopReport("a", (0, 6), 2.0, 10, 10)
-NOW = Progress(0, 4, 0, (HOP,))
-MISSED = Waiting("a", (0, 6), True, "gone", 30.0)
+NOW = AnswerProgress(0, 4, 0, (HOP,))
+MISSED = WaitingFor("a", (0, 6), True, "gone", 30.0)
 
 
 def asked(**more: Any) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def test_what_no_server_covers_has_its_status_all_the_same(api_model: Path) -> N
 @pytest.mark.parametrize(
     ("told", "now", "since", "news"),
     [
-        (None, Progress(0, 0, 0, ()), 9.0, False),
+        (None, AnswerProgress(0, 0, 0, ()), 9.0, False),
         (None, NOW, 0.1, True),
         (NOW, NOW, 9.0, False),
         (NOW, replace(NOW, tokens=5), 0.1, False),
@@ -126,5 +126,5 @@ def test_what_no_server_covers_has_its_status_all_the_same(api_model: Path) -> N
         (NOW, replace(NOW, hops=(replace(HOP, milliseconds=3.0),)), 9.0, False),
     ],
 )
-def test_news(told: Progress | None, now: Progress, since: float, news: bool) -> None:
+def test_news(told: AnswerProgress | None, now: AnswerProgress, since: float, news: bool) -> None:
     assert is_news(told, now, since) is news

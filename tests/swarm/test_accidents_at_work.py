@@ -108,7 +108,7 @@ class Person:
         self._before(Output, "write", 1, accident)
 
     def at_the_second_step(self, accident: Callable[[], None]) -> None:
-        self._before(tune._Report, "_step", 2, accident)
+        self._before(tune._TuneReport, "_step", 2, accident)
 
     def when_ready(self, accident: Callable[[], None]) -> None:
         """Of a command that runs until it is stopped: as soon as it says that it is ready, in JSON or not."""

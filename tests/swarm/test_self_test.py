@@ -111,7 +111,7 @@ def test_a_report_names_neither_user_nor_addresses(capsys: pytest.CaptureFixture
         f"{home}/.cache at /ip4/203.0.113.9/tcp/31337/p2p/12D3KooWBhrhHZJGkd5mZzQm7dUe, [2001:db8::17] and 127.0.0.1, "
         "torch 2.13.0, at 12:30:45"
     )
-    report = self_test.Report(Output(as_json=False))
+    report = self_test.SelfTestReport(Output(as_json=False))
     report.add(Finding("reachability", "ok", text))
     report.machine([Finding("disk", "problem", "full", "make room")])
     assert report.faults == 0
@@ -125,7 +125,7 @@ def test_a_report_names_neither_user_nor_addresses(capsys: pytest.CaptureFixture
 
 
 def test_a_report_for_a_program_is_a_line_for_each_check_and_one_for_all(capsys: pytest.CaptureFixture[str]) -> None:
-    report = self_test.Report(Output(as_json=True))
+    report = self_test.SelfTestReport(Output(as_json=True))
     report.add(Finding("compute", "ok", "fine"))
     report.end()
     check, last = map(json.loads, capsys.readouterr().out.splitlines())

@@ -27,8 +27,8 @@ from petalnode.node.client.batch import batch_client
 from petalnode.node.errors import BadInput
 from petalnode.node.models.adapter_note import AdapterNote, Method, read_note
 from petalnode.node.tuning.adapter_folder import save_adapter
-from petalnode.node.tuning.dataset import Row
-from petalnode.node.tuning.progress import Evaluated, StepDone, Waiting
+from petalnode.node.tuning.dataset import TokenRow
+from petalnode.node.tuning.progress import Evaluated, StepDone, WaitingForServers
 from petalnode.node.tuning.recipe import MethodOptions, Recipe
 from petalnode.node.tuning.trainer import Training
 from petalnode.node.tuning.tuned import Tuned
@@ -245,7 +245,7 @@ def test_lost_servers_are_waited_for(
     monkeypatch.setattr(batch_client, "REOPEN_TIMEOUT", 1.0)
     folder = models / "tiny-llama"
     peer: str = node_starter.meeting_point().event("ready")["addrs"][0]
-    rows = [Row(tuple(range(3 + number, 20 + number))) for number in range(12)]
+    rows = [TokenRow(tuple(range(3 + number, 20 + number))) for number in range(12)]
     recipe = Recipe(6, batch_size=4, evaluate_every=3, method=MethodOptions("deep-prompt"))
 
     def training(model: Any) -> Training:
@@ -258,7 +258,7 @@ def test_lost_servers_are_waited_for(
             undisturbed = list(training(model).run())
             told, waited = [], 0
             for event in training(model).run():
-                if isinstance(event, Waiting):
+                if isinstance(event, WaitingForServers):
                     assert "3:6" in event.reason
                     waited += 1
                     if waited == 1:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petalnode.node.placement import joining
-from petalnode.node.placement.joining import Choice, Newcomer, choice_of_newcomer, span_for_newcomer
+from petalnode.node.placement.joining import Newcomer, SpanChoice, choice_of_newcomer, span_for_newcomer
 from petalnode.node.placement.observed import PlacedServer, observe_servers
 from petalnode.node.placement.plan import PlacementPlan
 from petalnode.protocols.announcement import Announcement, ServerState
@@ -53,7 +53,7 @@ def test_newcomers_that_see_one_another_reckon_the_same(
     ]
     newcomers = [PlacedServer(f"z {n}", Span(0, count), speed, False) for n, (speed, count) in enumerate(joining)]
 
-    def choices() -> list[Choice]:
+    def choices() -> list[SpanChoice]:
         return [
             choice_of_newcomer(
                 holders, newcomers, Newcomer(newcomer.peer_id, None, len(newcomer.span)), 8, turnover=number
@@ -81,7 +81,7 @@ def test_newcomers_that_see_one_another_reckon_the_same(
 
 def test_what_has_to_be_so_before_a_newcomer_loads() -> None:
     here, there = Span(0, 2), Span(2, 4)
-    choice = Choice(here, (), frozenset("ab"))
+    choice = SpanChoice(here, (), frozenset("ab"))
     assert choice.stands(here, "abc")
     assert not choice.stands(None, "ab")
     assert not choice.stands(there, "ab")
@@ -113,7 +113,7 @@ class Node:
         said = Announcement(self.peer_id, bytes(32), "m", BLOCKS, span, state, step_seconds=0.2, next_span=next_span)
         self.view[self.peer_id] = replace(said, sequence=1 + (held.sequence if held else 0))
 
-    def choose(self) -> Choice:
+    def choose(self) -> SpanChoice:
         seen = observe_servers(list(self.view.values()), BLOCKS, self.peer_id)
         return choice_of_newcomer(seen.servers, seen.newcomers, Newcomer(self.peer_id, 5.0, COUNT), BLOCKS)
 

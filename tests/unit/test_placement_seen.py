@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from petalnode.node.placement.observed import LEAST, MOST, OBSERVED, Change, observe_servers, turnover
+from petalnode.node.placement.observed import LEAST, MOST, OBSERVED, MembershipChange, observe_servers, turnover
 from petalnode.protocols.announcement import Announcement, ServerState
 from petalnode.protocols.ids import Span
 
@@ -149,7 +149,7 @@ def test_whatever_is_announced_makes_usable_holders(announcements, contested) ->
 def test_turnover_is_one_where_servers_come_and_go_as_usual() -> None:
     now, servers = 1e9, 60
     count = round(OBSERVED.usual_per_hour * servers * OBSERVED.window / 3600)
-    usual = [Change(now - OBSERVED.window * (index + 0.5) / count, bool(index % 2)) for index in range(count)]
+    usual = [MembershipChange(now - OBSERVED.window * (index + 0.5) / count, bool(index % 2)) for index in range(count)]
     assert turnover(usual, servers, now) == pytest.approx(1.0, abs=0.2)
     assert turnover([], servers, now) == LEAST
     assert turnover(usual * 9, servers, now) == MOST

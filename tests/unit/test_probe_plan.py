@@ -12,7 +12,7 @@ from petalnode.node.validator.probe_inputs import question
 from petalnode.node.validator.probe_plan import (
     TRAINING,
     Probe,
-    Serving,
+    ProbedServer,
     chain_through,
     next_probe,
     waiting_seconds,
@@ -24,7 +24,7 @@ NUM_BLOCKS = 12
 
 
 @st.composite
-def swarms(draw: st.DrawFn) -> list[Serving]:
+def swarms(draw: st.DrawFn) -> list[ProbedServer]:
     spans = draw(
         st.lists(
             st.tuples(st.integers(0, NUM_BLOCKS - 1), st.integers(1, NUM_BLOCKS)).map(
@@ -34,10 +34,10 @@ def swarms(draw: st.DrawFn) -> list[Serving]:
             max_size=7,
         )
     )
-    return [Serving(f"server-{index}", span) for index, span in enumerate(spans)]
+    return [ProbedServer(f"server-{index}", span) for index, span in enumerate(spans)]
 
 
-def check_chain(probe: Probe, servers: list[Serving]) -> None:
+def check_chain(probe: Probe, servers: list[ProbedServer]) -> None:
     spans = {server.peer_id: server.span for server in servers}
     for hop in probe.route:
         assert spans[hop.peer_id].covers(hop.span)
@@ -47,7 +47,7 @@ def check_chain(probe: Probe, servers: list[Serving]) -> None:
 
 
 @given(swarms(), st.randoms(use_true_random=False))
-def test_a_round_asks_every_server_for_all_of_its_blocks(servers: list[Serving], random: Random) -> None:
+def test_a_round_asks_every_server_for_all_of_its_blocks(servers: list[ProbedServer], random: Random) -> None:
     probes = whole_round(servers, NUM_BLOCKS, random)
     for kind in ("chat", *TRAINING):
         asked = {(hop.peer_id, hop.span) for probe in probes if probe.kind == kind for hop in probe.route}
@@ -57,7 +57,7 @@ def test_a_round_asks_every_server_for_all_of_its_blocks(servers: list[Serving],
 
 
 @given(swarms(), st.randoms(use_true_random=False))
-def test_a_chain_is_as_long_as_the_swarm_allows(servers: list[Serving], random: Random) -> None:
+def test_a_chain_is_as_long_as_the_swarm_allows(servers: list[ProbedServer], random: Random) -> None:
     """A conversation needs all blocks: a shorter chain than could be had is no user's."""
     for target in servers:
         route = chain_through(target, servers, NUM_BLOCKS, random)
@@ -68,7 +68,7 @@ def test_a_chain_is_as_long_as_the_swarm_allows(servers: list[Serving], random: 
 
 
 def test_whoever_was_not_asked_for_long_is_asked_rather() -> None:
-    servers = [Serving("fresh", Span(0, 6)), Serving("stale", Span(0, 6))]
+    servers = [ProbedServer("fresh", Span(0, 6)), ProbedServer("stale", Span(0, 6))]
     random = Random(1)
     targets = [
         next_probe(servers, {"fresh": 1.0, "stale": 999.0}, 6, random).route[0].peer_id  # one server holds it all

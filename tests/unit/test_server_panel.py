@@ -11,7 +11,7 @@ import pytest
 import trio
 from rich.console import Console
 
-from petalnode.node.cli.server_report import PANEL, Counts, PanelState, Points, Rates, ServerPanel, panel
+from petalnode.node.cli.server_report import PANEL, ComputedRates, Counts, PanelState, Points, ServerPanel, panel
 from petalnode.node.network.transport.bandwidth import ByteCount
 from petalnode.node.server.tallies import ServerTallies, Serving
 from petalnode.node.testing import run_autojumping
@@ -20,8 +20,8 @@ from petalnode.protocols.ids import Span
 NOW = Serving("tiny-llama", 30, Span(10, 20), "online", "float32", "none", "cpu", 2, 1, 1000, 250, 1, 0, 40.0)
 
 
-def rates(*seen: tuple[float, Counts]) -> Rates:
-    found = Rates()
+def rates(*seen: tuple[float, Counts]) -> ComputedRates:
+    found = ComputedRates()
     for now, counts in seen:
         found.note(now, counts)
     return found
@@ -58,7 +58,7 @@ def test_it_says_what_the_server_does(width: int) -> None:
 
 
 def test_what_is_told_per_second_is_of_the_last_ten_seconds() -> None:
-    found = Rates()
+    found = ComputedRates()
     for second in range(100):
         found.note(float(second), Counts(decoded=min(second, 50) * 3))
     assert found.per_second(lambda counts: counts.decoded) == 0.0

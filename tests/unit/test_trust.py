@@ -17,7 +17,15 @@ from petalnode.node.errors import MachineError
 from petalnode.node.testing import run_autojumping
 from petalnode.node.trust import store as store_module
 from petalnode.node.trust.evidence_message import Endorsement, TrustedValidators, parse_trusted
-from petalnode.node.trust.reputation import REPUTATION, Ban, Standing, extended, newcomer, penalty_seconds, reputation
+from petalnode.node.trust.reputation import (
+    REPUTATION,
+    Ban,
+    ServiceRecord,
+    extended,
+    newcomer,
+    penalty_seconds,
+    reputation,
+)
 from petalnode.node.trust.store import STORE, Database, TrustStore, trust_file
 from tests.swarm.processes import environment, petalnode
 
@@ -49,7 +57,7 @@ def test_reputation_decays_and_a_fault_takes_it() -> None:
 
 @given(st.integers(0, 10**9), st.floats(0, 20), st.floats(0, 1e8))
 def test_reputation_and_penalty_stay_within_bounds(tokens: int, faults: float, later: float) -> None:
-    standing = Standing(NOW, NOW, float(tokens), faults)
+    standing = ServiceRecord(NOW, NOW, float(tokens), faults)
     assert 0 <= reputation(standing, NOW + later) <= 1
     assert 0 <= penalty_seconds(standing, NOW + later) <= 600 + REPUTATION.newcomer_seconds
     more = standing.after_tokens(1000, NOW + later, recomputed=True)

@@ -20,10 +20,10 @@ from petalnode.node.tuning.adapter_files import ResultFolder
 from petalnode.node.tuning.adapter_folder import card_of, tags_of
 from petalnode.node.tuning.progress import EarlyStop
 from petalnode.node.tuning.recipe import Recipe
-from petalnode.node.tuning.trainer import CHECKPOINT, Checkpoint, differences, load_checkpoint, save_checkpoint
+from petalnode.node.tuning.trainer import CHECKPOINT, TrainingCheckpoint, differences, load_checkpoint, save_checkpoint
 
 TENSORS = {"a": torch.randn(2, 3), "b/c": torch.tensor(4.0)}
-CHECKPOINTED = Checkpoint(
+CHECKPOINTED = TrainingCheckpoint(
     Recipe(9).fixed(), 3, 2, EarlyStop(4, 0.5, 1), 0.1, TENSORS, {"a/step": torch.tensor(3.0)}, {}
 )
 NOTED = AdapterNote("lora", "org/m@v1", "ab" * 32, "classification", ("no", "ja|nein"), ("mine",), {"loss": 0.5})

@@ -45,7 +45,7 @@ def batch_routes(runner: BatchRunner | None) -> list[BaseRoute]:
         return [
             Route(f"/v1/{kind}{{rest:path}}", _off, methods=["GET", "POST", "DELETE"]) for kind in ("files", "batches")
         ]
-    endpoints = _Endpoints(runner)
+    endpoints = _BatchEndpoints(runner)
     return [
         Route("/v1/files", endpoints.upload, methods=["POST"]),
         Route("/v1/files", endpoints.files, methods=["GET"]),
@@ -63,7 +63,7 @@ async def _off(request: Request) -> Response:
     raise ApiError(404, "there are no files and batches here: `petalnode api --batch-file FILE` keeps some", code="off")
 
 
-class _Endpoints:
+class _BatchEndpoints:
     def __init__(self, runner: BatchRunner) -> None:
         self._runner = runner
         self._store = runner.store

@@ -18,7 +18,7 @@ from ...errors import NoChainError
 from ...trust.receipt_file import SignedReply
 from ...trust.receipt_log import SessionLog
 from .conversations import CacheScope, Conversations
-from .generation import ApiLimits, ApiTallies, ChosenToken, Event, Finished, GenerationRequest, Piece, Progress
+from .generation import AnswerProgress, ApiLimits, ApiTallies, ChosenToken, Event, Finished, GenerationRequest, Piece
 from .grammar import AnyConstraint, Grammars
 from .progress import hops_of, tell, traffic_of, waiting_of
 
@@ -64,7 +64,7 @@ _BEFORE: Final = 6
 """Tokens of a prompt by which the first word of a completion is spaced."""
 
 
-class _Recorder(Sampler):
+class _LikelihoodSampler(Sampler):
     """A sampler that notes how likely the model found what was chosen, before anything changed its logits."""
 
     def __init__(
@@ -196,7 +196,7 @@ class Choice:
                 seed=None if seed is None else seed + self._index,
             )
             constraint = await trio.to_thread.run_sync(self._constraint)
-            recorder = _Recorder(sampling, constraint, wanted.top_logprobs, self._parts.beside)
+            recorder = _LikelihoodSampler(sampling, constraint, wanted.top_logprobs, self._parts.beside)
             taking = partial(self._take, conversation, recorder, constraint)
             before_answer = prompt[-_BEFORE:] if wanted.continues else ()
             self._decode = self._parts.text.stream(self._decoded.append, before_answer, special=wanted.shows_special)
@@ -240,11 +240,11 @@ class Choice:
         finally:
             scope.cancel()
 
-    def _progress(self, conversation: Conversation, before: int, traffic: dict[str, tuple[int, int]]) -> Progress:
+    def _progress(self, conversation: Conversation, before: int, traffic: dict[str, tuple[int, int]]) -> AnswerProgress:
         """How far it is; `before` and `traffic` were the recoveries and bytes when it began."""
         waiting = waiting_of(conversation, trio.current_time())
         recoveries = conversation.recoveries - before
-        return Progress(self._index, self._made, recoveries, hops_of(conversation, traffic), waiting)
+        return AnswerProgress(self._index, self._made, recoveries, hops_of(conversation, traffic), waiting)
 
     def _note_servers(self, conversation: Conversation) -> None:
         """Those that came into the chain, while they are in it."""
@@ -268,7 +268,7 @@ class Choice:
         return grammars.constraint_after(mark, grammar) if mark else grammars.constraint(grammar)
 
     def _take(
-        self, conversation: Conversation, recorder: _Recorder, constraint: AnyConstraint | None, token: int
+        self, conversation: Conversation, recorder: _LikelihoodSampler, constraint: AnyConstraint | None, token: int
     ) -> None:
         if not self._made:
             self._parts.tallies.first_token.add(trio.current_time() - self._begun)

@@ -197,7 +197,7 @@ class HopReport:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class WaitingFor:
     """What a choice is held up by: a server that is `lost` (by `reason`), or silent. Others are looked for, for so many
     `seconds` since that was noticed."""
 
@@ -209,14 +209,14 @@ class Waiting:
 
 
 @dataclass(frozen=True)
-class Progress:
+class AnswerProgress:
     """How far one choice is, by which servers, and what it waits for; only for those who ask for it."""
 
     choice: int
     tokens: int
     recoveries: int
     hops: tuple[HopReport, ...]
-    waiting: Waiting | None = None
+    waiting: WaitingFor | None = None
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ class Failed:
     error: ApiError
 
 
-Event = Piece | Progress | Finished | Failed
+Event = Piece | AnswerProgress | Finished | Failed
 
 
 @dataclass(frozen=True)

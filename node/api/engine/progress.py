@@ -9,7 +9,7 @@ from typing import Any, Final
 import trio
 
 from ...client.generation.conversation import Conversation
-from .generation import Event, HopReport, Progress, Waiting
+from .generation import AnswerProgress, Event, HopReport, WaitingFor
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,16 @@ class ProgressTimes:
 PROGRESS: Final = ProgressTimes()
 
 
-def waiting_of(conversation: Conversation, now: float) -> Waiting | None:
+def waiting_of(conversation: Conversation, now: float) -> WaitingFor | None:
     """What the step is held up by, if that is worth telling at `now` (seconds of trio's clock)."""
     trouble = conversation.trouble
     if trouble is None or not (trouble.lost or now - trouble.since > PROGRESS.silence):
         return None
     blocks = (trouble.hop.span.start, trouble.hop.span.end)
-    return Waiting(trouble.hop.peer_id, blocks, trouble.lost, trouble.reason, trouble.waits)
+    return WaitingFor(trouble.hop.peer_id, blocks, trouble.lost, trouble.reason, trouble.waits)
 
 
-def is_news(told: Progress | None, now: Progress, since: float) -> bool:
+def is_news(told: AnswerProgress | None, now: AnswerProgress, since: float) -> bool:
     """Whether `now` is to be told, `since` seconds after `told`: at once that a server is missed or was replaced, the
     milliseconds of hops every now and then."""
     if not now.hops and now.waiting is None:
@@ -44,11 +44,13 @@ def is_news(told: Progress | None, now: Progress, since: float) -> bool:
     return since >= PROGRESS.every_seconds and told.tokens != now.tokens
 
 
-def route(progress: Progress) -> list[tuple[str, tuple[int, int]]]:
+def route(progress: AnswerProgress) -> list[tuple[str, tuple[int, int]]]:
     return [(hop.peer_id, hop.blocks) for hop in progress.hops]
 
 
-async def tell(look: Callable[[], Progress], send: trio.MemorySendChannel[Event], scope: trio.CancelScope) -> None:
+async def tell(
+    look: Callable[[], AnswerProgress], send: trio.MemorySendChannel[Event], scope: trio.CancelScope
+) -> None:
     """Sends what is news until `scope` is cancelled. Of a reader that is behind, no more than one stands in the
     channel."""
     told, since = None, 0.0
@@ -84,7 +86,7 @@ def hops_of(conversation: Conversation, before: Mapping[str, tuple[int, int]]) -
     return tuple(reports)
 
 
-def progress_fields(progress: Progress) -> dict[str, Any]:
+def progress_fields(progress: AnswerProgress) -> dict[str, Any]:
     """`x_petalnode` of a chunk in the middle of an answer."""
     waiting = progress.waiting
     return {

@@ -12,13 +12,13 @@ from starlette.types import Receive, Scope, Send
 
 from ...trust.receipt_file import SignedReply
 from ..engine.core import Core
-from ..engine.generation import Event, Failed, Finished, GenerationRequest, Piece, Progress
+from ..engine.generation import AnswerProgress, Event, Failed, Finished, GenerationRequest, Piece
 from ..errors import ApiError, error_response
 
 T = TypeVar("T")
 
 
-class Writer(Protocol):
+class AnswerWriter(Protocol):
     """Takes the events of the core in order, and writes them as an interface has it.
 
     Attributes:
@@ -58,7 +58,7 @@ class Writer(Protocol):
         """The response of a request without a stream."""
 
 
-class Answers(Response):
+class AnswersResponse(Response):
     """The response of a request for answers: nothing is computed before it is sent, or when its client has gone.
 
     `progress` makes chunks of how far the answer is, if the request asks for that.
@@ -68,8 +68,8 @@ class Answers(Response):
         self,
         core: Core,
         wanted: GenerationRequest,
-        writer: Writer,
-        progress: Callable[[Progress], list[dict[str, Any]]] = lambda now: [],
+        writer: AnswerWriter,
+        progress: Callable[[AnswerProgress], list[dict[str, Any]]] = lambda now: [],
     ) -> None:
         super().__init__()
         self._progress = progress
@@ -95,10 +95,10 @@ class Answers(Response):
             self._chunks(happened)
         return None
 
-    def _chunks(self, happened: Piece | Progress | Finished) -> list[dict[str, Any]]:
+    def _chunks(self, happened: Piece | AnswerProgress | Finished) -> list[dict[str, Any]]:
         if isinstance(happened, Piece):
             return self._writer.take(happened)
-        return self._progress(happened) if isinstance(happened, Progress) else self._close(happened)
+        return self._progress(happened) if isinstance(happened, AnswerProgress) else self._close(happened)
 
     def _close(self, end: Finished) -> list[dict[str, Any]]:
         chunks = self._writer.close(end)

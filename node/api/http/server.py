@@ -115,7 +115,7 @@ class HttpServer:
                 with trio.move_on_after(1):
                     await stream.send_all(_FULL)
                 return
-            await _Connection(self, stream).run()
+            await _HttpConnection(self, stream).run()
         except (OSError, trio.BrokenResourceError, trio.ClosedResourceError, h11.ProtocolError):
             pass
         except Exception:
@@ -126,7 +126,7 @@ class HttpServer:
                 await trio.aclose_forcefully(stream)
 
 
-class _Connection:
+class _HttpConnection:
     def __init__(self, server: HttpServer, stream: trio.abc.HalfCloseableStream) -> None:
         self.stream = stream
         self.limits = server.limits
@@ -141,7 +141,7 @@ class _Connection:
             request = await self._next_request(seconds)
             if request is None:
                 return
-            exchange = _Exchange(self, request)
+            exchange = _HttpExchange(self, request)
             await exchange.run(self._application)
             if exchange.late:
                 await self._refuse(408)
@@ -225,14 +225,14 @@ class _Connection:
                     raise ClientGone(f"the client has read nothing for {self.limits.write_seconds:g} s")
 
 
-class _Exchange:
+class _HttpExchange:
     """One request and its response.
 
     Attributes:
         late: the body did not come in time.
     """
 
-    def __init__(self, connection: _Connection, request: h11.Request) -> None:
+    def __init__(self, connection: _HttpConnection, request: h11.Request) -> None:
         self._connection = connection
         self._h11 = connection.h11
         self._request = request

@@ -22,7 +22,7 @@ from ..engine.generation import GenerationRequest, ServedModel
 from ..engine.preparing import prepare_chat, prepare_completion, text_prompt
 from ..errors import ApiError
 from ..fields import Fields
-from ..http.answers import Answers
+from ..http.answers import AnswersResponse
 from ..http.bodies import read_asked
 from ..parts import session_options
 from .objects import Head
@@ -35,7 +35,7 @@ _MAX_INPUTS: Final = 64
 
 def openai_routes(core: Core) -> list[BaseRoute]:
     """The routes of OpenAI's endpoints."""
-    endpoints = _Endpoints(core)
+    endpoints = _OpenAIEndpoints(core)
     return [
         Route("/v1/models", endpoints.models, methods=["GET"]),
         Route("/v1/models/{name:path}", endpoints.one_model, methods=["GET"]),
@@ -47,7 +47,7 @@ def openai_routes(core: Core) -> list[BaseRoute]:
     ]
 
 
-class _Endpoints:
+class _OpenAIEndpoints:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._since = int(time.time())
@@ -79,14 +79,14 @@ class _Endpoints:
         wanted = prepared.generation
         head = self._head(wanted, "chatcmpl")
         writer = ChatWriter(asked.text, head, core.text.token_text, prepared)
-        return Answers(core, wanted, writer, writer.progress)
+        return AnswersResponse(core, wanted, writer, writer.progress)
 
     async def completions(self, request: Request) -> Response:
         core, asked = self._core, await read_asked(request, self._core, parse_completion)
         wanted = await prepare_completion(core, request.state.owner, asked)
         head = self._head(wanted, "cmpl")
         writer = TextWriter(asked.text, head, len(wanted.prompts), core.text.token_text)
-        return Answers(core, wanted, writer, writer.progress)
+        return AnswersResponse(core, wanted, writer, writer.progress)
 
     def _head(self, wanted: GenerationRequest, prefix: str) -> Head:
         return Head(wanted.model.name, prefix, f"fp_{self._core.client.model.version.hex()[:10]}")

@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute, Route
 from ..engine.core import Core
 from ..engine.preparing import chat_prompt, prepare_chat
 from ..errors import ApiError
-from ..http.answers import Answers, page
+from ..http.answers import AnswersResponse, page
 from ..http.bodies import read_asked
 from .response_requests import Message, ResponseRequest, parse_response
 from .response_writer import ResponseWriter
@@ -85,7 +85,7 @@ class ResponseStore:
 
 def response_routes(core: Core, store: ResponseStore | None = None) -> list[BaseRoute]:
     """The routes of /v1/responses."""
-    endpoints = _Endpoints(core, ResponseStore() if store is None else store)
+    endpoints = _ResponseEndpoints(core, ResponseStore() if store is None else store)
     return [
         Route("/v1/responses", endpoints.create, methods=["POST"]),
         Route("/v1/responses/input_tokens", endpoints.count, methods=["POST"]),
@@ -95,7 +95,7 @@ def response_routes(core: Core, store: ResponseStore | None = None) -> list[Base
     ]
 
 
-class _Endpoints:
+class _ResponseEndpoints:
     def __init__(self, core: Core, store: ResponseStore) -> None:
         self._core = core
         self._store = store
@@ -107,7 +107,7 @@ class _Endpoints:
         prepared = await prepare_chat(core, owner, asked.chat(before))
 
         keep = partial(self._keep, owner, asked, before)
-        return Answers(core, prepared.generation, ResponseWriter(asked, prepared, core.text.token_text, keep))
+        return AnswersResponse(core, prepared.generation, ResponseWriter(asked, prepared, core.text.token_text, keep))
 
     def _keep(
         self,

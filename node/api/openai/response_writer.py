@@ -12,13 +12,13 @@ from ..engine.generation import ChosenToken, Finished, provenance
 from ..engine.preparing import PreparedChat
 from ..engine.tools import ToolCall
 from ..errors import ApiError
-from ..one_answer import Chunk, OneAnswer
+from ..one_answer import Chunk, SingleAnswerWriter
 from ..parts import template_call
 from .objects import TokenText, chat_logprobs
 from .response_requests import ResponseRequest
 
 
-class ResponseWriter(OneAnswer):
+class ResponseWriter(SingleAnswerWriter):
     """
     Args:
         keep: is called with the whole response, and the message that is its answer, when both are complete.

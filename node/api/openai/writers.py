@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...trust.receipt_file import SignedReply
-from ..engine.generation import ChosenToken, Finished, Piece, Progress, TextRequest, provenance
+from ..engine.generation import AnswerProgress, ChosenToken, Finished, Piece, TextRequest, provenance
 from ..engine.preparing import PreparedChat
 from ..engine.progress import progress_fields
 from ..engine.tools import ToolCall, ToolText
@@ -24,7 +24,7 @@ from .objects import (
 )
 
 
-class _Writer:
+class _OpenAIWriter:
     """What chats and completions have in common, as `Writer` has it."""
 
     media_type = EVENT_STREAM
@@ -70,7 +70,7 @@ class _Writer:
     def encoded(self, chunk: dict[str, Any] | None) -> bytes:
         return DONE if chunk is None else event(chunk)
 
-    def progress(self, now: Progress) -> list[dict[str, Any]]:
+    def progress(self, now: AnswerProgress) -> list[dict[str, Any]]:
         """A chunk without choices, as the one that counts the tokens."""
         return [{**self._chunk(), "x_petalnode": progress_fields(now)}]
 
@@ -91,7 +91,7 @@ class _Writer:
         }
 
 
-class ChatWriter(_Writer):
+class ChatWriter(_OpenAIWriter):
     """Of /v1/chat/completions."""
 
     kind = "chat.completion"
@@ -138,7 +138,7 @@ class ChatWriter(_Writer):
         )
 
 
-class TextWriter(_Writer):
+class TextWriter(_OpenAIWriter):
     """Of /v1/completions."""
 
     kind = chunk_kind = "text_completion"

@@ -68,7 +68,7 @@ def self_test(
 
 async def _self_test(join: JoinOptions, timeout: float) -> None:
     output = Output(join.json)
-    report = Report(output)
+    report = SelfTestReport(output)
     with trio.move_on_after(timeout) as scope, _scratch() as scratch:
         folder = scratch / "model"
         output.note("looking at the machine ...")
@@ -90,7 +90,7 @@ async def _self_test(join: JoinOptions, timeout: float) -> None:
     raise typer.Exit(ExitCode.RESULT_SAYS_NO if report.faults else ExitCode.DONE)
 
 
-class Report:
+class SelfTestReport:
     """What has been found, without what names the user or the network: it is pasted where others read it."""
 
     def __init__(self, output: Output) -> None:

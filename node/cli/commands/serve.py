@@ -195,11 +195,11 @@ def serve(
     if options.adapters:
         check_adapters(options.adapters, found)
     limits, deposit = relay_options.limits(), _deposit_at(deposit_at, pledge)
-    trio.run(_serve, _Asked(options, join, limits, metrics_options, policy, deposit, until_eof, plain))
+    trio.run(_serve, _ServeOptions(options, join, limits, metrics_options, policy, deposit, until_eof, plain))
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _ServeOptions:
     """What a person asked for, checked."""
 
     server: ServerOptions
@@ -221,7 +221,7 @@ async def _enforce_stop(
     serving.cancel()
 
 
-async def _serve(asked: _Asked) -> None:
+async def _serve(asked: _ServeOptions) -> None:
     options, join = asked.server, asked.join
     output = Output(join.json)
     bars = ProgressBars(output.console)

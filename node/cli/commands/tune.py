@@ -21,8 +21,8 @@ from ...models import ModelFolder
 from ...models.adapter_note import AdapterNote, Method
 from ...models.cache_dir import check_writable, require_space
 from ...tuning.adapter_files import CHECKPOINT, WRITE_ADVICE, ResultFolder, other_folders
-from ...tuning.dataset import Dataset, Example, Row, rows_of
-from ...tuning.progress import EarlyStop, Evaluated, Event, StepDone, StoppedEarly, Waiting
+from ...tuning.dataset import Dataset, Example, TokenRow, rows_of
+from ...tuning.progress import EarlyStop, Evaluated, Event, StepDone, StoppedEarly, WaitingForServers
 from ...tuning.recipe import MethodOptions, Recipe, steps_of_epoch
 from ..join import JoinOptions, joined, joins_swarm
 from ..model_choice import (
@@ -77,10 +77,10 @@ def tune(model: SwarmModelArgument = None, *, options: TuneOptions, join: JoinOp
     options.check_target(out)
     output = Output(join.json)
     folder = ResultFolder(out, other_folders(out), output.warn)
-    _Run(options, folder, dataset, train, held_out, output).run(model, join)
+    _TuneRun(options, folder, dataset, train, held_out, output).run(model, join)
 
 
-class _Report:
+class _TuneReport:
     """Prints the events of a training: a progress bar on a terminal, else lines, or JSON. A context manager."""
 
     def __init__(self, output: Output, steps: int) -> None:
@@ -106,7 +106,7 @@ class _Report:
         self._bar.stop()
 
     def on_event(self, event: Event) -> None:
-        if not isinstance(event, Waiting):
+        if not isinstance(event, WaitingForServers):
             self._waiting = False
         match event:
             case StepDone():
@@ -120,7 +120,7 @@ class _Report:
             case StoppedEarly():
                 self._output.emit(event="stopped-early", step=event.step)
                 self._output.say(f"stopping early: {event.evaluations} evaluations were no better than the best")
-            case Waiting():
+            case WaitingForServers():
                 if not self._waiting:  # once for each time that servers are missing
                     self._output.emit(event="waiting", reason=event.reason)
                     self._output.say(f"waiting for servers: {event.reason}")
@@ -149,12 +149,12 @@ class _Material:
     client: ClientModel
     tokenizer: Any
     chat: bool
-    train: list[Row]
-    held_out: list[Row]
+    train: list[TokenRow]
+    held_out: list[TokenRow]
 
 
 @dataclass
-class _Run:
+class _TuneRun:
     """One training from the command line."""
 
     options: TuneOptions
@@ -173,7 +173,7 @@ class _Run:
             model, material = self._open(name, join, stack, material)
             training = self._training(model, material)
             try:
-                with _Report(self.output, training.recipe.steps) as report:
+                with _TuneReport(self.output, training.recipe.steps) as report:
                     self._loop(training, report)
             except (KeyboardInterrupt, PetalnodeError, OutputClosed, MemoryError) as error:
                 self._keep(training, interrupted=isinstance(error, KeyboardInterrupt))
@@ -298,7 +298,7 @@ class _Run:
         self.output.say(told + (f"; going on at step {training.step + 1}" if training.step else ""))
         return training
 
-    def _loop(self, training: Training, report: _Report) -> None:
+    def _loop(self, training: Training, report: _TuneReport) -> None:
         for event in training.run():
             report.on_event(event)
             if isinstance(event, StepDone) and event.step % training.recipe.checkpoint_every == 0:

@@ -143,7 +143,7 @@ class Fleet:
 
 
 @dataclass(frozen=True)
-class Row:
+class MachineRow:
     """What the file says of one machine; None where it says nothing. `rtts` are seconds, by machine or region."""
 
     name: str
@@ -161,8 +161,8 @@ class MachinesFile:
     """The file as read: nothing in it depends on a model yet. `client` is None where the file names none."""
 
     path: Path
-    rows: tuple[Row, ...]
-    client: Row | None
+    rows: tuple[MachineRow, ...]
+    client: MachineRow | None
     client_seconds: float
     rtts: Mapping[tuple[str, str], float]
     num_blocks: int | None
@@ -239,7 +239,7 @@ def _read(path: Path, content: Mapping[str, Any]) -> MachinesFile:
     if CLIENT in content:
         said = _object(CLIENT, content[CLIENT])
         _check_keys(f"the {CLIENT}", said, _CLIENT_KEYS)
-        client = Row(CLIENT, region=_text(CLIENT, said, "region"), rtts=_rtts(CLIENT, said.get("rtt_ms", {})))
+        client = MachineRow(CLIENT, region=_text(CLIENT, said, "region"), rtts=_rtts(CLIENT, said.get("rtt_ms", {})))
         client_seconds = (_number(CLIENT, said, "ms_per_token") or 0.0) / 1000
     known = {*names, CLIENT, *(row.region for row in (*rows, *([client] if client else [])) if row.region)}
     model = _object("model", content.get("model", {}))
@@ -258,7 +258,7 @@ def _read(path: Path, content: Mapping[str, Any]) -> MachinesFile:
     )
 
 
-def _row(what: str, entry: object) -> Row:
+def _row(what: str, entry: object) -> MachineRow:
     said = _object(what, entry)
     name = _text(what, said, "name")
     if name is None:
@@ -271,7 +271,7 @@ def _row(what: str, entry: object) -> Row:
     milliseconds = _number(name, said, "ms_per_block")
     if milliseconds == 0:
         raise BadInput(f"{name}: ms_per_block is 0, and no machine is so fast")
-    return Row(
+    return MachineRow(
         name,
         None if device is None else device.lower(),
         _text(name, said, "region"),
@@ -308,7 +308,7 @@ def fleet_of(
     return Fleet(machines, rtts[:size, :size], client, file.client_seconds, blocks if own else 0)
 
 
-def _machine(row: Row, num_blocks: int, block_bytes: float | None) -> Machine:
+def _machine(row: MachineRow, num_blocks: int, block_bytes: float | None) -> Machine:
     device_memory, bandwidth = (None, None) if row.device is None else DEVICES[row.device]
     memory = row.memory
     if memory is None and device_memory is not None:
@@ -335,7 +335,7 @@ def _machine(row: Row, num_blocks: int, block_bytes: float | None) -> Machine:
     return Machine(row.name, min(blocks, num_blocks), seconds, trusted=row.trusted)
 
 
-def _round_trip(file: MachinesFile, one: Row, other: Row) -> float:
+def _round_trip(file: MachinesFile, one: MachineRow, other: MachineRow) -> float:
     """Seconds: by the names of both, by a name and a region, by the regions in the file, in the table of regions."""
     regions = (one.region, other.region)
     for pair in ((one.name, other.name), (one.name, other.region), (one.region, other.name), regions):
@@ -354,7 +354,7 @@ def _round_trip(file: MachinesFile, one: Row, other: Row) -> float:
     )
 
 
-def _all_rtts(between: object, rows: Sequence[Row], known: set[str]) -> dict[tuple[str, str], float]:
+def _all_rtts(between: object, rows: Sequence[MachineRow], known: set[str]) -> dict[tuple[str, str], float]:
     """All that the file says, by pair of names or regions."""
     found = {}
     for one, others in _object("rtt_ms", between).items():

@@ -52,7 +52,7 @@ PLAN_EFFORT: Final = PlanningEffort()
 
 
 @dataclass(frozen=True)
-class Spread:
+class BlockSpread:
     """A span per machine, None where it can hold no block; `tokens_per_second` of the slowest block, and `bound`, which
     no placement exceeds."""
 
@@ -72,7 +72,9 @@ class Pinned:
     spans: Mapping[int, Span]
 
 
-def most_throughput(capacity: Ints, block_seconds: Floats, num_blocks: int, pinned: Pinned | None = None) -> Spread:
+def most_throughput(
+    capacity: Ints, block_seconds: Floats, num_blocks: int, pinned: Pinned | None = None
+) -> BlockSpread:
     """Places machines by local search. `capacity` int [N] in blocks, `block_seconds` float [N], above 0.
 
     Raises:
@@ -81,7 +83,7 @@ def most_throughput(capacity: Ints, block_seconds: Floats, num_blocks: int, pinn
     room = np.minimum(capacity, num_blocks)
     if room.sum() < num_blocks:
         raise SwarmError(f"the machines together hold {room.sum()} of {num_blocks} blocks")
-    search = _Search(room, block_seconds, num_blocks, pinned)
+    search = _FleetSearch(room, block_seconds, num_blocks, pinned)
     chance = np.random.default_rng(PLAN_EFFORT.seed)
     # One behind the other: bad, but without a gap, and all that there is where there is just room enough.
     ends = np.minimum(np.cumsum(room), num_blocks)
@@ -114,10 +116,10 @@ def most_throughput(capacity: Ints, block_seconds: Floats, num_blocks: int, pinn
         elif chance.random() < 0.7:
             search.restore(best)
     spans = tuple(Span(int(start), int(end)) if start < end else None for start, end in best)
-    return Spread(spans, best_score[0], search.target)
+    return BlockSpread(spans, best_score[0], search.target)
 
 
-class _Search:
+class _FleetSearch:
     """A placement that is changed machine by machine; `spans` int [N, 2], empty for a machine that is out."""
 
     def __init__(self, room: Ints, block_seconds: Floats, num_blocks: int, pinned: Pinned | None) -> None:

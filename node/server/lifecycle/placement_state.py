@@ -17,9 +17,9 @@ from ....protocols.announcement import Announcement
 from ....protocols.framing import PeerError
 from ....protocols.ids import Span
 from ...errors import SwarmError
-from ...placement.joining import Choice, Newcomer, choice_of_newcomer, why_join
+from ...placement.joining import Newcomer, SpanChoice, choice_of_newcomer, why_join
 from ...placement.observed import (
-    Change,
+    MembershipChange,
     ObservedServers,
     PlacedServer,
     gaps,
@@ -66,7 +66,7 @@ class PlacementState:
         self._swarm = swarm
         self._version = model_version
         self._policy = policy
-        self._changes: tuple[Change, ...] = ()
+        self._changes: tuple[MembershipChange, ...] = ()
         self._there: frozenset[str] | None = None
         self._doubted: set[str] = set()
         self._planned: PlacementPlan | None = None
@@ -139,8 +139,8 @@ class PlacementState:
         there = frozenset(server.peer_id for server in self._announcements()) - {self.peer_id}
         if self._there is not None:
             now = time.time()
-            joined = [Change(now, True)] * len(there - self._there)
-            left = [Change(now, False)] * len(self._there - there)
+            joined = [MembershipChange(now, True)] * len(there - self._there)
+            left = [MembershipChange(now, False)] * len(self._there - there)
             self._changes = (*recent(self._changes, now), *joined, *left)
         self._there = there
 
@@ -163,7 +163,7 @@ class PlacementState:
         self.notice()
         return answered
 
-    async def choose(self, count: int, throughput: float | None) -> Choice:
+    async def choose(self, count: int, throughput: float | None) -> SpanChoice:
         """The `count` blocks for this newcomer to take, going by `throughput` decode steps a second (None: average).
 
         It is made from what is known when this returns, unless that changes all the time.
