@@ -4,11 +4,11 @@
                                    [--addresses 1 16 256] [--nodes 6] [--lifetimes 1.5] [--everything] [--seed 1]
 
 No sockets and no keys: announcements are of their real size and merged, kept, chosen from and put into pages by the
-product's own functions (`rhythm`, `SwarmView.merge`, `sampled`, `known_well`, `records_page`); signatures are not
+product's own functions (`refresh_rate`, `SwarmView.merge`, `sampled`, `known_well`, `records_page`); signatures are not
 checked. Some nodes are simulated in full and stand for all others, as in a mean-field model: whoever is asked is one of
 them, or the attacker, as `in_turn` chooses from the asking node's view. What a simulated server of a large swarm
 answers is of other servers than it knows, as old: each server that it stands for knows others. Numbers of peers are the
-constants of `node/swarm`; lifetimes, rounds and renewals are what `rhythm` says for what a node knows.
+constants of `node/swarm`; lifetimes, rounds and renewals are what `refresh_rate` says for what a node knows.
 
 - A server has a tenth to a third of its model's 30 blocks, and leaves with 10 % an hour without a word; another comes
   for it. It has an address of its own. A simulated server begins with what a newcomer is given at nine peers.
@@ -44,14 +44,14 @@ from rich.console import Console
 from rich.table import Table
 
 from petalnode.node.swarm.config import DEFAULT_TTL
-from petalnode.node.swarm.rhythm import rhythm
+from petalnode.node.swarm.refresh_rate import refresh_rate
 
 
 def simulate(setting: Setting, nodes: int, lifetimes: float, seed: int, *, everything: bool) -> Outcome:
     """So many lifetimes of an announcement, and a third of one to measure; seconds are of simulated time."""
     world = World(setting, min(nodes, setting.servers // 2), seed)
     world.settle()
-    lifetime = rhythm(setting.servers * (1 + setting.hostile), DEFAULT_TTL).lifetime
+    lifetime = refresh_rate(setting.servers * (1 + setting.hostile), DEFAULT_TTL).lifetime
     step = max(min(lifetime / 120, 30.0), 1.0)
     world.run(lifetimes * lifetime, step)
     world.traffic = [Traffic() for _ in world.nodes]

@@ -15,7 +15,7 @@ from petalnode.node.placement.observed import pinged_at_once
 from petalnode.node.server.lifecycle import other_servers, rebalancing
 from petalnode.node.swarm import announcer, directory
 from petalnode.node.swarm.config import DEFAULT_TTL
-from petalnode.node.swarm.rhythm import PACE, Rhythm, rhythm
+from petalnode.node.swarm.refresh_rate import PACE, RefreshRate, refresh_rate
 from petalnode.node.swarm.sample import SAMPLING, in_turn, known_well, sampled
 from petalnode.node.swarm.view import MAX_RECORDS, ModelRecords, SwarmView
 from petalnode.protocols import directory as protocol
@@ -87,14 +87,14 @@ class Server:
     phase: float = 0.0  # of its renewals, as a part of the time between two
     last: SignedAnnouncement | None = None
 
-    def current(self, now: float, pace: Rhythm) -> SignedAnnouncement:
+    def current(self, now: float, pace: RefreshRate) -> SignedAnnouncement:
         """The announcement that it has made last."""
         made = now - (now / pace.renewal + self.phase) % 1 * pace.renewal
         if self.last is None or self.last.content.sequence < int(made * 1e9):
             self.last = self.record(made, pace.lifetime)
         return self.last
 
-    def earlier(self, age: float, now: float, pace: Rhythm) -> SignedAnnouncement:
+    def earlier(self, age: float, now: float, pace: RefreshRate) -> SignedAnnouncement:
         """One that it has made about so many seconds ago."""
         return self.record(now - age, pace.lifetime)
 
@@ -205,10 +205,10 @@ class World:
 
     # --- what nodes say to each other
 
-    def pace(self, at: int) -> Rhythm:
-        return rhythm(len(self.views[at].records), DEFAULT_TTL)
+    def pace(self, at: int) -> RefreshRate:
+        return refresh_rate(len(self.views[at].records), DEFAULT_TTL)
 
-    def _servers_pace(self) -> Rhythm:
+    def _servers_pace(self) -> RefreshRate:
         """That of a server which is not simulated: of the middle one of those that are."""
         paces = sorted((self.pace(at) for at in range(1, len(self.nodes))), key=lambda pace: pace.lifetime)
         return paces[len(paces) // 2]
@@ -301,7 +301,7 @@ class World:
         of_model = [at for at, node in enumerate(self.nodes) if node is not None and node.version == version]
         if some is not None and of_model:
             return self.random.choice(of_model)
-        return self.random.randrange(0 if rhythm(len(view.records), DEFAULT_TTL).quick else 1, len(self.nodes))
+        return self.random.randrange(0 if refresh_rate(len(view.records), DEFAULT_TTL).quick else 1, len(self.nodes))
 
     def address_of(self, asked: int | Server) -> int:
         """Another honest peer each time: those that are simulated stand for all."""
@@ -329,7 +329,7 @@ class World:
 
     def settle(self) -> None:
         """What newcomers are given: samples of all servers, at peers that know them."""
-        pace = rhythm(len(self.servers), DEFAULT_TTL)
+        pace = refresh_rate(len(self.servers), DEFAULT_TTL)
         for at in range(len(self.nodes)):
             for _ in range(NEWCOMER):
                 known = self.random.sample(self.servers, min(PACE.whole, len(self.servers)))

@@ -130,7 +130,7 @@ class Announcer:
         # None expires before an older one: that would count again, and with it what this server has left. One that
         # lasts for longer than any may was made by a clock that was ahead, and counts nowhere.
         left = self._expires - now
-        lifetime = max(self._directory.rhythm().lifetime, left if left <= ANNOUNCEMENT.max_lifetime else 0.0)
+        lifetime = max(self._directory.refresh_rate().lifetime, left if left <= ANNOUNCEMENT.max_lifetime else 0.0)
         fresh = freshened(self._completed(self._own), now=now, lifetime=lifetime, after=self._sequence)
         record = sign_announcement(self._identity, fresh)
         self._sequence, self._expires = fresh.sequence, fresh.expires
@@ -153,7 +153,7 @@ class Announcer:
         due = 0.0
         async with trio.open_nursery() as nursery:
             while True:
-                changed, own, pace = self._changed, self._own, self._directory.rhythm()
+                changed, own, pace = self._changed, self._own, self._directory.refresh_rate()
                 pause = self._ttl / 3
                 if own is not None:
                     # In a large swarm, what changes all the time is left to those who ask this server itself.
@@ -187,5 +187,5 @@ class Announcer:
                     view = self._directory.view
                     if random.random() * len(view.servers(now=time.time())) <= 2:
                         await self._dht.put_models(view.records.values(), timeout=ASKING.table_deadline)
-                    told, due = now, trio.current_time() + self._directory.rhythm().lifetime * 0.4
+                    told, due = now, trio.current_time() + self._directory.refresh_rate().lifetime * 0.4
             await trio.sleep(self._ttl / 2 * random.uniform(0.9, 1.0))

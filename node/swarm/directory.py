@@ -31,8 +31,8 @@ from ..network.dht import SHARDS, Dht
 from ..network.host import keep_up
 from .answers import DirectoryAnswers
 from .config import SwarmConfig
-from .rhythm import PACE, Rhythm, rhythm
-from .sample import SAMPLING, Contacts, KnownShare, Wave, around, in_turn, known_well
+from .refresh_rate import PACE, RefreshRate, refresh_rate
+from .sample import SAMPLING, Contacts, KnownShare, Wave, in_turn, known_well, round_robin
 from .streams import MessageStreams
 from .view import SwarmView
 
@@ -124,9 +124,9 @@ class Directory:
         """Whether this node is a server."""
         return self.own is not None
 
-    def rhythm(self) -> Rhythm:
+    def refresh_rate(self) -> RefreshRate:
         """How often this node tells and asks, by what it knows now."""
-        return rhythm(len(self.view.records), self._ttl)
+        return refresh_rate(len(self.view.records), self._ttl)
 
     def merge(self, records: Iterable[SignedAnnouncement], *, source: str = "", met: bool = False) -> None:
         """As `SwarmView.merge`."""
@@ -202,7 +202,7 @@ class Directory:
         query = wire.DirectoryQuery(model_version=model_version)
         if sample or (self._listens and not everything):
             query.sample, query.limit = True, SAMPLING.servers if sample else PACE.whole
-            query.max_bytes = PACE.answer_bytes if sample else self.rhythm().max_bytes
+            query.max_bytes = PACE.answer_bytes if sample else self.refresh_rate().max_bytes
         async with self._stream(peer_id, timeout) as stream:
             if publish and self.own is not None:
                 await stream.send(wire.DirectoryFrame(publish=self.own.to_wire()), timeout=timeout)
@@ -268,7 +268,7 @@ class Directory:
         if self.own is None:
             return
         self._share.told((one.content for one in told), self.view.records, self.own.content.model_version)
-        share = 1.0 if self.rhythm().quick else self._share.share
+        share = 1.0 if self.refresh_rate().quick else self._share.share
         if share != self.view.share:
             self.view = replace(self.view, share=share)
 
@@ -335,7 +335,7 @@ class Directory:
         of each address before a second one of any."""
         known = [peer for peer in self._host.connected() if self.addrs_of(peer)]
         some = random.sample(known, min(ASKING.connected_looked_at, len(known)))
-        connected = list(around(some, self.address_of, random.Random()))
+        connected = list(round_robin(some, self.address_of, random.Random()))
         servers = (content.peer_id for content in in_turn(self.view, 2 * count + ASKING.looked_at, time.time()))
         wanted = dict.fromkeys([*self._bootstrap, *connected, *itertools.islice(servers, count + len(connected) + 1)])
         wanted.pop(self._identity.peer_id, None)
@@ -372,9 +372,9 @@ class Directory:
     async def _pull_forever(self) -> None:
         pause, turn, received = ASKING.first_pull, 0, 0
         while True:
-            await trio.sleep(min(pause, self.rhythm().pause(received)) * random.uniform(0.7, 1.0))
+            await trio.sleep(min(pause, self.refresh_rate().pause(received)) * random.uniform(0.7, 1.0))
             pause, turn, before = pause * 2, turn + 1, self._received
-            count = self.rhythm().asked if self._sampled is None else 1
+            count = self.refresh_rate().asked if self._sampled is None else 1
             # Some are known and out of reach: the next one is asked in their place.
             waiting = iter(self._asked_now(count, version := self._asked_for(turn)))
             async with trio.open_nursery() as nursery:
@@ -384,14 +384,14 @@ class Directory:
 
     def _asked_for(self, turn: int) -> bytes:
         """The model version to ask for in this round; a server in a large swarm asks for its own, at times for all."""
-        if self._listens and self.own is not None and not self.rhythm().quick and turn % ASKING.own_model_rounds:
+        if self._listens and self.own is not None and not self.refresh_rate().quick and turn % ASKING.own_model_rounds:
             return self.own.content.model_version
         return self._sampled or b""
 
     def _asked_now(self, count: int, version: bytes) -> list[str]:
         """Whom to ask in this round of the background for `count` answers, and others in their place."""
         most = count * ASKING.tries
-        if self.rhythm().quick:
+        if self.refresh_rate().quick:
             peers = self.peers_to_ask(1000)
             return random.sample(peers, min(most, len(peers)))
         # Of as many sources as possible, however many keys each of them has. Servers of a model know most of it.
@@ -408,7 +408,7 @@ class Directory:
         """Asks a peer for a model version. Returns whether it has answered."""
         try:
             # Who is asked gets to know who asks, from the address at which that is.
-            large, sample = self._listens and not self.rhythm().quick, self._sampled is not None
+            large, sample = self._listens and not self.refresh_rate().quick, self._sampled is not None
             self._received += await self.pull(
                 peer_id, model_version=version, publish=large, sample=sample, timeout=ASKING.pull_deadline
             )

@@ -140,10 +140,10 @@ def _take(
 def _in_turn(
     records: Iterable[SignedAnnouncement], origins: Mapping[str, Origin], rng: random.Random
 ) -> Iterator[SignedAnnouncement]:
-    return around(records, lambda record: origins[record.content.peer_id].chief, rng)
+    return round_robin(records, lambda record: origins[record.content.peer_id].chief, rng)
 
 
-def around(items: Iterable[T], source_of: Callable[[T], str], rng: random.Random) -> Iterator[T]:
+def round_robin(items: Iterable[T], source_of: Callable[[T], str], rng: random.Random) -> Iterator[T]:
     """In random order, one of each source, then a second one of each that has more, and so on."""
     of_source: dict[str, list[T]] = {}
     for item in items:

@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.swarm.rhythm import PACE, rhythm
+from petalnode.node.swarm.refresh_rate import PACE, refresh_rate
 from petalnode.node.swarm.sample import SAMPLING, Contacts, sampled
 from petalnode.node.swarm.view import SwarmView
 from petalnode.node.testing import message_streams, run_autojumping
@@ -59,14 +59,14 @@ async def nothing(*_: Any, **__: Any) -> None:
 
 
 def test_a_server_among_many_keys_says_at_once_that_it_leaves() -> None:
-    """The rhythm is that of a large swarm; the drain and the retraction are told all the same."""
+    """The refresh rate is that of a large swarm; the drain and the retraction are told all the same."""
     told: list[ServerState] = []
     enough = trio.Event()
 
     async def main() -> None:
         directory = a_directory(HONEST, nothing)
         directory.merge([held(number) for number in range(1500)], source="attacker")
-        assert directory.rhythm().lifetime > 1000
+        assert directory.refresh_rate().lifetime > 1000
 
         async def push(_peer_id: str, record: SignedAnnouncement) -> None:
             nonlocal enough
@@ -103,7 +103,7 @@ def test_what_a_server_said_in_a_flood_does_not_come_back_when_the_flood_is_over
         before = directory.own
         assert before.content.expires > time.time() + 1000
         directory.view = SwarmView()
-        assert directory.rhythm().lifetime == TTL
+        assert directory.refresh_rate().lifetime == TTL
         await announcer.retract()
         gone = directory.view.records[HONEST.peer_id]
         assert gone.content.state is ServerState.OFFLINE
@@ -117,7 +117,7 @@ def test_what_a_server_said_in_a_flood_does_not_come_back_when_the_flood_is_over
 def test_no_number_of_keys_makes_a_node_ask_or_tell_more() -> None:
     costs = []
     for known in (1000, 10_000, 10**9):
-        pace = rhythm(known, TTL)
+        pace = refresh_rate(known, TTL)
         assert pace.lifetime <= ANNOUNCEMENT.max_lifetime
         costs.append(pace.asked * pace.max_bytes / pace.round)
     assert max(costs) <= costs[0] < 1000

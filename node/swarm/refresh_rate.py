@@ -16,7 +16,7 @@ from ...protocols.announcement import ANNOUNCEMENT
 
 
 @dataclass(frozen=True)
-class RhythmPolicy:
+class RefreshPolicy:
     """From what size of a swarm on its announcements last longer, and what is asked in a round."""
 
     quick: int = 32
@@ -31,11 +31,11 @@ class RhythmPolicy:
     announcements of a round one round later: spreading by asking multiplies the knowing by e^5 in a round."""
 
 
-PACE: Final = RhythmPolicy()
+PACE: Final = RefreshPolicy()
 
 
 @dataclass(frozen=True)
-class Rhythm:
+class RefreshRate:
     """Times in seconds.
 
     Attributes:
@@ -67,8 +67,8 @@ class Rhythm:
         return not self.max_bytes
 
 
-def rhythm(known: int, ttl: float) -> Rhythm:
-    """The rhythm of a node that knows so many announcements; `ttl` is how long they hold in a small swarm, in seconds.
+def refresh_rate(known: int, ttl: float) -> RefreshRate:
+    """For a node that knows so many announcements; `ttl` is how long they hold in a small swarm, in seconds.
 
     A flood of keys makes it slower, as a swarm of as many servers would: less is sent, and a server that was killed is
     noticed by who tries it. What changes in an announcement is told at once in any case.
@@ -76,4 +76,4 @@ def rhythm(known: int, ttl: float) -> Rhythm:
     lifetime = max(ttl, min(ttl * (2 * known / PACE.quick - 1), ANNOUNCEMENT.max_lifetime))
     pause = max(ttl / 3, min(lifetime / 3, PACE.longest_round))
     asked = min(max(round(PACE.most_asked * PACE.quick / max(known, 1)), 1), PACE.most_asked)
-    return Rhythm(lifetime, pause, asked, 0 if known <= PACE.quick else PACE.answer_bytes)
+    return RefreshRate(lifetime, pause, asked, 0 if known <= PACE.quick else PACE.answer_bytes)

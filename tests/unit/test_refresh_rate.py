@@ -21,7 +21,7 @@ from petalnode.node.errors import SwarmError
 from petalnode.node.placement.observed import OBSERVED, PlacedServer, pinged_at_once, sampling_noise
 from petalnode.node.server.lifecycle.other_servers import ROUND_TRIPS, keep_rtts, to_measure
 from petalnode.node.swarm.directory import Directory
-from petalnode.node.swarm.rhythm import PACE, rhythm
+from petalnode.node.swarm.refresh_rate import PACE, refresh_rate
 from petalnode.node.swarm.view import SwarmView
 from petalnode.node.testing import message_streams, run_autojumping
 from petalnode.protocols import wire_pb2 as wire
@@ -44,14 +44,14 @@ Stream = MessageStream[wire.DirectoryFrame]
 
 @given(st.integers(0, PACE.quick))
 def test_a_small_swarm_is_as_quick_as_ever(known: int) -> None:
-    pace = rhythm(known, TTL)
+    pace = refresh_rate(known, TTL)
     assert (pace.lifetime, pace.renewal, pace.round, pace.asked, pace.max_bytes) == (TTL, TTL / 3, TTL / 3, 5, 0)
     assert pace.quick
 
 
 @given(st.integers(0, 100_000), st.integers(0, 100_000), st.sampled_from([3.0, TTL, 300.0]))
 def test_a_larger_one_is_never_quicker(one: int, other: int, ttl: float) -> None:
-    small, large = rhythm(min(one, other), ttl), rhythm(max(one, other), ttl)
+    small, large = refresh_rate(min(one, other), ttl), refresh_rate(max(one, other), ttl)
     assert small.lifetime <= large.lifetime <= ANNOUNCEMENT.max_lifetime
     assert small.round <= large.round and small.asked >= large.asked >= 1
     assert large.lifetime >= 3 * min(large.round, large.renewal)
@@ -59,13 +59,13 @@ def test_a_larger_one_is_never_quicker(one: int, other: int, ttl: float) -> None
 
 @given(st.integers(500, 1_000_000))
 def test_of_many_servers_all_that_is_asked_for_stays_within_a_kilobyte_a_second(known: int) -> None:
-    pace = rhythm(known, TTL)
+    pace = refresh_rate(known, TTL)
     assert pace.asked * pace.max_bytes / pace.round < 1000
 
 
 def test_it_has_no_jump_where_the_swarm_stops_being_small() -> None:
-    assert rhythm(PACE.quick + 1, TTL).lifetime < 1.1 * TTL
-    assert rhythm(PACE.quick + 1, TTL).asked == 5
+    assert refresh_rate(PACE.quick + 1, TTL).lifetime < 1.1 * TTL
+    assert refresh_rate(PACE.quick + 1, TTL).asked == 5
 
 
 # --- announcing in a large swarm
@@ -145,7 +145,7 @@ def test_load_is_sent_out_in_small_swarms_only_and_moves_and_drains_at_once_in_a
         # Who asks this server itself has what it says of its load, too.
         assert record.content.queue_depth == 1
         lifetime = record.content.expires - record.content.sequence / 1e9
-        assert lifetime == pytest.approx(directory.rhythm().lifetime, abs=0.01)
+        assert lifetime == pytest.approx(directory.refresh_rate().lifetime, abs=0.01)
         assert (lifetime > 600) == (others == 1000)
 
     run_autojumping(main)
@@ -169,7 +169,7 @@ def test_kademlia_holds_what_a_server_has_changed_soon_and_the_rest_for_long() -
                 announcer.announce(own)
                 await trio.sleep(TTL)
             assert put == [None, Span(4, 6)]
-            await trio.sleep(directory.rhythm().lifetime)
+            await trio.sleep(directory.refresh_rate().lifetime)
             assert put[1:] in ([Span(4, 6)] * 3, [Span(4, 6)] * 4)
             nursery.cancel_scope.cancel()
 
@@ -237,7 +237,7 @@ def test_a_server_takes_a_sample_of_a_large_swarm_and_what_the_other_one_announc
             await asking.pull(server.peer_id, model_version=MODEL, timeout=60)
             assert len(asking.view.records) == PACE.whole and server.peer_id in asking.view.records
             await asking.pull(server.peer_id, model_version=MODEL, timeout=60)  # it knows now that the swarm is large
-            assert asking.rhythm().max_bytes == PACE.answer_bytes
+            assert asking.refresh_rate().max_bytes == PACE.answer_bytes
             await asking.pull(server.peer_id, model_version=MODEL, everything=True, timeout=60)
             assert len(asking.view.records) == PACE.whole + 21
             nursery.cancel_scope.cancel()
