@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-import trio
-
 from ...protocols import directory as protocol
 from ...protocols import wire_pb2 as wire
 from ...protocols.announcement import BadAnnouncement, SignedAnnouncement, open_signed
 from ...protocols.directory import NodeInfo
 from ...protocols.framing import MessageStream, ProtocolError
+from ..network.transport.limits import TokenBucket
 from .sample import sampled
 from .view import SwarmView
 
@@ -59,18 +58,15 @@ class DirectoryAnswers:
 
     async def serve(self, stream: MessageStream[wire.DirectoryFrame]) -> None:
         """Answers one peer's stream until it ends (raises PeerError then)."""
-        allowance, counted = float(ANSWERS.burst), trio.current_time()
+        frames = TokenBucket(ANSWERS.frames_per_second, ANSWERS.burst)
         while True:
             frame, _ = await stream.receive(timeout=ANSWERS.idle_stream)
-            page, now = frame.HasField("query"), trio.current_time()
-            allowance = min(allowance + (now - counted) * ANSWERS.frames_per_second, ANSWERS.burst) - (
-                ANSWERS.page_cost if page else 1
-            )
-            counted = now
-            if allowance < 0:
+            cost = ANSWERS.page_cost if frame.HasField("query") else 1
+            if frames.delay(cost) > 0:
                 error = wire.Error(code=wire.ERROR_BUSY, message="too many questions; ask more slowly")
                 await stream.send(wire.DirectoryFrame(error=error), timeout=ANSWERS.send_deadline)
                 return
+            frames.take_ahead(cost)
             reply = self._answer(frame, stream.peer_id)
             if reply is not None:
                 await stream.send(reply, timeout=ANSWERS.send_deadline)
