@@ -115,7 +115,7 @@ class DepositOrder(Statement):
 
 
 def sign_voucher(issuer: Identity, server: str, points: int, until_ms: int) -> bytes:
-    """The issuer's word that it keeps so many points of the server until then: `Pledge.voucher`."""
+    """The issuer's word that it keeps these points of the server until then: `Pledge.voucher`."""
     return issuer.sign(DEPOSIT_DOMAIN, deposit_bytes(server, points, until_ms))
 
 

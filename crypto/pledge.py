@@ -60,5 +60,5 @@ class Pledge(Statement):
 
 
 def deposit_bytes(server: str, points: int, until_ms: int) -> bytes:
-    """What a validator signs that keeps so many points of a server until then."""
+    """What a validator signs that keeps points of a server until then."""
     return canonical(DEPOSIT_DOMAIN, server, points, until_ms)

@@ -67,7 +67,7 @@ class SafetensorsHeader:
 
 
 def header_limits(nbytes: int, tensors: int) -> JsonLimits:
-    """What the header of a file of at most so many tensors needs."""
+    """What the header of a file of at most `tensors` tensors needs."""
     return JsonLimits(nbytes, HEADER.values_of_metadata + HEADER.values_of_tensor * tensors, depth=3)
 
 

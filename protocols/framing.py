@@ -261,7 +261,7 @@ class MessageStream(Generic[F]):
         return header, payloads
 
     async def _fill_to(self, total: int) -> None:
-        """Reads until so many bytes are in the buffer, for which there is room. Only the time that is waited here
+        """Reads until `total` bytes are in the buffer, for which there is room. Only the time that is waited here
         counts: a peer does not answer for what its own reader leaves lying."""
         room, taken = self._room, self._room_taken[2] if self._room_taken else 0
         if room is not None and total > max(taken, _UNCOUNTED):

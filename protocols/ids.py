@@ -74,7 +74,7 @@ _LEAST_RANGE: Final = 4  # blocks
 
 
 def blocks_of_range(num_blocks: int) -> int:
-    """How many blocks a range has, in a model of so many; the last one may have fewer."""
+    """How many blocks a range has, in a model of `num_blocks`; the last one may have fewer."""
     return max(_LEAST_RANGE, -(-num_blocks // MAX_RANGES))
 
 

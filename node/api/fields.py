@@ -27,7 +27,7 @@ BODY: Final = BodyLimits()
 
 
 def json_limits(size: int = BODY.max_bytes) -> JsonLimits:
-    """Of a request's body of so many bytes at most."""
+    """Of a request's body of `max_bytes` at most."""
     return JsonLimits(size, max(size // BODY.bytes_per_value, 4096), BODY.max_depth)
 
 

@@ -111,7 +111,7 @@ class PanelState:
 
 
 def panel(state: PanelState, width: int) -> Panel:
-    """The panel for a terminal of so many columns."""
+    """The panel for a terminal of `width` columns."""
     now, per_second = state.serving, state.rates.per_second
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)

@@ -28,12 +28,12 @@ class LedgerPolicy:
     max_accounts: int = 10_000
     """About 10 MB, clearings included. The last tenth is for servers that earn: nobody can fill it with transfers."""
     kept_clearings: int = 8
-    """Of each spender: who did not get the answer may ask for so many of its last transfers again."""
+    """Of each spender: who did not get the answer may ask for this number of its last transfers again."""
     expiry_ms: int = 180 * 24 * 3_600_000
     """An account in which nothing has changed for so long is closed, and its points are nobody's."""
     max_proved: int = 100_000
     forfeit_share: int = 4
-    """Who brought the evidence gets one part in so many of a lost deposit; the rest is nobody's. Not more: a server
+    """Who brought the evidence gets one part in four of a lost deposit; the rest is nobody's. Not more: a server
     that is about to be caught could bring the evidence itself, under another key."""
     max_order_ms: int = 3_600_000
     """An order may be valid for an hour."""

@@ -28,7 +28,7 @@ class ObservedPolicy:
     """What is believed of announced speeds, and how turnover is estimated."""
 
     most_of_median: float = 100.0
-    """No server counts as faster than so many times the median: a false announcement must not keep others from a
+    """No server counts as faster than this factor times the median: a false announcement must not keep others from a
     block."""
     least: float = 1e-3
     usual_load: float = 20.0
@@ -42,7 +42,7 @@ class ObservedPolicy:
     at_once: int = 16
     """Servers that are pinged together."""
     askers: int = 64
-    """About so many servers ping the only holder of a block at each check, however large the swarm is."""
+    """About this number of servers ping the only holder of a block at each check, however large the swarm is."""
 
 
 OBSERVED: Final = ObservedPolicy()
@@ -232,7 +232,7 @@ def turnover(changes: Sequence[MembershipChange], servers: int, now: float) -> f
 
 
 def pinged_at_once(servers: int) -> float:
-    """Of so many servers, how many are pinged together, on the average: in a large swarm nobody is connected to most of
+    """How many of these servers are pinged together, on the average: in a large swarm nobody is connected to most of
     them, and a connection costs far more than a ping."""
     return min(OBSERVED.at_once, OBSERVED.at_once * PACE.quick / max(servers, 1))
 

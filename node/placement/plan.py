@@ -44,12 +44,12 @@ class PlanConstants:
 
     gain_for: float = 2 / 3
     same: float = 1.25
-    """A plan stays valid while no server is so many times faster or slower than it was: measurements vary."""
+    """A plan stays valid while no server is faster or slower than it was by this factor: measurements vary."""
     many: int = 100
     """More moves are not compared one by one, which would take too long."""
     equal: float = 1e-9
     notable: float = 1.005
-    """A throughput that is not so many times another is not worth a word."""
+    """Throughputs that differ by less than this factor are not told of."""
 
 
 PLANNING: Final = PlanConstants()

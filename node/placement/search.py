@@ -30,7 +30,7 @@ class SearchEffort:
     stays: int = 6
     """Turns for which a server stays where it was moved to."""
     most_movers: int = 400
-    """Of more movable servers only so many are looked at turn after turn: those with the best first move."""
+    """Of more movable servers only this number is looked at turn after turn: those with the best first move."""
     at_once: int = 1024
     """Rows of the arrays; more servers are looked at one part after the other."""
     equal: float = 1e-9

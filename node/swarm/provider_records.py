@@ -93,7 +93,7 @@ def keys_of(own: Announcement | None) -> list[bytes]:
 
 
 def pause_after(rounds: int, cost: int, taken: int) -> float:
-    """Seconds until the next round, after so many rounds, the last of which took `cost` bytes of messages and left
+    """Seconds until the next round, after `rounds` rounds, the last of which took `cost` bytes of messages and left
     `taken` records."""
     if not taken:
         return RECORDS.first_pause

@@ -56,7 +56,7 @@ class RefreshRate:
         return self.lifetime / 3
 
     def pause(self, received: int) -> float:
-        """Seconds from a round of questions, whose answers took so many bytes, to the next one: who answers more than
+        """Seconds from a round of questions, of whose answers `received` bytes came, to the next: who answers more than
         he was asked for gets more time, not more traffic."""
         most = self.asked * self.max_bytes
         return self.round * max(received / most, 1.0) if most else self.round
@@ -68,7 +68,7 @@ class RefreshRate:
 
 
 def refresh_rate(known: int, ttl: float) -> RefreshRate:
-    """For a node that knows so many announcements; `ttl` is how long they hold in a small swarm, in seconds.
+    """For a node that knows `known` announcements; `ttl` is how long they hold in a small swarm, in seconds.
 
     A flood of keys makes it slower, as a swarm of as many servers would: less is sent, and a server that was killed is
     noticed by who tries it. What changes in an announcement is told at once in any case.

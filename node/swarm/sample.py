@@ -82,7 +82,7 @@ def sampled(
 
 
 def _within(records: Iterable[SignedAnnouncement], most: int) -> list[SignedAnnouncement]:
-    """Those that fit into so many bytes; large ones, which anybody can make, after all others."""
+    """Those that fit into `most` bytes; large ones, which anybody can make, after all others."""
     fitting = []
     for record in sorted(records, key=lambda record: size_in_page(record) > most // SAMPLING.large):
         if size_in_page(record) <= most:

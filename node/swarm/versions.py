@@ -43,7 +43,7 @@ def versions_named(
     taken beside them (`most_proven`).
 
     Raises:
-        ModelError: so many versions, and none is proven: the one that is meant could be left out.
+        ModelError: there are too many versions, and none is proven: the one that is meant could be left out.
     """
     named = [
         server

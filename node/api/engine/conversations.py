@@ -49,7 +49,7 @@ class _Idle:
 
 
 def reserved(needed: int, context: int) -> int:
-    """Tokens that a session is opened for, of which a request needs so many: room for what follows.
+    """Tokens that a session is opened for, of which a request uses `needed`: room for what follows.
 
     A power of two, so that a conversation that grows is sent anew once for each doubling.
     """
@@ -69,7 +69,7 @@ class Conversations:
     """Lends conversations to requests, and keeps some of them for a while.
 
     Args:
-        make: a new conversation for so many tokens.
+        make: a new conversation, for a number of tokens.
         keep: idle ones at most.
         seconds: after which an idle one gives the servers their caches back.
     """

@@ -114,7 +114,7 @@ class TransferPolicy:
     """Seconds between two measurements; twice as many each time that nothing has changed, up to"""
     longest_interval: float = 7200.0
     same: float = 1.25
-    """A measurement that is no more than so many times another says the same."""
+    """Two measurements say the same if one is no more than this factor times the other."""
     soon: float = 20.0
     """Seconds to the next one as long as nobody has answered."""
     peers: int = 4

@@ -34,7 +34,7 @@ class RebalancingPolicy:
     gap_check_interval: float = 1.0
     """Seconds between two looks for gaps, and"""
     gap_check_cost: float = 20.0
-    """At least so many times what a look takes."""
+    """The pause between two looks is at least this factor times what a look takes."""
     delay: float = 5.0
     delay_for_gap: float = 1.0
     settle: float = 1.0
@@ -49,7 +49,7 @@ class RebalancingPolicy:
     max_tries: int = 4
     """Times that a server that should close a gap tries to come to terms with others before its next check."""
     rest_factor: float = 5.0
-    """Who has moved stays for so many times what loading took, and for `min_rest_checks` checks, unless
+    """Who has moved stays for this factor times what loading took, and for `min_rest_checks` checks, unless
     there is a gap."""
     min_rest_checks: int = 2
     gap_patience: float = 1.5
