@@ -33,7 +33,7 @@ from ..swarm.routing import (
     pays_again,
     second_best,
 )
-from ..swarm.sample import SAMPLING, around
+from ..swarm.sample import SAMPLING, round_robin
 from ..swarm.swarm import Swarm
 from ..swarm.trusted_servers import TrustedServers, trusted_servers
 from ..verification.tolerances import doubt
@@ -237,7 +237,7 @@ class ServerSelection:
                     due.append(server)
             elif not self._was_silent(peer_id, now):
                 new.append(server)
-        in_turn = around(new, lambda server: self.swarm.view.source_of(server.peer_id), random.Random())
+        in_turn = round_robin(new, lambda server: self.swarm.view.source_of(server.peer_id), random.Random())
         return [*due, *itertools.takewhile(lambda _: self._new.take(), in_turn)]
 
     def _was_silent(self, peer_id: str, now: float) -> bool:

@@ -176,7 +176,9 @@ def test_keys_of_one_address_give_up_fetches_for_which_others_wait(folder: Model
         async with trio.open_nursery() as nursery:
             nursery.start_soon(endorser.run)
             await trio.testing.wait_all_tasks_blocked()
-            for number, author in enumerate(["alone", *(f"key {number}" for number in range(ENDORSING.max_fetches + 3))]):
+            for number, author in enumerate(
+                ["alone", *(f"key {number}" for number in range(ENDORSING.max_fetches + 3))]
+            ):
                 swarm.hear(withheld(number), author)
                 await trio.testing.wait_all_tasks_blocked()
             swarm.hear(withheld(99), AUTHOR)
