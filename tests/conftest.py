@@ -21,7 +21,7 @@ settings.register_profile("random", _ANY_MACHINE)
 settings.register_profile("petalnode", _ANY_MACHINE, derandomize=True)
 settings.load_profile("petalnode")
 
-pytest_plugins = ["tests.processor_time", "tests.slowness"]
+pytest_plugins = ["tests.processor_time", "tests.slowness", "tests.trio_tests"]
 
 # Before torch is imported. Of tiny models, threads of torch mostly wait for each other, on cores that other tests want.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

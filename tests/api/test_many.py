@@ -44,24 +44,20 @@ def test_an_adapter_is_a_model_of_its_own(served: Served, tmp_path: Path) -> Non
         assert "held-by-nobody" in raised.value.message
 
 
-def test_many_conversations_at_once_say_what_each_says_alone(api: MemoryApi, client: Any) -> None:
+async def test_many_conversations_at_once_say_what_each_says_alone(api: MemoryApi, client: Any) -> None:
     asked: dict[str, Any] = {"model": MODEL, "max_tokens": 12, "temperature": 0}
     prompts = [f"conversation {number}: {'abcdefghijkl'[number:]}" for number in range(12)]
     alone = [client.completions.create(prompt=prompt, **asked).choices[0].text for prompt in prompts]
     found: dict[str, str] = {}
+    async with (
+        openai.AsyncOpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0, timeout=None) as other,
+        trio.open_nursery() as nursery,
+    ):
 
-    async def main() -> None:
-        async with (
-            openai.AsyncOpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0, timeout=None) as other,
-            trio.open_nursery() as nursery,
-        ):
+        async def ask(prompt: str) -> None:
+            pieces = [piece async for piece in await other.completions.create(prompt=prompt, stream=True, **asked)]
+            found[prompt] = "".join(piece.choices[0].text for piece in pieces)
 
-            async def ask(prompt: str) -> None:
-                pieces = [piece async for piece in await other.completions.create(prompt=prompt, stream=True, **asked)]
-                found[prompt] = "".join(piece.choices[0].text for piece in pieces)
-
-            for prompt in prompts:
-                nursery.start_soon(ask, prompt)
-
-    trio.run(main)
+        for prompt in prompts:
+            nursery.start_soon(ask, prompt)
     assert [found[prompt] for prompt in prompts] == alone

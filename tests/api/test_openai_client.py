@@ -10,7 +10,6 @@ from typing import Any
 import openai
 import pytest
 import torch
-import trio
 
 from petalnode.node.api.engine.core import leaders_of
 from tests.api.conftest import CONTEXT, Served
@@ -101,18 +100,14 @@ def test_the_examples_of_the_page(
     assert capsys.readouterr().out == api.core.text.decode(expected) + end
 
 
-def test_the_async_client(api: MemoryApi, client: Any) -> None:
+async def test_the_async_client(api: MemoryApi, client: Any) -> None:
     asked: dict[str, Any] = {"model": MODEL, "messages": ASKED, "temperature": 0, "max_tokens": 12}
     expected = client.chat.completions.create(**asked).choices[0].message.content
-
-    async def main() -> None:
-        async with openai.AsyncOpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0) as other:
-            text = ""
-            async for chunk in await other.chat.completions.create(**asked, stream=True):
-                text += chunk.choices[0].delta.content or ""
-            assert text == expected
-
-    trio.run(main)
+    async with openai.AsyncOpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0) as other:
+        text = ""
+        async for chunk in await other.chat.completions.create(**asked, stream=True):
+            text += chunk.choices[0].delta.content or ""
+        assert text == expected
 
 
 def test_the_next_turn_sends_only_what_is_new(client: Any, api: MemoryApi) -> None:

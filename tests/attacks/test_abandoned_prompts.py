@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import trio
@@ -39,12 +40,10 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def with_server(blocks: BlockSpan, main: Callable[[OneServer], Awaitable[None]]) -> None:
-    async def run() -> None:
-        async with one_server(blocks) as server:
-            await main(server)
-
-    trio.run(run)
+@asynccontextmanager
+async def a_server(blocks: BlockSpan) -> AsyncIterator[Any]:
+    async with one_server(blocks) as server:
+        yield server
 
 
 @asynccontextmanager
@@ -73,10 +72,10 @@ async def begins(server: OneServer) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, KEEP])
-def test_what_a_client_sent_before_it_broke_off_is_not_computed(
+async def test_what_a_client_sent_before_it_broke_off_is_not_computed(
     keep: int, blocks: BlockSpan, computed: list[int]
 ) -> None:
-    async def main(server: OneServer) -> None:
+    async with a_server(blocks) as server:
         session = server.session(CLIENT)
         assert (await session.open(keep_ms=keep)).HasField("granted")
         async with held_up(server):
@@ -86,20 +85,17 @@ def test_what_a_client_sent_before_it_broke_off_is_not_computed(
             await session.stream.reset()
             await wait_all_tasks_blocked()  # the server knows by now
         assert server.service.sessions == (1 if keep else 0)
-
-    with_server(blocks, main)
     assert computed == []
 
 
-def test_no_more_than_a_chunk_is_computed_of_a_long_prompt_that_is_given_up(
+async def test_no_more_than_a_chunk_is_computed_of_a_long_prompt_that_is_given_up(
     blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The session has what it had before, and takes the same prompt again."""
     tokens, rows = 200, 2
     prompt, parts, prefill = values(tokens, rows), list[int](), StepRunner._prefill
     terms = {"max_length": tokens, "batch": rows}
-
-    async def main(server: OneServer) -> None:
+    async with a_server(blocks) as server:
         session = server.session(CLIENT)
         assert (await session.open(keep_ms=KEEP, **terms)).HasField("granted")
         there = trio.lowlevel.current_trio_token()
@@ -133,8 +129,6 @@ def test_no_more_than_a_chunk_is_computed_of_a_long_prompt_that_is_given_up(
         await other.send_step(1, 0, prompt)
         assert (await other.receive())[1] == payloads
 
-    with_server(blocks, main)
-
 
 async def opened(server: OneServer) -> RawSession:
     session = server.session(CLIENT)
@@ -152,26 +146,23 @@ async def push(server: OneServer, session: RawSession, count: int) -> None:
         await stream.send(frame, [payload], timeout=NEVER)
 
 
-def test_what_was_pushed_into_a_closed_session_is_not_computed(blocks: BlockSpan, computed: list[int]) -> None:
-    async def main(server: OneServer) -> None:
+async def test_what_was_pushed_into_a_closed_session_is_not_computed(blocks: BlockSpan, computed: list[int]) -> None:
+    async with a_server(blocks) as server:
         session = await opened(server)
         async with held_up(server):
             await push(server, session, 4)
             await begins(server)
             await session.close()
             await wait_all_tasks_blocked()
-
-    with_server(blocks, main)
     assert computed == []
 
 
 @pytest.mark.parametrize("patience", [0.0, NEVER], ids=["comes too late", "comes back"])
-def test_what_is_pushed_for_a_client_that_is_away_waits_for_it(
+async def test_what_is_pushed_for_a_client_that_is_away_waits_for_it(
     patience: float, blocks: BlockSpan, computed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TURN_TIMEOUT, patience)
-
-    async def main(server: OneServer) -> None:
+    async with a_server(blocks) as server:
         session = await opened(server)
         async with held_up(server):
             await push(server, session, 4)
@@ -185,15 +176,12 @@ def test_what_is_pushed_for_a_client_that_is_away_waits_for_it(
         if patience:
             for number in range(4):
                 assert (await again.receive())[0].reply.sequence == 1 + number
-
-    with_server(blocks, main)
     assert computed == ([TOKENS * number for number in range(4)] if patience else [0])
 
 
-def test_one_token_is_computed_for_a_client_that_is_away(blocks: BlockSpan) -> None:
+async def test_one_token_is_computed_for_a_client_that_is_away(blocks: BlockSpan) -> None:
     """It costs little, and a generation goes on the sooner when the connection is back."""
-
-    async def main(server: OneServer) -> None:
+    async with a_server(blocks) as server:
         session = await opened(server)
         await session.stream.reset()
         await wait_all_tasks_blocked()
@@ -208,15 +196,12 @@ def test_one_token_is_computed_for_a_client_that_is_away(blocks: BlockSpan) -> N
         await again.stream.send(wire.InferenceFrame(resume=resume), timeout=NEVER)
         assert (await again.receive())[0].granted.sequence == 1
 
-    with_server(blocks, main)
 
-
-def test_a_pusher_learns_that_nobody_waits(
+async def test_a_pusher_learns_that_nobody_waits(
     blocks: BlockSpan, computed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TURN_TIMEOUT, 0.0)
-
-    async def main(server: OneServer) -> None:
+    async with a_server(blocks) as server:
         session = await opened(server)
         await session.stream.reset()
         await wait_all_tasks_blocked()
@@ -226,6 +211,4 @@ def test_a_pusher_learns_that_nobody_waits(
         assert frame.error.code == wire.ERROR_NOT_FOUND
         with pytest.raises(PeerError):
             await stream.receive(timeout=TIMEOUT)
-
-    with_server(blocks, main)
     assert computed == []

@@ -26,7 +26,6 @@ from petalnode.node.network.transport.address_book import AddressBook
 from petalnode.node.network.transport.dialing import DialBudget, DialContext, is_permitted, may_dial
 from petalnode.node.network.transport.raw_connection import Path
 from petalnode.node.swarm.view import Origin, SwarmView
-from petalnode.node.testing import run_autojumping
 from tests.swarm.relays import host_here
 
 HOME = DialContext([ip_network("192.168.1.0/24"), ip_network("127.0.0.0/8"), ip_network("fd00:1::/64")])
@@ -125,74 +124,57 @@ async def refusal(host: Host, peer_id: str = ATTACKER) -> str:
     return str(caught.value)
 
 
-def test_a_service_of_this_machine_is_not_dialed(trap: Trap) -> None:
-    async def main() -> None:
-        async with victim() as host:
-            host.learn(ATTACKER, [trap.addr])
-            assert "not dialed" in await refusal(host)
-            assert not trap.was_dialed
-
-    trio.run(main)
+async def test_a_service_of_this_machine_is_not_dialed(trap: Trap) -> None:
+    async with victim() as host:
+        host.learn(ATTACKER, [trap.addr])
+        assert "not dialed" in await refusal(host)
+        assert not trap.was_dialed
 
 
-def test_nor_for_a_name_that_leads_there(trap: Trap, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nor_for_a_name_that_leads_there(trap: Trap, monkeypatch: pytest.MonkeyPatch) -> None:
     async def resolve(addr: Multiaddr) -> list[Multiaddr]:
         return [Multiaddr(trap.addr), Multiaddr("/ip4/169.254.169.254/tcp/80"), Multiaddr("/unix/tmp")]
 
     monkeypatch.setattr(connections, "resolve_multiaddr_with_retry", resolve)
-
-    async def main() -> None:
-        async with victim() as host:
-            host.learn(ATTACKER, ["/dns4/innocent.example/tcp/443"])
-            assert "not dialed" in await refusal(host)
-            assert not trap.was_dialed
-
-    trio.run(main)
+    async with victim() as host:
+        host.learn(ATTACKER, ["/dns4/innocent.example/tcp/443"])
+        assert "not dialed" in await refusal(host)
+        assert not trap.was_dialed
 
 
-def test_nor_as_a_relay(trap: Trap) -> None:
-    async def main() -> None:
-        async with host_here() as host:
-            host.learn(ATTACKER, [f"{trap.addr}/p2p/{RELAY}/p2p-circuit"])
-            assert "not dialed" in await refusal(host)
-            assert not trap.was_dialed
-
-    trio.run(main)
+async def test_nor_as_a_relay(trap: Trap) -> None:
+    async with host_here() as host:
+        host.learn(ATTACKER, [f"{trap.addr}/p2p/{RELAY}/p2p-circuit"])
+        assert "not dialed" in await refusal(host)
+        assert not trap.was_dialed
 
 
-def test_what_a_person_gave_is_dialed_wherever_it_leads() -> None:
-    async def main() -> None:
-        dialed = trio.Event()
+async def test_what_a_person_gave_is_dialed_wherever_it_leads() -> None:
+    dialed = trio.Event()
 
-        async def serve(stream: trio.SocketStream) -> None:
-            dialed.set()
-            await stream.aclose()
+    async def serve(stream: trio.SocketStream) -> None:
+        dialed.set()
+        await stream.aclose()
 
-        async with victim() as host, trio.open_nursery() as nursery:
-            (listener,) = await nursery.start(partial(trio.serve_tcp, serve, 0, host="127.0.0.1"))
-            port = listener.socket.getsockname()[1]
-            host.remember(ATTACKER, [f"/ip4/127.0.0.1/tcp/{port}"])
-            assert "not dialed" not in await refusal(host)
-            assert dialed.is_set()
-            nursery.cancel_scope.cancel()
-
-    trio.run(main)
+    async with victim() as host, trio.open_nursery() as nursery:
+        (listener,) = await nursery.start(partial(trio.serve_tcp, serve, 0, host="127.0.0.1"))
+        port = listener.socket.getsockname()[1]
+        host.remember(ATTACKER, [f"/ip4/127.0.0.1/tcp/{port}"])
+        assert "not dialed" not in await refusal(host)
+        assert dialed.is_set()
+        nursery.cancel_scope.cancel()
 
 
-def test_a_client_of_a_swarm_on_this_machine_dials_what_it_learns_there() -> None:
+async def test_a_client_of_a_swarm_on_this_machine_dials_what_it_learns_there() -> None:
     """It was given one address of loopback, and that peer was there."""
-
-    async def main() -> None:
-        async with host_here(listens=True) as known, host_here(listens=True) as other, host_here() as client:
-            client.learn(other.peer_id, other.addrs())
-            assert "not dialed" in await refusal(client, other.peer_id)
-            client.remember(known.peer_id, known.addrs())
-            await client.connect(known.peer_id)
-            await client.connect(other.peer_id)
-            known.learn(other.peer_id, other.addrs())
-            await known.connect(other.peer_id)
-
-    trio.run(main)
+    async with host_here(listens=True) as known, host_here(listens=True) as other, host_here() as client:
+        client.learn(other.peer_id, other.addrs())
+        assert "not dialed" in await refusal(client, other.peer_id)
+        client.remember(known.peer_id, known.addrs())
+        await client.connect(known.peer_id)
+        await client.connect(other.peer_id)
+        known.learn(other.peer_id, other.addrs())
+        await known.connect(other.peer_id)
 
 
 def test_a_private_network_is_opened_by_a_connection_that_this_node_made_there() -> None:
@@ -234,7 +216,8 @@ def test_keys_of_one_source_leave_dials_for_others() -> None:
     assert sum(dialed(f"key {number}", f"11.1.0.{number}") for number in range(100)) == 600 - 300 - 150 - 2 * 48
 
 
-def test_a_swarm_of_false_announcements_leaves_dials_for_a_server_from_elsewhere() -> None:
+@pytest.mark.virtual_time
+async def test_a_swarm_of_false_announcements_leaves_dials_for_a_server_from_elsewhere() -> None:
     """The source is that of the announcement: the address of the server itself, else who passed it on last."""
     book = AddressBook(on_loopback=False, paths=tuple)
     keys = [Identity.from_seed(bytes([number]) * 32).peer_id for number in range(31)]
@@ -243,16 +226,13 @@ def test_a_swarm_of_false_announcements_leaves_dials_for_a_server_from_elsewhere
     origins[keys[30]] = Origin(("11.0.0.1",), 0.0, met="11.0.0.2")
     book.source_of = SwarmView(origins=origins).source_of
 
-    async def main() -> None:
-        def dialed(key: str, first: int) -> int:
-            peer = ID.from_string(key)
-            return sum(book.take_dial(peer, Multiaddr(f"/ip4/11.1.{first}.{host}/tcp/1")) for host in range(48))
+    def dialed(key: str, first: int) -> int:
+        peer = ID.from_string(key)
+        return sum(book.take_dial(peer, Multiaddr(f"/ip4/11.1.{first}.{host}/tcp/1")) for host in range(48))
 
-        assert sum(dialed(key, number) for number, key in enumerate(keys[:30])) == 300
-        assert dialed(keys[30], 30) == 48
-        assert dialed(ATTACKER, 31) == 48
-
-    run_autojumping(main)
+    assert sum(dialed(key, number) for number, key in enumerate(keys[:30])) == 300
+    assert dialed(keys[30], 30) == 48
+    assert dialed(ATTACKER, 31) == 48
 
 
 def test_who_answers_uses_nothing_up() -> None:
@@ -262,7 +242,7 @@ def test_who_answers_uses_nothing_up() -> None:
         budget.give_back("peer", "11.0.0.1")
 
 
-def test_a_swarm_of_false_announcements_sends_a_node_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_swarm_of_false_announcements_sends_a_node_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred keys announce a victim's ports; an honest peer elsewhere is dialed all the same."""
     dialed: list[str] = []
 
@@ -271,19 +251,15 @@ def test_a_swarm_of_false_announcements_sends_a_node_few_times(monkeypatch: pyte
         raise OSError(errno.ECONNREFUSED, "refused")
 
     monkeypatch.setattr(TCP, "dial", dial)
-
-    async def main() -> None:
-        async with victim() as host:
-            begun = trio.current_time()
-            for key in range(100):
-                attacker = Identity.from_seed(bytes([key]) * 32).peer_id
-                host.learn(attacker, [f"/ip4/11.0.0.1/tcp/{1 + 10 * key + port}" for port in range(8)])
-                await refusal(host, attacker)
-            minutes = (trio.current_time() - begun) // 60 + 1  # more than one on a machine that is very busy
-            assert len(dialed) <= 48 * minutes
-            honest = Identity.generate().peer_id
-            host.learn(honest, ["/ip4/11.0.0.2/tcp/1"])
-            await refusal(host, honest)
-            assert dialed[-1] == "/ip4/11.0.0.2/tcp/1"
-
-    trio.run(main)
+    async with victim() as host:
+        begun = trio.current_time()
+        for key in range(100):
+            attacker = Identity.from_seed(bytes([key]) * 32).peer_id
+            host.learn(attacker, [f"/ip4/11.0.0.1/tcp/{1 + 10 * key + port}" for port in range(8)])
+            await refusal(host, attacker)
+        minutes = (trio.current_time() - begun) // 60 + 1  # more than one on a machine that is very busy
+        assert len(dialed) <= 48 * minutes
+        honest = Identity.generate().peer_id
+        host.learn(honest, ["/ip4/11.0.0.2/tcp/1"])
+        await refusal(host, honest)
+        assert dialed[-1] == "/ip4/11.0.0.2/tcp/1"

@@ -71,25 +71,21 @@ def test_requests_of_many_keys_wait_for_those_of_other_addresses(
 
 
 @pytest.mark.parametrize("passes", [True, False])
-def test_requests_of_who_has_left_are_dropped_before_their_turn(blocks: BlockSpan, passes: bool) -> None:
+async def test_requests_of_who_has_left_are_dropped_before_their_turn(blocks: BlockSpan, passes: bool) -> None:
     found: list[str] = []
-
-    async def main() -> None:
-        compute, go = ComputeThread(blocks), threading.Event()
-        compute.start()
-        try:
-            with trio.fail_after(TIMEOUT):
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(compute.call, go.wait)
-                    await wait_all_tasks_blocked()
-                    with trio.move_on_after(0.01):
-                        await (batch if passes else opening)(compute, "left", found)
-                    go.set()
-                await batch(compute, "stays", found)
-                assert compute.depth == 0
-        finally:
-            go.set()
-            await compute.stop()
-
-    trio.run(main)
+    compute, go = ComputeThread(blocks), threading.Event()
+    compute.start()
+    try:
+        with trio.fail_after(TIMEOUT):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(compute.call, go.wait)
+                await wait_all_tasks_blocked()
+                with trio.move_on_after(0.01):
+                    await (batch if passes else opening)(compute, "left", found)
+                go.set()
+            await batch(compute, "stays", found)
+            assert compute.depth == 0
+    finally:
+        go.set()
+        await compute.stop()
     assert found == ["stays"]

@@ -13,10 +13,11 @@ from petalnode.node.client.batch.batch_stream import BatchOutput, BatchSpec, Mic
 from petalnode.node.client.deadlines import batch_patience
 from petalnode.node.client.request import WireTensor
 from petalnode.node.swarm.routing import Hop
-from petalnode.node.testing.memory_network import run_autojumping
 from petalnode.protocols.framing import wire_nbytes
 from petalnode.protocols.ids import FORWARD, Span
 from petalnode.protocols.wire_pb2 import Tensor
+
+pytestmark = pytest.mark.virtual_time
 
 HOP = Hop("liar", Span(0, 2))
 SHAPE = (3, 4, 8)
@@ -40,21 +41,17 @@ class Answers:
 
 
 @pytest.mark.parametrize("says", [[YEAR] * 4, [0.5, YEAR, YEAR, YEAR], [0.0, YEAR, 0.0, YEAR]])
-def test_the_next_answers_are_waited_for_no_longer_than_honest_work_would_be(says: list[float]) -> None:
+async def test_the_next_answers_are_waited_for_no_longer_than_honest_work_would_be(says: list[float]) -> None:
     nbytes = wire_nbytes(SHAPE, "float32", "none")
     tensor = WireTensor(Tensor(shape=SHAPE, dtype="float32", codec="none", nbytes=nbytes), bytes(nbytes))
     answers: Any = Answers(list(says))
     client: Any = SimpleNamespace(note_tokens=lambda peer_id, tokens: None)
+    batches = BatchClient(client)
 
-    async def ask() -> None:
-        batches = BatchClient(client)
+    async def usable(*_: Any) -> Any:
+        return answers
 
-        async def usable(*_: Any) -> Any:
-            return answers
-
-        batches._usable = usable  # type: ignore[method-assign]
-        for _ in says:
-            await batches.run(FORWARD, HOP, BatchSpec(bytes(32)), MicroBatch((tensor,)), None)
-
-    run_autojumping(ask)
+    batches._usable = usable  # type: ignore[method-assign]
+    for _ in says:
+        await batches.run(FORWARD, HOP, BatchSpec(bytes(32)), MicroBatch((tensor,)), None)
     assert max(answers.patience) <= batch_patience(SECONDS) * 1.001

@@ -58,7 +58,7 @@ def announcement(version: bytes, identity: Identity | None = None) -> Announceme
     return Announcement(peer_id, version, "model", 10, Span(0, 1), ServerState.ONLINE)
 
 
-def test_a_page_of_forged_announcements_holds_up_nobody_else() -> None:
+async def test_a_page_of_forged_announcements_holds_up_nobody_else() -> None:
     """Checking a signature takes 0.1 ms, and a page has room for thousands of them."""
     record = sign_announcement(HONEST, freshened(announcement(b"v" * 32, HONEST), now=time.time(), lifetime=60))
     forged = wire.SignedAnnouncement(announcement=record.announcement, signature=bytes(64))
@@ -70,21 +70,18 @@ def test_a_page_of_forged_announcements_holds_up_nobody_else() -> None:
             turns += 1
             await trio.lowlevel.checkpoint()
 
-    async def main() -> None:
-        ours, theirs = streams()
+    ours, theirs = streams()
 
-        async def answer() -> None:
-            await theirs.receive(timeout=60)
-            page = wire.DirectoryRecords(records=[forged] * 1000)
-            await theirs.send(wire.DirectoryFrame(records=page), timeout=60)
+    async def answer() -> None:
+        await theirs.receive(timeout=60)
+        page = wire.DirectoryRecords(records=[forged] * 1000)
+        await theirs.send(wire.DirectoryFrame(records=page), timeout=60)
 
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(answer)
-            nursery.start_soon(work)
-            await directory(ours).pull(ATTACKER.peer_id, timeout=600)
-            nursery.cancel_scope.cancel()
-
-    trio.run(main)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(answer)
+        nursery.start_soon(work)
+        await directory(ours).pull(ATTACKER.peer_id, timeout=600)
+        nursery.cancel_scope.cancel()
     assert turns >= 1000 // 32
 
 

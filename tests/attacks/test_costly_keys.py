@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 import pytest
-import trio
 from Crypto.PublicKey import RSA
 from Crypto.Util.asn1 import DerSequence
 from libp2p.crypto.ed25519 import create_new_key_pair
@@ -60,7 +59,7 @@ class Liar:
         return self._shown
 
 
-def test_a_handshake_with_a_long_key_ends_at_once() -> None:
+async def test_a_handshake_with_a_long_key_ends_at_once() -> None:
     async def connect(attacker: Host, victim: Host) -> None:
         for security in network_of(attacker).upgrader.security_multistream.transports.values():
             own: Any = security
@@ -70,11 +69,8 @@ def test_a_handshake_with_a_long_key_ends_at_once() -> None:
             await attacker.connect(victim.peer_id)
         assert time.thread_time() - begun < SECONDS
 
-    async def main() -> None:
-        async with host(LOOPBACK) as victim, knowing(victim) as attacker:
-            await connect(attacker, victim)
-
-    trio.run(main)
+    async with host(LOOPBACK) as victim, knowing(victim) as attacker:
+        await connect(attacker, victim)
 
 
 def test_a_long_key_is_read_nowhere() -> None:

@@ -56,39 +56,32 @@ STEPS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_a_step_under_a_codec_that_cannot_be_is_refused(name: str, blocks: BlockSpan) -> None:
-    async def main() -> None:
-        with trio.fail_after(600):  # of a test that hangs
-            async with one_server(blocks) as server:
-                session = server.session(Identity.generate())
-                assert (await session.open(codec=INT8)).WhichOneof("body") == "granted"
-                how: dict[str, Any] = {"codec": INT8, "shape": [1, 2, HIDDEN]} | STEPS[name]
-                frame, _ = await session.step(1, 0, **how)
-                assert frame.WhichOneof("body") == "error", frame
-                assert frame.error.code == wire.ERROR_BAD_REQUEST and frame.error.message
-                # Others are served as before.
-                other = server.session(Identity.generate())
-                await other.open(codec=INT8)
-                frame, (payload,) = await other.step(1, 0, int8(2), codec=INT8, shape=[1, 2, HIDDEN])
-                assert frame.WhichOneof("body") == "reply" and len(payload) == len(int8(2))
-
-    trio.run(main)
+async def test_a_step_under_a_codec_that_cannot_be_is_refused(name: str, blocks: BlockSpan) -> None:
+    with trio.fail_after(600):  # of a test that hangs
+        async with one_server(blocks) as server:
+            session = server.session(Identity.generate())
+            assert (await session.open(codec=INT8)).WhichOneof("body") == "granted"
+            how: dict[str, Any] = {"codec": INT8, "shape": [1, 2, HIDDEN]} | STEPS[name]
+            frame, _ = await session.step(1, 0, **how)
+            assert frame.WhichOneof("body") == "error", frame
+            assert frame.error.code == wire.ERROR_BAD_REQUEST and frame.error.message
+            # Others are served as before.
+            other = server.session(Identity.generate())
+            await other.open(codec=INT8)
+            frame, (payload,) = await other.step(1, 0, int8(2), codec=INT8, shape=[1, 2, HIDDEN])
+            assert frame.WhichOneof("body") == "reply" and len(payload) == len(int8(2))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_largest_scales_compute_or_are_refused(dtype: str, blocks: BlockSpan) -> None:
+async def test_the_largest_scales_compute_or_are_refused(dtype: str, blocks: BlockSpan) -> None:
     """65,504 times -100 is finite in float32, and not in float16."""
-
-    async def main() -> None:
-        with trio.fail_after(600):
-            async with one_server(blocks) as server:
-                session = server.session(Identity.generate())
-                await session.open(codec=INT8, activation_dtype=dtype)
-                payload = int8(2, 65504.0, -100)
-                frame, _ = await session.step(1, 0, payload, codec=INT8, dtype=dtype, shape=[1, 2, HIDDEN])
-                assert frame.WhichOneof("body") == ("error" if dtype == "float16" else "reply"), frame
-
-    trio.run(main)
+    with trio.fail_after(600):
+        async with one_server(blocks) as server:
+            session = server.session(Identity.generate())
+            await session.open(codec=INT8, activation_dtype=dtype)
+            payload = int8(2, 65504.0, -100)
+            frame, _ = await session.step(1, 0, payload, codec=INT8, dtype=dtype, shape=[1, 2, HIDDEN])
+            assert frame.WhichOneof("body") == ("error" if dtype == "float16" else "reply"), frame
 
 
 @pytest.mark.parametrize("value", [1e-8, 1.0, 500.0, 65000.0, 65536.0, 3e38, -3e38])

@@ -11,7 +11,7 @@ from petalnode.node.network.nat import upnp
 from petalnode.node.network.nat.upnp import Upnp
 
 
-def test_questions_to_a_router_that_never_ends_take_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_questions_to_a_router_that_never_ends_take_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = threading.Event()
     asked = []
 
@@ -22,14 +22,10 @@ def test_questions_to_a_router_that_never_ends_take_one_thread(monkeypatch: pyte
     monkeypatch.setattr(upnp, "_map", ask)
     monkeypatch.setattr(upnp, "_DEADLINE", 0.02)
     monkeypatch.setattr(upnp, "_RETRY", (0.01, 0.01))
-
-    async def main() -> None:
-        try:
-            with trio.move_on_after(0.5):
-                await Upnp().run(4000)
-            assert len(asked) == 1
-            assert trio.to_thread.current_default_thread_limiter().borrowed_tokens == 0
-        finally:
-            ended.set()
-
-    trio.run(main)
+    try:
+        with trio.move_on_after(0.5):
+            await Upnp().run(4000)
+        assert len(asked) == 1
+        assert trio.to_thread.current_default_thread_limiter().borrowed_tokens == 0
+    finally:
+        ended.set()

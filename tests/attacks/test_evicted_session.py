@@ -20,7 +20,7 @@ ROWS, LENGTH = 60, 100
 """6,000 of the 10,000 cache tokens that there are."""
 
 
-def test_the_cache_of_an_evicted_session_is_freed_before_its_room_is_used(
+async def test_the_cache_of_an_evicted_session_is_freed_before_its_room_is_used(
     blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
@@ -42,120 +42,104 @@ def test_the_cache_of_an_evicted_session_is_freed_before_its_room_is_used(
 
     freed: list[Any] = []
     monkeypatch.setattr(blocks, "make_cache", make)
-
-    async def main() -> None:
-        with trio.fail_after(60):
-            async with one_server(blocks) as server:
-                for number in range(4):
-                    session = server.session(Identity.generate())
-                    answer = await session.open(batch=ROWS, max_length=LENGTH, keep_ms=600_000, wait_ms=60_000)
-                    assert answer.HasField("granted"), number
-                    frame, _ = await session.step(1, 0, values(1, rows=ROWS))
-                    assert frame.HasField("reply")
-                    if number < 3:
-                        await session.stream.reset()
-                await session.close()
-                while server.service.sessions:  # noqa: ASYNC110  (what it waits for tells nobody)
-                    await trio.sleep(0.01)
-                assert server.service.cache.free == server.service.cache.capacity
-                await server.service.context.compute.call(lambda: None)  # behind what frees the last one
-            assert [made.index(cache) for cache in freed] == [0, 1, 2, 3], "each once, in their order"
-
-    trio.run(main)
+    with trio.fail_after(60):
+        async with one_server(blocks) as server:
+            for number in range(4):
+                session = server.session(Identity.generate())
+                answer = await session.open(batch=ROWS, max_length=LENGTH, keep_ms=600_000, wait_ms=60_000)
+                assert answer.HasField("granted"), number
+                frame, _ = await session.step(1, 0, values(1, rows=ROWS))
+                assert frame.HasField("reply")
+                if number < 3:
+                    await session.stream.reset()
+            await session.close()
+            while server.service.sessions:  # noqa: ASYNC110  (what it waits for tells nobody)
+                await trio.sleep(0.01)
+            assert server.service.cache.free == server.service.cache.capacity
+            await server.service.context.compute.call(lambda: None)  # behind what frees the last one
+        assert [made.index(cache) for cache in freed] == [0, 1, 2, 3], "each once, in their order"
     assert freed_before == [[], [True], [True, True], [True, True, True]]
 
 
-def test_an_evicted_session_is_over(blocks: BlockSpan) -> None:
-    async def main() -> None:
-        with trio.fail_after(60):
-            async with one_server(blocks) as server:
-                client = Identity.generate()
-                first = server.session(client)
-                await first.open(batch=ROWS, max_length=LENGTH, keep_ms=600_000)
-                await first.stream.reset()
-                second = server.session(Identity.generate())
-                answer = await second.open(batch=ROWS, max_length=LENGTH, wait_ms=60_000)
-                assert answer.HasField("granted")
-                back = server.session(client)
-                resume = wire.Resume(nonce=first.nonce, session_epoch=first.granted.session_epoch)
-                await back.stream.send(wire.InferenceFrame(resume=resume), timeout=10)
-                frame, _ = await back.receive()
+async def test_an_evicted_session_is_over(blocks: BlockSpan) -> None:
+    with trio.fail_after(60):
+        async with one_server(blocks) as server:
+            client = Identity.generate()
+            first = server.session(client)
+            await first.open(batch=ROWS, max_length=LENGTH, keep_ms=600_000)
+            await first.stream.reset()
+            second = server.session(Identity.generate())
+            answer = await second.open(batch=ROWS, max_length=LENGTH, wait_ms=60_000)
+            assert answer.HasField("granted")
+            back = server.session(client)
+            resume = wire.Resume(nonce=first.nonce, session_epoch=first.granted.session_epoch)
+            await back.stream.send(wire.InferenceFrame(resume=resume), timeout=10)
+            frame, _ = await back.receive()
+            assert frame.error.code == wire.ERROR_NOT_FOUND
+
+
+async def test_only_a_later_attempt_of_the_same_client_takes_a_session_up(blocks: BlockSpan) -> None:
+    with trio.fail_after(60):
+        async with one_server(blocks) as server:
+            client = Identity.generate()
+            first = server.session(client)
+            await first.open(keep_ms=600_000)
+            answers = [await first.step(number, number - 1, values(1, seed=number)) for number in (1, 2)]
+            await first.stream.reset()
+            usual = {"nonce": first.nonce, "session_epoch": first.granted.session_epoch, "attempt": 1}
+
+            async def resume(who: Identity = client, **changed: Any) -> tuple[RawSession, wire.InferenceFrame]:
+                back = server.session(who)
+                frame = wire.InferenceFrame(resume=wire.Resume(**usual | changed))
+                await back.stream.send(frame, timeout=10)
+                return back, (await back.receive())[0]
+
+            for who, changed in ((Identity.generate(), {}), (client, {"session_epoch": b"x" * 16})):
+                _, frame = await resume(who, **changed)
                 assert frame.error.code == wire.ERROR_NOT_FOUND
-
-    trio.run(main)
-
-
-def test_only_a_later_attempt_of_the_same_client_takes_a_session_up(blocks: BlockSpan) -> None:
-    async def main() -> None:
-        with trio.fail_after(60):
-            async with one_server(blocks) as server:
-                client = Identity.generate()
-                first = server.session(client)
-                await first.open(keep_ms=600_000)
-                answers = [await first.step(number, number - 1, values(1, seed=number)) for number in (1, 2)]
-                await first.stream.reset()
-                usual = {"nonce": first.nonce, "session_epoch": first.granted.session_epoch, "attempt": 1}
-
-                async def resume(who: Identity = client, **changed: Any) -> tuple[RawSession, wire.InferenceFrame]:
-                    back = server.session(who)
-                    frame = wire.InferenceFrame(resume=wire.Resume(**usual | changed))
-                    await back.stream.send(frame, timeout=10)
-                    return back, (await back.receive())[0]
-
-                for who, changed in ((Identity.generate(), {}), (client, {"session_epoch": b"x" * 16})):
-                    _, frame = await resume(who, **changed)
-                    assert frame.error.code == wire.ERROR_NOT_FOUND
-                back, frame = await resume(answered=1)
-                assert frame.granted.sequence == 2 and frame.granted.position == 2
-                assert await back.receive() == answers[1]  # and not the one that the client has had
-                _, frame = await resume(answered=1)
-                assert frame.error.code == wire.ERROR_BAD_REQUEST
-                again, frame = await resume(attempt=2)
-                assert frame.HasField("granted")
-                frame, _ = await again.step(3, 2, values(1))  # nothing came in between
-                assert frame.reply.sequence == 3 and frame.reply.position == 3
-
-    trio.run(main)
+            back, frame = await resume(answered=1)
+            assert frame.granted.sequence == 2 and frame.granted.position == 2
+            assert await back.receive() == answers[1]  # and not the one that the client has had
+            _, frame = await resume(answered=1)
+            assert frame.error.code == wire.ERROR_BAD_REQUEST
+            again, frame = await resume(attempt=2)
+            assert frame.HasField("granted")
+            frame, _ = await again.step(3, 2, values(1))  # nothing came in between
+            assert frame.reply.sequence == 3 and frame.reply.position == 3
 
 
-def test_a_client_that_is_lost_while_it_takes_its_session_up_holds_no_cache(
+async def test_a_client_that_is_lost_while_it_takes_its_session_up_holds_no_cache(
     blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lost(session: ServerSession) -> wire.Granted:
         raise StreamClosed("the client is gone", "client")
 
-    async def main() -> None:
-        with trio.fail_after(60):
-            async with one_server(blocks) as server:
-                client = Identity.generate()
-                first = server.session(client)
-                await first.open(batch=ROWS, max_length=LENGTH, keep_ms=600_000)
-                await first.stream.reset()
-                await trio.testing.wait_all_tasks_blocked()
-                with monkeypatch.context() as patched:
-                    patched.setattr(ServerSession, "_granted", lost)
-                    back = server.session(client)
-                    resume = wire.Resume(nonce=first.nonce, session_epoch=first.granted.session_epoch, attempt=1)
-                    await back.stream.send(wire.InferenceFrame(resume=resume), timeout=10)
-                    with pytest.raises(PeerError):
-                        await back.receive()
-                second = server.session(Identity.generate())
-                answer = await second.open(batch=ROWS, max_length=LENGTH, wait_ms=60_000)
-                assert answer.HasField("granted")
-
-    trio.run(main)
+    with trio.fail_after(60):
+        async with one_server(blocks) as server:
+            client = Identity.generate()
+            first = server.session(client)
+            await first.open(batch=ROWS, max_length=LENGTH, keep_ms=600_000)
+            await first.stream.reset()
+            await trio.testing.wait_all_tasks_blocked()
+            with monkeypatch.context() as patched:
+                patched.setattr(ServerSession, "_granted", lost)
+                back = server.session(client)
+                resume = wire.Resume(nonce=first.nonce, session_epoch=first.granted.session_epoch, attempt=1)
+                await back.stream.send(wire.InferenceFrame(resume=resume), timeout=10)
+                with pytest.raises(PeerError):
+                    await back.receive()
+            second = server.session(Identity.generate())
+            answer = await second.open(batch=ROWS, max_length=LENGTH, wait_ms=60_000)
+            assert answer.HasField("granted")
 
 
-def test_a_session_that_is_not_to_be_kept_ends_with_its_stream(blocks: BlockSpan) -> None:
-    async def main() -> None:
-        with trio.fail_after(60):
-            async with one_server(blocks) as server:
-                session = server.session(Identity.generate())
-                await session.open()
-                await session.step(1, 0, values(1))
-                await session.stream.reset()
-                while server.service.sessions:  # noqa: ASYNC110  (what it waits for tells nobody)
-                    await trio.sleep(0.01)
-                assert server.service.cache.free == server.service.cache.capacity
-
-    trio.run(main)
+async def test_a_session_that_is_not_to_be_kept_ends_with_its_stream(blocks: BlockSpan) -> None:
+    with trio.fail_after(60):
+        async with one_server(blocks) as server:
+            session = server.session(Identity.generate())
+            await session.open()
+            await session.step(1, 0, values(1))
+            await session.stream.reset()
+            while server.service.sessions:  # noqa: ASYNC110  (what it waits for tells nobody)
+                await trio.sleep(0.01)
+            assert server.service.cache.free == server.service.cache.capacity

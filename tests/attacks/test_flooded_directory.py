@@ -13,7 +13,7 @@ from petalnode.crypto.identity import Identity
 from petalnode.node.network.value_store import MODELS_KEY, ValueStore, models_value, open_value
 from petalnode.node.swarm import view as view_module
 from petalnode.node.swarm.view import SwarmView
-from petalnode.node.testing import message_streams, run_autojumping
+from petalnode.node.testing import message_streams
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import (
     ANNOUNCEMENT,
@@ -157,31 +157,28 @@ def signed(count: int, lifetime: float) -> list[SignedAnnouncement]:
     return made
 
 
-def test_a_directory_that_asks_an_attacker_keeps_what_honest_peers_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.virtual_time
+async def test_a_directory_that_asks_an_attacker_keeps_what_honest_peers_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(view_module, "MAX_RECORDS", 64)
     pages = {HONEST.peer_id: signed(30, 1000.0), ATTACKER.peer_id: signed(100, ANNOUNCEMENT.max_lifetime)}
+    async with trio.open_nursery() as nursery:
 
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
+        async def open_stream(peer_id: str, _timeout: float) -> Stream:
+            ours, theirs = message_streams(wire.DirectoryFrame, "us", peer_id, max_header=MAX_HEADER)
+            nursery.start_soon(answer, theirs, pages[peer_id])
+            return ours
 
-            async def open_stream(peer_id: str, _timeout: float) -> Stream:
-                ours, theirs = message_streams(wire.DirectoryFrame, "us", peer_id, max_header=MAX_HEADER)
-                nursery.start_soon(answer, theirs, pages[peer_id])
-                return ours
+        async def answer(stream: Stream, records: Sequence[SignedAnnouncement]) -> None:
+            await stream.receive(timeout=60)
+            page = wire.DirectoryRecords(records=[record.to_wire() for record in records])
+            await stream.send(wire.DirectoryFrame(records=page), timeout=60)
 
-            async def answer(stream: Stream, records: Sequence[SignedAnnouncement]) -> None:
-                await stream.receive(timeout=60)
-                page = wire.DirectoryRecords(records=[record.to_wire() for record in records])
-                await stream.send(wire.DirectoryFrame(records=page), timeout=60)
-
-            node = a_directory(Identity.generate(), open_stream)
-            for peer_id in (HONEST.peer_id, ATTACKER.peer_id, ATTACKER.peer_id):
-                await node.pull(peer_id, timeout=600)
-            assert {record.content.peer_id for record in pages[HONEST.peer_id]} <= node.view.records.keys()
-            assert len(node.view.records) <= 64
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
+        node = a_directory(Identity.generate(), open_stream)
+        for peer_id in (HONEST.peer_id, ATTACKER.peer_id, ATTACKER.peer_id):
+            await node.pull(peer_id, timeout=600)
+        assert {record.content.peer_id for record in pages[HONEST.peer_id]} <= node.view.records.keys()
+        assert len(node.view.records) <= 64
+        nursery.cancel_scope.cancel()
 
 
 # --- the list of models in Kademlia
@@ -205,7 +202,7 @@ def test_versions_that_are_made_up_do_not_displace_a_model_that_has_servers() ->
     assert {record.signature for record in listed} & {record.signature for record in HONEST_SERVERS[:2]}
 
 
-def test_a_storing_node_keeps_the_list_that_it_knows_more_addresses_for() -> None:
+async def test_a_storing_node_keeps_the_list_that_it_knows_more_addresses_for() -> None:
     now = time.time()
     honest, false = signed(1, ANNOUNCEMENT.max_lifetime), signed(1, ANNOUNCEMENT.max_lifetime)
     made_up = [
@@ -213,15 +210,11 @@ def test_a_storing_node_keeps_the_list_that_it_knows_more_addresses_for() -> Non
         for number, one in ((number, Identity.generate()) for number in range(32))
     ]
     lists = [models_value(made_up), models_value([*honest, *made_up[:31]])]
-
-    async def main() -> None:
-        kept = ValueStore(lambda: now)
-        kept.backing = lambda version: 2 if version == MODEL else 1
-        for value in lists:
-            assert kept.put(MODELS_KEY, await open_value(MODELS_KEY, value, now), "11.0.0.1")
-        assert not kept.put(MODELS_KEY, await open_value(MODELS_KEY, lists[0], now), "11.0.0.1")
-
-    trio.run(main)
+    kept = ValueStore(lambda: now)
+    kept.backing = lambda version: 2 if version == MODEL else 1
+    for value in lists:
+        assert kept.put(MODELS_KEY, await open_value(MODELS_KEY, value, now), "11.0.0.1")
+    assert not kept.put(MODELS_KEY, await open_value(MODELS_KEY, lists[0], now), "11.0.0.1")
 
 
 def test_keys_and_what_others_pass_on_are_no_backing() -> None:

@@ -26,7 +26,6 @@ from petalnode.node.network.gossip import (
 from petalnode.node.network.host import Host
 from petalnode.node.network.transport.limits import TokenBucket
 from petalnode.node.network.transport.stream_bytes import StreamBytes
-from petalnode.node.testing import run_autojumping
 from petalnode.protocols.framing import varint
 from tests.attacks.stranger.services import gossiped
 from tests.attacks.test_kademlia import LOOPBACK, TIMEOUT, delimited, host, knowing
@@ -91,7 +90,7 @@ async def ended(stream: StreamBytes) -> bool:
 
 
 @pytest.mark.parametrize(("together", "least", "most"), [(100, 40, 60), (1, 20, 35)])
-def test_a_flood_is_read_at_a_steady_rate_while_others_are_heard(
+async def test_a_flood_is_read_at_a_steady_rate_while_others_are_heard(
     monkeypatch: pytest.MonkeyPatch, together: int, least: int, most: int
 ) -> None:
     monkeypatch.setattr(gossip, "OF_PEER", (0.1, 50.0))  # as on a machine of any speed
@@ -99,191 +98,157 @@ def test_a_flood_is_read_at_a_steady_rate_while_others_are_heard(
     def flood(heard: Heard) -> int:
         return sum(data == b"flood" for _, data in heard.messages)
 
-    async def main() -> None:
-        heard = Heard()
-        async with node(heard) as (victim, _), knowing(victim) as attacker, knowing(victim) as honest:
-            messages = [gossiped(bytes([number] * 32), number, b"flood") for number in range(200)]
-            said = [rpc_pb2.RPC(publish=messages[start : start + together]) for start in range(0, 200, together)]
-            for half in (said[::2], said[1::2]):
-                stream = await attacker.open_stream(victim.peer_id, MESHSUB)
-                await stream.write(b"".join(map(delimited, half)))
-            async with gossiping(honest) as other:
-                await honest.connect(victim.peer_id)
-                await neighbours(other, victim.peer_id)
-                with trio.fail_after(TIMEOUT):
-                    while (honest.peer_id, b"honest") not in heard.messages:  # once it is in the mesh
-                        await other.publish(b"honest")
-                        await trio.sleep(0.1)
-            await heard.until(lambda: flood(heard) >= least)
-            await trio.sleep(0.2)
-        assert flood(heard) <= most
-
-    trio.run(main)
+    heard = Heard()
+    async with node(heard) as (victim, _), knowing(victim) as attacker, knowing(victim) as honest:
+        messages = [gossiped(bytes([number] * 32), number, b"flood") for number in range(200)]
+        said = [rpc_pb2.RPC(publish=messages[start : start + together]) for start in range(0, 200, together)]
+        for half in (said[::2], said[1::2]):
+            stream = await attacker.open_stream(victim.peer_id, MESHSUB)
+            await stream.write(b"".join(map(delimited, half)))
+        async with gossiping(honest) as other:
+            await honest.connect(victim.peer_id)
+            await neighbours(other, victim.peer_id)
+            with trio.fail_after(TIMEOUT):
+                while (honest.peer_id, b"honest") not in heard.messages:  # once it is in the mesh
+                    await other.publish(b"honest")
+                    await trio.sleep(0.1)
+        await heard.until(lambda: flood(heard) >= least)
+        await trio.sleep(0.2)
+    assert flood(heard) <= most
 
 
-def test_a_burst_of_an_honest_neighbour_is_read_at_once() -> None:
+async def test_a_burst_of_an_honest_neighbour_is_read_at_once() -> None:
     """All that a node passes on in some minutes, and heartbeats."""
-
-    async def main() -> None:
-        bucket = TokenBucket(*gossip.OF_PEER)
-        bucket.take_ahead(24 * 5 + 12 * 5 * 2)  # messages of others, and two heartbeats of 5 s
-        assert bucket.delay(1) == 0
-        heard = Heard()
-        async with node(heard) as (victim, _), knowing(victim) as neighbour:
-            messages = [gossiped(bytes([number] * 32), number, b"passed on") for number in range(100)]
-            stream = await neighbour.open_stream(victim.peer_id, MESHSUB)
-            begun = trio.current_time()
-            await stream.write(delimited(rpc_pb2.RPC(publish=messages)))
-            await heard.until(lambda: len(heard.messages) == 100)
-            assert trio.current_time() - begun < TIMEOUT
-
-    trio.run(main)
+    bucket = TokenBucket(*gossip.OF_PEER)
+    bucket.take_ahead(24 * 5 + 12 * 5 * 2)  # messages of others, and two heartbeats of 5 s
+    assert bucket.delay(1) == 0
+    heard = Heard()
+    async with node(heard) as (victim, _), knowing(victim) as neighbour:
+        messages = [gossiped(bytes([number] * 32), number, b"passed on") for number in range(100)]
+        stream = await neighbour.open_stream(victim.peer_id, MESHSUB)
+        begun = trio.current_time()
+        await stream.write(delimited(rpc_pb2.RPC(publish=messages)))
+        await heard.until(lambda: len(heard.messages) == 100)
+        assert trio.current_time() - begun < TIMEOUT
 
 
-def test_many_fields_and_what_cannot_be_read_end_the_stream() -> None:
+async def test_many_fields_and_what_cannot_be_read_end_the_stream() -> None:
     fields = rpc_pb2.RPC(subscriptions=[rpc_pb2.RPC.SubOpts(subscribe=True)] * (MAX_FIELDS + 1))
     long = varint(MAX_RPC + 1)
-
-    async def main() -> None:
-        async with node() as (victim, told), knowing(victim) as attacker:
-            for said in (delimited(fields), long, b"\xff" * 20, varint(3) + b"\xff\xff\xff"):
-                stream = await attacker.open_stream(victim.peer_id, MESHSUB)
-                await stream.write(said)
-                assert await ended(stream)
+    async with node() as (victim, told), knowing(victim) as attacker:
+        for said in (delimited(fields), long, b"\xff" * 20, varint(3) + b"\xff\xff\xff"):
             stream = await attacker.open_stream(victim.peer_id, MESHSUB)
-            await stream.write(delimited(rpc_pb2.RPC()))
-            await stream.close()
-            assert await ended(stream), "closed as well"
-            with trio.fail_after(TIMEOUT):
-                while pubsub_of(told)._streams:  # noqa: ASYNC110 -- nothing is kept of who has no stream
-                    await trio.sleep(0.01)
-
-    trio.run(main)
-
-
-def test_who_gives_up_waiting_leaves_the_rate_to_others() -> None:
-    async def main() -> None:
-        bucket = TokenBucket(1, 10)
-        with trio.move_on_after(2):
-            await gossip._pass(bucket, 100)
-        assert bucket.delay(10) == 0
-        begun = trio.current_time()
-        for _ in range(3):
-            await gossip._pass(bucket, 10)
-        assert trio.current_time() - begun == 20
-
-    run_autojumping(main)
+            await stream.write(said)
+            assert await ended(stream)
+        stream = await attacker.open_stream(victim.peer_id, MESHSUB)
+        await stream.write(delimited(rpc_pb2.RPC()))
+        await stream.close()
+        assert await ended(stream), "closed as well"
+        with trio.fail_after(TIMEOUT):
+            while pubsub_of(told)._streams:  # noqa: ASYNC110 -- nothing is kept of who has no stream
+                await trio.sleep(0.01)
 
 
-def test_who_is_not_asked_into_the_mesh_for_a_while_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.virtual_time
+async def test_who_gives_up_waiting_leaves_the_rate_to_others() -> None:
+    bucket = TokenBucket(1, 10)
+    with trio.move_on_after(2):
+        await gossip._pass(bucket, 100)
+    assert bucket.delay(10) == 0
+    begun = trio.current_time()
+    for _ in range(3):
+        await gossip._pass(bucket, 10)
+    assert trio.current_time() - begun == 20
+
+
+async def test_who_is_not_asked_into_the_mesh_for_a_while_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gossip, "_MAX_BACKOFFS", 8)
     peers = [ID.from_string(Identity.from_seed(bytes([number]) * 32).peer_id) for number in range(10)]
     left = rpc_pb2.RPC(control=rpc_pb2.ControlMessage(prune=[rpc_pb2.ControlPrune(topicID=TOPIC, backoff=3600)]))
-
-    async def main() -> None:
-        async with node() as (_, told):
-            router = pubsub_of(told).router
-            for peer in peers:
-                await router.handle_rpc(left, peer)
-            assert list(router.back_off[TOPIC]) == peers[2:], "the oldest go"
-            assert min(router.back_off[TOPIC].values()) > time.time() + 3000
-
-    trio.run(main)
+    async with node() as (_, told):
+        router = pubsub_of(told).router
+        for peer in peers:
+            await router.handle_rpc(left, peer)
+        assert list(router.back_off[TOPIC]) == peers[2:], "the oldest go"
+        assert min(router.back_off[TOPIC].values()) > time.time() + 3000
 
 
-def test_a_message_beside_a_record_of_somebody_else_does_not_count() -> None:
-    async def main() -> None:
-        heard = Heard()
-        async with node(heard) as (victim, _), knowing(victim) as attacker:
-            stream = await attacker.open_stream(victim.peer_id, MESHSUB)
-            for number, record in enumerate((b"of nobody", None)):
-                message = gossiped(bytes(32), number, bytes([number]))
-                await stream.write(delimited(rpc_pb2.RPC(publish=[message], senderRecord=record)))
-            await heard.until(lambda: bool(heard.messages))
-            assert [data for _, data in heard.messages] == [b"\1"]
-
-    trio.run(main)
+async def test_a_message_beside_a_record_of_somebody_else_does_not_count() -> None:
+    heard = Heard()
+    async with node(heard) as (victim, _), knowing(victim) as attacker:
+        stream = await attacker.open_stream(victim.peer_id, MESHSUB)
+        for number, record in enumerate((b"of nobody", None)):
+            message = gossiped(bytes(32), number, bytes([number]))
+            await stream.write(delimited(rpc_pb2.RPC(publish=[message], senderRecord=record)))
+        await heard.until(lambda: bool(heard.messages))
+        assert [data for _, data in heard.messages] == [b"\1"]
 
 
-def test_of_a_peers_streams_the_oldest_is_not_read_any_more() -> None:
-    async def main() -> None:
-        async with node() as (victim, _), knowing(victim) as attacker:
-            streams = []
-            for _ in range(5):
-                streams.append(await attacker.open_stream(victim.peer_id, MESHSUB))
-                await streams[-1].write(varint(MAX_RPC) + bytes(1000))
-            assert await ended(streams[0])
-
-    trio.run(main)
+async def test_of_a_peers_streams_the_oldest_is_not_read_any_more() -> None:
+    async with node() as (victim, _), knowing(victim) as attacker:
+        streams = []
+        for _ in range(5):
+            streams.append(await attacker.open_stream(victim.peer_id, MESHSUB))
+            await streams[-1].write(varint(MAX_RPC) + bytes(1000))
+        assert await ended(streams[0])
 
 
-def test_slow_messages_leave_places_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_messages_leave_places_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a message is memory that no budget counts."""
     monkeypatch.setattr(gossip, "_MAX_LARGE", 4)
-
-    async def main() -> None:
-        heard = Heard()
-        async with node(heard) as (victim, _), knowing(victim) as attacker, knowing(victim) as other:
-            streams = [await attacker.open_stream(victim.peer_id, MESHSUB) for _ in range(3)]
-            for stream in streams:
-                await stream.write(varint(MAX_RPC) + bytes(100_000))
-            assert await ended(streams[-1]), "without a place"
-            stream = await other.open_stream(victim.peer_id, MESHSUB)
-            await stream.write(delimited(rpc_pb2.RPC(publish=[gossiped(bytes(32), 1, bytes(20_000))])))
-            await heard.until(lambda: bool(heard.messages))
-
-    trio.run(main)
+    heard = Heard()
+    async with node(heard) as (victim, _), knowing(victim) as attacker, knowing(victim) as other:
+        streams = [await attacker.open_stream(victim.peer_id, MESHSUB) for _ in range(3)]
+        for stream in streams:
+            await stream.write(varint(MAX_RPC) + bytes(100_000))
+        assert await ended(streams[-1]), "without a place"
+        stream = await other.open_stream(victim.peer_id, MESHSUB)
+        await stream.write(delimited(rpc_pb2.RPC(publish=[gossiped(bytes(32), 1, bytes(20_000))])))
+        await heard.until(lambda: bool(heard.messages))
 
 
-def test_a_message_is_sent_once_however_often_it_is_asked_for() -> None:
+async def test_a_message_is_sent_once_however_often_it_is_asked_for() -> None:
     size = 40 << 10
     message = gossiped(bytes(32), 1, bytes(size))
     name = (message.from_id + message.seqno).hex().encode()
     asked = rpc_pb2.ControlMessage(iwant=[rpc_pb2.ControlIWant(messageIDs=[name] * 200)] * 8)
+    heard, got, enough = Heard(), 0, trio.Event()
 
-    async def main() -> None:
-        heard, got, enough = Heard(), 0, trio.Event()
+    async def hear(raw: StreamBytes, _: str) -> None:
+        nonlocal got
+        with suppress(OSError):
+            while data := await raw.read(1 << 16):
+                got += len(data)
+                if got > size:
+                    enough.set()
 
-        async def hear(raw: StreamBytes, _: str) -> None:
-            nonlocal got
-            with suppress(OSError):
-                while data := await raw.read(1 << 16):
-                    got += len(data)
-                    if got > size:
-                        enough.set()
-
-        async with node(heard) as (victim, told), knowing(victim) as attacker:
-            attacker.set_stream_handler(MESHSUB, hear)
-            stream = await attacker.open_stream(victim.peer_id, MESHSUB)
-            await stream.write(delimited(rpc_pb2.RPC(subscriptions=[SUBSCRIBED])))
-            await neighbours(told, attacker.peer_id)
-            await stream.write(delimited(rpc_pb2.RPC(publish=[message])))
-            await heard.until(lambda: bool(heard.messages))
-            assert pubsub_of(told).router.cost_of(bounded_control(asked, TOPIC)) == 1 + size // ANSWERED
-            await stream.write(delimited(rpc_pb2.RPC(control=asked)))
-            with trio.fail_after(TIMEOUT):
-                await enough.wait()
-            await trio.sleep(0.3)
-            assert got < 2 * size
-
-    trio.run(main)
+    async with node(heard) as (victim, told), knowing(victim) as attacker:
+        attacker.set_stream_handler(MESHSUB, hear)
+        stream = await attacker.open_stream(victim.peer_id, MESHSUB)
+        await stream.write(delimited(rpc_pb2.RPC(subscriptions=[SUBSCRIBED])))
+        await neighbours(told, attacker.peer_id)
+        await stream.write(delimited(rpc_pb2.RPC(publish=[message])))
+        await heard.until(lambda: bool(heard.messages))
+        assert pubsub_of(told).router.cost_of(bounded_control(asked, TOPIC)) == 1 + size // ANSWERED
+        await stream.write(delimited(rpc_pb2.RPC(control=asked)))
+        with trio.fail_after(TIMEOUT):
+            await enough.wait()
+        await trio.sleep(0.3)
+        assert got < 2 * size
 
 
-def test_what_waits_for_a_neighbour_has_a_bound_in_bytes() -> None:
-    async def main() -> None:
-        queue = BoundedQueue()
-        large = rpc_pb2.RPC(publish=[rpc_pb2.Message(data=bytes(48 << 10))])
-        taken = sum(queue.push(large) for _ in range(32))
-        assert taken == MAX_QUEUED // large.ByteSize() < 8
-        assert await queue.pop() == large
-        assert queue.push(large) and not queue.push(large)
-        assert max(part.ByteSize() for part in queue.split_rpc(rpc_pb2.RPC(publish=[*large.publish] * 8))) <= MAX_RPC
-        while len(queue):
-            await queue.pop()
-        queue.close()
-        assert not queue.push(large) and await queue.pop() is None
-
-    trio.run(main)
+async def test_what_waits_for_a_neighbour_has_a_bound_in_bytes() -> None:
+    queue = BoundedQueue()
+    large = rpc_pb2.RPC(publish=[rpc_pb2.Message(data=bytes(48 << 10))])
+    taken = sum(queue.push(large) for _ in range(32))
+    assert taken == MAX_QUEUED // large.ByteSize() < 8
+    assert await queue.pop() == large
+    assert queue.push(large) and not queue.push(large)
+    assert max(part.ByteSize() for part in queue.split_rpc(rpc_pb2.RPC(publish=[*large.publish] * 8))) <= MAX_RPC
+    while len(queue):
+        await queue.pop()
+    queue.close()
+    assert not queue.push(large) and await queue.pop() is None
 
 
 def test_an_error_beside_the_gossip_is_not_lost() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import trio
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.peer.id import ID
 from libp2p.pubsub.pb import rpc_pb2
@@ -124,7 +123,7 @@ def signed_by(maker: Identity, data: bytes) -> rpc_pb2.Message:
     return message
 
 
-def test_a_sizedthat_one_neighbour_may_not_hand_on_comes_from_another() -> None:
+async def test_a_sizedthat_one_neighbour_may_not_hand_on_comes_from_another() -> None:
     """Refused from the attacker, which was quicker; taken once from the others, and passed on for one that may."""
     attacker, small, honest = (Identity.generate() for _ in range(3))
     message = signed_by(Identity.generate(), b"evidence")
@@ -136,24 +135,21 @@ def test_a_sizedthat_one_neighbour_may_not_hand_on_comes_from_another() -> None:
         asked.append(forwarder)
         return forwarder == honest.peer_id
 
-    async def main() -> None:
-        identity = Identity.generate()
-        async with (
-            open_host(identity, listen=[Multiaddr(LOOPBACK)], announce=[], psk=None) as host,
-            open_gossip(
-                host,
-                "topic",
-                max_bytes=100,
-                accept=lambda _maker, forwarder, data: forwarder != attacker.peer_id,
-                forwards=forwards,
-                deliver=lambda _maker, data: heard.append(data),
-            ) as gossip,
-        ):
-            for forwarder in (attacker, small, honest, honest, small):
-                await pubsub_of(gossip).push_msg(ID.from_string(forwarder.peer_id), message)
-            for sized in (long, longest):
-                await pubsub_of(gossip).push_msg(ID.from_string(honest.peer_id), sized)
-
-    trio.run(main)
+    identity = Identity.generate()
+    async with (
+        open_host(identity, listen=[Multiaddr(LOOPBACK)], announce=[], psk=None) as host,
+        open_gossip(
+            host,
+            "topic",
+            max_bytes=100,
+            accept=lambda _maker, forwarder, data: forwarder != attacker.peer_id,
+            forwards=forwards,
+            deliver=lambda _maker, data: heard.append(data),
+        ) as gossip,
+    ):
+        for forwarder in (attacker, small, honest, honest, small):
+            await pubsub_of(gossip).push_msg(ID.from_string(forwarder.peer_id), message)
+        for sized in (long, longest):
+            await pubsub_of(gossip).push_msg(ID.from_string(honest.peer_id), sized)
     assert heard == [b"evidence", bytes(100)]
     assert asked == [small.peer_id, honest.peer_id, honest.peer_id]

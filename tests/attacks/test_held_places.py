@@ -12,11 +12,13 @@ from petalnode.node.credits.issuer import ISSUER
 from petalnode.node.network.transport.places import PATIENCE, Place, Places, given_up
 from petalnode.node.server.requests.request import LEAST_OPEN, OpenCount
 from petalnode.node.swarm.streams import SHARES
-from petalnode.node.testing import MemoryNetwork, run_autojumping
+from petalnode.node.testing import MemoryNetwork
 from petalnode.node.validator.auditing import AUDITS
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream, StreamClosed
 from petalnode.protocols.inference import Refusal
+
+pytestmark = pytest.mark.virtual_time
 
 ECHO = "/petalnode/test/echo/1"
 Frame = wire.PushFrame
@@ -24,32 +26,28 @@ Frame = wire.PushFrame
 
 @pytest.mark.parametrize("most", [AUDITS.max_calls, ISSUER.max_streams])
 @pytest.mark.parametrize("addresses", [1, 5, 200])
-def test_keys_that_hold_places_in_silence_keep_nobody_out(most: int, addresses: int) -> None:
+async def test_keys_that_hold_places_in_silence_keep_nobody_out(most: int, addresses: int) -> None:
     """Before, 64 keys of one address shut an issuer for as long as they liked, and 8 an auditor."""
+    places = Places(most)
 
-    async def main() -> None:
-        places = Places(most)
+    async def silent(number: int) -> None:
+        with places.take(f"key {number}", f"10.0.0.{number % addresses}") as held:
+            if held is not None:
+                await trio.sleep_forever()
 
-        async def silent(number: int) -> None:
-            with places.take(f"key {number}", f"10.0.0.{number % addresses}") as held:
-                if held is not None:
-                    await trio.sleep_forever()
-
-        async with trio.open_nursery() as nursery:
-            for number in range(400):
-                nursery.start_soon(silent, number)
-            await trio.sleep(PATIENCE)
-            assert most // 2 <= len(places) <= most
-            with places.take("honest", "192.0.2.1") as mine:
-                assert mine is not None
-                with mine.working():
-                    for number in range(400, 800):
-                        nursery.start_soon(silent, number)
-                    await trio.sleep(PATIENCE)
-                assert not mine.scope.cancel_called
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
+    async with trio.open_nursery() as nursery:
+        for number in range(400):
+            nursery.start_soon(silent, number)
+        await trio.sleep(PATIENCE)
+        assert most // 2 <= len(places) <= most
+        with places.take("honest", "192.0.2.1") as mine:
+            assert mine is not None
+            with mine.working():
+                for number in range(400, 800):
+                    nursery.start_soon(silent, number)
+                await trio.sleep(PATIENCE)
+            assert not mine.scope.cancel_called
+        nursery.cancel_scope.cancel()
 
 
 def place(peer: str, origin: str, since: float = 0.0, *, busy: bool = False) -> Place:
@@ -70,64 +68,54 @@ def test_who_has_more_gives_up_what_is_idle() -> None:
 
 
 @pytest.mark.parametrize("holder", [("key {}", "one"), ("key", "{}"), ("key", "one")])
-def test_a_key_and_an_address_have_half_of_the_places(holder: tuple[str, str]) -> None:
+async def test_a_key_and_an_address_have_half_of_the_places(holder: tuple[str, str]) -> None:
     peer, origin = holder
-
-    async def main() -> None:
-        places = Places(8)
-        with ExitStack() as stack:
-            taken = [stack.enter_context(places.take(peer.format(n), origin.format(n))) for n in range(8)]
-            assert sum(place is not None for place in taken) == 4
-
-    run_autojumping(main)
+    places = Places(8)
+    with ExitStack() as stack:
+        taken = [stack.enter_context(places.take(peer.format(n), origin.format(n))) for n in range(8)]
+        assert sum(place is not None for place in taken) == 4
 
 
-def test_places_at_work_are_kept_and_all_are_given_back() -> None:
-    async def main() -> None:
-        places = Places(2)
+async def test_places_at_work_are_kept_and_all_are_given_back() -> None:
+    places = Places(2)
 
-        def is_room() -> bool:
-            with places.take("late", "three") as late:
-                return late is not None
+    def is_room() -> bool:
+        with places.take("late", "three") as late:
+            return late is not None
 
-        with places.take("key", "one") as first, places.take("other key", "two") as second:
+    with places.take("key", "one") as first, places.take("other key", "two") as second:
+        assert first is not None and second is not None
+        with first.working(), second.working():
+            await trio.sleep(2 * PATIENCE)
+            assert not is_room()
+        assert not is_room()  # they were at work until now
+        await trio.sleep(PATIENCE)
+        assert is_room() and first.scope.cancel_called and not second.scope.cancel_called
+    assert not len(places)
+
+
+async def test_a_place_that_is_given_up_ends_its_stream() -> None:
+    places = Places(2)
+    ended = trio.Event()
+
+    async def silent(key: str, address: str) -> None:
+        with places.take(key, address) as mine:
+            assert mine is not None
+            await trio.sleep_forever()
+        assert mine.scope.cancelled_caught
+        ended.set()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(silent, "key", "one")
+        nursery.start_soon(silent, "other key", "four")
+        await trio.sleep(PATIENCE + 1)
+        with places.take("honest", "two") as first, places.take("another", "three") as second:
             assert first is not None and second is not None
-            with first.working(), second.working():
-                await trio.sleep(2 * PATIENCE)
-                assert not is_room()
-            assert not is_room()  # they were at work until now
-            await trio.sleep(PATIENCE)
-            assert is_room() and first.scope.cancel_called and not second.scope.cancel_called
-        assert not len(places)
-
-    run_autojumping(main)
+            await ended.wait()
+        nursery.cancel_scope.cancel()
 
 
-def test_a_place_that_is_given_up_ends_its_stream() -> None:
-    async def main() -> None:
-        places = Places(2)
-        ended = trio.Event()
-
-        async def silent(key: str, address: str) -> None:
-            with places.take(key, address) as mine:
-                assert mine is not None
-                await trio.sleep_forever()
-            assert mine.scope.cancelled_caught
-            ended.set()
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(silent, "key", "one")
-            nursery.start_soon(silent, "other key", "four")
-            await trio.sleep(PATIENCE + 1)
-            with places.take("honest", "two") as first, places.take("another", "three") as second:
-                assert first is not None and second is not None
-                await ended.wait()
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
-
-
-def test_keys_of_one_address_leave_streams_of_a_protocol_for_others() -> None:
+async def test_keys_of_one_address_leave_streams_of_a_protocol_for_others() -> None:
     """Before, 20 keys of one address held all streams of a protocol that a node serves."""
 
     async def echo(stream: MessageStream[wire.PushFrame]) -> None:
@@ -135,59 +123,52 @@ def test_keys_of_one_address_leave_streams_of_a_protocol_for_others() -> None:
             frame, _ = await stream.receive(timeout=None)
             await stream.send(frame, timeout=1)
 
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            network = MemoryNetwork(nursery)
-            node, honest, *attackers = [network.node() for _ in range(32)]
-            network.origins = {attacker.peer_id: "10.0.0.1" for attacker in attackers}
-            node.set_handler(ECHO, Frame, echo, max_streams=8 * SHARES.least_served)
-            for attacker in attackers:
-                for _ in range(8):
-                    stream = await attacker.new_stream(node.peer_id, ECHO, Frame, timeout=1)
-                    with suppress(StreamClosed):
-                        await stream.send(Frame(), timeout=1)
-            for _ in range(2):  # what is given back may be had again
-                async with AsyncExitStack() as stack:
-                    for _ in range(2 * SHARES.least_served):
-                        opening = honest.open_stream(node.peer_id, ECHO, Frame, timeout=1)
-                        stream = await stack.enter_async_context(opening)
-                        await stream.send(Frame(), timeout=1)
-                        await stream.receive(timeout=1)
-                    refused = await honest.new_stream(node.peer_id, ECHO, Frame, timeout=1)
-                    with pytest.raises(StreamClosed):
-                        await refused.receive(timeout=1)
-                await wait_all_tasks_blocked()
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
+    async with trio.open_nursery() as nursery:
+        network = MemoryNetwork(nursery)
+        node, honest, *attackers = [network.node() for _ in range(32)]
+        network.origins = {attacker.peer_id: "10.0.0.1" for attacker in attackers}
+        node.set_handler(ECHO, Frame, echo, max_streams=8 * SHARES.least_served)
+        for attacker in attackers:
+            for _ in range(8):
+                stream = await attacker.new_stream(node.peer_id, ECHO, Frame, timeout=1)
+                with suppress(StreamClosed):
+                    await stream.send(Frame(), timeout=1)
+        for _ in range(2):  # what is given back may be had again
+            async with AsyncExitStack() as stack:
+                for _ in range(2 * SHARES.least_served):
+                    opening = honest.open_stream(node.peer_id, ECHO, Frame, timeout=1)
+                    stream = await stack.enter_async_context(opening)
+                    await stream.send(Frame(), timeout=1)
+                    await stream.receive(timeout=1)
+                refused = await honest.new_stream(node.peer_id, ECHO, Frame, timeout=1)
+                with pytest.raises(StreamClosed):
+                    await refused.receive(timeout=1)
+            await wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
 
 
-def test_keys_of_one_address_leave_requests_for_others() -> None:
+async def test_keys_of_one_address_leave_requests_for_others() -> None:
     """Before, 200 keys of one address had all the batches, adapters or sessions that a server has open. Where a client
     goes in the meantime changes nothing in what is counted for it."""
     here = {"moved": "10.0.0.2"}
-
-    async def main() -> None:
-        count = OpenCount("batches", 8 * LEAST_OPEN, lambda client: here.get(client, "10.0.0.1"))
-        opened = []
-        for client in ["moved", *(f"key {number}" for number in range(200))]:
-            with suppress(Refusal):
-                while True:
-                    count.check(client)
-                    count.add(client, 1)
-                    opened.append(client)
-                    here["moved"] = "10.0.0.1" if len(opened) > 4 else "10.0.0.2"
-            if client == "moved":
-                assert len(opened) == 4 * LEAST_OPEN
-        assert len(opened) == 6 * LEAST_OPEN
-        here["honest"] = "192.0.2.1"
-        for _ in range(LEAST_OPEN):
-            count.check("honest")
-            count.add("honest", 1)
-        for client in opened:
-            count.add(client, -1)
-        for _ in range(3 * LEAST_OPEN):
-            count.check("key 0")
-            count.add("key 0", 1)
-
-    run_autojumping(main)
+    count = OpenCount("batches", 8 * LEAST_OPEN, lambda client: here.get(client, "10.0.0.1"))
+    opened = []
+    for client in ["moved", *(f"key {number}" for number in range(200))]:
+        with suppress(Refusal):
+            while True:
+                count.check(client)
+                count.add(client, 1)
+                opened.append(client)
+                here["moved"] = "10.0.0.1" if len(opened) > 4 else "10.0.0.2"
+        if client == "moved":
+            assert len(opened) == 4 * LEAST_OPEN
+    assert len(opened) == 6 * LEAST_OPEN
+    here["honest"] = "192.0.2.1"
+    for _ in range(LEAST_OPEN):
+        count.check("honest")
+        count.add("honest", 1)
+    for client in opened:
+        count.add(client, -1)
+    for _ in range(3 * LEAST_OPEN):
+        count.check("key 0")
+        count.add("key 0", 1)

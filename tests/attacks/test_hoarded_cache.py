@@ -21,7 +21,6 @@ from petalnode.node.models.folder import ModelFolder
 from petalnode.node.server import budget as budget_module
 from petalnode.node.server.budget import IDLE, LONG_IDLE, BudgetFull, Holding, MemoryBudget, to_reclaim
 from petalnode.node.server.requests.request import LEAST_OPEN, OpenCount
-from petalnode.node.testing import run_autojumping
 from petalnode.node.testing.memory_servers import memory_swarm
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import INFERENCE
@@ -29,6 +28,8 @@ from petalnode.protocols.inference import Refusal
 from tests.attacks.one_server import OneServer, one_server
 from tests.swarm.raw import RawSession, values
 from tests.tiny_models import VOCABULARY, load_whole
+
+pytestmark = pytest.mark.virtual_time
 
 HOG, HONEST, OTHER = Identity.generate(), Identity.generate(), Identity.generate()
 ROWS = {"batch": 10, "max_length": 100}
@@ -122,55 +123,46 @@ def test_who_is_within_its_share_loses_nothing(blocks: BlockSpan) -> None:
     with_server(blocks, main)
 
 
-def test_a_request_under_way_is_not_interrupted() -> None:
-    async def main() -> None:
-        budget, taken = MemoryBudget(10), []
-        lease = await budget.acquire(10, 0, holder="hog")
-        lease.on_taken = lambda: taken.append("hog")
-        with lease.in_use(), pytest.raises(BudgetFull):
-            await budget.acquire(5, 3 * LONG_IDLE, holder="honest")
-        assert not taken
-        await budget.acquire(5, 0, holder="honest")
-        assert taken == ["hog"] and lease.taken
-        lease.release()
-        assert budget.free == 5
-
-    run_autojumping(main)
+async def test_a_request_under_way_is_not_interrupted() -> None:
+    budget, taken = MemoryBudget(10), []
+    lease = await budget.acquire(10, 0, holder="hog")
+    lease.on_taken = lambda: taken.append("hog")
+    with lease.in_use(), pytest.raises(BudgetFull):
+        await budget.acquire(5, 3 * LONG_IDLE, holder="honest")
+    assert not taken
+    await budget.acquire(5, 0, holder="honest")
+    assert taken == ["hog"] and lease.taken
+    lease.release()
+    assert budget.free == 5
 
 
-def test_who_waits_looks_again_at_what_becomes_idle() -> None:
-    async def main() -> None:
-        budget = MemoryBudget(10)
-        for holder in ("one", "two"):
-            lease = await budget.acquire(5, 0, holder=holder)
-            lease.on_taken = list
-        begun = trio.current_time()
-        await budget.acquire(3, LONG_IDLE, holder="three")
-        assert IDLE <= trio.current_time() - begun <= IDLE + 10
-
-    run_autojumping(main)
+async def test_who_waits_looks_again_at_what_becomes_idle() -> None:
+    budget = MemoryBudget(10)
+    for holder in ("one", "two"):
+        lease = await budget.acquire(5, 0, holder=holder)
+        lease.on_taken = list
+    begun = trio.current_time()
+    await budget.acquire(3, LONG_IDLE, holder="three")
+    assert IDLE <= trio.current_time() - begun <= IDLE + 10
 
 
-def test_a_long_line_of_one_client_does_not_stand_before_others() -> None:
-    async def main() -> None:
-        budget, granted = MemoryBudget(10), []
+async def test_a_long_line_of_one_client_does_not_stand_before_others() -> None:
+    budget, granted = MemoryBudget(10), []
 
-        async def ask(holder: str, amount: int) -> None:
-            granted.append((holder, await budget.acquire(amount, 1000, holder=holder)))
+    async def ask(holder: str, amount: int) -> None:
+        granted.append((holder, await budget.acquire(amount, 1000, holder=holder)))
 
-        first = await budget.acquire(10, 0)
-        async with trio.open_nursery() as nursery:
-            for _ in range(20):
-                nursery.start_soon(ask, "hog", 3)
-                await wait_all_tasks_blocked()
-            nursery.start_soon(ask, "honest", 3)
+    first = await budget.acquire(10, 0)
+    async with trio.open_nursery() as nursery:
+        for _ in range(20):
+            nursery.start_soon(ask, "hog", 3)
             await wait_all_tasks_blocked()
-            first.release()
-            await wait_all_tasks_blocked()
-            assert sorted(holder for holder, _ in granted) == ["hog", "hog", "honest"]
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
+        nursery.start_soon(ask, "honest", 3)
+        await wait_all_tasks_blocked()
+        first.release()
+        await wait_all_tasks_blocked()
+        assert sorted(holder for holder, _ in granted) == ["hog", "hog", "honest"]
+        nursery.cancel_scope.cancel()
 
 
 def test_what_was_paid_for_goes_only_when_it_is_idle_for_very_long() -> None:

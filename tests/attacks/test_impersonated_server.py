@@ -6,7 +6,6 @@ import time
 from dataclasses import replace
 
 import pytest
-import trio
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.cli.join import check_peer_id
@@ -17,7 +16,7 @@ from petalnode.protocols.announcement import DOMAIN, Announcement, BadAnnounceme
 from petalnode.protocols.ids import Span
 from tests.swarm.relay_node import ECHO
 from tests.swarm.relays import host_here
-from tests.swarm.virtual_servers import VirtualServer, VirtualSwarm, in_virtual_swarm, talk
+from tests.swarm.virtual_servers import VirtualServer, talk, virtual_swarm
 
 OWN, STRANGER = Identity.generate(), Identity.generate()
 SAID = Announcement(OWN.peer_id, b"v" * 32, "tiny", 6, Span(0, 6), ServerState.ONLINE, addrs=("/ip4/192.0.2.7/tcp/1",))
@@ -33,9 +32,10 @@ def test_nobody_announces_a_server_without_its_key() -> None:
     assert held.content.peer_id == OWN.peer_id
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("name", [OWN.peer_id, OWN.peer_id[-8:], "my own server"], ids=["peer id", "its end", "words"])
-def test_a_public_name_makes_nobody_trusted(name: str) -> None:
-    async def main(swarm: VirtualSwarm) -> None:
+async def test_a_public_name_makes_nobody_trusted(name: str) -> None:
+    async with virtual_swarm() as swarm:
         stranger: VirtualServer = swarm.start("0:6")
         said = swarm.network.view.records[stranger.peer_id].content
         stranger.node.announce(replace(said, public_name=name))
@@ -45,8 +45,6 @@ def test_a_public_name_makes_nobody_trusted(name: str) -> None:
                     pass
         assert not stranger.opened
 
-    in_virtual_swarm(main)
-
 
 def test_only_a_peer_id_can_be_trusted() -> None:
     for text in ("my own server", OWN.peer_id[-8:], OWN.peer_id + "1", "192.0.2.7"):
@@ -54,22 +52,18 @@ def test_only_a_peer_id_can_be_trusted() -> None:
             check_peer_id(text, "--trusted")
 
 
-def test_who_has_taken_over_the_address_has_not_the_key() -> None:
+async def test_who_has_taken_over_the_address_has_not_the_key() -> None:
     """A stranger listens where the trusted server did; the client dials that address for the trusted server."""
     served: list[str] = []
+    async with host_here(listens=True, identity=STRANGER) as stranger, host_here() as client:
 
-    async def main() -> None:
-        async with host_here(listens=True, identity=STRANGER) as stranger, host_here() as client:
+        async def serve(stream: object, peer_id: str) -> None:
+            served.append(peer_id)
 
-            async def serve(stream: object, peer_id: str) -> None:
-                served.append(peer_id)
-
-            stranger.set_stream_handler(ECHO, serve)
-            taken = [address.replace(STRANGER.peer_id, OWN.peer_id) for address in stranger.addrs()]
-            client.remember(OWN.peer_id, taken)
-            with pytest.raises(ConnectionError):
-                await client.open_stream(OWN.peer_id, ECHO)
-            assert not client.is_connected(OWN.peer_id)
-
-    trio.run(main)
+        stranger.set_stream_handler(ECHO, serve)
+        taken = [address.replace(STRANGER.peer_id, OWN.peer_id) for address in stranger.addrs()]
+        client.remember(OWN.peer_id, taken)
+        with pytest.raises(ConnectionError):
+            await client.open_stream(OWN.peer_id, ECHO)
+        assert not client.is_connected(OWN.peer_id)
     assert served == []

@@ -102,149 +102,128 @@ def padded_key() -> Message:
     return put(key, pair.public_key.serialize(), author=bytes(MIB - 1024))
 
 
-def test_padded_records_are_not_kept() -> None:
-    async def main() -> None:
-        async with node() as (victim, _), knowing(victim) as attacker:
-            for _ in range(4):
-                record = padded_key()
-                await asked(attacker, victim, record)
-                found = await asked(attacker, victim, Message(type=Message.GET_VALUE, key=record.key))
-                assert found is not None and not found.HasField("record")
-
-    trio.run(main)
+async def test_padded_records_are_not_kept() -> None:
+    async with node() as (victim, _), knowing(victim) as attacker:
+        for _ in range(4):
+            record = padded_key()
+            await asked(attacker, victim, record)
+            found = await asked(attacker, victim, Message(type=Message.GET_VALUE, key=record.key))
+            assert found is not None and not found.HasField("record")
 
 
-def test_of_a_record_key_and_value_are_kept_and_no_other_namespace() -> None:
+async def test_of_a_record_key_and_value_are_kept_and_no_other_namespace() -> None:
     identity = Identity.generate()
     key = server_key(identity.peer_id).encode()
     value = announced(identity).to_bytes()
-
-    async def main() -> None:
-        async with node() as (victim, _), knowing(victim) as attacker:
-            request = put(key, value, author=bytes(8000), signature=bytes(8000))
-            for _ in range(2):  # the same value again is no fault
-                kept = await asked(attacker, victim, request)
-                assert kept is not None and kept.record.value == value
-            found = await asked(attacker, victim, Message(type=Message.GET_VALUE, key=key))
-            assert found is not None and found.record.value == value
-            assert not found.record.author and not found.record.signature
-            for bad in (padded_key(), put(key, b""), put(key, value[:-1]), put(key[:-1], value), put(b"/pk/x", value)):
-                bad.record.ClearField("author")
-                assert await asked(attacker, victim, bad) is None
-            misplaced = put(key, value)
-            misplaced.record.key = b"/petalnode/models"
-            assert await asked(attacker, victim, misplaced) is None
-            other = put(key, value)
-            other.key = b"/petalnode/models"
-            assert await asked(attacker, victim, other) is None
-            assert await asked(attacker, victim, put(key, announced(identity, ago=10).to_bytes())) is None
-            stream = await attacker.open_stream(victim.peer_id, KAD)
-            assert await answer(stream, victim, FIND)
-            await stream.close()
-            with trio.fail_after(TIMEOUT):
-                assert await stream.read(1) == b"", "closed as well"
-
-    trio.run(main)
+    async with node() as (victim, _), knowing(victim) as attacker:
+        request = put(key, value, author=bytes(8000), signature=bytes(8000))
+        for _ in range(2):  # the same value again is no fault
+            kept = await asked(attacker, victim, request)
+            assert kept is not None and kept.record.value == value
+        found = await asked(attacker, victim, Message(type=Message.GET_VALUE, key=key))
+        assert found is not None and found.record.value == value
+        assert not found.record.author and not found.record.signature
+        for bad in (padded_key(), put(key, b""), put(key, value[:-1]), put(key[:-1], value), put(b"/pk/x", value)):
+            bad.record.ClearField("author")
+            assert await asked(attacker, victim, bad) is None
+        misplaced = put(key, value)
+        misplaced.record.key = b"/petalnode/models"
+        assert await asked(attacker, victim, misplaced) is None
+        other = put(key, value)
+        other.key = b"/petalnode/models"
+        assert await asked(attacker, victim, other) is None
+        assert await asked(attacker, victim, put(key, announced(identity, ago=10).to_bytes())) is None
+        stream = await attacker.open_stream(victim.peer_id, KAD)
+        assert await answer(stream, victim, FIND)
+        await stream.close()
+        with trio.fail_after(TIMEOUT):
+            assert await stream.read(1) == b"", "closed as well"
 
 
-def test_questions_of_the_specification_are_answered_and_records_are_of_who_leaves_them() -> None:
-    async def main() -> None:
-        async with node() as (victim, table), node() as (other, _), knowing(victim) as asking:
+async def test_questions_of_the_specification_are_answered_and_records_are_of_who_leaves_them() -> None:
+    async with node() as (victim, table), node() as (other, _), knowing(victim) as asking:
 
-            def named(peer: Host) -> tuple[bytes, tuple[bytes, ...]]:
-                return ID.from_string(peer.peer_id).to_bytes(), tuple(addr.to_bytes() for addr in listened(peer))
+        def named(peer: Host) -> tuple[bytes, tuple[bytes, ...]]:
+            return ID.from_string(peer.peer_id).to_bytes(), tuple(addr.to_bytes() for addr in listened(peer))
 
-            def listened(peer: Host) -> list[Multiaddr]:
-                return [Multiaddr(addr.rpartition("/p2p/")[0]) for addr in peer.addrs()]
+        def listened(peer: Host) -> list[Multiaddr]:
+            return [Multiaddr(addr.rpartition("/p2p/")[0]) for addr in peer.addrs()]
 
-            async def ask(kind: Message.MessageType, key: bytes = b"k", *left: bytes) -> Message | None:
-                question = Message(type=kind, key=key)
-                for peer_id in left:
-                    question.providerPeers.add(id=peer_id, addrs=[b"no multiaddr", listened(other)[0].to_bytes()])
-                return await asked(asking, victim, question)
+        async def ask(kind: Message.MessageType, key: bytes = b"k", *left: bytes) -> Message | None:
+            question = Message(type=kind, key=key)
+            for peer_id in left:
+                question.providerPeers.add(id=peer_id, addrs=[b"no multiaddr", listened(other)[0].to_bytes()])
+            return await asked(asking, victim, question)
 
-            def peers(found: Iterable[Message.Peer]) -> list[tuple[bytes, tuple[bytes, ...]]]:
-                return [(peer.id, tuple(peer.addrs)) for peer in found]
+        def peers(found: Iterable[Message.Peer]) -> list[tuple[bytes, tuple[bytes, ...]]]:
+            return [(peer.id, tuple(peer.addrs)) for peer in found]
 
-            await table.add_peer(other.peer_id, other.addrs())
-            assert await ask(Message.PING) == Message(type=Message.PING)
-            for key in (b"", bytes(200)):
-                assert await ask(Message.FIND_NODE, key) is None
-            found = await ask(Message.FIND_NODE)
-            assert found is not None and peers(found.closerPeers) == [named(other)]
-            found = await ask(Message.FIND_NODE, named(victim)[0])
-            assert found is not None and peers(found.closerPeers) == [named(victim), named(other)]
-            own = ID.from_string(asking.peer_id).to_bytes()
-            assert await ask(Message.ADD_PROVIDER, b"k", named(other)[0], own) is not None
-            found = await ask(Message.GET_PROVIDERS)
-            assert found is not None and peers(found.providerPeers) == [(own, named(other)[1][:1])]
-            (provider,) = (await table.look_up(b"k", timeout=5)).providers(random.Random(1))
-            assert provider.peer_id == asking.peer_id and provider.addrs == (str(listened(other)[0]),)
-
-    trio.run(main)
+        await table.add_peer(other.peer_id, other.addrs())
+        assert await ask(Message.PING) == Message(type=Message.PING)
+        for key in (b"", bytes(200)):
+            assert await ask(Message.FIND_NODE, key) is None
+        found = await ask(Message.FIND_NODE)
+        assert found is not None and peers(found.closerPeers) == [named(other)]
+        found = await ask(Message.FIND_NODE, named(victim)[0])
+        assert found is not None and peers(found.closerPeers) == [named(victim), named(other)]
+        own = ID.from_string(asking.peer_id).to_bytes()
+        assert await ask(Message.ADD_PROVIDER, b"k", named(other)[0], own) is not None
+        found = await ask(Message.GET_PROVIDERS)
+        assert found is not None and peers(found.providerPeers) == [(own, named(other)[1][:1])]
+        (provider,) = (await table.look_up(b"k", timeout=5)).providers(random.Random(1))
+        assert provider.peer_id == asking.peer_id and provider.addrs == (str(listened(other)[0]),)
 
 
 @pytest.mark.parametrize("addr", [b"no multiaddr", b"\xff\xff", b"\x36\x03a/b", b"\xa5\x03\xff\x07" + bytes(1023)])
-def test_addresses_that_cannot_be_read_end_no_look_up(addr: bytes) -> None:
+async def test_addresses_that_cannot_be_read_end_no_look_up(addr: bytes) -> None:
     """Before, one connected stranger, or one record, ended all look-ups of a node: libp2p reads addresses late."""
-
-    async def main() -> None:
-        async with node() as (victim, table), knowing(victim) as attacker:
-            stream = await attacker.open_stream(victim.peer_id, IDENTIFY_PUSH)
-            await stream.write(delimited(Identify(listen_addrs=[addr], protocols=[KAD])))
-            assert await stream.read(1) == b""  # it has been read
-            question = Message(type=Message.ADD_PROVIDER, key=b"k")
-            question.providerPeers.add(id=ID.from_string(attacker.peer_id).to_bytes(), addrs=[addr])
-            assert await asked(attacker, victim, question)
-            assert await asked(attacker, victim, FIND)
-            for key in (b"k", b"other"):
-                assert not [*(await table.look_up(key, timeout=TIMEOUT)).providers(random.Random(1))]
-
-    trio.run(main)
+    async with node() as (victim, table), knowing(victim) as attacker:
+        stream = await attacker.open_stream(victim.peer_id, IDENTIFY_PUSH)
+        await stream.write(delimited(Identify(listen_addrs=[addr], protocols=[KAD])))
+        assert await stream.read(1) == b""  # it has been read
+        question = Message(type=Message.ADD_PROVIDER, key=b"k")
+        question.providerPeers.add(id=ID.from_string(attacker.peer_id).to_bytes(), addrs=[addr])
+        assert await asked(attacker, victim, question)
+        assert await asked(attacker, victim, FIND)
+        for key in (b"k", b"other"):
+            assert not [*(await table.look_up(key, timeout=TIMEOUT)).providers(random.Random(1))]
 
 
-def test_a_thousand_requests_in_one_frame_are_answered_at_a_steady_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_thousand_requests_in_one_frame_are_answered_at_a_steady_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kad_service, "OF_PEER", (0.1, 50.0))  # as on a machine of any speed
     answered = 0
+    async with node() as (victim, _), knowing(victim) as attacker, knowing(victim) as honest:
+        stream = await attacker.open_stream(victim.peer_id, KAD)
 
-    async def main() -> None:
-        async with node() as (victim, _), knowing(victim) as attacker, knowing(victim) as honest:
-            stream = await attacker.open_stream(victim.peer_id, KAD)
+        async def flood() -> None:
+            nonlocal answered
+            messages = DelimitedStream(stream, victim.peer_id, max_message=MIB)
+            with suppress(PeerError):
+                while True:
+                    await messages.receive(Message, timeout=TIMEOUT)
+                    answered += 1
 
-            async def flood() -> None:
-                nonlocal answered
-                messages = DelimitedStream(stream, victim.peer_id, max_message=MIB)
-                with suppress(PeerError):
-                    while True:
-                        await messages.receive(Message, timeout=TIMEOUT)
-                        answered += 1
-
-            async with trio.open_nursery() as nursery:
-                await stream.write(delimited(FIND) * 1000)
-                nursery.start_soon(flood)
-                for _ in range(40):
-                    assert await asked(honest, victim, FIND)
-                nursery.cancel_scope.cancel()
-
-    trio.run(main)
+        async with trio.open_nursery() as nursery:
+            await stream.write(delimited(FIND) * 1000)
+            nursery.start_soon(flood)
+            for _ in range(40):
+                assert await asked(honest, victim, FIND)
+            nursery.cancel_scope.cancel()
     assert 0 < answered <= 55
 
 
-def test_silent_streams_keep_nobody_out() -> None:
-    async def main() -> None:
-        async with node() as (victim, _), knowing(victim) as attacker, knowing(victim) as honest:
-            silent = [await attacker.open_stream(victim.peer_id, KAD) for _ in range(140)]
-            assert await asked(attacker, victim, FIND)  # all before it have arrived
-            assert await asked(honest, victim, FIND)
-            lost = 0
-            for stream in silent:
-                with trio.move_on_after(TIMEOUT):
-                    await stream.wait_lost()
-                    lost += 1
-            assert lost == len(silent)  # nobody is waited for without end
-            assert await asked(honest, victim, FIND)
-
-    trio.run(main)
+async def test_silent_streams_keep_nobody_out() -> None:
+    async with node() as (victim, _), knowing(victim) as attacker, knowing(victim) as honest:
+        silent = [await attacker.open_stream(victim.peer_id, KAD) for _ in range(140)]
+        assert await asked(attacker, victim, FIND)  # all before it have arrived
+        assert await asked(honest, victim, FIND)
+        lost = 0
+        for stream in silent:
+            with trio.move_on_after(TIMEOUT):
+                await stream.wait_lost()
+                lost += 1
+        assert lost == len(silent)  # nobody is waited for without end
+        assert await asked(honest, victim, FIND)
 
 
 @pytest.mark.parametrize(
@@ -258,15 +237,11 @@ def test_silent_streams_keep_nobody_out() -> None:
     ],
     ids=["peers", "addresses", "a number without an end", "groups", "cut short"],
 )
-def test_a_message_is_bounded_before_it_is_parsed(data: bytes) -> None:
+async def test_a_message_is_bounded_before_it_is_parsed(data: bytes) -> None:
     with pytest.raises(BadMessage):
         parse(data, max_fields=MAX_REQUEST_FIELDS)
-
-    async def main() -> None:
-        async with node() as (victim, _), knowing(victim) as attacker:
-            stream = await attacker.open_stream(victim.peer_id, KAD)
-            await stream.write(varint(len(data)) + data)
-            with pytest.raises(ConnectionResetError):
-                await stream.read(1)
-
-    trio.run(main)
+    async with node() as (victim, _), knowing(victim) as attacker:
+        stream = await attacker.open_stream(victim.peer_id, KAD)
+        await stream.write(varint(len(data)) + data)
+        with pytest.raises(ConnectionResetError):
+            await stream.read(1)

@@ -17,7 +17,8 @@ from petalnode.node.api.errors import ApiError
 from petalnode.node.api.fields import parse_object
 from petalnode.node.api.http.answers import page
 from petalnode.node.api.http.bodies import read_asked, read_body
-from petalnode.node.testing import run_autojumping
+
+pytestmark = pytest.mark.virtual_time
 
 
 def test_empty_lists_are_counted_and_not_parsed() -> None:
@@ -90,19 +91,16 @@ async def _take_turns() -> None:
         assert own == sorted(own)
 
 
-def test_a_small_body_waits_for_no_large_one() -> None:
+async def test_a_small_body_waits_for_no_large_one() -> None:
     core: Any = SimpleNamespace(limits=ApiLimits(), turns=FairTurns())
 
     async def receive() -> dict[str, object]:
         return {"type": "http.request", "body": b'{"a": 1}', "more_body": False}
 
-    async def main() -> None:
-        async with core.turns.turn("attacker"):
-            with trio.fail_after(60):
-                request = Request({"type": "http", "method": "POST", "headers": []}, receive)
-                assert await read_asked(request, core, lambda fields: fields.data) == {"a": 1}
-
-    run_autojumping(main)
+    async with core.turns.turn("attacker"):
+        with trio.fail_after(60):
+            request = Request({"type": "http", "method": "POST", "headers": []}, receive)
+            assert await read_asked(request, core, lambda fields: fields.data) == {"a": 1}
 
 
 def test_who_goes_while_waiting_leaves_his_turn_to_others() -> None:

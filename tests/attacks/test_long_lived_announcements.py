@@ -16,7 +16,7 @@ from petalnode.crypto.identity import Identity
 from petalnode.node.swarm.refresh_rate import PACE, refresh_rate
 from petalnode.node.swarm.sample import SAMPLING, Contacts, sampled
 from petalnode.node.swarm.view import SwarmView
-from petalnode.node.testing import message_streams, run_autojumping
+from petalnode.node.testing import message_streams
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import (
     ANNOUNCEMENT,
@@ -33,6 +33,8 @@ from petalnode.protocols.framing import MessageStream, PeerError, StreamClosed
 from petalnode.protocols.ids import Span
 from tests.attacks.forger import ATTACKER, HONEST
 from tests.directories import a_directory, announcer_of
+
+pytestmark = pytest.mark.virtual_time
 
 MODEL, BLOCKS, TTL, SPAN = b"m" * 32, 10, 45.0, Span(0, 10)
 ADDRS = ("/ip4/192.0.2.1/tcp/1",)
@@ -58,60 +60,52 @@ async def nothing(*_: Any, **__: Any) -> None:
 # --- a flood makes a small swarm look like a large one
 
 
-def test_a_server_among_many_keys_says_at_once_that_it_leaves() -> None:
+async def test_a_server_among_many_keys_says_at_once_that_it_leaves() -> None:
     """The refresh rate is that of a large swarm; the drain and the retraction are told all the same."""
     told: list[ServerState] = []
     enough = trio.Event()
+    directory = a_directory(HONEST, nothing)
+    directory.merge([held(number) for number in range(1500)], source="attacker")
+    assert directory.refresh_rate().lifetime > 1000
 
-    async def main() -> None:
-        directory = a_directory(HONEST, nothing)
-        directory.merge([held(number) for number in range(1500)], source="attacker")
-        assert directory.refresh_rate().lifetime > 1000
+    async def push(_peer_id: str, record: SignedAnnouncement) -> None:
+        nonlocal enough
+        told.append(record.content.state)
+        if told.count(record.content.state) == 32:
+            enough.set()
+            enough = trio.Event()
 
-        async def push(_peer_id: str, record: SignedAnnouncement) -> None:
-            nonlocal enough
-            told.append(record.content.state)
-            if told.count(record.content.state) == 32:
-                enough.set()
-                enough = trio.Event()
-
-        directory.push = push  # type: ignore[method-assign]
-        announcer = announcer_of(directory, HONEST)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(announcer._publish_forever)
-            for state in (ServerState.ONLINE, ServerState.DRAINING):
-                announcer.announce(plain(HONEST.peer_id, state=state))
-                before = trio.current_time()
-                await enough.wait()
-                assert told.count(state) == 32
-                assert trio.current_time() - before < TTL / 3
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
+    directory.push = push  # type: ignore[method-assign]
+    announcer = announcer_of(directory, HONEST)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(announcer._publish_forever)
+        for state in (ServerState.ONLINE, ServerState.DRAINING):
+            announcer.announce(plain(HONEST.peer_id, state=state))
+            before = trio.current_time()
+            await enough.wait()
+            assert told.count(state) == 32
+            assert trio.current_time() - before < TTL / 3
+        nursery.cancel_scope.cancel()
 
 
-def test_what_a_server_said_in_a_flood_does_not_come_back_when_the_flood_is_over() -> None:
+async def test_what_a_server_said_in_a_flood_does_not_come_back_when_the_flood_is_over() -> None:
     """Its retraction, made when the swarm is small again, lasts as long as the announcement of before."""
-
-    async def main() -> None:
-        directory = a_directory(HONEST, nothing)
-        directory.merge([held(number) for number in range(1500)], source="attacker")
-        dht: Any = SimpleNamespace(add_peer=nothing, put_announcement=nothing)
-        announcer = announcer_of(directory, HONEST, dht)
-        announcer.announce(plain(HONEST.peer_id))
-        assert directory.own is not None
-        before = directory.own
-        assert before.content.expires > time.time() + 1000
-        directory.view = SwarmView()
-        assert directory.refresh_rate().lifetime == TTL
-        await announcer.retract()
-        gone = directory.view.records[HONEST.peer_id]
-        assert gone.content.state is ServerState.OFFLINE
-        assert gone.content.expires >= before.content.expires - 0.001
-        view = SwarmView().merge([gone], time.time()).merge([before], before.content.expires - 1)
-        assert view.get(HONEST.peer_id, before.content.expires - 1) is None
-
-    run_autojumping(main)
+    directory = a_directory(HONEST, nothing)
+    directory.merge([held(number) for number in range(1500)], source="attacker")
+    dht: Any = SimpleNamespace(add_peer=nothing, put_announcement=nothing)
+    announcer = announcer_of(directory, HONEST, dht)
+    announcer.announce(plain(HONEST.peer_id))
+    assert directory.own is not None
+    before = directory.own
+    assert before.content.expires > time.time() + 1000
+    directory.view = SwarmView()
+    assert directory.refresh_rate().lifetime == TTL
+    await announcer.retract()
+    gone = directory.view.records[HONEST.peer_id]
+    assert gone.content.state is ServerState.OFFLINE
+    assert gone.content.expires >= before.content.expires - 0.001
+    view = SwarmView().merge([gone], time.time()).merge([before], before.content.expires - 1)
+    assert view.get(HONEST.peer_id, before.content.expires - 1) is None
 
 
 def test_no_number_of_keys_makes_a_node_ask_or_tell_more() -> None:
@@ -131,50 +125,46 @@ def from_many(count: int) -> SwarmView:
 
 
 @pytest.mark.parametrize("answer", [40_000, 150_000, 500_000])
-def test_long_answers_cost_time_not_traffic(answer: int) -> None:
+async def test_long_answers_cost_time_not_traffic(answer: int) -> None:
     """Of peers that fill their answers with what does not count, as far as the asking node takes it."""
     page = wire.DirectoryFrame(
         records=wire.DirectoryRecords(records=[wire.SignedAnnouncement(announcement=bytes(answer))])
     )
+    async with trio.open_nursery() as nursery:
 
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-
-            async def serve(stream: Stream) -> None:
-                try:
+        async def serve(stream: Stream) -> None:
+            try:
+                frame, _ = await stream.receive(timeout=None)
+                while not frame.HasField("query"):
                     frame, _ = await stream.receive(timeout=None)
-                    while not frame.HasField("query"):
-                        frame, _ = await stream.receive(timeout=None)
-                    await stream.send(page, timeout=5)
-                    await stream.receive(timeout=None)
-                except PeerError:
-                    pass
+                await stream.send(page, timeout=5)
+                await stream.receive(timeout=None)
+            except PeerError:
+                pass
 
-            async def open_stream(peer_id: str, _timeout: float) -> Stream:
-                ours, theirs = message_streams(wire.DirectoryFrame, HONEST.peer_id, peer_id, max_header=MAX_HEADER)
-                nursery.start_soon(serve, theirs)
-                return ours
+        async def open_stream(peer_id: str, _timeout: float) -> Stream:
+            ours, theirs = message_streams(wire.DirectoryFrame, HONEST.peer_id, peer_id, max_header=MAX_HEADER)
+            nursery.start_soon(serve, theirs)
+            return ours
 
-            asking = a_directory(HONEST, open_stream, listens=True)
-            asking.merge([held(number) for number in range(1500)], source="attacker")
-            taken = 0
-            merged = asking._merge_page
+        asking = a_directory(HONEST, open_stream, listens=True)
+        asking.merge([held(number) for number in range(1500)], source="attacker")
+        taken = 0
+        merged = asking._merge_page
 
-            async def merge_page(told: wire.DirectoryRecords, peer_id: str) -> list[SignedAnnouncement]:
-                nonlocal taken
-                taken += told.ByteSize()
-                return await merged(told, peer_id)
+        async def merge_page(told: wire.DirectoryRecords, peer_id: str) -> list[SignedAnnouncement]:
+            nonlocal taken
+            taken += told.ByteSize()
+            return await merged(told, peer_id)
 
-            asking._merge_page = merge_page  # type: ignore[method-assign]
-            nursery.start_soon(asking._pull_forever)
-            await trio.sleep(600)  # the first questions come quickly
-            before = taken
-            await trio.sleep(1800)
-            assert taken - before < 1.3 * PACE.answer_bytes / 60 * 1800 + answer  # the last one is paid for afterwards
-            assert (taken > 0) == (answer < PACE.answer_bytes + PACE.whole * 1024)
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
+        asking._merge_page = merge_page  # type: ignore[method-assign]
+        nursery.start_soon(asking._pull_forever)
+        await trio.sleep(600)  # the first questions come quickly
+        before = taken
+        await trio.sleep(1800)
+        assert taken - before < 1.3 * PACE.answer_bytes / 60 * 1800 + answer  # the last one is paid for afterwards
+        assert (taken > 0) == (answer < PACE.answer_bytes + PACE.whole * 1024)
+        nursery.cancel_scope.cancel()
 
 
 # --- clocks
@@ -216,33 +206,30 @@ def test_who_could_not_be_reached_is_known_by_own_experience_and_only_while_othe
     assert sum(contacts.is_unreached(f"peer {number}", 0.0) for number in range(3000)) == 1000
 
 
-def test_the_marks_of_a_directory_reach_nobody_and_take_nobody_out_of_a_view() -> None:
+async def test_the_marks_of_a_directory_reach_nobody_and_take_nobody_out_of_a_view() -> None:
     """It leaves who it could not reach out of its answers while there are others; who asks it keeps what it had."""
 
-    async def main() -> None:
-        async def open_stream(peer_id: str, _timeout: float) -> Stream:
-            if peer_id == HONEST.peer_id:
-                raise StreamClosed("no way there", peer_id)
-            return message_streams(wire.DirectoryFrame, "us", peer_id, max_header=MAX_HEADER)[0]
+    async def open_stream(peer_id: str, _timeout: float) -> Stream:
+        if peer_id == HONEST.peer_id:
+            raise StreamClosed("no way there", peer_id)
+        return message_streams(wire.DirectoryFrame, "us", peer_id, max_header=MAX_HEADER)[0]
 
-        there = a_directory(ATTACKER, open_stream)
-        made = freshened(plain(HONEST.peer_id), now=time.time() - 100, lifetime=ANNOUNCEMENT.max_lifetime)
-        record = sign_announcement(HONEST, made)
-        there.merge([record, *(held(number) for number in range(300))])
-        there._contacts.answered(SOME[0], time.time())
-        with pytest.raises(PeerError):
-            await there.pull(HONEST.peer_id, timeout=5)
-        assert there.is_unreached(HONEST.peer_id)
-        assert HONEST.peer_id in there.view.records
-        answer = there._answers._page(wire.DirectoryQuery(limit=SAMPLING.servers, sample=True))
-        here = SwarmView().merge([record], time.time())
-        told = [open_told(message) for message in answer.records.records]
-        assert HONEST.peer_id not in told and len(told) == SAMPLING.servers
-        assert HONEST.peer_id in here.records
-        everything = there._answers._page(wire.DirectoryQuery())
-        assert HONEST.peer_id in map(open_told, everything.records.records)
-
-    run_autojumping(main)
+    there = a_directory(ATTACKER, open_stream)
+    made = freshened(plain(HONEST.peer_id), now=time.time() - 100, lifetime=ANNOUNCEMENT.max_lifetime)
+    record = sign_announcement(HONEST, made)
+    there.merge([record, *(held(number) for number in range(300))])
+    there._contacts.answered(SOME[0], time.time())
+    with pytest.raises(PeerError):
+        await there.pull(HONEST.peer_id, timeout=5)
+    assert there.is_unreached(HONEST.peer_id)
+    assert HONEST.peer_id in there.view.records
+    answer = there._answers._page(wire.DirectoryQuery(limit=SAMPLING.servers, sample=True))
+    here = SwarmView().merge([record], time.time())
+    told = [open_told(message) for message in answer.records.records]
+    assert HONEST.peer_id not in told and len(told) == SAMPLING.servers
+    assert HONEST.peer_id in here.records
+    everything = there._answers._page(wire.DirectoryQuery())
+    assert HONEST.peer_id in map(open_told, everything.records.records)
 
 
 def open_told(message: wire.SignedAnnouncement) -> str:
@@ -257,7 +244,7 @@ def open_told(message: wire.SignedAnnouncement) -> str:
 
 
 @pytest.mark.parametrize("answer", ["of another", "older", "forged"])
-def test_a_server_that_is_asked_what_it_announces_now_speaks_for_itself_only(answer: str) -> None:
+async def test_a_server_that_is_asked_what_it_announces_now_speaks_for_itself_only(answer: str) -> None:
     now = time.time()
     held_of = sign_announcement(
         ATTACKER, freshened(plain(ATTACKER.peer_id), now=now - 600, lifetime=ANNOUNCEMENT.max_lifetime)
@@ -268,33 +255,29 @@ def test_a_server_that_is_asked_what_it_announces_now_speaks_for_itself_only(ans
     )
     forged = replace(honest, signature=bytes(64))
     said = {"of another": honest, "older": older, "forged": forged}[answer]
+    async with trio.open_nursery() as nursery:
 
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
+        async def open_stream(peer_id: str, _timeout: float) -> Stream:
+            ours, theirs = message_streams(wire.DirectoryFrame, "us", peer_id, max_header=MAX_HEADER)
+            nursery.start_soon(serve, theirs)
+            return ours
 
-            async def open_stream(peer_id: str, _timeout: float) -> Stream:
-                ours, theirs = message_streams(wire.DirectoryFrame, "us", peer_id, max_header=MAX_HEADER)
-                nursery.start_soon(serve, theirs)
-                return ours
+        async def serve(stream: Stream) -> None:
+            while True:
+                try:
+                    frame, _ = await stream.receive(timeout=None)
+                except PeerError:
+                    return
+                page = wire.DirectoryRecords(records=[said.to_wire()])
+                await stream.send(frame if frame.HasField("ping") else wire.DirectoryFrame(records=page), timeout=5)
 
-            async def serve(stream: Stream) -> None:
-                while True:
-                    try:
-                        frame, _ = await stream.receive(timeout=None)
-                    except PeerError:
-                        return
-                    page = wire.DirectoryRecords(records=[said.to_wire()])
-                    await stream.send(frame if frame.HasField("ping") else wire.DirectoryFrame(records=page), timeout=5)
-
-            asking = a_directory(Identity.generate(), open_stream)
-            asking.merge([held_of])
-            before = asking.view
-            await asking.measure_rtt(ATTACKER.peer_id, timeout=60)
-            assert asking.view.records == before.records
-            assert asking.view.origins[ATTACKER.peer_id].met in (None, ATTACKER.peer_id)
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
+        asking = a_directory(Identity.generate(), open_stream)
+        asking.merge([held_of])
+        before = asking.view
+        await asking.measure_rtt(ATTACKER.peer_id, timeout=60)
+        assert asking.view.records == before.records
+        assert asking.view.origins[ATTACKER.peer_id].met in (None, ATTACKER.peer_id)
+        nursery.cancel_scope.cancel()
 
 
 def test_servers_that_are_made_up_do_not_decide_how_much_of_the_swarm_a_server_thinks_it_knows() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
+import pytest
 import trio
 import trio.lowlevel
 from libp2p.stream_muxer.exceptions import MuxedStreamReset
@@ -12,7 +13,9 @@ from libp2p.stream_muxer.exceptions import MuxedStreamReset
 from petalnode.node.network.transport.limits import WORK_BURST, WORK_PER_SECOND, NodeLimits
 from petalnode.node.network.transport.muxed_stream import WOKEN_AT_ONCE, MuxedStream
 from petalnode.node.network.transport.yamux import Muxer
-from tests.memory_muxer import MemoryRaw, OtherEnd, muxer, run, settled
+from tests.memory_muxer import MemoryRaw, OtherEnd, muxer, settled
+
+pytestmark = pytest.mark.virtual_time
 
 STREAMS = 300
 ATTACKER, HONEST = "203.0.113.7", "198.51.100.1"
@@ -60,80 +63,64 @@ async def read_streams(
         yield made
 
 
-def test_the_streams_of_a_lost_connection_end_in_portions() -> None:
+async def test_the_streams_of_a_lost_connection_end_in_portions() -> None:
     """Hundreds of tasks ended in one pass of the loop, in which nobody else had a turn."""
     ends = EndsPerPass()
-
-    async def main() -> None:
-        trio.lowlevel.add_instrument(ends)
-        async with (
-            trio.open_nursery() as nursery,
-            read_streams(ends, nursery, NodeLimits(), keys=1, streams=STREAMS) as [(ours, _)],
-        ):
-            await ours.close()
-            assert ours.open_streams == 0
-            await trio.sleep(1)
-
-    run(main)
+    trio.lowlevel.add_instrument(ends)
+    async with (
+        trio.open_nursery() as nursery,
+        read_streams(ends, nursery, NodeLimits(), keys=1, streams=STREAMS) as [(ours, _)],
+    ):
+        await ours.close()
+        assert ours.open_streams == 0
+        await trio.sleep(1)
     assert ends.total == STREAMS and ends.most <= WOKEN_AT_ONCE
 
 
-def test_many_connections_that_are_lost_at_once_have_the_portions_of_one() -> None:
+async def test_many_connections_that_are_lost_at_once_have_the_portions_of_one() -> None:
     ends = EndsPerPass()
-
-    async def main() -> None:
-        trio.lowlevel.add_instrument(ends)
-        limits = NodeLimits()
-        async with (
-            trio.open_nursery() as nursery,
-            read_streams(ends, nursery, limits, keys=20, streams=STREAMS // 20) as made,
-        ):
-            for _, other in made:
-                other.raw.say.close()
-            await trio.sleep(5)
-
-    run(main)
+    trio.lowlevel.add_instrument(ends)
+    limits = NodeLimits()
+    async with (
+        trio.open_nursery() as nursery,
+        read_streams(ends, nursery, limits, keys=20, streams=STREAMS // 20) as made,
+    ):
+        for _, other in made:
+            other.raw.say.close()
+        await trio.sleep(5)
     assert ends.total == STREAMS and ends.most <= WOKEN_AT_ONCE
 
 
-def test_a_quiet_address_need_not_wait_until_those_of_a_loud_one_have_ended() -> None:
+async def test_a_quiet_address_need_not_wait_until_those_of_a_loud_one_have_ended() -> None:
     ends = EndsPerPass()
-
-    async def main() -> None:
-        trio.lowlevel.add_instrument(ends)
-        limits = NodeLimits()
-        async with (
-            trio.open_nursery() as nursery,
-            read_streams(ends, nursery, limits, keys=1, streams=STREAMS) as [(loud, _)],
-            read_streams(ends, nursery, limits, keys=1, streams=1, origin=HONEST) as [(quiet, _)],
-        ):
-            await trio.sleep(1)  # what opening them took is forgotten
-            limits.worked(limits.of_address(ATTACKER), 1.9 * WORK_PER_SECOND * WORK_BURST)
-            await loud.close()
-            await quiet.close()
-            await trio.sleep(0.01)
-            assert ends.order == [HONEST]
-            await trio.sleep(3)
-            assert ends.total == STREAMS + 1
-
-    run(main)
+    trio.lowlevel.add_instrument(ends)
+    limits = NodeLimits()
+    async with (
+        trio.open_nursery() as nursery,
+        read_streams(ends, nursery, limits, keys=1, streams=STREAMS) as [(loud, _)],
+        read_streams(ends, nursery, limits, keys=1, streams=1, origin=HONEST) as [(quiet, _)],
+    ):
+        await trio.sleep(1)  # what opening them took is forgotten
+        limits.worked(limits.of_address(ATTACKER), 1.9 * WORK_PER_SECOND * WORK_BURST)
+        await loud.close()
+        await quiet.close()
+        await trio.sleep(0.01)
+        assert ends.order == [HONEST]
+        await trio.sleep(3)
+        assert ends.total == STREAMS + 1
 
 
-def test_our_own_streams_are_told_at_once_and_streams_of_a_node_that_stops_as_well() -> None:
+async def test_our_own_streams_are_told_at_once_and_streams_of_a_node_that_stops_as_well() -> None:
     ends = EndsPerPass()
-
-    async def main() -> None:
-        limits = NodeLimits()
-        async with (
-            trio.open_nursery() as nursery,
-            read_streams(ends, nursery, limits, keys=1, streams=STREAMS) as [(ours, _)],
-        ):
-            nursery.start_soon(_read, await ours.open_stream(), "own", ends)
-            await settled()
-            limits.worked(limits.of_address(ATTACKER), WORK_PER_SECOND * (1 + WORK_BURST))
-            await ours.close()
-            await trio.sleep(0.1)
-            assert ends.order == ["own"]
-
-    run(main)
+    limits = NodeLimits()
+    async with (
+        trio.open_nursery() as nursery,
+        read_streams(ends, nursery, limits, keys=1, streams=STREAMS) as [(ours, _)],
+    ):
+        nursery.start_soon(_read, await ours.open_stream(), "own", ends)
+        await settled()
+        limits.worked(limits.of_address(ATTACKER), WORK_PER_SECOND * (1 + WORK_BURST))
+        await ours.close()
+        await trio.sleep(0.1)
+        assert ends.order == ["own"]
     assert ends.total == STREAMS + 1

@@ -116,7 +116,7 @@ def test_no_step_raises_past_the_check(server: SigningServer, folder: ModelFolde
     assert outcome is not None and not outcome.proven and outcome.reason
 
 
-def test_an_endorser_outlives_whatever_the_recomputation_raises(
+async def test_an_endorser_outlives_whatever_the_recomputation_raises(
     server: SigningServer, folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """First malformed evidence, then a failure of the machine itself, then evidence that is right."""
@@ -133,17 +133,13 @@ def test_an_endorser_outlives_whatever_the_recomputation_raises(
         return real(bundle, *args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(endorsing, "check_evidence", check)
-
-    async def main() -> None:
-        with trio.fail_after(100):
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(endorser.run)
-                for bundle in [*malformed, failing, genuine]:
-                    swarm.hear(EvidenceMessage.of(bundle), f"author of {bundle.id.hex()}")
-                    await trio.testing.wait_all_tasks_blocked(0.05)
-                while not swarm.published:  # noqa: ASYNC110  (what it waits for tells nobody)
-                    await trio.sleep(0.01)
-                nursery.cancel_scope.cancel()
-
-    trio.run(main)
+    with trio.fail_after(100):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(endorser.run)
+            for bundle in [*malformed, failing, genuine]:
+                swarm.hear(EvidenceMessage.of(bundle), f"author of {bundle.id.hex()}")
+                await trio.testing.wait_all_tasks_blocked(0.05)
+            while not swarm.published:  # noqa: ASYNC110  (what it waits for tells nobody)
+                await trio.sleep(0.01)
+            nursery.cancel_scope.cancel()
     assert [bundle.id for bundle in swarm.published] == [genuine.id]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import trio
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.keys import KeyPair
 from libp2p.peer.envelope import seal_record
@@ -98,20 +97,14 @@ def test_a_large_record_is_refused(store: BoundedPeerStore) -> None:
     assert not store.has_peer(peer_id)
 
 
-def test_a_node_that_has_met_many_still_identifies_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_node_that_has_met_many_still_identifies_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """libp2p's own store would have thrown the node's keys out: it could say who it is to nobody any more."""
     monkeypatch.setattr(peerstore, "MAX_PEERS", LIMIT)
-
-    async def main() -> None:
-        async with open_swarm(SwarmConfig(Identity.generate(), listen=("/ip4/127.0.0.1/tcp/0",))) as node:
-            stored = node.host.libp2p.get_peerstore()
-            for peer_id, _ in keys(3 * LIMIT):
-                stored.add_addrs(peer_id, addrs(1), 3600)
-            async with open_swarm(SwarmConfig(Identity.generate(), peers=tuple(node.addrs))) as newcomer:
-                met, node_id = newcomer.host.libp2p.get_peerstore(), ID.from_string(node.host.peer_id)
-                await eventually(
-                    lambda: met.has_peer(node_id) and met.get_protocols(node_id), "the node says who it is"
-                )
-            assert len(stored.peer_ids()) <= LIMIT
-
-    trio.run(main)
+    async with open_swarm(SwarmConfig(Identity.generate(), listen=("/ip4/127.0.0.1/tcp/0",))) as node:
+        stored = node.host.libp2p.get_peerstore()
+        for peer_id, _ in keys(3 * LIMIT):
+            stored.add_addrs(peer_id, addrs(1), 3600)
+        async with open_swarm(SwarmConfig(Identity.generate(), peers=tuple(node.addrs))) as newcomer:
+            met, node_id = newcomer.host.libp2p.get_peerstore(), ID.from_string(node.host.peer_id)
+            await eventually(lambda: met.has_peer(node_id) and met.get_protocols(node_id), "the node says who it is")
+        assert len(stored.peer_ids()) <= LIMIT

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import trio
@@ -66,40 +68,31 @@ async def opened(server: OneServer, client: Identity, count: int = 1) -> list[Ra
     return sessions
 
 
-def with_server(blocks: BlockSpan, main: Callable[[OneServer], Awaitable[None]]) -> None:
-    async def run() -> None:
-        async with one_server(blocks) as server:
-            await main(server)
-
-    trio.run(run)
+@asynccontextmanager
+async def a_server(blocks: BlockSpan) -> AsyncIterator[Any]:
+    async with one_server(blocks) as server:
+        yield server
 
 
-def test_a_step_is_not_computed_among_all_of_another_peer(blocks: BlockSpan, computed: list[list[str]]) -> None:
-    async def main(server: OneServer) -> None:
+async def test_a_step_is_not_computed_among_all_of_another_peer(blocks: BlockSpan, computed: list[list[str]]) -> None:
+    async with a_server(blocks) as server:
         many, (one,) = await opened(server, HOG, SESSIONS), await opened(server, HONEST)
         await all_at_once(server, [(session, values(1)) for session in [*many, one]])
-
-    with_server(blocks, main)
     assert sorted(computed[0]) == sorted([HOG.peer_id, HONEST.peer_id])
     assert sum(map(len, computed)) == SESSIONS + 1
 
 
-def test_one_who_is_alone_has_all_steps_in_one_batch(blocks: BlockSpan, computed: list[list[str]]) -> None:
-    async def main(server: OneServer) -> None:
+async def test_one_who_is_alone_has_all_steps_in_one_batch(blocks: BlockSpan, computed: list[list[str]]) -> None:
+    async with a_server(blocks) as server:
         await all_at_once(server, [(session, values(1)) for session in await opened(server, HOG, SESSIONS)])
-
-    with_server(blocks, main)
     assert computed == [[HOG.peer_id] * SESSIONS]
 
 
-def test_a_short_prompt_does_not_stand_behind_all_of_another_peer(
+async def test_a_short_prompt_does_not_stand_behind_all_of_another_peer(
     blocks: BlockSpan, computed: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(turns, "PREFILL_CHUNK", 64)
-
-    async def main(server: OneServer) -> None:
+    async with a_server(blocks) as server:
         many, (one,) = await opened(server, HOG, 3), await opened(server, HONEST)
         await all_at_once(server, [*((session, values(200)) for session in many), (one, values(20))])
-
-    with_server(blocks, main)
     assert [HONEST.peer_id] in computed[:2] and len(computed) == 3 * 4 + 1

@@ -18,7 +18,7 @@ from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.routing import Hop
 from petalnode.node.swarm.streams import SHARES
 from petalnode.node.swarm.swarm import Swarm, open_swarm
-from petalnode.node.testing import MemoryNetwork, message_streams, run_autojumping, stream_pair
+from petalnode.node.testing import MemoryNetwork, message_streams, stream_pair
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.directory import DIRECTORY_LIMITS, answer_transfer
 from petalnode.protocols.framing import MAX_PAYLOAD, MessageStream, PeerError, StreamClosed
@@ -27,6 +27,8 @@ from petalnode.protocols.inference import EPOCH_BYTES, Refusal
 from petalnode.protocols.training import PIECE_BYTES, receive_pieces
 from tests.attacks.one_server import header_of
 from tests.node_inspection import raw_of
+
+pytestmark = pytest.mark.virtual_time
 
 TIMEOUT = 120.0
 STREAMS = 12
@@ -106,14 +108,11 @@ LARGE = wire.Tensor(shape=[1, 1 << 18, 64], dtype="float32", codec="none", nbyte
 GRANTED = wire.Granted(session_epoch=bytes(EPOCH_BYTES), max_step_tokens=1)
 
 
-def test_a_client_waits_for_no_tensors_with_a_grant() -> None:
-    async def main() -> None:
-        session, server = hostile_server()
-        await server.write(header_of(wire.InferenceFrame(granted=GRANTED, tensors=[LARGE])))
-        with pytest.raises(ServerFailed, match="none are due"):
-            await session.open(1, None, None)
-
-    run_autojumping(main)
+async def test_a_client_waits_for_no_tensors_with_a_grant() -> None:
+    session, server = hostile_server()
+    await server.write(header_of(wire.InferenceFrame(granted=GRANTED, tensors=[LARGE])))
+    with pytest.raises(ServerFailed, match="none are due"):
+        await session.open(1, None, None)
 
 
 @pytest.mark.parametrize(
@@ -126,39 +125,31 @@ def test_a_client_waits_for_no_tensors_with_a_grant() -> None:
     ],
     ids=["its answer", "an earlier one", "an error", "a grant"],
 )
-def test_a_client_waits_for_no_answer_that_is_larger_than_what_it_asked(answer: wire.InferenceFrame) -> None:
-    async def main() -> None:
-        session, server = hostile_server()
-        tensor = wire.Tensor(shape=[1, 1, 64], dtype="float32", codec="none", nbytes=256)
-        step, chunk = wire.Step(sequence=1), WireTensor(tensor, bytes(256))
-        await session.send(step, chunk)
-        await server.write(header_of(answer))
-        with pytest.raises(ServerFailed, match="bytes to a step of 256"):
-            await session.receive(step, chunk, timeout=1000)
-
-    run_autojumping(main)
+async def test_a_client_waits_for_no_answer_that_is_larger_than_what_it_asked(answer: wire.InferenceFrame) -> None:
+    session, server = hostile_server()
+    tensor = wire.Tensor(shape=[1, 1, 64], dtype="float32", codec="none", nbytes=256)
+    step, chunk = wire.Step(sequence=1), WireTensor(tensor, bytes(256))
+    await session.send(step, chunk)
+    await server.write(header_of(answer))
+    with pytest.raises(ServerFailed, match="bytes to a step of 256"):
+        await session.receive(step, chunk, timeout=1000)
 
 
-def test_one_peer_leaves_streams_of_a_protocol_for_others() -> None:
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            network = MemoryNetwork(nursery)
-            node, honest, attacker = network.node(), network.node(), network.node()
-            node.set_handler(ECHO, Frame, echo, max_streams=4 * SHARES.least_served)
-            for _ in range(100):
-                await attacker.new_stream(node.peer_id, ECHO, Frame, timeout=1)
-            refused = await attacker.new_stream(node.peer_id, ECHO, Frame, timeout=1)
-            with pytest.raises(StreamClosed):
-                await refused.receive(timeout=1)
-            streams = [
-                await honest.new_stream(node.peer_id, ECHO, Frame, timeout=1) for _ in range(SHARES.least_served)
-            ]
-            for stream in streams:
-                await stream.send(Frame(), timeout=1)
-                await stream.receive(timeout=1)
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
+async def test_one_peer_leaves_streams_of_a_protocol_for_others() -> None:
+    async with trio.open_nursery() as nursery:
+        network = MemoryNetwork(nursery)
+        node, honest, attacker = network.node(), network.node(), network.node()
+        node.set_handler(ECHO, Frame, echo, max_streams=4 * SHARES.least_served)
+        for _ in range(100):
+            await attacker.new_stream(node.peer_id, ECHO, Frame, timeout=1)
+        refused = await attacker.new_stream(node.peer_id, ECHO, Frame, timeout=1)
+        with pytest.raises(StreamClosed):
+            await refused.receive(timeout=1)
+        streams = [await honest.new_stream(node.peer_id, ECHO, Frame, timeout=1) for _ in range(SHARES.least_served)]
+        for stream in streams:
+            await stream.send(Frame(), timeout=1)
+            await stream.receive(timeout=1)
+        nursery.cancel_scope.cancel()
 
 
 # --- turns for measuring
@@ -167,59 +158,51 @@ def test_one_peer_leaves_streams_of_a_protocol_for_others() -> None:
 @pytest.mark.parametrize(
     "begun", [b"", b"\x20", header_of(wire.TransferFrame(wanted=1, tensors=[wire.Tensor(nbytes=9)]))]
 )
-def test_peers_that_stand_still_keep_no_turns(begun: bytes) -> None:
+async def test_peers_that_stand_still_keep_no_turns(begun: bytes) -> None:
     """Two peers with many streams, which say nothing or begin to, and never go on."""
+    turns = Turns()
 
-    async def main() -> None:
-        turns = Turns()
+    async def serve(peer_id: str, ends: Any) -> None:
+        _, stream = message_streams(wire.TransferFrame, peer_id, "node", ends=ends)
+        try:
+            await answer_transfer(stream, turns.take, timeout=10)
+        except PeerError:
+            await stream.reset()
 
-        async def serve(peer_id: str, ends: Any) -> None:
-            _, stream = message_streams(wire.TransferFrame, peer_id, "node", ends=ends)
-            try:
-                await answer_transfer(stream, turns.take, timeout=10)
-            except PeerError:
-                await stream.reset()
-
-        async with trio.open_nursery() as nursery:
-            for peer_id in ["one", "two"] * 40:
-                ends = stream_pair()
-                nursery.start_soon(serve, peer_id, ends)
-                await ends[0].write(begun)
-            await trio.sleep(0.1)
+    async with trio.open_nursery() as nursery:
+        for peer_id in ["one", "two"] * 40:
             ends = stream_pair()
-            nursery.start_soon(serve, "honest", ends)
-            ours, _ = message_streams(wire.TransferFrame, "honest", "node", ends=ends)
-            for size in (1, 1, DIRECTORY_LIMITS.transfer_bytes):
-                await ours.send(wire.TransferFrame(wanted=size, tensors=[wire.Tensor()]), [bytes(size)], timeout=3)
-                _, [payload] = await ours.receive(timeout=3)
-                assert len(payload) == size
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
+            nursery.start_soon(serve, peer_id, ends)
+            await ends[0].write(begun)
+        await trio.sleep(0.1)
+        ends = stream_pair()
+        nursery.start_soon(serve, "honest", ends)
+        ours, _ = message_streams(wire.TransferFrame, "honest", "node", ends=ends)
+        for size in (1, 1, DIRECTORY_LIMITS.transfer_bytes):
+            await ours.send(wire.TransferFrame(wanted=size, tensors=[wire.Tensor()]), [bytes(size)], timeout=3)
+            _, [payload] = await ours.receive(timeout=3)
+            assert len(payload) == size
+        nursery.cancel_scope.cancel()
 
 
 # --- pieces
 
 
-def test_pieces_of_one_byte_do_not_go_on_for_ever() -> None:
+async def test_pieces_of_one_byte_do_not_go_on_for_ever() -> None:
     """A server has memory reserved for a batch from when its pieces begin to come."""
+    ends = stream_pair()
+    ours, theirs = message_streams(wire.BatchFrame, "one", "other", ends=ends)
+    start = trio.current_time()
 
-    async def main() -> None:
-        ends = stream_pair()
-        ours, theirs = message_streams(wire.BatchFrame, "one", "other", ends=ends)
-        start = trio.current_time()
+    async def trickle() -> None:
+        frame = wire.BatchFrame(piece=wire.Piece(), tensors=[wire.Tensor()])
+        while True:
+            await ours.send(frame, [b"x"], timeout=5)
+            await trio.sleep(29)
 
-        async def trickle() -> None:
-            frame = wire.BatchFrame(piece=wire.Piece(), tensors=[wire.Tensor()])
-            while True:
-                await ours.send(frame, [b"x"], timeout=5)
-                await trio.sleep(29)
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(trickle)
-            with pytest.raises((PeerError, Refusal)):
-                await receive_pieces(theirs, [3 * PIECE_BYTES], timeout=30)
-            nursery.cancel_scope.cancel()
-        assert trio.current_time() - start <= 4 * 30
-
-    run_autojumping(main)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trickle)
+        with pytest.raises((PeerError, Refusal)):
+            await receive_pieces(theirs, [3 * PIECE_BYTES], timeout=30)
+        nursery.cancel_scope.cancel()
+    assert trio.current_time() - start <= 4 * 30

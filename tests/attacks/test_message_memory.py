@@ -8,10 +8,12 @@ from trio.testing import wait_all_tasks_blocked
 
 from petalnode.node.network.transport.memory import budgets_of
 from petalnode.node.swarm.streams import ReceivedBytes
-from petalnode.node.testing import message_streams, run_autojumping, stream_pair
+from petalnode.node.testing import message_streams, stream_pair
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MAX_PAYLOAD, MessageStream
 from tests.attacks.one_server import header_of
+
+pytestmark = pytest.mark.virtual_time
 
 MIB = 1 << 20
 ADDRESSES, KEYS, STREAMS = 5, 20, 16
@@ -58,46 +60,35 @@ async def attack(node: Node, nbytes: int, granted: bool) -> None:
     ("nbytes", "granted", "most"),
     [(4 * MIB, True, 64 * MIB), (MAX_PAYLOAD, True, 64 * MIB), (MIB, False, 16 * MIB)],
 )
-def test_messages_of_many_keys_that_never_end(nbytes: int, granted: bool, most: int) -> None:
+async def test_messages_of_many_keys_that_never_end(nbytes: int, granted: bool, most: int) -> None:
     """They took 384 MiB. An honest message, as large as a step usually is, waits for none of them."""
-
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            node = Node(nursery)
-            await attack(node, nbytes, granted)
-            assert node.taken <= most + MIB
-            taken = node.taken
-            for size in (2 * MIB, 3 * MIB) if granted else (64 << 10, 8 * MIB):
-                has_come = await node.send("198.51.100.7", "honest", size, bytes(size), granted=granted or size > MIB)
-                assert has_come.is_set()
-            assert node.taken == taken
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
+    async with trio.open_nursery() as nursery:
+        node = Node(nursery)
+        await attack(node, nbytes, granted)
+        assert node.taken <= most + MIB
+        taken = node.taken
+        for size in (2 * MIB, 3 * MIB) if granted else (64 << 10, 8 * MIB):
+            has_come = await node.send("198.51.100.7", "honest", size, bytes(size), granted=granted or size > MIB)
+            assert has_come.is_set()
+        assert node.taken == taken
+        nursery.cancel_scope.cancel()
 
 
-def test_one_client_alone_sends_messages_of_any_size_and_many_at_once() -> None:
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            node = Node(nursery)
-            assert (await node.send("198.51.100.7", "alone", MAX_PAYLOAD, bytes(MAX_PAYLOAD))).is_set()
-            for _ in range(10):
-                await node.send("198.51.100.7", "alone", MIB)
-            assert node.taken == 10 * MIB
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
+async def test_one_client_alone_sends_messages_of_any_size_and_many_at_once() -> None:
+    async with trio.open_nursery() as nursery:
+        node = Node(nursery)
+        assert (await node.send("198.51.100.7", "alone", MAX_PAYLOAD, bytes(MAX_PAYLOAD))).is_set()
+        for _ in range(10):
+            await node.send("198.51.100.7", "alone", MIB)
+        assert node.taken == 10 * MIB
+        nursery.cancel_scope.cancel()
 
 
-def test_a_neighbour_of_many_streams_leaves_room() -> None:
+async def test_a_neighbour_of_many_streams_leaves_room() -> None:
     """Both are behind one NAT, or one relay."""
-
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            node = Node(nursery)
-            for _ in range(100):
-                await node.send("192.0.2.1", "greedy", MIB)
-            assert (await node.send("192.0.2.1", "honest", 3 * MIB, bytes(3 * MIB))).is_set()
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
+    async with trio.open_nursery() as nursery:
+        node = Node(nursery)
+        for _ in range(100):
+            await node.send("192.0.2.1", "greedy", MIB)
+        assert (await node.send("192.0.2.1", "honest", 3 * MIB, bytes(3 * MIB))).is_set()
+        nursery.cancel_scope.cancel()

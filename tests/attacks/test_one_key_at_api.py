@@ -18,7 +18,7 @@ MOST = 64
 
 
 @pytest.mark.parametrize("owners", [("mallory", "alice", "bob"), ("mallory",)], ids=["several keys", "one key"])
-def test_a_key_leaves_room_for_the_others(owners: tuple[str, ...]) -> None:
+async def test_a_key_leaves_room_for_the_others(owners: tuple[str, ...]) -> None:
     keys = ApiKeys({hash_of_key(f"pn-{owner}"): owner for owner in owners})
     codes: dict[str, list[int]] = {owner: [] for owner in owners}
     done = trio.Event()
@@ -29,23 +29,19 @@ def test_a_key_leaves_room_for_the_others(owners: tuple[str, ...]) -> None:
 
     application = Starlette(routes=[Route("/v1/completions", endpoint, methods=["POST"])])
     middleware = AdmissionMiddleware(application, Admission(keys, requests=MOST))
+    transport = httpx.ASGITransport(middleware)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=None) as client:
 
-    async def main() -> None:
-        transport = httpx.ASGITransport(middleware)
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=None) as client:
+        async def ask(owner: str) -> None:
+            response = await client.post("/v1/completions", headers={"Authorization": f"Bearer pn-{owner}"})
+            codes[owner].append(response.status_code)
 
-            async def ask(owner: str) -> None:
-                response = await client.post("/v1/completions", headers={"Authorization": f"Bearer pn-{owner}"})
-                codes[owner].append(response.status_code)
-
-            async with trio.open_nursery() as nursery:
-                for owner in owners:  # the attacker first
-                    for _ in range(MOST + 1 if owner == "mallory" else 8):
-                        nursery.start_soon(ask, owner)
-                    await trio.testing.wait_all_tasks_blocked()
-                done.set()
-
-    trio.run(main)
+        async with trio.open_nursery() as nursery:
+            for owner in owners:  # the attacker first
+                for _ in range(MOST + 1 if owner == "mallory" else 8):
+                    nursery.start_soon(ask, owner)
+                await trio.testing.wait_all_tasks_blocked()
+            done.set()
     assert all(codes[owner] == [200] * 8 for owner in owners[1:])
     held = MOST // 2 if len(owners) > 1 else MOST
     assert codes["mallory"].count(200) == held and codes["mallory"].count(429) == MOST + 1 - held

@@ -11,7 +11,7 @@ from petalnode.node.server.requests.pushes import Pushes, PushStream
 from petalnode.node.server.requests.service import FIRST_PUSH_TIMEOUT
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import open_swarm
-from petalnode.node.testing import message_streams, run_autojumping, stream_pair
+from petalnode.node.testing import message_streams, stream_pair
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.directory import MAX_HEADER
 from petalnode.protocols.framing import MAX_PAYLOAD, StreamClosed
@@ -54,54 +54,46 @@ def of_another_client(session: RawSession) -> wire.PushFrame:
     ],
     ids=["no session", "another client", "a stranger", "larger than the session's terms", "no push"],
 )
-def test_a_push_is_refused_by_its_header(pusher: Identity, frame: object, code: int, blocks: BlockSpan) -> None:
-    async def main() -> None:
-        with trio.fail_after(TIMEOUT):
-            async with one_server(blocks) as server:
-                session = await opened(server)
-                push = frame(session)  # type: ignore[operator]
-                del push.tensors[:]
-                push.tensors.append(LARGE)
-                stream, raw = server.connect(wire.PushFrame, server.service.handle_push, pusher)
-                await raw.write(header_of(push))
-                answer, _ = await stream.receive(timeout=TIMEOUT)
-                assert answer.error.code == code
-
-    trio.run(main)
+async def test_a_push_is_refused_by_its_header(pusher: Identity, frame: object, code: int, blocks: BlockSpan) -> None:
+    with trio.fail_after(TIMEOUT):
+        async with one_server(blocks) as server:
+            session = await opened(server)
+            push = frame(session)  # type: ignore[operator]
+            del push.tensors[:]
+            push.tensors.append(LARGE)
+            stream, raw = server.connect(wire.PushFrame, server.service.handle_push, pusher)
+            await raw.write(header_of(push))
+            answer, _ = await stream.receive(timeout=TIMEOUT)
+            assert answer.error.code == code
 
 
-def test_a_step_is_refused_by_its_header(blocks: BlockSpan) -> None:
-    async def main() -> None:
-        with trio.fail_after(TIMEOUT):
-            async with one_server(blocks) as server:
-                stream, raw = server.connect(wire.InferenceFrame, server.service.handle_session, CLIENT)
-                session = RawSession(stream, server.session(STRANGER).ready)
-                await session.open()
-                step = wire.InferenceFrame(step=wire.Step(sequence=1, route_epoch=1), tensors=[LARGE])
-                await raw.write(header_of(step))
-                answer, _ = await session.receive()
-                assert answer.error.code == wire.ERROR_BAD_REQUEST
-
-    trio.run(main)
+async def test_a_step_is_refused_by_its_header(blocks: BlockSpan) -> None:
+    with trio.fail_after(TIMEOUT):
+        async with one_server(blocks) as server:
+            stream, raw = server.connect(wire.InferenceFrame, server.service.handle_session, CLIENT)
+            session = RawSession(stream, server.session(STRANGER).ready)
+            await session.open()
+            step = wire.InferenceFrame(step=wire.Step(sequence=1, route_epoch=1), tensors=[LARGE])
+            await raw.write(header_of(step))
+            answer, _ = await session.receive()
+            assert answer.error.code == wire.ERROR_BAD_REQUEST
 
 
-def test_what_opens_a_stream_carries_no_tensors(blocks: BlockSpan) -> None:
-    async def main() -> None:
-        with trio.fail_after(TIMEOUT):
-            async with one_server(blocks) as server:
-                for kind, handler in (
-                    (wire.InferenceFrame, server.service.handle_session),
-                    (wire.BatchFrame, server.service.handle_forward),
-                ):
-                    stream, raw = server.connect(kind, handler, STRANGER)  # type: ignore[type-var, arg-type]
-                    await raw.write(header_of(kind(tensors=[LARGE])))
-                    with pytest.raises(StreamClosed):
-                        await stream.receive(timeout=TIMEOUT)
-
-    trio.run(main)
+async def test_what_opens_a_stream_carries_no_tensors(blocks: BlockSpan) -> None:
+    with trio.fail_after(TIMEOUT):
+        async with one_server(blocks) as server:
+            for kind, handler in (
+                (wire.InferenceFrame, server.service.handle_session),
+                (wire.BatchFrame, server.service.handle_forward),
+            ):
+                stream, raw = server.connect(kind, handler, STRANGER)  # type: ignore[type-var, arg-type]
+                await raw.write(header_of(kind(tensors=[LARGE])))
+                with pytest.raises(StreamClosed):
+                    await stream.receive(timeout=TIMEOUT)
 
 
-def test_a_next_server_sends_no_tensors_back() -> None:
+@pytest.mark.virtual_time
+async def test_a_next_server_sends_no_tensors_back() -> None:
     class Connector:
         """Gives the pushing server one stream, whose other end is the attacker's."""
 
@@ -113,42 +105,33 @@ def test_a_next_server_sends_no_tensors_back() -> None:
 
     ends = stream_pair()
     ours, _ = message_streams(wire.PushFrame, UPSTREAM.peer_id, STRANGER.peer_id, ends=ends)
-
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            Pushes(Connector(), nursery).prepare(peer_id_to_bytes(STRANGER.peer_id))
-            await ends[1].write(header_of(wire.PushFrame(error=wire.Error(), tensors=[LARGE])))
-            with trio.fail_after(TIMEOUT):
-                await ends[0].wait_lost()
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
+    async with trio.open_nursery() as nursery:
+        Pushes(Connector(), nursery).prepare(peer_id_to_bytes(STRANGER.peer_id))
+        await ends[1].write(header_of(wire.PushFrame(error=wire.Error(), tensors=[LARGE])))
+        with trio.fail_after(TIMEOUT):
+            await ends[0].wait_lost()
+        nursery.cancel_scope.cancel()
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("first", [b"", header_of(wire.PushFrame(push=wire.Push(nonce=bytes(99))))[:50]])
-def test_a_push_stream_on_which_nothing_comes_is_ended(first: bytes, blocks: BlockSpan) -> None:
-    async def main() -> None:
-        async with one_server(blocks) as server:
-            stream, raw = server.connect(wire.PushFrame, server.service.handle_push, STRANGER)
-            await raw.write(first)
-            with pytest.raises(StreamClosed):
-                await stream.receive(timeout=FIRST_PUSH_TIMEOUT + 1)
-
-    run_autojumping(main)
+async def test_a_push_stream_on_which_nothing_comes_is_ended(first: bytes, blocks: BlockSpan) -> None:
+    async with one_server(blocks) as server:
+        stream, raw = server.connect(wire.PushFrame, server.service.handle_push, STRANGER)
+        await raw.write(first)
+        with pytest.raises(StreamClosed):
+            await stream.receive(timeout=FIRST_PUSH_TIMEOUT + 1)
 
 
 @pytest.mark.parametrize(("protocol", "kind"), [(DIRECTORY, wire.DirectoryFrame), (MANIFEST, wire.ManifestFrame)])
-def test_what_has_no_tensors_takes_none(protocol: str, kind: type[wire.DirectoryFrame]) -> None:
-    async def main() -> None:
-        with trio.fail_after(TIMEOUT):
-            async with (
-                open_swarm(SwarmConfig(Identity.generate(), listen=("/ip4/127.0.0.1/tcp/0",))) as node,
-                open_swarm(SwarmConfig(Identity.generate(), peers=tuple(node.addrs))) as attacker,
-            ):
-                stream = await attacker.new_stream(node.peer_id, protocol, kind, timeout=TIMEOUT, max_header=MAX_HEADER)
-                await stream.send(kind(tensors=[wire.Tensor()]), [bytes(1 << 16)], timeout=TIMEOUT)
-                with pytest.raises(StreamClosed):
-                    await stream.receive(timeout=TIMEOUT)
-                assert await attacker.measure_rtt(node.peer_id, timeout=TIMEOUT) < TIMEOUT
-
-    trio.run(main)
+async def test_what_has_no_tensors_takes_none(protocol: str, kind: type[wire.DirectoryFrame]) -> None:
+    with trio.fail_after(TIMEOUT):
+        async with (
+            open_swarm(SwarmConfig(Identity.generate(), listen=("/ip4/127.0.0.1/tcp/0",))) as node,
+            open_swarm(SwarmConfig(Identity.generate(), peers=tuple(node.addrs))) as attacker,
+        ):
+            stream = await attacker.new_stream(node.peer_id, protocol, kind, timeout=TIMEOUT, max_header=MAX_HEADER)
+            await stream.send(kind(tensors=[wire.Tensor()]), [bytes(1 << 16)], timeout=TIMEOUT)
+            with pytest.raises(StreamClosed):
+                await stream.receive(timeout=TIMEOUT)
+            assert await attacker.measure_rtt(node.peer_id, timeout=TIMEOUT) < TIMEOUT

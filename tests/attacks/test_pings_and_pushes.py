@@ -30,31 +30,27 @@ async def pinged(stream: StreamBytes, data: bytes) -> bytes:
     return answer
 
 
-def test_thousands_of_pings_in_a_frame_are_answered_at_a_steady_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_thousands_of_pings_in_a_frame_are_answered_at_a_steady_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standard_protocols, "PINGS", (0.1, 50.0))  # as on a machine of any speed
     answered = 0
+    async with host(LOOPBACK) as victim, knowing(victim) as attacker, knowing(victim) as honest:
+        streams = [await attacker.open_stream(victim.peer_id, PING) for _ in range(4)]
 
-    async def main() -> None:
-        async with host(LOOPBACK) as victim, knowing(victim) as attacker, knowing(victim) as honest:
-            streams = [await attacker.open_stream(victim.peer_id, PING) for _ in range(4)]
+        async def flood(stream: StreamBytes) -> None:
+            nonlocal answered
+            await stream.write(bytes(32 * 500))
+            with suppress(OSError):
+                while data := await stream.read(1 << 16):
+                    answered += len(data)
 
-            async def flood(stream: StreamBytes) -> None:
-                nonlocal answered
-                await stream.write(bytes(32 * 500))
-                with suppress(OSError):
-                    while data := await stream.read(1 << 16):
-                        answered += len(data)
-
-            async with trio.open_nursery() as nursery:
-                for stream in streams:
-                    nursery.start_soon(flood, stream)
-                other = await honest.open_stream(victim.peer_id, PING)
-                for number in range(40):
-                    await trio.sleep(0.005)
-                    assert await pinged(other, bytes([number]) * 32) == bytes([number]) * 32
-                nursery.cancel_scope.cancel()
-
-    trio.run(main)
+        async with trio.open_nursery() as nursery:
+            for stream in streams:
+                nursery.start_soon(flood, stream)
+            other = await honest.open_stream(victim.peer_id, PING)
+            for number in range(40):
+                await trio.sleep(0.005)
+                assert await pinged(other, bytes([number]) * 32) == bytes([number]) * 32
+            nursery.cancel_scope.cancel()
     assert 0 < answered <= 32 * 60
 
 
@@ -62,7 +58,7 @@ def known(victim: Host, peer_id: str) -> set[str]:
     return set(victim.libp2p.get_peerstore().get_protocols(ID.from_string(peer_id)))
 
 
-def test_a_push_is_small_and_seldom() -> None:
+async def test_a_push_is_small_and_seldom() -> None:
     async def push(attacker: Host, victim: Host, message: Identify) -> bool:
         stream = await attacker.open_stream(victim.peer_id, PUSH)
         with suppress(OSError), trio.fail_after(TIMEOUT):
@@ -71,17 +67,14 @@ def test_a_push_is_small_and_seldom() -> None:
             return not await stream.read(1)
         return False
 
-    async def main() -> None:
-        async with host(LOOPBACK) as victim, knowing(victim) as attacker:
-            assert await push(attacker, victim, Identify(protocols=["/mine"]))
-            assert known(victim, attacker.peer_id) == {"/mine"}
-            assert not await push(attacker, victim, Identify(protocols=["/large"], agent_version="x" * (64 << 10)))
-            assert await push(attacker, victim, Identify(protocols=[f"/{number}" for number in range(1000)]))
-            assert len(known(victim, attacker.peer_id)) <= 128
-            taken = [await push(attacker, victim, Identify(protocols=["/a"])) for _ in range(40)]
-            assert taken[0] and not all(taken)
-
-    trio.run(main)
+    async with host(LOOPBACK) as victim, knowing(victim) as attacker:
+        assert await push(attacker, victim, Identify(protocols=["/mine"]))
+        assert known(victim, attacker.peer_id) == {"/mine"}
+        assert not await push(attacker, victim, Identify(protocols=["/large"], agent_version="x" * (64 << 10)))
+        assert await push(attacker, victim, Identify(protocols=[f"/{number}" for number in range(1000)]))
+        assert len(known(victim, attacker.peer_id)) <= 128
+        taken = [await push(attacker, victim, Identify(protocols=["/a"])) for _ in range(40)]
+        assert taken[0] and not all(taken)
 
 
 def test_an_answer_to_who_are_you_is_read_within_bounds() -> None:
@@ -113,22 +106,18 @@ def test_an_answer_to_who_are_you_is_read_within_bounds() -> None:
         trio.run(main, message, False)
 
 
-def test_a_silent_answer_to_who_are_you_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_answer_to_who_are_you_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standard_protocols, "PATIENCE", 0.05)
+    async with host(LOOPBACK) as victim, knowing(victim) as attacker:
+        ended = trio.Event()
 
-    async def main() -> None:
-        async with host(LOOPBACK) as victim, knowing(victim) as attacker:
-            ended = trio.Event()
+        async def be_silent(raw: StreamBytes, _: str) -> None:
+            with suppress(OSError):
+                await raw.write(varint(5))
+                await raw.read(1)
+            ended.set()
 
-            async def be_silent(raw: StreamBytes, _: str) -> None:
-                with suppress(OSError):
-                    await raw.write(varint(5))
-                    await raw.read(1)
-                ended.set()
-
-            attacker.set_stream_handler(IDENTIFY, be_silent)
-            await attacker.connect(victim.peer_id)
-            with trio.fail_after(TIMEOUT):
-                await ended.wait()
-
-    trio.run(main)
+        attacker.set_stream_handler(IDENTIFY, be_silent)
+        await attacker.connect(victim.peer_id)
+        with trio.fail_after(TIMEOUT):
+            await ended.wait()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +33,7 @@ from petalnode.node.network.provider_store import LIFETIME, MAX_OF_KEY, FairProv
 from petalnode.node.network.transport.bandwidth import ByteCount
 from petalnode.node.swarm import provider_records
 from petalnode.node.swarm.provider_records import SEARCH, ProviderRecords, blocks_sought
-from petalnode.node.testing.memory_network import DirectoryNode, MemoryNetwork, run_autojumping
+from petalnode.node.testing.memory_network import DirectoryNode, MemoryNetwork
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import (
     Announcement,
@@ -137,19 +138,15 @@ def trap() -> Iterator[Trap]:
     made.close()
 
 
-def test_no_service_of_this_machine_is_dialed_for_what_an_answer_names(trap: Trap) -> None:
+async def test_no_service_of_this_machine_is_dialed_for_what_an_answer_names(trap: Trap) -> None:
     """Neither as a peer nearer to the key nor as a provider, nor as the relay of one."""
     circuit = f"{trap.addr}/p2p/{PEERS[1].peer_id}/p2p-circuit"
     private = ("/ip4/127.0.0.1/tcp/1", "/ip4/169.254.169.254/tcp/80", "/ip4/0.0.0.0/tcp/1")
-
-    async def main() -> None:
-        async with victim() as host:
-            for one in (Contact(PEERS[2].peer_id, (trap.addr,)), Contact(PEERS[3].peer_id, (circuit, *private))):
-                assert await ask(host, one, Message(type=Message.GET_PROVIDERS, key=KEY), ByteCount()) is None
-                assert not await add(host, one, KEY, ["/ip4/11.0.0.1/tcp/1"], ByteCount())
-            assert not trap.was_dialed
-
-    trio.run(main)
+    async with victim() as host:
+        for one in (Contact(PEERS[2].peer_id, (trap.addr,)), Contact(PEERS[3].peer_id, (circuit, *private))):
+            assert await ask(host, one, Message(type=Message.GET_PROVIDERS, key=KEY), ByteCount()) is None
+            assert not await add(host, one, KEY, ["/ip4/11.0.0.1/tcp/1"], ByteCount())
+        assert not trap.was_dialed
 
 
 # --- records that a node keeps for others
@@ -266,49 +263,42 @@ class Provider:
         node.set_handler(DIRECTORY, wire.DirectoryFrame, serve)
 
 
-def searching(
-    main: Callable[[MemoryNetwork, DirectoryNode, dict[bytes, list[str]], ProviderRecords], Any],
-) -> None:
+@asynccontextmanager
+async def a_stranger() -> AsyncIterator[Any]:
     """Runs `main(network, stranger, providers of each key, the stranger's records)` on virtual time."""
+    async with trio.open_nursery() as nursery:
+        network = MemoryNetwork(nursery)
+        stranger = DirectoryNode(network, Identity.generate())
+        network.nodes[stranger.peer_id] = stranger
+        listed: dict[bytes, list[str]] = {}
 
-    async def run() -> None:
-        async with trio.open_nursery() as nursery:
-            network = MemoryNetwork(nursery)
-            stranger = DirectoryNode(network, Identity.generate())
-            network.nodes[stranger.peer_id] = stranger
-            listed: dict[bytes, list[str]] = {}
+        async def look_up(key: bytes, *, timeout: float) -> Lookup:
+            await trio.sleep(0.1)
+            lookup = Lookup(key, [PEERS[0]], stranger.peer_id)
+            contact = lookup.next()
+            assert contact is not None
+            lookup.answered(contact.peer_id, Answer(tuple(map(Contact, listed.get(key, ()))), ()))
+            return lookup
 
-            async def look_up(key: bytes, *, timeout: float) -> Lookup:
-                await trio.sleep(0.1)
-                lookup = Lookup(key, [PEERS[0]], stranger.peer_id)
-                contact = lookup.next()
-                assert contact is not None
-                lookup.answered(contact.peer_id, Answer(tuple(map(Contact, listed.get(key, ()))), ()))
-                return lookup
+        async def close_opened() -> None:
+            pass
 
-            async def close_opened() -> None:
-                pass
-
-            dht: Any = SimpleNamespace(look_up=look_up, close_opened=close_opened)
-            records = ProviderRecords(streams=stranger, dht=dht, directory=stranger.directory, ttl=45)
-            await main(network, stranger, listed, records)
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(run)
+        dht: Any = SimpleNamespace(look_up=look_up, close_opened=close_opened)
+        records = ProviderRecords(streams=stranger, dht=dht, directory=stranger.directory, ttl=45)
+        yield network, stranger, listed, records
+        nursery.cancel_scope.cancel()
 
 
 def known(stranger: DirectoryNode) -> set[str]:
     return {server.peer_id for server in stranger.view.servers(VERSION, now=time.time())}
 
 
-def test_an_honest_server_is_found_among_providers_that_are_none() -> None:
+@pytest.mark.virtual_time
+async def test_an_honest_server_is_found_among_providers_that_are_none() -> None:
     """Who gives another's announcement, one of other blocks or of another version, two at once, one that is not its
     own though signed, or nothing at all."""
     other = Identity.generate()
-
-    async def main(
-        network: MemoryNetwork, stranger: DirectoryNode, listed: dict[bytes, list[str]], records: ProviderRecords
-    ) -> None:
+    async with a_stranger() as (network, stranger, listed, records):
         honest = Provider(network, announced)
         false = [
             Provider(network, lambda _: announced(other)),
@@ -325,13 +315,10 @@ def test_an_honest_server_is_found_among_providers_that_are_none() -> None:
         assert not known(stranger) & {false[index].peer_id for index in (0, 2, 3, 4, 5)}
         assert all(one.asked == 1 for one in (honest, *false))
 
-    searching(main)
 
-
-def test_a_flood_of_records_costs_a_bounded_number_of_meetings() -> None:
-    async def main(
-        network: MemoryNetwork, stranger: DirectoryNode, listed: dict[bytes, list[str]], records: ProviderRecords
-    ) -> None:
+@pytest.mark.virtual_time
+async def test_a_flood_of_records_costs_a_bounded_number_of_meetings() -> None:
+    async with a_stranger() as (_network, stranger, listed, records):
         tried: list[str] = []
         new_stream = stranger.new_stream
 
@@ -353,13 +340,10 @@ def test_a_flood_of_records_costs_a_bounded_number_of_meetings() -> None:
         assert await records.find(blocks_sought("22" * 32)[:1], timeout=15)
         assert len(tried) == SEARCH.tried
 
-    searching(main)
 
-
-def test_providers_that_keep_a_search_waiting_end_with_it() -> None:
-    async def main(
-        network: MemoryNetwork, stranger: DirectoryNode, listed: dict[bytes, list[str]], records: ProviderRecords
-    ) -> None:
+@pytest.mark.virtual_time
+async def test_providers_that_keep_a_search_waiting_end_with_it() -> None:
+    async with a_stranger() as (network, stranger, listed, records):
         silent = [Provider(network, lambda _: None).peer_id for _ in range(40)]
         for number in range(8):
             listed[blocks_key(VERSION.hex(), number)] = random.sample(silent, 20)
@@ -367,8 +351,6 @@ def test_providers_that_keep_a_search_waiting_end_with_it() -> None:
         assert await records.find(blocks_sought(VERSION.hex(), BLOCKS), timeout=5)
         assert trio.current_time() - begun <= 5
         assert not known(stranger)
-
-    searching(main)
 
 
 def test_a_provider_sends_no_more_than_one_announcement_takes() -> None:

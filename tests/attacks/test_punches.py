@@ -15,36 +15,29 @@ from tests.swarm.test_punching import met_at_a_relay, punches
 ADDRS = ["/ip4/203.0.113.5/tcp/1"]
 
 
-def test_who_came_through_a_relay_does_not_start() -> None:
-    async def main() -> None:
-        async with met_at_a_relay() as (target, client, _):
-            stream = DelimitedStream(await client.open_stream(target.peer_id, PUNCH), target.peer_id)
-            with pytest.raises(StreamClosed, match="closed the stream"):
-                await exchange_first(stream, ADDRS, timeout=60)
-
-    trio.run(main)
+async def test_who_came_through_a_relay_does_not_start() -> None:
+    async with met_at_a_relay() as (target, client, _):
+        stream = DelimitedStream(await client.open_stream(target.peer_id, PUNCH), target.peer_id)
+        with pytest.raises(StreamClosed, match="closed the stream"):
+            await exchange_first(stream, ADDRS, timeout=60)
 
 
-def test_a_peer_that_falls_silent_holds_a_place_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_peer_that_falls_silent_holds_a_place_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hole_punching, "_MESSAGE", 300.0)
     monkeypatch.setattr(hole_punching, "_WHOLE", 0.2)
-
-    async def main() -> None:
-        async with (
-            relay_here() as (relay, _),
-            host_here() as target,
-            host_here() as client,
-            trio.open_nursery() as nursery,
-        ):
-            punches(client, nursery)
-            client.remember(target.peer_id, await reserve(target, relay))
-            await client.connect(target.peer_id)
-            await until(lambda: target.is_connected(client.peer_id), "the relayed connection")
-            for _ in range(3):
-                stream = DelimitedStream(await target.open_stream(client.peer_id, PUNCH), client.peer_id)
-                await exchange_first(stream, [], timeout=60)
-                with pytest.raises(PeerError):
-                    await stream.receive_bytes(timeout=60)
-            nursery.cancel_scope.cancel()
-
-    trio.run(main)
+    async with (
+        relay_here() as (relay, _),
+        host_here() as target,
+        host_here() as client,
+        trio.open_nursery() as nursery,
+    ):
+        punches(client, nursery)
+        client.remember(target.peer_id, await reserve(target, relay))
+        await client.connect(target.peer_id)
+        await until(lambda: target.is_connected(client.peer_id), "the relayed connection")
+        for _ in range(3):
+            stream = DelimitedStream(await target.open_stream(client.peer_id, PUNCH), client.peer_id)
+            await exchange_first(stream, [], timeout=60)
+            with pytest.raises(PeerError):
+                await stream.receive_bytes(timeout=60)
+        nursery.cancel_scope.cancel()

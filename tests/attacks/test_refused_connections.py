@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 
+import pytest
 import trio
 import trio.lowlevel
 
@@ -86,56 +87,51 @@ def test_refused_connections_start_no_task_and_leave_the_loop_to_others() -> Non
     assert 1.8 * REFUSED_PER_SECOND < passes.total < 2.2 * REFUSED_PER_SECOND
 
 
-def test_a_loud_address_has_few_handshakes_under_way_while_others_are_served() -> None:
-    async def main() -> None:
-        limits = NodeLimits()
-        connections = ShareCount(MAX_INBOUND, LEAST_OF_ADDRESS)
-        handshakes = ShareCount(MAX_HANDSHAKES, LEAST_OF_ADDRESS)
+@pytest.mark.virtual_time
+async def test_a_loud_address_has_few_handshakes_under_way_while_others_are_served() -> None:
+    limits = NodeLimits()
+    connections = ShareCount(MAX_INBOUND, LEAST_OF_ADDRESS)
+    handshakes = ShareCount(MAX_HANDSHAKES, LEAST_OF_ADDRESS)
 
-        def admitted(origin: str) -> int:
-            count = 0
-            while limits.admit(limits.of_address(origin), connections, handshakes):
-                handshakes.add(origin)
-                count += 1
-            for _ in range(count):
-                handshakes.remove(origin)
-            return count
+    def admitted(origin: str) -> int:
+        count = 0
+        while limits.admit(limits.of_address(origin), connections, handshakes):
+            handshakes.add(origin)
+            count += 1
+        for _ in range(count):
+            handshakes.remove(origin)
+        return count
 
-        assert admitted(ATTACKER) == MAX_HANDSHAKES // 2
-        assert not limits.of_address(ATTACKER).is_quiet, "accepting is work"
-        limits.served_at = trio.current_time()
-        assert admitted(ATTACKER) == MAX_HANDSHAKES_OF_LOUD
-        assert limits.admit(limits.of_address(HONEST), connections, handshakes)
-        assert limits.of_address(HONEST).recent.amount() == ACCEPTED_WORK
-        for _ in range(MAX_INBOUND // 2):
-            connections.add(HONEST)
-        assert not limits.admit(limits.of_address(HONEST), connections, handshakes)
-        assert limits.of_address(HONEST).recent.amount() == ACCEPTED_WORK + REFUSED_WORK
-
-    run(main)
+    assert admitted(ATTACKER) == MAX_HANDSHAKES // 2
+    assert not limits.of_address(ATTACKER).is_quiet, "accepting is work"
+    limits.served_at = trio.current_time()
+    assert admitted(ATTACKER) == MAX_HANDSHAKES_OF_LOUD
+    assert limits.admit(limits.of_address(HONEST), connections, handshakes)
+    assert limits.of_address(HONEST).recent.amount() == ACCEPTED_WORK
+    for _ in range(MAX_INBOUND // 2):
+        connections.add(HONEST)
+    assert not limits.admit(limits.of_address(HONEST), connections, handshakes)
+    assert limits.of_address(HONEST).recent.amount() == ACCEPTED_WORK + REFUSED_WORK
 
 
-def test_a_loud_address_is_refused_at_the_socket_and_another_one_is_not() -> None:
-    async def main() -> None:
-        async with host(LOOPBACK) as victim:
-            limits = limits_of(victim)
-            port = int(victim.addrs()[0].split("/")[4])
-            loud = limits.of_address("127.0.0.2")
+async def test_a_loud_address_is_refused_at_the_socket_and_another_one_is_not() -> None:
+    async with host(LOOPBACK) as victim:
+        limits = limits_of(victim)
+        port = int(victim.addrs()[0].split("/")[4])
+        loud = limits.of_address("127.0.0.2")
 
-            async def dial(source: str) -> trio.SocketStream:
-                return await trio.open_tcp_stream("127.0.0.1", port, local_address=source)
+        async def dial(source: str) -> trio.SocketStream:
+            return await trio.open_tcp_stream("127.0.0.1", port, local_address=source)
 
-            held = []
-            for _ in range(2 * MAX_HANDSHAKES_OF_LOUD):
-                limits.worked(loud, WORK_PER_SECOND / 100)
-                limits.served_at = trio.current_time()
-                held.append(await dial("127.0.0.2"))
-            before = limits.of_address("127.0.0.3").users
+        held = []
+        for _ in range(2 * MAX_HANDSHAKES_OF_LOUD):
+            limits.worked(loud, WORK_PER_SECOND / 100)
             limits.served_at = trio.current_time()
-            held.append(await dial("127.0.0.3"))
-            await eventually(lambda: limits.of_address("127.0.0.3").users > before, "the other one is accepted")
-            assert loud.users <= MAX_HANDSHAKES_OF_LOUD
-            for stream in held:
-                await trio.aclose_forcefully(stream)
-
-    trio.run(main)
+            held.append(await dial("127.0.0.2"))
+        before = limits.of_address("127.0.0.3").users
+        limits.served_at = trio.current_time()
+        held.append(await dial("127.0.0.3"))
+        await eventually(lambda: limits.of_address("127.0.0.3").users > before, "the other one is accepted")
+        assert loud.users <= MAX_HANDSHAKES_OF_LOUD
+        for stream in held:
+            await trio.aclose_forcefully(stream)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -23,13 +24,11 @@ TIMEOUT = 120.0
 Attack = Callable[[OneServer, RawSession], Awaitable[None]]
 
 
-def run(blocks: BlockSpan, main: Callable[[OneServer], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        with trio.fail_after(TIMEOUT):
-            async with one_server(blocks) as server:
-                await main(server)
-
-    trio.run(bounded)
+@asynccontextmanager
+async def a_server(blocks: BlockSpan) -> AsyncIterator[Any]:
+    with trio.fail_after(TIMEOUT):
+        async with one_server(blocks) as server:
+            yield server
 
 
 async def opened(server: OneServer, upstream: Identity | None = UPSTREAM) -> RawSession:
@@ -84,26 +83,22 @@ NEXT: dict[str, Callable[[RawSession], wire.PushFrame]] = {
 
 
 @pytest.mark.parametrize("kind", NEXT)
-def test_a_refused_push_of_the_next_token_is_forgotten(kind: str, blocks: BlockSpan) -> None:
+async def test_a_refused_push_of_the_next_token_is_forgotten(kind: str, blocks: BlockSpan) -> None:
     """Its receipt is checked while it is computed."""
-
-    async def main(server: OneServer) -> None:
+    async with a_server(blocks) as server:
         undisturbed, victim = await opened(server), await opened(server)
         frame = NEXT[kind](victim)
         payload = HUGE if "infinite" in kind else values(1, seed=8)
         assert (await refusal(server, UPSTREAM, frame, payload)).code == wire.ERROR_BAD_REQUEST
         await _answers_as(undisturbed, victim)
 
-    run(blocks, main)
-
 
 @pytest.mark.parametrize("kind", PUSHES)
-def test_a_refused_push_leaves_the_cache_as_it_was(
+async def test_a_refused_push_leaves_the_cache_as_it_was(
     kind: str, blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("petalnode.node.server.requests.session.TURN_TIMEOUT", 0.01)
-
-    async def main(server: OneServer) -> None:
+    async with a_server(blocks) as server:
         undisturbed, victim = await opened(server), await opened(server)
         pusher, frame = PUSHES[kind](victim)
         assert (await refusal(server, pusher, frame, GARBAGE)).code in (
@@ -111,8 +106,6 @@ def test_a_refused_push_leaves_the_cache_as_it_was(
             wire.ERROR_NOT_ALLOWED,
         )
         await _answers_as(undisturbed, victim)
-
-    run(blocks, main)
 
 
 async def _answers_as(undisturbed: RawSession, victim: RawSession) -> None:
@@ -122,33 +115,31 @@ async def _answers_as(undisturbed: RawSession, victim: RawSession) -> None:
     assert payload == expected
 
 
-def test_a_receipt_that_is_not_the_one_named_in_the_step_changes_nothing(blocks: BlockSpan) -> None:
-    async def main(server: OneServer) -> None:
+async def test_a_receipt_that_is_not_the_one_named_in_the_step_changes_nothing(blocks: BlockSpan) -> None:
+    async with a_server(blocks) as server:
         undisturbed, victim = await opened(server), await opened(server)
         frame = pushed(victim, CLIENT, UPSTREAM, 2, 0, GARBAGE)
         frame.push.step.previous_receipt = b"x" * 32
         assert (await refusal(server, UPSTREAM, frame, GARBAGE)).code == wire.ERROR_BAD_REQUEST
         await _answers_as(undisturbed, victim)
 
-    run(blocks, main)
 
-
-def test_values_that_are_not_finite_change_nothing(blocks: BlockSpan) -> None:
-    async def main(server: OneServer) -> None:
+async def test_values_that_are_not_finite_change_nothing(blocks: BlockSpan) -> None:
+    async with a_server(blocks) as server:
         undisturbed, victim = await opened(server), await opened(server)
         payload = b"\xff" * len(GARBAGE)
         frame = pushed(victim, CLIENT, UPSTREAM, 2, 0, payload)
         assert "NaN" in (await refusal(server, UPSTREAM, frame, payload)).message
         await _answers_as(undisturbed, victim)
 
-    run(blocks, main)
 
-
-def test_a_push_at_which_the_blocks_fail_ends_the_session(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_push_at_which_the_blocks_fail_ends_the_session(
+    blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("out of memory")
 
-    async def main(server: OneServer) -> None:
+    async with a_server(blocks) as server:
         victim = await opened(server)
         with monkeypatch.context() as patch:
             patch.setattr(blocks, "forward", fail)
@@ -158,14 +149,11 @@ def test_a_push_at_which_the_blocks_fail_ends_the_session(blocks: BlockSpan, mon
         answer, _ = await victim.step(2, 3, values(1))  # or it would be computed over half a cache
         assert answer.error.code == wire.ERROR_NOT_FOUND
 
-    run(blocks, main)
-
 
 @pytest.mark.parametrize("upstream", [UPSTREAM, None])
-def test_the_server_before_pushes(upstream: Identity | None, blocks: BlockSpan) -> None:
+async def test_the_server_before_pushes(upstream: Identity | None, blocks: BlockSpan) -> None:
     """Without a server before this one, the client stands before it."""
-
-    async def main(server: OneServer) -> None:
+    async with a_server(blocks) as server:
         session, relayed = await opened(server, upstream), await opened(server, upstream)
         payload = values(1, seed=4)
         pusher = upstream or CLIENT
@@ -176,11 +164,11 @@ def test_the_server_before_pushes(upstream: Identity | None, blocks: BlockSpan) 
         _, (expected,) = await relayed.step(2, 3, payload)
         assert answer == expected
 
-    run(blocks, main)
 
-
-def test_a_server_that_takes_the_place_of_the_one_before_pushes_and_the_old_one_does_not(blocks: BlockSpan) -> None:
-    async def main(server: OneServer) -> None:
+async def test_a_server_that_takes_the_place_of_the_one_before_pushes_and_the_old_one_does_not(
+    blocks: BlockSpan,
+) -> None:
+    async with a_server(blocks) as server:
         session = await opened(server)
         new = Identity.generate()
         payload = values(1, seed=4)
@@ -197,17 +185,14 @@ def test_a_server_that_takes_the_place_of_the_one_before_pushes_and_the_old_one_
         late = pushed(session, CLIENT, UPSTREAM, 4, 0, GARBAGE)
         assert (await refusal(server, UPSTREAM, late, GARBAGE)).code == wire.ERROR_NOT_ALLOWED
 
-    run(blocks, main)
-
 
 NEVER = 1e6
 
 
-def test_a_push_waits_for_the_step_before_it(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_push_waits_for_the_step_before_it(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server before could not push that one, and the client sends it."""
     monkeypatch.setattr("petalnode.node.server.requests.session.TURN_TIMEOUT", NEVER)
-
-    async def main(server: OneServer) -> None:
+    async with a_server(blocks) as server:
         session = await opened(server)
         assert session.granted.bytes_in_flight and session.granted.credits > 1
         payload = values(2, seed=5)
@@ -218,15 +203,10 @@ def test_a_push_waits_for_the_step_before_it(blocks: BlockSpan, monkeypatch: pyt
         frame, _ = await session.receive()
         assert (frame.reply.sequence, frame.reply.position, frame.reply.pushed) == (3, 6, True)
 
-    run(blocks, main)
 
-
-def test_a_push_far_ahead_waits_for_nothing(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_push_far_ahead_waits_for_nothing(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("petalnode.node.server.requests.session.TURN_TIMEOUT", NEVER)
-
-    async def main(server: OneServer) -> None:
+    async with a_server(blocks) as server:
         session = await opened(server)
         frame = pushed(session, CLIENT, UPSTREAM, 2 + session.granted.credits, 3, GARBAGE)
         assert (await refusal(server, UPSTREAM, frame, GARBAGE)).code == wire.ERROR_BAD_REQUEST
-
-    run(blocks, main)

@@ -65,21 +65,17 @@ def test_old_endorsements_of_trusted_validators_ban_nobody(server: SigningServer
         assert store.is_banned(bundle.accused) == banned
 
 
-def test_an_endorser_does_not_renew_old_evidence(server: SigningServer, folder: ModelFolder) -> None:
+async def test_an_endorser_does_not_renew_old_evidence(server: SigningServer, folder: ModelFolder) -> None:
     now = answer(server).evidence.time_ms
     old = answer(server, now - 4 * 86_400_000)
     swarm = Listener(old=old)
-
-    async def main() -> None:
-        endorser = Endorser(swarm, folder)  # type: ignore[arg-type]
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(endorser.run)
-            swarm.hear(EvidenceMessage(old.id, old.accused, now), "author")
-            with trio.fail_after(60):
-                while endorser.checked.get(old.id, 1) is None:  # noqa: ASYNC110  (what it waits for tells nobody)
-                    await trio.sleep(0.01)
-            assert "it is old" in str(endorser.checked.get(old.id)), "nobody else has to bring it"
-            nursery.cancel_scope.cancel()
-
-    trio.run(main)
+    endorser = Endorser(swarm, folder)  # type: ignore[arg-type]
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(endorser.run)
+        swarm.hear(EvidenceMessage(old.id, old.accused, now), "author")
+        with trio.fail_after(60):
+            while endorser.checked.get(old.id, 1) is None:  # noqa: ASYNC110  (what it waits for tells nobody)
+                await trio.sleep(0.01)
+        assert "it is old" in str(endorser.checked.get(old.id)), "nobody else has to bring it"
+        nursery.cancel_scope.cancel()
     assert not swarm.published and not swarm.trust.bans()

@@ -23,6 +23,8 @@ from petalnode.protocols.framing import StreamTimeout
 from tests.attacks.forger import ATTACKER, HONEST, Listener, hidden
 from tests.signing_server import SigningServer, spoiled
 
+pytestmark = pytest.mark.virtual_time
+
 AUTHOR = Identity.generate().peer_id
 
 
@@ -151,7 +153,7 @@ def test_evidence_that_needs_no_fetch_waits_for_none(folder: ModelFolder, genuin
     assert swarm.most == ENDORSING.max_fetches
 
 
-def test_keys_of_one_address_give_up_fetches_for_which_others_wait(folder: ModelFolder) -> None:
+async def test_keys_of_one_address_give_up_fetches_for_which_others_wait(folder: ModelFolder) -> None:
     """Before, 8 keys that send as slowly as is borne kept all fetches for 540 s, and those that waited after them."""
     asked: list[float] = []
     given_up: list[str] = []
@@ -169,26 +171,21 @@ def test_keys_of_one_address_give_up_fetches_for_which_others_wait(folder: Model
                 given_up.append(author)
                 raise
 
-    async def main() -> None:
-        swarm = AtOneAddress([])
-        endorser = Endorser(swarm, folder)  # type: ignore[arg-type]
-        begun = trio.current_time()
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(endorser.run)
+    swarm = AtOneAddress([])
+    endorser = Endorser(swarm, folder)  # type: ignore[arg-type]
+    begun = trio.current_time()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(endorser.run)
+        await trio.testing.wait_all_tasks_blocked()
+        for number, author in enumerate(["alone", *(f"key {number}" for number in range(ENDORSING.max_fetches + 3))]):
+            swarm.hear(withheld(number), author)
             await trio.testing.wait_all_tasks_blocked()
-            for number, author in enumerate(
-                ["alone", *(f"key {number}" for number in range(ENDORSING.max_fetches + 3))]
-            ):
-                swarm.hear(withheld(number), author)
-                await trio.testing.wait_all_tasks_blocked()
-            swarm.hear(withheld(99), AUTHOR)
-            await trio.sleep(60)
-            assert "key 0" in given_up and "alone" not in given_up, "who has one of its own address keeps it"
-            nursery.cancel_scope.cancel()
-        assert asked and asked[0] - begun <= 5 * ENDORSING.share_pause
-        assert len(asked) == 1
-
-    run_autojumping(main)
+        swarm.hear(withheld(99), AUTHOR)
+        await trio.sleep(60)
+        assert "key 0" in given_up and "alone" not in given_up, "who has one of its own address keeps it"
+        nursery.cancel_scope.cancel()
+    assert asked and asked[0] - begun <= 5 * ENDORSING.share_pause
+    assert len(asked) == 1
 
 
 # --- whose turn it is

@@ -27,27 +27,24 @@ PER_DIAL = 100
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_an_attack_is_carried_out_and_others_are_served(name: str) -> None:
-    async def main() -> None:
-        config = SwarmConfig(Identity.generate(), listen=(LOOPBACK,))
-        async with (
-            open_swarm(config) as node,
-            open_swarm(SwarmConfig(Identity.generate(), peers=tuple(node.addrs))) as honest,
-            open_keys(KEYS, (SOURCE,), seed=1) as keys,
-            trio.open_nursery() as nursery,
-        ):
-            victim = Victim(node.addrs[0])
-            for key in keys:
-                for attack in ATTACKS[name]:
-                    nursery.start_soon(keep_up, attack, key, victim)
-            with trio.fail_after(TIMEOUT):
-                while sum(key.host.socket_bytes.sent + PER_DIAL * key.dials for key in keys) < LEAST:  # noqa: ASYNC110  (nobody tells)
-                    await trio.sleep(0.01)
-                for _ in range(3):
-                    assert await honest.measure_rtt(node.peer_id, timeout=TIMEOUT) < TIMEOUT
-            nursery.cancel_scope.cancel()
-
-    trio.run(main)
+async def test_an_attack_is_carried_out_and_others_are_served(name: str) -> None:
+    config = SwarmConfig(Identity.generate(), listen=(LOOPBACK,))
+    async with (
+        open_swarm(config) as node,
+        open_swarm(SwarmConfig(Identity.generate(), peers=tuple(node.addrs))) as honest,
+        open_keys(KEYS, (SOURCE,), seed=1) as keys,
+        trio.open_nursery() as nursery,
+    ):
+        victim = Victim(node.addrs[0])
+        for key in keys:
+            for attack in ATTACKS[name]:
+                nursery.start_soon(keep_up, attack, key, victim)
+        with trio.fail_after(TIMEOUT):
+            while sum(key.host.socket_bytes.sent + PER_DIAL * key.dials for key in keys) < LEAST:  # noqa: ASYNC110  (nobody tells)
+                await trio.sleep(0.01)
+            for _ in range(3):
+                assert await honest.measure_rtt(node.peer_id, timeout=TIMEOUT) < TIMEOUT
+        nursery.cancel_scope.cancel()
 
 
 def test_keys_take_their_addresses_in_turns() -> None:

@@ -133,53 +133,48 @@ def test_pings_of_many_keys_have_the_turns_of_one_address() -> None:
     assert counted.most <= KEYS * WORK_AT_ONCE + 1
 
 
-def test_who_waits_for_its_turn_is_not_taken_for_dead() -> None:
-    async def main() -> None:
-        limits = NodeLimits()
-        async with connections(2, ATTACKER, limits) as [(first, other), (second, quiet)]:
-            quiet.open(1)
-            await settled()
-            limits.worked(limits.of_address(ATTACKER), 60 * WORK_PER_SECOND)
-            quiet.say(PING, SYN, 0, 7)
-            other.say(PING, SYN, 0, 7)
-            await trio.sleep(50)
-            assert not _answered(quiet)
-            await trio.sleep(11)
-            assert _answered(quiet) and second.lost is None and first.lost is None
-
-    run(main)
+@pytest.mark.virtual_time
+async def test_who_waits_for_its_turn_is_not_taken_for_dead() -> None:
+    limits = NodeLimits()
+    async with connections(2, ATTACKER, limits) as [(first, other), (second, quiet)]:
+        quiet.open(1)
+        await settled()
+        limits.worked(limits.of_address(ATTACKER), 60 * WORK_PER_SECOND)
+        quiet.say(PING, SYN, 0, 7)
+        other.say(PING, SYN, 0, 7)
+        await trio.sleep(50)
+        assert not _answered(quiet)
+        await trio.sleep(11)
+        assert _answered(quiet) and second.lost is None and first.lost is None
 
 
-def test_streams_that_were_reset_at_once_start_no_task() -> None:
-    async def main() -> None:
-        async with muxer() as (ours, other):
-            other.say_bytes(OPENED_AND_RESET)
-            other.open(2 * PAIRS + 1)
-            assert (await ours.accept_stream()).stream_id == 2 * PAIRS + 1
-
-    run(main)
+@pytest.mark.virtual_time
+async def test_streams_that_were_reset_at_once_start_no_task() -> None:
+    async with muxer() as (ours, other):
+        other.say_bytes(OPENED_AND_RESET)
+        other.open(2 * PAIRS + 1)
+        assert (await ours.accept_stream()).stream_id == 2 * PAIRS + 1
 
 
-def test_pings_of_who_does_not_read_are_not_answered_for_ever() -> None:
-    async def main() -> None:
-        raw = MemoryRaw(room=0)
-        async with muxer(raw) as (ours, other):
-            for _ in range(8):
-                other.say_bytes(HEADER.pack(0, PING, SYN, 0, 0) * 5000)
-                await trio.sleep(0.6)
-            raw.make_room()
-            await settled()
-            assert ours.lost is None
-            assert len(raw.sent) < 1.1 * (1 << 20)
-            other.plaintext()
-            other.say(PING, SYN, 0, 7)
-            await settled()
-            assert _answered(other)
-
-    run(main)
+@pytest.mark.virtual_time
+async def test_pings_of_who_does_not_read_are_not_answered_for_ever() -> None:
+    raw = MemoryRaw(room=0)
+    async with muxer(raw) as (ours, other):
+        for _ in range(8):
+            other.say_bytes(HEADER.pack(0, PING, SYN, 0, 0) * 5000)
+            await trio.sleep(0.6)
+        raw.make_room()
+        await settled()
+        assert ours.lost is None
+        assert len(raw.sent) < 1.1 * (1 << 20)
+        other.plaintext()
+        other.say(PING, SYN, 0, 7)
+        await settled()
+        assert _answered(other)
 
 
-def test_strangers_take_less_while_others_use_what_they_were_granted() -> None:
+@pytest.mark.virtual_time
+async def test_strangers_take_less_while_others_use_what_they_were_granted() -> None:
     async def pings_taken(served: bool) -> int:
         counted = FramesPerPass()
         limits = NodeLimits()
@@ -199,71 +194,59 @@ def test_strangers_take_less_while_others_use_what_they_were_granted() -> None:
                     await trio.sleep(0.05)
             return counted.total
 
-    async def main() -> None:
-        assert await pings_taken(False) > 0.9 * WORK_PER_SECOND
-        assert 0.5 * WORK_WHILE_SERVING < await pings_taken(True) < 1.3 * WORK_WHILE_SERVING
-
-    run(main)
+    assert await pings_taken(False) > 0.9 * WORK_PER_SECOND
+    assert 0.5 * WORK_WHILE_SERVING < await pings_taken(True) < 1.3 * WORK_WHILE_SERVING
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize(("frames", "quiet"), [(5000, True), (20_000, False)])
-def test_steps_of_a_session_are_quiet_and_a_flood_on_its_stream_is_not(frames: int, quiet: bool) -> None:
-    async def main() -> None:
-        async with muxer(MemoryRaw(origin=HONEST)) as (ours, honest):
-            honest.open(1)
-            (await ours.accept_stream()).grant()
-            for _ in range(200):
-                honest.say_bytes((HEADER.pack(0, DATA, 0, 1, 4) + b"step") * (frames // 200))
-                await trio.sleep(0.005)
-            assert ours.address.is_quiet == quiet
-
-    run(main)
+async def test_steps_of_a_session_are_quiet_and_a_flood_on_its_stream_is_not(frames: int, quiet: bool) -> None:
+    async with muxer(MemoryRaw(origin=HONEST)) as (ours, honest):
+        honest.open(1)
+        (await ours.accept_stream()).grant()
+        for _ in range(200):
+            honest.say_bytes((HEADER.pack(0, DATA, 0, 1, 4) + b"step") * (frames // 200))
+            await trio.sleep(0.005)
+        assert ours.address.is_quiet == quiet
 
 
-def test_what_serves_a_stream_counts_for_its_address_until_something_is_granted() -> None:
+async def test_what_serves_a_stream_counts_for_its_address_until_something_is_granted() -> None:
     """By processor time, whatever the handler does."""
     spent = []
+    async with host(LOOPBACK) as victim, knowing(victim) as attacker:
+        use = limits_of(victim).of_address("127.0.0.1")
 
-    async def main() -> None:
-        async with host(LOOPBACK) as victim, knowing(victim) as attacker:
-            use = limits_of(victim).of_address("127.0.0.1")
+        async def serve(raw: StreamBytes, _: str) -> None:
+            for grants in (False, True):
+                if grants:
+                    raw.grant()
+                before, until = use.recent.amount(), time.thread_time() + 0.05
+                while time.thread_time() < until:
+                    pass
+                await trio.lowlevel.checkpoint()
+                spent.append(use.recent.amount() - before)
 
-            async def serve(raw: StreamBytes, _: str) -> None:
-                for grants in (False, True):
-                    if grants:
-                        raw.grant()
-                    before, until = use.recent.amount(), time.thread_time() + 0.05
-                    while time.thread_time() < until:
-                        pass
-                    await trio.lowlevel.checkpoint()
-                    spent.append(use.recent.amount() - before)
-
-            victim.set_stream_handler("/busy/1", serve)
-            await attacker.open_stream(victim.peer_id, "/busy/1")
-            await eventually(lambda: len(spent) == 2, "the stream is served")
-
-    trio.run(main)
+        victim.set_stream_handler("/busy/1", serve)
+        await attacker.open_stream(victim.peer_id, "/busy/1")
+        await eventually(lambda: len(spent) == 2, "the stream is served")
     assert spent[0] > 2500 and spent[1] < 500
 
 
-def test_handshakes_are_work_of_their_address() -> None:
-    async def main() -> None:
-        with trio.fail_after(60):
-            async with open_swarm(SwarmConfig(Identity.generate(), listen=("/ip4/127.0.0.1/tcp/0",))) as node:
-                port = int(node.addrs[0].split("/")[4])
-                uses = [limits_of(node.host).of_address(f"127.0.0.{number}") for number in (2, 3)]
-                socks = []
-                for use in (uses[0], uses[0], uses[1]):
-                    before = use.users
-                    socks.append(sock := trio.socket.socket())
-                    await sock.bind((use.origin, 0))
-                    await sock.connect(("127.0.0.1", port))
-                    await eventually(lambda use=use, before=before: use.users > before, "the connection is accepted")
-                two, one = (use.recent.amount() for use in uses)
-                assert HANDSHAKE_WORK * 0.9 < one < 2 * HANDSHAKE_WORK
-                assert two > 0
-                for sock in socks:
-                    sock.close()
-                await eventually(lambda: not any(use.users for use in uses), "the connections are closed")
-
-    trio.run(main)
+async def test_handshakes_are_work_of_their_address() -> None:
+    with trio.fail_after(60):
+        async with open_swarm(SwarmConfig(Identity.generate(), listen=("/ip4/127.0.0.1/tcp/0",))) as node:
+            port = int(node.addrs[0].split("/")[4])
+            uses = [limits_of(node.host).of_address(f"127.0.0.{number}") for number in (2, 3)]
+            socks = []
+            for use in (uses[0], uses[0], uses[1]):
+                before = use.users
+                socks.append(sock := trio.socket.socket())
+                await sock.bind((use.origin, 0))
+                await sock.connect(("127.0.0.1", port))
+                await eventually(lambda use=use, before=before: use.users > before, "the connection is accepted")
+            two, one = (use.recent.amount() for use in uses)
+            assert HANDSHAKE_WORK * 0.9 < one < 2 * HANDSHAKE_WORK
+            assert two > 0
+            for sock in socks:
+                sock.close()
+            await eventually(lambda: not any(use.users for use in uses), "the connections are closed")

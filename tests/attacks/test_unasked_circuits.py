@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import trio
 
 from petalnode.node.network.host import Host
 from petalnode.node.network.nat import circuits
@@ -20,34 +19,27 @@ async def brought(relay: Host, target: Host, source: str = OTHER.peer_id) -> Non
     await ask_stop(stream, source, CircuitLimit(), timeout=60)
 
 
-def test_a_peer_that_was_asked_for_nothing_brings_nobody() -> None:
-    async def main() -> None:
-        async with host_here(listens=True) as target, host_here() as stranger, relay_here() as (relay, _):
-            stranger.remember(target.peer_id, target.addrs())
-            with pytest.raises(RelayRefused) as refused:
-                await brought(stranger, target)
-            assert refused.value.status == pb.PERMISSION_DENIED
-            await reserve(target, relay)
-            await brought(relay, target)
-            with pytest.raises(RelayRefused):  # nobody is brought to itself
-                await brought(relay, target, target.peer_id)
-
-    trio.run(main)
+async def test_a_peer_that_was_asked_for_nothing_brings_nobody() -> None:
+    async with host_here(listens=True) as target, host_here() as stranger, relay_here() as (relay, _):
+        stranger.remember(target.peer_id, target.addrs())
+        with pytest.raises(RelayRefused) as refused:
+            await brought(stranger, target)
+        assert refused.value.status == pb.PERMISSION_DENIED
+        await reserve(target, relay)
+        await brought(relay, target)
+        with pytest.raises(RelayRefused):  # nobody is brought to itself
+            await brought(relay, target, target.peer_id)
 
 
-def test_silent_circuits_of_one_address_leave_places(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silent_circuits_of_one_address_leave_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(circuits, "_MAX_PENDING", 8)
-
-    async def main() -> None:
-        async with host_here(listens=True) as target, host_here() as stranger:
-            stranger.remember(target.peer_id, target.addrs())
-            silent = [await stranger.open_stream(target.peer_id, STOP) for _ in range(4)]
-            with pytest.raises(StreamClosed):
+    async with host_here(listens=True) as target, host_here() as stranger:
+        stranger.remember(target.peer_id, target.addrs())
+        silent = [await stranger.open_stream(target.peer_id, STOP) for _ in range(4)]
+        with pytest.raises(StreamClosed):
+            await brought(stranger, target)
+        for stream in silent:
+            await stream.reset()
+        for _ in range(8):  # places are free again, and none is lost to who is refused
+            with pytest.raises(RelayRefused):
                 await brought(stranger, target)
-            for stream in silent:
-                await stream.reset()
-            for _ in range(8):  # places are free again, and none is lost to who is refused
-                with pytest.raises(RelayRefused):
-                    await brought(stranger, target)
-
-    trio.run(main)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import trio
 
 from petalnode.crypto.identity import Identity
@@ -14,7 +15,7 @@ from petalnode.node.swarm.swarm import open_swarm
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.directory import DIRECTORY_LIMITS
 from petalnode.protocols.ids import TRANSFER
-from tests.memory_muxer import muxer, run, settled
+from tests.memory_muxer import muxer, settled
 from tests.node_inspection import limits_of
 from tests.swarm.processes import LOOPBACK
 from tests.swarm.relays import echoed, host_here, relay_here, reserve
@@ -22,58 +23,49 @@ from tests.swarm.relays import echoed, host_here, relay_here, reserve
 TIMEOUT = 60.0
 
 
-def test_the_test_of_a_line_is_no_grant() -> None:
+async def test_the_test_of_a_line_is_no_grant() -> None:
     """Who had asked for one byte was measured no more, and had the node give less to all other strangers."""
-
-    async def main() -> None:
-        async with (
-            open_swarm(SwarmConfig(Identity.generate(), listen=(LOOPBACK,))) as node,
-            open_swarm(SwarmConfig(Identity.generate(), peers=tuple(node.addrs))) as stranger,
-        ):
-            serve_transfers(node)
-            limits = limits_of(node.host)
-            use = limits.of_address("127.0.0.1")
-            stream = await stranger.new_stream(node.peer_id, TRANSFER, wire.TransferFrame, timeout=TIMEOUT)
-            for size in (1, DIRECTORY_LIMITS.transfer_bytes):
-                before = use.recent.amount()
-                frame = wire.TransferFrame(wanted=size, tensors=[wire.Tensor(nbytes=size)])
-                await stream.send(frame, [bytes(size)], timeout=TIMEOUT)
-                _, [payload] = await stream.receive(timeout=TIMEOUT)
-                assert len(payload) == size
-            assert use.recent.amount() - before > DIRECTORY_LIMITS.transfer_bytes / WORK_BYTES / 2, (
-                "what it sent is counted"
-            )
-            assert limits.served_at == -math.inf, "nobody uses what it was granted"
-
-    trio.run(main)
+    async with (
+        open_swarm(SwarmConfig(Identity.generate(), listen=(LOOPBACK,))) as node,
+        open_swarm(SwarmConfig(Identity.generate(), peers=tuple(node.addrs))) as stranger,
+    ):
+        serve_transfers(node)
+        limits = limits_of(node.host)
+        use = limits.of_address("127.0.0.1")
+        stream = await stranger.new_stream(node.peer_id, TRANSFER, wire.TransferFrame, timeout=TIMEOUT)
+        for size in (1, DIRECTORY_LIMITS.transfer_bytes):
+            before = use.recent.amount()
+            frame = wire.TransferFrame(wanted=size, tensors=[wire.Tensor(nbytes=size)])
+            await stream.send(frame, [bytes(size)], timeout=TIMEOUT)
+            _, [payload] = await stream.receive(timeout=TIMEOUT)
+            assert len(payload) == size
+        assert use.recent.amount() - before > DIRECTORY_LIMITS.transfer_bytes / WORK_BYTES / 2, (
+            "what it sent is counted"
+        )
+        assert limits.served_at == -math.inf, "nobody uses what it was granted"
 
 
-def test_a_circuit_is_no_service_of_either_end_of_it_until_a_stream_in_it_is_granted_something() -> None:
-    async def main() -> None:
-        async with relay_here() as (relay, _), host_here() as target, host_here() as stranger:
-            stranger.remember(target.peer_id, await reserve(target, relay))
-            stream = await stranger.open_stream(target.peer_id, "/echo/1")
-            await echoed(stream, bytes(100_000))
-            for host in (relay, target):
-                assert limits_of(host).served_at == -math.inf
-
-    trio.run(main)
+async def test_a_circuit_is_no_service_of_either_end_of_it_until_a_stream_in_it_is_granted_something() -> None:
+    async with relay_here() as (relay, _), host_here() as target, host_here() as stranger:
+        stranger.remember(target.peer_id, await reserve(target, relay))
+        stream = await stranger.open_stream(target.peer_id, "/echo/1")
+        await echoed(stream, bytes(100_000))
+        for host in (relay, target):
+            assert limits_of(host).served_at == -math.inf
 
 
-def test_a_wide_window_is_no_grant_and_a_grant_needs_none() -> None:
-    async def main() -> None:
-        async with muxer() as (ours, other):
-            other.open(1)
-            stream = await ours.accept_stream()
-            stream.widen(1 << 20)
-            other.send(1, bytes(1000))
-            await settled()
-            assert stream.widened and (ours.held(False), ours.limits.served_at) == (1000, -math.inf)
-            other.open(3)
-            session = await ours.accept_stream()
-            session.grant(0)
-            other.send(3, bytes(10))
-            await settled()
-            assert not session.widened and (ours.held(True), ours.limits.served_at) == (10, trio.current_time())
-
-    run(main)
+@pytest.mark.virtual_time
+async def test_a_wide_window_is_no_grant_and_a_grant_needs_none() -> None:
+    async with muxer() as (ours, other):
+        other.open(1)
+        stream = await ours.accept_stream()
+        stream.widen(1 << 20)
+        other.send(1, bytes(1000))
+        await settled()
+        assert stream.widened and (ours.held(False), ours.limits.served_at) == (1000, -math.inf)
+        other.open(3)
+        session = await ours.accept_stream()
+        session.grant(0)
+        other.send(3, bytes(10))
+        await settled()
+        assert not session.widened and (ours.held(True), ours.limits.served_at) == (10, trio.current_time())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AsyncExitStack
 
+import pytest
 import trio
 
 from petalnode.crypto.identity import Identity, peer_id_to_bytes
@@ -17,7 +18,7 @@ from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream
 from tests.attacks.one_server import one_server, pushed
 from tests.attacks.test_payload_before_permission import CLIENT, STRANGER, TIMEOUT, UPSTREAM
-from tests.memory_muxer import MemoryRaw, muxer, run, settled
+from tests.memory_muxer import MemoryRaw, muxer, settled
 from tests.node_inspection import limits_of, raw_of
 from tests.patience import eventually
 from tests.swarm.raw import RawSession, values
@@ -33,109 +34,98 @@ async def stalled(stream: MessageStream[wire.PushFrame]) -> None:
     await stream.wait_lost()
 
 
-def test_a_handler_that_has_granted_nothing_is_sent_little() -> None:
+async def test_a_handler_that_has_granted_nothing_is_sent_little() -> None:
     """4 MiB of each stream were open before anybody had looked at what it is for."""
+    async with (
+        open_swarm(SwarmConfig(Identity.generate(), listen=("/ip4/127.0.0.1/tcp/0",))) as node,
+        open_swarm(SwarmConfig(Identity.generate(), peers=tuple(node.addrs))) as attacker,
+        trio.open_nursery() as nursery,
+    ):
+        node.set_handler(STALLED, wire.PushFrame, stalled)
+        stream = await attacker.new_stream(node.peer_id, STALLED, wire.PushFrame, timeout=TIMEOUT)
+        sent: list[int] = []
 
-    async def main() -> None:
-        async with (
-            open_swarm(SwarmConfig(Identity.generate(), listen=("/ip4/127.0.0.1/tcp/0",))) as node,
-            open_swarm(SwarmConfig(Identity.generate(), peers=tuple(node.addrs))) as attacker,
-            trio.open_nursery() as nursery,
-        ):
-            node.set_handler(STALLED, wire.PushFrame, stalled)
-            stream = await attacker.new_stream(node.peer_id, STALLED, wire.PushFrame, timeout=TIMEOUT)
-            sent: list[int] = []
+        async def send() -> None:
+            while True:
+                await raw_of(stream).write(bytes(PIECE))
+                sent.append(PIECE)
 
-            async def send() -> None:
-                while True:
-                    await raw_of(stream).write(bytes(PIECE))
-                    sent.append(PIECE)
-
-            nursery.start_soon(send)
-            held = limits_of(node.host)
-            await eventually(lambda: held.unread > INITIAL_WINDOW - PIECE, "the window is used up")
-            for _ in range(3):
-                await attacker.measure_rtt(node.peer_id, timeout=TIMEOUT)
-            assert held.unread <= INITIAL_WINDOW
-            assert sum(sent) <= INITIAL_WINDOW
-            nursery.cancel_scope.cancel()
-
-    trio.run(main)
+        nursery.start_soon(send)
+        held = limits_of(node.host)
+        await eventually(lambda: held.unread > INITIAL_WINDOW - PIECE, "the window is used up")
+        for _ in range(3):
+            await attacker.measure_rtt(node.peer_id, timeout=TIMEOUT)
+        assert held.unread <= INITIAL_WINDOW
+        assert sum(sent) <= INITIAL_WINDOW
+        nursery.cancel_scope.cancel()
 
 
-def test_streams_that_nobody_reads_take_a_small_budget_and_nothing_of_what_was_granted() -> None:
-    async def main() -> None:
-        limits = NodeLimits(budgets_of(0))
-        async with AsyncExitStack() as stack:
-            honest, server = await stack.enter_async_context(muxer(MemoryRaw(origin="192.0.2.1"), limits=limits, key=3))
-            server.open(1)
-            granted = await honest.accept_stream()
-            granted.grant()
-            server.send(1, bytes(60 * KIB))
-            for _ in range(40):
-                server.send(1, bytes(50 * KIB))
-            await settled()
-            for key in range(KEYS):
-                raw = MemoryRaw(origin=f"198.51.100.{key % 2}")
-                ours, other = await stack.enter_async_context(muxer(raw, limits=limits, key=10 + key))
-                for number in range(1, 2 * STREAMS, 2):
-                    other.open(number)
-                    for _ in range(4):
-                        other.send(number, bytes(60 * KIB))
-                    await settled()
-                assert ours.lost is None
-            assert granted.lost is None and granted.unread == 2060 * KIB
-            assert limits.unread <= limits.budgets.ungranted + 2060 * KIB
-            assert limits.budgets.ungranted < KEYS * STREAMS * INITIAL_WINDOW / 4
-
-    run(main)
+@pytest.mark.virtual_time
+async def test_streams_that_nobody_reads_take_a_small_budget_and_nothing_of_what_was_granted() -> None:
+    limits = NodeLimits(budgets_of(0))
+    async with AsyncExitStack() as stack:
+        honest, server = await stack.enter_async_context(muxer(MemoryRaw(origin="192.0.2.1"), limits=limits, key=3))
+        server.open(1)
+        granted = await honest.accept_stream()
+        granted.grant()
+        server.send(1, bytes(60 * KIB))
+        for _ in range(40):
+            server.send(1, bytes(50 * KIB))
+        await settled()
+        for key in range(KEYS):
+            raw = MemoryRaw(origin=f"198.51.100.{key % 2}")
+            ours, other = await stack.enter_async_context(muxer(raw, limits=limits, key=10 + key))
+            for number in range(1, 2 * STREAMS, 2):
+                other.open(number)
+                for _ in range(4):
+                    other.send(number, bytes(60 * KIB))
+                await settled()
+            assert ours.lost is None
+        assert granted.lost is None and granted.unread == 2060 * KIB
+        assert limits.unread <= limits.budgets.ungranted + 2060 * KIB
+        assert limits.budgets.ungranted < KEYS * STREAMS * INITIAL_WINDOW / 4
 
 
-def test_a_stream_that_is_granted_more_counts_with_the_others() -> None:
-    async def main() -> None:
-        limits = NodeLimits()
-        async with muxer(MemoryRaw(origin="192.0.2.1"), limits=limits) as (ours, other):
-            other.open(1)
-            stream = await ours.accept_stream()
-            other.send(1, bytes(1000))
-            await settled()
-            address = limits.of_address("192.0.2.1")
-            assert (ours.held(), ours.held(False), address.unread) == (1000, 1000, [1000, 0])
-            stream.grant()
-            assert stream.widened == WINDOW - INITIAL_WINDOW
-            assert (ours.held(), ours.held(False), address.unread, limits.unread) == (1000, 0, [0, 1000], 1000)
-            await stream.read(400)
-            assert (ours.held(True), address.unread, limits.unread) == (600, [0, 600], 600)
-
-    run(main)
+@pytest.mark.virtual_time
+async def test_a_stream_that_is_granted_more_counts_with_the_others() -> None:
+    limits = NodeLimits()
+    async with muxer(MemoryRaw(origin="192.0.2.1"), limits=limits) as (ours, other):
+        other.open(1)
+        stream = await ours.accept_stream()
+        other.send(1, bytes(1000))
+        await settled()
+        address = limits.of_address("192.0.2.1")
+        assert (ours.held(), ours.held(False), address.unread) == (1000, 1000, [1000, 0])
+        stream.grant()
+        assert stream.widened == WINDOW - INITIAL_WINDOW
+        assert (ours.held(), ours.held(False), address.unread, limits.unread) == (1000, 0, [0, 1000], 1000)
+        await stream.read(400)
+        assert (ours.held(True), address.unread, limits.unread) == (600, [0, 600], 600)
 
 
-def test_a_session_lets_its_client_send_much_once_it_is_granted(blocks: BlockSpan) -> None:
-    async def main() -> None:
-        with trio.fail_after(TIMEOUT):
-            async with one_server(blocks) as server:
-                stream, raw = server.connect(wire.InferenceFrame, server.service.handle_session, CLIENT)
-                session = RawSession(stream, server.session(STRANGER).ready)
-                assert not raw.widened
-                await session.open(upstream=peer_id_to_bytes(UPSTREAM.peer_id))
-                assert raw.widened
-                refused, refused_raw = server.connect(wire.InferenceFrame, server.service.handle_session, STRANGER)
-                await refused.send(wire.InferenceFrame(open=wire.Open()), timeout=TIMEOUT)
-                await refused.receive(timeout=TIMEOUT)
-                assert not refused_raw.widened
-                pushes, pushed_raw = server.connect(wire.PushFrame, server.service.handle_push, STRANGER)
-                push = pushed(session, CLIENT, STRANGER, 1, 0, values(1))
-                await pushes.send(push, [values(1)], timeout=TIMEOUT)
-                await pushes.receive(timeout=TIMEOUT)
-                assert not pushed_raw.widened
-                pushes, pushed_raw = server.connect(wire.PushFrame, server.service.handle_push, UPSTREAM)
-                push = pushed(session, CLIENT, UPSTREAM, 1, 0, values(1))
-                await pushes.send(push, [values(1)], timeout=TIMEOUT)
-                while not (pushed_raw.widened and pushed_raw.granted):
-                    await trio.lowlevel.checkpoint()
-                batch, batch_raw = server.connect(wire.BatchFrame, server.service.handle_forward, STRANGER)
-                await batch.send(wire.BatchFrame(open=wire.BatchOpen()), timeout=TIMEOUT)
-                await batch.receive(timeout=TIMEOUT)
-                assert not batch_raw.widened
-
-    trio.run(main)
+async def test_a_session_lets_its_client_send_much_once_it_is_granted(blocks: BlockSpan) -> None:
+    with trio.fail_after(TIMEOUT):
+        async with one_server(blocks) as server:
+            stream, raw = server.connect(wire.InferenceFrame, server.service.handle_session, CLIENT)
+            session = RawSession(stream, server.session(STRANGER).ready)
+            assert not raw.widened
+            await session.open(upstream=peer_id_to_bytes(UPSTREAM.peer_id))
+            assert raw.widened
+            refused, refused_raw = server.connect(wire.InferenceFrame, server.service.handle_session, STRANGER)
+            await refused.send(wire.InferenceFrame(open=wire.Open()), timeout=TIMEOUT)
+            await refused.receive(timeout=TIMEOUT)
+            assert not refused_raw.widened
+            pushes, pushed_raw = server.connect(wire.PushFrame, server.service.handle_push, STRANGER)
+            push = pushed(session, CLIENT, STRANGER, 1, 0, values(1))
+            await pushes.send(push, [values(1)], timeout=TIMEOUT)
+            await pushes.receive(timeout=TIMEOUT)
+            assert not pushed_raw.widened
+            pushes, pushed_raw = server.connect(wire.PushFrame, server.service.handle_push, UPSTREAM)
+            push = pushed(session, CLIENT, UPSTREAM, 1, 0, values(1))
+            await pushes.send(push, [values(1)], timeout=TIMEOUT)
+            while not (pushed_raw.widened and pushed_raw.granted):
+                await trio.lowlevel.checkpoint()
+            batch, batch_raw = server.connect(wire.BatchFrame, server.service.handle_forward, STRANGER)
+            await batch.send(wire.BatchFrame(open=wire.BatchOpen()), timeout=TIMEOUT)
+            await batch.receive(timeout=TIMEOUT)
+            assert not batch_raw.widened

@@ -8,10 +8,11 @@ from libp2p.crypto.pb import crypto_pb2
 from libp2p.pubsub.pb import rpc_pb2
 
 from petalnode.node.network.transport.negotiation import question
-from petalnode.node.testing import run_autojumping
 from tests.fuzz.connections import Opened, node_host
 from tests.fuzz.mutation import frame
 from tests.memory_muxer import DIRECT
+
+pytestmark = pytest.mark.virtual_time
 
 HASHED = b"\x12\x20" + b"h" * 32
 """An id that is the hash of a key, which the message has to bring along."""
@@ -34,15 +35,11 @@ def key(kind: crypto_pb2.KeyType.ValueType, data: bytes) -> bytes:
     ],
     ids=["no message", "unknown kind", "rsa", "ed25519", "secp256k1", "no author", "no id"],
 )
-def test_a_message_that_cannot_be_read_ends_nobody(author: bytes, brought: bytes) -> None:
+async def test_a_message_that_cannot_be_read_ends_nobody(author: bytes, brought: bytes) -> None:
     message = rpc_pb2.Message(from_id=author, key=brought, data=b"d", seqno=b"1", topicIDs=["topic"], signature=b"s")
     said = question("/meshsub/1.1.0") + frame(rpc_pb2.RPC(publish=[message]).SerializeToString())
-
-    async def main() -> None:
-        async with node_host("gossip") as host:
-            for _ in range(2):  # and it still listens
-                with trio.fail_after(100):
-                    await host.feed(Opened(((1, said),), 0, DIRECT))
-            assert not host.failures
-
-    run_autojumping(main)
+    async with node_host("gossip") as host:
+        for _ in range(2):  # and it still listens
+            with trio.fail_after(100):
+                await host.feed(Opened(((1, said),), 0, DIRECT))
+        assert not host.failures

@@ -87,31 +87,28 @@ def test_without_its_key_nobody_is_answered_whatever_the_origin() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/../v1/models", "/V1/models", "//v1/models", "/v1%2Fmodels", "/./v1/models"])
-def test_no_other_spelling_of_a_path_gets_around_the_key(path: str) -> None:
+async def test_no_other_spelling_of_a_path_gets_around_the_key(path: str) -> None:
     """What the middleware does not take for the API is not what the API's routes answer to."""
     from petalnode.node.api import app
 
-    async def main() -> None:
-        middleware: Any = app.create_app(_NoCore(), Admission(KEYED, hosts=()))  # type: ignore[arg-type]
-        received = trio.lowlevel.checkpoint
+    middleware: Any = app.create_app(_NoCore(), Admission(KEYED, hosts=()))  # type: ignore[arg-type]
+    received = trio.lowlevel.checkpoint
 
-        async def receive() -> dict[str, Any]:
-            await received()
-            return {"type": "http.request", "body": b"", "more_body": False}
+    async def receive() -> dict[str, Any]:
+        await received()
+        return {"type": "http.request", "body": b"", "more_body": False}
 
-        sent: list[dict[str, Any]] = []
+    sent: list[dict[str, Any]] = []
 
-        async def send(message: dict[str, Any]) -> None:
-            sent.append(message)
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
 
-        from urllib.parse import unquote
+    from urllib.parse import unquote
 
-        scope = {"type": "http", "method": "GET", "path": unquote(path), "query_string": b"", "headers": []}
-        await middleware(scope, receive, send)
-        assert sent[0]["status"] in (401, 404), sent
-        assert b"tiny" not in json.dumps([str(message) for message in sent]).encode()
-
-    trio.run(main)
+    scope = {"type": "http", "method": "GET", "path": unquote(path), "query_string": b"", "headers": []}
+    await middleware(scope, receive, send)
+    assert sent[0]["status"] in (401, 404), sent
+    assert b"tiny" not in json.dumps([str(message) for message in sent]).encode()
 
 
 class _NoCore:
@@ -119,28 +116,25 @@ class _NoCore:
         self.models = {"tiny": None}
 
 
-def test_more_requests_than_allowed_are_told_to_come_back() -> None:
-    async def main() -> None:
-        begun, go = trio.Event(), trio.Event()
+async def test_more_requests_than_allowed_are_told_to_come_back() -> None:
+    begun, go = trio.Event(), trio.Event()
 
-        async def endpoint(request: Request) -> JSONResponse:
-            begun.set()
-            await go.wait()
-            return JSONResponse({})
+    async def endpoint(request: Request) -> JSONResponse:
+        begun.set()
+        await go.wait()
+        return JSONResponse({})
 
-        inner = Starlette(routes=[Route("/v1/x", endpoint, methods=["POST", "GET"])])
-        middleware: Any = AdmissionMiddleware(inner, Admission(hosts=LOOPBACK, requests=1))
-        async with (
-            httpx.AsyncClient(transport=httpx.ASGITransport(middleware), base_url=OWN) as client,
-            trio.open_nursery() as nursery,
-        ):
-            nursery.start_soon(client.post, "/v1/x")
-            await begun.wait()
-            refused = await client.post("/v1/x")
-            assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
-            assert int(refused.headers["retry-after"]) > 0
-            go.set()
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(middleware), base_url=OWN) as client:
-            assert (await client.post("/v1/x")).status_code == 200
-
-    trio.run(main)
+    inner = Starlette(routes=[Route("/v1/x", endpoint, methods=["POST", "GET"])])
+    middleware: Any = AdmissionMiddleware(inner, Admission(hosts=LOOPBACK, requests=1))
+    async with (
+        httpx.AsyncClient(transport=httpx.ASGITransport(middleware), base_url=OWN) as client,
+        trio.open_nursery() as nursery,
+    ):
+        nursery.start_soon(client.post, "/v1/x")
+        await begun.wait()
+        refused = await client.post("/v1/x")
+        assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
+        assert int(refused.headers["retry-after"]) > 0
+        go.set()
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(middleware), base_url=OWN) as client:
+        assert (await client.post("/v1/x")).status_code == 200

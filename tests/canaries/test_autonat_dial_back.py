@@ -23,21 +23,18 @@ class Connection:
     is_closed = False
 
 
-def test_a_peer_is_told_that_it_is_reachable_without_being_dialed() -> None:
-    async def main() -> None:
-        host = new_host()
-        network: Any = host.get_network()
-        assert isinstance(network, Swarm)
-        network.connections[PEER] = [Connection()]
-        dialed = []
+async def test_a_peer_is_told_that_it_is_reachable_without_being_dialed() -> None:
+    host = new_host()
+    network: Any = host.get_network()
+    assert isinstance(network, Swarm)
+    network.connections[PEER] = [Connection()]
+    dialed = []
 
-        async def dial(addr: Multiaddr, *_: Any, **__: Any) -> None:
-            dialed.append(addr)
-            raise OSError("unreachable")
+    async def dial(addr: Multiaddr, *_: Any, **__: Any) -> None:
+        dialed.append(addr)
+        raise OSError("unreachable")
 
-        network._dial_with_retry = network.dial_addr = dial
-        with trio.fail_after(10):
-            found = await AutoNATService(host)._try_dial(PEER, [UNREACHABLE.to_bytes()])  # type: ignore[arg-type]
-        assert found == UNREACHABLE.to_bytes() and not dialed, CURED
-
-    trio.run(main)
+    network._dial_with_retry = network.dial_addr = dial
+    with trio.fail_after(10):
+        found = await AutoNATService(host)._try_dial(PEER, [UNREACHABLE.to_bytes()])  # type: ignore[arg-type]
+    assert found == UNREACHABLE.to_bytes() and not dialed, CURED

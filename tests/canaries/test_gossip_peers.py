@@ -17,20 +17,17 @@ CURED = "py-libp2p has cured it: docs/decisions/gossip-of-evidence.md says what 
 PEER = ID.from_pubkey(create_new_key_pair(bytes(32)).public_key)
 
 
-def test_who_is_connected_already_is_not_heard_of() -> None:
-    async def main() -> None:
-        host = new_host()
-        network: Any = host.get_network()
-        network.connections[PEER] = [object()]
-        router = GossipSub(protocols=["/meshsub/1.1.0"], degree=6, degree_low=4, degree_high=12)  # type: ignore[list-item]
-        pubsub = Pubsub(host, router)
-        try:
-            pubsub.peer_receive_channel.receive_nowait()
-        except trio.WouldBlock:
-            return
-        pytest.fail(CURED)
-
-    trio.run(main)
+async def test_who_is_connected_already_is_not_heard_of() -> None:
+    host = new_host()
+    network: Any = host.get_network()
+    network.connections[PEER] = [object()]
+    router = GossipSub(protocols=["/meshsub/1.1.0"], degree=6, degree_low=4, degree_high=12)  # type: ignore[list-item]
+    pubsub = Pubsub(host, router)
+    try:
+        pubsub.peer_receive_channel.receive_nowait()
+    except trio.WouldBlock:
+        return
+    pytest.fail(CURED)
 
 
 def test_the_mesh_is_made_every_two_minutes() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import trio
 from libp2p import new_host
 from libp2p.kad_dht.kad_dht import DHTMode, KadDHT
 from libp2p.peer.peerinfo import PeerInfo
@@ -34,19 +33,13 @@ def table() -> KadDHT:
     return kad
 
 
-def test_a_value_of_its_own_store_is_taken_without_asking_anyone() -> None:
-    async def main() -> None:
-        kad = table()
-        kad.value_store.put(KEY.encode(), b"stale")
-        assert await kad.get_value(KEY, quorum=2) == b"stale", CURED
-
-    trio.run(main)
+async def test_a_value_of_its_own_store_is_taken_without_asking_anyone() -> None:
+    kad = table()
+    kad.value_store.put(KEY.encode(), b"stale")
+    assert await kad.get_value(KEY, quorum=2) == b"stale", CURED
 
 
-def test_providers_of_its_own_store_are_taken_without_asking_anyone() -> None:
-    async def main() -> None:
-        kad = table()
-        kad.provider_store.add_provider(KEY.encode(), PeerInfo(kad.host.get_id(), []))
-        assert len(await kad.provider_store.find_providers(KEY.encode())) == 1, CURED
-
-    trio.run(main)
+async def test_providers_of_its_own_store_are_taken_without_asking_anyone() -> None:
+    kad = table()
+    kad.provider_store.add_provider(KEY.encode(), PeerInfo(kad.host.get_id(), []))
+    assert len(await kad.provider_store.find_providers(KEY.encode())) == 1, CURED

@@ -6,6 +6,7 @@ from __future__ import annotations
 import struct
 from typing import Any
 
+import pytest
 import trio
 import trio.testing
 from libp2p import new_host
@@ -41,17 +42,14 @@ class Lost:
         self.is_closed = True
 
 
-def test_a_connection_that_ends_while_it_is_added_stays_among_the_living() -> None:
-    async def main() -> None:
-        swarm = new_host().get_network()
-        assert isinstance(swarm, Swarm)
-        async with background_trio_service(swarm):
-            lost: Any = Lost()
-            await swarm.add_conn(lost)
-            await trio.testing.wait_all_tasks_blocked()
-            assert lost.is_closed and PEER in swarm.connections, CURED
-
-    trio.run(main)
+async def test_a_connection_that_ends_while_it_is_added_stays_among_the_living() -> None:
+    swarm = new_host().get_network()
+    assert isinstance(swarm, Swarm)
+    async with background_trio_service(swarm):
+        lost: Any = Lost()
+        await swarm.add_conn(lost)
+        await trio.testing.wait_all_tasks_blocked()
+        assert lost.is_closed and PEER in swarm.connections, CURED
 
 
 class OneStream:
@@ -71,18 +69,15 @@ class OneStream:
     async def close(self) -> None: ...
 
 
-def test_a_stream_that_only_we_have_closed_is_never_let_go() -> None:
+@pytest.mark.virtual_time
+async def test_a_stream_that_only_we_have_closed_is_never_let_go() -> None:
     """So do the handlers of identify and ping leave theirs."""
-
-    async def main() -> None:
-        under: Any = OneStream()
-        muxer = Yamux(under, PEER, is_initiator=False)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(muxer.start)
-            stream = await muxer.accept_stream()
-            await stream.close()
-            await trio.sleep(3600)
-            assert len(muxer.streams) == 1, CURED
-            nursery.cancel_scope.cancel()
-
-    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    under: Any = OneStream()
+    muxer = Yamux(under, PEER, is_initiator=False)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(muxer.start)
+        stream = await muxer.accept_stream()
+        await stream.close()
+        await trio.sleep(3600)
+        assert len(muxer.streams) == 1, CURED
+        nursery.cancel_scope.cancel()

@@ -41,32 +41,26 @@ def handshaken() -> tuple[NoiseConnection, NoiseConnection]:
     return initiator, responder
 
 
-def test_a_cancelled_write_breaks_the_connection() -> None:
-    async def main() -> None:
-        pipe = Pipe()
-        initiator, responder = handshaken()
-        writer, reader = (NoiseTransportReadWriter(pipe, state) for state in (initiator, responder))  # type: ignore[arg-type]
-        await writer.write_msg(b"before")
-        assert await reader.read_msg() == b"before"
-        with trio.CancelScope() as scope:
-            scope.cancel()
-            await writer.write_msg(b"cancelled")
-        await writer.write_msg(b"after")
-        try:
-            await reader.read_msg()
-        except NoiseInvalidMessage:
-            return
-        pytest.fail(CURED)
-
-    trio.run(main)
+async def test_a_cancelled_write_breaks_the_connection() -> None:
+    pipe = Pipe()
+    initiator, responder = handshaken()
+    writer, reader = (NoiseTransportReadWriter(pipe, state) for state in (initiator, responder))  # type: ignore[arg-type]
+    await writer.write_msg(b"before")
+    assert await reader.read_msg() == b"before"
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        await writer.write_msg(b"cancelled")
+    await writer.write_msg(b"after")
+    try:
+        await reader.read_msg()
+    except NoiseInvalidMessage:
+        return
+    pytest.fail(CURED)
 
 
-def test_a_message_takes_two_reads() -> None:
-    async def main() -> None:
-        pipe = Pipe()
-        initiator, responder = handshaken()
-        await NoiseTransportReadWriter(pipe, initiator).write_msg(b"message")  # type: ignore[arg-type]
-        assert await NoiseTransportReadWriter(pipe, responder).read_msg() == b"message"  # type: ignore[arg-type]
-        assert pipe.reads == 2, CURED
-
-    trio.run(main)
+async def test_a_message_takes_two_reads() -> None:
+    pipe = Pipe()
+    initiator, responder = handshaken()
+    await NoiseTransportReadWriter(pipe, initiator).write_msg(b"message")  # type: ignore[arg-type]
+    assert await NoiseTransportReadWriter(pipe, responder).read_msg() == b"message"  # type: ignore[arg-type]
+    assert pipe.reads == 2, CURED

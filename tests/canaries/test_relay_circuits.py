@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import trio
 from libp2p import new_host
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.peer.id import ID
@@ -31,14 +30,11 @@ class Stream:
     reset = close
 
 
-def test_the_end_of_a_circuit_closes_another_one_of_the_same_peer() -> None:
-    async def main() -> None:
-        protocol = CircuitV2Protocol(new_host(), allow_hop=True)
-        old: list[Any] = [Stream(), Stream()]
-        new: list[Any] = [Stream(), Stream()]
-        protocol._active_relays[PEER] = (old[0], old[1])
-        protocol._active_relays[PEER] = (new[0], new[1])  # the same peer has made a second circuit
-        await protocol._relay_data(old[0], old[1], PEER)
-        assert new[0].closed and new[1].closed, CURED
-
-    trio.run(main)
+async def test_the_end_of_a_circuit_closes_another_one_of_the_same_peer() -> None:
+    protocol = CircuitV2Protocol(new_host(), allow_hop=True)
+    old: list[Any] = [Stream(), Stream()]
+    new: list[Any] = [Stream(), Stream()]
+    protocol._active_relays[PEER] = (old[0], old[1])
+    protocol._active_relays[PEER] = (new[0], new[1])  # the same peer has made a second circuit
+    await protocol._relay_data(old[0], old[1], PEER)
+    assert new[0].closed and new[1].closed, CURED

@@ -42,14 +42,11 @@ def test_a_dial_that_succeeds_at_once_waits_for_the_next_attempt_all_the_same() 
     assert waited == pytest.approx(0.25), CURED
 
 
-def test_a_circuit_address_cannot_be_dialed() -> None:
-    async def main() -> None:
-        swarm = swarm_that_knows(f"/ip4/203.0.113.7/tcp/4001/p2p/{RELAY}/p2p-circuit")
-        with pytest.raises(SwarmException) as refused:
-            await swarm.dial_peer(PEER)
-        assert "relay-only" in str(refused.value), CURED
-
-    trio.run(main)
+async def test_a_circuit_address_cannot_be_dialed() -> None:
+    swarm = swarm_that_knows(f"/ip4/203.0.113.7/tcp/4001/p2p/{RELAY}/p2p-circuit")
+    with pytest.raises(SwarmException) as refused:
+        await swarm.dial_peer(PEER)
+    assert "relay-only" in str(refused.value), CURED
 
 
 def test_a_peer_that_failed_once_is_not_dialed_again_for_a_minute() -> None:

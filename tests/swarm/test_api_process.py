@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import trio
 
 from petalnode.node.api.http.keys import ApiKeys, hash_of_key
 from petalnode.node.cli.commands.api import ApiOptions, _make_key, admission_of, listeners_of
@@ -85,15 +84,12 @@ def test_an_origin_has_to_be_one(origin: str) -> None:
         admission_of(ApiOptions(cors_origin=[origin]))
 
 
-def test_a_port_that_is_taken_is_told_in_one_line() -> None:
-    async def main() -> None:
-        first = await listeners_of(ApiOptions(http_port=0))
-        port = first[0].socket.getsockname()[1]
-        with pytest.raises(MachineError, match=f"--http-port {port}.*in use"):
-            await listeners_of(ApiOptions(http_port=port))
-        with pytest.raises(MachineError, match=r"192\.0\.2\.1"):
-            await listeners_of(ApiOptions(host="192.0.2.1", http_port=0))
-        for listener in first:
-            await listener.aclose()
-
-    trio.run(main)
+async def test_a_port_that_is_taken_is_told_in_one_line() -> None:
+    first = await listeners_of(ApiOptions(http_port=0))
+    port = first[0].socket.getsockname()[1]
+    with pytest.raises(MachineError, match=f"--http-port {port}.*in use"):
+        await listeners_of(ApiOptions(http_port=port))
+    with pytest.raises(MachineError, match=r"192\.0\.2\.1"):
+        await listeners_of(ApiOptions(host="192.0.2.1", http_port=0))
+    for listener in first:
+        await listener.aclose()

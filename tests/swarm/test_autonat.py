@@ -38,53 +38,41 @@ def listening(host: Host) -> Endpoint:
     return endpoint
 
 
-def test_a_host_is_dialed_where_it_listens():
-    async def main() -> None:
-        async with two_hosts() as (asking, answering):
-            seen = await observed_by(asking, answering.peer_id, timeout=60)
-            assert seen is not None and seen.ip == ip_address("127.0.0.1") and seen != listening(asking)
-            answer = await request_dial_back(asking, answering.peer_id, (listening(asking),))
-            assert answer.status is DialStatus.OK and answer.addr == listening(asking).multiaddr
-            # The dial-back is a connection of its own, and gone: it changes nothing.
-            assert len(answering.paths(asking.peer_id)) == 1
-
-    trio.run(main)
+async def test_a_host_is_dialed_where_it_listens():
+    async with two_hosts() as (asking, answering):
+        seen = await observed_by(asking, answering.peer_id, timeout=60)
+        assert seen is not None and seen.ip == ip_address("127.0.0.1") and seen != listening(asking)
+        answer = await request_dial_back(asking, answering.peer_id, (listening(asking),))
+        assert answer.status is DialStatus.OK and answer.addr == listening(asking).multiaddr
+        # The dial-back is a connection of its own, and gone: it changes nothing.
+        assert len(answering.paths(asking.peer_id)) == 1
 
 
-def test_nobody_listening_is_a_failure_although_there_is_a_connection():
-    async def main() -> None:
-        async with two_hosts() as (asking, answering):
-            nowhere = dataclasses.replace(listening(asking), port=1)
-            answer = await request_dial_back(asking, answering.peer_id, (nowhere,))
-            assert answer.status is DialStatus.DIAL_ERROR
-
-    trio.run(main)
+async def test_nobody_listening_is_a_failure_although_there_is_a_connection():
+    async with two_hosts() as (asking, answering):
+        nowhere = dataclasses.replace(listening(asking), port=1)
+        answer = await request_dial_back(asking, answering.peer_id, (nowhere,))
+        assert answer.status is DialStatus.DIAL_ERROR
 
 
-def test_no_other_ip_address_is_dialed_than_the_one_that_asks():
-    async def main() -> None:
-        victim = await trio.open_tcp_listeners(0, host="127.0.0.2")
-        async with two_hosts() as (asking, answering):
-            port = victim[0].socket.getsockname()[1]
-            answer = await request_dial_back(asking, answering.peer_id, (Endpoint(ip_address("127.0.0.2"), port),))
-            assert answer.status is DialStatus.DIAL_REFUSED and "127.0.0.1, where you are" in answer.text
-            with trio.move_on_after(0.2):
-                await victim[0].accept()
-                raise AssertionError("the victim was dialed")
-        await victim[0].aclose()
-
-    trio.run(main)
+async def test_no_other_ip_address_is_dialed_than_the_one_that_asks():
+    victim = await trio.open_tcp_listeners(0, host="127.0.0.2")
+    async with two_hosts() as (asking, answering):
+        port = victim[0].socket.getsockname()[1]
+        answer = await request_dial_back(asking, answering.peer_id, (Endpoint(ip_address("127.0.0.2"), port),))
+        assert answer.status is DialStatus.DIAL_REFUSED and "127.0.0.1, where you are" in answer.text
+        with trio.move_on_after(0.2):
+            await victim[0].accept()
+            raise AssertionError("the victim was dialed")
+    await victim[0].aclose()
 
 
-def test_dial_backs_are_few():
-    async def main() -> None:
-        async with two_hosts() as (asking, answering):
-            statuses = []
-            for _ in range(7):
-                statuses.append((await request_dial_back(asking, answering.peer_id, (listening(asking),))).status)
-            assert statuses == [DialStatus.OK] * 6 + [DialStatus.DIAL_REFUSED]
-
-    trio.run(main)
+async def test_dial_backs_are_few():
+    async with two_hosts() as (asking, answering):
+        statuses = []
+        for _ in range(7):
+            statuses.append((await request_dial_back(asking, answering.peer_id, (listening(asking),))).status)
+        assert statuses == [DialStatus.OK] * 6 + [DialStatus.DIAL_REFUSED]
 
 
 def test_the_budget_is_for_each_address_for_all_and_for_those_under_way():
@@ -109,22 +97,19 @@ def test_the_budget_is_for_each_address_for_all_and_for_those_under_way():
     assert [under_way.take(address, 0.0) for address in addresses[:15]] == [True] * 14 + [False]
 
 
-def test_libp2ps_own_autonat_understands_us_and_we_it():
-    async def main() -> None:
-        stock = new_host(key_pair=create_new_key_pair(), muxer_preference="YAMUX")
-        async with host_here(listens=True) as ours, stock.run(listen_addrs=[Multiaddr("/ip4/127.0.0.1/tcp/0")]):
-            DialBackService(ours)
-            service = AutoNATService(stock)
-            stock_id, stock_addrs = str(stock.get_id()), [str(addr) for addr in stock.get_addrs()]
-            await stock.connect(info_from_p2p_addr(Multiaddr(ours.addrs()[0])))
-            with trio.fail_after(60):
-                status, addr = await service.query_server(ID.from_string(ours.peer_id))
-            assert status == int(DialStatus.OK) and addr is not None
-            assert str(Multiaddr(addr)) in stock_addrs[0]
-            assert service.status in (AutoNATStatus.UNKNOWN, AutoNATStatus.PUBLIC)
-            seen = await observed_by(ours, stock_id, timeout=60)
-            assert seen is not None and seen.ip == ip_address("127.0.0.1")
-            answer = await request_dial_back(ours, stock_id, (listening(ours),))
-            assert answer.status is DialStatus.OK and answer.addr == listening(ours).multiaddr
-
-    trio.run(main)
+async def test_libp2ps_own_autonat_understands_us_and_we_it():
+    stock = new_host(key_pair=create_new_key_pair(), muxer_preference="YAMUX")
+    async with host_here(listens=True) as ours, stock.run(listen_addrs=[Multiaddr("/ip4/127.0.0.1/tcp/0")]):
+        DialBackService(ours)
+        service = AutoNATService(stock)
+        stock_id, stock_addrs = str(stock.get_id()), [str(addr) for addr in stock.get_addrs()]
+        await stock.connect(info_from_p2p_addr(Multiaddr(ours.addrs()[0])))
+        with trio.fail_after(60):
+            status, addr = await service.query_server(ID.from_string(ours.peer_id))
+        assert status == int(DialStatus.OK) and addr is not None
+        assert str(Multiaddr(addr)) in stock_addrs[0]
+        assert service.status in (AutoNATStatus.UNKNOWN, AutoNATStatus.PUBLIC)
+        seen = await observed_by(ours, stock_id, timeout=60)
+        assert seen is not None and seen.ip == ip_address("127.0.0.1")
+        answer = await request_dial_back(ours, stock_id, (listening(ours),))
+        assert answer.status is DialStatus.OK and answer.addr == listening(ours).multiaddr

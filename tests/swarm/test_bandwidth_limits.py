@@ -17,48 +17,41 @@ SIZE = 5 * MIB
 
 
 @pytest.mark.parametrize("limit", ["max_upload", "max_download"])
-def test_large_data_keep_to_the_limit_and_small_messages_pass_them(limit: str, slowness: Slowness) -> None:
+async def test_large_data_keep_to_the_limit_and_small_messages_pass_them(limit: str, slowness: Slowness) -> None:
     size = round(SIZE * min(8.0, slowness()))  # the small messages take longer then, too
+    limits = {limit: RATE}
+    async with host_here(listens=True) as server, host_here(listens=True) as other, host_here(**limits) as client:
+        for host in (server, other):
+            client.remember(host.peer_id, host.addrs())
+        bulk, small = [await client.open_stream(host.peer_id, ECHO) for host in (server, other)]
+        began = time.perf_counter()
+        is_done = False
 
-    async def main() -> None:
-        limits = {limit: RATE}
-        async with host_here(listens=True) as server, host_here(listens=True) as other, host_here(**limits) as client:
-            for host in (server, other):
+        async def transfer() -> None:
+            nonlocal is_done
+            await echoed(bulk, bytes(size))
+            is_done = True
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(transfer)
+            waits = []
+            for _ in range(20):
+                start = time.perf_counter()
+                await small.write(bytes(16 * 1024))
+                await received(small, 16 * 1024)
+                waits.append(time.perf_counter() - start)
+            assert not is_done
+        seconds = time.perf_counter() - began
+        print(f"{size / MIB / seconds:.2f} MiB/s; 16 KiB beside it took at most {max(waits) * 1e3:.0f} ms")
+        # A quarter of a second's worth may go at once at the start, and a socket's buffer lies before the reader.
+        assert seconds > (size - RATE // 2 - MIB) / RATE
+
+
+async def test_the_limit_is_over_all_connections_together():
+    async with host_here(listens=True) as one, host_here(listens=True) as two, host_here(max_upload=RATE) as client:
+        began = time.perf_counter()
+        async with trio.open_nursery() as nursery:
+            for host in (one, two):
                 client.remember(host.peer_id, host.addrs())
-            bulk, small = [await client.open_stream(host.peer_id, ECHO) for host in (server, other)]
-            began = time.perf_counter()
-            is_done = False
-
-            async def transfer() -> None:
-                nonlocal is_done
-                await echoed(bulk, bytes(size))
-                is_done = True
-
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(transfer)
-                waits = []
-                for _ in range(20):
-                    start = time.perf_counter()
-                    await small.write(bytes(16 * 1024))
-                    await received(small, 16 * 1024)
-                    waits.append(time.perf_counter() - start)
-                assert not is_done
-            seconds = time.perf_counter() - began
-            print(f"{size / MIB / seconds:.2f} MiB/s; 16 KiB beside it took at most {max(waits) * 1e3:.0f} ms")
-            # A quarter of a second's worth may go at once at the start, and a socket's buffer lies before the reader.
-            assert seconds > (size - RATE // 2 - MIB) / RATE
-
-    trio.run(main)
-
-
-def test_the_limit_is_over_all_connections_together():
-    async def main() -> None:
-        async with host_here(listens=True) as one, host_here(listens=True) as two, host_here(max_upload=RATE) as client:
-            began = time.perf_counter()
-            async with trio.open_nursery() as nursery:
-                for host in (one, two):
-                    client.remember(host.peer_id, host.addrs())
-                    nursery.start_soon(echoed, await client.open_stream(host.peer_id, ECHO), bytes(2 * MIB))
-            assert time.perf_counter() - began > (4 * MIB - RATE // 2 - MIB) / RATE
-
-    trio.run(main)
+                nursery.start_soon(echoed, await client.open_stream(host.peer_id, ECHO), bytes(2 * MIB))
+        assert time.perf_counter() - began > (4 * MIB - RATE // 2 - MIB) / RATE

@@ -172,7 +172,7 @@ PLEDGES: dict[str, tuple[Pledge, bool]] = {
 
 
 @pytest.mark.parametrize("name", PLEDGES)
-def test_a_pledge_of_another_time_is_not_taken_and_no_lie(name: str) -> None:
+async def test_a_pledge_of_another_time_is_not_taken_and_no_lie(name: str) -> None:
     pledge, lie = PLEDGES[name]
     server, now = Identity.generate(), now_ms()
     pledge = replace(pledge, server=server.peer_id, from_ms=now + pledge.from_ms, until_ms=now + pledge.until_ms)
@@ -185,21 +185,18 @@ def test_a_pledge_of_another_time_is_not_taken_and_no_lie(name: str) -> None:
         await stream.receive(timeout=60)
         await stream.send(wire.InferenceFrame(granted=granted), timeout=60)
 
-    async def main() -> None:
-        with trio.fail_after(60):
-            async with open_swarm(SwarmConfig(server, listen=(LOOPBACK,))) as serving:
-                serving.set_handler(INFERENCE, wire.InferenceFrame, grant)
-                config = SwarmConfig(Identity.generate(), peers=tuple(serving.addrs), serve_dht=False)
-                async with open_swarm(config) as client:
-                    stream = await client.new_stream(server.peer_id, INFERENCE, wire.InferenceFrame, timeout=60)
-                    session = SessionStream(
-                        stream, Hop(server.peer_id, SPEC.span), SPEC, client.peer_id, claims=None, log=None
-                    )
-                    with pytest.raises(ServerFailed, match="pledge") as caught:
-                        await session.open(1, None, None)
-        assert isinstance(caught.value, ServerCheated) == lie
-
-    trio.run(main)
+    with trio.fail_after(60):
+        async with open_swarm(SwarmConfig(server, listen=(LOOPBACK,))) as serving:
+            serving.set_handler(INFERENCE, wire.InferenceFrame, grant)
+            config = SwarmConfig(Identity.generate(), peers=tuple(serving.addrs), serve_dht=False)
+            async with open_swarm(config) as client:
+                stream = await client.new_stream(server.peer_id, INFERENCE, wire.InferenceFrame, timeout=60)
+                session = SessionStream(
+                    stream, Hop(server.peer_id, SPEC.span), SPEC, client.peer_id, claims=None, log=None
+                )
+                with pytest.raises(ServerFailed, match="pledge") as caught:
+                    await session.open(1, None, None)
+    assert isinstance(caught.value, ServerCheated) == lie
 
 
 def talk(cheat: Cheat | None, claims: ServerClaims | None = None, log: SessionLog | None = None) -> None:

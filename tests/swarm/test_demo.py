@@ -153,18 +153,14 @@ def test_a_browser_opens_only_beside_the_terminal() -> None:
     assert not has_screen("darwin", {"SSH_CONNECTION": "192.0.2.1 1 192.0.2.2 22"})
 
 
-def test_the_page_takes_another_port_only_if_none_was_asked_for() -> None:
+async def test_the_page_takes_another_port_only_if_none_was_asked_for() -> None:
     output = Output(True)
-
-    async def main() -> None:
-        taken = await trio.open_tcp_listeners(0, host="127.0.0.1")
-        port = taken[0].socket.getsockname()[1]
-        with pytest.raises(MachineError, match=f"--http-port {port}"):
-            await _page(WebOptions(port, opens=False), output)
-        with patch.object(ApiOptions, "http_port", port):  # the usual one
-            _, listeners = await _page(WebOptions(None, opens=False), output)
-        assert listeners[0].socket.getsockname()[1] != port
-        for listener in (*taken, *listeners):
-            await listener.aclose()
-
-    trio.run(main)
+    taken = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    port = taken[0].socket.getsockname()[1]
+    with pytest.raises(MachineError, match=f"--http-port {port}"):
+        await _page(WebOptions(port, opens=False), output)
+    with patch.object(ApiOptions, "http_port", port):  # the usual one
+        _, listeners = await _page(WebOptions(None, opens=False), output)
+    assert listeners[0].socket.getsockname()[1] != port
+    for listener in (*taken, *listeners):
+        await listener.aclose()

@@ -68,76 +68,64 @@ def test_a_client_sees_all_20_servers_within_2_seconds(swarm_of_20: list[Node], 
         assert min(times) < 2 * slowness()
 
 
-def test_the_models_of_the_swarm_can_be_listed(swarm_of_20):
+async def test_the_models_of_the_swarm_can_be_listed(swarm_of_20):
     bootstrap, *_ = swarm_of_20
-
-    async def main() -> None:
-        async with open_swarm(config(bootstrap.addr)) as swarm:
-            assert swarm.view.models(now=time.time()) == {b"\x11" * 32: ("made-up", SERVERS + 4)}
-            spans = [content.span for content in swarm.view.servers(b"\x11" * 32, now=time.time())]
-            assert Span(0, 4) in spans
-
-    trio.run(main)
+    async with open_swarm(config(bootstrap.addr)) as swarm:
+        assert swarm.view.models(now=time.time()) == {b"\x11" * 32: ("made-up", SERVERS + 4)}
+        spans = [content.span for content in swarm.view.servers(b"\x11" * 32, now=time.time())]
+        assert Span(0, 4) in spans
 
 
-def test_the_table_knows_servers_models_and_whom_to_ask(slowness: Slowness) -> None:
+async def test_the_table_knows_servers_models_and_whom_to_ask(slowness: Slowness) -> None:
     """Without what the directory adds: a client that has spoken to one node of the table only."""
 
     options = {"listen": (LOOPBACK,), "announcement_ttl": 3 * slowness()}
+    async with (
+        open_swarm(config(**options)) as bootstrap,
+        open_swarm(config(*bootstrap.addrs, **options)) as server,
+        open_swarm(config(*bootstrap.addrs, **options)) as another,
+        open_swarm(config(*bootstrap.addrs)) as client,
+    ):
+        server.announce(made_up(server.peer_id))
+        another.announce(made_up(another.peer_id, public_name="another"))
+        table = table_of(client)
 
-    async def main() -> None:
-        async with (
-            open_swarm(config(**options)) as bootstrap,
-            open_swarm(config(*bootstrap.addrs, **options)) as server,
-            open_swarm(config(*bootstrap.addrs, **options)) as another,
-            open_swarm(config(*bootstrap.addrs)) as client,
-        ):
-            server.announce(made_up(server.peer_id))
-            another.announce(made_up(another.peer_id, public_name="another"))
-            table = table_of(client)
+        async def servers_in_table() -> bool:
+            records = [await table.get_announcement(one.peer_id, timeout=60) for one in (server, another)]
+            return [record and record.content.public_name for record in records] == ["", "another"]
 
-            async def servers_in_table() -> bool:
-                records = [await table.get_announcement(one.peer_id, timeout=60) for one in (server, another)]
-                return [record and record.content.public_name for record in records] == ["", "another"]
+        async def models_in_table() -> bool:
+            records = await table.get_models(timeout=60)
+            return {record.content.model_name for record in records} == {"made-up"}
 
-            async def models_in_table() -> bool:
-                records = await table.get_models(timeout=60)
-                return {record.content.model_name for record in records} == {"made-up"}
+        async def guide_in_table() -> bool:
+            return (server.peer_id, server.addrs) in await table.find_providers(3, timeout=60)
 
-            async def guide_in_table() -> bool:
-                return (server.peer_id, server.addrs) in await table.find_providers(3, timeout=60)
-
-            await eventually(servers_in_table, "the table has both servers")
-            await eventually(models_in_table, "the table lists the model")
-            await table_of(server).provide(3, timeout=60)
-            await eventually(guide_in_table, "the table leads to the server")
-
-    trio.run(main)
+        await eventually(servers_in_table, "the table has both servers")
+        await eventually(models_in_table, "the table lists the model")
+        await table_of(server).provide(3, timeout=60)
+        await eventually(guide_in_table, "the table leads to the server")
 
 
-def test_a_server_of_which_nothing_is_known_is_looked_up_in_kademlia(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_of_which_nothing_is_known_is_looked_up_in_kademlia(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"listen": (LOOPBACK,)}
+    async with (
+        open_swarm(config(**options)) as bootstrap,
+        open_swarm(config(*bootstrap.addrs, **options)) as server,
+        open_swarm(config(*bootstrap.addrs)) as client,
+    ):
+        server.announce(made_up(server.peer_id))
+        await eventually(lambda: server.peer_id in server.view.records, "it is announced")
 
-    async def main() -> None:
-        async with (
-            open_swarm(config(**options)) as bootstrap,
-            open_swarm(config(*bootstrap.addrs, **options)) as server,
-            open_swarm(config(*bootstrap.addrs)) as client,
-        ):
-            server.announce(made_up(server.peer_id))
-            await eventually(lambda: server.peer_id in server.view.records, "it is announced")
+        async def server_in_table() -> bool:  # where it would put itself within a third of its lifetime
+            await table_of(server).put_announcement(server.view.records[server.peer_id], timeout=60)
+            return await table_of(client).get_announcement(server.peer_id, timeout=60) is not None
 
-            async def server_in_table() -> bool:  # where it would put itself within a third of its lifetime
-                await table_of(server).put_announcement(server.view.records[server.peer_id], timeout=60)
-                return await table_of(client).get_announcement(server.peer_id, timeout=60) is not None
-
-            await eventually(server_in_table, "the table has the server")
-            forget_servers(client)
-            monkeypatch.setattr(client.host, "knows", lambda _: False)
-            assert await client.measure_rtt(server.peer_id, timeout=60) < 10
-            assert client.view.get(server.peer_id, time.time()) is not None
-
-    trio.run(main)
+        await eventually(server_in_table, "the table has the server")
+        forget_servers(client)
+        monkeypatch.setattr(client.host, "knows", lambda _: False)
+        assert await client.measure_rtt(server.peer_id, timeout=60) < 10
+        assert client.view.get(server.peer_id, time.time()) is not None
 
 
 def test_a_client_sees_all_living_servers_when_a_third_of_its_peers_is_dead(
@@ -221,24 +209,21 @@ def test_a_server_that_stops_says_goodbye_and_exits_cleanly():
         assert bootstrap.wait() == 0
 
 
-def test_a_server_that_changes_is_seen_changed():
-    async def main() -> None:
-        async with (
-            open_swarm(config(listen=(LOOPBACK,))) as server,
-            open_swarm(config(*server.addrs, listen=(LOOPBACK,))) as other,
-        ):
-            for depth in (1, 2):
-                server.announce(made_up(server.peer_id, queue_depth=depth))
+async def test_a_server_that_changes_is_seen_changed():
+    async with (
+        open_swarm(config(listen=(LOOPBACK,))) as server,
+        open_swarm(config(*server.addrs, listen=(LOOPBACK,))) as other,
+    ):
+        for depth in (1, 2):
+            server.announce(made_up(server.peer_id, queue_depth=depth))
 
-                def depth_is_seen(depth: int = depth) -> bool:
-                    content = other.view.get(server.peer_id, time.time())
-                    return content is not None and content.queue_depth == depth
+            def depth_is_seen(depth: int = depth) -> bool:
+                content = other.view.get(server.peer_id, time.time())
+                return content is not None and content.queue_depth == depth
 
-                await eventually(depth_is_seen, "the announcement is seen")
-            (content,) = other.view.servers(now=time.time())
-            assert [f"{addr}/p2p/{server.peer_id}" for addr in content.addrs] == server.addrs
-
-    trio.run(main)
+            await eventually(depth_is_seen, "the announcement is seen")
+        (content,) = other.view.servers(now=time.time())
+        assert [f"{addr}/p2p/{server.peer_id}" for addr in content.addrs] == server.addrs
 
 
 def made_up(peer_id: str, **fields) -> Announcement:
@@ -265,7 +250,7 @@ async def publish(swarm: Swarm, to: str, record: wire.SignedAnnouncement) -> boo
         return reply.HasField("ping")
 
 
-def test_forged_expired_foreign_and_older_announcements_are_never_shown():
+async def test_forged_expired_foreign_and_older_announcements_are_never_shown():
     liar, stranger = Identity.generate(), Identity.generate()
     now = time.time()
     fresh = freshened(made_up(liar.peer_id, queue_depth=2), now=now, lifetime=45)
@@ -274,57 +259,46 @@ def test_forged_expired_foreign_and_older_announcements_are_never_shown():
     forged = sign_announcement(liar, fresh).to_wire()
     forged.signature = bytes(64)
     foreign = sign_announcement(stranger, freshened(made_up(stranger.peer_id), now=now, lifetime=45))
-
-    async def main() -> None:
-        async with (
-            open_swarm(config(listen=(LOOPBACK,))) as server,
-            open_swarm(SwarmConfig(identity=liar, peers=tuple(server.addrs))) as swarm,
-        ):
-            for bad in (forged, sign_announcement(liar, expired).to_wire(), foreign.to_wire()):
-                assert not await publish(swarm, server.peer_id, bad)
-                assert not server.view.records
-            assert await publish(swarm, server.peer_id, sign_announcement(liar, fresh).to_wire())
-            assert await publish(swarm, server.peer_id, sign_announcement(liar, older).to_wire())
-            assert [content.queue_depth for content in server.view.servers(now=time.time())] == [2]
-
-    trio.run(main)
+    async with (
+        open_swarm(config(listen=(LOOPBACK,))) as server,
+        open_swarm(SwarmConfig(identity=liar, peers=tuple(server.addrs))) as swarm,
+    ):
+        for bad in (forged, sign_announcement(liar, expired).to_wire(), foreign.to_wire()):
+            assert not await publish(swarm, server.peer_id, bad)
+            assert not server.view.records
+        assert await publish(swarm, server.peer_id, sign_announcement(liar, fresh).to_wire())
+        assert await publish(swarm, server.peer_id, sign_announcement(liar, older).to_wire())
+        assert [content.queue_depth for content in server.view.servers(now=time.time())] == [2]
 
 
-def test_a_peer_that_asks_too_much_is_told_so_and_the_node_lives_on():
-    async def main() -> None:
-        async with (
-            open_swarm(config(listen=(LOOPBACK,))) as server,
-            open_swarm(config(*server.addrs)) as swarm,
-        ):
-            async with swarm.open_stream(
-                server.peer_id, DIRECTORY, wire.DirectoryFrame, timeout=60, max_header=MAX_HEADER
-            ) as stream:
-                for _ in range(200):
-                    await stream.send(wire.DirectoryFrame(query=wire.DirectoryQuery()), timeout=60)
-                    reply, _ = await stream.receive(timeout=60)
-                    if reply.error.code == wire.ERROR_BUSY:
-                        break
-                else:
-                    raise AssertionError("nobody minded 200 queries")
-            assert await swarm.measure_rtt(server.peer_id, timeout=60) < 10
-
-    trio.run(main)
+async def test_a_peer_that_asks_too_much_is_told_so_and_the_node_lives_on():
+    async with (
+        open_swarm(config(listen=(LOOPBACK,))) as server,
+        open_swarm(config(*server.addrs)) as swarm,
+    ):
+        async with swarm.open_stream(
+            server.peer_id, DIRECTORY, wire.DirectoryFrame, timeout=60, max_header=MAX_HEADER
+        ) as stream:
+            for _ in range(200):
+                await stream.send(wire.DirectoryFrame(query=wire.DirectoryQuery()), timeout=60)
+                reply, _ = await stream.receive(timeout=60)
+                if reply.error.code == wire.ERROR_BUSY:
+                    break
+            else:
+                raise AssertionError("nobody minded 200 queries")
+        assert await swarm.measure_rtt(server.peer_id, timeout=60) < 10
 
 
-def test_manifests_travel():
+async def test_manifests_travel():
     manifest = wire.Manifest(config=b"{}", embeddings=b"e" * 32, blocks=[b"b" * 32] * 4000, head=b"h" * 32)
-
-    async def main() -> None:
-        async with (
-            open_swarm(config(listen=(LOOPBACK,))) as server,
-            open_swarm(config(*server.addrs)) as swarm,
-        ):
-            server.serve_manifest(b"v" * 32, manifest.SerializeToString())
-            fetched = await swarm.fetch_manifest(server.peer_id, b"v" * 32, timeout=60)
-            assert fetched == manifest.SerializeToString()
-            assert await swarm.fetch_manifest(server.peer_id, b"w" * 32, timeout=60) is None
-
-    trio.run(main)
+    async with (
+        open_swarm(config(listen=(LOOPBACK,))) as server,
+        open_swarm(config(*server.addrs)) as swarm,
+    ):
+        server.serve_manifest(b"v" * 32, manifest.SerializeToString())
+        fetched = await swarm.fetch_manifest(server.peer_id, b"v" * 32, timeout=60)
+        assert fetched == manifest.SerializeToString()
+        assert await swarm.fetch_manifest(server.peer_id, b"w" * 32, timeout=60) is None
 
 
 async def join(options: SwarmConfig) -> None:
@@ -347,40 +321,29 @@ def test_peers_that_do_not_answer_are_an_error_that_names_them():
         assert refusing_peer in str(caught.value)
 
 
-def test_one_peer_that_answers_is_enough(slowness: Slowness) -> None:
+async def test_one_peer_that_answers_is_enough(slowness: Slowness) -> None:
     slow = slowness()
-
-    async def main() -> None:
-        async with open_swarm(config(listen=(LOOPBACK,))) as server:
-            dead = f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.generate().peer_id}"
-            with trio.fail_after(10 * slow):
-                await join(config(dead, *server.addrs))
-
-    trio.run(main)
+    async with open_swarm(config(listen=(LOOPBACK,))) as server:
+        dead = f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.generate().peer_id}"
+        with trio.fail_after(10 * slow):
+            await join(config(dead, *server.addrs))
 
 
 @pytest.mark.parametrize("keys", [("aa" * 32, "bb" * 32), ("aa" * 32, None), (None, "aa" * 32)])
-def test_another_swarm_key_is_an_error(keys: tuple[str | None, str | None], slowness: Slowness) -> None:
+async def test_another_swarm_key_is_an_error(keys: tuple[str | None, str | None], slowness: Slowness) -> None:
     deadline = 30 * slowness()  # told at once
-
-    async def main() -> None:
-        async with open_swarm(config(listen=(LOOPBACK,), psk=keys[0])) as server:
-            with pytest.raises(SwarmError, match="key"):
-                await join(config(*server.addrs, psk=keys[1], bootstrap_deadline=deadline))
-
-    trio.run(main)
+    async with open_swarm(config(listen=(LOOPBACK,), psk=keys[0])) as server:
+        with pytest.raises(SwarmError, match="key"):
+            await join(config(*server.addrs, psk=keys[1], bootstrap_deadline=deadline))
 
 
-def test_a_private_swarm_works():
-    async def main() -> None:
-        async with (
-            open_swarm(config(listen=(LOOPBACK,), psk="ab" * 32)) as server,
-            open_swarm(config(*server.addrs, psk="ab" * 32, listen=(LOOPBACK,))) as other,
-        ):
-            server.announce(made_up(server.peer_id))
-            await eventually(lambda: seen(other) == {server.peer_id}, "the server is known")
-
-    trio.run(main)
+async def test_a_private_swarm_works():
+    async with (
+        open_swarm(config(listen=(LOOPBACK,), psk="ab" * 32)) as server,
+        open_swarm(config(*server.addrs, psk="ab" * 32, listen=(LOOPBACK,))) as other,
+    ):
+        server.announce(made_up(server.peer_id))
+        await eventually(lambda: seen(other) == {server.peer_id}, "the server is known")
 
 
 @pytest.mark.parametrize(
@@ -402,24 +365,18 @@ def test_what_a_person_mistyped_is_named(options, message):
         trio.run(join, SwarmConfig(identity=Identity.generate(), **options))
 
 
-def test_a_port_in_use_is_an_error_even_if_another_node_uses_it():
-    async def main() -> None:
-        async with open_swarm(config(listen=(LOOPBACK,))) as server:
-            taken = server.addrs[0].partition("/p2p/")[0]
-            with pytest.raises(MachineError, match=f"cannot listen on {taken}"):
-                await join(config(listen=(taken,)))
-
-    trio.run(main)
+async def test_a_port_in_use_is_an_error_even_if_another_node_uses_it():
+    async with open_swarm(config(listen=(LOOPBACK,))) as server:
+        taken = server.addrs[0].partition("/p2p/")[0]
+        with pytest.raises(MachineError, match=f"cannot listen on {taken}"):
+            await join(config(listen=(taken,)))
 
 
-def test_only_concrete_addresses_are_announced():
-    async def main() -> None:
-        listening = ("/ip4/0.0.0.0/tcp/0",)
-        async with open_swarm(config(listen=listening, announce=("/dns4/me.example/tcp/99",))) as swarm:
-            assert swarm.addrs[0] == f"/dns4/me.example/tcp/99/p2p/{swarm.peer_id}"
-            assert len(swarm.addrs) > 1
-            assert not any("0.0.0.0" in addr or "/tcp/0/" in addr for addr in swarm.addrs)
-        async with open_swarm(config()) as client:
-            assert client.addrs == []
-
-    trio.run(main)
+async def test_only_concrete_addresses_are_announced():
+    listening = ("/ip4/0.0.0.0/tcp/0",)
+    async with open_swarm(config(listen=listening, announce=("/dns4/me.example/tcp/99",))) as swarm:
+        assert swarm.addrs[0] == f"/dns4/me.example/tcp/99/p2p/{swarm.peer_id}"
+        assert len(swarm.addrs) > 1
+        assert not any("0.0.0.0" in addr or "/tcp/0/" in addr for addr in swarm.addrs)
+    async with open_swarm(config()) as client:
+        assert client.addrs == []

@@ -46,6 +46,8 @@ from tests.swarm.evidence_messages import (
 from tests.swarm.processes import LOOPBACK
 from tests.tiny_models import HIDDEN, save_tiny
 
+pytestmark = pytest.mark.virtual_time
+
 # --- evidence that is fetched
 
 
@@ -90,24 +92,18 @@ def test_what_comes_with_a_message_is_handed_out_too() -> None:
     assert fetched(gossip, bundle.id) == [bundle]
 
 
-def test_a_stream_for_evidence_that_asks_for_something_else_is_over() -> None:
-    async def main() -> None:
-        ours, theirs = message_streams(wire.EvidenceFrame, "asking", "asked")
-        await ours.send(wire.EvidenceFrame(close=wire.Close()), timeout=1)
-        await node()[0].serve(theirs)  # returns
-
-    run_autojumping(main)
+async def test_a_stream_for_evidence_that_asks_for_something_else_is_over() -> None:
+    ours, theirs = message_streams(wire.EvidenceFrame, "asking", "asked")
+    await ours.send(wire.EvidenceFrame(close=wire.Close()), timeout=1)
+    await node()[0].serve(theirs)  # returns
 
 
-def test_other_evidence_than_was_asked_for_is_not_taken() -> None:
-    async def main() -> None:
-        ours, theirs = message_streams(wire.EvidenceFrame, "asking", "asked")
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(partial(send_bundle, theirs, equivocation().to_bytes(), timeout=10))
-            with pytest.raises(PeerError, match="other evidence"):
-                await fetch_bundle(ours, b"x" * 32)
-
-    run_autojumping(main)
+async def test_other_evidence_than_was_asked_for_is_not_taken() -> None:
+    ours, theirs = message_streams(wire.EvidenceFrame, "asking", "asked")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(partial(send_bundle, theirs, equivocation().to_bytes(), timeout=10))
+        with pytest.raises(PeerError, match="other evidence"):
+            await fetch_bundle(ours, b"x" * 32)
 
 
 def test_what_a_node_hands_out_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

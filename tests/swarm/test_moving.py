@@ -227,75 +227,65 @@ def expected(halves: list[BlockSpan]) -> tuple[torch.Tensor, torch.Tensor]:
     return hidden, torch.cat(outputs, 1)
 
 
-def test_a_session_moves_between_two_steps(
+async def test_a_session_moves_between_two_steps(
     halves: list[BlockSpan], expected: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
     hidden, right = expected
-
-    async def main() -> None:
-        async with chain_here(halves) as (session, client, hosts, _):
-            for index in range(40):
-                out = await step(session, hidden[:, index : index + 1])
-                assert torch.allclose(out, right[:, index : index + 1], atol=1e-5)
-                if index == 10:
-                    assert [link.server.direct for link in session.links] == [False, False]
-                    await go_direct(client, hosts[0])
-                    await until(lambda: session.paths.moved == 1, "the first one moves")
-                    assert [link.server.direct for link in session.links] == [True, False]
-                if index == 20:
-                    await go_direct(client, hosts[1])  # and goes on at once
-            await until(lambda: session.paths.moved == 2, "both have moved")
-            assert session.recoveries == session.paths.rejoined == 0
-            assert not client.connections(hosts[0].peer_id, direct=False)[0].is_lost
-
-    trio.run(main)
+    async with chain_here(halves) as (session, client, hosts, _):
+        for index in range(40):
+            out = await step(session, hidden[:, index : index + 1])
+            assert torch.allclose(out, right[:, index : index + 1], atol=1e-5)
+            if index == 10:
+                assert [link.server.direct for link in session.links] == [False, False]
+                await go_direct(client, hosts[0])
+                await until(lambda: session.paths.moved == 1, "the first one moves")
+                assert [link.server.direct for link in session.links] == [True, False]
+            if index == 20:
+                await go_direct(client, hosts[1])  # and goes on at once
+        await until(lambda: session.paths.moved == 2, "both have moved")
+        assert session.recoveries == session.paths.rejoined == 0
+        assert not client.connections(hosts[0].peer_id, direct=False)[0].is_lost
 
 
-def test_pushes_move_and_none_is_lost(halves: list[BlockSpan], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
-    hidden, right = expected
-
-    async def main() -> None:
-        async with chain_here(halves) as (session, _, hosts, services):
-            (sender,) = sessions_of(services[0])
-            await until(lambda: push_stream(sender) is not None, "the stream between the servers")
-            for index in range(40):
-                out = await step(session, hidden[:, index : index + 1])
-                assert torch.allclose(out, right[:, index : index + 1], atol=1e-5)
-                if index == 10:
-                    assert not push_stream(sender).direct
-                    await go_direct(hosts[0], hosts[1])
-            await until(lambda: push_stream(sender).direct, "the pushes go directly")
-            await step(session, hidden[:, 40:41])
-            assert session.pushed_steps == 41
-            assert session.recoveries == session.paths.rejoined == 0
-
-    trio.run(main)
-
-
-def test_a_push_stream_that_was_lost_is_opened_again(
+async def test_pushes_move_and_none_is_lost(
     halves: list[BlockSpan], expected: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
     hidden, right = expected
+    async with chain_here(halves) as (session, _, hosts, services):
+        (sender,) = sessions_of(services[0])
+        await until(lambda: push_stream(sender) is not None, "the stream between the servers")
+        for index in range(40):
+            out = await step(session, hidden[:, index : index + 1])
+            assert torch.allclose(out, right[:, index : index + 1], atol=1e-5)
+            if index == 10:
+                assert not push_stream(sender).direct
+                await go_direct(hosts[0], hosts[1])
+        await until(lambda: push_stream(sender).direct, "the pushes go directly")
+        await step(session, hidden[:, 40:41])
+        assert session.pushed_steps == 41
+        assert session.recoveries == session.paths.rejoined == 0
 
-    async def main() -> None:
-        async with chain_here(halves) as (session, _, hosts, services):
-            (sender,) = sessions_of(services[0])
-            await until(lambda: push_stream(sender) is not None, "the stream between the servers")
-            await step(session, hidden[:, :1])
-            await hosts[0].disconnect(hosts[1].peer_id)
-            await until(lambda: push_stream(sender) is None, "it is lost")
-            index = 1
-            while push_stream(sender) is None:
-                out = await step(session, hidden[:, index : index + 1])
-                assert torch.allclose(out, right[:, index : index + 1], atol=1e-5)
-                index += 1
-                await trio.sleep(0.05)
-            before = session.pushed_steps
-            await step(session, hidden[:, index : index + 1])
-            assert session.pushed_steps == before + 1
-            assert session.recoveries == 0
 
-    trio.run(main)
+async def test_a_push_stream_that_was_lost_is_opened_again(
+    halves: list[BlockSpan], expected: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    hidden, right = expected
+    async with chain_here(halves) as (session, _, hosts, services):
+        (sender,) = sessions_of(services[0])
+        await until(lambda: push_stream(sender) is not None, "the stream between the servers")
+        await step(session, hidden[:, :1])
+        await hosts[0].disconnect(hosts[1].peer_id)
+        await until(lambda: push_stream(sender) is None, "it is lost")
+        index = 1
+        while push_stream(sender) is None:
+            out = await step(session, hidden[:, index : index + 1])
+            assert torch.allclose(out, right[:, index : index + 1], atol=1e-5)
+            index += 1
+            await trio.sleep(0.05)
+        before = session.pushed_steps
+        await step(session, hidden[:, index : index + 1])
+        assert session.pushed_steps == before + 1
+        assert session.recoveries == 0
 
 
 def push_stream(sender: Any) -> Any:
@@ -304,41 +294,37 @@ def push_stream(sender: Any) -> Any:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_connections_that_come_and_go_at_any_moment(
+async def test_connections_that_come_and_go_at_any_moment(
     seed: int, halves: list[BlockSpan], expected: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
     """Direct connections are made and broken, and circuits too, while steps run without a pause."""
     hidden, right = expected
     rng = random.Random(seed)
+    async with chain_here(halves) as (session, client, hosts, services), trio.open_nursery() as nursery:
 
-    async def main() -> None:
-        async with chain_here(halves) as (session, client, hosts, services), trio.open_nursery() as nursery:
+        async def shake() -> None:
+            shaken = Counter[int]()
+            while True:
+                # A server may be lost four times in one step, however slow this machine is.
+                while shaken[index] == MOST_LOSSES:  # noqa: ASYNC110  (told by no event)
+                    await trio.sleep(0.005)
+                shaken[index] += 1
+                one, other = rng.choice([(client, hosts[0]), (client, hosts[1]), (hosts[0], hosts[1])])
+                act = rng.choice(["connect", "lose all", "lose circuits", "wait"])
+                if act == "connect":
+                    await go_direct(one, other)
+                elif act != "wait":
+                    await one.close_path(other.peer_id, relayed_only=act == "lose circuits")
+                await trio.sleep(rng.uniform(0, 0.06))
 
-            async def shake() -> None:
-                shaken = Counter[int]()
-                while True:
-                    # A server may be lost four times in one step, however slow this machine is.
-                    while shaken[index] == MOST_LOSSES:  # noqa: ASYNC110  (told by no event)
-                        await trio.sleep(0.005)
-                    shaken[index] += 1
-                    one, other = rng.choice([(client, hosts[0]), (client, hosts[1]), (hosts[0], hosts[1])])
-                    act = rng.choice(["connect", "lose all", "lose circuits", "wait"])
-                    if act == "connect":
-                        await go_direct(one, other)
-                    elif act != "wait":
-                        await one.close_path(other.peer_id, relayed_only=act == "lose circuits")
-                    await trio.sleep(rng.uniform(0, 0.06))
-
-            index = 0
-            nursery.start_soon(shake)
-            for index in range(150):
-                out = await step(session, hidden[:, index : index + 1])
-                assert torch.allclose(out, right[:, index : index + 1], atol=1e-5)
-            nursery.cancel_scope.cancel()
-            assert session.recoveries == 0
-            assert session.paths.rejoined + session.paths.moved > 0
-            await session.close()
-            await until(lambda: all(service.sessions == 0 for service in services), "no session is left")
-            assert all(service.cache.free == CACHE for service in services)
-
-    trio.run(main)
+        index = 0
+        nursery.start_soon(shake)
+        for index in range(150):
+            out = await step(session, hidden[:, index : index + 1])
+            assert torch.allclose(out, right[:, index : index + 1], atol=1e-5)
+        nursery.cancel_scope.cancel()
+        assert session.recoveries == 0
+        assert session.paths.rejoined + session.paths.moved > 0
+        await session.close()
+        await until(lambda: all(service.sessions == 0 for service in services), "no session is left")
+        assert all(service.cache.free == CACHE for service in services)

@@ -9,9 +9,11 @@ from typing import cast
 import pytest
 import trio
 
-from petalnode.node.testing import DirectoryNode, MemoryNetwork, run_autojumping
+from petalnode.node.testing import DirectoryNode, MemoryNetwork
 from petalnode.protocols.announcement import Announcement, ServerState
 from petalnode.protocols.ids import Span
+
+pytestmark = pytest.mark.virtual_time
 
 VERSION = bytes(32)
 SERVERS = 9
@@ -60,39 +62,33 @@ async def swarm_of(network: MemoryNetwork) -> tuple[DirectoryNode, list[Director
     return bootstrap, servers
 
 
-def test_halves_of_a_swarm_forget_each_other_and_come_together_again(virtual_time: None) -> None:
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            network = MemoryNetwork(nursery, DirectoryNode)
-            bootstrap, servers = await swarm_of(network)
-            with_it, without = servers[: SERVERS // 2], servers[SERVERS // 2 :]
-            lines = [network.link(one.peer_id, other.peer_id) for one in (bootstrap, *with_it) for other in without]
-            for line in lines:
-                line.take_down()
-            await until(lambda: all_know([bootstrap, *with_it], with_it) and all_know(without, without), LONG)
-            newcomer = await joined(network)  # at the bootstrap node: it hears of that side only
-            announce(newcomer)
-            for line in lines:
-                line.mend()
-            await until(lambda: all_know([bootstrap, newcomer, *servers], [newcomer, *servers]), LONG)
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
+async def test_halves_of_a_swarm_forget_each_other_and_come_together_again(virtual_time: None) -> None:
+    async with trio.open_nursery() as nursery:
+        network = MemoryNetwork(nursery, DirectoryNode)
+        bootstrap, servers = await swarm_of(network)
+        with_it, without = servers[: SERVERS // 2], servers[SERVERS // 2 :]
+        lines = [network.link(one.peer_id, other.peer_id) for one in (bootstrap, *with_it) for other in without]
+        for line in lines:
+            line.take_down()
+        await until(lambda: all_know([bootstrap, *with_it], with_it) and all_know(without, without), LONG)
+        newcomer = await joined(network)  # at the bootstrap node: it hears of that side only
+        announce(newcomer)
+        for line in lines:
+            line.mend()
+        await until(lambda: all_know([bootstrap, newcomer, *servers], [newcomer, *servers]), LONG)
+        nursery.cancel_scope.cancel()
 
 
-def test_a_bootstrap_node_is_replaced_by_another_one_that_joins_at_any_server(virtual_time: None) -> None:
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            network = MemoryNetwork(nursery, DirectoryNode)
-            bootstrap, servers = await swarm_of(network)
-            bootstrap.end()
-            await trio.sleep(LONG)
-            assert all_know(servers, servers)
-            replaced = await joined(network)
-            assert all_know([replaced], servers)  # with its first look
-            newcomer = await joined(network)
-            announce(newcomer)
-            await until(lambda: all_know([newcomer, replaced, *servers], [newcomer, *servers]), LONG)
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
+async def test_a_bootstrap_node_is_replaced_by_another_one_that_joins_at_any_server(virtual_time: None) -> None:
+    async with trio.open_nursery() as nursery:
+        network = MemoryNetwork(nursery, DirectoryNode)
+        bootstrap, servers = await swarm_of(network)
+        bootstrap.end()
+        await trio.sleep(LONG)
+        assert all_know(servers, servers)
+        replaced = await joined(network)
+        assert all_know([replaced], servers)  # with its first look
+        newcomer = await joined(network)
+        announce(newcomer)
+        await until(lambda: all_know([newcomer, replaced, *servers], [newcomer, *servers]), LONG)
+        nursery.cancel_scope.cancel()

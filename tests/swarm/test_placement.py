@@ -8,6 +8,7 @@ import contextlib
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from petalnode.node.server.lifecycle.rebalancing import join_where_needed, next_
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.directory import Directory
 from petalnode.node.swarm.swarm import open_swarm
-from petalnode.node.testing import DirectoryNode, MemoryNetwork, run_autojumping
+from petalnode.node.testing import DirectoryNode, MemoryNetwork
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import DOMAIN, Announcement, ServerState, SignedAnnouncement
 from petalnode.protocols.framing import PeerError, StreamTimeout
@@ -82,22 +83,19 @@ class Server:
         self.swarm.announce(own)
 
 
-def run(scenario: Callable[..., Awaitable[None]], *throughputs: float, blocks: int = BLOCKS) -> None:
+@asynccontextmanager
+async def servers_of(*throughputs: float, blocks: int = BLOCKS) -> AsyncIterator[Any]:
     """Runs `scenario` with servers that have met one another, on a network in memory and in virtual time."""
-
-    async def main() -> None:
-        with trio.fail_after(DEADLINE):
-            async with trio.open_nursery() as nursery:
-                network = MemoryNetwork(nursery, DirectoryNode)
-                found = []
-                for throughput in throughputs:
-                    node = network.node()
-                    await node.start(nursery)
-                    found.append(Server(node, throughput, blocks, node.identity))
-                await scenario(found)
-                nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
+    with trio.fail_after(DEADLINE):
+        async with trio.open_nursery() as nursery:
+            network = MemoryNetwork(nursery, DirectoryNode)
+            found = []
+            for throughput in throughputs:
+                node = network.node()
+                await node.start(nursery)
+                found.append(Server(node, throughput, blocks, node.identity))
+            yield found
+            nursery.cancel_scope.cancel()
 
 
 @contextlib.asynccontextmanager
@@ -133,8 +131,9 @@ async def until_all_know(every: list[Server], known: dict[str, Span]) -> None:
             await server.placement.refresh()
 
 
-def test_ten_that_join_at_once_spread_over_the_model() -> None:
-    async def scenario(every: list[Server]) -> None:
+@pytest.mark.virtual_time
+async def test_ten_that_join_at_once_spread_over_the_model() -> None:
+    async with servers_of(*[5.0] * 10) as every:
         spans: list[Span] = []
 
         async def join(server: Server) -> None:
@@ -144,8 +143,6 @@ def test_ten_that_join_at_once_spread_over_the_model() -> None:
             for server in every:
                 nursery.start_soon(join, server)
         assert sorted(held(spans)) == [3, 3, 3, 3, 4, 4], spans
-
-    run(scenario, *[5.0] * 10)
 
 
 def test_they_spread_though_what_they_announce_comes_late_or_never(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,8 +164,9 @@ def test_they_spread_though_what_they_announce_comes_late_or_never(monkeypatch: 
     test_ten_that_join_at_once_spread_over_the_model()
 
 
-def test_the_last_holder_says_goodbye_and_one_that_can_be_spared_takes_its_place() -> None:
-    async def scenario(every: list[Server]) -> None:
+@pytest.mark.virtual_time
+async def test_the_last_holder_says_goodbye_and_one_that_can_be_spared_takes_its_place() -> None:
+    async with servers_of(5.0, 5.0, 5.0) as every:
         first, second, leaving = every
         known = {}
         for server, span in ((first, Span(0, 3)), (second, Span(0, 3)), (leaving, Span(3, 6))):
@@ -188,11 +186,10 @@ def test_the_last_holder_says_goodbye_and_one_that_can_be_spared_takes_its_place
             await leaving.swarm.retract()
         assert moved == [Span(3, 6)]
 
-    run(scenario, 5.0, 5.0, 5.0)
 
-
-def test_two_that_would_move_to_the_same_blocks_settle_who_does() -> None:
-    async def scenario(every: list[Server]) -> None:
+@pytest.mark.virtual_time
+async def test_two_that_would_move_to_the_same_blocks_settle_who_does() -> None:
+    async with servers_of(5.0, 5.0, 5.0, blocks=4) as every:
         for server in every:
             server.announce(Span(0, 2))
         await until_all_know(every, {server.swarm.peer_id: Span(0, 2) for server in every})
@@ -207,11 +204,10 @@ def test_two_that_would_move_to_the_same_blocks_settle_who_does() -> None:
         assert going and len(going) < 3
         assert min(due) in going or len(going) == 1
 
-    run(scenario, 5.0, 5.0, 5.0, blocks=4)
 
-
-def test_a_fast_server_joins_and_nobody_else_is_moved_by_it() -> None:
-    async def scenario(every: list[Server]) -> None:
+@pytest.mark.virtual_time
+async def test_a_fast_server_joins_and_nobody_else_is_moved_by_it() -> None:
+    async with servers_of(1.0, 1.1, 0.9, 1.2, 300.0) as every:
         known = {}
         for server, span in zip(every, (Span(0, 3), Span(3, 6), Span(0, 3), Span(3, 6), None), strict=True):
             if span is None:
@@ -221,11 +217,10 @@ def test_a_fast_server_joins_and_nobody_else_is_moved_by_it() -> None:
         await until_all_know(every, known)
         assert [await server.placement.due_move() for server in every] == [None] * 5
 
-    run(scenario, 1.0, 1.1, 0.9, 1.2, 300.0)
 
-
-def test_an_absurd_announcement_is_told_once_and_moves_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario(every: list[Server]) -> None:
+@pytest.mark.virtual_time
+async def test_an_absurd_announcement_is_told_once_and_moves_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    async with servers_of(1.0, 1.0, 1.0, 1000000.0, 1.0) as every:
         *usual, liar, other = every
         known = {}
         for server, span in zip([*usual, liar], [Span(0, 6)] * 4, strict=True):
@@ -241,11 +236,10 @@ def test_an_absurd_announcement_is_told_once_and_moves_nobody(caplog: pytest.Log
         assert sum(liar.swarm.peer_id in text for text in texts) == 1
         assert sum(f"{other.swarm.peer_id} announces blocks 0:4000 of 4096" in text for text in texts) == 1
 
-    run(scenario, 1.0, 1.0, 1.0, 1e6, 1.0)
 
-
-def test_an_announcement_that_cannot_be_is_told_once_and_ignored(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario(every: list[Server]) -> None:
+@pytest.mark.virtual_time
+async def test_an_announcement_that_cannot_be_is_told_once_and_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    async with servers_of(1.0, 1.0) as every:
         usual, liar = every
         usual.announce(Span(0, 6))
         for _ in range(3):
@@ -271,11 +265,10 @@ def test_an_announcement_that_cannot_be_is_told_once_and_ignored(caplog: pytest.
         texts = [record.getMessage() for record in caplog.records]
         assert sum(liar.swarm.peer_id in text and "cannot be" in text for text in texts) == 1
 
-    run(scenario, 1.0, 1.0)
 
-
-def test_servers_of_another_model_count_for_nothing() -> None:
-    async def scenario(every: list[Server]) -> None:
+@pytest.mark.virtual_time
+async def test_servers_of_another_model_count_for_nothing() -> None:
+    async with servers_of(1.0, 1.0, 1.0) as every:
         first, other, newcomer = every
         first.announce(Span(0, 3))
         other.model = b"o" * 32
@@ -285,11 +278,10 @@ def test_servers_of_another_model_count_for_nothing() -> None:
         assert await newcomer.join(3) == Span(3, 6)
         assert newcomer.placement.reason == "nobody holds blocks 3:6"
 
-    run(scenario, 1.0, 1.0, 1.0)
 
-
-def test_a_gap_that_the_plan_leaves_to_somebody_who_does_nothing_is_closed_by_another() -> None:
-    async def scenario(every: list[Server]) -> None:
+@pytest.mark.virtual_time
+async def test_a_gap_that_the_plan_leaves_to_somebody_who_does_nothing_is_closed_by_another() -> None:
+    async with servers_of(5.0, 5.0) as every:
         idle, able = every
         known = {idle.swarm.peer_id: Span(0, 3), able.swarm.peer_id: Span(0, 3)}
         for server in (idle, able):
@@ -299,8 +291,6 @@ def test_a_gap_that_the_plan_leaves_to_somebody_who_does_nothing_is_closed_by_an
         assert len(due) == 1
         other = able if due == [idle] else idle
         assert await other.move(interval=0.5) == Span(3, 6)
-
-    run(scenario, 5.0, 5.0)
 
 
 def test_a_server_that_is_killed_is_missed_by_who_knew_it(tmp_path: Path) -> None:
@@ -330,8 +320,9 @@ def test_a_server_that_is_killed_is_missed_by_who_knew_it(tmp_path: Path) -> Non
         trio.run(with_deadline, scenario, started)
 
 
-def test_a_survivor_closes_the_gap_at_its_first_check_after_the_loss() -> None:
-    async def scenario(every: list[Server]) -> None:
+@pytest.mark.virtual_time
+async def test_a_survivor_closes_the_gap_at_its_first_check_after_the_loss() -> None:
+    async with servers_of(5.0, 5.0, 5.0) as every:
         *survivors, killed = every
         peer_id = killed.swarm.peer_id
         killed.announce(Span(3, 6))
@@ -367,31 +358,25 @@ def test_a_survivor_closes_the_gap_at_its_first_check_after_the_loss() -> None:
             killed.swarm.end()
         assert [checks.count(server) for server in moved] == [1]
 
-    run(scenario, 5.0, 5.0, 5.0)
 
-
-def test_the_network_is_measured_with_those_that_answer(slowness: Slowness) -> None:
+async def test_the_network_is_measured_with_those_that_answer(slowness: Slowness) -> None:
     slowest = 1e-3 * slowness()  # of a byte
-
-    async def scenario() -> None:
-        with trio.fail_after(DEADLINE):
-            async with hosts(1.0, 1.0, 1.0) as (first, second, silent):
-                for server in (second, silent):
-                    server.announce(Span(0, 6))
-                while len(first.swarm.view.servers(MODEL, now=time.time())) < 2:
-                    await first.swarm.wait_changed()
-                assert await measure_network(first.swarm, MODEL, timeout=DEADLINE) == 0
-                serve_transfers(second.swarm)
-                assert 0 < await measure_network(first.swarm, MODEL, timeout=DEADLINE) < slowest
-                assert await measure_network(first.swarm, b"o" * 32, timeout=DEADLINE) == 0
-                greedy = await first.swarm.new_stream(
-                    second.swarm.peer_id, TRANSFER, wire.TransferFrame, timeout=DEADLINE, max_payload=1 << 30
-                )
-                await greedy.send(wire.TransferFrame(wanted=1 << 29), timeout=DEADLINE)
-                with pytest.raises(PeerError):
-                    await greedy.receive(timeout=DEADLINE)
-
-    trio.run(scenario)
+    with trio.fail_after(DEADLINE):
+        async with hosts(1.0, 1.0, 1.0) as (first, second, silent):
+            for server in (second, silent):
+                server.announce(Span(0, 6))
+            while len(first.swarm.view.servers(MODEL, now=time.time())) < 2:
+                await first.swarm.wait_changed()
+            assert await measure_network(first.swarm, MODEL, timeout=DEADLINE) == 0
+            serve_transfers(second.swarm)
+            assert 0 < await measure_network(first.swarm, MODEL, timeout=DEADLINE) < slowest
+            assert await measure_network(first.swarm, b"o" * 32, timeout=DEADLINE) == 0
+            greedy = await first.swarm.new_stream(
+                second.swarm.peer_id, TRANSFER, wire.TransferFrame, timeout=DEADLINE, max_payload=1 << 30
+            )
+            await greedy.send(wire.TransferFrame(wanted=1 << 29), timeout=DEADLINE)
+            with pytest.raises(PeerError):
+                await greedy.receive(timeout=DEADLINE)
 
 
 # --- processes

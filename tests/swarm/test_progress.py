@@ -31,8 +31,8 @@ from tests.swarm.virtual_servers import (
     Talk,
     VirtualServer,
     VirtualSwarm,
-    in_virtual_swarm,
     talk,
+    virtual_swarm,
     wire_tensor,
 )
 
@@ -65,10 +65,13 @@ def no_replay(server: VirtualServer) -> None:
     server.answers = False
 
 
+@pytest.mark.virtual_time
 @SLOW
 @pytest.mark.parametrize("silence", [VirtualServer.fall_silent, no_grant, no_replay])
-def test_six_silent_candidates_and_one_that_is_well(silence: Callable[[VirtualServer], object], slow: float) -> None:
-    async def main(swarm: VirtualSwarm) -> None:
+async def test_six_silent_candidates_and_one_that_is_well(
+    silence: Callable[[VirtualServer], object], slow: float
+) -> None:
+    async with virtual_swarm() as swarm:
         chain_of_three(swarm)
         async with swarm.client() as client, talk(client) as talking:
             silent_and_well(swarm, silence)
@@ -82,12 +85,12 @@ def test_six_silent_candidates_and_one_that_is_well(silence: Callable[[VirtualSe
                 assert await talking.step() <= 2.0
             await all_caches_free(swarm, talking)
 
-    in_virtual_swarm(main)
 
-
+@pytest.mark.virtual_time
 @SLOW
-def test_candidates_that_can_neither_be_pinged_nor_dialed(slow: float) -> None:
-    async def main(swarm: VirtualSwarm) -> None:
+async def test_candidates_that_can_neither_be_pinged_nor_dialed(slow: float) -> None:
+    async with virtual_swarm() as swarm:
+
         def cut_off(server: VirtualServer) -> None:
             swarm.mute.add(server.peer_id)
             swarm.unreachable.add(server.peer_id)
@@ -100,14 +103,12 @@ def test_candidates_that_can_neither_be_pinged_nor_dialed(slow: float) -> None:
             await talking.step()
             assert talking.slowest <= LONGEST
 
-    in_virtual_swarm(main)
 
-
+@pytest.mark.virtual_time
 @SLOW
-def test_candidates_that_were_well_when_they_were_measured(slow: float) -> None:
+async def test_candidates_that_were_well_when_they_were_measured(slow: float) -> None:
     """Their round trips are known and old, and their machines are gone from the network without a word."""
-
-    async def main(swarm: VirtualSwarm) -> None:
+    async with virtual_swarm() as swarm:
         chain_of_three(swarm)
         async with swarm.client() as client, talk(client) as talking:
             silent_and_well(swarm, lambda server: None)
@@ -121,12 +122,11 @@ def test_candidates_that_were_well_when_they_were_measured(slow: float) -> None:
             await talking.step()
             assert talking.slowest <= LONGEST
 
-    in_virtual_swarm(main)
 
-
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_frozen_server_costs_as_little_wherever_it_stands(place: int) -> None:
-    async def main(swarm: VirtualSwarm) -> None:
+async def test_a_frozen_server_costs_as_little_wherever_it_stands(place: int) -> None:
+    async with virtual_swarm() as swarm:
         chain_of_three(swarm)
         async with swarm.client() as client, talk(client) as talking:
             for blocks in ("0:2", "2:4", "4:6"):
@@ -136,14 +136,13 @@ def test_a_frozen_server_costs_as_little_wherever_it_stands(place: int) -> None:
             assert await talking.step() <= 0.8
             assert talking.session.recoveries == 1
 
-    in_virtual_swarm(main)
 
-
+@pytest.mark.virtual_time
 @SLOW
 @pytest.mark.parametrize("push", [True, False])
 @pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (0, 1, 2)])
-def test_servers_fall_silent_while_a_step_is_pushed(frozen: tuple[int, ...], push: bool, slow: float) -> None:
-    async def main(swarm: VirtualSwarm) -> None:
+async def test_servers_fall_silent_while_a_step_is_pushed(frozen: tuple[int, ...], push: bool, slow: float) -> None:
+    async with virtual_swarm() as swarm:
         chain_of_three(swarm)
         async with swarm.client() as client, talk(client, push=push) as talking:
             for blocks in ("0:2", "2:4", "4:6"):
@@ -155,12 +154,11 @@ def test_servers_fall_silent_while_a_step_is_pushed(frozen: tuple[int, ...], pus
             assert talking.slowest <= LONGEST
             assert talking.session.recoveries == len(frozen)
 
-    in_virtual_swarm(main)
 
-
+@pytest.mark.virtual_time
 @SLOW
-def test_a_server_stops_reading_in_the_middle_of_a_long_prompt(slow: float) -> None:
-    async def main(swarm: VirtualSwarm) -> None:
+async def test_a_server_stops_reading_in_the_middle_of_a_long_prompt(slow: float) -> None:
+    async with virtual_swarm() as swarm:
         chain_of_three(swarm)
         async with swarm.client() as client, talk(client) as talking:
             swarm.start("2:4", announced=USUAL)
@@ -169,12 +167,11 @@ def test_a_server_stops_reading_in_the_middle_of_a_long_prompt(slow: float) -> N
             await talking.step(1500)
             assert talking.slowest <= LONGEST + 3 * 512 * 3 * slow * USUAL / 10
 
-    in_virtual_swarm(main)
 
-
+@pytest.mark.virtual_time
 @SLOW
-def test_replacements_fall_silent_in_the_middle_of_a_long_prompt(slow: float) -> None:
-    async def main(swarm: VirtualSwarm) -> None:
+async def test_replacements_fall_silent_in_the_middle_of_a_long_prompt(slow: float) -> None:
+    async with virtual_swarm() as swarm:
         chain_of_three(swarm)
         async with swarm.client() as client, talk(client) as talking:
             for left in (3, 4):
@@ -187,12 +184,11 @@ def test_replacements_fall_silent_in_the_middle_of_a_long_prompt(slow: float) ->
             waits = talking.session.waits.by_cause
             assert max(waits[cause].longest for cause in ("late", "replace", "switch") if cause in waits) <= LONGEST
 
-    in_virtual_swarm(main)
 
-
+@pytest.mark.virtual_time
 @SLOW
-def test_a_new_session_meets_silent_servers_only_but_for_one(slow: float) -> None:
-    async def main(swarm: VirtualSwarm) -> None:
+async def test_a_new_session_meets_silent_servers_only_but_for_one(slow: float) -> None:
+    async with virtual_swarm() as swarm:
         silent_and_well(swarm, VirtualServer.fall_silent, "0:6")
         async with swarm.client() as client:
             await measured(client, swarm)
@@ -202,12 +198,11 @@ def test_a_new_session_meets_silent_servers_only_but_for_one(slow: float) -> Non
                 assert trio.current_time() - begun <= LONGEST
                 assert talking.session.recoveries == 0
 
-    in_virtual_swarm(main)
 
-
+@pytest.mark.virtual_time
 @SLOW
-def test_directories_answer_late_and_a_server_comes(slow: float) -> None:
-    async def main(swarm: VirtualSwarm) -> None:
+async def test_directories_answer_late_and_a_server_comes(slow: float) -> None:
+    async with virtual_swarm() as swarm:
         chain_of_three(swarm)
         async with swarm.client() as client, talk(client) as talking:
             coming = swarm.start("2:4", told=False)
@@ -222,14 +217,12 @@ def test_directories_answer_late_and_a_server_comes(slow: float) -> None:
             assert trio.current_time() - come <= LONGEST
             assert talking.session.recoveries == 1
 
-    in_virtual_swarm(main)
 
-
+@pytest.mark.virtual_time
 @SLOW
-def test_a_server_comes_while_all_others_are_silent(slow: float) -> None:
+async def test_a_server_comes_while_all_others_are_silent(slow: float) -> None:
     """The look for others does not wait for those that were asked."""
-
-    async def main(swarm: VirtualSwarm) -> None:
+    async with virtual_swarm() as swarm:
         chain_of_three(swarm)
         async with swarm.client() as client, talk(client) as talking:
             for _ in range(3):
@@ -247,24 +240,21 @@ def test_a_server_comes_while_all_others_are_silent(slow: float) -> None:
             assert looks >= 4
             assert trio.current_time() - come <= LONGEST
 
-    in_virtual_swarm(main)
 
-
-def test_a_server_that_answers_no_ping_is_a_last_resort() -> None:
+@pytest.mark.virtual_time
+async def test_a_server_that_answers_no_ping_is_a_last_resort() -> None:
     """As one on a busy machine, or this machine being busy."""
-
-    async def main(swarm: VirtualSwarm) -> None:
+    async with virtual_swarm() as swarm:
         chain_of_three(swarm)
         async with swarm.client() as client, talk(client) as talking:
             swarm.mute.add(swarm.start("2:4").peer_id)
             swarm.of(talking.session, 1).fall_silent()
             assert await talking.step() <= LONGEST
 
-    in_virtual_swarm(main)
 
-
-def test_a_search_among_silent_servers_ends() -> None:
-    async def main(swarm: VirtualSwarm) -> None:
+@pytest.mark.virtual_time
+async def test_a_search_among_silent_servers_ends() -> None:
+    async with virtual_swarm() as swarm:
         chain_of_three(swarm)
         async with swarm.client() as client, talk(client) as talking:
             for _ in range(3):
@@ -278,12 +268,11 @@ def test_a_search_among_silent_servers_ends() -> None:
                 await talking.step()
             assert 30 <= trio.current_time() - begun <= 45
 
-    in_virtual_swarm(main)
 
-
+@pytest.mark.virtual_time
 @SLOW
-def test_a_standby_that_was_ready_falls_silent(slow: float) -> None:
-    async def main(swarm: VirtualSwarm) -> None:
+async def test_a_standby_that_was_ready_falls_silent(slow: float) -> None:
+    async with virtual_swarm() as swarm:
         chain_of_three(swarm)
         async with swarm.client() as client, talk(client) as talking:
             standby = swarm.start("2:4", announced=QUICK)
@@ -300,11 +289,10 @@ def test_a_standby_that_was_ready_falls_silent(slow: float) -> None:
             await talking.step()
             assert talking.slowest <= LONGEST
 
-    in_virtual_swarm(main)
 
-
-def test_what_one_step_found_silent_no_other_step_asks() -> None:
-    async def main(swarm: VirtualSwarm) -> None:
+@pytest.mark.virtual_time
+async def test_what_one_step_found_silent_no_other_step_asks() -> None:
+    async with virtual_swarm() as swarm:
         chain_of_three(swarm)
         async with swarm.client() as client, talk(client) as first, talk(client) as second:
             silent_and_well(swarm, VirtualServer.fall_silent)
@@ -320,11 +308,10 @@ def test_what_one_step_found_silent_no_other_step_asks() -> None:
             async with talk(client) as third:
                 assert lost.peer_id not in [hop.peer_id for hop in third.session.route]
 
-    in_virtual_swarm(main)
 
-
-def test_a_server_that_stood_still_once_is_not_given_longer_the_next_time() -> None:
-    async def main(swarm: VirtualSwarm) -> None:
+@pytest.mark.virtual_time
+async def test_a_server_that_stood_still_once_is_not_given_longer_the_next_time() -> None:
+    async with virtual_swarm() as swarm:
         chain_of_three(swarm)
         async with swarm.client() as client, talk(client) as talking:
             server = swarm.of(talking.session, 1)
@@ -338,11 +325,10 @@ def test_a_server_that_stood_still_once_is_not_given_longer_the_next_time() -> N
             swarm.of(talking.session, 1).fall_silent()
             assert await talking.step() <= LONGEST
 
-    in_virtual_swarm(main)
 
-
-def test_waits_are_counted_by_cause() -> None:
-    async def main(swarm: VirtualSwarm) -> None:
+@pytest.mark.virtual_time
+async def test_waits_are_counted_by_cause() -> None:
+    async with virtual_swarm() as swarm:
         chain_of_three(swarm)
         async with swarm.client() as client, talk(client) as talking:
             silent_and_well(swarm, VirtualServer.fall_silent)
@@ -358,14 +344,12 @@ def test_waits_are_counted_by_cause() -> None:
             parts = ("send", "answer", "push", "late", "switch", "reconnect", "race", "replace")
             assert sum(waits[part]["total_ms"] for part in parts if part in waits) == pytest.approx(step["total_ms"])
 
-    in_virtual_swarm(main)
 
-
+@pytest.mark.virtual_time
 @SLOW
-def test_nothing_is_left_of_those_that_were_asked(slow: float) -> None:
+async def test_nothing_is_left_of_those_that_were_asked(slow: float) -> None:
     """No task of the client, no stream and no session at a server that is well."""
-
-    async def main(swarm: VirtualSwarm) -> None:
+    async with virtual_swarm() as swarm:
         chain_of_three(swarm)
         async with swarm.client() as client:
             for factor in (slow, 1.0, 1.0):
@@ -380,13 +364,11 @@ def test_nothing_is_left_of_those_that_were_asked(slow: float) -> None:
             assert not [stream for link in links for stream in link.live(INFERENCE) if not stream.is_closed]
             await eventually(lambda: not any(s.sessions for s in swarm.servers if s.answers), "caches are free")
 
-    in_virtual_swarm(main)
 
-
-def test_what_came_before_this_process_cannot_be_given_to_another_server() -> None:
+@pytest.mark.virtual_time
+async def test_what_came_before_this_process_cannot_be_given_to_another_server() -> None:
     """Of a session that was taken up, not all inputs are known."""
-
-    async def main(swarm: VirtualSwarm) -> None:
+    async with virtual_swarm() as swarm:
         chain_of_three(swarm)
         async with swarm.client() as client, talk(client) as talking:
             swarm.start("2:4", announced=USUAL)
@@ -395,8 +377,6 @@ def test_what_came_before_this_process_cannot_be_given_to_another_server() -> No
             with pytest.raises(HistoryLost, match="what it held before this process started is not known here"):
                 await talking.step()
 
-    in_virtual_swarm(main)
-
 
 # --- chains that are compared
 
@@ -404,8 +384,9 @@ CHUNK = wire_tensor(np.ones((1, HIDDEN), np.float32))
 WHOLE = SessionSpec(VERSION, Span(0, BLOCKS), batch=1, max_length=MAX_LENGTH)
 
 
-def test_compared_chains_that_were_cut_off_while_rows_changed_places_are_of_no_use() -> None:
-    async def main(swarm: VirtualSwarm) -> None:
+@pytest.mark.virtual_time
+async def test_compared_chains_that_were_cut_off_while_rows_changed_places_are_of_no_use() -> None:
+    async with virtual_swarm() as swarm:
         one, other = swarm.start("0:6"), swarm.start("0:6")
         async with swarm.client(compare_chains=2) as client, client.session(WHOLE) as session:
             assert isinstance(session, ComparedSession)
@@ -426,11 +407,10 @@ def test_compared_chains_that_were_cut_off_while_rows_changed_places_are_of_no_u
             with pytest.raises(SwarmError, match="cut off while its rows changed places"):
                 await session.step([CHUNK])
 
-    in_virtual_swarm(main)
 
-
-def test_who_waits_for_a_second_chain_looks_at_once_and_then_now_and_then() -> None:
-    async def main(swarm: VirtualSwarm) -> None:
+@pytest.mark.virtual_time
+async def test_who_waits_for_a_second_chain_looks_at_once_and_then_now_and_then() -> None:
+    async with virtual_swarm() as swarm:
         swarm.start("0:6")
         second = swarm.start("0:6", told=False)
 
@@ -450,17 +430,16 @@ def test_who_waits_for_a_second_chain_looks_at_once_and_then_now_and_then() -> N
                 assert 10 < swarm.looks - looks <= 30 / RETRY_INTERVAL + 3
                 assert isinstance(session, ComparedSession) and len(session.routes) == 2
 
-    in_virtual_swarm(main)
 
-
-def test_servers_that_nobody_knows_how_to_compare_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.virtual_time
+async def test_servers_that_nobody_knows_how_to_compare_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each alone could be, but not one with the other."""
     known = compared_session.tolerance_between
 
     def between(weights: Weights, devices: Sequence[str], *rest: Any) -> Any:
         return known(weights, devices, *rest) if len(devices) == 1 else None
 
-    async def main(swarm: VirtualSwarm) -> None:
+    async with virtual_swarm() as swarm:
         monkeypatch.setattr(compared_session, "tolerance_between", between)
         for _ in range(2):
             swarm.start("0:6")
@@ -468,8 +447,6 @@ def test_servers_that_nobody_knows_how_to_compare_are_not(monkeypatch: pytest.Mo
             with pytest.raises(SwarmError, match=r"nobody has measured .* compute in float32 on different devices"):
                 async with client.session(WHOLE):
                     pass
-
-    in_virtual_swarm(main)
 
 
 async def measured(client: SwarmClient, swarm: VirtualSwarm) -> None:

@@ -54,39 +54,35 @@ def known(swarm: Swarm) -> set[str]:
     return {server.peer_id for server in swarm.view.servers(VERSION, now=time.time())}
 
 
-def test_a_stranger_finds_servers_that_have_met_nobody_but_a_foreign_node(start, slowness: Slowness) -> None:
+async def test_a_stranger_finds_servers_that_have_met_nobody_but_a_foreign_node(start, slowness: Slowness) -> None:
     """All know one node of Kademlia; the one of the servers goes, and the stranger's has the records."""
     theirs = start("stock_node", role="table", peers=[])
     ours = start("stock_node", role="table", peers=theirs.addrs)
     options = {"listen": (LOOPBACK,), "announcement_ttl": 6 * slowness()}
+    async with (
+        open_swarm(config(theirs.addrs[0], **options)) as one,
+        open_swarm(config(theirs.addrs[0], **options)) as other,
+    ):
+        announce(one, Span(0, 15))
+        announce(other, Span(15, 30))
+        wanted = {one.peer_id, other.peer_id}
+        async with open_swarm(config(ours.addrs[0])) as looking:
 
-    async def main() -> None:
-        async with (
-            open_swarm(config(theirs.addrs[0], **options)) as one,
-            open_swarm(config(theirs.addrs[0], **options)) as other,
-        ):
-            announce(one, Span(0, 15))
-            announce(other, Span(15, 30))
-            wanted = {one.peer_id, other.peer_id}
-            async with open_swarm(config(ours.addrs[0])) as looking:
+            async def listed() -> bool:
+                await trio.sleep(0.5)
+                lookups = [await table_of(looking).look_up(key, timeout=30) for key in (FIRST, LAST)]
+                named = [{found.peer_id for found in lookup.providers(random.Random())} for lookup in lookups]
+                return named == [{one.peer_id}, {other.peer_id}]
 
-                async def listed() -> bool:
-                    await trio.sleep(0.5)
-                    lookups = [await table_of(looking).look_up(key, timeout=30) for key in (FIRST, LAST)]
-                    named = [{found.peer_id for found in lookup.providers(random.Random())} for lookup in lookups]
-                    return named == [{one.peer_id}, {other.peer_id}]
+            await eventually(listed, "both servers have left their records")
+        theirs.kill()
 
-                await eventually(listed, "both servers have left their records")
-            theirs.kill()
+        async def found() -> bool:
+            # A new one each time: what was looked for a moment ago is not looked for again.
+            with suppress(SwarmError):
+                async with open_swarm(config(ours.addrs[0], bootstrap_deadline=60)) as stranger:
+                    await stranger.refresh(model_version=VERSION, sample=True, timeout=60)
+                    return known(stranger) == wanted
+            return False
 
-            async def found() -> bool:
-                # A new one each time: what was looked for a moment ago is not looked for again.
-                with suppress(SwarmError):
-                    async with open_swarm(config(ours.addrs[0], bootstrap_deadline=60)) as stranger:
-                        await stranger.refresh(model_version=VERSION, sample=True, timeout=60)
-                        return known(stranger) == wanted
-                return False
-
-            await eventually(found, "a stranger finds both servers")
-
-    trio.run(main)
+        await eventually(found, "a stranger finds both servers")

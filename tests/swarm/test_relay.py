@@ -47,143 +47,124 @@ async def raw_target(host: Host, relay: Host, arrived: trio.MemorySendChannel[St
     return addrs
 
 
-def test_what_is_sent_through_a_relay_comes_back():
-    async def main() -> None:
-        async with relay_here() as (relay, service), host_here() as target, host_here() as client:
-            client.remember(target.peer_id, await reserve(target, relay))
-            stream = await client.open_stream(target.peer_id, ECHO)
-            assert not stream.path.direct
-            assert stream.path.relay == relay.peer_id
-            for size in (1, 16 * 1024, 65477, 65507, 3 * MIB):
-                await echoed(stream, bytes(range(256)) * (size // 256) + bytes(size % 256))
-            (path,) = target.paths(client.peer_id)
-            assert path.inbound and path.relay == relay.peer_id
-            assert not client.is_direct(target.peer_id)
-            with pytest.raises(ConnectionError, match="no direct connection"):
-                await client.open_stream(target.peer_id, ECHO, direct=True)
-            # And the other way on the same connection.
-            back = await target.open_stream(client.peer_id, ECHO)
-            await echoed(back, b"x" * MIB)
-            assert service.stats.circuits == 1
-            await client.close_path(target.peer_id)
-            await until(lambda: service.stats.circuits == 0, "the circuit's place is free")
-
-    trio.run(main)
+async def test_what_is_sent_through_a_relay_comes_back():
+    async with relay_here() as (relay, service), host_here() as target, host_here() as client:
+        client.remember(target.peer_id, await reserve(target, relay))
+        stream = await client.open_stream(target.peer_id, ECHO)
+        assert not stream.path.direct
+        assert stream.path.relay == relay.peer_id
+        for size in (1, 16 * 1024, 65477, 65507, 3 * MIB):
+            await echoed(stream, bytes(range(256)) * (size // 256) + bytes(size % 256))
+        (path,) = target.paths(client.peer_id)
+        assert path.inbound and path.relay == relay.peer_id
+        assert not client.is_direct(target.peer_id)
+        with pytest.raises(ConnectionError, match="no direct connection"):
+            await client.open_stream(target.peer_id, ECHO, direct=True)
+        # And the other way on the same connection.
+        back = await target.open_stream(client.peer_id, ECHO)
+        await echoed(back, b"x" * MIB)
+        assert service.stats.circuits == 1
+        await client.close_path(target.peer_id)
+        await until(lambda: service.stats.circuits == 0, "the circuit's place is free")
 
 
-def test_hundreds_of_messages_each_way_and_what_they_cost():
-    async def main() -> None:
-        async with relay_here() as (relay, _), host_here() as target, host_here() as client:
-            client.remember(target.peer_id, await reserve(target, relay))
-            client.remember(relay.peer_id, relay.addrs())
-            for name, peer in (("to the relay", relay), ("through it", target)):
-                stream = await client.open_stream(peer.peer_id, ECHO)
-                times = []
-                for _ in range(300):
-                    start = time.perf_counter()
-                    await stream.write(bytes(16 * 1024))
-                    await received(stream, 16 * 1024)
-                    times.append(time.perf_counter() - start)
-                print(f"16 KiB round trip {name}: p50 {sorted(times)[150] * 1e3:.2f} ms")
-
-    trio.run(main)
+async def test_hundreds_of_messages_each_way_and_what_they_cost():
+    async with relay_here() as (relay, _), host_here() as target, host_here() as client:
+        client.remember(target.peer_id, await reserve(target, relay))
+        client.remember(relay.peer_id, relay.addrs())
+        for name, peer in (("to the relay", relay), ("through it", target)):
+            stream = await client.open_stream(peer.peer_id, ECHO)
+            times = []
+            for _ in range(300):
+                start = time.perf_counter()
+                await stream.write(bytes(16 * 1024))
+                await received(stream, 16 * 1024)
+                times.append(time.perf_counter() - start)
+            print(f"16 KiB round trip {name}: p50 {sorted(times)[150] * 1e3:.2f} ms")
 
 
-def test_a_direct_connection_is_preferred_as_soon_as_there_is_one():
-    async def main() -> None:
-        async with relay_here() as (relay, _), host_here(listens=True) as target, host_here() as client:
-            paths = []
-            client.on_connected(lambda peer_id, path: paths.append((peer_id, path.direct)))
-            client.remember(target.peer_id, await reserve(target, relay))
-            relayed = await client.open_stream(target.peer_id, ECHO)
-            client.remember(target.peer_id, target.addrs())
-            await client.connect(target.peer_id, direct=True)
-            assert [path.direct for path in client.paths(target.peer_id)] == [True, False]
-            direct = await client.open_stream(target.peer_id, ECHO)
-            assert direct.path.direct and direct.path.relay is None
-            await echoed(relayed, b"the old stream lives")
-            await client.close_path(target.peer_id, relayed_only=True)
-            await echoed(direct, b"and survives it")
-            assert client.is_direct(target.peer_id)
-            assert paths == [(relay.peer_id, True), (target.peer_id, False), (target.peer_id, True)]
-
-    trio.run(main)
+async def test_a_direct_connection_is_preferred_as_soon_as_there_is_one():
+    async with relay_here() as (relay, _), host_here(listens=True) as target, host_here() as client:
+        paths = []
+        client.on_connected(lambda peer_id, path: paths.append((peer_id, path.direct)))
+        client.remember(target.peer_id, await reserve(target, relay))
+        relayed = await client.open_stream(target.peer_id, ECHO)
+        client.remember(target.peer_id, target.addrs())
+        await client.connect(target.peer_id, direct=True)
+        assert [path.direct for path in client.paths(target.peer_id)] == [True, False]
+        direct = await client.open_stream(target.peer_id, ECHO)
+        assert direct.path.direct and direct.path.relay is None
+        await echoed(relayed, b"the old stream lives")
+        await client.close_path(target.peer_id, relayed_only=True)
+        await echoed(direct, b"and survives it")
+        assert client.is_direct(target.peer_id)
+        assert paths == [(relay.peer_id, True), (target.peer_id, False), (target.peer_id, True)]
 
 
-def test_dead_addresses_do_not_keep_a_living_circuit_waiting(slowness: Slowness) -> None:
+async def test_dead_addresses_do_not_keep_a_living_circuit_waiting(slowness: Slowness) -> None:
     soon = 4 * slowness()
-
-    async def main() -> None:
-        async with relay_here() as (relay, _), host_here() as target, host_here() as client:
-            dead = [f"/ip4/127.0.0.1/tcp/1/p2p/{target.peer_id}", f"/ip4/192.0.2.1/tcp/9/p2p/{target.peer_id}"]
-            circuits = await reserve(target, relay)
-            dead.append(f"/ip4/192.0.2.1/tcp/9/p2p/{relay.peer_id}/p2p-circuit/p2p/{target.peer_id}")
-            client.remember(target.peer_id, [*dead, *circuits])
-            for _ in range(2):
-                with trio.fail_after(soon):
-                    stream = await client.open_stream(target.peer_id, ECHO)
-                    await echoed(stream, b"here")
-                await client.disconnect(target.peer_id)
-
-    trio.run(main)
+    async with relay_here() as (relay, _), host_here() as target, host_here() as client:
+        dead = [f"/ip4/127.0.0.1/tcp/1/p2p/{target.peer_id}", f"/ip4/192.0.2.1/tcp/9/p2p/{target.peer_id}"]
+        circuits = await reserve(target, relay)
+        dead.append(f"/ip4/192.0.2.1/tcp/9/p2p/{relay.peer_id}/p2p-circuit/p2p/{target.peer_id}")
+        client.remember(target.peer_id, [*dead, *circuits])
+        for _ in range(2):
+            with trio.fail_after(soon):
+                stream = await client.open_stream(target.peer_id, ECHO)
+                await echoed(stream, b"here")
+            await client.disconnect(target.peer_id)
 
 
-def test_both_ends_of_a_circuit_hear_of_the_others_end():
-    async def main() -> None:
-        send, arrived = trio.open_memory_channel[StreamBytes](8)
-        async with relay_here() as (relay, service), host_here() as target, host_here() as client:
-            await raw_target(target, relay, send)
-            client.remember(relay.peer_id, relay.addrs())
+async def test_both_ends_of_a_circuit_hear_of_the_others_end():
+    send, arrived = trio.open_memory_channel[StreamBytes](8)
+    async with relay_here() as (relay, service), host_here() as target, host_here() as client:
+        await raw_target(target, relay, send)
+        client.remember(relay.peer_id, relay.addrs())
+        here = await client.circuits.open(relay.peer_id, target.peer_id)
+        there = await arrived.receive()
+        with trio.fail_after(60):
+            # Closed in one direction, the other goes on.
+            await here.write(b"all I have to say")
+            await here.close_write()
+            assert await received(there, 17) == b"all I have to say"
+            assert await there.read(1) == b""
+            await there.write(b"and my answer")
+            assert await received(here, 13) == b"and my answer"
+            await there.close_write()
+            assert await here.read(1) == b""
+            await until(lambda: service.stats.circuits == 0, "a circuit that both have closed is gone")
+            # What was said before a reset arrives, then the reset.
             here = await client.circuits.open(relay.peer_id, target.peer_id)
             there = await arrived.receive()
-            with trio.fail_after(60):
-                # Closed in one direction, the other goes on.
-                await here.write(b"all I have to say")
-                await here.close_write()
-                assert await received(there, 17) == b"all I have to say"
-                assert await there.read(1) == b""
-                await there.write(b"and my answer")
-                assert await received(here, 13) == b"and my answer"
-                await there.close_write()
-                assert await here.read(1) == b""
-                await until(lambda: service.stats.circuits == 0, "a circuit that both have closed is gone")
-                # What was said before a reset arrives, then the reset.
-                here = await client.circuits.open(relay.peer_id, target.peer_id)
-                there = await arrived.receive()
-                await there.write(b"mind")
-                assert await received(here, 4) == b"mind"
-                await here.reset()
-                with pytest.raises(ConnectionResetError):
-                    await there.read(1)
-                await until(lambda: service.stats.circuits == 0, "a circuit that was reset is gone")
-
-    trio.run(main)
+            await there.write(b"mind")
+            assert await received(here, 4) == b"mind"
+            await here.reset()
+            with pytest.raises(ConnectionResetError):
+                await there.read(1)
+            await until(lambda: service.stats.circuits == 0, "a circuit that was reset is gone")
 
 
-def test_a_peer_that_does_not_read_holds_up_itself_only_and_fills_nothing():
-    async def main() -> None:
-        send, arrived = trio.open_memory_channel[StreamBytes](8)
-        async with relay_here() as (relay, _), host_here() as target, host_here() as client:
-            await raw_target(target, relay, send)
-            client.remember(relay.peer_id, relay.addrs())
-            stuck = await client.circuits.open(relay.peer_id, target.peer_id)
-            unread = await arrived.receive()
-            sent = 0
-            with contextlib.suppress(trio.TooSlowError):
-                while True:
-                    with trio.fail_after(1.5 if sent > MIB else 60):  # so much surely finds room
-                        await stuck.write(bytes(65507))
-                    sent += 65507
-            # The target's window, the relay's, and what waits for sockets; not the sender's patience.
-            assert MIB < sent < 8 * MIB
-            other = await client.circuits.open(relay.peer_id, target.peer_id)
-            there = await arrived.receive()
-            with trio.fail_after(60):
-                await other.write(b"this one is read")
-                assert await received(there, 16) == b"this one is read"
-                assert await received(unread, sent) == bytes(sent)
-
-    trio.run(main)
+async def test_a_peer_that_does_not_read_holds_up_itself_only_and_fills_nothing():
+    send, arrived = trio.open_memory_channel[StreamBytes](8)
+    async with relay_here() as (relay, _), host_here() as target, host_here() as client:
+        await raw_target(target, relay, send)
+        client.remember(relay.peer_id, relay.addrs())
+        stuck = await client.circuits.open(relay.peer_id, target.peer_id)
+        unread = await arrived.receive()
+        sent = 0
+        with contextlib.suppress(trio.TooSlowError):
+            while True:
+                with trio.fail_after(1.5 if sent > MIB else 60):  # so much surely finds room
+                    await stuck.write(bytes(65507))
+                sent += 65507
+        # The target's window, the relay's, and what waits for sockets; not the sender's patience.
+        assert MIB < sent < 8 * MIB
+        other = await client.circuits.open(relay.peer_id, target.peer_id)
+        there = await arrived.receive()
+        with trio.fail_after(60):
+            await other.write(b"this one is read")
+            assert await received(there, 16) == b"this one is read"
+            assert await received(unread, sent) == bytes(sent)
 
 
 async def refused(asking: object) -> int:
@@ -192,141 +173,125 @@ async def refused(asking: object) -> int:
     return caught.value.status
 
 
-def test_what_is_not_allowed_is_refused_with_the_right_status():
-    async def main() -> None:
-        limits = {"reservations": 1, "circuits_per_peer": 2}
-        async with relay_here(**limits) as (relay, service), host_here() as target, host_here() as client:
-            target_addrs = await reserve(target, relay)
-            client.remember(relay.peer_id, relay.addrs())
-            assert await refused(client.circuits.reserve(relay.peer_id)) == pb.RESERVATION_REFUSED
-            assert (await target.circuits.reserve(relay.peer_id)).addrs  # who has one, renews it
+async def test_what_is_not_allowed_is_refused_with_the_right_status():
+    limits = {"reservations": 1, "circuits_per_peer": 2}
+    async with relay_here(**limits) as (relay, service), host_here() as target, host_here() as client:
+        target_addrs = await reserve(target, relay)
+        client.remember(relay.peer_id, relay.addrs())
+        assert await refused(client.circuits.reserve(relay.peer_id)) == pb.RESERVATION_REFUSED
+        assert (await target.circuits.reserve(relay.peer_id)).addrs  # who has one, renews it
 
-            with pytest.raises(ConnectionError, match="no reservation there"):
-                await client.circuits.open(relay.peer_id, client.peer_id)
-            for _ in range(2):
-                await client.circuits.dial(relay.peer_id, target.peer_id)
-            with pytest.raises(ConnectionError, match="as much as it allows"):
-                await client.circuits.dial(relay.peer_id, target.peer_id)
-            client.remember(target.peer_id, target_addrs)
-            await client.disconnect(target.peer_id)
-            await until(lambda: service.stats.circuits == 0, "the places are free")
+        with pytest.raises(ConnectionError, match="no reservation there"):
+            await client.circuits.open(relay.peer_id, client.peer_id)
+        for _ in range(2):
+            await client.circuits.dial(relay.peer_id, target.peer_id)
+        with pytest.raises(ConnectionError, match="as much as it allows"):
+            await client.circuits.dial(relay.peer_id, target.peer_id)
+        client.remember(target.peer_id, target_addrs)
+        await client.disconnect(target.peer_id)
+        await until(lambda: service.stats.circuits == 0, "the places are free")
 
-            # Over a connection that is relayed itself, nothing is relayed.
-            relay_at(service, target, HOP)
-            stream = DelimitedStream(await client.open_stream(target.peer_id, HOP), target.peer_id)
-            assert await refused(ask_reservation(stream, timeout=60)) == pb.PERMISSION_DENIED
-            await client.disconnect(target.peer_id)
+        # Over a connection that is relayed itself, nothing is relayed.
+        relay_at(service, target, HOP)
+        stream = DelimitedStream(await client.open_stream(target.peer_id, HOP), target.peer_id)
+        assert await refused(ask_reservation(stream, timeout=60)) == pb.PERMISSION_DENIED
+        await client.disconnect(target.peer_id)
 
-            target.remove_stream_handler(STOP)
-            with pytest.raises(ConnectionError, match="cannot reach the peer"):
-                await client.circuits.dial(relay.peer_id, target.peer_id)
-            assert isinstance(service.stats, RelayStats)
-            assert service.stats.refused == 5
-            service.stop()
-            with pytest.raises(ConnectionError, match="does not speak"):
-                await client.circuits.dial(relay.peer_id, target.peer_id)
-
-    trio.run(main)
+        target.remove_stream_handler(STOP)
+        with pytest.raises(ConnectionError, match="cannot reach the peer"):
+            await client.circuits.dial(relay.peer_id, target.peer_id)
+        assert isinstance(service.stats, RelayStats)
+        assert service.stats.refused == 5
+        service.stop()
+        with pytest.raises(ConnectionError, match="does not speak"):
+            await client.circuits.dial(relay.peer_id, target.peer_id)
 
 
-def test_a_circuit_ends_when_it_has_carried_or_lasted_enough():
-    async def main() -> None:
-        send, arrived = trio.open_memory_channel[StreamBytes](8)
-        async with relay_here(circuit_bytes=MIB) as (relay, service), host_here() as target, host_here() as client:
-            await raw_target(target, relay, send)
-            client.remember(relay.peer_id, relay.addrs())
-            here = await client.circuits.open(relay.peer_id, target.peer_id)
-            there = await arrived.receive()
-            with trio.fail_after(60):
-                await here.write(bytes(MIB))
-                assert len(await received(there, MIB)) == MIB
-                with contextlib.suppress(ConnectionResetError):
-                    await here.write(b"one more")
-                with pytest.raises(ConnectionResetError):
-                    await there.read(1)
-            await until(lambda: service.stats.circuits == 0, "its place is free")
-        async with relay_here(circuit_seconds=1) as (relay, service), host_here() as target, host_here() as client:
-            client.remember(target.peer_id, await reserve(target, relay))
-            stream = await client.open_stream(target.peer_id, ECHO)
-            with trio.fail_after(60):
-                await stream.wait_lost()
-            await until(lambda: service.stats.circuits == 0, "its place is free")
-
-    trio.run(main)
+async def test_a_circuit_ends_when_it_has_carried_or_lasted_enough():
+    send, arrived = trio.open_memory_channel[StreamBytes](8)
+    async with relay_here(circuit_bytes=MIB) as (relay, service), host_here() as target, host_here() as client:
+        await raw_target(target, relay, send)
+        client.remember(relay.peer_id, relay.addrs())
+        here = await client.circuits.open(relay.peer_id, target.peer_id)
+        there = await arrived.receive()
+        with trio.fail_after(60):
+            await here.write(bytes(MIB))
+            assert len(await received(there, MIB)) == MIB
+            with contextlib.suppress(ConnectionResetError):
+                await here.write(b"one more")
+            with pytest.raises(ConnectionResetError):
+                await there.read(1)
+        await until(lambda: service.stats.circuits == 0, "its place is free")
+    async with relay_here(circuit_seconds=1) as (relay, service), host_here() as target, host_here() as client:
+        client.remember(target.peer_id, await reserve(target, relay))
+        stream = await client.open_stream(target.peer_id, ECHO)
+        with trio.fail_after(60):
+            await stream.wait_lost()
+        await until(lambda: service.stats.circuits == 0, "its place is free")
 
 
-def test_a_reservation_ends_with_its_connection():
-    async def main() -> None:
-        async with relay_here() as (relay, service), host_here() as target, host_here() as client:
-            client.remember(target.peer_id, await reserve(target, relay))
-            assert service.stats.reservations == 1
-            await target.disconnect(relay.peer_id)
-            await until(lambda: service.stats.reservations == 0, "the reservation is gone")
-            with pytest.raises(ConnectionError, match="no reservation there"):
-                await client.connect(target.peer_id)
-            await reserve(target, relay)
+async def test_a_reservation_ends_with_its_connection():
+    async with relay_here() as (relay, service), host_here() as target, host_here() as client:
+        client.remember(target.peer_id, await reserve(target, relay))
+        assert service.stats.reservations == 1
+        await target.disconnect(relay.peer_id)
+        await until(lambda: service.stats.reservations == 0, "the reservation is gone")
+        with pytest.raises(ConnectionError, match="no reservation there"):
             await client.connect(target.peer_id)
-
-    trio.run(main)
-
-
-def test_a_relay_cannot_pass_one_peer_off_as_another():
-    async def main() -> None:
-        async with relay_here() as (relay, _), host_here() as target, host_here() as client:
-            await reserve(target, relay)
-            client.remember(relay.peer_id, relay.addrs())
-            await client.connect(relay.peer_id)
-            (connection,) = relay.connections(target.peer_id)
-            lie = DelimitedStream(await connection.open_stream(STOP), target.peer_id)
-            await ask_stop(lie, client.peer_id, CircuitLimit(), timeout=60)
-            with contextlib.suppress(ConnectionError):  # the relay itself, in the client's name
-                await relay.adopt(raw_of(lie), peer_id=target.peer_id, initiator=True, relay=relay.peer_id)
-            await until(lambda: len(relay.paths(target.peer_id)) == 1, "the target has ended it")
-            assert not target.is_connected(client.peer_id)
-            assert [path.direct for path in target.paths(relay.peer_id)] == [True]
-
-    trio.run(main)
+        await reserve(target, relay)
+        await client.connect(target.peer_id)
 
 
-def test_nobody_takes_all_of_a_relays_bandwidth(slowness: Slowness) -> None:
+async def test_a_relay_cannot_pass_one_peer_off_as_another():
+    async with relay_here() as (relay, _), host_here() as target, host_here() as client:
+        await reserve(target, relay)
+        client.remember(relay.peer_id, relay.addrs())
+        await client.connect(relay.peer_id)
+        (connection,) = relay.connections(target.peer_id)
+        lie = DelimitedStream(await connection.open_stream(STOP), target.peer_id)
+        await ask_stop(lie, client.peer_id, CircuitLimit(), timeout=60)
+        with contextlib.suppress(ConnectionError):  # the relay itself, in the client's name
+            await relay.adopt(raw_of(lie), peer_id=target.peer_id, initiator=True, relay=relay.peer_id)
+        await until(lambda: len(relay.paths(target.peer_id)) == 1, "the target has ended it")
+        assert not target.is_connected(client.peer_id)
+        assert [path.direct for path in target.paths(relay.peer_id)] == [True]
+
+
+async def test_nobody_takes_all_of_a_relays_bandwidth(slowness: Slowness) -> None:
     """One peer with many circuits and one with a single one: both have their turn, so both get about the same."""
     rate = int(4 * MIB / slowness())  # less than this machine could do
+    carried = {"greedy": 0, "modest": 0}
+    send, arrived = trio.open_memory_channel[StreamBytes](16)
+    async with (
+        relay_here(bytes_per_second=rate) as (relay, _),
+        host_here() as target,
+        host_here() as greedy,
+        host_here() as modest,
+        trio.open_nursery() as nursery,
+    ):
+        await raw_target(target, relay, send)
 
-    async def main() -> None:
-        carried = {"greedy": 0, "modest": 0}
-        send, arrived = trio.open_memory_channel[StreamBytes](16)
-        async with (
-            relay_here(bytes_per_second=rate) as (relay, _),
-            host_here() as target,
-            host_here() as greedy,
-            host_here() as modest,
-            trio.open_nursery() as nursery,
-        ):
-            await raw_target(target, relay, send)
+        async def flood(host: Host, name: str, task_status: trio.TaskStatus[None]) -> None:
+            stream = await host.circuits.open(relay.peer_id, target.peer_id)
+            nursery.start_soon(count, await arrived.receive(), name)
+            task_status.started()
+            while True:
+                await stream.write(bytes(65507))
 
-            async def flood(host: Host, name: str, task_status: trio.TaskStatus[None]) -> None:
-                stream = await host.circuits.open(relay.peer_id, target.peer_id)
-                nursery.start_soon(count, await arrived.receive(), name)
-                task_status.started()
-                while True:
-                    await stream.write(bytes(65507))
+        async def count(stream: StreamBytes, name: str) -> None:
+            while True:
+                size = len(await stream.read(MIB))
+                carried[name] += size
 
-            async def count(stream: StreamBytes, name: str) -> None:
-                while True:
-                    size = len(await stream.read(MIB))
-                    carried[name] += size
-
-            for host in (greedy, modest):
-                host.remember(relay.peer_id, relay.addrs())
-            for _ in range(6):
-                await nursery.start(flood, greedy, "greedy")
-            await until(lambda: carried["greedy"] > 2 * MIB, "the greedy one has begun")
-            before = carried["greedy"]
-            await nursery.start(flood, modest, "modest")
-            await until(lambda: carried["modest"] > 4 * MIB, "the modest one is served")
-            taken = carried["greedy"] - before
-            print(f"greedy with 6 circuits: {taken / MIB:.1f} MiB, modest with one: {carried['modest'] / MIB:.1f} MiB")
-            assert taken < 2 * carried["modest"]
-            nursery.cancel_scope.cancel()
-
-    trio.run(main)
+        for host in (greedy, modest):
+            host.remember(relay.peer_id, relay.addrs())
+        for _ in range(6):
+            await nursery.start(flood, greedy, "greedy")
+        await until(lambda: carried["greedy"] > 2 * MIB, "the greedy one has begun")
+        before = carried["greedy"]
+        await nursery.start(flood, modest, "modest")
+        await until(lambda: carried["modest"] > 4 * MIB, "the modest one is served")
+        taken = carried["greedy"] - before
+        print(f"greedy with 6 circuits: {taken / MIB:.1f} MiB, modest with one: {carried['modest'] / MIB:.1f} MiB")
+        assert taken < 2 * carried["modest"]
+        nursery.cancel_scope.cancel()

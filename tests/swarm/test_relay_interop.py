@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-import trio
 from libp2p.peer.envelope import unmarshal_envelope
 from libp2p.peer.id import ID
 from libp2p.relay.circuit_v2.pb.circuit_pb2 import Voucher
@@ -25,52 +24,41 @@ def start() -> Iterator[Callable[..., RelayNode]]:
 
 
 @pytest.mark.parametrize("psk", [None, "3c" * 32], ids=["public", "private"])
-def test_we_meet_at_a_foreign_relay(start, psk):
+async def test_we_meet_at_a_foreign_relay(start, psk):
     relay = start("stock_node", role="relay", psk=psk)
-
-    async def main() -> None:
-        async with host_here(psk=psk) as target, host_here(psk=psk) as client:
-            for host in (target, client):
-                host.remember(relay.peer_id, relay.addrs)
-            reservation = await target.circuits.reserve(relay.peer_id)
-            assert reservation.addrs
-            client.remember(target.peer_id, [f"{addr}/p2p/{target.peer_id}" for addr in reservation.addrs])
-            stream = await client.open_stream(target.peer_id, ECHO)
-            assert stream.path.relay == relay.peer_id
-            await echoed(stream, PAYLOAD)
-
-    trio.run(main)
+    async with host_here(psk=psk) as target, host_here(psk=psk) as client:
+        for host in (target, client):
+            host.remember(relay.peer_id, relay.addrs)
+        reservation = await target.circuits.reserve(relay.peer_id)
+        assert reservation.addrs
+        client.remember(target.peer_id, [f"{addr}/p2p/{target.peer_id}" for addr in reservation.addrs])
+        stream = await client.open_stream(target.peer_id, ECHO)
+        assert stream.path.relay == relay.peer_id
+        await echoed(stream, PAYLOAD)
 
 
-def test_our_reservations_come_with_a_voucher_that_others_can_read():
-    async def main() -> None:
-        async with relay_here() as (relay, _), host_here() as target:
-            target.remember(relay.peer_id, relay.addrs())
-            await target.connect(relay.peer_id)
-            stream = DelimitedStream(await target.open_stream(relay.peer_id, HOP), relay.peer_id)
-            terms = await ask_reservation(stream, timeout=60)
-            envelope = unmarshal_envelope(terms.voucher)
-            envelope.validate(VOUCHER_DOMAIN)
-            voucher = Voucher.FromString(envelope.raw_payload)
-            assert (ID(voucher.relay), ID(voucher.peer)) == tuple(map(ID.from_string, (relay.peer_id, target.peer_id)))
-            assert voucher.expiration == terms.expires > time.time()
-
-    trio.run(main)
+async def test_our_reservations_come_with_a_voucher_that_others_can_read():
+    async with relay_here() as (relay, _), host_here() as target:
+        target.remember(relay.peer_id, relay.addrs())
+        await target.connect(relay.peer_id)
+        stream = DelimitedStream(await target.open_stream(relay.peer_id, HOP), relay.peer_id)
+        terms = await ask_reservation(stream, timeout=60)
+        envelope = unmarshal_envelope(terms.voucher)
+        envelope.validate(VOUCHER_DOMAIN)
+        voucher = Voucher.FromString(envelope.raw_payload)
+        assert (ID(voucher.relay), ID(voucher.peer)) == tuple(map(ID.from_string, (relay.peer_id, target.peer_id)))
+        assert voucher.expiration == terms.expires > time.time()
 
 
-def test_foreign_peers_meet_us_and_each_other_at_our_relay(start):
+async def test_foreign_peers_meet_us_and_each_other_at_our_relay(start):
     relay = start()
     theirs, ours = start("stock_node", role="target", relay=relay.addrs[0]), start(relay=relay.addrs[0])
     clients = [
         start("stock_node", role="client", relay=relay.addrs[0], target=target.peer_id) for target in (ours, theirs)
     ]
-
-    async def main() -> None:
-        async with host_here() as client:
-            client.remember(theirs.peer_id, theirs.addrs)
-            stream = await client.open_stream(theirs.peer_id, ECHO)
-            await echoed(stream, PAYLOAD)
-
-    trio.run(main)
+    async with host_here() as client:
+        client.remember(theirs.peer_id, theirs.addrs)
+        stream = await client.open_stream(theirs.peer_id, ECHO)
+        await echoed(stream, PAYLOAD)
     for foreign in clients:
         assert foreign.ready["echoed"] == len(PAYLOAD)

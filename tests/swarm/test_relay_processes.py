@@ -31,118 +31,102 @@ async def circuits(host: Host, relay: RelayNode) -> int:
     return int((await stats_of(host, relay))["circuits"])
 
 
-def test_when_a_client_dies_the_relay_knows_and_when_the_relay_dies_the_client_knows(start):
+async def test_when_a_client_dies_the_relay_knows_and_when_the_relay_dies_the_client_knows(start):
     relay, target = relay_and_target(start)
+    async with host_here() as client:
+        known(client, (relay, target))
+        stream = await client.open_stream(target.peer_id, ECHO)
+        await echoed(stream, b"alive")
+        other = start(dial=target.addrs[0])
+        # In a thread: a client that stands still for so long may lose its connections.
+        assert await trio.to_thread.run_sync(lambda: other.ready)
+        assert await circuits(client, relay) == 2
+        other.kill()
 
-    async def main() -> None:
-        async with host_here() as client:
-            known(client, (relay, target))
-            stream = await client.open_stream(target.peer_id, ECHO)
-            await echoed(stream, b"alive")
-            other = start(dial=target.addrs[0])
-            # In a thread: a client that stands still for so long may lose its connections.
-            assert await trio.to_thread.run_sync(lambda: other.ready)
-            assert await circuits(client, relay) == 2
-            other.kill()
+        async def only_ours() -> bool:
+            return await circuits(client, relay) == 1
 
-            async def only_ours() -> bool:
-                return await circuits(client, relay) == 1
-
-            await until(only_ours, "the killed client's place is free")
-            await echoed(stream, b"still alive")
-            relay.kill()
-            began = time.perf_counter()
-            with trio.fail_after(60):
-                await stream.wait_lost()
-            print(f"seconds until the client knew: {time.perf_counter() - began:.2f}")
-            with pytest.raises(ConnectionError):
-                await client.connect(target.peer_id)
-
-    trio.run(main)
+        await until(only_ours, "the killed client's place is free")
+        await echoed(stream, b"still alive")
+        relay.kill()
+        began = time.perf_counter()
+        with trio.fail_after(60):
+            await stream.wait_lost()
+        print(f"seconds until the client knew: {time.perf_counter() - began:.2f}")
+        with pytest.raises(ConnectionError):
+            await client.connect(target.peer_id)
 
 
-def test_a_peer_that_dies_or_stands_still_keeps_no_place(start):
+async def test_a_peer_that_dies_or_stands_still_keeps_no_place(start):
     relay, target = relay_and_target(start)
+    async with host_here() as client, host_here() as watcher:
+        known(client, (relay, target))
+        known(watcher, (relay,))
+        stream = await client.open_stream(target.peer_id, ECHO)
+        await echoed(stream, b"alive")
+        assert await circuits(watcher, relay) == 1
 
-    async def main() -> None:
-        async with host_here() as client, host_here() as watcher:
-            known(client, (relay, target))
-            known(watcher, (relay,))
-            stream = await client.open_stream(target.peer_id, ECHO)
-            await echoed(stream, b"alive")
-            assert await circuits(watcher, relay) == 1
+        async def is_free() -> bool:
+            stats = await stats_of(watcher, relay)
+            return stats["circuits"] == 0 and stats["reservations"] == 0
 
-            async def is_free() -> bool:
-                stats = await stats_of(watcher, relay)
-                return stats["circuits"] == 0 and stats["reservations"] == 0
-
-            target.signal(signal.SIGSTOP)
-            began = time.perf_counter()
-            with trio.fail_after(60):
-                await stream.wait_lost()
-            print(f"seconds until the client knew of the frozen peer: {time.perf_counter() - began:.2f}")
-            await until(is_free, "the frozen peer's places are free")
-            print(f"seconds until its places were free: {time.perf_counter() - began:.2f}")
-
-    trio.run(main)
+        target.signal(signal.SIGSTOP)
+        began = time.perf_counter()
+        with trio.fail_after(60):
+            await stream.wait_lost()
+        print(f"seconds until the client knew of the frozen peer: {time.perf_counter() - began:.2f}")
+        await until(is_free, "the frozen peer's places are free")
+        print(f"seconds until its places were free: {time.perf_counter() - began:.2f}")
 
 
-def test_a_client_comes_back_while_its_old_circuits_still_die(start):
+async def test_a_client_comes_back_while_its_old_circuits_still_die(start):
     relay, target = relay_and_target(start)
     seed = Identity.generate().seed.hex()
     old = start(seed=seed, dial=target.addrs[0])
+    async with (
+        host_here(identity=Identity.from_seed(bytes.fromhex(seed))) as client,
+        host_here() as watcher,
+    ):
+        known(watcher, (relay,))
+        assert old.ready
+        assert await circuits(watcher, relay) == 1
+        old.signal(signal.SIGSTOP)  # its sockets stay open: nothing tells the relay
+        known(client, (relay, target))
+        stream = await client.open_stream(target.peer_id, ECHO)
+        await echoed(stream, b"as if it had never been away")
+        assert await circuits(watcher, relay) == 2
 
-    async def main() -> None:
-        async with (
-            host_here(identity=Identity.from_seed(bytes.fromhex(seed))) as client,
-            host_here() as watcher,
-        ):
-            known(watcher, (relay,))
-            assert old.ready
-            assert await circuits(watcher, relay) == 1
-            old.signal(signal.SIGSTOP)  # its sockets stay open: nothing tells the relay
-            known(client, (relay, target))
-            stream = await client.open_stream(target.peer_id, ECHO)
-            await echoed(stream, b"as if it had never been away")
-            assert await circuits(watcher, relay) == 2
+        async def only_the_new_one() -> bool:
+            await echoed(stream, b"still there")
+            return await circuits(watcher, relay) == 1
 
-            async def only_the_new_one() -> bool:
-                await echoed(stream, b"still there")
-                return await circuits(watcher, relay) == 1
-
-            await until(only_the_new_one, "the old circuit's place is free")
-            await echoed(stream, b"and it stays")
-            old.kill()
-            await echoed(stream, b"whatever becomes of the old one")
-
-    trio.run(main)
+        await until(only_the_new_one, "the old circuit's place is free")
+        await echoed(stream, b"and it stays")
+        old.kill()
+        await echoed(stream, b"whatever becomes of the old one")
 
 
-def test_the_newest_connection_of_a_peer_is_the_one_that_it_is_reached_by(start, slowness: Slowness) -> None:
+async def test_the_newest_connection_of_a_peer_is_the_one_that_it_is_reached_by(start, slowness: Slowness) -> None:
     soon = 5 * slowness()
     relay = start()
     seed = Identity.generate().seed.hex()
     old = start(seed=seed, relay=relay.addrs[0])
+    async with host_here() as client:
+        known(client, (relay, old))
+        old.signal(signal.SIGSTOP)
+        new = start(seed=seed, relay=relay.addrs[0])
+        known(client, (new,))
+        began = time.perf_counter()
+        with trio.fail_after(soon):
+            stream = await client.open_stream(new.peer_id, ECHO)
+            await echoed(stream, b"not by way of the frozen one")
+        print(f"seconds: {time.perf_counter() - began:.2f}")
+        new.kill()
+        with trio.fail_after(soon):
+            await stream.wait_lost()
 
-    async def main() -> None:
-        async with host_here() as client:
-            known(client, (relay, old))
-            old.signal(signal.SIGSTOP)
-            new = start(seed=seed, relay=relay.addrs[0])
-            known(client, (new,))
-            began = time.perf_counter()
-            with trio.fail_after(soon):
-                stream = await client.open_stream(new.peer_id, ECHO)
-                await echoed(stream, b"not by way of the frozen one")
-            print(f"seconds: {time.perf_counter() - began:.2f}")
-            new.kill()
-            with trio.fail_after(soon):
-                await stream.wait_lost()
+        async def nobody() -> bool:
+            stats = await stats_of(client, relay)
+            return stats["circuits"] == stats["reservations"] == 0
 
-            async def nobody() -> bool:
-                stats = await stats_of(client, relay)
-                return stats["circuits"] == stats["reservations"] == 0
-
-            await until(nobody, "what the killed peer had is free")
-
-    trio.run(main)
+        await until(nobody, "what the killed peer had is free")

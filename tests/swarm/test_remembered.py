@@ -168,14 +168,11 @@ def test_what_cannot_be_dialed_is_not_remembered(nodes: Nodes, memory: Path) -> 
     assert not {record.peer_id for record in PeerStore(memory).load()} & set(clients)
 
 
-def test_nodes_of_one_machine_find_each_other_without_any_network(memory: Path) -> None:
-    async def main() -> None:
-        async with open_swarm(config(memory, listen=(LOOPBACK,))) as server:
-            assert server.joined is None
-            with trio.fail_after(PATIENCE):
-                while not memory.exists():  # noqa: ASYNC110, ASYNC240
-                    await trio.sleep(0.01)
-            async with open_swarm(config(memory)) as client:
-                assert client.joined == JoinResult("remembered", server.peer_id)
-
-    trio.run(main)
+async def test_nodes_of_one_machine_find_each_other_without_any_network(memory: Path) -> None:
+    async with open_swarm(config(memory, listen=(LOOPBACK,))) as server:
+        assert server.joined is None
+        with trio.fail_after(PATIENCE):
+            while not memory.exists():  # noqa: ASYNC110, ASYNC240
+                await trio.sleep(0.01)
+        async with open_swarm(config(memory)) as client:
+            assert client.joined == JoinResult("remembered", server.peer_id)

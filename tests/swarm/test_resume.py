@@ -256,7 +256,7 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> BlockSpan:
     return load_span(folder, Span(0, NUM_BLOCKS))
 
 
-def test_a_reply_that_is_ready_while_the_stream_changes_comes_once(blocks: BlockSpan) -> None:
+async def test_a_reply_that_is_ready_while_the_stream_changes_comes_once(blocks: BlockSpan) -> None:
     """The reply is made so many turns of the event loop after the Resume was sent, that some fall into its midst."""
 
     async def once(server: OneServer, turns: int) -> None:
@@ -291,14 +291,11 @@ def test_a_reply_that_is_ready_while_the_stream_changes_comes_once(blocks: Block
         assert frame.reply.sequence == 3
         await following.close()
 
-    async def main() -> None:
-        with trio.fail_after(2 * TIMEOUT):
-            async with one_server(blocks) as server:
-                for turns in range(24):
-                    for _ in range(4):  # which of two tasks is first in a turn is random
-                        await once(server, turns)
-
-    trio.run(main)
+    with trio.fail_after(2 * TIMEOUT):
+        async with one_server(blocks) as server:
+            for turns in range(24):
+                for _ in range(4):  # which of two tasks is first in a turn is random
+                    await once(server, turns)
 
 
 # --- the cache of who is lost

@@ -19,7 +19,7 @@ from petalnode.node.testing.memory_servers import memory_swarm
 from petalnode.protocols.ids import Span
 from tests.inspection import client_of, session_of
 from tests.swarm.conftest import ServedInMemory
-from tests.swarm.virtual_servers import BLOCKS, VirtualServer, VirtualSwarm, in_virtual_swarm, talk
+from tests.swarm.virtual_servers import BLOCKS, VirtualServer, VirtualSwarm, talk, virtual_swarm
 from tests.tiny_models import load_whole
 
 QUICK, USUAL = 0.001, 0.02
@@ -39,8 +39,9 @@ def check_strangers(swarm: VirtualSwarm, trusted: TrustedServers) -> None:
             assert all(middle.covers(span) for span in server.asked if middle is not None), server.asked
 
 
-def test_strangers_compute_the_middle_only_however_quick_they_are() -> None:
-    async def main(swarm: VirtualSwarm) -> None:
+@pytest.mark.virtual_time
+async def test_strangers_compute_the_middle_only_however_quick_they_are() -> None:
+    async with virtual_swarm() as swarm:
         first, last = (swarm.start(blocks, announced=50 * USUAL) for blocks in ("0:2", "4:6"))
         stranger = swarm.start("0:6", announced=QUICK)
         async with swarm.client(trusted=trusting(first, last)) as client, talk(client) as talking:
@@ -54,12 +55,11 @@ def test_strangers_compute_the_middle_only_however_quick_they_are() -> None:
             assert pushed[:2] == [0, 0] and pushed[2] > 0  # a stranger pushes to a trusted server, and not back
         check_strangers(swarm, trusting(first, last))
 
-    in_virtual_swarm(main)
 
-
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("blocks", ["0:2", "2:4", "4:6"])
-def test_a_lost_server_is_replaced_by_one_that_may_compute_its_blocks(blocks: str) -> None:
-    async def main(swarm: VirtualSwarm) -> None:
+async def test_a_lost_server_is_replaced_by_one_that_may_compute_its_blocks(blocks: str) -> None:
+    async with virtual_swarm() as swarm:
         own = [swarm.start(span, announced=QUICK) for span in ("0:2", "4:6")]
         own += [swarm.start(span, announced=50 * USUAL) for span in ("0:2", "4:6")]
         for _ in range(3):
@@ -78,11 +78,10 @@ def test_a_lost_server_is_replaced_by_one_that_may_compute_its_blocks(blocks: st
             assert lost.peer_id not in {hop.peer_id for hop in talking.session.route}
         check_strangers(swarm, trusted)
 
-    in_virtual_swarm(main)
 
-
-def test_a_step_fails_rather_than_that_a_stranger_takes_a_trusted_place() -> None:
-    async def main(swarm: VirtualSwarm) -> None:
+@pytest.mark.virtual_time
+async def test_a_step_fails_rather_than_that_a_stranger_takes_a_trusted_place() -> None:
+    async with virtual_swarm() as swarm:
         first, last = (swarm.start(span, announced=USUAL) for span in ("0:2", "4:6"))
         for _ in range(4):
             swarm.start("0:6", announced=QUICK)
@@ -98,11 +97,10 @@ def test_a_step_fails_rather_than_that_a_stranger_takes_a_trusted_place() -> Non
             assert "--blocks 0:2" in str(failure.value)
         check_strangers(swarm, trusted)
 
-    in_virtual_swarm(main)
 
-
-def test_a_trusted_server_that_only_fails_is_named_and_not_replaced_by_a_stranger() -> None:
-    async def main(swarm: VirtualSwarm) -> None:
+@pytest.mark.virtual_time
+async def test_a_trusted_server_that_only_fails_is_named_and_not_replaced_by_a_stranger() -> None:
+    async with virtual_swarm() as swarm:
         own, stranger = swarm.start("0:6", announced=USUAL), swarm.start("0:6", announced=QUICK)
         trusted = trusting(own)
         async with swarm.client(trusted=trusted) as client, talk(client) as talking:
@@ -115,12 +113,11 @@ def test_a_trusted_server_that_only_fails_is_named_and_not_replaced_by_a_strange
             assert "no server of the swarm" not in text  # there is one
             assert stranger.asked <= {MIDDLE}
 
-    in_virtual_swarm(main)
 
-
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("held", ["0:1", "1:2", "0:5", None])
-def test_a_session_that_lacks_a_trusted_server_is_not_opened(held: str | None) -> None:
-    async def main(swarm: VirtualSwarm) -> None:
+async def test_a_session_that_lacks_a_trusted_server_is_not_opened(held: str | None) -> None:
+    async with virtual_swarm() as swarm:
         swarm.start("0:6", announced=QUICK)
         swarm.start("0:6", announced=USUAL)
         own = Identity.generate().peer_id if held is None else swarm.start(held).peer_id
@@ -132,15 +129,14 @@ def test_a_session_that_lacks_a_trusted_server_is_not_opened(held: str | None) -
         check_strangers(swarm, trusted)
         assert all(not server.opened for server in swarm.servers[:2])
 
-    in_virtual_swarm(main)
 
-
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("seed", range(12))
-def test_random_swarms_in_which_servers_come_go_drain_and_fall_silent(seed: int) -> None:
+async def test_random_swarms_in_which_servers_come_go_drain_and_fall_silent(seed: int) -> None:
     """Recovery, standbys, pushes and searches beside silent servers; strangers seem the better ones all the time."""
     rng = random.Random(seed)
+    async with virtual_swarm() as swarm:
 
-    async def main(swarm: VirtualSwarm) -> None:
         def start(own: bool) -> VirtualServer:
             begin = rng.randrange(BLOCKS)
             end = rng.randint(begin + 1, BLOCKS)
@@ -170,13 +166,11 @@ def test_random_swarms_in_which_servers_come_go_drain_and_fall_silent(seed: int)
         check_strangers(swarm, trusted)
         assert any(server.asked for server in own)
 
-    in_virtual_swarm(main)
 
-
-def test_a_session_of_another_process_is_not_taken_up_at_a_stranger() -> None:
+@pytest.mark.virtual_time
+async def test_a_session_of_another_process_is_not_taken_up_at_a_stranger() -> None:
     """It was opened when strangers still served all blocks, and is kept in a file. It must be filled anew elsewhere."""
-
-    async def main(swarm: VirtualSwarm) -> None:
+    async with virtual_swarm() as swarm:
         stranger = swarm.start("0:6", announced=QUICK)
         first, last = (swarm.start(span) for span in ("0:2", "4:6"))
         async with swarm.client() as client, talk(client) as talking:
@@ -187,8 +181,6 @@ def test_a_session_of_another_process_is_not_taken_up_at_a_stranger() -> None:
             client.trusted = trusting(first, last)
             assert not await talking.session.resume(saved)
             assert len(swarm.network.link(client.peer_id, stranger.peer_id).streams) == streams  # it was not even asked
-
-    in_virtual_swarm(main)
 
 
 # --- real servers: what they compute, batches, gradients, compared chains

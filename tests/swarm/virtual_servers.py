@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ from petalnode.node.client.core import SwarmClient, open_client
 from petalnode.node.client.request import WireTensor
 from petalnode.node.client.session.session import ClientSession
 from petalnode.node.client.session.stream import SessionSpec
-from petalnode.node.testing import MemoryNetwork, MemoryNode, run_autojumping
+from petalnode.node.testing import MemoryNetwork, MemoryNode
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import Announcement, ServerState
 from petalnode.protocols.framing import MessageStream, StreamTimeout
@@ -339,12 +339,9 @@ async def talk(client: SwarmClient, *, push: bool = True, prompt: int = 20) -> A
         yield talking
 
 
-def in_virtual_swarm(main: Callable[[VirtualSwarm], Awaitable[None]]) -> None:
+@asynccontextmanager
+async def virtual_swarm() -> AsyncIterator[Any]:
     """Runs `main` with a swarm, in virtual time."""
-
-    async def run() -> None:
-        async with trio.open_nursery() as nursery:
-            await main(VirtualSwarm(nursery))
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(run)
+    async with trio.open_nursery() as nursery:
+        yield VirtualSwarm(nursery)
+        nursery.cancel_scope.cancel()

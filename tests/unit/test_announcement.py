@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.testing import message_streams, run_autojumping
+from petalnode.node.testing import message_streams
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import (
     ANNOUNCEMENT,
@@ -36,6 +36,8 @@ from petalnode.protocols.directory import (
 )
 from petalnode.protocols.ids import Span
 from tests.statements import pledge_of
+
+pytestmark = pytest.mark.virtual_time
 
 NOW = 1_800_000_000.0
 SERVER = Identity.from_seed(b"s" * 32)
@@ -266,18 +268,14 @@ def test_a_known_record_is_not_taken_for_a_forged_one_of_the_same_peer():
     assert list(checked_records(page, {good.content.peer_id: good}, now=NOW)) == [None]
 
 
-def test_a_stream_for_manifests_answers_several_questions():
+async def test_a_stream_for_manifests_answers_several_questions():
     manifest = wire.Manifest(config=b"{}", blocks=[bytes(32)])
-
-    async def main() -> None:
-        ours, theirs = message_streams(wire.ManifestFrame, "asking", "asked")
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(partial(answer_manifests, theirs, {b"v" * 32: manifest}, timeout=10))
-            for version, expected in ((b"x" * 32, None), (b"v" * 32, manifest), (b"v" * 32, manifest)):
-                assert await ask_manifest(ours, version, timeout=10) == expected
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
+    ours, theirs = message_streams(wire.ManifestFrame, "asking", "asked")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(partial(answer_manifests, theirs, {b"v" * 32: manifest}, timeout=10))
+        for version, expected in ((b"x" * 32, None), (b"v" * 32, manifest), (b"v" * 32, manifest)):
+            assert await ask_manifest(ours, version, timeout=10) == expected
+        nursery.cancel_scope.cancel()
 
 
 def test_a_known_signature_under_another_announcement_is_a_forgery():

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 import trio
 from hypothesis import given
 from hypothesis import strategies as st
 from trio.testing import MockClock
 
 from petalnode.node.network.transport.bandwidth import Throttle, tokens_at, turn_size, wait_for_turn
+
+pytestmark = pytest.mark.virtual_time
 
 RATE = 1_000_000
 
@@ -34,112 +37,94 @@ def test_no_more_passes_than_the_rate_and_a_burst(rate, asked):
     assert passed <= rate * (now + 1) + largest + 1
 
 
-def test_a_transfer_takes_as_long_as_the_limit_says():
-    async def main():
-        throttle = Throttle(RATE)
-        for _ in range(100):
-            await throttle.turn("one")
-            throttle.spend(100_000)
-        assert 8 < trio.current_time() < 10.5
-
-    run(main)
+async def test_a_transfer_takes_as_long_as_the_limit_says():
+    throttle = Throttle(RATE)
+    for _ in range(100):
+        await throttle.turn("one")
+        throttle.spend(100_000)
+    assert 8 < trio.current_time() < 10.5
 
 
-def test_each_key_has_its_turn_however_many_wait_under_another():
-    async def main():
-        throttle, passed = Throttle(RATE), Counter()
+async def test_each_key_has_its_turn_however_many_wait_under_another():
+    throttle, passed = Throttle(RATE), Counter()
 
-        async def flood(key):
-            while True:
-                await throttle.turn(key)
-                throttle.spend(50_000)
-                passed[key] += 1
-
-        with trio.move_on_after(20):
-            async with trio.open_nursery() as nursery:
-                for _ in range(9):
-                    nursery.start_soon(flood, "greedy")
-                nursery.start_soon(flood, "modest")
-        assert abs(passed["greedy"] - passed["modest"]) < 0.15 * passed["greedy"]
-
-    run(main)
-
-
-def test_what_is_urgent_does_not_wait_behind_the_rest():
-    async def main():
-        throttle, waits = Throttle(RATE), []
-
-        async def flood():
-            while True:
-                await throttle.turn("bulk")
-                throttle.spend(turn_size(RATE))
-
-        async with trio.open_nursery() as nursery:
-            for _ in range(5):
-                nursery.start_soon(flood)
-            await trio.sleep(2)
-            for _ in range(50):
-                start = trio.current_time()
-                await throttle.turn("small", urgent=True)
-                throttle.spend(1000)
-                waits.append(trio.current_time() - start)
-                await trio.sleep(0.05)
-            nursery.cancel_scope.cancel()
-        assert max(waits) == 0
-
-    run(main)
-
-
-def test_a_flood_of_urgent_ones_is_limited_too():
-    async def main():
-        throttle = Throttle(RATE)
-        for _ in range(1000):
-            await throttle.turn("small", urgent=True)
-            throttle.spend(10_000)
-        assert trio.current_time() > 8
-
-    run(main)
-
-
-def test_urgent_ones_do_not_starve_the_rest():
-    async def main():
-        throttle, passed = Throttle(RATE), Counter()
-
-        async def flood(key, urgent):
-            while True:
-                await throttle.turn(key, urgent=urgent)
-                throttle.spend(10_000)
-                passed[key] += 1
-
-        with trio.move_on_after(20):
-            async with trio.open_nursery() as nursery:
-                for _ in range(4):
-                    nursery.start_soon(flood, "small", True)
-                nursery.start_soon(flood, "large", False)
-        assert passed["large"] > 20
-        assert passed["small"] > 10 * passed["large"]
-
-    run(main)
-
-
-def test_who_gives_up_waiting_holds_up_nobody():
-    async def main():
-        throttle, order = Throttle(RATE), []
-        throttle.spend(2 * RATE)
-
-        async def wait(key):
+    async def flood(key):
+        while True:
             await throttle.turn(key)
-            order.append(key)
+            throttle.spend(50_000)
+            passed[key] += 1
 
+    with trio.move_on_after(20):
         async with trio.open_nursery() as nursery:
-            with trio.move_on_after(0.5):
-                async with trio.open_nursery() as impatient:
-                    for key in ("a", "b", "b"):
-                        impatient.start_soon(wait, key)
-                    await trio.testing.wait_all_tasks_blocked()
-                    nursery.start_soon(wait, "c")
-                    await trio.sleep_forever()
-        assert order == ["c"]
-        assert trio.current_time() < 3
+            for _ in range(9):
+                nursery.start_soon(flood, "greedy")
+            nursery.start_soon(flood, "modest")
+    assert abs(passed["greedy"] - passed["modest"]) < 0.15 * passed["greedy"]
 
-    run(main)
+
+async def test_what_is_urgent_does_not_wait_behind_the_rest():
+    throttle, waits = Throttle(RATE), []
+
+    async def flood():
+        while True:
+            await throttle.turn("bulk")
+            throttle.spend(turn_size(RATE))
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(5):
+            nursery.start_soon(flood)
+        await trio.sleep(2)
+        for _ in range(50):
+            start = trio.current_time()
+            await throttle.turn("small", urgent=True)
+            throttle.spend(1000)
+            waits.append(trio.current_time() - start)
+            await trio.sleep(0.05)
+        nursery.cancel_scope.cancel()
+    assert max(waits) == 0
+
+
+async def test_a_flood_of_urgent_ones_is_limited_too():
+    throttle = Throttle(RATE)
+    for _ in range(1000):
+        await throttle.turn("small", urgent=True)
+        throttle.spend(10_000)
+    assert trio.current_time() > 8
+
+
+async def test_urgent_ones_do_not_starve_the_rest():
+    throttle, passed = Throttle(RATE), Counter()
+
+    async def flood(key, urgent):
+        while True:
+            await throttle.turn(key, urgent=urgent)
+            throttle.spend(10_000)
+            passed[key] += 1
+
+    with trio.move_on_after(20):
+        async with trio.open_nursery() as nursery:
+            for _ in range(4):
+                nursery.start_soon(flood, "small", True)
+            nursery.start_soon(flood, "large", False)
+    assert passed["large"] > 20
+    assert passed["small"] > 10 * passed["large"]
+
+
+async def test_who_gives_up_waiting_holds_up_nobody():
+    throttle, order = Throttle(RATE), []
+    throttle.spend(2 * RATE)
+
+    async def wait(key):
+        await throttle.turn(key)
+        order.append(key)
+
+    async with trio.open_nursery() as nursery:
+        with trio.move_on_after(0.5):
+            async with trio.open_nursery() as impatient:
+                for key in ("a", "b", "b"):
+                    impatient.start_soon(wait, key)
+                await trio.testing.wait_all_tasks_blocked()
+                nursery.start_soon(wait, "c")
+                await trio.sleep_forever()
+    assert order == ["c"]
+    assert trio.current_time() < 3

@@ -31,6 +31,8 @@ from petalnode.protocols.delimited import MAX_MESSAGE, DelimitedStream
 from petalnode.protocols.framing import PeerError, ProtocolError, StreamClosed, StreamTimeout, varint
 from tests.node_inspection import raw_of
 
+pytestmark = pytest.mark.virtual_time
+
 PEER, RELAY = Identity.generate().peer_id, Identity.generate().peer_id
 
 
@@ -177,49 +179,40 @@ def test_nonsense_is_the_peers_error_and_never_more(said, receive):
     run_autojumping(main)
 
 
-def test_a_message_that_is_too_long_is_refused_before_it_is_read():
-    async def main() -> None:
-        left, right = stream_pair()
-        await left.write(b"\xff\x7f")
-        with trio.fail_after(5), pytest.raises(ProtocolError, match=str(MAX_MESSAGE)):
-            await receive_hop(DelimitedStream(right, PEER), timeout=3)
-
-    run_autojumping(main)
+async def test_a_message_that_is_too_long_is_refused_before_it_is_read():
+    left, right = stream_pair()
+    await left.write(b"\xff\x7f")
+    with trio.fail_after(5), pytest.raises(ProtocolError, match=str(MAX_MESSAGE)):
+        await receive_hop(DelimitedStream(right, PEER), timeout=3)
 
 
-def test_messages_that_come_in_pieces_end_where_they_end():
-    async def main() -> None:
-        left, right = stream_pair()
-        messages = [bytes([n]) * n for n in (0, 1, 127, 128, 200, 255)]
-        data = b"".join(varint(len(message)) + message for message in messages)
+async def test_messages_that_come_in_pieces_end_where_they_end():
+    left, right = stream_pair()
+    messages = [bytes([n]) * n for n in (0, 1, 127, 128, 200, 255)]
+    data = b"".join(varint(len(message)) + message for message in messages)
 
-        async def write() -> None:
-            for start in range(0, len(data), 50):
-                await left.write(data[start : start + 50])
-                await wait_all_tasks_blocked()
-            await left.write(b"\x80\x80\x80")
+    async def write() -> None:
+        for start in range(0, len(data), 50):
+            await left.write(data[start : start + 50])
+            await wait_all_tasks_blocked()
+        await left.write(b"\x80\x80\x80")
 
-        stream = DelimitedStream(right, PEER)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(write)
-            assert [await stream.receive_bytes(timeout=3) for _ in messages] == messages
-            with pytest.raises(ProtocolError, match="no length"):
-                await stream.receive_bytes(timeout=3)
-
-    run_autojumping(main)
+    stream = DelimitedStream(right, PEER)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(write)
+        assert [await stream.receive_bytes(timeout=3) for _ in messages] == messages
+        with pytest.raises(ProtocolError, match="no length"):
+            await stream.receive_bytes(timeout=3)
 
 
-def test_a_peer_that_reads_nothing_loses_the_stream():
-    async def main() -> None:
-        left, right = stream_pair(100)
-        stream, message = DelimitedStream(left, PEER), pb.HopMessage(peer=pb.RelayPeer(id=bytes(200)))
-        with pytest.raises(StreamTimeout):
-            await stream.send(message, timeout=3)
-        assert right.is_lost
-        with pytest.raises(StreamClosed):
-            await stream.send(message, timeout=3)
-
-    run_autojumping(main)
+async def test_a_peer_that_reads_nothing_loses_the_stream():
+    left, right = stream_pair(100)
+    stream, message = DelimitedStream(left, PEER), pb.HopMessage(peer=pb.RelayPeer(id=bytes(200)))
+    with pytest.raises(StreamTimeout):
+        await stream.send(message, timeout=3)
+    assert right.is_lost
+    with pytest.raises(StreamClosed):
+        await stream.send(message, timeout=3)
 
 
 def test_addresses_are_given_as_far_as_they_fit():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -84,20 +85,18 @@ def step(position: int, tokens: int = 1) -> StepInput:
     return StepInput(position, (), tensor, payload)
 
 
-def run(blocks: BlockSpan, main: Any) -> None:
-    async def bounded() -> None:
-        compute = ComputeThread(blocks)
-        compute.start()
-        try:
-            with trio.fail_after(TIMEOUT):
-                await main(compute)
-        finally:
-            await compute.stop()
-
-    trio.run(bounded)
+@asynccontextmanager
+async def computing(blocks: BlockSpan) -> AsyncIterator[Any]:
+    compute = ComputeThread(blocks)
+    compute.start()
+    try:
+        with trio.fail_after(TIMEOUT):
+            yield compute
+    finally:
+        await compute.stop()
 
 
-def test_a_step_runs_at_the_next_pause_of_a_pass(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_step_runs_at_the_next_pause_of_a_pass(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
 
     def noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,7 +106,7 @@ def test_a_step_runs_at_the_next_pause_of_a_pass(blocks: BlockSpan, monkeypatch:
 
         return noted
 
-    async def main(compute: ComputeThread) -> None:
+    async with computing(blocks) as compute:
         session = await compute.open(terms(300))
         await compute.step(session, step(0, 2))
         monkeypatch.setattr(blocks, "decode", noting("step", blocks.decode))
@@ -120,8 +119,6 @@ def test_a_step_runs_at_the_next_pause_of_a_pass(blocks: BlockSpan, monkeypatch:
 
             watched.at_pause = {1: ask(2), 4: ask(3), 6: ask(4, 280)}
             await compute.run_pass(watched.run())
-
-    run(blocks, main)
     expected = []
     for pause in range(2 * NUM_BLOCKS - 1):
         expected.append(f"pass {pause}")
@@ -129,23 +126,19 @@ def test_a_step_runs_at_the_next_pause_of_a_pass(blocks: BlockSpan, monkeypatch:
     assert log == [*expected, "pass done"]
 
 
-def test_passes_run_one_after_the_other(blocks: BlockSpan) -> None:
+async def test_passes_run_one_after_the_other(blocks: BlockSpan) -> None:
     log: list[str] = []
-
-    async def main(compute: ComputeThread) -> None:
+    async with computing(blocks) as compute:
         first, second = (Watched(log, backward(blocks), name).bind() for name in ("a", "b"))
         async with trio.open_nursery() as nursery:
             first.at_pause = {0: lambda: nursery.start_soon(compute.run_pass, second.run())}
             await compute.run_pass(first.run())
-
-    run(blocks, main)
     assert log.index("a done") < log.index("b 0")
 
 
-def test_the_second_half_of_a_pass_goes_before_others(blocks: BlockSpan) -> None:
+async def test_the_second_half_of_a_pass_goes_before_others(blocks: BlockSpan) -> None:
     log: list[str] = []
-
-    async def main(compute: ComputeThread) -> None:
+    async with computing(blocks) as compute:
         first, second, third = (Watched(log, backward(blocks), name).bind() for name in ("a", "b", "c"))
         async with trio.open_nursery() as nursery:
 
@@ -155,17 +148,14 @@ def test_the_second_half_of_a_pass_goes_before_others(blocks: BlockSpan) -> None
 
             first.at_pause = {2: resume}
             await compute.run_pass(first.run())
-
-    run(blocks, main)
     ends = [log.index(f"{each} done") for each in "abc"]
     assert ends[0] > max(ends[1:]) > 0  # "a" gave way, and went on where it was
     assert [line for line in log if line.startswith("a")] == [f"a {pause}" for pause in range(11)] + ["a done"]
 
 
-def test_a_pass_that_nobody_waits_for_ends_at_its_next_pause(blocks: BlockSpan) -> None:
+async def test_a_pass_that_nobody_waits_for_ends_at_its_next_pause(blocks: BlockSpan) -> None:
     log: list[str] = []
-
-    async def main(compute: ComputeThread) -> None:
+    async with computing(blocks) as compute:
         with trio.CancelScope() as scope:
             watched = Watched(log, backward(blocks)).bind()
             watched.at_pause = {2: scope.cancel}
@@ -174,12 +164,10 @@ def test_a_pass_that_nobody_waits_for_ends_at_its_next_pause(blocks: BlockSpan) 
         passed: PassResult[Any] = await compute.run_pass(backward(blocks))
         assert passed.value.hidden.shape == (2, 20, HIDDEN) and passed.compute_seconds > 0
         assert compute.depth == 0
-
-    run(blocks, main)
     assert "pass done" not in log and log.count("pass given up") == 1
 
 
-def test_a_pass_that_fails_is_refused_and_the_next_one_runs(blocks: BlockSpan) -> None:
+async def test_a_pass_that_fails_is_refused_and_the_next_one_runs(blocks: BlockSpan) -> None:
     def failing() -> PassGenerator[None]:
         yield
         raise RuntimeError("no such thing")
@@ -188,44 +176,37 @@ def test_a_pass_that_fails_is_refused_and_the_next_one_runs(blocks: BlockSpan) -
         yield
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    async def main(compute: ComputeThread) -> None:
+    async with computing(blocks) as compute:
         for passing, code in ((failing(), wire.ERROR_INTERNAL), (too_large(), wire.ERROR_BUSY)):
             with pytest.raises(Refusal) as caught:
                 await compute.run_pass(passing)
             assert caught.value.code == code
         await compute.run_pass(backward(blocks))
 
-    run(blocks, main)
 
-
-def test_a_step_of_a_session_is_the_same_beside_a_pass(blocks: BlockSpan) -> None:
+async def test_a_step_of_a_session_is_the_same_beside_a_pass(blocks: BlockSpan) -> None:
     async def alone(compute: ComputeThread, session: ComputeSession) -> list[bytes]:
         return [(await compute.step(session, step(position))).payload for position in range(3)]
 
-    async def main(compute: ComputeThread) -> None:
+    async with computing(blocks) as compute:
         expected = await alone(compute, await compute.open(terms(10)))
         session = await compute.open(terms(10))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(compute.run_pass, backward(blocks))
             assert await alone(compute, session) == expected
 
-    run(blocks, main)
 
-
-def test_nothing_is_done_while_nobody_asks(blocks: BlockSpan) -> None:
+async def test_nothing_is_done_while_nobody_asks(blocks: BlockSpan) -> None:
     """Counted in processor time of the thread."""
-
-    async def main(compute: ComputeThread) -> None:
+    async with computing(blocks) as compute:
         session = await compute.open(terms(10), "peer", paid=True)
         assert (session.peer, session.paid) == ("peer", True)
         begun = await compute.call(time.thread_time)
         await trio.sleep(0.3)
         assert await compute.call(time.thread_time) - begun < 0.05
 
-    run(blocks, main)
 
-
-def test_a_check_runs_while_the_blocks_compute(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_check_runs_while_the_blocks_compute(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
     checked = threading.Event()
     decode = blocks.decode
 
@@ -233,22 +214,20 @@ def test_a_check_runs_while_the_blocks_compute(blocks: BlockSpan, monkeypatch: p
         assert checked.wait(TIMEOUT)
         return decode(*arguments)
 
-    async def main(compute: ComputeThread) -> None:
+    async with computing(blocks) as compute:
         session = await compute.open(terms(20))
         await compute.step(session, step(0, 2))
         monkeypatch.setattr(blocks, "decode", waiting)
         assert (await compute.step(session, step(2), checked.set)).position == 3
         assert compute.depth == 0
 
-    run(blocks, main)
-
 
 @pytest.mark.parametrize("tokens", [1, 4])
-def test_what_a_check_refuses_leaves_the_session_as_it_was(tokens: int, blocks: BlockSpan) -> None:
+async def test_what_a_check_refuses_leaves_the_session_as_it_was(tokens: int, blocks: BlockSpan) -> None:
     def refuse() -> None:
         raise Refusal(wire.ERROR_BAD_REQUEST, "no")
 
-    async def main(compute: ComputeThread) -> None:
+    async with computing(blocks) as compute:
         left_alone, session = [await compute.open(terms(20)) for _ in range(2)]
         for one in (left_alone, session):
             await compute.step(one, step(0, 2))
@@ -258,14 +237,12 @@ def test_what_a_check_refuses_leaves_the_session_as_it_was(tokens: int, blocks: 
         expected = await compute.step(left_alone, step(2))
         assert (await compute.step(session, step(2))).payload == expected.payload
 
-    run(blocks, main)
 
-
-def test_what_a_check_refuses_goes_before_a_payload_that_cannot_be_used(blocks: BlockSpan) -> None:
+async def test_what_a_check_refuses_goes_before_a_payload_that_cannot_be_used(blocks: BlockSpan) -> None:
     def refuse() -> None:
         raise Refusal(wire.ERROR_BAD_REQUEST, "no")
 
-    async def main(compute: ComputeThread) -> None:
+    async with computing(blocks) as compute:
         session = await compute.open(terms(20))
         wrong = replace(step(0), payload_hash=b"x" * 32)
         with pytest.raises(Refusal, match="no"):
@@ -273,15 +250,15 @@ def test_what_a_check_refuses_goes_before_a_payload_that_cannot_be_used(blocks: 
         with pytest.raises(Refusal, match="pusher's receipt"):
             await compute.step(session, wrong, lambda: None)
 
-    run(blocks, main)
-
 
 def gather(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     """No batch begins before so many steps wait."""
     monkeypatch.setattr(Gathering, "time", lambda _, waiting, *rest: 0.0 if len(waiting) >= steps else 2 * TIMEOUT)
 
 
-def test_a_batch_that_waits_for_a_step_begins_when_it_comes(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_batch_that_waits_for_a_step_begins_when_it_comes(
+    blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batches: list[int] = []
     decode = blocks.decode
 
@@ -289,7 +266,7 @@ def test_a_batch_that_waits_for_a_step_begins_when_it_comes(blocks: BlockSpan, m
         batches.append(len(steps))
         return decode(steps, *rest)
 
-    async def main(compute: ComputeThread) -> None:
+    async with computing(blocks) as compute:
         sessions = [await compute.open(terms(20)) for _ in range(3)]
         monkeypatch.setattr(blocks, "decode", noting)
         gather(monkeypatch, 3)
@@ -297,15 +274,13 @@ def test_a_batch_that_waits_for_a_step_begins_when_it_comes(blocks: BlockSpan, m
             for session in sessions:
                 nursery.start_soon(compute.step, session, step(0))
                 await compute.call(lambda: None)  # calls do not wait for the batch
-
-    run(blocks, main)
     assert batches == [3]
 
 
-def test_a_session_that_is_closed_while_its_step_waits_for_others_has_its_answer(
+async def test_a_session_that_is_closed_while_its_step_waits_for_others_has_its_answer(
     blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main(compute: ComputeThread) -> None:
+    async with computing(blocks) as compute:
         session = await compute.open(terms(20))
         gather(monkeypatch, 2)
 
@@ -319,11 +294,9 @@ def test_a_session_that_is_closed_while_its_step_waits_for_others_has_its_answer
             compute.close(session)
         await compute.call(lambda: None)
 
-    run(blocks, main)
 
-
-def test_the_thread_ends_while_a_batch_waits(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main(compute: ComputeThread) -> None:
+async def test_the_thread_ends_while_a_batch_waits(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with computing(blocks) as compute:
         session = await compute.open(terms(20))
         gather(monkeypatch, 2)
         async with trio.open_nursery() as nursery:
@@ -331,5 +304,3 @@ def test_the_thread_ends_while_a_batch_waits(blocks: BlockSpan, monkeypatch: pyt
             await compute.call(lambda: None)
             await compute.stop()
             nursery.cancel_scope.cancel()
-
-    run(blocks, main)

@@ -18,7 +18,7 @@ from petalnode.node.server.compute_thread import ComputeThread
 from petalnode.protocols.ids import Span
 from petalnode.protocols.inference import Refusal
 from tests.tiny_models import NUM_BLOCKS, save_tiny
-from tests.unit.test_compute_order import run, step, terms
+from tests.unit.test_compute_order import computing, step, terms
 
 PART = 0.03
 """Seconds of a part of a pass."""
@@ -53,8 +53,8 @@ def until(attempt: Callable[[], Awaitable[bool]]) -> Callable[[], Awaitable[None
     return tried
 
 
-def test_a_pass_rests_as_long_as_it_took_while_somebody_generates(blocks: BlockSpan) -> None:
-    async def main(compute: ComputeThread) -> None:
+async def test_a_pass_rests_as_long_as_it_took_while_somebody_generates(blocks: BlockSpan) -> None:
+    async with computing(blocks) as compute:
         session = await compute.open(terms(60))
         position = 0
         await compute.step(session, step(position, 2))
@@ -69,20 +69,15 @@ def test_a_pass_rests_as_long_as_it_took_while_somebody_generates(blocks: BlockS
 
         await until(attempt)()
 
-    run(blocks, main)
 
-
-def test_passes_and_calls_wait_for_nothing_while_nobody_generates(blocks: BlockSpan) -> None:
+async def test_passes_and_calls_wait_for_nothing_while_nobody_generates(blocks: BlockSpan) -> None:
     """Though it was backlogged, and had much of the device."""
-
-    async def main(compute: ComputeThread) -> None:
+    async with computing(blocks) as compute:
         compute.steps.accounts.note_given_up(("far", "far"))
         compute.steps.accounts.note_other(("far", "far"), 1e6, time.perf_counter())
         assert compute.steps.accounts.rest(time.perf_counter()) == 0.0
         assert (await compute.run_pass(parts(3), peer="far")).value == "pass"
         assert await compute.call(lambda: 7, "far") == 7
-
-    run(blocks, main)
 
 
 async def beside_who_generates(compute: ComputeThread, ask: Callable[[str], Awaitable[Any]]) -> list[str]:
@@ -109,8 +104,9 @@ async def beside_who_generates(compute: ComputeThread, ask: Callable[[str], Awai
 
 
 @pytest.mark.parametrize("kind", ["call", "pass"])
-def test_who_is_backlogged_rests_and_is_served_later(kind: str, blocks: BlockSpan) -> None:
-    async def main(compute: ComputeThread) -> None:
+async def test_who_is_backlogged_rests_and_is_served_later(kind: str, blocks: BlockSpan) -> None:
+    async with computing(blocks) as compute:
+
         async def ask(peer: str) -> None:
             if kind == "call":
                 assert await compute.call(lambda: peer, peer) == peer
@@ -122,13 +118,10 @@ def test_who_is_backlogged_rests_and_is_served_later(kind: str, blocks: BlockSpa
 
         await until(attempt)()
 
-    run(blocks, main)
 
-
-def test_calls_of_peers_take_turns_and_those_of_the_server_come_first(blocks: BlockSpan) -> None:
+async def test_calls_of_peers_take_turns_and_those_of_the_server_come_first(blocks: BlockSpan) -> None:
     order: list[str] = []
-
-    async def main(compute: ComputeThread) -> None:
+    async with computing(blocks) as compute:
         held, go = threading.Event(), threading.Event()
 
         def hold() -> None:
@@ -150,13 +143,11 @@ def test_calls_of_peers_take_turns_and_those_of_the_server_come_first(blocks: Bl
             await trio.testing.wait_all_tasks_blocked()
             assert compute.depth == 6
             go.set()
-
-    run(blocks, main)
     assert order[:2] == ["own", "two"] and sorted(order[2:]) == ["one 0", "one 1", "one 2"]
 
 
-def test_a_step_that_is_given_up_leaves_the_session_as_it_was(blocks: BlockSpan) -> None:
-    async def main(compute: ComputeThread) -> None:
+async def test_a_step_that_is_given_up_leaves_the_session_as_it_was(blocks: BlockSpan) -> None:
+    async with computing(blocks) as compute:
         session, other = [await compute.open(terms(20)) for _ in range(2)]
         for one in (session, other):
             await compute.step(one, step(0, 2))
@@ -183,5 +174,3 @@ def test_a_step_that_is_given_up_leaves_the_session_as_it_was(blocks: BlockSpan)
         assert session.cache.length == 2 and compute.depth == 0
         expected = await compute.step(other, step(2, 4), None, trio.Event().wait)
         assert (await compute.step(session, step(2, 4))).payload == expected.payload
-
-    run(blocks, main)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
+import pytest
 import trio
 import trio.testing
 
@@ -80,67 +81,56 @@ class GatedOpening(Opening):
         pass
 
 
-def test_closing_goes_on_where_it_is_cancelled() -> None:
+async def test_closing_goes_on_where_it_is_cancelled() -> None:
     servers = [Server() for _ in range(4)]
-
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            chain = Chain(cast(Any, Router(nursery)), SPEC, False)
-            chain.links = [link_to(server) for server in servers[:2]]
-            for link, server in zip(chain.links, servers[2:], strict=True):
-                link.standby = Standby(links=[link_to(server)], ready=True)
-            with trio.CancelScope() as scope:
-                scope.cancel()
-                await chain.end()
-
-    trio.run(main)
+    async with trio.open_nursery() as nursery:
+        chain = Chain(cast(Any, Router(nursery)), SPEC, False)
+        chain.links = [link_to(server) for server in servers[:2]]
+        for link, server in zip(chain.links, servers[2:], strict=True):
+            link.standby = Standby(links=[link_to(server)], ready=True)
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await chain.end()
     assert [server.closed for server in servers] == [True] * 4
 
 
-def test_servers_that_were_ready_when_the_caller_left_are_closed() -> None:
+@pytest.mark.virtual_time
+async def test_servers_that_were_ready_when_the_caller_left_are_closed() -> None:
     """The first chain is silent, and takes its time to end; the second is ready, and the caller leaves meanwhile."""
     silent, ready = Server(), Server()
     at_once, never, late = trio.Event(), trio.Event(), trio.Event()
     at_once.set()
+    async with trio.open_nursery() as nursery:
+        opening = GatedOpening(Router(nursery), [(silent, never, late), (ready, at_once, at_once)])
 
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            opening = GatedOpening(Router(nursery), [(silent, never, late), (ready, at_once, at_once)])
+        async def caller(scope: trio.CancelScope) -> None:
+            with scope:
+                await opening.run(cast(Any, Search()))
 
-            async def caller(scope: trio.CancelScope) -> None:
-                with scope:
-                    await opening.run(cast(Any, Search()))
-
-            scope = trio.CancelScope()
-            nursery.start_soon(caller, scope)
-            await trio.sleep(10)  # the silent one is given up, and keeps the other from being handed over
-            assert not opening.chains and not ready.closed
-            scope.cancel()
-            late.set()
-
-    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+        scope = trio.CancelScope()
+        nursery.start_soon(caller, scope)
+        await trio.sleep(10)  # the silent one is given up, and keeps the other from being handed over
+        assert not opening.chains and not ready.closed
+        scope.cancel()
+        late.set()
     assert silent.closed and ready.closed
 
 
-def test_a_chain_that_is_let_go_while_it_becomes_ready_is_closed() -> None:
+async def test_a_chain_that_is_let_go_while_it_becomes_ready_is_closed() -> None:
     server, ready, may_end = Server(), trio.Event(), trio.Event()
+    async with trio.open_nursery() as nursery:
+        opening = GatedOpening(Router(nursery), [(server, ready, may_end)])
 
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            opening = GatedOpening(Router(nursery), [(server, ready, may_end)])
+        async def caller(scope: trio.CancelScope) -> None:
+            with scope:
+                await opening.run(cast(Any, Search()))
 
-            async def caller(scope: trio.CancelScope) -> None:
-                with scope:
-                    await opening.run(cast(Any, Search()))
-
-            scope = trio.CancelScope()
-            nursery.start_soon(caller, scope)
-            await trio.testing.wait_all_tasks_blocked()
-            ready.set()
-            await trio.testing.wait_all_tasks_blocked()
-            # It goes on with what it has waited for, and meets no other checkpoint: its scope is cancelled in vain.
-            may_end.set()
-            scope.cancel()
-
-    trio.run(main)
+        scope = trio.CancelScope()
+        nursery.start_soon(caller, scope)
+        await trio.testing.wait_all_tasks_blocked()
+        ready.set()
+        await trio.testing.wait_all_tasks_blocked()
+        # It goes on with what it has waited for, and meets no other checkpoint: its scope is cancelled in vain.
+        may_end.set()
+        scope.cancel()
     assert server.closed

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import trio
 from petalnode.node.blocks.batch_job import BatchJob, run_job
 from petalnode.node.blocks.passes import Batch, SpanPasses
 from petalnode.node.blocks.span import BlockSpan, load_span
-from petalnode.node.server.budget import BudgetFull, Lease, MemoryBudget
+from petalnode.node.server.budget import BudgetFull, MemoryBudget
 from petalnode.node.server.compute_thread import ComputeThread
 from petalnode.node.server.requests import batch_requests
 from petalnode.node.server.requests.batch_requests import DeferredBackward
@@ -38,33 +39,27 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> BlockSpan:
     return load_span(save_tiny("llama", folder), ALL)
 
 
-def run(
-    blocks: BlockSpan, main: Callable[[ComputeThread, SpanPasses, DeferredBackward, MemoryBudget, Lease], Any]
-) -> None:
-    async def bounded() -> None:
-        compute = ComputeThread(blocks)
-        compute.start()
-        budget = MemoryBudget(100)
-        try:
-            with trio.fail_after(60):
-                lease = await budget.acquire(60, 1)
-                await main(
-                    compute,
-                    SpanPasses(blocks, 1 << 40),
-                    DeferredBackward(WORK, bytearray(PAYLOAD), None, BATCH),
-                    budget,
-                    lease,
-                )
-        finally:
-            await compute.stop()
-
-    trio.run(bounded)
+@asynccontextmanager
+async def late_pass(blocks: BlockSpan) -> AsyncIterator[Any]:
+    compute = ComputeThread(blocks)
+    compute.start()
+    budget = MemoryBudget(100)
+    try:
+        with trio.fail_after(60):
+            lease = await budget.acquire(60, 1)
+            yield (
+                compute,
+                SpanPasses(blocks, 1 << 40),
+                DeferredBackward(WORK, bytearray(PAYLOAD), None, BATCH),
+                budget,
+                lease,
+            )
+    finally:
+        await compute.stop()
 
 
-def test_a_gradient_that_comes_in_time(blocks: BlockSpan) -> None:
-    async def main(
-        compute: ComputeThread, passes: SpanPasses, late: DeferredBackward, budget: MemoryBudget, lease: Lease
-    ) -> None:
+async def test_a_gradient_that_comes_in_time(blocks: BlockSpan) -> None:
+    async with late_pass(blocks) as (compute, passes, late, budget, lease):
         late.lend(lease)
         await late.recompute(compute, passes)
         late.settle(JOB)
@@ -78,13 +73,9 @@ def test_a_gradient_that_comes_in_time(blocks: BlockSpan) -> None:
         [expected] = (await compute.run_pass(run_job(JOB, passes))).value
         assert torch.equal(second.value[0], expected)
 
-    run(blocks, main)
 
-
-def test_who_needs_the_memory_takes_it(blocks: BlockSpan) -> None:
-    async def main(
-        compute: ComputeThread, passes: SpanPasses, late: DeferredBackward, budget: MemoryBudget, lease: Lease
-    ) -> None:
+async def test_who_needs_the_memory_takes_it(blocks: BlockSpan) -> None:
+    async with late_pass(blocks) as (compute, passes, late, budget, lease):
         late.lend(lease)
         await late.recompute(compute, passes)
         await budget.acquire(60, 0.01)
@@ -96,15 +87,10 @@ def test_who_needs_the_memory_takes_it(blocks: BlockSpan) -> None:
             await late.ready()
         assert caught.value.code == wire.ERROR_BUSY and "work 1" in caught.value.message
 
-    run(blocks, main)
 
-
-def test_a_gradient_that_does_not_come(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_gradient_that_does_not_come(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_requests, "GRADIENT_TIMEOUT", 0.05)
-
-    async def main(
-        compute: ComputeThread, passes: SpanPasses, late: DeferredBackward, budget: MemoryBudget, lease: Lease
-    ) -> None:
+    async with late_pass(blocks) as (compute, passes, late, _budget, _lease):
         with pytest.raises(Refusal, match="did not come") as caught:
             await late.ready()
         assert caught.value.code == wire.ERROR_BUSY
@@ -112,13 +98,10 @@ def test_a_gradient_that_does_not_come(blocks: BlockSpan, monkeypatch: pytest.Mo
         with pytest.raises(Refusal, match="did not come"):
             await late.ready()
 
-    run(blocks, main)
 
+async def test_a_first_half_that_fails(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with late_pass(blocks) as (compute, passes, late, _budget, _lease):
 
-def test_a_first_half_that_fails(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main(
-        compute: ComputeThread, passes: SpanPasses, late: DeferredBackward, budget: MemoryBudget, lease: Lease
-    ) -> None:
         def too_large(batch: Batch) -> Any:
             yield
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -128,5 +111,3 @@ def test_a_first_half_that_fails(blocks: BlockSpan, monkeypatch: pytest.MonkeyPa
         late.settle(JOB)
         with pytest.raises(Refusal, match="memory"):
             await late.ready()
-
-    run(blocks, main)

@@ -24,6 +24,8 @@ from petalnode.protocols.framing import MessageStream, PeerError
 from petalnode.protocols.ids import Span
 from tests.directories import a_directory
 
+pytestmark = pytest.mark.virtual_time
+
 TIMEOUT = 5.0
 ME, ASKED = Identity.generate(), Identity.generate()
 
@@ -89,35 +91,31 @@ def test_where_nobody_answers_that_is_said_in_time() -> None:
     assert caught.group_contains(SwarmError, match="no peer has answered")
 
 
-def test_in_the_background_another_peer_is_asked_in_place_of_one_out_of_reach() -> None:
+async def test_in_the_background_another_peer_is_asked_in_place_of_one_out_of_reach() -> None:
     """Whose new addresses only others know."""
+    there, moved = a_directory(ASKED), Identity.generate()
 
-    async def main() -> None:
-        there, moved = a_directory(ASKED), Identity.generate()
+    async def serve(stream: MessageStream[wire.DirectoryFrame]) -> None:
+        try:
+            await there.serve(stream)
+        except PeerError:
+            await stream.reset()
 
-        async def serve(stream: MessageStream[wire.DirectoryFrame]) -> None:
-            try:
-                await there.serve(stream)
-            except PeerError:
-                await stream.reset()
+    async def open_stream(peer_id: str, timeout: float) -> MessageStream[wire.DirectoryFrame]:
+        if peer_id != ASKED.peer_id:
+            raise PeerError("cannot connect", peer_id)
+        ours, theirs = message_streams(wire.DirectoryFrame, ME.peer_id, ASKED.peer_id)
+        nursery.start_soon(serve, theirs)
+        return ours
 
-        async def open_stream(peer_id: str, timeout: float) -> MessageStream[wire.DirectoryFrame]:
-            if peer_id != ASKED.peer_id:
-                raise PeerError("cannot connect", peer_id)
-            ours, theirs = message_streams(wire.DirectoryFrame, ME.peer_id, ASKED.peer_id)
-            nursery.start_soon(serve, theirs)
-            return ours
-
-        here = a_directory(ME, open_stream, [ASKED.peer_id])
-        here.merge([announcement(moved)])
-        async with trio.open_nursery() as nursery:
-            # A client that needs a sample only asks one peer in a round.
-            await here.refresh(nursery, model_version=b"v" * 32, sample=True, timeout=TIMEOUT)
-            nursery.start_soon(here._pull_forever)
-            for _ in range(20):  # one of two peers, by chance, would be left out of some
-                there.merge([newer := announcement(moved)])
-                await trio.sleep(16)
-                assert here.view.records[moved.peer_id] == newer
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
+    here = a_directory(ME, open_stream, [ASKED.peer_id])
+    here.merge([announcement(moved)])
+    async with trio.open_nursery() as nursery:
+        # A client that needs a sample only asks one peer in a round.
+        await here.refresh(nursery, model_version=b"v" * 32, sample=True, timeout=TIMEOUT)
+        nursery.start_soon(here._pull_forever)
+        for _ in range(20):  # one of two peers, by chance, would be left out of some
+            there.merge([newer := announcement(moved)])
+            await trio.sleep(16)
+            assert here.view.records[moved.peer_id] == newer
+        nursery.cancel_scope.cancel()

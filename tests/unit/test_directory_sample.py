@@ -17,7 +17,7 @@ from petalnode.node.client.server_selection import ServerSelection
 from petalnode.node.swarm.sample import SAMPLING, in_turn, known_well, sampled
 from petalnode.node.swarm.trusted_servers import TrustedServers
 from petalnode.node.swarm.view import SwarmView
-from petalnode.node.testing import message_streams, run_autojumping
+from petalnode.node.testing import message_streams
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import (
     Announcement,
@@ -30,6 +30,8 @@ from petalnode.protocols.directory import MAX_HEADER
 from petalnode.protocols.framing import MessageStream, PeerError
 from petalnode.protocols.ids import Span
 from tests.directories import a_directory
+
+pytestmark = pytest.mark.virtual_time
 
 NOW = 1_800_000_000.0
 MODEL, OTHER = b"m" * 32, b"o" * 32
@@ -166,42 +168,38 @@ def records() -> list[SignedAnnouncement]:
 
 
 @pytest.mark.parametrize(("sample", "known"), [(True, SAMPLING.servers), (False, SAMPLING.servers + 50)])
-def test_a_client_takes_a_page_and_a_server_everything(
+async def test_a_client_takes_a_page_and_a_server_everything(
     sample: bool, known: int, records: list[SignedAnnouncement]
 ) -> None:
     queries: list[wire.DirectoryQuery] = []
+    async with trio.open_nursery() as nursery:
+        there = a_directory(Identity.generate())
+        there.merge(records)
+        asked = Identity.generate().peer_id
 
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            there = a_directory(Identity.generate())
-            there.merge(records)
-            asked = Identity.generate().peer_id
+        async def serve(stream: Stream) -> None:
+            try:
+                await there.serve(stream)
+            except PeerError:
+                await stream.reset()
 
-            async def serve(stream: Stream) -> None:
-                try:
-                    await there.serve(stream)
-                except PeerError:
-                    await stream.reset()
+        async def open_stream(peer_id: str, _timeout: float) -> Stream:
+            assert peer_id == asked
+            ours, theirs = message_streams(wire.DirectoryFrame, "client", asked, max_header=MAX_HEADER)
+            send = ours.send
 
-            async def open_stream(peer_id: str, _timeout: float) -> Stream:
-                assert peer_id == asked
-                ours, theirs = message_streams(wire.DirectoryFrame, "client", asked, max_header=MAX_HEADER)
-                send = ours.send
+            async def told(frame: wire.DirectoryFrame, *args: Any, **how: Any) -> None:
+                queries.append(frame.query)
+                await send(frame, *args, **how)
 
-                async def told(frame: wire.DirectoryFrame, *args: Any, **how: Any) -> None:
-                    queries.append(frame.query)
-                    await send(frame, *args, **how)
+            ours.send = told  # type: ignore[method-assign]
+            nursery.start_soon(serve, theirs)
+            return ours
 
-                ours.send = told  # type: ignore[method-assign]
-                nursery.start_soon(serve, theirs)
-                return ours
-
-            here = a_directory(Identity.generate(), open_stream, [asked])
-            await here.refresh(nursery, model_version=MODEL, sample=sample, timeout=60)
-            assert len(here.view.records) == known
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
+        here = a_directory(Identity.generate(), open_stream, [asked])
+        await here.refresh(nursery, model_version=MODEL, sample=sample, timeout=60)
+        assert len(here.view.records) == known
+        nursery.cancel_scope.cancel()
     assert queries and all(query.sample == sample for query in queries)
 
 

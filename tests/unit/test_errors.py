@@ -36,15 +36,11 @@ def test_two_kinds_of_errors_stay_a_group() -> None:
         trio.run(main)
 
 
-def test_who_cancels_in_the_moment_of_an_error_gets_no_group() -> None:
+async def test_who_cancels_in_the_moment_of_an_error_gets_no_group() -> None:
     """As a person who presses Ctrl-C, or another chain that has won, just when a server fails."""
-
-    async def main() -> None:
-        with trio.CancelScope() as scope, unwrapped(ServerFailed):
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(trio.sleep_forever)
-                scope.cancel()
-                raise FAILURE
-        assert scope.cancelled_caught
-
-    trio.run(main)
+    with trio.CancelScope() as scope, unwrapped(ServerFailed):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.sleep_forever)
+            scope.cancel()
+            raise FAILURE
+    assert scope.cancelled_caught

@@ -273,40 +273,35 @@ def test_a_fault_of_the_application_ends_its_connection_only(caplog: pytest.LogC
     assert "a fault" in caplog.text
 
 
-def test_more_connections_than_allowed_are_told_to_come_back() -> None:
-    async def main() -> None:
-        server = HttpServer(Application(), LIMITS)
-        async with trio.open_nursery() as nursery:
-            ends = []
-            for _ in range(LIMITS.connections + 1):
-                ours, theirs = trio.testing.memory_stream_pair()
-                nursery.start_soon(server.serve, theirs)
-                await trio.testing.wait_all_tasks_blocked()
-                ends.append(ours)
-            assert (await answer(ends[-1])).startswith(b"HTTP/1.1 503")
-            for end in ends[:-1]:
-                await end.send_all(GET)
-                assert b"200" in await some(end, b"0\r\n\r\n")
-                await end.aclose()
-            await trio.testing.wait_all_tasks_blocked()
+@pytest.mark.virtual_time
+async def test_more_connections_than_allowed_are_told_to_come_back() -> None:
+    server = HttpServer(Application(), LIMITS)
+    async with trio.open_nursery() as nursery:
+        ends = []
+        for _ in range(LIMITS.connections + 1):
             ours, theirs = trio.testing.memory_stream_pair()
             nursery.start_soon(server.serve, theirs)
-            await ours.send_all(GET)
-            assert b"200" in await some(ours, b"0\r\n\r\n")
-            await ours.aclose()
+            await trio.testing.wait_all_tasks_blocked()
+            ends.append(ours)
+        assert (await answer(ends[-1])).startswith(b"HTTP/1.1 503")
+        for end in ends[:-1]:
+            await end.send_all(GET)
+            assert b"200" in await some(end, b"0\r\n\r\n")
+            await end.aclose()
+        await trio.testing.wait_all_tasks_blocked()
+        ours, theirs = trio.testing.memory_stream_pair()
+        nursery.start_soon(server.serve, theirs)
+        await ours.send_all(GET)
+        assert b"200" in await some(ours, b"0\r\n\r\n")
+        await ours.aclose()
 
-    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
-
-def test_a_port_that_is_taken_is_named_with_what_to_do() -> None:
-    async def main() -> None:
-        (listener,) = await listen("127.0.0.1", 0, "--http-port")
-        port = listener.socket.getsockname()[1]
-        assert url_of("127.0.0.1", [listener]) == f"http://127.0.0.1:{port}"
-        with pytest.raises(MachineError, match=f"--http-port {port} at 127.0.0.1 is in use by another program"):
-            await listen("127.0.0.1", port, "--http-port")
-        with pytest.raises(MachineError, match=r"--http-port 0 at 192\.0\.2\.1 cannot be used"):
-            await listen("192.0.2.1", 0, "--http-port")
-        await listener.aclose()
-
-    trio.run(main)
+async def test_a_port_that_is_taken_is_named_with_what_to_do() -> None:
+    (listener,) = await listen("127.0.0.1", 0, "--http-port")
+    port = listener.socket.getsockname()[1]
+    assert url_of("127.0.0.1", [listener]) == f"http://127.0.0.1:{port}"
+    with pytest.raises(MachineError, match=f"--http-port {port} at 127.0.0.1 is in use by another program"):
+        await listen("127.0.0.1", port, "--http-port")
+    with pytest.raises(MachineError, match=r"--http-port 0 at 192\.0\.2\.1 cannot be used"):
+        await listen("192.0.2.1", 0, "--http-port")
+    await listener.aclose()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +35,6 @@ from petalnode.node.network.value_store import (
     open_value,
     server_key,
 )
-from petalnode.node.testing import run_autojumping
 from petalnode.protocols.announcement import (
     Announcement,
     BadAnnouncement,
@@ -45,6 +45,8 @@ from petalnode.protocols.announcement import (
 )
 from petalnode.protocols.framing import varint
 from petalnode.protocols.ids import Span
+
+pytestmark = pytest.mark.virtual_time
 
 NOW = 1_800_000_000.0
 SERVER = Identity.from_seed(b"s" * 32)
@@ -268,26 +270,23 @@ def test_who_has_most_streams_loses_the_one_that_is_silent_for_longest() -> None
     assert to_drop([neighbour, *busy]) is busy[0]
 
 
-def test_a_peer_may_ask_so_often_and_is_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        monkeypatch.setattr("petalnode.node.network.transport.limits._REMEMBERED", 3)
-        rate, most = OF_PEER
-        rates = Rates(rate, most)
-        bucket = rates.of("a")
-        assert bucket is rates.of("a") is not rates.of("b")
-        for _ in range(int(most)):
-            assert bucket.delay(1) == 0
-            bucket.take_ahead(1)
-        assert bucket.delay(1) == pytest.approx(1 / rate)
-        bucket.take_ahead(PATIENCE * rate)
-        assert bucket.delay(1) > PATIENCE
-        await trio.sleep(PATIENCE + 1 / rate + 0.001)
+async def test_a_peer_may_ask_so_often_and_is_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("petalnode.node.network.transport.limits._REMEMBERED", 3)
+    rate, most = OF_PEER
+    rates = Rates(rate, most)
+    bucket = rates.of("a")
+    assert bucket is rates.of("a") is not rates.of("b")
+    for _ in range(int(most)):
         assert bucket.delay(1) == 0
-        for name in ("c", "d", "e"):
-            rates.of(name)
-        assert rates.of("a") is bucket and len(rates) <= 3
-
-    run_autojumping(main)
+        bucket.take_ahead(1)
+    assert bucket.delay(1) == pytest.approx(1 / rate)
+    bucket.take_ahead(PATIENCE * rate)
+    assert bucket.delay(1) > PATIENCE
+    await trio.sleep(PATIENCE + 1 / rate + 0.001)
+    assert bucket.delay(1) == 0
+    for name in ("c", "d", "e"):
+        rates.of(name)
+    assert rates.of("a") is bucket and len(rates) <= 3
 
 
 # --- the routing table
@@ -329,18 +328,16 @@ def addr(host: str) -> list[Multiaddr]:
     return [Multiaddr(f"/ip4/{host}/tcp/1")]
 
 
-def with_table(main: Callable[[FakeHost, RoutingTable], Any]) -> None:
-    async def run() -> None:
-        host = FakeHost()
-        await main(host, RoutingTable(host))  # type: ignore[arg-type]
-
-    run_autojumping(run)
+@asynccontextmanager
+async def a_table() -> AsyncIterator[Any]:
+    host = FakeHost()
+    yield host, RoutingTable(host)  # type: ignore[arg-type]
 
 
-def test_peers_that_speak_kademlia_and_are_somewhere_are_named() -> None:
+@pytest.mark.virtual_time
+async def test_peers_that_speak_kademlia_and_are_somewhere_are_named() -> None:
     peers = in_first_bucket(4)
-
-    async def main(host: FakeHost, table: RoutingTable) -> None:
+    async with a_table() as (host, table):
         for peer_id in (*peers[:3], host.peer_id):
             table.learn(peer_id, addr("11.0.0.1"))
         table.learn(peers[3], [])
@@ -360,14 +357,12 @@ def test_peers_that_speak_kademlia_and_are_somewhere_are_named() -> None:
         table.remove(peers[1])
         assert len(table) == 1
 
-    with_table(main)
 
-
-def test_a_full_bucket_is_shared_by_addresses() -> None:
+@pytest.mark.virtual_time
+async def test_a_full_bucket_is_shared_by_addresses() -> None:
     peers = in_first_bucket(3 * BUCKET_SIZE)
     honest, false = peers[:5], peers[5:]
-
-    async def main(host: FakeHost, table: RoutingTable) -> None:
+    async with a_table() as (host, table):
         for peer_id in false:
             host.at[peer_id] = "11.66.0.1"
             table.learn(peer_id, addr("11.66.0.1"))
@@ -380,13 +375,11 @@ def test_a_full_bucket_is_shared_by_addresses() -> None:
         named = {peer.contact.peer_id for peer in table.nearest(b"k")}
         assert len(table) == BUCKET_SIZE and set(honest) <= named
 
-    with_table(main)
 
-
-def test_the_newest_at_an_address_goes_whenever_it_was_heard_of() -> None:
+@pytest.mark.virtual_time
+async def test_the_newest_at_an_address_goes_whenever_it_was_heard_of() -> None:
     peers = in_first_bucket(BUCKET_SIZE + 1)
-
-    async def main(host: FakeHost, table: RoutingTable) -> None:
+    async with a_table() as (host, table):
         host.at = {peer_id: f"11.0.0.{max(number, 1)}" for number, peer_id in enumerate(peers)}
         for peer_id in peers[:-1]:
             table.learn(peer_id, addr(host.at[peer_id]))
@@ -396,21 +389,17 @@ def test_the_newest_at_an_address_goes_whenever_it_was_heard_of() -> None:
         table.learn(peers[-1], addr(host.at[peers[-1]]))
         assert {peer.contact.peer_id for peer in table.nearest(b"k")} == {*peers} - {peers[1]}
 
-    with_table(main)
 
-
-def test_peers_of_one_address_near_a_key_are_not_all_that_is_named() -> None:
+@pytest.mark.virtual_time
+async def test_peers_of_one_address_near_a_key_are_not_all_that_is_named() -> None:
     peers = sorted(itertools.islice(ids(), 30), key=lambda peer_id: distance(peer_id, b"k"))
-
-    async def main(host: FakeHost, table: RoutingTable) -> None:
+    async with a_table() as (host, table):
         host.at = {peer_id: f"11.0.0.{max(number, 21)}" for number, peer_id in enumerate(peers)}
         for peer_id in peers:
             table.learn(peer_id, addr("11.0.0.1"))
         assert len(table) == 30
         named = [peer.contact.peer_id for peer in table.nearest(b"k")]
         assert named == [peers[0], *peers[22:], *peers[1:12]]
-
-    with_table(main)
 
 
 def known(name: str, origin: str, since: float, seen: float) -> KnownPeer:

@@ -8,7 +8,6 @@ import pytest
 import trio
 from hypothesis import given
 from hypothesis import strategies as st
-from trio.testing import MockClock
 
 from petalnode.node.network.transport import limits
 from petalnode.node.network.transport.limits import NodeLimits, PeerUse, ShareCount, may_have_more, origin_of_ip
@@ -71,41 +70,37 @@ def test_addresses_of_one_origin_of_ip_count_together() -> None:
     assert origin_of_ip("nowhere") == "nowhere"
 
 
-def test_frames_flow_in_by_the_clock() -> None:
-    async def main() -> None:
-        use = PeerUse().frames
+@pytest.mark.virtual_time
+async def test_frames_flow_in_by_the_clock() -> None:
+    use = PeerUse().frames
 
-        def taken() -> int:
-            count = 0
-            while use.take():
-                count += 1
-            return count
+    def taken() -> int:
+        count = 0
+        while use.take():
+            count += 1
+        return count
 
-        assert taken() == limits.FRAMES_AT_ONCE
-        assert taken() == 0
-        await trio.sleep(0.5)
-        assert taken() == pytest.approx(limits.FRAMES_PER_SECOND / 2, abs=2)
-        await trio.sleep(3600)
-        assert taken() == pytest.approx(limits.FRAMES_AT_ONCE, abs=2)
-
-    trio.run(main, clock=MockClock(autojump_threshold=0))
+    assert taken() == limits.FRAMES_AT_ONCE
+    assert taken() == 0
+    await trio.sleep(0.5)
+    assert taken() == pytest.approx(limits.FRAMES_PER_SECOND / 2, abs=2)
+    await trio.sleep(3600)
+    assert taken() == pytest.approx(limits.FRAMES_AT_ONCE, abs=2)
 
 
-def test_a_new_connection_brings_no_new_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        monkeypatch.setattr(limits, "_REMEMBERED", 4)
-        node = NodeLimits()
-        while node.of("flooder").frames.take():
-            pass
-        for number in range(20):
-            node.of(f"peer {number}")
-        assert not node.of("flooder").frames.take()
-        await trio.sleep(10)
-        for number in range(20, 40):
-            node.of(f"peer {number}")
-        assert node.of("flooder").frames.may_be_forgotten
-
-    trio.run(main, clock=MockClock(autojump_threshold=0))
+@pytest.mark.virtual_time
+async def test_a_new_connection_brings_no_new_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "_REMEMBERED", 4)
+    node = NodeLimits()
+    while node.of("flooder").frames.take():
+        pass
+    for number in range(20):
+        node.of(f"peer {number}")
+    assert not node.of("flooder").frames.take()
+    await trio.sleep(10)
+    for number in range(20, 40):
+        node.of(f"peer {number}")
+    assert node.of("flooder").frames.may_be_forgotten
 
 
 class Busy:
@@ -155,152 +150,125 @@ class Full:
             self.node.hold(self.use, self.address, -self.size, self.granted)
 
 
-def test_who_holds_the_most_loses_its_fullest_stream() -> None:
-    async def main() -> None:
-        node = NodeLimits()
-        honest = Full(node, "honest", 1 << 20)
-        honest.fill(8)
-        others = [Full(node, f"hostile {number}", 4 << 20) for number in range(8)]
-        for other in others:
-            other.fill(30)
-            assert other.use.unread <= node.budgets.unread_of_peer
-            assert node.unread <= node.budgets.unread
-        assert honest.dropped == 0 and honest.use.unread == 8 << 20
-
-    trio.run(main)
+async def test_who_holds_the_most_loses_its_fullest_stream() -> None:
+    node = NodeLimits()
+    honest = Full(node, "honest", 1 << 20)
+    honest.fill(8)
+    others = [Full(node, f"hostile {number}", 4 << 20) for number in range(8)]
+    for other in others:
+        other.fill(30)
+        assert other.use.unread <= node.budgets.unread_of_peer
+        assert node.unread <= node.budgets.unread
+    assert honest.dropped == 0 and honest.use.unread == 8 << 20
 
 
-def test_who_is_connected_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        monkeypatch.setattr(limits, "_REMEMBERED", 4)
-        node = NodeLimits()
-        full = Full(node, "connected", 1)
-        idle = node.of_address("idle")
-        opener, talker = node.of("opener"), node.of("talker")
-        assert opener.opened.take() and talker.frames.take()
-        for number in range(4):
-            node.of(f"peer {number}")
-            node.of_address(f"peer {number}")
-        assert node.of_address("connected") is full.address and node.of_address("idle") is not idle
-        assert node.of("opener") is opener and node.of("talker") is talker
-        await trio.sleep(3600)
-        node.of("one more")
-        assert node.of("connected") is full.use and node.of("opener") is not opener
-        assert not full.use.may_be_forgotten
-        full.use.connections.clear()
-        assert full.use.may_be_forgotten
-
-    trio.run(main, clock=MockClock(autojump_threshold=0))
+@pytest.mark.virtual_time
+async def test_who_is_connected_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "_REMEMBERED", 4)
+    node = NodeLimits()
+    full = Full(node, "connected", 1)
+    idle = node.of_address("idle")
+    opener, talker = node.of("opener"), node.of("talker")
+    assert opener.opened.take() and talker.frames.take()
+    for number in range(4):
+        node.of(f"peer {number}")
+        node.of_address(f"peer {number}")
+    assert node.of_address("connected") is full.address and node.of_address("idle") is not idle
+    assert node.of("opener") is opener and node.of("talker") is talker
+    await trio.sleep(3600)
+    node.of("one more")
+    assert node.of("connected") is full.use and node.of("opener") is not opener
+    assert not full.use.may_be_forgotten
+    full.use.connections.clear()
+    assert full.use.may_be_forgotten
 
 
-def test_one_peer_leaves_streams_for_others_and_gives_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        monkeypatch.setattr(limits, "MAX_STREAMS", 100)
-        monkeypatch.setattr(limits, "LEAST_STREAMS", 3)
-        node = NodeLimits()
-        one, other = node.of("one"), node.of("other")
-        assert sum(node.open_stream(one) for _ in range(100)) == 50 == one.streams == node.streams
-        assert sum(node.open_stream(other) for _ in range(100)) == 25
-        node.close_stream(one)
-        assert (one.streams, node.streams) == (49, 74)
-
-    trio.run(main)
+async def test_one_peer_leaves_streams_for_others_and_gives_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_STREAMS", 100)
+    monkeypatch.setattr(limits, "LEAST_STREAMS", 3)
+    node = NodeLimits()
+    one, other = node.of("one"), node.of("other")
+    assert sum(node.open_stream(one) for _ in range(100)) == 50 == one.streams == node.streams
+    assert sum(node.open_stream(other) for _ in range(100)) == 25
+    node.close_stream(one)
+    assert (one.streams, node.streams) == (49, 74)
 
 
 @pytest.mark.parametrize("granted", [True, False])
-def test_many_keys_of_an_address_lose_before_one_that_is_alone(granted: bool) -> None:
+async def test_many_keys_of_an_address_lose_before_one_that_is_alone(granted: bool) -> None:
     """Each of them holds less than the honest one."""
-
-    async def main() -> None:
-        node = NodeLimits(budgets_of(0))
-        honest = Full(node, "honest", 1 << 20, granted=granted)
-        honest.fill(4)
-        hostile = [Full(node, f"hostile {number}", 1 << 18, "192.0.2.1", granted) for number in range(300)]
-        for other in hostile:
-            other.fill(2)
-        honest.fill(1)  # takes the room of several
-        most = node.budgets.unread if granted else node.budgets.ungranted
-        assert most - (1 << 18) <= node.unread <= most
-        assert honest.dropped == 0 and sum(other.dropped for other in hostile) > 0
-
-    trio.run(main)
+    node = NodeLimits(budgets_of(0))
+    honest = Full(node, "honest", 1 << 20, granted=granted)
+    honest.fill(4)
+    hostile = [Full(node, f"hostile {number}", 1 << 18, "192.0.2.1", granted) for number in range(300)]
+    for other in hostile:
+        other.fill(2)
+    honest.fill(1)  # takes the room of several
+    most = node.budgets.unread if granted else node.budgets.ungranted
+    assert most - (1 << 18) <= node.unread <= most
+    assert honest.dropped == 0 and sum(other.dropped for other in hostile) > 0
 
 
-def test_what_was_granted_suffers_nothing_for_what_was_not() -> None:
-    async def main() -> None:
-        node = NodeLimits(budgets_of(0))
-        served = Full(node, "served", 1 << 20)
-        served.fill(20)
-        refused = Full(node, "refused", 1 << 18, granted=False)
-        refused.fill(200)
-        assert served.dropped == 0
-        assert refused.buffered <= node.budgets.ungranted
-        served.fill(20)
-        assert refused.buffered + served.buffered == node.unread
-
-    trio.run(main)
+async def test_what_was_granted_suffers_nothing_for_what_was_not() -> None:
+    node = NodeLimits(budgets_of(0))
+    served = Full(node, "served", 1 << 20)
+    served.fill(20)
+    refused = Full(node, "refused", 1 << 18, granted=False)
+    refused.fill(200)
+    assert served.dropped == 0
+    assert refused.buffered <= node.budgets.ungranted
+    served.fill(20)
+    assert refused.buffered + served.buffered == node.unread
 
 
-def test_bytes_that_no_stream_can_give_back_hold_up_nothing() -> None:
-    async def main() -> None:
-        node = NodeLimits()
-        use, address, most = node.of("gone"), node.of_address("gone"), node.budgets.unread
-        node.hold(use, address, most + 1, True)  # its connection has ended: there is nothing to drop
-        assert node.unread == use.unread == address.unread[True] == most + 1
-        full = Full(node, "here", 1 << 20)
-        full.fill(1)  # and what it holds itself is not the most
-        assert full.dropped == 0
-        assert not address.may_be_forgotten
-        node.hold(use, address, -most - 1, True)
-        assert node.unread == 1 << 20
-        assert address.may_be_forgotten
-
-    trio.run(main)
+async def test_bytes_that_no_stream_can_give_back_hold_up_nothing() -> None:
+    node = NodeLimits()
+    use, address, most = node.of("gone"), node.of_address("gone"), node.budgets.unread
+    node.hold(use, address, most + 1, True)  # its connection has ended: there is nothing to drop
+    assert node.unread == use.unread == address.unread[True] == most + 1
+    full = Full(node, "here", 1 << 20)
+    full.fill(1)  # and what it holds itself is not the most
+    assert full.dropped == 0
+    assert not address.may_be_forgotten
+    node.hold(use, address, -most - 1, True)
+    assert node.unread == 1 << 20
+    assert address.may_be_forgotten
 
 
-def test_bytes_that_are_given_back_cost_nobody_a_stream() -> None:
-    async def main() -> None:
-        node, stuck = NodeLimits(replace(budgets_of(0), unread_of_peer=100)), Stuck()
-        use, address = node.of("peer"), node.of_address("address")
-        use.connections.append(stuck)
-        node.hold(use, address, 100, True)
-        assert stuck.dropped == 0
-        node.hold(use, address, 50, True)
-        assert stuck.dropped == 1
-        node.hold(use, address, -10, True)
-        assert stuck.dropped == 1 and use.unread == node.unread == 140
-
-    trio.run(main)
+async def test_bytes_that_are_given_back_cost_nobody_a_stream() -> None:
+    node, stuck = NodeLimits(replace(budgets_of(0), unread_of_peer=100)), Stuck()
+    use, address = node.of("peer"), node.of_address("address")
+    use.connections.append(stuck)
+    node.hold(use, address, 100, True)
+    assert stuck.dropped == 0
+    node.hold(use, address, 50, True)
+    assert stuck.dropped == 1
+    node.hold(use, address, -10, True)
+    assert stuck.dropped == 1 and use.unread == node.unread == 140
 
 
-def test_the_connection_with_the_most_unread_bytes_loses_a_stream() -> None:
-    async def main() -> None:
-        node = NodeLimits()
-        first, second = (Full(node, "peer", size) for size in (10, 20))
-        first.fill(3)
-        second.fill(2)
-        first.use.drop_fullest()
-        assert (first.dropped, second.dropped) == (0, 1)
-        node.of("nobody").drop_fullest()
-
-    trio.run(main)
+async def test_the_connection_with_the_most_unread_bytes_loses_a_stream() -> None:
+    node = NodeLimits()
+    first, second = (Full(node, "peer", size) for size in (10, 20))
+    first.fill(3)
+    second.fill(2)
+    first.use.drop_fullest()
+    assert (first.dropped, second.dropped) == (0, 1)
+    node.of("nobody").drop_fullest()
 
 
 @pytest.mark.parametrize(
     ("connections", "silence", "window_kept"), [(0, 8, 60), (64, 8, 15), (128, 16, 7.5), (3840, 480, 0.25)]
 )
-def test_many_connections_cost_no_more_than_a_few(connections: int, silence: float, window_kept: float) -> None:
-    async def main() -> None:
-        node = NodeLimits()
-        held = [Stuck() for _ in range(connections)]
-        for number, connection in enumerate(held):
-            node.connected(node.of(f"peer {number}"), node.of_address("here"), connection)
-        assert (node.silence, node.window_kept) == (silence, window_kept)
-        for number, connection in enumerate(held):
-            node.lost(node.of(f"peer {number}"), node.of_address("here"), connection)
-            node.lost(
-                node.of(f"peer {number}"), node.of_address("here"), connection
-            )  # one that is lost twice is not counted twice
-        assert node.connections == 0
-
-    trio.run(main)
+async def test_many_connections_cost_no_more_than_a_few(connections: int, silence: float, window_kept: float) -> None:
+    node = NodeLimits()
+    held = [Stuck() for _ in range(connections)]
+    for number, connection in enumerate(held):
+        node.connected(node.of(f"peer {number}"), node.of_address("here"), connection)
+    assert (node.silence, node.window_kept) == (silence, window_kept)
+    for number, connection in enumerate(held):
+        node.lost(node.of(f"peer {number}"), node.of_address("here"), connection)
+        node.lost(
+            node.of(f"peer {number}"), node.of_address("here"), connection
+        )  # one that is lost twice is not counted twice
+    assert node.connections == 0

@@ -118,7 +118,8 @@ class Radio:
         self.closed = True
 
 
-def test_neighbours_are_heard_and_told_of_addresses_until_the_interfaces_change(
+@pytest.mark.virtual_time
+async def test_neighbours_are_heard_and_told_of_addresses_until_the_interfaces_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def at_once(call: Any, *arguments: Any, **_: Any) -> Any:
@@ -133,35 +134,31 @@ def test_neighbours_are_heard_and_told_of_addresses_until_the_interfaces_change(
     )
     monkeypatch.setattr(mdns, "own_networks", lambda: [ip_network("192.168.1.0/24")])
     monkeypatch.setattr(trio.to_thread, "run_sync", at_once)
-
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            asked = trio.Event()
-            nursery.start_soon(mdns.run_mdns, "service", lambda: addrs, lambda *told: found.append(told), asked, True)
-            await asked.wait()  # in vain: it is in no network
-            assert not Radio.made
-            interfaces.append("10.0.0.1")
+    async with trio.open_nursery() as nursery:
+        asked = trio.Event()
+        nursery.start_soon(mdns.run_mdns, "service", lambda: addrs, lambda *told: found.append(told), asked, True)
+        await asked.wait()  # in vain: it is in no network
+        assert not Radio.made
+        interfaces.append("10.0.0.1")
+        await trio.sleep(100)
+        (first,) = Radio.made
+        for name in ("far", "unreadable", "b", "b"):
+            first.on_name(name)
+        await trio.sleep(100)
+        assert found == [(B, [NEAR], False)]
+        first.on_name("b")
+        addrs[0] = f"/ip4/192.168.1.11/tcp/1/p2p/{A}"
+        await trio.sleep(100)
+        assert len(found) == 2 and first.announced == [[f"{NEAR}/p2p/{A}"], addrs[:1]]
+        for changed in (["10.0.0.1", "10.0.0.2"], [], ["10.0.0.2"]):
+            interfaces[:] = changed
             await trio.sleep(100)
-            (first,) = Radio.made
-            for name in ("far", "unreadable", "b", "b"):
-                first.on_name(name)
-            await trio.sleep(100)
-            assert found == [(B, [NEAR], False)]
-            first.on_name("b")
-            addrs[0] = f"/ip4/192.168.1.11/tcp/1/p2p/{A}"
-            await trio.sleep(100)
-            assert len(found) == 2 and first.announced == [[f"{NEAR}/p2p/{A}"], addrs[:1]]
-            for changed in (["10.0.0.1", "10.0.0.2"], [], ["10.0.0.2"]):
-                interfaces[:] = changed
-                await trio.sleep(100)
-            assert [(radio.interfaces, radio.closed) for radio in Radio.made] == [
-                (["10.0.0.1"], True), (["10.0.0.1", "10.0.0.2"], True), (["10.0.0.2"], False)
-            ]  # fmt: skip
-            assert (first.service, first.apart) == ("service", True)
-            nursery.cancel_scope.cancel()
-        assert Radio.made[-1].closed
-
-    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+        assert [(radio.interfaces, radio.closed) for radio in Radio.made] == [
+            (["10.0.0.1"], True), (["10.0.0.1", "10.0.0.2"], True), (["10.0.0.2"], False)
+        ]  # fmt: skip
+        assert (first.service, first.apart) == ("service", True)
+        nursery.cancel_scope.cancel()
+    assert Radio.made[-1].closed
 
 
 def test_a_node_on_loopback_is_for_this_machine() -> None:
@@ -318,7 +315,7 @@ def test_who_finds_no_other_swarm_joins_one_that_was_named_to_its_nodes(
     assert node.met == ["gone", "theirs"] and node.company == ["theirs"]
 
 
-def test_neighbours_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_neighbours_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Anybody on the local network can answer under as many names as he likes."""
     calls: list[str] = []
 
@@ -345,15 +342,11 @@ def test_neighbours_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPa
             await trio.sleep_forever()
 
     monkeypatch.setattr(discovery_module, "run_mdns", crowd)
-
-    async def main() -> None:
-        node: Any = Alone()
-        async with trio.open_nursery() as nursery:
-            found = Discovery(node, node, nursery, [], looking(listens=True))
-            found.start()
-            await trio.testing.wait_all_tasks_blocked()
-            assert 0 < held(found) <= 200
-            assert 0 < len(calls) <= 64 and "peer 5" not in calls
-            nursery.cancel_scope.cancel()
-
-    trio.run(main)
+    node: Any = Alone()
+    async with trio.open_nursery() as nursery:
+        found = Discovery(node, node, nursery, [], looking(listens=True))
+        found.start()
+        await trio.testing.wait_all_tasks_blocked()
+        assert 0 < held(found) <= 200
+        assert 0 < len(calls) <= 64 and "peer 5" not in calls
+        nursery.cancel_scope.cancel()

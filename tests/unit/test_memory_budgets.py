@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from petalnode.node.network.transport import memory
 from petalnode.node.network.transport.memory import Budgets, HeapUse, budgets_of, give_back, own_budgets, worth_trimming
 from petalnode.node.network.value_store import ENTRY_BYTES, MAX_VALUE, Value, ValueStore
-from petalnode.node.testing import run_autojumping
+
+pytestmark = pytest.mark.virtual_time
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -76,36 +77,29 @@ class Bursts:
         self.kept //= 8
 
 
-def test_a_burst_is_given_back_within_a_minute_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_burst_is_given_back_within_a_minute_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async def at_once(call):  # a thread would let the clock jump
         return call()
 
     monkeypatch.setattr(trio.to_thread, "run_sync", at_once)
-
-    async def main() -> None:
-        heap = Bursts()
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(give_back, lambda: heap)
+    heap = Bursts()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(give_back, lambda: heap)
+        await trio.sleep(60)
+        assert heap.trims == 0
+        for number, size in ((1, 320), (2, 300)):
+            heap.burst(size * MIB)
             await trio.sleep(60)
-            assert heap.trims == 0
-            for number, size in ((1, 320), (2, 300)):
-                heap.burst(size * MIB)
-                await trio.sleep(60)
-                assert heap.trims == number
-            await trio.sleep(600)
-            assert heap.trims == 2
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
+            assert heap.trims == number
+        await trio.sleep(600)
+        assert heap.trims == 2
+        nursery.cancel_scope.cancel()
 
 
-def test_another_c_library_is_left_alone() -> None:
-    async def main() -> None:
-        with trio.move_on_after(600) as scope:
-            await give_back(lambda: None)
-        assert scope.cancelled_caught
-
-    run_autojumping(main)
+async def test_another_c_library_is_left_alone() -> None:
+    with trio.move_on_after(600) as scope:
+        await give_back(lambda: None)
+    assert scope.cancelled_caught
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")

@@ -38,7 +38,7 @@ from petalnode.node.swarm.swarm import open_swarm
 from petalnode.node.testing import run_autojumping
 from petalnode.protocols.ids import DIRECTORY, Span
 from tests.import_graph import ROOT
-from tests.memory_muxer import muxer, run, settled
+from tests.memory_muxer import muxer, settled
 
 UNITS = ("seconds", "bytes", "tokens", "rows")
 MADE_UP = {"ms", "milliseconds", "kb", "mb", "percent", "minutes", "count", "histogram", "gauge", "counter"}
@@ -234,22 +234,20 @@ def test_a_distribution_has_its_bounds_in_the_lower_bucket() -> None:
 # --- bytes
 
 
-def test_bytes_count_for_the_protocol_that_was_agreed_on() -> None:
-    async def main() -> None:
-        async with muxer() as (ours, other):
-            other.open(1)
-            stream = await ours.accept_stream()
-            other.send(1, b"hello")
-            await settled()
-            stream.agree("/a/1")
-            other.send(1, b"x" * 100)
-            await settled()
-            await stream.write(b"y" * 70_000)
-            assert stream.write_nowait(b"z" * 30)
-            counts = {name: (count.received, count.sent) for name, count in ours.traffic.by_protocol.items()}
-            assert counts == {"negotiation": (5, 0), "/a/1": (100, 70_030)}
-
-    run(main)
+@pytest.mark.virtual_time
+async def test_bytes_count_for_the_protocol_that_was_agreed_on() -> None:
+    async with muxer() as (ours, other):
+        other.open(1)
+        stream = await ours.accept_stream()
+        other.send(1, b"hello")
+        await settled()
+        stream.agree("/a/1")
+        other.send(1, b"x" * 100)
+        await settled()
+        await stream.write(b"y" * 70_000)
+        assert stream.write_nowait(b"z" * 30)
+        counts = {name: (count.received, count.sent) for name, count in ours.traffic.by_protocol.items()}
+        assert counts == {"negotiation": (5, 0), "/a/1": (100, 70_030)}
 
 
 def test_names_of_protocols_are_bounded() -> None:
@@ -264,24 +262,22 @@ def test_names_of_protocols_are_bounded() -> None:
 # --- the event loop
 
 
-def test_a_loop_that_stands_still_is_noticed() -> None:
-    async def main() -> None:
-        delay = LoopDelay()
-        clock = trio.lowlevel.current_clock()
-        assert isinstance(clock, trio.testing.MockClock)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(delay.run)
-            await trio.sleep(10 * INTERVAL)
-            assert delay.longest(trio.current_time()) == 0.0
-            clock.jump(3.0)  # as if something had computed for so long
-            await trio.testing.wait_all_tasks_blocked()
-            assert delay.longest(trio.current_time()) == pytest.approx(3.0, abs=INTERVAL)
-            await trio.sleep(WINDOW + 1)
-            assert delay.longest(trio.current_time()) == 0.0
-            assert delay.seconds.buckets[-2:] == [1, 0]
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
+@pytest.mark.virtual_time
+async def test_a_loop_that_stands_still_is_noticed() -> None:
+    delay = LoopDelay()
+    clock = trio.lowlevel.current_clock()
+    assert isinstance(clock, trio.testing.MockClock)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(delay.run)
+        await trio.sleep(10 * INTERVAL)
+        assert delay.longest(trio.current_time()) == 0.0
+        clock.jump(3.0)  # as if something had computed for so long
+        await trio.testing.wait_all_tasks_blocked()
+        assert delay.longest(trio.current_time()) == pytest.approx(3.0, abs=INTERVAL)
+        await trio.sleep(WINDOW + 1)
+        assert delay.longest(trio.current_time()) == 0.0
+        assert delay.seconds.buckets[-2:] == [1, 0]
+        nursery.cancel_scope.cancel()
 
 
 # --- the page
@@ -331,14 +327,11 @@ def test_a_web_page_that_calls_itself_this_machine_reads_nothing(host: bytes) ->
     assert asked(b"GET /metrics@" + host, frozenset())[0] == 200
 
 
-def test_a_port_that_is_taken_is_told_in_one_line() -> None:
-    async def main() -> None:
-        first = await listen("127.0.0.1", 0, "--metrics-port")
-        url = url_of("127.0.0.1", first)
-        assert url.startswith("http://127.0.0.1:")
-        with pytest.raises(MachineError, match=r"--metrics-port \d+ at 127.0.0.1 is in use"):
-            await listen("127.0.0.1", int(url.rpartition(":")[2]), "--metrics-port")
-        for listener in first:
-            await listener.aclose()
-
-    trio.run(main)
+async def test_a_port_that_is_taken_is_told_in_one_line() -> None:
+    first = await listen("127.0.0.1", 0, "--metrics-port")
+    url = url_of("127.0.0.1", first)
+    assert url.startswith("http://127.0.0.1:")
+    with pytest.raises(MachineError, match=r"--metrics-port \d+ at 127.0.0.1 is in use"):
+        await listen("127.0.0.1", int(url.rpartition(":")[2]), "--metrics-port")
+    for listener in first:
+        await listener.aclose()

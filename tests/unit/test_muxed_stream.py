@@ -28,7 +28,9 @@ from petalnode.node.network.transport.muxed_stream import (
     WINDOW_UPDATE,
 )
 from petalnode.node.network.transport.stream_bytes import Connection, StreamBytes
-from tests.memory_muxer import MemoryRaw, muxer, read, run, settled
+from tests.memory_muxer import MemoryRaw, muxer, read, settled
+
+pytestmark = pytest.mark.virtual_time
 
 MIB = 1 << 20
 
@@ -40,418 +42,360 @@ def little_unread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("little_unread")
-def test_what_was_read_is_granted_again_and_a_long_connection_lives() -> None:
+async def test_what_was_read_is_granted_again_and_a_long_connection_lives() -> None:
     """More passes through than may be unread at once."""
-
-    async def main() -> None:
-        async with muxer() as (ours, other):
-            other.open(1)
-            stream = await ours.accept_stream()
-            stream.grant()
-            stream.widen(INITIAL_WINDOW)  # is less, and takes nothing back
-            granted, sent, half = INITIAL_WINDOW, 0, WINDOW // 2
-            while sent < 20 * MIB:
-                await settled()
-                granted += other.granted(1)
-                assert half <= granted - sent <= WINDOW, "what was read, and no more, is granted again"
-                other.send(1, bytes(half))
-                sent += half
-                await read(stream, half)
-            assert ours.lost is None and not stream.has_unread
-
-    run(main)
+    async with muxer() as (ours, other):
+        other.open(1)
+        stream = await ours.accept_stream()
+        stream.grant()
+        stream.widen(INITIAL_WINDOW)  # is less, and takes nothing back
+        granted, sent, half = INITIAL_WINDOW, 0, WINDOW // 2
+        while sent < 20 * MIB:
+            await settled()
+            granted += other.granted(1)
+            assert half <= granted - sent <= WINDOW, "what was read, and no more, is granted again"
+            other.send(1, bytes(half))
+            sent += half
+            await read(stream, half)
+        assert ours.lost is None and not stream.has_unread
 
 
 @pytest.mark.usefixtures("little_unread")
 @pytest.mark.parametrize("how", ["reset by us", "closed by us and reset", "nobody reads any more", "diverted"])
-def test_what_nobody_reads_is_given_back(how: str) -> None:
-    async def main() -> None:
-        async with muxer() as (ours, other):
-            for number in range(80):  # 20 MiB
-                other.open(2 * number + 1)
-                stream = await ours.accept_stream()
-                if how == "diverted":
-                    stream.divert(lambda data: bool(data))
-                elif how == "nobody reads any more":
-                    stream.discard()
-                other.send(stream.stream_id, bytes(INITIAL_WINDOW))
-                await trio.sleep(1.0)  # so much at once waits for its turn
-                assert stream.has_unread == (how not in ("diverted", "nobody reads any more"))
-                await stream.close() if how == "closed by us and reset" else None
-                await stream.reset()
-                other.send(stream.stream_id, bytes(10))  # was on its way
-                await settled()
-                assert ours.lost is None, number
-            assert ours.open_streams == 0
-
-    run(main)
+async def test_what_nobody_reads_is_given_back(how: str) -> None:
+    async with muxer() as (ours, other):
+        for number in range(80):  # 20 MiB
+            other.open(2 * number + 1)
+            stream = await ours.accept_stream()
+            if how == "diverted":
+                stream.divert(lambda data: bool(data))
+            elif how == "nobody reads any more":
+                stream.discard()
+            other.send(stream.stream_id, bytes(INITIAL_WINDOW))
+            await trio.sleep(1.0)  # so much at once waits for its turn
+            assert stream.has_unread == (how not in ("diverted", "nobody reads any more"))
+            await stream.close() if how == "closed by us and reset" else None
+            await stream.reset()
+            other.send(stream.stream_id, bytes(10))  # was on its way
+            await settled()
+            assert ours.lost is None, number
+        assert ours.open_streams == 0
 
 
 @pytest.mark.usefixtures("little_unread")
-def test_what_nobody_reads_is_bounded() -> None:
+async def test_what_nobody_reads_is_bounded() -> None:
     """The stream with the most unread bytes is reset then."""
-
-    async def main() -> None:
-        async with muxer() as (ours, other):
-            for number in range(33):
-                other.open(2 * number + 1)
-                other.send(2 * number + 1, bytes(INITIAL_WINDOW))
-                await trio.sleep(1.0)
-                resets = [frame for frame in other.frames() if frame[1] & RST]
-                assert len(resets) == (number == 32) and ours.lost is None
-
-    run(main)
+    async with muxer() as (ours, other):
+        for number in range(33):
+            other.open(2 * number + 1)
+            other.send(2 * number + 1, bytes(INITIAL_WINDOW))
+            await trio.sleep(1.0)
+            resets = [frame for frame in other.frames() if frame[1] & RST]
+            assert len(resets) == (number == 32) and ours.lost is None
 
 
 @pytest.mark.parametrize("beyond", [0, 1])
-def test_who_sends_more_than_was_granted_is_cut_off(beyond: int) -> None:
-    async def main() -> None:
-        async with muxer() as (ours, other):
-            other.open(1)
-            other.send(1, bytes(INITIAL_WINDOW))
-            other.send(1, bytes(beyond))
-            await settled()
-            assert (ours.lost is not None) == bool(beyond)
-            if not beyond:
-                stream = await ours.accept_stream()
-                await read(stream, INITIAL_WINDOW // 2 - 1)
-                assert other.granted(1) == 0
-                await read(stream, 1)
-                assert other.granted(1) == INITIAL_WINDOW // 2
-                other.send(1, bytes(INITIAL_WINDOW // 2))
-                await settled()
-                assert ours.lost is None
-                other.send(1, bytes(1))
-                await settled()
-                assert ours.lost is not None
-
-    run(main)
-
-
-def test_a_stream_is_closed_on_one_side_and_then_on_the_other() -> None:
-    async def main() -> None:
-        async with muxer() as (ours, other):
-            other.open(1)
+async def test_who_sends_more_than_was_granted_is_cut_off(beyond: int) -> None:
+    async with muxer() as (ours, other):
+        other.open(1)
+        other.send(1, bytes(INITIAL_WINDOW))
+        other.send(1, bytes(beyond))
+        await settled()
+        assert (ours.lost is not None) == bool(beyond)
+        if not beyond:
             stream = await ours.accept_stream()
-            await stream.write(b"last")
-            await stream.close()
-            await stream.close()
-            with pytest.raises(MuxedStreamClosed):
-                await stream.write(b"too late")
-            with pytest.raises(MuxedStreamClosed):
-                stream.write_nowait(b"too late")
-            accepted, data, end = other.frames()
-            assert accepted[:3] == (WINDOW_UPDATE, ACK, 1) and data[4] == b"last" and end[:3] == (WINDOW_UPDATE, FIN, 1)
-            assert ours.open_streams == 1
-            other.send(1, b"answer", FIN)
-            assert await stream.read() == b"answer"
+            await read(stream, INITIAL_WINDOW // 2 - 1)
+            assert other.granted(1) == 0
+            await read(stream, 1)
+            assert other.granted(1) == INITIAL_WINDOW // 2
+            other.send(1, bytes(INITIAL_WINDOW // 2))
+            await settled()
+            assert ours.lost is None
+            other.send(1, bytes(1))
+            await settled()
+            assert ours.lost is not None
+
+
+async def test_a_stream_is_closed_on_one_side_and_then_on_the_other() -> None:
+    async with muxer() as (ours, other):
+        other.open(1)
+        stream = await ours.accept_stream()
+        await stream.write(b"last")
+        await stream.close()
+        await stream.close()
+        with pytest.raises(MuxedStreamClosed):
+            await stream.write(b"too late")
+        with pytest.raises(MuxedStreamClosed):
+            stream.write_nowait(b"too late")
+        accepted, data, end = other.frames()
+        assert accepted[:3] == (WINDOW_UPDATE, ACK, 1) and data[4] == b"last" and end[:3] == (WINDOW_UPDATE, FIN, 1)
+        assert ours.open_streams == 1
+        other.send(1, b"answer", FIN)
+        assert await stream.read() == b"answer"
+        with pytest.raises(MuxedStreamEOF):
+            await stream.read()
+        stream.grant()
+        assert stream.has_unread and ours.open_streams == 0 and ours.lost is None and other.frames() == []
+
+
+async def test_who_waits_for_bytes_is_told_of_the_end_of_the_stream() -> None:
+    async with muxer() as (ours, other):
+        other.open(1)
+        stream = await ours.accept_stream()
+
+        async def wait() -> None:
             with pytest.raises(MuxedStreamEOF):
                 await stream.read()
-            stream.grant()
-            assert stream.has_unread and ours.open_streams == 0 and ours.lost is None and other.frames() == []
+            await stream.close()
 
-    run(main)
-
-
-def test_who_waits_for_bytes_is_told_of_the_end_of_the_stream() -> None:
-    async def main() -> None:
-        async with muxer() as (ours, other):
-            other.open(1)
-            stream = await ours.accept_stream()
-
-            async def wait() -> None:
-                with pytest.raises(MuxedStreamEOF):
-                    await stream.read()
-                await stream.close()
-
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(wait)
-                await settled()
-                other.say(WINDOW_UPDATE, FIN, 1)
-            assert ours.open_streams == 0
-            other.open(3)
-            second = await ours.accept_stream()
-            other.say(WINDOW_UPDATE, FIN, 3)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wait)
             await settled()
-            assert ours.open_streams == 1
-            await second.close()
-            assert ours.open_streams == 0
-            assert other.frames()[-1] == (WINDOW_UPDATE, FIN, 3, 0, b"")
-
-    run(main)
-
-
-def test_a_reset_ends_both_directions_and_tells_the_other_end() -> None:
-    async def main() -> None:
-        async with muxer() as (ours, other):
-            for stream in (1, 3):
-                other.open(stream)
-            first, second = await ours.accept_stream(), await ours.accept_stream()
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(first.wait_lost)
-                nursery.start_soon(first.wait_lost)
-                await settled()
-                other.send(1, b"before")
-                other.say(WINDOW_UPDATE, RST, 1)
-            assert await first.read() == b"before"  # what came before is read first
-            with pytest.raises(MuxedStreamReset):
-                await first.read()
-            with pytest.raises(MuxedStreamReset):
-                await first.write(b"x")
-            with pytest.raises(MuxedStreamReset):
-                first.write_nowait(b"x")
-            await second.reset()
-            await second.reset()
-            await second.wait_lost()
-            assert [frame[:3] for frame in other.frames() if frame[1] & RST] == [(WINDOW_UPDATE, RST, 3)]
-            assert ours.open_streams == 0 and ours.lost is None
-
-    run(main)
+            other.say(WINDOW_UPDATE, FIN, 1)
+        assert ours.open_streams == 0
+        other.open(3)
+        second = await ours.accept_stream()
+        other.say(WINDOW_UPDATE, FIN, 3)
+        await settled()
+        assert ours.open_streams == 1
+        await second.close()
+        assert ours.open_streams == 0
+        assert other.frames()[-1] == (WINDOW_UPDATE, FIN, 3, 0, b"")
 
 
-def test_writing_keeps_to_the_other_end_s_window() -> None:
-    async def main() -> None:
-        async with muxer(initiator=True) as (ours, other):
-            stream = await ours.open_stream()
-            assert stream.stream_id == 1 and other.frames() == []  # goes with what comes next
-            data = bytes(range(256)) * 2048  # twice the window
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(stream.write, data)
-                await settled()
-                frames = other.frames()
-                assert frames[0] == (WINDOW_UPDATE, SYN, 1, WINDOW - INITIAL_WINDOW, b"")
-                assert b"".join(frame[4] for frame in frames) == data[:INITIAL_WINDOW]
-                assert not stream.write_nowait(b"x")
-                other.say(WINDOW_UPDATE, 0, 1, 1000)
-                await settled()
-                assert other.frames() == [(DATA, 0, 1, 1000, data[INITIAL_WINDOW : INITIAL_WINDOW + 1000])]
-                other.say(WINDOW_UPDATE, 0, 1, INITIAL_WINDOW)
-            assert b"".join(frame[4] for frame in other.frames()) == data[INITIAL_WINDOW + 1000 :]
-            assert (await ours.open_stream()).stream_id == 3
-            assert stream.send_window == 1000
-            assert stream.write_nowait(bytes(1000)) and stream.send_window == 0
+async def test_a_reset_ends_both_directions_and_tells_the_other_end() -> None:
+    async with muxer() as (ours, other):
+        for stream in (1, 3):
+            other.open(stream)
+        first, second = await ours.accept_stream(), await ours.accept_stream()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(first.wait_lost)
+            nursery.start_soon(first.wait_lost)
+            await settled()
+            other.send(1, b"before")
+            other.say(WINDOW_UPDATE, RST, 1)
+        assert await first.read() == b"before"  # what came before is read first
+        with pytest.raises(MuxedStreamReset):
+            await first.read()
+        with pytest.raises(MuxedStreamReset):
+            await first.write(b"x")
+        with pytest.raises(MuxedStreamReset):
+            first.write_nowait(b"x")
+        await second.reset()
+        await second.reset()
+        await second.wait_lost()
+        assert [frame[:3] for frame in other.frames() if frame[1] & RST] == [(WINDOW_UPDATE, RST, 3)]
+        assert ours.open_streams == 0 and ours.lost is None
 
-    run(main)
+
+async def test_writing_keeps_to_the_other_end_s_window() -> None:
+    async with muxer(initiator=True) as (ours, other):
+        stream = await ours.open_stream()
+        assert stream.stream_id == 1 and other.frames() == []  # goes with what comes next
+        data = bytes(range(256)) * 2048  # twice the window
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(stream.write, data)
+            await settled()
+            frames = other.frames()
+            assert frames[0] == (WINDOW_UPDATE, SYN, 1, WINDOW - INITIAL_WINDOW, b"")
+            assert b"".join(frame[4] for frame in frames) == data[:INITIAL_WINDOW]
+            assert not stream.write_nowait(b"x")
+            other.say(WINDOW_UPDATE, 0, 1, 1000)
+            await settled()
+            assert other.frames() == [(DATA, 0, 1, 1000, data[INITIAL_WINDOW : INITIAL_WINDOW + 1000])]
+            other.say(WINDOW_UPDATE, 0, 1, INITIAL_WINDOW)
+        assert b"".join(frame[4] for frame in other.frames()) == data[INITIAL_WINDOW + 1000 :]
+        assert (await ours.open_stream()).stream_id == 3
+        assert stream.send_window == 1000
+        assert stream.write_nowait(bytes(1000)) and stream.send_window == 0
 
 
 @pytest.mark.parametrize("end", ["reset", "closed", "connection"])
-def test_who_waits_for_a_window_is_told_of_the_end(end: str) -> None:
-    async def main() -> None:
-        async with muxer() as (ours, other):
-            other.open(1)
-            stream = await ours.accept_stream()
+async def test_who_waits_for_a_window_is_told_of_the_end(end: str) -> None:
+    async with muxer() as (ours, other):
+        other.open(1)
+        stream = await ours.accept_stream()
 
-            async def write() -> None:
-                with pytest.raises(MuxedStreamClosed if end == "closed" else MuxedStreamReset):
-                    await stream.write(bytes(2 * INITIAL_WINDOW))
+        async def write() -> None:
+            with pytest.raises(MuxedStreamClosed if end == "closed" else MuxedStreamReset):
+                await stream.write(bytes(2 * INITIAL_WINDOW))
 
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(write)
-                await settled()
-                if end == "closed":
-                    await stream.close()
-                else:
-                    other.say(WINDOW_UPDATE, RST, 1) if end == "reset" else other.say(GO_AWAY)
-
-    run(main)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(write)
+            await settled()
+            if end == "closed":
+                await stream.close()
+            else:
+                other.say(WINDOW_UPDATE, RST, 1) if end == "reset" else other.say(GO_AWAY)
 
 
-def test_a_stream_that_the_other_end_never_closes_is_reset() -> None:
-    async def main() -> None:
-        async with muxer() as (ours, other):
+async def test_a_stream_that_the_other_end_never_closes_is_reset() -> None:
+    async with muxer() as (ours, other):
 
-            async def live(seconds: int) -> None:
-                for _ in range(seconds):
-                    await trio.sleep(1)
-                    other.say(PING, ACK)
-
-            other.open(1)
-            other.open(3)
-            closed, used = await ours.accept_stream(), await ours.accept_stream()
-            await live(100)
-            closed.discard()
-            await closed.close()
-            await used.close()
-            await live(27)
-            assert ours.open_streams == 2
-            await live(8)
-            assert ours.open_streams == 1 and closed.lost is not None and used.lost is None
-
-    run(main)
-
-
-def test_writing_waits_for_the_socket_and_for_the_limit_of_the_upload() -> None:
-    async def main() -> None:
-        async def live() -> None:
-            while True:
-                other.say(PING, ACK)
+        async def live(seconds: int) -> None:
+            for _ in range(seconds):
                 await trio.sleep(1)
+                other.say(PING, ACK)
 
-        raw = MemoryRaw(room=0, upload=Throttle(1_000_000))
-        async with muxer(raw) as (ours, other), trio.open_nursery() as nursery:
-            nursery.start_soon(live)
-            other.open(1)
-            other.open(3)
-            first, second = await ours.accept_stream(), await ours.accept_stream()
-            other.say(WINDOW_UPDATE, 0, 1, 10 * MIB)
-            with trio.move_on_after(5) as scope:
-                while True:
-                    await first.write(bytes(20_000))
-            assert scope.cancelled_caught and 250_000 < first.send_window < 11 * MIB - 250_000
-            assert not second.write_nowait(b"x")
-            with trio.move_on_after(2) as scope:
-                await second.write(b"x")
-            assert scope.cancelled_caught
-            raw.make_room()
-            await second.write(b"x")
-            await first.write(bytes(500_000))
-            assert not second.write_nowait(bytes(40_000)) and not ours.secured_conn.is_stuffed
-            begun = trio.current_time()
-            await second.write(bytes(100_000))
-            assert trio.current_time() > begun
+        other.open(1)
+        other.open(3)
+        closed, used = await ours.accept_stream(), await ours.accept_stream()
+        await live(100)
+        closed.discard()
+        await closed.close()
+        await used.close()
+        await live(27)
+        assert ours.open_streams == 2
+        await live(8)
+        assert ours.open_streams == 1 and closed.lost is not None and used.lost is None
+
+
+async def test_writing_waits_for_the_socket_and_for_the_limit_of_the_upload() -> None:
+    async def live() -> None:
+        while True:
+            other.say(PING, ACK)
             await trio.sleep(1)
-            assert second.write_nowait(bytes(40_000))
-            nursery.cancel_scope.cancel()
 
-    run(main)
+    raw = MemoryRaw(room=0, upload=Throttle(1_000_000))
+    async with muxer(raw) as (ours, other), trio.open_nursery() as nursery:
+        nursery.start_soon(live)
+        other.open(1)
+        other.open(3)
+        first, second = await ours.accept_stream(), await ours.accept_stream()
+        other.say(WINDOW_UPDATE, 0, 1, 10 * MIB)
+        with trio.move_on_after(5) as scope:
+            while True:
+                await first.write(bytes(20_000))
+        assert scope.cancelled_caught and 250_000 < first.send_window < 11 * MIB - 250_000
+        assert not second.write_nowait(b"x")
+        with trio.move_on_after(2) as scope:
+            await second.write(b"x")
+        assert scope.cancelled_caught
+        raw.make_room()
+        await second.write(b"x")
+        await first.write(bytes(500_000))
+        assert not second.write_nowait(bytes(40_000)) and not ours.secured_conn.is_stuffed
+        begun = trio.current_time()
+        await second.write(bytes(100_000))
+        assert trio.current_time() > begun
+        await trio.sleep(1)
+        assert second.write_nowait(bytes(40_000))
+        nursery.cancel_scope.cancel()
 
 
-def test_a_node_s_share_of_a_stream_ends_with_the_stream() -> None:
+async def test_a_node_s_share_of_a_stream_ends_with_the_stream() -> None:
     """Whoever ends it, and also with the connection."""
-
-    async def main() -> None:
-        node = NodeLimits()
-        async with muxer(limits=node) as (ours, other):
-            use = node.of(str(ours.peer_id))
-            for number in range(6):
-                other.send(2 * number + 1, bytes(1000), SYN)
-            streams = [await ours.accept_stream() for _ in range(6)]
-            own = await ours.open_stream()
-            await settled()
-            assert (node.streams, use.streams, node.unread, use.unread, ours.held()) == (6, 6, 6000, 6000, 6000)
-            assert use.windows == WINDOW - INITIAL_WINDOW and use.connections == [ours]
-            streams[1].grant()
-            assert use.windows == 2 * (WINDOW - INITIAL_WINDOW)
-            await streams[0].read(600)
-            assert (node.unread, use.unread, ours.held()) == (5400, 5400, 5400)
-            other.say(WINDOW_UPDATE, RST, 1)
-            await streams[1].reset()
-            await own.reset()
-            await streams[2].close()
-            other.say(WINDOW_UPDATE, FIN, 5)
-            await settled()
-            assert (node.streams, use.streams, use.windows) == (3, 3, 0)
-            assert (node.unread, use.unread) == (4400, 4400)  # of the first and third, what came before can be read
-            streams[3].grant()
-            other.say(GO_AWAY)
-            await settled()
-            assert (node.streams, use.streams, use.windows, node.unread, use.unread) == (0, 0, 0, 0, 0)
-            assert use.connections == []
-            await streams[2].read()  # counts no more
-            assert (node.unread, use.unread) == (0, 0)
-
-    run(main)
+    node = NodeLimits()
+    async with muxer(limits=node) as (ours, other):
+        use = node.of(str(ours.peer_id))
+        for number in range(6):
+            other.send(2 * number + 1, bytes(1000), SYN)
+        streams = [await ours.accept_stream() for _ in range(6)]
+        own = await ours.open_stream()
+        await settled()
+        assert (node.streams, use.streams, node.unread, use.unread, ours.held()) == (6, 6, 6000, 6000, 6000)
+        assert use.windows == WINDOW - INITIAL_WINDOW and use.connections == [ours]
+        streams[1].grant()
+        assert use.windows == 2 * (WINDOW - INITIAL_WINDOW)
+        await streams[0].read(600)
+        assert (node.unread, use.unread, ours.held()) == (5400, 5400, 5400)
+        other.say(WINDOW_UPDATE, RST, 1)
+        await streams[1].reset()
+        await own.reset()
+        await streams[2].close()
+        other.say(WINDOW_UPDATE, FIN, 5)
+        await settled()
+        assert (node.streams, use.streams, use.windows) == (3, 3, 0)
+        assert (node.unread, use.unread) == (4400, 4400)  # of the first and third, what came before can be read
+        streams[3].grant()
+        other.say(GO_AWAY)
+        await settled()
+        assert (node.streams, use.streams, use.windows, node.unread, use.unread) == (0, 0, 0, 0, 0)
+        assert use.connections == []
+        await streams[2].read()  # counts no more
+        assert (node.unread, use.unread) == (0, 0)
 
 
-def test_the_fullest_stream_is_dropped_and_its_reader_told_why() -> None:
-    async def main() -> None:
-        async with muxer() as (ours, other):
-            ours.drop_fullest()  # nothing is unread
-            for number, size in ((1, 10), (3, 30), (5, 20)):
-                other.send(number, bytes(size), SYN)
-            streams = [await ours.accept_stream() for _ in range(3)]
-            other.open(7)
-            ours.drop_fullest()
-            assert [stream.lost is None for stream in streams] == [True, False, True]
-            with pytest.raises(MuxedStreamReset, match="too much came"):
-                await streams[1].read()
-            assert ours.held() == 30 and (WINDOW_UPDATE, RST, 3, 0, b"") in other.frames()
-
-    run(main)
+async def test_the_fullest_stream_is_dropped_and_its_reader_told_why() -> None:
+    async with muxer() as (ours, other):
+        ours.drop_fullest()  # nothing is unread
+        for number, size in ((1, 10), (3, 30), (5, 20)):
+            other.send(number, bytes(size), SYN)
+        streams = [await ours.accept_stream() for _ in range(3)]
+        other.open(7)
+        ours.drop_fullest()
+        assert [stream.lost is None for stream in streams] == [True, False, True]
+        with pytest.raises(MuxedStreamReset, match="too much came"):
+            await streams[1].read()
+        assert ours.held() == 30 and (WINDOW_UPDATE, RST, 3, 0, b"") in other.frames()
 
 
-def test_an_end_that_is_known_gets_no_window() -> None:
-    async def main() -> None:
-        async with muxer() as (ours, other):
-            other.send(1, bytes(INITIAL_WINDOW), SYN | FIN)
-            other.send(3, bytes(INITIAL_WINDOW), SYN)
-            closed, reset = await ours.accept_stream(), await ours.accept_stream()
-            other.say(WINDOW_UPDATE, RST, 3)
-            await settled()
-            for stream in (closed, reset):
-                await read(stream, INITIAL_WINDOW)
-                stream.grant()
-            assert [frame for frame in other.frames() if not frame[1]] == []
-
-    run(main)
+async def test_an_end_that_is_known_gets_no_window() -> None:
+    async with muxer() as (ours, other):
+        other.send(1, bytes(INITIAL_WINDOW), SYN | FIN)
+        other.send(3, bytes(INITIAL_WINDOW), SYN)
+        closed, reset = await ours.accept_stream(), await ours.accept_stream()
+        other.say(WINDOW_UPDATE, RST, 3)
+        await settled()
+        for stream in (closed, reset):
+            await read(stream, INITIAL_WINDOW)
+            stream.grant()
+        assert [frame for frame in other.frames() if not frame[1]] == []
 
 
 @pytest.mark.parametrize(("ours_ended", "theirs_ended"), [(True, True), (True, False), (False, True), (False, False)])
-def test_what_is_not_closed_in_order_on_both_sides_is_reset(ours_ended: bool, theirs_ended: bool) -> None:
-    async def main() -> None:
-        async with muxer() as (ours, other):
-            other.open(1)
-            muxed = await ours.accept_stream()
-            stream: Any = SimpleNamespace(muxed_stream=muxed, close=muxed.close, reset=muxed.reset)
-            held = StreamBytes(stream)
-            if ours_ended:
-                await held.close_write()
-            if theirs_ended:
-                other.say(WINDOW_UPDATE, FIN, 1)
-            await settled()
-            await held.end()
-            assert held.is_lost == (not (ours_ended and theirs_ended)) and ours.open_streams == 0
-            with pytest.raises(ConnectionResetError):
-                await held.write(b"late")
-
-    run(main)
+async def test_what_is_not_closed_in_order_on_both_sides_is_reset(ours_ended: bool, theirs_ended: bool) -> None:
+    async with muxer() as (ours, other):
+        other.open(1)
+        muxed = await ours.accept_stream()
+        stream: Any = SimpleNamespace(muxed_stream=muxed, close=muxed.close, reset=muxed.reset)
+        held = StreamBytes(stream)
+        if ours_ended:
+            await held.close_write()
+        if theirs_ended:
+            other.say(WINDOW_UPDATE, FIN, 1)
+        await settled()
+        await held.end()
+        assert held.is_lost == (not (ours_ended and theirs_ended)) and ours.open_streams == 0
+        with pytest.raises(ConnectionResetError):
+            await held.write(b"late")
 
 
-def test_who_is_suspected_has_to_give_a_sign_of_life_within_four_seconds() -> None:
-    async def main() -> None:
-        async with muxer() as (ours, _):
-            conn: Any = SimpleNamespace(muxed_conn=ours)
-            connection = Connection(conn)
-            assert connection == Connection(conn) and connection != conn
-            await trio.sleep(5)
-            assert not connection.is_lost
-            connection.suspect()
-            await trio.sleep(5)
-            assert connection.is_lost
-
-    run(main)
+async def test_who_is_suspected_has_to_give_a_sign_of_life_within_four_seconds() -> None:
+    async with muxer() as (ours, _):
+        conn: Any = SimpleNamespace(muxed_conn=ours)
+        connection = Connection(conn)
+        assert connection == Connection(conn) and connection != conn
+        await trio.sleep(5)
+        assert not connection.is_lost
+        connection.suspect()
+        await trio.sleep(5)
+        assert connection.is_lost
 
 
-def test_what_came_before_the_peer_reset_a_stream_is_held_until_we_do() -> None:
-    async def main() -> None:
-        async with muxer() as (ours, other):
-            other.send(1, bytes(1000), SYN)
-            stream = await ours.accept_stream()
-            other.say(WINDOW_UPDATE, RST, 1)
-            await settled()
-            assert stream.lost is not None and stream.unread == ours.held() == 1000
-            await stream.reset()
-            assert stream.unread == ours.held() == 0
-
-    run(main)
+async def test_what_came_before_the_peer_reset_a_stream_is_held_until_we_do() -> None:
+    async with muxer() as (ours, other):
+        other.send(1, bytes(1000), SYN)
+        stream = await ours.accept_stream()
+        other.say(WINDOW_UPDATE, RST, 1)
+        await settled()
+        assert stream.lost is not None and stream.unread == ours.held() == 1000
+        await stream.reset()
+        assert stream.unread == ours.held() == 0
 
 
-def test_small_pieces_are_kept_together() -> None:
+async def test_small_pieces_are_kept_together() -> None:
     """Each alone would take 20 times what is counted."""
-
-    async def main() -> None:
-        async with muxer() as (ours, other):
-            other.send(1, b"first", SYN)
-            for _ in range(20):
-                other.send(1, bytes(4095))
-            other.send(1, bytes(4096))
-            other.send(1, b"last")
-            stream = await ours.accept_stream()
-            await settled()
-            sizes = []
-            while stream.unread:
-                sizes.append(len(await stream.read()))
-            assert sum(sizes) == 5 + 20 * 4095 + 4096 + 4
-            assert sizes == [5 + 17 * 4095, 3 * 4095, 4100]
-
-    run(main)
+    async with muxer() as (ours, other):
+        other.send(1, b"first", SYN)
+        for _ in range(20):
+            other.send(1, bytes(4095))
+        other.send(1, bytes(4096))
+        other.send(1, b"last")
+        stream = await ours.accept_stream()
+        await settled()
+        sizes = []
+        while stream.unread:
+            sizes.append(len(await stream.read()))
+        assert sum(sizes) == 5 + 20 * 4095 + 4096 + 4
+        assert sizes == [5 + 17 * 4095, 3 * 4095, 4100]

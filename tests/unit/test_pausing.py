@@ -30,7 +30,6 @@ from petalnode.node.server.lifecycle.pausing import (
     reasons,
     watch_machine,
 )
-from petalnode.node.testing import run_autojumping
 
 BUSY = PausePolicy(busy_above=0.5)
 MAINS = PausePolicy(only_on_mains=True)
@@ -105,28 +104,24 @@ def test_what_is_neither_the_one_nor_the_other_starts_the_time_anew() -> None:
     assert begun.after(None, 14.0, 5.0) == Condition(False)
 
 
-def test_the_machine_is_looked_at_for_as_long_as_it_serves() -> None:
+@pytest.mark.virtual_time
+async def test_the_machine_is_looked_at_for_as_long_as_it_serves() -> None:
     use = MachineUse()
-
-    async def main() -> None:
-        nonlocal use
-        pause = Pause()
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(watch_machine, PausePolicy(0.5, True), pause, lambda: use)
-            await trio.sleep(100)
-            assert not pause.wanted
-            use = MachineUse(0.8)
-            await pause.wait(True)
-            assert pause.reason == "other programs use more than 50% of the processors"
-            use = MachineUse(0.8, on_mains=False)
-            await trio.sleep(100)
-            assert "battery" in pause.reason and "50%" in pause.reason
-            begun, use = trio.current_time(), MachineUse()
-            await pause.wait(False)
-            assert MACHINE_USE.idle_seconds <= trio.current_time() - begun < 2 * MACHINE_USE.idle_seconds
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
+    pause = Pause()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(watch_machine, PausePolicy(0.5, True), pause, lambda: use)
+        await trio.sleep(100)
+        assert not pause.wanted
+        use = MachineUse(0.8)
+        await pause.wait(True)
+        assert pause.reason == "other programs use more than 50% of the processors"
+        use = MachineUse(0.8, on_mains=False)
+        await trio.sleep(100)
+        assert "battery" in pause.reason and "50%" in pause.reason
+        begun, use = trio.current_time(), MachineUse()
+        await pause.wait(False)
+        assert MACHINE_USE.idle_seconds <= trio.current_time() - begun < 2 * MACHINE_USE.idle_seconds
+        nursery.cancel_scope.cancel()
 
 
 def test_the_meter_leaves_out_what_this_process_uses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,64 +157,57 @@ def test_a_share_that_is_none_is_told(text: str) -> None:
 # --- the owner
 
 
-def test_a_wish_reaches_the_server_and_its_answer_the_owner(tmp_path: Path) -> None:
-    async def main() -> None:
-        pause, folder = Pause(), tmp_path / "control"
-        served = Control(folder, pause, "12D3KooWpeer", "attic")
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(served.run)
-            await trio.sleep(5)
-            [server] = running_servers(folder)
-            assert (server.pid, server.title, server.state) == (os.getpid(), "attic", "serving")
-            name = ask(folder, server, "pause")
-            await pause.wait(True)
-            await trio.sleep(5)
-            [server] = running_servers(folder)
-            assert server.answered == name and server.reason == "its owner has paused it"
-            served.tell("paused")
-            await trio.sleep(5)
-            assert running_servers(folder)[0].state == "paused"
-            pause.want("busy", "other programs use much")
-            name = ask(folder, server, "resume")
-            await trio.sleep(5)
-            [server] = running_servers(folder)
-            assert (server.answered, server.reason) == (name, "other programs use much")
-            assert control._told(server, "resume") == "still paused: other programs use much"
-            nursery.cancel_scope.cancel()
-        assert list(folder.iterdir()) == []
-        assert not folder.stat().st_mode & 0o077 or os.name != "posix"
-
-    run_autojumping(main)
+@pytest.mark.virtual_time
+async def test_a_wish_reaches_the_server_and_its_answer_the_owner(tmp_path: Path) -> None:
+    pause, folder = Pause(), tmp_path / "control"
+    served = Control(folder, pause, "12D3KooWpeer", "attic")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(served.run)
+        await trio.sleep(5)
+        [server] = running_servers(folder)
+        assert (server.pid, server.title, server.state) == (os.getpid(), "attic", "serving")
+        name = ask(folder, server, "pause")
+        await pause.wait(True)
+        await trio.sleep(5)
+        [server] = running_servers(folder)
+        assert server.answered == name and server.reason == "its owner has paused it"
+        served.tell("paused")
+        await trio.sleep(5)
+        assert running_servers(folder)[0].state == "paused"
+        pause.want("busy", "other programs use much")
+        name = ask(folder, server, "resume")
+        await trio.sleep(5)
+        [server] = running_servers(folder)
+        assert (server.answered, server.reason) == (name, "other programs use much")
+        assert control._told(server, "resume") == "still paused: other programs use much"
+        nursery.cancel_scope.cancel()
+    assert list(folder.iterdir()) == []
+    assert not folder.stat().st_mode & 0o077 or os.name != "posix"
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("content", ["", "[]", '{"id": 1}', '{"id": "x", "wish": "stop"}', "x" * 100_000, "[" * 5000])
-def test_what_is_no_wish_is_ignored(content: str, tmp_path: Path) -> None:
-    async def main() -> None:
-        pause = Pause()
-        served = Control(tmp_path, pause, "12D3KooWpeer", "")
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(served.run)
-            (tmp_path / f"{os.getpid()}.wish").write_text(content)
-            await trio.sleep(5)
-            assert not pause.wanted
-            ask(tmp_path, running_servers(tmp_path)[0], "pause")
-            await pause.wait(True)
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
+async def test_what_is_no_wish_is_ignored(content: str, tmp_path: Path) -> None:
+    pause = Pause()
+    served = Control(tmp_path, pause, "12D3KooWpeer", "")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(served.run)
+        (tmp_path / f"{os.getpid()}.wish").write_text(content)
+        await trio.sleep(5)
+        assert not pause.wanted
+        ask(tmp_path, running_servers(tmp_path)[0], "pause")
+        await pause.wait(True)
+        nursery.cancel_scope.cancel()
 
 
-def test_a_server_serves_where_nothing_can_be_written(tmp_path: Path) -> None:
+@pytest.mark.virtual_time
+async def test_a_server_serves_where_nothing_can_be_written(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(Control(file / "control", Pause(), "12D3KooWpeer", "").run)
-            await trio.sleep(10)
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(Control(file / "control", Pause(), "12D3KooWpeer", "").run)
+        await trio.sleep(10)
+        nursery.cancel_scope.cancel()
 
 
 def test_servers_that_are_gone_are_forgotten(tmp_path: Path) -> None:
@@ -234,18 +222,15 @@ def test_servers_that_are_gone_are_forgotten(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="there are no such signals")
-def test_signals_pause_and_resume() -> None:
-    async def main() -> None:
-        pause = Pause()
-        async with trio.open_nursery() as nursery:
-            await nursery.start(obey_signals, pause)
-            os.kill(os.getpid(), signal.SIGUSR1)
-            await pause.wait(True)
-            os.kill(os.getpid(), signal.SIGUSR2)
-            await pause.wait(False)
-            nursery.cancel_scope.cancel()
-
-    trio.run(main)
+async def test_signals_pause_and_resume() -> None:
+    pause = Pause()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(obey_signals, pause)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        await pause.wait(True)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        await pause.wait(False)
+        nursery.cancel_scope.cancel()
 
 
 def test_the_command_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

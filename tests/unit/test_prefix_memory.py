@@ -65,77 +65,61 @@ def found(memory: PrefixMemory, tokens: int, first: int = 0) -> Beginning:
     return result
 
 
-def test_a_session_that_ended_is_a_few_objects_however_many_steps_it_had() -> None:
+async def test_a_session_that_ended_is_a_few_objects_however_many_steps_it_had() -> None:
     """Those of one token are 256 bytes of hidden states and ten times as much around them, for 32 sessions."""
-
-    async def main() -> None:
-        memory = await remembered(Session(600))
-        result = found(memory, 700)
-        assert result.shared == 576  # whole blocks of 32 tokens of the 600
-        for block in (2,):
-            steps = result.inputs[block]
-            assert len(steps) <= 2
-            whole = b"".join(bytes(step.chunk.payload) for step in steps)
-            assert whole == chunk(0, 600).payload
-            assert [step.end for step in steps] == [512, 600] and not any(step.reorder for step in steps)
-        assert memory.nbytes == 2 * 600 * 4 * HIDDEN
-
-    trio.run(main)
+    memory = await remembered(Session(600))
+    result = found(memory, 700)
+    assert result.shared == 576  # whole blocks of 32 tokens of the 600
+    for block in (2,):
+        steps = result.inputs[block]
+        assert len(steps) <= 2
+        whole = b"".join(bytes(step.chunk.payload) for step in steps)
+        assert whole == chunk(0, 600).payload
+        assert [step.end for step in steps] == [512, 600] and not any(step.reorder for step in steps)
+    assert memory.nbytes == 2 * 600 * 4 * HIDDEN
 
 
-def test_what_no_session_can_begin_with_is_not_remembered() -> None:
-    async def main() -> None:
-        memory = await remembered(Session(600, batch=2), Session(31))
-        assert memory.nbytes == 0 and found(memory, 700).shared == 0
-        memory = await remembered(Session(600, batch=2), Session(600, blocks=(2,)))
-        assert found(memory, 700).shared == 0, "what entered the first block is not known"
-        two = Session(0, batch=2)
-        assert memory.search(two.spec, [chunk(0, 100, 2)])() is None and memory.search(Session(0).spec, [])() is None
-
-    trio.run(main)
+async def test_what_no_session_can_begin_with_is_not_remembered() -> None:
+    memory = await remembered(Session(600, batch=2), Session(31))
+    assert memory.nbytes == 0 and found(memory, 700).shared == 0
+    memory = await remembered(Session(600, batch=2), Session(600, blocks=(2,)))
+    assert found(memory, 700).shared == 0, "what entered the first block is not known"
+    two = Session(0, batch=2)
+    assert memory.search(two.spec, [chunk(0, 100, 2)])() is None and memory.search(Session(0).spec, [])() is None
 
 
-def test_the_oldest_are_forgotten_and_the_end_is_remembered_when_cancelled() -> None:
-    async def main() -> None:
-        memory = await remembered(*(Session(40) for _ in range(REMEMBERED + 5)))
-        assert memory.nbytes == REMEMBERED * 2 * 40 * 4 * HIDDEN
-        small = PrefixMemory(room=4 * 40 * 4 * HIDDEN)
-        for _ in range(3):
-            await small.ended(Session(40))
-        assert small.nbytes == 4 * 40 * 4 * HIDDEN
-        large = Session(100)  # more than a half of the room
-        small.opened(large)
-        assert found(small, 200).shared == 96
-        await small.ended(large)
-        assert small.nbytes == 4 * 40 * 4 * HIDDEN and found(small, 200).shared == 32
-        cancelled = PrefixMemory()
-        with trio.CancelScope() as scope:
-            scope.cancel()
-            await cancelled.ended(Session(40))
-        assert cancelled.nbytes
-
-    trio.run(main)
+async def test_the_oldest_are_forgotten_and_the_end_is_remembered_when_cancelled() -> None:
+    memory = await remembered(*(Session(40) for _ in range(REMEMBERED + 5)))
+    assert memory.nbytes == REMEMBERED * 2 * 40 * 4 * HIDDEN
+    small = PrefixMemory(room=4 * 40 * 4 * HIDDEN)
+    for _ in range(3):
+        await small.ended(Session(40))
+    assert small.nbytes == 4 * 40 * 4 * HIDDEN
+    large = Session(100)  # more than a half of the room
+    small.opened(large)
+    assert found(small, 200).shared == 96
+    await small.ended(large)
+    assert small.nbytes == 4 * 40 * 4 * HIDDEN and found(small, 200).shared == 32
+    cancelled = PrefixMemory()
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        await cancelled.ended(Session(40))
+    assert cancelled.nbytes
 
 
-def test_of_texts_that_begin_otherwise_nothing_is_taken() -> None:
-    async def main() -> None:
-        memory = await remembered(Session(600))
-        assert not found(memory, 100, first=7).inputs[2] and found(memory, 100, first=7).shared == 0
-        assert [step.end for step in found(memory, 100, first=7).inputs[0]] == [10, 25, 100]
-        wide = WireTensor(Tensor(shape=[1, 8, 2 * HIDDEN], dtype="float32", codec="none"), bytes(8 * 8 * HIDDEN))
-        other = memory.search(Session(0).spec, [wide])()
-        assert other is not None and not other.inputs[2] and other.shared == 0
-
-    trio.run(main)
+async def test_of_texts_that_begin_otherwise_nothing_is_taken() -> None:
+    memory = await remembered(Session(600))
+    assert not found(memory, 100, first=7).inputs[2] and found(memory, 100, first=7).shared == 0
+    assert [step.end for step in found(memory, 100, first=7).inputs[0]] == [10, 25, 100]
+    wide = WireTensor(Tensor(shape=[1, 8, 2 * HIDDEN], dtype="float32", codec="none"), bytes(8 * 8 * HIDDEN))
+    other = memory.search(Session(0).spec, [wide])()
+    assert other is not None and not other.inputs[2] and other.shared == 0
 
 
-def test_of_equal_ones_the_last_counts() -> None:
-    async def main() -> None:
-        first, second = ((Hop(name, Span(0, 4)),) for name in ("first", "second"))
-        memory = await remembered(Session(600, route=first), Session(600, route=second), Session(40))
-        assert found(memory, 700).route == second
-
-    trio.run(main)
+async def test_of_equal_ones_the_last_counts() -> None:
+    first, second = ((Hop(name, Span(0, 4)),) for name in ("first", "second"))
+    memory = await remembered(Session(600, route=first), Session(600, route=second), Session(40))
+    assert found(memory, 700).route == second
 
 
 def test_a_beginning_ends_where_tokens_cannot_be_told_apart() -> None:

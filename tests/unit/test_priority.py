@@ -21,6 +21,8 @@ from petalnode.protocols.credits import CREDITS_LIMITS, clearing_to_wire
 from petalnode.protocols.ids import Span
 from petalnode.protocols.inference import SessionTerms
 
+pytestmark = pytest.mark.virtual_time
+
 ISSUER, CLIENT, SERVER, OTHER = (Identity.from_seed(letter * 32) for letter in (b"i", b"c", b"s", b"o"))
 START = 1_800_000_000_000
 TERMS = SessionTerms(bytes(32), Span(0, 2), 50, 2, (), "none", bytes(16), 1, "float32")
@@ -67,42 +69,35 @@ def test_prefills_of_who_has_paid_go_first() -> None:
     assert next_turn(steps[:2], 1) == Turn((1,), 0, 256, 0)
 
 
-def test_cache_is_granted_to_who_has_paid_first() -> None:
+async def test_cache_is_granted_to_who_has_paid_first() -> None:
     order: list[str] = []
+    budget = MemoryBudget(10)
+    first = await budget.acquire(10, 0)
 
-    async def main() -> None:
-        budget = MemoryBudget(10)
-        first = await budget.acquire(10, 0)
+    async def wait(name: str, tokens: int, paid: bool) -> None:
+        lease = await budget.acquire(tokens, 1000, paid=paid)
+        order.append(name)
+        await trio.sleep(1)
+        lease.release()
 
-        async def wait(name: str, tokens: int, paid: bool) -> None:
-            lease = await budget.acquire(tokens, 1000, paid=paid)
-            order.append(name)
-            await trio.sleep(1)
-            lease.release()
-
-        async with trio.open_nursery() as nursery:
-            names = ["first", "second", *(f"paid {number}" for number in range(5))]
-            for name in names:
-                nursery.start_soon(wait, name, 10, name.startswith("paid"))
-                await trio.testing.wait_all_tasks_blocked()
-            first.release()
-
-    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    async with trio.open_nursery() as nursery:
+        names = ["first", "second", *(f"paid {number}" for number in range(5))]
+        for name in names:
+            nursery.start_soon(wait, name, 10, name.startswith("paid"))
+            await trio.testing.wait_all_tasks_blocked()
+        first.release()
     assert order == ["paid 0", "paid 1", "paid 2", "first", "paid 3", "paid 4", "second"]
 
 
-def test_what_is_free_is_for_who_has_paid_if_the_first_waits_for_more() -> None:
-    async def main() -> None:
-        budget = MemoryBudget(10)
-        await budget.acquire(5, 0)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(budget.acquire, 10, 1000)
-            await trio.testing.wait_all_tasks_blocked()
-            await budget.acquire(5, 0, paid=True)
-            assert budget.free == 0 and budget.waiting == 1
-            nursery.cancel_scope.cancel()
-
-    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+async def test_what_is_free_is_for_who_has_paid_if_the_first_waits_for_more() -> None:
+    budget = MemoryBudget(10)
+    await budget.acquire(5, 0)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(budget.acquire, 10, 1000)
+        await trio.testing.wait_all_tasks_blocked()
+        await budget.acquire(5, 0, paid=True)
+        assert budget.free == 0 and budget.waiting == 1
+        nursery.cancel_scope.cancel()
 
 
 class Clock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import pytest
 import trio
 from libp2p.kad_dht.pb.kademlia_pb2 import Message
 from libp2p.peer.id import ID
@@ -25,6 +26,8 @@ from petalnode.node.network.provider_lookup import (
 )
 from petalnode.node.testing.memory_network import run_autojumping
 from petalnode.protocols.ids import blocks_key
+
+pytestmark = pytest.mark.virtual_time
 
 KEY = blocks_key("5f4e7440d715", 3)
 OWN = Identity.from_seed(b"o" * 32).peer_id
@@ -125,15 +128,11 @@ def test_peers_behind_one_address_find_each_other_as_well() -> None:
     assert table.found(start[-1:]) == [PROVIDER]
 
 
-def test_a_look_up_ends_at_its_deadline_with_what_it_has() -> None:
+async def test_a_look_up_ends_at_its_deadline_with_what_it_has() -> None:
     table = Table(PEERS)
-
-    async def main() -> None:
-        lookup, begun = Lookup(KEY, PEERS[:1], OWN), trio.current_time()
-        await look_up(lookup, table.ask, timeout=0.25)
-        assert trio.current_time() - begun == 0.25 and lookup.nearest()
-
-    run_autojumping(main)
+    lookup, begun = Lookup(KEY, PEERS[:1], OWN), trio.current_time()
+    await look_up(lookup, table.ask, timeout=0.25)
+    assert trio.current_time() - begun == 0.25 and lookup.nearest()
 
 
 def test_messages_are_read_as_go_and_js_send_them() -> None:

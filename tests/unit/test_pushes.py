@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import trio
@@ -25,11 +26,13 @@ from petalnode.node.server.requests.pushes import (
 )
 from petalnode.node.server.requests.replies import BYTES_IN_FLIGHT, INLINE_BYTES, SendQueue
 from petalnode.node.server.steps import StepOutput
-from petalnode.node.testing import MemoryStream, message_streams, run_autojumping, stream_pair
+from petalnode.node.testing import MemoryStream, message_streams, stream_pair
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import StreamClosed
 from petalnode.protocols.inference import Refusal, receipt_to_wire, sha256
 from tests.unit.test_receipts import CLIENT, OTHER, RECEIPT, SERVER
+
+pytestmark = pytest.mark.virtual_time
 
 NEXT = [Identity.from_seed(bytes([number]) * 32).peer_id for number in range(60, 60 + MAX_TARGETS + 1)]
 PEER = peer_id_to_bytes(NEXT[0])
@@ -74,15 +77,13 @@ def output(size: int = 4) -> StepOutput:
     return StepOutput(tensor, bytes(size), b"", b"", 0, 0.0, 0.0)
 
 
-def run(network: Callable[[], Network], main: Callable[[Network, Pushes], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        with trio.fail_after(36000):  # of the clock that jumps
-            async with trio.open_nursery() as nursery:
-                connector = network()
-                await main(connector, Pushes(connector, nursery))
-                nursery.cancel_scope.cancel()
-
-    run_autojumping(bounded)
+@asynccontextmanager
+async def pushing(network: Callable[[], Network]) -> AsyncIterator[Any]:
+    with trio.fail_after(36000):  # of the clock that jumps
+        async with trio.open_nursery() as nursery:
+            connector = network()
+            yield connector, Pushes(connector, nursery)
+            nursery.cancel_scope.cancel()
 
 
 PUSH = wire.Push(nonce=b"n" * 16)
@@ -92,8 +93,9 @@ async def send(pushes: Pushes, size: int = 4, peer: bytes = PEER) -> bool:
     return await pushes.send(peer, PUSH, output(size))
 
 
-def test_a_step_does_not_wait_for_a_stream_and_is_pushed_once_there_is_one() -> None:
-    async def main(network: Network, pushes: Pushes) -> None:
+@pytest.mark.virtual_time
+async def test_a_step_does_not_wait_for_a_stream_and_is_pushed_once_there_is_one() -> None:
+    async with pushing(Network) as (network, pushes):
         network.answers = trio.Event()
         begun = trio.current_time()
         assert not await send(pushes) and not await send(pushes)
@@ -108,11 +110,10 @@ def test_a_step_does_not_wait_for_a_stream_and_is_pushed_once_there_is_one() -> 
             assert frame.push == PUSH and payloads == [bytes(size)]
         assert network.opened == [(NEXT[0], False, begun)]
 
-    run(Network, main)
 
-
-def test_a_stream_that_cannot_be_had_is_tried_again_less_and_less_often_and_only_if_wanted() -> None:
-    async def main(network: Network, pushes: Pushes) -> None:
+@pytest.mark.virtual_time
+async def test_a_stream_that_cannot_be_had_is_tried_again_less_and_less_often_and_only_if_wanted() -> None:
+    async with pushing(lambda: Network(failures=100)) as (network, pushes):
         pushes.prepare(PEER)
         await trio.sleep(1000)
         assert len(network.opened) == 1
@@ -123,21 +124,19 @@ def test_a_stream_that_cannot_be_had_is_tried_again_less_and_less_often_and_only
         pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
         assert pauses == [2 * FIRST_PAUSE, 4, 8, 16, 32, LONGEST_PAUSE, LONGEST_PAUSE, LONGEST_PAUSE]
 
-    run(lambda: Network(failures=100), main)
 
-
-def test_a_name_that_is_no_peer_is_not_pushed_to() -> None:
-    async def main(network: Network, pushes: Pushes) -> None:
+@pytest.mark.virtual_time
+async def test_a_name_that_is_no_peer_is_not_pushed_to() -> None:
+    async with pushing(Network) as (network, pushes):
         assert not await send(pushes, peer=b"nobody")
         await settled()
         assert not await send(pushes, peer=b"nobody") and not network.opened
 
-    run(Network, main)
 
-
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("end", ["error", "cut", "closed"])
-def test_who_does_not_want_pushes_gets_none_for_a_while(end: str) -> None:
-    async def main(network: Network, pushes: Pushes) -> None:
+async def test_who_does_not_want_pushes_gets_none_for_a_while(end: str) -> None:
+    async with pushing(Network) as (network, pushes):
         for number in range(3):
             assert not await send(pushes)
             await settled()
@@ -156,11 +155,10 @@ def test_who_does_not_want_pushes_gets_none_for_a_while(end: str) -> None:
             assert len(network.opened) == number + 1
             await trio.sleep(0.2 * 2**number)
 
-    run(Network, main)
 
-
-def test_after_a_stream_that_lasted_the_pause_is_short_again() -> None:
-    async def main(network: Network, pushes: Pushes) -> None:
+@pytest.mark.virtual_time
+async def test_after_a_stream_that_lasted_the_pause_is_short_again() -> None:
+    async with pushing(Network) as (network, pushes):
         pushes.prepare(PEER)
         for number, (lasting, pause) in enumerate([(LONGEST_PAUSE, 1), (LONGEST_PAUSE, 2), (61, 1), (1, 2)], 1):
             await trio.sleep(lasting)
@@ -174,13 +172,11 @@ def test_after_a_stream_that_lasted_the_pause_is_short_again() -> None:
             await settled()
             assert len(network.opened) == number + 1
 
-    run(Network, main)
 
-
-def test_a_push_that_the_next_server_does_not_read_is_told_as_not_sent() -> None:
+@pytest.mark.virtual_time
+async def test_a_push_that_the_next_server_does_not_read_is_told_as_not_sent() -> None:
     """The client relays it then. Nothing else is pushed on a stream on which half a message stands."""
-
-    async def main(network: Network, pushes: Pushes) -> None:
+    async with pushing(Network) as (network, pushes):
         pushes.prepare(PEER)
         await settled()
         size, begun = 3 << 20, trio.current_time()
@@ -189,21 +185,19 @@ def test_a_push_that_the_next_server_does_not_read_is_told_as_not_sent() -> None
         written = network.streams[0][0].written
         assert not await send(pushes) and network.streams[0][0].written == written
 
-    run(Network, main)
 
-
-def test_a_push_into_a_stream_that_has_just_broken_is_told_as_not_sent() -> None:
-    async def main(network: Network, pushes: Pushes) -> None:
+@pytest.mark.virtual_time
+async def test_a_push_into_a_stream_that_has_just_broken_is_told_as_not_sent() -> None:
+    async with pushing(Network) as (network, pushes):
         pushes.prepare(PEER)
         await settled()
         network.streams[0][0].cut()
         assert not await send(pushes)
 
-    run(Network, main)
 
-
-def test_one_session_pushes_to_a_few_servers_only() -> None:
-    async def main(network: Network, pushes: Pushes) -> None:
+@pytest.mark.virtual_time
+async def test_one_session_pushes_to_a_few_servers_only() -> None:
+    async with pushing(Network) as (network, pushes):
         for peer_id in NEXT:
             pushes.prepare(peer_id_to_bytes(peer_id))
         await settled()
@@ -211,11 +205,10 @@ def test_one_session_pushes_to_a_few_servers_only() -> None:
         assert not await send(pushes, peer=peer_id_to_bytes(NEXT[-1]))
         assert await send(pushes, peer=peer_id_to_bytes(NEXT[0]))
 
-    run(Network, main)
 
-
-def test_a_relayed_stream_gives_way_to_a_direct_one() -> None:
-    async def main(network: Network, pushes: Pushes) -> None:
+@pytest.mark.virtual_time
+async def test_a_relayed_stream_gives_way_to_a_direct_one() -> None:
+    async with pushing(lambda: Network(direct=False)) as (network, pushes):
         pushes.prepare(PEER)
         await settled()
         assert await send(pushes)
@@ -233,11 +226,10 @@ def test_a_relayed_stream_gives_way_to_a_direct_one() -> None:
         await trio.sleep(1000)
         assert len(network.opened) == 5 and await send(pushes)
 
-    run(lambda: Network(direct=False), main)
 
-
-def test_a_relayed_stream_that_ends_before_there_is_a_direct_one_is_not_replaced() -> None:
-    async def main(network: Network, pushes: Pushes) -> None:
+@pytest.mark.virtual_time
+async def test_a_relayed_stream_that_ends_before_there_is_a_direct_one_is_not_replaced() -> None:
+    async with pushing(lambda: Network(direct=False)) as (network, pushes):
         pushes.prepare(PEER)
         await settled()
         await network.streams[0][1].reset()
@@ -246,11 +238,10 @@ def test_a_relayed_stream_that_ends_before_there_is_a_direct_one_is_not_replaced
         await trio.sleep(100)
         assert len(network.opened) == 1 and not await send(pushes)
 
-    run(lambda: Network(direct=False), main)
 
-
-def test_the_streams_are_closed_with_the_session() -> None:
-    async def main(network: Network, pushes: Pushes) -> None:
+@pytest.mark.virtual_time
+async def test_the_streams_are_closed_with_the_session() -> None:
+    async with pushing(Network) as (network, pushes):
         for peer_id in NEXT[:2]:
             pushes.prepare(peer_id_to_bytes(peer_id))
         await settled()
@@ -261,8 +252,6 @@ def test_the_streams_are_closed_with_the_session() -> None:
         for _, _, stream in network.streams:
             with pytest.raises(StreamClosed):
                 await stream.receive(timeout=1)
-
-    run(Network, main)
 
 
 # --- who may push
@@ -314,28 +303,25 @@ def test_one_server_at_a_time_may_push() -> None:
 # --- what leaves a session
 
 
-def test_outputs_leave_in_their_order_and_large_ones_while_more_is_computed() -> None:
-    async def main() -> None:
-        left: list[int] = []
-        gate = trio.Event()
+async def test_outputs_leave_in_their_order_and_large_ones_while_more_is_computed() -> None:
+    left: list[int] = []
+    gate = trio.Event()
 
-        async def send(number: int) -> None:
-            await gate.wait()
-            left.append(number)
+    async def send(number: int) -> None:
+        await gate.wait()
+        left.append(number)
 
-        async with trio.open_nursery() as nursery:
-            queue = SendQueue(nursery)
-            for number, size in enumerate((INLINE_BYTES + 1, BYTES_IN_FLIGHT - 2 * INLINE_BYTES, 10)):
-                await queue.put(size, partial(send, number))  # the small one waits for those before it
-            assert left == []
-            with trio.move_on_after(1) as scope:
-                await queue.put(INLINE_BYTES, partial(send, 3))
-            assert scope.cancelled_caught  # too much waits
-            gate.set()
-            await queue.put(INLINE_BYTES, partial(send, 4))
-            await queue.empty()
-            assert left == [0, 1, 2, 4]
-            await queue.put(INLINE_BYTES, partial(send, 5))
-            assert left[-1] == 5  # at once
-
-    run_autojumping(main)
+    async with trio.open_nursery() as nursery:
+        queue = SendQueue(nursery)
+        for number, size in enumerate((INLINE_BYTES + 1, BYTES_IN_FLIGHT - 2 * INLINE_BYTES, 10)):
+            await queue.put(size, partial(send, number))  # the small one waits for those before it
+        assert left == []
+        with trio.move_on_after(1) as scope:
+            await queue.put(INLINE_BYTES, partial(send, 3))
+        assert scope.cancelled_caught  # too much waits
+        gate.set()
+        await queue.put(INLINE_BYTES, partial(send, 4))
+        await queue.empty()
+        assert left == [0, 1, 2, 4]
+        await queue.put(INLINE_BYTES, partial(send, 5))
+        assert left[-1] == 5  # at once

@@ -21,8 +21,9 @@ from petalnode.node.network.nat.reachability import (
     needs_relays,
     reachability,
 )
-from petalnode.node.testing import run_autojumping
 from petalnode.protocols.nat_traversal import DialAnswer, DialStatus
+
+pytestmark = pytest.mark.virtual_time
 
 OWN = Endpoint(ip_address("192.168.1.10"), 31330)
 OWN6 = Endpoint(ip_address("2a00:77::10"), 31330)
@@ -114,7 +115,7 @@ def test_circuits_are_announced_only_while_they_are_needed() -> None:
     assert extra_addrs(ReachabilityInputs(HERE, open_at(OWN), circuits=CIRCUITS)) == ()
 
 
-def test_a_router_that_was_silent_is_soon_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_router_that_was_silent_is_soon_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     mapping, asked = upnp.Mapping(OUTER, OWN), []
 
     def ask_router(*_: int) -> upnp.Mapping:
@@ -125,21 +126,17 @@ def test_a_router_that_was_silent_is_soon_asked_again(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(upnp, "_map", ask_router)
     monkeypatch.setattr(upnp, "_unmap", lambda mapping: None)
-
-    async def main() -> None:
-        router = upnp.Upnp()
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(router.run, OWN.port)
-            await router.changed.wait()
-            assert router.mapping == mapping
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
+    router = upnp.Upnp()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(router.run, OWN.port)
+        await router.changed.wait()
+        assert router.mapping == mapping
+        nursery.cancel_scope.cancel()
     pauses = [later - sooner for sooner, later in pairwise(asked)]
     assert pauses == pytest.approx([15, 60, 240, 900, 900, 900])
 
 
-def test_a_peer_that_does_not_answer_is_soon_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_peer_that_does_not_answer_is_soon_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be the only one, and this node out of reach until it says where it is; the same after a first failure to
     dial back, which may be its own."""
     asked: list[float] = []
@@ -160,18 +157,14 @@ def test_a_peer_that_does_not_answer_is_soon_asked_again(monkeypatch: pytest.Mon
     path = SimpleNamespace(direct=True, remote_addr="/ip4/11.77.0.10/tcp/31330")
     host: Any = SimpleNamespace(libp2p=SimpleNamespace(get_transport_addrs=list), paths=lambda peer_id: [path])
     answered = trio.Event()
-
-    async def main() -> None:
-        observed = autonat.ObservedAddresses(
-            host, observers=lambda: [RELAY], extra=tuple, changed=lambda: None, moved=lambda: None
-        )
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(observed.run)
-            await answered.wait()
-            await trio.sleep(1000)
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
+    observed = autonat.ObservedAddresses(
+        host, observers=lambda: [RELAY], extra=tuple, changed=lambda: None, moved=lambda: None
+    )
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(observed.run)
+        await answered.wait()
+        await trio.sleep(1000)
+        nursery.cancel_scope.cancel()
     silent, failed, failed_again = [2, 4, 8, 16, 30, 30], [30], [600]
     pauses = [later - sooner for sooner, later in pairwise(asked)]
     assert pauses == pytest.approx([*silent, *failed, *failed_again], abs=1.1)  # it looks every second

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ from petalnode.node.client.session.reconnector import PathChanges, SessionReconn
 from petalnode.node.client.session.recovery import PAUSE, REFRESH_AFTER
 from petalnode.node.errors import ServerFailed
 from petalnode.node.swarm.routing import Hop
-from petalnode.node.testing import run_autojumping
 from petalnode.protocols.ids import Span
 
 
@@ -95,14 +95,12 @@ class World:
         await trio.sleep(outcome)
 
 
-def run(main: Callable[[World], Awaitable[None]], **options: Any) -> None:
-    async def bounded() -> None:
-        with trio.fail_after(3600):
-            async with trio.open_nursery() as nursery:
-                await main(World(nursery, **options))
-                nursery.cancel_scope.cancel()
-
-    run_autojumping(bounded)
+@asynccontextmanager
+async def a_world(**options: Any) -> AsyncIterator[Any]:
+    with trio.fail_after(3600):
+        async with trio.open_nursery() as nursery:
+            yield World(nursery, **options)
+            nursery.cancel_scope.cancel()
 
 
 settled = trio.testing.wait_all_tasks_blocked
@@ -110,8 +108,9 @@ FAILED, REFUSED = ServerFailed("gone", "server"), ServerFailed("it holds no such
 LOST = StreamLost("lost", "server")
 
 
-def test_a_lost_stream_is_replaced_at_once() -> None:
-    async def main(world: World) -> None:
+@pytest.mark.virtual_time
+async def test_a_lost_stream_is_replaced_at_once() -> None:
+    async with a_world() as world:
         await settled()
         assert not world.made and not world.reconnector.state.lost
         world.lost.set()
@@ -122,11 +121,10 @@ def test_a_lost_stream_is_replaced_at_once() -> None:
         await settled()
         assert world.uses(world.made[1]) and world.changes.rejoined == 2
 
-    run(main)
 
-
-def test_attempts_go_on_with_pauses_and_the_swarm_is_asked_where_the_server_is() -> None:
-    async def main(world: World) -> None:
+@pytest.mark.virtual_time
+async def test_attempts_go_on_with_pauses_and_the_swarm_is_asked_where_the_server_is() -> None:
+    async with a_world() as world:
         world.connects, world.takes = [FAILED, FAILED, FAILED], [LOST]
         begun = trio.current_time()
         world.lost.set()
@@ -144,11 +142,10 @@ def test_attempts_go_on_with_pauses_and_the_swarm_is_asked_where_the_server_is()
         assert await world.reconnector.settled()
         assert world.refreshes == 2
 
-    run(main)
 
-
-def test_an_attempt_that_does_not_get_on_is_given_up() -> None:
-    async def main(world: World) -> None:
+@pytest.mark.virtual_time
+async def test_an_attempt_that_does_not_get_on_is_given_up() -> None:
+    async with a_world() as world:
         world.connects = [1000.0]
         world.lost.set()
         begun = trio.current_time()
@@ -157,11 +154,10 @@ def test_an_attempt_that_does_not_get_on_is_given_up() -> None:
         assert trio.current_time() - begun == pytest.approx(2.0 + 8 * world.round_trip)
         assert await world.reconnector.settled()
 
-    run(main)
 
-
-def test_a_server_that_has_lost_the_session_is_not_asked_again() -> None:
-    async def main(world: World) -> None:
+@pytest.mark.virtual_time
+async def test_a_server_that_has_lost_the_session_is_not_asked_again() -> None:
+    async with a_world() as world:
         world.takes = [REFUSED]
         world.lost.set()
         await settled()
@@ -170,11 +166,10 @@ def test_a_server_that_has_lost_the_session_is_not_asked_again() -> None:
         await trio.sleep(100)
         assert len(world.made) == 1
 
-    run(main)
 
-
-def test_a_server_is_looked_for_as_long_as_it_keeps_the_session() -> None:
-    async def main(world: World) -> None:
+@pytest.mark.virtual_time
+async def test_a_server_is_looked_for_as_long_as_it_keeps_the_session() -> None:
+    async with a_world() as world:
         world.connects = [FAILED] * 1000
         begun = trio.current_time()
         world.lost.set()
@@ -182,11 +177,10 @@ def test_a_server_is_looked_for_as_long_as_it_keeps_the_session() -> None:
         assert not await world.reconnector.settled()
         assert trio.current_time() - begun == pytest.approx(world.kept + KEEP_GRACE, abs=2 * PAUSE)
 
-    run(main)
 
-
-def test_who_needs_the_server_no_more_looks_no_longer() -> None:
-    async def main(world: World) -> None:
+@pytest.mark.virtual_time
+async def test_who_needs_the_server_no_more_looks_no_longer() -> None:
+    async with a_world() as world:
         world.connects = [FAILED] * 1000
         world.lost.set()
         await trio.sleep(1)
@@ -196,11 +190,10 @@ def test_who_needs_the_server_no_more_looks_no_longer() -> None:
         await trio.sleep(10)
         assert len(world.connects) == left
 
-    run(main)
 
-
-def test_a_relayed_stream_moves_between_two_steps() -> None:
-    async def main(world: World) -> None:
+@pytest.mark.virtual_time
+async def test_a_relayed_stream_moves_between_two_steps() -> None:
+    async with a_world() as world:
         relayed = world.stream
         await world.between_steps.acquire()
         world.way.set()
@@ -213,21 +206,19 @@ def test_a_relayed_stream_moves_between_two_steps() -> None:
         await trio.sleep(2 * MOVE_RETRY)
         assert len(world.made) == 1  # it is direct now
 
-    run(main)
 
-
-def test_a_direct_stream_stays() -> None:
-    async def main(world: World) -> None:
+@pytest.mark.virtual_time
+async def test_a_direct_stream_stays() -> None:
+    async with a_world(direct=True) as world:
         world.way.set()
         await trio.sleep(2 * MOVE_RETRY)
         assert not world.made
 
-    run(main, direct=True)
 
-
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("failure", [LOST, REFUSED, MOVE_TIMEOUT + 1.0])
-def test_where_moving_fails_the_old_stream_serves_and_nothing_is_left_of_the_new_one(failure: Any) -> None:
-    async def main(world: World) -> None:
+async def test_where_moving_fails_the_old_stream_serves_and_nothing_is_left_of_the_new_one(failure: Any) -> None:
+    async with a_world() as world:
         relayed = world.stream
         world.takes = [failure]
         world.way.set()
@@ -237,11 +228,10 @@ def test_where_moving_fails_the_old_stream_serves_and_nothing_is_left_of_the_new
         await trio.sleep(MOVE_RETRY)
         assert world.stream is world.made[1] and world.changes.moved == 1
 
-    run(main)
 
-
-def test_a_connection_that_cannot_be_used_is_tried_again_after_a_while() -> None:
-    async def main(world: World) -> None:
+@pytest.mark.virtual_time
+async def test_a_connection_that_cannot_be_used_is_tried_again_after_a_while() -> None:
+    async with a_world() as world:
         world.connects = [FAILED]
         world.way.set()
         await trio.sleep(MOVE_RETRY - 1)
@@ -249,13 +239,12 @@ def test_a_connection_that_cannot_be_used_is_tried_again_after_a_while() -> None
         await trio.sleep(2)
         assert world.stream is world.made[0]
 
-    run(main)
 
-
-def test_a_step_that_waits_for_the_session_is_not_waited_for() -> None:
+@pytest.mark.virtual_time
+async def test_a_step_that_waits_for_the_session_is_not_waited_for() -> None:
     """It holds the lock, and finds the stream at its end."""
 
-    async def main(world: World) -> None:
+    async with a_world() as world:
         await world.between_steps.acquire()
         world.way.set()
         await settled()
@@ -264,10 +253,7 @@ def test_a_step_that_waits_for_the_session_is_not_waited_for() -> None:
         assert world.made[0].was_reset and world.stream is world.made[1]
         assert world.changes == PathChanges(rejoined=1) and world.between_steps.locked()
         world.between_steps.release()
-
-    run(main)
-
-    async def earlier(world: World) -> None:
+    async with a_world() as world:
         world.connects = [5.0]  # the stream is lost while the other one is made
         await world.between_steps.acquire()
         world.way.set()
@@ -276,5 +262,3 @@ def test_a_step_that_waits_for_the_session_is_not_waited_for() -> None:
         await trio.sleep(10)
         assert world.made[0].was_reset and world.stream is world.made[1]
         world.between_steps.release()
-
-    run(earlier)

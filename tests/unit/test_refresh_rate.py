@@ -23,7 +23,7 @@ from petalnode.node.server.lifecycle.other_servers import ROUND_TRIPS, keep_rtts
 from petalnode.node.swarm.directory import Directory
 from petalnode.node.swarm.refresh_rate import PACE, refresh_rate
 from petalnode.node.swarm.view import SwarmView
-from petalnode.node.testing import message_streams, run_autojumping
+from petalnode.node.testing import message_streams
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import (
     ANNOUNCEMENT,
@@ -37,6 +37,8 @@ from petalnode.protocols.directory import MAX_HEADER
 from petalnode.protocols.framing import MessageStream, PeerError
 from petalnode.protocols.ids import Span
 from tests.directories import a_directory, announcer_of
+
+pytestmark = pytest.mark.virtual_time
 
 MODEL, BLOCKS, TTL, SPAN = b"m" * 32, 10, 45.0, Span(0, 2)
 Stream = MessageStream[wire.DirectoryFrame]
@@ -135,45 +137,41 @@ def draining(own: Announcement) -> Announcement:
 
 
 @pytest.mark.parametrize(("others", "of_load"), [(20, 20), (1000, 0)])
-def test_load_is_sent_out_in_small_swarms_only_and_moves_and_drains_at_once_in_all(others: int, of_load: int) -> None:
-    async def main() -> None:
-        directory = a_directory(identity_of(1), nothing)
-        directory.merge(swarm_of(others))
-        rounds, record = await told(directory, [busier, moving, draining])
-        at_once = min(others, 32)
-        assert [len(peers) for peers in rounds] == [at_once, of_load, at_once, at_once]
-        # Who asks this server itself has what it says of its load, too.
-        assert record.content.queue_depth == 1
-        lifetime = record.content.expires - record.content.sequence / 1e9
-        assert lifetime == pytest.approx(directory.refresh_rate().lifetime, abs=0.01)
-        assert (lifetime > 600) == (others == 1000)
+async def test_load_is_sent_out_in_small_swarms_only_and_moves_and_drains_at_once_in_all(
+    others: int, of_load: int
+) -> None:
+    directory = a_directory(identity_of(1), nothing)
+    directory.merge(swarm_of(others))
+    rounds, record = await told(directory, [busier, moving, draining])
+    at_once = min(others, 32)
+    assert [len(peers) for peers in rounds] == [at_once, of_load, at_once, at_once]
+    # Who asks this server itself has what it says of its load, too.
+    assert record.content.queue_depth == 1
+    lifetime = record.content.expires - record.content.sequence / 1e9
+    assert lifetime == pytest.approx(directory.refresh_rate().lifetime, abs=0.01)
+    assert (lifetime > 600) == (others == 1000)
 
-    run_autojumping(main)
 
+async def test_kademlia_holds_what_a_server_has_changed_soon_and_the_rest_for_long() -> None:
+    directory, put = a_directory(identity_of(1), nothing), []
+    directory.merge(swarm_of(1000))
 
-def test_kademlia_holds_what_a_server_has_changed_soon_and_the_rest_for_long() -> None:
-    async def main() -> None:
-        directory, put = a_directory(identity_of(1), nothing), []
-        directory.merge(swarm_of(1000))
+    async def put_announcement(record: SignedAnnouncement, **_: Any) -> None:
+        put.append(record.content.next_span)
 
-        async def put_announcement(record: SignedAnnouncement, **_: Any) -> None:
-            put.append(record.content.next_span)
-
-        dht: Any = SimpleNamespace(put_announcement=put_announcement, put_models=nothing)
-        announcer = announcer_of(directory, identity_of(1), dht)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(announcer._put_forever)
-            own = plain(identity_of(1).peer_id)
-            for change in (lambda one: one, busier, busier, moving):
-                own = change(own)
-                announcer.announce(own)
-                await trio.sleep(TTL)
-            assert put == [None, Span(4, 6)]
-            await trio.sleep(directory.refresh_rate().lifetime)
-            assert put[1:] in ([Span(4, 6)] * 3, [Span(4, 6)] * 4)
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
+    dht: Any = SimpleNamespace(put_announcement=put_announcement, put_models=nothing)
+    announcer = announcer_of(directory, identity_of(1), dht)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(announcer._put_forever)
+        own = plain(identity_of(1).peer_id)
+        for change in (lambda one: one, busier, busier, moving):
+            own = change(own)
+            announcer.announce(own)
+            await trio.sleep(TTL)
+        assert put == [None, Span(4, 6)]
+        await trio.sleep(directory.refresh_rate().lifetime)
+        assert put[1:] in ([Span(4, 6)] * 3, [Span(4, 6)] * 4)
+        nursery.cancel_scope.cancel()
 
 
 # --- asking
@@ -196,53 +194,43 @@ def between(here: Identity, there: Directory, nursery: trio.Nursery) -> Any:
     return open_stream
 
 
-def test_who_measures_the_way_to_a_server_learns_what_it_announces_now() -> None:
+async def test_who_measures_the_way_to_a_server_learns_what_it_announces_now() -> None:
     """Its announcement was made ten minutes ago, as in a large swarm."""
     here, server = identity_of(1), identity_of(2)
-
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            there = a_directory(server, nothing)
-            old = freshened(plain(server.peer_id), now=time.time() - 600, lifetime=ANNOUNCEMENT.max_lifetime)
-            new = freshened(
-                plain(server.peer_id, Span(5, 9), queue_depth=7), now=time.time(), lifetime=ANNOUNCEMENT.max_lifetime
-            )
-            there.merge([sign_announcement(server, new)])
-            asking = a_directory(here, between(here, there, nursery))
-            asking.merge([sign_announcement(server, old)])
-            assert await asking.measure_rtt(server.peer_id, timeout=60) < 60
-            known = asking.view.get(server.peer_id, time.time())
-            assert known is not None and (known.span, known.queue_depth) == (Span(5, 9), 7)
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
+    async with trio.open_nursery() as nursery:
+        there = a_directory(server, nothing)
+        old = freshened(plain(server.peer_id), now=time.time() - 600, lifetime=ANNOUNCEMENT.max_lifetime)
+        new = freshened(
+            plain(server.peer_id, Span(5, 9), queue_depth=7), now=time.time(), lifetime=ANNOUNCEMENT.max_lifetime
+        )
+        there.merge([sign_announcement(server, new)])
+        asking = a_directory(here, between(here, there, nursery))
+        asking.merge([sign_announcement(server, old)])
+        assert await asking.measure_rtt(server.peer_id, timeout=60) < 60
+        known = asking.view.get(server.peer_id, time.time())
+        assert known is not None and (known.span, known.queue_depth) == (Span(5, 9), 7)
+        nursery.cancel_scope.cancel()
 
 
-def test_a_server_takes_a_sample_of_a_large_swarm_and_what_the_other_one_announces_is_in_it() -> None:
+async def test_a_server_takes_a_sample_of_a_large_swarm_and_what_the_other_one_announces_is_in_it() -> None:
     here, server = identity_of(1), identity_of(2)
-
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            there = a_directory(server, nothing)
-            joining = replace(plain(server.peer_id), state=ServerState.JOINING)
-            there.own = sign_announcement(server, freshened(joining, now=time.time(), lifetime=TTL))
-            made = [
-                sign_announcement(
-                    one, freshened(plain(one.peer_id), now=time.time(), lifetime=ANNOUNCEMENT.max_lifetime)
-                )
-                for one in map(identity_of, range(100, 100 + PACE.whole + 20))
-            ]
-            there.merge([*made, there.own])
-            asking = a_directory(here, between(here, there, nursery), listens=True)
-            await asking.pull(server.peer_id, model_version=MODEL, timeout=60)
-            assert len(asking.view.records) == PACE.whole and server.peer_id in asking.view.records
-            await asking.pull(server.peer_id, model_version=MODEL, timeout=60)  # it knows now that the swarm is large
-            assert asking.refresh_rate().max_bytes == PACE.answer_bytes
-            await asking.pull(server.peer_id, model_version=MODEL, everything=True, timeout=60)
-            assert len(asking.view.records) == PACE.whole + 21
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
+    async with trio.open_nursery() as nursery:
+        there = a_directory(server, nothing)
+        joining = replace(plain(server.peer_id), state=ServerState.JOINING)
+        there.own = sign_announcement(server, freshened(joining, now=time.time(), lifetime=TTL))
+        made = [
+            sign_announcement(one, freshened(plain(one.peer_id), now=time.time(), lifetime=ANNOUNCEMENT.max_lifetime))
+            for one in map(identity_of, range(100, 100 + PACE.whole + 20))
+        ]
+        there.merge([*made, there.own])
+        asking = a_directory(here, between(here, there, nursery), listens=True)
+        await asking.pull(server.peer_id, model_version=MODEL, timeout=60)
+        assert len(asking.view.records) == PACE.whole and server.peer_id in asking.view.records
+        await asking.pull(server.peer_id, model_version=MODEL, timeout=60)  # it knows now that the swarm is large
+        assert asking.refresh_rate().max_bytes == PACE.answer_bytes
+        await asking.pull(server.peer_id, model_version=MODEL, everything=True, timeout=60)
+        assert len(asking.view.records) == PACE.whole + 21
+        nursery.cancel_scope.cancel()
 
 
 def test_who_asks_for_its_own_model_asks_servers_of_that_model() -> None:
@@ -316,27 +304,25 @@ class Pinged:
 
 
 @pytest.mark.parametrize(("age", "waits"), [(600.0, False), (0.0, True)])
-def test_servers_that_have_announced_themselves_long_ago_and_are_gone_cost_a_moment(age: float, waits: bool) -> None:
+async def test_servers_that_have_announced_themselves_long_ago_and_are_gone_cost_a_moment(
+    age: float, waits: bool
+) -> None:
     records = [held(number, age, span=Span(0, BLOCKS)) for number in range(20)]
     there = {record.content.peer_id for record in records[::2]}
-
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            model: Any = SimpleNamespace(version=MODEL, num_blocks=BLOCKS)
-            swarm: Any = Pinged(records, there)
-            selection = ServerSelection(swarm, model, nursery)
-            begun = trio.current_time()
-            found = await selection.candidates()
-            assert {candidate.peer_id for candidate in found} == there
-            seconds = trio.current_time() - begun
-            assert seconds == pytest.approx(RTT_TIMEOUT, abs=0.01) if waits else seconds < RTT_TIMEOUT / 2
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
+    async with trio.open_nursery() as nursery:
+        model: Any = SimpleNamespace(version=MODEL, num_blocks=BLOCKS)
+        swarm: Any = Pinged(records, there)
+        selection = ServerSelection(swarm, model, nursery)
+        begun = trio.current_time()
+        found = await selection.candidates()
+        assert {candidate.peer_id for candidate in found} == there
+        seconds = trio.current_time() - begun
+        assert seconds == pytest.approx(RTT_TIMEOUT, abs=0.01) if waits else seconds < RTT_TIMEOUT / 2
+        nursery.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize(("comes_at", "known_at"), [(0.0, 0.0), (5.0, 20.0), (300.0, 380.0)])
-def test_a_server_that_follows_is_measured_soon_after_the_start(comes_at: float, known_at: float) -> None:
+async def test_a_server_that_follows_is_measured_soon_after_the_start(comes_at: float, known_at: float) -> None:
     own: Any = SimpleNamespace(model_version=b"v" * 32, span=Span(0, 3))
     other = SimpleNamespace(peer_id="other", span=Span(3, 6))
     rtts: dict[str, float] = {}
@@ -352,15 +338,10 @@ def test_a_server_that_follows_is_measured_soon_after_the_start(comes_at: float,
     swarm: Any = SimpleNamespace(peer_id="own", view=SimpleNamespace(servers=servers), measure_rtt=measure_rtt)
     changed: Any = SimpleNamespace(set=lambda: announced.append(trio.current_time() - begun))
     begun = 0.0
-
-    async def serve() -> None:
-        nonlocal begun
-        begun = trio.current_time()
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(keep_rtts, swarm, own, rtts, changed)
-            await trio.sleep(known_at + 1)
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(serve)
+    begun = trio.current_time()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(keep_rtts, swarm, own, rtts, changed)
+        await trio.sleep(known_at + 1)
+        nursery.cancel_scope.cancel()
     assert rtts == {"other": 0.05} and len(announced) <= 2
     assert announced[0] >= comes_at  # there was nothing to announce before

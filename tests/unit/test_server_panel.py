@@ -14,8 +14,9 @@ from rich.console import Console
 from petalnode.node.cli.server_report import PANEL, ComputedRates, Counts, PanelState, Points, ServerPanel, panel
 from petalnode.node.network.transport.bandwidth import ByteCount
 from petalnode.node.server.tallies import ServerTallies, Serving
-from petalnode.node.testing import run_autojumping
 from petalnode.protocols.ids import Span
+
+pytestmark = pytest.mark.virtual_time
 
 NOW = Serving("tiny-llama", 30, Span(10, 20), "online", "float32", "none", "cpu", 2, 1, 1000, 250, 1, 0, 40.0)
 
@@ -90,7 +91,7 @@ class Gone(io.StringIO):
         return super().write(text)
 
 
-def test_it_is_drawn_every_second_while_it_is_shown_and_lines_stay_above() -> None:
+async def test_it_is_drawn_every_second_while_it_is_shown_and_lines_stay_above() -> None:
     tallies, terminal = ServerTallies(), Gone()
     tallies.serving = lambda: NOW
     swarm: Any = SimpleNamespace(
@@ -100,30 +101,26 @@ def test_it_is_drawn_every_second_while_it_is_shown_and_lines_stay_above() -> No
         reachability=SimpleNamespace(kind="relayed"),
     )
     console = Console(file=terminal, force_terminal=True, width=100, height=40)
-
-    async def main() -> None:
-        shown = ServerPanel(console, swarm, tallies, lambda: "", Wallet())  # type: ignore[arg-type]
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(shown.run)
-            await trio.sleep(3 * PANEL.interval)
-            assert terminal.getvalue() == ""
-            shown.show()
-            tallies.decode.tokens += 500
-            await trio.sleep(1.5 * PANEL.interval)
-            console.print("a line")
-            await trio.sleep(100 * PANEL.interval)
-            text = terminal.getvalue()
-            assert "1 direct, 1 through relays; relayed" in text and "100.0 decoded" in text
-            assert "15, +0 since the start" in text and "25, +10 since the start" in text
-            assert "a line" in text and "\x1b[?25l" in text and not text.rstrip("\n").endswith("\x1b[?25h")
-            shown.hide()
-            assert terminal.getvalue().count("\x1b[?25h") == 1  # the cursor is back
-            before = len(terminal.getvalue())
-            await trio.sleep(10 * PANEL.interval)
-            assert len(terminal.getvalue()) == before
-            shown.show()
-            terminal.gone = True
-            await trio.sleep(10 * PANEL.interval)  # nobody sees it, and nothing ends
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
+    shown = ServerPanel(console, swarm, tallies, lambda: "", Wallet())  # type: ignore[arg-type]
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(shown.run)
+        await trio.sleep(3 * PANEL.interval)
+        assert terminal.getvalue() == ""
+        shown.show()
+        tallies.decode.tokens += 500
+        await trio.sleep(1.5 * PANEL.interval)
+        console.print("a line")
+        await trio.sleep(100 * PANEL.interval)
+        text = terminal.getvalue()
+        assert "1 direct, 1 through relays; relayed" in text and "100.0 decoded" in text
+        assert "15, +0 since the start" in text and "25, +10 since the start" in text
+        assert "a line" in text and "\x1b[?25l" in text and not text.rstrip("\n").endswith("\x1b[?25h")
+        shown.hide()
+        assert terminal.getvalue().count("\x1b[?25h") == 1  # the cursor is back
+        before = len(terminal.getvalue())
+        await trio.sleep(10 * PANEL.interval)
+        assert len(terminal.getvalue()) == before
+        shown.show()
+        terminal.gone = True
+        await trio.sleep(10 * PANEL.interval)  # nobody sees it, and nothing ends
+        nursery.cancel_scope.cancel()

@@ -15,6 +15,8 @@ from petalnode.node.client.router import ServerSearch, note_failure
 from petalnode.node.errors import NoChainError, ServerCheated, ServerFailed
 from petalnode.protocols import wire_pb2 as wire
 
+pytestmark = pytest.mark.virtual_time
+
 NOBODY = NoChainError("nobody holds block 3", (3,))
 GONE = ServerFailed("server a failed: it is gone", "a")
 FULL = ServerRefused("server b refused: no room", "b", wire.ERROR_CACHE_FULL)
@@ -60,51 +62,39 @@ async def for_ever(search: ServerSearch) -> None:
         await search.found_nobody(NOBODY)
 
 
-def test_the_swarm_is_asked_anew_before_anybody_gives_up() -> None:
-    async def main() -> None:
-        search, client = searching({}, 10.0)
+async def test_the_swarm_is_asked_anew_before_anybody_gives_up() -> None:
+    search, client = searching({}, 10.0)
+    await search.found_nobody(NOBODY)
+    assert client.refreshed == 1 and trio.current_time() == pytest.approx(0, abs=0.01)
+    with pytest.raises(NoChainError, match="block 3") as caught:
         await search.found_nobody(NOBODY)
-        assert client.refreshed == 1 and trio.current_time() == pytest.approx(0, abs=0.01)
-        with pytest.raises(NoChainError, match="block 3") as caught:
-            await search.found_nobody(NOBODY)
-        assert caught.value.missing == (3,)
-
-    run(main)
+    assert caught.value.missing == (3,)
 
 
-def test_others_are_looked_for_if_a_server_was_lost_and_the_error_says_who() -> None:
-    async def main() -> None:
-        search, client = searching({"a": GONE}, 10.0)
-        search.refuse(FULL)
-        assert client.suspected == ["b"] and set(search.refused) == {"a", "b"}
-        begun = trio.current_time()
-        with pytest.raises(NoChainError, match="it is gone; server b refused"):
+async def test_others_are_looked_for_if_a_server_was_lost_and_the_error_says_who() -> None:
+    search, client = searching({"a": GONE}, 10.0)
+    search.refuse(FULL)
+    assert client.suspected == ["b"] and set(search.refused) == {"a", "b"}
+    begun = trio.current_time()
+    with pytest.raises(NoChainError, match="it is gone; server b refused"):
+        await for_ever(search)
+    assert 10.0 <= trio.current_time() - begun <= 10.0 + RETRY_INTERVAL
+    assert set(search.refused) == {"a"}  # the other one was asked again
+
+
+async def test_the_error_says_whether_asking_for_less_would_help() -> None:
+    for refused, gone in (({"a": GONE}, True), ({"a": GONE, "b": FULL}, False), ({}, False)):
+        search, _ = searching(dict(refused), 2.0)
+        with pytest.raises(NoChainError) as caught:
             await for_ever(search)
-        assert 10.0 <= trio.current_time() - begun <= 10.0 + RETRY_INTERVAL
-        assert set(search.refused) == {"a"}  # the other one was asked again
-
-    run(main)
+        assert caught.value.gone == gone
 
 
-def test_the_error_says_whether_asking_for_less_would_help() -> None:
-    async def main() -> None:
-        for refused, gone in (({"a": GONE}, True), ({"a": GONE, "b": FULL}, False), ({}, False)):
-            search, _ = searching(dict(refused), 2.0)
-            with pytest.raises(NoChainError) as caught:
-                await for_ever(search)
-            assert caught.value.gone == gone
-
-    run(main)
-
-
-def test_who_waits_does_so_for_ever() -> None:
-    async def main() -> None:
-        search, client = searching({"b": FULL}, 1.0, wait=True)
-        for _ in range(1000):
-            await search.found_nobody(NOBODY)
-        assert client.refreshed == 500 and not search.refused
-
-    run(main)
+async def test_who_waits_does_so_for_ever() -> None:
+    search, client = searching({"b": FULL}, 1.0, wait=True)
+    for _ in range(1000):
+        await search.found_nobody(NOBODY)
+    assert client.refreshed == 500 and not search.refused
 
 
 def test_who_will_never_take_this_client_is_not_asked_for_long_and_who_is_full_is_soon() -> None:

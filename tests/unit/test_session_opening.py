@@ -42,32 +42,31 @@ from tests.answering_server import (
 )
 from tests.statements import pledge_of
 
+pytestmark = pytest.mark.virtual_time
+
 # --- opening
 
 
-def test_what_is_asked_for_is_what_the_session_is_for() -> None:
-    async def main() -> None:
-        server = Server()
-        spec = replace(SPEC, batch=2, left_padding=(0, 3), codec="bfloat16", dtype="float16", keep=200.0)
-        log = SessionLog(SERVER.peer_id)
-        session = session_with(server, spec, log=log, nonce=b"n" * 16)
-        transfer = Transfer(OTHER.peer_id, CLIENT.peer_id, SERVER.peer_id, 5, 1, 2).signed(CLIENT)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(lambda: server.grant(codec="bfloat16", keep_ms=300_000, priority=True))
-            await session.open(7, BEFORE.peer_id, OTHER.peer_id, Clearing(transfer, 1, b"s" * 64))
-        asked = server.opened
-        assert (asked.protocol_version, asked.model_version, asked.nonce) == (1, b"m" * 32, b"n" * 16)
-        assert (asked.span.start, asked.span.end, asked.max_length, asked.batch) == (2, 4, 64, 2)
-        assert (list(asked.left_padding), asked.codec, asked.activation_dtype) == ([0, 3], "bfloat16", "float16")
-        assert (asked.route_epoch, asked.wait_ms, asked.keep_ms) == (7, 3000, 200_000)
-        assert asked.upstream == peer_id_to_bytes(BEFORE.peer_id)
-        assert asked.downstream == peer_id_to_bytes(OTHER.peer_id)
-        assert asked.clearing.transfer.points == 5
-        assert log.opening is not None and not log.opening.HasField("clearing") and log.complete
-        assert log.granted is not None and log.granted.session_epoch == EPOCH == session.epoch
-        assert session.priority and session.kept == 200.0
-
-    run_autojumping(main)
+async def test_what_is_asked_for_is_what_the_session_is_for() -> None:
+    server = Server()
+    spec = replace(SPEC, batch=2, left_padding=(0, 3), codec="bfloat16", dtype="float16", keep=200.0)
+    log = SessionLog(SERVER.peer_id)
+    session = session_with(server, spec, log=log, nonce=b"n" * 16)
+    transfer = Transfer(OTHER.peer_id, CLIENT.peer_id, SERVER.peer_id, 5, 1, 2).signed(CLIENT)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(lambda: server.grant(codec="bfloat16", keep_ms=300_000, priority=True))
+        await session.open(7, BEFORE.peer_id, OTHER.peer_id, Clearing(transfer, 1, b"s" * 64))
+    asked = server.opened
+    assert (asked.protocol_version, asked.model_version, asked.nonce) == (1, b"m" * 32, b"n" * 16)
+    assert (asked.span.start, asked.span.end, asked.max_length, asked.batch) == (2, 4, 64, 2)
+    assert (list(asked.left_padding), asked.codec, asked.activation_dtype) == ([0, 3], "bfloat16", "float16")
+    assert (asked.route_epoch, asked.wait_ms, asked.keep_ms) == (7, 3000, 200_000)
+    assert asked.upstream == peer_id_to_bytes(BEFORE.peer_id)
+    assert asked.downstream == peer_id_to_bytes(OTHER.peer_id)
+    assert asked.clearing.transfer.points == 5
+    assert log.opening is not None and not log.opening.HasField("clearing") and log.complete
+    assert log.granted is not None and log.granted.session_epoch == EPOCH == session.epoch
+    assert session.priority and session.kept == 200.0
 
 
 def test_a_session_without_neighbours_and_points_names_none() -> None:
@@ -88,16 +87,13 @@ def test_a_session_without_neighbours_and_points_names_none() -> None:
         ({"session_epoch": b"short"}, "something else than a grant"),
     ],
 )
-def test_a_grant_that_cannot_be_is_a_failure(granted: dict[str, Any], why: str) -> None:
-    async def main() -> None:
-        server = Server()
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(lambda: server.grant(**granted))
-            with pytest.raises(ServerFailed, match=why) as caught:
-                await session_with(server).open(1, None, None)
-            assert not isinstance(caught.value, ServerCheated | StreamLost)
-
-    run_autojumping(main)
+async def test_a_grant_that_cannot_be_is_a_failure(granted: dict[str, Any], why: str) -> None:
+    server = Server()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(lambda: server.grant(**granted))
+        with pytest.raises(ServerFailed, match=why) as caught:
+            await session_with(server).open(1, None, None)
+        assert not isinstance(caught.value, ServerCheated | StreamLost)
 
 
 def opening_against(*frames: wire.InferenceFrame, claims: ServerClaims | None = None) -> ServerFailed:

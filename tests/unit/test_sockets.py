@@ -21,16 +21,13 @@ def test_no_socket_spreads_its_messages_over_time(family):
         assert not made.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).startswith(b"bbr")
 
 
-def test_trio_makes_its_sockets_by_it():
-    async def main() -> None:
-        trio.socket.set_custom_socket_factory(PromptSockets())
-        listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
-        port = listeners[0].socket.getsockname()[1]
-        async with await trio.open_tcp_stream("127.0.0.1", port) as stream, await listeners[0].accept() as accepted:
-            await stream.send_all(b"hello")
-            assert await accepted.receive_some() == b"hello"
-            with trio.socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
-                assert datagrams.type == socket.SOCK_DGRAM
-        await listeners[0].aclose()
-
-    trio.run(main)
+async def test_trio_makes_its_sockets_by_it():
+    trio.socket.set_custom_socket_factory(PromptSockets())
+    listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    port = listeners[0].socket.getsockname()[1]
+    async with await trio.open_tcp_stream("127.0.0.1", port) as stream, await listeners[0].accept() as accepted:
+        await stream.send_all(b"hello")
+        assert await accepted.receive_some() == b"hello"
+        with trio.socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
+            assert datagrams.type == socket.SOCK_DGRAM
+    await listeners[0].aclose()

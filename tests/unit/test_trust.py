@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.errors import MachineError
-from petalnode.node.testing import run_autojumping
 from petalnode.node.trust import store as store_module
 from petalnode.node.trust.evidence_message import Endorsement, TrustedValidators, parse_trusted
 from petalnode.node.trust.reputation import (
@@ -28,6 +27,8 @@ from petalnode.node.trust.reputation import (
 )
 from petalnode.node.trust.store import STORE, Database, TrustStore, trust_file
 from tests.swarm.processes import environment, petalnode
+
+pytestmark = pytest.mark.virtual_time
 
 NOW = 1_700_000_000.0
 KEYS = [Identity.from_seed(bytes([number]) * 32) for number in range(1, 6)]
@@ -275,7 +276,7 @@ def test_what_was_forgiven_is_not_written_again(tmp_path: Path) -> None:
     store.save()  # nothing
 
 
-def test_a_store_is_read_at_once_and_written_now_and_then_and_at_the_end(tmp_path: Path) -> None:
+async def test_a_store_is_read_at_once_and_written_now_and_then_and_at_the_end(tmp_path: Path) -> None:
     file = tmp_path / "trust.sqlite"
     earlier = TrustStore(file)
     earlier.ban("known", "it lied", "own")
@@ -286,18 +287,15 @@ def test_a_store_is_read_at_once_and_written_now_and_then_and_at_the_end(tmp_pat
         store.load()
         return {ban.peer_id for ban in store.bans()}
 
-    async def main() -> None:
-        store = TrustStore(file)
-        async with store.kept():
-            assert store.is_banned("known")
-            store.ban("first", "it lied", "own")
-            assert written() == {"known"}
-            await trio.sleep(STORE.save_interval + 1)
-            assert written() == {"known", "first"}
-            store.ban("second", "it lied", "own")
-        assert written() == {"known", "first", "second"}
-
-    run_autojumping(main)
+    store = TrustStore(file)
+    async with store.kept():
+        assert store.is_banned("known")
+        store.ban("first", "it lied", "own")
+        assert written() == {"known"}
+        await trio.sleep(STORE.save_interval + 1)
+        assert written() == {"known", "first"}
+        store.ban("second", "it lied", "own")
+    assert written() == {"known", "first", "second"}
 
 
 def test_the_reason_of_a_ban_is_cut_and_the_longer_one_keeps_its_own() -> None:

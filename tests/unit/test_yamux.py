@@ -27,39 +27,35 @@ from petalnode.node.network.transport.muxed_stream import (
 )
 from petalnode.node.network.transport.raw_connection import Path
 from petalnode.node.network.transport.tcp_window import seconds_kept
-from tests.memory_muxer import DIRECT, MemoryRaw, muxer, read, run, settled
+from tests.memory_muxer import DIRECT, MemoryRaw, muxer, read, settled
+
+pytestmark = pytest.mark.virtual_time
 
 MIB = 1 << 20
 
 
-def test_frames_may_be_cut_anywhere() -> None:
-    async def main() -> None:
-        async with muxer() as (ours, other):
-            frames = HEADER.pack(0, WINDOW_UPDATE, SYN, 1, 0) + HEADER.pack(0, DATA, FIN, 1, 5) + b"hello"
-            for byte in frames:
-                other.say_bytes(bytes([byte]))
-            stream = await ours.accept_stream()
-            assert await read(stream, 5) == b"hello"
-            with pytest.raises(MuxedStreamEOF):
-                await stream.read()
-            assert ours.lost is None
-
-    run(main)
+async def test_frames_may_be_cut_anywhere() -> None:
+    async with muxer() as (ours, other):
+        frames = HEADER.pack(0, WINDOW_UPDATE, SYN, 1, 0) + HEADER.pack(0, DATA, FIN, 1, 5) + b"hello"
+        for byte in frames:
+            other.say_bytes(bytes([byte]))
+        stream = await ours.accept_stream()
+        assert await read(stream, 5) == b"hello"
+        with pytest.raises(MuxedStreamEOF):
+            await stream.read()
+        assert ours.lost is None
 
 
-def test_several_frames_at_once_go_to_their_streams() -> None:
-    async def main() -> None:
-        async with muxer() as (ours, other):
-            opening = b"".join(HEADER.pack(0, DATA, SYN, stream, 3) + b"%03d" % stream for stream in (1, 3, 5))
-            other.say_bytes(opening + HEADER.pack(0, DATA, 0, 3, 0) + HEADER.pack(0, DATA, 0, 3, 4) + b"more")
-            streams = [await ours.accept_stream() for _ in range(3)]
-            await settled()
-            assert [stream.stream_id for stream in streams] == [1, 3, 5]
-            assert await streams[0].read() == b"001" and await streams[2].read() == b"005"
-            assert await read(streams[1], 3) == b"003" and await streams[1].read(2) == b"mo"
-            assert streams[1].has_unread and not streams[0].has_unread
-
-    run(main)
+async def test_several_frames_at_once_go_to_their_streams() -> None:
+    async with muxer() as (ours, other):
+        opening = b"".join(HEADER.pack(0, DATA, SYN, stream, 3) + b"%03d" % stream for stream in (1, 3, 5))
+        other.say_bytes(opening + HEADER.pack(0, DATA, 0, 3, 0) + HEADER.pack(0, DATA, 0, 3, 4) + b"more")
+        streams = [await ours.accept_stream() for _ in range(3)]
+        await settled()
+        assert [stream.stream_id for stream in streams] == [1, 3, 5]
+        assert await streams[0].read() == b"001" and await streams[2].read() == b"005"
+        assert await read(streams[1], 3) == b"003" and await streams[1].read(2) == b"mo"
+        assert streams[1].has_unread and not streams[0].has_unread
 
 
 @pytest.mark.parametrize(
@@ -73,216 +69,182 @@ def test_several_frames_at_once_go_to_their_streams() -> None:
         (HEADER.pack(0, DATA, 0, 1, INITIAL_WINDOW + 1), "more than it was granted"),
     ],
 )
-def test_who_breaks_the_protocol_is_cut_off(frame: bytes, why: str) -> None:
-    async def main() -> None:
-        async with muxer() as (ours, other):
-            other.open(1)
-            stream = await ours.accept_stream()
-            other.say_bytes(frame)
-            with pytest.raises(MuxedStreamReset, match=why):
-                await stream.read()
-            assert ours.lost is not None and why in ours.lost and ours.open_streams == 0
-            with pytest.raises(MuxedConnUnavailable, match=why):
-                await ours.open_stream()
-            with pytest.raises(MuxedConnUnavailable, match=why):
-                await ours.accept_stream()
-            with pytest.raises(MuxedStreamReset):
-                await stream.write(b"x")
-            await settled()
-            assert other.raw.closed
-
-    run(main)
-
-
-def test_what_comes_for_a_stream_that_has_gone_is_passed_over() -> None:
-    async def main() -> None:
-        async with muxer() as (ours, other):
-            other.send(9, b"for nobody")
-            other.say(WINDOW_UPDATE, 0, 9, 5)
-            other.say(WINDOW_UPDATE, RST, 9)
-            other.send(1, b"here", SYN)
-            assert await (await ours.accept_stream()).read() == b"here"
-
-    run(main)
-
-
-def test_a_ping_is_answered_and_an_answer_is_not() -> None:
-    async def main() -> None:
-        async with muxer() as (_, other):
-            other.say(PING, SYN, 0, 12345)
-            other.say(PING, ACK, 0, 12345)
-            await settled()
-            assert other.frames() == [(PING, ACK, 0, 12345, b"")]
-
-    run(main)
-
-
-def test_frames_that_a_circuit_carries_are_sealed_twice_and_still_fit() -> None:
-    async def main() -> None:
-        relayed = Path(direct=False, relay="relay", remote_addr=None, inbound=True)
-        for path, largest in ((DIRECT, MAX_DATA), (relayed, MAX_DATA - HEADER.size - 18)):
-            async with muxer(MemoryRaw(path=path)) as (ours, other):
-                other.open(1)
-                stream = await ours.accept_stream()
-                await stream.write(bytes(2 * MAX_DATA))
-                assert max(frame[3] for frame in other.frames()) == largest
-                assert not stream.write_nowait(bytes(largest + 1)) and stream.write_nowait(bytes(largest))
-
-    run(main)
-
-
-def test_too_many_streams_are_refused_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(yamux, "MAX_STREAMS_OF_CONNECTION", 64)
-
-    async def main() -> None:
-        async with muxer() as (ours, other):
-            streams = []
-            for number in range(65):
-                other.open(2 * number + 1)
-                if number < 64:
-                    streams.append(await ours.accept_stream())
-            await settled()
-            assert ours.open_streams == 64 and ours.lost is None
-            assert [frame[:3] for frame in other.frames() if frame[1] & RST] == [(WINDOW_UPDATE, RST, 129)]
-            with pytest.raises(MuxedConnUnavailable):
-                await ours.open_stream()
-            await streams[0].reset()
-            other.open(131)
-            await settled()
-            assert ours.open_streams == 64
-
-    run(main)
-
-
-def test_a_silent_peer_is_asked_and_then_dropped() -> None:
-    async def main() -> None:
-        async with muxer() as (ours, other):
-            other.open(1)
-            stream = await ours.accept_stream()
-            begun = trio.current_time()
-            for _ in range(20):  # who answers stays
-                await trio.sleep(1.5)
-                asked = [frame for frame in other.frames() if frame[:2] == (PING, SYN)]
-                assert asked
-                other.say(PING, ACK)
-            assert ours.lost is None and trio.current_time() - begun == pytest.approx(30)
-            await settled()
-            begun = trio.current_time()
-            await stream.wait_lost()
-            assert 3 < trio.current_time() - begun < 5.5
-            assert "no sign of life" in (ours.lost or "")
-
-    run(main)
-
-
-def test_a_peer_is_not_dropped_because_we_stood_still() -> None:
-    async def main() -> None:
-        async with muxer() as (ours, other):
-            other.open(1)
+async def test_who_breaks_the_protocol_is_cut_off(frame: bytes, why: str) -> None:
+    async with muxer() as (ours, other):
+        other.open(1)
+        stream = await ours.accept_stream()
+        other.say_bytes(frame)
+        with pytest.raises(MuxedStreamReset, match=why):
+            await stream.read()
+        assert ours.lost is not None and why in ours.lost and ours.open_streams == 0
+        with pytest.raises(MuxedConnUnavailable, match=why):
+            await ours.open_stream()
+        with pytest.raises(MuxedConnUnavailable, match=why):
             await ours.accept_stream()
-            await trio.sleep(1.2)
-            assert [frame[:2] for frame in other.frames() if frame[0] == PING] == [(PING, SYN)]
-            clock = trio.lowlevel.current_clock()
-            assert isinstance(clock, trio.testing.MockClock)
-            clock.jump(60)
-            await settled()
-            assert ours.lost is None
-            assert [frame[:2] for frame in other.frames()] == [(PING, SYN)]
-            other.say(PING, ACK)
-            await trio.sleep(0.5)
-            assert ours.lost is None
-
-    run(main)
+        with pytest.raises(MuxedStreamReset):
+            await stream.write(b"x")
+        await settled()
+        assert other.raw.closed
 
 
-def test_a_second_of_silence_is_enough_to_be_asked() -> None:
-    async def main() -> None:
-        async with muxer() as (_, other):
-            other.open(1)
-            await trio.sleep(0.9)
-            other.send(1, b"x")
-            await trio.sleep(0.95)
-            assert [frame for frame in other.frames() if frame[0] == PING] == []
-            await trio.sleep(0.1)
-            assert [frame[:2] for frame in other.frames() if frame[0] == PING] == [(PING, SYN)]
-
-    run(main)
+async def test_what_comes_for_a_stream_that_has_gone_is_passed_over() -> None:
+    async with muxer() as (ours, other):
+        other.send(9, b"for nobody")
+        other.say(WINDOW_UPDATE, 0, 9, 5)
+        other.say(WINDOW_UPDATE, RST, 9)
+        other.send(1, b"here", SYN)
+        assert await (await ours.accept_stream()).read() == b"here"
 
 
-def test_without_streams_a_peer_is_asked_seldom() -> None:
-    async def main() -> None:
-        async with muxer() as (ours, other):
-            await trio.sleep(7)
-            assert other.frames() == []
-            await trio.sleep(2)
-            assert [frame[:2] for frame in other.frames()] == [(PING, SYN)]
-            other.say(PING, ACK)
-            await settled()
-            ours.suspect()
-            await trio.sleep(1.1)
-            assert [frame[:2] for frame in other.frames()] == [(PING, SYN)]
-            other.say(PING, ACK)
-            await trio.sleep(6)
-            assert other.frames() == []
-
-    run(main)
+async def test_a_ping_is_answered_and_an_answer_is_not() -> None:
+    async with muxer() as (_, other):
+        other.say(PING, SYN, 0, 12345)
+        other.say(PING, ACK, 0, 12345)
+        await settled()
+        assert other.frames() == [(PING, ACK, 0, 12345, b"")]
 
 
-def test_after_a_large_message_no_pause_is_long_enough_for_tcp_to_forget_its_window() -> None:
-    async def main() -> None:
-        async with muxer(MemoryRaw(is_socket=True)) as (ours, other):
-
-            async def pings() -> int:
-                await trio.sleep(0.9)
-                said = sum(frame[:2] == (PING, SYN) for frame in other.frames())
-                other.say(PING, ACK)
-                await settled()
-                return said
-
+async def test_frames_that_a_circuit_carries_are_sealed_twice_and_still_fit() -> None:
+    relayed = Path(direct=False, relay="relay", remote_addr=None, inbound=True)
+    for path, largest in ((DIRECT, MAX_DATA), (relayed, MAX_DATA - HEADER.size - 18)):
+        async with muxer(MemoryRaw(path=path)) as (ours, other):
             other.open(1)
             stream = await ours.accept_stream()
-            stream.grant()
-            await stream.write(bytes(12 * 1024))
-            assert await pings() == 0
-            await stream.write(bytes(12 * 1024 + 1))
-            assert await pings() >= 5
-            for _ in range(18):  # who says something needs no pings
-                await trio.sleep(0.05)
-                await stream.write(b"x")
-            assert sum(frame[:2] == (PING, SYN) for frame in other.frames()) <= 1  # is the peer alive?
-            for _ in range(5):
-                await pings()
-            assert await pings() <= 1
-            # Messages at intervals, as those of a fine-tuning: from the second pause on, whose length is known.
-            for _ in range(60):
-                await pings()
-            for kept in (False, True, True):
-                await stream.write(bytes(12 * 1024 + 1))
-                heard = [await pings() for _ in range(14)]
-                assert min(heard) >= 5 if kept else max(heard[6:]) <= 1, heard
-            # And no longer than twice that pause.
-            for _ in range(14):
-                await pings()
-            assert await pings() <= 1
+            await stream.write(bytes(2 * MAX_DATA))
+            assert max(frame[3] for frame in other.frames()) == largest
+            assert not stream.write_nowait(bytes(largest + 1)) and stream.write_nowait(bytes(largest))
 
-    run(main)
+
+async def test_too_many_streams_are_refused_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yamux, "MAX_STREAMS_OF_CONNECTION", 64)
+    async with muxer() as (ours, other):
+        streams = []
+        for number in range(65):
+            other.open(2 * number + 1)
+            if number < 64:
+                streams.append(await ours.accept_stream())
+        await settled()
+        assert ours.open_streams == 64 and ours.lost is None
+        assert [frame[:3] for frame in other.frames() if frame[1] & RST] == [(WINDOW_UPDATE, RST, 129)]
+        with pytest.raises(MuxedConnUnavailable):
+            await ours.open_stream()
+        await streams[0].reset()
+        other.open(131)
+        await settled()
+        assert ours.open_streams == 64
+
+
+async def test_a_silent_peer_is_asked_and_then_dropped() -> None:
+    async with muxer() as (ours, other):
+        other.open(1)
+        stream = await ours.accept_stream()
+        begun = trio.current_time()
+        for _ in range(20):  # who answers stays
+            await trio.sleep(1.5)
+            asked = [frame for frame in other.frames() if frame[:2] == (PING, SYN)]
+            assert asked
+            other.say(PING, ACK)
+        assert ours.lost is None and trio.current_time() - begun == pytest.approx(30)
+        await settled()
+        begun = trio.current_time()
+        await stream.wait_lost()
+        assert 3 < trio.current_time() - begun < 5.5
+        assert "no sign of life" in (ours.lost or "")
+
+
+async def test_a_peer_is_not_dropped_because_we_stood_still() -> None:
+    async with muxer() as (ours, other):
+        other.open(1)
+        await ours.accept_stream()
+        await trio.sleep(1.2)
+        assert [frame[:2] for frame in other.frames() if frame[0] == PING] == [(PING, SYN)]
+        clock = trio.lowlevel.current_clock()
+        assert isinstance(clock, trio.testing.MockClock)
+        clock.jump(60)
+        await settled()
+        assert ours.lost is None
+        assert [frame[:2] for frame in other.frames()] == [(PING, SYN)]
+        other.say(PING, ACK)
+        await trio.sleep(0.5)
+        assert ours.lost is None
+
+
+async def test_a_second_of_silence_is_enough_to_be_asked() -> None:
+    async with muxer() as (_, other):
+        other.open(1)
+        await trio.sleep(0.9)
+        other.send(1, b"x")
+        await trio.sleep(0.95)
+        assert [frame for frame in other.frames() if frame[0] == PING] == []
+        await trio.sleep(0.1)
+        assert [frame[:2] for frame in other.frames() if frame[0] == PING] == [(PING, SYN)]
+
+
+async def test_without_streams_a_peer_is_asked_seldom() -> None:
+    async with muxer() as (ours, other):
+        await trio.sleep(7)
+        assert other.frames() == []
+        await trio.sleep(2)
+        assert [frame[:2] for frame in other.frames()] == [(PING, SYN)]
+        other.say(PING, ACK)
+        await settled()
+        ours.suspect()
+        await trio.sleep(1.1)
+        assert [frame[:2] for frame in other.frames()] == [(PING, SYN)]
+        other.say(PING, ACK)
+        await trio.sleep(6)
+        assert other.frames() == []
+
+
+async def test_after_a_large_message_no_pause_is_long_enough_for_tcp_to_forget_its_window() -> None:
+    async with muxer(MemoryRaw(is_socket=True)) as (ours, other):
+
+        async def pings() -> int:
+            await trio.sleep(0.9)
+            said = sum(frame[:2] == (PING, SYN) for frame in other.frames())
+            other.say(PING, ACK)
+            await settled()
+            return said
+
+        other.open(1)
+        stream = await ours.accept_stream()
+        stream.grant()
+        await stream.write(bytes(12 * 1024))
+        assert await pings() == 0
+        await stream.write(bytes(12 * 1024 + 1))
+        assert await pings() >= 5
+        for _ in range(18):  # who says something needs no pings
+            await trio.sleep(0.05)
+            await stream.write(b"x")
+        assert sum(frame[:2] == (PING, SYN) for frame in other.frames()) <= 1  # is the peer alive?
+        for _ in range(5):
+            await pings()
+        assert await pings() <= 1
+        # Messages at intervals, as those of a fine-tuning: from the second pause on, whose length is known.
+        for _ in range(60):
+            await pings()
+        for kept in (False, True, True):
+            await stream.write(bytes(12 * 1024 + 1))
+            heard = [await pings() for _ in range(14)]
+            assert min(heard) >= 5 if kept else max(heard[6:]) <= 1, heard
+        # And no longer than twice that pause.
+        for _ in range(14):
+            await pings()
+        assert await pings() <= 1
 
 
 @pytest.mark.parametrize("after", [0.01, 0.07, 0.14])
-def test_wherever_a_small_message_falls_the_next_ping_follows_it_in_time(after: float) -> None:
-    async def main() -> None:
-        async with muxer(MemoryRaw(is_socket=True)) as (ours, other):
-            other.open(1)
-            stream = await ours.accept_stream()
-            stream.grant()
-            await stream.write(bytes(12 * 1024 + 1))
-            await trio.sleep(after)
-            await stream.write(b"x")
-            other.frames()
-            await trio.sleep(0.19)  # TCP forgets after 0.2
-            assert [frame[:2] for frame in other.frames()] == [(PING, SYN)]
-
-    run(main)
+async def test_wherever_a_small_message_falls_the_next_ping_follows_it_in_time(after: float) -> None:
+    async with muxer(MemoryRaw(is_socket=True)) as (ours, other):
+        other.open(1)
+        stream = await ours.accept_stream()
+        stream.grant()
+        await stream.write(bytes(12 * 1024 + 1))
+        await trio.sleep(after)
+        await stream.write(b"x")
+        other.frames()
+        await trio.sleep(0.19)  # TCP forgets after 0.2
+        assert [frame[:2] for frame in other.frames()] == [(PING, SYN)]
 
 
 @pytest.mark.parametrize(
@@ -293,161 +255,130 @@ def test_a_window_is_kept_for_pauses_that_were_not_too_long(pause: float, longes
     assert seconds_kept(pause, longest) == kept
 
 
-def test_with_many_connections_windows_are_kept_for_shorter() -> None:
-    async def main() -> None:
-        many = NodeLimits()
-        assert many.window_kept == 60
-        many.connections = 160
-        assert many.window_kept == 6
-
-    run(main)
+async def test_with_many_connections_windows_are_kept_for_shorter() -> None:
+    many = NodeLimits()
+    assert many.window_kept == 60
+    many.connections = 160
+    assert many.window_kept == 6
 
 
-def test_what_comes_through_a_circuit_is_handled_where_it_comes() -> None:
-    async def main() -> None:
-        async with muxer(MemoryRaw(diverting=True)) as (ours, other):
+async def test_what_comes_through_a_circuit_is_handled_where_it_comes() -> None:
+    async with muxer(MemoryRaw(diverting=True)) as (ours, other):
+        await settled()
+        other.open(1)
+        other.send(1, b"at once")
+        assert ours.open_streams == 1
+        assert await (await ours.accept_stream()).read() == b"at once"
+        other.say(GO_AWAY)
+        assert ours.lost is not None
+
+
+async def test_a_connection_that_we_close_says_so_and_sends_the_rest() -> None:
+    async with muxer(MemoryRaw(room=0)) as (ours, other):
+        other.open(1)
+        stream = await ours.accept_stream()
+        await stream.write(b"last")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ours.close)
             await settled()
-            other.open(1)
-            other.send(1, b"at once")
-            assert ours.open_streams == 1
-            assert await (await ours.accept_stream()).read() == b"at once"
-            other.say(GO_AWAY)
-            assert ours.lost is not None
-
-    run(main)
-
-
-def test_a_connection_that_we_close_says_so_and_sends_the_rest() -> None:
-    async def main() -> None:
-        async with muxer(MemoryRaw(room=0)) as (ours, other):
-            other.open(1)
-            stream = await ours.accept_stream()
-            await stream.write(b"last")
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(ours.close)
-                await settled()
-                other.raw.make_room()
-            frames = other.frames()
-            assert [frame[0] for frame in frames] == [WINDOW_UPDATE, DATA, GO_AWAY]
-            assert frames[-1] == (GO_AWAY, 0, 0, 0, b"")
-            assert ours.lost is not None and ours.is_closed and not ours.is_established and other.raw.closed
-            assert ours.peer_id == ours.secured_conn.remote_peer
-
-    run(main)
+            other.raw.make_room()
+        frames = other.frames()
+        assert [frame[0] for frame in frames] == [WINDOW_UPDATE, DATA, GO_AWAY]
+        assert frames[-1] == (GO_AWAY, 0, 0, 0, b"")
+        assert ours.lost is not None and ours.is_closed and not ours.is_established and other.raw.closed
+        assert ours.peer_id == ours.secured_conn.remote_peer
 
 
 @pytest.mark.parametrize(("said", "agreed"), [(b"\x07/yamux\n", True), (b"\x03na\n", False)])
-def test_what_does_not_speak_yamux_is_cut_off(said: bytes, agreed: bool) -> None:
-    async def main() -> None:
-        async with muxer(initiator=True, answer=b"\x07/yamux\n") as (ours, other):
-            for byte in said:
-                other.say_bytes(bytes([byte]))
-            other.say(PING, SYN, 0, 1)
-            await settled()
-            assert (ours.lost is None) == agreed
-            assert (other.frames() == [(PING, ACK, 0, 1, b"")]) == agreed
-
-    run(main)
+async def test_what_does_not_speak_yamux_is_cut_off(said: bytes, agreed: bool) -> None:
+    async with muxer(initiator=True, answer=b"\x07/yamux\n") as (ours, other):
+        for byte in said:
+            other.say_bytes(bytes([byte]))
+        other.say(PING, SYN, 0, 1)
+        await settled()
+        assert (ours.lost is None) == agreed
+        assert (other.frames() == [(PING, ACK, 0, 1, b"")]) == agreed
 
 
-def test_one_peer_may_send_so_much_beyond_the_usual_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_peer_may_send_so_much_beyond_the_usual_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(yamux, "MAX_WINDOWS_OF_PEER", 2 * (WINDOW - INITIAL_WINDOW))
-
-    async def main() -> None:
-        async with muxer(initiator=True) as (ours, other):
-            streams = [await ours.open_stream() for _ in range(3)]
-            await streams[0].write(b"x")
-            assert [frame[3] for frame in other.frames() if frame[1] & SYN] == [WINDOW - INITIAL_WINDOW] * 2 + [0]
-            streams[2].grant()
-            assert other.frames() == []
-            await streams[0].reset()
-            assert other.frames() == [(WINDOW_UPDATE, RST, 1, 0, b"")]
-            streams[2].grant()
-            streams[2].grant()
-            assert other.frames() == [(WINDOW_UPDATE, 0, 5, WINDOW - INITIAL_WINDOW, b"")]
-            other.send(5, bytes(WINDOW))
-            await settled()
-            assert ours.lost is None
-
-    run(main)
+    async with muxer(initiator=True) as (ours, other):
+        streams = [await ours.open_stream() for _ in range(3)]
+        await streams[0].write(b"x")
+        assert [frame[3] for frame in other.frames() if frame[1] & SYN] == [WINDOW - INITIAL_WINDOW] * 2 + [0]
+        streams[2].grant()
+        assert other.frames() == []
+        await streams[0].reset()
+        assert other.frames() == [(WINDOW_UPDATE, RST, 1, 0, b"")]
+        streams[2].grant()
+        streams[2].grant()
+        assert other.frames() == [(WINDOW_UPDATE, 0, 5, WINDOW - INITIAL_WINDOW, b"")]
+        other.send(5, bytes(WINDOW))
+        await settled()
+        assert ours.lost is None
 
 
-def test_streams_that_ended_before_they_were_accepted_take_no_more_places(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_streams_that_ended_before_they_were_accepted_take_no_more_places(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(yamux, "MAX_STREAMS_OF_CONNECTION", 4)
-
-    async def main() -> None:
-        node = NodeLimits()
-        async with muxer(limits=node) as (ours, other):
-            for number in range(5):
-                other.open(2 * number + 1)
-                other.say(WINDOW_UPDATE, RST, 2 * number + 1)
-            await settled()
-            assert ours.open_streams == 0 and node.streams == 0 and ours.lost is None
-            assert [frame[:3] for frame in other.frames() if frame[1] & RST] == [(WINDOW_UPDATE, RST, 9)]
-
-    run(main)
+    node = NodeLimits()
+    async with muxer(limits=node) as (ours, other):
+        for number in range(5):
+            other.open(2 * number + 1)
+            other.say(WINDOW_UPDATE, RST, 2 * number + 1)
+        await settled()
+        assert ours.open_streams == 0 and node.streams == 0 and ours.lost is None
+        assert [frame[:3] for frame in other.frames() if frame[1] & RST] == [(WINDOW_UPDATE, RST, 9)]
 
 
-def test_frames_that_wait_for_others_are_few() -> None:
+async def test_frames_that_wait_for_others_are_few() -> None:
     """A peer opens streams and never has an answer on them."""
-
-    async def main() -> None:
-        async with muxer() as (_, other):
-            for number in range(85):
-                other.open(2 * number + 1)
-            await settled()
-            assert other.frames() == []
-            for number in range(85, 87):
-                other.open(2 * number + 1)
-            await settled()
-            assert len(other.frames()) == 87
-
-    run(main)
+    async with muxer() as (_, other):
+        for number in range(85):
+            other.open(2 * number + 1)
+        await settled()
+        assert other.frames() == []
+        for number in range(85, 87):
+            other.open(2 * number + 1)
+        await settled()
+        assert len(other.frames()) == 87
 
 
-def test_small_frames_and_new_streams_are_counted_apart() -> None:
-    async def main() -> None:
-        async with muxer() as (ours, other):
-            other.open(1)
-            stream = await ours.accept_stream()
-            for _ in range(2 * limits.OPENED_AT_ONCE):
-                other.send(1, b"x")
-                await stream.read()
-                other.say(PING, SYN)
-            assert ours.lost is None
-            for number in range(1, 2 * limits.OPENED_AT_ONCE):
-                other.open(2 * number + 1)
-                other.say(WINDOW_UPDATE, RST, 2 * number + 1)
-            with suppress(MuxedConnUnavailable):
-                while True:
-                    await ours.accept_stream()
-            assert ours.lost is not None and "more streams than any session needs" in ours.lost
-
-    run(main)
-
-
-def test_who_breaks_the_protocol_is_told_so_and_who_leaves_is_not() -> None:
-    async def main() -> None:
-        for frame, told in (
-            (HEADER.pack(1, DATA, 0, 0, 0), [(GO_AWAY, 0, 0, 1, b"")]),
-            (HEADER.pack(0, GO_AWAY, 0, 0, 0), []),
-        ):
-            async with muxer() as (ours, other):
-                other.say_bytes(frame)
-                await settled()
-                assert ours.lost is not None and other.frames() == told
-
-    run(main)
-
-
-def test_our_own_failure_ends_the_connection(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        async with muxer() as (ours, other):
-            other.open(1)
-            (await ours.accept_stream()).divert(lambda data: bool(1 // 0))
+async def test_small_frames_and_new_streams_are_counted_apart() -> None:
+    async with muxer() as (ours, other):
+        other.open(1)
+        stream = await ours.accept_stream()
+        for _ in range(2 * limits.OPENED_AT_ONCE):
             other.send(1, b"x")
-            await settled()
-            assert ours.lost == "internal error"
+            await stream.read()
+            other.say(PING, SYN)
+        assert ours.lost is None
+        for number in range(1, 2 * limits.OPENED_AT_ONCE):
+            other.open(2 * number + 1)
+            other.say(WINDOW_UPDATE, RST, 2 * number + 1)
+        with suppress(MuxedConnUnavailable):
+            while True:
+                await ours.accept_stream()
+        assert ours.lost is not None and "more streams than any session needs" in ours.lost
 
-    run(main)
+
+async def test_who_breaks_the_protocol_is_told_so_and_who_leaves_is_not() -> None:
+    for frame, told in (
+        (HEADER.pack(1, DATA, 0, 0, 0), [(GO_AWAY, 0, 0, 1, b"")]),
+        (HEADER.pack(0, GO_AWAY, 0, 0, 0), []),
+    ):
+        async with muxer() as (ours, other):
+            other.say_bytes(frame)
+            await settled()
+            assert ours.lost is not None and other.frames() == told
+
+
+async def test_our_own_failure_ends_the_connection(caplog: pytest.LogCaptureFixture) -> None:
+    async with muxer() as (ours, other):
+        other.open(1)
+        (await ours.accept_stream()).divert(lambda data: bool(1 // 0))
+        other.send(1, b"x")
+        await settled()
+        assert ours.lost == "internal error"
     assert "ZeroDivisionError" in caplog.text

@@ -1,0 +1,32 @@
+"""Runs tests that are `async def` in trio: in virtual time where the marker `virtual_time` says so."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Final
+
+import pytest
+import trio
+
+from petalnode.node.testing import run_autojumping
+
+_LONGEST: Final = 86400.0  # seconds of virtual time: what waits for ever fails at once
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "virtual_time: trio's clock jumps to the next deadline when all tasks wait")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    fixtures = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    virtual = pyfuncitem.get_closest_marker("virtual_time") is not None
+
+    async def test() -> None:
+        with trio.fail_after(_LONGEST if virtual else float("inf")):
+            await pyfuncitem.obj(**fixtures)
+
+    (run_autojumping if virtual else trio.run)(test)
+    return True
