@@ -9,7 +9,7 @@ import pytest
 import trio
 import trio.testing
 
-from petalnode.node.api.http.server import HttpLimits, HttpServer, listen, url_of
+from petalnode.node.api.http.server import HttpLimits, HttpServer, listen, serve_http, url_of
 from petalnode.node.errors import MachineError
 
 GET = b"GET /some%20place?a=1 HTTP/1.1\r\nHost: here\r\n\r\n"
@@ -294,6 +294,28 @@ async def test_more_connections_than_allowed_are_told_to_come_back() -> None:
         await ours.send_all(GET)
         assert b"200" in await some(ours, b"0\r\n\r\n")
         await ours.aclose()
+
+
+async def test_slow_connections_of_one_address_leave_places_to_others() -> None:
+    listeners = await listen("127.0.0.1", 0, "--http-port")
+    port = listeners[0].socket.getsockname()[1]
+    limits = HttpLimits(connections=8, connections_of_address=1)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(serve_http, Application(), listeners, limits)
+        send, refused = trio.open_memory_channel[bytes](20)
+
+        async def wait_in_silence() -> None:
+            slow = await trio.open_tcp_stream("127.0.0.1", port, local_address="127.0.0.2")
+            await send.send(await slow.receive_some())
+
+        for _ in range(20):
+            nursery.start_soon(wait_in_silence)
+        for _ in range(16):
+            assert (await refused.receive()).startswith(b"HTTP/1.1 503")
+        honest = await trio.open_tcp_stream("127.0.0.1", port)
+        await honest.send_all(GET)
+        assert b"200" in await some(honest, b"0\r\n\r\n")
+        nursery.cancel_scope.cancel()
 
 
 async def test_a_port_that_is_taken_is_named_with_what_to_do() -> None:

@@ -19,6 +19,7 @@ import h11
 import trio
 
 from ...errors import MachineError
+from ...network.transport.limits import ShareCount, origin_of_ip
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,8 @@ class HttpLimits:
     """What a client may hold. Seconds and bytes.
 
     Attributes:
-        connections: open at once; others are told to come back.
+        connections: open at once; others are told to come back. One address has no more of them than are left for
+            others, but `connections_of_address` as long as there are any.
         head_seconds: for a request's line and headers, from its first byte or that of the connection on.
         idle_seconds: between two requests of a connection.
         body_seconds: for a request's body.
@@ -54,6 +56,7 @@ class HttpLimits:
     """
 
     connections: int = 512
+    connections_of_address: int = 32
     head_seconds: float = 10.0
     idle_seconds: float = 60.0
     body_seconds: float = 120.0
@@ -105,13 +108,14 @@ class HttpServer:
     def __init__(self, application: Application, limits: HttpLimits) -> None:
         self.application = application
         self.limits = limits
-        self._open = 0
+        self._open = ShareCount(limits.connections, limits.connections_of_address)
 
     async def serve(self, stream: trio.abc.HalfCloseableStream) -> None:
         """One connection, to its end. Never raises but for cancellation."""
-        self._open += 1
+        origin = _origin(stream)
+        counted = self._open.add(origin)
         try:
-            if self._open > self.limits.connections:
+            if not counted:
                 with trio.move_on_after(1):
                     await stream.send_all(_FULL)
                 return
@@ -121,9 +125,18 @@ class HttpServer:
         except Exception:
             log.exception("a request has failed in a way that nobody expected")
         finally:
-            self._open -= 1
+            if counted:
+                self._open.remove(origin)
             with trio.CancelScope(shield=True):
                 await trio.aclose_forcefully(stream)
+
+
+def _origin(stream: trio.abc.HalfCloseableStream) -> str:
+    """The address that a connection counts for; one that has none counts for itself."""
+    with suppress(OSError):
+        if isinstance(stream, trio.SocketStream):
+            return origin_of_ip(str(stream.socket.getpeername()[0]))
+    return str(id(stream))
 
 
 class _HttpConnection:
