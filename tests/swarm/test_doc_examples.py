@@ -96,7 +96,7 @@ SHOWN: Final = {
     "docs/planning.md": ("time per token =", "{\n", "name,blocks"),
     "docs/privacy.md": ("$ petalnode chat",),
     "docs/protocol.md": ("varint length", "canonical(domain"),
-    "docs/recovery.md": ("Send -> SENT",),
+    "docs/recovery.md": ("LATE: Send what",),
     "docs/validation.md": ('{"event":"verdict"',),
     "docs/troubleshooting.md": (),
 }

@@ -213,7 +213,7 @@ async def test_a_client_takes_a_page_and_a_server_everything(
         ({"require_pledge": 0}, False),
     ],
 )
-def test_who_wants_certain_servers_asks_for_all(limits: dict[str, Any], sample: bool) -> None:
+async def test_who_wants_certain_servers_asks_for_all(limits: dict[str, Any], sample: bool) -> None:
     asked: list[bool] = []
 
     async def refresh(*, sample: bool, **_: object) -> None:
@@ -222,5 +222,5 @@ def test_who_wants_certain_servers_asks_for_all(limits: dict[str, Any], sample: 
     swarm: Any = SimpleNamespace(refresh=refresh)
     model: Any = SimpleNamespace(version=MODEL)
     nursery: Any = None
-    trio.run(ServerSelection(swarm, model, nursery, **limits).refresh)
+    await ServerSelection(swarm, model, nursery, **limits).refresh()
     assert asked == [sample]
