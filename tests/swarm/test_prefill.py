@@ -212,6 +212,29 @@ def test_a_server_is_killed_with_several_steps_under_way(
     assert max(len(steps) for steps in under_way) >= 4
 
 
+def test_a_server_is_killed_and_those_behind_it_have_no_room_left(
+    pool: MemoryPool, model: Any, whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps behind the one that failed have taken what the next servers grant, and are never answered there."""
+    monkeypatch.setattr(IN_FLIGHT, CHUNK * HIDDEN * 4)
+    ids, tap = prompt(), Tap(model)
+    with model.inference_session(max_length=LONG + 8) as session:
+        generate(model, ids)  # the servers have had the time to open streams to each other
+        again(session)
+        killed: list[str] = []
+
+        def on_answer(peer_id: str, count: int) -> None:
+            if not killed and peer_id == session.route[1][0] and count == 2:
+                killed.append(peer_id)
+                pool.of(peer_id).kill()
+                pool.start(SPANS[1])
+
+        with tap.watching(on_answer):
+            out = generate(model, ids)
+        assert killed and session.recoveries == 1
+    assert torch.equal(out, generate(whole, ids))
+
+
 def test_the_rest_of_a_prompt_is_under_way_side_by_side_again(
     pool: MemoryPool, model: Any, whole: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,8 +31,6 @@ from .step import UNWATCHED_BYTES, PipelineStep
 
 MOST_BYTES: Final = 3 * UNWATCHED_BYTES
 """Of the drafts under way together: they fit the least window of a stream (256 KiB), so that sending does not wait."""
-_LOOK_AGAIN: Final = 0.25
-"""Seconds after which a step that waits for its turn looks whether it has it, though nothing was told."""
 
 
 class Pipeline:
@@ -187,7 +185,7 @@ class Pipeline:
                         return
                     nursery.start_soon(self._drive, step, out)
                     while not step.reach and not self._broken:
-                        await self._news()
+                        await self._moved.park()
                     if self._broken:
                         return
 
@@ -275,19 +273,14 @@ class Pipeline:
             self._again.extendleft(other.given for other in reversed(behind))
         self._moved.unpark_all()
         while self._steps[0] is not step:
-            await self._news()
+            await self._moved.park()
 
     # --- the order at each server
-
-    async def _news(self) -> None:
-        """Until a step has moved, or for a moment: credits, links and their streams change elsewhere, too."""
-        with trio.move_on_after(_LOOK_AGAIN):
-            await self._moved.park()
 
     async def _turn(self, step: PipelineStep, *, sending: bool) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()  # it may have been given up meanwhile
         while not (self._may_send(step) if sending else self._may_receive(step)):
-            await self._news()
+            await self._moved.park()
             await trio.lowlevel.checkpoint_if_cancelled()
 
     def _may_receive(self, step: PipelineStep) -> bool:
@@ -301,8 +294,8 @@ class Pipeline:
             return False
         if before is not None and before.index == step.index and before.at.phase in ("sending", "pushed"):
             return False  # of what is pushed, only the answer says that it is there
-        if step.at.asked is not None:
-            return True
+        if before is None or step.at.asked is not None:
+            return True  # nothing else counts for the oldest step: numbers given out behind it may never be answered
         nbytes, end = len(step.chunk.payload), step.index + 1 + len(step.targets)
         return all(self.takes(index, nbytes) for index in range(step.index, end))
 
