@@ -1,4 +1,4 @@
-"""Anthropic's /v1/messages: what it takes, what it gives, and where."""
+"""Anthropic's /v1/messages, translated into a chat of OpenAI's and back."""
 
 from __future__ import annotations
 
@@ -12,31 +12,24 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from ..client.generation.sampling import Sampling
 from .engine.core import Core
-from .engine.generation import ChatRequest, ChosenToken, Finished, Grammar, TextRequest, provenance
+from .engine.generation import ChatRequest, Finished, Piece, TextRequest
 from .engine.preparing import PreparedChat, chat_prompt, prepare_chat
-from .engine.tools import ToolCall
 from .errors import MESSAGES_PATH, ApiError, error_object
 from .fields import Fields
 from .http.answers import AnswersResponse
 from .http.bodies import read_asked
-from .one_answer import Chunk, SingleAnswerWriter
-from .parts import (
-    REQUEST_LIMITS,
-    bounded,
-    function_tool,
-    known_tool,
-    positive,
-    schema_grammar,
-    session_options,
-    stop_strings,
-    template_call,
-)
+from .openai.objects import Head, named_event
+from .openai.requests import chat_request
+from .openai.writers import ChatWriter
+from .parts import REQUEST_LIMITS, function_tool, template_call
 
 Message = dict[str, Any]
 
 _THOUGHTS: Final = ("thinking", "redacted_thinking")
+
+
+_AS_OPENAI: Final = {"stop": "stop_sequences", "response_format": "output_config.format.schema"}
 
 
 def parse_messages(fields: Fields, *, counted: bool = False) -> ChatRequest:
@@ -51,37 +44,28 @@ def parse_messages(fields: Fields, *, counted: bool = False) -> ChatRequest:
     thinking = fields.object("thinking")
     if thinking is not None and thinking.text("type") != "disabled":
         raise thinking.wrong("type", "the model cannot be told to think", "unsupported_parameter")
-    limit = fields.integer("max_tokens", 1, REQUEST_LIMITS.largest)
-    if limit is None and not counted:
+    if fields.integer("max_tokens", 1, REQUEST_LIMITS.largest) is None and not counted:
         raise fields.wrong("max_tokens", "it is missing", "missing_field")
-    text = TextRequest(
-        model=fields.text("model", ""),
-        sampling=Sampling(
-            temperature=fields.number("temperature", 1.0, 0, 99),
-            top_p=positive(fields, "top_p"),
-            top_k=fields.integer("top_k", 0, REQUEST_LIMITS.largest) or 0,
-        ),
-        max_tokens=limit,
-        stop=stop_strings(fields, "stop_sequences"),
-        stream=fields.flag("stream"),
-        grammar=_grammar(fields),
-        options=session_options(fields),
-    )
     messages = tuple(_messages(fields))
     if messages[-1]["role"] == "assistant":
         raise fields.wrong("messages", "the last one is the model's own: answers are not gone on with here")
     tools = tuple(_tool(tool) for tool in fields.objects("tools", REQUEST_LIMITS.max_tools))
-    tool, named, parallel = _tool_choice(fields, tools)
-    return ChatRequest(text, messages, tools, tool, named, parallel)
+    translated = fields.translated(
+        _AS_OPENAI,
+        ("model", "max_tokens", "temperature", "top_p", "stop", "stream", "x_petalnode"),
+        top_k=fields.integer("top_k", 0, REQUEST_LIMITS.largest),
+        response_format=_response_format(fields),
+        **_tool_choice(fields),
+    )
+    return chat_request(translated, messages, tools)
 
 
-def _grammar(fields: Fields) -> Grammar | None:
+def _response_format(fields: Fields) -> dict[str, Any] | None:
     config = fields.object("output_config")
     form = config.object("format") if config is not None else None
     if form is None:
         return None
-    form.one_of("type", ("json_schema",), "")
-    return bounded(form, schema_grammar(form.needed("schema")), "schema")
+    return {"type": form.one_of("type", ("json_schema",), ""), "json_schema": {"schema": form.needed("schema").data}}
 
 
 def _messages(fields: Fields) -> Iterable[Message]:
@@ -145,107 +129,118 @@ def _tool(tool: Fields) -> dict[str, Any]:
     return function_tool(Fields({**tool.data, "parameters": tool.needed("input_schema").data}, tool.path("")))
 
 
-def _tool_choice(fields: Fields, tools: tuple[dict[str, Any], ...]) -> tuple[str, bool, bool]:
-    """The choice as `ChatRequest` has it, whether it is a name, and whether several calls may follow each other."""
+def _tool_choice(fields: Fields) -> dict[str, Any]:
     choice = fields.object("tool_choice")
     if choice is None:
-        return ("auto" if tools else "none"), False, True
-    parallel = not choice.flag("disable_parallel_tool_use")
+        return {}
     kind = choice.one_of("type", ("auto", "any", "tool", "none"), "")
-    if kind == "tool":
-        return known_tool(choice, tools, choice.text("name")), True, parallel
-    if kind == "any" and not tools:
-        raise choice.wrong("type", "it needs tools")
-    return {"any": "required"}.get(kind, kind if tools else "none"), False, parallel
+    named = {"function": {"name": choice.text("name")}} if kind == "tool" else None
+    return {
+        "tool_choice": named or ("required" if kind == "any" else kind),
+        "parallel_tool_calls": not choice.flag("disable_parallel_tool_use"),
+    }
 
 
-def arguments_of(text: str) -> dict[str, Any]:
+def _arguments(call: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call as an object; those that are none are in one as `arguments`."""
-    found = json.loads(text)
+    found = json.loads(call["function"]["arguments"])
     return found if isinstance(found, dict) else {"arguments": found}
 
 
-class MessageWriter(SingleAnswerWriter):
+class MessageWriter(ChatWriter):
     """What Anthropic's specification requires, and of which nothing is known here, is null."""
 
     def __init__(self, request: TextRequest, chat: PreparedChat, request_id: str) -> None:
-        super().__init__(request, chat, f"msg_{secrets.token_hex(12)}")
+        name = f"msg_{secrets.token_hex(12)}"
+        super().__init__(request, Head(chat.generation.model.name, "", "", name), str, chat)
         self._request_id = request_id
         self._prompt_tokens = len(chat.generation.prompts[0])
-        self._text = ""
-        self._blocks: list[dict[str, Any]] = []
+        self._blocks = 0
+        self._text_open = False
 
-    def opening(self) -> list[Chunk]:
+    def opening(self) -> list[dict[str, Any]]:
         # What the servers hold of the prompt is known at the end only.
-        usage = _usage(self._prompt_tokens, None, 0)
-        return [{"type": "message_start", "message": self._message(_stop(None, None), usage)}]
+        message = self._message([], _stop(None, None), _usage(self._prompt_tokens, None, 0))
+        return [{"type": "message_start", "message": message}]
 
-    def finish(self, end: Finished, calls: Sequence[ToolCall]) -> list[Chunk]:
-        chunks: list[Chunk] = []
-        if self._text:
-            chunks.append({"type": "content_block_stop", "index": 0})
-            self._blocks.append({"type": "text", "text": self._text, "citations": None})
-        for call in calls:
-            chunks += self._call(call)
-        delta = _stop(_reason(end, bool(calls)), end.stopped_by)
-        usage = _usage(end.prompt_tokens - end.cached, end.cached, end.tokens)
-        more = {"x_petalnode": provenance([end])}
-        self.complete = {**self._message(delta, usage), **more}
-        return [
-            *chunks,
-            {"type": "message_delta", "delta": delta, "usage": usage, **more},
-            {"type": "message_stop"},
-        ]
+    def take(self, piece: Piece) -> list[dict[str, Any]]:
+        return [event for chunk in super().take(piece) for event in self._events(chunk)]
 
-    def failed(self, error: ApiError) -> Chunk:
+    def close(self, end: Finished) -> list[dict[str, Any]]:
+        return [event for chunk in super().close(end) for event in self._events(chunk)]
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
         return error_object(error, MESSAGES_PATH, self._request_id)
 
-    def _message(self, stop: dict[str, Any], usage: dict[str, Any]) -> dict[str, Any]:
+    def encoded(self, chunk: dict[str, Any] | None) -> bytes:
+        return b"" if chunk is None else named_event(chunk)
+
+    def whole(self) -> dict[str, Any]:
+        complete = super().whole()
+        (choice,) = complete["choices"]
+        text, calls = choice["message"]["content"], choice["message"].get("tool_calls", ())
+        content = [{"type": "text", "text": text, "citations": None}] if text else []
+        content += [{**_tool_use(call), "input": _arguments(call)} for call in calls]
+        message = self._message(content, *self._ended(choice["finish_reason"]))
+        return {**message, "x_petalnode": complete["x_petalnode"]}
+
+    def _message(
+        self, content: Sequence[dict[str, Any]], stop: dict[str, Any], usage: dict[str, Any]
+    ) -> dict[str, Any]:
         return {
             "id": self.name,
             "type": "message",
             "role": "assistant",
-            "model": self.model,
-            "content": list(self._blocks),
+            "model": self._head.model,
+            "content": content,
             **stop,
             "usage": {**usage, "cache_creation": None, "inference_geo": None, "service_tier": None},
         }
 
-    def add(self, text: str, tokens: Sequence[ChosenToken]) -> list[Chunk]:
-        if not text:
-            return []
-        begun: list[Chunk] = []
-        if not self._text:
-            block = {"type": "text", "text": "", "citations": None}
-            begun.append({"type": "content_block_start", "index": 0, "content_block": block})
-        self._text += text
-        delta = {"type": "text_delta", "text": text}
-        return [*begun, {"type": "content_block_delta", "index": 0, "delta": delta}]
+    def _ended(self, reason: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Why the message has ended, and its tokens."""
+        (end,) = self._done
+        if reason == "stop" and end.stopped_by is not None:
+            reason = "stop_sequence"
+        usage = _usage(end.prompt_tokens - end.cached, end.cached, end.tokens)
+        return _stop(_REASONS.get(reason, reason), end.stopped_by), usage
 
-    def _call(self, call: ToolCall) -> list[Chunk]:
-        index = len(self._blocks)
-        block = {
-            "type": "tool_use",
-            "id": call.id.replace("call_", "toolu_", 1),
-            "name": call.name,
-            "caller": {"type": "direct"},  # the model itself, not a program that it wrote
-        }
-        arguments = arguments_of(call.arguments)
-        self._blocks.append({**block, "input": arguments})
-        delta = {"type": "input_json_delta", "partial_json": json.dumps(arguments, ensure_ascii=False)}
-        return [
-            {"type": "content_block_start", "index": index, "content_block": {**block, "input": {}}},
-            {"type": "content_block_delta", "index": index, "delta": delta},
-            {"type": "content_block_stop", "index": index},
-        ]
+    def _events(self, chunk: dict[str, Any]) -> Iterable[dict[str, Any]]:
+        (choice,) = chunk["choices"]
+        if text := choice["delta"].get("content"):
+            if not self._text_open:
+                self._text_open, self._blocks = True, 1
+                yield _block("start", 0, content_block={"type": "text", "text": "", "citations": None})
+            yield _block("delta", 0, delta={"type": "text_delta", "text": text})
+            return
+        if self._text_open:
+            self._text_open = False
+            yield _block("stop", 0)
+        for index, call in enumerate(choice["delta"].get("tool_calls", ()), self._blocks):
+            given = json.dumps(_arguments(call), ensure_ascii=False)
+            yield _block("start", index, content_block={**_tool_use(call), "input": {}})
+            yield _block("delta", index, delta={"type": "input_json_delta", "partial_json": given})
+            yield _block("stop", index)
+        if choice["finish_reason"] is not None:
+            stop, usage = self._ended(choice["finish_reason"])
+            yield {"type": "message_delta", "delta": stop, "usage": usage, "x_petalnode": chunk["x_petalnode"]}
+            yield {"type": "message_stop"}
 
 
-def _reason(end: Finished, calls: bool) -> str:
-    if calls:
-        return "tool_use"
-    if end.stopped_by is not None:
-        return "stop_sequence"
-    return "max_tokens" if end.reason == "length" else "end_turn"
+_REASONS: Final = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
+
+
+def _block(kind: str, index: int, **fields: Any) -> dict[str, Any]:
+    return {"type": f"content_block_{kind}", "index": index, **fields}
+
+
+def _tool_use(call: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "tool_use",
+        "id": call["id"].replace("call_", "toolu_", 1),
+        "name": call["function"]["name"],
+        "caller": {"type": "direct"},  # the model itself, not a program that it wrote
+    }
 
 
 def _stop(reason: str | None, sequence: str | None) -> dict[str, Any]:

@@ -59,14 +59,24 @@ def wrong(name: str, message: str, code: str = "invalid_value") -> ApiError:
 
 
 class Fields:
-    """The fields of a JSON object; null is as good as absent. `path` stands before the names in errors."""
+    """The fields of a JSON object; null is as good as absent.
 
-    def __init__(self, data: Mapping[str, Any], path: str = "") -> None:
+    Args:
+        path: stands before the names in errors.
+        told: the names in errors where they are others.
+    """
+
+    def __init__(self, data: Mapping[str, Any], path: str = "", told: Mapping[str, str] | None = None) -> None:
         self.data = data
         self._path = path
+        self._told = told or {}
 
     def path(self, name: str) -> str:
-        return f"{self._path}{name}"
+        return f"{self._path}{self._told.get(name, name)}"
+
+    def translated(self, told: Mapping[str, str], same: Collection[str], **others: Any) -> Fields:
+        """The fields `same` of this object, which are called as `told` has it here and in errors, and `others`."""
+        return Fields({name: self.get(told.get(name, name)) for name in same} | others, self._path, told)
 
     def get(self, name: str) -> Any:
         return self.data.get(name)

@@ -1,12 +1,10 @@
-"""Ollama's endpoints for programs that know only those: what they take, what they give, and where."""
+"""Ollama's endpoints for programs that know only those, translated into chats of OpenAI's and back."""
 
 from __future__ import annotations
 
 import json
-import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -14,49 +12,33 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from ..client.generation.sampling import Sampling
 from ..version import __version__
 from .engine.core import Core
 from .engine.generation import (
     ChatRequest,
-    ChosenToken,
     CompletionRequest,
     Finished,
-    Grammar,
+    Piece,
     ServedModel,
     TextRequest,
     provenance,
 )
 from .engine.preparing import PreparedChat, prepare_chat, prepare_completion
-from .engine.tools import ToolCall, tool_form
+from .engine.tools import tool_form
 from .errors import ApiError, error_object
 from .fields import Fields
 from .http.answers import AnswersResponse
 from .http.bodies import read_asked
-from .one_answer import Chunk, SingleAnswerWriter
-from .parts import (
-    JSON_OBJECT,
-    REQUEST_LIMITS,
-    bounded,
-    function_tool,
-    positive,
-    schema_grammar,
-    session_options,
-    stop_strings,
-    template_call,
-)
+from .openai.objects import Head, TokenText
+from .openai.requests import chat_request, chat_text
+from .openai.writers import ChatWriter
+from .parts import REQUEST_LIMITS, function_tool, template_call
 
-
-@dataclass(frozen=True)
-class OllamaDefaults:
-    """The sampling of Ollama where a request does not say."""
-
-    temperature: float = 0.8
-    top_k: int = 40
-    top_p: float = 0.9
-
-
-OLLAMA: Final = OllamaDefaults()
+_DEFAULTS: Final = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
+"""The sampling of Ollama where a request does not say."""
+_SAME: Final = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "stop")
+_OPTIONS: Final = {**dict(zip(_SAME, _SAME, strict=True)), "repetition_penalty": "repeat_penalty"}
+_AS_OPENAI: Final = {**{name: f"options.{own}" for name, own in _OPTIONS.items()}, "response_format": "format"}
 _LATEST: Final = ":latest"
 
 Message = dict[str, Any]
@@ -76,12 +58,10 @@ def parse_chat(fields: Fields) -> ChatRequest | None:
     Raises:
         ApiError: a field is missing, of a wrong type, out of range, or asks for what is not done here.
     """
-    text = _text(fields)
+    translated = _translated(fields)
     messages = tuple(_message(message) for message in fields.objects("messages", REQUEST_LIMITS.max_messages))
-    if not messages:
-        return None
     tools = tuple(function_tool(tool.needed("function")) for tool in fields.objects("tools", REQUEST_LIMITS.max_tools))
-    return ChatRequest(text, messages, tools, "auto" if tools else "none")
+    return chat_request(translated, messages, tools) if messages else None
 
 
 def parse_generate(fields: Fields) -> ChatRequest | CompletionRequest | None:
@@ -96,7 +76,7 @@ def parse_generate(fields: Fields) -> ChatRequest | CompletionRequest | None:
         context="give the conversation to /api/chat instead",
         images="there is only text here",
     )
-    text, prompt = _text(fields), fields.text("prompt", "")
+    text, prompt = chat_text(_translated(fields)), fields.text("prompt", "")
     if not prompt:
         return None
     if fields.flag("raw"):
@@ -106,47 +86,31 @@ def parse_generate(fields: Fields) -> ChatRequest | CompletionRequest | None:
     return ChatRequest(text, (*before, {"role": "user", "content": prompt}), (), "none")
 
 
-def _text(fields: Fields) -> TextRequest:
+def _translated(fields: Fields) -> Fields:
+    """What is not the prompt, as OpenAI's chats have it."""
     fields.refuse(think="the model cannot be told to think")
-    options = fields.object("options") or Fields({}, "options.")
-    limit = options.integer("num_predict", -REQUEST_LIMITS.largest, REQUEST_LIMITS.largest)
-    logprobs = fields.flag("logprobs")
-    return TextRequest(
+    options, most = fields.object("options") or Fields({}, "options."), REQUEST_LIMITS.largest
+    chosen = {name: options.get(own) for name, own in _OPTIONS.items()}
+    chosen["top_k"] = options.integer("top_k", 0, most)
+    limit = options.integer("num_predict", -most, most)
+    return fields.translated(
+        _AS_OPENAI,
+        ("x_petalnode", *(("logprobs", "top_logprobs") if fields.flag("logprobs") else ())),
+        **_DEFAULTS | {name: value for name, value in chosen.items() if value is not None},
         model=model_name(fields),
-        sampling=_sampling(options),
+        seed=options.integer("seed", -most, most) or None,
         max_tokens=limit if limit is not None and limit > 0 else None,
-        stop=stop_strings(options, "stop"),
-        logprobs=logprobs,
-        top_logprobs=(fields.integer("top_logprobs", 0, 20) or 0) if logprobs else 0,
-        stream=fields.get("stream") is None or fields.flag("stream"),
-        grammar=_grammar(fields),
-        options=session_options(fields),
+        stream=True if fields.get("stream") is None else fields.get("stream"),
+        response_format=_response_format(fields),
     )
 
 
-def _sampling(options: Fields) -> Sampling:
-    top_k = options.integer("top_k", 0, REQUEST_LIMITS.largest)
-    seed = options.integer("seed", -REQUEST_LIMITS.largest, REQUEST_LIMITS.largest)
-    return Sampling(
-        temperature=options.number("temperature", OLLAMA.temperature, 0, 99),
-        top_p=positive(options, "top_p", OLLAMA.top_p),
-        top_k=OLLAMA.top_k if top_k is None else top_k,
-        min_p=options.number("min_p", 0.0, 0, 1),
-        seed=seed or None,
-        repetition_penalty=options.number("repeat_penalty", 1.0, 0.01, 100),
-        presence_penalty=options.number("presence_penalty", 0.0, -2, 2),
-        frequency_penalty=options.number("frequency_penalty", 0.0, -2, 2),
-    )
-
-
-def _grammar(fields: Fields) -> Grammar | None:
-    given = fields.get("format")
-    if given in (None, ""):
+def _response_format(fields: Fields) -> dict[str, Any] | None:
+    if fields.get("format") in (None, ""):
         return None
-    if isinstance(given, str):
-        fields.one_of("format", ("json",), "json")
-        return JSON_OBJECT
-    return bounded(fields, schema_grammar(fields.object("format") or Fields({})), "format")
+    if isinstance(fields.get("format"), str):
+        return {"type": f"{fields.one_of('format', ('json',), '')}_object"}
+    return {"type": "json_schema", "json_schema": {"schema": fields.needed("format").data}}
 
 
 def _message(message: Fields) -> Message:
@@ -175,7 +139,7 @@ def timestamp() -> str:
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
-class LineWriter(SingleAnswerWriter):
+class LineWriter(ChatWriter):
     """
     Args:
         of: the text of a token.
@@ -184,31 +148,30 @@ class LineWriter(SingleAnswerWriter):
 
     media_type = "application/x-ndjson"
 
-    def __init__(self, request: TextRequest, chat: PreparedChat, of: Callable[[int], str], *, is_chat: bool) -> None:
-        super().__init__(request, chat, f"ollama-{secrets.token_hex(12)}")
-        self.model = request.model
-        self._request = request
-        self._of = of
+    def __init__(self, request: TextRequest, chat: PreparedChat, of: TokenText, *, is_chat: bool) -> None:
+        super().__init__(request, Head(request.model, "ollama", ""), of, chat)
         self._is_chat = is_chat
         self._begun = time.perf_counter()
         self._first: float | None = None
-        self._text = ""
-        self._logprobs: list[dict[str, Any]] = []
+        self._measured: dict[str, Any] = {}
 
-    def encoded(self, chunk: Chunk | None) -> bytes:
+    def encoded(self, chunk: dict[str, Any] | None) -> bytes:
         return b"" if chunk is None else json.dumps(chunk, ensure_ascii=False).encode() + b"\n"
 
-    def add(self, text: str, tokens: Sequence[ChosenToken]) -> list[Chunk]:
-        if tokens:
-            self._first = self._first or time.perf_counter()
-        logprobs = self._likelihoods(tokens) if self._request.logprobs else []
-        return [self._line(text, (), logprobs)] if text or logprobs else []
+    def opening(self) -> list[dict[str, Any]]:
+        return []
 
-    def finish(self, end: Finished, calls: Sequence[ToolCall]) -> list[Chunk]:
-        chunks = [self._line("", calls, [])] if calls else []
+    def take(self, piece: Piece) -> list[dict[str, Any]]:
+        if piece.tokens:
+            self._first = self._first or time.perf_counter()
+        said = [chunk["choices"][0] for chunk in super().take(piece)]
+        return [self._line(one["delta"], one) for one in said if one["delta"]["content"] or one["logprobs"]]
+
+    def close(self, end: Finished) -> list[dict[str, Any]]:
+        said = [chunk["choices"][0] for chunk in super().close(end)]
         now = time.perf_counter()
         first = self._first or now
-        last = {
+        self._measured = {
             "done": True,
             "done_reason": end.reason,
             "total_duration": _nanoseconds(now - self._begun),
@@ -219,45 +182,39 @@ class LineWriter(SingleAnswerWriter):
             "eval_duration": _nanoseconds(now - first),
             "x_petalnode": {"id": self.name, **provenance([end])},
         }
-        self.complete = {**self._line(self._text, calls, self._logprobs, kept=False), **last}
-        return [*chunks, {**self._line("", (), [], kept=False), **last}]
+        lines = [self._line(one["delta"], one) for one in said]
+        return [*lines[:-1], {**lines[-1], **self._measured}]
 
-    def failed(self, error: ApiError) -> Chunk:
+    def failed(self, error: ApiError) -> dict[str, Any]:
         return error_object(error, PREFIX)
 
-    def _line(
-        self, text: str, calls: Sequence[ToolCall], logprobs: list[dict[str, Any]], *, kept: bool = True
-    ) -> Chunk:
-        if kept and not self.streams:
-            self._text += text
-            self._logprobs += logprobs
-        line: Chunk = {"model": self.model, "created_at": timestamp(), "done": False}
+    def whole(self) -> dict[str, Any]:
+        (choice,) = super().whole()["choices"]
+        return {**self._line(choice["message"], choice), **self._measured}
+
+    def _line(self, said: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
+        line: dict[str, Any] = {"model": self._head.model, "created_at": timestamp(), "done": False}
+        text = said.get("content") or ""
         if self._is_chat:
-            message: dict[str, Any] = {"role": "assistant", "content": text}
-            if calls:
-                message["tool_calls"] = [_call(call) for call in calls]
-            line["message"] = message
+            calls = [_call(call) for call in said.get("tool_calls", ())]
+            line["message"] = {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
         else:
             line["response"] = text
-        if logprobs:
-            line["logprobs"] = logprobs
+        if choice["logprobs"] and choice["logprobs"]["content"]:
+            line["logprobs"] = [
+                {**_likelihood(token), "top_logprobs": [_likelihood(likely) for likely in token["top_logprobs"]]}
+                for token in choice["logprobs"]["content"]
+            ]
         return line
 
-    def _likelihoods(self, tokens: Sequence[ChosenToken]) -> list[dict[str, Any]]:
-        return [
-            {
-                **self._likelihood(chosen.token, chosen.logprob),
-                "top_logprobs": [self._likelihood(*likely) for likely in chosen.top],
-            }
-            for chosen in tokens
-        ]
 
-    def _likelihood(self, token: int, logprob: float | None) -> dict[str, Any]:
-        return {"token": self._of(token), "logprob": max(logprob or 0.0, -9999.0)}
+def _likelihood(token: dict[str, Any]) -> dict[str, Any]:
+    return {"token": token["token"], "logprob": token["logprob"] or 0.0}
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
-    return {"function": {"name": call.name, "arguments": json.loads(call.arguments)}}
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    called = call["function"]
+    return {"function": {"name": called["name"], "arguments": json.loads(called["arguments"])}}
 
 
 def _nanoseconds(seconds: float) -> int:

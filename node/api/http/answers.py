@@ -39,6 +39,9 @@ class AnswerWriter(Protocol):
     def take(self, piece: Piece) -> list[dict[str, Any]]:
         """The chunks of a piece."""
 
+    def progress(self, now: AnswerProgress) -> list[dict[str, Any]]:
+        """The chunks that tell how far a choice is, if the request asks for that."""
+
     def close(self, end: Finished) -> list[dict[str, Any]]:
         """The chunks at the end of a choice."""
 
@@ -59,20 +62,10 @@ class AnswerWriter(Protocol):
 
 
 class AnswersResponse(Response):
-    """The response of a request for answers: nothing is computed before it is sent, or when its client has gone.
+    """The response of a request for answers: nothing is computed before it is sent, or when its client has gone."""
 
-    `progress` makes chunks of how far the answer is, if the request asks for that.
-    """
-
-    def __init__(
-        self,
-        core: Core,
-        wanted: GenerationRequest,
-        writer: AnswerWriter,
-        progress: Callable[[AnswerProgress], list[dict[str, Any]]] = lambda now: [],
-    ) -> None:
+    def __init__(self, core: Core, wanted: GenerationRequest, writer: AnswerWriter) -> None:
         super().__init__()
-        self._progress = progress
         self._core = core
         self._wanted = wanted
         self._writer = writer
@@ -98,7 +91,7 @@ class AnswersResponse(Response):
     def _chunks(self, happened: Piece | AnswerProgress | Finished) -> list[dict[str, Any]]:
         if isinstance(happened, Piece):
             return self._writer.take(happened)
-        return self._progress(happened) if isinstance(happened, AnswerProgress) else self._close(happened)
+        return self._writer.progress(happened) if isinstance(happened, AnswerProgress) else self._close(happened)
 
     def _close(self, end: Finished) -> list[dict[str, Any]]:
         chunks = self._writer.close(end)

@@ -79,14 +79,14 @@ class _OpenAIEndpoints:
         wanted = prepared.generation
         head = self._head(wanted, "chatcmpl")
         writer = ChatWriter(asked.text, head, core.text.token_text, prepared)
-        return AnswersResponse(core, wanted, writer, writer.progress)
+        return AnswersResponse(core, wanted, writer)
 
     async def completions(self, request: Request) -> Response:
         core, asked = self._core, await read_asked(request, self._core, parse_completion)
         wanted = await prepare_completion(core, request.state.owner, asked)
         head = self._head(wanted, "cmpl")
         writer = TextWriter(asked.text, head, len(wanted.prompts), core.text.token_text)
-        return AnswersResponse(core, wanted, writer, writer.progress)
+        return AnswersResponse(core, wanted, writer)
 
     def _head(self, wanted: GenerationRequest, prefix: str) -> Head:
         return Head(wanted.model.name, prefix, f"fp_{self._core.client.model.version.hex()[:10]}")

@@ -149,4 +149,9 @@ def event(data: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
+def named_event(data: dict[str, Any]) -> bytes:
+    """One server-sent event whose name is its `type`."""
+    return f"event: {data['type']}\n".encode() + event(data)
+
+
 DONE: Final = b"data: [DONE]\n\n"

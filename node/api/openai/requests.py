@@ -40,6 +40,23 @@ def parse_chat(fields: Fields) -> ChatRequest:
     )
     if fields.get("modalities") not in (None, ["text"]):
         raise fields.wrong("modalities", "there is only text here", "unsupported_parameter")
+    messages = tuple(_message(message) for message in fields.objects("messages", REQUEST_LIMITS.max_messages))
+    if not messages:
+        raise fields.wrong("messages", "at least one message is needed")
+    tools = tuple(_tool(tool) for tool in fields.objects("tools", REQUEST_LIMITS.max_tools))
+    return chat_request(fields, messages, tools)
+
+
+def chat_request(
+    fields: Fields, messages: tuple[dict[str, Any], ...], tools: tuple[dict[str, Any], ...]
+) -> ChatRequest:
+    """A chat whose messages and tools are read already. Raises ApiError."""
+    text, (tool, named) = chat_text(fields), _tool_choice(fields, tools)
+    return ChatRequest(text, messages, tools, tool, named, fields.get("parallel_tool_calls") is not False)
+
+
+def chat_text(fields: Fields) -> TextRequest:
+    """What a chat has in common with other texts. Raises ApiError."""
     text = _text_request(
         fields,
         max_tokens=_limit(fields, "max_completion_tokens", _limit(fields, "max_tokens", None)),
@@ -48,13 +65,7 @@ def parse_chat(fields: Fields) -> ChatRequest:
     )
     if text.top_logprobs and not text.logprobs:
         raise fields.wrong("top_logprobs", "it needs logprobs: true")
-    messages = tuple(_message(message) for message in fields.objects("messages", REQUEST_LIMITS.max_messages))
-    if not messages:
-        raise fields.wrong("messages", "at least one message is needed")
-    tools = tuple(_tool(tool) for tool in fields.objects("tools", REQUEST_LIMITS.max_tools))
-    tool, named = _tool_choice(fields, tools)
-    parallel = fields.get("parallel_tool_calls") is not False
-    return ChatRequest(text, messages, tools, tool, named, parallel)
+    return text
 
 
 def parse_completion(fields: Fields) -> CompletionRequest:

@@ -8,21 +8,26 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..engine.generation import ChosenToken, Finished, provenance
+from ...trust.receipt_file import SignedReply
+from ..engine.generation import AnswerProgress, ChosenToken, Finished, Piece, provenance
 from ..engine.preparing import PreparedChat
-from ..engine.tools import ToolCall
+from ..engine.tools import ToolCall, ToolText
 from ..errors import ApiError
-from ..one_answer import Chunk, SingleAnswerWriter
 from ..parts import template_call
-from .objects import TokenText, chat_logprobs
+from .objects import EVENT_STREAM, TokenText, chat_logprobs, named_event
 from .response_requests import ResponseRequest
 
+Chunk = dict[str, Any]
 
-class ResponseWriter(SingleAnswerWriter):
-    """
+
+class ResponseWriter:
+    """As `AnswerWriter` has it.
+
     Args:
         keep: is called with the whole response, and the message that is its answer, when both are complete.
     """
+
+    media_type = EVENT_STREAM
 
     def __init__(
         self,
@@ -31,7 +36,12 @@ class ResponseWriter(SingleAnswerWriter):
         of: TokenText,
         keep: Callable[[dict[str, Any], dict[str, Any]], None],
     ) -> None:
-        super().__init__(asked.text, chat, f"resp_{secrets.token_hex(16)}")
+        self.streams = asked.text.stream
+        self.name = f"resp_{secrets.token_hex(16)}"
+        self._model = chat.generation.model.name
+        self._complete: dict[str, Any] = {}
+        self._tools = ToolText(chat.form, chat.tools)
+        self._replies: list[SignedReply] = []
         self._asked = asked
         self._created = int(time.time())
         self._of = of
@@ -47,12 +57,19 @@ class ResponseWriter(SingleAnswerWriter):
         begun = self._response("in_progress")
         return [self._event("response.created", response=begun), self._event("response.in_progress", response=begun)]
 
-    def finish(self, end: Finished, calls: Sequence[ToolCall]) -> list[Chunk]:
-        chunks = self._end_message(end) if self._is_open or not calls else []
+    def take(self, piece: Piece) -> list[Chunk]:
+        return self._add(self._tools.feed(piece.text), piece.tokens)
+
+    def close(self, end: Finished) -> list[Chunk]:
+        self._replies = list(end.receipts)
+        text, calls = self._tools.end()
+        chunks = self._add(text, ())
+        if self._is_open or not calls:
+            chunks += self._end_message(end)
         for call in calls:
             chunks += self._call(call)
         cut = end.reason == "length" and not calls
-        self.complete = {
+        self._complete = {
             **self._response("incomplete" if cut else "completed"),
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "usage": _usage(end),
@@ -61,8 +78,23 @@ class ResponseWriter(SingleAnswerWriter):
         message: dict[str, Any] = {"role": "assistant", "content": self._text}
         if calls:
             message["tool_calls"] = [template_call(call.name, json.loads(call.arguments), call.id) for call in calls]
-        self._keep(self.complete, message)
-        return [*chunks, self._event(f"response.{self.complete['status']}", response=self.complete)]
+        self._keep(self._complete, message)
+        return [*chunks, self._event(f"response.{self._complete['status']}", response=self._complete)]
+
+    def ending(self) -> list[Chunk]:
+        return []
+
+    def whole(self) -> dict[str, Any]:
+        return self._complete
+
+    def replies(self) -> list[SignedReply]:
+        return self._replies
+
+    def encoded(self, chunk: Chunk | None) -> bytes:
+        return b"" if chunk is None else named_event(chunk)
+
+    def progress(self, now: AnswerProgress) -> list[Chunk]:
+        return []
 
     def failed(self, error: ApiError) -> Chunk:
         failed = {**self._response("failed"), "error": {"code": "server_error", "message": str(error)}}
@@ -82,7 +114,7 @@ class ResponseWriter(SingleAnswerWriter):
             "background": False,
             "error": None,
             "incomplete_details": None,
-            "model": self.model,
+            "model": self._model,
             "output": list(self._output),
             "store": self._asked.store,
             **self._asked.echoed,
@@ -90,7 +122,7 @@ class ResponseWriter(SingleAnswerWriter):
 
     # --- the message
 
-    def add(self, text: str, tokens: Sequence[ChosenToken]) -> list[Chunk]:
+    def _add(self, text: str, tokens: Sequence[ChosenToken]) -> list[Chunk]:
         chosen = tokens if self._asked.text.logprobs else ()
         if not text and not chosen:
             return []
