@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -196,24 +195,8 @@ def show(found: dict[str, Any]) -> None:
         both = [", ".join(f"{value:.0f}" for value in phase[name]) for name in ("growth_mib", "pass_ms")]
         table.add_row(phase["phase"], *both, *figures, *pairs)
     console.print(table)
-    for name, reached in found["reached"].items():
-        console.print(f"{'reached' if reached else 'NOT reached'}: {name}")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    parser.add_argument("--minutes", type=float, default=12.0)
-    parser.add_argument("--attacks", nargs="+", default=list(ALL), choices=list(ALL), metavar="NAME")
-    parser.add_argument("--model", default="smollm2", help="one with a tokenizer")
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory(prefix="petalnode-bench-") as scratch:
-        found = run(options, Path(scratch))
-    print(json.dumps({"attacked_nodes": found})) if options.json else show(found)
-    sys.exit(not all(found["reached"].values()))
+    under_attack.show_reached(console, found)
 
 
 if __name__ == "__main__":
-    main()
+    under_attack.command("attacked_nodes", __doc__, list(ALL), 12.0, run, show)

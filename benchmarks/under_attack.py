@@ -350,26 +350,38 @@ def show(found: dict[str, Any]) -> None:
         )
     console.print(table)
     console.print("left after a minute:", found["left"])
+    show_reached(console, found)
+
+
+def show_reached(console: Console, found: dict[str, Any]) -> None:
     for name, reached in found["reached"].items():
         console.print(f"{'reached' if reached else 'NOT reached'}: {name}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def command(
+    name: str,
+    description: str | None,
+    attacks: Sequence[str],
+    minutes: float,
+    run: Callable[[argparse.Namespace, Path], dict[str, Any]],
+    show: Callable[[dict[str, Any]], None],
+) -> None:
+    """Reads the options, runs the attacks and shows what came of them; exit code 1 if an aim was not reached."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--attacks", nargs="+", default=list(ATTACKS), choices=list(ATTACKS), metavar="NAME")
-    parser.add_argument("--model", default="smollm2", help="tiny: a made-up one of 6 blocks")
+    parser.add_argument("--minutes", type=float, default=minutes)
+    parser.add_argument("--attacks", nargs="+", default=list(attacks), choices=list(attacks), metavar="NAME")
+    parser.add_argument("--model", default="smollm2", help="with a tokenizer; or tiny, made up (under_attack.py)")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory(prefix="petalnode-bench-") as scratch:
         found = run(options, Path(scratch))
-    print(json.dumps({"under_attack": found})) if options.json else show(found)
+    print(json.dumps({name: found})) if options.json else show(found)
     sys.exit(not all(found["reached"].values()))
 
 
 if __name__ == "__main__":
-    main()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    command("under_attack", __doc__, list(ATTACKS), 30.0, run, show)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import trio
 
 from petalnode.node.network.nat import hole_punching
 from petalnode.protocols.delimited import DelimitedStream
 from petalnode.protocols.framing import PeerError, StreamClosed
 from petalnode.protocols.nat_traversal import PUNCH, exchange_first
-from tests.swarm.relays import host_here, relay_here, reserve, until
-from tests.swarm.test_punching import met_at_a_relay, punches
+from tests.swarm.relays import until
+from tests.swarm.test_punching import met_at_a_relay
 
 ADDRS = ["/ip4/203.0.113.5/tcp/1"]
 
@@ -25,19 +24,10 @@ async def test_who_came_through_a_relay_does_not_start() -> None:
 async def test_a_peer_that_falls_silent_holds_a_place_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hole_punching, "_MESSAGE", 300.0)
     monkeypatch.setattr(hole_punching, "_WHOLE", 0.2)
-    async with (
-        relay_here() as (relay, _),
-        host_here() as target,
-        host_here() as client,
-        trio.open_nursery() as nursery,
-    ):
-        punches(client, nursery)
-        client.remember(target.peer_id, await reserve(target, relay))
-        await client.connect(target.peer_id)
+    async with met_at_a_relay(dialer_punches=True) as (target, client, _):
         await until(lambda: target.is_connected(client.peer_id), "the relayed connection")
         for _ in range(3):
             stream = DelimitedStream(await target.open_stream(client.peer_id, PUNCH), client.peer_id)
             await exchange_first(stream, [], timeout=60)
             with pytest.raises(PeerError):
                 await stream.receive_bytes(timeout=60)
-        nursery.cancel_scope.cancel()

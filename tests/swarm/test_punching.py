@@ -31,15 +31,17 @@ def punches(host: Host, nursery: trio.Nursery) -> HolePuncher:
 
 
 @asynccontextmanager
-async def met_at_a_relay(*, listens: bool = False) -> AsyncIterator[tuple[Host, Host, trio.Nursery]]:
-    """A host that was reached through a relay and punches, and the one that reached it, which need not."""
+async def met_at_a_relay(
+    *, listens: bool = False, dialer_punches: bool = False
+) -> AsyncIterator[tuple[Host, Host, trio.Nursery]]:
+    """A host that was reached through a relay and the one that reached it; one of them punches, the other need not."""
     async with (
         relay_here() as (relay, _),
         host_here() as target,
         host_here(listens=listens) as client,
         trio.open_nursery() as nursery,
     ):
-        punches(target, nursery)
+        punches(client if dialer_punches else target, nursery)
         client.remember(target.peer_id, await reserve(target, relay))
         await client.connect(target.peer_id)
         yield target, client, nursery
@@ -128,15 +130,7 @@ async def test_addresses_are_exchanged_through_a_relay_only():
 async def test_a_peer_that_never_gives_the_sign_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     # All of them are asked while the first ones are still waited for.
     monkeypatch.setattr(hole_punching, "_MESSAGE", 300.0)
-    async with (
-        relay_here() as (relay, _),
-        host_here() as target,
-        host_here() as client,
-        trio.open_nursery() as nursery,
-    ):
-        punches(client, nursery)
-        client.remember(target.peer_id, await reserve(target, relay))
-        await client.connect(target.peer_id)
+    async with met_at_a_relay(dialer_punches=True) as (target, client, _):
         await until(lambda: target.is_connected(client.peer_id), "the relayed connection")
         answers = 0
         for _ in range(20):  # a peer has one place
@@ -145,7 +139,6 @@ async def test_a_peer_that_never_gives_the_sign_holds_nothing(monkeypatch: pytes
                 await exchange_first(stream, [], timeout=60)
                 answers += 1
         assert answers == 1
-        nursery.cancel_scope.cancel()
 
 
 async def test_a_sign_without_addresses_is_answered_by_dialing_nobody():
