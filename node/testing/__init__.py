@@ -1,4 +1,4 @@
-"""For tests, of this project and of programs that are built on it: whole swarms in one process, without sockets.
+"""For tests, of programs that are built on petalnode and of its own: whole swarms in one process, without sockets.
 
 `memory_stream` has the two ends of a stream with the real framing and the faults of a network, `memory_network` nodes
 that reach each other over such streams, `memory_servers` real servers and clients on them.
@@ -7,11 +7,10 @@ that reach each other over such streams, `memory_servers` real servers and clien
 May use `cli` and the rooms before it; no room uses it.
 """
 
-from .memory_network import DirectoryNode, MemoryNetwork, MemoryNode, run_autojumping
+from .memory_network import MemoryNetwork, MemoryNode, run_autojumping
 from .memory_stream import MemoryStream, message_streams, stream_pair
 
 __all__ = [
-    "DirectoryNode",
     "MemoryNetwork",
     "MemoryNode",
     "MemoryStream",

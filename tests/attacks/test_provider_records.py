@@ -33,7 +33,7 @@ from petalnode.node.network.provider_store import LIFETIME, MAX_OF_KEY, FairProv
 from petalnode.node.network.transport.bandwidth import ByteCount
 from petalnode.node.swarm import provider_records
 from petalnode.node.swarm.provider_records import SEARCH, ProviderRecords, blocks_sought
-from petalnode.node.testing.memory_network import DirectoryNode, MemoryNetwork
+from petalnode.node.testing import MemoryNetwork
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import (
     Announcement,
@@ -45,6 +45,7 @@ from petalnode.protocols.announcement import (
 from petalnode.protocols.framing import MessageStream
 from petalnode.protocols.ids import DIRECTORY, Span, blocks_key
 from tests.attacks.test_announced_addresses import Trap, victim
+from tests.directory_node import DirectoryNode
 from tests.unit.test_provider_lookup import KEY, OWN, PEERS, PROVIDER, Table, peer
 
 # --- ids near a key

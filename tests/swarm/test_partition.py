@@ -9,9 +9,10 @@ from typing import cast
 import pytest
 import trio
 
-from petalnode.node.testing import DirectoryNode, MemoryNetwork
+from petalnode.node.testing import MemoryNetwork
 from petalnode.protocols.announcement import Announcement, ServerState
 from petalnode.protocols.ids import Span
+from tests.directory_node import DirectoryNode
 
 pytestmark = pytest.mark.virtual_time
 

@@ -23,12 +23,13 @@ from petalnode.node.server.lifecycle.rebalancing import join_where_needed, next_
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.directory import Directory
 from petalnode.node.swarm.swarm import open_swarm
-from petalnode.node.testing import DirectoryNode, MemoryNetwork
+from petalnode.node.testing import MemoryNetwork
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import DOMAIN, Announcement, ServerState, SignedAnnouncement
 from petalnode.protocols.framing import PeerError, StreamTimeout
 from petalnode.protocols.ids import DIRECTORY, TRANSFER, Span
 from tests.connections import connection_lost
+from tests.directory_node import DirectoryNode
 from tests.model_hub import serve_hub
 from tests.slowness import Slowness
 from tests.swarm.processes import LOOPBACK, Nodes, nodes

@@ -17,10 +17,11 @@ import torch
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.server.lifecycle import placement_state, rebalancing
 from petalnode.node.server.lifecycle.placement_state import PlacementState
-from petalnode.node.testing import DirectoryNode, MemoryNode
+from petalnode.node.testing import MemoryNode
 from petalnode.node.testing.memory_servers import MemoryServer
 from petalnode.protocols.announcement import Announcement, ServerState
 from petalnode.protocols.ids import Span
+from tests.directory_node import DirectoryNode
 from tests.swarm.memory_pool import MemoryPool, memory_pool
 from tests.swarm.processes import until
 from tests.tiny_models import NUM_BLOCKS
