@@ -10,7 +10,7 @@ from functools import cache
 from typing import Final
 
 from petalnode.crypto.identity import peer_id_from_bytes
-from petalnode.node.network.transport.limits import MAX_CONNECTIONS, NodeLimits
+from petalnode.node.network.transport.limits import LIMITS, NodeLimits
 from petalnode.node.placement.observed import pinged_at_once
 from petalnode.node.server.lifecycle import other_servers, rebalancing
 from petalnode.node.swarm import announcer, directory
@@ -236,7 +236,7 @@ class World:
     def _count_connections(self, at: int, seconds: float, opened: float) -> None:
         """Those of announcements and questions, and of pings: others open as many to the simulated node."""
         known = len(self.views[at].by_version.get(self.servers[at - 1].version, NOTHING).records)
-        connected = min(len(self.servers), MAX_CONNECTIONS)
+        connected = min(len(self.servers), LIMITS.connections)
         # A model's few servers have met within minutes; who is connected is not pinged to see whether it is there.
         strangers = 0.0 if known <= FEW else 1 - connected / len(self.servers)
         probed = strangers * min(known, pinged_at_once(known)) * seconds / rebalancing.REBALANCING.check_interval

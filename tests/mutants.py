@@ -99,7 +99,12 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
     "node/network/provider_store.py": ("attacks/test_provider_records",),
     "node/network/routing_table.py": _KADEMLIA,
     "node/network/standard_protocols.py": (*_unit("standard_protocols"), "attacks/test_pings_and_pushes"),
-    "node/network/address_shares.py": _KADEMLIA,
+    "node/network/shares.py": (
+        *_unit("kademlia limits bandwidth"),
+        *(f"attacks/test_{name}" for name in ("announced_addresses", "large_bodies_at_api", "gossip_floods")),
+        "attacks/test_relay_and_dial_backs",
+        "swarm/test_evidence_gossip",
+    ),
     "node/models/gguf/*": (*_unit("gguf_header models_gguf"), "attacks/test_changed_gguf", "parity/test_gguf"),
     "node/models/sources/gguf_files.py": (*_unit("models_gguf models_alias"), "attacks/test_changed_gguf"),
     "node/blocks/kernels/packing.py": (*_unit("kernels"), "parity/test_kernels", "parity/test_gguf"),

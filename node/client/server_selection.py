@@ -19,7 +19,7 @@ from ...protocols.announcement import Announcement, ServerState
 from ...protocols.framing import PeerError, wire_nbytes
 from ...protocols.ids import Span
 from ..errors import BadInput, NoChainError, SwarmError
-from ..network.transport.limits import TokenBucket
+from ..network.shares import TokenBucket
 from ..swarm.config import DEFAULT_TTL
 from ..swarm.cost import Estimate, WireCost, choose_codec
 from ..swarm.routing import (

@@ -15,7 +15,7 @@ from multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
 
 from ...crypto.identity import peer_id_to_bytes
-from ...protocols.nat_traversal import read_addr
+from ...protocols.nat_traversal import readable_addrs
 from ..errors import BadInput
 
 _FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)
@@ -216,10 +216,9 @@ def dialable(text: str) -> Multiaddr | None:
         return None
 
 
-def dialable_bytes(data: bytes) -> Multiaddr | None:
-    """As `dialable`, of a stranger's bytes."""
-    addr = read_addr(data)
-    return None if addr is None else dialable(str(addr))
+def dialable_among(addrs: Iterable[bytes]) -> list[Multiaddr]:
+    """Those of a stranger's bytes that are addresses of use, as `dialable` has it."""
+    return [addr for text in readable_addrs(addrs) if (addr := dialable(text)) is not None]
 
 
 def port_of(addr: Multiaddr) -> tuple[socket.AddressFamily, int]:

@@ -25,11 +25,11 @@ from multiaddr import Multiaddr
 
 from ...protocols.announcement import BadAnnouncement, SignedAnnouncement, open_announcement
 from ...protocols.ids import DIRECTORY, directory_key
-from .addresses import dialable, without_peer
+from .addresses import dialable, dialable_among, without_peer
 from .host import Host
 from .kad_messages import record_of
 from .kad_service import KadService
-from .provider_lookup import CLOSEST, Answer, Contact, Lookup, add, address_of, ask, look_up
+from .provider_lookup import CLOSEST, Answer, Contact, Lookup, add, ask, look_up
 from .provider_store import FairProviderStore, Provider
 from .routing_table import RoutingTable
 from .transport.bandwidth import ByteCount
@@ -147,7 +147,7 @@ class Dht:
         start = [peer.contact for peer in self._table.nearest(key)]
         if len(start) < CLOSEST:
             start += map(self._table.contact, self._host.connected()[:_START])
-        own = [Contact(known.peer_id, tuple(filter(None, map(address_of, known.addrs)))) for known in providers]
+        own = [Contact(known.peer_id, tuple(map(str, dialable_among(known.addrs)))) for known in providers]
         return Lookup(key, start, self._host.peer_id, self._origin_of, own)
 
     async def _ask(self, contact: Contact, question: Message, traffic: ByteCount) -> Answer | None:

@@ -32,7 +32,7 @@ from libp2p.tools.anyio_service import background_trio_service
 from ...protocols.delimited import DelimitedStream, parse_message
 from ...protocols.framing import StreamClosed, StreamTimeout
 from .host import GOSSIP_PROTOCOLS, Host, quiet_logs
-from .transport.limits import Rates, TokenBucket
+from .shares import Rates
 from .transport.places import Places
 from .transport.stream_bytes import StreamBytes
 
@@ -192,8 +192,8 @@ class _Pubsub(Pubsub):
 
     async def _wait(self, peer: ID, cost: int) -> None:
         """Waits until the peer may send so much, then until its address may."""
-        await _pass(self._of_peer.of(str(peer)), cost)
-        await _pass(self._of_address.of(self._origin_of(str(peer))), cost)
+        await self._of_peer.wait(str(peer), cost)
+        await self._of_address.wait(self._origin_of(str(peer)), cost)
 
     async def push_msg(self, msg_forwarder: ID, msg: rpc_pb2.Message) -> None:
         try:
@@ -209,17 +209,6 @@ class _Pubsub(Pubsub):
         await stream.reset()
         self._handle_dead_peer(stream.muxed_conn.peer_id)
         return False
-
-
-async def _pass(bucket: TokenBucket, cost: int) -> None:
-    """Waits until so much may pass. Who gives up leaves it to others."""
-    delay = bucket.delay(cost)
-    bucket.take_ahead(cost)
-    try:
-        await trio.sleep(delay)
-    except trio.Cancelled:
-        bucket.take_ahead(-cost)
-        raise
 
 
 def _ids(lists: Iterable[rpc_pb2.ControlIHave] | Iterable[rpc_pb2.ControlIWant]) -> list[bytes]:

@@ -26,10 +26,10 @@ from multiaddr import Multiaddr
 from ...crypto.identity import Identity
 from ..errors import MachineError
 from .addresses import concrete, dialable, ip_of, is_loopback, port_of
+from .shares import origin_of_ip
 from .standard_protocols import IDENTIFY_PUSH, PING, answer_pings, identify, keep_identified, take_pushes
 from .transport.bandwidth import Bandwidth
 from .transport.connections import NEGOTIATION, CircuitDialer, Network, path_of, reason_of
-from .transport.limits import origin_of_ip
 from .transport.negotiation import OneAnswer, OneRoundTrip
 from .transport.raw_connection import Path, PromptSockets, RawConnection, SocketConnection, remote_multiaddr
 from .transport.stream_bytes import CircuitConnection, Connection, StreamBytes

@@ -28,7 +28,7 @@ from .host import Host
 from .kad_messages import KAD, MAX_KEY, MAX_REQUEST, MAX_REQUEST_FIELDS, BadMessage, parse, record_of
 from .provider_store import FairProviderStore
 from .routing_table import RoutingTable
-from .transport.limits import Rates
+from .shares import Rates
 from .transport.stream_bytes import StreamBytes
 from .value_store import MAX_VALUE, ValueStore, open_value
 

@@ -26,11 +26,11 @@ from multiaddr import Multiaddr
 
 from ...protocols.delimited import DelimitedStream
 from ...protocols.framing import PeerError
-from .addresses import dialable, dialable_bytes, host_of, is_public
+from .addresses import dialable, dialable_among, host_of, is_public
 from .host import Host
 from .kad_messages import KAD, MAX_ANSWER, MAX_ANSWER_FIELDS, BadMessage, parse
+from .shares import origin_of_ip
 from .transport.bandwidth import ByteCount
-from .transport.limits import origin_of_ip
 
 log = logging.getLogger(__name__)
 
@@ -276,16 +276,9 @@ def _contacts(peers: Sequence[Message.Peer], limit: int) -> tuple[Contact, ...]:
     for peer in random.sample(list(peers), min(limit, len(peers))):
         if not 2 <= len(peer.id) <= _MAX_ID:
             continue
-        addrs = [text for addr in peer.addrs[:_MAX_ADDRS] if (text := address_of(addr)) is not None]
-        contact = Contact(str(ID(peer.id)), tuple(addrs))
+        contact = Contact(str(ID(peer.id)), tuple(map(str, dialable_among(peer.addrs[:_MAX_ADDRS]))))
         found[contact.peer_id] = contact
     return tuple(found.values())
-
-
-def address_of(data: bytes) -> str | None:
-    """The multiaddr in a stranger's bytes, if a peer can be dialed there."""
-    addr = dialable_bytes(data)
-    return None if addr is None else str(addr)
 
 
 async def ask(host: Host, contact: Contact, question: Message, traffic: ByteCount) -> Answer | None:

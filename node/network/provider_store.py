@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from .address_shares import AddressShares
+from .shares import AddressShares
 
 LIFETIME: Final = 9000.0
 """Seconds that a record is kept: three times as long as servers wait at most before they provide again."""

@@ -18,7 +18,7 @@ from libp2p.peer.id import ID
 
 from ...protocols.delimited import DelimitedStream
 from ...protocols.nat_traversal import IDENTIFY, TRAVERSAL
-from .transport.limits import Rates
+from .shares import Rates
 from .transport.stream_bytes import Connection, StreamBytes
 
 log = logging.getLogger(__name__)
@@ -87,9 +87,7 @@ def answer_pings() -> Handler:
                             await raw.close()
                             return
                         ping += part
-                bucket = rates.of(peer_id)
-                bucket.take_ahead(1)
-                await trio.sleep(bucket.delay(0))
+                await rates.wait(peer_id, 1)
                 with trio.fail_after(PATIENCE):
                     await raw.write(ping)
                 ping = b""

@@ -23,7 +23,7 @@ from ...protocols.announcement import (
     open_announcement,
     open_signed,
 )
-from .address_shares import AddressShares
+from .shares import AddressShares
 from .transport.memory import own_budgets
 
 _NAMESPACE: Final = "petalnode"

@@ -13,7 +13,7 @@ from ...protocols import wire_pb2 as wire
 from ...protocols.announcement import BadAnnouncement, SignedAnnouncement, open_signed
 from ...protocols.directory import NodeInfo
 from ...protocols.framing import MessageStream, ProtocolError
-from ..network.transport.limits import TokenBucket
+from ..network.shares import TokenBucket
 from .sample import sampled
 from .view import SwarmView
 

@@ -23,7 +23,7 @@ from ...protocols.framing import (
     StreamTimeout,
 )
 from ..network.host import Host
-from ..network.transport.limits import ShareCount
+from ..network.shares import ShareCount
 from ..network.transport.memory import own_budgets
 from ..network.transport.stream_bytes import StreamBytes
 

@@ -10,6 +10,7 @@ its owner trusts.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from ...crypto.identity import Identity
 from ...protocols import wire_pb2 as wire
 from ...protocols.evidence import EVIDENCE_SIZES, EvidenceStream, receive_bundle, send_bundle
 from ...protocols.framing import PeerError
+from ..network.shares import ShareCount
 from .bundle import Bundle
 from .evidence_message import (
     EVIDENCE_LIMITS,
@@ -31,7 +33,6 @@ from .evidence_message import (
     EvidenceMessage,
     ForwardingShares,
     KnownMakers,
-    RateLimiter,
     is_recent,
 )
 from .statement import SelfProven, check_statement
@@ -81,10 +82,9 @@ class EvidenceGossip:
         self._endorsements: OrderedDict[_Key, dict[str, Endorsement]] = OrderedDict()
         self._accused: OrderedDict[str, OrderedDict[bytes, None]] = OrderedDict()  # by accused server
         self._held: OrderedDict[bytes, bytes] = OrderedDict()
+        # What was taken lately, by its maker and by who handed it on.
         self._authors, self._relayed, self._relayed_of_known = (
-            RateLimiter(),
-            RateLimiter(EVIDENCE_LIMITS.relayed),
-            RateLimiter(EVIDENCE_LIMITS.relayed),
+            ShareCount(math.inf, seconds=EVIDENCE_LIMITS.rate_seconds) for _ in range(3)
         )
         self._makers, self._shares = KnownMakers(), ForwardingShares()
         # Accepted and not yet delivered, and who handed it on.
@@ -100,11 +100,11 @@ class EvidenceGossip:
         """
         now = self._clock()
         handed_on = self._relayed_of_known if self._is_known(author, now) else self._relayed
-        if self._store.is_banned(author) or not self._authors.has_room(author, now):
+        if self._store.is_banned(author) or not self._authors.has_room(author, EVIDENCE_LIMITS.rate, now=now):
             return False
-        if author != forwarder and not handed_on.allows(forwarder, now):
+        if author != forwarder and not handed_on.add(forwarder, most=EVIDENCE_LIMITS.relayed, now=now):
             return False
-        self._authors.allows(author, now)
+        self._authors.count(author, now=now)
         try:
             message = EvidenceMessage.from_bytes(data, now)
             if message.bundle is not None and message.is_self_proving:

@@ -16,6 +16,7 @@ from ...crypto.identity import Identity, peer_id_from_bytes, peer_id_to_bytes
 from ...crypto.statement import Statement
 from ...protocols import wire_pb2 as wire
 from ...protocols.inference import receipt_from_wire
+from ..network.shares import ShareCount
 from .bundle import BadBundle, Bundle
 
 
@@ -39,16 +40,17 @@ class EvidenceLimits:
     forwarded: int = 24
     """Messages of others that a node passes on in that time: fewer than any neighbour takes from it, so that no
     honest node is cut off for what others have made."""
+    kept_for_known: int = 8
+    """Of these, for makers that are known, and"""
+    kept_for_neighbours: int = 12
+    """for neighbours that hand on little, one of each; the rest is for whoever comes first."""
+    of_one_known: int = 2
     key_age: float = 600.0
     """Seconds since a maker's first message after which it is known."""
     forgotten: float = 86400.0
 
 
 EVIDENCE_LIMITS: Final = EvidenceLimits()
-_KEPT_FOR_KNOWN, _KEPT_FOR_NEIGHBOURS = 8, 12
-"""Of these, for makers that are known, and for neighbours that hand on little; the rest is for whoever comes first."""
-_OF_ONE_KNOWN, _OF_ONE_NEIGHBOUR = 2, 1
-"""Of what is kept, for one known maker, and for one neighbour."""
 
 
 class BadEvidenceMessage(ValueError):
@@ -202,30 +204,6 @@ class EvidenceMessage:
 
 
 @dataclass
-class RateLimiter:
-    """Counts the messages of each sender that were taken lately. Bounded."""
-
-    limit: int = EVIDENCE_LIMITS.rate
-    seconds: float = EVIDENCE_LIMITS.rate_seconds
-    _seen: dict[str, list[float]] = field(default_factory=dict)
-
-    def has_room(self, sender: str, now: float) -> bool:
-        """Whether `allows` would say so; counts nothing."""
-        return sum(time > now - self.seconds for time in self._seen.get(sender, ())) < self.limit
-
-    def allows(self, sender: str, now: float) -> bool:
-        """Whether one more message of this sender is taken; counts it."""
-        times = [time for time in self._seen.pop(sender, []) if time > now - self.seconds]
-        allowed = len(times) < self.limit
-        if allowed:
-            times.append(now)
-        self._seen[sender] = times  # moved to the end: the sender that was silent longest is forgotten first
-        while len(self._seen) > EVIDENCE_LIMITS.max_senders:
-            del self._seen[next(iter(self._seen))]
-        return allowed
-
-
-@dataclass
 class KnownMakers:
     """Since when there are messages of which makers. Bounded, and an older key never gives way to newer ones."""
 
@@ -246,25 +224,21 @@ class KnownMakers:
         return maker in self._heard and now - self._heard[maker][0] >= EVIDENCE_LIMITS.key_age
 
 
-@dataclass
 class ForwardingShares:
     """What a node passes on of others, `EVIDENCE_LIMITS.forwarded` messages at most, divided so that those who make
     many, under however many keys, and those who hand on many, leave room for others."""
 
-    _passed: list[tuple[float, str, str]] = field(default_factory=list)  # when, which share, whose
+    def __init__(self) -> None:
+        limits, period = EVIDENCE_LIMITS, EVIDENCE_LIMITS.rate_seconds
+        kept = limits.kept_for_known + limits.kept_for_neighbours
+        self._known = ShareCount(limits.kept_for_known, limits.of_one_known, seconds=period)
+        self._neighbours = ShareCount(limits.kept_for_neighbours, 1, seconds=period)
+        self._all = ShareCount(limits.forwarded - kept, limits.forwarded, seconds=period)
 
     def allows(self, maker: str, neighbour: str, now: float, *, known: bool) -> bool:
         """Whether a message is passed on; counts it. `known` says that its maker is, `neighbour` handed it over."""
-        self._passed = [passed for passed in self._passed if passed[0] > now - EVIDENCE_LIMITS.rate_seconds]
-        shares = [
-            ("neighbours", neighbour, _OF_ONE_NEIGHBOUR, _KEPT_FOR_NEIGHBOURS),
-            ("all", "", EVIDENCE_LIMITS.forwarded, EVIDENCE_LIMITS.forwarded - _KEPT_FOR_KNOWN - _KEPT_FOR_NEIGHBOURS),
-        ]
-        if known:
-            shares.insert(0, ("known", maker, _OF_ONE_KNOWN, _KEPT_FOR_KNOWN))
-        for share, name, of_one, of_all in shares:
-            used = [whose for _, other, whose in self._passed if other == share]
-            if len(used) < of_all and used.count(name) < of_one:
-                self._passed.append((now, share, name))
-                return True
-        return False
+        return (
+            (known and self._known.add(maker, most=EVIDENCE_LIMITS.of_one_known, now=now))
+            or self._neighbours.add(neighbour, most=1, now=now)
+            or self._all.add("", now=now)
+        )

@@ -24,7 +24,7 @@ from petalnode.node.network.gossip import (
     open_gossip,
 )
 from petalnode.node.network.host import Host
-from petalnode.node.network.transport.limits import TokenBucket
+from petalnode.node.network.shares import Rates, TokenBucket
 from petalnode.node.network.transport.stream_bytes import StreamBytes
 from petalnode.protocols.framing import varint
 from tests.attacks.stranger.services import gossiped
@@ -151,13 +151,13 @@ async def test_many_fields_and_what_cannot_be_read_end_the_stream() -> None:
 
 @pytest.mark.virtual_time
 async def test_who_gives_up_waiting_leaves_the_rate_to_others() -> None:
-    bucket = TokenBucket(1, 10)
+    rates = Rates(1, 10)
     with trio.move_on_after(2):
-        await gossip._pass(bucket, 100)
-    assert bucket.delay(10) == 0
+        await rates.wait("peer", 100)
+    assert rates.of("peer").delay(10) == 0
     begun = trio.current_time()
     for _ in range(3):
-        await gossip._pass(bucket, 10)
+        await rates.wait("peer", 10)
     assert trio.current_time() - begun == 20
 
 

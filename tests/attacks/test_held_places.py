@@ -157,7 +157,7 @@ async def test_keys_of_one_address_leave_requests_for_others() -> None:
         with suppress(Refusal):
             while True:
                 count.check(client)
-                count.add(client, 1)
+                count.add(client)
                 opened.append(client)
                 here["moved"] = "10.0.0.1" if len(opened) > 4 else "10.0.0.2"
         if client == "moved":

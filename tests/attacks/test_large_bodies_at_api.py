@@ -12,11 +12,11 @@ import trio.testing
 from starlette.requests import Request
 
 from petalnode.node.api.engine.generation import ApiLimits
-from petalnode.node.api.engine.turns import FairTurns
 from petalnode.node.api.errors import ApiError
 from petalnode.node.api.fields import parse_object
 from petalnode.node.api.http.answers import page
 from petalnode.node.api.http.bodies import read_asked, read_body
+from petalnode.node.network.shares import Turns
 
 pytestmark = pytest.mark.virtual_time
 
@@ -68,7 +68,7 @@ def test_keys_take_turns_with_large_bodies() -> None:
 
 
 async def _take_turns() -> None:
-    turns, all_there, order = FairTurns(), trio.Event(), []
+    turns, all_there, order = Turns(), trio.Event(), []
     running = 0
 
     async def parse(owner: str, number: int) -> None:
@@ -92,7 +92,7 @@ async def _take_turns() -> None:
 
 
 async def test_a_small_body_waits_for_no_large_one() -> None:
-    core: Any = SimpleNamespace(limits=ApiLimits(), turns=FairTurns())
+    core: Any = SimpleNamespace(limits=ApiLimits(), turns=Turns())
 
     async def receive() -> dict[str, object]:
         return {"type": "http.request", "body": b'{"a": 1}', "more_body": False}
@@ -108,7 +108,7 @@ def test_who_goes_while_waiting_leaves_his_turn_to_others() -> None:
 
 
 async def _leave() -> None:
-    turns, done = FairTurns(), []
+    turns, done = Turns(), []
 
     async def wait(owner: str) -> None:
         async with turns.turn(owner):

@@ -10,7 +10,7 @@ import trio
 import trio.lowlevel
 from libp2p.stream_muxer.exceptions import MuxedStreamReset
 
-from petalnode.node.network.transport.limits import WORK_BURST, WORK_PER_SECOND, NodeLimits
+from petalnode.node.network.transport.limits import WORK, NodeLimits
 from petalnode.node.network.transport.muxed_stream import WOKEN_AT_ONCE, MuxedStream
 from petalnode.node.network.transport.yamux import Muxer
 from tests.memory_muxer import MemoryRaw, OtherEnd, muxer, settled
@@ -101,7 +101,7 @@ async def test_a_quiet_address_need_not_wait_until_those_of_a_loud_one_have_ende
         read_streams(ends, nursery, limits, keys=1, streams=1, origin=HONEST) as [(quiet, _)],
     ):
         await trio.sleep(1)  # what opening them took is forgotten
-        limits.worked(limits.of_address(ATTACKER), 1.9 * WORK_PER_SECOND * WORK_BURST)
+        limits.worked(limits.of_address(ATTACKER), 1.9 * WORK.per_second * WORK.burst)
         await loud.close()
         await quiet.close()
         await trio.sleep(0.01)
@@ -119,7 +119,7 @@ async def test_our_own_streams_are_told_at_once_and_streams_of_a_node_that_stops
     ):
         nursery.start_soon(_read, await ours.open_stream(), "own", ends)
         await settled()
-        limits.worked(limits.of_address(ATTACKER), WORK_PER_SECOND * (1 + WORK_BURST))
+        limits.worked(limits.of_address(ATTACKER), WORK.per_second * (1 + WORK.burst))
         await ours.close()
         await trio.sleep(0.1)
         assert ends.order == ["own"]

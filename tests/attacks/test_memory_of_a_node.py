@@ -12,8 +12,9 @@ import trio
 from petalnode.crypto.identity import Identity
 from petalnode.node.client.request import ServerFailed, WireTensor
 from petalnode.node.client.session.stream import SessionSpec, SessionStream
-from petalnode.node.network.transport.limits import MAX_WINDOWS_OF_PEER
-from petalnode.node.server.lifecycle.other_servers import Turns
+from petalnode.node.network.shares import Turns
+from petalnode.node.network.transport.limits import LIMITS
+from petalnode.node.server.lifecycle.other_servers import TRANSFERS
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.routing import Hop
 from petalnode.node.swarm.streams import SHARES
@@ -92,7 +93,7 @@ def test_payloads_that_never_end_take_no_more_than_a_share() -> None:
     finally:
         tracemalloc.stop()
     # A bytearray that grows has an eighth more than it needs; the libraries' own is some MiB.
-    assert taken < MAX_PAYLOAD * 9 / 8 + MAX_WINDOWS_OF_PEER + 32 * MIB < STREAMS * MAX_PAYLOAD / 4
+    assert taken < MAX_PAYLOAD * 9 / 8 + LIMITS.windows_of_peer + 32 * MIB < STREAMS * MAX_PAYLOAD / 4
 
 
 def hostile_server() -> tuple[SessionStream, Any]:
@@ -160,12 +161,12 @@ async def test_one_peer_leaves_streams_of_a_protocol_for_others() -> None:
 )
 async def test_peers_that_stand_still_keep_no_turns(begun: bytes) -> None:
     """Two peers with many streams, which say nothing or begin to, and never go on."""
-    turns = Turns()
+    turns = Turns(TRANSFERS.at_once, TRANSFERS.contended)
 
     async def serve(peer_id: str, ends: Any) -> None:
         _, stream = message_streams(wire.TransferFrame, peer_id, "node", ends=ends)
         try:
-            await answer_transfer(stream, turns.take, timeout=10)
+            await answer_transfer(stream, turns.turn, timeout=10)
         except PeerError:
             await stream.reset()
 

@@ -8,19 +8,8 @@ import pytest
 import trio
 import trio.lowlevel
 
-from petalnode.node.network.transport.limits import (
-    ACCEPTED_WORK,
-    LEAST_OF_ADDRESS,
-    MAX_HANDSHAKES,
-    MAX_HANDSHAKES_OF_LOUD,
-    MAX_INBOUND,
-    REFUSED_AT_ONCE,
-    REFUSED_PER_SECOND,
-    REFUSED_WORK,
-    WORK_PER_SECOND,
-    NodeLimits,
-    ShareCount,
-)
+from petalnode.node.network.shares import ShareCount
+from petalnode.node.network.transport.limits import LIMITS, WORK, NodeLimits
 from petalnode.node.network.transport.raw_connection import Listener
 from tests.attacks.test_kademlia import LOOPBACK, host
 from tests.memory_muxer import run
@@ -83,15 +72,15 @@ def test_refused_connections_start_no_task_and_leave_the_loop_to_others() -> Non
 
         run(main)
     assert dialed.closed == passes.total
-    assert passes.most <= 2 * REFUSED_AT_ONCE
-    assert 1.8 * REFUSED_PER_SECOND < passes.total < 2.2 * REFUSED_PER_SECOND
+    assert passes.most <= 2 * LIMITS.refused_at_once
+    assert 1.8 * LIMITS.refused_per_second < passes.total < 2.2 * LIMITS.refused_per_second
 
 
 @pytest.mark.virtual_time
 async def test_a_loud_address_has_few_handshakes_under_way_while_others_are_served() -> None:
     limits = NodeLimits()
-    connections = ShareCount(MAX_INBOUND, LEAST_OF_ADDRESS)
-    handshakes = ShareCount(MAX_HANDSHAKES, LEAST_OF_ADDRESS)
+    connections = ShareCount(LIMITS.inbound, LIMITS.least_of_address)
+    handshakes = ShareCount(LIMITS.handshakes, LIMITS.least_of_address)
 
     def admitted(origin: str) -> int:
         count = 0
@@ -102,16 +91,16 @@ async def test_a_loud_address_has_few_handshakes_under_way_while_others_are_serv
             handshakes.remove(origin)
         return count
 
-    assert admitted(ATTACKER) == MAX_HANDSHAKES // 2
+    assert admitted(ATTACKER) == LIMITS.handshakes // 2
     assert not limits.of_address(ATTACKER).is_quiet, "accepting is work"
     limits.served_at = trio.current_time()
-    assert admitted(ATTACKER) == MAX_HANDSHAKES_OF_LOUD
+    assert admitted(ATTACKER) == LIMITS.handshakes_of_loud
     assert limits.admit(limits.of_address(HONEST), connections, handshakes)
-    assert limits.of_address(HONEST).recent.amount() == ACCEPTED_WORK
-    for _ in range(MAX_INBOUND // 2):
+    assert limits.of_address(HONEST).recent.amount() == WORK.accepted
+    for _ in range(LIMITS.inbound // 2):
         connections.add(HONEST)
     assert not limits.admit(limits.of_address(HONEST), connections, handshakes)
-    assert limits.of_address(HONEST).recent.amount() == ACCEPTED_WORK + REFUSED_WORK
+    assert limits.of_address(HONEST).recent.amount() == WORK.accepted + WORK.refused
 
 
 async def test_a_loud_address_is_refused_at_the_socket_and_another_one_is_not() -> None:
@@ -124,14 +113,14 @@ async def test_a_loud_address_is_refused_at_the_socket_and_another_one_is_not() 
             return await trio.open_tcp_stream("127.0.0.1", port, local_address=source)
 
         held = []
-        for _ in range(2 * MAX_HANDSHAKES_OF_LOUD):
-            limits.worked(loud, WORK_PER_SECOND / 100)
+        for _ in range(2 * LIMITS.handshakes_of_loud):
+            limits.worked(loud, WORK.per_second / 100)
             limits.served_at = trio.current_time()
             held.append(await dial("127.0.0.2"))
         before = limits.of_address("127.0.0.3").users
         limits.served_at = trio.current_time()
         held.append(await dial("127.0.0.3"))
         await eventually(lambda: limits.of_address("127.0.0.3").users > before, "the other one is accepted")
-        assert loud.users <= MAX_HANDSHAKES_OF_LOUD
+        assert loud.users <= LIMITS.handshakes_of_loud
         for stream in held:
             await trio.aclose_forcefully(stream)

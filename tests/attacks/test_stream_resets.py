@@ -11,14 +11,7 @@ import trio
 import trio.lowlevel
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.network.transport.limits import (
-    HANDSHAKE_WORK,
-    STREAM_WORK,
-    WORK_AT_ONCE,
-    WORK_PER_SECOND,
-    WORK_WHILE_SERVING,
-    NodeLimits,
-)
+from petalnode.node.network.transport.limits import WORK, NodeLimits
 from petalnode.node.network.transport.muxed_stream import ACK, DATA, HEADER, PING, RST, SYN, WINDOW_UPDATE
 from petalnode.node.network.transport.stream_bytes import StreamBytes
 from petalnode.node.network.transport.yamux import Muxer
@@ -112,11 +105,11 @@ def test_many_keys_of_an_address_have_the_turns_of_one() -> None:
             assert neighbour.lost is None
             # A pair of frames is the opening of a stream, whatever the number of keys.
             pairs = (counted.total - first) / 2
-            assert pairs <= 5.5 * WORK_PER_SECOND / (STREAM_WORK + 2)
+            assert pairs <= 5.5 * WORK.per_second / (WORK.stream + 2)
 
     with frames_taken(counted.note):
         run(main)
-    assert counted.most <= 2 * KEYS * (WORK_AT_ONCE // STREAM_WORK + 1)
+    assert counted.most <= 2 * KEYS * (WORK.at_once // WORK.stream + 1)
 
 
 def test_pings_of_many_keys_have_the_turns_of_one_address() -> None:
@@ -126,11 +119,11 @@ def test_pings_of_many_keys_have_the_turns_of_one_address() -> None:
         trio.lowlevel.add_instrument(counted)
         async with flooded(PINGS, NodeLimits(), counted) as (first, _):
             await trio.sleep(0.9)
-            assert counted.total - first <= 1.5 * WORK_PER_SECOND
+            assert counted.total - first <= 1.5 * WORK.per_second
 
     with frames_taken(counted.note):
         run(main)
-    assert counted.most <= KEYS * WORK_AT_ONCE + 1
+    assert counted.most <= KEYS * WORK.at_once + 1
 
 
 @pytest.mark.virtual_time
@@ -139,7 +132,7 @@ async def test_who_waits_for_its_turn_is_not_taken_for_dead() -> None:
     async with connections(2, ATTACKER, limits) as [(first, other), (second, quiet)]:
         quiet.open(1)
         await settled()
-        limits.worked(limits.of_address(ATTACKER), 60 * WORK_PER_SECOND)
+        limits.worked(limits.of_address(ATTACKER), 60 * WORK.per_second)
         quiet.say(PING, SYN, 0, 7)
         other.say(PING, SYN, 0, 7)
         await trio.sleep(50)
@@ -194,8 +187,8 @@ async def test_strangers_take_less_while_others_use_what_they_were_granted() -> 
                     await trio.sleep(0.05)
             return counted.total
 
-    assert await pings_taken(False) > 0.9 * WORK_PER_SECOND
-    assert 0.5 * WORK_WHILE_SERVING < await pings_taken(True) < 1.3 * WORK_WHILE_SERVING
+    assert await pings_taken(False) > 0.9 * WORK.per_second
+    assert 0.5 * WORK.while_serving < await pings_taken(True) < 1.3 * WORK.while_serving
 
 
 @pytest.mark.virtual_time
@@ -245,7 +238,7 @@ async def test_handshakes_are_work_of_their_address() -> None:
                 await sock.connect(("127.0.0.1", port))
                 await eventually(lambda use=use, before=before: use.users > before, "the connection is accepted")
             two, one = (use.recent.amount() for use in uses)
-            assert HANDSHAKE_WORK * 0.9 < one < 2 * HANDSHAKE_WORK
+            assert WORK.handshake * 0.9 < one < 2 * WORK.handshake
             assert two > 0
             for sock in socks:
                 sock.close()

@@ -8,7 +8,7 @@ import pytest
 import trio
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.network.transport.limits import WORK_BYTES
+from petalnode.node.network.transport.limits import WORK
 from petalnode.node.server.lifecycle.other_servers import serve_transfers
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import open_swarm
@@ -39,7 +39,7 @@ async def test_the_test_of_a_line_is_no_grant() -> None:
             await stream.send(frame, [bytes(size)], timeout=TIMEOUT)
             _, [payload] = await stream.receive(timeout=TIMEOUT)
             assert len(payload) == size
-        assert use.recent.amount() - before > DIRECTORY_LIMITS.transfer_bytes / WORK_BYTES / 2, (
+        assert use.recent.amount() - before > DIRECTORY_LIMITS.transfer_bytes / WORK.bytes_of_unit / 2, (
             "what it sent is counted"
         )
         assert limits.served_at == -math.inf, "nobody uses what it was granted"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
 
 from petalnode.crypto.identity import Identity
+from petalnode.node.network.shares import REMEMBERED, ShareCount
 from petalnode.node.trust import evidence_gossip
 from petalnode.node.trust.bundle import Bundle, equivocation_bundle
 from petalnode.node.trust.evidence_gossip import HELD, EvidenceGossip
@@ -18,7 +20,6 @@ from petalnode.node.trust.evidence_message import (
     EvidenceMessage,
     ForwardingShares,
     KnownMakers,
-    RateLimiter,
     TrustedValidators,
     is_answer_recent,
 )
@@ -145,11 +146,12 @@ def test_what_is_remembered_of_one_server_is_bounded_and_junk_keeps_nobody_out()
 
 
 def test_rates_forget_and_are_bounded() -> None:
-    rates = RateLimiter(limit=2, seconds=10)
-    assert [rates.allows("a", now) for now in (0, 1, 2, 11, 12)] == [True, True, False, True, True]
-    for number in range(3000):
-        rates.allows(f"{number}", 20)
-    assert held(rates) <= 1000
+    rates = ShareCount(math.inf, seconds=10)
+    assert [rates.add("a", most=2, now=now) for now in (0, 1, 2, 11, 12)] == [True, True, False, True, True]
+    for number in range(3 * REMEMBERED):
+        assert rates.add(f"{number}", most=2, now=20)
+    assert held(rates) <= 2 * REMEMBERED
+    assert rates.add("a", most=2, now=30) and held(rates) == 2, "what is over is forgotten"
 
 
 def test_a_message_counts_once_and_only_if_it_was_taken_lately() -> None:
@@ -261,7 +263,8 @@ def test_what_is_passed_on_leaves_room_for_known_makers_and_for_each_neighbour()
     others = [shares.allows("new", f"neighbour {number}", now, known=False) for number in range(20)]
     assert others == [True] * 11 + [False] * 9
     assert sum([5, 2, *known, *others]) == EVIDENCE_LIMITS.forwarded
-    assert shares.allows("new", "a", now + EVIDENCE_LIMITS.rate_seconds, known=False) and held(shares) == 1
+    now += EVIDENCE_LIMITS.rate_seconds
+    assert [shares.allows("new", "a", now, known=False) for _ in range(6)] == [True] * 5 + [False]
 
 
 def test_a_maker_of_whom_nothing_was_heard_for_a_day_gives_its_place_to_others() -> None:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trio.testing import MockClock
 
-from petalnode.node.network.transport.bandwidth import Throttle, tokens_at, turn_size, wait_for_turn
+from petalnode.node.network.shares import TokenBucket
+from petalnode.node.network.transport.bandwidth import Throttle, turn_size
 
 pytestmark = pytest.mark.virtual_time
 
@@ -27,14 +28,17 @@ def run(main):
 )
 def test_no_more_passes_than_the_rate_and_a_burst(rate, asked):
     """Whoever waits as long as it is told passes no faster than the rate in the long run."""
-    tokens, now, passed, largest = 0.0, 0.0, 0, 0
-    for pause, size, urgent in asked:
-        tokens, now = tokens_at(tokens, pause, rate), now + pause
-        wait = wait_for_turn(tokens, rate, urgent=urgent)
-        tokens, now = tokens_at(tokens, wait, rate), now + wait
-        tokens -= size
-        passed, largest = passed + size, max(largest, size)
-    assert passed <= rate * (now + 1) + largest + 1
+
+    async def main() -> None:
+        bucket, begun, passed, largest = TokenBucket(rate, rate / 4), trio.current_time(), 0, 0
+        for pause, size, urgent in asked:
+            await trio.sleep(pause)
+            await trio.sleep(bucket.delay(-rate / 4 if urgent else 0.0))
+            bucket.take_ahead(size)
+            passed, largest = passed + size, max(largest, size)
+        assert passed <= rate * (trio.current_time() - begun + 1) + largest + 1
+
+    run(main)
 
 
 async def test_a_transfer_takes_as_long_as_the_limit_says():

@@ -19,12 +19,11 @@ from libp2p.peer.peerstore import PeerStore
 from multiaddr import Multiaddr
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.network.address_shares import AddressShares
 from petalnode.node.network.kad_messages import KAD, MAX_ANSWER_FIELDS, BadMessage, parse, record_of
 from petalnode.node.network.kad_service import OF_PEER, PATIENCE, Place, to_drop
 from petalnode.node.network.provider_lookup import Contact, distance
 from petalnode.node.network.routing_table import BUCKET_SIZE, KnownPeer, RoutingTable, superfluous
-from petalnode.node.network.transport.limits import Rates
+from petalnode.node.network.shares import AddressShares, Rates
 from petalnode.node.network.value_store import (
     ENTRY_BYTES,
     MAX_VALUE,
@@ -271,7 +270,7 @@ def test_who_has_most_streams_loses_the_one_that_is_silent_for_longest() -> None
 
 
 async def test_a_peer_may_ask_so_often_and_is_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("petalnode.node.network.transport.limits._REMEMBERED", 3)
+    monkeypatch.setattr("petalnode.node.network.shares.REMEMBERED", 3)
     rate, most = OF_PEER
     rates = Rates(rate, most)
     bucket = rates.of("a")

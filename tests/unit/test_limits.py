@@ -9,8 +9,10 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
+from petalnode.node.network import shares
+from petalnode.node.network.shares import ShareCount, may_have_more, origin_of_ip
 from petalnode.node.network.transport import limits
-from petalnode.node.network.transport.limits import NodeLimits, PeerUse, ShareCount, may_have_more, origin_of_ip
+from petalnode.node.network.transport.limits import NodeLimits, PeerUse
 from petalnode.node.network.transport.memory import budgets_of
 
 
@@ -80,17 +82,17 @@ async def test_frames_flow_in_by_the_clock() -> None:
             count += 1
         return count
 
-    assert taken() == limits.FRAMES_AT_ONCE
+    assert taken() == limits.LIMITS.frames_at_once
     assert taken() == 0
     await trio.sleep(0.5)
-    assert taken() == pytest.approx(limits.FRAMES_PER_SECOND / 2, abs=2)
+    assert taken() == pytest.approx(limits.LIMITS.frames_per_second / 2, abs=2)
     await trio.sleep(3600)
-    assert taken() == pytest.approx(limits.FRAMES_AT_ONCE, abs=2)
+    assert taken() == pytest.approx(limits.LIMITS.frames_at_once, abs=2)
 
 
 @pytest.mark.virtual_time
 async def test_a_new_connection_brings_no_new_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "_REMEMBERED", 4)
+    monkeypatch.setattr(shares, "REMEMBERED", 4)
     node = NodeLimits()
     while node.of("flooder").frames.take():
         pass
@@ -119,8 +121,8 @@ class Busy:
 
 def test_new_names_do_not_cost_more_the_more_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each name of a flood of them had all others looked through, once there were many."""
-    monkeypatch.setattr(limits, "_REMEMBERED", 16)
-    uses = limits.Remembered(Busy)
+    monkeypatch.setattr(shares, "REMEMBERED", 16)
+    uses = shares.Remembered(Busy)
     for number in range(2000):
         uses.of(f"peer {number}")
     assert len(uses) == 2000 and Busy.asked <= 2 * 2000
@@ -164,7 +166,7 @@ async def test_who_holds_the_most_loses_its_fullest_stream() -> None:
 
 @pytest.mark.virtual_time
 async def test_who_is_connected_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "_REMEMBERED", 4)
+    monkeypatch.setattr(shares, "REMEMBERED", 4)
     node = NodeLimits()
     full = Full(node, "connected", 1)
     idle = node.of_address("idle")
@@ -184,8 +186,7 @@ async def test_who_is_connected_is_not_forgotten(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_one_peer_leaves_streams_for_others_and_gives_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "MAX_STREAMS", 100)
-    monkeypatch.setattr(limits, "LEAST_STREAMS", 3)
+    monkeypatch.setattr(limits, "LIMITS", replace(limits.LIMITS, streams=100, least_streams=3))
     node = NodeLimits()
     one, other = node.of("one"), node.of("other")
     assert sum(node.open_stream(one) for _ in range(100)) == 50 == one.streams == node.streams

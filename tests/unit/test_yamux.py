@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import trio
@@ -116,7 +117,7 @@ async def test_frames_that_a_circuit_carries_are_sealed_twice_and_still_fit() ->
 
 
 async def test_too_many_streams_are_refused_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(yamux, "MAX_STREAMS_OF_CONNECTION", 64)
+    monkeypatch.setattr(yamux, "LIMITS", replace(yamux.LIMITS, streams_of_connection=64))
     async with muxer() as (ours, other):
         streams = []
         for number in range(65):
@@ -301,7 +302,7 @@ async def test_what_does_not_speak_yamux_is_cut_off(said: bytes, agreed: bool) -
 
 
 async def test_one_peer_may_send_so_much_beyond_the_usual_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(yamux, "MAX_WINDOWS_OF_PEER", 2 * (WINDOW - INITIAL_WINDOW))
+    monkeypatch.setattr(yamux, "LIMITS", replace(yamux.LIMITS, windows_of_peer=2 * (WINDOW - INITIAL_WINDOW)))
     async with muxer(initiator=True) as (ours, other):
         streams = [await ours.open_stream() for _ in range(3)]
         await streams[0].write(b"x")
@@ -321,7 +322,7 @@ async def test_one_peer_may_send_so_much_beyond_the_usual_windows(monkeypatch: p
 async def test_streams_that_ended_before_they_were_accepted_take_no_more_places(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(yamux, "MAX_STREAMS_OF_CONNECTION", 4)
+    monkeypatch.setattr(yamux, "LIMITS", replace(yamux.LIMITS, streams_of_connection=4))
     node = NodeLimits()
     async with muxer(limits=node) as (ours, other):
         for number in range(5):
@@ -349,12 +350,12 @@ async def test_small_frames_and_new_streams_are_counted_apart() -> None:
     async with muxer() as (ours, other):
         other.open(1)
         stream = await ours.accept_stream()
-        for _ in range(2 * limits.OPENED_AT_ONCE):
+        for _ in range(2 * limits.LIMITS.opened_at_once):
             other.send(1, b"x")
             await stream.read()
             other.say(PING, SYN)
         assert ours.lost is None
-        for number in range(1, 2 * limits.OPENED_AT_ONCE):
+        for number in range(1, 2 * limits.LIMITS.opened_at_once):
             other.open(2 * number + 1)
             other.say(WINDOW_UPDATE, RST, 2 * number + 1)
         with suppress(MuxedConnUnavailable):

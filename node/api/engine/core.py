@@ -27,13 +27,13 @@ from ...client.session.stream import SessionSpec
 from ...client.session_adapter import SessionAdapter, named
 from ...errors import BadInput, NoChainError
 from ...models.adapter import Adapter
+from ...network.shares import Turns
 from ...trust.receipt_file import AnswerReceipts
 from ..errors import REQUEST_ID, ApiError, api_error
 from .choice import AnswerParts, Choice
 from .conversations import CacheScope, Conversations
 from .generation import ApiLimits, ApiTallies, Event, Failed, GenerationRequest, ServedModel, SessionOptions
 from .grammar import Grammars
-from .turns import FairTurns
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Core:
         self._secret = os.urandom(32)
         self.receipts = AnswerReceipts()
         self.tallies = ApiTallies()
-        self.turns = FairTurns()
+        self.turns = Turns()
         self.drafts = False
         self.draft_model: DraftModel | None = None
         self.conversations = Conversations(self._conversation, limits.kept, limits.kept_seconds)

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ...network.transport.limits import ShareCount
+from ...network.shares import ShareCount
 from ..errors import MESSAGES_PATH, REQUEST_ID, ApiError, error_response
 from .keys import ApiKeys
 

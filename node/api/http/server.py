@@ -19,7 +19,7 @@ import h11
 import trio
 
 from ...errors import MachineError
-from ...network.transport.limits import ShareCount, origin_of_ip
+from ...network.shares import ShareCount, origin_of_ip
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from typing import Final, TypeVar
 
@@ -27,7 +26,7 @@ from ....protocols.nat_traversal import (
 )
 from ..addresses import Endpoint, IPAddress, concrete, own_networks
 from ..host import Host
-from ..transport.limits import origin_of_ip
+from ..shares import ShareCount, origin_of_ip
 from ..transport.stream_bytes import StreamBytes
 from .reachability import (
     DialBack,
@@ -64,26 +63,18 @@ class Budget:
     """Keeps dial-backs few: without it, we would be a tool to flood others with."""
 
     def __init__(self) -> None:
-        self._spent: deque[tuple[float, str]] = deque()
-        self._running: Counter[str] = Counter()
+        self._lately = ShareCount(_IN_ALL, _PER_HOST, seconds=_PERIOD)
+        self._running = ShareCount(_AT_ONCE, _AT_ONCE_OF_HOST)
 
     def take(self, ip: IPAddress, now: float) -> bool:
         """Whether one more dial-back to `ip` may start at `now` (seconds). `give_back` when it has ended."""
-        while self._spent and now - self._spent[0][0] >= _PERIOD:
-            self._spent.popleft()
         origin = origin_of_ip(str(ip))
-        to_host = sum(spent == origin for _, spent in self._spent)
-        if to_host >= _PER_HOST or len(self._spent) >= _IN_ALL:
+        if not self._running.has_room(origin, _AT_ONCE_OF_HOST):
             return False
-        if self._running[origin] >= _AT_ONCE_OF_HOST or self._running.total() >= _AT_ONCE:
-            return False
-        self._spent.append((now, origin))
-        self._running[origin] += 1
-        return True
+        return self._lately.add(origin, most=_PER_HOST, now=now) and self._running.add(origin)
 
     def give_back(self, ip: IPAddress) -> None:
-        self._running[origin_of_ip(str(ip))] -= 1
-        self._running += Counter()  # forgets the zeros
+        self._running.remove(origin_of_ip(str(ip)))
 
 
 class DialBackService:

@@ -20,9 +20,9 @@ from ....protocols.circuit import (
 )
 from ....protocols.delimited import DelimitedStream
 from ....protocols.framing import PeerError
-from ..addresses import circuit_address, dialable_bytes, is_circuit
+from ..addresses import circuit_address, dialable_among, is_circuit
 from ..host import Host
-from ..transport.limits import ShareCount
+from ..shares import ShareCount
 from ..transport.stream_bytes import StreamBytes
 
 log = logging.getLogger(__name__)
@@ -74,10 +74,7 @@ class Circuits:
             raise
         await stream.close()
         addrs = [Multiaddr(raw.path.remote_addr)] if raw.path.remote_addr and not raw.path.inbound else []
-        for data in terms.addrs:
-            addr = dialable_bytes(data)
-            if addr is not None and not is_circuit(addr):
-                addrs.append(addr)
+        addrs += [addr for addr in dialable_among(terms.addrs) if not is_circuit(addr)]
         circuits = dict.fromkeys(circuit_address(addr, relay_id) for addr in addrs)
         return Reservation(relay_id, terms.expires, tuple(circuits))
 

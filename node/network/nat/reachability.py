@@ -14,7 +14,7 @@ from ipaddress import IPv4Network, IPv6Network
 from typing import Final, Literal, get_args
 
 from ..addresses import Endpoint, IPAddress
-from ..transport.limits import origin_of_ip
+from ..shares import origin_of_ip
 
 _OBSERVERS: Final = 3  # peers of one family to ask
 _REFRESH: Final = 600.0  # seconds after which a peer is asked again

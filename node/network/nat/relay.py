@@ -39,8 +39,9 @@ from ....protocols.delimited import DelimitedStream
 from ....protocols.framing import PeerError
 from ..addresses import ip_of, is_circuit
 from ..host import Host
+from ..shares import may_have_more, origin_of_ip
 from ..transport.bandwidth import Throttle
-from ..transport.limits import LEAST_OF_ADDRESS, may_have_more, origin_of_ip
+from ..transport.limits import LIMITS
 from ..transport.stream_bytes import Connection, StreamBytes
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ def admit_reservation(load: RelayLoad, limits: RelayLimits, *, renews: bool) -> 
     """Whether a peer gets a reservation; who has one keeps it."""
     own = load.reservations_of_address
     free = own < limits.reservations_per_address and may_have_more(
-        own, load.reservations, limits.reservations, LEAST_OF_ADDRESS
+        own, load.reservations, limits.reservations, LIMITS.least_of_address
     )
     return pb.OK if renews or free else pb.RESERVATION_REFUSED
 
@@ -107,7 +108,7 @@ def admit_circuit(load: RelayLoad, limits: RelayLimits) -> Status:
     free = (
         load.circuits_of_peer < limits.circuits_per_peer
         and load.circuits_of_address < limits.circuits_per_address
-        and may_have_more(load.circuits_of_address, load.circuits, limits.circuits, LEAST_OF_ADDRESS)
+        and may_have_more(load.circuits_of_address, load.circuits, limits.circuits, LIMITS.least_of_address)
         and may_have_more(load.circuits_of_address_to_peer, load.circuits_to_peer, limits.circuits_to_peer, _LEAST_TO)
     )
     return pb.OK if free else pb.RESOURCE_LIMIT_EXCEEDED

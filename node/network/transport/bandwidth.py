@@ -1,11 +1,9 @@
-"""Limits in bytes per second that are shared fairly (a token bucket, and who may take from it next), and the bytes that
-went."""
+"""Limits in bytes per second that are shared fairly, and the bytes that went."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections import OrderedDict, deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Final
@@ -13,6 +11,7 @@ from typing import Final
 import trio
 
 from ...errors import BadInput
+from ..shares import Line, TokenBucket
 
 _UNITS: Final = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _MIN_RATE: Final = 10_000
@@ -23,18 +22,6 @@ _STARVING: Final = 0.25  # seconds for which urgent bytes may keep all others wa
 _TURN: Final = 0.05  # seconds' worth that one turn should take, so that nobody waits long for the others
 _LEAST_TURN: Final = 4096  # bytes
 _MOST_TURN: Final = 256 * 1024
-
-
-def tokens_at(tokens: float, seconds: float, rate: float, burst: float = _BURST) -> float:
-    """What a bucket of `tokens` bytes (fewer than none: some went ahead of their time) has after so many seconds, with
-    `rate` bytes per second flowing in up to the burst that is allowed."""
-    return min(rate * burst, tokens + seconds * rate)
-
-
-def wait_for_turn(tokens: float, rate: float, *, urgent: bool, burst: float = _BURST) -> float:
-    """Seconds until something may go, however large it is: what is taken beyond the tokens, later turns wait out."""
-    least = -rate * burst if urgent else 0.0
-    return 0.0 if tokens > least - 1.0 else (least - tokens) / rate
 
 
 def turn_size(rate: float) -> int:
@@ -58,28 +45,24 @@ class Throttle:
 
     def __init__(self, rate: float, burst: float = _BURST) -> None:
         self.turn_size = turn_size(rate)
-        self._rate = rate
+        self._ahead = rate * burst  # urgent ones may go so much ahead of their time
         self._burst = burst
-        self._tokens = rate * burst
-        self._at = trio.current_time()
-        self._urgent: deque[_Waiter] = deque()
-        self._others: OrderedDict[Hashable, deque[_Waiter]] = OrderedDict()
+        self._bucket = TokenBucket(rate, rate * burst)
+        self._urgent, self._others = Line[_Waiter](), Line[_Waiter]()
         self._others_served = 0.0  # when one of the others had its turn, or the first of them began to wait
 
     def set_rate(self, rate: float) -> None:
         """From now on. Who waits already waits at most as long as at the rate before, once."""
-        if rate != self._rate:
-            self._refill()
-            self._rate = rate
+        self._ahead = rate * self._burst
+        self._bucket.set_rate(rate, self._ahead)
 
     def spend(self, size: float) -> None:
         """Says that `size` bytes went, in turn or not."""
-        self._refill()
-        self._tokens -= size
+        self._bucket.take_ahead(size)
 
     def is_free(self, *, urgent: bool = False) -> bool:
         """Whether `turn` would return at once."""
-        if self._urgent or self._wait(urgent) > 0.0:
+        if self._urgent or self._delay(urgent) > 0.0:
             return False
         return not self._others or (urgent and not self._others_starve())
 
@@ -90,16 +73,13 @@ class Throttle:
         if not self._others:
             self._others_served = trio.current_time()
         waiter = _Waiter()
-        queue = self._urgent if urgent else self._others.setdefault(key, deque())
-        queue.append(waiter)
+        line, key = (self._urgent, None) if urgent else (self._others, key)
+        line.join(key, waiter)
         try:
             await self._wait_in_line(waiter, urgent)
         finally:
-            queue.remove(waiter)
-            if not urgent:
-                del self._others[key]
-                if queue:
-                    self._others[key] = queue  # behind the others
+            line.leave(key, waiter)
+            line.go_behind(key)
             self._wake_next()
         if not urgent:
             self._others_served = trio.current_time()
@@ -110,15 +90,14 @@ class Throttle:
                 self._wake_next()
                 waiter.is_next = trio.Event()
                 await waiter.is_next.wait()
-            elif (seconds := self._wait(urgent)) > 0.0:
+            elif (seconds := self._delay(urgent)) > 0.0:
                 await trio.sleep(seconds)
             else:
                 return
 
     def _next(self) -> _Waiter | None:
-        if self._urgent and not self._others_starve():
-            return self._urgent[0]
-        return next(iter(self._others.values()))[0] if self._others else None
+        line = self._urgent if self._urgent and not self._others_starve() else self._others
+        return next((waiter for _, waiter in line), None)
 
     def _wake_next(self) -> None:
         following = self._next()
@@ -128,14 +107,9 @@ class Throttle:
     def _others_starve(self) -> bool:
         return bool(self._others) and trio.current_time() - self._others_served > _STARVING
 
-    def _wait(self, urgent: bool) -> float:
-        self._refill()
-        return wait_for_turn(self._tokens, self._rate, urgent=urgent, burst=self._burst)
-
-    def _refill(self) -> None:
-        now = trio.current_time()
-        self._tokens = tokens_at(self._tokens, now - self._at, self._rate, self._burst)
-        self._at = now
+    def _delay(self, urgent: bool) -> float:
+        """Seconds until something may go, however large: what is taken beyond the tokens, later turns wait out."""
+        return self._bucket.delay(-self._ahead if urgent else 0.0)
 
 
 class ByteCount:

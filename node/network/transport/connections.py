@@ -34,22 +34,11 @@ from multiaddr import Multiaddr
 
 from ....crypto.identity import Identity
 from ..addresses import circuit_of, ip_of, is_circuit, is_dialable, own_networks, without_peer
+from ..shares import ShareCount, origin_of_ip
 from .address_book import AddressBook
 from .bandwidth import Bandwidth
 from .dialing import Attempt, Trouble, failed, kept, one_per_relay, plan
-from .limits import (
-    HANDSHAKE_WORK,
-    LEAST_OF_ADDRESS,
-    MAX_CONNECTIONS,
-    MAX_HANDSHAKES,
-    MAX_INBOUND,
-    STEP_WORK,
-    UNITS_OF_SECOND,
-    NodeLimits,
-    ShareCount,
-    metered,
-    origin_of_ip,
-)
+from .limits import LIMITS, WORK, NodeLimits, metered
 from .negotiation import OneAnswer, OneRoundTrip, question
 from .noise import BufferedNoise
 from .peerstore import BoundedPeerStore
@@ -118,8 +107,8 @@ class Network(Libp2pSwarm):
         noise_key = create_noise_key_pair().private_key
         upgrader = TransportUpgrader({NOISE: BufferedNoise(key_pair, noise_key)}, {YAMUX: Yamux})
         self.limits = NodeLimits()
-        self._inbound = ShareCount(MAX_INBOUND, LEAST_OF_ADDRESS)
-        self._handshakes = ShareCount(MAX_HANDSHAKES, LEAST_OF_ADDRESS)
+        self._inbound = ShareCount(LIMITS.inbound, LIMITS.least_of_address)
+        self._handshakes = ShareCount(LIMITS.handshakes, LIMITS.least_of_address)
         upgrader.muxer_multistream = _MuxerNegotiation(self._muxer_lost, self.limits)
         security = upgrader.security_multistream._selector
         security.multiselect = OneAnswer(security.multiselect.handlers)
@@ -134,10 +123,10 @@ class Network(Libp2pSwarm):
             # By default it refuses everyone above 300. Nothing is set here about the health of connections:
             # `yamux.py` sees to it.
             connection_config=ConnectionConfig(
-                max_connections=MAX_CONNECTIONS,
+                max_connections=LIMITS.connections,
                 min_connections=0,
                 low_watermark=0,
-                high_watermark=MAX_CONNECTIONS,
+                high_watermark=LIMITS.connections,
                 max_connections_per_peer=_MAX_PER_PEER,
                 outbound_stream_protocol_negotiation_timeout=NEGOTIATION,
                 inbound_stream_protocol_negotiation_timeout=NEGOTIATION,
@@ -184,9 +173,9 @@ class Network(Libp2pSwarm):
         Raises:
             Exception: of many kinds, whatever a stranger's handshake may lead to; see `reason_of`.
         """
-        if len(self.get_connections()) >= MAX_CONNECTIONS:
+        if len(self.get_connections()) >= LIMITS.connections:
             await raw.close()
-            raise SwarmException(f"there are {MAX_CONNECTIONS} connections already")
+            raise SwarmException(f"there are {LIMITS.connections} connections already")
         try:
             secured = await self.upgrader.upgrade_security(PskConnection(raw, self._key), raw.is_initiator, peer_id)
             if peer_id not in (None, secured.get_remote_peer()):
@@ -249,12 +238,12 @@ class Network(Libp2pSwarm):
             muxer = cast(Muxer, (await self.secure(raw, punching)).muxed_conn)
 
         def charge(seconds: float) -> None:
-            self.limits.worked(address, STEP_WORK + seconds * UNITS_OF_SECOND)
+            self.limits.worked(address, WORK.step + seconds * WORK.units_of_second)
 
         try:
             with trio.fail_after(_HANDSHAKES):
                 await self.limits.work_turn(address)
-                self.limits.worked(address, HANDSHAKE_WORK)
+                self.limits.worked(address, WORK.handshake)
                 await metered(secure(), charge)
         except Exception as error:  # whatever a stranger's handshake may raise
             log.debug("refused a connection from %s: %s", path.remote_addr, reason_of(error))

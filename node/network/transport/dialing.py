@@ -9,7 +9,6 @@ source of the announcement, since keys cost nothing.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
@@ -18,7 +17,7 @@ from typing import Final
 from multiaddr import Multiaddr
 
 from ..addresses import IPAddress, circuit_of, ip_of, is_circuit, is_public
-from .limits import may_have_more
+from ..shares import ShareCount
 
 Networks = Sequence[IPv4Network | IPv6Network]
 
@@ -35,9 +34,9 @@ _PRIVATE: Final = tuple(
 )
 _NAT64: Final = IPv6Network("64:ff9b::/96")  # RFC 6052: the last four bytes are an address of IPv4
 _MINUTE: Final = 60.0
-_DIALS_PER_PEER: Final = 48  # a minute, at addresses that one peer has announced and that never answered
-_LEAST_OF_SOURCE: Final = 48  # a minute, for all peers of one source, as long as there are any
-_DIALS_PER_HOST: Final = 48  # a minute, at one IP address or name, whoever announced it
+_LEAST_OF_SOURCE: Final = 48
+"""A minute, for all peers of one source, as long as there are any. As many at most at addresses that one peer has
+announced, and at one IP address or name, whoever announced it."""
 _DIALS: Final = 600  # a minute, in all
 
 
@@ -107,29 +106,25 @@ class DialBudget:
     """Counts the dials of the last minute at addresses that never answered."""
 
     def __init__(self) -> None:
-        self._spent: deque[tuple[float, str, str, str]] = deque()
+        self._lately = ShareCount(_DIALS, _LEAST_OF_SOURCE, seconds=_MINUTE)
 
     def take(self, peer: str, host: str, now: float, source: str = "") -> bool:
         """Whether `host` (an IP address, or a name) may be dialed at `now` (seconds) because `peer` announced it.
 
         `source` is the address that the announcement came from; all peers without one count as one source.
         """
-        while self._spent and now - self._spent[0][0] >= _MINUTE:
-            self._spent.popleft()
-        of_peer = sum(peer == other for _, other, _, _ in self._spent)
-        # Of this machine there is only one, and many nodes on it.
-        to_host = 0 if _is_loopback(host) else sum(host == other for _, _, other, _ in self._spent)
-        of_source = sum(source == other for *_, other in self._spent)
-        if of_peer >= _DIALS_PER_PEER or to_host >= _DIALS_PER_HOST:
+        of_peer, to_host, of_source = f"peer {peer}", self._name_of(peer, host), f"source {source}"
+        if not all(self._lately.has_room(name, _LEAST_OF_SOURCE, now=now) for name in (of_peer, to_host)):
             return False
-        if not may_have_more(of_source, len(self._spent), _DIALS, _LEAST_OF_SOURCE):
-            return False
-        self._spent.append((now, peer, host, source))
-        return True
+        return self._lately.add(of_peer, to_host, of_source, now=now)
 
     def give_back(self, peer: str, host: str) -> None:
         """The peer did answer there."""
-        self._spent = deque(spent for spent in self._spent if spent[1:3] != (peer, host))
+        self._lately.remove_all(f"peer {peer}", self._name_of(peer, host))
+
+    def _name_of(self, peer: str, host: str) -> str:
+        # Of this machine there is only one, and many nodes on it.
+        return f"{host} for {peer}" if _is_loopback(host) else f"host {host}"
 
 
 def _is_loopback(host: str) -> bool:

@@ -1,98 +1,102 @@
-"""What this node takes from one peer, and from all of its peers together: connections, streams, unread bytes, frames.
-
-A share is soft wherever nothing has to be taken back: who is alone gets half of all there is, and whoever comes next
-half of what is left, so that nobody can leave nothing for the others.
-"""
+"""What this node takes from one peer, and from all peers together: connections, streams, unread bytes, frames."""
 
 from __future__ import annotations
 
-import ipaddress
 import math
 import time
 import types
-from collections import Counter
-from collections.abc import Callable, Coroutine, Generator, Iterable
+from collections.abc import Callable, Coroutine, Generator
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Protocol
 
 import trio
 
+from ..shares import Remembered, ShareCount, TokenBucket, may_have_more
 from .bandwidth import Recent, Throttle, Traffic
 from .memory import Budgets, own_budgets
 
-MAX_CONNECTIONS: Final = 4096
-_SILENCE: Final = 8.0  # seconds; keeps the mappings of NATs alive, too
-_WINDOW_KEPT: Final = 60.0  # seconds
-_FEW_WINDOWS: Final = 16
-_FEW_CONNECTIONS: Final = 64
-MAX_INBOUND: Final = 3072
-"""Of these, how many others may make; the rest is for our own."""
-MAX_HANDSHAKES: Final = 512
-"""Connections that were accepted and are not encrypted yet."""
-MAX_HANDSHAKES_OF_LOUD: Final = 32
-"""Of an address that is not quiet, while others use what they were granted: each is a task that waits for its turn."""
-LEAST_OF_ADDRESS: Final = 8
-"""Connections, and handshakes, that an address may have as long as there are any: many share one behind a NAT."""
-MAX_STREAMS: Final = 8192
-"""Streams that peers have opened, over all connections."""
-MAX_STREAMS_OF_CONNECTION: Final = 2048
-"""Open at once, both ways together."""
-LEAST_STREAMS: Final = 32
-"""Of a peer, as long as there are any."""
-MAX_WINDOWS_OF_PEER: Final = 64 << 20
-"""Bytes that one peer may send on all of its streams beyond what the specification gives to every stream."""
 
-FRAMES_PER_SECOND: Final = 10_000
-"""Small frames of one peer: more than all sessions of a server need, and less than a tenth of a core."""
-FRAMES_AT_ONCE: Final = 20_000
-"""Up to twice as many after a pause, since the clock is looked at only when these are used up; as with streams."""
-OPENED_PER_SECOND: Final = 100
-"""New streams of one peer: each starts a task and negotiates a protocol, which takes 0.3 ms."""
-OPENED_AT_ONCE: Final = 1024
-WORK_PER_SECOND: Final = 25_000
-"""Units of 10 us of processor time that connections, streams and answers of all peers together may take: a quarter of a
-core. Beyond that, addresses take turns. Streams that were granted something do not count: they have shares of it."""
-WORK_WHILE_SERVING: Final = 4000
-"""Units of this that addresses that are not quiet may take while others use what they were granted: with what is not
-measured, about a tenth of a core."""
-WORK_BURST: Final = 0.04
-"""Seconds' worth of either that may be done at once: nothing else of the loop has a turn meanwhile."""
-_SERVING: Final = 1.0  # seconds after which nobody does any more
-UNITS_OF_SECOND: Final = 100_000
-WORK_AT_ONCE: Final = 64
-"""Units between two turns of all others."""
-WAKING_WORK: Final = 4
-"""Units of a frame on a stream that was granted nothing, whose reader it wakes."""
-STREAM_WORK: Final = 6
-"""Units of opening a stream, before the task that serves it, whose time is measured."""
-HANDSHAKE_WORK: Final = 300
-"""Units of a new connection beside its handshake, whose time is measured: its tasks, and who is there."""
-ACCEPTED_WORK: Final = 50
-"""Units of an accepted connection, whatever comes of it: its task, its socket and their end."""
-REFUSED_WORK: Final = 3
-"""Units of one that is closed at once."""
-REFUSED_PER_SECOND: Final = 4000
-"""Refused connections of all addresses, after which others wait in the system's queue: a tenth of a core."""
-REFUSED_AT_ONCE: Final = 32
-"""Between two turns of all others."""
-STEP_WORK: Final = 1.0
-"""Units of each step of a task: trio's part of it."""
-WORK_BYTES: Final = 4096
-"""Bytes on streams that were granted nothing for which a unit is counted: receiving and deciphering them."""
-QUIET_WORK: Final = 1000
-"""Units of an address lately, below which what it sends goes before what the others send."""
-GRANTED_PART: Final = 1 / 8
-"""Of a frame on such a stream, which counts for being quiet: sessions send many, a flood many more."""
-LARGE_FRAME: Final = 4096
-"""Bytes of data from which on a frame does not count: then bytes, not frames, are what it costs."""
-_REMEMBERED: Final = 4096
-"""Peers without a connection whose frames are still counted, so that reconnecting gains nothing."""
+@dataclass(frozen=True)
+class TransportLimits:
+    """What peers may hold of a node, and send to it."""
+
+    connections: int = 4096
+    silence: float = 8.0  # seconds; keeps the mappings of NATs alive, too
+    window_kept: float = 60.0  # seconds
+    few_windows: int = 16
+    few_connections: int = 64
+    inbound: int = 3072
+    """Of these, how many others may make; the rest is for our own."""
+    handshakes: int = 512
+    """Connections that were accepted and are not encrypted yet."""
+    handshakes_of_loud: int = 32
+    """Of an address that is not quiet, while others use what they were granted: each is a task that waits."""
+    least_of_address: int = 8
+    """Connections, and handshakes, that an address may have as long as there are any: many share one behind a NAT."""
+    streams: int = 8192
+    """Streams that peers have opened, over all connections."""
+    streams_of_connection: int = 2048
+    """Open at once, both ways together."""
+    least_streams: int = 32
+    """Of a peer, as long as there are any."""
+    windows_of_peer: int = 64 << 20
+    """Bytes that one peer may send on all of its streams beyond what the specification gives to every stream."""
+    frames_per_second: int = 10_000
+    """Small frames of one peer: more than all sessions of a server need, and less than a tenth of a core."""
+    frames_at_once: int = 20_000
+    """Up to twice as many after a pause, since the clock is looked at only when these are used up; as with streams."""
+    opened_per_second: int = 100
+    """New streams of one peer: each starts a task and negotiates a protocol, which takes 0.3 ms."""
+    opened_at_once: int = 1024
+    refused_per_second: int = 4000
+    """Refused connections of all addresses, after which others wait in the system's queue: a tenth of a core."""
+    refused_at_once: int = 32
+    """Between two turns of all others."""
+    large_frame: int = 4096
+    """Bytes of data from which on a frame does not count: then bytes, not frames, are what it costs."""
 
 
-def may_have_more(own: int, total: int, most: int, least: int) -> bool:
-    """Whether who holds `own` of the `total` that is taken may have one more, where there are `most` in all: no more
-    than is left for others, but `least` as long as there are any."""
-    return total < most and own < max(least, most - total)
+LIMITS: Final = TransportLimits()
+
+
+@dataclass(frozen=True)
+class WorkShares:
+    """Processor time for what strangers ask, in units of 10 us."""
+
+    per_second: int = 25_000
+    """Units that connections, streams and answers of all peers together may take: a quarter of a core. Beyond that,
+    addresses take turns. Streams that were granted something do not count: they have shares of it."""
+    while_serving: int = 4000
+    """Units of this that addresses that are not quiet may take while others use what they were granted: with what is
+    not measured, about a tenth of a core."""
+    burst: float = 0.04
+    """Seconds' worth of either that may be done at once: nothing else of the loop has a turn meanwhile."""
+    serving: float = 1.0  # seconds after which nobody does any more
+    units_of_second: int = 100_000
+    at_once: int = 64
+    """Units between two turns of all others."""
+    waking: int = 4
+    """Units of a frame on a stream that was granted nothing, whose reader it wakes."""
+    stream: int = 6
+    """Units of opening a stream, before the task that serves it, whose time is measured."""
+    handshake: int = 300
+    """Units of a new connection beside its handshake, whose time is measured: its tasks, and who is there."""
+    accepted: int = 50
+    """Units of an accepted connection, whatever comes of it: its task, its socket and their end."""
+    refused: int = 3
+    """Units of one that is closed at once."""
+    step: float = 1.0
+    """Units of each step of a task: trio's part of it."""
+    bytes_of_unit: int = 4096
+    """Bytes on streams that were granted nothing for which a unit is counted: receiving and deciphering them."""
+    quiet: int = 1000
+    """Units of an address lately, below which what it sends goes before what the others send."""
+    granted_part: float = 1 / 8
+    """Of a frame on such a stream, which counts for being quiet: sessions send many, a flood many more."""
+
+
+WORK: Final = WorkShares()
 
 
 class Unread(Protocol):
@@ -103,86 +107,6 @@ class Unread(Protocol):
 
     def drop_fullest(self, granted: bool | None = None) -> None:
         """Resets the one of these streams that has the most."""
-
-
-class TokenBucket:
-    """Lets `rate` things per second pass in the long run, and `most` at once."""
-
-    def __init__(self, rate: float, most: float) -> None:
-        self._rate = rate
-        self._most = most
-        self._tokens = most
-        self._at = trio.current_time()
-
-    def take(self) -> bool:
-        """Whether one more may pass. Looks at the clock only when no tokens are left."""
-        self._tokens -= 1
-        if self._tokens < 0:
-            self._refill()
-        return self._tokens >= 0
-
-    def delay(self, cost: float) -> float:
-        """Seconds until so much may pass, after all that went ahead of its time."""
-        self._refill()
-        return max(0.0, (cost - self._tokens) / self._rate)
-
-    def take_ahead(self, cost: float) -> None:
-        """Takes so much, of the tokens to come if need be."""
-        self._tokens -= cost
-
-    @property
-    def may_be_forgotten(self) -> bool:
-        """Whether it is full, as a new one is."""
-        self._refill()
-        return self._tokens >= self._most
-
-    def _refill(self) -> None:
-        now = trio.current_time()
-        self._tokens = min(self._most, self._tokens + (now - self._at) * self._rate)
-        self._at = now
-
-
-class Forgettable(Protocol):
-    @property
-    def may_be_forgotten(self) -> bool:
-        """Whether a new one would have about the same values."""
-
-
-_Use = TypeVar("_Use", bound=Forgettable)
-
-
-class Remembered(Generic[_Use]):
-    """What is remembered of each peer, or of each address: as many as there are that may not be forgotten.
-
-    All of them are looked through when there are twice as many as were left the last time, not for each new name.
-    """
-
-    def __init__(self, make: Callable[[str], _Use]) -> None:
-        self._make = make
-        self._uses: dict[str, _Use] = {}
-        self._most = _REMEMBERED
-
-    def __len__(self) -> int:
-        return len(self._uses)
-
-    def of(self, name: str) -> _Use:
-        use = self._uses.get(name)
-        if use is None:
-            if len(self._uses) >= self._most:
-                self._uses = {known: use for known, use in self._uses.items() if not use.may_be_forgotten}
-                self._most = max(_REMEMBERED, 2 * len(self._uses))
-            use = self._uses[name] = self._make(name)
-        return use
-
-    def all(self) -> Iterable[_Use]:
-        return self._uses.values()
-
-
-class Rates(Remembered[TokenBucket]):
-    """A token bucket for each peer, or for each address."""
-
-    def __init__(self, rate: float, most: float) -> None:
-        super().__init__(lambda _: TokenBucket(rate, most))
 
 
 class PeerUse:
@@ -200,8 +124,8 @@ class PeerUse:
         self.windows = 0
         self.unread = 0
         self.connections: list[Unread] = []
-        self.frames = TokenBucket(FRAMES_PER_SECOND, FRAMES_AT_ONCE)
-        self.opened = TokenBucket(OPENED_PER_SECOND, OPENED_AT_ONCE)
+        self.frames = TokenBucket(LIMITS.frames_per_second, LIMITS.frames_at_once)
+        self.opened = TokenBucket(LIMITS.opened_per_second, LIMITS.opened_at_once)
 
     @property
     def may_be_forgotten(self) -> bool:
@@ -234,7 +158,7 @@ class AddressUse:
 
     @property
     def is_quiet(self) -> bool:
-        return self.recent.amount() < QUIET_WORK
+        return self.recent.amount() < WORK.quiet
 
     @property
     def may_be_forgotten(self) -> bool:
@@ -263,12 +187,12 @@ class NodeLimits:
     @cached_property
     def work(self) -> Throttle:
         """The turns of addresses for what strangers may ask."""
-        return Throttle(WORK_PER_SECOND, WORK_BURST)
+        return Throttle(WORK.per_second, WORK.burst)
 
     @cached_property
     def _loud(self) -> Throttle:
         """The part of it for addresses that are not quiet."""
-        return Throttle(WORK_PER_SECOND, WORK_BURST)
+        return Throttle(WORK.per_second, WORK.burst)
 
     def of(self, peer_id: str) -> PeerUse:
         return self._peers.of(peer_id)
@@ -279,13 +203,13 @@ class NodeLimits:
     @property
     def is_serving(self) -> bool:
         """Whether others use what they were granted."""
-        return trio.current_time() - self.served_at < _SERVING
+        return trio.current_time() - self.served_at < WORK.serving
 
     async def work_turn(self, use: AddressUse) -> None:
         """Returns when something may be done for this address; what is done then is told to `worked`."""
         quiet = use.is_quiet
         if not quiet:
-            self._loud.set_rate(WORK_WHILE_SERVING if self.is_serving else WORK_PER_SECOND)
+            self._loud.set_rate(WORK.while_serving if self.is_serving else WORK.per_second)
             await self._loud.turn(use.origin)
         await self.work.turn(use.origin, urgent=quiet)
 
@@ -294,27 +218,27 @@ class NodeLimits:
         self.work.spend(units)
         if not use.is_quiet:
             self._loud.spend(units)
-        use.recent.add(units - granted + GRANTED_PART * granted)
+        use.recent.add(units - granted + WORK.granted_part * granted)
 
     def admit(self, use: AddressUse, connections: ShareCount, handshakes: ShareCount) -> bool:
         """Whether another connection of this address is worth a task. Counts the work of accepting or refusing it."""
         is_loud = self.is_serving and not use.is_quiet
-        pending = MAX_HANDSHAKES_OF_LOUD if is_loud else MAX_HANDSHAKES
+        pending = LIMITS.handshakes_of_loud if is_loud else LIMITS.handshakes
         admitted = connections.has_room(use.origin) and handshakes.has_room(use.origin, pending)
-        self.worked(use, ACCEPTED_WORK if admitted else REFUSED_WORK)
+        self.worked(use, WORK.accepted if admitted else WORK.refused)
         return admitted
 
     @property
     def silence(self) -> float:
         """Seconds of silence after which a connection without streams asks for a sign of life. Of many connections each
         asks more seldom, so that all of them together cost as much as 64."""
-        return _SILENCE * max(self.connections / _FEW_CONNECTIONS, 1.0)
+        return LIMITS.silence * max(self.connections / LIMITS.few_connections, 1.0)
 
     @property
     def window_kept(self) -> float:
         """Seconds for which TCP's window of a connection is kept at most after a large message: the fewer, the more
         connections there are, since each costs half a percent of a core."""
-        return _WINDOW_KEPT / max(self.connections / _FEW_WINDOWS, 1.0)
+        return LIMITS.window_kept / max(self.connections / LIMITS.few_windows, 1.0)
 
     @property
     def unread(self) -> int:
@@ -336,7 +260,7 @@ class NodeLimits:
 
     def open_stream(self, use: PeerUse) -> bool:
         """Whether the peer may open another stream; counts it then."""
-        if not may_have_more(use.streams, self.streams, MAX_STREAMS, LEAST_STREAMS):
+        if not may_have_more(use.streams, self.streams, LIMITS.streams, LIMITS.least_streams):
             return False
         use.streams += 1
         self.streams += 1
@@ -380,52 +304,3 @@ def metered(work: Coroutine[Any, Any, None], charge: Callable[[float], None]) ->
             step = partial(work.send, (yield asked))
         except BaseException as error:
             step = partial(work.throw, error)
-
-
-class ShareCount:
-    """Counts what peers or addresses hold of `most`, as `may_have_more` has it."""
-
-    def __init__(self, most: int, least: int) -> None:
-        self.total = 0
-        self._most = most
-        self._least = least
-        self._held: Counter[str] = Counter()
-
-    def add(self, *holders: str) -> bool:
-        """Whether each of the holders may have one more: of a peer and its address, both. Counts it then."""
-        if not all(may_have_more(self._held[holder], self.total, self._most, self._least) for holder in holders):
-            return False
-        self._held.update(set(holders))
-        self.total += 1
-        return True
-
-    def __len__(self) -> int:
-        """How many hold something."""
-        return len(self._held)
-
-    def has_room(self, holder: str, most: float = math.inf) -> bool:
-        """Whether this one may have one more, and has fewer than `most`."""
-        own = self._held[holder]
-        return own < most and may_have_more(own, self.total, self._most, self._least)
-
-    def remove(self, *holders: str) -> None:
-        """Gives back what `add` counted for the same holders."""
-        self.total -= 1
-        for holder in set(holders):
-            self._held[holder] -= 1
-            if not self._held[holder]:
-                del self._held[holder]
-
-
-def origin_of_ip(host: str, prefix: int = 64) -> str:
-    """What counts as one address: an IPv4 address, or the network of so many bits that an IPv6 one is in. Text that is
-    no address stands for itself."""
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return host
-    if isinstance(address, ipaddress.IPv4Address):
-        return host
-    if address.ipv4_mapped is not None:
-        return str(address.ipv4_mapped)
-    return str(ipaddress.ip_network((address, prefix), strict=False))

@@ -10,7 +10,7 @@ from typing import Final
 
 import trio
 
-from .limits import may_have_more
+from ..shares import may_have_more
 
 PATIENCE: Final = 5.0
 """Seconds for which a place may be idle while somebody waits who has none."""

@@ -31,8 +31,9 @@ from libp2p.transport.tcp.tcp import TCP, TCPListener
 from libp2p.utils import encode_delim
 from multiaddr import Multiaddr
 
+from ..shares import TokenBucket, origin_of_ip
 from .bandwidth import Bandwidth, Recent, Throttle
-from .limits import REFUSED_AT_ONCE, REFUSED_PER_SECOND, TokenBucket, origin_of_ip
+from .limits import LIMITS
 
 READ_SIZE: Final = 256 * 1024
 _QUIET: Final = 64 * 1024  # bytes lately, below which a connection need not wait for those that carry much
@@ -229,7 +230,7 @@ class Listener(trio.abc.Listener[trio.SocketStream]):
         self.socket = trio.socket.from_stdlib_socket(listening)
         self._listening = listening
         self._admit = admit
-        self._refused = TokenBucket(REFUSED_PER_SECOND, REFUSED_AT_ONCE)
+        self._refused = TokenBucket(LIMITS.refused_per_second, LIMITS.refused_at_once)
 
     async def accept(self) -> trio.SocketStream:
         await trio.lowlevel.checkpoint()
@@ -245,7 +246,7 @@ class Listener(trio.abc.Listener[trio.SocketStream]):
                 return trio.SocketStream(trio.socket.from_stdlib_socket(accepted))
             accepted.close()
             if not self._refused.take():
-                await trio.sleep(REFUSED_AT_ONCE / REFUSED_PER_SECOND)
+                await trio.sleep(LIMITS.refused_at_once / LIMITS.refused_per_second)
 
     async def aclose(self) -> None:
         self.socket.close()

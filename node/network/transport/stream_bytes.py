@@ -11,7 +11,7 @@ from libp2p.network.connection.swarm_connection import SwarmConn
 from libp2p.network.stream.net_stream import NetStream
 from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError
 
-from .limits import STEP_WORK, UNITS_OF_SECOND, metered
+from .limits import WORK, metered
 from .muxed_stream import WINDOW, MuxedStream
 from .negotiation import question
 from .raw_connection import READ_SIZE, Path, RawConnection
@@ -128,7 +128,7 @@ class StreamBytes:
 
         def charge(seconds: float) -> None:
             if not (self._muxed.waits_turn or self._muxed.granted):
-                muxer.limits.worked(muxer.address, STEP_WORK + seconds * UNITS_OF_SECOND)
+                muxer.limits.worked(muxer.address, WORK.step + seconds * WORK.units_of_second)
 
         async def in_turn() -> None:
             await self.turn()

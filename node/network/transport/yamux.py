@@ -18,9 +18,9 @@ from libp2p.peer.id import ID
 from libp2p.stream_muxer.exceptions import MuxedConnUnavailable
 from multiaddr import Multiaddr
 
-from . import limits as bounds
+from ..shares import TokenBucket
 from .bandwidth import Throttle
-from .limits import LARGE_FRAME, MAX_STREAMS_OF_CONNECTION, MAX_WINDOWS_OF_PEER, NodeLimits, TokenBucket
+from .limits import LIMITS, WORK, NodeLimits
 from .muxed_stream import (
     ACK,
     DATA,
@@ -92,7 +92,7 @@ class Muxer(IMuxedConn):
         self._next_id = 1 if conn.is_initiator else 2
         self._streams: dict[int, MuxedStream] = {}
         self._ended: list[MuxedStream] = []  # with the connection; their tasks are to be woken
-        self._accept_send, self._accept_receive = trio.open_memory_channel[MuxedStream](MAX_STREAMS_OF_CONNECTION)
+        self._accept_send, self._accept_receive = trio.open_memory_channel[MuxedStream](LIMITS.streams_of_connection)
         self._heard, self._suspected = trio.current_time(), False
         self._held = b""  # frames that go with the next one
         self._window = WindowKeeper(lambda: limits.window_kept)
@@ -108,7 +108,7 @@ class Muxer(IMuxedConn):
         await trio.lowlevel.checkpoint_if_cancelled()
         if self.lost is not None:
             raise MuxedConnUnavailable(self.lost)
-        if len(self._streams) >= MAX_STREAMS_OF_CONNECTION:
+        if len(self._streams) >= LIMITS.streams_of_connection:
             raise MuxedConnUnavailable(f"{len(self._streams)} streams are open on this connection")
         more = max(0, window - INITIAL_WINDOW)
         if not self.may_widen(more):
@@ -152,7 +152,7 @@ class Muxer(IMuxedConn):
         return sum(self._unread) if granted is None else self._unread[granted]
 
     def may_widen(self, more: int) -> bool:
-        if self._use.windows + more > MAX_WINDOWS_OF_PEER:
+        if self._use.windows + more > LIMITS.windows_of_peer:
             return False
         self._use.windows += more
         return True
@@ -235,7 +235,7 @@ class Muxer(IMuxedConn):
             for data in await self.secured_conn.receive():
                 await self._turn()
                 self._feed(data)
-                while self._work >= bounds.WORK_AT_ONCE:
+                while self._work >= WORK.at_once:
                     self._end_turn()
                     await trio.lowlevel.checkpoint()
                     await self._turn()
@@ -255,11 +255,11 @@ class Muxer(IMuxedConn):
         """What comes through a circuit, in the task that reads the connection below, which takes turns."""
         if self.lost is None:
             with self._guard():
-                if len(sealed) < LARGE_FRAME:
+                if len(sealed) < LIMITS.large_frame:
                     self._spend(self._use.frames, "small frames")
                 for data in self.secured_conn.unseal(sealed):
                     self._feed(data)
-                    while self._work >= bounds.WORK_AT_ONCE:  # all of it is handled at once, whoever else waits
+                    while self._work >= WORK.at_once:  # all of it is handled at once, whoever else waits
                         self._end_turn()
                         self._feed(b"")
                 self._end_turn()
@@ -279,18 +279,18 @@ class Muxer(IMuxedConn):
                 if self._body_of is not None and part:
                     self._body_of.on_data(part)
                 if self._body_of is None or not self._body_of.granted:
-                    self._work += len(part) / bounds.WORK_BYTES
+                    self._work += len(part) / WORK.bytes_of_unit
                 if self._body:
                     return
                 self._end_frame(self._body_of, self._body_flags)
-            if len(data) - position < HEADER.size or self._work >= bounds.WORK_AT_ONCE:
+            if len(data) - position < HEADER.size or self._work >= WORK.at_once:
                 self._rest = data[position:]
                 return
             self._take_header(*HEADER.unpack_from(data, position))
             position += HEADER.size
 
     def _take_header(self, version: int, kind: int, flags: int, stream_id: int, length: int) -> None:
-        self._work += 1 + bounds.STREAM_WORK * (kind != PING and flags & SYN)
+        self._work += 1 + WORK.stream * (kind != PING and flags & SYN)
         if version != 0 or kind > GO_AWAY:
             raise _Violation("the peer sent a frame that is no Yamux frame")
         if kind == GO_AWAY:
@@ -302,7 +302,7 @@ class Muxer(IMuxedConn):
             return
         stream = self._stream_of(kind, flags, stream_id)
         if stream is not None:
-            self._work += 0 if stream.granted else bounds.WAKING_WORK
+            self._work += 0 if stream.granted else WORK.waking
             self._granted_work += stream.granted
             if stream.granted and stream.opened_by_peer and not stream.is_diverted:  # in a circuit, its own streams say
                 self.limits.served_at = self._heard
@@ -321,7 +321,7 @@ class Muxer(IMuxedConn):
         What comes through a circuit counts at its other end: a relay does not answer for what it carries."""
         if flags & SYN and kind != PING:
             self._spend(self._use.opened, "streams")
-        elif kind != DATA or length < LARGE_FRAME:
+        elif kind != DATA or length < LIMITS.large_frame:
             stream = self._streams.get(stream_id)
             if stream is None or not stream.is_diverted:
                 self._spend(self._use.frames, "small frames")
@@ -350,7 +350,7 @@ class Muxer(IMuxedConn):
         if stream_id % 2 == self._next_id % 2 or stream_id in self._streams:
             raise _Violation("the peer opened a stream under a number that is not its")
         stream = MuxedStream(self, stream_id)
-        if len(self._streams) < MAX_STREAMS_OF_CONNECTION and self.limits.open_stream(self._use):
+        if len(self._streams) < LIMITS.streams_of_connection and self.limits.open_stream(self._use):
             stream.opened_by_peer = True
             try:
                 self._accept_send.send_nowait(stream)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -16,10 +15,11 @@ import trio
 from ....protocols import wire_pb2 as wire
 from ....protocols.announcement import Announcement
 from ....protocols.directory import DIRECTORY_LIMITS, answer_transfer, measure_transfer
-from ....protocols.framing import MessageStream, PeerError, StreamTimeout
+from ....protocols.framing import MessageStream, PeerError
 from ....protocols.ids import PUSH, TRANSFER
 from ....protocols.inference import MAX_STEP_BYTES
 from ...errors import SwarmError
+from ...network.shares import Turns
 from ...swarm.swarm import Swarm
 from .speed import ChangeSignal
 
@@ -129,71 +129,10 @@ class TransferPolicy:
 TRANSFERS: Final = TransferPolicy()
 
 
-class Turns:
-    """Lets `TRANSFERS.at_once` peers measure at once, each on one stream: more would measure each other.
-
-    Peers that wait come one after the other, however many streams each of them has.
-    """
-
-    def __init__(self) -> None:
-        self._running: dict[str, tuple[float, trio.CancelScope]] = {}  # since when
-        self._waiting: OrderedDict[str, deque[trio.Event]] = OrderedDict()
-
-    @asynccontextmanager
-    async def take(self, peer_id: str) -> AsyncIterator[None]:
-        """A turn for the length of the block.
-
-        Raises:
-            StreamTimeout: it was taken away, because others wait and this peer is slow.
-        """
-        scope = await self._next_turn(peer_id)
-        try:
-            with scope:
-                yield
-        finally:
-            del self._running[peer_id]
-            if peer_id in self._waiting:
-                self._waiting.move_to_end(peer_id)
-            self._wake_next()
-        if scope.cancelled_caught:
-            raise StreamTimeout(f"{peer_id} is too slow while others wait", peer_id)
-
-    async def _next_turn(self, peer_id: str) -> trio.CancelScope:
-        granted = trio.Event()
-        queue = self._waiting.setdefault(peer_id, deque())
-        queue.append(granted)
-        self._wake_next()
-        self._hurry()
-        try:
-            await granted.wait()
-            scope = trio.CancelScope()
-            self._running[peer_id] = trio.current_time(), scope
-            return scope
-        finally:
-            queue.remove(granted)
-            del self._waiting[peer_id]
-            if queue:
-                self._waiting[peer_id] = queue  # behind the others
-            self._wake_next()
-            self._hurry()
-
-    def _wake_next(self) -> None:
-        free = TRANSFERS.at_once - len(self._running)
-        for peer_id, queue in self._waiting.items():
-            if free > 0 and peer_id not in self._running:
-                queue[0].set()
-                free -= 1
-
-    def _hurry(self) -> None:
-        """Nobody makes others wait for long."""
-        if any(peer_id not in self._running for peer_id in self._waiting):
-            for since, scope in self._running.values():
-                scope.deadline = min(scope.deadline, since + TRANSFERS.contended)
-
-
 def serve_transfers(swarm: Swarm) -> None:
-    """Lets other servers measure with this one, a few at once."""
-    handle = partial(answer_transfer, turn=Turns().take, timeout=TRANSFERS.timeout)
+    """Lets other servers measure with this one, a few at once: more would measure each other."""
+    turns = Turns(TRANSFERS.at_once, TRANSFERS.contended)
+    handle = partial(answer_transfer, turn=turns.turn, timeout=TRANSFERS.timeout)
     swarm.set_handler(
         TRANSFER,
         wire.TransferFrame,

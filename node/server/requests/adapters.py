@@ -122,7 +122,7 @@ class Adapters:
         check_client(stream.peer_id, self._context.allowed_clients)
         self._streams.check(stream.peer_id)
         span = check_adapter(frame.adapter, self._context.hosted, self._context.compute.blocks.linears)
-        self._streams.add(stream.peer_id, 1)
+        self._streams.add(stream.peer_id)
         try:
             held = self._find(frame.adapter.hash, stream.peer_id, span)
             if held is None:
@@ -133,7 +133,7 @@ class Adapters:
                 with trio.move_on_after(HOLD_TIMEOUT):
                     await stream.receive(timeout=None)
         finally:
-            self._streams.add(stream.peer_id, -1)
+            self._streams.remove(stream.peer_id)
 
     async def _receive(self, stream: BatchFrames, offer: wire.Adapter, span: Span) -> _Held:
         """Raises Refusal if it cannot be taken, PeerError if the client is gone."""

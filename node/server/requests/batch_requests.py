@@ -191,7 +191,7 @@ class BatchRequests:
                     await self._answer(answering)
                     nursery.cancel_scope.cancel()
         finally:
-            self._open_requests.add(self._stream.peer_id, -self._unanswered)
+            self._open_requests.remove(self._stream.peer_id, self._unanswered)
             self._give_up("the stream is over")
             for lease in self._leases:
                 lease.release()
@@ -276,7 +276,7 @@ class BatchRequests:
         self._sequence = request.sequence
         self._under_way += 1
         self._unanswered += 1
-        self._open_requests.add(self._stream.peer_id, 1)
+        self._open_requests.add(self._stream.peer_id)
         lease = await self._reserve(self._memory.requests, batch_bytes(request, kept.keep if kept else None))
         here = request.tensors[:1] if request.gradient_follows else request.tensors
         payloads = await receive_pieces(self._stream, [tensor.nbytes for tensor in here], timeout=PIECE_TIMEOUT)
@@ -360,4 +360,4 @@ class BatchRequests:
             open_window(self._stream, served=True)
             self._release(done.lease)
             self._unanswered -= 1
-            self._open_requests.add(self._stream.peer_id, -1)
+            self._open_requests.remove(self._stream.peer_id)

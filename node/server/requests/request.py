@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
@@ -21,7 +20,7 @@ from ....protocols.ids import PROTOCOL_VERSION
 from ....protocols.inference import EPOCH_BYTES, Refusal, SessionTerms, pledge_to_wire, without_tensors
 from ....protocols.prefix import BLOCK_TOKENS
 from ....protocols.training import BatchTerms
-from ...network.transport.limits import may_have_more
+from ...network.shares import ShareCount
 from ...network.transport.muxed_stream import WINDOW
 from ..budget import BudgetFull, Lease, MemoryBudget
 from ..compute_thread import ComputeThread
@@ -86,32 +85,33 @@ class OpenCount:
     or the clients of one address together, since they leave as much for others as they have."""
 
     def __init__(self, kind: str, most: int, origin_of: Callable[[str], str] = str) -> None:
-        self.count = 0
         self._kind = kind
-        self._most = most
-        self._of_client: Counter[str] = Counter()
+        self._share = ShareCount(most, LEAST_OPEN)
         self._origin_of = origin_of
         self._origins: dict[str, str] = {}  # where those that have any open were with the first of these
         self._none = trio.Event()
+
+    @property
+    def count(self) -> int:
+        return self._share.total
 
     def check(self, client: str) -> None:
         """
         Raises:
             Refusal: ERROR_BUSY, there are too many for another one of this client.
         """
-        own = self._of_client[client]
         origin = self._origins.get(client) or self._origin_of(client)
-        there = sum(self._of_client[other] for other, place in self._origins.items() if place == origin)
-        if not may_have_more(max(own, there), self.count, self._most, LEAST_OPEN):
+        if not all(map(self._share.has_room, (client, origin))):
+            own = self._share.of(client)
             raise Refusal(wire.ERROR_BUSY, f"this server already has {self.count} {self._kind}, {own} of them of yours")
 
-    def add(self, client: str, change: int) -> None:
-        self.count += change
-        self._of_client[client] += change
-        if self._of_client[client]:
-            self._origins.setdefault(client, self._origin_of(client))
-        else:
-            del self._of_client[client]
+    def add(self, client: str) -> None:
+        self._share.count(client, self._origins.setdefault(client, self._origin_of(client)))
+
+    def remove(self, client: str, number: int = 1) -> None:
+        for _ in range(number):
+            self._share.remove(client, self._origins[client])
+        if not self._share.of(client):
             self._origins.pop(client, None)
         if not self.count:
             self._none.set()

@@ -113,7 +113,7 @@ class RequestService:
         if (stream.peer_id, terms.nonce) in self._by_key:
             raise bad_request("this nonce names another session")
         with self._adapters.borrowed(terms.adapter, stream.peer_id, terms.span) as adapter:
-            self._sessions.add(stream.peer_id, 1)
+            self._sessions.add(stream.peer_id)
             try:
                 lease, paid = await self._reserve(stream, frame.open, terms)
                 name = session_name(terms.nonce)
@@ -145,7 +145,7 @@ class RequestService:
                     lease.release()
                     log.info("session %s: over", name, extra={"session": name})
             finally:
-                self._sessions.add(stream.peer_id, -1)
+                self._sessions.remove(stream.peer_id)
                 self._on_change()
 
     async def _run(self, session: ServerSession, stream: InferenceStream, opened: wire.Open) -> None:
@@ -241,11 +241,11 @@ class RequestService:
             raise bad_request("a stream of batches begins with BatchOpen")
         terms = batch_terms_of(frame.open)
         self.context.admit(stream.peer_id, terms, self._streams)
-        self._streams.add(stream.peer_id, 1)
+        self._streams.add(stream.peer_id)
         try:
             await BatchRequests(self.context, self._memory, self._batches, stream, terms, protocol).run()
         finally:
-            self._streams.add(stream.peer_id, -1)
+            self._streams.remove(stream.peer_id)
 
 
 def _batch_memory(context: RequestContext) -> BatchMemory:

@@ -25,7 +25,7 @@ CONNECTION: Final[Mapping[str, Row]] = {
         "any address",
         f"{MEMORY}.budgets_of",
         "node.network.transport.connections._HANDSHAKES",
-        f"{LIMITS}.MAX_INBOUND {LIMITS}.MAX_HANDSHAKES {LIMITS}.LEAST_OF_ADDRESS",
+        f"{LIMITS}.LIMITS.inbound {LIMITS}.LIMITS.handshakes {LIMITS}.LIMITS.least_of_address",
         ("tests/unit/test_limits.py", "tests/attacks/test_many_identities.py"),
         ("handshakes",),
         ("handshakes",),
@@ -42,8 +42,8 @@ CONNECTION: Final[Mapping[str, Row]] = {
     "Yamux": Row(
         PEER,
         "node.network.transport.muxed_stream.MAX_DATA node.network.transport.muxed_stream.INITIAL_WINDOW",
-        f"{LIMITS}.FRAMES_PER_SECOND {LIMITS}.OPENED_PER_SECOND {LIMITS}.WORK_PER_SECOND",
-        f"{LIMITS}.MAX_STREAMS {LIMITS}.MAX_STREAMS_OF_CONNECTION {LIMITS}.MAX_WINDOWS_OF_PEER",
+        f"{LIMITS}.LIMITS.frames_per_second {LIMITS}.LIMITS.opened_per_second {LIMITS}.WORK.per_second",
+        f"{LIMITS}.LIMITS.streams {LIMITS}.LIMITS.streams_of_connection {LIMITS}.LIMITS.windows_of_peer",
         ("tests/attacks/test_frame_floods.py", "tests/attacks/test_memory_of_a_node.py"),
         ("Yamux",),
         ("frames", "streams opened and reset", "unread bytes"),
@@ -52,7 +52,7 @@ CONNECTION: Final[Mapping[str, Row]] = {
         PEER,
         "node.network.transport.muxed_stream.INITIAL_WINDOW",
         "node.network.transport.connections.NEGOTIATION",
-        f"{LIMITS}.MAX_STREAMS",
+        f"{LIMITS}.LIMITS.streams",
         ("tests/unit/test_negotiation.py",),
         ("NAT, identify and relay",),
         ("slow negotiation", "silent streams"),
@@ -83,7 +83,7 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
         PEER,
         f"{STANDARD}._PING_BYTES",
         f"{STANDARD}.PINGS {STANDARD}.PATIENCE",
-        f"{LIMITS}.MAX_STREAMS",
+        f"{LIMITS}.LIMITS.streams",
         ("tests/attacks/test_pings_and_pushes.py",),
         ("NAT, identify and relay",),
         ("identify and ping", "garbage"),
@@ -91,7 +91,7 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     "/ipfs/kad/1.0.0": Row(
         PEER,
         f"{MESSAGES}.MAX_REQUEST {MESSAGES}.MAX_REQUEST_FIELDS {MESSAGES}.MAX_ANSWER {MESSAGES}.MAX_ANSWER_FIELDS",
-        f"{KADEMLIA}.PATIENCE {KADEMLIA}.OF_PEER {KADEMLIA}.OF_ADDRESS {LIMITS}.WORK_PER_SECOND",
+        f"{KADEMLIA}.PATIENCE {KADEMLIA}.OF_PEER {KADEMLIA}.OF_ADDRESS {LIMITS}.WORK.per_second",
         f"{KADEMLIA}.MAX_STREAMS node.network.provider_store.MAX_RECORDS node.network.transport.memory.budgets_of",
         ("tests/attacks/test_kademlia.py", "tests/attacks/test_provider_records.py"),
         ("Kademlia", "message of Kademlia"),
@@ -101,7 +101,7 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
         PEER,
         f"{GOSSIP}.MAX_RPC {GOSSIP}.MAX_FIELDS "
         f"{GOSSIP}.MAX_QUEUED node.trust.evidence_message.EVIDENCE_LIMITS.max_message",
-        f"{GOSSIP}.OF_PEER {GOSSIP}.OF_ADDRESS {GOSSIP}.PATIENCE {GOSSIP}.READING {LIMITS}.WORK_PER_SECOND "
+        f"{GOSSIP}.OF_PEER {GOSSIP}.OF_ADDRESS {GOSSIP}.PATIENCE {GOSSIP}.READING {LIMITS}.WORK.per_second "
         "node.trust.evidence_message.EVIDENCE_LIMITS.rate "
         "node.trust.evidence_message.EVIDENCE_LIMITS.relayed node.trust.evidence_message.EVIDENCE_LIMITS.forwarded",
         f"{GOSSIP}._MAX_TAKEN {GOSSIP}._MAX_CONTROL "
@@ -173,7 +173,7 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
         "protocols.directory.MAX_HEADER "
         "protocols.directory.DIRECTORY_LIMITS.max_page protocols.announcement.ANNOUNCEMENT.max_bytes",
         f"protocols.directory.DIRECTORY_LIMITS.max_pages "
-        f"node.swarm.answers.ANSWERS.frames_per_second {LIMITS}.WORK_PER_SECOND",
+        f"node.swarm.answers.ANSWERS.frames_per_second {LIMITS}.WORK.per_second",
         "node.swarm.view.MAX_RECORDS node.swarm.view.VIEW.max_sources",
         ("tests/attacks/test_costly_directory.py", "tests/attacks/test_flooded_directory.py"),
         ("questions to a node", "asked for records", "asked for a ping", "asked what it is"),
