@@ -48,7 +48,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrain
 from transformers.utils import logging
 
 from petalnode import AutoDistributedModelForCausalLM
-from petalnode.node.client.api import causal_lm
+from petalnode.node.client.api import row_groups
 from petalnode.node.models import resolve
 
 PERIOD_US = 10_000
@@ -153,14 +153,14 @@ def generate(model: Any, rows: int, tokens: int) -> tuple[float, torch.Tensor]:
 def measure(
     model: Any, servers: Sequence[ServerProcess], share: float, samples: int, tokens: int, groups: int | None
 ) -> tuple[dict[str, Any], torch.Tensor]:
-    decide, chosen = causal_lm.groups, {"sessions": 1, "foreseen": 1}
+    decide, chosen = row_groups.groups, {"sessions": 1, "foreseen": 1}
 
     def decided(rows: int, step_seconds: Sequence[float], trip_seconds: float, measured: Any) -> int:
         chosen["foreseen"] = decide(rows, step_seconds, trip_seconds)
         chosen["sessions"] = groups or decide(rows, step_seconds, trip_seconds, measured)
         return chosen["sessions"]
 
-    with patch.object(causal_lm, "groups", decided):
+    with patch.object(row_groups, "groups", decided):
         before, begun = [processor_seconds(server.process.pid) for server in servers], time.perf_counter()
         seconds, output = generate(model, samples, tokens)
         wall = time.perf_counter() - begun

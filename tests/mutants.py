@@ -64,6 +64,7 @@ _MEMORY: Final = (
     *("swarm/test_inference_wire", "swarm/test_training_wire", "swarm/test_cheating_server", "swarm/test_resume"),
     *("swarm/test_adapter_wire", "swarm/test_training_recovery"),
 )
+_GENERATED: Final = ("swarm/test_drafted_batches", "swarm/test_drafted_generate", "swarm/test_python_api")
 TESTS: Final[dict[str, tuple[str, ...]]] = {
     "crypto/*": (*_unit(_SIGNED), *_ATTACKS),
     "protocols/*": (*_unit(_SIGNED), *_unit(_WIRE), *_ATTACKS, *_MEMORY, "fuzz/test_findings"),
@@ -111,6 +112,10 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
     "node/models/folder.py": (*_unit("models_sources sizing"), "parity/test_refused"),
     "node/models/sources/resolve.py": (*_unit("models_sources models_gguf"), "swarm/test_too_large"),
     "node/swarm/cost.py": _unit("estimate cost"),
+    "node/client/api/row_groups.py": _unit("row_groups pace"),
+    "node/client/api/generating.py": _GENERATED,
+    "node/client/api/processors.py": (*_unit("row_groups"), *_GENERATED),
+    "node/client/generation/decoding.py": (*_GENERATED, "swarm/test_longrope"),
     "node/client/api/arguments.py": ("unit/test_call_arguments", "swarm/test_call_arguments"),
     "node/blocks/config.py": (
         *_unit("block_config"),

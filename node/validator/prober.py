@@ -167,7 +167,7 @@ async def _answer(
     """A chain over the whole model answers the prompt, up to `limit` tokens with it."""
     sampler = Sampler(Sampling(probe.new_tokens, probe.temperature, 1.0, probe.seed % 2**31))
     ends = frozenset(() if model.text is None else model.text.stop_tokens)
-    answer = Answering(prompt, limit, sampler, lambda token: None, trio.Event(), ends)
+    answer = Answering(prompt, limit, sampler, lambda token: None, stop_tokens=ends)
     decoding = Decoding(Embedding(model.local), session, [], answering=client.answering)
     await decoding.run(answer, len(prompt), limit)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from petalnode.node.client.api import causal_lm, drafted_rows
+from petalnode.node.client.api import row_groups
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
 from petalnode.node.client.api.pace import DRAFTED, Measured, Paces
 from petalnode.node.client.generation.drafting import Draft, DraftPlan, PipelineSpeed
@@ -55,7 +55,7 @@ def model(swarm: MemorySwarm, servers: dict[str, MemoryServer], folder: Path) ->
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows go apart with drafts whatever a step takes."""
     draft_deep(monkeypatch)
-    monkeypatch.setattr(causal_lm, "draft_apart", lambda *_: True)
+    monkeypatch.setattr(row_groups, "draft_apart", lambda *_: True)
 
 
 def generate(model: Any, prompt: torch.Tensor = PROMPTS, **options: Any) -> Any:
@@ -174,10 +174,10 @@ def test_what_drafts_have_brought_is_known_for_the_next_batch(model: Model, monk
         known.append(set(measured.rounds))
         return len(gains) % 2 == 0
 
-    monkeypatch.setattr(model, "_paces", Paces())
-    monkeypatch.setattr(drafted_rows, "_ENOUGH", 1)
-    monkeypatch.setattr(causal_lm, "draft_apart", seen)
-    monkeypatch.setattr(model, "_row_gain", 1.0)
+    monkeypatch.setattr(model._batches, "paces", Paces())
+    monkeypatch.setattr(row_groups, "_ENOUGH", 1)
+    monkeypatch.setattr(row_groups, "draft_apart", seen)
+    monkeypatch.setattr(model._batches, "gain", 1.0)
     accepted = []
     for _ in range(3):
         generate(model, **LOOKUP)

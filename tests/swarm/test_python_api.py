@@ -13,7 +13,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from petalnode import AutoDistributedModelForSequenceClassification
-from petalnode.node.client.api import causal_lm
+from petalnode.node.client.api import row_groups
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
 from petalnode.node.client.api.model import DEFAULTS, ModelOptions
 from petalnode.node.errors import BadInput, PetalnodeError, SwarmError
@@ -81,8 +81,6 @@ def test_generates_the_same_tokens(case: str, model: Model, whole: Any) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"eos_token_id": [7, 11, 19], "max_new_tokens": 60}])
 def test_one_answer_is_the_same_with_and_without_a_streamer(options: dict[str, Any], model: Model, whole: Any) -> None:
-    """With a streamer transformers' loop runs, whose every token the caller's thread has to see."""
-
     class Tokens(BaseStreamer):  # type: ignore[misc]  # transformers is untyped here
         def put(self, value: torch.Tensor) -> None:
             seen.extend(value.flatten().tolist())
@@ -120,30 +118,112 @@ def test_an_end_within_a_session_is_kept_by_it(model: Model, whole: Any) -> None
 
 @pytest.mark.parametrize(
     ("case", "parts"),
-    [("greedy, a batch", 2), ("greedy, unequal prompts", 3), ("greedy, unequal ends", 2), ("one token", 2)],
+    [
+        ("greedy, a batch", 2),
+        ("greedy, unequal prompts", 3),
+        ("greedy, unequal ends", 2),
+        ("sampling, a batch", 2),
+        ("several sequences", 4),
+        ("one token", 2),
+    ],
 )
 def test_rows_in_several_sessions_are_the_same(
     case: str, parts: int, model: Model, whole: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = []
     made = model.remote_blocks.inference_session
-    monkeypatch.setattr(causal_lm, "groups", lambda *_: parts)
+    monkeypatch.setattr(row_groups, "groups", lambda *_: parts)
     monkeypatch.setattr(
         model.remote_blocks, "inference_session", lambda *given, **more: opened.append(1) or made(*given, **more)
     )
     rows, options = SAME[case]
     ids = prompt(rows, 9)
-    assert torch.equal(generate(model, ids, **options), generate(whole, ids, **options))
+    expected = generate(whole, ids, **options)
+    after = torch.get_rng_state()
+    assert torch.equal(generate(model, ids, **options), expected)
+    assert torch.equal(torch.get_rng_state(), after)
     assert len(opened) == parts
+
+
+class Seen(BaseStreamer):  # type: ignore[misc]  # transformers is untyped here
+    """A streamer, a processor and a criterion of somebody's own, by which rows depend on each other."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.seen.append(value.tolist())
+
+    def end(self) -> None:
+        self.seen.append("end")
+
+    def __call__(self, ids: torch.Tensor, scores: Any) -> torch.Tensor:
+        self.seen.append(ids.tolist())
+        return ids[:, -1] % 9 == ids.shape[1] % 9
+
+    def processed(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.seen.append(ids.tolist())
+        return scores + scores.flip(0)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "top_k": 9}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("end", [None, list(range(3, 12))], ids=["no end", "an end"])
+def test_a_batch_shows_others_what_that_of_transformers_shows(
+    sampling: dict[str, Any], end: Any, model: Model, whole: Any
+) -> None:
+    """Tokens, scores, logits, and what a streamer, a processor and a criterion are shown, with rows that end apart."""
+    shown, made, states = [], [], []
+    for one in (model, whole):
+        others = Seen()
+        output: Any = generate(
+            one, prompt(3, 9), **MASKED, **sampling, eos_token_id=end, return_dict_in_generate=True, max_new_tokens=20,
+            output_scores=True, output_logits=True, streamer=others, stopping_criteria=[others],
+            logits_processor=[others.processed],
+        )  # fmt: skip
+        made.append(output)
+        shown.append(others.seen)
+        states.append(torch.get_rng_state())
+    assert shown[0] == shown[1] and shown[0][-1] == "end" and torch.equal(*states)
+    assert torch.equal(made[0].sequences, made[1].sequences)
+    assert len(made[0].scores) == len(made[0].logits) == len(made[1].scores) > 1
+    for name in ("scores", "logits"):
+        for found, expected in zip(made[0][name], made[1][name], strict=True):
+            assert found.shape == expected.shape and torch.allclose(found, expected, atol=LOGITS)
+
+
+def test_only_what_transformers_alone_can_do_enters_its_loop(
+    model: Model, whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered: list[str] = []
+    loop = type(model.transformers_model)._sample
+    monkeypatch.setattr(
+        type(model.transformers_model), "_sample", lambda *given, **more: entered.append("") or loop(*given, **more)
+    )
+    for case in SAME:
+        generate(model, prompt(SAME[case][0], 9), **SAME[case][1])
+    assert not entered
+
+    def own(asked: Any, ids: torch.Tensor, **given: Any) -> Any:
+        return loop(asked, ids, **given)
+
+    assert torch.equal(generate(model, prompt(2, 9), custom_generate=own), generate(whole, prompt(2, 9)))
+    assert len(entered) == 1
+
+
+def test_rows_of_one_session_share_one_message_a_step(model: Model) -> None:
+    with model.inference_session(max_length=40) as session:
+        generate(model, prompt(3, 9), session=session, min_new_tokens=12, max_new_tokens=12)
+        assert session.batch_size == 3 and session.position == 9 + 11
+        assert session.waits["step"]["count"] == 12
 
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_what_a_batch_took_is_noted_for_the_next_one(parts: int, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     noted: list[Any] = []
     asked: list[Any] = []
-    monkeypatch.setattr(causal_lm, "groups", lambda *given: asked.append(given[3]) or parts)
-    monkeypatch.setattr(model._paces, "measured", lambda route: route)
-    monkeypatch.setattr(model._paces, "note", noted.append)
+    monkeypatch.setattr(row_groups, "groups", lambda *given: asked.append(given[3]) or parts)
+    monkeypatch.setattr(model._batches.paces, "measured", lambda route: route)
+    monkeypatch.setattr(model._batches.paces, "note", noted.append)
     generate(model, prompt(2, 9), max_new_tokens=9, min_new_tokens=9)
     [sessions], [route] = noted, asked
     assert [rows for rows, _ in sessions] == [2 // parts] * parts
@@ -154,17 +234,23 @@ def test_what_a_batch_took_is_noted_for_the_next_one(parts: int, model: Model, m
 
 
 def test_what_depends_on_other_rows_stays_in_one_session(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(causal_lm, "groups", lambda *_: pytest.fail("asked"))
-    for case in ("sampling, a batch", "several sequences", "beam search, unequal prompts"):
-        rows, options = SAME[case]
-        generate(model, prompt(rows, 9), **options | {"max_new_tokens": 2})
+    monkeypatch.setattr(row_groups, "groups", lambda *_: pytest.fail("asked"))
+    apart: list[dict[str, Any]] = [
+        SAME["beam search, unequal prompts"][1],
+        {"logits_processor": [lambda ids, scores: scores]},
+        {"stopping_criteria": [lambda ids, scores: torch.zeros(len(ids), dtype=torch.bool)]},
+        {"return_dict_in_generate": True, "output_scores": True},
+        {"sequence_bias": {(7,): 5.0}},
+    ]
+    for options in apart:
+        generate(model, prompt(3, 9), **options | {"max_new_tokens": 2})
     generate(model, prompt(1, 9), max_new_tokens=2)
     with model.inference_session(40):
         generate(model, prompt(2, 9), max_new_tokens=2)
 
 
 def test_a_group_that_fails_ends_the_others(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(causal_lm, "groups", lambda *_: 2)
+    monkeypatch.setattr(row_groups, "groups", lambda *_: 2)
     with pytest.raises(BadInput, match="hides all of its tokens"):
         generate(model, prompt(2, 9), attention_mask=left_padded(9, 0), max_new_tokens=200)
 

@@ -112,6 +112,8 @@ class Tokens:
 class Oracle:
     """Chooses what the text says."""
 
+    is_over = False
+
     def __init__(self, text: Sequence[int]) -> None:
         self._text = text
 
@@ -186,7 +188,7 @@ async def answered(
     plan.speed = PipelineSpeed(sharing=plan.sharing)
     sampler = cast(Sampler, Oracle(text))
     said: list[int] = []
-    going = Answering(list(text[:prompt]), len(text), sampler, said.append, trio.Event(), frozenset())
+    going = Answering(list(text[:prompt]), len(text), sampler, said.append)
 
     async def embed(tokens: list[int], position: int) -> WireTensor:
         assert tokens and position + len(tokens) < len(text)

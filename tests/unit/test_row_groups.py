@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from transformers.generation import logits_process
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StopStringCriteria,
+)
 
 from petalnode.node.client.api.pace import DRAFTED, Measured, Paces
-from petalnode.node.client.api.row_groups import FIRST_GAIN, are_independent, draft_apart, groups, lookup_gain
+from petalnode.node.client.api.processors import Prepared
+from petalnode.node.client.api.row_groups import FIRST_GAIN, Batches, draft_apart, groups, lookup_gain
 
 
 @pytest.mark.parametrize(
@@ -37,14 +48,49 @@ def test_no_more_groups_than_rows_or_twice_the_servers() -> None:
             assert servers > 1 or count == 1
 
 
+def by_row(processors: Sequence[Any] = (), criteria: Sequence[Any] = (), **more: Any) -> bool:
+    config = {"output_scores": False, "output_logits": False, "do_sample": True}
+    ids, arguments = torch.ones(3, 5, dtype=torch.long), {"attention_mask": more.pop("mask", None)}
+    found = SimpleNamespace(**(config | more))
+    return Prepared(None, ids, processors, [MaxLengthCriteria(9), *criteria], found, arguments).is_by_row
+
+
 def test_rows_that_depend_on_each_other_stay_together() -> None:
-    config = SimpleNamespace(do_sample=False, num_beams=1)
-    assert are_independent({"max_new_tokens": 3, "streamer": None}, config)
-    for argument in ({"do_sample": True}, {"num_beams": 2}, {"streamer": object()}, {"num_return_sequences": 2}):
-        assert not are_independent(argument, config)
-    assert not are_independent({}, SimpleNamespace(do_sample=True))
-    assert are_independent({"do_sample": False}, SimpleNamespace(do_sample=True))
-    assert not are_independent({}, SimpleNamespace(return_dict_in_generate=True))
+    """What is asked is not how the arguments are called: it is what transformers has made of them."""
+    ends, strings = EosTokenCriteria(2), object.__new__(StopStringCriteria)
+    own = type("Own", (logits_process.TopKLogitsWarper,), {})(5)
+    assert by_row([logits_process.TopKLogitsWarper(5)], [ends])
+    assert by_row(criteria=[strings, ends]) and not by_row(criteria=[strings])
+    assert by_row(mask=torch.ones(3, 5)) and not by_row(mask=torch.ones(3, 7))
+    for processors in ([own], [lambda ids, scores: scores], [logits_process.NoBadWordsLogitsProcessor([[5]])]):
+        assert not by_row(processors)
+    for criteria in ([lambda ids, scores: False], [MaxTimeCriteria(9.0)]):
+        assert not by_row(criteria=criteria)
+    assert not by_row(output_scores=True) and not by_row(output_logits=True)
+
+
+def test_a_part_of_the_rows_loses_the_padding_that_all_of_it_has() -> None:
+    mask = torch.tensor([[0, 0, 0, 1], [0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0]])
+    ids, places = torch.arange(16).view(4, 4), (mask.cumsum(-1) - 1).clamp(min=0)
+    penalty = logits_process.RepetitionPenaltyLogitsProcessor(1.2, torch.tensor([[1], [2], [3], [4]]))
+    arguments = {"attention_mask": mask, "position_ids": places}
+    whole = Prepared(None, ids, [penalty], [], SimpleNamespace(), arguments)
+    cache: Any = object()
+    for rows, hidden in ((slice(0, 2), 2), (slice(0, 1), 3), (slice(1, 3), 0), (slice(3, 4), 0)):
+        part = whole.part(rows, cache)
+        assert part.hidden == hidden and torch.equal(part.input_ids, ids[rows])
+        assert torch.equal(part.arguments["attention_mask"], mask[rows, hidden:])
+        assert torch.equal(part.arguments["position_ids"], places[rows, hidden:])
+        assert part.arguments["past_key_values"] is cache
+        assert part.processors[0].prompt_ignore_length.flatten().tolist() == list(range(1, 5))[rows]
+
+
+def test_rows_take_drafts_only_each_in_a_session_of_its_own() -> None:
+    batches, route = Batches(), (("a", 0, 2),)
+    assert batches.cut(4, route, [0.02] * 3, 0.2, True) == (4, True)
+    assert batches.cut(4, route, [0.02] * 3, 0.2, False) == (groups(4, [0.02] * 3, 0.2), False)
+    batches.gain = 1.0
+    assert batches.cut(4, route, [0.02] * 3, 0.2, True) == (groups(4, [0.02] * 3, 0.2), False)
 
 
 @pytest.mark.parametrize(

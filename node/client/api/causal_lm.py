@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -16,16 +14,13 @@ from ...blocks.remote_cache import RemoteCache, RemoteCall
 from ...errors import BadInput
 from ...models.adapter import Adapter
 from ..generation.drafting import DraftCounts
-from ..session.stream import SessionSpec
 from ..session_adapter import SessionAdapter
 from .arguments import check_generate
-from .drafted_rows import DraftedRows
-from .generating import GenerateOptions, RowDecoding, take_draft_options, takes_loop, with_loop
+from .generating import BatchDecoding, GenerateOptions, take_draft_options, takes_loop, with_loop
 from .inference_session import InferenceSession
 from .model import DistributedModel, ModelOptions, OpenedModel, open_model, takes_model_options
-from .pace import Paces
 from .remote import forward_context
-from .row_groups import FIRST_GAIN, are_independent, draft_apart, generate_in_groups, groups, lookup_gain
+from .row_groups import Batches
 from .tuning import soft_prompt
 
 DEFAULT_GENERATED_LENGTH = 20
@@ -71,8 +66,7 @@ class DistributedModelForCausalLM(DistributedModel):
         self.soft_prompt = soft_prompt(self, opened.adapter)
         self._active: list[InferenceSession] = []
         self.drafts: dict[str, Any] = DraftCounts().fields()
-        self._row_gain = FIRST_GAIN
-        self._paces = Paces()
+        self._batches = Batches()
 
     def inference_session(self, max_length: int) -> InferenceSession:
         """A session for up to `max_length` tokens per row, which `generate` uses until the session is closed."""
@@ -131,92 +125,11 @@ class DistributedModelForCausalLM(DistributedModel):
         adapter = self._context_adapter()
         # Under prompts the first token ids of a row are placeholders, so no session may be continued by comparing ids.
         session = session or (None if self._local.is_prompted or adapter else self.active_session)
-        if session is None:
-            length = self._total_length(input_ids.shape[1], kwargs)
-            free = not adapter and not self._local.is_prompted
-            apart = free and options.drafts and self._are_apart(input_ids, length, kwargs)
-            count = 1 if apart or not free else self._row_groups(input_ids, length, kwargs)
-            if count > 1:
-                sessions: list[InferenceSession] = []
-
-                def opened() -> InferenceSession:
-                    sessions.append(self._blocks.inference_session(length))
-                    return sessions[-1]
-
-                part = partial(self._generate_in, options=GenerateOptions())
-                made = generate_in_groups(part, opened, input_ids, kwargs, count, self._padding(input_ids, kwargs))
-                self._note_pace(sessions)
-                self._learn_gain(input_ids, made, kwargs, options)
-                return made
-            with self._blocks.inference_session(length, adapter=adapter) as own:
-                result = self._generate_in(own, input_ids, kwargs, options, apart)
-            if free and (not options.drafts or (own.batch_size or 1) > 1):
-                self._note_pace([own])
-            return result
-        return self._generate_in(session, input_ids, kwargs, options)
-
-    def _are_apart(self, input_ids: torch.Tensor, length: int, kwargs: dict[str, Any]) -> bool:
-        """Whether the rows take drafts, each in a session of its own."""
-        rows = input_ids.shape[0] * self._copies(kwargs)
-        if rows == 1 or self._may_become_long(length):
-            return False
-        spec = SessionSpec(b"", self._blocks.span, rows, length)
-        route, step_seconds, trip_seconds = self._runtime.call(self._runtime.value.stages, spec)
-        measured = self._paces.measured(tuple((hop.peer_id, hop.span.start, hop.span.end) for hop in route))
-        return draft_apart(rows, step_seconds, trip_seconds, self._row_gain, measured)
-
-    def _may_become_long(self, length: int) -> bool:
-        """Whether a text of this length has other factors: the longest row of a batch decides about them for all."""
-        return self._local.original_length is not None and length > self._local.original_length
-
-    def _learn_gain(
-        self, input_ids: torch.Tensor, sequences: torch.Tensor, kwargs: dict[str, Any], options: GenerateOptions
-    ) -> None:
-        """How much drafts have brought in a batch, or would have, for the next one."""
-        if not options.drafts or len(sequences) < 2:
-            return
-        prompts = input_ids.repeat_interleave(len(sequences) // len(input_ids), 0).tolist()
-        padding, answers = self._padding(input_ids, kwargs), sequences[:, input_ids.shape[1] :].tolist()
-        for answer in answers:
-            while len(answer) > 1 and answer[-1] == padding:
-                answer.pop()
-        if (rows := self.drafts.get("rows")) is not None:
-            tokens = sum(map(len, answers))
-            gain = tokens / max(1, tokens - sum(row["accepted"] for row in rows))
-        elif options.assistant is not None:
-            gain = FIRST_GAIN  # what it would have guessed is not known
-        else:
-            gain = lookup_gain(list(zip(prompts, answers, strict=True)))
-        self._row_gain = (self._row_gain + gain) / 2
-
-    def _copies(self, kwargs: dict[str, Any]) -> int:
-        """Answers to each row."""
-        config = kwargs.get("generation_config") or self.transformers_model.generation_config
-        return int(kwargs.get("num_return_sequences") or getattr(config, "num_return_sequences", None) or 1)
-
-    def _row_groups(self, input_ids: torch.Tensor, length: int, kwargs: dict[str, Any]) -> int:
-        """In how many groups the rows are generated."""
-        rows = input_ids.shape[0]
-        default = self.transformers_model.generation_config
-        if rows == 1 or self._may_become_long(length) or not are_independent(kwargs, default):
-            return 1
-        spec = SessionSpec(b"", self._blocks.span, rows, length)
-        route, step_seconds, trip_seconds = self._runtime.call(self._runtime.value.stages, spec)
-        key = tuple((hop.peer_id, hop.span.start, hop.span.end) for hop in route)
-        return groups(rows, step_seconds, trip_seconds, self._paces.measured(key))
-
-    def _note_pace(self, sessions: Sequence[InferenceSession]) -> None:
-        """What the sessions of a batch, which were at work at once, have taken."""
-        self._paces.note([(session.batch_size or 1, session.pace) for session in sessions])
-
-    def _padding(self, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> int:
-        """The token that transformers puts behind a row that has ended."""
-        for name in ("pad_token_id", "eos_token_id"):
-            token = kwargs.get(name)
-            token = getattr(self.transformers_model.generation_config, name, None) if token is None else token
-            if token is not None:
-                return int(torch.as_tensor(token).flatten()[0])
-        return int(input_ids[0, 0])  # no row ends before the others
+        length = self._total_length(input_ids.shape[1], kwargs)
+        if session is not None:
+            return self._generate_in(session, input_ids, kwargs, options, length)
+        with self._blocks.inference_session(length, adapter=adapter) as own:
+            return self._generate_in(own, input_ids, kwargs, options, length, is_new=True)
 
     def _context_adapter(self) -> SessionAdapter | None:
         """The LoRA weights and deep prompts of the forward context, for a session of their own; None if there are none.
@@ -242,19 +155,17 @@ class DistributedModelForCausalLM(DistributedModel):
         input_ids: torch.Tensor,
         kwargs: dict[str, Any],
         options: GenerateOptions,
-        apart: bool = False,
+        length: int,
+        is_new: bool = False,
     ) -> Any:
-        """`apart`: rows take drafts in sessions of their own, if nothing speaks against it."""
-        config = kwargs.get("generation_config") or self.transformers_model.generation_config
-        rows: DraftedRows | None = None
-        if apart:
-            rows = DraftedRows(self._local, self._blocks.inference_session, session.drafting, options)
-            kwargs = with_loop(kwargs, config, rows)
-        elif input_ids.shape[0] * self._copies(kwargs) == 1 and takes_loop(
-            kwargs, self.transformers_model.generation_config
-        ):
-            kwargs = with_loop(kwargs, config, RowDecoding(self._local, session, options))
-        before = session.drafting.counts
+        """`is_new`: of a session that nobody else uses; its rows may go on in others beside it."""
+        # The longest row of a batch decides about the factors of all: they stay together.
+        may_become_long = self._local.original_length is not None and length > self._local.original_length
+        is_free = is_new and session.adapter is None and not self._local.is_prompted and not may_become_long
+        decoding = BatchDecoding(self._local, self._blocks, session, options, self._batches, is_free)
+        # Where a long text begins, all of it is embedded anew, in a thread that has no prompts.
+        if not (self._local.is_prompted and may_become_long) and takes_loop(kwargs, self.transformers_model):
+            kwargs = with_loop(kwargs, self.transformers_model, decoding)
         tokens = input_ids.tolist()
         # The last token is always sent: its output is what the next one is chosen from.
         session.position = min(_shared(session.tokens, tokens), input_ids.shape[1] - 1)
@@ -263,13 +174,8 @@ class DistributedModelForCausalLM(DistributedModel):
         cache = RemoteCache(session)
         cache.advance(session.position)
         result = self.transformers_model.generate(input_ids, past_key_values=cache, use_cache=True, **kwargs)
-        self.drafts = (session.drafting.counts - before).fields()
+        self.drafts = decoding.drafts
         sequences = result if isinstance(result, torch.Tensor) else result.sequences
-        if rows is not None and rows.counts:
-            self.drafts["rows"] = [counts.fields() for counts in rows.counts]
-            if rows.step_seconds is not None:
-                self._paces.note_drafted(rows.route, len(rows.counts), rows.step_seconds)
-        self._learn_gain(input_ids, sequences, kwargs, options)
         beams = kwargs.get("num_beams") or self.transformers_model.generation_config.num_beams or 1
         if beams == 1 and sequences.shape[0] == session.batch_size:
             session.tokens = sequences[:, : session.position].tolist()

@@ -1,5 +1,9 @@
 """`generate` of the Python API by the loop over tokens: transformers prepares, and this makes the tokens.
 
+Rows of a batch go on together in one session, with one message a step; or in several sessions at once, each in a task,
+where that is quicker (`row_groups`). With drafts each row has a session of its own: in one, all rows would wait for the
+one that was guessed worst. The tokens are those of transformers' loop, with the same random numbers, whichever it is.
+
 Drafts are what transformers calls assisted generation, with the names that it has there. Its own loop asks one draft
 after the other, waits for each, and draws other random numbers than without; here steps are under way side by side, and
 the tokens are those without drafts, sampled ones with the same seed too.
@@ -7,9 +11,11 @@ the tokens are those without drafts, sampled ones with the same seed too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Sequence
+from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -17,21 +23,25 @@ import trio
 from transformers.cache_utils import DynamicCache
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
 from ...blocks.client_part import ClientModel
-from ...errors import BadInput
+from ...blocks.remote_cache import RemoteCache
+from ...errors import BadInput, unwrapped
 from ..generation.decoding import Embedding
 from ..generation.draft_model import PREFILL_TOKENS
-from ..generation.drafting import LookupDrafter
+from ..generation.drafting import DraftCounts, LookupDrafter
+from ..generation.sampling import Token
 from ..generation.speculation import Answering, Drafter
 from .inference_session import InferenceSession
-from .processors import ProcessorSampler
+from .processors import Answers, Prepared, ProcessorSampler, RowDraws
+from .remote import RemoteSequential
+from .row_groups import Batches
 
-KNOWN: Final = frozenset(
-    {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "synced_gpus", "streamer"}
-)
-"""What transformers may hand over for the model that the loop honours at each token, or that is the same for all."""
+_ONE_BY_ONE: Final = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+_NAMED: Final = frozenset(inspect.signature(GenerationMixin.generate).parameters)
+_OF_THE_MODEL: Final = frozenset({"attention_mask", "position_ids", "use_cache", "logits_to_keep", "tokenizer"})
+"""Arguments for the model that the loop honours at each token, or that concern the prompt alone."""
 _ANY_LENGTH: Final = 1 << 20
 
 
@@ -74,20 +84,19 @@ def take_draft_options(kwargs: dict[str, Any], model: Any) -> GenerateOptions:
     return GenerateOptions(True, assistant, kwargs.get("streamer"))
 
 
-def takes_loop(kwargs: dict[str, Any], default: Any) -> bool:
-    """Whether transformers would make the answers token by token, in the loop for which this one stands."""
-    given, config = kwargs.get("generation_config"), deepcopy(default)
-    for name in vars(default):
-        value = getattr(given, name, None) if kwargs.get(name) is None else kwargs[name]
-        if value is not None:
-            setattr(config, name, value)
+def takes_loop(kwargs: dict[str, Any], model: Any) -> bool:
+    """Whether the answers of `generate` are made by the loop over tokens: greedy and sampled ones, if nothing is given
+    that only the whole model takes. Beam search and loops of the caller's own are left to transformers."""
+    given = {name: value for name, value in kwargs.items() if name not in _NAMED and value is not None}
+    config, arguments = model._prepare_generation_config(kwargs.get("generation_config"), **given)
     config.prompt_lookup_num_tokens = None  # of which `GenerateOptions` knows
-    one_by_one = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-    return kwargs.get("custom_generate") is None and config.get_generation_mode() in one_by_one
+    one_by_one = config.get_generation_mode() in _ONE_BY_ONE
+    return one_by_one and kwargs.get("custom_generate") is None and arguments.keys() <= _OF_THE_MODEL
 
 
-def with_loop(kwargs: dict[str, Any], config: Any, decoding: Callable[..., Any]) -> dict[str, Any]:
+def with_loop(kwargs: dict[str, Any], model: Any, decoding: BatchDecoding) -> dict[str, Any]:
     """The arguments of transformers' `generate` for which it decodes so."""
+    config = kwargs.get("generation_config") or model.generation_config
     strings, tokenizer = kwargs.get("stop_strings") or getattr(config, "stop_strings", None), kwargs.get("tokenizer")
     kwargs = {**kwargs, "custom_generate": decoding}
     if strings and tokenizer is not None:  # which transformers forgets beside a custom_generate
@@ -139,42 +148,85 @@ class Assistant:
         return out.logits[0, -1] if len(self._held) == len(tokens) else None
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """What transformers has prepared for its loop: `arguments` are those of the model."""
+@dataclass(eq=False)
+class Part:
+    """Rows that go on together in one session: their prompts through the model, their tokens by the loop.
 
-    model: Any
-    processors: Any
-    criteria: Any
-    config: Any
-    arguments: dict[str, Any]
+    Attributes:
+        tokens: of the text, from the first that is not hidden on.
+        skipped: those at its beginning that a draft model does not know.
+    """
 
-    def by_transformers(self, input_ids: torch.Tensor, streamer: Any) -> Any:
-        """What the loop of transformers makes of rows that go through one session together."""
-        return type(self.model)._sample(
-            self.model,
-            input_ids,
-            logits_processor=self.processors,
-            stopping_criteria=self.criteria,
-            generation_config=self.config,
-            streamer=streamer,
-            **self.arguments,
+    local: ClientModel
+    session: InferenceSession
+    prepared: Prepared
+    sampler: ProcessorSampler
+    options: GenerateOptions
+    tokens: list[Token] = field(default_factory=list)
+    skipped: int = 0
+
+    @torch.no_grad()
+    def begin(self) -> Embedding:
+        """Runs the prompts, and chooses the first token behind them. Not in the trio thread."""
+        prepared, given = self.prepared, self.prepared.arguments
+        mask, ids = given.get("attention_mask"), prepared.input_ids[:, prepared.hidden :]
+        new = ids.shape[1] - given["past_key_values"].get_seq_length()
+        inputs = prepared.model.prepare_inputs_for_generation(
+            ids, next_sequence_length=new, is_first_iteration=True, **given
         )
+        logits = prepared.model(**inputs, return_dict=True).logits[:, -1]
+        self.tokens = ids[0].tolist() if len(ids) == 1 else list(zip(*ids.tolist(), strict=True))
+        self.tokens.append(self.sampler.next(self.tokens, logits.squeeze(0)))
+        whole = mask is None or bool((mask != 0).all())
+        embedding = Embedding(self.local, mask=None if whole else mask, rows=len(ids))
+        self.skipped = self.local.prompted_tokens + embedding.padding
+        return embedding
 
-    @property
-    def is_known(self) -> bool:
-        """Whether nothing is asked for that only the model's own forward pass has."""
-        wanted = self.config.output_hidden_states or self.config.output_attentions
-        return not wanted and {name for name, value in self.arguments.items() if value is not None} <= KNOWN
+    async def extend(self, embedding: Embedding) -> None:
+        """Makes the other tokens, in the trio thread."""
+        if self.sampler.is_over:
+            return
+        session, options, drafter = self.session, self.options, None
+        if options.drafts:
+            reader = Assistant(options.assistant) if options.assistant is not None else None
+            drafter = Drafter(session.drafting, LookupDrafter(), reader, self.skipped)
+        length = int(self.prepared.config.max_length) - self.prepared.hidden
+        answer = Answering(self.tokens, length, self.sampler, session.note_step)
+        await session.decode(answer, length, embedding, drafter)
+
+    async def run(self) -> None:
+        """From the prompts to the end, which gives the servers their cache back."""
+        await self.extend(await trio.to_thread.run_sync(self.begin))
+        await trio.to_thread.run_sync(self.session.close)
 
 
-class RowDecoding:
-    """The loop over tokens of one row, for the argument `custom_generate` of transformers' `generate`."""
+class BatchDecoding:
+    """The loop over tokens in the place of transformers' own, for the argument `custom_generate` of its `generate`.
 
-    def __init__(self, local: ClientModel, session: InferenceSession, options: GenerateOptions) -> None:
+    Args:
+        session: of all rows, or of the first part of them.
+        may_part: whether rows may go on in several sessions.
+
+    Attributes:
+        drafts: what drafts have brought, as `DistributedModelForCausalLM.drafts`.
+    """
+
+    def __init__(
+        self,
+        local: ClientModel,
+        blocks: RemoteSequential,
+        session: InferenceSession,
+        options: GenerateOptions,
+        batches: Batches,
+        may_part: bool,
+    ) -> None:
+        self.drafts: dict[str, Any] = DraftCounts().fields()
         self._local = local
+        self._blocks = blocks
         self._session = session
         self._options = options
+        self._batches = batches
+        self._may_part = may_part
 
     def __call__(
         self,
@@ -185,73 +237,91 @@ class RowDecoding:
         generation_config: Any,
         **model_kwargs: Any,
     ) -> Any:
-        """What transformers' own loop returns, for `input_ids` [1, tokens]."""
-        prepared = Prepared(model, logits_processor, stopping_criteria, generation_config, model_kwargs)
-        streamer, length = self._options.streamer, int(generation_config.max_length)
-        # Where a long text begins, all of it is embedded anew, in a thread that has no prompts.
-        embeds_anew = self._local.is_prompted and self._local.original_length is not None
-        if not prepared.is_known or (embeds_anew and length > (self._local.original_length or 0)):
-            return prepared.by_transformers(input_ids, streamer)
-        sampler = ProcessorSampler(logits_processor, stopping_criteria, generation_config, streamer, input_ids.device)
-        row = Row(self._local, self._session, self._options, sampler)
-        tokens = row.begin(prepared, input_ids)
-        self._session.call(lambda _: row.extend(length))
-        cache = model_kwargs["past_key_values"]
-        cache.advance(self._session.position - cache.get_seq_length())
-        if streamer is not None:
-            streamer.end()
-        sequences = torch.tensor([tokens], device=input_ids.device)
-        if not generation_config.return_dict_in_generate:
+        """What transformers' own loop returns, for `input_ids` [rows, tokens]."""
+        config, cache = generation_config, model_kwargs["past_key_values"]
+        prepared = Prepared(model, input_ids, logits_processor, stopping_criteria, config, model_kwargs)
+        padding = config._pad_token_tensor
+        answers = Answers(len(input_ids), 0 if padding is None else int(padding), self._options.streamer)
+        count, drafts = self._cut(prepared)
+        options = GenerateOptions(drafts, self._options.assistant)
+        if count == 1:
+            sampler = ProcessorSampler(prepared, answers)
+            self._run_together(Part(self._local, self._session, prepared, sampler, options))
+            scores, logits = sampler.scores, sampler.logits
+            cache.advance(self._session.position - cache.get_seq_length())
+        else:
+            self._run_apart(prepared, answers, count, options)
+            scores = logits = None
+        if self._options.drafts and len(input_ids) > 1:
+            known = drafts or self._options.assistant is None
+            self._batches.learn(input_ids.tolist(), answers.made, self.drafts["accepted"] if drafts else None, known)
+        if self._options.streamer is not None:
+            self._options.streamer.end()
+        sequences = answers.behind(input_ids)
+        if not config.return_dict_in_generate:
             return sequences
-        return GenerateDecoderOnlyOutput(
-            sequences=sequences, scores=sampler.scores, logits=sampler.logits, past_key_values=cache
-        )
+        return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits, past_key_values=cache)
 
+    def _cut(self, prepared: Prepared) -> tuple[int, bool]:
+        """(in how many sessions the rows go on, whether they take drafts)"""
+        rows = len(prepared.input_ids)
+        if rows == 1:
+            return 1, self._options.drafts
+        if not self._may_part or not prepared.is_by_row:
+            return 1, False
+        stages = self._blocks.stages(rows, int(prepared.config.max_length))
+        return self._batches.cut(rows, *stages, self._options.drafts)
 
-class Row:
-    """One row of `generate` in a session of its own: its prompt through the model, its tokens by the loop."""
+    def _run_together(self, part: Part) -> None:
+        """All rows in one session; prompts go through the model in the caller's thread, which may be `prompted`."""
+        before = part.session.drafting.counts
+        embedding = part.begin()
+        part.session.call(lambda _: part.extend(embedding))
+        self.drafts = (part.session.drafting.counts - before).fields()
+        if self._may_part:
+            self._batches.paces.note([(len(part.prepared.input_ids), part.session.pace)])
 
-    def __init__(
-        self, local: ClientModel, session: InferenceSession, options: GenerateOptions, sampler: ProcessorSampler
-    ) -> None:
-        self._session = session
-        self._local = local
-        self._options = options
-        self._sampler = sampler
-        self._embedding = Embedding(local)
-        self._tokens: list[int] = []
-        self._skipped = 0
-
-    @torch.no_grad()
-    def begin(self, prepared: Prepared, input_ids: torch.Tensor) -> list[int]:
-        """Runs the prompt [1, tokens], and chooses the first token behind it. Returns the list that will grow."""
-        given = prepared.arguments
-        cache, mask = given["past_key_values"], given.get("attention_mask")
-        new = input_ids.shape[1] - cache.get_seq_length()
-        inputs = prepared.model.prepare_inputs_for_generation(
-            input_ids, next_sequence_length=new, is_first_iteration=True, **given
-        )
-        logits = prepared.model(**inputs, return_dict=True).logits[0, -1]
-        self._tokens = input_ids[0].tolist()
-        self._embedding = Embedding(self._local, mask=None if mask is None or bool((mask != 0).all()) else mask)
-        self._skipped = self._local.prompted_tokens + self._embedding.padding
-        self._tokens.append(self._sampler.next(self._tokens, logits))
-        return self._tokens
-
-    async def extend(self, length: int) -> None:
-        """Makes the other tokens, up to `length` with the prompt, in the trio thread."""
-        if self._sampler.is_over:
+    def _run_apart(self, prepared: Prepared, answers: Answers, count: int, options: GenerateOptions) -> None:
+        """In so many sessions at once. Raises the first error of one, after all have ended."""
+        rows = len(prepared.input_ids)
+        draws = RowDraws(rows)
+        plans = self._session.drafting.of_rows(rows) if options.drafts else []
+        parts: list[Part] = []
+        with ExitStack() as stack:
+            for index in range(count):
+                those = slice(index * rows // count, (index + 1) * rows // count)
+                cache = RemoteCache(self._session)
+                own = prepared.part(those, cache)
+                if index:
+                    length = self._session.max_length - own.hidden
+                    cache.session = stack.enter_context(self._blocks.inference_session(length))
+                session: InferenceSession = cache.session
+                if plans:
+                    session.drafting = plans[index]
+                sampler = ProcessorSampler(own, answers, those.start, draws)
+                parts.append(Part(self._local, session, own, sampler, options))
+            self._session.runtime.call(_run_all, parts)
+        if prepared.config.do_sample:
+            draws.finish(max(map(len, answers.made)))
+        if not options.drafts:
+            self._batches.paces.note([(len(part.prepared.input_ids), part.session.pace) for part in parts])
             return
-        options, stop, drafter = self._options, trio.Event(), None
-        if options.drafts:
-            reader = Assistant(options.assistant) if options.assistant is not None else None
-            drafter = Drafter(self._session.drafting, LookupDrafter(), reader, self._skipped)
+        counts = [part.session.drafting.counts for part in parts]
+        self.drafts = {**sum_of(counts).fields(), "rows": [one.fields() for one in counts]}
+        steps = [len(row) - 1 - one.accepted for row, one in zip(answers.made, counts, strict=True)]
+        self._batches.note_drafted({part.session.pace.route for part in parts}, answers.seconds, steps)
 
-        def on_token(token: int) -> None:
-            if drafter is None:
-                self._session.note_step()
-            if self._sampler.is_over:
-                stop.set()
 
-        answer = Answering(self._tokens, length, self._sampler, on_token, stop, frozenset())
-        await self._session.decode(answer, length, self._embedding, drafter)
+async def _run_all(parts: Sequence[Part]) -> None:
+    with unwrapped(Exception):
+        async with trio.open_nursery() as nursery:
+            for part in parts:
+                nursery.start_soon(part.run)
+
+
+def sum_of(rows: Sequence[DraftCounts]) -> DraftCounts:
+    """Of rows that were made at the same time: their tokens together, and the seconds of the one that gained least."""
+    total = DraftCounts()
+    for one in rows:
+        total = total.plus(drafted=one.drafted, accepted=one.accepted, steps=one.steps)
+    return total.plus(gained=min((one.gained for one in rows), default=0.0))

@@ -25,7 +25,7 @@ from ..session.compared_session import Session
 from ..session.session import ClientSession
 from ..session.stream import SessionSpec
 from ..session_adapter import SessionAdapter
-from .pace import Pace
+from .pace import Pace, route_of
 from .runtime import TrioThread
 
 
@@ -90,12 +90,11 @@ class InferenceSession:
             return []
         return [(hop.peer_id, (hop.span.start, hop.span.end)) for hop in self._session.route]
 
-    def note_step(self) -> None:
-        """A decode step was answered."""
+    def note_step(self, token: object = None) -> None:
+        """A decode step was answered, which this token follows from."""
         session = self._session
         if isinstance(session, ClientSession):
-            route = tuple((hop.peer_id, hop.span.start, hop.span.end) for hop in session.route)
-            self.pace.note(time.perf_counter(), route, session.timings)
+            self.pace.note(time.perf_counter(), route_of(session.route), session.timings)
 
     @property
     def recoveries(self) -> int:
@@ -190,7 +189,7 @@ class InferenceSession:
             return self.runtime.call(function, self._session)
 
     async def decode(self, answer: Answering, limit: int, embedding: Embedding, drafter: Drafter | None = None) -> None:
-        """Extends an answer of the one row up to `limit` tokens, in the trio thread. Only after a first step.
+        """Extends the answer of all rows up to `limit` tokens, in the trio thread. Only after a first step.
 
         Raises:
             BadInput: the tokens do not fit into the session.

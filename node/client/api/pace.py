@@ -5,10 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from ...swarm.routing import Hop
 from ..session.answers import HopTiming
 
 _ENOUGH: Final = 6
@@ -20,6 +21,11 @@ DRAFTED: Final = 0
 
 Route = tuple[tuple[str, int, int], ...]
 """Peer id, first block and end of each server of a chain."""
+
+
+def route_of(hops: Iterable[Hop]) -> Route:
+    """As what was measured of a chain is kept."""
+    return tuple((hop.peer_id, hop.span.start, hop.span.end) for hop in hops)
 
 
 class Pace:

@@ -24,8 +24,10 @@ from ..batch.batch_pass import BatchPass, PassSpec
 from ..batch.batch_stream import BatchSpec, KeptSet, MicroBatch
 from ..core import SwarmClient
 from ..request import WireTensor
+from ..session.stream import SessionSpec
 from ..session_adapter import SessionAdapter
 from .inference_session import InferenceSession
+from .pace import Route, route_of
 from .runtime import TrioThread
 
 
@@ -146,6 +148,12 @@ class RemoteSequential(nn.Module):
             on_exit=on_exit,
             adapter=adapter,
         )
+
+    def stages(self, rows: int, length: int) -> tuple[Route, list[float], float]:
+        """As `ServerSelection.stages`, for a session of so many rows and tokens of each."""
+        spec = SessionSpec(b"", self.span, rows, length)
+        hops, step_seconds, trip_seconds = self._runtime.call(self._runtime.value.stages, spec)
+        return route_of(hops), step_seconds, trip_seconds
 
     def forward(
         self,

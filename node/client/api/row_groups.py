@@ -7,16 +7,11 @@ once, each at another server, keep all of them busy: recurrent pipeline parallel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from typing import Any, Final
-
-import torch
+from collections.abc import Collection, Sequence
+from typing import Final
 
 from ..generation.drafting import Draft, LookupDrafter
-from .inference_session import InferenceSession
-from .pace import DRAFTED, Measured
+from .pace import DRAFTED, Measured, Paces, Route
 
 _BASE: Final = 0.8
 """Of a server's step of one row, what a step of several rows takes once: the weights are read for all of them. By the
@@ -38,14 +33,8 @@ _SPARE: Final = 1.15
 FIRST_GAIN: Final = 2.0
 """Tokens a step that drafts are taken to bring, before any were seen."""
 _LONGEST_STEP: Final = 16
-
-_INDEPENDENT: Final = frozenset(
-    {
-        "attention_mask", "max_new_tokens", "min_new_tokens", "max_length", "min_length", "do_sample", "num_beams",
-        "pad_token_id", "eos_token_id", "repetition_penalty", "no_repeat_ngram_size", "use_cache",
-    }
-)  # fmt: skip
-"""Arguments of transformers' generate whose effect on a row does not depend on the other rows."""
+_ENOUGH: Final = 12
+"""Steps of all rows together, from which on they say something."""
 
 
 def groups(rows: int, step_seconds: Sequence[float], trip_seconds: float, measured: Measured | None = None) -> int:
@@ -127,49 +116,46 @@ def lookup_gain(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> float:
     return tokens / steps if steps else 1.0
 
 
-def are_independent(arguments: Mapping[str, Any], config: Any) -> bool:
-    """Whether generate with these arguments makes each row what it would be by itself, random choices left out."""
-    given = {name for name, value in arguments.items() if value is not None}
-    samples = arguments.get("do_sample")
-    beams = arguments.get("num_beams") or getattr(config, "num_beams", None) or 1
-    plain = not (getattr(config, "do_sample", False) if samples is None else samples) and beams == 1
-    returns = (
-        getattr(config, "return_dict_in_generate", False) or (getattr(config, "num_return_sequences", None) or 1) > 1
-    )
-    return given <= _INDEPENDENT and plain and not returns
+class Batches:
+    """How the rows of batches go through chains, from what the batches before have shown.
 
-
-def generate_in_groups(
-    generate: Callable[[InferenceSession, torch.Tensor, dict[str, Any]], torch.Tensor],
-    open_session: Callable[[], InferenceSession],
-    input_ids: torch.Tensor,
-    arguments: Mapping[str, Any],
-    count: int,
-    padding: int,
-) -> torch.Tensor:
-    """What `generate` makes of all rows, in `count` groups at once, each in a session of its own and a thread.
-
-    Args:
-        input_ids: [rows, tokens].
-        arguments: of generate; an attention mask is cut as the rows are.
-        padding: token behind rows that are shorter than the longest one of another group.
-
-    Raises:
-        The first error of a group, after all have ended; the others' sessions are closed, so that they do not go on.
+    Attributes:
+        paces: what their steps have taken.
+        gain: tokens a step that drafts bring, or would have.
     """
-    mask = arguments.get("attention_mask")
-    parts = torch.tensor_split(input_ids, count)
-    masks = [None] * count if mask is None else torch.tensor_split(mask, count)
-    with ExitStack() as stack:
-        pool = stack.enter_context(ThreadPoolExecutor(count, "petalnode-rows"))
-        sessions = [stack.enter_context(open_session()) for _ in parts]
 
-        def run(session: InferenceSession, ids: torch.Tensor, part: torch.Tensor | None) -> torch.Tensor:
-            with torch.no_grad():  # which is of each thread
-                own = dict(arguments) if part is None else {**arguments, "attention_mask": part}
-                return generate(session, ids, own)
+    def __init__(self) -> None:
+        self.paces = Paces()
+        self.gain = FIRST_GAIN
 
-        running = [pool.submit(run, *given) for given in zip(sessions, parts, masks, strict=True)]
-        made = [future.result() for future in running]
-    longest = max(rows.shape[1] for rows in made)
-    return torch.cat([torch.nn.functional.pad(rows, (0, longest - rows.shape[1]), value=padding) for rows in made])
+    def cut(
+        self, rows: int, route: Route, step_seconds: Sequence[float], trip_seconds: float, drafts: bool
+    ) -> tuple[int, bool]:
+        """(in how many sessions the rows of a batch go through the servers of `route`, whether they take drafts there).
+
+        Where there are to be `drafts`, rows take them only where each has a session of its own.
+        """
+        measured = self.paces.measured(route)
+        if drafts and draft_apart(rows, step_seconds, trip_seconds, self.gain, measured):
+            return rows, True
+        return groups(rows, step_seconds, trip_seconds, measured), False
+
+    def note_drafted(self, routes: Collection[Route], seconds: Sequence[float], steps: Sequence[int]) -> None:
+        """Rows were made at once with drafts, each in a session of its own, in so many seconds and steps. It says
+        something where there were enough steps and all rows had one chain."""
+        if len(routes) == 1 and sum(steps) >= _ENOUGH:
+            longest = max(span / max(1, count) for span, count in zip(seconds, steps, strict=True))
+            self.paces.note_drafted(next(iter(routes)), len(steps), longest)
+
+    def learn(
+        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], accepted: int | None, known: bool
+    ) -> None:
+        """Learns how many tokens a step drafts have brought in a batch: `accepted` of them were right. None: there were
+        none, and those that are looked up would have brought what the text shows, where these are what is `known`."""
+        gain = FIRST_GAIN
+        if accepted is not None:
+            tokens = sum(map(len, answers))
+            gain = tokens / max(1, tokens - accepted)
+        elif known:
+            gain = lookup_gain(list(zip(prompts, answers, strict=True)))
+        self.gain = (self.gain + gain) / 2

@@ -1,5 +1,6 @@
 """The loop over tokens of one answer: chat, the HTTP APIs, `generate` and probes have this one.
 
+Rows of a batch that share a session go on together: a token is a tuple of theirs, and one message a step carries all.
 A sampler chooses each token (`TokenSampler`); transformers' processors and criteria are one implementation of it. A
 token is embedded and chosen on the trio thread where that is short, and in a worker thread otherwise.
 """
@@ -22,39 +23,42 @@ from ..session.prefixes import common_prefix
 from ..session.session import ClientSession
 from ..session.stream import SessionSpec
 from .drafting import Draft
+from .sampling import Token
 from .speculation import Answering, Drafter
 
 
 @dataclass(frozen=True)
 class Embedding:
-    """How the tokens of one text enter the first block.
+    """How the tokens of one text, or of rows beside each other, enter the first block.
 
     Attributes:
         soft_prompt: [virtual tokens, embedding size], in the place of the first tokens.
-        mask: [1, tokens], 0 at those of the first tokens that are padding.
+        mask: [rows, tokens], 0 at those of the first tokens that are padding.
     """
 
     model: ClientModel
     soft_prompt: torch.Tensor | None = None
     mask: torch.Tensor | None = None
+    rows: int = 1
 
     @cached_property
     def padding(self) -> int:
-        """Tokens at the beginning that nobody sees."""
-        return 0 if self.mask is None else int((self.mask[0] == 0).sum())
+        """Tokens at the beginning of each row that nobody sees."""
+        return 0 if self.mask is None else int((self.mask == 0).sum(-1).min())
 
     @property
     def is_short(self) -> bool:
         """Whether one token takes less than waking another thread twice."""
-        return self.model.is_short and self.soft_prompt is None
+        return self.model.is_short and self.soft_prompt is None and self.rows == 1
 
-    def chunks(self, tokens: list[int], position: int, session: Session | SessionSpec) -> list[WireTensor]:
+    def chunks(self, tokens: list[Token], position: int, session: Session | SessionSpec) -> list[WireTensor]:
         """The hidden states of `tokens`, which stand behind `position` others, as the session sends them."""
         mask = self.mask
         if mask is not None:
-            mask = torch.cat([mask, mask.new_ones((1, position + len(tokens) - mask.shape[1]))], dim=1)
+            mask = torch.cat([mask, mask.new_ones((self.rows, position + len(tokens) - mask.shape[1]))], dim=1)
+        ids = torch.tensor(tokens).view(len(tokens), self.rows).T.contiguous()
         with nullcontext() if self.soft_prompt is None else self.model.prompted(self.soft_prompt):
-            hidden = self.model.embed(torch.tensor([tokens]), position, mask)
+            hidden = self.model.embed(ids, position, mask)
         if isinstance(session, SessionSpec):
             return to_chunks(hidden, session.codec, PIPELINE_TOKENS)
         return to_chunks(hidden, session.spec.codec, session.chunk_tokens(*hidden.shape[1:]))
@@ -65,7 +69,7 @@ class _Embedded:
     """A token that was just chosen, ready to be sent at this position."""
 
     position: int
-    token: int
+    token: Token
     chunks: list[WireTensor]
 
 
@@ -74,13 +78,13 @@ class _Early:
     """A token that was chosen before the receipt of the answer was checked that it `follows` from, in `seconds`."""
 
     follows: WireTensor
-    token: int
+    token: Token
     seconds: float
 
 
 @dataclass(eq=False)
 class Decoding:
-    """One text in one session. One call at a time.
+    """One text, or rows that go on together, in one session. One call at a time.
 
     Attributes:
         held: the tokens that the session holds.
@@ -90,7 +94,7 @@ class Decoding:
 
     embedding: Embedding
     session: Session
-    held: list[int]
+    held: list[Token]
     drafter: Drafter | None = None
     least: int = 0
     answering: set[object] = field(default_factory=set)
@@ -180,11 +184,11 @@ class Decoding:
         """Whether one token is embedded and chosen on the trio thread: nobody else's answer waits for it."""
         return self.embedding.is_short and len(self.answering) == 1
 
-    async def advance(self, tokens: list[int], outputs: int) -> list[WireTensor]:
+    async def advance(self, tokens: list[Token], outputs: int) -> list[WireTensor]:
         """Brings the session to hold all of `tokens`; returns chunks that end in the outputs of the last `outputs`."""
         return await self._step(tokens, await self._unsent(tokens, outputs), outputs)
 
-    async def _unsent(self, tokens: list[int], outputs: int) -> list[WireTensor]:
+    async def _unsent(self, tokens: list[Token], outputs: int) -> list[WireTensor]:
         """The hidden states of those of `tokens` that the session does not hold, and of the last `outputs` anyhow."""
         session = self.session
         # What is to be answered is sent, whether the servers hold it or not.
@@ -194,7 +198,7 @@ class Decoding:
         del self.held[start:]
         return await self._chunks(tokens[start:], start)
 
-    async def _step(self, tokens: list[int], chunks: list[WireTensor], outputs: int) -> list[WireTensor]:
+    async def _step(self, tokens: list[Token], chunks: list[WireTensor], outputs: int) -> list[WireTensor]:
         """Sends what makes the session hold `tokens`."""
         session = self.session
         if isinstance(session, ClientSession):
@@ -224,7 +228,7 @@ class Decoding:
             return None
         return _Early(hidden, token, trio.current_time() - begun)
 
-    async def _chunks(self, tokens: list[int], position: int) -> list[WireTensor]:
+    async def _chunks(self, tokens: list[Token], position: int) -> list[WireTensor]:
         ready, self._embedded = self._embedded, None
         if ready is not None and (ready.position, [ready.token]) == (position, tokens):
             return ready.chunks
@@ -236,9 +240,10 @@ class Decoding:
         """Those of the last `count` tokens, [count, vocabulary]."""
         return self.embedding.model.head(from_chunks(hidden)[:, -count:])[0]
 
-    def _choose(self, answer: Answering, hidden: list[WireTensor]) -> tuple[int, _Embedded | None]:
+    def _choose(self, answer: Answering, hidden: list[WireTensor]) -> tuple[Token, _Embedded | None]:
         """The next token, made ready to be sent as well, which saves another way to a worker thread and back."""
-        token = answer.sampler.next(answer.tokens, self._logits(hidden, 1)[0])
+        logits = self.embedding.model.head(from_chunks(hidden)[:, -1:])[:, 0]
+        token = answer.sampler.next(answer.tokens, logits.squeeze(0))
         if token in answer.stop_tokens or answer.is_over or len(answer.tokens) + 1 >= answer.limit:
             return token, None
         position = len(answer.tokens)

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 import torch
 from transformers.generation.logits_process import (
@@ -28,6 +28,9 @@ _COLDEST: Final = 1e-10
 """Logits divided by less may be more than float32 holds; it leaves the likeliest token only, as all below do."""
 _DRAWN_AHEAD: Final = 1 << 16
 """Random numbers of a token that are drawn before its logits are there: 49,152 take half a millisecond."""
+
+Token = Any
+"""A token id; of rows that go on together in one session, the tuple of theirs."""
 
 
 class Constraint(Protocol):
@@ -64,33 +67,37 @@ class PreparedConstraint(Constraint, Protocol):
 
 
 class TokenSampler(Protocol):
-    """Chooses the tokens of one answer.
+    """Chooses the tokens of one answer. Logits are [vocabulary], or [rows, vocabulary].
 
     Attributes:
+        is_over: the last accepted token ends the answer.
         is_ready: `choose` and `accept` are short, and may be called on the trio thread.
         only: the token that is chosen whatever the logits are; None if they say it, or that is not known.
     """
 
     @property
+    def is_over(self) -> bool: ...
+
+    @property
     def is_ready(self) -> bool: ...
 
     @property
-    def only(self) -> int | None: ...
+    def only(self) -> Token | None: ...
 
     def prepare(self, *, draw: bool) -> None:
         """Makes ready what the next token takes beside its logits. `draw`: random numbers, too. Never raises."""
 
-    def next(self, tokens: Sequence[int], logits: torch.Tensor) -> int:
-        """The token after `tokens`, from logits [vocabulary]."""
+    def next(self, tokens: Sequence[Token], logits: torch.Tensor) -> Token:
+        """The token after `tokens`."""
 
-    def choose(self, tokens: Sequence[int], logits: torch.Tensor) -> int:
+    def choose(self, tokens: Sequence[Token], logits: torch.Tensor) -> Token:
         """As `next`, but nothing is settled: called again before `accept`, it chooses anew by the same random numbers.
 
         Raises:
             RuntimeError: the logits leave nothing to choose from.
         """
 
-    def accept(self, token: int) -> None:
+    def accept(self, token: Token) -> None:
         """The next token is the one that was chosen."""
 
     def ahead(self) -> AheadSampler:
@@ -186,6 +193,8 @@ class Sampler:
     Args:
         beside: runs a function that takes long in a worker thread, and returns at once.
     """
+
+    is_over: Final = False
 
     def __init__(
         self,

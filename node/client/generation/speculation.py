@@ -22,7 +22,7 @@ from ..session.session import ClientSession
 from ..session.step import UNWATCHED_BYTES
 from .draft_model import Ahead, DraftReader, ModelDrafter
 from .drafting import BY_MODEL, REALIGNED, Draft, DraftPlan, LookupDrafter, PipelineSpeed
-from .sampling import TokenSampler
+from .sampling import Token, TokenSampler
 
 _LONG: Final = 4
 """From so many tokens on, a match says more than that the text went on as before behind a wrong token."""
@@ -40,21 +40,26 @@ class Answering:
         stop_tokens: end the answer, and are no part of it.
     """
 
-    tokens: list[int]
+    tokens: list[Token]
     limit: int
     sampler: TokenSampler
-    on_token: Callable[[int], object]
-    stop: trio.Event
-    stop_tokens: frozenset[int]
+    on_token: Callable[[Token], object]
+    stop: trio.Event = field(default_factory=trio.Event)
+    stop_tokens: frozenset[int] = frozenset()
     ended: bool = False
 
     @property
     def is_over(self) -> bool:
+        return self._is_closed or self.sampler.is_over
+
+    @property
+    def _is_closed(self) -> bool:
+        """Whether no token is taken any more."""
         return self.ended or self.stop.is_set() or len(self.tokens) >= self.limit
 
-    def take(self, token: int) -> None:
-        """The token that was chosen comes next, unless the answer is over."""
-        if self.is_over:
+    def take(self, token: Token) -> None:
+        """The token that was chosen comes next, if there is to be one."""
+        if self._is_closed:
             return
         if token in self.stop_tokens:
             self.ended = True
