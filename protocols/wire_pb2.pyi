@@ -2155,3 +2155,47 @@ class TransferFrame(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["tensors", b"tensors", "wanted", b"wanted"]) -> None: ...
 
 Global___TransferFrame: typing_extensions.TypeAlias = TransferFrame
+
+@typing.final
+class Invite(google.protobuf.message.Message):
+    """A link into a swarm (docs/protocol.md#links): no stream carries it, people send it to each other."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MAKER_FIELD_NUMBER: builtins.int
+    ADDRS_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    MODEL_VERSION_FIELD_NUMBER: builtins.int
+    EXPIRES_FIELD_NUMBER: builtins.int
+    SWARM_KEY_FIELD_NUMBER: builtins.int
+    SWARM_KEY_HASH_FIELD_NUMBER: builtins.int
+    maker: builtins.bytes
+    """peer id of who signs it"""
+    model: builtins.str
+    """empty: whatever the swarm serves"""
+    model_version: builtins.bytes
+    """its first 16 bytes, or all"""
+    expires: builtins.int
+    """seconds since 1970"""
+    swarm_key: builtins.bytes
+    """of a private swarm, 32 bytes; empty: public, or to be given by hand"""
+    swarm_key_hash: builtins.bytes
+    """of a private swarm, 8 bytes"""
+    @property
+    def addrs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """binary multiaddrs of peers of the swarm, with /p2p, the best first"""
+
+    def __init__(
+        self,
+        *,
+        maker: builtins.bytes = ...,
+        addrs: collections.abc.Iterable[builtins.bytes] | None = ...,
+        model: builtins.str = ...,
+        model_version: builtins.bytes = ...,
+        expires: builtins.int = ...,
+        swarm_key: builtins.bytes = ...,
+        swarm_key_hash: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["addrs", b"addrs", "expires", b"expires", "maker", b"maker", "model", b"model", "model_version", b"model_version", "swarm_key", b"swarm_key", "swarm_key_hash", b"swarm_key_hash"]) -> None: ...
+
+Global___Invite: typing_extensions.TypeAlias = Invite

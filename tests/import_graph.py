@@ -12,8 +12,8 @@ TREES = ("node", "protocols", "crypto")
 
 # Each room of node/ may import the rooms before it; `client` and `server` stand side by side.
 ROOM_ORDER = (
-    *("errors", "version", "models", "blocks", "network", "trust", "swarm", "verification", "placement"),
-    *("client", "server", "validator", "tuning", "credits", "api", "monitoring", "web", "cli", "testing"),
+    *("errors", "version", "models", "blocks", "network", "trust", "swarm", "links", "verification"),
+    *("placement", "client", "server", "validator", "tuning", "credits", "api", "monitoring", "web", "cli", "testing"),
 )
 SIDE_BY_SIDE = {("server", "client")}
 

@@ -51,6 +51,8 @@ COMMANDS: Final = {
     "serve": "Host blocks of a model for the swarm.",
     "chat": "Chat with the model that a swarm serves.",
     "api": "Serve an OpenAI-compatible HTTP API and a chat page, which answer over the servers of a swarm.",
+    "invite": "Print a link with which somebody else joins this swarm: `petalnode join LINK`.",
+    "join": "Join a swarm by a link: check it, say what will be fetched and served, ask, and serve (or chat).",
     "pause": "Pause servers on this machine: they take no new sessions, and leave the swarm when theirs have moved or "
     "ended.",
     "resume": "Let paused servers on this machine serve again.",
@@ -77,6 +79,8 @@ COMMANDS: Final = {
 """In the order of the help, which has their first sentences without importing them."""
 _MODULES = {
     "self-test": "self_test",
+    "invite": "links.invite",
+    "join": "links.join",
     "pause": "serve",
     "resume": "serve",
     "swarm-key": "bootstrap",

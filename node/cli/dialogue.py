@@ -75,6 +75,7 @@ class Chatter:
         once: there is one question only, and what goes wrong is raised.
         serve_options: those of `petalnode serve` for another server of the same swarm: model, and peers to join by.
         notice: asked before each prompt whether it may go to the servers that there are.
+        is_there: whether a peer to join by, given by its address, is connected now.
         is_closed: whether only servers that the person trusts may take the place of a lost one.
     """
 
@@ -91,6 +92,7 @@ class Chatter:
     serve_options: str = ""
     notice: StrangerNotice | None = None
     is_closed: Callable[[Hop], bool] = lambda _: False
+    is_there: Callable[[str], bool] = lambda _: True
 
     def __post_init__(self) -> None:
         self._reader: LineReader | None = None
@@ -270,7 +272,7 @@ class Chatter:
     def _advice(self, lost: Hop) -> str:
         """How to have the blocks of a lost server served again."""
         model, *peers = self.serve_options.split(" --peer ")
-        others = [peer for peer in peers if lost.peer_id not in peer]
+        others = [peer for peer in peers if lost.peer_id not in peer and self.is_there(peer)]
         options = " --peer ".join((model, *others[:1]))
         # Who joined by the lost server cannot say by whom to join; and a trusted server is one by its key.
         if self.is_closed(lost) or (peers and not others):

@@ -20,8 +20,9 @@ from typer.models import OptionInfo
 
 from ...crypto.canonical import digest
 from ...crypto.identity import Identity, IdentityError, IdentityLocked, held_identity, others_can_read, peer_id_to_bytes
-from ...crypto.swarm_key import SwarmKeyError, find_swarm_key, is_swarm_key, load_swarm_key
+from ...crypto.swarm_key import SwarmKeyError, find_swarm_key, is_swarm_key
 from ..errors import BadInput, MachineError, PetalnodeError, SwarmError, unwrapped
+from ..links.target import SwarmTarget, read_target
 from ..network.addresses import parse_own, parse_peer
 from ..network.nat.relay import RelayLimits
 from ..network.transport.bandwidth import parse_rate
@@ -53,9 +54,10 @@ _SHOWN: Final = {
 }
 """The options that most people need, by command; `--help` names the others, and `--help-all` explains them."""
 _FIRST_PORT, _PORTS = 20000, 20000
-_HOW_TO_JOIN = (
-    "Give --peer MULTIADDR (every server prints its own), or try `petalnode demo` for a swarm on this machine"
+KEY_IN_SIGHT: Final = (
+    "this link has the swarm's key, and others on this machine can read the command line: `petalnode join` asks for it"
 )
+_HOW_TO_JOIN = "Give --peer and a link or an address (servers print theirs), or try `petalnode demo` on this machine"
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,9 @@ class JoinOptions:
         typer.Option(
             "--peer",
             "-p",
-            metavar="MULTIADDR",
-            help=f"Address of a node of the swarm, /ip4/../tcp/../p2p/..; repeatable. Also {PEERS_VARIABLE}, "
-            "comma-separated.",
+            metavar="MULTIADDR|LINK",
+            help="Address of a node of the swarm, /ip4/../tcp/../p2p/.., or a link (`petalnode invite`); repeatable. "
+            f"Also {PEERS_VARIABLE}, comma-separated.",
         ),
     ] = None
     new_swarm: Annotated[
@@ -167,19 +169,27 @@ class JoinOptions:
         typer.Option("--json", help="Print one JSON object per line to standard output, and text to standard error."),
     ] = False
 
-    @property
-    def peers(self) -> tuple[str, ...]:
-        """Multiaddrs of the nodes to join through: from --peer, else from the environment.
+    @functools.cached_property  # a link that ends while this node runs is of use to it all the same
+    def target(self) -> SwarmTarget:
+        """What --peer, else the environment, says of the swarm: addresses and links.
 
         Raises:
-            BadInput: --peer together with --new-swarm.
+            BadInput: one cannot be used, or --peer stands together with --new-swarm.
         """
         if self.new_swarm:
             if self.peer:
                 raise BadInput("--new-swarm starts a swarm and --peer joins one: give one of them")
-            return ()
-        given = self.peer or os.environ.get(PEERS_VARIABLE, "").split(",")
-        return tuple(address.strip() for address in given if address.strip())
+            return SwarmTarget((), self._own_key)
+        given = filter(str.strip, self.peer or os.environ.get(PEERS_VARIABLE, "").split(","))
+        try:
+            return read_target(given, self._own_key)
+        except BadInput as error:
+            raise error if self.peer else BadInput(f"the variable {PEERS_VARIABLE}: {error}") from None
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """Multiaddrs of the nodes to join through. Raises BadInput as `target`."""
+        return self.target.peers
 
     def check(self) -> None:
         """Checks all that can be checked without a network.
@@ -187,11 +197,8 @@ class JoinOptions:
         Raises:
             BadInput: an option, or an address in the environment, cannot be used.
         """
-        for address in self.peers:
-            try:
-                parse_peer(address)
-            except BadInput as error:
-                raise error if self.peer else BadInput(f"the variable {PEERS_VARIABLE}: {error}") from None
+        if self.peer and self.psk is not None and self._own_key is None:
+            say_error(KEY_IN_SIGHT, "warning")
         for what, addresses in (("listen", self.listen), ("announce", self.announce)):
             for address in addresses or ():
                 parse_own(address, what)
@@ -199,7 +206,6 @@ class JoinOptions:
             parse_peer(self.relay)
         parse_rate(self.max_upload, "--max-upload")
         parse_rate(self.max_download, "--max-download")
-        _ = self.psk
         for file, harm in ((self.key_file, "join your swarm"), (self.identity, "sign as this node")):
             if file is not None and others_can_read(file):
                 say_error(f"others on this machine can read {file}, and so {harm}: chmod 600 {file}", "warning")
@@ -213,7 +219,12 @@ class JoinOptions:
 
     @property
     def psk(self) -> str | None:
-        """The private swarm's key, 64 hexadecimal digits; None for the public swarm.
+        """The private swarm's key, 64 hexadecimal digits; None for the public swarm. Raises BadInput as `target`."""
+        return self.target.psk
+
+    @property
+    def _own_key(self) -> str | None:
+        """The key that was given by itself, in no link.
 
         Raises:
             BadInput: the file cannot be read, or is no swarm key, or the key itself is on the command line.
@@ -224,11 +235,9 @@ class JoinOptions:
                 "line. Make a new key (`petalnode swarm-key`), and give its file, or the key in the variable "
                 f"{SWARM_KEY_VARIABLE}"
             )
-        variable = os.environ.get(SWARM_KEY_VARIABLE)
+        given = self.swarm_key or os.environ.get(SWARM_KEY_VARIABLE)
         try:
-            if self.swarm_key is not None:
-                return load_swarm_key(self.swarm_key)
-            return find_swarm_key(variable) if variable else None
+            return find_swarm_key(given) if given else None
         except SwarmKeyError as error:
             raise BadInput(str(error)) from error
 

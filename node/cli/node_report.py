@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -12,9 +11,10 @@ import trio
 
 from ...protocols.framing import PeerError
 from ..errors import SwarmError
+from ..links.making import LinkWishes, choose_addrs, make_link, near_addrs
 from ..swarm.discovery import JoinResult
 from ..swarm.swarm import Swarm
-from .join import SWARM_KEY_VARIABLE, JoinOptions
+from .join import JoinOptions
 from .output import Output
 
 
@@ -82,15 +82,33 @@ def how_joined_json(joined: JoinResult | None) -> dict[str, str] | None:
 
 def join_by(join: JoinOptions, address: str) -> str:
     """The options with which somebody else joins through this node at that address."""
-    key = join.key_file or ("FILE" if os.environ.get(SWARM_KEY_VARIABLE) else None)
-    return f"--peer {address}" + (f" --swarm-key {key}" if key is not None else "")
+    return f"--peer {address}{_key_option(join)}"
 
 
-async def report_reachability(swarm: Swarm, join: JoinOptions, output: Output, commands: Sequence[str]) -> None:
-    """Prints how others reach this node when that is known and whenever it changes, until cancelled.
+def _key_option(join: JoinOptions) -> str:
+    return "" if join.psk is None else f" --swarm-key {join.key_file or 'FILE'}"
 
-    `commands` are those with which others join; they are printed again when the address has changed.
+
+def say_link(swarm: Swarm, join: JoinOptions, output: Output, model: str = "", version: bytes = b"") -> None:
+    """Prints the link by which others join through this node and those that it joined by. The key of a private swarm is
+    not in it: what is printed may be kept in a log."""
+    addrs = choose_addrs(near_addrs(swarm))
+    if addrs:
+        link, _ = make_link(LinkWishes(model, version, join.psk), addrs, swarm.identity, time.time())
+        output.say(f"to invite somebody:  petalnode join {link}{_key_option(join)}")
+        output.emit(event="link", link=link)
+
+
+async def report_reachability(
+    swarm: Swarm, join: JoinOptions, output: Output, commands: Sequence[str], model: tuple[str, bytes] = ("", b"")
+) -> None:
+    """Prints the link of this node, and how others reach it when that is known and whenever it changes, until
+    cancelled.
+
+    `commands` are those with which others join; they and the link, for `model` (name and version), are printed again
+    when the address has changed.
     """
+    say_link(swarm, join, output, *model)
     reported, address = None, _public_address(swarm)
     while True:
         if swarm.reachability.kind == "unreachable":
@@ -107,6 +125,7 @@ async def report_reachability(swarm: Swarm, join: JoinOptions, output: Output, c
                 address = _public_address(swarm)
                 for command in commands:
                     output.say(f"to join it from anywhere:  {command} {join_by(join, address)}")
+                say_link(swarm, join, output, *model)
         await swarm.wait_reachability_changed()
 
 

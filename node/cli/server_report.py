@@ -303,7 +303,8 @@ class ServerReport:
         _say_ready(self._output, self._join, fields)
         self._output.emit(event="ready", **fields, joined=how_joined_json(self._swarm.joined))
         commands = [f"petalnode {command} {_model_to_pass_on(self._join, fields)}" for command in ("serve", "chat")]
-        self._nursery.start_soon(report_reachability, self._swarm, self._join, self._output, commands)
+        model = str(fields["model"]), bytes.fromhex(str(fields["model_version"]))
+        self._nursery.start_soon(report_reachability, self._swarm, self._join, self._output, commands, model)
 
 
 def _say_pause(output: Output, event: str, fields: dict[str, Any]) -> None:

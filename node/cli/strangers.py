@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
@@ -174,11 +173,6 @@ class StrangerNotice:
             f"{model.name} is served by {who}. Who serves its first blocks can read what you ask, and who serves its "
             "last blocks what is answered (docs/privacy.md). With --trusted PEER your own servers compute those blocks"
         )
-
-
-def at_terminal() -> bool:
-    """Whether a person reads what is asked and can answer."""
-    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def is_here(swarm: Swarm, server: Announcement) -> bool:

@@ -49,6 +49,11 @@ def _heeded() -> list[signal.Signals]:
     return [number for number in ENDING if number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN]
 
 
+def at_terminal() -> bool:
+    """Whether a person reads what is asked and can answer."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
 class LineReader:
     """Reads lines in a thread, so that the node stays alive meanwhile, and leaves the terminal as it was."""
 

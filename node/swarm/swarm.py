@@ -107,6 +107,11 @@ class Swarm(MessageStreams):
         return self._config.identity
 
     @property
+    def psk(self) -> str | None:
+        """The private swarm's key; None in the public swarm."""
+        return self._config.psk
+
+    @property
     def addrs(self) -> list[str]:
         """Concrete multiaddrs under which this node may be reached, with /p2p; none for a pure client."""
         return self.host.addrs()

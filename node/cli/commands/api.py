@@ -21,7 +21,7 @@ from ...errors import BadInput, SwarmError
 from ...models import ModelFolder
 from ...swarm.swarm import Swarm
 from ..join import JoinOptions, joined, joins_swarm
-from ..model_choice import SwarmModelArgument, check_adapter, check_model, model_folder, served_model
+from ..model_choice import SwarmModelArgument, check_adapter, check_model, linked_model, model_folder, served_model
 from ..output import Output
 from ..process import start
 from ..strangers import ServerChoice
@@ -108,6 +108,7 @@ def api(model: SwarmModelArgument = None, *, options: ApiOptions, join: JoinOpti
         return
     join.check()
     options.chosen_servers()  # before anybody is asked
+    model = linked_model(model, join.target)
     check_model(model)
     for adapter in options.adapter or ():
         check_adapter(adapter)
@@ -160,7 +161,7 @@ async def _api(model: str | None, options: ApiOptions, join: JoinOptions, output
         start.stage("looking for the model")
         with suppress(SwarmError):
             await swarm.refresh(sample=True, timeout=REFRESH_TIMEOUT)
-        folder = await model_folder(model or await served_model(swarm), output, need="client")
+        folder = await model_folder(model or await served_model(swarm, output), output, need="client")
         await api_in(swarm, folder, options, admission, output, listeners, join.peers)
 
 

@@ -24,10 +24,19 @@ from ...network.addresses import parse_peer
 from ...swarm.swarm import Swarm
 from ..dialogue import Chatter, opening
 from ..join import JoinOptions, joined, joins_swarm
-from ..model_choice import SwarmModelArgument, check_adapter, check_model, check_seed, model_folder, served_model
+from ..model_choice import (
+    SwarmModelArgument,
+    check_adapter,
+    check_model,
+    check_seed,
+    linked_model,
+    model_folder,
+    served_model,
+)
 from ..output import Output
 from ..process import start, text_given
-from ..strangers import ServerChoice, StrangerNotice, at_terminal, told_file
+from ..strangers import ServerChoice, StrangerNotice, told_file
+from ..terminal import at_terminal
 
 MAX_CONTEXT = 4096
 """Tokens that a chat reserves at every server, unless the model takes fewer."""
@@ -113,6 +122,7 @@ def chat(model: SwarmModelArgument = None, *, options: ChatOptions, join: JoinOp
         parse_peer(address)
     options.chosen_servers()  # before anybody is asked
     check_seed(options.seed)
+    model = linked_model(model, join.target)
     check_model(model)
     if options.draft_model is not None:
         check_model(options.draft_model)
@@ -126,12 +136,12 @@ def chat(model: SwarmModelArgument = None, *, options: ChatOptions, join: JoinOp
     if options.credits and join.identity is None:
         raise BadInput("--credits spends the points of a key: give its file with --identity FILE")
     if options.session is None:
-        trio.run(_chat, model, options, join, None)
+        trio.run(run_chat, model, options, join, None)
         return
     if join.identity is not None:
         raise BadInput("--session FILE contains a key of its own: leave --identity out")
     with held_chat(options.session) as saved:
-        trio.run(_chat, model, options, join, saved)
+        trio.run(run_chat, model, options, join, saved)
 
 
 def question(prompt: str | None) -> str | None:
@@ -159,7 +169,8 @@ def question(prompt: str | None) -> str | None:
     return prompt
 
 
-async def _chat(model: str | None, options: ChatOptions, join: JoinOptions, saved: SavedChat | None) -> None:
+async def run_chat(model: str | None, options: ChatOptions, join: JoinOptions, saved: SavedChat | None) -> None:
+    """Chats as `options` say, in the swarm of `join`. Raises PetalnodeError."""
     output = Output(join.json)
     parts = ClientParts(options.adapter, options.draft_model)
     async with trio.open_nursery() as nursery:
@@ -173,7 +184,7 @@ async def _chat(model: str | None, options: ChatOptions, join: JoinOptions, save
                 output.note(f"the peer id of this client is {swarm.peer_id}")
             start.stage("looking for the model")
             if model is None:
-                nursery.start_soon(parts.find_and_load, await served_model(swarm), output)
+                nursery.start_soon(parts.find_and_load, await served_model(swarm, output), output)
             private = join.psk is not None
             await chat_in(swarm, await parts.folder(), options, output, saved, join.peers, parts, private=private)
 
@@ -361,6 +372,7 @@ async def chat_in(
                 once=prompt is not None,
                 show_route=options.show_route,
                 serve_options=serves,
+                is_there=lambda peer: swarm.is_connected(parse_peer(peer)[0]),
                 notice=notice,
                 is_closed=lambda hop: bool(
                     client.trusted.closed(range(hop.span.start, hop.span.end), folder.num_blocks)

@@ -35,7 +35,7 @@ from ...server.tallies import ServerTallies
 from ..control import DonorOptions, controlled, obey_signals, send_wish
 from ..join import JoinOptions, RelayOptions, joined, joins_swarm
 from ..metrics import MetricsOptions, add_server, metrics_served
-from ..model_choice import check_device, check_model
+from ..model_choice import check_device, check_model, linked_model
 from ..output import Output, ProgressBars
 from ..server_report import ServerPanel, ServerReport
 from ..terminal import StopSignal
@@ -49,7 +49,10 @@ STOP_GRACE = 10.0
 
 @joins_swarm
 def serve(
-    model: Annotated[str, typer.Argument(help="Folder, .gguf file, hub id or alias.")] = DEFAULT_MODEL,
+    model: Annotated[
+        str | None,
+        typer.Argument(help=f"Folder, .gguf file, hub id or alias. Default: the link's, else {DEFAULT_MODEL}."),
+    ] = None,
     blocks: Annotated[
         str | None,
         typer.Option(metavar="A:B", help="Host blocks A to B-1. Default: choose them by what the swarm lacks."),
@@ -153,6 +156,7 @@ def serve(
 ) -> None:
     """Host blocks of a model for the swarm."""
     join.check()
+    model = linked_model(model, join.target) or DEFAULT_MODEL
     check_device(device)
     _check_numbers({"--cache-tokens": cache_tokens, "--pledge": pledge})
     policy = donor_options.policy()
@@ -195,11 +199,11 @@ def serve(
     if options.adapters:
         check_adapters(options.adapters, found)
     limits, deposit = relay_options.limits(), _deposit_at(deposit_at, pledge)
-    trio.run(_serve, _ServeOptions(options, join, limits, metrics_options, policy, deposit, until_eof, plain))
+    trio.run(run_serve, ServeOptions(options, join, limits, metrics_options, policy, deposit, until_eof, plain))
 
 
 @dataclass(frozen=True)
-class _ServeOptions:
+class ServeOptions:
     """What a person asked for, checked."""
 
     server: ServerOptions
@@ -207,9 +211,9 @@ class _ServeOptions:
     relay: RelayLimits
     metrics: MetricsOptions
     policy: PausePolicy
-    deposit_at: str | None
-    until_eof: bool
-    plain: bool
+    deposit_at: str | None = None
+    until_eof: bool = False
+    plain: bool = False
 
 
 async def _enforce_stop(
@@ -221,7 +225,8 @@ async def _enforce_stop(
     serving.cancel()
 
 
-async def _serve(asked: _ServeOptions) -> None:
+async def run_serve(asked: ServeOptions) -> None:
+    """Serves until told to stop, and ends the process."""
     options, join = asked.server, asked.join
     output = Output(join.json)
     bars = ProgressBars(output.console)

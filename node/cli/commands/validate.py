@@ -28,7 +28,7 @@ from ...swarm.swarm import Swarm
 from ...trust.bundle import Bundle
 from ..join import JoinOptions, joined, joins_swarm
 from ..metrics import MetricsOptions, add_node, metrics_served
-from ..model_choice import check_device, check_model, model_folder, served_model
+from ..model_choice import check_device, check_model, linked_model, model_folder, served_model
 from ..output import Output, ProgressBars, whole_figures
 from ..process import say_error
 from ..terminal import StopSignal
@@ -85,6 +85,7 @@ def validate(
             say_error(f"others on this machine can look into {folder}, {told}: chmod 700 {folder}", "warning")
         check_writable(folder, f"Saving evidence in {folder}", "Make room there, or give another --evidence-dir.")
     check_device(options.device)
+    model = linked_model(model, join.target)
     check_model(model)
     raise typer.Exit(trio.run(_validate, model, options, join, metrics_options))
 
@@ -165,7 +166,7 @@ async def _probe_model(swarm: Swarm, model: str | None, output: Output) -> Probe
     from ...blocks.client_part import load_client
     from ...validator.probe_inputs import ProbeModel
 
-    folder = await model_folder(model or await served_model(swarm), output, need="all")
+    folder = await model_folder(model or await served_model(swarm, output), output, need="all")
     # First, as it refuses what cannot be served: to identify a model all of it may have to be read.
     local = await trio.to_thread.run_sync(lambda: load_client(folder.path, device="cpu"), abandon_on_cancel=True)
     bars = ProgressBars(output.errors)

@@ -21,6 +21,7 @@ from ...blocks.architecture import check_download
 from ...blocks.client_part import ClientModel, load_client
 from ...blocks.remote_cache import RemoteCache, RemoteCall
 from ...errors import BadInput, MachineError
+from ...links.target import read_target
 from ...models import Progress, resolve
 from ...models.adapter import Adapter
 from ...models.progress import no_progress
@@ -44,7 +45,7 @@ class ModelOptions(TypedDict, total=False):
     """The keyword arguments that every `from_pretrained` takes.
 
     Args:
-        initial_peers: multiaddrs of nodes to join through; by default PETALNODE_PEERS, comma-separated.
+        initial_peers: multiaddrs of nodes to join through, or links; by default PETALNODE_PEERS, comma-separated.
         dtype: of the local part and of the hidden states that are sent; "auto" is the checkpoint's.
         device: of the local part; None is the CPU.
         revision: of a model on the hub: a branch, tag or commit.
@@ -182,6 +183,7 @@ def open_model(model: str | os.PathLike[str], options: ModelOptions, *, head: bo
         psk = None if given["swarm_key"] is None else find_swarm_key(given["swarm_key"])
     except SwarmKeyError as error:
         raise BadInput(str(error)) from error
+    swarm_of = read_target(peers, psk)
     adapter = None if given["adapter"] is None else choose_adapter(str(given["adapter"]))
     folder = resolve(
         model,
@@ -199,7 +201,7 @@ def open_model(model: str | os.PathLike[str], options: ModelOptions, *, head: bo
     async def client() -> AsyncIterator[SwarmClient]:
         with ExitStack() as stack:
             identity = _identity(given["identity"], stack)
-            config = SwarmConfig(identity=identity, listen=(), peers=peers, psk=psk, serve_dht=False)
+            config = SwarmConfig(identity=identity, listen=(), peers=swarm_of.peers, psk=swarm_of.psk, serve_dht=False)
             async with open_swarm(config) as swarm:
                 identified = await identify_model(swarm, folder, given["progress"])
                 async with open_client(

@@ -36,6 +36,10 @@ export class Client {
     return this.#json("v1/petalnode/swarm");
   }
 
+  async invite() {
+    return this.#json("v1/petalnode/invite");
+  }
+
   async receipts(id) {
     return this.#json(`v1/petalnode/receipts/${encodeURIComponent(id)}`);
   }

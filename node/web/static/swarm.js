@@ -24,6 +24,24 @@ class Swarm extends HTMLElement {
     this.#draw();
   }
 
+  /** A link for others, made when somebody wants it; stays until the page is left. */
+  #invite() {
+    this.invited ??= h("section", { class: "invite" }, h("h2", {}, "Invite"), h("p", {}, "A link with which somebody else joins this swarm, to serve or to chat."), h("button", { type: "button", class: "plain", onclick: () => this.#ask() }, "Make a link"));
+    return this.invited;
+  }
+
+  async #ask() {
+    const button = this.invited.querySelector("button");
+    button.disabled = true;
+    try {
+      const found = await this.page.client.invite();
+      this.invited.replaceChildren(h("h2", {}, "Invite"), ...invitation(found));
+    } catch (error) {
+      button.disabled = false;
+      this.invited.querySelector("p").textContent = error.message;
+    }
+  }
+
   #draw() {
     const swarm = this.known;
     const width = Math.min(1000, this.body.clientWidth - (this.body.clientWidth < 700 ? 30 : 42));
@@ -37,6 +55,7 @@ class Swarm extends HTMLElement {
     this.body.replaceChildren(
       h("section", { class: "facts" }, facts(swarm)),
       swarm.help ? help(swarm.help) : "",
+      this.#invite(),
       h("section", {}, h("h2", {}, "Blocks"), picture(swarm, width), legend()),
       h("section", {}, h("h2", {}, "Servers"), table(swarm.servers)),
       h("section", {}, h("h2", {}, "Round trips"), trips(swarm, width)),
@@ -75,6 +94,19 @@ function help({ text, command }) {
   const code = h("pre", { tabindex: "0", "aria-label": "Command" }, h("code", {}, command));
   const copy = iconButton("copy", "Copy the command", () => copied(command, copy));
   return h("section", { class: "help" }, h("h2", {}, "What would help"), h("p", {}, text), h("div", { class: "command" }, code, copy));
+}
+
+function invitation({ command, check_word: word, expires, reached_from: from, qr }) {
+  const copy = iconButton("copy", "Copy the command with the link", () => copied(command, copy));
+  const path = qr.flatMap((row, y) => [...row].map((module, x) => (module === "1" ? `M${x} ${y}h1v1h-1z` : ""))).join("");
+  const size = qr.length + 8;
+  const code = svg("svg", { viewBox: `-4 -4 ${size} ${size}`, role: "img", "aria-label": "The link as a QR code", class: "qr" }, svg("rect", { x: -4, y: -4, width: size, height: size, fill: "#fff" }), svg("path", { d: path, fill: "#000" }));
+  const until = new Date(expires * 1000).toLocaleString();
+  return [
+    h("p", {}, `For who has petalnode (--chat to chat only). Good until ${until}; its peers are reached from ${from}. Check word: ${word}.`),
+    h("div", { class: "command" }, h("pre", { tabindex: "0", "aria-label": "Command with the link" }, h("code", {}, command)), copy),
+    code,
+  ];
 }
 
 function picture({ num_blocks: blocks, coverage, servers }, width) {

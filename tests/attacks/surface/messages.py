@@ -114,6 +114,14 @@ MESSAGES: Final[Mapping[str, Row]] = {
     "CreditsFrame.error": of("the issuer", CREDITS, fuzz="asked for a balance"),
     "TransferFrame": of("another server", "as /petalnode/transfer/1", fuzz="asked for bytes"),
     # In the bytes of others, signed as they stand.
+    "Invite": Row(
+        "who made the link",
+        "node.links.format.INVITE.max_text",
+        "node.links.format.INVITE.max_text",
+        "node.links.format.INVITE.max_addrs",
+        (f"{_A}test_hostile_links.py", "tests/unit/test_invite.py"),
+        ("link",),
+    ),
     "Announcement": of(
         PEER,
         DIRECTORY,

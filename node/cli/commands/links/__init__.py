@@ -1,0 +1,1 @@
+"""Commands that make a link into a swarm, and that follow one."""

@@ -1,0 +1,224 @@
+"""`petalnode join`: follows a link, on a machine that may have nothing yet. Says what it will do, and asks."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import trio
+import typer
+
+from .....protocols.ids import Span
+from ....client.deadlines import REFRESH_TIMEOUT
+from ....errors import BadInput, ModelError, SwarmError
+from ....links.format import INVITE, Invite, check_word
+from ....links.making import rank
+from ....links.target import open_link
+from ....models import ModelFolder, Need, resolve
+from ....models.quantisation import choose_kernels
+from ....network.nat.relay import RelayLimits
+from ....placement.joining import span_for_newcomer, why_join
+from ....placement.observed import observe_servers
+from ....server.lifecycle.memory import plan_memory, size
+from ....server.lifecycle.options import ServerOptions
+from ....server.lifecycle.pausing import PausePolicy
+from ....swarm.swarm import Swarm
+from ...join import KEY_IN_SIGHT, JoinOptions, joined, joins_swarm
+from ...metrics import MetricsOptions
+from ...model_choice import check_device, is_named, is_online, model_folder, served_model
+from ...output import Output
+from ...process import shown
+from ..chat import ChatOptions, question, run_chat
+from ..serve import ServeOptions, run_serve
+
+
+@dataclass(frozen=True)
+class JoinWishes:
+    """What a person wants of the swarm that a link leads to."""
+
+    chat: Annotated[bool, typer.Option("--chat", help="Chat with the model, and serve nothing.")] = False
+    prompt: Annotated[str | None, typer.Option(help="With --chat: ask this, print the answer and exit.")] = None
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask, and go on.")] = False
+    num_blocks: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="How many blocks to serve. Default: as many as fit.")
+    ] = None
+    device: Annotated[str, typer.Option(help="Device to compute on: auto, cpu, cuda, cuda:N or mps.")] = "auto"
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """What following a link will do: the model as commands take it, its blocks that this machine would serve (None: it
+    chats), why these, bytes to fetch, and of memory."""
+
+    model: str
+    num_blocks: int
+    servers: int
+    span: Span | None = None
+    reason: str = ""
+    fetch: int | None = None
+    memory: int = 0
+
+
+@joins_swarm
+def join(
+    link: Annotated[
+        str | None, typer.Argument(help="The link that somebody sent you. Without it you are asked for it.")
+    ] = None,
+    *,
+    wishes: JoinWishes,
+    join: JoinOptions,
+) -> None:
+    """Join a swarm by a link: check it, say what will be fetched and served, ask, and serve (or chat)."""
+    output = Output(join.json)
+    if join.peer:
+        raise BadInput("`petalnode join` takes the link by itself: leave --peer out")
+    typed = link is None
+    text = _typed() if link is None else link
+    invite = open_link(text)
+    join.check()
+    join = replace(join, peer=[text], new_swarm=False)
+    _ = join.target  # whether the key fits
+    if not typed and invite.swarm_key is not None:
+        output.warn(KEY_IN_SIGHT)
+    check_device(wishes.device)
+    prompt = question(wishes.prompt) if wishes.chat and (wishes.prompt or not sys.stdin.isatty()) else None
+    _say_link(output, invite, text)
+    _ask("Connect to them", wishes, output)
+    prospect = trio.run(_look, join, wishes, output)
+    _say_prospect(output, prospect)
+    _ask("Go on", wishes, output)
+    if wishes.chat:
+        trio.run(run_chat, prospect.model, ChatOptions(prompt=prompt, yes=True), join, None)
+        return
+    assert prospect.span is not None
+    server = ServerOptions(
+        prospect.model, num_blocks=len(prospect.span), device=wishes.device, kernels=choose_kernels("auto")
+    )
+    trio.run(run_serve, ServeOptions(server, join, RelayLimits(), MetricsOptions(), PausePolicy()))
+
+
+def _typed() -> str:
+    """
+    Raises:
+        BadInput: nothing came.
+    """
+    text = input("the link: ") if sys.stdin.isatty() else sys.stdin.read(INVITE.max_text + 1)
+    if not text.strip():
+        raise BadInput("there is no link: give it as `petalnode join LINK`, or paste it when you are asked")
+    return text
+
+
+def _ask(text: str, wishes: JoinWishes, output: Output) -> None:
+    """
+    Raises:
+        BadInput: nobody can be asked.
+        typer.Exit: the person does not want to.
+    """
+    if wishes.yes:
+        return
+    if output.as_json or not sys.stdin.isatty():
+        raise BadInput("nobody is here to be asked: add --yes if this is what you want")
+    if input(f"{text}? [y/N] ").strip().lower() not in ("y", "yes"):
+        output.say("nothing was done")
+        raise typer.Exit(0)
+
+
+def _say_link(output: Output, invite: Invite, text: str) -> None:
+    """What the link says, by which a person decides whether anybody is to be called on."""
+    word = check_word(text)
+    output.emit(
+        event="link",
+        model=invite.model or None,
+        model_version=invite.model_version.hex() or None,
+        peers=list(invite.addrs),
+        expires=invite.expires,
+        private=bool(invite.swarm_key_hash),
+        check_word=word,
+    )
+    model = f"serves {invite.model_argument}" if invite.model else "names no model"
+    kind = "a private swarm" if invite.swarm_key_hash else "the public swarm"
+    ended = time.strftime("%Y-%m-%d %H:%M", time.localtime(invite.expires))
+    output.say(f"this link is good until {ended}, and leads into {kind}, which {model}")
+    output.say(f"check word: {word} (who sent you the link sees the same one, if nobody exchanged it)")
+    for addr in invite.addrs:
+        place = {2: ", in your own network", 3: ", in your own network", 4: ", on this machine"}.get(rank(addr), "")
+        output.say(f"  {shown(addr)}{place}")
+    output.say("these nodes will learn this machine's address; nothing is fetched yet but what they say of the model")
+
+
+async def _look(join: JoinOptions, wishes: JoinWishes, output: Output) -> Prospect:
+    """Asks the swarm what is served, and finds out what that means for this machine.
+
+    Raises:
+        PetalnodeError: the swarm, or the model, cannot be had, or this machine cannot serve it.
+    """
+    async with joined(join, output, role="join", listens=False) as (swarm, _):
+        view = await swarm.refresh(timeout=REFRESH_TIMEOUT)
+        asked = join.target.model or await served_model(swarm, output)
+        models = view.models(now=time.time())
+        fitting = {version: named for version, named in models.items() if is_named(asked, named[0], version)}
+        if not fitting:
+            served = ", ".join(sorted({name for name, _ in models.values()})[:8]) or "nothing"
+            raise SwarmError(
+                f"the swarm of this link does not serve {asked} (any more), but {served}: ask for a new link, or give "
+                "MODEL to `petalnode chat` or `serve`, with the link as --peer"
+            )
+        version, (name, num_blocks) = next(iter(fitting.items()))
+        folder = await model_folder(asked, output, need="config")
+        if folder.num_blocks != num_blocks:
+            raise ModelError(f"{name} has {folder.num_blocks} blocks here, and {num_blocks} in the swarm: not the same")
+        servers = [one for one in view.servers(version, now=time.time()) if is_online(one, num_blocks)]
+        found = Prospect(f"{folder.asked or name}@{version.hex()[:16]}", num_blocks, len(servers))
+        if wishes.chat:
+            return replace(found, fetch=_missing(folder, "client"))
+        options = ServerOptions(asked, num_blocks=wishes.num_blocks, device=wishes.device)
+        return await trio.to_thread.run_sync(_serving, swarm, folder, options, version, found)
+
+
+def _serving(swarm: Swarm, folder: ModelFolder, options: ServerOptions, version: bytes, found: Prospect) -> Prospect:
+    """Which blocks this machine would serve, as `petalnode serve` chooses them."""
+    sizing = plan_memory(folder, options)
+    seen = observe_servers(swarm.view.servers(version, now=time.time()), folder.num_blocks, swarm.peer_id)
+    span = span_for_newcomer(seen.servers, swarm.peer_id, None, sizing.count, folder.num_blocks)
+    reason = why_join(seen.servers, span, folder.num_blocks)
+    return replace(found, span=span, reason=reason, fetch=_missing(folder, span), memory=sizing.nbytes)
+
+
+def _missing(folder: ModelFolder, need: Need) -> int | None:
+    """Bytes that are still to be fetched; None if that is not known before."""
+    try:
+        resolve(folder.asked, need=need, offline=True)
+    except ModelError:
+        return None
+    return 0
+
+
+def _say_prospect(output: Output, prospect: Prospect) -> None:
+    span = prospect.span
+    output.emit(
+        event="prospect",
+        model=prospect.model,
+        num_blocks=prospect.num_blocks,
+        servers=prospect.servers,
+        blocks=None if span is None else [span.start, span.end],
+        fetch_bytes=prospect.fetch,
+        memory_bytes=prospect.memory if span is not None else None,
+    )
+    output.say(f"{prospect.model} has {prospect.num_blocks} blocks, on {prospect.servers} servers now")
+    known = {0: "nothing is to be fetched, all is here", None: "its weights will be fetched"}
+    fetch = known.get(prospect.fetch) or f"{size(prospect.fetch or 0)} will be fetched"
+    if span is None:
+        output.say(f"to chat, {fetch} (embeddings, head and tokenizer)")
+        output.say(
+            "who serves its first blocks can read what you ask, and who serves its last blocks what is answered "
+            "(docs/privacy.md)"
+        )
+        return
+    output.say(f"this machine would serve {len(span)} blocks, as it looks now {span}: {prospect.reason}")
+    output.say(f"{fetch}; the server will take {size(prospect.memory)} of memory, until Ctrl-C")
+    output.say(
+        "others see this machine's address, and send it hidden states, from which much of their text can be told; they "
+        "see nothing of your files (docs/privacy.md)"
+    )
