@@ -1,5 +1,5 @@
 """What a node does. Every room below may use the rooms before it in this order, never one behind it, and `client` and
 `server` do not use each other:
-`errors`, `version`, `models`, `blocks`, `network`, `trust`, `swarm`, `links`, `verification`, `placement`, `client`,
-`server`, `validator`, `tuning`, `credits`, `api`, `monitoring`, `web`, `cli`, `testing`.
+`errors`, `version`, `models`, `blocks`, `network`, `trust`, `swarm`, `links`, `weights`, `verification`, `placement`,
+`client`, `server`, `validator`, `tuning`, `credits`, `api`, `monitoring`, `web`, `cli`, `testing`.
 """

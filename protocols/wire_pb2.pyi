@@ -2199,3 +2199,212 @@ class Invite(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["addrs", b"addrs", "expires", b"expires", "maker", b"maker", "model", b"model", "model_version", b"model_version", "swarm_key", b"swarm_key", "swarm_key_hash", b"swarm_key_hash"]) -> None: ...
 
 Global___Invite: typing_extensions.TypeAlias = Invite
+
+@typing.final
+class WeightsQuery(google.protobuf.message.Message):
+    """--- /petalnode/weights/1 -----------------------------------------------------------------------------------"""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODEL_VERSION_FIELD_NUMBER: builtins.int
+    model_version: builtins.bytes
+    def __init__(
+        self,
+        *,
+        model_version: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["model_version", b"model_version"]) -> None: ...
+
+Global___WeightsQuery: typing_extensions.TypeAlias = WeightsQuery
+
+@typing.final
+class WeightsOffer(google.protobuf.message.Message):
+    """What a node holds of a model version. Parts are numbered: 0 embeddings, 1 .. n the blocks, n + 1 norm and head, n + 2
+    the tokenizer's files.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PARTS_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
+    BASE_FIELD_NUMBER: builtins.int
+    BARE_FIELD_NUMBER: builtins.int
+    TEXTS_FIELD_NUMBER: builtins.int
+    RESTRICTED_FIELD_NUMBER: builtins.int
+    parts: builtins.bytes
+    """a bit for each part that is held, the lowest bit of the first byte for part 0"""
+    blocks: builtins.str
+    """what stands before a block's number in the keys of the checkpoint: "model.layers." """
+    base: builtins.str
+    """what stands before its neighbours: "model." """
+    texts: builtins.bytes
+    """the digest of part n + 2; empty: it has none"""
+    restricted: builtins.bool
+    """its owner hands it on against the usual: only by the same order should others"""
+    @property
+    def bare(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """names of embeddings, norm and head that do not have it: "lm_head.weight" """
+
+    def __init__(
+        self,
+        *,
+        parts: builtins.bytes = ...,
+        blocks: builtins.str = ...,
+        base: builtins.str = ...,
+        bare: collections.abc.Iterable[builtins.str] | None = ...,
+        texts: builtins.bytes = ...,
+        restricted: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bare", b"bare", "base", b"base", "blocks", b"blocks", "parts", b"parts", "restricted", b"restricted", "texts", b"texts"]) -> None: ...
+
+Global___WeightsOffer: typing_extensions.TypeAlias = WeightsOffer
+
+@typing.final
+class TreeQuery(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODEL_VERSION_FIELD_NUMBER: builtins.int
+    PART_FIELD_NUMBER: builtins.int
+    model_version: builtins.bytes
+    part: builtins.int
+    def __init__(
+        self,
+        *,
+        model_version: builtins.bytes = ...,
+        part: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["model_version", b"model_version", "part", b"part"]) -> None: ...
+
+Global___TreeQuery: typing_extensions.TypeAlias = TreeQuery
+
+@typing.final
+class TreeTensor(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    DTYPE_FIELD_NUMBER: builtins.int
+    SHAPE_FIELD_NUMBER: builtins.int
+    NBYTES_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    dtype: builtins.str
+    nbytes: builtins.int
+    @property
+    def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        dtype: builtins.str = ...,
+        shape: collections.abc.Iterable[builtins.int] | None = ...,
+        nbytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "name", b"name", "nbytes", b"nbytes", "shape", b"shape"]) -> None: ...
+
+Global___TreeTensor: typing_extensions.TypeAlias = TreeTensor
+
+@typing.final
+class PartTree(google.protobuf.message.Message):
+    """What the digest of a part is made of."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FORM_FIELD_NUMBER: builtins.int
+    TENSORS_FIELD_NUMBER: builtins.int
+    PIECES_FIELD_NUMBER: builtins.int
+    form: builtins.str
+    """"safetensors", "gguf ARCHITECTURE", "text" """
+    pieces: builtins.bytes
+    """the SHA-256 of each piece of 1 MiB of their bytes, one tensor behind the other"""
+    @property
+    def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TreeTensor]:
+        """by name"""
+
+    def __init__(
+        self,
+        *,
+        form: builtins.str = ...,
+        tensors: collections.abc.Iterable[Global___TreeTensor] | None = ...,
+        pieces: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["form", b"form", "pieces", b"pieces", "tensors", b"tensors"]) -> None: ...
+
+Global___PartTree: typing_extensions.TypeAlias = PartTree
+
+@typing.final
+class PieceQuery(google.protobuf.message.Message):
+    """Answered by WeightsPiece with the bytes of the piece as the only tensor."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODEL_VERSION_FIELD_NUMBER: builtins.int
+    PART_FIELD_NUMBER: builtins.int
+    PIECE_FIELD_NUMBER: builtins.int
+    model_version: builtins.bytes
+    part: builtins.int
+    piece: builtins.int
+    def __init__(
+        self,
+        *,
+        model_version: builtins.bytes = ...,
+        part: builtins.int = ...,
+        piece: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["model_version", b"model_version", "part", b"part", "piece", b"piece"]) -> None: ...
+
+Global___PieceQuery: typing_extensions.TypeAlias = PieceQuery
+
+@typing.final
+class WeightsPiece(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___WeightsPiece: typing_extensions.TypeAlias = WeightsPiece
+
+@typing.final
+class WeightsFrame(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    QUERY_FIELD_NUMBER: builtins.int
+    OFFER_FIELD_NUMBER: builtins.int
+    TREE_QUERY_FIELD_NUMBER: builtins.int
+    TREE_FIELD_NUMBER: builtins.int
+    PIECE_QUERY_FIELD_NUMBER: builtins.int
+    PIECE_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    TENSORS_FIELD_NUMBER: builtins.int
+    @property
+    def query(self) -> Global___WeightsQuery: ...
+    @property
+    def offer(self) -> Global___WeightsOffer: ...
+    @property
+    def tree_query(self) -> Global___TreeQuery: ...
+    @property
+    def tree(self) -> Global___PartTree: ...
+    @property
+    def piece_query(self) -> Global___PieceQuery: ...
+    @property
+    def piece(self) -> Global___WeightsPiece: ...
+    @property
+    def error(self) -> Global___Error: ...
+    @property
+    def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Tensor]: ...
+    def __init__(
+        self,
+        *,
+        query: Global___WeightsQuery | None = ...,
+        offer: Global___WeightsOffer | None = ...,
+        tree_query: Global___TreeQuery | None = ...,
+        tree: Global___PartTree | None = ...,
+        piece_query: Global___PieceQuery | None = ...,
+        piece: Global___WeightsPiece | None = ...,
+        error: Global___Error | None = ...,
+        tensors: collections.abc.Iterable[Global___Tensor] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["body", b"body", "error", b"error", "offer", b"offer", "piece", b"piece", "piece_query", b"piece_query", "query", b"query", "tree", b"tree", "tree_query", b"tree_query"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["body", b"body", "error", b"error", "offer", b"offer", "piece", b"piece", "piece_query", b"piece_query", "query", b"query", "tensors", b"tensors", "tree", b"tree", "tree_query", b"tree_query"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["query", "offer", "tree_query", "tree", "piece_query", "piece", "error"] | None: ...
+
+Global___WeightsFrame: typing_extensions.TypeAlias = WeightsFrame

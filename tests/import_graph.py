@@ -12,7 +12,7 @@ TREES = ("node", "protocols", "crypto")
 
 # Each room of node/ may import the rooms before it; `client` and `server` stand side by side.
 ROOM_ORDER = (
-    *("errors", "version", "models", "blocks", "network", "trust", "swarm", "links", "verification"),
+    *("errors", "version", "models", "blocks", "network", "trust", "swarm", "links", "weights", "verification"),
     *("placement", "client", "server", "validator", "tuning", "credits", "api", "monitoring", "web", "cli", "testing"),
 )
 SIDE_BY_SIDE = {("server", "client")}

@@ -26,6 +26,7 @@ from ..models.adapter import check_adapter_files
 from ..models.sources.alias import ALIASES
 from ..swarm.routing import describe_blocks
 from ..swarm.swarm import Swarm
+from ..weights.remote_model import NotServed, find_remote_model, may_be_remote
 from .node_report import nobody_serves
 from .output import Output, ProgressBars
 from .process import start
@@ -263,12 +264,41 @@ def _before_download(coming: Mapping[Path, int], needed: Collection[Path]) -> No
     check_download(coming, needed)
 
 
-async def model_folder(model: str, output: Output, *, need: Need) -> ModelFolder:
-    """Finds the folder of a model, and downloads or imports what is missing, with progress bars.
+async def model_folder(model: str, output: Output, *, need: Need, swarm: Swarm | None = None) -> ModelFolder:
+    """Finds the folder of a model, and downloads or imports what is missing, with progress bars; from peers of `swarm`
+    what is neither on this machine nor on a hub.
 
     Raises:
         ModelError: the model cannot be found or used.
+        SwarmError: it could come from peers only, and nobody hands it on.
     """
+    try:
+        return await _own_folder(model, output, need)
+    except ModelError as error:
+        if swarm is None or not may_be_remote(model):
+            raise
+        return await folder_from_peers(swarm, model, output, need, error)
+
+
+async def folder_from_peers(swarm: Swarm, model: str, output: Output, need: Need, why: ModelError) -> ModelFolder:
+    """What `need` asks for of a model that is on no disk here, and in no hub for the reason `why`.
+
+    Raises:
+        ModelError, SwarmError, MachineError: nobody serves it, then `why`; or nobody hands it on.
+    """
+    bars = ProgressBars(output.errors)
+    try:
+        try:
+            remote = await find_remote_model(swarm, model, bars)
+        except NotServed as error:
+            raise ModelError(f"{why} And {error}.") from None
+        output.note(f"fetching {remote.name} ({remote.version.hex()[:12]}) from peers of the swarm")
+        return await remote.fetch(need, bars)
+    finally:
+        bars.stop()
+
+
+async def _own_folder(model: str, output: Output, need: Need) -> ModelFolder:
     bars = ProgressBars(output.errors)
     find = partial(resolve, model, need=need, progress=bars, before_download=_before_download)
     try:

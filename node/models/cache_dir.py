@@ -146,7 +146,7 @@ def import_once(key: str, what: str, build: Callable[[Path], None], progress: Pr
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
-            _sync_one(target.parent)
+            sync_one(target.parent)
             return target
         finally:
             lock.release()
@@ -156,11 +156,12 @@ def _sync(folder: Path) -> None:
     """Brings the files to the disk before the rename does: a power cut must not leave a named folder of zeros."""
     for entry in folder.rglob("*"):
         if entry.is_file():
-            _sync_one(entry)
-    _sync_one(folder)
+            sync_one(entry)
+    sync_one(folder)
 
 
-def _sync_one(path: Path) -> None:
+def sync_one(path: Path) -> None:
+    """Brings a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

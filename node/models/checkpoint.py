@@ -21,7 +21,7 @@ from ...crypto.safetensors_header import LENGTH_BYTES, BadHeader, header_limits,
 from ..errors import ModelError, memory_needed
 from .folder import num_blocks as blocks_in
 from .folder import read_config
-from .gguf.header import read_gguf_header
+from .gguf.header import ABSENT, read_gguf_header
 from .parts import Part, find_layout, group_by_part, parts_of_need
 
 SINGLE = "model.safetensors"
@@ -138,6 +138,13 @@ class Checkpoint:
         """The sorted keys of each part."""
         return group_by_part(self.file_of, self.layout)
 
+    @property
+    def form(self) -> str:
+        """How the tensors are stored, and by whose rules they are read: "safetensors", or "gguf ARCHITECTURE"."""
+        if not self.gguf:
+            return "safetensors"
+        return f"gguf {read_gguf_header(self.gguf[0]).metadata.get('general.architecture', '')}"
+
     def tensor(self, key: str) -> StoredTensor:
         """Where the tensor `key` stands.
 
@@ -146,6 +153,8 @@ class Checkpoint:
             KeyError: if the checkpoint has no such key.
         """
         file = self.file_of[key]
+        if file.endswith(ABSENT):
+            raise ModelError(f"{file.removesuffix(ABSENT)} is missing. {_AGAIN}")
         try:
             return self._header(file)[key]
         except KeyError:
@@ -237,7 +246,14 @@ def read_gguf_note(note: Path) -> tuple[Path, ...]:
         files = None
     if not isinstance(files, list) or not files or not all(isinstance(file, str) for file in files):
         raise ModelError(f"{note} is damaged: it names no GGUF files. Remove its folder.")
-    return tuple(note.parent / file for file in files)
+    found = (note.parent / file for file in files)
+    return tuple(file if file.exists() else absent_file(file) for file in found)
+
+
+def absent_file(file: Path) -> Path:
+    """Where the header of a GGUF file stands whose tensors are not on this disk, or not yet; else `file` itself."""
+    absent = file.with_name(file.name + ABSENT)
+    return absent if absent.exists() else file
 
 
 def write_gguf_note(folder: Path, files: Iterable[str]) -> None:

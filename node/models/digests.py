@@ -7,29 +7,37 @@ import json
 import os
 import tempfile
 import threading
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 from ...crypto.canonical import digest
+from ...protocols.weights import PIECE_BYTES, Tree, TreeEntry, count_pieces
 from ..errors import ModelError
 from .cache_dir import cache_dir
-from .checkpoint import Checkpoint, StoredTensor
+from .checkpoint import Checkpoint
 from .parts import Part
 from .progress import Progress, no_progress
 
-_DOMAIN = "petalnode/model/part/1"
 _CHUNK = 4 << 20
 _FOLDER = "hashes"
-_FORMAT = 1
+_FORMAT = 2
 
 
 def part_digests(
     checkpoint: Checkpoint, parts: Iterable[Part], progress: Progress = no_progress, what: str = "Checking the weights"
 ) -> Mapping[Part, bytes]:
-    """The digest (32 bytes) of each of `parts`: over its tensors' names within the part, dtypes, shapes and bytes.
+    """The digest (32 bytes) of each of `parts`: that of its tree. Raises as `part_trees`."""
+    return {part: tree.digest for part, tree in part_trees(checkpoint, parts, progress, what).items()}
+
+
+def part_trees(
+    checkpoint: Checkpoint, parts: Iterable[Part], progress: Progress = no_progress, what: str = "Checking the weights"
+) -> Mapping[Part, Tree]:
+    """What the digest of each of `parts` is made of: its tensors' names, dtypes and shapes, and hashes of pieces.
 
     The name of a tensor is its key without the wrapper's prefix and without the block's number, so it makes
     no difference how the checkpoint was sharded or whether it was saved with or without its base model's
@@ -38,62 +46,118 @@ def part_digests(
     Raises:
         ModelError: if a file is missing, malformed, or changes while it is read.
     """
-    parts = tuple(parts)
-    cache = DigestCache(checkpoint.folder)
-    stamps = {part: _stamp(checkpoint, part) for part in parts}
-    known = {part: found for part in parts if (found := cache.get(str(part), stamps[part])) is not None}
-    missing = [part for part in parts if part not in known]
+    readers = {part: PartReader(checkpoint, part) for part in parts}
+    stamps = {part: _stamp(checkpoint, part) for part in readers}
+    known = known_trees(checkpoint, readers)
+    missing = {part: reader for part, reader in readers.items() if part not in known}
     if missing:
-        hashed = _hash_parts(checkpoint, missing, progress, what)
+        hashed = _hash_parts(missing, progress, what)
         for part in missing:
             if _stamp(checkpoint, part) != stamps[part]:
                 raise ModelError(f"{checkpoint.folder} changed while it was read. Run it again when it is complete.")
+        note_trees(checkpoint, hashed)
         known.update(hashed)
-        cache.add({str(part): (stamps[part], hashed[part]) for part in missing})
-    return {part: known[part] for part in parts}
+    return {part: known[part] for part in readers}
 
 
-def _hash_parts(checkpoint: Checkpoint, parts: list[Part], progress: Progress, what: str) -> dict[Part, bytes]:
-    tensors = {part: checkpoint.tensors(part) for part in parts}
-    count = _Count(what, sum(map(checkpoint.nbytes, parts)), progress)
+def known_trees(checkpoint: Checkpoint, parts: Iterable[Part]) -> dict[Part, Tree]:
+    """The trees of those of `parts` that were hashed before; no weights are read. Raises as `part_trees`."""
+    cache = DigestCache(checkpoint.folder)
+    found = {}
+    for part in parts:
+        pieces = cache.get(str(part), _stamp(checkpoint, part))
+        if pieces is not None:
+            found[part] = PartReader(checkpoint, part).tree(pieces)
+    return found
+
+
+def note_trees(checkpoint: Checkpoint, trees: Mapping[Part, Tree]) -> None:
+    """Keeps the trees of parts whose bytes on the disk are known to be those."""
+    DigestCache(checkpoint.folder).add(
+        {str(part): (_stamp(checkpoint, part), tree.pieces) for part, tree in trees.items()}
+    )
+
+
+class PartReader:
+    """The bytes of a part: those of its tensors, one behind the other by name. May be used by several threads.
+
+    Raises:
+        ModelError: as `Checkpoint.tensor`.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, part: Part) -> None:
+        named = zip(map(checkpoint.layout.local_name, checkpoint.parts[part]), checkpoint.tensors(part), strict=True)
+        self._tensors = sorted(named, key=lambda named: named[0])
+        self._ends = list(accumulate(tensor.nbytes for _, tensor in self._tensors))
+        self._form = checkpoint.form
+
+    @property
+    def nbytes(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def tree(self, pieces: bytes) -> Tree:
+        """The tree of the part whose pieces have these hashes."""
+        entries = (TreeEntry(name, held.dtype, held.shape, held.nbytes) for name, held in self._tensors)
+        return Tree(self._form, tuple(entries), pieces)
+
+    def read(self, piece: int) -> bytearray:
+        """The bytes of a piece.
+
+        Raises:
+            ModelError: a file cannot be read, or is truncated.
+        """
+        start = piece * PIECE_BYTES
+        data = bytearray(min(PIECE_BYTES, self.nbytes - start))
+        place = 0
+        number = bisect_right(self._ends, start)
+        with memoryview(data) as view:
+            while place < len(data):
+                tensor = self._tensors[number][1]
+                skipped = start + place - (self._ends[number] - tensor.nbytes)
+                size = min(tensor.nbytes - skipped, len(data) - place)
+                _read_into(tensor.file, tensor.start + skipped, view[place : place + size])
+                place += size
+                number += 1
+        return data
+
+
+def _read_into(file: Path, start: int, view: memoryview) -> None:
+    # read, not mapped: that a file shrinks meanwhile is an error to report, and would kill a process that maps it
+    try:
+        with file.open("rb", buffering=0) as stream:
+            stream.seek(start)
+            place = 0
+            while place < len(view):
+                got = stream.readinto(view[place:])
+                if not got:
+                    raise ModelError(f"{file} is truncated. Copy or download it again.")
+                place += got
+    except OSError as error:
+        raise ModelError(f"Cannot read {file}: {error.strerror}.") from error
+
+
+def _hash_parts(readers: Mapping[Part, PartReader], progress: Progress, what: str) -> dict[Part, Tree]:
+    count = _Count(what, sum(reader.nbytes for reader in readers.values()), progress)
+
+    def hashed(reader: PartReader, piece: int) -> bytes:
+        data = reader.read(piece)
+        count.add(len(data))
+        return hashlib.sha256(data).digest()
+
     # hashlib lets go of the interpreter's lock, so threads do help
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1), thread_name_prefix="sha256") as pool:
-        futures = {part: [pool.submit(_hash_tensor, tensor, count) for tensor in ts] for part, ts in tensors.items()}
+        futures = {
+            part: [pool.submit(hashed, reader, piece) for piece in range(count_pieces(reader.nbytes))]
+            for part, reader in readers.items()
+        }
         try:
-            hashes = {part: [future.result() for future in of_part] for part, of_part in futures.items()}
+            return {
+                part: readers[part].tree(b"".join(future.result() for future in of_part))
+                for part, of_part in futures.items()
+            }
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    return {part: digest(_DOMAIN, _entries(checkpoint, part, tensors[part], hashes[part])) for part in parts}
-
-
-def _entries(checkpoint: Checkpoint, part: Part, tensors: Iterable[StoredTensor], hashes: list[bytes]) -> list[Any]:
-    """What the digest of a part is made of: name, dtype, shape and hash of its tensors, by name."""
-    names = map(checkpoint.layout.local_name, checkpoint.parts[part])
-    entries = [
-        [name, tensor.dtype, list(tensor.shape), sha] for name, tensor, sha in zip(names, tensors, hashes, strict=True)
-    ]
-    return sorted(entries, key=lambda entry: str(entry[0]))
-
-
-def _hash_tensor(tensor: StoredTensor, count: _Count) -> bytes:
-    # read, not mapped: that a file shrinks meanwhile is an error to report, and would kill a process that maps it
-    sha = hashlib.sha256()
-    left = tensor.nbytes
-    buffer = memoryview(bytearray(min(_CHUNK, left)))
-    try:
-        with tensor.file.open("rb", buffering=0) as stream:
-            stream.seek(tensor.start)
-            while left:
-                got = stream.readinto(buffer[: min(_CHUNK, left)])
-                if not got:
-                    raise ModelError(f"{tensor.file} is truncated. Copy or download it again.")
-                sha.update(buffer[:got])
-                left -= got
-                count.add(got)
-    except OSError as error:
-        raise ModelError(f"Cannot read {tensor.file}: {error.strerror}.") from error
-    return sha.digest()
 
 
 class _Count:
@@ -133,12 +197,12 @@ class DigestCache:
         self._entries = self._load()
 
     def get(self, name: str, stamp: str) -> bytes | None:
-        """The 32 bytes kept under `name`, if they are there and were kept with this stamp."""
+        """The hashes kept under `name`, one behind the other, if they are there and were kept with this stamp."""
         entry = self._entries.get(name)
         return bytes.fromhex(entry[1]) if entry and entry[0] == stamp else None
 
     def add(self, new: Mapping[str, tuple[str, bytes]]) -> None:
-        """Keeps name -> (stamp, hash) beside what is there."""
+        """Keeps name -> (stamp, hashes) beside what is there."""
         entries = {**self._load(), **{name: [stamp, sha.hex()] for name, (stamp, sha) in new.items()}}
         # A cache that cannot be written must not stop a node that is otherwise ready.
         with suppress(OSError):
@@ -157,7 +221,7 @@ class DigestCache:
             return {
                 name: [stamp, sha]
                 for name, (stamp, sha) in stored["hashes"].items()
-                if isinstance(stamp, str) and len(bytes.fromhex(sha)) == 32
+                if isinstance(stamp, str) and len(bytes.fromhex(sha)) % 32 == 0
             }
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return {}

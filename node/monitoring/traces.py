@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import trio
 
-from ...protocols.trace_ids import trace_ids
+from ...protocols.ids import trace_ids
 from ..version import __version__
 
 if TYPE_CHECKING:

@@ -163,6 +163,11 @@ class Host:
                 return origin_of_ip(str(ip))
         return peer_id
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether peers have used sessions or batches of this node in the last second."""
+        return self._network.limits.is_serving
+
     async def connect(self, peer_id: str, *, direct: bool = False) -> None:
         """Makes sure that there is a connection, or a direct one.
 

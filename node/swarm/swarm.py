@@ -19,7 +19,8 @@ from ...protocols.directory import MAX_HEADER as MAX_DIRECTORY
 from ...protocols.evidence import EVIDENCE_SIZES, PIECE_BYTES
 from ...protocols.framing import MessageStream, PeerError
 from ...protocols.ids import DIRECTORY, EVIDENCE, MANIFEST
-from ..errors import SwarmError
+from ..errors import ModelError, SwarmError
+from ..models import Manifest
 from ..network.addresses import parse_peer
 from ..network.dht import Dht, open_dht
 from ..network.host import Host, keep_up, open_host
@@ -329,9 +330,15 @@ class Swarm(MessageStreams):
         except PeerError as error:
             log.debug("no manifest: %s", error)
             return
-        if manifest is not None:
-            found.setdefault(server.model_version, manifest)
-            others.cancel()
+        if manifest is None:
+            return
+        try:
+            Manifest.from_wire(manifest, server.model_version)
+        except ModelError as error:
+            log.debug("%s: %s", server.peer_id, error)  # others are waited for
+            return
+        found.setdefault(server.model_version, manifest)
+        others.cancel()
 
     async def _serve_manifests(self, stream: MessageStream[wire.ManifestFrame]) -> None:
         await answer_manifests(stream, self._manifests, timeout=_MANIFEST_IDLE)

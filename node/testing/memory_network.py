@@ -179,6 +179,8 @@ class MemoryNetwork:
 class _MemoryHost:
     """What `MessageStreams` needs of a host."""
 
+    is_serving = False
+
     def __init__(self, network: MemoryNetwork, peer_id: str) -> None:
         self.peer_id = peer_id
         self._network = network
@@ -232,6 +234,9 @@ class _MemoryHost:
 
 class MemoryNode(MessageStreams):
     """One node, in place of a `Swarm`. Its handlers run in `nursery`: end that, and they end with it."""
+
+    named: Sequence[str] = ()
+    """The peers that a person would have named."""
 
     def __init__(self, network: MemoryNetwork, identity: Identity, trust: TrustStore | None = None) -> None:
         host = cast(Host, _MemoryHost(network, identity.peer_id))

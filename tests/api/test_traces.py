@@ -22,8 +22,8 @@ from petalnode import AutoDistributedModelForCausalLM
 from petalnode.node.api.engine.generation import ApiLimits
 from petalnode.node.monitoring.traces import MISSING, Traces, exporters_of, traced
 from petalnode.node.testing.memory_servers import MemoryServer, memory_swarm
+from petalnode.protocols.ids import new_seed, trace_ids, traced_nonce
 from petalnode.protocols.inference import NONCE_BYTES, session_name
-from petalnode.protocols.trace_ids import new_seed, trace_ids, traced_nonce
 from tests.memory_api import MemoryApi, memory_api
 from tests.patience import eventually
 

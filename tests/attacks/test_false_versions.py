@@ -24,7 +24,7 @@ from petalnode.node.models import Manifest, compute_manifest, held_weights, reso
 from petalnode.node.models.folder import ModelFolder
 from petalnode.node.models.manifest import MANIFEST_FILE, MAX_FILE_BYTES, write_manifest
 from petalnode.node.server.lifecycle.options import ServerOptions
-from petalnode.node.server.lifecycle.server import find_source
+from petalnode.node.server.lifecycle.source import find_source
 from petalnode.node.swarm.swarm import Swarm
 from petalnode.node.swarm.versions import VERSIONS, versions_named
 from petalnode.node.testing import MemoryNetwork, MemoryNode, run_autojumping

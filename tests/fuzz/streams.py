@@ -82,6 +82,8 @@ def conversation(
 class Handlers:
     """The handlers that a node has set, as their streams reach them from the host."""
 
+    is_serving = False
+
     def __init__(self) -> None:
         self.by_protocol: dict[str, Callable[[Any, str], Awaitable[None]]] = {}
         self.streams = MessageStreams(cast(Host, self))

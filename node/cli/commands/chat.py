@@ -18,10 +18,11 @@ from ...client.core import open_client
 from ...client.deadlines import REFRESH_TIMEOUT
 from ...client.swarm_model import SwarmModel, identify_model
 from ...credits.wallet import Wallet
-from ...errors import BadInput, SwarmError
+from ...errors import BadInput, ModelError, SwarmError
 from ...models import ModelFolder, resolve
 from ...network.addresses import parse_peer
 from ...swarm.swarm import Swarm
+from ...weights.remote_model import may_be_remote
 from ..dialogue import Chatter, opening
 from ..join import JoinOptions, joined, joins_swarm
 from ..model_choice import (
@@ -29,6 +30,7 @@ from ..model_choice import (
     check_adapter,
     check_model,
     check_seed,
+    folder_from_peers,
     linked_model,
     model_folder,
     served_model,
@@ -182,6 +184,7 @@ async def run_chat(model: str | None, options: ChatOptions, join: JoinOptions, s
         async with joined(join, output, role="chat", listens=False, identity=identity) as (swarm, _):
             if join.identity is not None:
                 output.note(f"the peer id of this client is {swarm.peer_id}")
+            parts.join(swarm)
             start.stage("looking for the model")
             if model is None:
                 nursery.start_soon(parts.find_and_load, await served_model(swarm, output), output)
@@ -208,14 +211,29 @@ class ClientParts:
         self._draft_folder: ModelFolder | None = None
         self._folders: list[ModelFolder] = []
         self._loaded: list[Any] = []
-        self._found, self._done = trio.Event(), trio.Event()
+        self._swarms: list[Swarm] = []
+        self._found, self._done, self._joined = trio.Event(), trio.Event(), trio.Event()
+
+    def join(self, swarm: Swarm) -> None:
+        """What is not on this machine may come from peers of this swarm."""
+        self._swarms.append(swarm)
+        self._joined.set()
+
+    async def _swarm_joined(self) -> Swarm:
+        await self._joined.wait()
+        return self._swarms[0]
 
     async def find_and_load(self, model: str, output: Output) -> None:
         """
         Raises:
             ModelError, MachineError, BadInput: the model or the adapter cannot be had or used.
         """
-        folder = await model_folder(model, output, need="client")
+        try:
+            folder = await model_folder(model, output, need="client")
+        except ModelError as error:
+            if not may_be_remote(model):
+                raise
+            folder = await folder_from_peers(await self._swarm_joined(), model, output, "client", error)
         if self._draft is not None:
             self._draft_folder = await model_folder(self._draft, output, need="all")
         await self.load(folder)

@@ -28,7 +28,14 @@ from ...models.sources.resolve import DEFAULT_MODEL
 from ...monitoring.traces import traced
 from ...network.addresses import parse_peer
 from ...network.nat.relay import RelayLimits
-from ...server.lifecycle.options import ServerOptions, ServerParts, check_adapters, check_blocks, choose_prefix_cache
+from ...server.lifecycle.options import (
+    ServerOptions,
+    ServerParts,
+    check_adapters,
+    check_blocks,
+    choose_prefix_cache,
+    choose_share,
+)
 from ...server.lifecycle.pausing import Pause, PausePolicy
 from ...server.lifecycle.server import run_server
 from ...server.tallies import ServerTallies
@@ -142,6 +149,13 @@ def serve(
         list[Path] | None,
         typer.Option(metavar="PATH", help="Offer this LoRA adapter (a peft folder) under its name; repeatable."),
     ] = None,
+    share_weights: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|on|off",
+            help="Hand the weights on to peers that lack them; auto: unless the hub gates the model, or may.",
+        ),
+    ] = "auto",
     until_eof: Annotated[
         bool, typer.Option("--until-eof", help="Stop when standard input is closed: for programs that start servers.")
     ] = False,
@@ -182,6 +196,7 @@ def serve(
         pledge=pledge,
         max_disk=None if max_disk is None else parse_size(max_disk, "--max-disk"),
         adapters=tuple(adapter or ()),
+        share_weights=choose_share(share_weights),
     )
     if activations != "float32" and dtype not in ("auto", "float32"):
         raise BadInput(f"--activations {activations} computes in float32: --dtype {dtype} cannot be had with it")

@@ -166,7 +166,7 @@ async def _probe_model(swarm: Swarm, model: str | None, output: Output) -> Probe
     from ...blocks.client_part import load_client
     from ...validator.probe_inputs import ProbeModel
 
-    folder = await model_folder(model or await served_model(swarm, output), output, need="all")
+    folder = await model_folder(model or await served_model(swarm, output), output, need="all", swarm=swarm)
     # First, as it refuses what cannot be served: to identify a model all of it may have to be read.
     local = await trio.to_thread.run_sync(lambda: load_client(folder.path, device="cpu"), abandon_on_cancel=True)
     bars = ProgressBars(output.errors)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from ....protocols.trace_ids import TraceIds, new_seed, trace_ids, traced_nonce
+from ....protocols.ids import TraceIds, new_seed, trace_ids, traced_nonce
 
 if TYPE_CHECKING:
     from ...swarm.routing import Hop

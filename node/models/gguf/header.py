@@ -33,6 +33,8 @@ _MAX_TENSORS: Final = 200_000
 _MAX_ENTRIES: Final = 4_000_000
 """Of all arrays together: a vocabulary of 262,144 tokens, with scores, types and merges, has 1,300,000."""
 _MAX_PARTS: Final = 1000
+ABSENT: Final = ".absent"
+"""Ends the name of a file that has the header of one whose tensors are not on this disk."""
 _PART = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 _AGAIN = "Copy or download it again."
 
@@ -101,7 +103,7 @@ def read_gguf_header(file: Path) -> GgufHeader:
     return _read(file, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=512)
 def _read(file: Path, size: int, modified: int, changed: int) -> GgufHeader:
     """The header of `file` while it has this size and these times: it is asked for often, and a vocabulary is long."""
     try:
@@ -143,7 +145,7 @@ class _Reader:
         origin = -(-self._place // alignment) * alignment
         tensors = tuple(self._tensor(origin, *entry) for entry in table)
         end = max((tensor.start + tensor.nbytes for tensor in tensors), default=origin)
-        if end > self._size:
+        if end > self._size and not self._file.name.endswith(ABSENT):
             raise ModelError(
                 f"{self._file} is truncated: its tensors end at {end:,} bytes, the file has {self._size:,}. {_AGAIN}"
             )

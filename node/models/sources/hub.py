@@ -29,17 +29,19 @@ from .download import download
 _TIMEOUT_S = 10.0
 _DEFAULT_REVISION = "main"
 _CONFIG = "config.json"
+_FOR_EVERYBODY = "petalnode-for-everybody"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
 class _Remote:
-    """A model at one commit. `files`: name -> bytes."""
+    """A model at one commit. `files`: name -> bytes. `for_everybody`: neither gated nor private."""
 
     model_id: str
     commit: str
     files: Mapping[str, int]
+    for_everybody: bool = False
 
 
 def fetch(
@@ -69,9 +71,25 @@ def fetch(
         with _no_bars(), disk_errors(cache, f"Downloading {name}"):
             path = _download_needed(remote, need, cache, progress, before_download)
             _write_reference(cache, remote, revision or _DEFAULT_REVISION)
+            _note_access(cache, remote)
         return open_folder(path, name, remote.commit)
     except _Unreachable as error:
         return _from_cache(model_id, revision or _DEFAULT_REVISION, name, need, cache, str(error))
+
+
+def is_for_everybody(folder: ModelFolder) -> bool:
+    """Whether the hub, asked by this machine, gave the model to everybody; True if it is not from a hub."""
+    if folder.path.parent.name != "snapshots":
+        return True
+    return (folder.path.parent.parent / _FOR_EVERYBODY).exists()
+
+
+def _note_access(cache: Path, remote: _Remote) -> None:
+    note = _storage(cache, remote.model_id) / _FOR_EVERYBODY
+    if remote.for_everybody:
+        note.touch()
+    else:
+        note.unlink(missing_ok=True)
 
 
 class _Unreachable(Exception):
@@ -97,7 +115,8 @@ def _look_up(model_id: str, revision: str) -> _Remote:
         raise _Unreachable(f"{constants.ENDPOINT} cannot be reached: {_first_line(error)}") from error
     if info.sha is None:
         raise _Unreachable(f"{constants.ENDPOINT} does not answer like a model hub")
-    return _Remote(model_id, info.sha, {file.rfilename: file.size or 0 for file in info.siblings or ()})
+    files = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    return _Remote(model_id, info.sha, files, info.gated is False and not info.private)
 
 
 def _download_needed(

@@ -13,13 +13,11 @@ from ...models import ModelFolder
 from ...models.adapter import Adapter, read_adapter
 from ...models.progress import Progress
 from ...models.quantisation import Activations, CacheDtype, Kernels, Numerics, Quantisation
-from ...swarm.swarm import Swarm
+from ...weights.holder import Share
 from ..requests.admission import PrefixCache, PriorityPayments
 from ..tallies import ServerTallies
 from .pausing import Pause
-from .placement_state import PlacementState
 from .pledging import Depositor
-from .speed import SpeedKey
 
 MAX_ADAPTERS: Final = 32
 """Each takes a line of the announcement."""
@@ -37,7 +35,7 @@ class ServerOptions:
     `allow_clients` are the peer ids that may use this server; none lets everybody. `gain` is what a change of blocks
     has to gain (node/placement/plan.py), None: the blocks are never changed. `max_disk` is in bytes. `pledge` is how
     many points the server promises to lose when a fault of it is proved. `adapters` are folders of adapters that
-    anybody may name.
+    anybody may name. `share_weights`: whether the weights are handed on to peers.
     """
 
     model: str
@@ -61,6 +59,7 @@ class ServerOptions:
     max_disk: int | None = None
     pledge: int = 0
     adapters: tuple[Path, ...] = ()
+    share_weights: Share = "auto"
 
     @property
     def numerics(self) -> Numerics:
@@ -88,22 +87,6 @@ class ServerParts:
     depositor: Depositor | None = None
     tallies: ServerTallies = field(default_factory=ServerTallies)
     pause: Pause = field(default_factory=Pause)
-
-
-@dataclass(frozen=True)
-class ServerContext:
-    """What a server keeps from span to span.
-
-    `placement` is how it sees the swarm, `speed_key` what a measured speed is kept under, `adapters` are its owner's.
-    """
-
-    swarm: Swarm
-    options: ServerOptions
-    parts: ServerParts
-    folder: ModelFolder
-    placement: PlacementState
-    speed_key: SpeedKey
-    adapters: tuple[Adapter, ...]
 
 
 def check_blocks(options: ServerOptions, folder: ModelFolder) -> None:
@@ -161,6 +144,18 @@ def _read_all(folders: Sequence[Path]) -> list[Adapter]:
             raise BadInput(f"two adapters are called {adapter.name}: rename the folder of one of them")
         adapters.append(adapter)
     return adapters
+
+
+def choose_share(text: str) -> Share:
+    """
+    Raises:
+        BadInput: it is none of the names.
+    """
+    names: tuple[Share, ...] = ("auto", "on", "off")
+    for name in names:
+        if text == name:
+            return name
+    raise BadInput(f"--share-weights {text}: give auto (what the hub gives to everybody), on or off")
 
 
 def choose_prefix_cache(text: str) -> PrefixCache:

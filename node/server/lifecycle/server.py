@@ -1,47 +1,33 @@
-"""A server from start to stop: joins, chooses blocks, loads, serves, changes its blocks, retracts its announcement.
-
-`ModelSource` says which model it is, and where the weights of its blocks come from.
-"""
+"""A server from start to stop: joins, chooses blocks, loads, serves, changes its blocks, retracts its announcement."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 import trio
 
 from ....protocols.announcement import Announcement, ServerState
 from ....protocols.ids import Span
 from ...blocks.kernels.library import library
-from ...errors import MachineError, ModelError, PetalnodeError, SwarmError
-from ...models import (
-    Manifest,
-    ModelFolder,
-    check_pinned,
-    compute_manifest,
-    held_weights,
-    resolve,
-    stated_manifest,
-    verify_part,
-)
-from ...models.disk_limit import evict_for_download, in_use, keep_within, note_use
-from ...models.manifest import canonical_architecture
-from ...models.progress import Progress
+from ...errors import MachineError, PetalnodeError, SwarmError
+from ...models.disk_limit import in_use, keep_within, note_use
 from ...placement.plan import DEFAULT
 from ...swarm.swarm import Swarm
-from ...swarm.versions import choose_version, used_before
 from ...version import __version__
+from ...weights.holder import hand_on
+from .context import ServerContext
 from .memory import Sizing, has_accelerator, plan_memory, size
-from .options import ServerContext, ServerOptions, ServerParts, check_blocks, read_adapters
+from .options import ServerOptions, ServerParts, check_blocks, read_adapters
 from .other_servers import serve_transfers
 from .placement_state import PlacementState
 from .rebalancing import join_where_needed
+from .source import ModelSource, find_folder, find_source, in_thread
 from .speed import SpeedKey, cpu_name, recall_speed
 
 if TYPE_CHECKING:
@@ -50,117 +36,6 @@ if TYPE_CHECKING:
 
 REFRESH_TIMEOUT: Final = 5.0
 STOP_GRACE: Final = 3.0
-
-T = TypeVar("T")
-
-_ASK_TIMEOUT: Final = 5.0
-
-
-class ModelSource:
-    """A model of the swarm. `folder` may hold only a part of it; `weights` brings the blocks that are wanted, and calls
-    `verified` when they are those of the manifest."""
-
-    def __init__(
-        self,
-        folder: ModelFolder,
-        manifest: Manifest,
-        whole: bool,
-        options: ServerOptions,
-        progress: Progress,
-        verified: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.folder = folder
-        self.manifest = manifest
-        self._whole = whole
-        self._options = options
-        self._progress = progress
-        self._verified = verified
-
-    async def weights(self, span: Span) -> Path:
-        """A folder with the blocks of `span`, checked by the manifest.
-
-        Raises:
-            ModelError, MachineError: they cannot be had, or are others.
-        """
-        if self._whole:
-            return self.folder.path
-        part = await in_thread(lambda: _fetch(self._options, span, self._progress))
-        await in_thread(lambda: verify_part(part, self.manifest, span, self._progress))
-        self._verified()
-        return part.path
-
-
-async def find_source(swarm: Swarm, folder: ModelFolder, options: ServerOptions, progress: Progress) -> ModelSource:
-    """The manifest of the model in `folder`: its own if it is all there, else the one that is beside the weights, else
-    the swarm's.
-
-    Raises:
-        ModelError, MachineError: the model cannot be had.
-    """
-    try:
-        manifest = await in_thread(lambda: compute_manifest(folder, progress))
-    except ModelError:
-        # Only a part is on this disk: what the whole is, somebody else must say.
-        stated = await in_thread(lambda: stated_manifest(folder, "config", progress))
-        if stated is not None:
-            return ModelSource(folder, stated, False, options, progress)
-        held = held_weights(folder, "config")
-        remote = await _manifest_of_swarm(swarm, folder, held)
-    else:
-        check_pinned(folder, manifest.version)
-        return ModelSource(folder, manifest, True, options, progress)
-    if remote is not None:
-        verified = partial(swarm.trust.note_version, held, remote.version)
-        return ModelSource(folder, remote, False, options, progress, verified)
-    # The first server of a swarm makes the manifest, for which it needs the whole model once.
-    whole = await in_thread(lambda: _fetch(options, "all", progress))
-    manifest = await in_thread(lambda: compute_manifest(whole, progress))
-    check_pinned(whole, manifest.version)
-    return ModelSource(whole, manifest, True, options, progress)
-
-
-async def find_folder(options: ServerOptions, progress: Progress) -> ModelFolder:
-    """The model's folder with its configuration, its weights perhaps not there yet.
-
-    Raises:
-        ModelError, MachineError: there is no such model.
-    """
-    return await in_thread(lambda: _fetch(options, "config", progress))
-
-
-async def in_thread(function: Callable[[], T]) -> T:
-    """Runs `function` in a worker thread, which is left behind if we are told to stop meanwhile."""
-    return await trio.to_thread.run_sync(function, abandon_on_cancel=True)
-
-
-def _fetch(options: ServerOptions, need: Any, progress: Progress) -> ModelFolder:
-    return resolve(
-        options.model,
-        need=need,
-        progress=progress,
-        revision=options.revision,
-        offline=options.offline,
-        before_download=evict_for_download(options.max_disk),
-    )
-
-
-async def _manifest_of_swarm(swarm: Swarm, folder: ModelFolder, held: bytes) -> Manifest | None:
-    """The manifest of the version that is meant, by those of the swarm that have the architecture of `folder`.
-
-    It may be another one than was served before: the blocks are checked against it.
-
-    Raises:
-        ModelError: they are several.
-    """
-    used = used_before(folder, held, swarm.view, swarm.trust)
-    fitting: dict[bytes, Manifest] = {}
-    pinned = folder.pinned or ("" if used is None else used.hex())
-    async for version, data in swarm.manifests(folder.name, folder.num_blocks, pinned=pinned, timeout=_ASK_TIMEOUT):
-        with suppress(ModelError):
-            manifest = Manifest.from_wire(data, version)
-            if manifest.config == canonical_architecture(folder.config):
-                fitting[version] = manifest
-    return fitting[choose_version(folder, fitting, swarm.view, swarm.trust)] if fitting else None
 
 
 async def run_server(swarm: Swarm, options: ServerOptions, parts: ServerParts, stop: trio.Event) -> None:
@@ -176,28 +51,29 @@ async def run_server(swarm: Swarm, options: ServerOptions, parts: ServerParts, s
         # Two seconds of imports, while the network and the disk are asked.
         imported = trio.Event()
         nursery.start_soon(_import_blocks, imported)
-        folder = await find_folder(options, parts.progress)
+        folder, remote = await find_folder(swarm, options, parts.progress)
         check_blocks(options, folder)
         with suppress(SwarmError):  # nobody answers just now; what was heard at joining has to do
             await swarm.refresh(timeout=REFRESH_TIMEOUT)
         await imported.wait()
         sizing = await in_thread(lambda: plan_memory(folder, options))  # before minutes are spent on reading weights
-        source = await find_source(swarm, folder, options, parts.progress)
+        source = await find_source(swarm, folder, options, parts.progress, remote)
         adapters = await in_thread(lambda: read_adapters(options.adapters, source.manifest.version, folder.name))
         swarm.serve_manifest(source.manifest.version, source.manifest.to_wire())
         serve_transfers(swarm)
+        hand_on(swarm, source.manifest, source.folder, options.share_weights)
         gain = DEFAULT.gain if options.gain is None else options.gain
         context = ServerContext(
             swarm,
             options,
             parts,
-            source.folder,
+            source,
             PlacementState(swarm, source.manifest.version, folder.num_blocks, replace(DEFAULT, gain=gain)),
             _speed_key(source, options),
             tuple(adapters),
         )
         try:
-            await Server(context, source, started, sizing).run(stop)
+            await Server(context, started, sizing).run(stop)
         finally:
             with trio.CancelScope(shield=True), trio.move_on_after(STOP_GRACE):
                 await swarm.retract()
@@ -207,10 +83,9 @@ async def run_server(swarm: Swarm, options: ServerOptions, parts: ServerParts, s
 class Server:
     """Serves one span after the other, as `context` has it; `sizing` says how many blocks."""
 
-    def __init__(self, context: ServerContext, source: ModelSource, started: float, sizing: Sizing) -> None:
+    def __init__(self, context: ServerContext, started: float, sizing: Sizing) -> None:
         self._context = context
         self._sizing = sizing
-        self._source = source
         self._started = started
         self._count_reason = self._blocks_reason = ""
 
@@ -270,7 +145,7 @@ class Server:
         folder = self._context.folder
         self._context.swarm.announce(self._joining(span))
         self._status(f"loading blocks {span} of {folder.num_blocks} of {folder.name}")
-        path = await self._source.weights(span)
+        path = await self._context.source.weights(span)
         await in_thread(lambda: self._keep_disk(path, span))
         return await in_thread(lambda: self._read_blocks(path, span))
 
@@ -308,7 +183,7 @@ class Server:
         known = None if options.throughput else recall_speed(self._context.speed_key)
         return Announcement(
             peer_id=swarm.peer_id,
-            model_version=self._source.manifest.version,
+            model_version=self._context.source.manifest.version,
             model_name=self._context.folder.name,
             num_blocks=self._context.folder.num_blocks,
             span=span,

@@ -19,6 +19,7 @@ from ....protocols.inference import MAX_STEP_BYTES, Refusal
 from ....protocols.training import MAX_HEADER as MAX_BATCH_HEADER
 from ....protocols.training import PIECE_BYTES
 from ...blocks.span import BlockSpan
+from ...errors import PetalnodeError
 from ...placement.plan import Move
 from ...swarm.swarm import Swarm
 from ..budget import MemoryBudget
@@ -28,8 +29,8 @@ from ..requests.admission import Hosted
 from ..requests.request import RequestContext
 from ..requests.service import MAX_SESSIONS, RequestService
 from ..tallies import Serving
+from .context import ServerContext
 from .memory import cache_tokens_that_fit, check_cache_fits, claim, device_memory, return_memory, unused
-from .options import ServerContext
 from .other_servers import ServerConnector, keep_measured, keep_rtts, measure_network
 from .pausing import Pause
 from .pledging import Pledging
@@ -169,8 +170,21 @@ class SpanServer:
         return move
 
     async def _watch_swarm(self, serving: trio.CancelScope) -> None:
-        self._move = await self._next_move()
-        serving.cancel()
+        """Ends the serving when this server is needed elsewhere, and has fetched the blocks that it will load there."""
+        while True:
+            move = await self._next_move()
+            try:
+                await self._context.source.weights(move.target)
+            except PetalnodeError as error:
+                self._announce_move(None)
+                self._context.parts.on_event(
+                    "status", text=f"stays with its blocks, cannot have {move.target}: {error}"
+                )
+                await trio.sleep(SERVING.retry_pause)
+                continue
+            self._move = move
+            serving.cancel()
+            return
 
     def _start_measuring(self, nursery: trio.Nursery) -> None:
         swarm, version = self._context.swarm, self._announcement.model_version

@@ -16,7 +16,7 @@ from .keys import Attack
 SPOKEN: Final = (
     *(IDENTIFY, services.IDENTIFY_PUSH, services.PING, table.KAD, *GOSSIP_PROTOCOLS, AUTONAT, PUNCH, HOP, STOP),
     *(ids.INFERENCE, ids.PUSH, ids.DIRECTORY, ids.MANIFEST, ids.FORWARD, ids.BACKWARD, ids.RECEIPTS, ids.EVIDENCE),
-    *(ids.CREDITS, ids.ADAPTER, ids.TRANSFER),
+    *(ids.CREDITS, ids.ADAPTER, ids.TRANSFER, ids.WEIGHTS),
 )
 """Protocols that a node may speak."""
 
@@ -41,6 +41,7 @@ ATTACKS: Final[Mapping[str, tuple[Attack, ...]]] = {
     "gossip": (services.gossip_flood, services.large_gossip),
     "evidence, receipts, points": (services.evidence_fetches, services.receipts_and_orders),
     "transfers": (services.transfers,),
+    "weights": (services.weights,),
     "unread bytes": (requests.unread_before_permission, requests.large_payloads),
     "hoarded cache": (requests.hoarded_cache,),
     "busy sessions": (requests.busy_session,),

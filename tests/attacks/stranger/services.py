@@ -20,7 +20,7 @@ from petalnode.node.trust.evidence_message import EVIDENCE_LIMITS, EvidenceMessa
 from petalnode.protocols import standard_pb2 as standard
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.circuit import HOP
-from petalnode.protocols.ids import CREDITS, EVIDENCE, RECEIPTS, TRANSFER
+from petalnode.protocols.ids import CREDITS, EVIDENCE, RECEIPTS, TRANSFER, WEIGHTS
 from petalnode.protocols.nat_traversal import AUTONAT, PUNCH
 
 from .keys import PATIENCE, Key, Victim, delimited
@@ -168,5 +168,27 @@ async def transfers(key: Key, victim: Victim) -> None:
         frame = wire.TransferFrame(wanted=1 << 20, tensors=[wire.Tensor(nbytes=1 << 20)])
         for _ in range(20):
             await stream.send(frame, [bytes(1 << 20)], timeout=PATIENCE)
+    finally:
+        await stream.reset()
+
+
+async def weights(key: Key, victim: Victim) -> None:
+    """Offers, trees and pieces of the weights again and again, unread."""
+    version = bytes.fromhex(victim.served.get("model_version", "11" * 32))
+    stream = await key.messages(victim, WEIGHTS, wire.WeightsFrame)
+    try:
+        for number in range(300):
+            query, tree = (
+                wire.WeightsQuery(model_version=version),
+                wire.TreeQuery(model_version=version, part=number % 8),
+            )
+            piece = wire.PieceQuery(model_version=version, part=number % 8)
+            for frame in (
+                wire.WeightsFrame(query=query),
+                wire.WeightsFrame(tree_query=tree),
+                wire.WeightsFrame(piece_query=piece),
+            ):
+                await stream.send(frame, timeout=PATIENCE)
+        await trio.sleep(1.0)
     finally:
         await stream.reset()

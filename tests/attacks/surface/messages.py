@@ -11,6 +11,7 @@ from .row import CLIENT, PEER, SERVER, Row
 INFERENCE, BATCH = "as /petalnode/inference/1", "as /petalnode/forward/1"
 DIRECTORY, MANIFEST = "as /petalnode/directory/1", "as /petalnode/manifest/1"
 EVIDENCE, RECEIPTS = "as /petalnode/evidence/1", "as /petalnode/receipts/1"
+WEIGHTS = "as /petalnode/weights/1"
 CREDITS, ADAPTER = "as /petalnode/credits/1", "as /petalnode/adapter/1"
 
 
@@ -112,6 +113,31 @@ MESSAGES: Final[Mapping[str, Row]] = {
     ),
     "CreditsFrame.voucher": of("the issuer", CREDITS, fuzz="asked for a voucher"),
     "CreditsFrame.error": of("the issuer", CREDITS, fuzz="asked for a balance"),
+    "WeightsFrame.query": of(PEER, WEIGHTS, fuzz="questions about weights"),
+    "WeightsFrame.offer": of(
+        SERVER,
+        WEIGHTS,
+        "protocols.weights.WEIGHTS_LIMITS.max_bare",
+        f"{_A}test_false_weights.py",
+        fuzz="asked for weights",
+    ),
+    "WeightsFrame.tree_query": of(PEER, WEIGHTS, fuzz="questions about weights"),
+    "WeightsFrame.tree": of(
+        SERVER,
+        WEIGHTS,
+        "protocols.weights.WEIGHTS_LIMITS.max_tensors",
+        f"{_A}test_false_weights.py",
+        fuzz="tree of weights",
+    ),
+    "WeightsFrame.piece_query": of(PEER, WEIGHTS, fuzz="questions about weights"),
+    "WeightsFrame.piece": of(
+        SERVER,
+        WEIGHTS,
+        "node.weights.fetching.FETCHING.in_flight",
+        f"{_A}test_false_weights.py",
+        size="protocols.weights.PIECE_BYTES",
+    ),
+    "WeightsFrame.error": of(SERVER, WEIGHTS, fuzz="asked for weights"),
     "TransferFrame": of("another server", "as /petalnode/transfer/1", fuzz="asked for bytes"),
     # In the bytes of others, signed as they stand.
     "Invite": Row(

@@ -244,6 +244,17 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
         ("orders for points", "asked for a balance", "asked for a clearing", "asked for a voucher"),
         ("evidence, receipts, points", "garbage"),
     ),
+    "/petalnode/weights/1": Row(
+        PEER,
+        "protocols.weights.WEIGHTS_LIMITS.max_query protocols.weights.WEIGHTS_LIMITS.max_tree "
+        "protocols.weights.PIECE_BYTES",
+        "node.weights.holder.HOLDING.idle node.weights.holder.HOLDING.send node.weights.holder.HOLDING.beside_sessions "
+        "node.weights.fetching.FETCHING.piece",
+        "node.weights.holder.HOLDING.places node.weights.fetching.FETCHING.peers",
+        ("tests/attacks/test_false_weights.py", "tests/swarm/test_weights_from_peers.py"),
+        ("questions about weights", "asked for weights"),
+        ("weights", "garbage"),
+    ),
     "/petalnode/transfer/1": Row(
         "another server",
         f"{FRAMING}.MAX_HEADER {FRAMING}.MAX_PAYLOAD",

@@ -1,0 +1,258 @@
+"""Brings parts of a model version from several peers at once into a folder."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Final
+
+import trio
+
+from ...protocols import wire_pb2 as wire
+from ...protocols.framing import PeerError, ProtocolError
+from ...protocols.ids import WEIGHTS
+from ...protocols.weights import (
+    PIECE_BYTES,
+    WEIGHTS_LIMITS,
+    Offer,
+    WeightsStream,
+    ask_offer,
+    ask_piece,
+    receive_piece,
+)
+from ..errors import PetalnodeError, SwarmError, unwrapped
+from ..models.cache_dir import require_space
+from ..models.parts import describe
+from ..models.progress import Progress
+from ..swarm.swarm import Swarm
+from .plan import Piece, PiecePlan
+from .store import PeerFolder, part_of_number
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FetchPolicy:
+    """How many peers are asked, and how long they are waited for."""
+
+    peers: int = 16
+    """Asked at once; others take the places of those that fail."""
+    in_flight: int = 8
+    """Pieces that a peer is asked for at once."""
+    open: float = 10.0
+    piece: float = 30.0
+    """Seconds in which the next piece of a peer has to come."""
+    look_again: float = 3.0
+    """Seconds until peers are asked anew what they hold: who fetches itself has more by then."""
+    lonely: float = 60.0
+    """Seconds for which nobody holds what is missing, or nothing comes, before it is an error."""
+    looked_at: int = 64
+    """Peers that are asked at once what they hold."""
+    strikes: int = 4
+    """Failures one after the other after which a peer is not asked again."""
+    rest: float = 2.0
+    """Seconds for which it is left alone after each, times their number."""
+    other_process: float = 1.0
+
+
+FETCHING: Final = FetchPolicy()
+
+
+def open_weights(swarm: Swarm, peer_id: str) -> AbstractAsyncContextManager[WeightsStream]:
+    """A stream of questions to a peer, closed at the end of the block."""
+    return swarm.open_stream(
+        peer_id,
+        WEIGHTS,
+        wire.WeightsFrame,
+        timeout=FETCHING.open,
+        max_header=WEIGHTS_LIMITS.max_tree,
+        max_payload=PIECE_BYTES,
+    )
+
+
+async def offer_of(swarm: Swarm, peer_id: str, version: bytes, num_blocks: int) -> Offer | None:
+    """What a peer holds; None if nothing, or if it does not answer."""
+    try:
+        async with open_weights(swarm, peer_id) as stream:
+            return await ask_offer(stream, version, num_blocks, timeout=FETCHING.open)
+    except PeerError as error:
+        log.debug("no weights: %s", error)
+        return None
+
+
+class Fetch:
+    """Brings parts into `folder`. `candidates()` gives the peers that may hold some, best first.
+
+    A peer that sends a false piece is asked for nothing more; what it sent before was checked, and stays. One that is
+    slow, busy or gone is tried again, and others are asked for what it owes.
+    """
+
+    def __init__(
+        self, swarm: Swarm, folder: PeerFolder, candidates: Callable[[], Awaitable[Sequence[str]]], progress: Progress
+    ) -> None:
+        self._swarm = swarm
+        self._folder = folder
+        self._candidates = candidates
+        self._progress = progress
+        self._plan = PiecePlan({}, random.Random())
+        self._changed = trio.Event()
+        self._working: set[str] = set()
+        self._strikes: Counter[str] = Counter()
+        self._rest_until: dict[str, float] = {}
+        self._writing: set[Piece] = set()
+        self._unfinished: set[int] = set()  # parts that have no file yet
+        self._reasons: dict[str, str] = {}
+        self._last = 0.0  # when something came
+        self._done = self._total = 0
+
+    async def run(self, numbers: Sequence[int]) -> None:
+        """Returns when the parts of these numbers are in the folder.
+
+        Raises:
+            SwarmError: nobody hands on what is missing.
+            MachineError: the disk is full or cannot be written.
+        """
+        while True:
+            with self._folder.locked() as alone:
+                if alone:
+                    await self._run([number for number in numbers if not self._folder.has(number)])
+                    return
+            self._progress(f"Waiting for another process that fetches {self._folder.name}", 0, None)
+            await trio.sleep(FETCHING.other_process)
+
+    async def _run(self, numbers: Sequence[int]) -> None:
+        missing = {}
+        for number in numbers:
+            missing[number] = await trio.to_thread.run_sync(self._folder.missing, number)
+            if not missing[number]:
+                await trio.to_thread.run_sync(self._folder.finish, number)
+        self._total = sum(self._folder.trees[number].nbytes for number in numbers)
+        self._done = self._total - sum(
+            self._folder.trees[number].size_of(piece) for number, pieces in missing.items() for piece in pieces
+        )
+        require_space(self._folder.path, self._total - self._done, f"Fetching {self._folder.name}")
+        self._plan = PiecePlan(missing, random.Random())
+        self._unfinished = self._plan.parts
+        self._last = trio.current_time()
+        with unwrapped(PetalnodeError):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._look_for_peers, nursery)
+                while self._unfinished:
+                    await self._change(1.0)
+                    if trio.current_time() - self._last > FETCHING.lonely:
+                        raise SwarmError(self._why_not())
+                nursery.cancel_scope.cancel()
+
+    def _why_not(self) -> str:
+        num_blocks = self._folder.num_blocks
+        lacking = sorted(self._plan.unheld() or self._plan.parts)
+        named = ", ".join(describe(part_of_number(number, num_blocks)) for number in lacking[:4])
+        more = f" and {len(lacking) - 4} more parts" if len(lacking) > 4 else ""
+        reasons = "; ".join(list(self._reasons.values())[-3:])
+        return (
+            f"no peer hands on {named}{more} of {self._folder.name}{f' ({reasons})' if reasons else ''}. What has come "
+            "is kept: run it again when somebody serves these parts (`serve --share-weights on`), or give a folder"
+        )
+
+    async def _change(self, timeout: float) -> None:
+        with trio.move_on_after(timeout):
+            await self._changed.wait()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+    async def _look_for_peers(self, nursery: trio.Nursery) -> None:
+        while True:
+            peers = await self._candidates()
+            async with trio.open_nursery() as asking:
+                for peer in [peer for peer in peers if self._may_ask(peer)][: FETCHING.looked_at]:
+                    asking.start_soon(self._look_at, peer, nursery)
+            await self._change(FETCHING.look_again)
+            await trio.sleep(FETCHING.look_again / 2)
+
+    def _may_ask(self, peer: str) -> bool:
+        return (
+            peer != self._swarm.peer_id
+            and self._strikes[peer] < FETCHING.strikes
+            and self._rest_until.get(peer, 0.0) <= trio.current_time()
+            and not (peer in self._working and self._plan.holds_all(peer))
+        )
+
+    async def _look_at(self, peer: str, nursery: trio.Nursery) -> None:
+        offer = await offer_of(self._swarm, peer, self._folder.manifest.version, self._folder.num_blocks)
+        if offer is None:
+            self._rest(peer, "does not answer, or hands nothing on")
+            return
+        self._plan.set_holder(peer, offer.parts)
+        if peer not in self._working and len(self._working) < FETCHING.peers and offer.parts & self._plan.parts:
+            self._working.add(peer)
+            nursery.start_soon(self._fetch_from, peer)
+        self._notify()
+
+    def _rest(self, peer: str, why: str) -> None:
+        self._strikes[peer] += 1
+        self._rest_until[peer] = trio.current_time() + FETCHING.rest * self._strikes[peer]
+        self._reasons[peer] = f"{peer}: {why}"
+
+    async def _fetch_from(self, peer: str) -> None:
+        try:
+            async with open_weights(self._swarm, peer) as stream:
+                await self._ask(peer, stream)
+        except ProtocolError as error:
+            self._strikes[peer] = FETCHING.strikes  # it gets no second chance
+            self._reasons[peer] = str(error)
+            log.warning("%s: it is asked for nothing more", error)
+        except PeerError as error:
+            self._rest(peer, str(error))
+        finally:
+            self._working.discard(peer)
+            self._plan.drop(peer)
+            self._notify()
+
+    async def _ask(self, peer: str, stream: WeightsStream) -> None:
+        """Has questions under way as long as there is something to ask for."""
+        version = self._folder.manifest.version
+        asked: deque[Piece] = deque()
+        while self._plan.parts:
+            while len(asked) < FETCHING.in_flight and (piece := self._plan.take(peer)) is not None:
+                asked.append(piece)
+                await ask_piece(stream, version, *piece, timeout=FETCHING.piece)
+            if not asked:
+                await self._changed.wait()
+                continue
+            data = await receive_piece(stream, timeout=FETCHING.piece)
+            piece = asked.popleft()
+            if data is None:
+                self._plan.lacks(peer, piece[0])
+                self._plan.give_up(peer, piece)
+                self._notify()
+            elif not await self._take(piece, data):
+                raise ProtocolError(f"{peer} sent a false piece of {self._folder.name}", peer)
+            else:
+                self._strikes[peer] = 0
+
+    async def _take(self, piece: Piece, data: bytes) -> bool:
+        """Whether it is that piece. Writes it, if no other peer has sent it."""
+        if not self._plan.is_missing(piece) or piece in self._writing:
+            return True
+        self._writing.add(piece)
+        try:
+            if not await trio.to_thread.run_sync(self._folder.put, *piece, data):
+                return False
+            complete = self._plan.got(piece)
+        finally:
+            self._writing.discard(piece)
+        self._last = trio.current_time()
+        self._done += len(data)
+        if complete:
+            await trio.to_thread.run_sync(self._folder.finish, piece[0])
+            self._unfinished.discard(piece[0])
+        self._progress(f"Fetching {self._folder.name} from {len(self._working)} peers", self._done, self._total)
+        if complete or not self._plan.parts:
+            self._notify()
+        return True

@@ -1,0 +1,100 @@
+"""Which piece is asked of which peer: a pure account, without a clock and without a network."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping
+from typing import TypeAlias
+
+Piece: TypeAlias = tuple[int, int]
+"""The number of a part, and that of a piece in it."""
+
+
+class PiecePlan:
+    """What is missing, who holds it, and who was asked for it.
+
+    The rarest part comes first. Of equally rare parts one that was begun, else one by chance: nodes that fetch the same
+    model at the same time then begin with different ones, and have something for each other.
+    """
+
+    def __init__(self, missing: Mapping[int, Iterable[int]], chance: random.Random) -> None:
+        self._missing = {part: set(pieces) for part, pieces in missing.items()}
+        self._free = {part: sorted(pieces, reverse=True) for part, pieces in self._missing.items()}
+        self._luck = {part: chance.random() for part in self._missing}
+        self._begun: set[int] = set()
+        self._holders: dict[str, frozenset[int]] = {}
+        self._asked: dict[Piece, list[str]] = {}
+
+    @property
+    def parts(self) -> set[int]:
+        """That lack pieces."""
+        return {part for part, pieces in self._missing.items() if pieces}
+
+    def holds_all(self, peer: str) -> bool:
+        """Whether the peer holds every part that lacks pieces."""
+        return peer in self._holders and self.parts <= self._holders[peer]
+
+    def set_holder(self, peer: str, parts: Iterable[int]) -> None:
+        """From now on the peer holds these parts."""
+        self._holders[peer] = frozenset(parts)
+
+    def drop(self, peer: str) -> None:
+        """The peer is not asked any more; others are, for what it was asked for."""
+        self._holders.pop(peer, None)
+        for piece in [piece for piece, peers in self._asked.items() if peer in peers]:
+            self.give_up(peer, piece)
+
+    def give_up(self, peer: str, piece: Piece) -> None:
+        """The peer does not send this piece."""
+        peers = self._asked.get(piece, [])
+        if peer in peers:
+            peers.remove(peer)
+            if not peers:
+                del self._asked[piece]
+                if piece[1] in self._missing[piece[0]]:
+                    self._free[piece[0]].append(piece[1])
+
+    def lacks(self, peer: str, part: int) -> None:
+        """The peer does not hold this part any more."""
+        self._holders[peer] = self._holders.get(peer, frozenset()) - {part}
+
+    def is_missing(self, piece: Piece) -> bool:
+        return piece[1] in self._missing[piece[0]]
+
+    def got(self, piece: Piece) -> bool:
+        """Notes that a piece is here; whether its part is complete with it."""
+        self._missing[piece[0]].discard(piece[1])
+        self._asked.pop(piece, None)
+        return not self._missing[piece[0]]
+
+    def unheld(self) -> set[int]:
+        """Parts that lack pieces and that no peer holds."""
+        held = frozenset().union(*self._holders.values()) if self._holders else frozenset()
+        return self.parts - held
+
+    def take(self, peer: str) -> Piece | None:
+        """What the peer is to be asked for next, and counts as asked for; None if it has nothing that is wanted now.
+
+        When every piece was asked for, those that one other peer was asked for are asked of this one, too: the last
+        pieces do not wait for the slowest peer.
+        """
+        mine = self._holders.get(peer, frozenset())
+        open_parts = [part for part in mine if self._free.get(part)]
+        if open_parts:
+            part = min(open_parts, key=self._rank)
+            self._begun.add(part)
+            piece = (part, self._free[part].pop())
+        elif any(self._free.values()):
+            return None
+        else:
+            alone = (piece for piece, peers in self._asked.items() if piece[0] in mine and len(peers) == 1)
+            last = next((piece for piece in alone if peer not in self._asked[piece]), None)
+            if last is None:
+                return None
+            piece = last
+        self._asked.setdefault(piece, []).append(peer)
+        return piece
+
+    def _rank(self, part: int) -> tuple[int, bool, float]:
+        rarity = sum(part in parts for parts in self._holders.values())
+        return rarity, part not in self._begun, self._luck[part]

@@ -1,0 +1,122 @@
+"""A machine that has nothing joins a swarm and gets from its peers what it serves or needs: real processes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.swarm.processes import LOOPBACK, Node, Outcome, environment, nodes, petalnode, until
+from tests.swarm.tokenizer import save_tokenizer
+from tests.tiny_gguf import write_tiny_gguf
+from tests.tiny_models import save_tiny
+
+NAME = "nowhere-else"
+BLOCKS = 6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of several pieces for each block, which no hub has."""
+    wide = {"hidden_size": 256, "intermediate_size": 1024, "eos_token_id": None}
+    path = save_tiny("llama", tmp_path_factory.mktemp("models") / NAME, **wide)
+    save_tokenizer(path)
+    return path
+
+
+Start = Callable[..., Node]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts servers, each on a machine of its own: `start(MACHINE, MODEL, OPTION...)`."""
+    with nodes(tmp_path / "nodes") as started:
+
+        def begin(machine: str, model: str | Path, *options: str, program: str = "petalnode") -> Node:
+            home = tmp_path / machine
+            home.mkdir(exist_ok=True)
+            own = ("--until-eof", "--json", "--listen", LOOPBACK, "--identity", str(home / "key"))
+            command = ("serve", str(model), *own, *options)
+            node = (
+                Node(*command, env=environment(home))
+                if program == "petalnode"
+                else _Program(program, *command, env=environment(home))
+            )
+            return started._kept(node)
+
+        yield begin
+
+
+class _Program(Node):
+    """The same, of a program that lies."""
+
+    def __init__(self, program: str, *arguments: str, env: dict[str, str]) -> None:
+        super(Node, self).__init__([sys.executable, "-m", program, *arguments], env)
+
+
+def chat(home: Path, model: str | Path, *peers: Node) -> Outcome:
+    home.mkdir(exist_ok=True)
+    joining = [part for peer in peers for part in ("--peer", peer.address)]
+    asked = ("--prompt", "the cat", "--max-new-tokens", "12", "--yes", "--json")
+    return petalnode("chat", str(model), *joining, *asked, env=environment(home))
+
+
+def cached(home: Path) -> list[Path]:
+    return sorted((home / "cache" / "petalnode" / "models").glob("peers-*/part-*"))
+
+
+def test_a_server_and_a_client_that_have_nothing(start: Start, folder: Path, tmp_path: Path) -> None:
+    whole = start("whole", folder, "--new-swarm", "--blocks", "0:6")
+    expected = chat(tmp_path / "has-it", folder, whole)
+    assert expected.code == 0, expected
+    empty = start("empty", NAME, "--peer", whole.address, "--blocks", "1:4")
+    assert empty.ready["model_version"] == whole.ready["model_version"]
+    complete = [file.name for file in cached(tmp_path / "empty") if file.suffix == ".safetensors"]
+    assert complete == ["part-00002.safetensors", "part-00003.safetensors", "part-00004.safetensors"]
+    answer = chat(tmp_path / "laptop", NAME, whole)
+    assert answer.code == 0, answer
+    assert answer.objects[-1]["text"] == expected.objects[-1]["text"]
+    complete = [file.name for file in cached(tmp_path / "laptop") if file.suffix == ".safetensors"]
+    assert complete == ["part-00000.safetensors", "part-00007.safetensors"]
+
+
+def test_a_gguf_file_from_peers(start: Start, tmp_path: Path) -> None:
+    file = write_tiny_gguf(tmp_path / "few-bits.gguf", "Q4_0")
+    whole = start("whole", file, "--new-swarm", "--blocks", "0:3")
+    expected = chat(tmp_path / "has-it", file, whole)
+    assert expected.code == 0, expected
+    empty = start("empty", "few-bits", "--peer", whole.address, "--blocks", "0:3")
+    assert empty.ready["model_version"] == whole.ready["model_version"]
+    assert empty.ready["dtype"] == whole.ready["dtype"]
+    answer = chat(tmp_path / "laptop", "few-bits", whole)
+    assert answer.code == 0, answer
+    assert answer.objects[-1]["text"] == expected.objects[-1]["text"]
+
+
+def test_one_peer_is_killed_and_one_lies(start: Start, folder: Path, tmp_path: Path) -> None:
+    """What the one has sent stays, what the other sends is noticed; the third has all that is missing."""
+    slow = ("--max-upload", "3MB")
+    honest = start("honest", folder, "--new-swarm", "--blocks", "0:6", *slow)
+    join = ("--peer", honest.address, "--blocks", "0:6")
+    dying, liar = (
+        start("dying", folder, *join, *slow),
+        start("liar", folder, *join, program="tests.swarm.false_weights"),
+    )
+    assert dying.ready and liar.ready
+    empty = start("empty", NAME, *join)
+    home = tmp_path / "empty"
+    until(lambda: len(cached(home)) > BLOCKS + 2, "something came")  # beside the headers of all files
+    dying.process.kill()
+    assert empty.ready["model_version"] == honest.ready["model_version"]
+    assert f"{liar.peer_id} sent a false piece" in empty.errors
+    assert f"{dying.peer_id} sent a false piece" not in empty.errors
+    assert f"{honest.peer_id} sent a false piece" not in empty.errors
+
+
+def test_whoever_does_not_share_is_not_fetched_from(start: Start, folder: Path, tmp_path: Path) -> None:
+    whole = start("whole", folder, "--new-swarm", "--blocks", "0:6", "--share-weights", "off")
+    answer = chat(tmp_path / "laptop", NAME, whole)
+    assert answer.code == 3
+    assert f"no peer hands on {NAME}" in answer.err
