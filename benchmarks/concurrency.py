@@ -269,7 +269,7 @@ def other_server(command: list[str]) -> None:
     if command[0] == "--serve-at-once":
         Gathering.time = lambda *arguments: 0.0  # type: ignore[method-assign]
     else:
-        turns.MAX_DECODE_ROWS = 1  # type: ignore[misc]
+        turns.TURNS.max_decode_rows = 1  # type: ignore[misc]
     sys.argv = command[command.index("petalnode") :]
     runpy.run_module("petalnode", run_name="__main__", alter_sys=True)
 

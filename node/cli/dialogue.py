@@ -16,7 +16,7 @@ import trio
 import typer
 
 from ..client.chat import Dialogue, SavedChat, Text, fit
-from ..client.deadlines import REOPEN_TIMEOUT
+from ..client.deadlines import DEADLINES
 from ..errors import BadInput, ExitCode, MachineError, PetalnodeError, unwrapped
 from .output import Output
 from .process import interrupted, text_given
@@ -35,12 +35,9 @@ if TYPE_CHECKING:
 class DialogueLimits:
     """How long a line may be, and when a person is told what an answer waits for."""
 
-    look: float = 0.25
-    """Seconds between two looks at what an answer waits for."""
-    letters_per_token: int = 100
-    """Longer questions never fit, and to count their tokens takes long."""
-    silence: float = 3.0
-    """Seconds without a word from the servers, after which a person is told."""
+    look: float = 0.25  # Seconds between two looks at what an answer waits for
+    letters_per_token: int = 100  # Longer questions never fit, and to count their tokens takes long
+    silence: float = 3.0  # Seconds without a word from the servers, after which a person is told
 
 
 DIALOGUE: Final = DialogueLimits()
@@ -250,7 +247,7 @@ class Chatter:
                 self._tell_trouble(trouble)
             if not self.conversation.is_open and now > opening:
                 opening = math.inf
-                self.output.note(f"no server has taken the conversation yet: asking for up to {REOPEN_TIMEOUT:.0f} s")
+                self.output.note(f"no server has taken the conversation yet: asking for up to {DEADLINES.reopen:.0f} s")
 
     def _tell_trouble(self, trouble: Trouble) -> None:
         hop = trouble.hop

@@ -16,7 +16,7 @@ import trio
 import typer
 
 from ...protocols.announcement import Announcement, ServerState
-from ..client.deadlines import REFRESH_TIMEOUT
+from ..client.deadlines import DEADLINES
 from ..client.session_adapter import is_adapter_name
 from ..errors import BadInput, MachineError, ModelError
 from ..links.format import is_link
@@ -171,7 +171,7 @@ async def served_model(swarm: Swarm, output: Output) -> str:
         SwarmError: it serves none.
         BadInput: it serves several, or one that would have to be downloaded.
     """
-    view, now = await swarm.refresh(sample=True, timeout=REFRESH_TIMEOUT), time.time()
+    view, now = await swarm.refresh(sample=True, timeout=DEADLINES.refresh), time.time()
     served = served_by(swarm.named, view.models(now=now), view.servers(now=now))
     names = sorted({name for name, _ in served.values()}, key=_aliases_first)
     if not names:

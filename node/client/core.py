@@ -28,11 +28,7 @@ from ..trust.bundle import equivocation_bundle
 from ..trust.receipt_log import KEPT_RECEIPTS, ReceiptArchive
 from ..verification.tolerances import doubt
 from .batch.batch_client import BatchClient
-from .deadlines import (
-    OPEN_TIMEOUT,
-    RETRY_INTERVAL,
-    SessionTotals,
-)
+from .deadlines import DEADLINES, SessionTotals
 from .request import ServerClaims, WireTensor, close_stream
 from .router import Payments
 from .server_selection import ServerSelection
@@ -233,7 +229,7 @@ class SwarmClient(ServerSelection):
                 tuple(range(hop.span.start, hop.span.end)),
             )
         try:
-            return await self.swarm.new_stream(hop.peer_id, protocol, frame, timeout=OPEN_TIMEOUT, **options)
+            return await self.swarm.new_stream(hop.peer_id, protocol, frame, timeout=DEADLINES.open, **options)
         except PeerError as error:
             text = f"server {hop.peer_id} (blocks {hop.span}) cannot be reached: {error}"
             raise ServerFailed(text, hop.peer_id) from error
@@ -302,7 +298,7 @@ class SwarmClient(ServerSelection):
                     "Start one with `petalnode serve --adapter PATH`, or give the path of its folder",
                     tuple(range(self.model.num_blocks)),
                 )
-            await trio.sleep(RETRY_INTERVAL)
+            await trio.sleep(DEADLINES.retry_interval)
 
     async def payment(self, hop: Hop, spec: SessionSpec) -> Clearing | None:
         """Points for the server of `hop`, if it is busy and this client has any for it. Never raises."""

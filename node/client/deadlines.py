@@ -14,53 +14,51 @@ from typing import Any, Final, Literal, Protocol
 
 import trio
 
-REFRESH_TIMEOUT: Final = 5.0
-"""For peers to say which servers they know."""
-RTT_TIMEOUT: Final = 3.0
-"""For an answer to a ping, connection included. Who takes longer is not considered for the chain that is looked for."""
-MEASURE_TIMEOUT: Final = 10.0
-"""For the same in the background, so that a peer far away is connected when it is looked at again."""
-RTT_LIFETIME: Final = 60.0
-"""After which a round trip is measured anew, while the old figure is used."""
-RTT_RETRY: Final = 15.0
-"""For which nobody waits for a measurement of a peer that has not answered the last one."""
-OPEN_TIMEOUT: Final = 10.0
-"""For a stream to a server, connection included."""
-SEND_TIMEOUT: Final = 30.0
-"""For a server to read a step, and beyond its cache queue to answer an Open."""
-CLOSE_TIMEOUT: Final = 1.0
-"""For a Close to leave this machine."""
-RECOVERY_TIMEOUT: Final = 30.0
-"""Of looking for other servers, before the caller gets an error."""
-REOPEN_TIMEOUT: Final = 10.0
-"""The same for a new session, when servers that should be there are not."""
-RETRY_INTERVAL: Final = 0.5
-"""Between two looks."""
-LOOK_TIMEOUT: Final = 1.0
-"""Of one look for servers while a step waits. Directories that answer later are heard by the next look."""
-RESUME_TIMEOUT: Final = 5.0
-"""For servers to take up a session that an earlier process left there, before another one is opened."""
-SUSPECT_SECONDS: Final = 15.0
-"""For which a server that failed is a last resort only."""
-PATH_KEEP: Final = 15.0
-"""For which servers are asked to keep a session whose stream was lost. Whoever needs the cache gets it before."""
-KEEP_GRACE: Final = 5.0
-"""By which a server may notice a loss later than the client."""
-MOVE_TIMEOUT: Final = 3.0
-"""For a session to change to another stream between two steps, while the old one lives."""
-MOVE_RETRY: Final = 20.0
-"""After which that is tried again where it has failed."""
-NOT_ALLOWED_SECONDS: Final = 600.0
-"""For which a server whose owner has not listed this client is a last resort only."""
-STANDBY_POLL: Final = 0.05
-"""Between two looks whether a standby has overtaken a late server."""
-STANDBY_RETRY: Final = 30.0
-"""After which a standby is tried again where none could be had, unless a step waits for it (`RETRY_INTERVAL`)."""
-PUSH_PATIENCE: Final = 2.0
-"""At least, until a step that a server was pushed is sent by the client too. Harmless when it was not lost: a repeated
-step is answered once."""
-PUSH_RETRY: Final = 60.0
-"""After which two servers between which a push was lost may push again."""
+
+@dataclass(frozen=True)
+class Deadlines:
+    """How long a client waits, in seconds."""
+
+    refresh: float = 5.0  # For peers to say which servers they know
+    rtt: float = 3.0  # For an answer to a ping, connection included. Who takes longer is not considered for the chain
+    measure: float = 10.0
+    """For the same in the background, so that a peer far away is connected when it is looked at again."""
+    rtt_lifetime: float = 60.0  # After which a round trip is measured anew, while the old figure is used
+    rtt_retry: float = 15.0  # For which nobody waits for a measurement of a peer that has not answered the last one
+    open: float = 10.0  # For a stream to a server, connection included
+    send: float = 30.0  # For a server to read a step, and beyond its cache queue to answer an Open
+    close: float = 1.0  # For a Close to leave this machine
+    recovery: float = 30.0  # Of looking for other servers, before the caller gets an error
+    reopen: float = 10.0  # The same for a new session, when servers that should be there are not
+    retry_interval: float = 0.5  # Between two looks
+    look: float = 1.0
+    """Of one look for servers while a step waits. Directories that answer later are heard by the next look."""
+    resume: float = 5.0
+    """For servers to take up a session that an earlier process left there, before another one is opened."""
+    suspect: float = 15.0  # For which a server that failed is a last resort only
+    path_keep: float = 15.0
+    """For which servers are asked to keep a session whose stream was lost. Whoever needs the cache gets it before."""
+    keep_grace: float = 5.0  # By which a server may notice a loss later than the client
+    move: float = 3.0  # For a session to change to another stream between two steps, while the old one lives
+    move_retry: float = 20.0  # After which that is tried again where it has failed
+    not_allowed: float = 600.0  # For which a server whose owner has not listed this client is a last resort only
+    standby_poll: float = 0.05  # Between two looks whether a standby has overtaken a late server
+    standby_retry: float = 30.0
+    """After which a standby is tried again where none could be had, unless a step waits for it (`retry_interval`)."""
+    push_patience: float = 2.0
+    """At least, until a step that a server was pushed is sent by the client too: a repeated step is answered once."""
+    push_retry: float = 60.0  # After which two servers between which a push was lost may push again
+    open_round_trips: int = 8  # For a dial (TCP, Noise, Yamux; a circuit's two more) and the grant
+    open_at_least: float = 0.5
+    open_at_most: float = 2.0
+    rtt_factor: float = 4.0
+    rtt_at_least: float = 0.25
+    batch_open: float = 5.0  # For a server to grant a stream of batches, for which it reserves nothing
+    batch_factor: float = 10.0
+    batch_at_least: float = 60.0
+
+
+DEADLINES: Final = Deadlines()
 
 
 @dataclass(frozen=True)
@@ -115,20 +113,10 @@ def patience_once_more(usual: float, tokens: int, round_trip: float) -> float:
     return max(PATIENCE.pushed_least, PATIENCE.pushed_factor * (round_trip + usual * tokens))
 
 
-OPEN_ROUND_TRIPS: Final = 8
-"""For a dial (TCP, Noise, Yamux; a circuit's two more) and the grant."""
-OPEN_AT_LEAST: Final = 0.5
-OPEN_AT_MOST: Final = 2.0
-
-
 def open_patience(round_trip: float) -> float:
     """Seconds after which servers that were asked to take some blocks are overdue, and others are asked beside them:
     eight round trips, from half a second to two."""
-    return min(OPEN_AT_MOST, max(OPEN_AT_LEAST, OPEN_ROUND_TRIPS * round_trip))
-
-
-RTT_FACTOR: Final = 4.0
-RTT_AT_LEAST: Final = 0.25
+    return min(DEADLINES.open_at_most, max(DEADLINES.open_at_least, DEADLINES.open_round_trips * round_trip))
 
 
 def rtt_patience(known: float | None) -> float:
@@ -136,7 +124,11 @@ def rtt_patience(known: float | None) -> float:
 
     A step waits for that route: servers so much farther away than those that are known would not be chosen.
     """
-    return RTT_TIMEOUT if known is None else min(RTT_TIMEOUT, max(RTT_AT_LEAST, RTT_FACTOR * known))
+    return (
+        DEADLINES.rtt
+        if known is None
+        else min(DEADLINES.rtt, max(DEADLINES.rtt_at_least, DEADLINES.rtt_factor * known))
+    )
 
 
 def push_patience(round_trip: float, nbytes: int) -> float:
@@ -145,13 +137,7 @@ def push_patience(round_trip: float, nbytes: int) -> float:
     The client does not know the way between the servers, and makes room for one that is a few times as long as its own
     to the second of them (`round_trip`, in seconds).
     """
-    return PUSH_PATIENCE + 4 * min(round_trip, 1.0) + nbytes / PATIENCE.poor_line
-
-
-BATCH_OPEN_TIMEOUT: Final = 5.0
-"""For a server to grant a stream of batches, for which it reserves nothing."""
-BATCH_FACTOR: Final = 10.0
-BATCH_AT_LEAST: Final = 60.0
+    return DEADLINES.push_patience + 4 * min(round_trip, 1.0) + nbytes / PATIENCE.poor_line
 
 
 def batch_patience(usual: float) -> float:
@@ -159,7 +145,7 @@ def batch_patience(usual: float) -> float:
 
     Chats and other clients' micro-batches go before it, so a long time says little: ten times that, and a minute.
     """
-    return BATCH_AT_LEAST + BATCH_FACTOR * usual
+    return DEADLINES.batch_at_least + DEADLINES.batch_factor * usual
 
 
 # --- what was waited for

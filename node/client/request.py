@@ -34,7 +34,7 @@ from ...protocols.inference import (
 from ..errors import NoChainError, ServerCheated, ServerFailed
 from ..models.quantisation import describe_numerics
 from ..swarm.routing import Hop
-from .deadlines import CLOSE_TIMEOUT, SEND_TIMEOUT
+from .deadlines import DEADLINES
 
 MAX_FAILURES: Final = 8
 """Servers for the same blocks that may fail at one request, one after another."""
@@ -299,7 +299,7 @@ class ServerStream(Generic[Frame]):
             ServerFailed: it answers nonsense.
         """
         try:
-            await stream.send(question, timeout=SEND_TIMEOUT)
+            await stream.send(question, timeout=DEADLINES.send)
             frame, _ = await stream.receive(timeout=timeout, admit=without_tensors(self.hop.peer_id))
         except PeerError as error:
             raise self._lost(error) from error
@@ -436,7 +436,7 @@ async def close_stream(stream: MessageStream[Frame], last: Frame) -> None:
     """Sends a last message, so that the server frees what it keeps at once, and closes the stream. Never raises."""
     with trio.CancelScope(shield=True):
         try:
-            await stream.send(last, timeout=CLOSE_TIMEOUT)
+            await stream.send(last, timeout=DEADLINES.close)
             await stream.close()
         except PeerError:
             await stream.reset()  # the server, if it lives, learns by that

@@ -17,7 +17,7 @@ from ...protocols.training import BatchFrames
 from ..errors import NoChainError, ServerCheated, ServerFailed
 from ..swarm.routing import Demand, Hop, RouteCandidate
 from ..trust.receipt_log import ReceiptArchive
-from .deadlines import LOOK_TIMEOUT, NOT_ALLOWED_SECONDS, RETRY_INTERVAL, SUSPECT_SECONDS
+from .deadlines import DEADLINES
 from .request import PushedOther, ServerClaims, has_code, is_lost, with_refusals
 from .session.stream import HopTiming, InferenceStream, SessionSpec
 from .session_adapter import SessionAdapter
@@ -82,7 +82,7 @@ class Router(Protocol):
     def watch_direct(self, peer_id: str) -> trio.Event:
         """Set when there is a connection to this peer without a relay."""
 
-    def suspect(self, peer_id: str, seconds: float = SUSPECT_SECONDS) -> None:
+    def suspect(self, peer_id: str, seconds: float = DEADLINES.suspect) -> None:
         """Notes that a server failed or said no: for so long it is asked only if nobody else is left."""
 
     def accuse(self, peer_id: str, reason: str, proof: tuple[Receipt, Receipt] | None = None) -> None:
@@ -138,7 +138,7 @@ def note_failure(router: Router, error: ServerFailed) -> None:
         router.accuse(error.peer_id, str(error), error.proof)
     else:
         router.suspect(
-            error.peer_id, NOT_ALLOWED_SECONDS if has_code(error, wire.ERROR_NOT_ALLOWED) else SUSPECT_SECONDS
+            error.peer_id, DEADLINES.not_allowed if has_code(error, wire.ERROR_NOT_ALLOWED) else DEADLINES.suspect
         )
 
 
@@ -189,12 +189,12 @@ class ServerSearch:
         if not self._fresh:
             self._fresh = True
             # Where a step waits, late directories are not waited for: the next look comes soon.
-            with trio.move_on_after(LOOK_TIMEOUT if self._lost else math.inf):
+            with trio.move_on_after(DEADLINES.look if self._lost else math.inf):
                 await self._router.refresh()
             return
         if not self._wait and (not self._lost or trio.current_time() >= self._until):
             raise self.given_up(error) from None
-        await trio.sleep(RETRY_INTERVAL)
+        await trio.sleep(DEADLINES.retry_interval)
         self.reconsider()
         self._fresh = False
 

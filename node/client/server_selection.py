@@ -37,15 +37,7 @@ from ..swarm.sample import SAMPLING, round_robin
 from ..swarm.swarm import Swarm
 from ..swarm.trusted_servers import TrustedServers, trusted_servers
 from ..verification.tolerances import doubt
-from .deadlines import (
-    MEASURE_TIMEOUT,
-    REFRESH_TIMEOUT,
-    RTT_LIFETIME,
-    RTT_RETRY,
-    RTT_TIMEOUT,
-    SUSPECT_SECONDS,
-    rtt_patience,
-)
+from .deadlines import DEADLINES, rtt_patience
 from .request import pledged_points
 from .session.stream import HopTiming, SessionSpec
 from .session_adapter import SessionAdapter
@@ -161,7 +153,7 @@ class ServerSelection:
             suspect = self._suspects.get(server.peer_id, 0.0) > now
             if rtt is None and excluded and server.peer_id in self._measures:
                 # It may be well, and this machine busy: to ask it is better than to give up.
-                rtt, suspect = RTT_TIMEOUT, True
+                rtt, suspect = DEADLINES.rtt, True
             if rtt is not None:
                 found.append(
                     RouteCandidate(
@@ -216,7 +208,7 @@ class ServerSelection:
                 doubtful.append(measurement)
             elif not (hurried and self._was_silent(peer_id, now)):
                 unknown.append(measurement)
-        patience = rtt_patience(max(known, default=None)) if hurried else RTT_TIMEOUT
+        patience = rtt_patience(max(known, default=None)) if hurried else DEADLINES.rtt
         for measurement in unknown:
             with trio.move_on_at((measurement.begun if hurried else now) + patience):
                 await measurement.done.wait()
@@ -233,7 +225,7 @@ class ServerSelection:
             peer_id = server.peer_id
             measured = self._rtts.get(peer_id)
             if measured is not None or not covered or peer_id in self.trusted.peers or peer_id in self._measures:
-                if measured is None or now - measured[1] > RTT_LIFETIME:
+                if measured is None or now - measured[1] > DEADLINES.rtt_lifetime:
                     due.append(server)
             elif not self._was_silent(peer_id, now):
                 new.append(server)
@@ -241,7 +233,7 @@ class ServerSelection:
         return [*due, *itertools.takewhile(lambda _: self._new.take(), in_turn)]
 
     def _was_silent(self, peer_id: str, now: float) -> bool:
-        return now - self._unmeasured.get(peer_id, -math.inf) <= RTT_RETRY
+        return now - self._unmeasured.get(peer_id, -math.inf) <= DEADLINES.rtt_retry
 
     async def _until_enough(
         self, measurement: _Measurement, servers: Sequence[Announcement], scope: trio.CancelScope
@@ -265,11 +257,11 @@ class ServerSelection:
 
     async def _measure(self, peer_id: str, done: trio.Event) -> None:
         try:
-            rtt = await self.swarm.measure_rtt(peer_id, timeout=MEASURE_TIMEOUT)
+            rtt = await self.swarm.measure_rtt(peer_id, timeout=DEADLINES.measure)
         except (PeerError, SwarmError):
             self._rtts.pop(peer_id, None)
             now = trio.current_time()
-            for peer in [peer for peer, since in self._unmeasured.items() if now - since > RTT_RETRY]:
+            for peer in [peer for peer, since in self._unmeasured.items() if now - since > DEADLINES.rtt_retry]:
                 del self._unmeasured[peer]
             self._unmeasured[peer_id] = now
         else:
@@ -279,7 +271,7 @@ class ServerSelection:
             del self._measures[peer_id]
             done.set()
 
-    def suspect(self, peer_id: str, seconds: float = SUSPECT_SECONDS) -> None:
+    def suspect(self, peer_id: str, seconds: float = DEADLINES.suspect) -> None:
         """Notes that a server failed or said no: others are preferred for so long."""
         self._suspects[peer_id] = max(self._suspects.get(peer_id, 0.0), trio.current_time() + seconds)
 
@@ -295,7 +287,7 @@ class ServerSelection:
         """Asks the swarm anew who serves this model. Nobody answering is no error: what is known stays."""
         with suppress(SwarmError):
             version, sample = self.model.version, not self._is_choosy()
-            await self.swarm.refresh(model_version=version, sample=sample, timeout=REFRESH_TIMEOUT)
+            await self.swarm.refresh(model_version=version, sample=sample, timeout=DEADLINES.refresh)
 
     def _is_choosy(self) -> bool:
         """Whether not any server of a block will do: then all servers have to be known, not some of each block."""

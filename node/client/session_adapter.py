@@ -18,7 +18,7 @@ from ...protocols.inference import Refusal
 from ...protocols.training import BatchFrames, send_pieces
 from ..errors import BadInput
 from ..swarm.routing import Hop
-from .deadlines import SEND_TIMEOUT
+from .deadlines import DEADLINES
 from .request import server_failed, server_refused
 
 if TYPE_CHECKING:
@@ -150,9 +150,9 @@ async def bring(stream: BatchFrames, adapter: SessionAdapter, hop: Hop, model_ve
     message.CopyFrom(offer)
     message.model_version = model_version
     try:
-        await stream.send(wire.BatchFrame(adapter=message), timeout=SEND_TIMEOUT)
+        await stream.send(wire.BatchFrame(adapter=message), timeout=DEADLINES.send)
         if not await _is_held(stream, hop):
-            await send_pieces(stream, payloads, timeout=SEND_TIMEOUT)
+            await send_pieces(stream, payloads, timeout=DEADLINES.send)
             if not await _is_held(stream, hop):
                 raise server_failed(hop, "it asked for the same adapter twice")
     except PeerError as error:

@@ -29,16 +29,20 @@ from ..trust.receipt_log import LoggedBatch, ReceiptArchive, SessionLog
 
 log = logging.getLogger(__name__)
 
-SHARE_INTERVAL: Final = 20.0
-"""Between two calls at one auditor, more or less: a random time."""
-OPEN_TIMEOUT: Final = 10.0
-PICK_TIMEOUT: Final = 120.0
-"""The auditor may be computing."""
-PIECE_TIMEOUT: Final = 30.0
-MOST_PICKS: Final = 16
-"""That a client answers in one call."""
-LAST_CALL: Final = 5.0
-"""Seconds for a client that ends to be audited."""
+
+@dataclass(frozen=True)
+class SharingPolicy:
+    """How a client lets auditors check its receipts, in seconds."""
+
+    interval: float = 20.0  # Between two calls at one auditor, more or less: a random time
+    open_timeout: float = 10.0
+    pick_timeout: float = 120.0  # The auditor may be computing
+    piece_timeout: float = 30.0
+    most_picks: int = 16  # That a client answers in one call
+    last_call: float = 5.0  # Seconds for a client that ends to be audited
+
+
+SHARING: Final = SharingPolicy()
 
 
 @dataclass(frozen=True)
@@ -78,10 +82,10 @@ async def _keep_calling(swarm: Swarm, archive: ReceiptArchive, auditor: str, blo
     seen: set[bytes] = set()
     try:
         while True:
-            await trio.sleep(random.uniform(0.5, 1.5) * SHARE_INTERVAL)
+            await trio.sleep(random.uniform(0.5, 1.5) * SHARING.interval)
             await _call(swarm, archive, auditor, seen, blocks)
     finally:
-        with trio.CancelScope(shield=True), trio.move_on_after(LAST_CALL):
+        with trio.CancelScope(shield=True), trio.move_on_after(SHARING.last_call):
             await _call(swarm, archive, auditor, seen, blocks)
 
 
@@ -97,7 +101,7 @@ async def _call(swarm: Swarm, archive: ReceiptArchive, auditor: str, seen: set[b
             peer_id,
             RECEIPTS,
             wire.EvidenceFrame,
-            timeout=OPEN_TIMEOUT,
+            timeout=SHARING.open_timeout,
             max_header=EVIDENCE_SIZES.max_header,
             max_payload=PIECE_BYTES,
         ) as stream:
@@ -117,18 +121,18 @@ async def _show(swarm: Swarm, stream: EvidenceStream, offered: Sequence[Shown]) 
         receipts=[receipt_to_wire(shown.receipt) for shown in offered],
         countersignatures=[countersign(swarm.identity, shown.receipt) for shown in offered],
     )
-    await stream.send(wire.EvidenceFrame(offer=offer), timeout=PIECE_TIMEOUT)
-    for _ in range(MOST_PICKS):
-        frame, _ = await stream.receive(timeout=PICK_TIMEOUT)
+    await stream.send(wire.EvidenceFrame(offer=offer), timeout=SHARING.piece_timeout)
+    for _ in range(SHARING.most_picks):
+        frame, _ = await stream.receive(timeout=SHARING.pick_timeout)
         number = check_pick(frame, len(offered))
         if number is None:
             return
         data = await trio.to_thread.run_sync(_packed, swarm, offered[number])
         if data is None:
             error = wire.Error(code=wire.ERROR_NOT_FOUND, message="this is not here any more, or is too large")
-            await stream.send(wire.EvidenceFrame(error=error), timeout=PIECE_TIMEOUT)
+            await stream.send(wire.EvidenceFrame(error=error), timeout=SHARING.piece_timeout)
         else:
-            await send_bundle(stream, data, timeout=PIECE_TIMEOUT)
+            await send_bundle(stream, data, timeout=SHARING.piece_timeout)
 
 
 def _packed(swarm: Swarm, shown: Shown) -> bytes | None:

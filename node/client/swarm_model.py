@@ -24,7 +24,7 @@ from ..models import (
 from ..models.progress import no_progress
 from ..swarm.swarm import Swarm
 from ..swarm.versions import choose_version, used_before
-from .deadlines import REFRESH_TIMEOUT
+from .deadlines import DEADLINES
 
 _LONGROPE: Final = frozenset({"longrope", "su", "yarn"})
 """The names that longrope has in configurations of transformers (two old ones of Phi-3; yarn may be its own kind)."""
@@ -102,14 +102,16 @@ async def identify_model(swarm: Swarm, folder: ModelFolder, progress: Progress =
     held = await trio.to_thread.run_sync(held_weights, folder, "client", progress, abandon_on_cancel=True)
     used = swarm.trust.version_used(held)
     if used is not None and not folder.pinned:
-        await swarm.refresh(model_version=used, sample=True, timeout=REFRESH_TIMEOUT)
+        await swarm.refresh(model_version=used, sample=True, timeout=DEADLINES.refresh)
         if used_before(folder, held, swarm.view, swarm.trust) is not None:
             return SwarmModel(used, folder, held)
-    await swarm.refresh(sample=True, timeout=REFRESH_TIMEOUT)
+    await swarm.refresh(sample=True, timeout=DEADLINES.refresh)
     mismatch: ModelError | None = None
     fitting: set[bytes] = set()
     pinned = folder.pinned or ""
-    async for version, data in swarm.manifests(folder.name, folder.num_blocks, pinned=pinned, timeout=REFRESH_TIMEOUT):
+    async for version, data in swarm.manifests(
+        folder.name, folder.num_blocks, pinned=pinned, timeout=DEADLINES.refresh
+    ):
         try:
             manifest = Manifest.from_wire(data, version)
             await trio.to_thread.run_sync(verify_part, folder, manifest, "client", progress, abandon_on_cancel=True)

@@ -29,7 +29,7 @@ from .addresses import dialable, dialable_among, without_peer
 from .host import Host
 from .kad_messages import record_of
 from .kad_service import KadService
-from .provider_lookup import CLOSEST, Answer, Contact, Lookup, add, ask, look_up
+from .provider_lookup import LOOKUP, Answer, Contact, Lookup, add, ask, look_up
 from .provider_store import FairProviderStore, Provider
 from .routing_table import RoutingTable
 from .transport.bandwidth import ByteCount
@@ -145,7 +145,7 @@ class Dht:
 
     def _lookup(self, key: bytes, providers: Iterable[Provider] = ()) -> Lookup:
         start = [peer.contact for peer in self._table.nearest(key)]
-        if len(start) < CLOSEST:
+        if len(start) < LOOKUP.closest:
             start += map(self._table.contact, self._host.connected()[:_START])
         own = [Contact(known.peer_id, tuple(map(str, dialable_among(known.addrs)))) for known in providers]
         return Lookup(key, start, self._host.peer_id, self._origin_of, own)

@@ -14,6 +14,7 @@ import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Final, cast
 
 import trio
@@ -38,37 +39,40 @@ from .transport.stream_bytes import StreamBytes
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT: Final = 5  # seconds
+
+@dataclass(frozen=True)
+class GossipLimits:
+    """What neighbours may send by gossip, and how long each part of it may take."""
+
+    heartbeat: int = 5  # seconds
+    messages_per_second: float = 1000.0  # no limit: who is honest hands on what others have made
+    seen: int = 86400  # seconds in which a message that was passed on is not taken again: old ones would use up rates
+    max_taken: int = 1000  # messages remembered that were taken and not passed on
+    max_control: int = 8  # entries of each kind in a control message
+    max_ids: int = 256  # of messages, in an entry
+    max_id: int = 256  # bytes of a message's id
+    max_backoff: int = 3600  # seconds
+    max_backoffs: int = 4096  # peers that shall not be asked into the mesh for a while
+    publishing: float = 10.0  # seconds
+    max_rpc: int = 192 << 10  # Bytes of what neighbours send each other at once
+    max_queued: int = 2 * max_rpc  # Bytes that wait for a neighbour to read
+    max_fields: int = 4096  # Of what a neighbour sends at once
+    of_peer: tuple[float, ...] = (10.0, 400.0)
+    """What a neighbour may send per second, and at once: messages, and questions for them by their size. What goes
+    beyond is read later."""
+    of_address: tuple[float, ...] = (30.0, 1200.0)
+    subscribing: int = 16
+    """What a subscription counts, which is answered by what was published lately; so does a stream that fails."""
+    answered: int = 4096  # Bytes of an answer that count as a message
+    max_streams: int = 4  # of a peer, of which it uses one
+    patience: float = 10.0  # Seconds for a message that has begun
+    reading: float = 30.0  # Seconds for a neighbour to read a message
+
+
+GOSSIP: Final = GossipLimits()
+
 _DEGREE, _DEGREE_LOW, _DEGREE_HIGH = 6, 4, 12
-_MESSAGES_PER_SECOND: Final = 1000.0  # no limit: who is honest hands on what others have made
-_SEEN: Final = 86400  # seconds in which a message that was passed on is not taken again: old ones would use up rates
-_MAX_TAKEN: Final = 1000  # messages remembered that were taken and not passed on
-_MAX_CONTROL: Final = 8  # entries of each kind in a control message
-_MAX_IDS: Final = 256  # of messages, in an entry
-_MAX_ID: Final = 256  # bytes of a message's id
-_MAX_BACKOFF: Final = 3600  # seconds
-_MAX_BACKOFFS: Final = 4096  # peers that shall not be asked into the mesh for a while
-_PUBLISHING: Final = 10.0  # seconds
-MAX_RPC: Final = 192 << 10
-"""Bytes of what neighbours send each other at once."""
-MAX_QUEUED: Final = 2 * MAX_RPC
-"""Bytes that wait for a neighbour to read."""
-MAX_FIELDS: Final = 4096
-"""Of what a neighbour sends at once."""
-OF_PEER: Final = (10.0, 400.0)
-"""What a neighbour may send per second, and at once: messages, and questions for them by their size. What goes beyond
-is read later."""
-OF_ADDRESS: Final = (30.0, 1200.0)
-SUBSCRIBING: Final = 16
-"""What a subscription counts, which is answered by what was published lately; and a stream that ends in an error."""
-ANSWERED: Final = 4096
-"""Bytes of an answer that count as a message."""
-_MAX_STREAMS: Final = 4  # of a peer, of which it uses one
 _MAX_LARGE, _LARGE = 64, 4096  # messages of at least so many bytes that are read side by side
-PATIENCE: Final = 10.0
-"""Seconds for a message that has begun."""
-READING: Final = 30.0
-"""Seconds for a neighbour to read a message."""
 
 Accept = Callable[[str, str, bytes], bool]
 """(who made it, who handed it on, data) -> whether it is acted on."""
@@ -87,12 +91,12 @@ class BoundedQueue(RpcQueue):
     """libp2p's, which holds 32 MiB for a neighbour; nor does it split what neighbours refuse to read."""
 
     def __init__(self) -> None:
-        super().__init__(max_message_size=MAX_RPC)
+        super().__init__(max_message_size=GOSSIP.max_rpc)
         self._bytes = 0
 
     def push(self, rpc: rpc_pb2.RPC, priority: bool = False) -> bool:
         size = rpc.ByteSize()
-        if self._bytes + size > MAX_QUEUED or not super().push(rpc, priority):
+        if self._bytes + size > GOSSIP.max_queued or not super().push(rpc, priority):
             return False
         self._bytes += size
         return True
@@ -114,7 +118,7 @@ class _Pubsub(Pubsub):
 
     def __init__(self, host: Host, router: _Router) -> None:
         self._origin_of = host.origin_of
-        self._of_peer, self._of_address = Rates(*OF_PEER), Rates(*OF_ADDRESS)
+        self._of_peer, self._of_address = Rates(*GOSSIP.of_peer), Rates(*GOSSIP.of_address)
         self._streams: dict[ID, list[trio.CancelScope]] = {}
         self._large = Places(_MAX_LARGE)
         super().__init__(
@@ -122,8 +126,8 @@ class _Pubsub(Pubsub):
             router,
             strict_signing=True,
             allowed_topics={router.topic},
-            max_inbound_rpc_size=MAX_RPC,
-            seen_ttl=_SEEN,
+            max_inbound_rpc_size=GOSSIP.max_rpc,
+            seen_ttl=GOSSIP.seen,
         )
         self.validation_cache = _NoCache()
 
@@ -138,7 +142,7 @@ class _Pubsub(Pubsub):
                 return
             except Exception as error:  # whatever libp2p makes of a stranger's bytes
                 log.debug("gossip of %s ends: %r", peer, error)
-                await self._wait(peer, SUBSCRIBING)
+                await self._wait(peer, GOSSIP.subscribing)
                 self._handle_dead_peer(peer)
         await raw.reset()
 
@@ -146,7 +150,7 @@ class _Pubsub(Pubsub):
     def _place(self, peer: ID) -> Iterator[None]:
         """For the length of the block, one of the peer's streams is read; of too many, the oldest is not any more."""
         scopes = self._streams.setdefault(peer, [])
-        if len(scopes) == _MAX_STREAMS:
+        if len(scopes) == GOSSIP.max_streams:
             scopes.pop(0).cancel()
         with trio.CancelScope() as scope:
             scopes.append(scope)
@@ -160,9 +164,9 @@ class _Pubsub(Pubsub):
 
     async def _read(self, raw: StreamBytes, peer: ID) -> None:
         """Acts on what a neighbour sends, one thing after the other. Raises at the stream's end."""
-        messages = DelimitedStream(raw, str(peer), max_message=MAX_RPC)
+        messages = DelimitedStream(raw, str(peer), max_message=GOSSIP.max_rpc)
         while True:
-            rpc = parse_message(rpc_pb2.RPC, await self._receive(messages), most=MAX_FIELDS)
+            rpc = parse_message(rpc_pb2.RPC, await self._receive(messages), most=GOSSIP.max_fields)
             await self._wait(peer, 1)
             await raw.turn()
             if maybe_consume_signed_record(rpc, self.host, peer):
@@ -171,15 +175,15 @@ class _Pubsub(Pubsub):
     async def _receive(self, messages: DelimitedStream) -> bytes:
         size = await messages.receive_size()
         if size < _LARGE:
-            return await messages.receive_body(size, timeout=PATIENCE)
+            return await messages.receive_body(size, timeout=GOSSIP.patience)
         with self._large.take(messages.peer_id, self._origin_of(messages.peer_id)) as place:
             if place is not None:
-                return await messages.receive_body(size, timeout=PATIENCE)
+                return await messages.receive_body(size, timeout=GOSSIP.patience)
         raise StreamTimeout(f"{messages.peer_id} sends too slowly, or too much at once", messages.peer_id)
 
     async def _take(self, peer: ID, rpc: rpc_pb2.RPC) -> None:
         for subscription in rpc.subscriptions:
-            await self._wait(peer, SUBSCRIBING)
+            await self._wait(peer, GOSSIP.subscribing)
             self.handle_subscription(peer, subscription)
         for message in rpc.publish:
             await self._wait(peer, 1)
@@ -202,7 +206,7 @@ class _Pubsub(Pubsub):
             log.debug("a message that %s handed on was dropped: %r", msg_forwarder, error)
 
     async def write_msg(self, stream: INetStream, rpc_msg: rpc_pb2.RPC) -> bool:
-        with trio.move_on_after(READING) as scope:
+        with trio.move_on_after(GOSSIP.reading) as scope:
             sent: bool = await super().write_msg(stream, rpc_msg)
         if not scope.cancelled_caught:
             return sent
@@ -213,21 +217,21 @@ class _Pubsub(Pubsub):
 
 def _ids(lists: Iterable[rpc_pb2.ControlIHave] | Iterable[rpc_pb2.ControlIWant]) -> list[bytes]:
     """The ids of messages that these name, each once."""
-    ids = (name for entry in lists for name in entry.messageIDs[:_MAX_IDS] if len(name) <= _MAX_ID)
-    return list(dict.fromkeys(ids))[:_MAX_IDS]
+    ids = (name for entry in lists for name in entry.messageIDs[: GOSSIP.max_ids] if len(name) <= GOSSIP.max_id)
+    return list(dict.fromkeys(ids))[: GOSSIP.max_ids]
 
 
 def bounded_control(control: rpc_pb2.ControlMessage, topic: str) -> rpc_pb2.ControlMessage:
     """What counts of a neighbour's control message: libp2p keeps a time for each topic that a PRUNE, GRAFT or IHAVE
     names, dials the peers that a PRUNE names, and sends a message as often as an IWANT names it."""
-    has = _ids(have for have in control.ihave[:_MAX_CONTROL] if have.topicID == topic)
-    wanted = _ids(control.iwant[:_MAX_CONTROL])
+    has = _ids(have for have in control.ihave[: GOSSIP.max_control] if have.topicID == topic)
+    wanted = _ids(control.iwant[: GOSSIP.max_control])
     return rpc_pb2.ControlMessage(
         ihave=[rpc_pb2.ControlIHave(topicID=topic, messageIDs=has)] if has else [],
         iwant=[rpc_pb2.ControlIWant(messageIDs=wanted)] if wanted else [],
         graft=[graft for graft in control.graft if graft.topicID == topic][:1],
         prune=[
-            rpc_pb2.ControlPrune(topicID=topic, backoff=min(prune.backoff, _MAX_BACKOFF))
+            rpc_pb2.ControlPrune(topicID=topic, backoff=min(prune.backoff, GOSSIP.max_backoff))
             for prune in control.prune
             if prune.topicID == topic
         ][:1],
@@ -243,8 +247,8 @@ class _Router(GossipSub):
             degree=_DEGREE,
             degree_low=_DEGREE_LOW,
             degree_high=_DEGREE_HIGH,
-            heartbeat_interval=HEARTBEAT,
-            max_messages_per_topic_per_second=_MESSAGES_PER_SECOND,
+            heartbeat_interval=GOSSIP.heartbeat,
+            max_messages_per_topic_per_second=GOSSIP.messages_per_second,
         )
         self.topic = topic
 
@@ -252,11 +256,11 @@ class _Router(GossipSub):
         """What a control message counts: by the bytes that answer it."""
         wanted = (safe_bytes_from_hex(name) for entry in control.iwant for name in entry.messageIDs)
         found = [self.mcache.get(name) for name in wanted if name is not None]
-        return sum(1 + message.ByteSize() // ANSWERED for message in found if message is not None)
+        return sum(1 + message.ByteSize() // GOSSIP.answered for message in found if message is not None)
 
     def _add_back_off(self, peer: ID, topic: str, is_unsubscribe: bool, backoff_duration: int = 0) -> None:
         super()._add_back_off(peer, topic, is_unsubscribe, backoff_duration)
-        while len(self.back_off[topic]) > _MAX_BACKOFFS:  # libp2p forgets none of a peer that has gone
+        while len(self.back_off[topic]) > GOSSIP.max_backoffs:  # libp2p forgets none of a peer that has gone
             del self.back_off[topic][next(iter(self.back_off[topic]))]
 
 
@@ -272,7 +276,7 @@ class Gossip:
     async def publish(self, data: bytes) -> None:
         """Hands `data` to all who listen, as far as they can be reached."""
         try:
-            with trio.move_on_after(_PUBLISHING):
+            with trio.move_on_after(GOSSIP.publishing):
                 await self._pubsub.publish(self._topic, data)
         except Exception as error:  # whatever libp2p makes of peers that have just gone
             log.info("could not gossip: %r", error)
@@ -308,7 +312,7 @@ async def open_gossip(
                 if len(message.data) > max_bytes or not accept(maker, str(forwarder), message.data):
                     return False
                 taken[name] = None
-                while len(taken) > _MAX_TAKEN:
+                while len(taken) > GOSSIP.max_taken:
                     taken.popitem(last=False)
                 deliver(maker, message.data)
             passes = forwards(maker, str(forwarder))

@@ -34,19 +34,25 @@ from .transport.bandwidth import ByteCount
 
 log = logging.getLogger(__name__)
 
-CLOSEST: Final = 10
-"""Peers nearest to a key at which its records are kept, and that are asked for them."""
-MAX_ASKED: Final = 24
-"""Peers of one look-up."""
-_AT_ONCE: Final = 4
-_ASK_DEADLINE: Final = 4.0  # seconds, with the dial
-_MAX_CLOSER: Final = 20  # taken of one answer, and
-_MAX_PROVIDERS: Final = 32
-_MAX_ADDRS: Final = 8  # of one peer in an answer
-_MAX_KNOWN_ADDRS: Final = 16
-_MAX_ID: Final = 64  # bytes
-_FAILURES: Final = 4  # of the peers that one address has named, after which the others come last
-_CONFIRMED: Final = 3.0  # seconds for a peer to end the stream of a record
+
+@dataclass(frozen=True)
+class LookupPolicy:
+    """Whom a look-up asks, and what it takes of an answer."""
+
+    closest: int = 10  # Peers nearest to a key at which its records are kept, and that are asked for them
+    max_asked: int = 24  # Peers of one look-up
+    at_once: int = 4
+    ask_deadline: float = 4.0  # seconds, with the dial
+    max_closer: int = 20  # taken of one answer, and
+    max_providers: int = 32
+    max_addrs: int = 8  # of one peer in an answer
+    max_known_addrs: int = 16
+    max_id: int = 64  # bytes
+    failures: int = 4  # of the peers that one address has named, after which the others come last
+    confirmed: float = 3.0  # seconds for a peer to end the stream of a record
+
+
+LOOKUP: Final = LookupPolicy()
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,7 @@ class _Source:
 
     @property
     def misleads(self) -> bool:
-        return self.failed >= _FAILURES and self.failed > 3 * self.answered
+        return self.failed >= LOOKUP.failures and self.failed > 3 * self.answered
 
 
 _Ranked = tuple[int, int, _Known]  # how many nearer ones there are at its address; its distance
@@ -105,7 +111,7 @@ _Ranked = tuple[int, int, _Known]  # how many nearer ones there are at its addre
 
 def _would_be_among(nearest: Sequence[_Ranked], known: _Known) -> bool:
     """Whether a peer, if it answers, is one of the nearest, of which `nearest` are those that have answered."""
-    if len(nearest) < CLOSEST:
+    if len(nearest) < LOOKUP.closest:
         return True
     nearer = Counter(
         origin for _, far, peer in nearest if far < known.distance for origin in peer.origins & known.origins
@@ -156,7 +162,7 @@ class Lookup:
             return
         held.named_by.add(source)
         if not held.asked:
-            addrs = tuple(dict.fromkeys((*held.contact.addrs, *contact.addrs)))[:_MAX_KNOWN_ADDRS]
+            addrs = tuple(dict.fromkeys((*held.contact.addrs, *contact.addrs)))[: LOOKUP.max_known_addrs]
             held.contact = Contact(contact.peer_id, addrs)
 
     def next(self) -> Contact | None:
@@ -165,9 +171,9 @@ class Lookup:
         Somebody who would be among the nearest: at an address of which fewest were asked, and there the nearest. Peers
         that only those have named whose peers were not there come last.
         """
-        if self.asked >= MAX_ASKED:
+        if self.asked >= LOOKUP.max_asked:
             return None
-        nearest = self._ranked()[:CLOSEST]
+        nearest = self._ranked()[: LOOKUP.closest]
         wanted = [known for known in self._known.values() if not known.asked and _would_be_among(nearest, known)]
         if not wanted:
             return None
@@ -204,8 +210,10 @@ class Lookup:
         self._asked_at[origin] += 1
         known.answered, known.origins = True, {origin}
         self._sources.setdefault(origin, _Source())
-        self._named.setdefault(origin, []).extend(answer.providers[:_MAX_PROVIDERS])
-        for contact in sorted(answer.closer, key=lambda contact: distance(contact.peer_id, self._key))[:_MAX_CLOSER]:
+        self._named.setdefault(origin, []).extend(answer.providers[: LOOKUP.max_providers])
+        for contact in sorted(answer.closer, key=lambda contact: distance(contact.peer_id, self._key))[
+            : LOOKUP.max_closer
+        ]:
             self._learn(contact, origin)
 
     def failed(self, peer_id: str) -> None:
@@ -217,8 +225,8 @@ class Lookup:
             self._sources[source].failed += 1
 
     def nearest(self) -> list[Contact]:
-        """The peers nearest to the key that have answered, `CLOSEST` at most: as `next` counts, around addresses."""
-        return [known.contact for _, _, known in self._ranked()[:CLOSEST]]
+        """The peers nearest to the key that have answered, ten at most: as `next` counts, around addresses."""
+        return [known.contact for _, _, known in self._ranked()[: LOOKUP.closest]]
 
     def providers(self, rng: random.Random) -> Iterator[Contact]:
         """Who was named, in random order but going around the addresses of those who named them: who names thousands
@@ -228,7 +236,7 @@ class Lookup:
         for named in of_source:
             for contact in named:
                 joined = dict.fromkeys((*addrs.get(contact.peer_id, ()), *contact.addrs))
-                addrs[contact.peer_id] = tuple(joined)[:_MAX_KNOWN_ADDRS]
+                addrs[contact.peer_id] = tuple(joined)[: LOOKUP.max_known_addrs]
         given = {self._own}
         while of_source:
             rng.shuffle(of_source)
@@ -265,8 +273,8 @@ def nearest_around(key: bytes, peers: Iterable[tuple[str, Iterable[str]]], count
 def answer_of(message: Message) -> Answer:
     """What a stranger's message says, as far as it can be of use."""
     return Answer(
-        _contacts(message.providerPeers, 4 * _MAX_PROVIDERS),
-        _contacts(message.closerPeers, 4 * _MAX_CLOSER),
+        _contacts(message.providerPeers, 4 * LOOKUP.max_providers),
+        _contacts(message.closerPeers, 4 * LOOKUP.max_closer),
         message.record.value or None,
     )
 
@@ -274,9 +282,9 @@ def answer_of(message: Message) -> Answer:
 def _contacts(peers: Sequence[Message.Peer], limit: int) -> tuple[Contact, ...]:
     found: dict[str, Contact] = {}
     for peer in random.sample(list(peers), min(limit, len(peers))):
-        if not 2 <= len(peer.id) <= _MAX_ID:
+        if not 2 <= len(peer.id) <= LOOKUP.max_id:
             continue
-        contact = Contact(str(ID(peer.id)), tuple(map(str, dialable_among(peer.addrs[:_MAX_ADDRS]))))
+        contact = Contact(str(ID(peer.id)), tuple(map(str, dialable_among(peer.addrs[: LOOKUP.max_addrs]))))
         found[contact.peer_id] = contact
     return tuple(found.values())
 
@@ -287,7 +295,7 @@ async def ask(host: Host, contact: Contact, question: Message, traffic: ByteCoun
     Counts the bytes of the messages, without what carries them.
     """
     host.learn(contact.peer_id, contact.addrs)
-    with trio.move_on_after(_ASK_DEADLINE):
+    with trio.move_on_after(LOOKUP.ask_deadline):
         try:
             stream = DelimitedStream(
                 await host.open_stream(contact.peer_id, KAD), contact.peer_id, max_message=MAX_ANSWER
@@ -296,8 +304,8 @@ async def ask(host: Host, contact: Contact, question: Message, traffic: ByteCoun
             return None
         try:
             traffic.sent += question.ByteSize()
-            await stream.send(question, timeout=_ASK_DEADLINE)
-            data = await stream.receive_bytes(timeout=_ASK_DEADLINE)
+            await stream.send(question, timeout=LOOKUP.ask_deadline)
+            data = await stream.receive_bytes(timeout=LOOKUP.ask_deadline)
             traffic.received += len(data)
             reply = parse(data, max_fields=MAX_ANSWER_FIELDS)
         except (PeerError, BadMessage) as error:
@@ -317,16 +325,16 @@ async def add(host: Host, contact: Contact, key: bytes, addrs: Sequence[str], tr
     )
     record = Message(type=Message.ADD_PROVIDER, key=key, providerPeers=[provider])
     host.learn(contact.peer_id, contact.addrs)
-    with trio.move_on_after(_ASK_DEADLINE):
+    with trio.move_on_after(LOOKUP.ask_deadline):
         try:
             raw = await host.open_stream(contact.peer_id, KAD)
         except ConnectionError:
             return False
         try:
             traffic.sent += record.ByteSize()
-            await DelimitedStream(raw, contact.peer_id).send(record, timeout=_ASK_DEADLINE)
+            await DelimitedStream(raw, contact.peer_id).send(record, timeout=LOOKUP.ask_deadline)
             await raw.close_write()
-            with trio.move_on_after(_CONFIRMED):
+            with trio.move_on_after(LOOKUP.confirmed):
                 await raw.read(1024)  # an echo, as py-libp2p has it, or the end of the stream
                 return True
         except (PeerError, OSError) as error:
@@ -355,7 +363,7 @@ async def look_up(lookup: Lookup, question: Callable[[Contact], Awaitable[Answer
     with trio.move_on_after(timeout):
         async with trio.open_nursery() as nursery:
             while True:
-                contact = lookup.next() if running < _AT_ONCE else None
+                contact = lookup.next() if running < LOOKUP.at_once else None
                 if contact is not None:
                     running += 1
                     nursery.start_soon(put, contact)

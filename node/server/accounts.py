@@ -7,26 +7,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from .turns import CostFit, Shares, Waiting, pause
 
-_GENERATING: Final = 1.0
-"""Seconds since its last decode step for which a peer is taken to generate."""
-_ADDRESSES: Final = 1024
-"""Peers whose addresses are remembered."""
-_LATELY: Final = 1.5
-"""Seconds of the mean by which an address is backlogged."""
-_BACKLOGGED: Final = 0.7
-"""Part of them for which it had work here: who has one session spends more of the time elsewhere. It takes 1.8 s."""
-_CONTENDED: Final = 1.25
-"""Seconds on the clock for one without waits for a processor, from which on other work of the machine is in the way."""
-_REST: Final = 1.0
-_REST_CONTENDED: Final = 5.0
-"""Times of what a chunk or a part of a pass took, and where processors are contended anything did, for which those who
-wait behind others rest. By that each of three servers on one processor asks for a sixth of it for them, at most."""
-_FORGOTTEN: Final = 0.9
-"""Of what was measured of contention before, at each measurement."""
+
+@dataclass(frozen=True)
+class BacklogPolicy:
+    """Who asks for more than it gets, and how long it rests."""
+
+    generating: float = 1.0  # Seconds since its last decode step for which a peer is taken to generate
+    addresses: int = 1024  # Peers whose addresses are remembered
+    lately: float = 1.5  # Seconds of the mean by which an address is backlogged
+    backlogged: float = 0.7
+    """Part of them for which it had work here: who has one session spends more time elsewhere. It takes 1.8 s."""
+    contended: float = 1.25
+    """Seconds on the clock for one of a processor, from which on other work of the machine is in the way."""
+    rest: float = 1.0
+    rest_contended: float = 5.0
+    """Times of what a chunk or a part of a pass took, and where processors are contended anything did, for which those
+    who wait behind others rest. By that each of three servers on one processor asks for a sixth of it for them, at
+    most."""
+    forgotten: float = 0.9  # Of what was measured of contention before, at each measurement
+
+
+BACKLOG: Final = BacklogPolicy()
+
 
 Client = tuple[str, str]
 """An address, and a peer there."""
@@ -104,7 +111,7 @@ class _Backlogs:
 
     def note(self, addresses: Collection[str], now: float) -> None:
         """From `now` on, these have work."""
-        left = math.exp((self._since - now) / _LATELY)
+        left = math.exp((self._since - now) / BACKLOG.lately)
         parts = {address: left * part for address, part in self._parts.items()}
         for address in self._there:
             parts[address] = parts.get(address, 0.0) + 1.0 - left
@@ -117,7 +124,7 @@ class _Backlogs:
 
     @property
     def backlogged(self) -> frozenset[str]:
-        return frozenset(address for address, part in self._parts.items() if part >= _BACKLOGGED)
+        return frozenset(address for address, part in self._parts.items() if part >= BACKLOG.backlogged)
 
     @property
     def there(self) -> frozenset[str]:
@@ -156,14 +163,14 @@ class Accounts:
         for step in waiting:
             self._addresses.pop(step.peer, None)
             self._addresses[step.peer] = step.address or step.peer
-        while len(self._addresses) > max(_ADDRESSES, len(waiting)):
+        while len(self._addresses) > max(BACKLOG.addresses, len(waiting)):
             del self._addresses[next(iter(self._addresses))]  # who has had no step for longest
         self._usage.settle(self._waiting | {(self._addresses[step.peer], step.peer) for step in waiting})
         cost = self._fit.cost
         rows = sum(step.rows for step in waiting if step.is_decode)
         # Who takes longer than a batch of all for its next step loses less by waiting than others by short batches.
         soon = cost.seconds(rows) if cost is not None else 0.0
-        kept = max(soon, _GENERATING)
+        kept = max(soon, BACKLOG.generating)
         self._last = {peer: (at, count) for peer, (at, count) in self._last.items() if now - at <= kept}
         generating = {peer: count for peer, (_, count) in self._last.items()}
         behind = self.behind(now)
@@ -178,7 +185,9 @@ class Accounts:
 
     def _generating(self, now: float) -> set[str]:
         """The addresses of those that generate."""
-        return {self._addresses.get(peer, peer) for peer, (at, _) in self._last.items() if now - at <= _GENERATING}
+        return {
+            self._addresses.get(peer, peer) for peer, (at, _) in self._last.items() if now - at <= BACKLOG.generating
+        }
 
     def behind(self, now: float) -> frozenset[str]:
         """The addresses that are backlogged, if one that is not generates or has work here."""
@@ -217,21 +226,21 @@ class Accounts:
 
     def note_prefill(self, peer: str, seconds: float, now: float = 0.0, core: float = 1.0) -> None:
         self._charge(peer, core * seconds)
-        self._worked({self._addresses.get(peer, peer)}, seconds, now, core, _REST)
+        self._worked({self._addresses.get(peer, peer)}, seconds, now, core, BACKLOG.rest)
 
     def note_other(self, client: Client, seconds: float, now: float, core: float = 1.0) -> None:
         """A part of a pass, or a call."""
         self._usage.charge(*client, core * seconds)
-        self._worked({client[0]}, seconds, now, core, _REST)
+        self._worked({client[0]}, seconds, now, core, BACKLOG.rest)
 
     def _charge(self, peer: str, seconds: float) -> None:
         self._usage.charge(self._addresses.get(peer, peer), peer, seconds)
 
     def _worked(self, addresses: Collection[str], seconds: float, now: float, core: float, times: float) -> None:
-        self._clock = _FORGOTTEN * self._clock + seconds
-        self._core = _FORGOTTEN * self._core + core * seconds
-        if self._clock > _CONTENDED * self._core:
-            times = _REST_CONTENDED
+        self._clock = BACKLOG.forgotten * self._clock + seconds
+        self._core = BACKLOG.forgotten * self._core + core * seconds
+        if self._clock > BACKLOG.contended * self._core:
+            times = BACKLOG.rest_contended
         if self._backlogs.backlogged.issuperset(addresses):
             left = pause(self._rest[0], now - self._rest[1])
             self._rest = left + times * seconds, now

@@ -14,7 +14,7 @@ least: so many spreads as the harmonic number of them, less one. A session is ex
 longer when those are over. So one that is gone or slow is waited for once at most, and a chain with long links never.
 
 A client may come back quickly for a while and then late, to make others wait in vain. So a peer is waited for no
-longer than its credit, which is `_EARNED` of the device's time that its own steps took, less what was waited for it in
+longer than its credit, which is half of the device's time that its own steps took, less what was waited for it in
 vain. By any number of identities he wastes at most that part of what he could use by asking for steps.
 """
 
@@ -29,24 +29,26 @@ from typing import Final, NamedTuple
 from ..swarm.cost import Estimate, EstimateRule
 from .turns import Shares, Turn, Waiting, most_rows
 
-_WORTH: Final = 1.05
-"""Waiting has to promise so many times the tokens a second."""
-_FEW: Final = 2
-"""Turn-around times that have to be known of a session."""
-_SPREAD: Final = 1.36
-"""Mean of an exponential distribution over its mean deviation: e / 2."""
-_LEAST: Final = 0.0002
-"""Seconds of a wait: less than what a thread needs to wake."""
+
+@dataclass(frozen=True)
+class GatheringPolicy:
+    """When a batch waits for sessions that are about to come back."""
+
+    worth: float = 1.05  # Waiting has to promise so many times the tokens a second
+    few: int = 2  # Turn-around times that have to be known of a session
+    spread: float = 1.36  # Mean of an exponential distribution over its mean deviation: e / 2
+    least: float = 0.0002  # Seconds of a wait: less than what a thread needs to wake
+    late: int = 4  # Mean deviations after which a session is not expected any more: the timer of RFC 6298, section 2
+    away: float = 1.0  # Seconds after which a session has paused: what is known of it is from another time
+    earned: float = 0.5
+    saved: int = 4  # Times of a batch that a peer's credit may grow to
+    peers: int = 1024
+
+
+GATHERING: Final = GatheringPolicy()
+
 _TURN_AROUND: Final = EstimateRule(newest=1 / 8, most=1e9)
 """As the timer of RFC 6298 has it; who comes back late is not to be taken for one that is quick."""
-_LATE: Final = 4
-"""Mean deviations after which a session is not expected any more: the timer of RFC 6298, section 2."""
-_AWAY: Final = 1.0
-"""Seconds after which a session has paused: what is known of it is from another time."""
-_EARNED: Final = 0.5
-_SAVED: Final = 4
-"""Times of a batch that a peer's credit may grow to."""
-_PEERS: Final = 1024
 
 
 class Wait(NamedTuple):
@@ -93,7 +95,7 @@ def gathering_time(
     most = _most_rows(waiting, soon, shares)
     # What comes of beginning: this batch in turns with one of all others, or again and again without those.
     others = min(here - now + sum(one.rows for one in soon), most)
-    best = _WORTH * max((now + others) / (seconds + cost.seconds(others)), now / (max(idle, usual) + seconds))
+    best = GATHERING.worth * max((now + others) / (seconds + cost.seconds(others)), now / (max(idle, usual) + seconds))
     wait, order = Wait(), 0.0
     for place, one in enumerate(soon):
         order += 1 / (len(soon) - place)  # so many spreads until so many of equal ones are here, on average
@@ -102,7 +104,7 @@ def gathering_time(
         rows = min(here, most)
         rate = rows / (idle + due + cost.seconds(rows))
         if rate > best:
-            best, wait = rate, Wait(max(due, _LEAST), place + 1)
+            best, wait = rate, Wait(max(due, GATHERING.least), place + 1)
     return wait
 
 
@@ -130,20 +132,20 @@ class _Session:
         if self.answered is None:
             return
         away, self.answered, self.awaited = max(0.0, now - self.answered), None, False
-        if away > _AWAY or not self.away.count:
+        if away > GATHERING.away or not self.away.count:
             self.away = Estimate(_TURN_AROUND)
-        if away <= _AWAY:
+        if away <= GATHERING.away:
             self.away.note(away)
 
     def returning(self, now: float) -> Returning:
         assert self.answered is not None
-        spread = _SPREAD * self.away.deviation
+        spread = GATHERING.spread * self.away.deviation
         return Returning(self.rows, max(self.answered + self.away.value - now, spread), spread, self.peer)
 
     def left(self, now: float) -> float:
         """Seconds from `now` after which it is not expected any more."""
         assert self.answered is not None
-        return self.answered + self.away.value + _LATE * self.away.deviation - now
+        return self.answered + self.away.value + GATHERING.late * self.away.deviation - now
 
 
 class Gathering:
@@ -182,19 +184,21 @@ class Gathering:
         self.worked(now)
         total = sum(rows.values())
         for peer, count in rows.items():
-            earned = _EARNED * seconds * count / total
-            self._credit[peer] = min(self._credit.pop(peer, 0.0) + earned, _SAVED * seconds)
-        while len(self._credit) > _PEERS:
+            earned = GATHERING.earned * seconds * count / total
+            self._credit[peer] = min(self._credit.pop(peer, 0.0) + earned, GATHERING.saved * seconds)
+        while len(self._credit) > GATHERING.peers:
             del self._credit[next(iter(self._credit))]  # who has had no step for longest
         self._sessions = {
             session: known
             for session, known in self._sessions.items()
-            if known.answered is None or now - known.answered <= _AWAY
+            if known.answered is None or now - known.answered <= GATHERING.away
         }
 
     def generating(self, now: float) -> bool:
         """Whether a decode step was answered lately in a session that may come back."""
-        return any(known.answered is not None and now - known.answered <= _AWAY for known in self._sessions.values())
+        return any(
+            known.answered is not None and now - known.answered <= GATHERING.away for known in self._sessions.values()
+        )
 
     def worked(self, now: float) -> None:
         """The device did something until `now`."""
@@ -205,7 +209,11 @@ class Gathering:
     ) -> float:
         """As `gathering_time` has it, for the waiting steps of `sessions`; 0 has the turn begin."""
         usual = [known.away.value for key in sessions if (known := self._sessions.get(key)) and known.away.count]
-        away = [known for known in self._sessions.values() if known.answered is not None and known.away.count >= _FEW]
+        away = [
+            known
+            for known in self._sessions.values()
+            if known.answered is not None and known.away.count >= GATHERING.few
+        ]
         awaited = [known for known in away if 0 < known.left(now) <= self._credit.get(known.peer, 0.0)]
         wait = gathering_time(
             waiting,

@@ -28,28 +28,35 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ..blocks.span import PREFILL_CHUNK
+from ..swarm.cost import Estimate, EstimateRule, LineEstimate
 from .budget import next_in_line, now_overtaken
 
-MAX_DECODE_ROWS: Final = 256
-CHUNK_BESIDE: Final = 128
-"""Tokens of a chunk of a prefill while others generate, each of whose tokens may wait for one at every server. A prompt
-takes 13 % longer by these than by chunks of 256, and 38 % by 64 (SmolLM2, one core)."""
-CHUNK_BEHIND: Final = 32
-"""Tokens of a chunk for an address that waits behind others. A prompt takes 75 % longer by
-these than by chunks of 256."""
-_BESIDE_OTHERS: Final = 1.25
-"""How much longer the batch of who is not backlogged may take for the sake of those who are."""
-_BEFORE_OTHERS: Final = 2.0
-"""Times of the step of who is about to come, for which a batch of those who wait behind it may take at most. By batches
-of twice the cost of a row, a device computes half of the rows at least that it does by the largest."""
-_ROUNDING: Final = 1 + 1e-9
-_FADING: Final = 0.99
-"""Of the weight of what was measured before, at each measurement: some hundred turns count."""
-_NEWEST: Final = 0.125
-"""Weight of the newest of measurements with as many rows."""
-_ENOUGH: Final = 0.1
-"""Weight from which what batches of so many rows took is told as it is, not by the line through all."""
-_SIZES: Final = 64
+
+@dataclass(frozen=True)
+class TurnPolicy:
+    """How large batches and chunks are."""
+
+    max_decode_rows: int = 256
+    chunk_beside: int = 128
+    """Tokens of a chunk of a prefill while others generate, each of whose tokens may wait for one at every server. A
+    prompt takes 13 % longer by these than by chunks of 256, and 38 % by 64 (SmolLM2, one core)."""
+    chunk_behind: int = 32
+    """Tokens of a chunk for an address that waits behind others. A prompt takes 75 % longer by these than by chunks of
+    256."""
+    beside_others: float = 1.25
+    """How much longer the batch of who is not backlogged may take for the sake of those who are."""
+    before_others: float = 2.0
+    """Times of the step of who is about to come, for which a batch of those who wait behind it may take at most. By
+    batches of twice the cost of a row, a device computes half of the rows at least that it does by the largest."""
+    rounding: float = 1 + 1e-9
+    kept: float = 0.98  # Of the weight of what was measured before, at each batch: some fifty count
+
+    recent: int = 256  # Batches after which the line tells what those of a size take, which were not seen since
+    sizes: int = 64
+
+
+TURNS: Final = TurnPolicy()
+_OF_SIZE: Final = EstimateRule(newest=1 / 8)  # of batches with as many rows
 
 
 @dataclass(frozen=True)
@@ -155,8 +162,8 @@ def _chunk(peer: str, shares: Shares) -> int:
     """Tokens of a chunk of a prompt of this peer."""
     others = [other for other in shares.generating if other != peer]
     if shares.is_behind(peer) and not all(map(shares.is_behind, others)):
-        return CHUNK_BEHIND
-    return CHUNK_BESIDE if others else PREFILL_CHUNK
+        return TURNS.chunk_behind
+    return TURNS.chunk_beside if others else PREFILL_CHUNK
 
 
 def _decode_steps(
@@ -185,7 +192,7 @@ def _decode_steps(
         if not by_peer[peer]:
             del by_peer[peer]
         more = waiting[index].rows
-        if chosen and rows + more > MAX_DECODE_ROWS:
+        if chosen and rows + more > TURNS.max_decode_rows:
             continue
         most = limit_behind if shares.is_behind(peer) and limit_behind is not None else limit
         if shares.cost is not None and most is not None:
@@ -208,9 +215,9 @@ def _most_seconds_behind(first: Mapping[str, int], shares: Shares) -> float | No
     if not shares.behind or shares.cost is None:
         return None
     if first:
-        return _BESIDE_OTHERS * shares.cost.seconds(sum(first.values()))
+        return TURNS.beside_others * shares.cost.seconds(sum(first.values()))
     coming = [rows for peer, rows in shares.generating.items() if not shares.is_behind(peer)]
-    return _BEFORE_OTHERS * shares.cost.seconds(min(coming)) if coming else None
+    return TURNS.before_others * shares.cost.seconds(min(coming)) if coming else None
 
 
 def _rows_of(waiting: Sequence[Waiting], by_peer: Mapping[str, Sequence[int]]) -> dict[str, int]:
@@ -230,12 +237,12 @@ def _most_seconds(rows_of: Mapping[str, int], shares: Shares) -> float | None:
     limits = [parts(peer) * shares.cost.seconds(rows) for peer, rows in rows_of.items()]
     # Who is about to come waits for this batch, and then for that in which it is.
     limits += [(parts(peer) - 1) * shares.cost.seconds(rows) for peer, rows in expected.items()]
-    return _ROUNDING * min(limits)
+    return TURNS.rounding * min(limits)
 
 
 def most_rows(rows_of: Mapping[str, int], shares: Shares) -> int:
     """How many rows a batch may have where so many of each peer wait, and no prefill."""
-    rows, limit = min(sum(rows_of.values()), MAX_DECODE_ROWS), _most_seconds(rows_of, shares)
+    rows, limit = min(sum(rows_of.values()), TURNS.max_decode_rows), _most_seconds(rows_of, shares)
     if limit is not None and shares.cost is not None:
         while rows > 1 and shares.cost.seconds(rows) > limit:
             rows -= 1
@@ -243,34 +250,32 @@ def most_rows(rows_of: Mapping[str, int], shares: Shares) -> int:
 
 
 class CostFit:
-    """What batches have taken, by their rows, and a straight line through it: least squares, in which sizes that were
-    not seen for long count less."""
+    """What batches have taken, by their rows: a line through all, and what those of a size lately took by itself."""
 
     def __init__(self) -> None:
-        self._sizes: dict[int, tuple[float, float]] = {}  # rows: weight, mean of the seconds
+        self._line = LineEstimate(TURNS.kept)
+        self._sizes: dict[int, tuple[int, Estimate]] = {}  # rows: with which batch they were noted last
+        self._batches = 0
 
     def note(self, rows: int, seconds: float) -> None:
-        self._sizes = {size: (_FADING * weight, mean) for size, (weight, mean) in self._sizes.items()}
-        weight, mean = self._sizes.get(rows, (0.0, 0.0))
-        self._sizes[rows] = weight + 1.0, mean + (seconds - mean) * max(_NEWEST, 1.0 / (weight + 1.0))
-        if len(self._sizes) > _SIZES:
-            del self._sizes[min(self._sizes, key=lambda size: self._sizes[size][0])]
+        self._batches += 1
+        self._line.note(rows, seconds)
+        _, size = self._sizes.pop(rows, (0, Estimate(_OF_SIZE)))
+        size.note(seconds)
+        self._sizes[rows] = self._batches, size
+        if len(self._sizes) > TURNS.sizes:
+            del self._sizes[next(iter(self._sizes))]
 
     @property
     def cost(self) -> BatchCost | None:
         """What a batch costs; None before the first one. As long as all had as many rows, each row is taken to cost as
         much as the others: then shorter ones follow, and show what is so."""
-        if not self._sizes:
+        if not self._line.is_known:
             return None
-        total = sum(weight for weight, _ in self._sizes.values())
-        rows = sum(weight * size for size, (weight, _) in self._sizes.items()) / total
-        seconds = sum(weight * mean for weight, mean in self._sizes.values()) / total
-        spread = sum(weight * (size - rows) ** 2 for size, (weight, _) in self._sizes.items())
-        together = sum(weight * (size - rows) * mean for size, (weight, mean) in self._sizes.items())
-        row = together / spread if spread > 1e-6 * total * rows * rows else seconds / rows
-        row = min(max(row, 0.0), seconds / rows)
-        measured = {size: mean for size, (weight, mean) in self._sizes.items() if weight >= _ENOUGH}
-        return BatchCost(max(seconds - row * rows, 0.0), row, measured)
+        rows, seconds = self._line.means
+        row = min(self._line.slope(seconds / rows), seconds / rows)
+        known = {size: found.value for size, (at, found) in self._sizes.items() if self._batches - at < TURNS.recent}
+        return BatchCost(max(seconds - row * rows, 0.0), row, known)
 
 
 def pause(seconds: float, since: float) -> float:

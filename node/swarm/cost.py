@@ -25,10 +25,8 @@ Bools = NDArray[np.bool_]
 class CostAssumptions:
     """What the cost of a route assumes where nothing is measured, and the bounds of what servers say of themselves."""
 
-    max_seconds: float = 600.0
-    """No single time is taken for longer (NaN neither), nor for less than zero."""
-    min_block_seconds: float = 1e-5
-    """No server is believed to compute a block in less."""
+    max_seconds: float = 600.0  # No single time is taken for longer (NaN neither), nor for less than zero
+    min_block_seconds: float = 1e-5  # No server is believed to compute a block in less
     max_queue_depth: int = 1000
     load_per_waiting: float = 0.2
     """Each waiting step makes a step so much longer: measured 0.1 to 0.24 with 3 to 15 others, run as one ragged
@@ -94,6 +92,48 @@ class Estimate:
         self.deviation += 2 * rule.newest * (abs(seen - self.value) - self.deviation)
         self.value += rule.newest * (seen - self.value)
         return self.value
+
+
+class LineEstimate:
+    """What something takes by its size, in seconds: a straight line by least squares. Old observations count less, and
+    one for no more than `most` times what was expected."""
+
+    def __init__(self, kept: float = 0.97, most: float = 4.0) -> None:
+        """`kept`: what an observation counts after the next one, of what it counted before."""
+        self._kept, self._most = kept, most
+        self._count = self._sizes = self._seconds = self._squares = self._products = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        return self._count > 0
+
+    @property
+    def means(self) -> tuple[float, float]:
+        """Of the sizes, and of the seconds. Only after a first observation, as all that follows."""
+        return self._sizes / self._count, self._seconds / self._count
+
+    def note(self, size: int, seconds: float) -> None:
+        """Something of this size took so long."""
+        if self.is_known:
+            mean_size, mean = self.means
+            seconds = min(seconds, self._most * max(self.of(size), mean * size / mean_size))
+        self._count = self._kept * self._count + 1
+        self._sizes = self._kept * self._sizes + size
+        self._seconds = self._kept * self._seconds + seconds
+        self._squares = self._kept * self._squares + size**2
+        self._products = self._kept * self._products + size * seconds
+
+    def slope(self, unknown: float = 0.0) -> float:
+        """Seconds of one more, not less than none; `unknown` as long as all had one size."""
+        mean_size, mean = self.means
+        spread = self._squares / self._count - mean_size**2
+        known = spread > 1e-9 * mean_size**2
+        return max(0.0, (self._products / self._count - mean_size * mean) / spread) if known else unknown
+
+    def of(self, size: int) -> float:
+        """Far from what was seen the line may go below zero: it is cut off there."""
+        mean_size, mean = self.means
+        return max(mean + self.slope() * (size - mean_size), 0.05 * mean)
 
 
 CODEC_SECONDS: Final = {"none": 0.0, "float16": 0.2e-9, "bfloat16": 0.2e-9, "int8-block64": 2e-9}

@@ -47,12 +47,9 @@ log = logging.getLogger(__name__)
 class SearchPolicy:
     """How many providers a search asks, and how long it takes."""
 
-    tried: int = 16
-    """Providers of one key that are asked for their announcements, at most."""
-    tried_in_all: int = 64
-    """In one search, for all of its keys."""
-    enough: int = 4
-    """Servers found under one key, after which no more of its providers are asked."""
+    tried: int = 16  # Providers of one key that are asked for their announcements, at most
+    tried_in_all: int = 64  # In one search, for all of its keys
+    enough: int = 4  # Servers found under one key, after which no more of its providers are asked
     keys_at_once: int = 2
     tried_at_once: int = 4  # of one key
     look_up: float = 8.0  # seconds of one key

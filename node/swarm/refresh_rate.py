@@ -19,12 +19,10 @@ from ...protocols.announcement import ANNOUNCEMENT
 class RefreshPolicy:
     """From what size of a swarm on its announcements last longer, and what is asked in a round."""
 
-    quick: int = 32
-    """Announcements known up to which everything goes as quickly as it can."""
+    quick: int = 32  # Announcements known up to which everything goes as quickly as it can
     whole: int = 128
     """Announcements in an answer to a server or a bootstrap node. Who knows no more than that gives all."""
-    answer_bytes: int = 48 * 1024
-    """Of announcements in an answer, to clients and in swarms that are not small."""
+    answer_bytes: int = 48 * 1024  # Of announcements in an answer, to clients and in swarms that are not small
     longest_round: float = 60.0
     most_asked: int = 5
     """In a small swarm, a node that 16 peers tell and that asks 5 in every third of a lifetime knows nearly all

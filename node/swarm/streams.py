@@ -36,12 +36,10 @@ class StreamShares:
 
     max_served: int = 1024
     """Streams of one protocol that a node serves at once; a peer or address gets no more than it leaves for others."""
-    least_served: int = 8
-    """Of one peer or address, as long as there are any."""
+    least_served: int = 8  # Of one peer or address, as long as there are any
     of_rest: int = 4
     """An address may hold a quarter of the memory for messages that it leaves free, and a peer half of that."""
-    ungranted: int = 4
-    """What was granted nothing has a quarter as much memory for its messages as the rest."""
+    ungranted: int = 4  # What was granted nothing has a quarter as much memory for its messages as the rest
 
 
 SHARES: Final = StreamShares()

@@ -19,8 +19,7 @@ from .view import SwarmView, nobody
 class VersionLimits:
     """How many versions of a model, and servers of each, are asked for a manifest."""
 
-    asked: int = 64
-    """Versions of one model whose manifests are asked for."""
+    asked: int = 64  # Versions of one model whose manifests are asked for
     servers_asked: int = 3  # of each
     digits: int = 16  # of a version, in what a person is to type
     named: int = 8  # versions in an error

@@ -35,10 +35,8 @@ from .receipt_log import LoggedBatch, SessionLog
 class BundleLimits:
     """What evidence may have, checked before any of it is read."""
 
-    max_bytes: int = 256 << 20
-    """Bytes of a file."""
-    max_statement: int = 8 << 20
-    """Bytes of the evidence without the tensors."""
+    max_bytes: int = 256 << 20  # Bytes of a file
+    max_statement: int = 8 << 20  # Bytes of the evidence without the tensors
     max_tensors: int = 20_000
     max_fields: int = 20 * max_tensors
     """Of the evidence, as `parse_message` counts them: 8 of each step, and up to 5 of each server it is pushed to."""

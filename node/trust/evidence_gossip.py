@@ -47,12 +47,9 @@ TOPIC: Final = "petalnode/evidence/1"
 class HeldEvidence:
     """What a node keeps of evidence, and for how long others may take to fetch it."""
 
-    max_known: int = 1000
-    """Pieces of evidence that are remembered, without their tensors."""
-    max_held_bytes: int = 128 << 20
-    """Of bundles that this node serves."""
-    max_per_accused: int = 16
-    """Pieces of evidence about one server that are remembered."""
+    max_known: int = 1000  # Pieces of evidence that are remembered, without their tensors
+    max_held_bytes: int = 128 << 20  # Of bundles that this node serves
+    max_per_accused: int = 16  # Pieces of evidence about one server that are remembered
     idle_timeout: float = 30.0
     piece_timeout: float = 30.0
     fetches_per_stream: int = 20

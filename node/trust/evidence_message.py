@@ -24,15 +24,12 @@ from .bundle import BadBundle, Bundle
 class EvidenceLimits:
     """The sizes of messages about evidence, and how many of one sender count."""
 
-    max_message: int = 48 * 1024
-    """Bytes of a message."""
+    max_message: int = 48 * 1024  # Bytes of a message
     max_endorsements: int = 32
     max_addrs: int = 8
     max_addr: int = 256
-    max_age: float = 3 * 86400.0
-    """Seconds after which nobody forwards evidence."""
-    rate: int = 6
-    """Messages of one maker that are taken in `rate_seconds`."""
+    max_age: float = 3 * 86400.0  # Seconds after which nobody forwards evidence
+    rate: int = 6  # Messages of one maker that are taken in `rate_seconds`
     relayed: int = 30
     """Messages of others that are taken from one neighbour in that time, and as many again of makers that are known."""
     rate_seconds: float = 60.0
@@ -40,13 +37,11 @@ class EvidenceLimits:
     forwarded: int = 24
     """Messages of others that a node passes on in that time: fewer than any neighbour takes from it, so that no
     honest node is cut off for what others have made."""
-    kept_for_known: int = 8
-    """Of these, for makers that are known, and"""
+    kept_for_known: int = 8  # Of these, for makers that are known, and
     kept_for_neighbours: int = 12
     """for neighbours that hand on little, one of each; the rest is for whoever comes first."""
     of_one_known: int = 2
-    key_age: float = 600.0
-    """Seconds since a maker's first message after which it is known."""
+    key_age: float = 600.0  # Seconds since a maker's first message after which it is known
     forgotten: float = 86400.0
 
 

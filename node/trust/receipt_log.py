@@ -22,15 +22,12 @@ from ...protocols import wire_pb2 as wire
 class KeptReceipts:
     """How many receipts of each kind are kept to show them to auditors."""
 
-    last_receipts: int = 256
-    """Receipts of one session, by a client that does not share them; about 2 KB apiece."""
+    last_receipts: int = 256  # Receipts of one session, by a client that does not share them; about 2 KB apiece
     last_shared: int = 4096
     """Receipts of one session, by a client that shares them: a longer one cannot be audited from its beginning."""
-    last_sessions: int = 64
-    """Sessions at single servers, of a client that shares its receipts."""
+    last_sessions: int = 64  # Sessions at single servers, of a client that shares its receipts
     last_batches: int = 64
-    shared_bytes: int = 256 << 20
-    """Bytes of tensors that a client keeps for auditors, all sessions together."""
+    shared_bytes: int = 256 << 20  # Bytes of tensors that a client keeps for auditors, all sessions together
     max_pending: int = 1024
 
 

@@ -18,18 +18,13 @@ from typing import Final, Literal
 class ReputationPolicy:
     """What service and faults of a server count for, and for how long."""
 
-    half_life: float = 14 * 86400.0
-    """Seconds after which tokens and faults count half."""
-    newcomer_tokens: float = 10_000.0
-    """Recomputed tokens that bring a newcomer half of the way to 1."""
-    served_share: float = 0.01
-    """What a token counts that was answered with a valid receipt, and that nobody recomputed."""
-    fault_factor: float = 0.1
-    """What a fault leaves of a reputation."""
+    half_life: float = 14 * 86400.0  # Seconds after which tokens and faults count half
+    newcomer_tokens: float = 10_000.0  # Recomputed tokens that bring a newcomer half of the way to 1
+    served_share: float = 0.01  # What a token counts that was answered with a valid receipt, and that nobody recomputed
+    fault_factor: float = 0.1  # What a fault leaves of a reputation
     newcomer_seconds: float = 0.002
     """Added to the cost of a server without any reputation, compared with one of reputation 1."""
-    proven_seconds: float = 7 * 86400.0
-    """A ban for a fault that was proved, by whomever."""
+    proven_seconds: float = 7 * 86400.0  # A ban for a fault that was proved, by whomever
     cheated_seconds: float = 3600.0
     """A ban for an answer that does not fit its receipt, the first time; twice as long every other time."""
     longest_seconds: float = 30 * 86400.0

@@ -125,8 +125,7 @@ class Database:
 class StoreLimits:
     """What is kept of others, and how often it is written."""
 
-    save_interval: float = 15.0
-    """Seconds."""
+    save_interval: float = 15.0  # Seconds
     max_standings: int = 20_000
     max_versions: int = 1_000
     busy_seconds: float = 5.0

@@ -27,12 +27,9 @@ class AuditLimits:
 
     offer_timeout: float = 30.0
     piece_timeout: float = 30.0
-    calls_per_minute: int = 12
-    """Of one client."""
-    max_calls: int = 8
-    """At once, of all clients."""
-    max_pending: int = 32
-    """Bundles that wait to be judged."""
+    calls_per_minute: int = 12  # Of one client
+    max_calls: int = 8  # At once, of all clients
+    max_pending: int = 32  # Bundles that wait to be judged
     max_pending_bytes: int = 256 << 20
 
 

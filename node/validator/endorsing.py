@@ -34,16 +34,13 @@ class EndorsingLimits:
     """How much evidence of others waits to be recomputed."""
 
     max_pending: int = 16
-    max_pending_of_one: int = 2
-    """Messages of one author that wait."""
-    max_fetches: int = 8
-    """Bundles that are fetched side by side, each from another author; one is of at most 64 MiB."""
+    max_pending_of_one: int = 2  # Messages of one author that wait
+    max_fetches: int = 8  # Bundles that are fetched side by side, each from another author; one is of at most 64 MiB
     max_remembered: int = 1000
     open_timeout: float = 60.0
     share_pause: float = 5.0
     """Seconds between two fetches that are given up because their address has several, and others wait."""
-    longest_fetch: float = 600.0
-    """Seconds for a whole fetch; `receive_bundle` gives up sooner what comes too slowly."""
+    longest_fetch: float = 600.0  # Seconds for a whole fetch; `receive_bundle` gives up sooner what comes too slowly
 
 
 ENDORSING: Final = EndorsingLimits()

@@ -27,8 +27,7 @@ TRAINING: Final[tuple[Kind, ...]] = ("training", "deep-prompt", "lora")
 class ProbePolicy:
     """What probes look like, so that a server cannot tell them from requests."""
 
-    training_share: float = 0.25
-    """Of a validator's probes, all kinds of training together."""
+    training_share: float = 0.25  # Of a validator's probes, all kinds of training together
     usual_answer: int = 24
     most_answer: int = 160
     most_rows: int = 4

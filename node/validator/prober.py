@@ -24,7 +24,7 @@ from ..client.api.remote import SpanTensors
 from ..client.batch.batch_stream import BatchSpec, KeptSet, MicroBatch
 from ..client.chunks import to_chunks
 from ..client.core import SwarmClient
-from ..client.deadlines import REFRESH_TIMEOUT, SUSPECT_SECONDS
+from ..client.deadlines import DEADLINES
 from ..client.generation.decoding import Decoding, Embedding
 from ..client.generation.sampling import Sampler, Sampling
 from ..client.generation.speculation import Answering
@@ -94,7 +94,7 @@ class _RoutedClient(SwarmClient):
     ) -> tuple[Hop, ...]:
         raise NoChainError("a probe has no standbys", ())
 
-    def suspect(self, peer_id: str, seconds: float = SUSPECT_SECONDS) -> None:
+    def suspect(self, peer_id: str, seconds: float = DEADLINES.suspect) -> None:
         self.failures.setdefault(peer_id, ServerFailed(f"server {peer_id} failed", peer_id))
 
 
@@ -112,7 +112,7 @@ async def run_probe(config: SwarmConfig, model: ProbeModel, probe: Probe) -> Pro
     host = replace(config, identity=Identity.generate(), trust=TrustStore(), gossip=False)
     async with open_swarm(host) as swarm:
         with suppress(SwarmError):
-            await swarm.refresh(model_version=model.swarm_model.version, timeout=REFRESH_TIMEOUT)
+            await swarm.refresh(model_version=model.swarm_model.version, timeout=DEADLINES.refresh)
         devices = {
             server.peer_id: server.device for server in swarm.view.servers(model.swarm_model.version, now=time.time())
         }

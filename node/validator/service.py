@@ -18,7 +18,7 @@ import trio
 from ...crypto.identity import Identity
 from ...protocols.announcement import Announcement, ServerState
 from ...protocols.ids import Span
-from ..client.deadlines import REFRESH_TIMEOUT
+from ..client.deadlines import DEADLINES
 from ..client.swarm_model import SwarmModel
 from ..errors import PetalnodeError, ServerCheated, SwarmError
 from ..swarm.config import SwarmConfig
@@ -79,7 +79,7 @@ class Validator:
         Raises:
             SwarmError: nobody answers, or nobody serves the model.
         """
-        view = await self._swarm.refresh(model_version=self._model.version, everything=True, timeout=REFRESH_TIMEOUT)
+        view = await self._swarm.refresh(model_version=self._model.version, everything=True, timeout=DEADLINES.refresh)
         found = {
             server.peer_id: server
             for server in view.servers(self._model.version, now=time.time())

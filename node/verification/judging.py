@@ -37,15 +37,13 @@ Result = Literal["ok", "faulty", "inconclusive"]
 class JudgingLimits:
     """From what error on an answer is faulty, by how the errors are spread."""
 
-    beyond: float = 1e9
-    """The distance of NaN and infinity, and the largest that is reported: JSON has no infinity."""
+    beyond: float = 1e9  # The distance of NaN and infinity, and the largest that is reported: JSON has no infinity
     least_share: float = 0.05
     """A token whose recomputed norm is below this share of the median token's counts as if it had that norm: where
     next to nothing is right, an error of next to nothing is no fault. Gradients have many such tokens."""
     travels: float = 0.9
     """Of the largest value that a codec carries: above, one honest server's answer is finite and another's is not."""
-    squared: float = 1e18
-    """The square of a larger value is not finite in float32, in which blocks take norms."""
+    squared: float = 1e18  # The square of a larger value is not finite in float32, in which blocks take norms
     unsteady: float = 1.5
     """By how much the change that noise makes of a token is multiplied before it is compared with what proves a
     fault."""
@@ -54,10 +52,8 @@ class JudgingLimits:
     share_faulty: float = 0.75
     """Of the way to the coarser weights' answer. Honest servers stay below a half even if rounding is all there is: two
     answers that are rounded independently have half of their difference in common with a third."""
-    rest_faulty: float = 1.5
-    """How far the claim may be from the coarser weights' answer, as a multiple of that way."""
-    least_values: int = 512
-    """With fewer values the share is not significant."""
+    rest_faulty: float = 1.5  # How far the claim may be from the coarser weights' answer, as a multiple of that way
+    least_values: int = 512  # With fewer values the share is not significant
 
 
 JUDGING: Final = JudgingLimits()

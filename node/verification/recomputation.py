@@ -45,15 +45,12 @@ class RecomputationLimits:
     pairs: int = 6
     """Pairs of perturbed recomputations: the noise of one, and its opposite. Of any two among 64 experts, one has the
     other's noise reversed in one of them at least, so that no tie between two is left as it is."""
-    perturbed_at_once: int = 8
-    """Questions: the activations of each are in memory as often as it is recomputed."""
+    perturbed_at_once: int = 8  # Questions: the activations of each are in memory as often as it is recomputed
     zero: float = 1e-30
     """Values up to this may be zero on another processor: their products with scales of quantised weights are
     subnormal."""
-    tie: float = 4.0
-    """Noise of the scores by which experts are chosen, as a multiple of that of all blocks together."""
-    probability: float = 3.0
-    """Relative noise of a score that is a probability, for a relative noise of 1 of the logits."""
+    tie: float = 4.0  # Noise of the scores by which experts are chosen, as a multiple of that of all blocks together
+    probability: float = 3.0  # Relative noise of a score that is a probability, for a relative noise of 1 of the logits
 
 
 RECOMPUTATION: Final = RecomputationLimits()

@@ -30,13 +30,11 @@ class Margins:
     faulty_mean: float = 2.5
     faulty_worst: float = 4.0
     """Multiples of the worst distance that was measured: single tokens scatter more than their mean."""
-    unproven_seconds: float = 0.01
-    """Added in routing to the cost of a server whose wrong answers nobody could prove."""
+    unproven_seconds: float = 0.01  # Added in routing to the cost of a server whose wrong answers nobody could prove
     least: float = 2.5e-5
     """The least distance that counts as measured. Other processors than the measured ones add up in another order,
     and no server gains anything by an error as small as this."""
-    scatter: float = 2.5
-    """The worst token of an honest answer, as a multiple of the mean over all of them."""
+    scatter: float = 2.5  # The worst token of an honest answer, as a multiple of the mean over all of them
 
 
 MARGINS: Final = Margins()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +187,9 @@ def test_answers_go_on_when_a_server_dies_and_end_in_503_when_none_is_left(
         for server in servers[:2]:
             if server.alive:
                 server.kill()
-        monkeypatch.setattr(chain, "REOPEN_TIMEOUT", 0.2)  # nobody will come: there is nothing to wait for
+        monkeypatch.setattr(
+            chain, "DEADLINES", replace(chain.DEADLINES, reopen=0.2)
+        )  # nobody will come: there is nothing to wait for
         with pytest.raises(openai.InternalServerError) as raised:
             client.completions.create(**{**asked, "prompt": "another"}, stream=True)  # which has not begun
         assert raised.value.status_code == 503
@@ -208,7 +211,7 @@ def test_servers_that_are_gone_are_looked_for_once_and_for_as_long_as_the_person
         return given_up[-1]
 
     monkeypatch.setattr(ServerSearch, "given_up", noting)
-    monkeypatch.setattr(chain, "REOPEN_TIMEOUT", 3600.0)
+    monkeypatch.setattr(chain, "DEADLINES", replace(chain.DEADLINES, reopen=3600.0))
     asked: dict[str, Any] = {"prompt": "go on", "max_tokens": 2}
     with memory_api(swarm, api_model, limits=ApiLimits(context=256), reopen_timeout=0.2) as api:
         assert httpx.post(f"{api.url}/v1/completions", json=asked, timeout=None).status_code == 200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -11,7 +12,7 @@ import trio
 
 from petalnode.node.client import server_selection
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
-from petalnode.node.client.deadlines import RTT_AT_LEAST
+from petalnode.node.client.deadlines import DEADLINES
 from petalnode.node.client.session.answers import SessionSpec
 from petalnode.node.models.folder import ModelFolder
 from petalnode.node.testing.memory_network import MemoryNetwork, MemoryNode
@@ -70,11 +71,11 @@ def test_servers_that_are_not_there_are_not_waited_for_where_others_hold_all_blo
     folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only as long as the way to a server that is no farther than those that are known may take."""
-    for name in ("RTT_TIMEOUT", "MEASURE_TIMEOUT"):
-        monkeypatch.setattr(server_selection, name, FOR_EVER)  # whoever waits for an answer never ends
+    endless = replace(DEADLINES, rtt=FOR_EVER, measure=FOR_EVER)  # whoever waits for an answer never ends
+    monkeypatch.setattr(server_selection, "DEADLINES", endless)
     torch.set_num_threads(1)
     with memory_swarm(Patient) as swarm:
-        routes_find_who_is_there(swarm, folder, 80 * RTT_AT_LEAST)
+        routes_find_who_is_there(swarm, folder, 80 * DEADLINES.rtt_at_least)
 
 
 class Refused(MemoryNode):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 
 import pytest
 import trio
@@ -13,16 +14,7 @@ from libp2p.pubsub.pb import rpc_pb2
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.network import gossip
-from petalnode.node.network.gossip import (
-    ANSWERED,
-    MAX_FIELDS,
-    MAX_QUEUED,
-    MAX_RPC,
-    BoundedQueue,
-    Gossip,
-    bounded_control,
-    open_gossip,
-)
+from petalnode.node.network.gossip import GOSSIP, BoundedQueue, Gossip, bounded_control, open_gossip
 from petalnode.node.network.host import Host
 from petalnode.node.network.shares import Rates, TokenBucket
 from petalnode.node.network.transport.stream_bytes import StreamBytes
@@ -93,7 +85,7 @@ async def ended(stream: StreamBytes) -> bool:
 async def test_a_flood_is_read_at_a_steady_rate_while_others_are_heard(
     monkeypatch: pytest.MonkeyPatch, together: int, least: int, most: int
 ) -> None:
-    monkeypatch.setattr(gossip, "OF_PEER", (0.1, 50.0))  # as on a machine of any speed
+    monkeypatch.setattr(gossip, "GOSSIP", replace(gossip.GOSSIP, of_peer=(0.1, 50.0)))  # as on a machine of any speed
 
     def flood(heard: Heard) -> int:
         return sum(data == b"flood" for _, data in heard.messages)
@@ -119,7 +111,7 @@ async def test_a_flood_is_read_at_a_steady_rate_while_others_are_heard(
 
 async def test_a_burst_of_an_honest_neighbour_is_read_at_once() -> None:
     """All that a node passes on in some minutes, and heartbeats."""
-    bucket = TokenBucket(*gossip.OF_PEER)
+    bucket = TokenBucket(*gossip.GOSSIP.of_peer)
     bucket.take_ahead(24 * 5 + 12 * 5 * 2)  # messages of others, and two heartbeats of 5 s
     assert bucket.delay(1) == 0
     heard = Heard()
@@ -133,8 +125,8 @@ async def test_a_burst_of_an_honest_neighbour_is_read_at_once() -> None:
 
 
 async def test_many_fields_and_what_cannot_be_read_end_the_stream() -> None:
-    fields = rpc_pb2.RPC(subscriptions=[rpc_pb2.RPC.SubOpts(subscribe=True)] * (MAX_FIELDS + 1))
-    long = varint(MAX_RPC + 1)
+    fields = rpc_pb2.RPC(subscriptions=[rpc_pb2.RPC.SubOpts(subscribe=True)] * (GOSSIP.max_fields + 1))
+    long = varint(GOSSIP.max_rpc + 1)
     async with node() as (victim, told), knowing(victim) as attacker:
         for said in (delimited(fields), long, b"\xff" * 20, varint(3) + b"\xff\xff\xff"):
             stream = await attacker.open_stream(victim.peer_id, MESHSUB)
@@ -162,7 +154,7 @@ async def test_who_gives_up_waiting_leaves_the_rate_to_others() -> None:
 
 
 async def test_who_is_not_asked_into_the_mesh_for_a_while_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gossip, "_MAX_BACKOFFS", 8)
+    monkeypatch.setattr(gossip, "GOSSIP", replace(gossip.GOSSIP, max_backoffs=8))
     peers = [ID.from_string(Identity.from_seed(bytes([number]) * 32).peer_id) for number in range(10)]
     left = rpc_pb2.RPC(control=rpc_pb2.ControlMessage(prune=[rpc_pb2.ControlPrune(topicID=TOPIC, backoff=3600)]))
     async with node() as (_, told):
@@ -189,7 +181,7 @@ async def test_of_a_peers_streams_the_oldest_is_not_read_any_more() -> None:
         streams = []
         for _ in range(5):
             streams.append(await attacker.open_stream(victim.peer_id, MESHSUB))
-            await streams[-1].write(varint(MAX_RPC) + bytes(1000))
+            await streams[-1].write(varint(GOSSIP.max_rpc) + bytes(1000))
         assert await ended(streams[0])
 
 
@@ -200,7 +192,7 @@ async def test_slow_messages_leave_places_to_others(monkeypatch: pytest.MonkeyPa
     async with node(heard) as (victim, _), knowing(victim) as attacker, knowing(victim) as other:
         streams = [await attacker.open_stream(victim.peer_id, MESHSUB) for _ in range(3)]
         for stream in streams:
-            await stream.write(varint(MAX_RPC) + bytes(100_000))
+            await stream.write(varint(GOSSIP.max_rpc) + bytes(100_000))
         assert await ended(streams[-1]), "without a place"
         stream = await other.open_stream(victim.peer_id, MESHSUB)
         await stream.write(delimited(rpc_pb2.RPC(publish=[gossiped(bytes(32), 1, bytes(20_000))])))
@@ -229,7 +221,7 @@ async def test_a_message_is_sent_once_however_often_it_is_asked_for() -> None:
         await neighbours(told, attacker.peer_id)
         await stream.write(delimited(rpc_pb2.RPC(publish=[message])))
         await heard.until(lambda: bool(heard.messages))
-        assert pubsub_of(told).router.cost_of(bounded_control(asked, TOPIC)) == 1 + size // ANSWERED
+        assert pubsub_of(told).router.cost_of(bounded_control(asked, TOPIC)) == 1 + size // GOSSIP.answered
         await stream.write(delimited(rpc_pb2.RPC(control=asked)))
         with trio.fail_after(TIMEOUT):
             await enough.wait()
@@ -241,10 +233,10 @@ async def test_what_waits_for_a_neighbour_has_a_bound_in_bytes() -> None:
     queue = BoundedQueue()
     large = rpc_pb2.RPC(publish=[rpc_pb2.Message(data=bytes(48 << 10))])
     taken = sum(queue.push(large) for _ in range(32))
-    assert taken == MAX_QUEUED // large.ByteSize() < 8
+    assert taken == GOSSIP.max_queued // large.ByteSize() < 8
     assert await queue.pop() == large
     assert queue.push(large) and not queue.push(large)
-    assert max(part.ByteSize() for part in queue.split_rpc(rpc_pb2.RPC(publish=[*large.publish] * 8))) <= MAX_RPC
+    assert max(part.ByteSize() for part in queue.split_rpc(rpc_pb2.RPC(publish=[*large.publish] * 8))) <= GOSSIP.max_rpc
     while len(queue):
         await queue.pop()
     queue.close()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.client.deadlines import PATH_KEEP
+from petalnode.node.client.deadlines import DEADLINES
 from petalnode.node.client.session.stream import SessionSpec, SessionStream
 from petalnode.node.errors import ServerFailed
 from petalnode.node.swarm.routing import Hop
@@ -45,7 +45,7 @@ async def test_a_session_is_kept_no_longer_than_the_client_asked() -> None:
     """For so long it tries to take up a session at a server that is gone."""
     async with a_granted(keep_ms=2**32 - 1) as session:
         await session.resume(EPOCH)
-        assert session.kept == PATH_KEEP
+        assert session.kept == DEADLINES.path_keep
 
 
 @pytest.mark.virtual_time

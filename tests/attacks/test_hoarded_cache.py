@@ -209,7 +209,7 @@ def test_sessions_of_one_client_leave_as_many_for_others() -> None:
         with suppress(Refusal):
             while True:
                 count.check(client)
-                count.add(client, 1)
+                count.add(client)
                 opened += 1
         with pytest.raises(Refusal) as refused:
             count.check(client)

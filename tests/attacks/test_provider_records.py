@@ -18,17 +18,7 @@ from multiaddr import Multiaddr
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.network import provider_store
-from petalnode.node.network.provider_lookup import (
-    CLOSEST,
-    MAX_ASKED,
-    Answer,
-    Contact,
-    Lookup,
-    add,
-    answer_of,
-    ask,
-    distance,
-)
+from petalnode.node.network.provider_lookup import LOOKUP, Answer, Contact, Lookup, add, answer_of, ask, distance
 from petalnode.node.network.provider_store import LIFETIME, MAX_OF_KEY, FairProviderStore
 from petalnode.node.network.transport.bandwidth import ByteCount
 from petalnode.node.swarm import provider_records
@@ -91,11 +81,11 @@ def test_ids_around_a_key_hide_nothing_as_long_as_they_are_at_few_addresses(near
     """Thirty keys that one machine has made are among the nearest; records are kept and sought beyond them."""
     table = Hostile(nearest_ids)
     kept = table.keep(PROVIDER, [PEERS[0]])
-    assert len([contact for contact in kept if contact.peer_id not in table.ours]) >= CLOSEST - 1, kept
+    assert len([contact for contact in kept if contact.peer_id not in table.ours]) >= LOOKUP.closest - 1, kept
     for start in PEERS[1::75]:
         table.asked.clear()
         assert table.found([start]) == [PROVIDER]
-        assert len(table.asked) <= MAX_ASKED
+        assert len(table.asked) <= LOOKUP.max_asked
 
 
 def test_peers_that_are_not_there_use_up_little_of_a_look_up(nearest_ids: list[Contact]) -> None:

@@ -19,7 +19,7 @@ import trio
 from multiaddr import Multiaddr
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
-from petalnode.node.client.session.recovery import MOST_LOSSES
+from petalnode.node.client.session.recovery import RECOVERY
 from petalnode.protocols.ids import INFERENCE
 from tests import greedy
 from tests.connections import connection_lost
@@ -178,7 +178,7 @@ def test_beams_go_on_though_replies_are_lost(over: Lines, whole: Any, slowness: 
     def cut_at_random() -> None:
         number = 0
         while not stop.wait(pause):
-            if len(cuts) < 3 * MOST_LOSSES:  # that one step survives, however slow this machine is
+            if len(cuts) < 3 * RECOVERY.most_losses:  # that one step survives, however slow this machine is
                 cuts.append(number)
                 over.all()[number % 3].cut()
                 number += 1

@@ -20,7 +20,7 @@ import trio
 from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.client.chunks import from_chunks, to_chunks
-from petalnode.node.client.session.recovery import MOST_LOSSES
+from petalnode.node.client.session.recovery import RECOVERY
 from petalnode.node.client.session.session import ClientSession
 from petalnode.node.client.session.stream import InferenceStream, SessionSpec
 from petalnode.node.errors import NoChainError, ServerFailed
@@ -306,7 +306,7 @@ async def test_connections_that_come_and_go_at_any_moment(
             shaken = Counter[int]()
             while True:
                 # A server may be lost four times in one step, however slow this machine is.
-                while shaken[index] == MOST_LOSSES:  # noqa: ASYNC110  (told by no event)
+                while shaken[index] == RECOVERY.most_losses:  # noqa: ASYNC110  (told by no event)
                     await trio.sleep(0.005)
                 shaken[index] += 1
                 one, other = rng.choice([(client, hosts[0]), (client, hosts[1]), (hosts[0], hosts[1])])

@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from petalnode.node.client.core import SwarmClient
-from petalnode.node.client.deadlines import RETRY_INTERVAL
+from petalnode.node.client.deadlines import DEADLINES
 from petalnode.node.client.session import compared_session
 from petalnode.node.client.session.chain import HistoryLost
 from petalnode.node.client.session.compared_session import ComparedSession
@@ -427,7 +427,7 @@ async def test_who_waits_for_a_second_chain_looks_at_once_and_then_now_and_then(
             begun, looks = trio.current_time(), swarm.looks
             async with client.session(WHOLE, wait=True) as session:
                 assert 30 <= trio.current_time() - begun < 32
-                assert 10 < swarm.looks - looks <= 30 / RETRY_INTERVAL + 3
+                assert 10 < swarm.looks - looks <= 30 / DEADLINES.retry_interval + 3
                 assert isinstance(session, ComparedSession) and len(session.routes) == 2
 
 

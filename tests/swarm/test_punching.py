@@ -6,6 +6,7 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from ipaddress import ip_address
 
 import pytest
@@ -93,8 +94,7 @@ def has_ipv6() -> bool:
 
 
 async def test_who_listens_where_it_can_be_dialed_is_dialed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hole_punching, "_LOOK", 0.05)
-    monkeypatch.setattr(hole_punching, "_RETIRED_AFTER", 0.1)
+    monkeypatch.setattr(hole_punching, "PUNCHING", replace(hole_punching.PUNCHING, look=0.05, retired_after=0.1))
     async with met_at_a_relay(listens=True) as (target, client, _):
         assert not any(path.direct for path in client.paths(target.peer_id))
         await until(lambda: client.is_direct(target.peer_id), "a direct connection")
@@ -129,7 +129,7 @@ async def test_addresses_are_exchanged_through_a_relay_only():
 
 async def test_a_peer_that_never_gives_the_sign_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     # All of them are asked while the first ones are still waited for.
-    monkeypatch.setattr(hole_punching, "_MESSAGE", 300.0)
+    monkeypatch.setattr(hole_punching, "PUNCHING", replace(hole_punching.PUNCHING, message=300.0))
     async with met_at_a_relay(dialer_punches=True) as (target, client, _):
         await until(lambda: target.is_connected(client.peer_id), "the relayed connection")
         answers = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,8 @@ def _every_chain_gets_something(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         batch_client, "apportion", lambda count, chains: [number % len(chains) for number in range(count)]
     )
-    monkeypatch.setattr(
-        server_selection, "RTT_TIMEOUT", server_selection.MEASURE_TIMEOUT
-    )  # one that is slow to answer counts, too
+    slow = replace(server_selection.DEADLINES, rtt=server_selection.DEADLINES.measure)
+    monkeypatch.setattr(server_selection, "DEADLINES", slow)  # one that is slow to answer counts, too
 
 
 class Works:
@@ -277,7 +277,7 @@ def test_a_server_without_gradients_is_used_for_what_it_can(
 def test_nobody_is_left(
     pool: MemoryPool, folder: Path, steady: tuple[MemoryServer, MemoryServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_client, "RECOVERY_TIMEOUT", 1.0)
+    monkeypatch.setattr(batch_client, "DEADLINES", replace(batch_client.DEADLINES, recovery=1.0))
     victim = pool.start("0:3")
     with (
         trial(pool, folder, victim, steady[1]) as (comparison, works),

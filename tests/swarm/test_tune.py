@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -241,8 +242,8 @@ def test_wrong_use_is_one_line(
 def test_lost_servers_are_waited_for(
     home: Path, models: Path, node_starter: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_client, "RECOVERY_TIMEOUT", 1.0)
-    monkeypatch.setattr(batch_client, "REOPEN_TIMEOUT", 1.0)
+    monkeypatch.setattr(batch_client, "DEADLINES", replace(batch_client.DEADLINES, recovery=1.0))
+    monkeypatch.setattr(batch_client, "DEADLINES", replace(batch_client.DEADLINES, reopen=1.0))
     folder = models / "tiny-llama"
     peer: str = node_starter.meeting_point().event("ready")["addrs"][0]
     rows = [TokenRow(tuple(range(3 + number, 20 + number))) for number in range(12)]

@@ -9,17 +9,7 @@ from itertools import product
 import pytest
 
 from petalnode.node.server.accounts import Accounts
-from petalnode.node.server.turns import (
-    CHUNK_BEHIND,
-    CHUNK_BESIDE,
-    PREFILL_CHUNK,
-    BatchCost,
-    Shares,
-    Turn,
-    Waiting,
-    next_turn,
-    pause,
-)
+from petalnode.node.server.turns import PREFILL_CHUNK, TURNS, BatchCost, Shares, Turn, Waiting, next_turn, pause
 
 COST = BatchCost(0.004, 0.001)
 TOKEN = 0.001
@@ -170,7 +160,7 @@ def test_a_newcomer_is_not_behind_and_none_of_its_prompt_waits_for_those_who_alw
     device = Device([honest(), newcomer, *attackers(KINDS)])
     device.run(10.0)
     served = device.run(1.5)
-    assert served["new"] >= 5 * CHUNK_BESIDE and served["honest"] >= 5
+    assert served["new"] >= 5 * TURNS.chunk_beside and served["honest"] >= 5
     before = device.served.copy()
     device.run(20.0)  # by now it asks for as much as the others
     after = device.served - before
@@ -222,7 +212,7 @@ def test_chunks_of_those_who_wait_behind_are_short_and_come_last() -> None:
     prompts = [Waiting(2, 900, peer="heavy", address="away"), Waiting(1, 900, peer="light", address="home")]
     used = {"light": 9.0, "heavy": 1.0}
     assert next_turn(prompts, 0, shares(used=used, used_of={"home": 9.0, "away": 1.0})).prefill == 1
-    assert next_turn(prompts[:1], 0, shares()) == Turn((), 0, CHUNK_BEHIND // 2)
+    assert next_turn(prompts[:1], 0, shares()) == Turn((), 0, TURNS.chunk_behind // 2)
 
 
 def accounts_of(*backlogged: str, generating: str = "light") -> Accounts:

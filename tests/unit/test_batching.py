@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from petalnode.node.blocks.span import PREFILL_CHUNK
-from petalnode.node.server.turns import MAX_DECODE_ROWS, Turn, Waiting, next_turn
+from petalnode.node.server.turns import TURNS, Turn, Waiting, next_turn
 
 waiting = st.lists(
     st.one_of(
@@ -21,7 +21,7 @@ def test_every_turn_does_something_and_no_more_than_it_may(steps: list[Waiting])
     turn = next_turn(steps)
     assert turn.decode or turn.prefill is not None
     assert all(steps[index].is_decode for index in turn.decode)
-    assert len(turn.decode) == 1 or sum(steps[index].rows for index in turn.decode) <= MAX_DECODE_ROWS
+    assert len(turn.decode) == 1 or sum(steps[index].rows for index in turn.decode) <= TURNS.max_decode_rows
     if turn.prefill is not None:
         step = steps[turn.prefill]
         assert not step.is_decode and 1 <= turn.chunk <= step.tokens - step.done

@@ -16,7 +16,8 @@ from petalnode.node.client.generation.draft_model import (
     Draft,
     LookupDrafter,
 )
-from petalnode.node.client.generation.drafting import DraftCounts, DraftPlan, StepCost, expected_tokens
+from petalnode.node.client.generation.drafting import DraftCounts, DraftPlan, expected_tokens
+from petalnode.node.swarm.cost import LineEstimate
 
 
 def drafted(tokens: list[int]) -> list[Draft]:
@@ -56,7 +57,7 @@ def test_how_many_tokens_a_step_brings(share: float, depth: int, tokens: float) 
 
 
 def test_the_cost_of_a_step_is_learnt() -> None:
-    cost = StepCost()
+    cost = LineEstimate()
     cost.note(1, 0.1)
     assert cost.of(9) == pytest.approx(0.1)  # nothing is known of other steps
     for tokens in (1, 5, 9, 1, 17):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from petalnode.node.swarm.cost import Estimate, EstimateRule
+from petalnode.node.swarm.cost import Estimate, EstimateRule, LineEstimate
 
 SECONDS = st.floats(0, 1e6)
 
@@ -53,3 +53,28 @@ def test_a_rule_without_a_bound_is_the_timer_of_tcp() -> None:
     made = estimate(0.008, 4.0, rule=EstimateRule(newest=1 / 8, most=1e9))
     assert made.value == pytest.approx(0.008 * 7 / 8 + 0.5)
     assert made.deviation == pytest.approx(0.004 * 3 / 4 + 3.992 / 4)
+
+
+def test_a_line_through_one_size_says_nothing_of_others() -> None:
+    line = LineEstimate()
+    line.note(4, 2.0)
+    assert line.means == (4, 2.0) and line.of(9) == 2.0 and (line.slope(), line.slope(0.5)) == (0.0, 0.5)
+
+
+@given(st.floats(0.1, 10), st.floats(0, 1e-3), st.lists(st.integers(1, 256), min_size=2, unique=True))
+def test_a_line_is_found_again(base: float, slope: float, sizes: list[int]) -> None:
+    line = LineEstimate(most=1e9)
+    for size in sizes:
+        line.note(size, base + slope * size)
+    assert all(line.of(size) == pytest.approx(base + slope * size, rel=1e-3) for size in sizes)
+
+
+def test_one_step_that_took_long_moves_a_line_little() -> None:
+    line = LineEstimate()
+    for size in (1, 2, 3) * 20:
+        line.note(size, 0.1 * size)
+    line.note(2, 1e6)
+    assert line.of(2) < 0.25
+    for size in (1, 2, 3) * 100:
+        line.note(size, 0.3 * size)
+    assert line.of(2) == pytest.approx(0.6, rel=0.05), "old observations are forgotten"

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 import trio
+import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
 from petalnode.node.network import shares
-from petalnode.node.network.shares import ShareCount, may_have_more, origin_of_ip
+from petalnode.node.network.shares import ShareCount, Turns, may_have_more, origin_of_ip
 from petalnode.node.network.transport import limits
 from petalnode.node.network.transport.limits import NodeLimits, PeerUse
 from petalnode.node.network.transport.memory import budgets_of
@@ -273,3 +274,45 @@ async def test_many_connections_cost_no_more_than_a_few(connections: int, silenc
             node.of(f"peer {number}"), node.of_address("here"), connection
         )  # one that is lost twice is not counted twice
     assert node.connections == 0
+
+
+@pytest.mark.virtual_time
+async def test_who_leaves_the_line_lets_nobody_begin_beside_others() -> None:
+    """The turn is taken from when it is given, so that leaving with another thing at that moment frees nothing."""
+    turns, begun = Turns(contended=1.0), list[str]()
+    running = 0
+
+    async def work(holder: str, wait: float = 0.1, leaving: trio.CancelScope | None = None) -> None:
+        nonlocal running
+        async with turns.turn(holder):
+            begun.append(holder)
+            running += 1
+            assert running == 1
+            await trio.sleep(wait)
+            running -= 1
+        if leaving is not None:
+            leaving.cancel()
+
+    async def leave(scope: trio.CancelScope) -> None:
+        with scope:
+            await work("attacker")
+
+    for _ in range(20):
+        begun.clear()
+        async with trio.open_nursery() as nursery:
+            scope = trio.CancelScope()
+            nursery.start_soon(work, "first", 0.1, scope)
+            for task, argument in ((work, "attacker"), (leave, scope), (work, "other")):
+                await trio.testing.wait_all_tasks_blocked()
+                nursery.start_soon(task, argument)
+        assert begun == ["first", "attacker", "other"]
+
+
+def test_what_counts_for_a_time_is_given_back_after_it() -> None:
+    share = ShareCount(8, 2, seconds=60)
+    assert sum(share.add("one", "address", now=number) for number in range(8)) == 4
+    share.remove_all("one", "nobody")
+    assert share.total == 4 and share.add("other", "address", now=8.0) is False
+    assert share.has_room("other", now=60.0) and share.of("one") == 3
+    share.remove_all("one")
+    assert share.total == 0 and share.add("other", "address", now=8.0)

@@ -7,10 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from petalnode.node.client.deadlines import (
-    OPEN_AT_LEAST,
-    OPEN_AT_MOST,
+    DEADLINES,
     PATIENCE,
-    RTT_TIMEOUT,
     WAIT_BOUNDS,
     Waits,
     open_patience,
@@ -19,22 +17,15 @@ from petalnode.node.client.deadlines import (
     push_patience,
     rtt_patience,
 )
-from petalnode.node.client.session.recovery import (
-    LEAST_HEAD_START,
-    LONGEST_TIMEOUT,
-    MOST_HEAD_START,
-    MOST_LOSSES,
-    Loss,
-    LossPlan,
-    after_loss,
-    attempt_timeout,
-)
+from petalnode.node.client.session.recovery import RECOVERY, Loss, LossPlan, after_loss, attempt_timeout
 
 
 def test_a_session_that_is_kept_is_waited_for_and_others_are_prepared_a_little_later() -> None:
-    assert after_loss(Loss(kept=15.0)) == LossPlan(rejoin=True, replace_after=LEAST_HEAD_START)
+    assert after_loss(Loss(kept=15.0)) == LossPlan(rejoin=True, replace_after=RECOVERY.least_head_start)
     assert after_loss(Loss(kept=15.0, round_trip=0.1)) == LossPlan(rejoin=True, replace_after=0.8)
-    assert after_loss(Loss(kept=15.0, round_trip=float("inf"))) == LossPlan(rejoin=True, replace_after=MOST_HEAD_START)
+    assert after_loss(Loss(kept=15.0, round_trip=float("inf"))) == LossPlan(
+        rejoin=True, replace_after=RECOVERY.most_head_start
+    )
 
 
 def test_after_a_failed_attempt_others_are_prepared_at_once() -> None:
@@ -47,7 +38,7 @@ def test_after_a_failed_attempt_others_are_prepared_at_once() -> None:
         pytest.param(Loss(kept=0.0), id="a server that keeps nothing"),
         pytest.param(Loss(kept=15.0, gone=True), id="a session that is over"),
         pytest.param(Loss(kept=15.0, standby_ready=True), id="others are ready"),
-        pytest.param(Loss(kept=15.0, losses=MOST_LOSSES + 1), id="one loss after another"),
+        pytest.param(Loss(kept=15.0, losses=RECOVERY.most_losses + 1), id="one loss after another"),
     ],
 )
 def test_the_same_server_is_not_waited_for(loss: Loss) -> None:
@@ -56,12 +47,14 @@ def test_the_same_server_is_not_waited_for(loss: Loss) -> None:
 
 @given(st.builds(Loss, kept=st.floats(0, 200), round_trip=st.floats(0, 1e9), attempts=st.integers(0, 50)))
 def test_nobody_waits_for_long_before_others_are_asked(loss: Loss) -> None:
-    assert 0 <= after_loss(loss).replace_after <= MOST_HEAD_START
+    assert 0 <= after_loss(loss).replace_after <= RECOVERY.most_head_start
 
 
 @given(st.integers(0, 10_000), st.floats(0, 1e9))
 def test_attempts_may_take_longer_and_longer_but_not_for_ever(attempts: int, round_trip: float) -> None:
-    assert attempt_timeout(attempts, round_trip) <= attempt_timeout(attempts + 1, round_trip) <= LONGEST_TIMEOUT
+    assert (
+        attempt_timeout(attempts, round_trip) <= attempt_timeout(attempts + 1, round_trip) <= RECOVERY.longest_timeout
+    )
 
 
 @pytest.mark.parametrize("round_trip", [0.2, 0.4, 0.8])
@@ -104,8 +97,8 @@ def test_what_was_pushed_and_lost_is_late_sooner_once_it_is_sent(usual: float, t
 
 @given(st.floats(0, 1e9) | st.none())
 def test_opening_and_measuring_are_bounded(round_trip: float | None) -> None:
-    assert 0 < rtt_patience(round_trip) <= RTT_TIMEOUT
-    assert OPEN_AT_LEAST <= open_patience(round_trip or 0.0) <= OPEN_AT_MOST
+    assert 0 < rtt_patience(round_trip) <= DEADLINES.rtt
+    assert DEADLINES.open_at_least <= open_patience(round_trip or 0.0) <= DEADLINES.open_at_most
 
 
 @given(st.lists(st.floats(0, 100)), st.lists(st.floats(0, 100)))

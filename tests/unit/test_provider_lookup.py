@@ -13,8 +13,7 @@ from multiaddr import Multiaddr
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.network.provider_lookup import (
-    CLOSEST,
-    MAX_ASKED,
+    LOOKUP,
     Answer,
     Contact,
     Lookup,
@@ -88,18 +87,18 @@ PEERS = [peer(number) for number in range(300)]
 
 def test_a_look_up_comes_to_the_nearest_peers_from_any_one() -> None:
     table = Table(PEERS)
-    nearest = sorted((one.peer_id for one in PEERS), key=lambda peer_id: distance(peer_id, KEY))[:CLOSEST]
+    nearest = sorted((one.peer_id for one in PEERS), key=lambda peer_id: distance(peer_id, KEY))[: LOOKUP.closest]
     for start in PEERS[::60]:
         table.asked.clear()
         found = [contact.peer_id for contact in table.look_up([start]).nearest()]
-        assert len(found) == CLOSEST and len(set(found) & set(nearest)) >= CLOSEST - 2
+        assert len(found) == LOOKUP.closest and len(set(found) & set(nearest)) >= LOOKUP.closest - 2
         assert found == sorted(found, key=lambda peer_id: distance(peer_id, KEY))
-        assert len(table.asked) == len(set(table.asked)) <= MAX_ASKED
+        assert len(table.asked) == len(set(table.asked)) <= LOOKUP.max_asked
 
 
 def test_what_one_has_left_a_stranger_finds_who_knows_one_other_peer() -> None:
     table = Table(PEERS)
-    assert len(table.keep(PROVIDER, [PEERS[0]])) == CLOSEST
+    assert len(table.keep(PROVIDER, [PEERS[0]])) == LOOKUP.closest
     for start in PEERS[1::75]:
         assert table.found([start]) == [PROVIDER]
 
@@ -107,7 +106,7 @@ def test_what_one_has_left_a_stranger_finds_who_knows_one_other_peer() -> None:
 def test_it_is_found_after_most_of_those_who_kept_it_have_gone() -> None:
     table = Table(PEERS)
     kept = table.keep(PROVIDER, [PEERS[0]])
-    table.dead.update(contact.peer_id for contact in kept[: CLOSEST - 3])
+    table.dead.update(contact.peer_id for contact in kept[: LOOKUP.closest - 3])
     start = next(one for one in PEERS if one.peer_id not in table.dead)
     assert table.found([start]) == [PROVIDER]
 

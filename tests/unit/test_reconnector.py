@@ -10,10 +10,10 @@ import pytest
 import trio
 import trio.testing
 
-from petalnode.node.client.deadlines import KEEP_GRACE, MOVE_RETRY, MOVE_TIMEOUT
+from petalnode.node.client.deadlines import DEADLINES
 from petalnode.node.client.request import StreamLost
 from petalnode.node.client.session.reconnector import PathChanges, SessionReconnector
-from petalnode.node.client.session.recovery import PAUSE, REFRESH_AFTER
+from petalnode.node.client.session.recovery import RECOVERY
 from petalnode.node.errors import ServerFailed
 from petalnode.node.swarm.routing import Hop
 from petalnode.protocols.ids import Span
@@ -132,8 +132,8 @@ async def test_attempts_go_on_with_pauses_and_the_swarm_is_asked_where_the_serve
         assert world.reconnector.state.attempts == 1 and world.reconnector.state.may_return
         await world.reconnector.settled_or_failed()
         assert await world.reconnector.settled()
-        assert trio.current_time() - begun == pytest.approx(4 * PAUSE)
-        assert world.refreshes == 1 and REFRESH_AFTER == 2  # one at a time
+        assert trio.current_time() - begun == pytest.approx(4 * RECOVERY.pause)
+        assert world.refreshes == 1 and RECOVERY.refresh_after == 2  # one at a time
         assert world.changes.rejoined == 1 and world.reconnector.state.attempts == 0
         await trio.sleep(200)  # it has been answered
         world.connects = [FAILED, FAILED, FAILED]
@@ -175,7 +175,7 @@ async def test_a_server_is_looked_for_as_long_as_it_keeps_the_session() -> None:
         world.lost.set()
         await settled()
         assert not await world.reconnector.settled()
-        assert trio.current_time() - begun == pytest.approx(world.kept + KEEP_GRACE, abs=2 * PAUSE)
+        assert trio.current_time() - begun == pytest.approx(world.kept + DEADLINES.keep_grace, abs=2 * RECOVERY.pause)
 
 
 @pytest.mark.virtual_time
@@ -203,7 +203,7 @@ async def test_a_relayed_stream_moves_between_two_steps() -> None:
         await settled()
         assert world.stream is world.made[0] and world.direct and not world.made[0].was_reset
         assert world.changes == PathChanges(moved=1) and not world.between_steps.locked()
-        await trio.sleep(2 * MOVE_RETRY)
+        await trio.sleep(2 * DEADLINES.move_retry)
         assert len(world.made) == 1  # it is direct now
 
 
@@ -211,21 +211,21 @@ async def test_a_relayed_stream_moves_between_two_steps() -> None:
 async def test_a_direct_stream_stays() -> None:
     async with a_world(direct=True) as world:
         world.way.set()
-        await trio.sleep(2 * MOVE_RETRY)
+        await trio.sleep(2 * DEADLINES.move_retry)
         assert not world.made
 
 
 @pytest.mark.virtual_time
-@pytest.mark.parametrize("failure", [LOST, REFUSED, MOVE_TIMEOUT + 1.0])
+@pytest.mark.parametrize("failure", [LOST, REFUSED, DEADLINES.move + 1.0])
 async def test_where_moving_fails_the_old_stream_serves_and_nothing_is_left_of_the_new_one(failure: Any) -> None:
     async with a_world() as world:
         relayed = world.stream
         world.takes = [failure]
         world.way.set()
-        await trio.sleep(MOVE_TIMEOUT + 2)
+        await trio.sleep(DEADLINES.move + 2)
         assert world.stream is relayed and world.made[0].was_reset and not world.between_steps.locked()
         assert world.changes == PathChanges() and not world.reconnector.state.lost
-        await trio.sleep(MOVE_RETRY)
+        await trio.sleep(DEADLINES.move_retry)
         assert world.stream is world.made[1] and world.changes.moved == 1
 
 
@@ -234,7 +234,7 @@ async def test_a_connection_that_cannot_be_used_is_tried_again_after_a_while() -
     async with a_world() as world:
         world.connects = [FAILED]
         world.way.set()
-        await trio.sleep(MOVE_RETRY - 1)
+        await trio.sleep(DEADLINES.move_retry - 1)
         assert not world.made
         await trio.sleep(2)
         assert world.stream is world.made[0]

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.client.deadlines import RTT_TIMEOUT
+from petalnode.node.client.deadlines import DEADLINES
 from petalnode.node.client.server_selection import ServerSelection
 from petalnode.node.errors import SwarmError
 from petalnode.node.placement.observed import OBSERVED, PlacedServer, pinged_at_once, sampling_noise
@@ -317,7 +317,7 @@ async def test_servers_that_have_announced_themselves_long_ago_and_are_gone_cost
         found = await selection.candidates()
         assert {candidate.peer_id for candidate in found} == there
         seconds = trio.current_time() - begun
-        assert seconds == pytest.approx(RTT_TIMEOUT, abs=0.01) if waits else seconds < RTT_TIMEOUT / 2
+        assert seconds == pytest.approx(DEADLINES.rtt, abs=0.01) if waits else seconds < DEADLINES.rtt / 2
         nursery.cancel_scope.cancel()
 
 

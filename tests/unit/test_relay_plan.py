@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from petalnode.node.network.nat.reservations import (
-    GRACE_PERIOD,
+    RELAYS,
     RelayCandidate,
     RelayPlan,
     RelayRecord,
@@ -46,15 +46,15 @@ def test_a_lost_relay_is_tried_again_before_another_takes_its_place() -> None:
 
 
 def test_another_relay_takes_the_place_of_one_that_stays_away() -> None:
-    assert plan("abcd", {"a": lost(GRACE_PERIOD, retry_in=0.5), "b": HELD}).start == ("c",)
+    assert plan("abcd", {"a": lost(RELAYS.grace_period, retry_in=0.5), "b": HELD}).start == ("c",)
 
 
 def test_that_one_is_being_tried_is_no_reason_to_wait_for_it() -> None:
     trying = RelayRecord(ReservationState.RESERVING, 1, True, NOW - 0.5)
     waiting = plan("abcd", {"a": trying, "b": HELD})
-    assert waiting.start == () and waiting.wake == NOW - 0.5 + GRACE_PERIOD
+    assert waiting.start == () and waiting.wake == NOW - 0.5 + RELAYS.grace_period
     assert plan(
-        "abcd", {"a": RelayRecord(ReservationState.RESERVING, 1, True, NOW - GRACE_PERIOD), "b": HELD}
+        "abcd", {"a": RelayRecord(ReservationState.RESERVING, 1, True, NOW - RELAYS.grace_period), "b": HELD}
     ).start == ("c",)
     assert plan("abcd", {"a": RelayRecord(ReservationState.RESERVING), "b": HELD}).start == ()  # a first try
 

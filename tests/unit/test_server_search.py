@@ -9,7 +9,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from petalnode.node.client.deadlines import NOT_ALLOWED_SECONDS, RETRY_INTERVAL, SUSPECT_SECONDS
+from petalnode.node.client.deadlines import DEADLINES
 from petalnode.node.client.request import ServerRefused
 from petalnode.node.client.router import ServerSearch, note_failure
 from petalnode.node.errors import NoChainError, ServerCheated, ServerFailed
@@ -78,7 +78,7 @@ async def test_others_are_looked_for_if_a_server_was_lost_and_the_error_says_who
     begun = trio.current_time()
     with pytest.raises(NoChainError, match="it is gone; server b refused"):
         await for_ever(search)
-    assert 10.0 <= trio.current_time() - begun <= 10.0 + RETRY_INTERVAL
+    assert 10.0 <= trio.current_time() - begun <= 10.0 + DEADLINES.retry_interval
     assert set(search.refused) == {"a"}  # the other one was asked again
 
 
@@ -102,7 +102,7 @@ def test_who_will_never_take_this_client_is_not_asked_for_long_and_who_is_full_i
     for error in (GONE, FULL, ServerRefused("server c refused: who are you?", "c", wire.ERROR_NOT_ALLOWED)):
         note_failure(client, error)
     assert client.suspected == ["a", "b", "c"] and not client.accused
-    assert client.suspected_for == [SUSPECT_SECONDS, SUSPECT_SECONDS, NOT_ALLOWED_SECONDS]
-    assert NOT_ALLOWED_SECONDS > 10 * SUSPECT_SECONDS
+    assert client.suspected_for == [DEADLINES.suspect, DEADLINES.suspect, DEADLINES.not_allowed]
+    assert DEADLINES.not_allowed > 10 * DEADLINES.suspect
     note_failure(client, ServerCheated("server d cheated: forged", "d"))
     assert client.accused == [("d", "server d cheated: forged")] and client.suspected == ["a", "b", "c"]

@@ -11,7 +11,7 @@ import trio
 from petalnode.crypto.credits import Clearing, Transfer
 from petalnode.crypto.identity import peer_id_to_bytes
 from petalnode.crypto.statement import now_ms
-from petalnode.node.client.deadlines import PATH_KEEP
+from petalnode.node.client.deadlines import DEADLINES
 from petalnode.node.client.request import ServerClaims, ServerRefused, StreamLost
 from petalnode.node.client.session.stream import SessionStream
 from petalnode.node.errors import ServerCheated, ServerFailed
@@ -72,7 +72,7 @@ async def test_what_is_asked_for_is_what_the_session_is_for() -> None:
 def test_a_session_without_neighbours_and_points_names_none() -> None:
     async def main(server: Server, session: SessionStream) -> None:
         assert not server.opened.upstream and not server.opened.downstream and not server.opened.HasField("clearing")
-        assert server.opened.keep_ms == round(PATH_KEEP * 1000)
+        assert server.opened.keep_ms == round(DEADLINES.path_keep * 1000)
         assert not session.priority and session.kept == 5.0 and session.max_step_tokens == 8
         assert session.direct and session.uses(server.ours) and not session.uses(server.stream)
 

@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from petalnode.node.client.deadlines import RECOVERY_TIMEOUT, open_patience
+from petalnode.node.client.deadlines import DEADLINES, open_patience
 from petalnode.node.client.request import MAX_FAILURES
 from petalnode.node.client.session.chain import Trouble, next_trouble
 from petalnode.node.client.session.recovery import (
-    LEAST_ATTEMPT,
-    MOST_ATTEMPTS,
+    RECOVERY,
     AskOthers,
     Attempt,
     AttemptFailed,
@@ -332,14 +331,16 @@ def test_where_there_are_no_others_nobody_is_asked_before_the_next_look() -> Non
 
 
 def test_so_many_are_asked_at_once_and_then_the_oldest_makes_room() -> None:
-    many = [Attempt(0.1 * number, 0.1 * number + 0.1, True) for number in range(MOST_ATTEMPTS)]
-    assert next_search_action(many, 2.0, 0.0) == AwaitAttempts(LEAST_ATTEMPT)
-    assert next_search_action(many, LEAST_ATTEMPT, 0.0) == AskOthers(instead_of=0)
-    assert next_search_action(many[::-1], LEAST_ATTEMPT, 0.0) == AskOthers(instead_of=MOST_ATTEMPTS - 1)
+    many = [Attempt(0.1 * number, 0.1 * number + 0.1, True) for number in range(RECOVERY.most_attempts)]
+    assert next_search_action(many, 2.0, 0.0) == AwaitAttempts(RECOVERY.least_attempt)
+    assert next_search_action(many, RECOVERY.least_attempt, 0.0) == AskOthers(instead_of=0)
+    assert next_search_action(many[::-1], RECOVERY.least_attempt, 0.0) == AskOthers(
+        instead_of=RECOVERY.most_attempts - 1
+    )
 
 
 @given(
-    st.lists(st.tuples(st.floats(0, 50), st.floats(0, 5), st.booleans()), max_size=MOST_ATTEMPTS),
+    st.lists(st.tuples(st.floats(0, 50), st.floats(0, 5), st.booleans()), max_size=RECOVERY.most_attempts),
     st.floats(0, 60),
     st.floats(0, 60),
 )
@@ -349,10 +350,10 @@ def test_a_search_asks_others_or_waits_for_a_moment_to_come(
     states = [Attempt(begun, begun + patience, routed) for begun, patience, routed in attempts]
     match next_search_action(states, now, not_before):
         case AskOthers(None):
-            assert len(states) < MOST_ATTEMPTS
+            assert len(states) < RECOVERY.most_attempts
             assert not states or all(state.routed and state.due <= now for state in states)
         case AskOthers(int(index)):
-            assert states[index].begun + LEAST_ATTEMPT <= now
+            assert states[index].begun + RECOVERY.least_attempt <= now
         case AwaitAttempts(until):
             assert until > now, "it would look again at once"
 
@@ -372,7 +373,7 @@ def test_the_last_of_many_silent_ones_is_found_in_a_time_that_grows_slowly() -> 
         return max(attempt.due for attempt in attempts)
 
     assert until_asked(1) <= 1.0
-    assert until_asked(MOST_ATTEMPTS - 1) <= 3.0
+    assert until_asked(RECOVERY.most_attempts - 1) <= 3.0
 
 
 def test_what_holds_a_step_up_is_kept_until_it_goes_on() -> None:
@@ -387,7 +388,7 @@ def test_what_holds_a_step_up_is_kept_until_it_goes_on() -> None:
     silent = after(None, Receive("late"), None, now=7)
     assert silent == Trouble(hop, False, "", since=7, waits=60.0)
     lost = after(silent, Reconnect(0.5), failure, now=8)
-    assert lost == Trouble(hop, True, "it is gone", since=8, waits=RECOVERY_TIMEOUT)
+    assert lost == Trouble(hop, True, "it is gone", since=8, waits=DEADLINES.recovery)
     assert after(lost, Recover.RACE, failure, now=9) is lost  # it is told once, from when it was noticed
     other = replace(hop, peer_id="12D3KooWnext")
     assert next_trouble(lost, Recover.RACE, other, failure, 9, 60.0) == replace(lost, hop=other, since=9)

@@ -9,8 +9,7 @@ import pytest
 from petalnode.node.blocks.span import PREFILL_CHUNK
 from petalnode.node.server.accounts import Accounts, Usage
 from petalnode.node.server.turns import (
-    CHUNK_BESIDE,
-    MAX_DECODE_ROWS,
+    TURNS,
     BatchCost,
     CostFit,
     Shares,
@@ -65,7 +64,7 @@ def test_who_comes_seldom_costs_the_others_little() -> None:
 
 
 def test_a_batch_has_as_many_rows_as_there_may_be() -> None:
-    assert len(next_turn([Waiting(1, 1)] * (MAX_DECODE_ROWS + 1)).decode) == MAX_DECODE_ROWS
+    assert len(next_turn([Waiting(1, 1)] * (TURNS.max_decode_rows + 1)).decode) == TURNS.max_decode_rows
     assert next_turn([Waiting(rows, 1) for rows in (200, 100, 50)]).decode == (0, 2)
 
 
@@ -108,7 +107,7 @@ def test_chunks_are_short_while_others_generate() -> None:
     accounts, steps = Accounts(), [Waiting(2, 4096, peer="long")]
     accounts.shares([Waiting(1, 1, peer="far")], 0.0)
     accounts.note_decode({"far": 1}, 0.01, 0.0)
-    assert next_turn(steps, 0, accounts.shares(steps, 0.9)).chunk == CHUNK_BESIDE // 2
+    assert next_turn(steps, 0, accounts.shares(steps, 0.9)).chunk == TURNS.chunk_beside // 2
     assert next_turn(steps, 0, accounts.shares(steps, 1.1)).chunk == PREFILL_CHUNK // 2
     accounts.note_decode({"long": 1}, 0.01, 2.0)
     assert next_turn(steps, 0, accounts.shares(steps, 2.1)).chunk == PREFILL_CHUNK // 2

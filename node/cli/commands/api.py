@@ -15,7 +15,7 @@ import typer
 from ...api.http.server import listen, url_of
 from ...client.chat import Text
 from ...client.core import open_client
-from ...client.deadlines import REFRESH_TIMEOUT
+from ...client.deadlines import DEADLINES
 from ...client.swarm_model import identify_model
 from ...errors import BadInput, SwarmError
 from ...models import ModelFolder
@@ -160,7 +160,7 @@ async def _api(model: str | None, options: ApiOptions, join: JoinOptions, output
     async with joined(join, output, role="chat", listens=False) as (swarm, _):
         start.stage("looking for the model")
         with suppress(SwarmError):
-            await swarm.refresh(sample=True, timeout=REFRESH_TIMEOUT)
+            await swarm.refresh(sample=True, timeout=DEADLINES.refresh)
         folder = await model_folder(model or await served_model(swarm, output), output, need="client", swarm=swarm)
         await api_in(swarm, folder, options, admission, output, listeners, join.peers)
 

@@ -15,7 +15,7 @@ import typer
 
 from ...client.chat import SavedChat, Text, held_chat
 from ...client.core import open_client
-from ...client.deadlines import REFRESH_TIMEOUT
+from ...client.deadlines import DEADLINES
 from ...client.swarm_model import SwarmModel, identify_model
 from ...credits.wallet import Wallet
 from ...errors import BadInput, ModelError, SwarmError
@@ -295,7 +295,7 @@ async def _in_thread(function: Callable[[], object]) -> None:
 
 async def _identify(swarm: Swarm, folder: ModelFolder, identified: list[SwarmModel]) -> None:
     with suppress(SwarmError):  # nobody answers just now; what was heard at joining has to do
-        await swarm.refresh(sample=True, timeout=REFRESH_TIMEOUT)
+        await swarm.refresh(sample=True, timeout=DEADLINES.refresh)
     identified.append(await identify_model(swarm, folder))
 
 

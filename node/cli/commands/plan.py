@@ -13,7 +13,7 @@ from rich.table import Table
 from ....protocols.announcement import Announcement, ServerState
 from ....protocols.framing import PeerError
 from ....protocols.ids import Span
-from ...client.deadlines import REFRESH_TIMEOUT, RTT_TIMEOUT
+from ...client.deadlines import DEADLINES
 from ...errors import BadInput, ModelError, NoChainError, SwarmError
 from ...models import Checkpoint, ModelFolder, resolve
 from ...placement.planning.machines_file import MACHINES, Fleet, MachinesFile, fleet_of, read_machines
@@ -105,7 +105,7 @@ def _block_bytes(folder: ModelFolder) -> float | None:
 
 async def _plan_swarm(model: str | None, seconds: float, join: JoinOptions, output: Output) -> None:
     async with joined(join, output, role="plan", listens=False) as (swarm, _):
-        view, now = await swarm.refresh(timeout=REFRESH_TIMEOUT), time.time()
+        view, now = await swarm.refresh(timeout=DEADLINES.refresh), time.time()
         models = view.models(now=now)
         if model is None:
             models = served_by(swarm.named, models, view.servers(now=now))
@@ -140,7 +140,7 @@ async def _measure(
 ) -> None:
     async with limiter:
         try:
-            rtts[peer_id] = await swarm.measure_rtt(peer_id, timeout=RTT_TIMEOUT)
+            rtts[peer_id] = await swarm.measure_rtt(peer_id, timeout=DEADLINES.rtt)
         except PeerError as error:
             output.note(f"left out: {error}")
 

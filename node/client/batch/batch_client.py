@@ -14,11 +14,7 @@ from ....protocols.ids import BACKWARD, Span
 from ...errors import NoChainError, ServerFailed
 from ...swarm.cost import Estimate
 from ...swarm.routing import Hop, RouteCandidate, cheapest_chain
-from ..deadlines import (
-    RECOVERY_TIMEOUT,
-    REOPEN_TIMEOUT,
-    batch_patience,
-)
+from ..deadlines import DEADLINES, batch_patience
 from ..request import ServerRefused, WireTensor, has_code, is_lost
 from ..router import ModelClient, ServerSearch, note_failure
 from .batch_stream import BatchSpec, BatchStream, MicroBatch, PendingBatch, StreamBroken
@@ -119,7 +115,7 @@ class BatchClient:
 
         self._forget_idle()
         excluded = self._no_gradients if gradients else {}
-        return await self._found(choose, excluded, trio.current_time() + REOPEN_TIMEOUT, wait)
+        return await self._found(choose, excluded, trio.current_time() + DEADLINES.reopen, wait)
 
     async def instead(
         self, span: Span, failures: Mapping[str, ServerFailed], *, backward: bool, wait: bool, since: float
@@ -134,7 +130,7 @@ class BatchClient:
             return cheapest_chain(list(candidates.values()), span, model_name=self._client.model.name)
 
         excluded = {**self._no_gradients, **failures} if backward else failures
-        return await self._found(choose, excluded, since + RECOVERY_TIMEOUT, wait)
+        return await self._found(choose, excluded, since + DEADLINES.recovery, wait)
 
     async def _found(
         self,

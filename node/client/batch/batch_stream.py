@@ -27,7 +27,7 @@ from ....protocols.training import (
 )
 from ...swarm.routing import Hop
 from ...trust.receipt_log import LoggedBatch, ReceiptArchive
-from ..deadlines import BATCH_OPEN_TIMEOUT
+from ..deadlines import DEADLINES
 from ..request import ServerClaims, ServerRefused, ServerStream, WireTensor, close_stream, has_code, server_refused
 
 MAX_CREDITS: Final = 64
@@ -138,7 +138,7 @@ class BatchStream(ServerStream[wire.BatchFrame]):
             nonce=self.nonce,
         )
         async with self._breaks_unless_done():
-            granted = (await self._ask(self._stream, wire.BatchFrame(open=message), BATCH_OPEN_TIMEOUT)).granted
+            granted = (await self._ask(self._stream, wire.BatchFrame(open=message), DEADLINES.batch_open)).granted
             if not granted.credits:
                 raise self._failed("it granted no credits")
             self._check_pledge(granted)

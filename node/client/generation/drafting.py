@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ...swarm.cost import Estimate
+from ...swarm.cost import Estimate, LineEstimate
 from .draft_model import MOST_DRAFTED as MOST_DRAFTED
 from .draft_model import Draft as Draft
 from .draft_model import LookupDrafter as LookupDrafter
@@ -66,8 +66,6 @@ _LARGEST_BUDGET: Final = 2.0
 _DEEPEST_DEBT: Final = 1.0
 """What drafts may lose before they have gained anything, what they may lose at once of what they have gained, and what
 a single accident takes from it at most; in tokens that are answered one after the other meanwhile."""
-_OUTLIER: Final = 4.0
-"""A step that takes so many times longer than expected says something of the network, not of its tokens."""
 
 
 @dataclass(frozen=True)
@@ -100,37 +98,6 @@ class DraftCounts:
             "steps": self.steps,
             "gained_seconds": round(self.gained, 3),
         }
-
-
-class StepCost:
-    """Seconds of a step by its tokens: a line through the last observations, weighted by age."""
-
-    def __init__(self) -> None:
-        self._count = self._tokens = self._seconds = self._squares = self._products = 0.0
-
-    @property
-    def is_known(self) -> bool:
-        return self._count > 0
-
-    def note(self, tokens: int, seconds: float) -> None:
-        """A step of so many tokens took so long."""
-        if self.is_known:
-            seconds = min(seconds, _OUTLIER * self.of(tokens))
-        self._count = _FORGETS * self._count + 1
-        self._tokens = _FORGETS * self._tokens + tokens
-        self._seconds = _FORGETS * self._seconds + seconds
-        self._squares = _FORGETS * self._squares + tokens**2
-        self._products = _FORGETS * self._products + tokens * seconds
-
-    def of(self, tokens: int) -> float:
-        """The seconds that a step of so many tokens takes. Only after a first observation."""
-        mean_tokens, mean_seconds = self._tokens / self._count, self._seconds / self._count
-        spread = self._squares / self._count - mean_tokens**2
-        slope = 0.0
-        if spread > 1e-9:
-            slope = max(0.0, (self._products / self._count - mean_tokens * mean_seconds) / spread)
-        # Far from what was seen the line may go below zero.
-        return max(mean_seconds + slope * (tokens - mean_tokens), 0.05 * mean_seconds)
 
 
 @dataclass
@@ -188,7 +155,7 @@ class DraftPlan:
 
     counts: DraftCounts = DraftCounts()
     deepest: int = 1
-    cost: StepCost = field(default_factory=StepCost)
+    cost: LineEstimate = field(default_factory=LineEstimate)
     speed: PipelineSpeed | None = None
     budget: float = _FIRST_BUDGET
     model_budget: float | None = None
@@ -369,8 +336,8 @@ class PipelineSpeed:
         guesses: seconds of a draft model for a token.
     """
 
-    work: StepCost = field(default_factory=StepCost)
-    stage: StepCost = field(default_factory=StepCost)
+    work: LineEstimate = field(default_factory=LineEstimate)
+    stage: LineEstimate = field(default_factory=LineEstimate)
     sure: bool = False
     delay: float = 0.0
     sharing: int = 1

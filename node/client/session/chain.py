@@ -15,7 +15,7 @@ from ....protocols.inference import session_name
 from ...errors import BadInput, ServerFailed, SwarmError, unwrapped
 from ...swarm.cost import StageCost
 from ...swarm.routing import Hop
-from ..deadlines import RECOVERY_TIMEOUT, REOPEN_TIMEOUT, RETRY_INTERVAL, STANDBY_POLL, STANDBY_RETRY, WaitCause, Waits
+from ..deadlines import DEADLINES, WaitCause, Waits
 from ..request import StreamLost, WireTensor
 from ..router import Router, ServerSearch, note_failure
 from .history import Input, InputHistory, merged
@@ -61,7 +61,7 @@ def next_trouble(
     match action:
         case Reconnect() | Recover.RACE | Recover.REPLACE if failure is not None:
             if before is None or before.hop != hop or not before.lost:
-                return Trouble(hop, True, str(failure), now, RECOVERY_TIMEOUT)
+                return Trouble(hop, True, str(failure), now, DEADLINES.recovery)
         case Receive("late") if before is None:
             return Trouble(hop, False, "", now, step_timeout)
         case Send(anew=True):
@@ -190,7 +190,7 @@ class Chain:
             await trio.sleep(link.patience(chunk))
             while not link.standby_ready:
                 self.prepare_standby(link, late=True)
-                await trio.sleep(STANDBY_POLL)
+                await trio.sleep(DEADLINES.standby_poll)
             nursery.cancel_scope.cancel()
 
         with unwrapped(ServerFailed):
@@ -258,11 +258,11 @@ class Chain:
         """
         if history.start:
             raise HistoryLost(f"{because}; what it held before this process started is not known here")
-        reopen = REOPEN_TIMEOUT if spec.reopen_timeout is None else spec.reopen_timeout
+        reopen = DEADLINES.reopen if spec.reopen_timeout is None else spec.reopen_timeout
         search = ServerSearch(
             self.router,
             {} if because is None else {because.peer_id: because},
-            until=trio.current_time() + (reopen if because is None else RECOVERY_TIMEOUT),
+            until=trio.current_time() + (reopen if because is None else DEADLINES.recovery),
             wait=self._wait,
             lost=because is not None,
             ask_again=lambda failure: failure is not because or reconnector is None or not reconnector.state.may_return,
@@ -308,7 +308,7 @@ class Chain:
 
         `late`: a step waits for it, and it is tried again soon.
         """
-        pause = RETRY_INTERVAL if late else STANDBY_RETRY
+        pause = DEADLINES.retry_interval if late else DEADLINES.standby_retry
         if link.standby is None and trio.current_time() >= link.standby_failed + pause:
             link.standby = Standby()
             self.router.start_soon(self._prepare, link, link.standby)

@@ -22,7 +22,7 @@ from ...swarm.routing import Hop
 from ...verification.judging import no_padding
 from ...verification.tolerances import Tolerance
 from ..chunks import from_chunks
-from ..deadlines import RETRY_INTERVAL, Waits
+from ..deadlines import DEADLINES, Waits
 from ..request import WireTensor
 from ..router import ModelClient, Router
 from .comparing import (
@@ -188,7 +188,7 @@ class ComparedSession:
                 if fresh and not self._wait:
                     raise self._client.explained(error, bool(candidates)) from None
                 await self._client.refresh()
-                await trio.sleep(RETRY_INTERVAL if fresh else 0)
+                await trio.sleep(DEADLINES.retry_interval if fresh else 0)
                 fresh = True
             else:
                 return routes

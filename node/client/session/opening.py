@@ -18,7 +18,7 @@ from ....protocols.inference import session_name
 from ....protocols.prefix import BLOCK_TOKENS
 from ...errors import NoChainError, PetalnodeError, ServerFailed, unwrapped
 from ...swarm.routing import Hop
-from ..deadlines import LOOK_TIMEOUT, RETRY_INTERVAL, Waits, open_patience
+from ..deadlines import DEADLINES, Waits, open_patience
 from ..router import Router, ServerSearch
 from .history import Input, InputHistory
 from .link import ServerLink, close_links, step_limit
@@ -141,9 +141,9 @@ class Opening:
 
     async def _look(self, search: ServerSearch) -> None:
         """Looks for others while those that are known are silent."""
-        with self._waits.timed("look"), trio.move_on_after(LOOK_TIMEOUT):
+        with self._waits.timed("look"), trio.move_on_after(DEADLINES.look):
             await self._router.refresh()
-        await trio.sleep(RETRY_INTERVAL)
+        await trio.sleep(DEADLINES.retry_interval)
         search.reconsider()
         self._not_before = trio.current_time()
         self._notify()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import trio
 
 from ...errors import ServerFailed
-from ..deadlines import CLOSE_TIMEOUT, KEEP_GRACE, MOVE_RETRY, MOVE_TIMEOUT
+from ..deadlines import DEADLINES
 from ..request import StreamLost
 from ..router import Router
 from .recovery import (
@@ -66,7 +66,7 @@ class SessionReconnector:
 
     async def close_session(self) -> None:
         """Ends the session of a stream that was abandoned, by another one. Never raises."""
-        with trio.CancelScope(shield=True), trio.move_on_after(CLOSE_TIMEOUT), suppress(ServerFailed):
+        with trio.CancelScope(shield=True), trio.move_on_after(DEADLINES.close), suppress(ServerFailed):
             await self._server.close_on(await self._router.connect(self._server.hop))
 
     def report_lost(self) -> None:
@@ -104,7 +104,7 @@ class SessionReconnector:
         return await (self._move() if action is PathWork.MOVE else self._watch())
 
     def _lost(self) -> PathLost:
-        return PathLost(trio.current_time() + self._server.kept + KEEP_GRACE)
+        return PathLost(trio.current_time() + self._server.kept + DEADLINES.keep_grace)
 
     async def _watch(self) -> PathEvent:
         """Returns when the stream is lost, or when a direct connection is there for a relayed one."""
@@ -156,7 +156,7 @@ class SessionReconnector:
 
     async def _move(self) -> PathEvent:
         """Goes on over a direct connection. Where that fails the stream that there is still serves."""
-        self._move_after = trio.current_time() + MOVE_RETRY
+        self._move_after = trio.current_time() + DEADLINES.move_retry
         try:
             stream = await self._router.connect(self._server.hop, direct=True)
         except ServerFailed:
@@ -169,7 +169,7 @@ class SessionReconnector:
                 await self._between_steps.acquire()
                 held = True
             if held:
-                with trio.move_on_after(MOVE_TIMEOUT):
+                with trio.move_on_after(DEADLINES.move):
                     await self._server.take_up(stream)
                     self._changes.moved += 1
                     return self._restored()

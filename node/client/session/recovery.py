@@ -32,22 +32,26 @@ from typing import Final, Literal
 
 from ..request import MAX_FAILURES
 
-MOST_LOSSES: Final = 4
-"""Streams to one server that may end at one step, one after another."""
-ROUND_TRIPS: Final = 8
-"""For a dial (TCP, Noise, Yamux; a circuit's two more) and the Resume."""
-LEAST_HEAD_START: Final = 0.25
-MOST_HEAD_START: Final = 2.0
-FIRST_TIMEOUT: Final = 2.0
-LONGEST_TIMEOUT: Final = 8.0
-PAUSE: Final = 0.3
-"""Seconds between two attempts to take a session up."""
-MOST_ATTEMPTS: Final = 8
-"""Chains for the same blocks that are asked side by side: each reserves room at its servers until one is chosen."""
-LEAST_ATTEMPT: Final = 4.0
-"""Seconds that a silent chain has at least before it makes room for another one beside `MOST_ATTEMPTS`."""
-REFRESH_AFTER: Final = 2
-"""Failed attempts after which the swarm is asked where the server is now."""
+
+@dataclass(frozen=True)
+class RecoveryPolicy:
+    """How often, and for how long, a session is taken up again."""
+
+    most_losses: int = 4  # Streams to one server that may end at one step, one after another
+    round_trips: int = 8  # For a dial (TCP, Noise, Yamux; a circuit's two more) and the Resume
+    least_head_start: float = 0.25
+    most_head_start: float = 2.0
+    first_timeout: float = 2.0
+    longest_timeout: float = 8.0
+    pause: float = 0.3  # Seconds between two attempts to take a session up
+    most_attempts: int = 8
+    """Chains for the same blocks that are asked side by side: each reserves room at its servers until one is chosen."""
+    least_attempt: float = 4.0
+    """Seconds that a silent chain has at least before it makes room for another one beside `MOST_ATTEMPTS`."""
+    refresh_after: int = 2  # Failed attempts after which the swarm is asked where the server is now
+
+
+RECOVERY: Final = RecoveryPolicy()
 
 
 # --- wait for the same server, or take others?
@@ -84,17 +88,19 @@ class LossPlan:
 
 def after_loss(loss: Loss) -> LossPlan:
     """Whether to wait for the same server, and from when on others are prepared meanwhile."""
-    if loss.kept <= 0 or loss.gone or loss.standby_ready or loss.losses > MOST_LOSSES:
+    if loss.kept <= 0 or loss.gone or loss.standby_ready or loss.losses > RECOVERY.most_losses:
         return LossPlan(rejoin=False, replace_after=0.0)
     if loss.attempts:
         return LossPlan(rejoin=True, replace_after=0.0)
-    head_start = min(MOST_HEAD_START, max(LEAST_HEAD_START, ROUND_TRIPS * loss.round_trip))
+    head_start = min(RECOVERY.most_head_start, max(RECOVERY.least_head_start, RECOVERY.round_trips * loss.round_trip))
     return LossPlan(rejoin=True, replace_after=head_start)
 
 
 def attempt_timeout(attempts: int, round_trip: float) -> float:
     """Seconds that the next attempt may take after `attempts` that failed."""
-    return min(LONGEST_TIMEOUT, FIRST_TIMEOUT * 2.0 ** min(attempts, 8) + ROUND_TRIPS * round_trip)
+    return min(
+        RECOVERY.longest_timeout, RECOVERY.first_timeout * 2.0 ** min(attempts, 8) + RECOVERY.round_trips * round_trip
+    )
 
 
 # --- one step at one server
@@ -360,7 +366,9 @@ def next_path_action(state: PathState, event: PathEvent) -> tuple[PathState, Pat
     if state.gone:
         return state, PathWork.STOP
     if state.lost:
-        return state, TakeUp(state.attempts, PAUSE if state.attempts else 0.0, state.attempts >= REFRESH_AFTER)
+        return state, TakeUp(
+            state.attempts, RECOVERY.pause if state.attempts else 0.0, state.attempts >= RECOVERY.refresh_after
+        )
     return state, PathWork.MOVE if event is PathSignal.DIRECT else PathWork.WATCH
 
 
@@ -411,8 +419,8 @@ def next_search_action(attempts: Sequence[Attempt], now: float, not_before: floa
     due = max(not_before, *(attempt.due for attempt in attempts))
     if now < due:
         return AwaitAttempts(due)
-    if len(attempts) < MOST_ATTEMPTS:
+    if len(attempts) < RECOVERY.most_attempts:
         return AskOthers()
     oldest = min(range(len(attempts)), key=lambda index: attempts[index].begun)
-    over = attempts[oldest].begun + LEAST_ATTEMPT
+    over = attempts[oldest].begun + RECOVERY.least_attempt
     return AskOthers(instead_of=oldest) if now >= over else AwaitAttempts(over)

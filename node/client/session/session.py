@@ -21,7 +21,7 @@ from ....protocols.ids import Span
 from ...errors import BadInput, SwarmError, unwrapped
 from ...swarm.cost import CHUNK_TOKENS, chunk_tokens
 from ...swarm.routing import Hop
-from ..deadlines import RESUME_TIMEOUT, Waits
+from ..deadlines import DEADLINES, Waits
 from ..request import WireTensor
 from ..router import Router
 from .chain import Chain, Trouble
@@ -195,7 +195,7 @@ class ClientSession:
 
         resumed = False
         try:
-            with unwrapped(SwarmError), trio.move_on_after(RESUME_TIMEOUT):
+            with unwrapped(SwarmError), trio.move_on_after(DEADLINES.resume):
                 async with trio.open_nursery() as nursery:
                     for link in saved.links:
                         nursery.start_soon(resume_one, link)

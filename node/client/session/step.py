@@ -16,7 +16,7 @@ from ....crypto.receipts import Receipt
 from ....protocols import wire_pb2 as wire
 from ....protocols.inference import pushed_step
 from ...errors import BadInput, ServerCheated, ServerFailed, SwarmError
-from ..deadlines import PUSH_RETRY, RECOVERY_TIMEOUT, STANDBY_POLL, push_patience
+from ..deadlines import DEADLINES, push_patience
 from ..request import PushedOther, StreamLost, WireTensor, blames_request, server_failed
 from .answers import Answer, UncheckedAnswer
 from .chain import Chain, next_trouble, wait_cause
@@ -207,7 +207,7 @@ class PipelineStep:
     async def _receive_late(self, link: ServerLink, asked: wire.Step, deadline: float) -> Signal | None:
         while trio.current_time() < deadline:
             # Where this machine stood still itself, the answer is here already.
-            self.unchecked = await link.server.read(asked, self.chunk, STANDBY_POLL)
+            self.unchecked = await link.server.read(asked, self.chunk, DEADLINES.standby_poll)
             if self.unchecked is not None:
                 return None
             if link.standby_ready:
@@ -255,7 +255,7 @@ class PipelineStep:
 
     def _end_pushing(self, link: ServerLink) -> None:
         pair = self.chain.links[self.index - 1].server.hop.peer_id, link.server.hop.peer_id
-        self.chain.no_push[pair] = trio.current_time() + PUSH_RETRY
+        self.chain.no_push[pair] = trio.current_time() + DEADLINES.push_retry
 
     # --- what went wrong
 
@@ -374,7 +374,7 @@ class PipelineStep:
 
         async def reconnect() -> None:
             returned = False
-            with trio.move_on_after(RECOVERY_TIMEOUT):
+            with trio.move_on_after(DEADLINES.recovery):
                 returned = await reconnector.settled()
             if returned:
                 won.append(self._reconnected())

@@ -18,7 +18,7 @@ from ....protocols.inference import MAX_SEQUENCE, STEP_TOKENS, root_of
 from ...errors import ServerFailed
 from ...swarm.routing import Hop
 from ...trust.receipt_log import SessionLog
-from ..deadlines import CLOSE_TIMEOUT, PATH_KEEP, SEND_TIMEOUT
+from ..deadlines import DEADLINES
 from ..request import OutstandingReplies, ServerClaims, StreamLost, WireTensor, close_stream
 from .answers import Answer, AnswerChecks, HopTiming, InferenceStream, SessionSpec, UncheckedAnswer
 from .history import Input
@@ -97,7 +97,7 @@ class SessionStream(AnswerChecks):
 
     @property
     def _asked_keep(self) -> float:
-        return max(self._spec.keep, PATH_KEEP)
+        return max(self._spec.keep, DEADLINES.path_keep)
 
     @property
     def direct(self) -> bool:
@@ -149,7 +149,7 @@ class SessionStream(AnswerChecks):
             prefix=wire.Prefix(blocks=prefix, salt=spec.salt_at(self.hop.peer_id), keep=True) if spec.share else None,
         )
         question = wire.InferenceFrame(open=message)
-        self._granted = await self._granted_for(self._stream, question, spec.cache_wait + SEND_TIMEOUT)
+        self._granted = await self._granted_for(self._stream, question, spec.cache_wait + DEADLINES.send)
         pledge = self._check_pledge(self._granted)
         pledged, self.prefix_tokens = pledge.hash() if pledge is not None else b"", self._granted.prefix_tokens
         try:
@@ -168,7 +168,7 @@ class SessionStream(AnswerChecks):
             ServerFailed: it does not answer, or answers nonsense.
         """
         message = wire.Resume(nonce=self.nonce, session_epoch=epoch)
-        granted = await self._granted_for(self._stream, wire.InferenceFrame(resume=message), SEND_TIMEOUT)
+        granted = await self._granted_for(self._stream, wire.InferenceFrame(resume=message), DEADLINES.send)
         if granted.session_epoch != epoch or granted.sequence > MAX_SEQUENCE:
             raise self._failed("it took up another session, or at no step of one")
         self._granted = granted
@@ -191,7 +191,7 @@ class SessionStream(AnswerChecks):
         answered = self._answered  # a reply may still be read from the old stream
         message = wire.Resume(nonce=self.nonce, session_epoch=self.epoch, answered=answered, attempt=self._attempt)
         try:
-            granted = await self._granted_for(stream, wire.InferenceFrame(resume=message), SEND_TIMEOUT)
+            granted = await self._granted_for(stream, wire.InferenceFrame(resume=message), DEADLINES.send)
             if granted.session_epoch != self.epoch or not self._answered <= granted.sequence <= self._sequence:
                 raise self._failed("it took up another session, or at another step")
             if granted.sequence == self._answered and granted.last_receipt != self._last_receipt:
@@ -258,7 +258,7 @@ class SessionStream(AnswerChecks):
             self._log.asked(step, chunk.tensor, chunk.payload)
         try:
             frame = wire.InferenceFrame(step=step, tensors=[chunk.tensor])
-            await self._stream.send(frame, [chunk.payload], timeout=SEND_TIMEOUT)
+            await self._stream.send(frame, [chunk.payload], timeout=DEADLINES.send)
         except PeerError as error:
             raise self._lost(error) from error
         self.bytes_sent += len(chunk.payload)
@@ -328,7 +328,7 @@ class SessionStream(AnswerChecks):
         self._attempt += 1
         resume = wire.Resume(nonce=self.nonce, session_epoch=self.epoch, attempt=self._attempt)
         with contextlib.suppress(PeerError):
-            await stream.send(wire.InferenceFrame(resume=resume), timeout=CLOSE_TIMEOUT)
+            await stream.send(wire.InferenceFrame(resume=resume), timeout=DEADLINES.close)
         await close_stream(stream, wire.InferenceFrame(close=wire.Close()))
 
     async def close(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
 import trio
@@ -42,14 +43,24 @@ from .reachability import (
 
 log = logging.getLogger(__name__)
 
-_DIALING: Final = 5.0  # seconds that we try to reach a peer, all its addresses side by side
-_REQUEST: Final = 5.0  # seconds for the request to come
-_MAX_DIALED: Final = 8  # addresses in one dial-back
-_PERIOD: Final = 60.0  # seconds, in which there are at most so many dial-backs:
-_PER_HOST: Final = 6  # to one IP address, or one /64 of IPv6
-_IN_ALL: Final = 60
-_AT_ONCE: Final = 16
-_AT_ONCE_OF_HOST: Final = 2
+
+@dataclass(frozen=True)
+class DialBackPolicy:
+    """How many peers are dialed back, and how long an own request may take."""
+
+    dialing: float = 5.0  # seconds that we try to reach a peer, all its addresses side by side
+    request: float = 5.0  # seconds for the request to come
+    max_dialed: int = 8  # addresses in one dial-back
+    period: float = 60.0  # seconds, in which there are at most so many dial-backs:
+    per_host: int = 6  # to one IP address, or one /64 of IPv6
+    in_all: int = 60
+    at_once: int = 16
+    at_once_of_host: int = 2
+    dial_back: float = 12.0  # seconds, more than any peer tries
+
+
+DIALS: Final = DialBackPolicy()
+
 
 _LOOK_AROUND: Final = 1.0  # seconds between two looks at the own interfaces
 _BREATH: Final = 0.2  # seconds between two looks for peers to ask, when many come at once
@@ -63,15 +74,15 @@ class Budget:
     """Keeps dial-backs few: without it, we would be a tool to flood others with."""
 
     def __init__(self) -> None:
-        self._lately = ShareCount(_IN_ALL, _PER_HOST, seconds=_PERIOD)
-        self._running = ShareCount(_AT_ONCE, _AT_ONCE_OF_HOST)
+        self._lately = ShareCount(DIALS.in_all, DIALS.per_host, seconds=DIALS.period)
+        self._running = ShareCount(DIALS.at_once, DIALS.at_once_of_host)
 
     def take(self, ip: IPAddress, now: float) -> bool:
         """Whether one more dial-back to `ip` may start at `now` (seconds). `give_back` when it has ended."""
         origin = origin_of_ip(str(ip))
-        if not self._running.has_room(origin, _AT_ONCE_OF_HOST):
+        if not self._running.has_room(origin, DIALS.at_once_of_host):
             return False
-        return self._lately.add(origin, most=_PER_HOST, now=now) and self._running.add(origin)
+        return self._lately.add(origin, most=DIALS.per_host, now=now) and self._running.add(origin)
 
     def give_back(self, ip: IPAddress) -> None:
         self._running.remove(origin_of_ip(str(ip)))
@@ -94,7 +105,7 @@ class DialBackService:
             return await self._dial_back(raw, peer_id, addrs)
 
         try:
-            await answer_dial_back(stream, decide, timeout=_REQUEST)
+            await answer_dial_back(stream, decide, timeout=DIALS.request)
         except PeerError as error:
             log.debug("no dial-back: %s", error)
             await stream.reset()
@@ -107,14 +118,14 @@ class DialBackService:
             return DialAnswer(DialStatus.DIAL_REFUSED, "through a relay nobody can tell where a peer is")
         asked = dict.fromkeys(Endpoint.parse(addr) for addr in addrs)
         wanted = [endpoint for endpoint in asked if endpoint and endpoint.can_be_dialed]
-        allowed = [endpoint for endpoint in wanted if endpoint.ip == observed.ip][:_MAX_DIALED]
+        allowed = [endpoint for endpoint in wanted if endpoint.ip == observed.ip][: DIALS.max_dialed]
         if not allowed:
             return DialAnswer(DialStatus.DIAL_REFUSED, f"none of the addresses is at {observed.ip}, where you are")
         if not self._budget.take(observed.ip, trio.current_time()):
             return DialAnswer(DialStatus.DIAL_REFUSED, "busy; ask again later")
         try:
             targets = [Multiaddr(endpoint.multiaddr) for endpoint in allowed]
-            return DialAnswer(DialStatus.OK, addr=await self._host.dial_fresh(peer_id, targets, timeout=_DIALING))
+            return DialAnswer(DialStatus.OK, addr=await self._host.dial_fresh(peer_id, targets, timeout=DIALS.dialing))
         except ConnectionError as error:
             return DialAnswer(DialStatus.DIAL_ERROR, str(error))
         finally:
@@ -123,7 +134,6 @@ class DialBackService:
 
 # --- the asking side
 
-_DIAL_BACK: Final = 12.0  # seconds, more than any peer tries
 
 T = TypeVar("T")
 
@@ -166,7 +176,7 @@ async def request_dial_back(host: Host, peer_id: str, endpoints: tuple[Endpoint,
 
     async def ask(stream: DelimitedStream) -> DialAnswer:
         addrs = [endpoint.multiaddr for endpoint in endpoints]
-        return await ask_dial_back(stream, host.peer_id, addrs, timeout=_DIAL_BACK)
+        return await ask_dial_back(stream, host.peer_id, addrs, timeout=DIALS.dial_back)
 
     return await _on_stream(host, peer_id, AUTONAT, TRAVERSAL.autonat_max_message, ask)
 

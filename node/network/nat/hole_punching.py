@@ -32,26 +32,35 @@ from .reachability import LocalEndpoints
 
 log = logging.getLogger(__name__)
 
-_WINDOW: Final = 1.5  # seconds in which a connection must come about: two packets of TCP's opening
-_HANDSHAKES: Final = 3.0  # seconds for what follows
-_PLAIN_DIAL: Final = 2.0  # seconds, side by side with the agreement
-_MAX_PLAIN: Final = 8  # addresses that a peer says it listens on
-_MESSAGE: Final = 5.0  # seconds for one message through the relay
-_LONGEST_HALF: Final = 1.0  # seconds of half a round trip at most
-_VIEW_LASTS: Final = 20.0  # seconds for which the address that a relay observed is used
-_MAX_VIEWS: Final = 16
-_AT_ONCE: Final = 8  # punches side by side each way, so that packets to unknown hosts stay few
-_WHOLE: Final = 30.0  # seconds for all of a punch: a peer that answers late holds a place no longer
-_MAX_RECORDS: Final = 1000
-_RETIRED_AFTER: Final = 10.0  # seconds without streams until a relayed connection beside a direct one is closed
-_LOOK: Final = 2.0
+
+@dataclass(frozen=True)
+class PunchPolicy:
+    """How two peers behind NATs try to connect, and how often."""
+
+    window: float = 1.5  # seconds in which a connection must come about: two packets of TCP's opening
+    handshakes: float = 3.0  # seconds for what follows
+    plain_dial: float = 2.0  # seconds, side by side with the agreement
+    max_plain: int = 8  # addresses that a peer says it listens on
+    message: float = 5.0  # seconds for one message through the relay
+    longest_half: float = 1.0  # seconds of half a round trip at most
+    view_lasts: float = 20.0  # seconds for which the address that a relay observed is used
+    max_views: int = 16
+    at_once: int = 8  # punches side by side each way, so that packets to unknown hosts stay few
+    whole: float = 30.0  # seconds for all of a punch: a peer that answers late holds a place no longer
+    max_records: int = 1000
+    retired_after: float = 10.0  # seconds without streams until a relayed connection beside a direct one is closed
+    look: float = 2.0
+    attempts: int = 3  # one after the other, as the standard has it
+    first_pause: float = 60.0  # seconds until a peer is tried again after all attempts failed; doubles endpoint time
+    longest_pause: float = 3600.0
+    max_targets: int = 8
+    again: float = 0.1  # seconds until a refused try is repeated: the other side's NAT may have opened meanwhile
+
+
+PUNCHING: Final = PunchPolicy()
+
 
 Ports = dict[int, int]  # by version of IP
-
-ATTEMPTS: Final = 3  # one after the other, as the standard has it
-_FIRST_PAUSE: Final = 60.0  # seconds until a peer is tried again after all attempts failed; doubles endpoint time
-_LONGEST_PAUSE: Final = 3600.0
-_MAX_TARGETS: Final = 8
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,7 @@ def may_punch(record: PunchRecord | None, case: frozenset[str], now: float) -> b
 def pause_after(record: PunchRecord | None) -> float:
     """Seconds from the last failure until the next try, if the case stays the same."""
     failures = record.failures if record is not None else 1
-    return float(min(_FIRST_PAUSE * 2 ** min(failures - 1, 16), _LONGEST_PAUSE))
+    return float(min(PUNCHING.first_pause * 2 ** min(failures - 1, 16), PUNCHING.longest_pause))
 
 
 def after_failure(record: PunchRecord | None, case: frozenset[str], now: float) -> PunchRecord:
@@ -99,7 +108,7 @@ def own_endpoints(
         for endpoint in (*reached, *predicted, *listening)
         if endpoint.can_be_dialed and not endpoint.ip.is_loopback
     ]
-    return tuple(dict.fromkeys(found))[:_MAX_TARGETS]
+    return tuple(dict.fromkeys(found))[: PUNCHING.max_targets]
 
 
 def targets(
@@ -117,7 +126,7 @@ def targets(
         if endpoint is not None and endpoint.can_be_dialed and endpoint not in ours and endpoint.ip.version in port
     ]
     chosen = set(permitted([endpoint.multiaddr for endpoint in found]))
-    return tuple(dict.fromkeys(endpoint for endpoint in found if endpoint.multiaddr in chosen))[:_MAX_TARGETS]
+    return tuple(dict.fromkeys(endpoint for endpoint in found if endpoint.multiaddr in chosen))[: PUNCHING.max_targets]
 
 
 class HolePuncher:
@@ -138,7 +147,7 @@ class HolePuncher:
         self._nursery = nursery
         self._local = local
         self._reached = reached
-        self._limit = trio.CapacityLimiter(_AT_ONCE)
+        self._limit = trio.CapacityLimiter(PUNCHING.at_once)
         self._upgrading: dict[str, trio.Event] = {}
         self._starting: set[str] = set()
         self._serving: set[str] = set()
@@ -174,14 +183,17 @@ class HolePuncher:
 
     async def _view(self, relay: str | None) -> None:
         """Asks a relay where it sees us come from, unless that is known."""
-        if relay is None or trio.current_time() - self._views.get(relay, (-_VIEW_LASTS,))[0] < _VIEW_LASTS:
+        if (
+            relay is None
+            or trio.current_time() - self._views.get(relay, (-PUNCHING.view_lasts,))[0] < PUNCHING.view_lasts
+        ):
             return
         with contextlib.suppress(PeerError, ConnectionError):
-            seen = await observed_by(self._host, relay, timeout=_MESSAGE)
+            seen = await observed_by(self._host, relay, timeout=PUNCHING.message)
             if seen is not None:
                 self._views.pop(relay, None)
                 self._views[relay] = (trio.current_time(), seen)
-                while len(self._views) > _MAX_VIEWS:
+                while len(self._views) > PUNCHING.max_views:
                     del self._views[next(iter(self._views))]
 
     def _own_addrs(self, ports: Ports) -> list[str]:
@@ -225,7 +237,7 @@ class HolePuncher:
         self._starting.add(peer_id)
         try:
             async with self._limit:
-                with trio.move_on_after(_WHOLE):
+                with trio.move_on_after(PUNCHING.whole):
                     await self._start(peer_id)
         finally:
             self._starting.discard(peer_id)
@@ -244,26 +256,26 @@ class HolePuncher:
 
     async def _dial_plainly(self, peer_id: str) -> None:
         """The peer may be public, or of our own network."""
-        with trio.move_on_after(_PLAIN_DIAL), contextlib.suppress(PeerError, ConnectionError):
-            addrs = await addrs_of(self._host, peer_id, timeout=_MESSAGE)
-            self._host.learn(peer_id, [addr for addr in addrs if Endpoint.parse(addr)][:_MAX_PLAIN])
+        with trio.move_on_after(PUNCHING.plain_dial), contextlib.suppress(PeerError, ConnectionError):
+            addrs = await addrs_of(self._host, peer_id, timeout=PUNCHING.message)
+            self._host.learn(peer_id, [addr for addr in addrs if Endpoint.parse(addr)][: PUNCHING.max_plain])
             await self._host.connect(peer_id, direct=True)
 
     async def _punch(self, peer_id: str) -> None:
         async with self._ports() as ports:
-            for attempt in range(ATTEMPTS):
+            for attempt in range(PUNCHING.attempts):
                 if self._host.is_direct(peer_id) or not self._host.is_connected(peer_id):
                     return
                 stream = DelimitedStream(await self._host.open_stream(peer_id, PUNCH), peer_id)
                 try:
                     own = self._own_addrs(ports)
-                    answer, rtt = await exchange_first(stream, own, timeout=_MESSAGE)
+                    answer, rtt = await exchange_first(stream, own, timeout=PUNCHING.message)
                     theirs = self._targets(peer_id, answer, ports)
                     case = frozenset(addr.split("/")[2] for addr in own) | {str(endpoint.ip) for endpoint in theirs}
                     if not theirs or (attempt == 0 and not may_punch(self._records.get(peer_id), case, _now())):
                         return
-                    await give_sign(stream, timeout=_MESSAGE)
-                    await trio.sleep(min(rtt / 2, _LONGEST_HALF))
+                    await give_sign(stream, timeout=PUNCHING.message)
+                    await trio.sleep(min(rtt / 2, PUNCHING.longest_half))
                 finally:
                     await stream.close()
                 await self._dial(peer_id, theirs, ports, initiator=False)
@@ -273,7 +285,7 @@ class HolePuncher:
             else:
                 log.info("no way to punch through to %s", peer_id)
                 self._records[peer_id] = after_failure(self._records.pop(peer_id, None), case, _now())
-                while len(self._records) > _MAX_RECORDS:
+                while len(self._records) > PUNCHING.max_records:
                     del self._records[next(iter(self._records))]
 
     # --- the other side: who dialed through the relay
@@ -285,7 +297,7 @@ class HolePuncher:
             return
         self._serving.add(peer_id)
         try:
-            with trio.move_on_after(_WHOLE):
+            with trio.move_on_after(PUNCHING.whole):
                 await self._answer(stream, raw.path.relay)
         except (PeerError, OSError) as error:
             log.debug("no punching with %s: %s", peer_id, error)
@@ -302,13 +314,13 @@ class HolePuncher:
         ours_counts = peer_id in self._starting and self._host.peer_id < peer_id
         if ours_counts or self._host.is_direct(peer_id) or peer_id in self._serving:
             return False
-        return len(self._serving) < _AT_ONCE and any(not path.inbound for path in self._host.paths(peer_id))
+        return len(self._serving) < PUNCHING.at_once and any(not path.inbound for path in self._host.paths(peer_id))
 
     async def _answer(self, stream: DelimitedStream, relay: str | None) -> None:
         peer_id = stream.peer_id
         await self._view(relay)
         async with self._ports() as ports:
-            answer = await exchange_second(stream, self._own_addrs(ports), timeout=_MESSAGE)
+            answer = await exchange_second(stream, self._own_addrs(ports), timeout=PUNCHING.message)
             theirs = self._targets(peer_id, answer, ports)
             with self._host.punching(peer_id, [target.multiaddr for target in theirs]):
                 await self._dial(peer_id, theirs, ports, initiator=True)
@@ -321,7 +333,7 @@ class HolePuncher:
         The other side leaves that choice to the initiator: two that choose on their own may each close what the
         other one chose.
         """
-        window = trio.current_time() + _WINDOW
+        window = trio.current_time() + PUNCHING.window
         self.punched.add(peer_id)
 
         async def dial(target: Endpoint) -> None:
@@ -330,7 +342,7 @@ class HolePuncher:
 
         async def agree(stream: trio.SocketStream, target: Endpoint) -> None:
             try:
-                with trio.fail_after(_HANDSHAKES):
+                with trio.fail_after(PUNCHING.handshakes):
                     await self._host.adopt(stream, peer_id=peer_id, initiator=initiator, addr=target.multiaddr)
             except (OSError, trio.TooSlowError) as error:
                 log.debug("no direct connection to %s at %s: %s", peer_id, target, error)
@@ -351,10 +363,10 @@ class HolePuncher:
         quiet_since = _now()
         try:
             while any(not path.direct for path in self._host.paths(peer_id)):
-                await trio.sleep(_LOOK)
+                await trio.sleep(PUNCHING.look)
                 if self._host.relayed_streams(peer_id) or not self._host.is_direct(peer_id):
                     quiet_since = _now()
-                elif _now() - quiet_since >= _RETIRED_AFTER:
+                elif _now() - quiet_since >= PUNCHING.retired_after:
                     await self._host.close_path(peer_id, relayed_only=True)
         finally:
             self._retiring.discard(peer_id)
@@ -369,7 +381,6 @@ def _now() -> float:
 
 # Several sockets, the listening one among them, may then have one port. Windows has the first only.
 _SHARED: Final = (socket.SO_REUSEADDR, *([socket.SO_REUSEPORT] if hasattr(socket, "SO_REUSEPORT") else []))
-_AGAIN: Final = 0.1  # seconds until a refused try is repeated: the other side's NAT may have opened meanwhile
 # Of this machine, not of the way: a repetition would end the same.
 _HOPELESS: Final = frozenset({errno.EADDRNOTAVAIL, errno.EADDRINUSE, errno.EACCES, errno.EPERM, errno.EAFNOSUPPORT})
 
@@ -412,7 +423,7 @@ async def dial_from(port: int, target: Endpoint) -> trio.SocketStream:
         except BaseException:
             dialing.close()
             raise
-        await trio.sleep(_AGAIN)
+        await trio.sleep(PUNCHING.again)
 
 
 def _share(made: trio.socket.SocketType) -> None:

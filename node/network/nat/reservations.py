@@ -28,27 +28,37 @@ from .circuits import Circuits
 log = logging.getLogger(__name__)
 
 _PING: Final = "/ipfs/ping/1.0.0"
-_PING_SIZE: Final = 32  # bytes
-_PING_EVERY: Final = 2.0  # seconds; NATs forget a silent connection, some after 15 s
+
+
+@dataclass(frozen=True)
+class ReservationPolicy:
+    """How reservations at relays are kept."""
+
+    ping_size: int = 32  # bytes
+    ping_every: float = 2.0  # seconds; NATs forget a silent connection, some after 15 s
+    ping_limit: float = 10.0  # seconds
+    ping_limit_moved: float = 1.5  # for when the own address has changed, and the connection is likely to be dead
+    reserve_limit: float = 4.0  # seconds to connect and to get a reservation; a new try dials anew
+    least_lifetime: float = 60.0  # seconds that a reservation is assumed to last, whatever the relay's clock says
+    renewed_after: float = 60.0  # seconds at most: a relay that has lost a reservation does not say so
+    max_records: int = 256
+    max_addrs: int = 4  # of one relay, the one that we came by first; an announcement has room for 16
+    spare: int = 1  # reservations kept beyond those wanted, when a lost relay is back
+    grace_period: float = 2.0  # seconds for a lost relay to come back before another one replaces it
+    at_once: int = 4  # relays tried side by side
+    quick_tries: int = 120  # after which it is tried as seldom as an unknown relay
+    slow: tuple[float, ...] = (1.0, 60.0)  # the same of one that never did
+    refused: tuple[float, ...] = (30.0, 600.0)  # of one that refused
+
+
+RELAYS: Final = ReservationPolicy()
+
 # While a stream is open, `yamux.py` drops a connection without a sign of life within 4 s. This is for a relay whose
 # pings alone hang.
-_PING_LIMIT: Final = 10.0  # seconds
-_PING_LIMIT_MOVED: Final = 1.5  # for when the own address has changed, and the connection is likely to be dead
-_RESERVE_LIMIT: Final = 4.0  # seconds to connect and to get a reservation; a new try dials anew
-_LEAST_LIFETIME: Final = 60.0  # seconds that a reservation is assumed to last, whatever the relay's clock says
-_RENEWED_AFTER: Final = 60.0  # seconds at most: a relay that has lost a reservation does not say so
-_MAX_RECORDS: Final = 256
-_MAX_ADDRS: Final = 4  # of one relay, the one that we came by first; an announcement has room for 16
-_SPARE: Final = 1  # reservations kept beyond those wanted, when a lost relay is back
-GRACE_PERIOD: Final = 2.0  # seconds for a lost relay to come back before another one replaces it
-_AT_ONCE: Final = 4  # relays tried side by side
 _QUICK: Final = (
     0.25,
     1.0,
 )  # seconds between tries of a relay that has held a reservation for us: the first, the longest
-_QUICK_TRIES: Final = 120  # after which it is tried as seldom as an unknown relay
-_SLOW: Final = (1.0, 60.0)  # the same of one that never did
-_REFUSED: Final = (30.0, 600.0)  # of one that refused
 
 
 class ReservationState(Enum):
@@ -92,9 +102,9 @@ class RelayPlan:
 def retry_pause(state: ReservationState, failures: int, held_before: bool) -> float:
     """Seconds until a relay is tried again after so many `failures` in a row."""
     if state is ReservationState.REFUSED:
-        first, longest = _REFUSED
+        first, longest = RELAYS.refused
     else:
-        first, longest = _QUICK if held_before and failures < _QUICK_TRIES else _SLOW
+        first, longest = _QUICK if held_before and failures < RELAYS.quick_tries else RELAYS.slow
     return float(min(first * 2 ** min(failures - 1, 16), longest))
 
 
@@ -116,7 +126,7 @@ def plan_relays(
     }
     old = [peer for peer in (*busy, *lost) if states[peer].held_before]
     # Lost relays that may come back any moment. Without any reservation left, there is nothing to wait for.
-    expected = [peer for peer in old if held and now - states[peer].lost_at < GRACE_PERIOD]
+    expected = [peer for peer in old if held and now - states[peer].lost_at < RELAYS.grace_period]
     missing = wanted - len(held) - len(expected) - sum(not states[peer].held_before for peer in busy)
 
     due = [peer for peer in ranks if peer not in states or (peer in lost and lost[peer].retry_at <= now)]
@@ -124,11 +134,11 @@ def plan_relays(
     due.sort(key=lambda peer: (peer not in old, ranks.get(peer, 99), _failures(states, peer)))
     others = [peer for peer in due if peer not in old]
     wanted_now = [peer for peer in due if peer in old] + others[: max(missing, 0)]
-    start = wanted_now[: max(_AT_ONCE - len(busy), 0)]
+    start = wanted_now[: max(RELAYS.at_once - len(busy), 0)]
 
-    surplus = sorted(held, key=lambda peer: ranks.get(peer, 99))[wanted + _SPARE :]
+    surplus = sorted(held, key=lambda peer: ranks.get(peer, 99))[wanted + RELAYS.spare :]
     wakes = [record.retry_at for peer, record in lost.items() if peer in old or missing > 0]
-    wakes += [states[peer].lost_at + GRACE_PERIOD for peer in old]  # then the grace period ends
+    wakes += [states[peer].lost_at + RELAYS.grace_period for peer in old]  # then the grace period ends
     if len(wanted_now) > len(start):
         wakes.append(now + 1.0)
     future = [when for when in wakes if when > now]
@@ -187,7 +197,8 @@ class Reservations:
         for relay_id, reservation in self._reservations.items():
             record = self._records.get(relay_id)
             if record and (
-                record.state is ReservationState.HELD or (record.held_before and now - record.lost_at < GRACE_PERIOD)
+                record.state is ReservationState.HELD
+                or (record.held_before and now - record.lost_at < RELAYS.grace_period)
             ):
                 found[relay_id] = reservation.addrs
         return found
@@ -255,7 +266,7 @@ class Reservations:
             state, failures, before.held_before or was_held, now if was_held else before.lost_at, retry_at
         )
         idle = [peer for peer in self._records if peer not in self._keepers]
-        for peer in idle[: len(self._records) - _MAX_RECORDS]:
+        for peer in idle[: len(self._records) - RELAYS.max_records]:
             del self._records[peer]
 
     async def _keep(self, relay_id: str, scope: trio.CancelScope) -> None:
@@ -283,9 +294,9 @@ class Reservations:
         connections = self._host.connections(relay_id, direct=True)
         if not connections:
             raise ConnectionResetError("the connection is gone again")
-        with trio.fail_after(_RESERVE_LIMIT):
+        with trio.fail_after(RELAYS.reserve_limit):
             stream = await connections[0].open_stream(_PING)
-        limit = _PING_LIMIT
+        limit = RELAYS.ping_limit
         try:
             while True:
                 check = self._check
@@ -297,17 +308,17 @@ class Reservations:
                     raise
                 if trio.current_time() >= reservation.renew_at:
                     reservation = await self._reserve(relay_id)
-                limit = _PING_LIMIT_MOVED if await _disturbed(stream, check) else _PING_LIMIT
+                limit = RELAYS.ping_limit_moved if await _disturbed(stream, check) else RELAYS.ping_limit
         finally:
             await stream.reset()
 
     async def _reserve(self, relay_id: str) -> RelayReservation:
         """Makes or renews the reservation."""
-        with trio.fail_after(_RESERVE_LIMIT):
+        with trio.fail_after(RELAYS.reserve_limit):
             granted = await self._circuits.reserve(relay_id)
-        lifetime = max(granted.expires - time.time(), _LEAST_LIFETIME)
-        addrs = tuple(str(addr) for addr in granted.addrs[:_MAX_ADDRS])
-        reservation = RelayReservation(addrs, trio.current_time() + min(lifetime / 2, _RENEWED_AFTER))
+        lifetime = max(granted.expires - time.time(), RELAYS.least_lifetime)
+        addrs = tuple(str(addr) for addr in granted.addrs[: RELAYS.max_addrs])
+        reservation = RelayReservation(addrs, trio.current_time() + min(lifetime / 2, RELAYS.renewed_after))
         self._reservations[relay_id] = reservation
         self.wake()
         return reservation
@@ -315,11 +326,11 @@ class Reservations:
 
 async def _ping(stream: StreamBytes) -> None:
     """Raises OSError if the stream is lost or the answer a wrong one."""
-    question = os.urandom(_PING_SIZE)
+    question = os.urandom(RELAYS.ping_size)
     await stream.write(question)
     answer = b""
-    while len(answer) < _PING_SIZE:
-        part = await stream.read(_PING_SIZE - len(answer))
+    while len(answer) < RELAYS.ping_size:
+        part = await stream.read(RELAYS.ping_size - len(answer))
         if not part:
             raise ConnectionResetError("the relay answers no more pings")
         answer += part
@@ -333,7 +344,7 @@ async def _disturbed(stream: StreamBytes, check: trio.Event) -> bool:
     Raises:
         ConnectionResetError: it is lost.
     """
-    with trio.move_on_after(_PING_EVERY):
+    with trio.move_on_after(RELAYS.ping_every):
         async with trio.open_nursery() as nursery:
 
             async def until(wait: Callable[[], Awaitable[None]]) -> None:

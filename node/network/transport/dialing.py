@@ -21,23 +21,32 @@ from ..shares import ShareCount
 
 Networks = Sequence[IPv4Network | IPv6Network]
 
-_NEXT_AFTER: Final = 0.15  # seconds until the next address of a peer is tried beside those before it
-_CIRCUITS_AFTER: Final = 0.3  # seconds of a start that direct addresses have
-_FIRST_PAUSE: Final = 5.0  # seconds after one failure; each further one doubles it
-_LONGEST_PAUSE: Final = 300.0
-_HALF_LIFE: Final = 600.0  # seconds after which half of the failures are forgotten
-_MAX_DIRECT: Final = 16  # addresses kept of one peer
-_MAX_CIRCUITS: Final = 8
+
+@dataclass(frozen=True)
+class DialPolicy:
+    """When which address is tried, and how many that never answered."""
+
+    next_after: float = 0.15  # seconds until the next address of a peer is tried beside those before it
+    circuits_after: float = 0.3  # seconds of a start that direct addresses have
+    first_pause: float = 5.0  # seconds after one failure; each further one doubles it
+    longest_pause: float = 300.0
+    half_life: float = 600.0  # seconds after which half of the failures are forgotten
+    max_direct: int = 16  # addresses kept of one peer
+    max_circuits: int = 8
+    minute: float = 60.0
+    least_of_source: int = 48
+    """A minute, for all peers of one source, as long as there are any. As many at most at addresses that one peer has
+    announced, and at one IP address or name, whoever announced it."""
+    dials: int = 600  # a minute, in all
+
+
+DIALING: Final = DialPolicy()
+
 
 _PRIVATE: Final = tuple(
     map(ip_network, ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7", "fec0::/10"))
 )
 _NAT64: Final = IPv6Network("64:ff9b::/96")  # RFC 6052: the last four bytes are an address of IPv4
-_MINUTE: Final = 60.0
-_LEAST_OF_SOURCE: Final = 48
-"""A minute, for all peers of one source, as long as there are any. As many at most at addresses that one peer has
-announced, and at one IP address or name, whoever announced it."""
-_DIALS: Final = 600  # a minute, in all
 
 
 @dataclass(frozen=True)
@@ -60,13 +69,13 @@ def failed(trouble: Trouble | None, now: float) -> Trouble:
     """What to remember of an address that has just failed."""
     if trouble is None:
         return Trouble(1.0, now)
-    return Trouble(trouble.failures * 0.5 ** ((now - trouble.at) / _HALF_LIFE) + 1.0, now)
+    return Trouble(trouble.failures * 0.5 ** ((now - trouble.at) / DIALING.half_life) + 1.0, now)
 
 
 def pause_ends(trouble: Trouble) -> float:
     """Until when the address is only tried if there is nothing else."""
     doublings = min(trouble.failures - 1.0, 16.0)
-    return trouble.at + min(_FIRST_PAUSE * math.exp2(doublings), _LONGEST_PAUSE)
+    return trouble.at + min(DIALING.first_pause * math.exp2(doublings), DIALING.longest_pause)
 
 
 @dataclass(frozen=True)
@@ -106,7 +115,7 @@ class DialBudget:
     """Counts the dials of the last minute at addresses that never answered."""
 
     def __init__(self) -> None:
-        self._lately = ShareCount(_DIALS, _LEAST_OF_SOURCE, seconds=_MINUTE)
+        self._lately = ShareCount(DIALING.dials, DIALING.least_of_source, seconds=DIALING.minute)
 
     def take(self, peer: str, host: str, now: float, source: str = "") -> bool:
         """Whether `host` (an IP address, or a name) may be dialed at `now` (seconds) because `peer` announced it.
@@ -114,7 +123,7 @@ class DialBudget:
         `source` is the address that the announcement came from; all peers without one count as one source.
         """
         of_peer, to_host, of_source = f"peer {peer}", self._name_of(peer, host), f"source {source}"
-        if not all(self._lately.has_room(name, _LEAST_OF_SOURCE, now=now) for name in (of_peer, to_host)):
+        if not all(self._lately.has_room(name, DIALING.least_of_source, now=now) for name in (of_peer, to_host)):
             return False
         return self._lately.add(of_peer, to_host, of_source, now=now)
 
@@ -137,8 +146,8 @@ def _is_loopback(host: str) -> bool:
 def kept(addrs: Iterable[Multiaddr]) -> tuple[Multiaddr, ...]:
     """What to remember of a peer's addresses, the first being the best known: neither kind crowds out the other."""
     unique = list(dict.fromkeys(addrs))
-    direct = [addr for addr in unique if not is_circuit(addr)][:_MAX_DIRECT]
-    circuits = [addr for addr in unique if is_circuit(addr)][:_MAX_CIRCUITS]
+    direct = [addr for addr in unique if not is_circuit(addr)][: DIALING.max_direct]
+    circuits = [addr for addr in unique if is_circuit(addr)][: DIALING.max_circuits]
     return (*direct, *circuits)
 
 
@@ -173,9 +182,9 @@ def plan(
 def _attempts(addrs: Sequence[Multiaddr]) -> list[Attempt]:
     direct = [addr for addr in addrs if not is_circuit(addr)]
     circuits = [addr for addr in addrs if is_circuit(addr)]
-    start = _CIRCUITS_AFTER if direct else 0.0
-    attempts = [Attempt(addr, turn * _NEXT_AFTER) for turn, addr in enumerate(direct)]
-    attempts += [Attempt(addr, start + turn * _NEXT_AFTER) for turn, addr in enumerate(circuits)]
+    start = DIALING.circuits_after if direct else 0.0
+    attempts = [Attempt(addr, turn * DIALING.next_after) for turn, addr in enumerate(direct)]
+    attempts += [Attempt(addr, start + turn * DIALING.next_after) for turn, addr in enumerate(circuits)]
     return sorted(attempts, key=lambda attempt: attempt.after)
 
 

@@ -26,20 +26,15 @@ class TransportLimits:
     window_kept: float = 60.0  # seconds
     few_windows: int = 16
     few_connections: int = 64
-    inbound: int = 3072
-    """Of these, how many others may make; the rest is for our own."""
-    handshakes: int = 512
-    """Connections that were accepted and are not encrypted yet."""
+    inbound: int = 3072  # Of these, how many others may make; the rest is for our own
+    handshakes: int = 512  # Connections that were accepted and are not encrypted yet
     handshakes_of_loud: int = 32
     """Of an address that is not quiet, while others use what they were granted: each is a task that waits."""
     least_of_address: int = 8
     """Connections, and handshakes, that an address may have as long as there are any: many share one behind a NAT."""
-    streams: int = 8192
-    """Streams that peers have opened, over all connections."""
-    streams_of_connection: int = 2048
-    """Open at once, both ways together."""
-    least_streams: int = 32
-    """Of a peer, as long as there are any."""
+    streams: int = 8192  # Streams that peers have opened, over all connections
+    streams_of_connection: int = 2048  # Open at once, both ways together
+    least_streams: int = 32  # Of a peer, as long as there are any
     windows_of_peer: int = 64 << 20
     """Bytes that one peer may send on all of its streams beyond what the specification gives to every stream."""
     frames_per_second: int = 10_000
@@ -51,8 +46,7 @@ class TransportLimits:
     opened_at_once: int = 1024
     refused_per_second: int = 4000
     """Refused connections of all addresses, after which others wait in the system's queue: a tenth of a core."""
-    refused_at_once: int = 32
-    """Between two turns of all others."""
+    refused_at_once: int = 32  # Between two turns of all others
     large_frame: int = 4096
     """Bytes of data from which on a frame does not count: then bytes, not frames, are what it costs."""
 
@@ -74,24 +68,17 @@ class WorkShares:
     """Seconds' worth of either that may be done at once: nothing else of the loop has a turn meanwhile."""
     serving: float = 1.0  # seconds after which nobody does any more
     units_of_second: int = 100_000
-    at_once: int = 64
-    """Units between two turns of all others."""
-    waking: int = 4
-    """Units of a frame on a stream that was granted nothing, whose reader it wakes."""
-    stream: int = 6
-    """Units of opening a stream, before the task that serves it, whose time is measured."""
+    at_once: int = 64  # Units between two turns of all others
+    waking: int = 4  # Units of a frame on a stream that was granted nothing, whose reader it wakes
+    stream: int = 6  # Units of opening a stream, before the task that serves it, whose time is measured
     handshake: int = 300
     """Units of a new connection beside its handshake, whose time is measured: its tasks, and who is there."""
-    accepted: int = 50
-    """Units of an accepted connection, whatever comes of it: its task, its socket and their end."""
-    refused: int = 3
-    """Units of one that is closed at once."""
-    step: float = 1.0
-    """Units of each step of a task: trio's part of it."""
+    accepted: int = 50  # Units of an accepted connection, whatever comes of it: its task, its socket and their end
+    refused: int = 3  # Units of one that is closed at once
+    step: float = 1.0  # Units of each step of a task: trio's part of it
     bytes_of_unit: int = 4096
     """Bytes on streams that were granted nothing for which a unit is counted: receiving and deciphering them."""
-    quiet: int = 1000
-    """Units of an address lately, below which what it sends goes before what the others send."""
+    quiet: int = 1000  # Units of an address lately, below which what it sends goes before what the others send
     granted_part: float = 1 / 8
     """Of a frame on such a stream, which counts for being quiet: sessions send many, a flood many more."""
 

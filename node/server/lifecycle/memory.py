@@ -30,17 +30,14 @@ from .options import ServerOptions
 class MemoryShares:
     """How much of the memory that is free goes to the attention cache and to what else a server needs."""
 
-    cache_share: float = 0.25
-    """Part of the free memory that attention caches may take when nobody says otherwise."""
+    cache_share: float = 0.25  # Part of the free memory that attention caches may take when nobody says otherwise
     max_cache_tokens: int = 1 << 17
     min_cache_tokens: int = 512
-    usual_cache_tokens: int = 8192
-    """Tokens that the cache is to have room for when the number of blocks is chosen."""
+    usual_cache_tokens: int = 8192  # Tokens that the cache is to have room for when the number of blocks is chosen
     reserve_share: float = 0.1
     reserve: int = 512 << 20
     """Bytes, and the share of the whole memory, that stay free for everything else: whichever is more."""
-    copies: int = 12
-    """Hidden states that are there at once while a long prefill is computed, in float32."""
+    copies: int = 12  # Hidden states that are there at once while a long prefill is computed, in float32
 
 
 MEMORY_SHARES: Final = MemoryShares()

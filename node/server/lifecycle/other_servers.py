@@ -31,10 +31,8 @@ class RoundTripPolicy:
     refresh_timeout: float = 5.0
     push_open_timeout: float = 5.0
     rtt_timeout: float = 3.0
-    most: int = 16
-    """Servers whose round trips are known, and"""
-    new_ones: int = 2
-    """Places among them for others, if there are more: the farthest ones make room."""
+    most: int = 16  # Servers whose round trips are known, and
+    new_ones: int = 2  # Places among them for others, if there are more: the farthest ones make room
 
 
 ROUND_TRIPS: Final = RoundTripPolicy()
@@ -110,13 +108,10 @@ async def keep_rtts(swarm: Swarm, own: Announcement, rtts: dict[str, float], cha
 class TransferPolicy:
     """How often the way of bytes is measured, and how servers that measure share it."""
 
-    interval: float = 600.0
-    """Seconds between two measurements; twice as many each time that nothing has changed, up to"""
+    interval: float = 600.0  # Seconds between two measurements; twice as many each time that nothing has changed, up to
     longest_interval: float = 7200.0
-    same: float = 1.25
-    """Two measurements say the same if one is no more than this factor times the other."""
-    soon: float = 20.0
-    """Seconds to the next one as long as nobody has answered."""
+    same: float = 1.25  # Two measurements say the same if one is no more than this factor times the other
+    soon: float = 20.0  # Seconds to the next one as long as nobody has answered
     peers: int = 4
     open_timeout: float = 3.0
     timeout: float = 10.0

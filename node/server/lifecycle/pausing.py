@@ -20,12 +20,9 @@ class MachineUsePolicy:
     busy_seconds: float = 10.0
     """For which other programs have to use much before the server pauses: starting one takes a moment of all
     processors."""
-    idle_seconds: float = 60.0
-    """For which they have to use little before it goes on."""
-    idle_share: float = 0.7
-    """Little is this part of the limit."""
-    mains_seconds: float = 10.0
-    """For which there has to be mains before it goes on. On battery it pauses at once."""
+    idle_seconds: float = 60.0  # For which they have to use little before it goes on
+    idle_share: float = 0.7  # Little is this part of the limit
+    mains_seconds: float = 10.0  # For which there has to be mains before it goes on. On battery it pauses at once
     interval: float = 2.0
 
 

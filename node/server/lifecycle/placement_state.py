@@ -42,13 +42,11 @@ class ObservingPolicy:
 
     refresh_timeout: float = 5.0
     exchange_timeout: float = 5.0
-    looks: int = 5
-    """Times that a choice is made anew because the view has changed meanwhile."""
+    looks: int = 5  # Times that a choice is made anew because the view has changed meanwhile
     max_doubted: int = 1000
     probe_timeout: float = 3.0
     probe_rounds: int = 4
-    nearly_all: float = 0.9
-    """Share of the servers from which it counts that one appears, or is no longer there."""
+    nearly_all: float = 0.9  # Share of the servers from which it counts that one appears, or is no longer there
     plan_lasts: float = 30 * 60.0
     """Seconds after which a plan is made anew though nothing has changed: a swarm that comes to rest has more to
     gain."""

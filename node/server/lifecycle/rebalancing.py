@@ -29,19 +29,14 @@ from .placement_state import PlacementState
 class RebalancingPolicy:
     """When a server looks for better blocks, and how it agrees with others that do."""
 
-    check_interval: float = 15.0
-    """Seconds between two looks at the plan. A gap that is heard of is looked at at once."""
-    gap_check_interval: float = 1.0
-    """Seconds between two looks for gaps, and"""
-    gap_check_cost: float = 20.0
-    """The pause between two looks is at least this factor times what a look takes."""
+    check_interval: float = 15.0  # Seconds between two looks at the plan. A gap that is heard of is looked at at once
+    gap_check_interval: float = 1.0  # Seconds between two looks for gaps, and
+    gap_check_cost: float = 20.0  # The pause between two looks is at least this factor times what a look takes
     delay: float = 5.0
     delay_for_gap: float = 1.0
-    settle: float = 1.0
-    """Seconds in which an announcement has reached those that it concerns."""
+    settle: float = 1.0  # Seconds in which an announcement has reached those that it concerns
     start_delay: float = 0.5
-    max_silences: int = 3
-    """Times that a newcomer asks another in vain before it goes on without."""
+    max_silences: int = 3  # Times that a newcomer asks another in vain before it goes on without
     max_rounds: int = 8
     max_negotiation: float = 30.0
     """Rounds, and seconds, after both of which a newcomer begins to load though the others do not do what it

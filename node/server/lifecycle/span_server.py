@@ -54,8 +54,7 @@ class ServingTimes:
     there."""
     refuse_timeout: float = 5.0
     retry_pause: float = 60.0
-    network_timeout: float = 4.0
-    """Seconds that measuring the network may hold up the first announcement."""
+    network_timeout: float = 4.0  # Seconds that measuring the network may hold up the first announcement
 
 
 SERVING: Final = ServingTimes()

@@ -39,18 +39,14 @@ class SpeedPolicy:
 
     format: int = 2
     kept: int = 200
-    old_seconds: float = 30 * 24 * 3600.0
-    """Seconds after which it is measured anew: other programs, dust in the fan."""
-    steps_seconds: float = 0.3
-    """Steps go on for so long: other work on the machine must not be taken for the span's."""
+    old_seconds: float = 30 * 24 * 3600.0  # Seconds after which it is measured anew: other programs, dust in the fan
+    steps_seconds: float = 0.3  # Steps go on for so long: other work on the machine must not be taken for the span's
     prefill_tokens: int = 64
     prefills: int = 2
     samples: int = 64
     enough: int = 16
-    long: int = 32
-    """Tokens at once from which a pass says how fast a long prefill is."""
-    notable: float = 0.1
-    """Smaller differences are noise, and not announced."""
+    long: int = 32  # Tokens at once from which a pass says how fast a long prefill is
+    notable: float = 0.1  # Smaller differences are noise, and not announced
 
 
 SPEED: Final = SpeedPolicy()

@@ -54,7 +54,7 @@ MESSAGES: Final[Mapping[str, Row]] = {
     "InferenceFrame.step": of(
         CLIENT,
         INFERENCE,
-        "node.server.turns.MAX_DECODE_ROWS",
+        "node.server.turns.TURNS.max_decode_rows",
         f"{_A}test_payload_before_permission.py",
         f"{_A}test_encoded_tensors.py",
         f"{_A}test_many_sessions_of_one.py",
@@ -95,7 +95,7 @@ MESSAGES: Final[Mapping[str, Row]] = {
         CLIENT, RECEIPTS, "protocols.evidence.EVIDENCE_SIZES.max_offer", fuzz="offers to an auditor"
     ),
     "EvidenceFrame.pick": of(
-        "an auditor of one's choice", RECEIPTS, "node.client.sharing.MOST_PICKS", fuzz="evidence of answers"
+        "an auditor of one's choice", RECEIPTS, "node.client.sharing.SHARING.most_picks", fuzz="evidence of answers"
     ),
     "EvidenceFrame.fetch": of(PEER, EVIDENCE, "", f"{_A}test_slow_evidence.py", fuzz="questions to a node"),
     "EvidenceFrame.sending": of(

@@ -99,12 +99,13 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     ),
     "/meshsub/1.1.0": Row(
         PEER,
-        f"{GOSSIP}.MAX_RPC {GOSSIP}.MAX_FIELDS "
-        f"{GOSSIP}.MAX_QUEUED node.trust.evidence_message.EVIDENCE_LIMITS.max_message",
-        f"{GOSSIP}.OF_PEER {GOSSIP}.OF_ADDRESS {GOSSIP}.PATIENCE {GOSSIP}.READING {LIMITS}.WORK.per_second "
+        f"{GOSSIP}.GOSSIP.max_rpc {GOSSIP}.GOSSIP.max_fields "
+        f"{GOSSIP}.GOSSIP.max_queued node.trust.evidence_message.EVIDENCE_LIMITS.max_message",
+        f"{GOSSIP}.GOSSIP.of_peer {GOSSIP}.GOSSIP.of_address {GOSSIP}.GOSSIP.patience {GOSSIP}.GOSSIP.reading "
+        f"{LIMITS}.WORK.per_second "
         "node.trust.evidence_message.EVIDENCE_LIMITS.rate "
         "node.trust.evidence_message.EVIDENCE_LIMITS.relayed node.trust.evidence_message.EVIDENCE_LIMITS.forwarded",
-        f"{GOSSIP}._MAX_TAKEN {GOSSIP}._MAX_CONTROL "
+        f"{GOSSIP}.GOSSIP.max_taken {GOSSIP}.GOSSIP.max_control "
         f"{GOSSIP}._MAX_LARGE node.trust.evidence_message.EVIDENCE_LIMITS.max_senders",
         (
             "tests/attacks/test_gossip_floods.py",
@@ -117,8 +118,8 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     "/libp2p/autonat/1.0.0": Row(
         PEER,
         "protocols.nat_traversal.TRAVERSAL.autonat_max_message protocols.nat_traversal.TRAVERSAL.autonat_max_addrs",
-        "node.network.nat.autonat._MAX_DIALED",
-        "node.network.nat.autonat._MAX_KEPT node.network.nat.autonat._AT_ONCE_OF_HOST",
+        "node.network.nat.autonat.DIALS.max_dialed",
+        "node.network.nat.autonat._MAX_KEPT node.network.nat.autonat.DIALS.at_once_of_host",
         ("tests/attacks/test_announced_addresses.py", "tests/attacks/test_relay_and_dial_backs.py"),
         ("asked to dial back",),
         ("dial-backs and punches", "garbage"),
@@ -126,8 +127,8 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
     "/libp2p/dcutr": Row(
         PEER,
         "protocols.delimited.MAX_MESSAGE protocols.nat_traversal.TRAVERSAL.punch_max_addrs",
-        "node.network.nat.hole_punching._MAX_TARGETS node.network.nat.hole_punching._WHOLE",
-        "node.network.nat.hole_punching._MAX_RECORDS node.network.nat.hole_punching._AT_ONCE",
+        "node.network.nat.hole_punching.PUNCHING.max_targets node.network.nat.hole_punching.PUNCHING.whole",
+        "node.network.nat.hole_punching.PUNCHING.max_records node.network.nat.hole_punching.PUNCHING.at_once",
         ("tests/attacks/test_announced_addresses.py", "tests/attacks/test_punches.py"),
         ("punching first", "punching second"),
         ("dial-backs and punches", "garbage"),

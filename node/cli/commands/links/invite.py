@@ -10,7 +10,7 @@ import trio
 import typer
 from rich.text import Text
 
-from ....client.deadlines import REFRESH_TIMEOUT
+from ....client.deadlines import DEADLINES
 from ....errors import BadInput, MachineError
 from ....links.format import INVITE, check_word
 from ....links.making import LinkWishes, link_now, qr_code, where_from
@@ -102,7 +102,7 @@ async def _model(swarm: Swarm, model: str | None, output: Output) -> tuple[str, 
     Raises:
         BadInput: the swarm serves several, or others than the one that was named.
     """
-    view = await swarm.refresh(sample=True, timeout=REFRESH_TIMEOUT)
+    view = await swarm.refresh(sample=True, timeout=DEADLINES.refresh)
     models = view.models(now=time.time())
     servers = view.servers(now=time.time())
     if model is None:

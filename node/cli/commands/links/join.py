@@ -11,7 +11,7 @@ import trio
 import typer
 
 from .....protocols.ids import Span
-from ....client.deadlines import REFRESH_TIMEOUT
+from ....client.deadlines import DEADLINES
 from ....errors import BadInput, ModelError, SwarmError
 from ....links.format import INVITE, Invite, check_word
 from ....links.making import rank
@@ -155,7 +155,7 @@ async def _look(join: JoinOptions, wishes: JoinWishes, output: Output) -> Prospe
         PetalnodeError: the swarm, or the model, cannot be had, or this machine cannot serve it.
     """
     async with joined(join, output, role="join", listens=False) as (swarm, _):
-        view = await swarm.refresh(timeout=REFRESH_TIMEOUT)
+        view = await swarm.refresh(timeout=DEADLINES.refresh)
         asked = join.target.model or await served_model(swarm, output)
         models = view.models(now=time.time())
         fitting = {version: named for version, named in models.items() if is_named(asked, named[0], version)}
