@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Final
 
 import trio
@@ -31,53 +32,77 @@ IDLE: Final = 60.0
 """Seconds without a request, after which what somebody holds beyond its share goes to who waits."""
 LONG_IDLE: Final = 300.0
 """After which all that somebody holds does; and for which nobody has to give back what is not idle."""
+CONTESTED: Final = 30.0
+"""For which an address that has more than its share keeps a session from one that has less."""
 _LOOK: Final = 5.0
 """Seconds between two looks of who waits at what others have left idle."""
 
 
 @dataclass(frozen=True)
 class Holding:
-    """What `holder` has of a budget. `idle`: seconds since its last request, None while it is not to be taken; `age`:
-    seconds since it was granted."""
+    """What `holder` at `address` has of a budget. `idle`: seconds since its last request, None while it is not to be
+    taken; `age`: seconds since it was granted."""
 
     holder: str
     amount: int
     idle: float | None
     age: float
     paid: bool = False
+    address: str = ""
 
 
-def to_reclaim(held: Sequence[Holding], wanted: int, claimant: str, capacity: int) -> list[int]:
+def to_reclaim(held: Sequence[Holding], wanted: int, claimant: str, capacity: int, address: str = "") -> list[int]:
     """The places in `held` of what has to be taken so that `claimant` gets `wanted` more; none if that is not to be.
 
     Shares are soft: one who is alone may hold everything. When somebody waits who would stay within an equal share,
     what goes first is what has been idle for longest, of those who hold more than their share; then what nobody has
     used for very long; and then, since a few requests keep anything from being idle, what one has held for very long
     beyond half of all. What was paid for goes only when it is idle for very long.
+
+    Keys are free and addresses are not. A claimant whose `address` would stay within an equal share of all addresses
+    need not wait for so long: what others have held for half a minute beyond such a share goes, too.
     """
+    by_holder = ((IDLE, 0.0, 1.0, 0.0), (LONG_IDLE, 0.0, 0.0, 0.0), (0.0, LONG_IDLE, 1.0, 0.5))
+    chosen = _reclaimed([one.holder for one in held], held, wanted, claimant, capacity, by_holder)
+    if chosen or not address:
+        return chosen
+    by_address = ((IDLE, 0.0, 1.0, 0.0), (0.0, CONTESTED, 1.0, 0.0))
+    return _reclaimed([one.address for one in held], held, wanted, address, capacity, by_address)
+
+
+def _reclaimed(
+    names: Sequence[str],
+    held: Sequence[Holding],
+    wanted: int,
+    claimant: str,
+    capacity: int,
+    passes: Sequence[tuple[float, float, float, float]],
+) -> list[int]:
+    """`passes` over what is held by `names`: seconds idle and of age at least, of who has more than so many shares and
+    such a part of all."""
     totals = Counter[str]()
-    for holding in held:
-        totals[holding.holder] += holding.amount
+    for name, holding in zip(names, held, strict=True):
+        totals[name] += holding.amount
     share = capacity // len({*totals, claimant})
     if totals[claimant] + wanted > share:
         return []
     chosen: list[int] = []
     by_idleness = sorted(range(len(held)), key=lambda place: -(held[place].idle or 0.0))
-    half = max(share, capacity // 2)
-    for least_idle, least_age, most in ((IDLE, 0.0, share), (LONG_IDLE, 0.0, -1), (0.0, LONG_IDLE, half)):
+    for least_idle, least_age, shares, part in passes:
+        most = max(int(shares * share), int(part * capacity)) if shares or part else -1
         for place in by_idleness:
             holding = held[place]
             if (
                 wanted > 0
                 and place not in chosen
-                and holding.holder != claimant
+                and names[place] != claimant
                 and holding.idle is not None
                 and holding.idle >= (LONG_IDLE if holding.paid else least_idle)
                 and holding.age >= least_age
-                and totals[holding.holder] > most
+                and totals[names[place]] > most
             ):
                 chosen.append(place)
-                totals[holding.holder] -= holding.amount
+                totals[names[place]] -= holding.amount
                 wanted -= holding.amount
     return chosen if wanted <= 0 else []
 
@@ -91,6 +116,7 @@ class _Waiter:
     amount: int
     paid: bool
     holder: str
+    address: str
     granted: trio.Event = field(default_factory=trio.Event)
     lease: Lease | None = None
 
@@ -128,40 +154,45 @@ class MemoryBudget:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    async def acquire(self, amount: int, timeout: float, *, paid: bool = False, holder: str = "") -> Lease:
+    async def acquire(
+        self, amount: int, timeout: float, *, paid: bool = False, holder: str = "", address: str = ""
+    ) -> Lease:
         """Takes `amount`, after waiting its turn for at most `timeout` seconds. Takes nothing if cancelled. `paid`: has
-        priority. Without a `holder` it belongs to nobody's share.
+        priority. Without a `holder` it belongs to nobody's share; without the `address` of one, to none of addresses.
 
         Raises:
             BudgetFull: at once if it can never fit, else after the deadline.
         """
         if amount > self.capacity:
             raise self._full(amount, f"this server has {self.capacity // self._scale} in all")
-        if self._waiting or not self._make_room(amount, holder):
-            return await self._wait(_Waiter(amount, paid, holder), timeout)
-        return self._leased(amount, paid, holder)
+        waiter = _Waiter(amount, paid, holder, address)
+        if self._waiting or not self._make_room(waiter):
+            return await self._wait(waiter, timeout)
+        return self._leased(waiter)
 
     def _hold(self, amount: int) -> None:
         self._used += amount
         self.on_change(self.free)
 
-    def _leased(self, amount: int, paid: bool, holder: str) -> Lease:
-        self._hold(amount)
-        lease = Lease(self, amount, holder=holder, paid=paid)
-        if holder:
+    def _leased(self, waiter: _Waiter) -> Lease:
+        self._hold(waiter.amount)
+        lease = Lease(self, waiter.amount, holder=waiter.holder, address=waiter.address, paid=waiter.paid)
+        if waiter.holder:
             self._held[lease] = None
         return lease
 
     def _full(self, amount: int, there: str) -> BudgetFull:
         return BudgetFull(f"{amount // self._scale} {self._unit} are wanted, {there}")
 
-    def _make_room(self, amount: int, holder: str) -> bool:
+    def _make_room(self, waiter: _Waiter) -> bool:
         """Whether so much is free now; takes what is lent, the oldest first, and what is to be taken back, if that is
         enough."""
+        amount, holder = waiter.amount, waiter.holder
         missing = amount - self.free - sum(lease.amount for lease in self._lent)
         if missing > 0:
             held = [lease for lease in self._held if lease not in self._lent]
-            places = to_reclaim([lease.holding() for lease in held], missing, holder, self.capacity) if holder else []
+            holdings = [lease.holding() for lease in held]
+            places = to_reclaim(holdings, missing, holder, self.capacity, waiter.address) if holder else []
             if not places:
                 return False
             for place in places:
@@ -171,21 +202,23 @@ class MemoryBudget:
         return True
 
     def _line(self) -> list[_Waiter]:
-        """Those who wait, in order: only who would stay within its share, if there are any.
+        """Those who wait, in order: only whose address would stay within its share, if there are any; else only who
+        would itself, if there are any.
 
         The requests of one holder do not overtake each other.
         """
         first = {waiter.holder: waiter for waiter in reversed(self._waiting)}
         line = [waiter for waiter in self._waiting if not waiter.holder or first[waiter.holder] is waiter]
-        return [waiter for waiter in line if self._has_share(waiter)] or self._waiting
+        of_addresses = [waiter for waiter in line if waiter.address and self._has_share(waiter, attrgetter("address"))]
+        return of_addresses or [waiter for waiter in line if self._has_share(waiter)] or self._waiting
 
-    def _has_share(self, waiter: _Waiter) -> bool:
-        """Whether all that the holder has would still be within an equal share."""
-        if not waiter.holder:
+    def _has_share(self, waiter: _Waiter, name: Callable[[Lease | _Waiter], str] = attrgetter("holder")) -> bool:
+        """Whether all that who has this name holds would still be within an equal share."""
+        if not name(waiter):
             return True
-        holders = {lease.holder for lease in self._held} | {waiter.holder for waiter in self._waiting}
-        own = sum(lease.amount for lease in self._held if lease.holder == waiter.holder)
-        return own + waiter.amount <= self.capacity // len(holders)
+        names = {name(lease) for lease in self._held} | {name(waiter) for waiter in self._waiting}
+        own = sum(lease.amount for lease in self._held if name(lease) == name(waiter))
+        return own + waiter.amount <= self.capacity // len(names)
 
     async def _wait(self, waiter: _Waiter, timeout: float) -> Lease:
         self._waiting.append(waiter)
@@ -219,11 +252,11 @@ class MemoryBudget:
             paid = [waiter.paid for waiter in line]
             place = next_in_line(paid, self._overtaken)
             waiter = line[place]
-            if not self._make_room(waiter.amount, waiter.holder):
+            if not self._make_room(waiter):
                 return
             self._overtaken = now_overtaken(paid, place, self._overtaken)
             self._waiting.remove(waiter)
-            waiter.lease = self._leased(waiter.amount, waiter.paid, waiter.holder)
+            waiter.lease = self._leased(waiter)
             waiter.granted.set()
 
 
@@ -243,6 +276,7 @@ class Lease:
     taken: bool = False
     over: bool = False
     holder: str = ""
+    address: str = ""
     paid: bool = False
     busy: bool = False
     on_taken: Callable[[], None] | None = None
@@ -252,7 +286,7 @@ class Lease:
     def holding(self) -> Holding:
         now, may_be_taken = trio.current_time(), self.on_taken is not None and not self.busy
         idle = now - self._used_at if may_be_taken else None
-        return Holding(self.holder, self.amount, idle, now - self._granted_at, self.paid)
+        return Holding(self.holder, self.amount, idle, now - self._granted_at, self.paid, self.address)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:

@@ -165,6 +165,46 @@ async def test_a_long_line_of_one_client_does_not_stand_before_others() -> None:
         nursery.cancel_scope.cancel()
 
 
+async def test_many_keys_at_one_address_keep_the_cache_from_another_for_half_a_minute_only() -> None:
+    """Each key stays within an equal share of all keys, and none is ever idle."""
+    budget, taken = MemoryBudget(100), 0
+
+    def count() -> None:
+        nonlocal taken
+        taken += 1
+
+    for number in range(20):
+        lease = await budget.acquire(5, 0, holder=f"key {number}", address="hog")
+        lease.on_taken = count
+    begun = trio.current_time()
+    with pytest.raises(BudgetFull):
+        await budget.acquire(5, LONG_IDLE - 1, holder="key 20", address="hog")
+    assert trio.current_time() - begun >= LONG_IDLE - 2 and not taken
+    with pytest.raises(BudgetFull):
+        await budget.acquire(51, 0, holder="greedy", address="elsewhere")
+    await budget.acquire(5, 0, holder="honest", address="elsewhere")
+    assert taken == 1
+
+
+async def test_an_address_that_has_little_need_not_wait_behind_the_keys_of_another() -> None:
+    budget, granted = MemoryBudget(100), []
+
+    async def ask(holder: str, address: str) -> None:
+        granted.append((holder, await budget.acquire(5, 1000, holder=holder, address=address)))
+
+    leases = [await budget.acquire(5, 0, holder=f"key {number}", address="hog") for number in range(20)]
+    async with trio.open_nursery() as nursery:
+        for number in range(20, 30):
+            nursery.start_soon(ask, f"key {number}", "hog")
+            await wait_all_tasks_blocked()
+        nursery.start_soon(ask, "honest", "elsewhere")
+        await wait_all_tasks_blocked()
+        leases[0].release()
+        await wait_all_tasks_blocked()
+        assert [holder for holder, _ in granted] == ["honest"]
+        nursery.cancel_scope.cancel()
+
+
 def test_what_was_paid_for_goes_only_when_it_is_idle_for_very_long() -> None:
     held = [Holding("payer", 6, IDLE + 1, LONG_IDLE, paid=True), Holding("hog", 4, 0.0, LONG_IDLE)]
     assert to_reclaim(held, 1, "honest", 10) == []

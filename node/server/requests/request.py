@@ -162,14 +162,15 @@ async def reserve(
     never: wire.ErrorCode.ValueType = wire.ERROR_BUSY,
     paid: bool = False,
     holder: str,
+    address: str = "",
 ) -> Lease:
-    """Memory for a request of the client `holder`, after waiting for it for at most `wait` seconds.
+    """Memory for a request of the client `holder` at `address`, after waiting for it for at most `wait` seconds.
 
     Raises:
         Refusal: `full` if too little came free, `never` if it is more than there is in all.
     """
     try:
-        return await budget.acquire(amount, wait, paid=paid, holder=holder)
+        return await budget.acquire(amount, wait, paid=paid, holder=holder, address=address)
     except BudgetFull as error:
         raise Refusal(full if amount <= budget.capacity else never, str(error)) from None
 

@@ -181,8 +181,9 @@ class RequestService:
                         nursery.cancel_scope.cancel()
 
                     nursery.start_soon(watch)
+                    client, address = stream.peer_id, self.context.origin_of(stream.peer_id)
                     lease = await reserve(
-                        self.cache, tokens, wait, full=full, never=full, paid=paid, holder=stream.peer_id
+                        self.cache, tokens, wait, full=full, never=full, paid=paid, holder=client, address=address
                     )
                     nursery.cancel_scope.cancel()
         except BaseException:
