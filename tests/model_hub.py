@@ -27,6 +27,7 @@ class Hub:
         token: if given, the model is gated: only requests with it get files.
         cut: file name -> bytes after which the connection breaks, once.
         gets: (file name, first byte asked for) of every GET of a file.
+        gated: what the hub says of that: False, "auto" or "manual".
         uploaded: repositories that were made here, by their ids, and their files.
     """
 
@@ -35,6 +36,7 @@ class Hub:
     cut: dict[str, int] = field(default_factory=dict)
     gets: list[tuple[str, int]] = field(default_factory=list)
     uploaded: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    gated: str | bool = False
     url: str = ""
 
 
@@ -136,7 +138,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _info(self) -> None:
         files = [{"rfilename": file.name, "size": file.stat().st_size} for file in sorted(self.served.folder.iterdir())]
-        content = json.dumps({"id": "org/tiny", "sha": COMMIT, "siblings": files}).encode()
+        said = {"id": "org/tiny", "sha": COMMIT, "siblings": files, "private": False, "gated": self.served.gated}
+        content = json.dumps(said).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))

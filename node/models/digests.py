@@ -61,14 +61,21 @@ def part_trees(
 
 
 def known_trees(checkpoint: Checkpoint, parts: Iterable[Part]) -> dict[Part, Tree]:
-    """The trees of those of `parts` that were hashed before; no weights are read. Raises as `part_trees`."""
+    """The trees of those of `parts` that are on this disk and were hashed before; no weights are read."""
     cache = DigestCache(checkpoint.folder)
     found = {}
     for part in parts:
-        pieces = cache.get(str(part), _stamp(checkpoint, part))
-        if pieces is not None:
-            found[part] = PartReader(checkpoint, part).tree(pieces)
+        with suppress(ModelError, OSError):
+            pieces = cache.get(str(part), _stamp(checkpoint, part))
+            if pieces is not None:
+                found[part] = PartReader(checkpoint, part).tree(pieces)
     return found
+
+
+def cache_stamp(folder: Path) -> list[int]:
+    """Changes whenever something of `folder` was hashed; empty as long as nothing was."""
+    file = DigestCache.file_of(folder)
+    return file_stamp(file) if file.exists() else []
 
 
 def note_trees(checkpoint: Checkpoint, trees: Mapping[Part, Tree]) -> None:
@@ -192,9 +199,13 @@ class DigestCache:
     """
 
     def __init__(self, path: Path) -> None:
-        name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]
-        self._file = cache_dir() / _FOLDER / f"{name}.json"
+        self._file = self.file_of(path)
         self._entries = self._load()
+
+    @staticmethod
+    def file_of(path: Path) -> Path:
+        name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]
+        return cache_dir() / _FOLDER / f"{name}.json"
 
     def get(self, name: str, stamp: str) -> bytes | None:
         """The hashes kept under `name`, one behind the other, if they are there and were kept with this stamp."""

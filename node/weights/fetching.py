@@ -44,11 +44,11 @@ class FetchPolicy:
     in_flight: int = 8
     """Pieces that a peer is asked for at once."""
     open: float = 10.0
-    piece: float = 30.0
-    """Seconds in which the next piece of a peer has to come."""
-    look_again: float = 3.0
+    piece: float = 120.0
+    """Seconds in which the next piece of a peer has to come: peers hand on little while they serve sessions."""
+    look_again: float = 0.7
     """Seconds until peers are asked anew what they hold: who fetches itself has more by then."""
-    lonely: float = 60.0
+    lonely: float = 300.0
     """Seconds for which nobody holds what is missing, or nothing comes, before it is an error."""
     looked_at: int = 64
     """Peers that are asked at once what they hold."""
@@ -172,8 +172,8 @@ class Fetch:
             async with trio.open_nursery() as asking:
                 for peer in [peer for peer in peers if self._may_ask(peer)][: FETCHING.looked_at]:
                     asking.start_soon(self._look_at, peer, nursery)
+            await trio.sleep(FETCHING.look_again)
             await self._change(FETCHING.look_again)
-            await trio.sleep(FETCHING.look_again / 2)
 
     def _may_ask(self, peer: str) -> bool:
         return (
@@ -219,7 +219,10 @@ class Fetch:
         version = self._folder.manifest.version
         asked: deque[Piece] = deque()
         while self._plan.parts:
-            while len(asked) < FETCHING.in_flight and (piece := self._plan.take(peer)) is not None:
+            while len(asked) < FETCHING.in_flight:
+                piece = self._plan.take(peer, idle=not asked)
+                if piece is None:
+                    break
                 asked.append(piece)
                 await ask_piece(stream, version, *piece, timeout=FETCHING.piece)
             if not asked:

@@ -32,12 +32,12 @@ from ...protocols.weights import (
 from ..errors import ModelError
 from ..models import Manifest, ModelFolder
 from ..models.checkpoint import Checkpoint
-from ..models.digests import PartReader, known_trees
+from ..models.digests import PartReader, cache_stamp, known_trees
 from ..models.folder import TEXT_FILES
 from ..models.parts import parts_of_need
 from ..models.sources.hub import is_for_everybody
 from ..network.transport.bandwidth import Throttle
-from ..network.transport.places import Places
+from ..network.transport.places import Place, Places
 from ..swarm.swarm import Swarm
 from .store import MAX_TEXT_BYTES, RESTRICTED, is_text_file, number_of_part, stored_trees
 
@@ -60,7 +60,7 @@ class HoldingPolicy:
     """Bytes a second for all, in turns by address; `--max-upload` is below that."""
     beside_sessions: float = 1 << 20
     """The same while peers use sessions or batches here: those come first."""
-    look_again: float = 2.0
+    look_again: float = 0.5
     """Seconds for which an offer is remembered."""
     readers: int = 2
     """Threads that read pieces from the disk."""
@@ -130,6 +130,7 @@ class WeightsHolder:
         self._readers = trio.CapacityLimiter(HOLDING.readers)
         self._looking = trio.Lock()
         self._looked = -float("inf")
+        self._seen: list[int] | None = None
         self._offer = Offer(frozenset())
         self._trees: dict[int, Tree] = {}
         self._sources: dict[int, PartReader | _Texts] = {}
@@ -161,10 +162,9 @@ class WeightsHolder:
                 return
             while True:
                 frame, _ = await stream.receive(timeout=HOLDING.idle, admit=check_question)
-                with place.working():
-                    await self._answer(stream, frame, origin)
+                await self._answer(stream, frame, place)
 
-    async def _answer(self, stream: WeightsStream, frame: wire.WeightsFrame, origin: str) -> None:
+    async def _answer(self, stream: WeightsStream, frame: wire.WeightsFrame, place: Place) -> None:
         body = frame.WhichOneof("body")
         if body not in ("query", "tree_query", "piece_query"):
             await self._refuse(stream, wire.ERROR_BAD_REQUEST, "this is no question")
@@ -180,17 +180,18 @@ class WeightsHolder:
         elif body == "tree_query":
             await send_tree(stream, self._trees[asked.part], timeout=HOLDING.send)
         else:
-            await self._send_piece(stream, asked.part, asked.piece, origin)
+            await self._send_piece(stream, asked.part, asked.piece, place)
 
-    async def _send_piece(self, stream: WeightsStream, part: int, piece: int, origin: str) -> None:
+    async def _send_piece(self, stream: WeightsStream, part: int, piece: int, place: Place) -> None:
         tree, source = self._trees[part], self._sources.get(part)
         if source is None or piece >= len(tree):
             await self._refuse(stream, wire.ERROR_NOT_FOUND, "this piece is not here")
             return
-        self._throttle.set_rate(HOLDING.beside_sessions if self._swarm.host.is_serving else HOLDING.rate)
-        await self._throttle.turn(origin)
-        self._throttle.spend(tree.size_of(piece))
-        data = await trio.to_thread.run_sync(_read, source, tree, piece, limiter=self._readers)
+        with place.working():  # not while the peer is to take it: one that is slow gives its place to others
+            self._throttle.set_rate(HOLDING.beside_sessions if self._swarm.host.is_serving else HOLDING.rate)
+            await self._throttle.turn(place.origin)
+            self._throttle.spend(tree.size_of(piece))
+            data = await trio.to_thread.run_sync(_read, source, tree, piece, limiter=self._readers)
         if data is None:
             self._sources.pop(part, None)
             await self._refuse(stream, wire.ERROR_NOT_FOUND, "this piece is not here any more")
@@ -211,19 +212,19 @@ class WeightsHolder:
     def _find(self) -> None:
         num_blocks = len(self._manifest.blocks)
         try:
+            seen = cache_stamp(self._folder.path)
+            if seen == self._seen:
+                return
+            self._seen = seen
             checkpoint = Checkpoint(self._folder.path, num_blocks)
-        except ModelError:
+        except (ModelError, OSError):
             return
         sources: dict[int, PartReader | _Texts] = {}
         trees = stored_trees(self._folder, self._manifest)
-        for part in parts_of_need("all", num_blocks):
-            number = number_of_part(part, num_blocks)
-            try:
-                tree = known_trees(checkpoint, [part]).get(part)
-                if tree is not None and tree.digest == self._manifest.digest_of(part):
-                    trees[number], sources[number] = tree, PartReader(checkpoint, part)
-            except (ModelError, OSError):
-                continue  # it is not on this disk
+        for part, tree in known_trees(checkpoint, parts_of_need("all", num_blocks)).items():
+            if tree.digest == self._manifest.digest_of(part):
+                number = number_of_part(part, num_blocks)
+                trees[number], sources[number] = tree, PartReader(checkpoint, part)
         try:
             self._texts = self._texts or read_texts(self._folder)
         except OSError:

@@ -72,11 +72,11 @@ class PiecePlan:
         held = frozenset().union(*self._holders.values()) if self._holders else frozenset()
         return self.parts - held
 
-    def take(self, peer: str) -> Piece | None:
+    def take(self, peer: str, *, idle: bool = True) -> Piece | None:
         """What the peer is to be asked for next, and counts as asked for; None if it has nothing that is wanted now.
 
-        When every piece was asked for, those that one other peer was asked for are asked of this one, too: the last
-        pieces do not wait for the slowest peer.
+        When every piece was asked for, those that one other peer was asked for are asked of one that is `idle`, too:
+        the last pieces do not wait for the slowest peer.
         """
         mine = self._holders.get(peer, frozenset())
         open_parts = [part for part in mine if self._free.get(part)]
@@ -84,7 +84,7 @@ class PiecePlan:
             part = min(open_parts, key=self._rank)
             self._begun.add(part)
             piece = (part, self._free[part].pop())
-        elif any(self._free.values()):
+        elif not idle or any(self._free.values()):
             return None
         else:
             alone = (piece for piece, peers in self._asked.items() if piece[0] in mine and len(peers) == 1)

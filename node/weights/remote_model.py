@@ -207,6 +207,9 @@ async def find_remote_model(swarm: Swarm, model: str, progress: Progress) -> Rem
     servers = swarm.view.servers(now=time.time())
     version = meant_version(servers, name, pinned or "", swarm.named, swarm.trust.is_proven)
     if version is None:
+        kept = await trio.to_thread.run_sync(PeerFolder.kept, name, pinned or "")
+        if len(kept) == 1:  # nobody serves what was fetched before: it may be all there
+            return await _opened(swarm, name, kept[0], {}, pinned)
         served = sorted({server.model_name for server in servers})
         there = f"this swarm serves {', '.join(served[:8])}" if served else "this swarm serves nothing yet"
         asked = f"{name} in version {pinned}" if pinned else name
@@ -216,9 +219,15 @@ async def find_remote_model(swarm: Swarm, model: str, progress: Progress) -> Rem
     manifest = await _manifest(swarm, name, version)
     progress(f"Asking peers for {name}", 0, None)
     offers = await _offers(swarm, manifest)
+    if not await trio.to_thread.run_sync(imported_folder(PeerFolder.key_of(manifest)).is_dir):
+        await _prepare(swarm, name, manifest, offers, progress)
+    return await _opened(swarm, name, manifest, offers, pinned)
+
+
+async def _opened(
+    swarm: Swarm, name: str, manifest: Manifest, offers: Mapping[str, Offer], pinned: str | None
+) -> RemoteModel:
     path = imported_folder(PeerFolder.key_of(manifest))
-    if not path.is_dir():
-        path = await _prepare(swarm, name, manifest, offers, progress)
     stored = await trio.to_thread.run_sync(PeerFolder.open, name, manifest, path)
     return RemoteModel(swarm, name, manifest, offers, stored, pinned)
 
@@ -251,7 +260,7 @@ async def _offers(swarm: Swarm, manifest: Manifest) -> dict[str, Offer]:
 
 async def _prepare(
     swarm: Swarm, name: str, manifest: Manifest, offers: Mapping[str, Offer], progress: Progress
-) -> Path:
+) -> None:
     offer = trusted_offer(offers, lambda offer: offer.naming, swarm.named, swarm.trust.is_proven)
     if offer is None:
         if not offers:
@@ -277,4 +286,4 @@ async def _prepare(
             continue
     if len(trees) < num_blocks + 2:
         raise SwarmError(f"no peer tells what {name} is made of; whoever has the whole model does")
-    return await trio.to_thread.run_sync(PeerFolder.create, name, manifest, trees, offer, progress)
+    await trio.to_thread.run_sync(PeerFolder.create, name, manifest, trees, offer, progress)

@@ -10,7 +10,7 @@ import json
 import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,12 +20,12 @@ from ...protocols.weights import PIECE_BYTES, TEXT_FORM, BadTree, Offer, Tree
 from ...protocols.wire_pb2 import PartTree
 from ..errors import ModelError
 from ..models import EMBEDDINGS, HEAD, Manifest, ModelFolder, Need, Part
-from ..models.cache_dir import disk_errors, import_once, sync_one
+from ..models.cache_dir import disk_errors, import_once, imported_folder, sync_one
 from ..models.checkpoint import INDEX, Checkpoint, write_gguf_note
 from ..models.digests import note_trees
 from ..models.folder import TEXT_FILES, open_folder
 from ..models.gguf.header import ABSENT
-from ..models.manifest import MAX_CONFIG_BYTES, write_manifest
+from ..models.manifest import MANIFEST_FILE, MAX_CONFIG_BYTES, MAX_FILE_BYTES, canonical_architecture, write_manifest
 from ..models.parts import parts_of_need
 from ..models.progress import Progress
 
@@ -39,6 +39,8 @@ MAX_TEXT_BYTES: Final = 64 << 20
 """Of all the tokenizer's files that a peer hands on together; those of real models have up to 40 MiB."""
 _MAX_TEXT_FILES: Final = 64
 _TEXTS_DONE: Final = "texts.done"
+_NAME: Final = "name"
+_KEY: Final = "peers-"
 RESTRICTED: Final = "restricted"
 """The name of a file that says: only who is told to hands this on."""
 
@@ -83,6 +85,8 @@ def config_of(manifest: Manifest, trees: Mapping[int, Tree]) -> dict[str, Any]:
         config = parse_json_object(manifest.config, _CONFIG_LIMITS)
     except BadJson as error:
         raise ModelError(f"the swarm's model {manifest.version.hex()[:12]} has no configuration: {error}") from None
+    if canonical_architecture(config) != manifest.config:  # or it could name code to run, or how to compute
+        raise ModelError(f"the swarm's model {manifest.version.hex()[:12]} has a configuration that no model has")
     nbytes: Counter[str] = Counter()
     for tree in trees.values():
         for entry in tree.entries:
@@ -142,6 +146,7 @@ class PeerFolder:
             for number, tree in trees.items():
                 (path / "trees" / str(number)).write_bytes(tree.to_wire().SerializeToString(deterministic=True))
             (path / "config.json").write_text(json.dumps(config_of(manifest, trees), indent=2, sort_keys=True) + "\n")
+            (path / _NAME).write_text(name)
             if offer.restricted:
                 (path / RESTRICTED).touch()
             folder._write_headers(offer)
@@ -153,7 +158,19 @@ class PeerFolder:
 
     @staticmethod
     def key_of(manifest: Manifest) -> str:
-        return f"peers-{manifest.version.hex()[:32]}-{_FORMAT}"
+        return f"{_KEY}{manifest.version.hex()[:32]}-{_FORMAT}"
+
+    @staticmethod
+    def kept(name: str, pinned: str) -> list[Manifest]:
+        """The manifests of the versions of a model of this name that have a folder here, with the digits `pinned`."""
+        found = []
+        for path in imported_folder(_KEY).parent.glob(f"{_KEY}*-{_FORMAT}"):
+            with suppress(OSError, ModelError, UnicodeDecodeError):
+                if (path / _NAME).read_text() == name and (path / MANIFEST_FILE).stat().st_size <= MAX_FILE_BYTES:
+                    manifest = Manifest.from_json((path / MANIFEST_FILE).read_bytes())
+                    if manifest.version.hex().startswith(pinned) and PeerFolder.key_of(manifest) == path.name:
+                        found.append(manifest)
+        return found
 
     def _write_headers(self, offer: Offer) -> None:
         forms = {tree.form for tree in self.trees.values()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -21,15 +22,26 @@ from petalnode.node.models.parts import parts_of_need
 from petalnode.node.swarm.swarm import Swarm
 from petalnode.node.testing import MemoryNetwork, MemoryNode, run_autojumping
 from petalnode.node.weights import holder, store
-from petalnode.node.weights.fetching import FETCHING
+from petalnode.node.weights.fetching import FETCHING, open_weights
 from petalnode.node.weights.holder import WeightsHolder
 from petalnode.node.weights.remote_model import find_remote_model, meant_version, trusted_offer
 from petalnode.node.weights.store import check_texts, is_text_file
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import Announcement, ServerState
-from petalnode.protocols.framing import MessageStream
+from petalnode.protocols.framing import MessageStream, PeerError
 from petalnode.protocols.ids import WEIGHTS, Span
-from petalnode.protocols.weights import PIECE_BYTES, WEIGHTS_LIMITS, BadTree, Offer, Tree, TreeEntry, count_pieces
+from petalnode.protocols.weights import (
+    PIECE_BYTES,
+    WEIGHTS_LIMITS,
+    BadTree,
+    Offer,
+    Tree,
+    TreeEntry,
+    ask_offer,
+    ask_piece,
+    count_pieces,
+    receive_piece,
+)
 from tests.swarm.tokenizer import save_tokenizer
 from tests.tiny_models import NUM_BLOCKS, save_tiny
 
@@ -388,8 +400,12 @@ def test_offers_that_are_none(bad: dict[str, Any]) -> None:
 # --- who asks
 
 
-def test_places_are_shared_and_idle_ones_given_up(folder: ModelFolder, manifest: Manifest) -> None:
-    """Many keys at one address hold places in silence; a newcomer elsewhere gets one at once."""
+@pytest.mark.parametrize("reading", [True, False])
+def test_places_are_shared_and_idle_ones_given_up(reading: bool, folder: ModelFolder, manifest: Manifest) -> None:
+    """Many keys at one address hold places in silence, or do not read the pieces that they asked for; a newcomer
+    elsewhere gets one at once."""
+    query = wire.WeightsFrame(query=wire.WeightsQuery(model_version=manifest.version))
+    piece = wire.WeightsFrame(piece_query=wire.PieceQuery(model_version=manifest.version, part=1))
 
     async def main() -> None:
         async with trio.open_nursery() as nursery:
@@ -399,16 +415,13 @@ def test_places_are_shared_and_idle_ones_given_up(folder: ModelFolder, manifest:
             for node in hoarders:
                 network.origins[node.peer_id] = "192.0.2.1"
                 stream = await node.new_stream(server.peer_id, WEIGHTS, wire.WeightsFrame, timeout=5.0)
-                await stream.send(
-                    wire.WeightsFrame(query=wire.WeightsQuery(model_version=manifest.version)), timeout=5.0
-                )
+                for _ in range(4):
+                    await stream.send(query if reading else piece, timeout=5.0)
             await trio.sleep(10.0)
             newcomer = network.node(Identity.generate())
             network.origins[newcomer.peer_id] = "192.0.2.2"
             async with newcomer.open_stream(server.peer_id, WEIGHTS, wire.WeightsFrame, timeout=5.0) as stream:
-                await stream.send(
-                    wire.WeightsFrame(query=wire.WeightsQuery(model_version=manifest.version)), timeout=5.0
-                )
+                await stream.send(query, timeout=5.0)
                 answer, _ = await stream.receive(timeout=5.0)
                 assert answer.HasField("offer")
             nursery.cancel_scope.cancel()
@@ -437,3 +450,137 @@ def test_questions_about_the_model_read_no_weights(
 
     found = run_autojumping(main)
     assert found.parts == {NUM_BLOCKS + 2}  # the tokenizer
+
+
+def test_questions_without_end_look_at_the_disk_once(
+    folder: ModelFolder, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[object] = []
+    honest = holder.known_trees
+    monkeypatch.setattr(holder, "known_trees", lambda *given: looked.append(given) or honest(*given))
+    version = manifest.version
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            network = MemoryNetwork(nursery)
+            server, _ = hands_on(network, folder, manifest)
+            asker = network.node(Identity.generate())
+            async with open_weights(cast(Swarm, asker), server.peer_id) as stream:
+                for number in range(200):
+                    for frame in (
+                        wire.WeightsFrame(query=wire.WeightsQuery(model_version=version)),
+                        wire.WeightsFrame(tree_query=wire.TreeQuery(model_version=version, part=number % 8)),
+                    ):
+                        await stream.send(frame, timeout=5.0)
+                        await stream.receive(timeout=5.0)
+                    await trio.sleep(0.1)
+            nursery.cancel_scope.cancel()
+
+    run_autojumping(main)
+    assert len(looked) == 1
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        wire.WeightsFrame(query=wire.WeightsQuery(model_version=bytes(32))),
+        wire.WeightsFrame(tree_query=wire.TreeQuery(model_version=bytes(32), part=0)),
+        wire.WeightsFrame(piece_query=wire.PieceQuery(part=0)),
+        wire.WeightsFrame(offer=wire.WeightsOffer()),
+        wire.WeightsFrame(tree_query=wire.TreeQuery(part=99)),
+        wire.WeightsFrame(piece_query=wire.PieceQuery(part=99)),
+        wire.WeightsFrame(piece_query=wire.PieceQuery(part=1, piece=99)),
+        wire.WeightsFrame(),
+    ],
+)
+def test_what_is_not_here_is_an_error_and_the_stream_goes_on(
+    question: wire.WeightsFrame, folder: ModelFolder, manifest: Manifest
+) -> None:
+    body = question.WhichOneof("body")
+    asked = type(question).FromString(question.SerializeToString())
+    if body in ("tree_query", "piece_query") and getattr(asked, body).part in (99, 1):
+        getattr(asked, body).model_version = manifest.version
+
+    async def main() -> wire.WeightsFrame:
+        async with trio.open_nursery() as nursery:
+            network = MemoryNetwork(nursery)
+            server, _ = hands_on(network, folder, manifest)
+            asker = network.node(Identity.generate())
+            async with open_weights(cast(Swarm, asker), server.peer_id) as stream:
+                await stream.send(asked, timeout=5.0)
+                answer, _ = await stream.receive(timeout=5.0)
+                assert await ask_offer(stream, manifest.version, NUM_BLOCKS, timeout=5.0) is not None
+            nursery.cancel_scope.cancel()
+        return answer
+
+    assert run_autojumping(main).WhichOneof("body") == "error"
+
+
+def test_a_question_with_tensors_ends_the_stream_before_they_are_read(folder: ModelFolder, manifest: Manifest) -> None:
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            network = MemoryNetwork(nursery)
+            server, _ = hands_on(network, folder, manifest)
+            asker = network.node(Identity.generate())
+            async with open_weights(cast(Swarm, asker), server.peer_id) as stream:
+                frame = wire.WeightsFrame(
+                    query=wire.WeightsQuery(model_version=manifest.version), tensors=[wire.Tensor(nbytes=100_000)]
+                )
+                with suppress(PeerError):
+                    await stream.send(frame, [bytes(100_000)], timeout=5.0)
+                with pytest.raises(PeerError):
+                    await stream.receive(timeout=5.0)
+            nursery.cancel_scope.cancel()
+
+    run_autojumping(main)
+
+
+def test_sessions_go_before_uploads(folder: ModelFolder, manifest: Manifest) -> None:
+    """While peers use sessions here, all uploads together have a small part of the line, in turns by address."""
+
+    async def main(serving: bool) -> float:
+        async with trio.open_nursery() as nursery:
+            network = MemoryNetwork(nursery)
+            server, _ = hands_on(network, folder, manifest)
+            server.host.is_serving = serving  # type: ignore[misc]
+            asker = network.node(Identity.generate())
+            async with open_weights(cast(Swarm, asker), server.peer_id) as stream:
+                begun = trio.current_time()
+                for _ in range(20):
+                    await ask_piece(stream, manifest.version, 1, 0, timeout=60.0)
+                    assert await receive_piece(stream, timeout=60.0) is not None
+                seconds = trio.current_time() - begun
+            nursery.cancel_scope.cancel()
+        return seconds
+
+    assert run_autojumping(main, False) < 1.0
+    assert run_autojumping(main, True) > 18.0
+
+
+def test_a_model_that_was_fetched_serves_again_when_nobody_else_does(folder: ModelFolder, manifest: Manifest) -> None:
+    fetched(lambda network, _: hands_on(network, folder, manifest) and None)
+    assert compute_manifest(fetched(lambda network, asker: None)).version == manifest.version
+
+
+def test_a_cut_fetch_goes_on_where_it_stopped(folder: ModelFolder, manifest: Manifest) -> None:
+    sent: list[int] = []
+
+    def dies(asked: wire.WeightsFrame, answer: wire.WeightsFrame, payloads: list[bytes]) -> list[bytes]:
+        if asked.HasField("piece_query"):
+            sent.append(asked.piece_query.piece)
+            if len(sent) == 6:
+                return flipped(asked, answer, payloads)  # nobody asks it any more
+        return payloads
+
+    with pytest.raises(SwarmError, match="no peer hands on"):
+        fetched(lambda network, _: hands_on(network, folder, manifest, dies) and None, need=Span(0, 6))
+    before = len(sent)
+
+    def counted(asked: wire.WeightsFrame, answer: wire.WeightsFrame, payloads: list[bytes]) -> list[bytes]:
+        sent.extend([0] * asked.HasField("piece_query"))
+        return payloads
+
+    found = fetched(lambda network, _: hands_on(network, folder, manifest, counted) and None, need=Span(0, 6))
+    assert part_digests(Checkpoint(found.path), range(6)) == dict(enumerate(manifest.blocks))
+    pieces = sum(count_pieces(Checkpoint(folder.path).nbytes(block)) for block in range(6))
+    assert len(sent) - before <= pieces - 5

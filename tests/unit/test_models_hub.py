@@ -189,6 +189,22 @@ def test_a_gated_model_says_how_and_opens_with_a_token(hub: Hub, person: Person)
     assert "error" not in person.fetch(HF_TOKEN="hf_secret")
 
 
+def test_only_what_the_hub_gives_to_everybody_is_handed_on(hub: Hub, person: Person) -> None:
+    """Also after the model was gated, and not before the hub was asked."""
+    from petalnode.node.models.sources.hub import is_for_everybody
+
+    folder = resolve(Path(person.fetch(need="config")["path"]), need="config")
+    assert is_for_everybody(folder)
+    hub.gated = "manual"
+    person.fetch(need="config")
+    assert not is_for_everybody(folder)
+    hub.gated = False
+    person.fetch(need="config", offline=True)
+    assert not is_for_everybody(folder)
+    person.fetch(need="config")
+    assert is_for_everybody(folder)
+
+
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [

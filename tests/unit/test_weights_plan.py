@@ -40,6 +40,7 @@ def test_nothing_is_asked_twice_before_all_was_asked_for_once() -> None:
     assert made.take("a") == (1, 1)
     assert made.take("c") is None  # part 2 was not asked for yet
     assert made.take("b") == (2, 0)
+    assert made.take("c", idle=False) is None
     assert made.take("c") == (1, 0)  # the last pieces are asked of two
     assert made.take("c") == (1, 1)
     assert made.take("c") is None

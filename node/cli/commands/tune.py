@@ -224,7 +224,9 @@ class _TuneRun:
         start.stage("joining the swarm")
         async with joined(join, self.output, role="tune", listens=False) as (swarm, _):
             start.stage("looking for the model")
-            folder = await model_folder(name or await served_model(swarm, self.output), self.output, need="client")
+            folder = await model_folder(
+                name or await served_model(swarm, self.output), self.output, need="client", swarm=swarm
+            )
             identified = await identify_model(swarm, folder, bars)
             bars.stop()
             async with open_client(swarm, identified, trusted=self.options.trusted_servers()) as client:
