@@ -13,14 +13,18 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, Union
+from typing import TYPE_CHECKING, Any, Final, Union
 
 from ..errors import PetalnodeError
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader
 
 PACKAGES: Final = frozenset(
     (
@@ -99,65 +103,71 @@ class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name in PACKAGES:
-            kind: type[_Loader] = _PackageLater
-        elif name in MODULES and name not in _wanted:
-            kind = _ModuleLater
+        run: Callable[[Loader, ModuleType], None] = _run_when_asked
+        if name in MODULES and name not in _wanted:
+            run = _stand_in
         elif name == _STRUCTURES:
-            kind = _Remembering
-        elif name == "torch.compiler":
-            kind = _NeverCompiling
-        else:
+            run = _run_remembering
+        elif name not in PACKAGES:
             return None
         real = PathFinder.find_spec(name, path, target)
         if real is None or real.loader is None:
             return None
-        spec = ModuleSpec(name, kind(real), origin=real.origin)  # type: ignore[arg-type]  # it has what is called
+        spec = ModuleSpec(name, _Loader(real.loader, run), origin=real.origin)  # type: ignore[arg-type]  # all is there
         spec.submodule_search_locations = real.submodule_search_locations
         spec.has_location = real.has_location
         return spec
 
 
+@dataclass(frozen=True)
 class _Loader:
-    def __init__(self, real: ModuleSpec) -> None:
-        assert real.loader is not None
-        self._loader = real.loader
+    real: Loader
+    run: Callable[[Loader, ModuleType], None]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return None
 
-
-class _PackageLater(_Loader):
     def exec_module(self, module: ModuleType) -> None:
-        lock, done = threading.RLock(), False
-
-        def get(name: str) -> Any:
-            nonlocal done
-            if name.startswith("__"):
-                raise AttributeError(name)
-            with lock:
-                if not done:
-                    done = True
-                    self._loader.exec_module(module)
-            if name not in module.__dict__:
-                raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
-            return module.__dict__[name]
-
-        module.__dict__["__getattr__"] = get
-        if module.__name__ == "torch._dynamo":
-            module.__dict__.update(_MARKS)
+        self.run(self.real, module)
 
 
-class _ModuleLater(_Loader):
-    def exec_module(self, module: ModuleType) -> None:
-        def get(name: str) -> Any:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            place = module.__name__, name
-            found = _ANSWERS.get(place) or Deferred(lambda: _imported(module, name), place)
-            return module.__dict__.setdefault(name, found)
+def _run_when_asked(real: Loader, module: ModuleType) -> None:
+    lock, done = threading.RLock(), False
 
-        module.__dict__["__getattr__"] = get
+    def get(name: str) -> Any:
+        nonlocal done
+        if name.startswith("__"):
+            raise AttributeError(name)
+        with lock:
+            if not done:
+                done = True
+                real.exec_module(module)
+        if name not in module.__dict__:
+            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+        return module.__dict__[name]
+
+    module.__dict__["__getattr__"] = get
+    if module.__name__ == "torch._dynamo":
+        module.__dict__.update(_MARKS)
+
+
+def _stand_in(_: Loader, module: ModuleType) -> None:
+    def get(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        place = module.__name__, name
+        found = _ANSWERS.get(place) or Deferred(lambda: _imported(module, name), place)
+        return module.__dict__.setdefault(name, found)
+
+    module.__dict__["__getattr__"] = get
+
+
+def _run_remembering(real: Loader, module: ModuleType) -> None:
+    """Lets transformers remember which model has what, for which it reads a thousand files, twice."""
+    real.exec_module(module)
+    read = module.__dict__.get(_READ_STRUCTURE)
+    if read is not None:
+        module.__dict__[_READ_STRUCTURE] = remembered(read)
 
 
 def _imported(stand_in: ModuleType, name: str) -> Any:
@@ -205,30 +215,13 @@ class Deferred:
         return Union[other, self]  # noqa: UP007
 
 
-class _Remembering(_Loader):
-    """Lets transformers remember which model has what, for which it reads a thousand files, twice."""
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        read = module.__dict__.get(_READ_STRUCTURE)
-        if read is not None:
-            module.__dict__[_READ_STRUCTURE] = remembered(read)
-
-
-class _NeverCompiling(_Loader):
-    """Leaves functions as they are that transformers marks for torch's compiler: a mark imports all of the compiler."""
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        module.__dict__.update(_MARKS)
-
-
 def unmarked(function: Any = None, *_: Any, **__: Any) -> Any:
     """`function`; without one, a decorator that does nothing."""
     return (lambda decorated: decorated) if function is None else function
 
 
 _MARKS: Final = dict.fromkeys(("allow_in_graph", "assume_constant_result", "disable", "nonstrict_trace"), unmarked)
+"""Of functions for torch's compiler, which transformers sets: they import all of it, and no command compiles."""
 
 
 def remembered(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
