@@ -6,7 +6,7 @@ Hashing and unpacking run in worker threads, the pass on the compute thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -37,12 +37,14 @@ class KeptTensors:
 
 @dataclass(frozen=True)
 class BatchJob:
-    """A batch request, ready to be computed."""
+    """A batch request, ready to be computed. While its gradient is on its way it has no hash, but the `payload` of its
+    hidden states."""
 
     request: wire.BatchRequest
     batch: Batch
     kept: KeptTensors | None
-    request_hash: bytes
+    request_hash: bytes = b""
+    payload: bytearray = field(default_factory=bytearray)
 
 
 @dataclass(frozen=True)
@@ -79,20 +81,7 @@ def unpack_request(
     Raises:
         Refusal: values that are not finite.
     """
-    request_hash = hash_of_batch(protocol, request, hash_of_payloads(payloads), kept.hash if kept else NOTHING_KEPT)
-    batch = unpack_batch(terms, request, payloads[0], kept)
-    if len(payloads) > 1:
-        batch = replace(batch, gradient=_finite(request.tensors[1], payloads[1], "the gradient"))
-    return BatchJob(request, batch, kept, request_hash)
-
-
-def unpack_batch(terms: BatchTerms, request: wire.BatchRequest, payload: bytearray, kept: KeptTensors | None) -> Batch:
-    """What goes forward through the blocks; `payload` is that of the hidden states.
-
-    Raises:
-        Refusal: values that are not finite.
-    """
-    hidden = _finite(request.tensors[0], payload, "the hidden states")
+    hidden = _finite(request.tensors[0], payloads[0], "the hidden states")
     rows, tokens = hidden.shape[:2]
     mask = positions = None
     if request.mask:
@@ -103,7 +92,27 @@ def unpack_batch(terms: BatchTerms, request: wire.BatchRequest, payload: bytearr
         positions = torch.tensor(request.positions, dtype=torch.long).view(rows, tokens)
     tensors = kept.tensors if kept else {}
     lora = {parsed: tensor for name, tensor in tensors.items() if (parsed := LoraName.parse(name)) is not None}
-    return Batch(terms.span, hidden, mask, positions, tensors.get(PROMPTS), lora)
+    batch = Batch(terms.span, hidden, mask, positions, tensors.get(PROMPTS), lora)
+    if len(payloads) < len(request.tensors):
+        return BatchJob(request, batch, kept, payload=payloads[0])
+    if len(payloads) > 1:
+        batch = replace(batch, gradient=_finite(request.tensors[1], payloads[1], "the gradient"))
+    return BatchJob(request, batch, kept, _hash(protocol, request, payloads, kept))
+
+
+def with_gradient(protocol: str, job: BatchJob, payload: bytearray) -> BatchJob:
+    """The job whose gradient has come.
+
+    Raises:
+        Refusal: values that are not finite.
+    """
+    request_hash = _hash(protocol, job.request, [job.payload, payload], job.kept)
+    batch = replace(job.batch, gradient=_finite(job.request.tensors[1], payload, "the gradient"))
+    return BatchJob(job.request, batch, job.kept, request_hash)
+
+
+def _hash(protocol: str, request: wire.BatchRequest, payloads: Sequence[bytearray], kept: KeptTensors | None) -> bytes:
+    return hash_of_batch(protocol, request, hash_of_payloads(payloads), kept.hash if kept else NOTHING_KEPT)
 
 
 def run_job(

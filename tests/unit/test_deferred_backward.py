@@ -50,7 +50,7 @@ async def late_pass(blocks: BlockSpan) -> AsyncIterator[Any]:
             yield (
                 compute,
                 SpanPasses(blocks, 1 << 40),
-                DeferredBackward(WORK, bytearray(PAYLOAD), None, BATCH),
+                DeferredBackward(BatchJob(WORK, BATCH, None, payload=bytearray(PAYLOAD))),
                 budget,
                 lease,
             )
@@ -79,9 +79,9 @@ async def test_who_needs_the_memory_takes_it(blocks: BlockSpan) -> None:
         late.lend(lease)
         await late.recompute(compute, passes)
         await budget.acquire(60, 0.01)
-        assert lease.taken and not late.payload  # and nothing else holds it
+        assert lease.taken and late.job is None  # and nothing else holds it
         with pytest.raises(Refusal, match="memory"):
-            late.check()
+            late.checked()
         late.settle(JOB)
         with pytest.raises(Refusal, match="memory") as caught:
             await late.ready()

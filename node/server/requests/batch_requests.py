@@ -6,7 +6,6 @@ The gradient of a batch may come later than its input: the server computes forwa
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,8 +19,8 @@ from ....protocols.framing import PeerError, StreamTimeout
 from ....protocols.ids import BACKWARD
 from ....protocols.inference import Refusal, bad_request, receipt_to_wire
 from ....protocols.training import KEPT_SETS, BatchFrames, BatchTerms, raw_bytes, receive_pieces, send_in_pieces
-from ...blocks.batch_job import BatchJob, KeptTensors, pack, run_job, unpack_batch, unpack_keep, unpack_request
-from ...blocks.passes import Batch, SavedActivations, SpanPasses
+from ...blocks.batch_job import BatchJob, KeptTensors, pack, run_job, unpack_keep, unpack_request, with_gradient
+from ...blocks.passes import SavedActivations, SpanPasses
 from ...errors import unwrapped
 from ..budget import Lease, MemoryBudget
 from ..compute_thread import ComputeThread, PassResult
@@ -46,12 +45,8 @@ class DeferredBackward:
     it takes it. The client then sends the whole request.
     """
 
-    def __init__(self, request: wire.BatchRequest, payload: bytearray, kept: KeptTensors | None, batch: Batch) -> None:
-        self.request = request
-        self.payload = payload
-        self.kept = kept
-        self._batch: Batch | None = batch
-        self._job: BatchJob | None = None
+    def __init__(self, job: BatchJob) -> None:
+        self.job: BatchJob | None = job  # None once it was given up
         self._recomputed: PassResult[SavedActivations] | None = None
         self._refusal: Refusal | None = None
         self._settled = trio.Event()
@@ -71,33 +66,35 @@ class DeferredBackward:
         """Drops what it holds. Does nothing once the gradient is there."""
         self._recall()
         if not self._settled.is_set():
-            self._refusal = Refusal(
-                wire.ERROR_BUSY, f"work {self.request.sequence} was given up: {why}; send all of it"
-            )
-            self.payload, self._batch, self._recomputed = bytearray(), None, None
+            assert self.job is not None
+            what = f"work {self.job.request.sequence} was given up: {why}; send all of it"
+            self._refusal = Refusal(wire.ERROR_BUSY, what)
+            self.job = self._recomputed = None
             self._scope.cancel()
             self._settled.set()
 
-    def check(self) -> None:
+    def checked(self) -> BatchJob:
         """
         Raises:
             Refusal: it was given up.
         """
         if self._refusal is not None:
             raise self._refusal
+        assert self.job is not None
+        return self.job
 
     def settle(self, job: BatchJob) -> None:
         """The gradient is there. Does nothing if it was given up."""
         if self._recall() and not self._settled.is_set():
-            self._job = job
+            self.job = job
             self._settled.set()
 
     async def recompute(self, compute: ComputeThread, passes: SpanPasses, peer: str = "") -> None:
         """Runs the first half of the pass. Raises nothing; `ready` does."""
         try:
             with self._scope:
-                if self._batch is not None:
-                    self._recomputed = await compute.run_pass(passes.recompute(self._batch), peer=peer)
+                if self.job is not None:
+                    self._recomputed = await compute.run_pass(passes.recompute(self.job.batch), peer=peer)
         except Refusal as refusal:
             self._refusal = refusal
         self._done.set()
@@ -111,11 +108,10 @@ class DeferredBackward:
         with trio.move_on_after(GRADIENT_TIMEOUT):
             await self._settled.wait()
         self.give_up(f"its gradient did not come for {GRADIENT_TIMEOUT:.0f} s")
-        if self._job is not None:
+        if self.job is not None:
             await self._done.wait()
-        self.check()
-        assert self._job is not None and self._recomputed is not None
-        job, recomputed = self._job, self._recomputed
+        job, recomputed = self.checked(), self._recomputed
+        assert recomputed is not None
         self._recomputed = None  # what is kept is free as the second half goes on
         return job, recomputed
 
@@ -280,10 +276,10 @@ class BatchRequests:
         lease = await self._reserve(self._memory.requests, batch_bytes(request, kept.keep if kept else None))
         here = request.tensors[:1] if request.gradient_follows else request.tensors
         payloads = await receive_pieces(self._stream, [tensor.nbytes for tensor in here], timeout=PIECE_TIMEOUT)
+        job = await trio.to_thread.run_sync(unpack_request, self._protocol, self._terms, request, payloads, kept)
         if not request.gradient_follows:
-            return _Item(await self._unpack(request, payloads, kept), lease)
-        batch = await trio.to_thread.run_sync(unpack_batch, self._terms, request, payloads[0], kept)
-        deferred = self._deferred[request.sequence] = DeferredBackward(request, payloads[0], kept, batch)
+            return _Item(job, lease)
+        deferred = self._deferred[request.sequence] = DeferredBackward(job)
         deferred.lend(lease)
         return _Item(deferred, lease)
 
@@ -291,17 +287,10 @@ class BatchRequests:
         deferred = self._deferred.get(gradient.sequence)
         if deferred is None:
             raise bad_request(f"no work {gradient.sequence} waits for its gradient")
-        deferred.check()
-        size = deferred.request.tensors[1].nbytes
+        size = deferred.checked().request.tensors[1].nbytes
         [payload] = await receive_pieces(self._stream, [size], timeout=PIECE_TIMEOUT)
-        deferred.check()
-        deferred.settle(await self._unpack(deferred.request, [deferred.payload, payload], deferred.kept))
+        deferred.settle(await trio.to_thread.run_sync(with_gradient, self._protocol, deferred.checked(), payload))
         self._deferred.pop(gradient.sequence, None)
-
-    async def _unpack(
-        self, request: wire.BatchRequest, payloads: Sequence[bytearray], kept: KeptTensors | None
-    ) -> BatchJob:
-        return await trio.to_thread.run_sync(unpack_request, self._protocol, self._terms, request, payloads, kept)
 
     async def _reserve(self, budget: MemoryBudget, nbytes: int) -> Lease:
         lease = await reserve(budget, nbytes, MEMORY_WAIT, never=wire.ERROR_TOO_LONG, holder=self._stream.peer_id)
