@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -101,10 +100,3 @@ def circles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
         if module not in index:
             visit(module)
     return found
-
-
-def described_way(what: str) -> list[tuple[str, str, str]]:
-    """(file, function, what leads there) of each row of the table of docs/architecture.md for one of something."""
-    _, _, section = (ROOT / "docs/architecture.md").read_text().partition(f"\n## One {what}\n")
-    row = r"^\| `([\w/]+\.py)` \| `(\w+)` \|.*\| ([^|]*) \|$"
-    return re.findall(row, section.partition("\n## ")[0], re.MULTILINE)

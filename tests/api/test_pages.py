@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from petalnode.crypto.identity import Identity
 from petalnode.node.api.engine.core import Core
 from petalnode.node.api.http.admission import Admission
 from petalnode.node.api.http.keys import ApiKeys, hash_of_key
@@ -20,6 +21,7 @@ from tests.api.conftest import Served
 from tests.memory_api import MemoryApi, memory_api
 
 KEY = "pn-of-this-test"
+GONE = Identity.from_seed(bytes(32)).peer_id
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,9 @@ def site(served: Served) -> Iterator[MemoryApi]:
         return {server.peer_id: LastVerdict("ok", "", 1.0) for server in known if server.span.start == 0}
 
     def pages(core: Core) -> list[Any]:
-        return [*swarm_routes(core, peers=("/ip4/192.0.2.1/tcp/4001/p2p/x",), verdicts=verdicts), *page_routes()]
+        living = min(peer for peer in served.swarm.network.nodes if core.client.swarm.is_connected(peer))
+        peers = (f"/ip4/192.0.2.1/tcp/1/p2p/{GONE}", f"/ip4/192.0.2.1/tcp/2/p2p/{living}")
+        return [*swarm_routes(core, peers=peers, verdicts=verdicts), *page_routes()]
 
     with memory_api(served.swarm, served.folder, admission=admission, pages=pages) as running:
         yield running
@@ -112,6 +116,6 @@ def test_the_swarm_is_who_serves_it(site: MemoryApi) -> None:
     assert (found["model"], found["num_blocks"], found["coverage"]) == ("tiny-llama", 6, [1] * 6)
     assert [one["blocks"] for one in found["servers"]] == [[0, 2], [2, 4], [4, 6]]
     assert all(one["cache_tokens"] == 100_000 and one["state"] == "online" for one in found["servers"])
-    assert found["help"]["command"] == "petalnode serve tiny-llama --peer /ip4/192.0.2.1/tcp/4001/p2p/x"
+    assert found["help"]["command"].startswith("petalnode serve tiny-llama --peer /ip4/192.0.2.1/tcp/2/p2p/")
     assert [one["verdict"] and one["verdict"]["verdict"] for one in found["servers"]] == ["ok", None, None]
     assert found["self"] not in {one["peer_id"] for one in found["servers"]}

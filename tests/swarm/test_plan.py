@@ -114,3 +114,37 @@ def test_a_plan_for_a_running_swarm(shared_swarm: SharedSwarm, home: Path) -> No
     # All three are needed, so no plan does better than another by leaving one out.
     assert sum(machine["blocks"][1] - machine["blocks"][0] for machine in plan["fastest"]["machines"]) == 6
     assert 0 < plan["fastest"]["ms_per_token"] <= plan["now"]["ms_per_token"] + 1e-3
+
+
+def test_what_fits_is_told_without_a_network(machines: Path, tmp_path: Path, home: Path) -> None:
+    file = tmp_path / "fleet.json"
+    boxes = [{"name": name, "device": kind, "region": "home"} for name, kind in (("desk", "cpu"), ("box", "rtx3090"))]
+    file.write_text(json.dumps({"machines": boxes}))
+    outcome = petalnode("fit", "--machines", str(file), "--json", env=environment(home))
+    assert outcome.code == 0, outcome
+    found = {line["model"]: line for line in outcome.objects}
+    assert found["Qwen/Qwen3-8B"]["fits"] and found["Qwen/Qwen3-8B"]["tokens_per_second"] > 1
+    large = found["meta-llama/Llama-3.1-405B-Instruct"]
+    assert not large["fits"] and large["machines_missing"] > 1 and large["missing_bytes"] > 1e11
+    one = petalnode("fit", "Llama-3.1-70B-Instruct", "--machines", str(file), env=environment(home))
+    assert one.code == 0 and one.out.count("Llama-3.1-70B") == 3 and "GB missing" in one.out, one
+    plan = petalnode("plan", "Llama-3.1-8B-Instruct", "--machines", str(file), "--json", env=environment(home))
+    assert plan.code == 0 and plan.objects[0]["num_blocks"] == 32, plan
+    assert petalnode("fit", "nobody/knows-this", env=environment(home)).code == 2
+    counted = petalnode("fit", "--machines", str(machines), env=environment(home))
+    assert counted.code == 2 and "block_mb" in counted.err, counted
+
+
+def test_this_machine_and_files_on_it_without_a_swarm(shared_swarm: SharedSwarm, home: Path) -> None:
+    here = petalnode("fit", "smollm2-135m-instruct", "--json", env=environment(home))
+    assert here.code == 0 and here.objects[0]["tokens_per_second"] > 0, here
+    plan = petalnode("plan", str(shared_swarm.folder), env=environment(home))
+    assert plan.code == 0 and "tiny-llama" in plan.out and "fits" in plan.out, plan
+
+
+def test_a_swarm_fits_what_its_servers_could_hold(shared_swarm: SharedSwarm, home: Path) -> None:
+    outcome = petalnode("fit", "--peer", shared_swarm.peer, env=environment(home))
+    assert outcome.code == 2 and "--machines FILE" in outcome.err, outcome  # nobody knows these models
+    cwd = shared_swarm.models
+    outcome = petalnode("fit", "tiny-llama", "--json", "--peer", shared_swarm.peer, env=environment(home), cwd=cwd)
+    assert outcome.code == 0 and all(line["fits"] for line in outcome.objects), outcome

@@ -149,7 +149,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     [
         ({"ms_per_block": 1}, "one: how many blocks can it hold"),
         ({"blocks": 1}, "one: how fast is it"),
-        ({"device": "m2"}, "one: how many blocks can it hold"),  # that depends on the laptop
+        ({"device": "m2"}, "one: how large is a block"),  # the least memory that is sold counts
         ({"memory_gb": 3, "ms_per_block": 1}, "one: how large is a block"),
         ({"device": "rtx3090"}, "one: how large is a block"),
     ],

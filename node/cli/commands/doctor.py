@@ -29,6 +29,7 @@ from ...swarm.swarm import Swarm
 from ..join import JoinOptions, joined, joins_swarm, kept_port
 from ..node_report import CLOCKS, clock_offsets
 from ..output import Output
+from .planning.fit import largest_here
 
 Verdict = Literal["ok", "warning", "problem"]
 
@@ -84,6 +85,7 @@ async def _doctor(join: JoinOptions) -> None:
     warnings = sum(finding.verdict == "warning" for finding in findings)
     counted = f"{_count(problems, 'problem')}, {_count(warnings, 'warning')}"
     output.say(counted if problems + warnings else "all is well")
+    output.say(await trio.to_thread.run_sync(largest_here, abandon_on_cancel=True))
     raise typer.Exit(ExitCode.RESULT_SAYS_NO if problems else ExitCode.DONE)
 
 

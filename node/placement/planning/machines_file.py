@@ -45,7 +45,7 @@ MACHINES: Final = MachinesLimits()
 _KEYS: Final = ("name", "device", "region", "blocks", "memory_gb", "ms_per_block", "trusted", "rtt_ms")
 _CLIENT_KEYS: Final = ("region", "rtt_ms", "ms_per_token")
 CLIENT: Final = "client"
-DEVICES: Final[Mapping[str, tuple[float | None, float]]] = {
+DEVICES: Final[Mapping[str, tuple[float, float]]] = {
     "a100-40": (40, 1555),
     "a100-80": (80, 2039),
     "a10g": (24, 600),
@@ -60,14 +60,14 @@ DEVICES: Final[Mapping[str, tuple[float | None, float]]] = {
     "rtx5090": (32, 1792),
     "t4": (16, 320),
     "v100": (16, 900),
-    "m1": (None, 68),
-    "m2": (None, 100),
-    "m3": (None, 100),
-    "m4": (None, 120),
-    "cpu": (None, 40),
+    "m1": (8, 68),
+    "m2": (8, 100),
+    "m3": (8, 100),
+    "m4": (16, 120),
+    "cpu": (16, 40),
 }
-"""Memory in 10^9 bytes (None where it differs from one to another) and its bandwidth in 10^9 bytes per second, by the
-makers' data sheets; a laptop's processor with two channels of memory for `cpu`."""
+"""Memory in 10^9 bytes (the least that is sold, where it differs: `memory_gb` says what there is) and its bandwidth in
+10^9 bytes per second, by the makers' data sheets; a laptop's processor with two channels of memory for `cpu`."""
 _TABLE = Path(__file__).with_name("regions.csv")
 
 

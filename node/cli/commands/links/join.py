@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -16,8 +17,10 @@ from ....errors import BadInput, ModelError, SwarmError
 from ....links.format import INVITE, Invite, check_word
 from ....links.making import rank
 from ....links.target import open_link
-from ....models import ModelFolder, Need, resolve
+from ....models import ModelFolder, Need, resolve, split_version
+from ....models.progress import no_progress
 from ....models.quantisation import choose_kernels
+from ....models.sources.alias import ALIASES
 from ....network.nat.relay import RelayLimits
 from ....placement.joining import span_for_newcomer, why_join
 from ....placement.observed import observe_servers
@@ -25,6 +28,7 @@ from ....server.lifecycle.memory import plan_memory, size
 from ....server.lifecycle.options import ServerOptions
 from ....server.lifecycle.pausing import PausePolicy
 from ....swarm.swarm import Swarm
+from ....weights.remote_model import RemoteModel, find_remote_model
 from ...join import KEY_IN_SIGHT, JoinOptions, joined, joins_swarm
 from ...metrics import MetricsOptions
 from ...model_choice import check_device, is_named, is_online, model_folder, served_model
@@ -166,33 +170,48 @@ async def _look(join: JoinOptions, wishes: JoinWishes, output: Output) -> Prospe
                 "MODEL to `petalnode chat` or `serve`, with the link as --peer"
             )
         version, (name, num_blocks) = next(iter(fitting.items()))
-        folder = await model_folder(asked, output, need="config")
-        if folder.num_blocks != num_blocks:
+        folder, remote = await _configuration(swarm, asked, output)
+        if folder is not None and folder.num_blocks != num_blocks:
             raise ModelError(f"{name} has {folder.num_blocks} blocks here, and {num_blocks} in the swarm: not the same")
         servers = [one for one in view.servers(version, now=time.time()) if is_online(one, num_blocks)]
-        found = Prospect(f"{folder.asked or name}@{version.hex()[:16]}", num_blocks, len(servers))
+        found = Prospect(f"{split_version(asked)[0]}@{version.hex()[:16]}", num_blocks, len(servers))
         if wishes.chat:
-            return replace(found, fetch=_missing(folder, "client"))
+            return replace(found, fetch=_missing(asked, remote, "client"))
         options = ServerOptions(asked, num_blocks=wishes.num_blocks, device=wishes.device)
-        return await trio.to_thread.run_sync(_serving, swarm, folder, options, version, found)
+        sizing = None if folder is None else await trio.to_thread.run_sync(plan_memory, folder, options)
+        count = sizing.count if sizing is not None else wishes.num_blocks or num_blocks
+        seen = observe_servers(swarm.view.servers(version, now=time.time()), num_blocks, swarm.peer_id)
+        span = span_for_newcomer(seen.servers, swarm.peer_id, None, count, num_blocks)
+        reason = why_join(seen.servers, span, num_blocks)
+        memory = 0 if sizing is None else sizing.nbytes
+        return replace(found, span=span, reason=reason, fetch=_missing(asked, remote, span), memory=memory)
 
 
-def _serving(swarm: Swarm, folder: ModelFolder, options: ServerOptions, version: bytes, found: Prospect) -> Prospect:
-    """Which blocks this machine would serve, as `petalnode serve` chooses them."""
-    sizing = plan_memory(folder, options)
-    seen = observe_servers(swarm.view.servers(version, now=time.time()), folder.num_blocks, swarm.peer_id)
-    span = span_for_newcomer(seen.servers, swarm.peer_id, None, sizing.count, folder.num_blocks)
-    reason = why_join(seen.servers, span, folder.num_blocks)
-    return replace(found, span=span, reason=reason, fetch=_missing(folder, span), memory=sizing.nbytes)
+async def _configuration(swarm: Swarm, asked: str, output: Output) -> tuple[ModelFolder | None, RemoteModel | None]:
+    """(the model's folder, with its configuration; what peers hand on of it). The person has not agreed to more than
+    some kilobytes: an alias, whose configuration comes with its weights, is left for later.
+
+    Raises:
+        ModelError, SwarmError, MachineError: the configuration cannot be had.
+    """
+    remote = None
+    with suppress(SwarmError, ModelError):  # nobody hands it on
+        remote = await find_remote_model(swarm, asked, no_progress)
+    with suppress(ModelError):
+        return await trio.to_thread.run_sync(lambda: resolve(asked, need="config", offline=True)), remote
+    if remote is not None:
+        return await remote.fetch("config", no_progress), remote
+    if split_version(asked)[0] in ALIASES:
+        return None, None
+    return await model_folder(asked, output, need="config"), None
 
 
-def _missing(folder: ModelFolder, need: Need) -> int | None:
-    """Bytes that are still to be fetched; None if that is not known before."""
-    try:
-        resolve(folder.asked, need=need, offline=True)
-    except ModelError:
-        return None
-    return 0
+def _missing(asked: str, remote: RemoteModel | None, need: Need) -> int | None:
+    """Bytes of weights that are still to be fetched; None if that is not known before."""
+    with suppress(ModelError):
+        resolve(asked, need=need, offline=True)
+        return 0
+    return None if remote is None else remote.missing(need)
 
 
 def _say_prospect(output: Output, prospect: Prospect) -> None:
@@ -207,7 +226,10 @@ def _say_prospect(output: Output, prospect: Prospect) -> None:
         memory_bytes=prospect.memory if span is not None else None,
     )
     output.say(f"{prospect.model} has {prospect.num_blocks} blocks, on {prospect.servers} servers now")
-    known = {0: "nothing is to be fetched, all is here", None: "its weights will be fetched"}
+    known = {
+        0: "nothing is to be fetched, all is here",
+        None: "its weights will be fetched, from where they are public",
+    }
     fetch = known.get(prospect.fetch) or f"{size(prospect.fetch or 0)} will be fetched"
     if span is None:
         output.say(f"to chat, {fetch} (embeddings, head and tokenizer)")
@@ -217,7 +239,8 @@ def _say_prospect(output: Output, prospect: Prospect) -> None:
         )
         return
     output.say(f"this machine would serve {len(span)} blocks, as it looks now {span}: {prospect.reason}")
-    output.say(f"{fetch}; the server will take {size(prospect.memory)} of memory, until Ctrl-C")
+    takes = f"will take {size(prospect.memory)} of memory" if prospect.memory else "says what memory it takes"
+    output.say(f"{fetch}; the server {takes}, and runs until Ctrl-C")
     output.say(
         "others see this machine's address, and send it hidden states, from which much of their text can be told; they "
         "see nothing of your files (docs/privacy.md)"

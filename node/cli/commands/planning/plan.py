@@ -10,20 +10,19 @@ import trio
 import typer
 from rich.table import Table
 
-from ....protocols.announcement import Announcement, ServerState
-from ....protocols.framing import PeerError
-from ....protocols.ids import Span
-from ...client.deadlines import DEADLINES
-from ...errors import BadInput, ModelError, NoChainError, SwarmError
-from ...models import Checkpoint, ModelFolder, resolve
-from ...placement.planning.machines_file import MACHINES, Fleet, MachinesFile, fleet_of, read_machines
-from ...placement.planning.plans import FleetPlan, busiest_plan, fastest_plan, fleet_of_servers, present_plan
-from ...swarm.swarm import Swarm
-from ..join import JoinOptions, joined, joins_swarm
-from ..model_choice import is_named, served_by
-from ..output import Output, ProgressBars
-
-_PINGS_AT_ONCE = 32
+from .....protocols.announcement import Announcement, ServerState
+from .....protocols.ids import Span
+from ....client.deadlines import DEADLINES
+from ....errors import BadInput, ModelError, NoChainError, SwarmError
+from ....models import Checkpoint, ModelFolder, resolve
+from ....placement.planning.machines_file import MACHINES, Fleet, MachinesFile, fleet_of, read_machines
+from ....placement.planning.model_sizes import known_model
+from ....placement.planning.plans import FleetPlan, busiest_plan, fastest_plan, fleet_of_servers, present_plan
+from ...join import JoinOptions, joined, joins_swarm
+from ...model_choice import is_named, served_by
+from ...output import Output, ProgressBars
+from .fit import say_fit_here
+from .round_trips import measured
 
 
 @joins_swarm
@@ -64,7 +63,14 @@ def plan(
         if trusted_blocks is not None:
             raise BadInput("--trusted-blocks goes with --machines FILE, which marks the machines that are your own")
         join.check()
-        trio.run(_plan_swarm, model, seconds, join, output)
+        try:
+            trio.run(_plan_swarm, model, seconds, join, output)
+        except (SwarmError, BadInput) as error:
+            searched = isinstance(error, SwarmError) or not join.searches
+            if join.peers or model is None or not searched:
+                raise
+            output.note(f"{error}. On this machine alone:")
+            say_fit_here(model, output)
         return
     file = read_machines(machines)
     blocks, size = _model(model, file, num_blocks, None if block_mb is None else block_mb * 1e6, output)
@@ -78,11 +84,14 @@ def _model(
     """(number of blocks, bytes of a block if known): from the options, else the file, else the model."""
     num_blocks = num_blocks or file.num_blocks
     block_bytes = block_bytes or file.block_bytes
+    known = None if model is None else known_model(model)
+    if known is not None:
+        num_blocks, block_bytes = num_blocks or known.blocks, block_bytes or known.block_bytes("bf16")
     if model is not None and (num_blocks is None or block_bytes is None):
         bars = ProgressBars(output.errors)
         folder = resolve(model, need="config", progress=bars)
         bars.stop()
-        from ...blocks.architecture import open_skeleton  # with torch: two seconds, where a model is named
+        from ....blocks.architecture import open_skeleton  # with torch: two seconds, where a model is named
 
         open_skeleton(folder.path)
         num_blocks = num_blocks or folder.num_blocks
@@ -123,26 +132,12 @@ async def _plan_swarm(model: str | None, seconds: float, join: JoinOptions, outp
                 for server in view.servers(version, now=time.time())
                 if server.state is ServerState.ONLINE and server.num_blocks == num_blocks
             ]
-            rtts: dict[str, float] = {}
-            limiter = trio.CapacityLimiter(_PINGS_AT_ONCE)
-            async with trio.open_nursery() as nursery:
-                for server in servers:
-                    nursery.start_soon(_measure, swarm, server.peer_id, rtts, limiter, output)
+            rtts = await measured(swarm, servers, output)
             answering = [server for server in servers if server.peer_id in rtts]
             if not answering:
                 raise SwarmError(f"no server of {name} answers: try again in a while")
             fleet = fleet_of_servers(answering, rtts)
             await trio.to_thread.run_sync(_print, output, name, fleet, num_blocks, seconds, answering)
-
-
-async def _measure(
-    swarm: Swarm, peer_id: str, rtts: dict[str, float], limiter: trio.CapacityLimiter, output: Output
-) -> None:
-    async with limiter:
-        try:
-            rtts[peer_id] = await swarm.measure_rtt(peer_id, timeout=DEADLINES.rtt)
-        except PeerError as error:
-            output.note(f"left out: {error}")
 
 
 def _print(

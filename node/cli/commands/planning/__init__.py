@@ -1,0 +1,1 @@
+"""Commands that plan: which model fits on which machines, and who serves which blocks."""

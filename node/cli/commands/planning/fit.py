@@ -1,0 +1,247 @@
+"""`petalnode fit`: which models fit on this machine, those of a file or a swarm, and how fast. Nothing is fetched."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Final
+
+import numpy as np
+import psutil
+import trio
+import typer
+from rich.table import Table
+
+from .....protocols.announcement import Announcement
+from ....client.deadlines import DEADLINES
+from ....errors import BadInput, ModelError
+from ....models import resolve
+from ....placement.planning.fitting import Fit, Host, best_fit, fit_of, hosts_of, usable
+from ....placement.planning.machines_file import DEVICES, MACHINES, Fleet, Machine, fleet_of, read_machines
+from ....placement.planning.model_sizes import WEIGHTS, ModelSize, known_model, known_models, size_by_config
+from ....placement.planning.plans import fleet_of_servers
+from ....server.lifecycle.memory import device_memory
+from ...join import JoinOptions, joined, joins_swarm
+from ...model_choice import is_online
+from ...output import Output
+from .round_trips import measured
+
+_READ: Final = 64 << 20  # bytes that each core reads, to see how quick the memory is
+_TRIES: Final = 5
+_UNIT: Final = 1e6
+_HELD: Final = {"none": "bf16", "int8": "Q8_0", "nf4": "Q4_K_M"}
+"""What the quantisations that servers announce take about as much memory as."""
+
+
+@joins_swarm
+def fit(
+    model: Annotated[
+        str | None, typer.Argument(help="One model: of the table, or a folder or hub id that is on this machine.")
+    ] = None,
+    machines: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The machines of this file (docs/planning.md).")
+    ] = None,
+    *,
+    join: JoinOptions,
+) -> None:
+    """Say which models fit, on this machine, those of --machines, or with --peer those of a swarm, and how fast."""
+    output = Output(join.json)
+    models = known_models() if model is None else [_named(model)]
+    if machines is not None:
+        hosts, fleet = _of_file(machines)
+        where = str(machines)
+    elif join.peers:
+        join.check()
+        hosts, fleet = trio.run(_of_swarm, join, output)
+        where = "the servers of this swarm"
+    else:
+        hosts = [this_machine()]
+        fleet, where = alone(), "this machine"
+    told = ", ".join(f"{host.name} {host.memory / 1e9:.1f} GB at {host.bandwidth / 1e9:.0f} GB/s" for host in hosts[:8])
+    output.say(f"{where}: {told}{' and more' if len(hosts) > 8 else ''}")
+    if model is None:
+        _say([best_fit(hosts, fleet, one) for one in models], output)
+    else:
+        _say([fit_of(hosts, fleet, models[0], weights) for weights in WEIGHTS], output)
+
+
+def say_fit_here(model: str, output: Output) -> None:
+    """Says how one model fits on this machine. Raises BadInput if its size is not known."""
+    size, host = _named(model), this_machine()
+    _say([fit_of([host], alone(), size, weights) for weights in WEIGHTS], output)
+
+
+def _say(fits: Sequence[Fit], output: Output) -> None:
+    for found in fits:
+        output.emit(**_as_json(found))
+    if not output.as_json:
+        output.table(_table(fits))
+        output.say("sizes and speeds are estimates; embeddings and head, which the client computes, come on top")
+
+
+def _named(model: str) -> ModelSize:
+    """
+    Raises:
+        BadInput: it is neither in the table nor here.
+    """
+    found = known_model(model)
+    if found is None:
+        try:
+            folder = resolve(model, need="config", offline=True)
+        except ModelError:
+            folder = None
+        found = None if folder is None else size_by_config(folder.name, folder.config)
+    if found is None:
+        raise BadInput(
+            f"the size of {model} is not known: `petalnode fit` lists the models of the table; others have to be here"
+        )
+    return found
+
+
+# --- the machines
+
+
+def alone() -> Fleet:
+    """One machine, and the client beside it."""
+    return Fleet((Machine("here", 0, 1.0),), np.zeros((1, 1)), np.zeros(1))
+
+
+def this_machine() -> Host:
+    """What is free here now, and how quick it is: of a known card by its data sheet, else as measured."""
+    memory = device_memory("auto")
+    if not memory.shared:
+        card = memory.place.lower().replace(" ", "").replace("-", "")
+        known = [bandwidth for name, (_, bandwidth) in DEVICES.items() if name.partition("-")[0] in card]
+        speed = max(known, default=DEVICES["t4"][1]) * 1e9 * MACHINES.bandwidth_share
+    else:
+        speed = measured_bandwidth()
+    return Host("this machine", usable(memory.free), speed)
+
+
+def measured_bandwidth() -> float:
+    """Bytes per second that all cores together read from memory."""
+    cores = min(16, psutil.cpu_count(logical=False) or 1)
+    pieces = [np.ones(_READ // 8) for _ in range(cores)]
+    took = []
+    with ThreadPoolExecutor(cores) as pool:
+        for _ in range(_TRIES):  # the first one meets pages that are not there yet; others may compute beside
+            began = time.perf_counter()
+            list(pool.map(np.max, pieces))
+            took.append(time.perf_counter() - began)
+    return cores * _READ / min(took)
+
+
+def _of_file(path: Path) -> tuple[list[Host], Fleet]:
+    """
+    Raises:
+        BadInput: the file cannot be read, or counts in blocks of an unknown size.
+    """
+    file = read_machines(path)
+    counted = [row.name for row in file.rows if row.blocks is not None or row.block_seconds is not None]
+    if counted and file.block_bytes is None:
+        raise BadInput(
+            f'{path}: {counted[0]} counts in blocks: say how large one is, "model": {{"block_mb": ..}}, or give '
+            "memory_gb and a device"
+        )
+    unit = file.block_bytes or _UNIT
+    fleet = fleet_of(file, 1 << 31, unit)
+    return hosts_of(fleet, unit), fleet
+
+
+async def _of_swarm(join: JoinOptions, output: Output) -> tuple[list[Host], Fleet]:
+    """Servers with as much memory as they use for blocks now, as quick as they announce.
+
+    Raises:
+        BadInput: the size of none of their models is known.
+    """
+    async with joined(join, output, role="plan", listens=False) as (swarm, _):
+        view, now = await swarm.refresh(timeout=DEADLINES.refresh), time.time()
+        known: list[tuple[Announcement, float]] = []
+        for version, (name, num_blocks) in view.models(now=now).items():
+            size = _size_in(name)
+            if size is None or size.blocks != num_blocks:
+                output.note(f"left out: servers of {name}, whose size is not known")
+                continue
+            for server in view.servers(version, now=now):
+                if is_online(server, num_blocks) and server.step_seconds:
+                    known.append((server, size.block_bytes(_HELD[server.quantisation.partition("/")[0]])))
+        rtts = await measured(swarm, [server for server, _ in known], output)
+    answering = [(server, block) for server, block in known if server.peer_id in rtts]
+    if not answering:
+        raise BadInput("the size of no model that answers in this swarm is known: give --machines FILE")
+    fleet = fleet_of_servers([server for server, _ in answering], rtts)
+    both = zip(fleet.machines, answering, strict=True)
+    hosts = [hosts_of(Fleet((machine,), np.zeros((1, 1))), block)[0] for machine, (_, block) in both]
+    return hosts, fleet
+
+
+def _size_in(name: str) -> ModelSize | None:
+    try:
+        return _named(name)
+    except BadInput:
+        return None
+
+
+# --- what is said
+
+
+def in_words(found: Fit) -> str:
+    """What is missing, for a person."""
+    if found.fits:
+        return "fits"
+    more = f", or {found.machines} more like the largest" if found.machines else ""
+    return f"{found.missing / 1e9:.1f} GB missing{more}"
+
+
+def _table(fits: Sequence[Fit]) -> Table:
+    table = Table()
+    table.add_column("model")
+    for name in ("10⁹ weights", "in", "GB", "tokens/s", "for many"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for found in fits:
+        speeds = (_rounded(found.tokens_per_second), _rounded(found.most_tokens_per_second)) if found.fits else ("", "")
+        table.add_row(
+            found.model.name,
+            f"{found.model.parameters / 1e9:.1f}",
+            found.weights,
+            f"{found.nbytes / 1e9:.1f}",
+            *speeds,
+            in_words(found),
+        )
+    return table
+
+
+def _rounded(speed: float) -> str:
+    """Two digits: more would be a promise."""
+    return f"{round(speed, 1 - math.floor(math.log10(speed))):g}" if speed > 0 else "0"
+
+
+def _as_json(found: Fit) -> dict[str, object]:
+    return {
+        "model": found.model.name,
+        "parameters": found.model.parameters,
+        "weights": found.weights,
+        "bytes": round(found.nbytes),
+        "fits": found.fits,
+        "tokens_per_second": round(found.tokens_per_second, 2),
+        "most_tokens_per_second": round(found.most_tokens_per_second, 2),
+        "missing_bytes": round(found.missing),
+        "machines_missing": found.machines,
+    }
+
+
+def largest_here() -> str:
+    """One line: the largest model of the table that fits on this machine."""
+    host = this_machine()
+    fits = [found for found in (best_fit([host], alone(), model) for model in known_models()) if found.fits]
+    if not fits:
+        return "no known model fits in the memory that is free; with others it does (petalnode fit)"
+    found = fits[-1]
+    return (
+        f"the largest known model that fits here is {found.model.name} in {found.weights}, at about "
+        f"{_rounded(found.tokens_per_second)} tokens/s (petalnode fit has others)"
+    )

@@ -1,0 +1,110 @@
+"""How large models are: those of the table, and any other by its configuration. No weights are read."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+_TABLE: Final = Path(__file__).with_name("models.csv")
+WEIGHTS: Final[Mapping[str, float]] = {"bf16": 16.0, "Q8_0": 8.5, "Q4_K_M": 4.85}
+"""Bits that a weight takes, scales included: checkpoints as published, and two kinds of GGUF files (of Q4_K_M the mean
+of its Q4_K and Q6_K)."""
+_FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "blocks": ("num_hidden_layers", "n_layer"),
+    "hidden": ("hidden_size", "n_embd"),
+    "heads": ("num_attention_heads", "n_head"),
+    "kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "width": ("moe_intermediate_size", "intermediate_size", "n_inner"),
+    "vocab": ("vocab_size",),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "active": ("num_experts_per_tok",),
+}
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What a model's size follows from. `width` is that of the MLP, or of each of the `experts`, of which a token uses
+    `active`; `tied`: embeddings and head are one matrix."""
+
+    name: str
+    blocks: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    width: int
+    vocab: int
+    tied: bool
+    experts: int = 0
+    active: int = 0
+
+    @property
+    def _attention(self) -> int:
+        return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+
+    @property
+    def block_parameters(self) -> int:
+        return self._attention + 3 * self.hidden * self.width * max(1, self.experts) + self.hidden * self.experts
+
+    @property
+    def active_parameters(self) -> int:
+        """Those of a block that one token uses."""
+        return self._attention + 3 * self.hidden * self.width * (self.active or 1) + self.hidden * self.experts
+
+    @property
+    def parameters(self) -> int:
+        return self.blocks * self.block_parameters + self.vocab * self.hidden * (1 if self.tied else 2)
+
+    def block_bytes(self, weights: str) -> float:
+        return self.block_parameters * WEIGHTS[weights] / 8
+
+    def active_bytes(self, weights: str) -> float:
+        """What a decode step reads of a block."""
+        return self.active_parameters * WEIGHTS[weights] / 8
+
+
+@cache
+def known_models() -> tuple[ModelSize, ...]:
+    """The models of the table, the smallest first; models.csv has the source."""
+    with _TABLE.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
+    numbers = [field.name for field in fields(ModelSize) if field.name not in ("name", "tied")]
+    found = [
+        ModelSize(row["name"], tied=row["tied"] == "1", **{number: int(row[number]) for number in numbers})
+        for row in rows
+    ]
+    return tuple(sorted(found, key=lambda model: model.parameters))
+
+
+def known_model(name: str) -> ModelSize | None:
+    """The model of the table that is called so, with or without its publisher."""
+    wanted = name.lower()
+    return next((one for one in known_models() if wanted in (one.name.lower(), one.name.lower().split("/")[1])), None)
+
+
+def size_by_config(name: str, config: Mapping[str, Any]) -> ModelSize | None:
+    """The size that a model's config.json tells; None if it does not tell enough. It is a stranger's: any value is
+    taken for a number only if it is one."""
+    for part in ("text_config", "llm_config", "language_config"):
+        if isinstance(config.get(part), Mapping):
+            config = config[part]
+    found = {field: _number(config, names) for field, names in _FIELDS.items()}
+    found["kv_heads"] = found["kv_heads"] or found["heads"]
+    found["head_dim"] = found["head_dim"] or found["hidden"] // max(1, found["heads"])
+    found["width"] = found["width"] or 4 * found["hidden"]
+    if not found["experts"]:
+        found["active"] = 0
+        found["width"] = _number(config, _FIELDS["width"][1:]) or 4 * found["hidden"]
+    if not all(found[field] for field in ("blocks", "hidden", "heads", "vocab")):
+        return None
+    return ModelSize(name, tied=config.get("tie_word_embeddings") is True, **found)
+
+
+def _number(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
+    values = (config.get(name) for name in names)
+    return next((value for value in values if isinstance(value, int) and 0 < value < 1 << 32 and value is not True), 0)

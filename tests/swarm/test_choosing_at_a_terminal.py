@@ -1,0 +1,46 @@
+"""A person at a terminal is asked which model, and whether to follow a link; a pipe gets the error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.swarm.conftest import SharedSwarm
+from tests.swarm.processes import Nodes, environment, petalnode
+from tests.swarm.terminals import terminal
+
+
+def test_one_of_several_models_is_chosen_by_its_number(shared_swarm: SharedSwarm, node_starter: Nodes) -> None:
+    arguments = ("invite", "--peer", shared_swarm.peer)
+    with terminal(*arguments, env=node_starter.env, cwd=shared_swarm.models) as screen:
+        listed = screen.until("which one? [1-3] ")
+        lines = [line for line in listed.splitlines() if "tiny-" in line]
+        assert [line.split()[0] for line in lines] == ["1", "2", "3"] and all("served by" in line for line in lines)
+        llama = next(line for line in lines if "tiny-llama" in line)
+        assert llama.count("…") == 3, llama  # its three servers
+        screen.type(f"{llama.split()[0]}\n")
+        screen.until("for tiny-llama@")
+        assert screen.exit_code() == 0
+    with terminal(*arguments, env=node_starter.env, cwd=shared_swarm.models) as screen:
+        screen.until("which one? [1-3] ")
+        screen.type("9\n")
+        assert screen.exit_code() == 2
+    piped = petalnode(*arguments, env=node_starter.env)
+    assert piped.code == 2 and "several models: name one of" in piped.err, piped
+
+
+def test_a_person_who_says_no_has_nothing_done(shared_swarm: SharedSwarm, node_starter: Nodes, tmp_path: Path) -> None:
+    made = petalnode("invite", "tiny-llama", "--json", "--peer", shared_swarm.peer, env=node_starter.env)
+    link = made.objects[0]["link"]
+    env = environment(tmp_path)
+    with terminal("join", "--chat", env=env, cwd=tmp_path) as screen:
+        screen.until("the link: ")
+        screen.type(f"{link}\n")
+        said = screen.until("Connect to them? [y/N] ")
+        assert made.objects[0]["check_word"] in said and "tiny-llama@" in said and "on this machine" in said
+        screen.type("y\n")
+        said = screen.until("Go on? [y/N] ")
+        assert "6 blocks, on 3 servers" in said and "can read what you ask" in said
+        screen.type("n\n")
+        screen.until("nothing was done")
+        assert screen.exit_code() == 0
+    assert not list(tmp_path.rglob("*.safetensors"))

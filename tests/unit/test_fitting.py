@@ -1,0 +1,124 @@
+"""Which models fit where: sizes against what publishers say, and what is missing against what would suffice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from petalnode.node.placement.planning.fitting import Host, best_fit, fit_of, hosts_of
+from petalnode.node.placement.planning.machines_file import Fleet, Machine, fleet_of, read_machines
+from petalnode.node.placement.planning.model_sizes import (
+    WEIGHTS,
+    known_model,
+    known_models,
+    size_by_config,
+)
+
+PUBLISHED = {
+    "SmolLM2-135M-Instruct": 0.1345,
+    "TinyLlama-1.1B-Chat-v1.0": 1.1,
+    "Qwen3-0.6B": 0.596,
+    "Qwen3-8B": 8.19,
+    "Qwen3-30B-A3B": 30.5,
+    "Qwen3-235B-A22B": 235.1,
+    "Qwen2.5-7B-Instruct": 7.62,
+    "Qwen2.5-72B-Instruct": 72.7,
+    "Llama-3.2-1B-Instruct": 1.236,
+    "Llama-3.2-3B-Instruct": 3.213,
+    "Llama-3.1-8B-Instruct": 8.03,
+    "Llama-3.1-70B-Instruct": 70.55,
+    "Llama-3.1-405B-Instruct": 405.85,
+    "Mistral-7B-Instruct-v0.3": 7.25,
+    "Mistral-Small-24B-Instruct-2501": 23.57,
+    "Mistral-Large-Instruct-2411": 122.6,
+    "Mixtral-8x7B-Instruct-v0.1": 46.7,
+    "Mixtral-8x22B-Instruct-v0.1": 140.6,
+    "gemma-2-9b-it": 9.24,
+    "gemma-2-27b-it": 27.2,
+    "phi-4": 14.66,
+}
+"""10^9 parameters, by the model cards."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_table_gives_the_published_numbers(name: str) -> None:
+    model = known_model(name)
+    assert model is not None
+    assert model.parameters / 1e9 == pytest.approx(PUBLISHED[name], rel=0.005)
+
+
+def test_of_experts_a_token_reads_the_active_ones() -> None:
+    mixture, dense = known_model("qwen/qwen3-30b-a3b"), known_model("Qwen3-8B")
+    assert mixture is not None and dense is not None
+    active = mixture.blocks * mixture.active_parameters
+    assert 2.5e9 < active < 3.4e9
+    assert dense.active_bytes("bf16") == dense.block_bytes("bf16") == 2 * dense.block_parameters
+    assert [dense.block_bytes(one) for one in WEIGHTS] == sorted(
+        (dense.block_bytes(one) for one in WEIGHTS), reverse=True
+    )
+
+
+def test_a_configuration_tells_the_same_as_the_table() -> None:
+    config = {
+        "num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
+        "num_experts_per_tok": 8, "vocab_size": 151936, "tie_word_embeddings": False,
+    }  # fmt: skip
+    assert size_by_config("Qwen/Qwen3-30B-A3B", config) == known_model("Qwen3-30B-A3B")
+    assert size_by_config("x", {"text_config": config}) == size_by_config("x", config)
+    assert size_by_config("x", {**config, "vocab_size": "many"}) is None
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda inner: (
+            st.lists(inner)
+            | st.dictionaries(
+                st.sampled_from(
+                    ["num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "text_config", "head_dim"]
+                ),
+                inner,
+            )
+        ),
+    )
+)
+def test_any_configuration_is_read_or_not(value: object) -> None:
+    if isinstance(value, dict):
+        size_by_config("x", value)
+
+
+def around(count: int) -> Fleet:
+    return Fleet((Machine("x", 0, 1.0),) * count, np.zeros((count, count)), np.zeros(count))
+
+
+@given(st.lists(st.floats(1.0, 200.0), min_size=1, max_size=4), st.sampled_from(known_models()))
+def test_what_is_missing_suffices(gigabytes: list[float], model: object) -> None:
+    from petalnode.node.placement.planning.model_sizes import ModelSize
+
+    assert isinstance(model, ModelSize)
+    hosts = [Host(str(number), memory * 1e9, 1e11) for number, memory in enumerate(gigabytes)]
+    found = best_fit(hosts, around(len(hosts)), model)
+    if found.fits:
+        assert 0 < found.tokens_per_second <= 1e11 / (model.blocks * model.active_bytes(found.weights)) * 1.0001
+        return
+    assert found.weights == "Q4_K_M"
+    more = [*hosts, Host("more", found.missing * 1.000001, 1e11)]
+    assert fit_of(more, around(len(more)), model, "Q4_K_M").fits
+    if found.machines:
+        like = [*hosts, *[max(hosts, key=lambda host: host.memory)] * found.machines]
+        assert fit_of(like, around(len(like)), model, "Q4_K_M").fits
+        if found.machines > 1:
+            assert not fit_of(like[:-1], around(len(like) - 1), model, "Q4_K_M").fits
+
+
+def test_a_laptop_by_its_kind_counts_with_memory_and_speed(tmp_path: Path) -> None:
+    file = tmp_path / "machines.json"
+    file.write_text(json.dumps({"machines": [{"name": "desk", "device": "cpu", "region": "home"}]}))
+    (desk,) = hosts_of(fleet_of(read_machines(file), 1 << 31, 1e6), 1e6)
+    assert desk.memory == pytest.approx(0.8 * 16e9) and desk.bandwidth == pytest.approx(0.75 * 40e9)
