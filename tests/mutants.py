@@ -119,7 +119,7 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
     "node/links/target.py": _unit("invite"),
     "node/placement/planning/fitting.py": _unit("fitting"),
     "node/placement/planning/model_sizes.py": _unit("fitting"),
-    "node/swarm/cost.py": _unit("estimate cost"),
+    "node/swarm/cost.py": _unit("estimate"),
     "node/client/api/row_groups.py": _unit("row_groups pace"),
     "node/client/api/generating.py": _GENERATED,
     "node/client/api/processors.py": (*_unit("row_groups"), *_GENERATED),

@@ -39,11 +39,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
             home.mkdir(exist_ok=True)
             own = ("--until-eof", "--json", "--listen", LOOPBACK, "--identity", str(home / "key"))
             command = ("serve", str(model), *own, *options)
-            node = (
-                Node(*command, env=environment(home))
-                if program == "petalnode"
-                else _Program(program, *command, env=environment(home))
-            )
+            env = environment(home, PETALNODE_CHECK_INTERVAL="1")
+            node = Node(*command, env=env) if program == "petalnode" else _Program(program, *command, env=env)
             return started._kept(node)
 
         yield begin
@@ -113,6 +110,20 @@ def test_one_peer_is_killed_and_one_lies(start: Start, folder: Path, tmp_path: P
     assert f"{liar.peer_id} sent a false piece" in empty.errors
     assert f"{dying.peer_id} sent a false piece" not in empty.errors
     assert f"{honest.peer_id} sent a false piece" not in empty.errors
+
+
+def test_the_next_blocks_come_before_the_old_ones_are_given_up(start: Start, folder: Path, tmp_path: Path) -> None:
+    """The only holder of blocks 3:6 goes; who takes its place has them on its disk when it begins to leave its own."""
+    gone = start("gone", folder, "--new-swarm", "--blocks", "3:6")
+    moving = start("moving", NAME, "--peer", gone.address, "--num-blocks", "3")
+    assert moving.ready["blocks"] == [0, 3]
+    staying = start("staying", folder, "--peer", gone.address, "--blocks", "0:3", "--max-upload", "3MB")
+    assert staying.ready
+    gone.process.kill()
+    assert moving.event("moving")["to"] == [3, 6]
+    complete = {file.name for file in cached(tmp_path / "moving") if file.suffix == ".safetensors"}
+    assert {f"part-{block + 1:05}.safetensors" for block in range(3, 6)} <= complete
+    assert moving.event("moved")["blocks"] == [3, 6]
 
 
 def test_whoever_does_not_share_is_not_fetched_from(start: Start, folder: Path, tmp_path: Path) -> None:

@@ -169,21 +169,8 @@ class SpanServer:
         return move
 
     async def _watch_swarm(self, serving: trio.CancelScope) -> None:
-        """Ends the serving when this server is needed elsewhere, and has fetched the blocks that it will load there."""
-        while True:
-            move = await self._next_move()
-            try:
-                await self._context.source.weights(move.target)
-            except PetalnodeError as error:
-                self._announce_move(None)
-                self._context.parts.on_event(
-                    "status", text=f"stays with its blocks, cannot have {move.target}: {error}"
-                )
-                await trio.sleep(SERVING.retry_pause)
-                continue
-            self._move = move
-            serving.cancel()
-            return
+        self._move = await self._next_move()
+        serving.cancel()
 
     def _start_measuring(self, nursery: trio.Nursery) -> None:
         swarm, version = self._context.swarm, self._announcement.model_version
@@ -199,15 +186,25 @@ class SpanServer:
         return not self._service.sessions and not self._compute.depth and not self._context.parts.pause.wanted
 
     async def _next_move(self) -> Move:
+        """Where the swarm needs this server, which has fetched the blocks that it will load there."""
         load = self._announcement.load_seconds * len(self._announcement.span)
         while True:
             await self._context.parts.pause.wait(False)
             try:
                 with trio.CancelScope() as self._choosing:
-                    return await next_move(self._context.placement, load, self._announce_move)
+                    move = await next_move(self._context.placement, load, self._announce_move)
+                    await self._context.source.weights(move.target)
+                    return move
+            except PetalnodeError as error:
+                self._context.parts.on_event("status", text=f"stays with its blocks: {error}")
+                await self._rest()
             except Exception:  # an error of ours here must not end the sessions of a server that works
                 log.exception("choosing other blocks failed")
-                await trio.sleep(SERVING.retry_pause)
+                await self._rest()
+
+    async def _rest(self) -> None:
+        self._announce_move(None)
+        await trio.sleep(SERVING.retry_pause)
 
     async def _obey_pause(self) -> None:
         """Takes no new requests while a pause is wanted, and is not announced once all sessions have moved or ended."""
