@@ -135,7 +135,7 @@ def in_progress(service: DialBackService | Circuits | HolePuncher | CreditsServi
     """Requests of others that a service is at work on."""
     match service:
         case DialBackService():
-            return service._budget._running.total()
+            return service._budget._running.total
         case Circuits():
             return service._pending.total
         case HolePuncher():

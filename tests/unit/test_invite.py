@@ -156,8 +156,14 @@ def test_an_address_that_nobody_could_dial_is_refused_before_it_is_used(addr: by
         read_target([link_of(message(addrs=[addr], expires=int(time.time()) + DAY))])
 
 
+def test_the_longest_name_of_a_model_fits() -> None:
+    longest = message(model="a" * INVITE.max_model)
+    assert read_link(link_of(longest), lambda: NOW).model == "a" * INVITE.max_model
+
+
 def test_words_to_compare_depend_on_every_byte() -> None:
     other = to_link(replace(INVITATION, expires=INVITATION.expires + 1), MAKER)
+    assert check_word(LINK) == "fuzip-mizas"  # what other versions say of the same link
     assert check_word(LINK) == check_word(LINK.upper()) == check_word(f" {LINK}\n")
     assert check_word(LINK) != check_word(other)
     first, second = check_word(LINK).split("-")
