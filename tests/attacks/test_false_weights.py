@@ -39,6 +39,7 @@ from petalnode.protocols.weights import (
     TreeEntry,
     ask_offer,
     ask_piece,
+    ask_trees,
     count_pieces,
     receive_piece,
 )
@@ -322,6 +323,7 @@ def test_only_a_tokenizers_files_are_written(name: str) -> None:
 
 def test_a_tokenizer_has_a_bound() -> None:
     assert is_text_file("tokenizer.json", 10)
+    check_texts(Tree("text", tuple(TreeEntry(f"tokenizer{number}.json", "", (), 0) for number in range(64)), b""))
     for entries in (
         tuple(TreeEntry(f"tokenizer{number}.json", "", (), 0) for number in range(65)),
         (TreeEntry("tokenizer.json", "", (), store.MAX_TEXT_BYTES + 1),),
@@ -510,6 +512,8 @@ def test_what_is_not_here_is_an_error_and_the_stream_goes_on(
                 await stream.send(asked, timeout=5.0)
                 answer, _ = await stream.receive(timeout=5.0)
                 assert await ask_offer(stream, manifest.version, NUM_BLOCKS, timeout=5.0) is not None
+                wanted = [(99, bytes(32)), (1, manifest.blocks[0])]
+                assert (await ask_trees(stream, manifest.version, wanted, timeout=5.0)).keys() == {1}
             nursery.cancel_scope.cancel()
         return answer
 

@@ -52,8 +52,27 @@ def test_what_a_peer_owes_is_asked_of_others_once_it_is_dropped() -> None:
     assert [made.take("a"), made.take("a")] == [(1, 0), (1, 1)]
     made.got((1, 0))
     made.drop("a")
-    assert made.take("b") == (1, 1)
+    assert made.take("b", idle=False) == (1, 1)
     assert made.take("a") is None
+
+
+def test_what_another_peer_was_asked_for_stays_asked_for() -> None:
+    made = plan({1: range(2)}, a={1}, b={1}, c={1})
+    assert (made.take("a"), made.take("b")) == ((1, 0), (1, 1))
+    made.give_up("b", (1, 0))  # it was not asked for that
+    assert made.take("c", idle=False) is None
+    made.drop("a")
+    assert made.take("c", idle=False) == (1, 0)
+    assert made.take("c", idle=False) is None
+
+
+def test_a_part_that_others_have_begun_goes_before_luck() -> None:
+    for seed in range(10):
+        made = PiecePlan({1: range(3), 2: range(3)}, random.Random(seed))
+        for peer, parts in (("a", {1, 2}), ("b", {2}), ("c", {1})):
+            made.set_holder(peer, parts)
+        assert made.take("b") == (2, 0)
+        assert made.take("a") == (2, 1)
 
 
 def test_a_peer_that_lost_a_part_is_not_asked_for_it() -> None:

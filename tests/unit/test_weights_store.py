@@ -242,6 +242,8 @@ CONFIG = Manifest(b'{"model_type":"llama"}', bytes(32), (bytes(32),), bytes(32))
         ("safetensors", {"BF16": 100, "F32": 8}, "bfloat16"),
         ("safetensors", {"F16": 100, "F32": 8}, "float16"),
         ("safetensors", {"BF16": 8, "F32": 100}, "float32"),
+        ("safetensors", {"BF16": 100, "I64": 8}, "bfloat16"),
+        ("safetensors", {"BF16": 100, "F16": 90}, "bfloat16"),
         ("gguf llama", {"BF16": 100, "F32": 8}, "bfloat16"),
         ("gguf llama", {"Q4_0": 100, "F16": 200}, "float32"),
         ("gguf llama", {"BF16": 100, "F16": 90}, "float32"),
@@ -260,7 +262,10 @@ def test_headers_that_cannot_be() -> None:
     two = tree("safetensors", ("a", "F32", (1,), 4), ("b", "F32", (1,), 4))
     with pytest.raises(ModelError, match="cannot be read"):
         safetensors_header(two, ["same", "same"])
-    for entries in ([("a", "Q4_0", (32,), 17)], [("a", "Q4_0", (16,), 9)], [("a", "F32", (), 4)]):
+    empty = tree("safetensors", ("a", "F32", (0,), 0), ("b", "F32", (0,), 0))
+    with pytest.raises(ModelError, match="one name"):
+        safetensors_header(empty, ["same", "same"])
+    for entries in ([("a", "Q4_0", (32,), 17)], [("a", "Q4_0", (33,), 18)], [("a", "F32", (), 4)]):
         with pytest.raises(ModelError, match="impossible shape"):
             gguf_header(tree("gguf llama", *entries), ["a"], "llama")
     with pytest.raises(ModelError, match="not known here"):
