@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from petalnode.node.network import shares
-from petalnode.node.network.shares import ShareCount, Turns, may_have_more, origin_of_ip
+from petalnode.node.network.shares import ShareCount, TokenBucket, Turns, may_have_more, origin_of_ip
 from petalnode.node.network.transport import limits
 from petalnode.node.network.transport.limits import NodeLimits, PeerUse
 from petalnode.node.network.transport.memory import budgets_of
+from petalnode.protocols.framing import StreamTimeout
 
 
 class Stuck:
@@ -316,3 +317,56 @@ def test_what_counts_for_a_time_is_given_back_after_it() -> None:
     assert share.has_room("other", now=60.0) and share.of("one") == 3
     share.remove_all("one")
     assert share.total == 0 and share.add("other", "address", now=8.0)
+
+
+@pytest.mark.virtual_time
+async def test_turns_are_of_several_holders_and_end_in_time_where_others_wait() -> None:
+    turns, ended = Turns(at_once=2, contended=3.0), list[tuple[str, float]]()
+
+    async def hold(holder: str, seconds: float) -> None:
+        try:
+            async with turns.turn(holder):
+                await trio.sleep(seconds)
+        except StreamTimeout:
+            holder += " was too slow"
+        ended.append((holder, round(trio.current_time() - begun, 3)))
+
+    async with trio.open_nursery() as nursery:
+        await trio.sleep(100)
+        begun = trio.current_time()
+        for holder, seconds in (("one", 5.0), ("one", 2.0), ("two", 1.0)):
+            nursery.start_soon(hold, holder, seconds)
+            await trio.testing.wait_all_tasks_blocked()
+    # Nobody is in a hurry for what the same holder waits with; that begins when its first thing is done.
+    assert ended == [("two", 1.0), ("one", 5.0), ("one", 7.0)]
+    ended.clear()
+    async with trio.open_nursery() as nursery:
+        begun = trio.current_time()
+        for holder, seconds in (("slow", 50.0), ("quick", 1.0), ("slow", 50.0), ("quick", 1.0), ("late", 1.0)):
+            nursery.start_soon(hold, holder, seconds)
+            await trio.testing.wait_all_tasks_blocked()
+    assert ended == [
+        ("quick", 1.0),
+        ("late", 2.0),
+        ("slow was too slow", 3.0),
+        ("quick", 3.0),
+        ("slow", 53.0),
+    ]
+
+
+def test_of_what_counts_for_a_time_the_oldest_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "REMEMBERED", 3)
+    share = ShareCount(100, seconds=60)
+    for number in range(4):
+        share.count(f"{number}", now=number)
+    assert [share.of(f"{number}") for number in range(4)] == [0, 1, 1, 1]
+
+
+@pytest.mark.virtual_time
+async def test_what_goes_after_a_pause_is_taken_from_a_full_bucket() -> None:
+    bucket = TokenBucket(1.0, 10.0)
+    await trio.sleep(1000)
+    bucket.take_ahead(15)
+    assert bucket.delay(0) == 5
+    await trio.sleep(5)
+    assert bucket.delay(0) == 0 and bucket.delay(1) == 1
