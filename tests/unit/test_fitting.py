@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from petalnode.node.placement.planning.fitting import Host, best_fit, fit_of, hosts_of
+from petalnode.node.placement.planning.fitting import Host, best_fit, fit_of, hosts_of, usable
 from petalnode.node.placement.planning.machines_file import Fleet, Machine, fleet_of, read_machines
 from petalnode.node.placement.planning.model_sizes import (
     WEIGHTS,
@@ -122,3 +122,22 @@ def test_a_laptop_by_its_kind_counts_with_memory_and_speed(tmp_path: Path) -> No
     file.write_text(json.dumps({"machines": [{"name": "desk", "device": "cpu", "region": "home"}]}))
     (desk,) = hosts_of(fleet_of(read_machines(file), 1 << 31, 1e6), 1e6)
     assert desk.memory == pytest.approx(0.8 * 16e9) and desk.bandwidth == pytest.approx(0.75 * 40e9)
+
+
+def test_the_weights_of_most_bits_that_fit_and_what_is_missing_in_figures() -> None:
+    model = known_model("Llama-3.1-8B-Instruct")
+    assert model is not None
+    for gigabytes, weights in ((20, "bf16"), (10, "Q8_0"), (6, "Q4_K_M")):
+        found = best_fit([Host("one", gigabytes * 1e9, 1e11)], around(1), model)
+        assert (found.fits, found.weights, found.machines) == (True, weights, 0)
+        assert found.nbytes == pytest.approx(model.blocks * model.block_parameters * WEIGHTS[weights] / 8)
+        assert found.tokens_per_second == pytest.approx(1e11 / found.nbytes, rel=0.05)
+        assert found.most_tokens_per_second == pytest.approx(1e11 / found.nbytes, rel=0.05)
+    block = model.block_bytes("Q4_K_M")
+    lacking = best_fit([Host("one", 10.5 * block, 1e11), Host("two", 5.2 * block, 1e11)], around(2), model)
+    assert (lacking.weights, lacking.machines) == ("Q4_K_M", 2)  # 17 blocks are missing, and the largest holds 10
+    assert lacking.missing == pytest.approx(17 * block)
+    nothing = best_fit([Host("one", 0.5 * block, 1e11)], around(1), model)
+    assert (nothing.machines, nothing.missing) == (0, pytest.approx(32 * block))
+    assert best_fit([], around(0), model).machines == 0
+    assert usable(10e9) == 8e9
