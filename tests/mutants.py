@@ -119,7 +119,7 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
     "node/links/target.py": _unit("invite"),
     "node/placement/planning/fitting.py": _unit("fitting"),
     "node/placement/planning/model_sizes.py": _unit("fitting"),
-    "node/swarm/cost.py": _unit("estimate"),
+    "node/swarm/cost.py": _unit("estimate codec_choice prefill_chunks routing"),
     "node/client/api/row_groups.py": _unit("row_groups pace"),
     "node/client/api/generating.py": _GENERATED,
     "node/client/api/processors.py": (*_unit("row_groups"), *_GENERATED),
@@ -188,6 +188,8 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
         "swarm/test_prefix_cache",
     ),
     "node/api/batches/*": ("api/test_batches", "attacks/test_full_share_at_api"),
+    "node/api/anthropic.py": (*_unit("api_fields"), "api/test_anthropic_client", "api/test_anthropic_schemas"),
+    "node/api/ollama.py": (*_unit("api_fields"), "api/test_ollama_client"),
     "node/server/lifecycle/[ms][ei][mz]*.py": (
         *_unit("sizing device_memory"),
         "parity/test_refused",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -67,6 +68,8 @@ def test_messages(name: str, api: MemoryApi, specification: AnthropicSpecificati
     whole = specification.check(post(api, asked))
     blocks = [block["type"] for block in whole["content"]]
     assert blocks == (["tool_use"] if name == "call" else ["text"])
+    if name == "schema":
+        assert json.loads(whole["content"][0]["text"])["where"] in ("here", "there")
     streamed = post(api, {**asked, "stream": True})
     events = specification.check(streamed)
     assert [event["content_block"]["type"] for event in events if event["type"] == "content_block_start"] == blocks
