@@ -247,7 +247,10 @@ def read_gguf_note(note: Path) -> tuple[Path, ...]:
     if not isinstance(files, list) or not files or not all(isinstance(file, str) for file in files):
         raise ModelError(f"{note} is damaged: it names no GGUF files. Remove its folder.")
     found = (note.parent / file for file in files)
-    return tuple(file if file.exists() else absent_file(file) for file in found)
+    try:
+        return tuple(file if file.exists() else absent_file(file) for file in found)
+    except OSError as error:  # a name that no file can have
+        raise ModelError(f"{note} is damaged: {error.strerror}. Remove its folder.") from error
 
 
 def absent_file(file: Path) -> Path:

@@ -23,6 +23,7 @@ from petalnode.node.models.adapter_note import parse_note
 from petalnode.node.models.checkpoint import Checkpoint, read_header, read_index
 from petalnode.node.models.digests import part_digests
 from petalnode.node.models.folder import open_folder
+from petalnode.node.models.gguf import header as gguf_header
 from petalnode.node.models.gguf.header import read_gguf_header
 from petalnode.node.models.gguf.stored import row_count, stored_rows, stored_values
 from petalnode.node.models.manifest import canonical_architecture
@@ -108,6 +109,7 @@ def _gguf_folder(mutator: Mutator) -> Files:
 
 def _read_gguf(folder: Path) -> None:
     """Digests as they are made, values as they are opened, and matrices as the kernels hold them."""
+    gguf_header._read.cache_clear()  # it remembers those of the last files
     checkpoint = Checkpoint(folder, BLOCKS)
     checkpoint.check()
     part_digests(checkpoint, (EMBEDDINGS, 1))

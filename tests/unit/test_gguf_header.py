@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from petalnode.node.errors import ModelError
+from petalnode.node.models.checkpoint import Checkpoint, write_gguf_note
 from petalnode.node.models.gguf import header as gguf_header
 from petalnode.node.models.gguf.header import read_gguf_header
 
@@ -106,3 +107,10 @@ def test_tensors_that_cannot_be_where_they_are_said_to_be(
 
 def test_arrays_in_arrays_without_end_are_refused(tmp_path: Path) -> None:
     assert "damaged" in refusal(written(tmp_path / "model.gguf", key(0, ARRAY, array(ARRAY, 1) * 100_000)))
+
+
+@pytest.mark.parametrize("name", ["a\0b.gguf", "9" * 5000])
+def test_a_note_may_name_what_no_file_can_be_called(tmp_path: Path, name: str) -> None:
+    write_gguf_note(tmp_path, [name])
+    with pytest.raises(ModelError):
+        Checkpoint(tmp_path, 2)

@@ -98,8 +98,8 @@ def read_gguf_header(file: Path) -> GgufHeader:
     """
     try:
         stat = file.stat()
-    except OSError as error:
-        raise ModelError(f"Cannot read {file}: {error.strerror}.") from error
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        raise ModelError(f"Cannot read {file}: {getattr(error, 'strerror', error)}.") from error
     return _read(file, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
 
