@@ -180,9 +180,9 @@ class JoinOptions:
             if self.peer:
                 raise BadInput("--new-swarm starts a swarm and --peer joins one: give one of them")
             return SwarmTarget((), self._own_key)
-        given = filter(str.strip, self.peer or os.environ.get(PEERS_VARIABLE, "").split(","))
+        given, key = filter(str.strip, self.peer or os.environ.get(PEERS_VARIABLE, "").split(",")), self._own_key
         try:
-            return read_target(given, self._own_key)
+            return read_target(given, key)
         except BadInput as error:
             raise error if self.peer else BadInput(f"the variable {PEERS_VARIABLE}: {error}") from None
 

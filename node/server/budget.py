@@ -202,15 +202,16 @@ class MemoryBudget:
         return True
 
     def _line(self) -> list[_Waiter]:
-        """Those who wait, in order: only whose address would stay within its share, if there are any; else only who
+        """Those who wait, in order: only whose address would stay within its share, if there are any; of these only who
         would itself, if there are any.
 
         The requests of one holder do not overtake each other.
         """
         first = {waiter.holder: waiter for waiter in reversed(self._waiting)}
         line = [waiter for waiter in self._waiting if not waiter.holder or first[waiter.holder] is waiter]
-        of_addresses = [waiter for waiter in line if waiter.address and self._has_share(waiter, attrgetter("address"))]
-        return of_addresses or [waiter for waiter in line if self._has_share(waiter)] or self._waiting
+        if len({one.address for one in (*self._held, *self._waiting)}) > 1:
+            line = [waiter for waiter in line if self._has_share(waiter, attrgetter("address"))] or line
+        return [waiter for waiter in line if self._has_share(waiter)] or line or self._waiting
 
     def _has_share(self, waiter: _Waiter, name: Callable[[Lease | _Waiter], str] = attrgetter("holder")) -> bool:
         """Whether all that who has this name holds would still be within an equal share."""

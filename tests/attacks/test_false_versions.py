@@ -17,6 +17,7 @@ import trio
 
 from petalnode.node.cli import model_choice
 from petalnode.node.cli.model_choice import is_here, served_model
+from petalnode.node.cli.output import Output
 from petalnode.node.client.core import SwarmClient
 from petalnode.node.client.swarm_model import SwarmModel, identify_model
 from petalnode.node.errors import BadInput, ModelError
@@ -288,7 +289,7 @@ class Announced:
 
 
 def chosen(*names: str) -> str:
-    return run_autojumping(served_model, cast(Swarm, Announced(*names)))
+    return run_autojumping(served_model, cast(Swarm, Announced(*names)), Output(as_json=True))
 
 
 @pytest.fixture

@@ -55,6 +55,8 @@ NOT_RUN: Final = (
     (r"--require-pledge", UNTIL_NETWORK, "servers with pledges; test_credits.py runs it"),
     (r"--credits|petalnode credits", UNTIL_NETWORK, "a validator that has issued points; test_credits.py runs it"),
     (r"--adapter poet$", UNTIL_NETWORK, "a server that holds it; test_adapters.py runs it"),
+    (r"petalnode join\b|--peer LINK", PARSED, "a link of a swarm that lives; test_links.py follows one"),
+    (r"petalnode invite\b", UNTIL_NETWORK, "test_links.py runs it"),
     (r"verify-receipts", PARSED, "receipts of an answer; tests/api/test_receipts.py runs it"),
     (r"verify-evidence", PARSED, "evidence of a fault; test_validate.py runs it"),
     (r"bans --forgive", PARSED, "a banned server; test_evidence_gossip.py runs it"),

@@ -20,6 +20,8 @@ from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.discovery import JoinResult
 from petalnode.protocols.ids import Span
 
+A, B, C = (f"/ip4/203.0.113.{number}/tcp/31330/p2p/{Identity.generate().peer_id}" for number in range(1, 4))
+
 
 @pytest.fixture(autouse=True)
 def _nothing_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,9 +34,9 @@ def config(options: JoinOptions, folder: Path, *, listens: bool = True) -> Swarm
 
 
 def test_peers_come_from_the_options_or_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PETALNODE_PEERS", "/a, /b ,,")
-    assert JoinOptions().peers == ("/a", "/b")
-    assert JoinOptions(peer=["/c", "/d"]).peers == ("/c", "/d")
+    monkeypatch.setenv("PETALNODE_PEERS", f"{A}, {B} ,,")
+    assert JoinOptions().peers == (A, B)
+    assert JoinOptions(peer=[C, A]).peers == (C, A)
     assert JoinOptions(new_swarm=True).peers == ()
     monkeypatch.delenv("PETALNODE_PEERS")
     assert JoinOptions().peers == ()
@@ -42,7 +44,7 @@ def test_peers_come_from_the_options_or_the_environment(monkeypatch: pytest.Monk
 
 def test_a_new_swarm_joins_nobody() -> None:
     with pytest.raises(BadInput, match="--new-swarm"):
-        JoinOptions(new_swarm=True, peer=["/c"]).peers  # noqa: B018
+        JoinOptions(new_swarm=True, peer=[C]).peers  # noqa: B018
 
 
 def test_a_new_swarm_knows_nobody(tmp_path: Path) -> None:
@@ -64,10 +66,10 @@ def test_a_private_swarm_has_a_key_and_a_memory_of_its_own(tmp_path: Path) -> No
 def test_a_client_has_to_be_able_to_find_a_swarm(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="--peer"):
         config(JoinOptions(mdns=False, remember=False), tmp_path, listens=False)
-    assert config(JoinOptions(mdns=False, remember=False, peer=["/c"]), tmp_path, listens=False).peers == ("/c",)
+    assert config(JoinOptions(mdns=False, remember=False, peer=[C]), tmp_path, listens=False).peers == (C,)
     assert config(JoinOptions(remember=False), tmp_path, listens=False).mdns
     # One that is told of a peer looks for no other.
-    assert not config(JoinOptions(peer=["/c"]), tmp_path, listens=False).mdns
+    assert not config(JoinOptions(peer=[C]), tmp_path, listens=False).mdns
 
 
 @pytest.mark.parametrize(
@@ -95,17 +97,21 @@ def test_an_operator_raises_and_lowers_what_is_relayed() -> None:
         RelayOptions(relay_rate="much").limits()
 
 
-def test_others_join_by_a_command_that_works() -> None:
+def test_others_join_by_a_command_that_works(tmp_path: Path) -> None:
     address = "/ip4/11.1.1.1/tcp/1/p2p/12D3KooWX"
     assert join_by(JoinOptions(), address) == f"--peer {address}"
-    assert join_by(JoinOptions(swarm_key=Path("a.key")), address) == f"--peer {address} --swarm-key a.key"
+    make_swarm_key(tmp_path / "a.key")
+    assert (
+        join_by(JoinOptions(swarm_key=tmp_path / "a.key"), address)
+        == f"--peer {address} --swarm-key {tmp_path / 'a.key'}"
+    )
 
 
 def test_a_node_says_how_it_joined() -> None:
     near = JoinResult("neighbours", "12D3KooWBhrhHZJGkd5mZzQm7dUeUqBvF9ypJTJQTtjrcDMWFXQV")
     assert "…cDMWFXQV, found on this network" in how_joined(JoinOptions(), near)
     assert "starting a swarm" in how_joined(JoinOptions(), None)
-    assert "joined the swarm of /c" in how_joined(JoinOptions(peer=["/c"]), near)
+    assert "joined the swarm of /ip4" in how_joined(JoinOptions(peer=[C]), near)
 
 
 def test_a_command_gets_the_shared_options() -> None:

@@ -72,7 +72,7 @@ def test_rows_that_depend_on_each_other_stay_together() -> None:
 def test_a_part_of_the_rows_loses_the_padding_that_all_of_it_has() -> None:
     mask = torch.tensor([[0, 0, 0, 1], [0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0]])
     ids, places = torch.arange(16).view(4, 4), (mask.cumsum(-1) - 1).clamp(min=0)
-    penalty = logits_process.RepetitionPenaltyLogitsProcessor(1.2, torch.tensor([[1], [2], [3], [4]]))
+    penalty = logits_process.RepetitionPenaltyLogitsProcessor(1.2, torch.tensor([1, 2, 3, 4]))
     arguments = {"attention_mask": mask, "position_ids": places}
     whole = Prepared(None, ids, [penalty], [], SimpleNamespace(), arguments)
     cache: Any = object()
@@ -82,7 +82,7 @@ def test_a_part_of_the_rows_loses_the_padding_that_all_of_it_has() -> None:
         assert torch.equal(part.arguments["attention_mask"], mask[rows, hidden:])
         assert torch.equal(part.arguments["position_ids"], places[rows, hidden:])
         assert part.arguments["past_key_values"] is cache
-        assert part.processors[0].prompt_ignore_length.flatten().tolist() == list(range(1, 5))[rows]
+        assert part.processors[0].prompt_ignore_length.tolist() == list(range(1, 5))[rows]
 
 
 def test_rows_take_drafts_only_each_in_a_session_of_its_own() -> None:
