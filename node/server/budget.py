@@ -209,7 +209,7 @@ class MemoryBudget:
         """
         first = {waiter.holder: waiter for waiter in reversed(self._waiting)}
         line = [waiter for waiter in self._waiting if not waiter.holder or first[waiter.holder] is waiter]
-        if len({one.address for one in (*self._held, *self._waiting)}) > 1:
+        if len({lease.address for lease in self._held} | {waiter.address for waiter in self._waiting}) > 1:
             line = [waiter for waiter in line if self._has_share(waiter, attrgetter("address"))] or line
         return [waiter for waiter in line if self._has_share(waiter)] or line or self._waiting
 
