@@ -17,7 +17,7 @@ STOP_TIMEOUT = 15.0
 
 
 class ServerProcess:
-    """One `petalnode serve` on loopback with one compute thread; ends when `stop` closes its standard input.
+    """One `petalnode serve` on loopback with so many compute threads; ends when `stop` closes its standard input.
 
     `prefix` is put before the command line, to run it elsewhere; `host` is the address there. `program` is what Python
     runs.
@@ -31,6 +31,7 @@ class ServerProcess:
         host: str = "127.0.0.1",
         prefix: Sequence[str] = (),
         program: Sequence[str] = ("-m", "petalnode"),
+        threads: int = 1,
     ) -> None:
         self.log = scratch / "server.log"
         with self.log.open("wb") as log:
@@ -43,7 +44,7 @@ class ServerProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env=os.environ | {"OMP_NUM_THREADS": str(threads)},
             )
         self.started = time.perf_counter()
         self.ready_seconds = 0.0

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 from ..errors import MachineError
 from .progress import Progress
 
 _GIB = 1 << 30
+_OF_RUST: Final = re.compile(r"\(os error (\d{1,3})\)$")
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 _PATH_ERRORS = (errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EEXIST)
 _CACHE_ADVICE = "Make room or set PETALNODE_CACHE to a folder that can be written, then run it again."
@@ -90,10 +93,19 @@ def disk_errors(folder: Path, purpose: str, advice: str = _CACHE_ADVICE) -> Iter
     `folder`."""
     try:
         yield
-    except OSError as error:
-        if not is_disk_error(error) and error.errno not in _PATH_ERRORS:
+    except Exception as error:
+        number = _system_error(error)
+        if number not in (*_DISK_ERRORS, *_PATH_ERRORS):
             raise
-        raise MachineError(f"{purpose} failed: {os.strerror(error.errno or 0)} ({folder}). {advice}") from error
+        raise MachineError(f"{purpose} failed: {os.strerror(number or 0)} ({folder}). {advice}") from error
+
+
+def _system_error(error: Exception) -> int | None:
+    """The number of the system's error that this is about: libraries in Rust, such as tokenizers, raise their own."""
+    if isinstance(error, OSError):
+        return error.errno
+    said = _OF_RUST.search(str(error))
+    return int(said[1]) if said else None
 
 
 def _size(nbytes: int) -> str:

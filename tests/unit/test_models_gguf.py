@@ -273,6 +273,34 @@ def test_a_full_disk_is_said_before_anything_is_written(
     assert caught.value.exit_code == 4
 
 
+@pytest.mark.parametrize("most", [0, 100, 700, 1500, 5000])
+def test_a_disk_that_fills_while_a_folder_is_written_is_said_and_leaves_nothing(
+    tmp_path: Path, cache: Path, most: int
+) -> None:
+    """By the largest file that the process may write: whichever of its files or libraries meets the end first."""
+    file = write_tiny_gguf(tmp_path / "tiny.gguf")
+    script = (
+        "import resource, signal, sys\n"
+        "from petalnode.node.errors import MachineError\n"
+        "from petalnode.node.models import resolve\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "most = int(sys.argv[2])\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))\n"
+        "try:\n"
+        "    resolve(sys.argv[1])\n"
+        "except MachineError as error:\n"
+        "    print(error)\n"
+    )
+    started = warm_python.start([sys.executable, "-c", script, str(file), str(most)], warm_python.environment())
+    assert started.stdout is not None
+    said = started.stdout.read()
+    assert started.wait() == 0
+    assert "File too large" in said or "room" in said or "full" in said, said
+    assert [entry.name for entry in (cache / "models").glob("*") if entry.is_dir()] == []
+    whole = resolve(file)
+    assert (whole.path / "tokenizer.json").stat().st_size > most
+
+
 def test_the_header_gives_every_tensor_its_place(tmp_path: Path) -> None:
     file = write_tiny_gguf(tmp_path / "tiny.gguf", "F32")
     header = read_gguf_header(file)

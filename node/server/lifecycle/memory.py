@@ -100,7 +100,9 @@ def blocks_that_fit(
             )
             + "close some, or serve a smaller model, or --quant nf4"
         )
-    whole = "the whole model" if count == num_blocks else f"{count} of {num_blocks} blocks"
+    whole = "the whole model"
+    if count < num_blocks:
+        whole = f"{count} of {num_blocks} blocks ({_others(num_blocks, count)} the rest)"
     return Sizing(
         count,
         f"{whole}: {size(memory.free)} of {memory.place} are free, a block takes {size(block_bytes)} and "
@@ -108,6 +110,12 @@ def blocks_that_fit(
         f"{size(reserve)} stay free",
         count * per_block + computing,
     )
+
+
+def _others(blocks: int, fitting: int) -> str:
+    """Who would hold those of the blocks that do not fit, of which `fitting` do."""
+    more = -(-(blocks - fitting) // fitting)
+    return f"{more} more machine{'s' * (more > 1)} like this one would hold"
 
 
 def check_blocks_fit(
@@ -133,7 +141,9 @@ def check_blocks_fit(
     if needed > memory.free:
         per_block = max(1, max(blocks) + token_bytes * MEMORY_SHARES.min_cache_tokens)
         fitting = max(0, memory.free - computing) // per_block
-        advice = f"at most {fitting} fit (--num-blocks {fitting})" if fitting else "not even one of them fits"
+        advice = "not even one of them fits"
+        if fitting:
+            advice = f"at most {fitting} fit (--num-blocks {fitting}), {_others(len(blocks), fitting)} the rest"
         raise MachineError(
             f"{len(blocks)} blocks of this model take {size(weights)}, {size(needed)} with the smallest cache and what "
             f"computing needs, and {size(memory.free)} of {memory.place} are free: {advice}. Close other programs, or "
