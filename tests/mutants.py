@@ -109,6 +109,7 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
         "attacks/test_relay_and_dial_backs",
         "swarm/test_evidence_gossip",
     ),
+    "node/models/inventory.py": _unit("models_command"),
     "node/models/gguf/*": (*_unit("gguf_header models_gguf"), "attacks/test_changed_gguf", "parity/test_gguf"),
     "node/models/sources/gguf_files.py": (*_unit("models_gguf models_alias"), "attacks/test_changed_gguf"),
     "node/blocks/kernels/packing.py": (*_unit("kernels"), "parity/test_kernels", "parity/test_gguf"),

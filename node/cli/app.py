@@ -65,6 +65,7 @@ COMMANDS: Final = {
     "swarm-key": "Create the key of a private swarm, which only nodes with a copy of this file can join.",
     "manifest": "Write the manifest of a model, for its repository to say which version it is to whoever has a part of "
     "it.",
+    "models": "The models on this disk: list, verify, remove; and what one needs, here and of a swarm.",
     "fit": "Say which models fit, on this machine, those of --machines, or with --peer those of a swarm, and how fast.",
     "plan": "Plan which machine should serve which blocks: for the lowest latency, and for the highest throughput.",
     "tune": "Fine-tune a model over the swarm that serves it.",

@@ -50,6 +50,7 @@ _SHOWN: Final = {
     "bootstrap": ("listen", "announce", "relay_reservations", "swarm_key", "peer"),
     "doctor": ("peer", "swarm_key", "listen", "json"),
     "self_test": ("timeout", "peer", "swarm_key", "listen", "json"),
+    "show": ("peer", "swarm_key", "json"),
     "plan": ("machines", "num_blocks", "block_mb", "trusted_blocks", "peer", "json"),
 }
 """The options that most people need, by command; `--help` names the others, and `--help-all` explains them."""

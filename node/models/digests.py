@@ -35,27 +35,34 @@ def part_digests(
 
 
 def part_trees(
-    checkpoint: Checkpoint, parts: Iterable[Part], progress: Progress = no_progress, what: str = "Checking the weights"
+    checkpoint: Checkpoint,
+    parts: Iterable[Part],
+    progress: Progress = no_progress,
+    what: str = "Checking the weights",
+    *,
+    anew: bool = False,
 ) -> Mapping[Part, Tree]:
     """What the digest of each of `parts` is made of: its tensors' names, dtypes and shapes, and hashes of pieces.
 
     The name of a tensor is its key without the wrapper's prefix and without the block's number, so it makes
     no difference how the checkpoint was sharded or whether it was saved with or without its base model's
-    prefix. What was hashed before is kept for as long as path, sizes and times of the files are the same.
+    prefix. What was hashed before is kept for as long as path, sizes and times of the files are the same; `anew`
+    reads it all the same, and keeps nothing.
 
     Raises:
         ModelError: if a file is missing, malformed, or changes while it is read.
     """
     readers = {part: PartReader(checkpoint, part) for part in parts}
     stamps = {part: _stamp(checkpoint, part) for part in readers}
-    known = known_trees(checkpoint, readers)
+    known = {} if anew else known_trees(checkpoint, readers)
     missing = {part: reader for part, reader in readers.items() if part not in known}
     if missing:
         hashed = _hash_parts(missing, progress, what)
         for part in missing:
             if _stamp(checkpoint, part) != stamps[part]:
                 raise ModelError(f"{checkpoint.folder} changed while it was read. Run it again when it is complete.")
-        note_trees(checkpoint, hashed)
+        if not anew:
+            note_trees(checkpoint, hashed)
         known.update(hashed)
     return {part: known[part] for part in readers}
 

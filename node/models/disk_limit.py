@@ -87,17 +87,42 @@ def note_use(used: Collection[Path]) -> None:
     now = time.time()
     for path in used:
         folder = path.absolute().parent
-        if not _is_snapshot(folder):
-            _write_note(path.absolute(), {})
-        elif path.name in (noted := _noted(_note(folder))):
-            _write_note(folder, {**noted, path.name: now})
+        if not is_snapshot(folder):
+            _write_note(path.absolute(), {}, by_us=True)
+        else:
+            noted = _noted(_note(folder))
+            _write_note(folder, {**noted, path.name: now} if path.name in noted else noted, by_us=True)
 
 
-def _write_note(folder: Path, files: Mapping[str, float]) -> None:
+def users_of(folder: Path) -> list[int]:
+    """The processes that have noted that they use the model in `folder`, and still run."""
+    import psutil
+
+    found = []
+    for pid, started in _users(_note(folder)):
+        with suppress(psutil.Error):
+            if abs(psutil.Process(pid).create_time() - started) < 1:
+                found.append(pid)
+    return found
+
+
+def _users(note: Path) -> list[tuple[int, float]]:
+    try:
+        return [(int(pid), float(started)) for pid, started in json.loads(note.read_bytes())["by"]]
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return []
+
+
+def _write_note(folder: Path, files: Mapping[str, float], by_us: bool = False) -> None:
+    import psutil
+
     note = _note(folder)
     with suppress(OSError):
         note.parent.mkdir(exist_ok=True)
-        note.write_text(json.dumps({"path": str(folder), "files": files}))
+        by = [user for user in _users(note) if psutil.pid_exists(user[0]) and user[0] != os.getpid()]
+        if by_us:
+            by.append((os.getpid(), psutil.Process().create_time()))
+        note.write_text(json.dumps({"path": str(folder), "files": files, "by": by}))
 
 
 def in_use(folder: Path, num_blocks: int, span: Span) -> tuple[Path, ...]:
@@ -107,7 +132,7 @@ def in_use(folder: Path, num_blocks: int, span: Span) -> tuple[Path, ...]:
     Raises:
         ModelError: the weights are not there, or damaged.
     """
-    if not _is_snapshot(folder.absolute()):
+    if not is_snapshot(folder.absolute()):
         return (folder,)
     checkpoint = Checkpoint(folder, num_blocks)
     names = {checkpoint.file_of[key] for block in range(span.start, span.end) for key in checkpoint.parts[block]}
@@ -151,15 +176,15 @@ def _all_entries() -> Iterator[CacheEntry]:
         with suppress(OSError):
             for path in (root / name).iterdir():
                 if not path.name.endswith((".lock", ".partial", ".tmp")):
-                    yield CacheEntry(path, _nbytes(path), _last_use(path))
+                    yield CacheEntry(path, disk_bytes(path), last_use(path))
     with suppress(OSError):
         for note in (root / _USED).glob("*.json"):
             with suppress(OSError, ValueError, KeyError, TypeError):
                 folder = Path(json.loads(note.read_bytes())["path"])
-                if _is_snapshot(folder):
+                if is_snapshot(folder):
                     for name, used in _noted(note).items():
                         if Path(name).name == name and (folder / name).exists():
-                            yield CacheEntry(folder / name, _nbytes(folder / name), used)
+                            yield CacheEntry(folder / name, disk_bytes(folder / name), used)
 
 
 def _noted(note: Path) -> dict[str, float]:
@@ -171,12 +196,13 @@ def _noted(note: Path) -> dict[str, float]:
         return {}
 
 
-def _is_snapshot(path: Path) -> bool:
+def is_snapshot(path: Path) -> bool:
     """Whether this is a model at one commit in the hub's cache: .../models--org--name/snapshots/commit."""
     return path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--")
 
 
-def _last_use(path: Path) -> float:
+def last_use(path: Path) -> float:
+    """Seconds since 1970."""
     try:
         return _note(path).stat().st_mtime
     except OSError:
@@ -189,7 +215,8 @@ def _note(path: Path) -> Path:
     return cache_dir() / _USED / f"{hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:32]}.json"
 
 
-def _nbytes(path: Path) -> int:
+def disk_bytes(path: Path) -> int:
+    """Of a file, or of all files of a folder."""
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     total = 0
     for file in files:
@@ -200,7 +227,7 @@ def _nbytes(path: Path) -> int:
 
 def _remove(path: Path, staying: Collection[Path]) -> None:
     """`staying` are files that are or will be there: their snapshot stays, too, though it may have no weights."""
-    if not _is_snapshot(path.parent):
+    if not is_snapshot(path.parent):
         if path.is_file():
             path.unlink()
         else:

@@ -25,6 +25,7 @@ from ..models.checkpoint import INDEX, Checkpoint, write_gguf_note
 from ..models.digests import note_trees
 from ..models.folder import TEXT_FILES, open_folder
 from ..models.gguf.header import ABSENT
+from ..models.inventory import NAME_FILE
 from ..models.manifest import MANIFEST_FILE, MAX_CONFIG_BYTES, MAX_FILE_BYTES, canonical_architecture, write_manifest
 from ..models.parts import parts_of_need
 from ..models.progress import Progress
@@ -39,7 +40,6 @@ MAX_TEXT_BYTES: Final = 64 << 20
 """Of all the tokenizer's files that a peer hands on together; those of real models have up to 40 MiB."""
 _MAX_TEXT_FILES: Final = 64
 _TEXTS_DONE: Final = "texts.done"
-_NAME: Final = "name"
 _KEY: Final = "peers-"
 RESTRICTED: Final = "restricted"
 """The name of a file that says: only who is told to hands this on."""
@@ -146,7 +146,7 @@ class PeerFolder:
             for number, tree in trees.items():
                 (path / "trees" / str(number)).write_bytes(tree.to_wire().SerializeToString(deterministic=True))
             (path / "config.json").write_text(json.dumps(config_of(manifest, trees), indent=2, sort_keys=True) + "\n")
-            (path / _NAME).write_text(name)
+            (path / NAME_FILE).write_text(name)
             if offer.restricted:
                 (path / RESTRICTED).touch()
             folder._write_headers(offer)
@@ -166,7 +166,7 @@ class PeerFolder:
         found = []
         for path in imported_folder(_KEY).parent.glob(f"{_KEY}*-{_FORMAT}"):
             with suppress(OSError, ModelError, UnicodeDecodeError):
-                if (path / _NAME).read_text() == name and (path / MANIFEST_FILE).stat().st_size <= MAX_FILE_BYTES:
+                if (path / NAME_FILE).read_text() == name and (path / MANIFEST_FILE).stat().st_size <= MAX_FILE_BYTES:
                     manifest = Manifest.from_json((path / MANIFEST_FILE).read_bytes())
                     if manifest.version.hex().startswith(pinned) and PeerFolder.key_of(manifest) == path.name:
                         found.append(manifest)

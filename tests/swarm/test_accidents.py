@@ -56,6 +56,7 @@ COMMANDS = {
     "self-test": "self-test --timeout 1 --new-swarm",
     "swarm-key": "swarm-key {scratch}/swarm.key",
     "manifest": "manifest {models}/tiny-llama",
+    "models": "models",
     "plan": "plan --machines {scratch}/machines.json --num-blocks 6 --block-mb 1 --seconds 0.01",
     "tune": "tune {models}/tiny-llama --peer {nobody} --data {scratch}/data.jsonl --out {scratch}/out",
     "adapters": "adapters search --at {scratch}",
