@@ -93,8 +93,7 @@ async def _client(model: str, addr: str, draft: str | None) -> None:
                     local,
                     max_length=1024,
                     stop_tokens=() if kind == "random" else text.stop_tokens,
-                    drafts=mode != "none",
-                    draft_model=guesser if mode == "model" else None,
+                    drafts=guesser if mode == "model" and guesser else mode != "none",
                 )
 
             async def answer(talk: Conversation, kind: str, tokens: int) -> dict[str, Any]:

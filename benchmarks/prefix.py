@@ -40,9 +40,8 @@ def first_token(model: Any, prompt: list[int], salt: bytes) -> tuple[float, floa
     times: list[float] = []
 
     async def answer(client: SwarmClient) -> tuple[float, int, list[int]]:
-        conversation = Conversation(
-            client, model._local, max_length=len(prompt) + TOKENS, stop_tokens=(), prefix_salt=salt
-        )
+        conversation = Conversation(client, model._local, max_length=len(prompt) + TOKENS, stop_tokens=())
+        conversation.prefix_salt = salt
         async with aclosing(conversation):
             made = await conversation.answer(
                 prompt, Sampling(max_new_tokens=TOKENS), lambda _: times.append(time.perf_counter())

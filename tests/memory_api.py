@@ -19,7 +19,7 @@ from petalnode.node.api.http.server import HttpLimits, serve_http
 from petalnode.node.api.openai.response_endpoints import ResponseStore
 from petalnode.node.blocks.client_part import load_client
 from petalnode.node.client.chat import Text
-from petalnode.node.client.core import open_client
+from petalnode.node.client.core import ClientOptions, open_client
 from petalnode.node.client.swarm_model import identify_model
 from petalnode.node.models import resolve
 from petalnode.node.monitoring.traces import Traces
@@ -91,7 +91,7 @@ def memory_api(
             listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
             url = f"http://127.0.0.1:{listeners[0].socket.getsockname()[1]}"
             async with (
-                open_client(node, identified, reopen_timeout=reopen_timeout) as client,
+                open_client(node, identified, ClientOptions(reopen_timeout=reopen_timeout)) as client,
                 trio.open_nursery() as nursery,
             ):
                 core = Core(client, local, text, [ServedModel(given.name), *models], limits or ApiLimits())

@@ -375,8 +375,6 @@ def ragged_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one new token per row on `Rows` of keys and values.
@@ -386,8 +384,8 @@ def ragged_attention(
 
     Args:
         query: [all rows, heads, 1, dim].
-        softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
-        s_aux: per head, a score that takes part in the softmax and has no value (GPT-OSS).
+        kwargs: `softcap`, with which scores become softcap * tanh(score / softcap) (Gemma 2); `s_aux`, per head a score
+            that takes part in the softmax and has no value (GPT-OSS); nothing else that changes the outcome.
 
     Returns:
         [all rows, 1, heads, value dim], None.
@@ -399,6 +397,7 @@ def ragged_attention(
         raise NotRagged("it does not hand on what the cache returned")
     if attention_mask is not None:
         raise NotRagged("it builds an attention mask")
+    softcap, s_aux = kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
     for name, argument in kwargs.items():
         if argument is not None and argument is not False and name not in _HARMLESS:
             raise NotRagged(f"its attention takes {name!r}")

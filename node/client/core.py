@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,7 +31,7 @@ from .batch.batch_client import BatchClient
 from .deadlines import DEADLINES, SessionTotals
 from .request import ServerClaims, WireTensor, close_stream
 from .router import Payments
-from .server_selection import ServerSelection
+from .server_selection import ServerLimits, ServerSelection
 from .session.prefixes import PrefixMemory
 from .session.session import ClientSession, SavedSession
 from .session.stream import InferenceStream, SessionSpec
@@ -52,53 +52,45 @@ if TYPE_CHECKING:
     from .session.comparing import Disagreement
 
 
+@dataclass(frozen=True)
+class ClientOptions(ServerLimits):
+    """What a client asks of servers, and of all of its sessions.
+
+    Attributes:
+        share_receipts: auditors, multiaddrs with /p2p, that may see what is sent and received (`sharing`), but nothing
+            of the blocks of trusted servers.
+        adapter: changes the blocks for sessions that name none: one that is brought to servers, or the name of one that
+            they hold.
+        compare_chains: from 2 on, so many chains that share no server compute and are compared (`compared_session`).
+        codec: of sessions that name none, one of `CODEC_CHOICES`.
+        reopen_timeout: that of `SessionSpec`, in seconds.
+    """
+
+    share_receipts: Sequence[str] = ()
+    adapter: Adapter | str | None = None
+    compare_chains: int = 1
+    codec: str = "none"
+    reopen_timeout: float | None = None
+
+
 @asynccontextmanager
 async def open_client(
     swarm: Swarm,
     model: SwarmModel,
-    *,
-    allowed: Collection[str] = (),
-    blocked: Collection[str] = (),
-    share_receipts: Sequence[str] = (),
-    adapter: Adapter | str | None = None,
-    require_pledge: int | None = None,
-    compare_chains: int = 1,
-    trusted: TrustedServers | None = None,
-    codec: str = "none",
-    reopen_timeout: float | None = None,
+    options: ClientOptions = ClientOptions(),
 ) -> AsyncIterator[SwarmClient]:
     """A client for the length of the block.
-
-    `allowed` and `blocked` are peer ids; no `allowed` allows everybody. `share_receipts` are auditors, multiaddrs with
-    /p2p, that may see what is sent and received (`sharing`). `adapter` changes the blocks for all sessions that name
-    none: one that is brought to servers, or the name of one that they hold.
-    `trusted` are the servers for the first and the last blocks; auditors are shown nothing of those blocks.
-    `codec` is that of sessions which name none: one of `CODEC_CHOICES`.
-    `reopen_timeout` is that of `SessionSpec`, for all sessions, in seconds.
-    Servers that do not pledge at least `require_pledge` points are not used; None: whether they pledge or not.
-    From 2 on, sessions run through `compare_chains` chains that share no server and compare them (`compared_session`).
 
     Raises:
         BadInput: the adapter was trained for another version of the model, or there is no such codec.
     """
-    changes, codec = _session_adapter(adapter, model), parse_codec(codec)
+    auditors, changes = options.share_receipts, _session_adapter(options.adapter, model)
+    parse_codec(options.codec)
     async with trio.open_nursery() as nursery:
-        client = SwarmClient(
-            swarm,
-            model,
-            nursery,
-            allowed=allowed,
-            blocked=blocked,
-            require_pledge=require_pledge,
-            trusted=trusted,
-            adapter=changes,
-            compare_chains=compare_chains,
-            codec=codec,
-            reopen_timeout=reopen_timeout,
-        )
-        if share_receipts:
+        client = SwarmClient(swarm, model, nursery, options, changes)
+        if auditors:
             client.receipts = ReceiptArchive(KEPT_RECEIPTS.shared_bytes)
-            nursery.start_soon(_share, swarm, client.receipts, share_receipts, client.trusted.middle(model.num_blocks))
+            nursery.start_soon(_share, swarm, client.receipts, auditors, client.trusted.middle(model.num_blocks))
         nursery.start_soon(client.candidates)  # so that the first session finds the round trips measured
         yield client
         nursery.cancel_scope.cancel()
@@ -137,8 +129,6 @@ def _session_adapter(adapter: Adapter | str | None, model: SwarmModel) -> Sessio
 class SwarmClient(ServerSelection):
     """Opens sessions of one model, and runs batches without a cache (`batches`); made by `open_client`.
 
-    `limits` are those of `ServerSelection`.
-
     Attributes:
         disagreements: of chains that were compared, in all sessions so far.
         totals: of all sessions, those of variants included.
@@ -153,21 +143,17 @@ class SwarmClient(ServerSelection):
         swarm: Swarm,
         model: SwarmModel,
         nursery: trio.Nursery,
-        *,
+        options: ClientOptions = ClientOptions(),
         adapter: SessionAdapter | str | None = None,
-        compare_chains: int = 1,
-        codec: str = "none",
-        reopen_timeout: float | None = None,
-        **limits: Any,
     ) -> None:
-        super().__init__(swarm, model, nursery, **limits)
+        super().__init__(swarm, model, nursery, options)
         self._adapter = adapter
-        self._codec = codec
-        self._reopen_timeout = reopen_timeout
+        self._codec = options.codec
+        self._reopen_timeout = options.reopen_timeout
         self._uncoded: ClientSession | None = None  # the last one that was opened without a codec
         self._junctions: list[WireTensor] = []  # of such a session, until they are measured
         self._codec_errors: dict[str, float] = {}
-        self._compare_chains = compare_chains
+        self._compare_chains = options.compare_chains
         self._noted = False  # that this version has computed
         self.payments: Payments | None = None
         self.receipts = ReceiptArchive()

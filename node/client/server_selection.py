@@ -52,6 +52,23 @@ SUSPECT_PENALTY: Final = 60.0
 
 
 @dataclass(frozen=True)
+class ServerLimits:
+    """Which servers a client uses.
+
+    Attributes:
+        allowed: peer ids; none allows everybody.
+        blocked: peer ids that are never asked.
+        require_pledge: the least points that a server pledges; None: whether it pledges or not.
+        trusted: the servers for the first and the last blocks.
+    """
+
+    allowed: Collection[str] = ()
+    blocked: Collection[str] = ()
+    require_pledge: int | None = None
+    trusted: TrustedServers | None = None
+
+
+@dataclass(frozen=True)
 class _Measurement:
     """Of a round trip that is under way since `begun`; `done` when it is known, or cannot be."""
 
@@ -71,19 +88,15 @@ class ServerSelection:
         swarm: Swarm,
         model: SwarmModel,
         nursery: trio.Nursery,
-        *,
-        allowed: Collection[str] = (),
-        blocked: Collection[str] = (),
-        require_pledge: int | None = None,
-        trusted: TrustedServers | None = None,
+        limits: ServerLimits = ServerLimits(),
     ) -> None:
-        self.trusted = trusted or TrustedServers()
+        self.trusted = limits.trusted or TrustedServers()
         self.swarm = swarm
         self.model = model
         self._nursery = nursery
-        self._allowed = frozenset(allowed)
-        self._blocked = frozenset(blocked)
-        self._require_pledge = require_pledge
+        self._allowed = frozenset(limits.allowed)
+        self._blocked = frozenset(limits.blocked)
+        self._require_pledge = limits.require_pledge
         self._rtts: dict[str, tuple[float, float]] = {}
         self._measures: dict[str, _Measurement] = {}
         self._unmeasured: dict[str, float] = {}  # when a peer did not answer

@@ -13,7 +13,7 @@ import trio
 
 from petalnode.crypto.identity import Identity
 from petalnode.crypto.receipts import countersign
-from petalnode.node.client.core import open_client
+from petalnode.node.client.core import ClientOptions, open_client
 from petalnode.node.client.request import WireTensor
 from petalnode.node.client.session.stream import SessionSpec
 from petalnode.node.client.sharing import auditable
@@ -63,7 +63,7 @@ def test_a_client_s_answers_are_recomputed_afterwards(shared_swarm: SharedSwarm)
             config = SwarmConfig(Identity.generate(), peers=(shared_swarm.peer,), serve_dht=False)
             async with open_swarm(config) as swarm:
                 model: SwarmModel = await identify_model(swarm, folder)
-                async with open_client(swarm, model, share_receipts=[address]) as client:
+                async with open_client(swarm, model, ClientOptions(share_receipts=[address])) as client:
                     spec = SessionSpec(model.version, Span(0, 6), batch=1, max_length=30)
                     async with client.session(spec) as session:
                         await session.step([chunk(5, 0)])
@@ -104,11 +104,14 @@ def test_servers_that_are_banned_or_pledge_too_little_are_not_used(shared_swarm:
         async with open_swarm(config) as swarm:
             model = await identify_model(swarm, folder)
             spec = SessionSpec(model.version, Span(0, 6), batch=1, max_length=30)
-            async with open_client(swarm, model, require_pledge=0) as client, client.session(spec) as session:
+            async with (
+                open_client(swarm, model, ClientOptions(require_pledge=0)) as client,
+                client.session(spec) as session,
+            ):
                 await session.step([chunk(5, 0)])
                 (first, *_) = (hop.peer_id for hop in session.route)
                 assert 0 < swarm.trust.reputation(first) < 0.01
-            async with open_client(swarm, model, require_pledge=1) as client:
+            async with open_client(swarm, model, ClientOptions(require_pledge=1)) as client:
                 with pytest.raises(NoChainError, match="pledges less than 1 points"):
                     await client.route(spec)
             async with open_client(swarm, model) as client:

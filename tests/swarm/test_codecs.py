@@ -14,7 +14,7 @@ from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.client_part import load_client
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.client.chunks import to_chunks
-from petalnode.node.client.core import CODEC_OF, SwarmClient, open_client
+from petalnode.node.client.core import CODEC_OF, ClientOptions, SwarmClient, open_client
 from petalnode.node.client.generation.conversation import Conversation, Sampling
 from petalnode.node.client.session.session import ClientSession, SavedSession
 from petalnode.node.client.session.stream import HopTiming, SessionSpec
@@ -188,7 +188,7 @@ def test_a_session_is_taken_up_under_the_codec_that_it_has(pool: MemoryPool, fol
     async def main(codec: str, saved: SavedSession | None) -> tuple[str, int, SavedSession | None]:
         async with pool.swarm.network.open_swarm(SwarmConfig(identity)) as node:
             model = await identify_model(node, resolve(str(folder)))
-            async with open_client(node, model, codec=codec) as client:
+            async with open_client(node, model, ClientOptions(codec=codec)) as client:
                 return await held(client, saved)
 
     codec, position, saved = pool.swarm.call(main, "float16", None)

@@ -17,7 +17,7 @@ from petalnode.crypto.receipts import Receipt
 from petalnode.node.blocks.client_part import load_client
 from petalnode.node.blocks.outer_layers import OuterLayers
 from petalnode.node.blocks.span import load_span
-from petalnode.node.client.core import open_client
+from petalnode.node.client.core import ClientOptions, open_client
 from petalnode.node.client.generation.conversation import Conversation
 from petalnode.node.client.generation.decoding import Decoding
 from petalnode.node.client.generation.draft_model import DraftModel
@@ -56,11 +56,10 @@ class Chain:
             given = resolve(str(self._folder), need="client", offline=True)
             identified = await identify_model(node, given)
             local = load_client(self._folder)
-            async with open_client(node, identified, compare_chains=self._compare) as client:
+            async with open_client(node, identified, ClientOptions(compare_chains=self._compare)) as client:
                 client.receipts = ReceiptArchive(self._shared_bytes)
-                conversation = Conversation(
-                    client, local, max_length=512, stop_tokens=stops, drafts=drafts, draft_model=draft_model
-                )
+                guess = draft_model or drafts
+                conversation = Conversation(client, local, max_length=512, stop_tokens=stops, drafts=guess)
                 async with aclosing(conversation):
                     yield conversation
 

@@ -20,7 +20,7 @@ import trio
 from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.client_part import load_client
 from petalnode.node.client.chat import Text
-from petalnode.node.client.core import open_client
+from petalnode.node.client.core import ClientOptions, open_client
 from petalnode.node.client.request import WireTensor
 from petalnode.node.client.session.stream import SessionSpec
 from petalnode.node.client.swarm_model import identify_model
@@ -202,7 +202,7 @@ async def talk(swarm: SuspectSwarm, identity: Identity, auditor: str | None) -> 
     config = SwarmConfig(identity=identity, peers=(swarm.peer,), serve_dht=False)
     async with open_swarm(config) as node:
         model = await identify_model(node, folder)
-        async with open_client(node, model, share_receipts=[auditor] if auditor else ()) as client:
+        async with open_client(node, model, ClientOptions(share_receipts=[auditor] if auditor else ())) as client:
             spec = SessionSpec(model.version, Span(0, 6), batch=1, max_length=16)
             async with client.session(spec) as session:
                 for seed, tokens in enumerate((6, 1, 1)):

@@ -20,7 +20,7 @@ import trio
 
 from petalnode.crypto.identity import Identity, peer_id_from_bytes
 from petalnode.crypto.receipts import Receipt
-from petalnode.node.client.core import SwarmClient, open_client
+from petalnode.node.client.core import ClientOptions, SwarmClient, open_client
 from petalnode.node.client.request import WireTensor
 from petalnode.node.client.session.session import ClientSession
 from petalnode.node.client.session.stream import SessionSpec
@@ -259,13 +259,13 @@ class VirtualSwarm:
 
     @asynccontextmanager
     async def client(self, **options: Any) -> AsyncIterator[SwarmClient]:
-        """`options` as for `open_client`."""
+        """`options` are those of `ClientOptions`."""
         node: Any = _ClientNode(self)
         self.network.nodes[node.peer_id] = node
         folder: Any = SimpleNamespace(name="virtual", num_blocks=BLOCKS, hidden_size=HIDDEN, config={})
         from petalnode.node.client.swarm_model import SwarmModel
 
-        async with open_client(node, SwarmModel(VERSION, folder), **options) as client:
+        async with open_client(node, SwarmModel(VERSION, folder), ClientOptions(**options)) as client:
             for server in self.servers:
                 self.network.link(client.peer_id, server.peer_id).delay = 0.01
             yield client

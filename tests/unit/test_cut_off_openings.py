@@ -56,14 +56,15 @@ class Search:
     refused: dict[str, Any] = {}  # noqa: RUF012
 
 
+async def find(excluded: Any) -> tuple[Hop, ...]:
+    return (Hop("silent", Span(0, 2)),)
+
+
 class GatedOpening(Opening):
     """One whose chains are a server each, which are ready when they are told."""
 
     def __init__(self, router: Router, chains: list[tuple[Server, trio.Event, trio.Event]]) -> None:
-        async def find(excluded: Any) -> tuple[Hop, ...]:
-            return (Hop("silent", Span(0, 2)),)
-
-        made: Any = {"find": find, "epoch": lambda: 1, "waits": Waits()}
+        made: Any = {"epoch": lambda: 1, "waits": Waits()}
         super().__init__(cast(Any, router), SPEC, InputHistory(), 0, **made)
         self.chains = chains
 
@@ -105,7 +106,7 @@ async def test_servers_that_were_ready_when_the_caller_left_are_closed() -> None
 
         async def caller(scope: trio.CancelScope) -> None:
             with scope:
-                await opening.run(cast(Any, Search()))
+                await opening.run(cast(Any, Search()), find)
 
         scope = trio.CancelScope()
         nursery.start_soon(caller, scope)
@@ -123,7 +124,7 @@ async def test_a_chain_that_is_let_go_while_it_becomes_ready_is_closed() -> None
 
         async def caller(scope: trio.CancelScope) -> None:
             with scope:
-                await opening.run(cast(Any, Search()))
+                await opening.run(cast(Any, Search()), find)
 
         scope = trio.CancelScope()
         nursery.start_soon(caller, scope)

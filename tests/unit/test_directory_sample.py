@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.client.server_selection import ServerSelection
+from petalnode.node.client.server_selection import ServerLimits, ServerSelection
 from petalnode.node.swarm.sample import SAMPLING, in_turn, known_well, sampled
 from petalnode.node.swarm.trusted_servers import TrustedServers
 from petalnode.node.swarm.view import SwarmView
@@ -222,5 +222,5 @@ async def test_who_wants_certain_servers_asks_for_all(limits: dict[str, Any], sa
     swarm: Any = SimpleNamespace(refresh=refresh)
     model: Any = SimpleNamespace(version=MODEL)
     nursery: Any = None
-    await ServerSelection(swarm, model, nursery, **limits).refresh()
+    await ServerSelection(swarm, model, nursery, ServerLimits(**limits)).refresh()
     assert asked == [sample]

@@ -203,17 +203,18 @@ class Core:
         adapter = self._adapters.get(scope.model)
         if options.adapter:
             adapter = named(options.adapter, self.client.servers()) or adapter
-        return Conversation(
+        conversation = Conversation(
             self.client_for(options),
             self._local,
             max_length=length,
             stop_tokens=self.text.stop_tokens,
             soft_prompt=model.adapter.soft_prompt if isinstance(model.adapter, Adapter) else None,
             adapter=adapter,
-            drafts=self.drafts and options.drafts,
-            draft_model=self.draft_model if options.drafts else None,
-            prefix_salt=hashlib.sha256(self._secret + scope.owner.encode()).digest(),  # servers see one client
+            drafts=options.drafts and (self.draft_model or self.drafts),
         )
+        # Servers see one client.
+        conversation.prefix_salt = hashlib.sha256(self._secret + scope.owner.encode()).digest()
+        return conversation
 
     @asynccontextmanager
     async def answering(self, wanted: GenerationRequest) -> AsyncIterator[trio.MemoryReceiveChannel[Event]]:

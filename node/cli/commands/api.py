@@ -14,7 +14,7 @@ import typer
 
 from ...api.http.server import listen, url_of
 from ...client.chat import Text
-from ...client.core import open_client
+from ...client.core import ClientOptions, open_client
 from ...client.deadlines import DEADLINES
 from ...client.swarm_model import identify_model
 from ...errors import BadInput, SwarmError
@@ -203,17 +203,15 @@ async def api_in(
     from ...web.swarm_endpoint import swarm_routes
 
     limits = ApiLimits(context=options.context, kept=options.keep_sessions, body_bytes=options.max_body << 20)
-    allowed, blocked, trusted = options.allow or (), options.deny or (), options.chosen_servers()
+    asked = ClientOptions(
+        allowed=options.allow or (),
+        blocked=options.deny or (),
+        trusted=options.chosen_servers(),
+        codec=options.codec,
+        reopen_timeout=options.reopen_timeout,
+    )
     async with (
-        open_client(
-            swarm,
-            identified,
-            allowed=allowed,
-            blocked=blocked,
-            trusted=trusted,
-            codec=options.codec,
-            reopen_timeout=options.reopen_timeout,
-        ) as client,
+        open_client(swarm, identified, asked) as client,
         open_batches(options.batch_file, BatchLimits(line_bytes=options.max_body << 20)) as batches,
         traced("api") as traces,
         trio.open_nursery() as nursery,

@@ -14,7 +14,7 @@ import trio
 import typer
 
 from ...client.chat import SavedChat, Text, held_chat
-from ...client.core import open_client
+from ...client.core import ClientOptions, open_client
 from ...client.deadlines import DEADLINES
 from ...client.swarm_model import SwarmModel, identify_model
 from ...credits.wallet import Wallet
@@ -339,9 +339,7 @@ async def chat_in(
         # One question needs no more of the servers' cache than its own length; a conversation will be longer.
         tokens = len(text.tokenize(opening(options.system).plus("user", prompt).turns))
         context = min(context, tokens + sampling.max_new_tokens)
-    async with open_client(
-        swarm,
-        identified[0],
+    asked = ClientOptions(
         allowed=options.allow or (),
         blocked=options.deny or (),
         share_receipts=options.share_receipts or (),
@@ -350,7 +348,8 @@ async def chat_in(
         trusted=options.chosen_servers(),
         adapter=adapter,
         codec=options.codec,
-    ) as client:
+    )
+    async with open_client(swarm, identified[0], asked) as client:
         if options.credits is not None:
             client.payments = Wallet(swarm, swarm.identity, options.credits)
         held = await client.adapter()
@@ -360,8 +359,7 @@ async def chat_in(
             max_length=context,
             stop_tokens=text.stop_tokens,
             soft_prompt=soft_prompt,
-            drafts=options.draft != "none",
-            draft_model=parts.draft_model,
+            drafts=parts.draft_model or options.draft != "none",
         )
         async with aclosing(conversation):
             if saved is not None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ...client.core import SwarmClient, open_client
+from ...client.core import ClientOptions, SwarmClient, open_client
 from ...client.swarm_model import identify_model
 from ...errors import BadInput, ExitCode, PetalnodeError
 from ...models import ModelFolder
@@ -229,7 +229,7 @@ class _TuneRun:
             )
             identified = await identify_model(swarm, folder, bars)
             bars.stop()
-            async with open_client(swarm, identified, trusted=self.options.trusted_servers()) as client:
+            async with open_client(swarm, identified, ClientOptions(trusted=self.options.trusted_servers())) as client:
                 yield client
 
     def _open(

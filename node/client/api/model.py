@@ -29,7 +29,7 @@ from ...network.addresses import parse_peer
 from ...swarm.config import SwarmConfig
 from ...swarm.swarm import open_swarm
 from ...swarm.trusted_servers import TrustedServers, trusted_servers
-from ..core import CODEC_OF, SwarmClient, open_client, parse_codec
+from ..core import CODEC_OF, ClientOptions, SwarmClient, open_client, parse_codec
 from ..session.comparing import Disagreement
 from ..session_adapter import choose_adapter, fit_adapter
 from ..swarm_model import identify_model
@@ -197,6 +197,17 @@ def open_model(model: str | os.PathLike[str], options: ModelOptions, *, head: bo
     if isinstance(adapter, Adapter):
         fit_adapter(adapter, local, head=head)
 
+    options = ClientOptions(
+        allowed=given["allowed_servers"] or (),
+        blocked=given["blocked_servers"] or (),
+        share_receipts=share_receipts,
+        require_pledge=given["require_pledge"],
+        compare_chains=compare_chains,
+        trusted=trusted,
+        adapter=adapter,
+        codec=codec,
+    )
+
     @asynccontextmanager
     async def client() -> AsyncIterator[SwarmClient]:
         with ExitStack() as stack:
@@ -204,18 +215,7 @@ def open_model(model: str | os.PathLike[str], options: ModelOptions, *, head: bo
             config = SwarmConfig(identity=identity, listen=(), peers=swarm_of.peers, psk=swarm_of.psk, serve_dht=False)
             async with open_swarm(config) as swarm:
                 identified = await identify_model(swarm, folder, given["progress"])
-                async with open_client(
-                    swarm,
-                    identified,
-                    allowed=given["allowed_servers"] or (),
-                    blocked=given["blocked_servers"] or (),
-                    share_receipts=share_receipts,
-                    require_pledge=given["require_pledge"],
-                    compare_chains=compare_chains,
-                    trusted=trusted,
-                    adapter=adapter,
-                    codec=codec,
-                ) as opened:
+                async with open_client(swarm, identified, options) as opened:
                     opened.prefix_salt = given["prefix_salt"].encode()
                     yield opened
 

@@ -51,11 +51,11 @@ class Conversation:
         soft_prompt: [virtual tokens, embedding size], which stands before all of it and counts beyond max_length.
         adapter: changes the blocks; by default the client's.
         drafts: whether to ask the servers about tokens that are guessed from the text, beside the next one, where that
-            is quicker. The answer is the same.
-        draft_model: guesses tokens, too, where the text does not; it has the tokenizer of the model.
-        prefix_salt: only with conversations of the same one it shares what servers keep of its beginning.
+            is quicker. The answer is the same. A model guesses, too, where the text does not; it has the tokenizer of
+            the model.
 
     Attributes:
+        prefix_salt: only with conversations of the same one it shares what servers keep of its beginning.
         reused: tokens of the last prompt that the servers held already.
         drafting: what drafts have brought so far.
     """
@@ -69,9 +69,7 @@ class Conversation:
         stop_tokens: Sequence[int],
         soft_prompt: torch.Tensor | None = None,
         adapter: SessionAdapter | None = None,
-        drafts: bool = False,
-        draft_model: DraftModel | None = None,
-        prefix_salt: bytes = b"",
+        drafts: DraftModel | bool = False,
     ) -> None:
         self.max_length = max_length
         self.drafting = DraftPlan()
@@ -79,11 +77,11 @@ class Conversation:
         self._adapter = adapter
         self._embedding = Embedding(model, soft_prompt)
         self._virtual = [] if soft_prompt is None else [model.any_token] * len(soft_prompt)
-        if drafts or draft_model is not None:
-            reader = DraftCache(draft_model, max_length) if draft_model is not None else None
+        if drafts:
+            reader = None if drafts is True else DraftCache(drafts, max_length)
             self._drafter = Drafter(self.drafting, LookupDrafter(), reader, len(self._virtual))
         self._client = client
-        self._salt = prefix_salt
+        self.prefix_salt = b""
         self._model = model
         self._stop_tokens = frozenset(stop_tokens)
         self._stack = AsyncExitStack()
@@ -283,7 +281,7 @@ class Conversation:
                 keep=self._keep,
                 adapter=self._adapter,
                 share=True,
-                prefix_salt=self._salt,
+                prefix_salt=self.prefix_salt,
             )
             saved, self._saved = self._saved, None
             spec = replace(spec, codec=await self._client.chosen_codec(spec, saved))

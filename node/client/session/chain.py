@@ -286,14 +286,13 @@ class Chain:
             spec,
             history,
             position,
-            find=find,
             epoch=self._next_epoch,
             waits=self.waits,
             beginning=beginning,
         )
         self._openings.add(opening)
         try:
-            return await opening.run(search)
+            return await opening.run(search, find)
         finally:
             self._openings.discard(opening)
 

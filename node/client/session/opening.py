@@ -63,7 +63,6 @@ class Opening:
         history: InputHistory,
         position: int,
         *,
-        find: FindRoute,
         epoch: Callable[[], int],
         waits: Waits,
         beginning: Beginning | None = None,
@@ -72,7 +71,6 @@ class Opening:
         self._spec = spec
         self._history = history
         self._position = position
-        self._find = find
         self._epoch = epoch
         self._waits = waits
         self._beginning = beginning or beginning_of({spec.span.start: history.needed(position)}, position)
@@ -86,8 +84,8 @@ class Opening:
         """The servers that are being asked."""
         return {hop.peer_id for run in self._runs for hop in run.route}
 
-    async def run(self, search: ServerSearch) -> list[ServerLink]:
-        """The servers that are ready first, each with the inputs that it was given.
+    async def run(self, search: ServerSearch, find: FindRoute) -> list[ServerLink]:
+        """The servers that are ready first, each with the inputs that it was given; `find` chooses whom to ask.
 
         Those that fail are left out and the rest tried, for as long as `search` has it.
 
@@ -100,7 +98,7 @@ class Opening:
             with unwrapped(PetalnodeError):
                 async with trio.open_nursery() as nursery:
                     try:
-                        links = await self._first_ready(search, nursery)
+                        links = await self._first_ready(search, find, nursery)
                     finally:
                         for run in self._runs:
                             self._let_go(run)
@@ -110,7 +108,7 @@ class Opening:
             raise
         return links
 
-    async def _first_ready(self, search: ServerSearch, nursery: trio.Nursery) -> list[ServerLink]:
+    async def _first_ready(self, search: ServerSearch, find: FindRoute, nursery: trio.Nursery) -> list[ServerLink]:
         while True:
             nobody: NoChainError | None = None
             for run in [run for run in self._runs if run.done]:
@@ -134,7 +132,7 @@ class Opening:
             if isinstance(action, AskOthers):
                 if action.instead_of is not None:
                     self._let_go(self._runs.pop(action.instead_of))
-                self._ask_others(search, nursery)
+                self._ask_others(search, find, nursery)
             else:
                 with trio.move_on_at(action.until):
                     await self._changed.wait()
@@ -148,7 +146,7 @@ class Opening:
         self._not_before = trio.current_time()
         self._notify()
 
-    def _ask_others(self, search: ServerSearch, nursery: trio.Nursery) -> None:
+    def _ask_others(self, search: ServerSearch, find: FindRoute, nursery: trio.Nursery) -> None:
         silent = {peer_id for run in self._runs for peer_id in run.waits_for}
         for peer_id in silent:
             self._router.suspect(peer_id)
@@ -156,7 +154,7 @@ class Opening:
         # Points are spent once: who is asked beside others has to do without.
         run = _Run(Attempt(now, math.inf, routed=False), pays=not self._runs)
         self._runs.append(run)
-        nursery.start_soon(self._try, run, {*search.refused, *silent})
+        nursery.start_soon(self._try, run, find, {*search.refused, *silent})
 
     def _let_go(self, run: _Run) -> None:
         """Gives a chain up that was not chosen. Its servers need no answer of ours to be asked again."""
@@ -170,12 +168,12 @@ class Opening:
 
     # --- one chain
 
-    async def _try(self, run: _Run, excluded: Collection[str]) -> None:
+    async def _try(self, run: _Run, find: FindRoute, excluded: Collection[str]) -> None:
         ready = False
         try:
             with run.scope:
                 with self._waits.timed("route"):
-                    run.route = await self._find(excluded)
+                    run.route = await find(excluded)
                 epoch = self._epoch()
                 with self._waits.timed("open"):
                     await self._open(run, epoch)

@@ -158,21 +158,18 @@ async def reserve(
     amount: int,
     wait: float,
     *,
-    full: wire.ErrorCode.ValueType = wire.ERROR_BUSY,
-    never: wire.ErrorCode.ValueType = wire.ERROR_BUSY,
-    paid: bool = False,
     holder: str,
-    address: str = "",
+    never: wire.ErrorCode.ValueType = wire.ERROR_BUSY,
 ) -> Lease:
-    """Memory for a request of the client `holder` at `address`, after waiting for it for at most `wait` seconds.
+    """Memory for a request of the client `holder`, after waiting for it for at most `wait` seconds.
 
     Raises:
-        Refusal: `full` if too little came free, `never` if it is more than there is in all.
+        Refusal: ERROR_BUSY if too little came free, `never` if it is more than there is in all.
     """
     try:
-        return await budget.acquire(amount, wait, paid=paid, holder=holder, address=address)
+        return await budget.acquire(amount, wait, holder=holder)
     except BudgetFull as error:
-        raise Refusal(full if amount <= budget.capacity else never, str(error)) from None
+        raise Refusal(wire.ERROR_BUSY if amount <= budget.capacity else never, str(error)) from None
 
 
 class ReceiptChain:

@@ -20,14 +20,14 @@ from ....protocols.prefix import PrefixNames
 from ....protocols.training import MICRO_BATCH_TOKENS, BatchFrames, batch_terms_of
 from ...blocks.passes import SpanPasses
 from ...errors import unwrapped
-from ..budget import Lease, MemoryBudget
+from ..budget import BudgetFull, Lease, MemoryBudget
 from ..prefixes import SHARE as PREFIX_SHARE
 from ..prefixes import PrefixUse
 from .adapters import Adapters
 from .admission import PriorityPayments, prefix_scope
 from .batch_requests import BatchMemory, BatchRequests
 from .pushes import PushConnector, PushStream, Upstream
-from .request import SEND_TIMEOUT, OpenCount, RequestContext, not_held, open_window, reserve, serve_stream
+from .request import SEND_TIMEOUT, OpenCount, RequestContext, not_held, open_window, serve_stream
 from .session import IDLE_TIMEOUT, InferenceStream, ServerSession
 
 log = logging.getLogger(__name__)
@@ -171,9 +171,8 @@ class RequestService:
     async def _cache_for(self, stream: InferenceStream, tokens: int, wait: float, paid: bool) -> Lease:
         """Waits for cache; a client that dies in the queue loses its place at once."""
         lease: Lease | None = None
-        full = wire.ERROR_CACHE_FULL
         try:
-            with unwrapped(Refusal):
+            with unwrapped(BudgetFull):
                 async with trio.open_nursery() as nursery:
 
                     async def watch() -> None:
@@ -182,10 +181,10 @@ class RequestService:
 
                     nursery.start_soon(watch)
                     client, address = stream.peer_id, self.context.origin_of(stream.peer_id)
-                    lease = await reserve(
-                        self.cache, tokens, wait, full=full, never=full, paid=paid, holder=client, address=address
-                    )
+                    lease = await self.cache.acquire(tokens, wait, paid=paid, holder=client, address=address)
                     nursery.cancel_scope.cancel()
+        except BudgetFull as error:
+            raise Refusal(wire.ERROR_CACHE_FULL, str(error)) from None
         except BaseException:
             if lease is not None:
                 lease.release()
