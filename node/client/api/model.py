@@ -197,7 +197,7 @@ def open_model(model: str | os.PathLike[str], options: ModelOptions, *, head: bo
     if isinstance(adapter, Adapter):
         fit_adapter(adapter, local, head=head)
 
-    options = ClientOptions(
+    asked = ClientOptions(
         allowed=given["allowed_servers"] or (),
         blocked=given["blocked_servers"] or (),
         share_receipts=share_receipts,
@@ -215,7 +215,7 @@ def open_model(model: str | os.PathLike[str], options: ModelOptions, *, head: bo
             config = SwarmConfig(identity=identity, listen=(), peers=swarm_of.peers, psk=swarm_of.psk, serve_dht=False)
             async with open_swarm(config) as swarm:
                 identified = await identify_model(swarm, folder, given["progress"])
-                async with open_client(swarm, identified, options) as opened:
+                async with open_client(swarm, identified, asked) as opened:
                     opened.prefix_salt = given["prefix_salt"].encode()
                     yield opened
 
