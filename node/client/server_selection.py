@@ -53,14 +53,8 @@ SUSPECT_PENALTY: Final = 60.0
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """Which servers a client uses.
-
-    Attributes:
-        allowed: peer ids; none allows everybody.
-        blocked: peer ids that are never asked.
-        require_pledge: the least points that a server pledges; None: whether it pledges or not.
-        trusted: the servers for the first and the last blocks.
-    """
+    """Which servers a client uses: peer ids that are allowed (none: all) and blocked, the least points that they pledge
+    (None: whether they pledge or not), and the servers for the first and the last blocks."""
 
     allowed: Collection[str] = ()
     blocked: Collection[str] = ()

@@ -8,11 +8,10 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Final, Self, TypeVar
@@ -148,6 +147,42 @@ def trust_file(data_dir: Path) -> Path:
     return data_dir / "trust.sqlite"
 
 
+@dataclass(frozen=True)
+class _Changes:
+    """What is written: rows of the tables, and whose are deleted. Without `now` nothing is written."""
+
+    now: float | None = None
+    bans: Sequence[tuple[object, ...]] = ()
+    standings: Sequence[tuple[object, ...]] = ()
+    versions: Sequence[tuple[object, ...]] = ()
+    forgotten: str | None = None
+
+    def write(self, connection: sqlite3.Connection) -> None:
+        if self.forgotten is not None:
+            connection.execute("DELETE FROM bans WHERE peer_id = ?", (self.forgotten,))
+            connection.execute("DELETE FROM standings WHERE peer_id = ?", (self.forgotten,))
+        if self.now is None:
+            return
+        connection.executemany(
+            "INSERT INTO bans (peer_id, until, reason, source, count) VALUES (?, ?, ?, ?, ?) "
+            "ON CONFLICT (peer_id) DO UPDATE SET until = max(until, excluded.until), reason = excluded.reason, "
+            "source = excluded.source, count = max(count, excluded.count)",
+            self.bans,
+        )
+        connection.executemany(
+            "INSERT OR REPLACE INTO standings (peer_id, first_seen, updated, tokens, faults) VALUES (?, ?, ?, ?, ?)",
+            self.standings,
+        )
+        connection.executemany(
+            "INSERT OR REPLACE INTO versions (weights, version, used) VALUES (?, ?, ?)", self.versions
+        )
+        connection.execute(
+            "DELETE FROM versions WHERE weights NOT IN (SELECT weights FROM versions ORDER BY used DESC LIMIT ?)",
+            (STORE.max_versions,),
+        )
+        connection.execute("DELETE FROM bans WHERE until < ?", (self.now,))
+
+
 class TrustStore:
     """Bans and standings in memory, written to `file` now and then; without a file they last as long as the process.
 
@@ -212,7 +247,7 @@ class TrustStore:
         self._dirty_bans.discard(peer_id)
         self._standings.pop(peer_id, None)
         self._dirty_standings.discard(peer_id)
-        self._use(partial(_forget, peer_id))
+        self._use(_Changes(forgotten=peer_id))
         return found
 
     # --- reputation
@@ -261,7 +296,8 @@ class TrustStore:
 
     def load(self) -> None:
         """Reads the file; what is wrong with it is logged."""
-        self._logged(self.read)
+        with self._logged():
+            self.read()
 
     def read(self) -> None:
         """Reads the file.
@@ -270,7 +306,7 @@ class TrustStore:
             MachineError: it cannot be known what was in the file: it cannot be used, or was damaged and has been moved
                 away, once for all processes.
         """
-        self._use(self._read)
+        self._use(_Changes())
 
     def _read(self, connection: sqlite3.Connection) -> None:
         bans = "SELECT peer_id, until, reason, source, count FROM bans WHERE until > ? LIMIT ?"
@@ -289,39 +325,26 @@ class TrustStore:
 
     def save(self) -> None:
         """Writes what has changed, and reads what others have; what is wrong with the file is logged."""
-        self._logged(self._write)
+        with self._logged():
+            self._write()
         if self._anew:
             self._anew = False
-            self._logged(self._write)
+            with self._logged():
+                self._write()
 
     def _write(self) -> None:
         bans = [self._bans[peer] for peer in self._take(self._dirty_bans) if peer in self._bans]
         used = [(held, *self._versions[held]) for held in self._take(self._dirty_versions) if held in self._versions]
         names = self._take(self._dirty_standings)
         standings = [(name, self._standings[name]) for name in names if name in self._standings]
-
-        def work(connection: sqlite3.Connection) -> None:
-            connection.executemany(
-                "INSERT INTO bans (peer_id, until, reason, source, count) VALUES (?, ?, ?, ?, ?) "
-                "ON CONFLICT (peer_id) DO UPDATE SET until = max(until, excluded.until), reason = excluded.reason, "
-                "source = excluded.source, count = max(count, excluded.count)",
-                [(ban.peer_id, ban.until, ban.reason, ban.source, ban.count) for ban in bans],
-            )
-            connection.executemany(
-                "INSERT OR REPLACE INTO standings (peer_id, first_seen, updated, tokens, faults) "
-                "VALUES (?, ?, ?, ?, ?)",
-                [(name, held.first_seen, held.updated, held.tokens, held.faults) for name, held in standings],
-            )
-            connection.executemany("INSERT OR REPLACE INTO versions (weights, version, used) VALUES (?, ?, ?)", used)
-            connection.execute(
-                "DELETE FROM versions WHERE weights NOT IN (SELECT weights FROM versions ORDER BY used DESC LIMIT ?)",
-                (STORE.max_versions,),
-            )
-            connection.execute("DELETE FROM bans WHERE until < ?", (self._clock(),))
-            self._read(connection)
-
+        changes = _Changes(
+            self._clock(),
+            [(ban.peer_id, ban.until, ban.reason, ban.source, ban.count) for ban in bans],
+            [(name, held.first_seen, held.updated, held.tokens, held.faults) for name, held in standings],
+            used,
+        )
         try:
-            self._use(work)
+            self._use(changes)
         except MachineError:
             self._dirty_bans.update(ban.peer_id for ban in bans)
             self._dirty_versions.update(held for held, *_ in used)
@@ -335,18 +358,19 @@ class TrustStore:
             taken.append(names.pop())
         return taken
 
-    def _logged(self, work: Callable[[], None]) -> None:
-        """Does `work`; logs why the file cannot be used, if that was not said before."""
+    @contextlib.contextmanager
+    def _logged(self) -> Iterator[None]:
+        """Logs why the file cannot be used, if that was not said before."""
         told, self._told = self._told, None
         try:
-            work()
+            yield
         except MachineError as error:
             self._told = str(error)
             if self._told != told:
                 log.warning("%s", error)
 
-    def _use(self, work: Callable[[sqlite3.Connection], None]) -> None:
-        """Does `work` with the file. One that is damaged is moved away first, and all that is in memory written anew.
+    def _use(self, changes: _Changes) -> None:
+        """Changes the file, and reads it. One that is damaged is moved away first, and all in memory is written anew.
 
         Raises:
             MachineError: the file cannot be used, or this has moved it away.
@@ -354,7 +378,7 @@ class TrustStore:
         if self._file is None:
             return
         try:
-            aside = self._tried(self._file, work)
+            aside = self._tried(self._file, changes)
         except (OSError, sqlite3.Error) as error:
             raise MachineError(f"what is known of other nodes cannot be kept in {self._file}: {error}") from error
         if aside is not None:
@@ -364,10 +388,10 @@ class TrustStore:
                 f"sqlite3 {aside} .recover"
             )
 
-    def _tried(self, file: Path, work: Callable[[sqlite3.Connection], None]) -> Path | None:
-        """Does `work`, or moves the damaged file away and returns its new name."""
+    def _tried(self, file: Path, changes: _Changes) -> Path | None:
+        """Changes and reads the file, or moves the damaged file away and returns its new name."""
         try:
-            self._connected(file, work)
+            self._exchange(file, changes)
         except sqlite3.Error as error:
             if not is_damage(error):
                 raise
@@ -377,10 +401,10 @@ class TrustStore:
             self._dirty_versions.update(self._versions)
             if (aside := move_aside(file, timeout=STORE.busy_seconds)) is not None:
                 return aside
-            self._connected(file, work)  # another process has moved it
+            self._exchange(file, changes)  # another process has moved it
         return None
 
-    def _connected(self, file: Path, work: Callable[[sqlite3.Connection], None]) -> None:
+    def _exchange(self, file: Path, changes: _Changes) -> None:
         prepare_file(file)
         with contextlib.closing(sqlite3.connect(file, timeout=STORE.busy_seconds)) as connection:
             (schema,) = connection.execute("PRAGMA user_version").fetchone()
@@ -388,7 +412,8 @@ class TrustStore:
                 raise OSError(f"a newer version of petalnode has written it (tables of version {schema})")
             connection.executescript(_TABLES)
             with connection:
-                work(connection)
+                changes.write(connection)
+                self._read(connection)
 
     @asynccontextmanager
     async def kept(self) -> AsyncIterator[None]:
@@ -407,8 +432,3 @@ class TrustStore:
         while True:
             await trio.sleep(STORE.save_interval)
             await trio.to_thread.run_sync(self.save)
-
-
-def _forget(peer_id: str, connection: sqlite3.Connection) -> None:
-    connection.execute("DELETE FROM bans WHERE peer_id = ?", (peer_id,))
-    connection.execute("DELETE FROM standings WHERE peer_id = ?", (peer_id,))

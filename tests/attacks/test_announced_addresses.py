@@ -19,7 +19,7 @@ from multiaddr import Multiaddr
 from petalnode.crypto.identity import Identity
 from petalnode.node.network.addresses import Endpoint, dialable
 from petalnode.node.network.host import Host, open_host
-from petalnode.node.network.nat.hole_punching import targets
+from petalnode.node.network.nat.hole_punching import dialed_of, targets
 from petalnode.node.network.nat.reachability import LocalEndpoints
 from petalnode.node.network.transport import connections
 from petalnode.node.network.transport.address_book import AddressBook
@@ -74,12 +74,10 @@ def test_names_and_circuits_are_judged_when_it_is_known_where_they_lead() -> Non
 def test_who_punches_is_not_sent_elsewhere_either() -> None:
     local = LocalEndpoints((), frozenset(), tuple(HOME.networks))
     said = ["/ip4/127.0.0.1/tcp/22", "/ip4/10.0.0.1/tcp/80", "/ip4/192.168.1.7/tcp/1", "/ip4/11.0.0.7/tcp/2"]
-
-    def permitted(addrs: list[str]) -> list[str]:
-        return [addr for addr in addrs if (parsed := dialable(addr)) and is_permitted(parsed, HOME)]
-
-    chosen = targets(map(Endpoint.parse, said), local, {4: 31330}, permitted)  # type: ignore[arg-type]
-    assert [endpoint.multiaddr for endpoint in chosen] == said[2:]
+    found = targets(map(Endpoint.parse, said), local, {4: 31330})
+    assert list(found) == said
+    permitted = [addr for addr in found if (parsed := dialable(addr)) and is_permitted(parsed, HOME)]
+    assert [endpoint.multiaddr for endpoint in dialed_of(found, permitted)] == said[2:]
 
 
 # --- a node, and what it dials

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Final
 from unittest.mock import patch
 
@@ -362,7 +363,8 @@ async def _services(kind: str, host: Host, nursery: trio.Nursery) -> AsyncIterat
     relay.start()
     dial_back, circuits = DialBackService(host), Circuits(host)
     expect_circuits(circuits)
-    puncher = HolePuncher(host, nursery, local=lambda: local_endpoints(()), reached=lambda: ())
+    node: Any = SimpleNamespace(local=local_endpoints(()), reached=())
+    puncher = HolePuncher(host, nursery, node)
 
     def held() -> Mapping[str, int]:
         return {

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from ipaddress import ip_address
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import trio
@@ -26,9 +28,8 @@ from tests.swarm.relays import echoed, host_here, relay_here, reserve, until
 
 
 def punches(host: Host, nursery: trio.Nursery) -> HolePuncher:
-    return HolePuncher(
-        host, nursery, local=lambda: local_endpoints(host.libp2p.get_transport_addrs()), reached=lambda: ()
-    )
+    node: Any = SimpleNamespace(local=local_endpoints(host.libp2p.get_transport_addrs()), reached=())
+    return HolePuncher(host, nursery, node)
 
 
 @asynccontextmanager

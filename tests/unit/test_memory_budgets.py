@@ -84,7 +84,7 @@ async def test_a_burst_is_given_back_within_a_minute_and_once(monkeypatch: pytes
     monkeypatch.setattr(trio.to_thread, "run_sync", at_once)
     heap = Bursts()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(give_back, lambda: heap)
+        nursery.start_soon(give_back, heap)
         await trio.sleep(60)
         assert heap.trims == 0
         for number, size in ((1, 320), (2, 300)):

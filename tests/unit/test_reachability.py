@@ -157,9 +157,8 @@ async def test_a_peer_that_does_not_answer_is_soon_asked_again(monkeypatch: pyte
     path = SimpleNamespace(direct=True, remote_addr="/ip4/11.77.0.10/tcp/31330")
     host: Any = SimpleNamespace(libp2p=SimpleNamespace(get_transport_addrs=list), paths=lambda peer_id: [path])
     answered = trio.Event()
-    observed = autonat.ObservedAddresses(
-        host, observers=lambda: [RELAY], extra=tuple, changed=lambda: None, moved=lambda: None
-    )
+    node: Any = SimpleNamespace(observers=lambda: [RELAY], extra_endpoints=tuple, update=lambda: None)
+    observed = autonat.ObservedAddresses(host, node)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(observed.run)
         await answered.wait()

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final
 
 import trio
 from multiaddr import Multiaddr
@@ -32,6 +33,7 @@ from ..transport.stream_bytes import StreamBytes
 from .reachability import (
     DialBack,
     LocalEndpoints,
+    NatNode,
     Observation,
     Observer,
     Verdict,
@@ -135,9 +137,6 @@ class DialBackService:
 # --- the asking side
 
 
-T = TypeVar("T")
-
-
 async def observed_by(host: Host, peer_id: str, *, timeout: float) -> Endpoint | None:
     """Where a directly connected peer sees us come from; None if it does not say.
 
@@ -146,10 +145,8 @@ async def observed_by(host: Host, peer_id: str, *, timeout: float) -> Endpoint |
         ConnectionError: there is no direct connection.
     """
 
-    async def ask(stream: DelimitedStream) -> Endpoint | None:
+    async with _opened(host, peer_id, IDENTIFY, TRAVERSAL.identify_max_message) as stream:
         return Endpoint.parse((await ask_identify(stream, timeout=timeout)).observed or "")
-
-    return await _on_stream(host, peer_id, IDENTIFY, TRAVERSAL.identify_max_message, ask)
 
 
 async def addrs_of(host: Host, peer_id: str, *, timeout: float) -> tuple[str, ...]:
@@ -160,10 +157,8 @@ async def addrs_of(host: Host, peer_id: str, *, timeout: float) -> tuple[str, ..
         ConnectionError: there is no connection.
     """
 
-    async def ask(stream: DelimitedStream) -> tuple[str, ...]:
+    async with _opened(host, peer_id, IDENTIFY, TRAVERSAL.identify_max_message, direct=False) as stream:
         return (await ask_identify(stream, timeout=timeout)).addrs
-
-    return await _on_stream(host, peer_id, IDENTIFY, TRAVERSAL.identify_max_message, ask, direct=False)
 
 
 async def request_dial_back(host: Host, peer_id: str, endpoints: tuple[Endpoint, ...]) -> DialAnswer:
@@ -174,56 +169,33 @@ async def request_dial_back(host: Host, peer_id: str, endpoints: tuple[Endpoint,
         ConnectionError: there is no direct connection.
     """
 
-    async def ask(stream: DelimitedStream) -> DialAnswer:
-        addrs = [endpoint.multiaddr for endpoint in endpoints]
+    addrs = [endpoint.multiaddr for endpoint in endpoints]
+    async with _opened(host, peer_id, AUTONAT, TRAVERSAL.autonat_max_message) as stream:
         return await ask_dial_back(stream, host.peer_id, addrs, timeout=DIALS.dial_back)
 
-    return await _on_stream(host, peer_id, AUTONAT, TRAVERSAL.autonat_max_message, ask)
 
-
-async def _on_stream(
-    host: Host,
-    peer_id: str,
-    protocol: str,
-    max_message: int,
-    ask: Callable[[DelimitedStream], Awaitable[T]],
-    *,
-    direct: bool = True,
-) -> T:
+@asynccontextmanager
+async def _opened(
+    host: Host, peer_id: str, protocol: str, max_message: int, *, direct: bool = True
+) -> AsyncIterator[DelimitedStream]:
+    """A stream that is closed behind the block, or reset if that fails."""
     raw = await host.open_stream(peer_id, protocol, direct=direct)
     stream = DelimitedStream(raw, peer_id, max_message=max_message)
     try:
-        answer = await ask(stream)
+        yield stream
     except BaseException:
         await stream.reset()
         raise
     await stream.close()
-    return answer
 
 
 class ObservedAddresses:
-    """What peers have said of this node since it is where it is now.
+    """What peers have said of this node since it is where it is now."""
 
-    `observers` gives the peers to ask, in the order of trust; `extra` the endpoints that were named by a person or
-    mapped by a router. `changed` is called whenever something may have changed, `moved` before that when the own
-    addresses have.
-    """
-
-    def __init__(
-        self,
-        host: Host,
-        *,
-        observers: Callable[[], Sequence[str]],
-        extra: Callable[[], Collection[Endpoint]],
-        changed: Callable[[], None],
-        moved: Callable[[], None],
-    ) -> None:
+    def __init__(self, host: Host, node: NatNode) -> None:
         self.local = local_endpoints(host.libp2p.get_transport_addrs())
         self._host = host
-        self._peers = observers
-        self._extra = extra
-        self._changed = changed
-        self._moved = moved
+        self._node = node
         self._observations: dict[str, Observation] = {}
         self._asked: dict[str, float] = {}
         self._unanswered: dict[str, int] = {}  # questions in a row, by peer
@@ -274,12 +246,12 @@ class ObservedAddresses:
             log.info("the addresses of this machine have changed")
             self.local = local
             self.ask_again()
-            self._moved()
-            self._changed()
+            self._node.moved()
+            self._node.update()
 
     def _observers(self) -> list[Observer]:
         found = []
-        for peer_id in self._peers():
+        for peer_id in self._node.observers():
             ends = [Endpoint.parse(path.remote_addr or "") for path in self._host.paths(peer_id) if path.direct]
             found += [Observer(peer_id, end.ip) for end in ends[:1] if end is not None]
         return found
@@ -296,7 +268,7 @@ class ObservedAddresses:
             self._keep(
                 generation, Observation(peer_id, observer.ip, seen, DialBack.NOT_TRIED, None, trio.current_time())
             )
-            endpoints = candidates(seen, self.local, self._extra())
+            endpoints = candidates(seen, self.local, self._node.extra_endpoints())
             answer = await request_dial_back(self._host, peer_id, endpoints)
         except (PeerError, ConnectionError) as error:
             log.debug("%s cannot tell how it sees us: %s", peer_id, error)
@@ -329,7 +301,7 @@ class ObservedAddresses:
             self._observations[observation.observer] = observation
             while len(self._observations) > _MAX_KEPT:
                 del self._observations[next(iter(self._observations))]
-            self._changed()
+            self._node.update()
 
 
 def local_endpoints(listened: Sequence[Multiaddr]) -> LocalEndpoints:

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -28,7 +27,7 @@ from ..host import Host
 from ..transport.raw_connection import Path
 from ..transport.stream_bytes import StreamBytes
 from .autonat import addrs_of, observed_by
-from .reachability import LocalEndpoints
+from .reachability import LocalEndpoints, NatNode
 
 log = logging.getLogger(__name__)
 
@@ -111,42 +110,29 @@ def own_endpoints(
     return tuple(dict.fromkeys(found))[: PUNCHING.max_targets]
 
 
-def targets(
-    theirs: Iterable[Endpoint | None],
-    local: LocalEndpoints,
-    port: dict[int, int],
-    permitted: Callable[[Sequence[str]], Sequence[str]] = lambda multiaddrs: multiaddrs,
-) -> tuple[Endpoint, ...]:
-    """Which of the other side's endpoints to dial: those that are `permitted`, as all that peers say of
-    themselves has to be, and not ourselves, which homes with equal addresses would lead to."""
+def targets(theirs: Iterable[Endpoint | None], local: LocalEndpoints, port: dict[int, int]) -> dict[str, Endpoint]:
+    """Which of the other side's endpoints may be dialed, by their multiaddrs: not ourselves, which homes with equal
+    addresses would lead to."""
     ours = {Endpoint(ip, own) for ip in local.own_ips for own in (*port.values(), *local.ports(ip.version))}
-    found = [
-        endpoint
+    return {
+        endpoint.multiaddr: endpoint
         for endpoint in theirs
         if endpoint is not None and endpoint.can_be_dialed and endpoint not in ours and endpoint.ip.version in port
-    ]
-    chosen = set(permitted([endpoint.multiaddr for endpoint in found]))
-    return tuple(dict.fromkeys(endpoint for endpoint in found if endpoint.multiaddr in chosen))[: PUNCHING.max_targets]
+    }
+
+
+def dialed_of(targets: Mapping[str, Endpoint], permitted: Collection[str]) -> tuple[Endpoint, ...]:
+    """The first few of these endpoints whose multiaddrs are among the permitted ones."""
+    return tuple(targets[addr] for addr in targets if addr in permitted)[: PUNCHING.max_targets]
 
 
 class HolePuncher:
-    """Upgrades relayed connections for as long as `nursery` runs.
+    """Upgrades relayed connections of `node` for as long as `nursery` runs."""
 
-    `local` gives the own addresses and ports, `reached` the endpoints at which others got through already.
-    """
-
-    def __init__(
-        self,
-        host: Host,
-        nursery: trio.Nursery,
-        *,
-        local: Callable[[], LocalEndpoints],
-        reached: Callable[[], Sequence[Endpoint]],
-    ) -> None:
+    def __init__(self, host: Host, nursery: trio.Nursery, node: NatNode) -> None:
         self._host = host
         self._nursery = nursery
-        self._local = local
-        self._reached = reached
+        self._node = node
         self._limit = trio.CapacityLimiter(PUNCHING.at_once)
         self._upgrading: dict[str, trio.Event] = {}
         self._starting: set[str] = set()
@@ -165,17 +151,17 @@ class HolePuncher:
         self._records.clear()
 
     def _on_connected(self, peer_id: str, path: Path) -> None:
-        if path.direct:
-            self._nursery.start_soon(self._guarded, self._retire_relayed, peer_id)
-        elif path.inbound:
-            self._nursery.start_soon(self._guarded, self._upgrade, peer_id)
-        else:
-            self._nursery.start_soon(self._guarded, self._view, path.relay)  # soon the other side will ask
+        self._nursery.start_soon(self._follow, peer_id, path)
 
-    async def _guarded(self, task: Callable[..., Awaitable[None]], *arguments: str | None) -> None:
-        """An error of ours must not take the node down."""
+    async def _follow(self, peer_id: str, path: Path) -> None:
+        """What a new connection calls for. An error of ours must not take the node down."""
         try:
-            await task(*arguments)
+            if path.direct:
+                await self._retire_relayed(peer_id)
+            elif path.inbound:
+                await self._upgrade(peer_id)
+            else:
+                await self._view(path.relay)  # soon the other side will ask
         except Exception:
             log.exception("punching failed")
 
@@ -198,12 +184,13 @@ class HolePuncher:
 
     def _own_addrs(self, ports: Ports) -> list[str]:
         observed = [seen for _, seen in sorted(self._views.values(), key=lambda view: -view[0])]
-        own = own_endpoints(observed, self._local(), self._reached(), ports)
+        own = own_endpoints(observed, self._node.local, self._node.reached, ports)
         return [endpoint.multiaddr for endpoint in own]
 
     def _targets(self, peer_id: str, answer: Sequence[str], ports: Ports) -> tuple[Endpoint, ...]:
-        permitted = functools.partial(self._host.permitted, peer_id)
-        return targets(map(Endpoint.parse, answer), self._local(), ports, permitted)
+        """Those of a peer that are dialed: as all that peers say of themselves, they have to be permitted."""
+        found = targets(map(Endpoint.parse, answer), self._node.local, ports)
+        return dialed_of(found, self._host.permitted(peer_id, list(found)))
 
     @contextlib.asynccontextmanager
     async def _ports(self) -> AsyncIterator[Ports]:
@@ -211,7 +198,7 @@ class HolePuncher:
         async with contextlib.AsyncExitStack() as held:
             ports: Ports = {}
             for version in (4, 6):
-                listening = self._local().ports(version)
+                listening = self._node.local.ports(version)
                 with contextlib.suppress(OSError):
                     port = own_port(version, listening[0] if listening else None)
                     ports[version] = await held.enter_async_context(port)

@@ -28,6 +28,7 @@ from .autonat import DialBackService, ObservedAddresses, local_endpoints
 from .circuits import Circuits
 from .hole_punching import HolePuncher
 from .reachability import (
+    LocalEndpoints,
     Reachability,
     ReachabilityInputs,
     Standing,
@@ -121,20 +122,9 @@ class NatManager:
         self.circuits = Circuits(host)
         self.relay = RelayService(host, config.limits)
         self._dial_backs = DialBackService(host)
-        self._observed = ObservedAddresses(
-            host, observers=self._observers, extra=self._extra, changed=self._update, moved=self._on_moved
-        )
-        self._hole_puncher = HolePuncher(
-            host, nursery, local=lambda: self._observed.local, reached=lambda: self._inputs.reached
-        )
-        self._reservations = Reservations(
-            host,
-            self.circuits,
-            candidates=self._candidates,
-            addrs_of=self._addrs_of,
-            wanted=1 if self._only_relay else _WANTED,
-            changed=self._update,
-        )
+        self._observed = ObservedAddresses(host, self)
+        self._hole_puncher = HolePuncher(host, nursery, self)
+        self._reservations = Reservations(host, self.circuits, self, wanted=1 if self._only_relay else _WANTED)
         host.on_connected(self._on_connected)
 
     def start(self) -> None:
@@ -163,7 +153,15 @@ class NatManager:
             role, __version__, self.reachability.text, offer, stats.circuits, stats.bytes_relayed, time.time()
         )
 
-    def _observers(self) -> list[str]:
+    @property
+    def local(self) -> LocalEndpoints:
+        return self._observed.local
+
+    @property
+    def reached(self) -> tuple[Endpoint, ...]:
+        return self._inputs.reached
+
+    def observers(self) -> list[str]:
         """Whom to ask, in the order of our trust. Our NAT lets those in to whom we punched, which says nothing."""
         first = dict.fromkeys(parse_peer(peer)[0] for peer in self._config.peers)
         peers = [peer for peer in self._host.connected() if peer not in self._hole_puncher.punched]
@@ -171,11 +169,11 @@ class NatManager:
 
     # --- how things stand
 
-    def _extra(self) -> Sequence[Endpoint]:
+    def extra_endpoints(self) -> Sequence[Endpoint]:
         mapping = self._upnp.mapping
         return (*self._named, mapping.external) if mapping else self._named
 
-    def _update(self) -> None:
+    def update(self) -> None:
         """Recomputes the reachability from what is known now, and does what follows from a change."""
         before, observed = self._inputs, self._observed
         settling = trio.current_time() < observed.settling_until
@@ -188,7 +186,7 @@ class NatManager:
             mapped=(mapping.external,) if mapping else (),
             circuits=self._reservations.circuits,
             relays_allowed=self._config.relay != "off",
-            relays_known=len(self._candidates()),
+            relays_known=len(self.relay_candidates()),
         )
         if now == before:
             return
@@ -213,7 +211,7 @@ class NatManager:
         if path.direct:
             self._observed.wake()
 
-    def _on_moved(self) -> None:
+    def moved(self) -> None:
         self._hole_puncher.moved()
         self._nursery.start_soon(self._drop_stranded)
 
@@ -241,7 +239,7 @@ class NatManager:
 
     # --- relays to choose from
 
-    def _candidates(self) -> list[RelayCandidate]:
+    def relay_candidates(self) -> list[RelayCandidate]:
         if self._only_relay is not None:
             return [RelayCandidate(self._only_relay[0], 0)]
         own = self._host.peer_id
@@ -252,7 +250,7 @@ class NatManager:
         ranked = [RelayCandidate(peer_id, 0) for peer_id in first] + [RelayCandidate(peer_id, 1) for peer_id in spread]
         return [candidate for candidate in ranked if candidate.peer_id != own]
 
-    def _addrs_of(self, relay_id: str) -> Sequence[str]:
+    def addrs_of(self, relay_id: str) -> Sequence[str]:
         if self._only_relay is not None and relay_id == self._only_relay[0]:
             return self._only_relay[1:]
         return self._directory.addrs_of(relay_id)
@@ -262,7 +260,7 @@ class NatManager:
         while True:
             if needs_relays(self._inputs) and len(self._inputs.circuits) < _WANTED and not self._only_relay:
                 now = trio.current_time()
-                known = {candidate.peer_id for candidate in self._candidates()}
+                known = {candidate.peer_id for candidate in self.relay_candidates()}
                 peers = [peer for peer in self._host.connected() if peer not in known and self._host.is_direct(peer)]
                 due = [peer for peer in peers if now - self._asked.get(peer, -_ASK_AGAIN) >= _ASK_AGAIN]
                 self._asked = {peer: when for peer, when in self._asked.items() if now - when < _ASK_AGAIN}

@@ -11,10 +11,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from ipaddress import IPv4Network, IPv6Network
-from typing import Final, Literal, get_args
+from typing import TYPE_CHECKING, Final, Literal, Protocol, get_args
 
 from ..addresses import Endpoint, IPAddress
 from ..shares import origin_of_ip
+
+if TYPE_CHECKING:
+    from .reservations import RelayCandidate
 
 _OBSERVERS: Final = 3  # peers of one family to ask
 _REFRESH: Final = 600.0  # seconds after which a peer is asked again
@@ -22,6 +25,36 @@ _RETRY: Final = 30.0  # seconds after which one is asked again that could not sa
 _FIRST_RETRY: Final = 2.0  # seconds after which one is that did not answer at all; then in longer pauses
 _STALE: Final = 1500.0  # seconds after which what a peer said no longer counts
 _MAX_CANDIDATES: Final = 8  # addresses that one peer is asked to dial
+
+
+class NatNode(Protocol):
+    """The node that is to be reachable, as what makes it reachable knows it; `NatManager` is one."""
+
+    @property
+    def local(self) -> LocalEndpoints:
+        """Where it is."""
+
+    @property
+    def reached(self) -> Sequence[Endpoint]:
+        """Where others got through to it."""
+
+    def observers(self) -> Sequence[str]:
+        """The peers to ask where they see it, in the order of trust."""
+
+    def extra_endpoints(self) -> Sequence[Endpoint]:
+        """Those that were named by a person, or mapped by a router."""
+
+    def relay_candidates(self) -> Sequence[RelayCandidate]:
+        """The relays to choose from."""
+
+    def addrs_of(self, relay_id: str) -> Sequence[str]:
+        """The multiaddrs of a relay."""
+
+    def update(self) -> None:
+        """What is known of it may have changed."""
+
+    def moved(self) -> None:
+        """Its own addresses have changed."""
 
 
 @dataclass(frozen=True)

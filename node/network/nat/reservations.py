@@ -12,7 +12,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
@@ -24,6 +24,7 @@ from ....protocols.framing import PeerError
 from ..host import Host
 from ..transport.stream_bytes import StreamBytes
 from .circuits import Circuits
+from .reachability import NatNode
 
 log = logging.getLogger(__name__)
 
@@ -161,27 +162,13 @@ class RelayReservation:
 
 
 class Reservations:
-    """The reservations of one node. `changed` is called when one was made or lost.
+    """The reservations of one node, which is to hold `wanted`, and is updated when one was made or lost."""
 
-    `candidates` gives the relays to choose from, `addrs_of` the multiaddrs of one; `wanted` is how many to hold.
-    """
-
-    def __init__(
-        self,
-        host: Host,
-        circuits: Circuits,
-        *,
-        candidates: Callable[[], Sequence[RelayCandidate]],
-        addrs_of: Callable[[str], Sequence[str]],
-        wanted: int,
-        changed: Callable[[], None],
-    ) -> None:
+    def __init__(self, host: Host, circuits: Circuits, node: NatNode, *, wanted: int) -> None:
         self._host = host
         self._circuits = circuits
-        self._candidates = candidates
-        self._addrs_of = addrs_of
+        self._node = node
         self._wanted = wanted
-        self._changed = changed
         self._enabled = False
         self._records: dict[str, RelayRecord] = {}
         self._reservations: dict[str, RelayReservation] = {}
@@ -228,7 +215,7 @@ class Reservations:
                 else:
                     wake = None
                     self._give_up()
-                self._changed()
+                self._node.update()
                 with trio.move_on_at(wake if wake is not None else math.inf):
                     await self._news.wait()
 
@@ -240,7 +227,7 @@ class Reservations:
         self._reservations.clear()
 
     def _carry_out(self, nursery: trio.Nursery) -> float | None:
-        plan = plan_relays(self._candidates(), self._records, wanted=self._wanted, now=trio.current_time())
+        plan = plan_relays(self._node.relay_candidates(), self._records, wanted=self._wanted, now=trio.current_time())
         for relay_id in plan.stop:
             self._keepers[relay_id].cancel()
             self._records.pop(relay_id)
@@ -287,7 +274,7 @@ class Reservations:
             self.wake()
 
     async def _hold(self, relay_id: str) -> None:
-        self._host.learn(relay_id, self._addrs_of(relay_id))
+        self._host.learn(relay_id, self._node.addrs_of(relay_id))
         reservation = await self._reserve(relay_id)
         self._become(relay_id, ReservationState.HELD)
         log.info("holding a reservation at the relay %s", relay_id)
@@ -338,6 +325,11 @@ async def _ping(stream: StreamBytes) -> None:
         raise ConnectionAbortedError("the relay answered another ping")
 
 
+async def _end_when_set(check: trio.Event, nursery: trio.Nursery) -> None:
+    await check.wait()
+    nursery.cancel_scope.cancel()
+
+
 async def _disturbed(stream: StreamBytes, check: trio.Event) -> bool:
     """Waits until it is time for the next ping, or sooner: returns whether there is a reason to doubt the connection.
 
@@ -346,13 +338,9 @@ async def _disturbed(stream: StreamBytes, check: trio.Event) -> bool:
     """
     with trio.move_on_after(RELAYS.ping_every):
         async with trio.open_nursery() as nursery:
-
-            async def until(wait: Callable[[], Awaitable[None]]) -> None:
-                await wait()
-                nursery.cancel_scope.cancel()
-
-            nursery.start_soon(until, stream.wait_lost)
-            nursery.start_soon(until, check.wait)
+            nursery.start_soon(_end_when_set, check, nursery)
+            await stream.wait_lost()
+            nursery.cancel_scope.cancel()
     if stream.is_lost:
         raise ConnectionResetError("the connection is gone")
     return check.is_set()

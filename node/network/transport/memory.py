@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -142,9 +141,8 @@ def own_heap() -> Heap | None:
     return None
 
 
-async def give_back(make_heap: Callable[[], Heap | None] = own_heap) -> None:
+async def give_back(heap: Heap | None) -> None:
     """Gives back to the system what strangers made this process take, soon after it is free. For ever, in threads."""
-    heap = make_heap()
     if heap is None:
         await trio.sleep_forever()
         return

@@ -8,7 +8,8 @@ walk is looked for, too.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -128,13 +129,12 @@ def shortest_ways(way: Floats) -> Floats:
     return np.where(shortest < way - TOLERANCE, shortest, way)
 
 
-def fastest_walk(
-    problem: Problem, below: float, is_over: Callable[[], bool]
-) -> tuple[tuple[PlacedMachine, ...] | None, bool]:
+def fastest_walk(problem: Problem, below: float, until: float) -> tuple[tuple[PlacedMachine, ...] | None, bool]:
     """The walk of least time from `home` through machines and back, if it takes less than `below` seconds.
 
     A machine may be visited several times; what it computes in all of them, and the blocks between, are one span of no
-    more than its capacity. Also returned: whether the search came to its end (else the time was over).
+    more than its capacity. Also returned: whether the search came to its end (else it was `until`, by the monotonic
+    clock).
 
     Best first (Hart, Nilsson and Raphael, 1968): the rest is bounded by walks without memory of their machines.
     """
@@ -149,7 +149,7 @@ def fastest_walk(
         if done == blocks:
             return visits, True
         looked += 1
-        if looked % _LOOK == 0 and is_over():
+        if looked % _LOOK == 0 and time.monotonic() > until:
             return None, False
         began: dict[int, int] = {}
         for visit in visits:

@@ -12,7 +12,6 @@ or the time is over.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
@@ -192,8 +191,8 @@ def _templates(length: int, fixed: int) -> tuple[Ints, ...]:
     )
 
 
-def fastest_cycle(problem: Problem, *, seconds: float = 1.0, clock: Callable[[], float] = time.monotonic) -> Schedule:
-    """The schedule of least time per token that is found within about `seconds` of `clock`.
+def fastest_cycle(problem: Problem, *, seconds: float = 1.0) -> Schedule:
+    """The schedule of least time per token that is found within about `seconds`.
 
     Equal problems have equal schedules if they are proved; else it depends on how far the time went. Of more than 64
     machines only the most promising 64 are looked at, and nothing is proved.
@@ -201,7 +200,7 @@ def fastest_cycle(problem: Problem, *, seconds: float = 1.0, clock: Callable[[],
     Raises:
         SwarmError: all machines together cannot hold the model.
     """
-    deadline = clock() + CYCLES.share * seconds
+    until = time.monotonic() + CYCLES.share * seconds
     room = int(problem.capacity.sum())
     if room < problem.num_blocks:
         raise SwarmError(
@@ -211,7 +210,7 @@ def fastest_cycle(problem: Problem, *, seconds: float = 1.0, clock: Callable[[],
     order = np.lexsort((-problem.capacity, problem.block_seconds))
     if len(order) > MAX_MACHINES:
         order = _promising(problem, order)
-    best, least = _search(machines_of(problem, order), _home(problem, order), lambda: clock() > deadline)
+    best, least = _search(machines_of(problem, order), _home(problem, order), until)
     chosen = tuple(int(order[machine]) for machine in best.machines)
     blocks = split_blocks(problem, chosen)
     spent = cycle_seconds(problem, chosen, blocks)
@@ -220,7 +219,7 @@ def fastest_cycle(problem: Problem, *, seconds: float = 1.0, clock: Callable[[],
     return Schedule(chosen, blocks, spent, spent if least >= best.seconds - TOLERANCE else least)
 
 
-def _search(machines: Machines, home: int | None, is_over: Callable[[], bool]) -> tuple[Cycle, float]:
+def _search(machines: Machines, home: int | None, until: float) -> tuple[Cycle, float]:
     """The best cycle that was found, and what none goes below."""
     roots = roots_of(machines, home)
     best = improved(machines, first_cycle(machines, roots)[0], home)
@@ -234,7 +233,7 @@ def _search(machines: Machines, home: int | None, is_over: Callable[[], bool]) -
         chosen = chosen[least[chosen] < best.seconds - TOLERANCE]
         if not chosen.size:
             break
-        if groups and is_over():
+        if groups and time.monotonic() > until:
             skipped = float(least[chosen].min())
             break
         group = Group(machines, roots.chosen(chosen))
@@ -242,19 +241,19 @@ def _search(machines: Machines, home: int | None, is_over: Callable[[], bool]) -
         if group.is_open(best) and len(group) >= CYCLES.many_roots:
             group.sharpen(best)
         if group.is_open(best):
-            best = _searched(group, best, _WIDTHS[0], home, is_over)
+            best = _searched(group, best, _WIDTHS[0], home, until)
     for width in _WIDTHS[1:]:
         for group in groups:
-            if group.is_open(best) and not is_over():
+            if group.is_open(best) and time.monotonic() <= until:
                 group.sharpen(best)
                 if group.is_open(best):
-                    best = _searched(group, best, width, home, is_over)
+                    best = _searched(group, best, width, home, until)
     return best, min([best.seconds, skipped, *(group.least for group in groups if group.is_open(best))])
 
 
-def _searched(group: Group, best: Cycle, width: int, home: int | None, is_over: Callable[[], bool]) -> Cycle:
+def _searched(group: Group, best: Cycle, width: int, home: int | None, until: float) -> Cycle:
     """The best cycle that a group has, improved, where it is better than `best`."""
-    found = group.search(best, width, is_over)
+    found = group.search(best, width, until)
     return found if found is best else improved(group.machines, found, home)
 
 
@@ -302,9 +301,9 @@ class Group:
             self._best, self._latest = _chosen(self._best, kept), _chosen(self._latest, kept)
         return len(self) > 0 and not self._done
 
-    def search(self, found: Cycle, width: int, is_over: Callable[[], bool]) -> Cycle:
+    def search(self, found: Cycle, width: int, until: float) -> Cycle:
         """The best cycle through one of these roots, or `found`; see `labels.search`."""
-        found, self._done = search(self.machines, self._best, found, width, is_over)
+        found, self._done = search(self.machines, self._best, found, width, until)
         return found
 
     def sharpen(self, found: Cycle) -> None:

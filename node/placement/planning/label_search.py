@@ -8,7 +8,8 @@ the root together cost no less than the best cycle so far is dropped. What is le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -63,9 +64,7 @@ def _joined(parts: Sequence[_Labels]) -> _Labels:
     return _Labels(*(np.concatenate([getattr(part, name) for part in parts]) for name in _Labels.__dataclass_fields__))
 
 
-def search(
-    machines: Machines, bound: Bound, best: Cycle, width: int, is_over: Callable[[], bool]
-) -> tuple[Cycle, bool]:
+def search(machines: Machines, bound: Bound, best: Cycle, width: int, until: float) -> tuple[Cycle, bool]:
     """The best cycle that was found through one of the roots of `bound`, or `best`; and whether nothing was cut.
 
     If nothing was, no cycle of these roots is better.
@@ -77,7 +76,7 @@ def search(
     while len(labels):
         parts = []
         for rows in np.array_split(np.arange(len(labels)), 1 + len(labels) * len(machines.capacity) // _PAIRS_AT_ONCE):
-            if is_over():
+            if time.monotonic() > until:
                 return best, False
             parts.append(_extended(machines, bound, labels.chosen(rows), best))
         labels, least = _joined([part for part, _ in parts]), np.concatenate([costs for _, costs in parts])

@@ -227,7 +227,7 @@ def fastest_plan(fleet: Fleet, num_blocks: int, *, seconds: float = 1.0, known: 
     """
     deadline = time.monotonic() + seconds
     if fleet.trusted_blocks:
-        pinned = fastest_pinned(fleet, num_blocks, lambda: time.monotonic() > deadline)
+        pinned = fastest_pinned(fleet, num_blocks, deadline)
         found = expected(fleet, [PlacedMachine(*entry) for entry in spans_of(pinned.walk).items()], num_blocks)
         for other in known:
             if other.seconds < found.seconds - TOLERANCE:
@@ -256,7 +256,7 @@ def fastest_plan(fleet: Fleet, num_blocks: int, *, seconds: float = 1.0, known: 
                 found = _trimmed(fleet, other, num_blocks)
         if problem.home is not None and bound < found.seconds - TOLERANCE and len(problem) <= MAX_MACHINES:
             below = found.seconds - fleet.client_seconds
-            walk, ended = fastest_walk(problem, below, lambda: time.monotonic() > deadline)
+            walk, ended = fastest_walk(problem, below, deadline)
             if walk is not None:
                 spans = spans_of(walk)
                 found = expected(fleet, [PlacedMachine(*entry) for entry in spans.items()], num_blocks)
@@ -288,7 +288,7 @@ def busiest_plan(fleet: Fleet, num_blocks: int) -> FleetPlan:
 
 
 def _pinned(fleet: Fleet, num_blocks: int) -> Pinned:
-    walk = fastest_pinned(fleet, num_blocks, lambda: True).walk
+    walk = fastest_pinned(fleet, num_blocks, -math.inf).walk
     own = np.array([machine.trusted for machine in fleet.machines])
     return Pinned(windows(fleet, num_blocks), own, min(2 * fleet.trusted_blocks, num_blocks), spans_of(walk))
 

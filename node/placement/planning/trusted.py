@@ -13,7 +13,7 @@ best.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+import time
 from dataclasses import replace
 from typing import Final, NamedTuple
 
@@ -63,7 +63,7 @@ def check_trusted(fleet: Fleet, num_blocks: int) -> None:
         )
 
 
-def fastest_pinned(fleet: Fleet, num_blocks: int, is_over: Callable[[], bool]) -> Found:
+def fastest_pinned(fleet: Fleet, num_blocks: int, until: float) -> Found:
     """The walk of least time from the client and back; without a client, from the first machine, which is trusted.
 
     Raises:
@@ -71,13 +71,13 @@ def fastest_pinned(fleet: Fleet, num_blocks: int, is_over: Callable[[], bool]) -
     """
     check_trusted(fleet, num_blocks)
     if fleet.client_rtts is not None:
-        return _best([fleet], num_blocks, is_over)
+        return _best([fleet], num_blocks, until)
     firsts = [number for number, machine in enumerate(fleet.machines) if machine.trusted and machine.blocks]
     own = [np.where(np.arange(len(fleet.machines)) == first, 0.0, fleet.rtts[first]) for first in firsts]
-    return _best([replace(fleet, client_rtts=rtts) for rtts in own], num_blocks, is_over)
+    return _best([replace(fleet, client_rtts=rtts) for rtts in own], num_blocks, until)
 
 
-def _best(fleets: list[Fleet], num_blocks: int, is_over: Callable[[], bool]) -> Found:
+def _best(fleets: list[Fleet], num_blocks: int, until: float) -> Found:
     """Of the walks of all these fleets, which differ in where the client is."""
     waiting: list[tuple[float, int, Problem, Ints, Walk]] = []
     made = 0
@@ -93,7 +93,7 @@ def _best(fleets: list[Fleet], num_blocks: int, is_over: Callable[[], bool]) -> 
         put(fleet.problem(num_blocks), windows(fleet, num_blocks))
     bound: float | None = None
     while waiting:
-        if bound is None and is_over():
+        if bound is None and time.monotonic() > until:
             bound = waiting[0][0]
         # Without time for more, the last branch is followed to its end: it soon has a walk.
         entry = heapq.heappop(waiting) if bound is None else waiting.pop(_newest(waiting))
