@@ -133,24 +133,20 @@ class Heap:
     def trim(self) -> None:
         self._trim(0)
 
+    async def give_back(self) -> None:
+        """Gives back to the system what strangers made this process take, soon after it is free. For ever, in threads."""
+        least = self.use().resident
+        while True:
+            await trio.sleep(_LOOK)
+            use = await trio.to_thread.run_sync(self.use)
+            if worth_trimming(use, least):
+                await trio.to_thread.run_sync(self.trim)
+                least = (await trio.to_thread.run_sync(self.use)).resident
+            least = min(least, use.resident)
+
 
 def own_heap() -> Heap | None:
     """None where the C library is another one."""
     with suppress(OSError, AttributeError):
         return Heap() if sys.platform == "linux" else None
     return None
-
-
-async def give_back(heap: Heap | None) -> None:
-    """Gives back to the system what strangers made this process take, soon after it is free. For ever, in threads."""
-    if heap is None:
-        await trio.sleep_forever()
-        return
-    least = heap.use().resident
-    while True:
-        await trio.sleep(_LOOK)
-        use = await trio.to_thread.run_sync(heap.use)
-        if worth_trimming(use, least):
-            await trio.to_thread.run_sync(heap.trim)
-            least = (await trio.to_thread.run_sync(heap.use)).resident
-        least = min(least, use.resident)
