@@ -26,7 +26,7 @@ from ..network.dht import Dht, open_dht
 from ..network.host import Host, keep_up, open_host
 from ..network.nat.manager import NatConfig, NatManager
 from ..network.nat.reachability import Reachability
-from ..network.transport.memory import give_back
+from ..network.transport.memory import own_heap
 from ..network.transport.raw_connection import Path
 from ..trust.bundle import Bundle
 from ..trust.evidence_gossip import TOPIC, EvidenceGossip, fetch_bundle
@@ -374,7 +374,8 @@ class Swarm(MessageStreams):
         self._nursery.start_soon(self._directory.run)
         self._nursery.start_soon(self._announcer.run)
         self._nursery.start_soon(keep_up, self._records.provide_forever)
-        self._nursery.start_soon(keep_up, give_back)
+        if (heap := own_heap()) is not None:
+            self._nursery.start_soon(keep_up, heap.give_back)
         self._discovery.start_returning()
 
 

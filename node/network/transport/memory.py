@@ -134,7 +134,7 @@ class Heap:
         self._trim(0)
 
     async def give_back(self) -> None:
-        """Gives back to the system what strangers made this process take, soon after it is free. For ever, in threads."""
+        """Gives back to the system what strangers made this process take, soon after it is free, for ever."""
         least = self.use().resident
         while True:
             await trio.sleep(_LOOK)
