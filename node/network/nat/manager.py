@@ -31,6 +31,7 @@ from .reachability import (
     LocalEndpoints,
     Reachability,
     ReachabilityInputs,
+    RelayCandidate,
     Standing,
     carried_over,
     extra_addrs,
@@ -39,7 +40,7 @@ from .reachability import (
     reachability,
 )
 from .relay import RelayLimits, RelayService
-from .reservations import RelayCandidate, Reservations
+from .reservations import Reservations
 from .upnp import Upnp
 
 log = logging.getLogger(__name__)

@@ -11,13 +11,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from ipaddress import IPv4Network, IPv6Network
-from typing import TYPE_CHECKING, Final, Literal, Protocol, get_args
+from typing import Final, Literal, Protocol, get_args
 
 from ..addresses import Endpoint, IPAddress
 from ..shares import origin_of_ip
-
-if TYPE_CHECKING:
-    from .reservations import RelayCandidate
 
 _OBSERVERS: Final = 3  # peers of one family to ask
 _REFRESH: Final = 600.0  # seconds after which a peer is asked again
@@ -25,6 +22,14 @@ _RETRY: Final = 30.0  # seconds after which one is asked again that could not sa
 _FIRST_RETRY: Final = 2.0  # seconds after which one is that did not answer at all; then in longer pauses
 _STALE: Final = 1500.0  # seconds after which what a peer said no longer counts
 _MAX_CANDIDATES: Final = 8  # addresses that one peer is asked to dial
+
+
+@dataclass(frozen=True)
+class RelayCandidate:
+    """A relay to choose from. Those of a lower `rank` are preferred."""
+
+    peer_id: str
+    rank: int
 
 
 class NatNode(Protocol):

@@ -24,7 +24,7 @@ from ....protocols.framing import PeerError
 from ..host import Host
 from ..transport.stream_bytes import StreamBytes
 from .circuits import Circuits
-from .reachability import NatNode
+from .reachability import NatNode, RelayCandidate
 
 log = logging.getLogger(__name__)
 
@@ -69,14 +69,6 @@ class ReservationState(Enum):
     HELD = "holding a reservation"
     LOST = "out of reach"
     REFUSED = "the relay refused"
-
-
-@dataclass(frozen=True)
-class RelayCandidate:
-    """A relay to choose from. Those of a lower `rank` are preferred."""
-
-    peer_id: str
-    rank: int
 
 
 @dataclass(frozen=True)
