@@ -60,6 +60,7 @@ _KEPT: Final = "session_recovery session_stream reconnector answers_due history 
 _MOVED: Final = "yamux muxed_stream noise bandwidth negotiation limits received_bytes private memory_budgets"
 _KADEMLIA: Final = _unit("kademlia provider_lookup provider_records")
 _ATTACKS: Final = ("attacks/test_*",)
+_WEIGHTS: Final = ("attacks/weights/test_*",)
 _MEMORY: Final = (
     *("swarm/test_inference_wire", "swarm/test_training_wire", "swarm/test_cheating_server", "swarm/test_resume"),
     *("swarm/test_adapter_wire", "swarm/test_training_recovery"),
@@ -95,9 +96,9 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
         *("attacks/test_one_key_at_api", "attacks/test_web_page_at_api"),
         *("api/test_hostile_requests", "api/test_strange_values", "api/test_many", "api/test_clients_that_leave"),
     ),
-    "node/weights/*": (*_unit("weights_plan weights_store"), "attacks/test_false_weights"),
-    "protocols/weights.py": (*_unit("weights_plan weights_store"), "attacks/test_false_weights"),
-    "node/models/digests.py": (*_unit("manifest models_checkpoint models_gguf"), "attacks/test_false_weights"),
+    "node/weights/*": (*_unit("weights_plan weights_store"), *_WEIGHTS),
+    "protocols/weights.py": (*_unit("weights_plan weights_store"), *_WEIGHTS),
+    "node/models/digests.py": (*_unit("manifest models_checkpoint models_gguf"), *_WEIGHTS),
     "node/network/kad_*.py": (*_KADEMLIA, "attacks/test_kademlia", "attacks/test_provider_records"),
     "node/network/value_store.py": _KADEMLIA,
     "node/network/provider_store.py": ("attacks/test_provider_records",),

@@ -7,7 +7,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import trio
@@ -52,10 +52,11 @@ class FetchPolicy:
     """Seconds for which nobody holds what is missing, or nothing comes, before it is an error."""
     looked_at: int = 64
     """Peers that are asked at once what they hold."""
-    strikes: int = 4
-    """Failures one after the other after which a peer is not asked again."""
+    patience: float = 15.0
+    """Seconds without a piece, times its failures and one, after which a peer's place goes to one that waits."""
     rest: float = 2.0
-    """Seconds for which it is left alone after each, times their number."""
+    """Seconds for which a peer is left alone after a failure, times their number."""
+    most_rest: float = 30.0
     other_process: float = 1.0
 
 
@@ -84,6 +85,14 @@ async def offer_of(swarm: Swarm, peer_id: str, version: bytes, num_blocks: int) 
         return None
 
 
+@dataclass(eq=False)
+class _Asked:
+    """A peer that is asked for pieces; `since` it brought one, or was first asked."""
+
+    since: float
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+
+
 class Fetch:
     """Brings parts into `folder`. `candidates()` gives the peers that may hold some, best first.
 
@@ -100,8 +109,10 @@ class Fetch:
         self._progress = progress
         self._plan = PiecePlan({}, random.Random())
         self._changed = trio.Event()
-        self._working: set[str] = set()
+        self._working: dict[str, _Asked] = {}
+        self._looks: Counter[str] = Counter()
         self._strikes: Counter[str] = Counter()
+        self._liars: set[str] = set()
         self._rest_until: dict[str, float] = {}
         self._writing: set[Piece] = set()
         self._unfinished: set[int] = set()  # parts that have no file yet
@@ -170,7 +181,10 @@ class Fetch:
         while True:
             peers = await self._candidates()
             async with trio.open_nursery() as asking:
-                for peer in [peer for peer in peers if self._may_ask(peer)][: FETCHING.looked_at]:
+                # In turn: those that answer and hold nothing keep nobody else from being asked.
+                there = sorted(filter(self._may_ask, peers), key=lambda peer: self._looks[peer])
+                for peer in there[: FETCHING.looked_at]:
+                    self._looks[peer] += 1
                     asking.start_soon(self._look_at, peer, nursery)
             await trio.sleep(FETCHING.look_again)
             await self._change(FETCHING.look_again)
@@ -178,7 +192,7 @@ class Fetch:
     def _may_ask(self, peer: str) -> bool:
         return (
             peer != self._swarm.peer_id
-            and self._strikes[peer] < FETCHING.strikes
+            and peer not in self._liars
             and self._rest_until.get(peer, 0.0) <= trio.current_time()
             and not (peer in self._working and self._plan.holds_all(peer))
         )
@@ -189,28 +203,47 @@ class Fetch:
             self._rest(peer, "does not answer, or hands nothing on")
             return
         self._plan.set_holder(peer, offer.parts)
-        if peer not in self._working and len(self._working) < FETCHING.peers and offer.parts & self._plan.parts:
-            self._working.add(peer)
-            nursery.start_soon(self._fetch_from, peer)
+        if peer not in self._working and offer.parts & self._plan.parts and self._has_place(peer):
+            self._working[peer] = asked = _Asked(trio.current_time())
+            nursery.start_soon(self._fetch_from, peer, asked)
         self._notify()
+
+    def _has_place(self, peer: str) -> bool:
+        """Whether the peer may be asked for pieces, too. If need be, the one that brings nothing makes room."""
+        if len(self._working) < FETCHING.peers:
+            return True
+        now, strikes = trio.current_time(), self._strikes
+        idle = [
+            other
+            for other, asked in self._working.items()
+            if strikes[other] >= strikes[peer] and now - asked.since > FETCHING.patience * (1 + strikes[other])
+        ]
+        if not idle:
+            return False
+        longest = min(idle, key=lambda other: self._working[other].since)
+        self._rest(longest, "brings nothing")
+        self._working.pop(longest).scope.cancel()
+        return True
 
     def _rest(self, peer: str, why: str) -> None:
         self._strikes[peer] += 1
-        self._rest_until[peer] = trio.current_time() + FETCHING.rest * self._strikes[peer]
+        self._rest_until[peer] = trio.current_time() + min(FETCHING.rest * self._strikes[peer], FETCHING.most_rest)
         self._reasons[peer] = f"{peer}: {why}"
 
-    async def _fetch_from(self, peer: str) -> None:
+    async def _fetch_from(self, peer: str, asked: _Asked) -> None:
         try:
-            async with open_weights(self._swarm, peer) as stream:
-                await self._ask(peer, stream)
+            with asked.scope:
+                async with open_weights(self._swarm, peer) as stream:
+                    await self._ask(peer, stream)
         except ProtocolError as error:
-            self._strikes[peer] = FETCHING.strikes  # it gets no second chance
+            self._liars.add(peer)
             self._reasons[peer] = str(error)
             log.warning("%s: it is asked for nothing more", error)
         except PeerError as error:
             self._rest(peer, str(error))
         finally:
-            self._working.discard(peer)
+            if self._working.get(peer) is asked:
+                del self._working[peer]
             self._plan.drop(peer)
             self._notify()
 
@@ -234,14 +267,19 @@ class Fetch:
                 self._plan.lacks(peer, piece[0])
                 self._plan.give_up(peer, piece)
                 self._notify()
-            elif not await self._take(piece, data):
+            elif not await self._take(peer, piece, data):
                 raise ProtocolError(f"{peer} sent a false piece of {self._folder.name}", peer)
             else:
-                self._strikes[peer] = 0
+                self._strikes[peer] = max(0, self._strikes[peer] - 1)
+                if peer in self._working:
+                    self._working[peer].since = trio.current_time()
 
-    async def _take(self, piece: Piece, data: bytes) -> bool:
+    async def _take(self, peer: str, piece: Piece, data: bytes) -> bool:
         """Whether it is that piece. Writes it, if no other peer has sent it."""
-        if not self._plan.is_missing(piece) or piece in self._writing:
+        if not self._plan.is_missing(piece):
+            return True
+        if piece in self._writing:  # what the other sent may be false: then this is asked for again
+            self._plan.give_up(peer, piece)
             return True
         self._writing.add(piece)
         try:
@@ -253,7 +291,8 @@ class Fetch:
         self._last = trio.current_time()
         self._done += len(data)
         if complete:
-            await trio.to_thread.run_sync(self._folder.finish, piece[0])
+            with trio.CancelScope(shield=True):  # work of the disk; no peer has a second chance to bring this piece
+                await trio.to_thread.run_sync(self._folder.finish, piece[0])
             self._unfinished.discard(piece[0])
         self._progress(f"Fetching {self._folder.name} from {len(self._working)} peers", self._done, self._total)
         if complete or not self._plan.parts:

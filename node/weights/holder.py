@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
@@ -194,6 +194,7 @@ class WeightsHolder:
             data = await trio.to_thread.run_sync(_read, source, tree, piece, limiter=self._readers)
         if data is None:
             self._sources.pop(part, None)
+            self._offer = replace(self._offer, parts=self._offer.parts - {part})
             await self._refuse(stream, wire.ERROR_NOT_FOUND, "this piece is not here any more")
             return
         answer = wire.WeightsFrame(piece=wire.WeightsPiece(), tensors=[wire.Tensor(nbytes=len(data))])

@@ -69,14 +69,17 @@ class PiecePlan:
 
     def unheld(self) -> set[int]:
         """Parts that lack pieces and that no peer holds."""
-        held = frozenset().union(*self._holders.values()) if self._holders else frozenset()
-        return self.parts - held
+        return self.parts - self._held()
+
+    def _held(self) -> set[int]:
+        """The parts that were missing and that a peer holds."""
+        return self._missing.keys() & set[int]().union(*self._holders.values())
 
     def take(self, peer: str, *, idle: bool = True) -> Piece | None:
         """What the peer is to be asked for next, and counts as asked for; None if it has nothing that is wanted now.
 
-        When every piece was asked for, those that one other peer was asked for are asked of one that is `idle`, too:
-        the last pieces do not wait for the slowest peer.
+        When every piece was asked for, one of those that fewest peers were asked for is asked of one that is `idle`,
+        too: the last pieces wait for no slow peer, however many of those there are.
         """
         mine = self._holders.get(peer, frozenset())
         open_parts = [part for part in mine if self._free.get(part)]
@@ -84,14 +87,13 @@ class PiecePlan:
             part = min(open_parts, key=self._rank)
             self._begun.add(part)
             piece = (part, self._free[part].pop())
-        elif not idle or any(self._free.values()):
+        elif not idle or any(self._free[part] for part in self._held()):
             return None
         else:
-            alone = (piece for piece, peers in self._asked.items() if piece[0] in mine and len(peers) == 1)
-            last = next((piece for piece in alone if peer not in self._asked[piece]), None)
-            if last is None:
+            others = [piece for piece, peers in self._asked.items() if piece[0] in mine and peer not in peers]
+            if not others:
                 return None
-            piece = last
+            piece = min(others, key=lambda piece: len(self._asked[piece]))
         self._asked.setdefault(piece, []).append(peer)
         return piece
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +32,7 @@ from .store import PeerFolder, check_texts, part_of_number
 _ASK_TIMEOUT: Final = 5.0
 _OFFERS: Final = 32  # peers that are asked what they hold, before anything is fetched
 T = TypeVar("T", bound=Hashable)
+A = TypeVar("A")
 
 
 class NotServed(SwarmError):
@@ -149,14 +150,12 @@ class RemoteModel:
                 f"peers hand on different tokenizers of {self.name}, and nothing is known of any of them: join by the "
                 f"address of the one that you trust (--peer): {', '.join(sorted(having)[:8])}"
             )
-        for peer in [peer for peer, other in having.items() if other.texts == offer.texts]:
-            try:
-                tree, data = await self._texts_of(peer, offer.texts)
-            except PeerError:
-                continue
-            await trio.to_thread.run_sync(self.stored.write_texts, tree, data)
-            return
-        raise SwarmError(f"no peer hands on the tokenizer of {self.name} that was agreed on: try again")
+        texts = offer.texts
+        agreed = [peer for peer, other in having.items() if other.texts == texts]
+        found = await first_of(agreed, lambda peer: self._texts_of(peer, texts))
+        if found is None:
+            raise SwarmError(f"no peer hands on the tokenizer of {self.name} that was agreed on: try again")
+        await trio.to_thread.run_sync(self.stored.write_texts, *found)
 
     async def _texts_of(self, peer: str, digest: bytes) -> tuple[Tree, bytes]:
         """Raises PeerError if the peer does not send the files that its digest stands for."""
@@ -177,6 +176,26 @@ class RemoteModel:
                     raise ProtocolError(f"{peer} sent a false piece of its tokenizer", peer)
                 data += came
         return tree, bytes(data)
+
+
+async def first_of(peers: Iterable[str], ask: Callable[[str], Awaitable[A]]) -> A | None:
+    """What the first of `peers` sends for which `ask` raises no PeerError; None if there is none. While one takes long,
+    the next are asked, too: none is to gain by being slow."""
+    found: list[A] = []
+    async with trio.open_nursery() as nursery:
+
+        async def attempt(peer: str, ended: trio.Event) -> None:
+            with suppress(PeerError):
+                found.append(await ask(peer))
+                nursery.cancel_scope.cancel()
+            ended.set()
+
+        for peer in peers:
+            ended = trio.Event()
+            nursery.start_soon(attempt, peer, ended)
+            with trio.move_on_after(FETCHING.open):
+                await ended.wait()
+    return found[0] if found else None
 
 
 def ranked(swarm: Swarm, version: bytes) -> list[str]:
@@ -243,7 +262,8 @@ async def _manifest(swarm: Swarm, name: str, version: bytes) -> Manifest:
 
 
 async def _offers(swarm: Swarm, manifest: Manifest) -> dict[str, Offer]:
-    """What peers say that they hold. All have their time: none is to gain by answering first."""
+    """What peers say that they hold, as `ranked`. All have their time: none is to gain by answering first."""
+    peers = ranked(swarm, manifest.version)[:_OFFERS]
     found: dict[str, Offer] = {}
 
     async def ask(peer: str) -> None:
@@ -253,9 +273,9 @@ async def _offers(swarm: Swarm, manifest: Manifest) -> dict[str, Offer]:
 
     with trio.move_on_after(2 * _ASK_TIMEOUT):
         async with trio.open_nursery() as nursery:
-            for peer in ranked(swarm, manifest.version)[:_OFFERS]:
+            for peer in peers:
                 nursery.start_soon(ask, peer)
-    return found
+    return {peer: found[peer] for peer in peers if peer in found}
 
 
 async def _prepare(
@@ -274,16 +294,17 @@ async def _prepare(
         )
     num_blocks = len(manifest.blocks)
     trees: dict[int, Tree] = {}
-    for peer in offers:
-        wanted = [number for number in range(num_blocks + 2) if number not in trees]
-        if not wanted:
-            break
-        digests = [(number, manifest.digest_of(part_of_number(number, num_blocks))) for number in wanted]
-        try:
-            async with open_weights(swarm, peer) as stream:
-                trees |= await ask_trees(stream, manifest.version, digests, timeout=FETCHING.open)
-        except PeerError:
-            continue
-    if len(trees) < num_blocks + 2:
+
+    async def ask(peer: str) -> bool:
+        async with open_weights(swarm, peer) as stream:
+            for number in range(num_blocks + 2):
+                if number not in trees:  # another peer may have sent it meanwhile
+                    wanted = [(number, manifest.digest_of(part_of_number(number, num_blocks)))]
+                    trees.update(await ask_trees(stream, manifest.version, wanted, timeout=FETCHING.open))
+        if len(trees) < num_blocks + 2:
+            raise PeerError(f"{peer} lacks parts of {name}", peer)
+        return True
+
+    if not await first_of(offers, ask):
         raise SwarmError(f"no peer tells what {name} is made of; whoever has the whole model does")
     await trio.to_thread.run_sync(PeerFolder.create, name, manifest, trees, offer, progress)

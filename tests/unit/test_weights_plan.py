@@ -41,10 +41,24 @@ def test_nothing_is_asked_twice_before_all_was_asked_for_once() -> None:
     assert made.take("c") is None  # part 2 was not asked for yet
     assert made.take("b") == (2, 0)
     assert made.take("c", idle=False) is None
-    assert made.take("c") == (1, 0)  # the last pieces are asked of two
+    assert made.take("c") == (1, 0)  # the last pieces are asked of others, too
     assert made.take("c") == (1, 1)
     assert made.take("c") is None
-    assert made.take("b") is None  # and of no third
+
+
+def test_the_last_pieces_are_asked_of_everybody_those_first_that_fewest_were_asked_for() -> None:
+    """Two peers that never send what they were asked for keep nobody else from being asked."""
+    made = plan({1: range(2)}, a={1}, b={1}, c={1}, d={1})
+    assert [made.take("a"), made.take("a"), made.take("b")] == [(1, 0), (1, 1), (1, 0)]
+    assert made.take("c", idle=False) is None
+    assert made.take("c") == (1, 1)
+    assert made.take("d") in ((1, 0), (1, 1))
+
+
+def test_a_part_that_nobody_holds_does_not_keep_the_last_pieces_with_a_slow_peer() -> None:
+    made = plan({1: range(1), 2: range(1)}, a={1}, b={1})
+    assert made.take("a") == (1, 0)
+    assert made.take("b") == (1, 0)
 
 
 def test_what_a_peer_owes_is_asked_of_others_once_it_is_dropped() -> None:

@@ -1,149 +1,39 @@
-"""Peers that hand weights on and lie: false pieces, trees and offers, endless answers, silence, other tokenizers."""
+"""Peers that hand weights on and lie: false pieces, trees and offers, silence, other tokenizers."""
 
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import trio
 
-from petalnode.crypto.identity import Identity
-from petalnode.node.errors import ModelError, PetalnodeError, SwarmError, unwrapped
-from petalnode.node.models import Manifest, ModelFolder, Need, compute_manifest, no_progress, resolve
+from petalnode.node.errors import ModelError, SwarmError
+from petalnode.node.models import Manifest, ModelFolder, compute_manifest
 from petalnode.node.models.checkpoint import Checkpoint
 from petalnode.node.models.digests import part_digests
 from petalnode.node.models.parts import parts_of_need
-from petalnode.node.swarm.swarm import Swarm
-from petalnode.node.testing import MemoryNetwork, MemoryNode, run_autojumping
-from petalnode.node.weights import holder, store
-from petalnode.node.weights.fetching import FETCHING, open_weights
-from petalnode.node.weights.holder import WeightsHolder
-from petalnode.node.weights.remote_model import find_remote_model, meant_version, trusted_offer
+from petalnode.node.testing import MemoryNetwork, MemoryNode
+from petalnode.node.weights import store
+from petalnode.node.weights.fetching import FETCHING
+from petalnode.node.weights.remote_model import meant_version, trusted_offer
 from petalnode.node.weights.store import check_texts, is_text_file
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import Announcement, ServerState
-from petalnode.protocols.framing import MessageStream, PeerError
 from petalnode.protocols.ids import WEIGHTS, Span
 from petalnode.protocols.weights import (
     PIECE_BYTES,
-    WEIGHTS_LIMITS,
     BadTree,
     Offer,
     Tree,
     TreeEntry,
-    ask_offer,
-    ask_piece,
-    ask_trees,
     count_pieces,
-    receive_piece,
 )
-from tests.swarm.tokenizer import save_tokenizer
-from tests.tiny_models import NUM_BLOCKS, save_tiny
-
-NAME = "tiny-llama"
-WIDE = {"hidden_size": 256, "intermediate_size": 512}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
-    path = save_tiny("llama", tmp_path_factory.mktemp("models") / NAME, **WIDE)
-    save_tokenizer(path)
-    return resolve(path)
-
-
-@pytest.fixture(scope="module")
-def manifest(folder: ModelFolder) -> Manifest:
-    return compute_manifest(folder)
-
-
-@pytest.fixture(autouse=True)
-def empty_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: ModelFolder) -> Path:
-    """Its cache; the hashes of the holder's folder are there."""
-    cache = tmp_path / "cache"
-    monkeypatch.setenv("PETALNODE_CACHE", str(cache))
-    part_digests(Checkpoint(folder.path), parts_of_need("all", NUM_BLOCKS))
-    return cache
-
-
-Spoil = Callable[[wire.WeightsFrame, wire.WeightsFrame, list[bytes]], list[bytes]]
-"""Called with a question and the honest answer, which it changes, and the answer's payloads, which it returns."""
-
-
-class Liar:
-    """Stands between the holder and its stream."""
-
-    def __init__(self, stream: MessageStream[wire.WeightsFrame], spoil: Spoil) -> None:
-        self.peer_id = stream.peer_id
-        self._stream, self._spoil = stream, spoil
-        self._asked: wire.WeightsFrame | None = None
-
-    @property
-    def max_header(self) -> int:
-        return self._stream.max_header
-
-    @max_header.setter
-    def max_header(self, size: int) -> None:
-        self._stream.max_header = size
-
-    async def receive(self, **options: Any) -> Any:
-        self._asked, payloads = await self._stream.receive(**options)
-        return self._asked, payloads
-
-    async def send(self, frame: wire.WeightsFrame, payloads: Any = (), *, timeout: float) -> None:
-        assert self._asked is not None
-        spoiled = self._spoil(self._asked, frame, [bytes(payload) for payload in payloads])
-        for tensor, payload in zip(frame.tensors, spoiled, strict=True):
-            tensor.nbytes = len(payload)
-        await self._stream.send(frame, spoiled, timeout=timeout)
-
-
-def hands_on(
-    network: MemoryNetwork, folder: ModelFolder, manifest: Manifest, spoil: Spoil | None = None
-) -> tuple[MemoryNode, WeightsHolder]:
-    """A server that holds the whole model."""
-    node = network.node(Identity.generate())
-    node.announce(
-        Announcement(
-            node.peer_id, manifest.version, NAME, NUM_BLOCKS, Span(0, NUM_BLOCKS), ServerState.ONLINE,
-            sequence=time.time_ns(), expires=time.time() + 3600,
-        )
-    )  # fmt: skip
-    network.manifests[manifest.version] = manifest.to_wire()
-    held = WeightsHolder(cast(Swarm, node), manifest, folder)
-    if spoil is None:
-        held.start()
-    else:
-
-        async def serve(stream: Any) -> None:
-            await held.serve(cast(Any, Liar(stream, spoil)))
-
-        node.set_handler(
-            WEIGHTS, wire.WeightsFrame, serve, max_header=WEIGHTS_LIMITS.max_query, max_payload=2 * PIECE_BYTES
-        )
-    return node, held
-
-
-def fetched(setting: Callable[[MemoryNetwork, MemoryNode], None], need: Need = "all") -> ModelFolder:
-    """What a machine that has nothing gets of the network that `setting` makes."""
-
-    async def main() -> ModelFolder:
-        with unwrapped(PetalnodeError):
-            async with trio.open_nursery() as nursery:
-                network = MemoryNetwork(nursery)
-                asker = network.node(Identity.generate())
-                setting(network, asker)
-                remote = await find_remote_model(cast(Swarm, asker), NAME, no_progress)
-                found = await remote.fetch(need, no_progress)
-                nursery.cancel_scope.cancel()
-        return found
-
-    return run_autojumping(main)
+from tests.tiny_models import NUM_BLOCKS
+from tests.weights_network import NAME, Spoil, fetched, hands_on
 
 
 def test_everything_comes_from_an_honest_peer(folder: ModelFolder, manifest: Manifest) -> None:
@@ -397,168 +287,6 @@ def test_offers_that_are_none(bad: dict[str, Any]) -> None:
     with pytest.raises(BadTree):
         Offer.from_wire(wire.WeightsOffer(**bad), NUM_BLOCKS)
     assert Offer.from_wire(wire.WeightsOffer(parts=b"\xff\xff"), NUM_BLOCKS).parts == frozenset(range(NUM_BLOCKS + 3))
-
-
-# --- who asks
-
-
-@pytest.mark.parametrize("reading", [True, False])
-def test_places_are_shared_and_idle_ones_given_up(reading: bool, folder: ModelFolder, manifest: Manifest) -> None:
-    """Many keys at one address hold places in silence, or do not read the pieces that they asked for; a newcomer
-    elsewhere gets one at once."""
-    query = wire.WeightsFrame(query=wire.WeightsQuery(model_version=manifest.version))
-    piece = wire.WeightsFrame(piece_query=wire.PieceQuery(model_version=manifest.version, part=1))
-
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            network = MemoryNetwork(nursery)
-            server, _ = hands_on(network, folder, manifest)
-            hoarders = [network.node(Identity.generate()) for _ in range(holder.HOLDING.places * 2)]
-            for node in hoarders:
-                network.origins[node.peer_id] = "192.0.2.1"
-                stream = await node.new_stream(server.peer_id, WEIGHTS, wire.WeightsFrame, timeout=5.0)
-                for _ in range(4):
-                    await stream.send(query if reading else piece, timeout=5.0)
-            await trio.sleep(10.0)
-            newcomer = network.node(Identity.generate())
-            network.origins[newcomer.peer_id] = "192.0.2.2"
-            async with newcomer.open_stream(server.peer_id, WEIGHTS, wire.WeightsFrame, timeout=5.0) as stream:
-                await stream.send(query, timeout=5.0)
-                answer, _ = await stream.receive(timeout=5.0)
-                assert answer.HasField("offer")
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
-
-
-def test_questions_about_the_model_read_no_weights(
-    folder: ModelFolder, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of what was not hashed before nothing is offered: no stranger has a model read."""
-    monkeypatch.setenv("PETALNODE_CACHE", str(folder.path.parent / "another-cache"))
-
-    async def main() -> Offer:
-        async with trio.open_nursery() as nursery:
-            network = MemoryNetwork(nursery)
-            server, _ = hands_on(network, folder, manifest)
-            asker = network.node(Identity.generate())
-            async with asker.open_stream(server.peer_id, WEIGHTS, wire.WeightsFrame, timeout=5.0) as stream:
-                await stream.send(
-                    wire.WeightsFrame(query=wire.WeightsQuery(model_version=manifest.version)), timeout=5.0
-                )
-                answer, _ = await stream.receive(timeout=5.0)
-                nursery.cancel_scope.cancel()
-        return Offer.from_wire(answer.offer, NUM_BLOCKS)
-
-    found = run_autojumping(main)
-    assert found.parts == {NUM_BLOCKS + 2}  # the tokenizer
-
-
-def test_questions_without_end_look_at_the_disk_once(
-    folder: ModelFolder, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked: list[object] = []
-    honest = holder.known_trees
-    monkeypatch.setattr(holder, "known_trees", lambda *given: looked.append(given) or honest(*given))
-    version = manifest.version
-
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            network = MemoryNetwork(nursery)
-            server, _ = hands_on(network, folder, manifest)
-            asker = network.node(Identity.generate())
-            async with open_weights(cast(Swarm, asker), server.peer_id) as stream:
-                for number in range(200):
-                    for frame in (
-                        wire.WeightsFrame(query=wire.WeightsQuery(model_version=version)),
-                        wire.WeightsFrame(tree_query=wire.TreeQuery(model_version=version, part=number % 8)),
-                    ):
-                        await stream.send(frame, timeout=5.0)
-                        await stream.receive(timeout=5.0)
-                    await trio.sleep(0.1)
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
-    assert len(looked) == 1
-
-
-@pytest.mark.parametrize(
-    "question",
-    [
-        wire.WeightsFrame(query=wire.WeightsQuery(model_version=bytes(32))),
-        wire.WeightsFrame(tree_query=wire.TreeQuery(model_version=bytes(32), part=0)),
-        wire.WeightsFrame(piece_query=wire.PieceQuery(part=0)),
-        wire.WeightsFrame(offer=wire.WeightsOffer()),
-        wire.WeightsFrame(tree_query=wire.TreeQuery(part=99)),
-        wire.WeightsFrame(piece_query=wire.PieceQuery(part=99)),
-        wire.WeightsFrame(piece_query=wire.PieceQuery(part=1, piece=99)),
-        wire.WeightsFrame(),
-    ],
-)
-def test_what_is_not_here_is_an_error_and_the_stream_goes_on(
-    question: wire.WeightsFrame, folder: ModelFolder, manifest: Manifest
-) -> None:
-    body = question.WhichOneof("body")
-    asked = type(question).FromString(question.SerializeToString())
-    if body in ("tree_query", "piece_query") and getattr(asked, body).part in (99, 1):
-        getattr(asked, body).model_version = manifest.version
-
-    async def main() -> wire.WeightsFrame:
-        async with trio.open_nursery() as nursery:
-            network = MemoryNetwork(nursery)
-            server, _ = hands_on(network, folder, manifest)
-            asker = network.node(Identity.generate())
-            async with open_weights(cast(Swarm, asker), server.peer_id) as stream:
-                await stream.send(asked, timeout=5.0)
-                answer, _ = await stream.receive(timeout=5.0)
-                assert await ask_offer(stream, manifest.version, NUM_BLOCKS, timeout=5.0) is not None
-                wanted = [(99, bytes(32)), (1, manifest.blocks[0])]
-                assert (await ask_trees(stream, manifest.version, wanted, timeout=5.0)).keys() == {1}
-            nursery.cancel_scope.cancel()
-        return answer
-
-    assert run_autojumping(main).WhichOneof("body") == "error"
-
-
-def test_a_question_with_tensors_ends_the_stream_before_they_are_read(folder: ModelFolder, manifest: Manifest) -> None:
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            network = MemoryNetwork(nursery)
-            server, _ = hands_on(network, folder, manifest)
-            asker = network.node(Identity.generate())
-            async with open_weights(cast(Swarm, asker), server.peer_id) as stream:
-                frame = wire.WeightsFrame(
-                    query=wire.WeightsQuery(model_version=manifest.version), tensors=[wire.Tensor(nbytes=100_000)]
-                )
-                with suppress(PeerError):
-                    await stream.send(frame, [bytes(100_000)], timeout=5.0)
-                with pytest.raises(PeerError):
-                    await stream.receive(timeout=5.0)
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
-
-
-def test_sessions_go_before_uploads(folder: ModelFolder, manifest: Manifest) -> None:
-    """While peers use sessions here, all uploads together have a small part of the line, in turns by address."""
-
-    async def main(serving: bool) -> float:
-        async with trio.open_nursery() as nursery:
-            network = MemoryNetwork(nursery)
-            server, _ = hands_on(network, folder, manifest)
-            server.host.is_serving = serving  # type: ignore[misc]
-            asker = network.node(Identity.generate())
-            async with open_weights(cast(Swarm, asker), server.peer_id) as stream:
-                begun = trio.current_time()
-                for _ in range(20):
-                    await ask_piece(stream, manifest.version, 1, 0, timeout=60.0)
-                    assert await receive_piece(stream, timeout=60.0) is not None
-                seconds = trio.current_time() - begun
-            nursery.cancel_scope.cancel()
-        return seconds
-
-    assert run_autojumping(main, False) < 1.0
-    assert run_autojumping(main, True) > 18.0
 
 
 def test_a_model_that_was_fetched_serves_again_when_nobody_else_does(folder: ModelFolder, manifest: Manifest) -> None:

@@ -1,0 +1,187 @@
+"""Peers that ask for weights: places held, questions without end, questions that are none, uploads beside sessions."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import cast
+
+import pytest
+import trio
+
+from petalnode.crypto.identity import Identity
+from petalnode.node.models import Manifest, ModelFolder
+from petalnode.node.swarm.swarm import Swarm
+from petalnode.node.testing import MemoryNetwork, run_autojumping
+from petalnode.node.weights import holder
+from petalnode.node.weights.fetching import open_weights
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.framing import PeerError
+from petalnode.protocols.ids import WEIGHTS
+from petalnode.protocols.weights import (
+    Offer,
+    ask_offer,
+    ask_piece,
+    ask_trees,
+    receive_piece,
+)
+from tests.tiny_models import NUM_BLOCKS
+from tests.weights_network import hands_on
+
+
+@pytest.mark.parametrize("reading", [True, False])
+def test_places_are_shared_and_idle_ones_given_up(reading: bool, folder: ModelFolder, manifest: Manifest) -> None:
+    """Many keys at one address hold places in silence, or do not read the pieces that they asked for; a newcomer
+    elsewhere gets one at once."""
+    query = wire.WeightsFrame(query=wire.WeightsQuery(model_version=manifest.version))
+    piece = wire.WeightsFrame(piece_query=wire.PieceQuery(model_version=manifest.version, part=1))
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            network = MemoryNetwork(nursery)
+            server, _ = hands_on(network, folder, manifest)
+            hoarders = [network.node(Identity.generate()) for _ in range(holder.HOLDING.places * 2)]
+            for node in hoarders:
+                network.origins[node.peer_id] = "192.0.2.1"
+                stream = await node.new_stream(server.peer_id, WEIGHTS, wire.WeightsFrame, timeout=5.0)
+                for _ in range(4):
+                    await stream.send(query if reading else piece, timeout=5.0)
+            await trio.sleep(10.0)
+            newcomer = network.node(Identity.generate())
+            network.origins[newcomer.peer_id] = "192.0.2.2"
+            async with newcomer.open_stream(server.peer_id, WEIGHTS, wire.WeightsFrame, timeout=5.0) as stream:
+                await stream.send(query, timeout=5.0)
+                answer, _ = await stream.receive(timeout=5.0)
+                assert answer.HasField("offer")
+            nursery.cancel_scope.cancel()
+
+    run_autojumping(main)
+
+
+def test_questions_about_the_model_read_no_weights(
+    folder: ModelFolder, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what was not hashed before nothing is offered: no stranger has a model read."""
+    monkeypatch.setenv("PETALNODE_CACHE", str(folder.path.parent / "another-cache"))
+
+    async def main() -> Offer:
+        async with trio.open_nursery() as nursery:
+            network = MemoryNetwork(nursery)
+            server, _ = hands_on(network, folder, manifest)
+            asker = network.node(Identity.generate())
+            async with asker.open_stream(server.peer_id, WEIGHTS, wire.WeightsFrame, timeout=5.0) as stream:
+                await stream.send(
+                    wire.WeightsFrame(query=wire.WeightsQuery(model_version=manifest.version)), timeout=5.0
+                )
+                answer, _ = await stream.receive(timeout=5.0)
+                nursery.cancel_scope.cancel()
+        return Offer.from_wire(answer.offer, NUM_BLOCKS)
+
+    found = run_autojumping(main)
+    assert found.parts == {NUM_BLOCKS + 2}  # the tokenizer
+
+
+def test_questions_without_end_look_at_the_disk_once(
+    folder: ModelFolder, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[object] = []
+    honest = holder.known_trees
+    monkeypatch.setattr(holder, "known_trees", lambda *given: looked.append(given) or honest(*given))
+    version = manifest.version
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            network = MemoryNetwork(nursery)
+            server, _ = hands_on(network, folder, manifest)
+            asker = network.node(Identity.generate())
+            async with open_weights(cast(Swarm, asker), server.peer_id) as stream:
+                for number in range(200):
+                    for frame in (
+                        wire.WeightsFrame(query=wire.WeightsQuery(model_version=version)),
+                        wire.WeightsFrame(tree_query=wire.TreeQuery(model_version=version, part=number % 8)),
+                    ):
+                        await stream.send(frame, timeout=5.0)
+                        await stream.receive(timeout=5.0)
+                    await trio.sleep(0.1)
+            nursery.cancel_scope.cancel()
+
+    run_autojumping(main)
+    assert len(looked) == 1
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        wire.WeightsFrame(query=wire.WeightsQuery(model_version=bytes(32))),
+        wire.WeightsFrame(tree_query=wire.TreeQuery(model_version=bytes(32), part=0)),
+        wire.WeightsFrame(piece_query=wire.PieceQuery(part=0)),
+        wire.WeightsFrame(offer=wire.WeightsOffer()),
+        wire.WeightsFrame(tree_query=wire.TreeQuery(part=99)),
+        wire.WeightsFrame(piece_query=wire.PieceQuery(part=99)),
+        wire.WeightsFrame(piece_query=wire.PieceQuery(part=1, piece=99)),
+        wire.WeightsFrame(),
+    ],
+)
+def test_what_is_not_here_is_an_error_and_the_stream_goes_on(
+    question: wire.WeightsFrame, folder: ModelFolder, manifest: Manifest
+) -> None:
+    body = question.WhichOneof("body")
+    asked = type(question).FromString(question.SerializeToString())
+    if body in ("tree_query", "piece_query") and getattr(asked, body).part in (99, 1):
+        getattr(asked, body).model_version = manifest.version
+
+    async def main() -> wire.WeightsFrame:
+        async with trio.open_nursery() as nursery:
+            network = MemoryNetwork(nursery)
+            server, _ = hands_on(network, folder, manifest)
+            asker = network.node(Identity.generate())
+            async with open_weights(cast(Swarm, asker), server.peer_id) as stream:
+                await stream.send(asked, timeout=5.0)
+                answer, _ = await stream.receive(timeout=5.0)
+                assert await ask_offer(stream, manifest.version, NUM_BLOCKS, timeout=5.0) is not None
+                wanted = [(99, bytes(32)), (1, manifest.blocks[0])]
+                assert (await ask_trees(stream, manifest.version, wanted, timeout=5.0)).keys() == {1}
+            nursery.cancel_scope.cancel()
+        return answer
+
+    assert run_autojumping(main).WhichOneof("body") == "error"
+
+
+def test_a_question_with_tensors_ends_the_stream_before_they_are_read(folder: ModelFolder, manifest: Manifest) -> None:
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            network = MemoryNetwork(nursery)
+            server, _ = hands_on(network, folder, manifest)
+            asker = network.node(Identity.generate())
+            async with open_weights(cast(Swarm, asker), server.peer_id) as stream:
+                frame = wire.WeightsFrame(
+                    query=wire.WeightsQuery(model_version=manifest.version), tensors=[wire.Tensor(nbytes=100_000)]
+                )
+                with suppress(PeerError):
+                    await stream.send(frame, [bytes(100_000)], timeout=5.0)
+                with pytest.raises(PeerError):
+                    await stream.receive(timeout=5.0)
+            nursery.cancel_scope.cancel()
+
+    run_autojumping(main)
+
+
+def test_sessions_go_before_uploads(folder: ModelFolder, manifest: Manifest) -> None:
+    """While peers use sessions here, all uploads together have a small part of the line, in turns by address."""
+
+    async def main(serving: bool) -> float:
+        async with trio.open_nursery() as nursery:
+            network = MemoryNetwork(nursery)
+            server, _ = hands_on(network, folder, manifest)
+            server.host.is_serving = serving  # type: ignore[misc]
+            asker = network.node(Identity.generate())
+            async with open_weights(cast(Swarm, asker), server.peer_id) as stream:
+                begun = trio.current_time()
+                for _ in range(20):
+                    await ask_piece(stream, manifest.version, 1, 0, timeout=60.0)
+                    assert await receive_piece(stream, timeout=60.0) is not None
+                seconds = trio.current_time() - begun
+            nursery.cancel_scope.cancel()
+        return seconds
+
+    assert run_autojumping(main, False) < 1.0
+    assert run_autojumping(main, True) > 18.0

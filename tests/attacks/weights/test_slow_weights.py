@@ -1,0 +1,126 @@
+"""Peers that say they hand weights on, and do so late or not at all."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+
+from petalnode.node.models import Manifest, ModelFolder, Need, compute_manifest
+from petalnode.node.testing import MemoryNetwork, MemoryNode
+from petalnode.node.weights.fetching import FETCHING
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.ids import Span
+from tests.tiny_models import NUM_BLOCKS
+from tests.weights_network import Late, fetched_in_time, hands_on
+
+TEXTS = NUM_BLOCKS + 2
+"""The number of the tokenizer's files among the parts."""
+
+
+def refused(asked: wire.WeightsFrame, answer: wire.WeightsFrame, payloads: list[bytes]) -> list[bytes]:
+    """Says that it does not have what it offered, once it is asked for that."""
+    if late_tree(asked) or late_piece(asked) or late_text(asked):
+        answer.Clear()
+        answer.error.code = wire.ERROR_NOT_FOUND
+        return []
+    return payloads
+
+
+def piece_of_weights(asked: wire.WeightsFrame, answer: wire.WeightsFrame, payloads: list[bytes]) -> list[bytes]:
+    """The same, of the weights alone: it tells what they are made of."""
+    return refused(asked, answer, payloads) if late_piece(asked) else payloads
+
+
+def soon(asked: wire.WeightsFrame) -> float:
+    return min(late_piece(asked), 2.0)
+
+
+def late_tree(asked: wire.WeightsFrame) -> float:
+    """Just before the asker hangs up."""
+    return 9.0 if asked.HasField("tree_query") else 0.0
+
+
+def late_piece(asked: wire.WeightsFrame) -> float:
+    return 110.0 if asked.HasField("piece_query") and asked.piece_query.part < TEXTS else 0.0
+
+
+def late_text(asked: wire.WeightsFrame) -> float:
+    return 110.0 if asked.HasField("piece_query") and asked.piece_query.part == TEXTS else 0.0
+
+
+def took(folder: ModelFolder, manifest: Manifest, liars: int, late: Late, need: Need) -> float:
+    """Seconds for what a machine needs, of so many liars and one that is honest and answers after all of them."""
+
+    def setting(network: MemoryNetwork, asker: MemoryNode) -> None:
+        for _ in range(liars):
+            hands_on(network, folder, manifest, piece_of_weights if late in (soon, late_piece) else refused, late)
+        honest, _ = hands_on(network, folder, manifest)
+        network.link(asker.peer_id, honest.peer_id).delay = 0.2
+
+    found, seconds = fetched_in_time(setting, need)
+    assert need != "all" or compute_manifest(found).version == manifest.version
+    return seconds
+
+
+@pytest.mark.parametrize("late", [soon, late_piece])
+def test_who_brings_nothing_gives_its_place_to_others(late: Late, folder: ModelFolder, manifest: Manifest) -> None:
+    """There are more liars than peers are asked at once."""
+    assert took(folder, manifest, FETCHING.peers + 8, late, "all") < 240.0
+
+
+def test_who_is_busy_for_long_is_asked_again(folder: ModelFolder, manifest: Manifest) -> None:
+    """As where many come at once for a model that few have."""
+
+    def busy(asked: wire.WeightsFrame, answer: wire.WeightsFrame, payloads: list[bytes]) -> list[bytes]:
+        if 5.0 < trio.current_time() - begun < 120.0:
+            answer.Clear()
+            answer.error.code = wire.ERROR_BUSY
+            return []
+        return payloads
+
+    def setting(network: MemoryNetwork, asker: MemoryNode) -> None:
+        nonlocal begun
+        begun = trio.current_time()
+        hands_on(network, folder, manifest, busy, lambda asked: 6.0 if late_piece(asked) else 0.0)
+
+    begun = 0.0
+    found, _ = fetched_in_time(setting, "all")
+    assert compute_manifest(found).version == manifest.version
+
+
+def test_peers_that_hold_nothing_keep_nobody_else_from_being_asked(folder: ModelFolder, manifest: Manifest) -> None:
+    """They are more than are asked at once, and answer for ever."""
+
+    def empty(asked: wire.WeightsFrame, answer: wire.WeightsFrame, payloads: list[bytes]) -> list[bytes]:
+        if answer.HasField("offer") and trio.current_time() - begun > 0.01:  # what the model is made of was told
+            answer.offer.parts = b""
+        return piece_of_weights(asked, answer, payloads)
+
+    def setting(network: MemoryNetwork, asker: MemoryNode) -> None:
+        nonlocal begun
+        begun = trio.current_time()
+        for _ in range(FETCHING.looked_at + 8):
+            peer, _ = hands_on(network, folder, manifest, empty)
+            network.link(asker.peer_id, peer.peer_id).used = True  # connected, so asked first
+        honest, _ = hands_on(network, folder, manifest)
+        network.link(asker.peer_id, honest.peer_id).delay = 0.2
+
+    begun = 0.0
+    found, _ = fetched_in_time(setting, Span(0, 1))
+    assert found.path.is_dir()
+
+
+def test_no_number_of_silent_peers_keeps_the_last_pieces(folder: ModelFolder, manifest: Manifest) -> None:
+    """They are asked for all that is left, with one that is honest and has nothing else to do."""
+    assert took(folder, manifest, 3, late_piece, Span(0, 1)) < 60.0
+
+
+def test_who_tells_late_what_a_model_is_made_of_keeps_nobody_from_asking_others(
+    folder: ModelFolder, manifest: Manifest
+) -> None:
+    """Thirty peers refuse each question, just before the asker hangs up."""
+    assert took(folder, manifest, 30, late_tree, "client") < 30 * FETCHING.open + 120.0
+
+
+def test_who_sends_a_tokenizer_late_keeps_nobody_from_asking_others(folder: ModelFolder, manifest: Manifest) -> None:
+    assert took(folder, manifest, 30, late_text, "client") < 30 * FETCHING.open + 120.0
