@@ -90,6 +90,9 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
         *("swarm/test_client_session", "swarm/test_recovery", "swarm/test_progress", "swarm/test_moving"),
         *("swarm/test_compared_chains", "swarm/test_longrope", "swarm/test_longrope_sessions"),
     ),
+    "node/cli/conversation/*": (*_unit("terminal_chat"), "attacks/test_terminal_escapes"),
+    "node/cli/dialogue.py": (*_unit("terminal_chat strangers"), "swarm/test_kept_conversation"),
+    "node/client/chat.py": (*_unit("terminal_chat dialogue"), "swarm/test_kept_conversation"),
     "node/api/*": (
         *_unit("api_fields api_parts api_grammar bounded_json http_server request_ids"),
         *("attacks/test_full_share_at_api", "attacks/test_large_bodies_at_api", "api/test_batches"),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -15,9 +15,13 @@ from typing import TYPE_CHECKING, Any, Final
 import trio
 import typer
 
-from ..client.chat import Dialogue, SavedChat, Text, fit
+from ..client.chat import ChatMessage, Dialogue, SavedChat, Text, fit, read_dialogue
 from ..client.deadlines import DEADLINES
 from ..errors import BadInput, ExitCode, MachineError, PetalnodeError, unwrapped
+from .conversation.answers import PlainAnswer, answer_on
+from .conversation.kept import copy, save_dialogue
+from .conversation.reader import read_question
+from .conversation.settings import changed, described, repeats
 from .output import Output
 from .process import interrupted, text_given
 from .terminal import LineReader, stopped_by_signal
@@ -41,9 +45,24 @@ class DialogueLimits:
 
 
 DIALOGUE: Final = DialogueLimits()
-_HELP: Final = (
-    "/new starts over, /retry asks the last question again, /route shows the servers, /quit (or Ctrl-D) leaves; "
-    "Ctrl-C stops an answer."
+_HELP: Final = "/help lists what else can be typed, /quit (or Ctrl-D) leaves; Ctrl-C stops an answer."
+_COMMANDS: Final = {
+    "new": "starts over",
+    "retry": "asks the last question again",
+    "route": "shows the servers",
+    "system": "TEXT: instructions before the conversation; none: without; alone: shows them",
+    "set": "NAME VALUE: temperature, top_p, max_new_tokens, ...; alone: shows them",
+    "model": "NAME: goes on with another model; alone: shows which are served",
+    "save": "FILE: writes the conversation, as JSON or (.md, .txt) as text",
+    "load": "FILE: goes on with a conversation that was written",
+    "copy": "puts the last answer on the clipboard",
+    "help": "shows this",
+    "quit": "leaves (also /exit, Ctrl-D, or Ctrl-C twice)",
+}
+_COMMAND: Final = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
+_TYPING: Final = (
+    'Alt-Enter begins a line; lines between """ and """ are one question, and so is what is pasted. Arrow keys bring '
+    "earlier questions back."
 )
 
 
@@ -71,9 +90,14 @@ class Chatter:
         system: the system prompt of a new conversation.
         once: there is one question only, and what goes wrong is raised.
         serve_options: those of `petalnode serve` for another server of the same swarm: model, and peers to join by.
+        keeps_caches: whether `session_file` also has what a later process needs to go on with the servers' caches.
+        stops_repetition: whether an answer ends that has come to repeat itself.
         notice: asked before each prompt whether it may go to the servers that there are.
         is_there: whether a peer to join by, given by its address, is connected now.
         is_closed: whether only servers that the person trusts may take the place of a lost one.
+        served: the models that the swarm serves, by name.
+        longest: how many tokens a conversation may reach with the model and the servers that there are now.
+        reader: where a person types.
     """
 
     conversation: Conversation
@@ -84,21 +108,29 @@ class Chatter:
     disagreements: Sequence[Disagreement]
     system: str | None = None
     session_file: Path | None = None
+    keeps_caches: bool = True
+    stops_repetition: bool = False
     once: bool = False
     show_route: bool = False
     serve_options: str = ""
     notice: StrangerNotice | None = None
     is_closed: Callable[[Hop], bool] = lambda _: False
     is_there: Callable[[str], bool] = lambda _: True
+    served: Callable[[], Sequence[str]] = tuple
+    longest: Callable[[], int] = int
+    reader: LineReader | None = None
 
     def __post_init__(self) -> None:
         self._reader: LineReader | None = None
+        self._answer: PlainAnswer = PlainAnswer(self.output)
+        self._wanted: str | None = None
         self.dialogue = opening(self.system)
         self.unfinished = False  # whether the answer to the newest question was cut off, or never came
         if self.saved is not None and self.saved.dialogue.turns:
             self.dialogue, self.unfinished = self.saved.dialogue, self.saved.unfinished
 
-    async def loop(self, model_name: str) -> None:
+    async def loop(self, model_name: str) -> str | None:
+        """Answers what is typed, until the end; or to the model that is to go on, which this returns."""
         self.output.say(f"Talking to {model_name}. {_HELP}", style="dim")
         if count := self.dialogue.questions:
             asked = "1 question" if count == 1 else f"{count} questions"
@@ -107,34 +139,83 @@ class Chatter:
             _, question, answer = self.dialogue.without_newest()
             self.output.say(f"(the last question was not answered to the end; /retry asks it again)\n> {question}")
             self.output.say(answer)
-        self._reader = reader = LineReader()
+        self._reader = reader = self.reader or LineReader()
         with reader:
             if self.notice is not None and not await self.notice.permits(reader):
                 raise typer.Exit(ExitCode.RESULT_SAYS_NO)
-            while True:
+            while self._wanted is None:
                 try:
-                    line = await reader.read("\n> ")
-                    if line is None or line.strip() in ("/quit", "/exit"):
-                        return
-                    await self.obey(text_given(line).strip())
+                    typed = await read_question(reader, "\n> ", text_given)
+                    if typed is None or typed in ("/quit", "/exit"):
+                        return None
+                    await self.obey(typed)
                 except PetalnodeError as error:
                     self.output.error(str(error))
+        return self._wanted
 
     async def obey(self, line: str) -> None:
         """Does what one line says."""
-        if line == "/new":
-            self.dialogue, self.unfinished = opening(self.system), False
-            self.output.say("(starting over)", style="dim")
-        elif line == "/route":
-            self._say_route()
-        elif line == "/retry" and self.dialogue.questions:
-            self.dialogue, line, _ = self.dialogue.without_newest()
-            self.unfinished = False
-            await self._answer_or_say_why(line)
-        elif line.startswith("/"):
-            self.output.say(_HELP, style="dim")
+        found = _COMMAND.fullmatch(line)
+        if found is not None:
+            await self._command(found[1], (found[2] or "").strip())
         elif line:
             await self._answer_or_say_why(line)
+
+    async def _command(self, name: str, rest: str) -> None:
+        match name:
+            case "new":
+                self.dialogue, self.unfinished = opening(self.system), False
+                self.output.say("(starting over)", style="dim")
+            case "route":
+                self._say_route()
+            case "retry" if self.dialogue.questions:
+                self.dialogue, question, _ = self.dialogue.without_newest()
+                self.unfinished = False
+                await self._answer_or_say_why(question)
+            case "set":
+                self.sampling = changed(self.sampling, rest.split()) if rest else self.sampling
+                self.output.say(f"({described(self.sampling)})", style="dim")
+            case "save" | "load" | "copy":
+                self._file_away(name, rest)
+            case "system" | "model":
+                self._replace(name, rest)
+            case _:
+                unknown = "" if name == "help" else f"there is no /{name}\n"
+                lines = [f"  /{command:7} {does}" for command, does in _COMMANDS.items()]
+                self.output.say("\n".join([f"{unknown}{_TYPING}", *lines]), style="dim")
+
+    def _replace(self, name: str, rest: str) -> None:
+        if name == "model":
+            self._wanted = rest or None
+            if not rest:
+                self.output.say(f"served in this swarm: {', '.join(self.served()) or 'nothing'}", style="dim")
+            return
+        turns = tuple(turn for turn in self.dialogue.turns if turn.role != "system")
+        if rest:
+            self.system = None if rest == "none" else rest
+            self.dialogue = replace(self.dialogue, turns=(*opening(self.system).turns, *turns))
+        self.output.say(f"(system prompt: {self.system or 'none'})", style="dim")
+
+    def _file_away(self, name: str, rest: str) -> None:
+        """/save, /load and /copy. Raises BadInput, MachineError."""
+        if name == "copy":
+            answers = [turn.content for turn in self.dialogue.turns if turn.role == "assistant"]
+            self.output.say(f"({copy(answers[-1])})" if answers else "(there is no answer yet)", style="dim")
+            return
+        if not rest:
+            raise BadInput(f"/{name} takes the name of a file")
+        path = Path(rest).expanduser()
+        if name == "save":
+            save_dialogue(path, self.dialogue)
+            self.output.say(f"(written to {path})", style="dim")
+            return
+        self.dialogue, self.unfinished = read_dialogue(path), False
+        first = self.dialogue.turns[:1]
+        self.system = first[0].content if first and first[0].role == "system" else None
+        asked, last = self.dialogue.questions, self.dialogue.turns[-1:]
+        if last and last[0].role == "user":  # /retry asks it
+            self.unfinished = True
+        self.output.say(f"({asked} questions; /retry asks the last one again)", style="dim")
 
     async def _answer_or_say_why(self, question: str) -> None:
         try:
@@ -155,9 +236,11 @@ class Chatter:
 
     async def answer(self, question: str) -> None:
         """Streams one answer. Ctrl-C stops it; what was said until then counts, and is kept if it fails."""
-        if len(question) > DIALOGUE.letters_per_token * self.conversation.max_length:
+        most = max(self.conversation.max_length, self.longest())
+        if len(question) > DIALOGUE.letters_per_token * most:
             raise BadInput(f"the question has {len(question):,} characters, and does not fit into the context")
         asked = self._heard().plus("user", question)
+        await self._lengthen(asked.turns, most)
         room = min(self.sampling.max_new_tokens, self.conversation.max_length // 4)
         fitted, tokens, dropped = fit(asked, self.text.tokenize, self.conversation.max_length - room)
         if dropped:
@@ -168,31 +251,48 @@ class Chatter:
         begun = time.perf_counter()
         said: list[int] = []
         self._keep(fitted, finished=False)
+        self._answer = answer_on(self.output)
         try:
             stopped = await stopped_by_signal(partial(self._ask, tokens, said))
         except BaseException:
             if said:
                 self._keep(fitted.plus("assistant", self.text.decode(said)), finished=False)
-                self.output.write("\n")
+                self._answer.finish()
             raise
         seconds = time.perf_counter() - begun
         text = self.text.decode(said)
         recoveries = self.conversation.recoveries - recoveries
         try:
             drafts = self.conversation.drafting.counts - before
-            self._tell(text, len(said), seconds, recoveries, disagreed, drafts, stopped=stopped is not None)
+            why = "stopped" if stopped is not None else ""
+            if not why and self.stops_repetition and repeats(said):
+                why = "stopped, because it only repeated itself; /retry asks again"
+            self._tell(text, len(said), seconds, recoveries, disagreed, drafts, why)
         finally:
             self._keep(fitted.plus("assistant", text), finished=True)
         if stopped is not None and (stopped != signal.SIGINT or self.once):
             raise typer.Exit(interrupted(stopped))
 
+    async def _lengthen(self, turns: Sequence[ChatMessage], most: int) -> None:
+        """Makes room for these turns and an answer, by at least doubling, where that can be had."""
+        now = self.conversation.max_length
+        if most > now and (wanted := len(self.text.tokenize(turns)) + self.sampling.max_new_tokens) > now:
+            await self.conversation.lengthen(min(most, max(wanted, 2 * now)))
+
     async def _ask(self, tokens: list[int], said: list[int], stop: trio.Event) -> None:
         """Writes the answer as it comes, and appends its tokens to `said`."""
-        write = self.text.stream(self.output.write)
+        write = self.text.stream(self._answer.write)
+
+        def on_token(token: int) -> None:
+            said.append(token)
+            write(token)
+            if self.stops_repetition and repeats(said):
+                stop.set()
+
         with unwrapped(PetalnodeError):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._say_what_is_waited_for)
-                await self.conversation.answer(tokens, self.sampling, partial(_write_token, write, said), stop)
+                await self.conversation.answer(tokens, self.sampling, on_token, stop)
                 nursery.cancel_scope.cancel()
 
     def _tell(
@@ -203,8 +303,7 @@ class Chatter:
         recoveries: int,
         disagreed: int,
         drafts: DraftCounts,
-        *,
-        stopped: bool,
+        stopped: str,
     ) -> None:
         compared = self.conversation.compared_routes
         if self.output.as_json:
@@ -222,9 +321,9 @@ class Chatter:
                 disagreements=[disagreement.fields() for disagreement in self.disagreements[disagreed:]],
             )
         else:
-            self.output.write("\n")
+            self._answer.finish()
             if stopped:
-                self.output.say("(stopped)", style="dim")
+                self.output.say(f"({stopped})", style="dim")
             if self.show_route:
                 rate = tokens / seconds if seconds else 0.0
                 self.output.say(f"\n{tokens} tokens in {seconds:.1f} s, {rate:.1f} tokens/s{drafts}", style="dim")
@@ -236,6 +335,7 @@ class Chatter:
         opening = trio.current_time() + DIALOGUE.silence
         while True:
             await trio.sleep(DIALOGUE.look)
+            self._answer.refresh()
             trouble, now = self.conversation.trouble, trio.current_time()
             if told is not None and told.lost and trouble is None:
                 seconds = round(now - told.since, 1)
@@ -247,17 +347,20 @@ class Chatter:
                 self._tell_trouble(trouble)
             if not self.conversation.is_open and now > opening:
                 opening = math.inf
+                self._answer.interrupt()
                 self.output.note(f"no server has taken the conversation yet: asking for up to {DEADLINES.reopen:.0f} s")
 
     def _tell_trouble(self, trouble: Trouble) -> None:
         hop = trouble.hop
         if not trouble.lost:
+            self._answer.interrupt()
             self.output.note(f"server …{hop.peer_id[-8:]} (blocks {hop.span}) is silent; others are looked for")
             return
         advice = self._advice(hop)
         another = "another one that you trust" if self.is_closed(hop) else "another one"
+        reason = trouble.reason.replace(hop.peer_id, f"…{hop.peer_id[-8:]}")
         self._tell_progress(
-            f"lost a server: {trouble.reason}\nThe answer waits up to {trouble.waits:.0f} s until it is back, or "
+            f"lost a server: {reason}\nThe answer waits up to {trouble.waits:.0f} s until it is back, or "
             f"{another} serves blocks {hop.span}. What would help: {advice}",
             event="server-lost",
             **_fields(trouble),
@@ -277,8 +380,7 @@ class Chatter:
         return f"start another server of them: petalnode serve {options} --blocks {lost.span}"
 
     def _tell_progress(self, text: str, **fields: Any) -> None:
-        if not self.output.as_json and sys.stdout.isatty():
-            self.output.write("\n")  # the beginning of an answer stands in this line
+        self._answer.interrupt()
         self.output.note(text)
         self.output.emit(**fields)
 
@@ -290,7 +392,8 @@ class Chatter:
         self.dialogue, self.unfinished = dialogue, not finished
         if self.saved is None or self.session_file is None:
             return
-        self.saved = self.saved.after(dialogue, *self.conversation.state()) if finished else self.saved.asking(dialogue)
+        state = self.conversation.state() if finished and self.keeps_caches else ([], None)
+        self.saved = self.saved.after(dialogue, *state) if finished else self.saved.asking(dialogue)
         try:
             self.saved.save(self.session_file)
         except MachineError as error:
@@ -303,8 +406,3 @@ class Chatter:
         text = f"route: you → {' → '.join(hops)} → you" if hops else "no route yet: ask something"
         text += f", in {self.conversation.codec}" if self.conversation.codec != "none" else ""
         self.output.say(text, style="dim")
-
-
-def _write_token(write: Callable[[int], object], said: list[int], token: int) -> None:
-    said.append(token)
-    write(token)

@@ -42,7 +42,7 @@ GOSSIP_VARIABLE = "PETALNODE_GOSSIP"
 ALL_IN_HELP: Final = "--help-all" in sys.argv
 _SHOWN: Final = {
     "serve": ("num_blocks", "blocks", "quant", "device", "peer"),
-    "chat": ("prompt", "session", "adapter", "show_route", "peer"),
+    "chat": ("prompt", "system", "temperature", "resume", "session", "show_route", "peer"),
     "api": ("http_port", "host", "api_key_file", "adapter", "peer"),
     "tune": ("data", "method", "epochs", "out", "peer"),
     "validate": ("once", "interval", "evidence_dir", "gossip", "peer"),

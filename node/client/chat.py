@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from filelock import FileLock, Timeout
 
+from ...crypto.bounded_json import BadJson, JsonLimits, parse_json_object
 from ...crypto.identity import Identity, write_private
 from ..errors import BadInput, MachineError, ModelError
 from ..models import ModelFolder
@@ -18,6 +19,8 @@ from ..models.cache_dir import check_writable
 from .session.session import SavedLink, SavedSession
 
 FORMAT: Final = "petalnode-chat/1"
+_FILE: Final = JsonLimits(nbytes=16 << 20, values=1 << 20)
+"""Of a conversation that others may have written. A model's whole context is less."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +104,14 @@ class Text:
         self.stop_tokens = tuple(sorted(stops))
 
     def tokenize(self, turns: Sequence[ChatMessage]) -> list[int]:
-        """The prompt for the next answer. A model without a chat template gets the plain text."""
+        """The prompt for the next answer. A model without a chat template gets the plain text.
+
+        Raises:
+            BadInput: the template will not have these turns, such as a system prompt.
+        """
         if not self._tokenizer.chat_template:
             return list(self._tokenizer("\n".join(turn.content for turn in turns))["input_ids"])
-        messages = [{"role": turn.role, "content": turn.content} for turn in turns]
-        return list(
-            self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-        )
+        return self._templated([{"role": turn.role, "content": turn.content} for turn in turns])
 
     @property
     def tokenizer(self) -> Any:
@@ -126,14 +130,17 @@ class Text:
         Raises:
             BadInput: the template will not have these messages, or the model has none.
         """
-        from jinja2.exceptions import TemplateError
-
         if not self.template:
             raise BadInput("this model has no chat template: use completions, with a prompt of your own")
+        return self._templated(list(messages), list(tools) or None)
+
+    def _templated(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
+        from jinja2.exceptions import TemplateError
+
         try:
             return list(
                 self._tokenizer.apply_chat_template(
-                    list(messages), tools=list(tools) or None, add_generation_prompt=True, return_dict=True
+                    messages, tools=tools, add_generation_prompt=True, return_dict=True
                 )["input_ids"]
             )
         except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
@@ -199,7 +206,8 @@ def load_tokenizer(folder: ModelFolder) -> Any:
 @dataclass(frozen=True)
 class SavedChat:
     """`tokens` are those that the servers of `session` hold, with the adapter of this identity; `model_version` is None
-    before the first answer. `unfinished`: the answer to the newest question was cut off, or never came."""
+    before the first answer. `unfinished`: the answer to the newest question was cut off, or never came. `model` is
+    what a person called the model."""
 
     identity: Identity
     model_version: bytes | None = None
@@ -208,6 +216,7 @@ class SavedChat:
     session: SavedSession | None = None
     adapter: str = ""
     unfinished: bool = False
+    model: str = ""
 
     def check_model(self, version: bytes) -> SavedChat:
         """This chat, as one of the model of this version.
@@ -254,6 +263,7 @@ class SavedChat:
             "tokens": list(self.tokens),
             "adapter": self.adapter,
             "unfinished": self.unfinished,
+            "model": self.model,
             "session": None
             if self.session is None
             else {
@@ -269,6 +279,22 @@ class SavedChat:
         }
 
     @classmethod
+    def read(cls, path: Path) -> SavedChat:
+        """
+        Raises:
+            FileNotFoundError: there is no such file.
+            BadInput: it is no conversation.
+        """
+        try:
+            return cls._from_json(json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            raise
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadInput(f"cannot read the conversation {path}: {error}") from None
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
+            raise BadInput(f"{path} is no saved conversation: give another --session file") from None
+
+    @classmethod
     def _from_json(cls, data: dict[str, Any]) -> SavedChat:
         if data["format"] != FORMAT:
             raise ValueError("unknown format")
@@ -279,6 +305,7 @@ class SavedChat:
             dialogue=Dialogue(tuple(ChatMessage(str(role), str(content)) for role, content in data["turns"])),
             tokens=tuple(int(token) for token in data["tokens"]),
             adapter=str(data.get("adapter", "")),
+            model=str(data.get("model", "")),
             unfinished=bool(data.get("unfinished", False)) and any(role == "user" for role, _ in data["turns"]),
             session=None
             if session is None
@@ -318,16 +345,32 @@ def held_chat(path: Path) -> Iterator[SavedChat]:
     try:
         check_writable(path.parent, f"Saving the conversation in {path}", "Make room there, or give another file.")
         try:
-            text = path.read_text(encoding="utf-8")
+            saved = SavedChat.read(path)
         except FileNotFoundError:
-            yield SavedChat(Identity.generate())
-            return
-        except (OSError, UnicodeDecodeError) as error:
-            raise BadInput(f"cannot read the conversation {path}: {error}") from None
-        try:
-            saved = SavedChat._from_json(json.loads(text))
-        except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
-            raise BadInput(f"{path} is no saved conversation: give another --session file") from None
+            saved = SavedChat(Identity.generate())
         yield saved
     finally:
         lock.release()
+
+
+def read_dialogue(path: Path) -> Dialogue:
+    """The turns in a file, of `--session` or with `{"messages": [{"role": .., "content": ..}]}` as APIs have them.
+
+    Raises:
+        BadInput: it is neither, or cannot be read.
+    """
+    try:
+        with path.open("rb") as stream:
+            data = parse_json_object(stream.read(_FILE.nbytes + 1), _FILE)
+        pairs = data["turns"] if "turns" in data else [(turn["role"], turn["content"]) for turn in data["messages"]]
+        turns = tuple(ChatMessage(role, content) for role, content in pairs)
+    except OSError as error:
+        raise BadInput(f"cannot read {path}: {error.strerror}") from None
+    except (BadJson, LookupError, TypeError, ValueError):
+        raise BadInput(f"{path} is no conversation: /save FILE writes one") from None
+    first = 1 if turns and turns[0].role == "system" else 0
+    for number, turn in enumerate(turns):
+        role = "system" if number < first else ("user", "assistant")[(number - first) % 2]
+        if turn.role != role or not isinstance(turn.content, str):
+            raise BadInput(f"{path}: turn {number + 1} is no text of {role!r}; user and assistant take turns")
+    return Dialogue(turns)

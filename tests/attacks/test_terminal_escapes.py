@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import re
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -19,6 +20,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from petalnode.node.cli.conversation.answers import MarkdownAnswer, answer_on
 from petalnode.node.cli.output import Output, ProgressBars
 from petalnode.node.cli.process import JsonLines, TextLines, one_line, say_error, shown
 from petalnode.protocols import wire_pb2 as wire
@@ -111,6 +113,40 @@ def test_nothing_reaches_the_terminal(name: str) -> None:
         bars.stop()
     assert not obeyed(terminal.getvalue())
     assert terminal.getvalue().count("\\") >= 11
+
+
+def as_markdown(text: str) -> str:
+    """What a terminal gets of an answer, without rich's own sequences."""
+    with at_terminal("xterm") as terminal:
+        answer = answer_on(Output(False))
+        assert isinstance(answer, MarkdownAnswer)
+        for letter in text:
+            answer.write(letter)
+            answer.refresh()
+        answer.finish()
+    return _OWN.sub("", terminal.getvalue())
+
+
+_OWN = re.compile("\x1b\\[(\\?25[lh]|[0-9]*A|2K|[0-9;]*m)|\r")
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize(
+    "form", ["a{}b", "# {}", "- {}", "```{}\n{}\n```", "[{}](http://192.0.2.1/{})", "![{}](x)", "|{}|\n|-|\n|{}|"]
+)
+def test_an_answer_that_is_drawn_as_markdown(name: str, form: str) -> None:
+    """Also by entities, which Markdown makes letters of, and by links, which terminals would follow."""
+    entities = "".join(f"&#{ord(letter)};" for letter in HOSTILE[name])
+    for text in (HOSTILE[name], entities):
+        shown_text = as_markdown(form.replace("{}", text))
+        assert not obeyed(shown_text), shown_text
+
+
+def test_markdown_hides_nothing_that_the_model_wrote() -> None:
+    shown_text = as_markdown("one\ntwo <script>x</script>\n\n<div>\nthree\n\n[four](http://192.0.2.1/five)\n")
+    lines = [line.rstrip() for line in shown_text.splitlines()]
+    assert "two <script>x</script>" in lines and "<div>" in lines  # in lines of their own
+    assert "http://192.0.2.1/five" in shown_text
 
 
 def test_a_panel_that_is_drawn_again() -> None:

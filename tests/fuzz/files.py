@@ -16,7 +16,9 @@ from petalnode.crypto.bounded_json import BadJson, JsonLimits, parse_json
 from petalnode.crypto.identity import Identity, IdentityError
 from petalnode.node.blocks.kernels.library import library
 from petalnode.node.blocks.kernels.tiles import TiledMatrix, held_as
-from petalnode.node.client.chat import held_chat
+from petalnode.node.cli.conversation.settings import for_a_person
+from petalnode.node.client.chat import held_chat, read_dialogue
+from petalnode.node.client.generation.sampling import Sampling
 from petalnode.node.errors import BadInput, MachineError, ModelError
 from petalnode.node.models.adapter import read_adapter
 from petalnode.node.models.adapter_note import parse_note
@@ -292,6 +294,14 @@ def _read_machines(folder: Path) -> None:
 
 
 _KEY: Final = bytes.fromhex("08011240") + corpus.ATTACKER.seed + corpus.ATTACKER.public_key
+_MESSAGES: Final = {
+    "messages": [
+        {"role": "system", "content": "short"},
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "hi"},
+    ]
+}
+_SETTINGS: Final = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
 _CHAT: Final = {
     "format": "petalnode-chat/1",
     "identity": "00" * 32,
@@ -343,6 +353,19 @@ TARGETS: Final[tuple[Target, ...]] = (
         _read_chat,
         BadInput,
         MachineError,
+    ),
+    file_target(
+        "conversation of others",
+        6,
+        lambda mutator: {"chat.json": as_json(mutator, _MESSAGES)},
+        lambda folder: read_dialogue(folder / "chat.json"),
+        BadInput,
+    ),
+    file_target(
+        "generation settings",
+        6,
+        lambda mutator: {"generation_config.json": as_json(mutator, _SETTINGS)},
+        lambda folder: for_a_person(Sampling(), {}, folder),
     ),
     file_target(
         "identity file",

@@ -69,7 +69,10 @@ class WebOptions:
 
 
 async def _demo(servers: int, prompt: str | None, max_new_tokens: int, as_json: bool, page: WebOptions | None) -> None:
-    from .chat import ChatOptions, ClientParts, chat_in, import_generation, question
+    from ..conversation.client_parts import ClientParts, import_generation
+    from ..conversation.options import ChatOptions
+    from ..conversation.talk import chat_in
+    from .chat import question
 
     prompt = question(prompt) if page is None else None
     output = Output(as_json)

@@ -93,6 +93,13 @@ class Conversation:
         self._waited = Waits()
         self.reused = 0
 
+    async def lengthen(self, max_length: int) -> None:
+        """Lets the conversation reach `max_length` tokens. Its session is given up: the next answer opens one for as
+        many, and servers that have kept its beginning need not compute that again."""
+        self.max_length = max_length
+        self._saved = None
+        await self.aclose()
+
     def keep(self, tokens: Sequence[int], saved: SavedSession | None) -> None:
         """Makes the conversation outlive this process: servers keep its session for `KEEP_SECONDS` after it.
 

@@ -29,12 +29,13 @@ from ....server.lifecycle.options import ServerOptions
 from ....server.lifecycle.pausing import PausePolicy
 from ....swarm.swarm import Swarm
 from ....weights.remote_model import RemoteModel, find_remote_model
+from ...conversation.options import ChatOptions
 from ...join import KEY_IN_SIGHT, JoinOptions, joined, joins_swarm
 from ...metrics import MetricsOptions
 from ...model_choice import check_device, is_named, is_online, model_folder, served_model
 from ...output import Output
 from ...process import shown
-from ..chat import ChatOptions, question, run_chat
+from ..chat import chat_with, question
 from ..serve import ServeOptions, run_serve
 
 
@@ -94,7 +95,7 @@ def join(
     _say_prospect(output, prospect)
     _ask("Go on", wishes, output)
     if wishes.chat:
-        trio.run(run_chat, prospect.model, ChatOptions(prompt=prompt, yes=True), join, None)
+        chat_with(prospect.model, ChatOptions(prompt=prompt, yes=True), join)
         return
     assert prospect.span is not None
     server = ServerOptions(
