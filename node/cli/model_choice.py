@@ -32,7 +32,7 @@ from .output import Output, ProgressBars
 from .process import start
 from .terminal import LineReader, at_terminal
 
-_ANNOUNCED: Final = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(@[\w][\w.-]*)?", re.ASCII)
+_ANNOUNCED: Final = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(:[\w.-]+)?(@[\w][\w.-]*)?", re.ASCII)
 _LOOKED_FOR: Final = 64  # models of a swarm that are looked for on this machine, and
 _NAMED: Final = 8  # that an error names
 _DEVICE: Final = re.compile(r"mps|cuda(:\d+)?")

@@ -21,9 +21,8 @@ from .parts import EMBEDDINGS, HEAD, Part, parts_of_need
 from .progress import Progress
 from .sources.alias import ALIASES
 from .sources.gguf_files import packaged_key
+from .sources.hub_parts import NAME_FILE
 
-NAME_FILE: Final = "name"
-"""In a folder of petalnode's cache, what people call its model."""
 _PARTIAL: Final = ".partial"
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _MAX_NAME: Final = 512

@@ -36,10 +36,11 @@ from ..models.digests import PartReader, cache_stamp, known_trees
 from ..models.folder import TEXT_FILES
 from ..models.parts import parts_of_need
 from ..models.sources.hub import is_for_everybody
+from ..models.sources.hub_parts import RESTRICTED
 from ..network.transport.bandwidth import Throttle
 from ..network.transport.places import Place, Places
 from ..swarm.swarm import Swarm
-from .store import MAX_TEXT_BYTES, RESTRICTED, is_text_file, number_of_part, stored_trees
+from .store import MAX_TEXT_BYTES, is_text_file, number_of_part, stored_trees
 
 _GENERATION: Final = "generation_config.json"
 _NO_TOKENIZER: Final = (_GENERATION, "chat_template*")

@@ -7,7 +7,6 @@ partial file holds is checked again, piece by piece, by whoever goes on with it:
 from __future__ import annotations
 
 import json
-import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...crypto.bounded_json import BadJson, JsonLimits, parse_json_object
-from ...crypto.safetensors_header import BadHeader, header_limits, parse_header
 from ...protocols.weights import PIECE_BYTES, TEXT_FORM, BadTree, Offer, Tree
 from ...protocols.wire_pb2 import PartTree
 from ..errors import ModelError
@@ -25,24 +23,20 @@ from ..models.checkpoint import INDEX, Checkpoint, write_gguf_note
 from ..models.digests import note_trees
 from ..models.folder import TEXT_FILES, open_folder
 from ..models.gguf.header import ABSENT
-from ..models.inventory import NAME_FILE
 from ..models.manifest import MANIFEST_FILE, MAX_CONFIG_BYTES, MAX_FILE_BYTES, canonical_architecture, write_manifest
+from ..models.part_headers import gguf_header, safetensors_header
 from ..models.parts import parts_of_need
 from ..models.progress import Progress
+from ..models.sources.hub_parts import NAME_FILE, RESTRICTED
 
 _FORMAT: Final = 1
 _CONFIG_LIMITS: Final = JsonLimits(MAX_CONFIG_BYTES, values=100_000, depth=32)
-_HEADER_BYTES: Final = 64 << 20
-_GGUF_VERSION: Final = 3
-_UINT32, _STRING = 4, 8  # kinds of values in GGUF's metadata
 _DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 MAX_TEXT_BYTES: Final = 64 << 20
 """Of all the tokenizer's files that a peer hands on together; those of real models have up to 40 MiB."""
 _MAX_TEXT_FILES: Final = 64
 _TEXTS_DONE: Final = "texts.done"
 _KEY: Final = "peers-"
-RESTRICTED: Final = "restricted"
-"""The name of a file that says: only who is told to hands this on."""
 
 
 def part_of_number(number: int, num_blocks: int) -> Part:
@@ -181,10 +175,10 @@ class PeerFolder:
         for number, tree in self.trees.items():
             keys = self._keys(number, offer)
             if form == "safetensors":
-                header = safetensors_header(tree, keys)
+                header = safetensors_header(tree.entries, keys)
                 file_of |= dict.fromkeys(keys, self.file(number).name)
             else:
-                header = gguf_header(tree, keys, form.removeprefix("gguf "))
+                header = gguf_header(tree.entries, keys, form.removeprefix("gguf "))
             self._header(number).write_bytes(header)
         if form == "safetensors":
             (self.path / INDEX).write_text(json.dumps({"weight_map": file_of}))
@@ -329,59 +323,3 @@ def stored_trees(folder: ModelFolder, manifest: Manifest) -> dict[int, Tree]:
     if not (folder.path / "trees").is_dir():
         return {}
     return dict(PeerFolder.open(folder.name, manifest, folder.path).trees)
-
-
-def safetensors_header(tree: Tree, keys: list[str]) -> bytes:
-    """What stands before the bytes of a part in its file.
-
-    Raises:
-        ModelError: a tensor has other bytes than its shape takes, or a dtype that is not known here.
-    """
-    entries, place = {}, 0
-    for key, entry in zip(keys, tree.entries, strict=True):
-        offsets = [place, place + entry.nbytes]
-        entries[key] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": offsets}
-        place += entry.nbytes
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    try:
-        found = parse_header(text, header_limits(_HEADER_BYTES, len(keys)))
-    except BadHeader as error:
-        raise ModelError(f"the swarm's model cannot be read: {error}") from None
-    if len(found.tensors) != len(tree.entries):
-        raise ModelError("the swarm's model cannot be read: two of its tensors have one name")
-    return len(text).to_bytes(8, "little") + text
-
-
-def gguf_header(tree: Tree, keys: list[str], architecture: str) -> bytes:
-    """The same for a GGUF file. Its tensors stand without gaps, so its alignment is 1.
-
-    Raises:
-        ModelError: a tensor has a quantisation that is not known here, or other bytes than its shape takes.
-    """
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    def text(value: str) -> bytes:
-        return struct.pack("<Q", len(value.encode())) + value.encode()
-
-    header = b"GGUF" + struct.pack("<IQQ", _GGUF_VERSION, len(keys), 2)
-    header += text("general.architecture") + struct.pack("<I", _STRING) + text(architecture)
-    header += text("general.alignment") + struct.pack("<II", _UINT32, 1)
-    place = 0
-    for key, entry in zip(keys, tree.entries, strict=True):
-        try:
-            kind = GGMLQuantizationType[entry.dtype]
-            per_block, block_bytes = GGML_QUANT_SIZES[kind]
-        except KeyError:
-            raise ModelError(
-                f"the swarm's model holds {entry.name!r} in a quantisation that is not known here"
-            ) from None
-        values = 1
-        for size in entry.shape:
-            values *= size
-        if not entry.shape or values % per_block or values // per_block * block_bytes != entry.nbytes:
-            raise ModelError(f"the swarm's model gives {entry.name!r} the impossible shape {list(entry.shape)}")
-        dimensions = struct.pack(f"<I{len(entry.shape)}Q", len(entry.shape), *reversed(entry.shape))
-        header += text(key) + dimensions + struct.pack("<IQ", int(kind), place)
-        place += entry.nbytes
-    return header

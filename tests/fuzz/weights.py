@@ -15,9 +15,10 @@ import trio
 from petalnode.node.errors import ModelError
 from petalnode.node.models import Manifest, compute_manifest
 from petalnode.node.models.folder import open_folder
+from petalnode.node.models.part_headers import gguf_header, safetensors_header
 from petalnode.node.swarm.swarm import Swarm
 from petalnode.node.weights.holder import WeightsHolder
-from petalnode.node.weights.store import check_texts, config_of, gguf_header, safetensors_header
+from petalnode.node.weights.store import check_texts, config_of
 from petalnode.protocols import ids
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.weights import BadTree, Offer, Tree, TreeEntry, ask_offer, ask_piece, ask_trees, receive_piece
@@ -58,9 +59,9 @@ def _read_tree(data: bytes) -> None:
     if tree.form == "text":
         check_texts(tree)
     elif tree.form == "safetensors":
-        safetensors_header(tree, keys)
+        safetensors_header(tree.entries, keys)
     else:
-        gguf_header(tree, keys, tree.form.removeprefix("gguf "))
+        gguf_header(tree.entries, keys, tree.form.removeprefix("gguf "))
     manifest = Manifest(json.dumps(_CONFIG).encode(), bytes(32), (bytes(32),) * BLOCKS, bytes(32))
     config_of(manifest, {0: tree})
 

@@ -39,6 +39,10 @@ _PART = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", 
 _AGAIN = "Copy or download it again."
 
 
+class CutHeader(ModelError):
+    """A header that ends before it is complete, or is damaged so."""
+
+
 @dataclass(frozen=True)
 class GgufTensor:
     """One tensor of the file: `file[start:start + nbytes]`, held as `kind` (the name of a GGMLQuantizationType).
@@ -115,11 +119,11 @@ def _read(file: Path, size: int, modified: int, changed: int) -> GgufHeader:
     except ModelError:
         raise
     except ValueError:  # it is empty by now, or its texts are none
-        raise ModelError(f"{file} is truncated or damaged in its header, at {size:,} bytes. {_AGAIN}") from None
+        raise CutHeader(f"{file} is truncated or damaged in its header, at {size:,} bytes. {_AGAIN}") from None
     except OSError as error:
         raise ModelError(f"Cannot read {file}: {error.strerror}.") from error
     except (struct.error, IndexError, RecursionError):
-        raise ModelError(f"{file} is truncated or damaged in its header, at {size:,} bytes. {_AGAIN}") from None
+        raise CutHeader(f"{file} is truncated or damaged in its header, at {size:,} bytes. {_AGAIN}") from None
 
 
 class _Reader:

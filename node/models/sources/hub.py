@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -25,6 +25,9 @@ from ..manifest import MANIFEST_FILE, MAX_FILE_BYTES
 from ..parts import Need, Part, find_layout, parts_of_need
 from ..progress import Progress
 from .download import download
+from .hub_files import choose_gguf, kind_of, name_of
+from .hub_parts import NAME_FILE, HubParts
+from .ranges import RangedFile
 
 _TIMEOUT_S = 10.0
 _DEFAULT_REVISION = "main"
@@ -51,8 +54,10 @@ def fetch(
     progress: Progress,
     offline: bool,
     before_download: BeforeDownload = no_disk_limit,
+    gguf: str = "",
 ) -> ModelFolder:
-    """The folder in the hub's cache that holds what `need` asks for of `model_id`; downloads what is not there yet.
+    """The folder that holds what `need` asks for of `model_id`; downloads what is not there yet. With `gguf`, a kind or
+    file name, it is the model of these GGUF files.
 
     If the hub cannot be reached, what the cache has is used.
 
@@ -69,11 +74,17 @@ def fetch(
             raise _Unreachable("the hub is not to be asked (offline)")
         remote = _look_up(model_id, revision or _DEFAULT_REVISION)
         with _no_bars(), disk_errors(cache, f"Downloading {name}"):
+            if gguf:
+                folder = _gguf_parts(remote, gguf, need, progress, before_download)
+                _write_reference(cache, remote, revision or _DEFAULT_REVISION)
+                return folder
             path = _download_needed(remote, need, cache, progress, before_download)
             _write_reference(cache, remote, revision or _DEFAULT_REVISION)
             _note_access(cache, remote)
         return open_folder(path, name, remote.commit)
     except _Unreachable as error:
+        if gguf:
+            return _kept_gguf(model_id, revision or _DEFAULT_REVISION, gguf, need, cache, str(error))
         return _from_cache(model_id, revision or _DEFAULT_REVISION, name, need, cache, str(error))
 
 
@@ -147,6 +158,61 @@ def _download_needed(
     return path
 
 
+def _gguf_parts(
+    remote: _Remote, wanted: str, need: Need, progress: Progress, before_download: BeforeDownload
+) -> ModelFolder:
+    names = choose_gguf(remote.model_id, remote.files, wanted)
+    files = {Path(name).name: _ranged(remote, name) for name in names}
+    name = name_of(remote.model_id, remote.files, names[0])
+    parts = HubParts(remote.model_id, remote.commit, names[0])
+    about = {"model": remote.model_id, "commit": remote.commit}
+    with _download_errors(remote, f"{name} could not be downloaded: ", (OSError, HTTPException)):
+        parts.create(name, about, list(files.values()), (), progress)
+        parts.restrict(not remote.for_everybody)
+        folder = open_folder(parts.path, name, remote.commit)
+        needed = parts_of_need(need, folder.num_blocks)
+        if needed:
+            parts.fetch(needed, files, progress, before_download)
+    return folder
+
+
+def _ranged(remote: _Remote, name: str) -> RangedFile:
+    """A file of the hub, for its bytes to be asked for."""
+    from huggingface_hub import get_hf_file_metadata, get_token, hf_hub_url
+
+    url, etags = hf_hub_url(remote.model_id, name, revision=remote.commit), set[str]()
+
+    def locate() -> tuple[str, Mapping[str, str]]:
+        with _download_errors(remote, f"{name} could not be downloaded: "):
+            found = get_hf_file_metadata(url, timeout=_TIMEOUT_S)
+        etags.add(found.etag or "")
+        if len(etags) > 1 or found.size not in (None, remote.files[name]):
+            raise ModelError(f"{name} of {remote.model_id!r} changed on the hub while it was downloaded. Run it again")
+        token = get_token()
+        same_host = urlsplit(found.location).netloc == urlsplit(url).netloc
+        return found.location, {"Authorization": f"Bearer {token}"} if token and same_host else {}
+
+    return RangedFile(Path(name).name, remote.files[name], locate)
+
+
+def _kept_gguf(model_id: str, revision: str, wanted: str, need: Need, cache: Path, why: str) -> ModelFolder:
+    """What came before of a GGUF file on the hub, which cannot be asked."""
+    commit = revision
+    if not _COMMIT.fullmatch(revision):
+        with suppress(OSError):
+            commit = (_storage(cache, model_id) / "refs" / revision).read_text()
+    kept = {first: path for first, path in HubParts.kept(model_id, commit).items() if first.endswith(".gguf")}
+    try:
+        first = next(name for name in kept if wanted in (name, kind_of(name)) or kind_of(name) == wanted.upper())
+        folder = open_folder(kept[first], (kept[first] / NAME_FILE).read_text(), commit)
+        Checkpoint(folder.path, folder.num_blocks).check(parts_of_need(need, folder.num_blocks))
+    except StopIteration:
+        raise ModelError(f"'{model_id}:{wanted}' is not on this machine, and {why}. Try again later.") from None
+    except ModelError as error:
+        raise ModelError(f"'{model_id}:{wanted}' is only in part on this machine: {error} And {why}.") from error
+    return folder
+
+
 def _weight_files(remote: _Remote, folder: ModelFolder, parts: tuple[Part, ...], progress: Progress) -> list[str]:
     if not parts:
         return []
@@ -162,8 +228,8 @@ def _weight_files(remote: _Remote, folder: ModelFolder, parts: tuple[Part, ...],
         return [SINGLE]
     raise ModelError(
         f"{remote.model_id!r} has no safetensors weights ({SINGLE} or {INDEX}) on the hub. Take a model or "
-        "revision that has them, or convert it with transformers' save_pretrained and give the folder; for a "
-        ".gguf in it, download that file and give its path."
+        "revision that has them, or convert it with transformers' save_pretrained and give the folder; a .gguf in it "
+        f"is named by its kind ({remote.model_id}:Q4_K_M) or by itself ({remote.model_id}/FILE.gguf)."
     )
 
 

@@ -20,9 +20,13 @@ from .hub import fetch
 
 DEFAULT_MODEL = "smollm2"
 
-_HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
+_HUB_ID = re.compile(
+    r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(:(?P<kind>[\w.-]+)|/(?P<file>[\w./-]+\.gguf))?(@(?P<revision>[\w./-]+))?",
+    re.ASCII,
+)
 _FORMS = (
-    "A model is a folder in Hugging Face layout, a .gguf file, a hub id (org/name or org/name@revision), or "
+    "A model is a folder in Hugging Face layout, a .gguf file, a hub id (org/name, org/name@revision, "
+    "org/name:Q4_K_M or org/name/file.gguf), or "
     f"one of the aliases: {', '.join(ALIASES)}."
 )
 _PINNED = re.compile(r"(?P<model>.+)@(?P<version>[0-9A-Fa-f]+)", re.DOTALL)
@@ -110,11 +114,12 @@ def _find(
         _no_revision(name, revision)
         return _checked_import(_open_file(path.absolute(), progress), need)
     found = _HUB_ID.fullmatch(name)
-    if found and not name.endswith(".gguf"):
+    if found and (found["file"] or not name.endswith(".gguf")):
         if revision and found["revision"] and revision != found["revision"]:
             raise ModelError(f"{name!r} and revision {revision!r} contradict each other: give one revision.")
+        gguf = found["kind"] or found["file"] or ""
         return _checked(
-            fetch(found["id"], revision or found["revision"], need, progress, offline, before_download), need
+            fetch(found["id"], revision or found["revision"], need, progress, offline, before_download, gguf), need
         )
     raise ModelError(_unknown(name))
 

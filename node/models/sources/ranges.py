@@ -1,0 +1,170 @@
+"""Files on a hub by ranges, several at once, each going on after a cut. Answers are held against what was asked."""
+
+from __future__ import annotations
+
+import threading
+import time
+import urllib.error
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from http.client import HTTPException
+from typing import Any, Final, TypeVar
+
+from ...errors import ModelError
+from ..cache_dir import is_disk_error
+from .download import open_url
+
+T = TypeVar("T")
+
+AT_ONCE: Final = 8
+PIECE_BYTES: Final = 16 << 20
+_READ: Final = 1 << 18
+_ATTEMPTS: Final = 4  # in a row that bring nothing
+_PIECE_SECONDS: Final = 1800.0
+"""For a piece, tries included: 9 KB a second. Each read has a deadline of its own beside."""
+_MOVED: Final = (401, 403, 410)
+"""What a signed address that is too old answers."""
+
+
+class NoRanges(ModelError):
+    """The server sends whole files only."""
+
+
+@dataclass
+class RangedFile:
+    """A file of a hub. May be read by several threads.
+
+    Args:
+        name: for messages.
+        nbytes: what the hub says that it has.
+        locate: asks the hub for where it is now, and the headers to ask there with.
+    """
+
+    name: str
+    nbytes: int
+    locate: Callable[[], tuple[str, Mapping[str, str]]]
+    _place: tuple[str, Mapping[str, str]] | None = field(default=None, init=False)
+    _etag: str | None = field(default=None, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    def read(self, start: int, end: int, stop: threading.Event | None = None) -> bytes:
+        """The bytes `start` .. `end` - 1. Raises as `stream`."""
+        found = bytearray()
+        self.stream(start, end, found.extend, stop)
+        return bytes(found)
+
+    def stream(
+        self, start: int, end: int, take: Callable[[bytes], object], stop: threading.Event | None = None
+    ) -> None:
+        """Calls `take` with these bytes, a few at a time and in order; returns early when `stop` is set.
+
+        Raises:
+            NoRanges: the server does not send parts of files.
+            ModelError: the file is another one than the hub says, or has changed meanwhile.
+            OSError, HTTPException: it cannot be had, time after time.
+        """
+        if not 0 <= start <= end <= self.nbytes:
+            raise ModelError(f"{self.name} on the hub has {self.nbytes:,} bytes, and was asked for those up to {end:,}")
+        deadline, failures, place = time.monotonic() + _PIECE_SECONDS, 0, [start]
+        stop = stop or threading.Event()
+        while place[0] < end and not stop.is_set():
+            before = place[0]
+            try:
+                self._pull(place, end, take, stop, deadline)
+                problem: OSError | HTTPException = ConnectionError(f"the connection broke in {self.name}")
+            except (OSError, HTTPException) as error:
+                if is_disk_error(error):
+                    raise
+                self._check(error)
+                problem = error
+            if place[0] < end and not stop.is_set():
+                failures = 0 if place[0] > before else failures + 1
+                if failures >= _ATTEMPTS or time.monotonic() > deadline:
+                    raise problem
+                stop.wait(2.0 ** (failures - 1) if failures else 0)
+
+    def _pull(
+        self, place: list[int], end: int, take: Callable[[bytes], object], stop: threading.Event, deadline: float
+    ) -> None:
+        """Takes what one connection brings; `place` goes along."""
+        with self._open(place[0], end) as response:
+            while place[0] < end and (data := response.read1(min(_READ, end - place[0]))):
+                take(data)
+                place[0] += len(data)
+                if stop.is_set():
+                    return
+                if time.monotonic() > deadline:
+                    raise ModelError(f"{self.name} comes too slowly: {_PIECE_SECONDS:.0f} s were not enough")
+
+    def _open(self, start: int, end: int) -> Any:
+        with self._lock:
+            if self._place is None:
+                self._place = self.locate()
+            url, headers = self._place
+        response = open_url(url, {**headers, "Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"})
+        try:
+            if response.status != 206:
+                raise NoRanges(f"the server of {self.name} sends whole files only")
+            said = response.headers.get("Content-Range", "")
+            if said.strip() != f"bytes {start}-{end - 1}/{self.nbytes}":
+                raise ModelError(
+                    f"{self.name}: bytes {start}-{end - 1} of {self.nbytes} were asked for, and the server sends "
+                    f"{said[:80]!r}. Try again later"
+                )
+            if response.headers.get("Content-Encoding", "identity") != "identity":
+                raise NoRanges(f"the server of {self.name} sends it in another encoding")
+            self._note(response.headers.get("ETag"))
+        except BaseException:
+            response.close()
+            raise
+        return response
+
+    def _note(self, etag: str | None) -> None:
+        with self._lock:
+            if etag is not None and self._etag not in (None, etag):
+                raise ModelError(f"{self.name} changed on the server while it was downloaded. Run it again")
+            self._etag = etag or self._etag
+
+    def _check(self, error: Exception) -> None:
+        """Raises ModelError if there is no use in asking again."""
+        if not isinstance(error, urllib.error.HTTPError):
+            return
+        if error.code == 416:
+            raise ModelError(f"{self.name} is shorter on the server than the hub says. Run it again") from error
+        if error.code in _MOVED:
+            with self._lock:
+                self._place = None
+        elif error.code < 500 and error.code != 429:
+            raise error
+
+
+def in_threads(work: Callable[[T, threading.Event], None], items: Sequence[T]) -> None:
+    """Calls `work` with each item, several at once, until all are done or one fails, which it raises.
+
+    `work` looks at the event that it gets, which says to stop. The threads do not keep a process that ends.
+    """
+    waiting, stop, lock = list(reversed(items)), threading.Event(), threading.Lock()
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        while not stop.is_set():
+            with lock:
+                if not waiting:
+                    return
+                item = waiting.pop()
+            try:
+                work(item, stop)
+            except BaseException as error:
+                failed.append(error)
+                stop.set()
+
+    threads = [threading.Thread(target=run, daemon=True) for _ in range(min(AT_ONCE, len(items)))]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        stop.set()
+    if failed:
+        raise failed[0]

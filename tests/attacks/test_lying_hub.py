@@ -1,0 +1,234 @@
+"""A hub that lies about the bytes of a range, changes the file, cuts, or never ends: an error that says so, and nothing
+half written that is later believed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from petalnode.node.errors import ModelError
+from petalnode.node.models import EMBEDDINGS, HEAD, Checkpoint, compute_manifest, resolve
+from petalnode.node.models.disk_limit import no_disk_limit
+from petalnode.node.models.progress import no_progress
+from petalnode.node.models.sources import ranges
+from petalnode.node.models.sources.hub_parts import HubParts
+from petalnode.node.models.sources.ranges import NoRanges, RangedFile
+from tests.tiny_gguf import write_tiny_gguf
+from tests.tiny_models import save_tiny
+
+Answer = Callable[[BaseHTTPRequestHandler, int, int, bytes], None]
+
+
+class Server:
+    """Answers a range as `answer` says, which may be exchanged; counts the requests and the bytes asked for."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.answer, self.requests, self.asked = data, honest, 0, 0
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                first, _, last = self.headers["Range"].removeprefix("bytes=").partition("-")
+                server.requests += 1
+                server.asked += int(last) + 1 - int(first)
+                self.close_connection = True
+                server.answer(self, int(first), int(last), server.data)
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.thread = threading.Thread(target=self.http.serve_forever)
+        self.thread.start()
+
+    def file(self, name: str = "model.gguf", nbytes: int | None = None) -> RangedFile:
+        url = f"http://127.0.0.1:{self.http.server_port}/{name}"
+        return RangedFile(name, len(self.data) if nbytes is None else nbytes, lambda: (url, {}))
+
+    def close(self) -> None:
+        self.http.shutdown()
+        self.thread.join()
+        self.http.server_close()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[bytes], Server]]:
+    servers: list[Server] = []
+
+    def start(data: bytes) -> Server:
+        servers.append(Server(data))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture(autouse=True)
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PETALNODE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(ranges, "_ATTEMPTS", 1)
+
+
+def send(
+    asked: BaseHTTPRequestHandler, body: bytes, status: int = 206, length: int | None = None, **headers: str
+) -> None:
+    asked.send_response(status)
+    for name, value in headers.items():
+        asked.send_header(name.replace("_", "-"), value)
+    if length != -1:
+        asked.send_header("Content-Length", str(len(body) if length is None else length))
+    asked.end_headers()
+    asked.wfile.write(body)
+
+
+def place(first: int, last: int, data: bytes) -> str:
+    return f"bytes {first}-{last}/{len(data)}"
+
+
+def honest(asked: BaseHTTPRequestHandler, first: int, last: int, data: bytes) -> None:
+    send(asked, data[first : last + 1], Content_Range=place(first, last, data), ETag='"one"')
+
+
+def endless(asked: BaseHTTPRequestHandler, first: int, last: int, data: bytes) -> None:
+    body = data[first : last + 1] + b"more" * 1000
+    send(asked, body, length=-1, Content_Range=place(first, last, data))
+
+
+LIES: dict[str, tuple[Answer, type[Exception], str]] = {
+    "other bytes than were asked for": (
+        lambda asked, first, last, data: send(asked, data[:9], Content_Range=place(0, last - first, data)),
+        ModelError,
+        "were asked for, and the server sends",
+    ),
+    "another size": (
+        lambda asked, first, last, data: send(asked, data[:9], Content_Range=f"bytes {first}-{last}/{1 << 60}"),
+        ModelError,
+        "were asked for, and the server sends",
+    ),
+    "no word of what it is": (lambda asked, first, last, data: send(asked, data[:9]), ModelError, "were asked for"),
+    "the whole file": (lambda asked, first, last, data: send(asked, data, 200), NoRanges, "whole files only"),
+    "compressed bytes": (
+        lambda asked, first, last, data: send(
+            asked, b"x", Content_Range=place(first, last, data), Content_Encoding="gzip"
+        ),
+        NoRanges,
+        "another encoding",
+    ),
+    "a file that is shorter": (lambda asked, first, last, data: send(asked, b"", 416), ModelError, "shorter"),
+    "a cut": (
+        lambda asked, first, last, data: send(asked, b"", length=9, Content_Range=place(first, last, data)),
+        OSError,
+        "broke",
+    ),
+    "no file any more": (lambda asked, first, last, data: send(asked, b"", 404), OSError, "404"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_false_answer_is_an_error(lie: str, serve: Callable[[bytes], Server]) -> None:
+    server = serve(bytes(range(100)))
+    server.answer, kind, said = LIES[lie]
+    with pytest.raises(kind, match=said):
+        server.file().read(10, 20)
+    assert server.requests == 1
+
+
+def test_of_an_endless_body_no_more_is_taken_than_was_asked_for(serve: Callable[[bytes], Server]) -> None:
+    server = serve(bytes(range(100)))
+    server.answer = endless
+    assert server.file().read(10, 20) == bytes(range(10, 20))
+    with pytest.raises(ModelError, match="has 100 bytes"):
+        server.file().read(90, 101)
+
+
+def test_a_file_that_changes_meanwhile_is_noticed(serve: Callable[[bytes], Server]) -> None:
+    server = serve(bytes(100))
+    file = server.file()
+    file.read(0, 10)
+    server.answer = lambda asked, first, last, data: send(
+        asked, data[first : last + 1], Content_Range=place(first, last, data), ETag='"two"'
+    )
+    with pytest.raises(ModelError, match="changed on the server"):
+        file.read(10, 20)
+
+
+def test_a_drip_has_an_end(serve: Callable[[bytes], Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranges, "time", SimpleNamespace(monotonic=iter(range(0, 10**9, 10**6)).__next__))
+    with pytest.raises(ModelError, match="too slowly"):
+        serve(bytes(100)).file().read(0, 50)
+
+
+def test_what_was_cut_goes_on_and_false_bytes_on_the_disk_are_not_believed(
+    serve: Callable[[bytes], Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from petalnode.node.models.sources import hub_parts
+
+    monkeypatch.setattr(hub_parts, "PIECE_BYTES", 1000)
+    source = write_tiny_gguf(tmp_path / "model.gguf")
+    server = serve(source.read_bytes())
+    parts = HubParts("org/tiny", "c" * 40, "model.gguf")
+    parts.create("org/tiny:Q4_1", {"model": "org/tiny", "commit": "c" * 40}, [server.file()], (), no_progress)
+    files = {"model.gguf": server.file()}
+    came = [0]
+
+    def cut(asked: BaseHTTPRequestHandler, first: int, last: int, data: bytes) -> None:
+        came[0] += 1
+        honest(asked, first, last, data) if came[0] <= 8 else send(asked, b"", 404)
+
+    server.answer = cut
+    with pytest.raises(OSError, match="404"):
+        parts.fetch([1], files, no_progress, no_disk_limit)
+    (partial,) = parts.path.glob("*.partial")
+    assert not list(parts.path.glob("part-*.gguf"))
+    with partial.open("r+b") as stream:  # a power cut leaves other bytes than were written
+        stream.seek(parts.path.joinpath("part-00002.gguf.absent").stat().st_size + 10)
+        stream.write(b"\xff" * 100)
+    with (parts.path / f"{partial.stem}.log").open("a") as log:
+        log.write("\n17 abc\n99999999999999999999999 x\n12")
+    server.answer, server.asked = honest, 0
+    parts.fetch([1], files, no_progress, no_disk_limit)
+    whole = Checkpoint(resolve(source).path)
+    ours = Checkpoint(parts.path)
+    assert 0 < server.asked < whole.nbytes(1)
+    for theirs, mine in zip(whole.tensors(1), ours.tensors(1), strict=True):
+        assert theirs.key == mine.key
+        assert source.read_bytes()[theirs.start : theirs.end] == mine.file.read_bytes()[mine.start : mine.end]
+    with pytest.raises(ModelError, match="missing"):
+        ours.tensors(0)
+
+
+def test_safetensors_come_by_parts_too(serve: Callable[[bytes], Server], tmp_path: Path) -> None:
+    source = save_tiny("llama", tmp_path / "tiny")
+    server = serve((source / "model.safetensors").read_bytes())
+    files = {"model.safetensors": server.file("model.safetensors")}
+    parts = HubParts("org/tiny", "c" * 40, "safetensors")
+    about = {"model": "org/tiny", "commit": "c" * 40}
+    parts.create("org/tiny", about, list(files.values()), [source / "config.json"], no_progress)
+    assert server.asked < 10_000
+    parts.fetch([2, EMBEDDINGS], files, no_progress, no_disk_limit)
+    assert sorted(path.name for path in parts.path.glob("part-*.safetensors")) == [
+        "part-00000.safetensors",
+        "part-00003.safetensors",
+    ]
+    parts.fetch([0, 1, 3, 4, 5, HEAD], files, no_progress, no_disk_limit)
+    assert compute_manifest(resolve(parts.path)).version == compute_manifest(resolve(source)).version
+
+
+@pytest.mark.parametrize(("start", "said"), [(b"\xff" * 8, "no safetensors"), (b"\x20" + bytes(40), "damaged header")])
+def test_a_lying_header_leaves_no_folder(
+    start: bytes, said: str, serve: Callable[[bytes], Server], tmp_path: Path
+) -> None:
+    source = save_tiny("llama", tmp_path / "tiny")
+    server = serve(start + bytes(1000))
+    parts = HubParts("org/tiny", "c" * 40, "safetensors")
+    with pytest.raises(ModelError, match=said):
+        parts.create("x", {}, [server.file("model.safetensors")], [source / "config.json"], no_progress)
+    assert not parts.path.exists()
