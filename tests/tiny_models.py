@@ -220,6 +220,63 @@ _SPECS: dict[str, tuple[str, dict[str, Any]]] = {
 
 ARCHITECTURES: tuple[str, ...] = tuple(_SPECS)
 
+_DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"] * (NUM_BLOCKS // 3),
+}
+_MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16}
+
+_HYBRID_SPECS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5": ("qwen3_5_text", {**_HEAD_DIM, **_DELTA}),
+    "qwen3_next": (
+        "qwen3_next",
+        {
+            **_HEAD_DIM,
+            **_DELTA,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
+    "lfm2": ("lfm2", {**_LLAMA_LIKE, "layer_types": ["conv", "conv", "full_attention"] * (NUM_BLOCKS // 3)}),
+    "falcon_h1": ("falcon_h1", {**_HEAD_DIM, **_MAMBA, "mamba_d_ssm": 128, "mamba_chunk_size": 8}),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {
+            **_LLAMA_LIKE,
+            **_MAMBA,
+            "mamba_chunk_size": 8,
+            "shared_intermediate_size": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"] * (NUM_BLOCKS // 3),
+        },
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            **_HEAD_DIM,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "mlp"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 32,
+            "n_groups": 1,
+            "ssm_state_size": 16,
+            "chunk_size": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 32,
+        },
+    ),
+}
+
+HYBRIDS: tuple[str, ...] = tuple(_HYBRID_SPECS)
+"""Those whose blocks keep states beside keys and values."""
+
 _BY_NAME_ONLY: dict[str, tuple[str, dict[str, Any]]] = {
     "phimoe": ("phimoe", {**_LLAMA_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2}),
 }
@@ -244,7 +301,7 @@ def save_tiny(
         dtype: of the saved weights.
         overrides: fields of the configuration, such as num_hidden_layers=2.
     """
-    model_type, fields = (_SPECS | _BY_NAME_ONLY)[architecture]
+    model_type, fields = (_SPECS | _HYBRID_SPECS | _BY_NAME_ONLY)[architecture]
     config = AutoConfig.for_model(model_type, **{**fields, **overrides})
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -12,12 +12,22 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from ..errors import ModelError, raise_for_memory, reason_of
 from ..models.checkpoint import GGUF_NOTE, Checkpoint
 from ..models.quantisation import Kernels, Quantisation, held_bytes
 from .cache import BlockCacheSpec
+from .caches.states import StateRing, StateView, specs_of
 from .config import choose_device, choose_dtype, read_config
 from .kernels.choice import native_kernels
 from .kernels.packing import packed_bytes
@@ -28,6 +38,16 @@ from .stack import BlockStack
 _CACHE_WINDOW: Final = frozenset({"moshi"})
 """Architectures whose cache drops what is beyond the window, while their masks let a piece of a prompt see all of
 it."""
+
+_CUT_WRONG: Final = frozenset({"mamba", "falcon_mamba", "jamba", "bamba", "recurrent_gemma"})
+"""Architectures of which transformers forgets, at the second piece of a prompt, what the first one left."""
+_STATES: Final = frozenset(
+    ("falcon_h1", "granitemoehybrid", "lfm2", "nemotron_h", "qwen3_5", "qwen3_5_text", "qwen3_next")
+)
+"""Architectures whose states go by the calls of transformers' caches alone: tried by tests/swarm/test_hybrids.py."""
+_KEPT: Final = (DynamicLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, DummyLayer)
+_KEPT_OF_WINDOW: Final = (DynamicSlidingWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer)
+"""What a block may keep between tokens: transformers' classes, which name it."""
 
 
 def open_skeleton(folder: Path, dtype: str = "auto") -> Skeleton:
@@ -76,30 +96,46 @@ def windows_of(skeleton: Skeleton) -> list[int | None]:
             f"{named} has no cache of attention keys and values as other decoders have, but something of its own: "
             "petalnode cannot serve it yet"
         )
+    if skeleton.config.model_type in _CUT_WRONG:
+        raise ModelError(
+            f"{named} has, in transformers, other answers to a prompt in one piece than in several, which servers take "
+            "it in: petalnode cannot serve it"
+        )
+    if "reuse" in (getattr(skeleton.config, "kv_sharing_modes", None) or ()):
+        raise ModelError(_shares(named))
     windows: list[int | None] = []
     for layer in DynamicCache(config=skeleton.config).layers:
-        if type(layer) is DynamicSlidingWindowLayer:
+        if isinstance(layer, LinearAttentionCacheLayerMixin) and skeleton.config.model_type not in _STATES:
+            raise ModelError(
+                f"{named} keeps more than attention keys and values between tokens, in a way that was not tried "
+                f"({type(layer).__name__}): petalnode cannot serve it yet"
+            )
+        if type(layer) in _KEPT_OF_WINDOW:
             windows.append(int(layer.sliding_window))
             if skeleton.config.model_type in _CACHE_WINDOW and windows[-1] < skeleton.config.max_position_embeddings:
                 raise ModelError(
                     f"{named} with a window of {windows[-1]} tokens has, in transformers, other answers to a longer "
                     "prompt in one piece than in several: petalnode cannot serve it"
                 )
-        elif type(layer) is DynamicLayer:
+        elif type(layer) in _KEPT:
             windows.append(None)
         else:
             raise ModelError(
-                f"{named} keeps more than attention keys and values between tokens "
+                f"{named} keeps more than attention keys and values and states between tokens "
                 f"({type(layer).__name__}): petalnode cannot serve it yet"
             )
     return windows
 
 
-class _Recorder(Cache):  # type: ignore[misc]  # transformers is untyped here
-    """Sees which keys and values the blocks want to keep."""
+def _shares(named: str) -> str:
+    return f"some blocks of {named} use the attention cache of others: petalnode cannot serve it yet"
+
+
+class _Recorder(StateView):
+    """Sees which keys, values and states the blocks want to keep."""
 
     def __init__(self, count: int) -> None:
-        super().__init__(layers=[])
+        super().__init__(StateRing())
         self.seen: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * count
 
     def update(
@@ -119,7 +155,7 @@ class _Recorder(Cache):  # type: ignore[misc]  # transformers is untyped here
 def cache_specs(
     stack: BlockStack, skeleton: Skeleton, windows: Sequence[int | None], device: torch.device
 ) -> list[BlockCacheSpec]:
-    """What each block keeps per token, found by running one token: no configuration says it for all."""
+    """What each block keeps, found by running one token: no configuration says it for all."""
     recorder = _Recorder(len(windows))
     hidden = torch.zeros(1, 1, int(skeleton.config.hidden_size), dtype=skeleton.dtype, device=device)
     try:
@@ -130,15 +166,16 @@ def cache_specs(
             f"blocks of {skeleton.config.model_type!r} do not run apart from the rest of the model, or as its "
             f"config.json has them ({reason_of(error)}): petalnode cannot serve it yet"
         ) from error
-    specs = []
-    for seen, window in zip(recorder.seen, windows, strict=True):
-        if seen is None:
-            raise ModelError(
-                f"some blocks of {skeleton.config.model_type!r} use the attention cache of others: "
-                "petalnode cannot serve it yet"
-            )
-        keys, values = seen
-        specs.append(BlockCacheSpec(keys.shape[1], keys.shape[3], values.shape[3], window))
+    specs, layers = [], DynamicCache(config=skeleton.config).layers
+    for block, (seen, window) in enumerate(zip(recorder.seen, windows, strict=True)):
+        states = specs_of(recorder.states, block)
+        if seen is not None:
+            keys, values = seen
+            specs.append(BlockCacheSpec(keys.shape[1], keys.shape[3], values.shape[3], window, states))
+        elif states or type(layers[block]) is DummyLayer:
+            specs.append(BlockCacheSpec(0, 0, 0, None, states))
+        else:
+            raise ModelError(_shares(repr(skeleton.config.model_type)))
     return specs
 
 

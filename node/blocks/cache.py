@@ -1,50 +1,45 @@
-"""The attention cache of one session on one server: keys and values of its tokens for every block of the span; what a
-model of transformers sees as its cache, and ragged attention over it.
-
-Ragged: one decode step of many sessions is one batch for all linear layers, while attention runs per session on
-keys and values of its own length. No padding, no copy of the cache, no mask.
-"""
+"""The cache of one session on one server: keys and values of its tokens, and states, for every block of the span; and
+what a model of transformers sees as its cache."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
-from transformers.cache_utils import Cache
-from transformers.modeling_utils import AttentionInterface
 
 from ..models.quantisation import CACHE_BLOCK, CacheDtype, key_bytes
+from .caches.states import STATES, StateRing, StateSpec, StateView
 
-RAGGED = "petalnode_ragged"
 _LEAST = 1e-30  # blocks of nothing larger become zeros in eight bits: no scale is subnormal, which may count as zero
-
-# What models hand to an attention function and that changes nothing here: positions are in the rotated query and
-# key already, the window is in what `RaggedView.update` returns, and one query needs no causal mask.
-_HARMLESS = frozenset(
-    {"position_ids", "use_cache", "sliding_window", "is_causal", "layer_idx", "cache_position", "max_length_q"}
-)
 
 
 @dataclass(frozen=True)
 class BlockCacheSpec:
-    """What one block keeps for one token of one row.
+    """What one block keeps for one token of one row, and for all tokens of a row.
 
     Attributes:
-        heads: key-value heads.
+        heads: key-value heads; 0 in a block without attention.
         key_dim, value_dim: values per head.
         window: tokens a query may look back at, its own included; None is all of them.
+        states: of its convolutions and its linear attention.
     """
 
     heads: int
     key_dim: int
     value_dim: int
     window: int | None
+    states: tuple[StateSpec, ...] = ()
 
     def bytes_per_token(self, form: CacheForm) -> int:
         return self.heads * (form.width(self.key_dim) + form.width(self.value_dim)) * form.dtype.itemsize
+
+    @property
+    def bytes_per_row(self) -> int:
+        """Of its states, those of the past included that a session keeps."""
+        return STATES * sum(state.nbytes for state in self.states)
 
 
 @dataclass(frozen=True)
@@ -104,7 +99,8 @@ class CacheForm:
 class SpanCache:
     """Buffers for `max_length` tokens of `batch` rows, allocated once; memory is used as tokens come in.
 
-    Sliding-window blocks keep the whole history too: only so can a session be rolled back exactly.
+    Sliding-window blocks keep the whole history too: only so can a session be rolled back exactly. Of blocks with
+    states (`caches/states.py`) a few of the past are kept, and an older position cannot be gone back to.
 
     Not thread-safe: the compute thread owns it.
 
@@ -113,7 +109,8 @@ class SpanCache:
         max_length: tokens that a row can hold.
         length: tokens that every row holds now.
         left_padding: per row, how many of its first tokens are padding that nothing attends to.
-        nbytes: size of the buffers, 0 once freed.
+        nbytes: size of the buffers and of the states that may be kept, 0 once freed.
+        states: of the blocks; None where they keep none.
         form: how keys and values are held.
         memory: all buffers behind one another: for each block keys, then values, of [batch, heads, max_length, width].
         specs: of the blocks that the session runs through, one each.
@@ -145,8 +142,10 @@ class SpanCache:
         self.first = first
         # One allocation for all blocks: big enough that the allocator maps it lazily and gives it back when freed.
         self.form = form
-        self.nbytes = batch * max_length * sum(spec.bytes_per_token(form) for spec in specs)
-        self.memory = memory = torch.empty(self.nbytes // form.dtype.itemsize, dtype=form.dtype, device=device)
+        in_buffers = batch * max_length * sum(spec.bytes_per_token(form) for spec in specs)
+        self.nbytes = in_buffers + batch * sum(spec.bytes_per_row for spec in specs)
+        self.states = StateRing() if any(spec.states for spec in specs) else None
+        self.memory = memory = torch.empty(in_buffers // form.dtype.itemsize, dtype=form.dtype, device=device)
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
         taken = 0
@@ -189,18 +188,48 @@ class SpanCache:
         spec = self.specs[block - self.first]
         return self.form.opened(keys, spec.key_dim), self.form.opened(values, spec.value_dim)
 
-    def advance(self, tokens: int) -> None:
-        """Counts the tokens that every block has written."""
+    def begin_step(self, tokens: int) -> None:
+        """The next `tokens` tokens of a row are one step, which may be computed in several parts."""
+        if self.states is not None:
+            self.states.mark(self.length, tokens)
+
+    @contextmanager
+    def replaying(self) -> Iterator[torch.Tensor | None]:
+        """Tokens are computed within it. What it gives, [rows, tokens, hidden size], has to be computed ahead of them
+        once more, and `length` is where that begins; None: nothing."""
+        length = self.length
+        if self.states is None:
+            yield None
+            return
+        again = self.states.begin(length)
+        self.length -= 0 if again is None else again.shape[1]
+        try:
+            yield again
+        except BaseException:
+            self.states.abandon()
+            raise
+        finally:
+            self.length = length
+
+    def advance(self, tokens: int, entered: torch.Tensor | None = None) -> None:
+        """Counts the tokens that every block has written. `entered`: what was computed, with what was once more."""
         self.length += tokens
+        if self.states is not None:
+            if entered is None or not self.nbytes:
+                raise ValueError("states follow from what entered the blocks, of a cache that is not freed")
+            self.states.commit(self.length, entered)
 
     def rollback(self, length: int) -> None:
         """Forgets all tokens from `length` on.
 
         Raises:
             ValueError: it holds fewer than `length`.
+            StatesLost: it cannot go back so far, and holds what it held.
         """
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot roll back to {length} tokens: {self.length} are held")
+        if self.states is not None:
+            self.states.rollback(length)
         self.length = length
 
     def read(self, start: int, end: int) -> torch.Tensor:
@@ -208,9 +237,9 @@ class SpanCache:
         memory.
 
         Raises:
-            ValueError: not all of them are held.
+            ValueError: not all of them are held, or there are states, which are of all tokens before.
         """
-        if not 0 <= start < end <= self.length:
+        if self.states is not None or not 0 <= start < end <= self.length:
             raise ValueError(f"tokens {start} .. {end} are wanted: {self.length} are held")
         return torch.cat([buffer[:, :, start:end].reshape(-1) for buffer in (*self._keys, *self._values)])
 
@@ -244,6 +273,8 @@ class SpanCache:
         self.left_padding = [self.left_padding[row] for row in rows]
         if not self.length or not self.nbytes:
             return
+        if self.states is not None:
+            self.states.reorder(rows)
         device = self._keys[0].device
         into = torch.tensor(moved, device=device)
         source = torch.tensor([rows[row] for row in moved], device=device)
@@ -258,17 +289,15 @@ class SpanCache:
         self._values = [buffer.new_empty(0) for buffer in self._values]
         self.length = 0
         self.nbytes = 0
+        if self.states is not None:
+            self.states.rollback(0)
 
 
-class NotRagged(Exception):
-    """This architecture's attention needs something that ragged attention does not do."""
-
-
-class SessionView(Cache):  # type: ignore[misc]  # transformers is untyped here
+class SessionView(StateView):
     """A `SpanCache` as transformers' models see it. Blocks count from 0 within the span."""
 
     def __init__(self, cache: SpanCache) -> None:
-        super().__init__(layers=[])
+        super().__init__(cache.states)
         self._cache = cache
 
     def update(
@@ -299,143 +328,11 @@ class SessionView(Cache):  # type: ignore[misc]  # transformers is untyped here
 
     @property
     def is_linear(self) -> list[bool]:
-        return [False] * len(self)
+        return [bool(spec.states) and not spec.heads for spec in self._cache.specs]
 
     @property
     def is_dummy(self) -> list[bool]:
-        return [False] * len(self)
+        return [not spec.states and not spec.heads for spec in self._cache.specs]
 
     def __len__(self) -> int:
         return len(self._cache.specs)
-
-
-class Rows(list[torch.Tensor]):
-    """Keys or values of several sessions as these hold them: [rows, heads, their length, width] each.
-
-    They are opened a session at a time, so that no more of them is in memory twice.
-    """
-
-    def __init__(self, form: CacheForm, dim: int, window: int | None) -> None:
-        super().__init__()
-        self.form, self.dim, self.window = form, dim, window
-
-    def opened(self, held: torch.Tensor) -> torch.Tensor:
-        """The values of one of them, [rows, heads, length, dim]."""
-        return self.form.opened(held, self.dim)
-
-
-class RaggedView(Cache):  # type: ignore[misc]  # transformers is untyped here
-    """The caches of several sessions as one cache that takes one token for every row of all of them."""
-
-    def __init__(self, caches: Sequence[SpanCache]) -> None:
-        super().__init__(layers=[])
-        self._caches = caches
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Any, Any]:
-        """Stores [all rows, heads, 1, dim] and returns each session's own keys and values (`Rows`).
-
-        A session with left padding comes back as one entry for each row, without its padding.
-        """
-        form, window = self._caches[0].form, self._caches[0].window(layer_idx)
-        all_keys = Rows(form, key_states.shape[-1], window)
-        all_values = Rows(form, value_states.shape[-1], window)
-        taken = 0
-        for cache in self._caches:
-            rows = cache.batch
-            keys, values = cache.write(layer_idx, key_states[taken : taken + rows], value_states[taken : taken + rows])
-            taken += rows
-            first = 0 if window is None else max(cache.length + 1 - window, 0)
-            if cache.padded:
-                for row, padding in enumerate(cache.left_padding):
-                    skip = min(max(first, padding), cache.length)
-                    all_keys.append(keys[row : row + 1, :, skip:])
-                    all_values.append(values[row : row + 1, :, skip:])
-            elif first:
-                all_keys.append(keys[:, :, first:])
-                all_values.append(values[:, :, first:])
-            else:
-                all_keys.append(keys)
-                all_values.append(values)
-        return all_keys, all_values
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0  # positions are given to the model: no length is right for all rows
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        raise NotRagged("it builds an attention mask")
-
-
-def ragged_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: Any,
-    value: Any,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention of one new token per row on `Rows` of keys and values.
-
-    Query heads that share a key-value head are packed as if they were tokens ([rows, kv heads, group, dim]), so
-    that no key is repeated; `enable_gqa` is ten times slower in bfloat16 on CPUs.
-
-    Args:
-        query: [all rows, heads, 1, dim].
-        kwargs: `softcap`, with which scores become softcap * tanh(score / softcap) (Gemma 2); `s_aux`, per head a score
-            that takes part in the softmax and has no value (GPT-OSS); nothing else that changes the outcome.
-
-    Returns:
-        [all rows, 1, heads, value dim], None.
-
-    Raises:
-        NotRagged: the model wants more than this.
-    """
-    if not isinstance(key, Rows) or query.shape[2] != 1:
-        raise NotRagged("it does not hand on what the cache returned")
-    if attention_mask is not None:
-        raise NotRagged("it builds an attention mask")
-    softcap, s_aux = kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
-    for name, argument in kwargs.items():
-        if argument is not None and argument is not False and name not in _HARMLESS:
-            raise NotRagged(f"its attention takes {name!r}")
-    if kwargs.get("sliding_window", key.window) != key.window:
-        raise NotRagged("its window is not the one of its cache")
-    heads = query.shape[1]
-    outputs = []
-    taken = 0
-    for held_keys, held_values in zip(key, value, strict=True):
-        keys, values = key.opened(held_keys), value.opened(held_values)
-        rows, kv_heads = keys.shape[:2]
-        packed = query[taken : taken + rows].reshape(rows, kv_heads, heads // kv_heads, -1)
-        taken += rows
-        if softcap is None and s_aux is None:
-            output = scaled_dot_product_attention(packed, keys, values, scale=scaling)
-        else:
-            output = _written_out(packed, keys, values, scaling, softcap, s_aux)
-        outputs.append(output.reshape(rows, 1, heads, -1))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs), None
-
-
-def _written_out(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scaling: float | None,
-    softcap: float | None,
-    s_aux: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attention with what the fused kernel has no argument for; [rows, kv heads, group, value dim]."""
-    scores = query @ keys.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if s_aux is not None:
-        sinks = s_aux.view(1, keys.shape[1], -1, 1).expand(scores.shape[0], -1, -1, -1)
-        scores = torch.cat([scores, sinks.to(scores.dtype)], dim=-1)
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    return weights[..., : keys.shape[2]] @ values
-
-
-AttentionInterface.register(RAGGED, ragged_attention)

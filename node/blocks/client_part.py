@@ -24,7 +24,7 @@ from ..errors import BadInput, ModelError, memory_needed, reason_of
 from ..models.checkpoint import Checkpoint
 from ..models.quantisation import Kernels
 from .architecture import open_skeleton
-from .cache import RAGGED
+from .caches.ragged import RAGGED
 from .config import choose_device, original_length
 from .dot import use_dots
 from .kernels.choice import native_kernels
@@ -54,11 +54,13 @@ class RemoteBlocks(nn.Module):
 
     inner: nn.Module | None
 
-    def __init__(self, run: Callable[[torch.Tensor], torch.Tensor], as_tuple: bool) -> None:
+    def __init__(self, run: Callable[[torch.Tensor], torch.Tensor], first: nn.Module) -> None:
         super().__init__()
         self._run = run
         self.inner = None
-        self.as_tuple = as_tuple  # older decoders take `layer(...)[0]`, newer ones the tensor
+        self.as_tuple = False  # older decoders take `layer(...)[0]`, newer ones the tensor
+        # By the kind of a block, of the first one here, decoders choose its mask.
+        vars(self).update({name: kind for name, kind in vars(first).items() if isinstance(kind, str)})
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         hidden = self._run(hidden_states)
@@ -93,14 +95,14 @@ class ClientModel:
         self._decoder: PreTrainedModel = skeleton.decoder
         self._signature = inspect.signature(skeleton.decoder.forward)
         self._takes_positions = "position_ids" in self._signature.parameters
-        # Padding makes some models warn, and some have no such token.
         self.any_token = 1 if getattr(skeleton.config, "pad_token_id", None) == 0 else 0
         self.blocks_path = ".".join(filter(None, (skeleton.decoder_path, skeleton.list_name)))
         self.linears = [linear_shapes(block) for block in skeleton.blocks]
         self._remote: Remote | None = None
         self._here = threading.local()  # .call: of the step in progress; .instead: what runs instead of the remote
-        self.layer = RemoteBlocks(self._run_blocks, as_tuple=False)
+        self.layer = RemoteBlocks(self._run_blocks, skeleton.blocks[0])
         skeleton.set_blocks(BlockList({0: self.layer}))
+        skeleton.decoder._is_hf_initialized = True  # what some initialise is in the blocks
         skeleton.decoder.register_forward_pre_hook(self._note_call, with_kwargs=True)
         skeleton.decoder.register_forward_hook(self._note_last)
         self.model.get_input_embeddings().register_forward_hook(self._put_prompts)
@@ -258,9 +260,8 @@ class ClientModel:
         self, ids: torch.Tensor, position: int = 0, mask: torch.Tensor | None = None, instead: Any = None
     ) -> torch.Tensor:
         """The decoder's last hidden state with `instead` in place of the blocks."""
-        cache = RemoteCache()
+        cache, arguments = RemoteCache(), dict[str, Any]()
         cache.advance(position)
-        arguments: dict[str, Any] = {}
         if self._takes_positions:
             arguments["position_ids"] = positions(ids.shape[1], position, mask).to(self.device)
         self._here.instead = instead
@@ -360,8 +361,7 @@ class ClientModel:
         all that refill theirs do so where the factors of long texts begin."""
         if self.original_length is None or not held <= self.original_length < length:
             return False
-        ids = torch.full((1, length), self.any_token)
-        cache = RemoteCache()
+        ids, cache = torch.full((1, length), self.any_token), RemoteCache()
         cache.advance(held)
         return self._prepare_inputs(ids, past_key_values=cache, next_sequence_length=1).get("past_key_values") is None
 

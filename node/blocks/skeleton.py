@@ -35,6 +35,7 @@ from .kernels.library import library
 from .kernels.tiles import STORED, TiledMatrix, held_as
 
 _OPENED_ROWS: Final = 256  # of a matrix, at a time
+_FILLS_BLOCKS: Final = frozenset({"falcon_h1"})  # their decoders compute constants of the blocks from the configuration
 _LANGUAGE_PART = re.compile(r"^(model\.)?language_model\.")
 
 
@@ -214,6 +215,14 @@ def _refuse_outside_inputs(config: PreTrainedConfig) -> None:
         raise ModelError(f"{config.model_type!r} has cross-attention: petalnode serves decoder-only models")
 
 
+def cut_config(config: PreTrainedConfig, span: Span, num_blocks: int) -> None:
+    """Lets the decoder's own loop over its blocks see the span as if it were a whole model."""
+    for name, value in list(vars(config).items()):
+        if isinstance(value, (list, tuple)) and len(value) == num_blocks and ("layer" in name or "block" in name):
+            setattr(config, name, value[span.start : span.end])
+    config.num_hidden_layers = len(span)
+
+
 def fill(
     skeleton: Skeleton,
     weights: Checkpoint,
@@ -253,6 +262,9 @@ def fill(
     model._adjust_missing_and_unexpected_keys(info)
     _check(model, info)
     model._finalize_model_loading(model, load, info)  # ties weights, computes rotary frequencies
+    if skeleton.config.model_type in _FILLS_BLOCKS and next(skeleton.blocks[0].parameters(), None) is not None:
+        with torch.no_grad():
+            model._init_weights(skeleton.decoder)
     model.requires_grad_(False)
     model.eval()
 

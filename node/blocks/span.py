@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from transformers.configuration_utils import PreTrainedConfig
 
 from ...protocols.ids import Span
 from ..errors import BadInput, MachineError, memory_needed
@@ -20,7 +19,9 @@ from ..models.progress import Progress, no_progress
 from ..models.quantisation import Kernels, Numerics
 from .activations import layers_that_round, round_inputs
 from .architecture import cache_specs, open_skeleton, windows_of
-from .cache import BlockCacheSpec, CacheForm, RaggedView, SessionView, SpanCache
+from .cache import BlockCacheSpec, CacheForm, SessionView, SpanCache
+from .caches.ragged import RaggedView
+from .caches.states import STATE_CHUNK, STATE_TOKENS
 from .config import choose_device
 from .dot import use_dots
 from .kernels.choice import compared_parts, find_step, native_kernels
@@ -28,7 +29,7 @@ from .kernels.packing import Packer, tiled_kinds
 from .kernels.step import SpanStep
 from .kernels.tiles import TiledMatrix
 from .quantisation.matrix import QuantisedLinear
-from .skeleton import Skeleton, fill
+from .skeleton import Skeleton, cut_config, fill
 from .span_adapter import (
     AdapterRows,
     NotByRow,
@@ -60,7 +61,9 @@ class BlockSpan:
         num_blocks: blocks of the whole model.
         hidden_size: values per token between blocks.
         dtype, device: of the computation.
-        cache_bytes_per_token: attention cache of one token of one row, all blocks of the span.
+        cache_bytes_per_token: attention cache of one token of one row, all blocks of the span; of states, if all keep
+            nothing else, what counts as a token.
+        keeps_states: whether blocks keep more than keys and values.
         max_positions: tokens that the architecture can tell apart.
         supports_ragged: whether `decode` runs the sessions as one batch.
         numerics: how coarsely the weights are held, and what they are multiplied with.
@@ -86,7 +89,10 @@ class BlockSpan:
         self.device = device
         self.numerics = numerics
         self._form = form = CacheForm(numerics.cache, skeleton.dtype)
-        self.cache_bytes_per_token = sum(spec.bytes_per_token(form) for spec in specs)
+        self.keeps_states = any(spec.states for spec in specs)
+        self._growing = sum(spec.bytes_per_token(form) for spec in specs)
+        self._states = sum(spec.bytes_per_row for spec in specs)
+        self.cache_bytes_per_token = self._growing or -(-self._states // STATE_TOKENS)
         self.max_positions = int(getattr(skeleton.config, "max_position_embeddings", None) or _UNBOUNDED_POSITIONS)
         self.supports_ragged = False
         self.step: SpanStep | None = None
@@ -145,6 +151,15 @@ class BlockSpan:
         specs = self._specs[first : first + len(part)]
         return SpanCache(specs, batch, max_length, self._form, self.device, left_padding, first)
 
+    def cache_tokens(self, batch: int, max_length: int) -> int:
+        """What a session reserves, states of its rows included."""
+        nbytes = batch * (max_length * self._growing + self._states)
+        return -(-nbytes // self.cache_bytes_per_token) if self.keeps_states else batch * max_length
+
+    def chunk_tokens(self, tokens: int) -> int:
+        """How many to compute at once where so many of a row would do: delta rules round by where a prompt is cut."""
+        return -(-tokens // STATE_CHUNK) * STATE_CHUNK if self.keeps_states else tokens
+
     def make_adapter(self, tensors: Mapping[str, torch.Tensor]) -> SpanAdapter:
         """What `tensors` change of these blocks; checked before by `protocols.adapter.check_tensors`."""
         blocks = {self.span.start + index: block for index, block in enumerate(self.stack.blocks)}
@@ -165,6 +180,15 @@ class BlockSpan:
             ValueError: another shape, or more tokens than the cache takes.
         """
         self._check(hidden, cache)
+        tokens, entering = hidden.shape[1], hidden.to(self.device, self.dtype)
+        with cache.replaying() as again:
+            if again is not None:
+                entering = torch.cat([again, entering], dim=1)
+            output = self._forward(entering, cache, adapter)[:, -tokens:]
+        cache.advance(tokens, entering)
+        return output.to(hidden.device, hidden.dtype)
+
+    def _forward(self, hidden: torch.Tensor, cache: SpanCache, adapter: SpanAdapter | None) -> torch.Tensor:
         tokens = hidden.shape[1]
         positions = torch.arange(cache.length, cache.length + tokens, device=self.device).unsqueeze(0)
         mask = None
@@ -174,16 +198,14 @@ class BlockSpan:
             mask = (torch.arange(cache.length + tokens, device=self.device) >= padding).long()
         adapter_rows = [AdapterRows(adapter, 0, cache.batch, cache.batch)] if adapter is not None else []
         with with_adapters(adapter_rows), self._prompted(cache, tokens, adapter):
-            output = self.stack.run(
-                hidden.to(self.device, self.dtype),
+            return self.stack.run(
+                hidden,
                 SessionView(cache),
                 positions,
                 mask,
                 part=self._part(cache),
                 long_factors=cache.long_factors,
             )
-        cache.advance(tokens)
-        return output.to(hidden.device, hidden.dtype)
 
     @torch.inference_mode()
     def decode(
@@ -379,24 +401,17 @@ def load_span(
     layers = layers_that_round(blocks) if rounds else []
     use_dots(blocks)
     round_inputs(layers)
-    _cut_config(skeleton.config, span, num_blocks)
+    cut_config(skeleton.config, span, num_blocks)
     stack = BlockStack(skeleton.decoder, blocks)
     specs = cache_specs(stack, skeleton, windows, target)
     loaded = BlockSpan(span, num_blocks, stack, specs, skeleton, target, numerics)
     # A chunk that attention stays within is no window that moves along, though its cache looks like one.
     chunked = getattr(skeleton.config, "attention_chunk_size", None) is not None
-    loaded.supports_ragged = not chunked and not stack.depends_on_length and _agrees_with_single_steps(loaded)
+    one_by_one = chunked or stack.depends_on_length or loaded.keeps_states
+    loaded.supports_ragged = not one_by_one and _agrees_with_single_steps(loaded)
     if native is not None and loaded.supports_ragged:
         loaded.step = find_step(loaded, specs, skeleton.config, native, always=kernels == "native")
     return loaded
-
-
-def _cut_config(config: PreTrainedConfig, span: Span, num_blocks: int) -> None:
-    """Lets the decoder's own loop over its blocks see the span as if it were a whole model."""
-    for name, value in list(vars(config).items()):
-        if isinstance(value, (list, tuple)) and len(value) == num_blocks and ("layer" in name or "block" in name):
-            setattr(config, name, value[span.start : span.end])
-    config.num_hidden_layers = len(span)
 
 
 def _agrees_with_single_steps(span: BlockSpan) -> bool:

@@ -15,7 +15,8 @@ from torch import nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 
-from .cache import RAGGED, SpanCache
+from .cache import SpanCache
+from .caches.ragged import RAGGED
 from .config import original_length
 
 
@@ -60,6 +61,7 @@ class BlockStack:
         `long_factors`: the step is a part of a text beyond `original_length`, wherever it ends.
         """
         end = cache.length + tokens - min(cache.left_padding)
+        cache.begin_step(tokens)
         cache.long_factors = long_factors or (self.original_length is not None and end > self.original_length)
 
     def rotary(self, positions: torch.Tensor, layer_type: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -150,6 +150,9 @@ def num_blocks(config: Mapping[str, Any]) -> int:
         raise ModelError("this is an encoder-decoder model; petalnode hosts decoder-only language models.")
     found = _first_integer(_text_config(config), _BLOCK_FIELDS)
     if found is None:
+        kinds = _text_config(config).get("layers_block_type")  # Nemotron-H, as transformers saves it
+        found = len(kinds) if isinstance(kinds, list) and kinds else None
+    if found is None:
         raise ModelError(f"it does not say how many blocks the model has ({', '.join(_BLOCK_FIELDS)}).")
     if not 1 <= found <= MAX_BLOCKS:
         raise ModelError(f"{found} blocks are out of range (1 to {MAX_BLOCKS}).")

@@ -22,6 +22,7 @@ from ...protocols.inference import Refusal, bad_request, sha256
 from ...protocols.prefix import token_digests
 from ...protocols.tensors import DTYPES, arrives_finite, decode, dtype_name, encode
 from ..blocks.cache import SpanCache
+from ..blocks.caches.states import StatesLost
 from ..blocks.span import BlockSpan
 from ..blocks.span_adapter import SpanAdapter
 from .accounts import Accounts, Client
@@ -199,7 +200,10 @@ class StepRunner:
                 raise bad_request(f"the hidden states hold NaN, infinity, or more than {self._blocks.dtype} holds")
         except (TensorError, ValueError) as error:
             raise bad_request(str(error)) from None
-        step.session.roll_back(step.input.position, step.input.reorder)
+        try:
+            step.session.roll_back(step.input.position, step.input.reorder)
+        except StatesLost as error:
+            raise Refusal(wire.ERROR_NOT_FOUND, str(error)) from None
         cache = step.session.cache
         self._blocks.stack.begin_step(cache, hidden.shape[1], step.input.long_factors)
         if step.session.shared is not None:
@@ -250,7 +254,7 @@ class StepRunner:
             before = self.clients
             self._waiting = [step for step in self._waiting if step not in decodes]
             self.accounts.note_left(before - self.clients, self._clock())
-        if prefill is not None and self._prefill(prefill, turn.chunk):
+        if prefill is not None and self._prefill(prefill, self._blocks.chunk_tokens(turn.chunk)):
             self._waiting.remove(prefill)
 
     def _drop_given_up(self) -> None:
@@ -299,7 +303,8 @@ class StepRunner:
 
     def _prefill(self, step: Step, chunk: int) -> bool:
         """Computes the next `chunk` tokens; true once the step is answered."""
-        cache, end = step.session.cache, step.done + chunk
+        cache, end = step.session.cache, min(step.done + chunk, step.hidden.shape[1])
+        chunk = end - step.done
         begun, core = self._clock(), CoreTime(self._blocks.device)
         try:
             step.outputs.append(self._blocks.forward(step.hidden[:, step.done : end], cache, step.session.adapter))

@@ -373,7 +373,7 @@ class _RecomputedSession(_SpanRun):
                 self.hidden[index] = blocks.decode([(entering, cache)])[0]
             else:
                 # In the chunks of a server: attention over more tokens at once rounds otherwise.
-                pieces = torch.split(entering, max(1, PREFILL_CHUNK // rows), dim=1)
+                pieces = torch.split(entering, blocks.chunk_tokens(max(1, PREFILL_CHUNK // rows)), dim=1)
                 self.hidden[index] = torch.cat([blocks.forward(piece, cache) for piece in pieces], dim=1)
 
     def answer(self) -> SessionAnswer:

@@ -17,7 +17,7 @@ from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.blocks.span_adapter import linear_shapes
 from petalnode.protocols.ids import Span
 from petalnode.protocols.training import LoraName
-from tests.tiny_models import ARCHITECTURES, HIDDEN, NUM_BLOCKS, VOCABULARY, load_whole
+from tests.tiny_models import ARCHITECTURES, HIDDEN, HYBRIDS, NUM_BLOCKS, VOCABULARY, load_whole
 
 Tiny = Callable[[str], Path]
 
@@ -102,7 +102,7 @@ def through(spans: Sequence[BlockSpan], batch: Batch, gradient: torch.Tensor, me
     return hidden, Gradients(gradient, torch.cat(found[::-1]) if batch.prompts is not None else None, {})
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *HYBRIDS])
 def test_gradients_equal_the_whole_models(architecture: str, tiny: Tiny) -> None:
     folder = tiny(architecture)
     generator = torch.Generator().manual_seed(1)

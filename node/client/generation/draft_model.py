@@ -11,6 +11,7 @@ from typing import Final, Protocol
 import torch
 
 from ....protocols.ids import Span
+from ...blocks.caches.states import StatesLost
 from ...blocks.client_part import ClientModel, load_client
 from ...blocks.span import BlockSpan, load_span
 from ...errors import BadInput
@@ -125,9 +126,13 @@ class DraftCache:
             if held != wanted:
                 break
             common += 1
-        some = list(tokens[common : common + PREFILL_TOKENS])
         with self._model.turn, torch.inference_mode():
-            self._cache.rollback(common)
+            try:
+                self._cache.rollback(common)
+            except StatesLost:
+                common = 0
+                self._cache.rollback(common)
+            some = list(tokens[common : common + PREFILL_TOKENS])
             self._held = list(tokens[:common])
             hidden = self._model.part.embed(torch.tensor([some]), common)
             blocks = self._model.blocks

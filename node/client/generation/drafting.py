@@ -277,7 +277,9 @@ class DraftPlan:
 
     def _seconds(self, tokens: int) -> float:
         """Until so many tokens are answered that are sent now."""
-        return self.cost.of(tokens) if self.speed is None else self.speed.seconds(tokens)
+        if self.speed is None or not self.speed.is_known:
+            return self.cost.of(tokens)
+        return self.speed.seconds(tokens)
 
     def note(self, draft: Draft, accepted: int, seconds: float) -> None:
         """A step with this draft, of which so many tokens were right, took so long."""

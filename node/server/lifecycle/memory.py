@@ -41,6 +41,7 @@ class MemoryShares:
 
 
 MEMORY_SHARES: Final = MemoryShares()
+STATES: Final = 4  # as `caches/states.py` has it, which imports torch
 _GIB: Final = 1 << 30
 _MIB: Final = 1 << 20
 
@@ -174,7 +175,8 @@ def cache_bytes_per_block(
     tokens: int = MEMORY_SHARES.usual_cache_tokens,
     held: CacheDtype = "auto",
 ) -> int:
-    """About what `tokens` tokens of attention cache take in one block, by a model's `config.json`.
+    """About what `tokens` tokens of attention cache take in one block on average, by a model's `config.json`: of a
+    hybrid, the states that a session keeps of each other block are among them, for a session of so many tokens.
 
     `item_bytes` of the dtype that is computed in; `held` is what keys and values are kept in.
     """
@@ -189,7 +191,17 @@ def cache_bytes_per_block(
     latent = _number(config, "qk_nope_head_dim")
     key = latent + _number(config, "qk_rope_head_dim") if latent else width
     value = _number(config, "v_head_dim") if latent else width
-    return (heads if latent else shared) * sum(key_bytes(held, size, item_bytes) for size in (key, value)) * tokens
+    growing = (heads if latent else shared) * sum(key_bytes(held, size, item_bytes) for size in (key, value)) * tokens
+    kinds = config.get("layer_types") or config.get("layers_block_type")
+    if not isinstance(kinds, list) or not {"linear_attention", "mamba", "conv"}.intersection(map(str, kinds)):
+        return growing
+    having = sum("attention" in str(kind) and kind != "linear_attention" for kind in kinds) / len(kinds)
+    delta = _number(config, "linear_num_value_heads") * _number(config, "linear_key_head_dim")
+    delta *= _number(config, "linear_value_head_dim")
+    mamba = _number(config, "mamba_num_heads", "mamba_n_heads") * _number(config, "mamba_head_dim", "mamba_d_head")
+    mamba *= _number(config, "ssm_state_size", "mamba_d_state")
+    states = STATES * 4 * max(delta, mamba) if tokens > 1 else 0
+    return int(having * growing + (1 - having) * states)
 
 
 def cache_tokens_that_fit(free_bytes: int, bytes_per_token: int) -> int:

@@ -125,7 +125,7 @@ class RequestService:
                     self._on_change()
                     scope = prefix_scope(stream.peer_id, terms.salt, self.context.prefix_cache)
                     shared = None
-                    if terms.shares and scope is not None:
+                    if terms.shares and scope is not None and not self.context.compute.blocks.keeps_states:
                         shared = PrefixUse(scope, PrefixNames(terms.prefix_root), terms.keeps)
                     compute = await self.context.compute.open(terms, stream.peer_id, adapter, paid, shared)
                     keep = min(frame.open.keep_ms / 1000, MAX_KEEP)
@@ -161,7 +161,8 @@ class RequestService:
         payment = self._payments.take(opened, stream.peer_id, terms) if self._payments is not None else None
         paid = payment is not None
         try:
-            lease = await self._cache_for(stream, terms.cache_tokens, min(opened.wait_ms / 1000, MAX_WAIT), paid)
+            tokens = self.context.compute.blocks.cache_tokens(terms.batch, terms.max_length)
+            lease = await self._cache_for(stream, tokens, min(opened.wait_ms / 1000, MAX_WAIT), paid)
         except BaseException:
             if self._payments is not None:
                 self._payments.give_back(payment)

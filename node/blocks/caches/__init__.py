@@ -1,0 +1,1 @@
+"""What sessions keep beside plain buffers of keys and values: states that a step replaces, and ragged attention."""

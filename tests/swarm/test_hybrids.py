@@ -1,0 +1,126 @@
+"""Models whose blocks keep states say over two servers what transformers says, whatever happens to the session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
+from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
+from tests.greedy import generate, prompt
+from tests.swarm.deep_drafts import draft_deep
+from tests.swarm.fleet import heard_of
+from tests.tiny_models import HYBRIDS, load_whole, save_tiny
+
+Model = DistributedModelForCausalLM
+TOLERANCE = 2e-4
+LONG = 300
+"""Tokens of a prompt that servers compute in several pieces."""
+
+
+@pytest.fixture(scope="module", params=HYBRIDS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    endless = {"max_position_embeddings": 1024, "eos_token_id": None}
+    return save_tiny(request.param, tmp_path_factory.mktemp("hybrid") / request.param, **endless)
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Any:
+    return load_whole(folder)
+
+
+@pytest.fixture(scope="module")
+def swarm() -> Iterator[MemorySwarm]:
+    with memory_swarm() as swarm:
+        yield swarm
+
+
+@pytest.fixture(scope="module")
+def servers(swarm: MemorySwarm, folder: Path) -> list[MemoryServer]:
+    return [swarm.start(folder, blocks) for blocks in ("0:2", "2:6")]
+
+
+@pytest.fixture(scope="module")
+def model(swarm: MemorySwarm, servers: list[MemoryServer], folder: Path) -> Iterator[Model]:
+    assert all(server.ready for server in servers)
+    with swarm.open_model(AutoDistributedModelForCausalLM, folder) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+@pytest.mark.parametrize("length", [1, 7, LONG])
+def test_the_same_tokens_come(length: int, options: dict[str, Any], model: Model, whole: Any) -> None:
+    ids = prompt(1, length)
+    assert torch.equal(generate(model, ids, **options), generate(whole, ids, **options))
+
+
+@pytest.mark.parametrize("length", [12, LONG])
+def test_a_padded_batch_says_the_same(length: int, model: Model, whole: Any) -> None:
+    ids = prompt(3, length)
+    mask = (torch.arange(length) >= torch.tensor([0, 5, length - 4])[:, None]).long()
+    assert torch.equal(generate(model, ids, attention_mask=mask), generate(whole, ids, attention_mask=mask))
+
+
+def test_a_step_is_rolled_back(model: Model) -> None:
+    """Also into the middle of a step, and of steps that were rolled back themselves."""
+    hidden = torch.randn(2, 60, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    with model.inference_session(max_length=80) as session, torch.no_grad():
+        session.step(hidden[:, :30])
+        expected = [session.step(hidden[:, at : at + 6]) for at in range(30, 60, 6)]
+        for position in (54, 47, 41, 45, 44, 30):
+            session.position = position
+            again = session.step(hidden[:, position : position + 3])
+            place = (position - 30) // 6, (position - 30) % 6
+            right = torch.cat(expected, 1)[:, position - 30 : position - 27]
+            assert (again - right).abs().max() <= TOLERANCE * right.abs().max(), place
+            session.position = position
+            session.step(hidden[:, position : min(position + 6, 60)])
+        assert session.recoveries == 0
+
+
+def test_a_session_goes_back_farther_than_servers_keep_states(model: Model, whole: Any) -> None:
+    """What led there is sent again."""
+    ids = prompt(1, 20)
+    with model.inference_session(max_length=400) as session:
+        generate(model, ids, session=session, max_new_tokens=150)
+        other = torch.cat([ids[:, :9], prompt(1, 5, seed=1)], dim=1)
+        assert torch.equal(generate(model, other, session=session), generate(whole, other))
+        assert session.recoveries > 0
+
+
+def test_a_server_is_killed_in_the_middle(model: Model, whole: Any, swarm: MemorySwarm, folder: Path) -> None:
+    ids = prompt(2, 9, seed=2)
+    extra = [swarm.start(folder, blocks) for blocks in ("0:2", "2:6")]
+    heard_of(model, extra)
+    with model.inference_session(max_length=64) as session:
+        for at, killed in ((4, 0), (9, 1)):
+            out = generate(model, ids, session=session, max_new_tokens=at)
+            ids = out
+            peer = session.route[killed][0]
+            victim = next(one for one in extra if one.peer_id == peer) if peer in [o.peer_id for o in extra] else None
+            if victim is not None:
+                victim.kill()
+        assert torch.equal(generate(model, ids, session=session), generate(whole, ids))
+
+
+class Few:
+    """A processor with which a random model repeats itself."""
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.clone()
+        scores[:, 5:9] += 20
+        return scores
+
+
+def test_drafts_change_no_token(model: Model, whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft_deep(monkeypatch)
+    options = {"logits_processor": [Few()], "max_new_tokens": 60}
+    ids = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7]])
+    drafted = generate(model, ids, **options, prompt_lookup_num_tokens=10)
+    assert torch.equal(drafted, generate(whole, ids, **options))
+    assert model.drafts["drafted"] > model.drafts["accepted"] > 0
