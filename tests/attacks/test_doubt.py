@@ -243,7 +243,7 @@ def test_most_chains_ban_nobody_for_what_came_into_its_blocks(change: float, ste
     answered = [chain("a", middle, end), chain("b", middle, end), chain("c", moved, wrong)]
     found = Agreement((0, 1), (2,), 0.5, 0.02)
     counts = torch.ones(1, 3, dtype=torch.bool)
-    settled = settle(found, answered, counts, LIMITS, lambda blocks: None, steady)
+    settled = settle(found, answered, counts, LIMITS, None, steady)
     assert (set(settled.liars), settled.suspects) == (({"c-last"}, set()) if banned else (set(), {"c-last"}))
 
 
@@ -251,7 +251,7 @@ def test_chains_of_one_server_each_are_settled() -> None:
     whole, end = Span(0, 6), hidden(3, seed=2)
     answered = [[asked(name, whole, hidden(3), left)] for name, left in (("a", end), ("b", end), ("c", 1.5 * end))]
     counts = torch.ones(1, 3, dtype=torch.bool)
-    settled = settle(Agreement((0, 1), (2,), 0.5, 0.02), answered, counts, LIMITS, lambda blocks: None)
+    settled = settle(Agreement((0, 1), (2,), 0.5, 0.02), answered, counts, LIMITS, None)
     assert (settled.settled, settled.kept, set(settled.liars)) == ("majority", [0, 1], {"c"})
 
 

@@ -82,11 +82,10 @@ class BatchPass:
             SwarmError: several servers refused the same thing.
         """
         self.junctions = [[] for _ in self.parts]
+        return await _each(len(self.parts), self._forward)
 
-        async def one(index: int) -> WireTensor:
-            return await self._along(index, self.chains[index], self.parts[index].chunks[0], self.junctions[index])
-
-        return await _each(len(self.parts), one)
+    async def _forward(self, index: int) -> WireTensor:
+        return await self._along(index, self.chains[index], self.parts[index].chunks[0], self.junctions[index])
 
     async def backward(self, gradients: Sequence[WireTensor]) -> list[PartGradients]:
         """
@@ -96,25 +95,24 @@ class BatchPass:
         Raises:
             NoChainError, SwarmError: as `forward`.
         """
+        return await _each(len(self.parts), partial(self._backward, gradients))
 
-        async def one(index: int) -> PartGradients:
-            kept: list[tuple[Span, dict[str, WireTensor]]] = []
-            gradient = gradients[index]
-            *before, last = self.junctions[index]
-            ahead = [_Ahead() for _ in before]
-            try:
-                async with trio.open_nursery() as nursery:
-                    for junction, early in zip(before, ahead, strict=True):
-                        nursery.start_soon(early.begin, partial(self._begin, index, junction))
-                    gradient = await self._back(index, last, gradient, kept)
-                    for junction, early in zip(reversed(before), reversed(ahead), strict=True):
-                        gradient = await self._back(index, junction, gradient, kept, await early.ready())
-            finally:
-                for early in ahead:
-                    await early.abandon()
-            return PartGradients(gradient, tuple(kept))
-
-        return await _each(len(self.parts), one)
+    async def _backward(self, gradients: Sequence[WireTensor], index: int) -> PartGradients:
+        kept: list[tuple[Span, dict[str, WireTensor]]] = []
+        gradient = gradients[index]
+        *before, last = self.junctions[index]
+        ahead = [_Ahead() for _ in before]
+        try:
+            async with trio.open_nursery() as nursery:
+                for junction, early in zip(before, ahead, strict=True):
+                    nursery.start_soon(self._begin, index, junction, early)
+                gradient = await self._back(index, last, gradient, kept)
+                for junction, early in zip(reversed(before), reversed(ahead), strict=True):
+                    gradient = await self._back(index, junction, gradient, kept, await early.ready())
+        finally:
+            for early in ahead:
+                await early.abandon()
+        return PartGradients(gradient, tuple(kept))
 
     async def _along(self, index: int, chain: Chain, chunk: WireTensor, junctions: list[Junction]) -> WireTensor:
         """Takes a micro-batch through `chain`, and others in the place of servers that fail."""
@@ -134,10 +132,10 @@ class BatchPass:
             del hops[0]
         return chunk
 
-    async def _begin(self, index: int, junction: Junction) -> StartedBackward | None:
+    async def _begin(self, index: int, junction: Junction, ahead: _Ahead) -> None:
         """Lets the server compute forward again while those behind it go back. A gradient has the form of its input."""
         request = await self._request(junction.hop, index, (junction.entered, junction.entered))
-        return await self.client.begin(junction.hop, self.spec.stream, request, self.spec.timeout)
+        ahead.settle(await self.client.begin(junction.hop, self.spec.stream, request, self.spec.timeout))
 
     async def _back(
         self,
@@ -214,8 +212,9 @@ class _Ahead:
         self._settled = trio.Event()
         self._begun: StartedBackward | None = None
 
-    async def begin(self, begin: Callable[[], Awaitable[StartedBackward | None]]) -> None:
-        self._begun = await begin()
+    def settle(self, begun: StartedBackward | None) -> None:
+        """What has gone out is known."""
+        self._begun = begun
         self._settled.set()
 
     async def ready(self) -> StartedBackward | None:

@@ -20,7 +20,7 @@ from ..request import StreamLost, WireTensor
 from ..router import Router, ServerSearch, note_failure
 from .history import Input, InputHistory, merged
 from .link import ServerLink, Standby, close_links, step_limit
-from .opening import FindRoute, Opening, replay_step
+from .opening import FindRoute, Opening
 from .prefixes import Beginning
 from .reconnector import PathChanges, SessionReconnector
 from .recovery import Phase, Receive, Reconnect, Recover, Send, StepAction
@@ -399,18 +399,13 @@ class Chain:
         Raises:
             ServerFailed: one of them failed, or did not answer in time.
         """
-        asked: list[tuple[ServerLink, float]] = []
         try:
-            with trio.CancelScope() as scope:
-
-                def before(link: ServerLink, patience: float) -> None:
-                    asked.append((link, patience))
-                    scope.deadline = trio.current_time() + patience
-
-                await replay_step(links, step, self.route_epoch, before)
-            if scope.cancelled_caught:
-                link, patience = asked[-1]
-                raise link.server.silent(patience)
+            for link in links:
+                patience = link.patience(step.chunk)
+                with trio.move_on_after(patience) as scope:
+                    step = await link.replay(step, self.route_epoch)
+                if scope.cancelled_caught:
+                    raise link.server.silent(patience)
         except ServerFailed as error:
             note_failure(self.router, error)
             raise

@@ -26,13 +26,13 @@ from ..deadlines import DEADLINES, Waits
 from ..request import WireTensor
 from ..router import ModelClient, Router
 from .comparing import (
-    Agreement,
     Disagreement,
     Settlement,
     SpanAnswer,
     Weights,
     decide,
     plan_chains,
+    questioned,
     settle,
     span_answers,
     tolerance_between,
@@ -168,7 +168,7 @@ class ComparedSession:
             self._chains.append(ReplicaChain(self._client, self, self._wait, route))
         if self._tolerance(routes) is None:
             raise SwarmError(f"{_UNKNOWN} that compute in {self._weights} on different devices")
-        failures = await self._all(ClientSession.open, self._chains)
+        failures = _failures(await self._all(ClientSession.open))
         for failure in failures.values():
             await self.close()
             raise failure
@@ -210,15 +210,11 @@ class ComparedSession:
         if len(self._chains) < 2 and not self._alone:
             raise SwarmError("there are no two chains left to compare: start more servers, or compare fewer chains")
         before = self.position
-        outputs: dict[int, list[WireTensor]] = {}
         self._torn = bool(reorder)
         done = False
         try:
-
-            async def step(session: ClientSession) -> None:
-                outputs[id(session)] = await session.step(chunks, reorder)
-
-            failures = await self._all(step, self._chains)
+            outputs = await self._all(ClientSession.step, chunks, reorder)
+            failures = _failures(outputs)
             for failure in failures.values():
                 if isinstance(failure, BadInput):
                     raise failure
@@ -227,7 +223,7 @@ class ComparedSession:
                 log.warning("one of the chains that are compared is lost: %s", failures[chain])
             if failures and len(self._chains) < 2:
                 raise SwarmError(f"there are no two chains left to compare: {next(iter(failures.values()))}")
-            answers = [outputs[id(chain.session)] for chain in self._chains]
+            answers = [outputs[chain] for chain in self._chains]
             leading = await self._compare(before, answers)
             done = True
         finally:
@@ -237,20 +233,21 @@ class ComparedSession:
                     chain.session.position = min(before, chain.session.position)
         return leading
 
-    async def _all(self, function: Any, chains: Sequence[ReplicaChain]) -> dict[ReplicaChain, SwarmError | BadInput]:
-        """Calls it with the session of every chain, side by side; returns the errors."""
-        failures: dict[ReplicaChain, SwarmError | BadInput] = {}
-
-        async def one(chain: ReplicaChain) -> None:
-            try:
-                await function(chain.session)
-            except (SwarmError, BadInput) as error:
-                failures[chain] = error
-
+    async def _all(self, function: Any, *arguments: Any) -> dict[ReplicaChain, Any]:
+        """What it returns of the session of every chain, side by side, or the error that it raises there."""
+        results: dict[ReplicaChain, Any] = {}
         async with trio.open_nursery() as nursery:
-            for chain in chains:
-                nursery.start_soon(one, chain)
-        return failures
+            for chain in self._chains:
+                nursery.start_soon(self._one, results, chain, function, arguments)
+        return results
+
+    async def _one(
+        self, results: dict[ReplicaChain, Any], chain: ReplicaChain, function: Any, arguments: Sequence[Any]
+    ) -> None:
+        try:
+            results[chain] = await function(chain.session, *arguments)
+        except (SwarmError, BadInput) as error:
+            results[chain] = error
 
     # --- comparing
 
@@ -291,23 +288,19 @@ class ComparedSession:
         if tolerance is None:
             raise SwarmError("a server has taken another's place whose answers nobody knows how to compare")
         counts = no_padding(self.spec.left_padding, self.spec.batch, before, sum(chunk.tokens for chunk in answers[0]))
-
-        def look() -> Agreement:
-            return decide([from_chunks(answer)[counts].unsqueeze(0) for answer in answers], tolerance)
-
-        found = await trio.to_thread.run_sync(look)
+        found = await trio.to_thread.run_sync(
+            lambda: decide([from_chunks(answer)[counts].unsqueeze(0) for answer in answers], tolerance)
+        )
         if found.agreed and not found.dissenting:
             return answers[0]
         answered = [
             span_answers([(link.server.hop, link.history) for link in chain.session.links], before, from_chunks(answer))
             for chain, answer in zip(self._chains, answers, strict=True)
         ]
-
-        def recompute(blocks: Span) -> dict[str, str] | None:
-            return self._recompute(answered, blocks, counts)
-
+        blocks = await trio.to_thread.run_sync(questioned, answered, counts, tolerance)
+        wrong = await trio.to_thread.run_sync(self._recompute, answered, blocks, counts)
         steady = not has_experts(self._client.model.folder.path)
-        verdict = await trio.to_thread.run_sync(settle, found, answered, counts, tolerance, recompute, steady)
+        verdict = await trio.to_thread.run_sync(settle, found, answered, counts, tolerance, wrong, steady)
         await self._carry_out(verdict)
         disagreement = Disagreement(
             before,
@@ -426,3 +419,7 @@ class ComparedSession:
 
 Session = ClientSession | ComparedSession
 """What `SwarmClient.session` opens."""
+
+
+def _failures(results: Mapping[ReplicaChain, Any]) -> dict[ReplicaChain, SwarmError | BadInput]:
+    return {chain: error for chain, error in results.items() if isinstance(error, (SwarmError, BadInput))}

@@ -13,7 +13,7 @@ be is measured for validators (`node.verification.tolerances`): two chains are t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
@@ -290,12 +290,26 @@ class Settlement:
     suspects: set[str] = field(default_factory=set)
 
 
+def _junctions(
+    answered: Sequence[Sequence[SpanAnswer]], counts: torch.Tensor
+) -> tuple[Span, list[dict[int, torch.Tensor]]]:
+    """All blocks; and for each chain what left which block."""
+    whole = Span(answered[0][0].hop.span.start, answered[0][-1].hop.span.end)
+    return whole, [{one.hop.span.end: one.claimed[counts].unsqueeze(0) for one in chain} for chain in answered]
+
+
+def questioned(answered: Sequence[Sequence[SpanAnswer]], counts: torch.Tensor, tolerance: Tolerance) -> Span:
+    """The blocks in which the chains part. Computes, as `settle`."""
+    whole, junctions = _junctions(answered, counts)
+    return parting(junctions, whole, tolerance)
+
+
 def settle(
     found: Agreement,
     answered: Sequence[Sequence[SpanAnswer]],
     counts: torch.Tensor,
     tolerance: Tolerance,
-    recompute: Callable[[Span], dict[str, str] | None],
+    found_wrong: Mapping[str, str] | None,
     steady: bool = True,
 ) -> Settlement:
     """Who is right: by own weights, else by the majority. Computes: off the trio thread.
@@ -303,13 +317,12 @@ def settle(
     Args:
         answered: for each chain, what its servers answered.
         counts: bool [rows, tokens], those that are compared.
-        recompute: the servers for some blocks whose answers own weights prove wrong, and why; None without own weights.
+        found_wrong: the servers of the `questioned` blocks whose answers own weights prove wrong, and why; None without
+            own weights.
         steady: whether honest answers to the same input never part; in a mixture of experts a rounding may choose.
     """
-    whole = Span(answered[0][0].hop.span.start, answered[0][-1].hop.span.end)
-    junctions = [{answer.hop.span.end: answer.claimed[counts].unsqueeze(0) for answer in chain} for chain in answered]
-    found_wrong = recompute(parting(junctions, whole, tolerance))
-    computed, wrong = found_wrong is not None, found_wrong or {}
+    whole, junctions = _junctions(answered, counts)
+    computed, wrong = found_wrong is not None, dict(found_wrong or {})
     guilty = {index for index, chain in enumerate(answered) if any(answer.hop.peer_id in wrong for answer in chain)}
     clean = [index for index in range(len(answered)) if index not in guilty]
     if wrong and clean:

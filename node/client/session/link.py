@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import trio
@@ -51,6 +51,17 @@ class ServerLink:
     def note(self, tokens: int) -> None:
         """Learns from the last answer, to a step of so many tokens."""
         self.usual.note(max(0.0, self.server.timing.total - self.server.round_trip) / tokens)
+
+    async def replay(self, step: Input, epoch: int) -> Input:
+        """Runs an input through the server, which has had those before; returns that of the server behind it.
+
+        Raises:
+            ServerFailed: it failed.
+        """
+        chunk = await self.server.exchange(step, epoch)
+        self.history.append(step)
+        self.count(step.chunk.tokens)
+        return replace(step, chunk=chunk)
 
     def patience(self, chunk: WireTensor, before: int = 0) -> float:
         """Seconds after which the answer to a step with this input is late, with so many tokens of a row under way

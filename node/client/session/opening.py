@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field, replace
 
 import trio
@@ -20,7 +20,7 @@ from ...errors import NoChainError, PetalnodeError, ServerFailed, unwrapped
 from ...swarm.routing import Hop
 from ..deadlines import DEADLINES, Waits, open_patience
 from ..router import Router, ServerSearch
-from .history import Input, InputHistory
+from .history import InputHistory
 from .link import ServerLink, close_links, step_limit
 from .prefixes import Beginning, beginning_of
 from .recovery import AskOthers, Attempt, next_search_action
@@ -264,15 +264,13 @@ class Opening:
         Raises:
             ServerFailed: one of them failed.
         """
-
-        def before(link: ServerLink, patience: float) -> None:
-            self._gets_on(run, [link.server.hop.peer_id], patience)
-
         held = min((link.server.prefix_tokens for link in run.links), default=0)
         for link in run.links:
             link.history = InputHistory(self._beginning.part(link.server.hop.span.start, held))
         for step in self._history.replay(self._position, step_limit(run.links), held):
-            await replay_step(run.links, step, epoch, before)
+            for link in run.links:
+                self._gets_on(run, [link.server.hop.peer_id], link.patience(step.chunk))
+                step = await link.replay(step, epoch)
 
     async def _prefix_at(self, hop: Hop) -> list[bytes]:
         """The names of what the server of `hop` may have kept."""
@@ -281,20 +279,3 @@ class Opening:
         if hop not in self._names:
             self._names[hop] = await trio.to_thread.run_sync(self._beginning.names, self._spec, hop)
         return self._names[hop]
-
-
-async def replay_step(
-    links: Sequence[ServerLink], step: Input, epoch: int, before: Callable[[ServerLink, float], object]
-) -> None:
-    """Runs one input through servers that have the ones before. `before(link, seconds)` is called before each server is
-    asked, with the seconds after which its answer is late.
-
-    Raises:
-        ServerFailed: one of them failed.
-    """
-    for link in links:
-        before(link, link.patience(step.chunk))
-        chunk = await link.server.exchange(step, epoch)
-        link.history.append(step)
-        link.count(step.chunk.tokens)
-        step = replace(step, chunk=chunk)
