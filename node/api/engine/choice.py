@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -288,7 +288,9 @@ class Choice:
         chosen = [ChosenToken(prompt[0], None)]
 
         if top is not None:
-            await conversation.score(prompt, partial(_note_likelihoods, chosen, prompt, top))
+            async with aclosing(conversation.score(prompt)) as scored:
+                async for first, logits in scored:
+                    await trio.to_thread.run_sync(_note_likelihoods, chosen, prompt, top, first, logits)
         else:
             chosen = [ChosenToken(token, None) for token in prompt]
         self._made += 1

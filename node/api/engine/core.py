@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import TypeVar
@@ -286,13 +286,13 @@ class Core:
         self, owner: str, model: ServedModel, prompt: Sequence[int], options: SessionOptions
     ) -> torch.Tensor:
         """What enters the head, float32 [tokens, hidden size]."""
-        found: list[torch.Tensor] = []
         needed = len(prompt) + 1
         async with (
             self._answers,
             self.conversations.lent(CacheScope(owner, model.name, options), prompt, needed, needed) as conversation,
         ):
-            await conversation.score(prompt, lambda _, hidden: found.append(hidden.float().cpu()), hidden=True)
+            async with aclosing(conversation.score(prompt, hidden=True)) as scored:
+                found = [hidden.float().cpu() async for _, hidden in scored]
             await conversation.aclose()  # nothing goes on with it
         return torch.cat(found)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Final
@@ -240,9 +240,9 @@ class Conversation:
         self._recovered += 1
 
     async def score(
-        self, prompt: Sequence[int], on_logits: Callable[[int, torch.Tensor], object], *, hidden: bool = False
-    ) -> None:
-        """Runs all of `prompt` anew, and calls `on_logits(first, logits)` for pieces of it, in a worker thread.
+        self, prompt: Sequence[int], *, hidden: bool = False
+    ) -> AsyncGenerator[tuple[int, torch.Tensor], None]:
+        """Runs all of `prompt` anew, and gives (first, logits) for pieces of it.
 
         `logits` [tokens, vocabulary] are those behind the tokens from `first` on, 0 being that of the prompt; with
         `hidden` it is what enters the head, [tokens, hidden size]. The session holds the prompt afterwards.
@@ -261,14 +261,12 @@ class Conversation:
         out = from_chunks(answered)[:, len(self._virtual) :]
         for first in range(0, len(prompt), _PIECE):
             piece = out[:, first : first + _PIECE]
-            await trio.to_thread.run_sync(self._hand_on, first, piece, on_logits, hidden)
+            yield first, await trio.to_thread.run_sync(self._scored, piece, hidden)
 
-    def _hand_on(
-        self, first: int, piece: torch.Tensor, on_logits: Callable[[int, torch.Tensor], object], hidden: bool
-    ) -> None:
+    def _scored(self, piece: torch.Tensor, hidden: bool) -> torch.Tensor:
         with self._model.last_hidden_state() as last:
             logits = self._model.head(piece)
-        on_logits(first, last[0][0] if hidden else logits[0])
+        return last[0][0] if hidden else logits[0]
 
     def _check(self, prompt: Sequence[int]) -> None:
         if not prompt:
