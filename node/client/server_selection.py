@@ -236,7 +236,7 @@ class ServerSelection:
                     due.append(server)
             elif not self._was_silent(peer_id, now):
                 new.append(server)
-        in_turn = round_robin(new, lambda server: self.swarm.view.source_of(server.peer_id), random.Random())
+        in_turn = round_robin(((self.swarm.view.source_of(one.peer_id), one) for one in new), random.Random())
         return [*due, *itertools.takewhile(lambda _: self._new.take(), in_turn)]
 
     def _was_silent(self, peer_id: str, now: float) -> bool:

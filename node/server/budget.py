@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Final
+from typing import Final, Literal
 
 import trio
 
@@ -210,16 +210,18 @@ class MemoryBudget:
         first = {waiter.holder: waiter for waiter in reversed(self._waiting)}
         line = [waiter for waiter in self._waiting if not waiter.holder or first[waiter.holder] is waiter]
         if len({lease.address for lease in self._held} | {waiter.address for waiter in self._waiting}) > 1:
-            line = [waiter for waiter in line if self._has_share(waiter, attrgetter("address"))] or line
+            line = [waiter for waiter in line if self._has_share(waiter, "address")] or line
         return [waiter for waiter in line if self._has_share(waiter)] or line or self._waiting
 
-    def _has_share(self, waiter: _Waiter, name: Callable[[Lease | _Waiter], str] = attrgetter("holder")) -> bool:
-        """Whether all that who has this name holds would still be within an equal share."""
-        if not name(waiter):
+    def _has_share(self, waiter: _Waiter, kind: Literal["holder", "address"] = "holder") -> bool:
+        """Whether all that this holder, or address, has would still be within an equal share."""
+        name_of = attrgetter(kind)
+        name = name_of(waiter)
+        if not name:
             return True
-        names = {name(lease) for lease in self._held} | {name(waiter) for waiter in self._waiting}
-        own = sum(lease.amount for lease in self._held if name(lease) == name(waiter))
-        return own + waiter.amount <= self.capacity // len(names)
+        names = set(map(name_of, (*self._held, *self._waiting)))
+        own = sum(lease.amount for lease in self._held if name_of(lease) == name)
+        return bool(own + waiter.amount <= self.capacity // len(names))
 
     async def _wait(self, waiter: _Waiter, timeout: float) -> Lease:
         self._waiting.append(waiter)

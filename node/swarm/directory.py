@@ -13,9 +13,9 @@ import logging
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import trio
 
@@ -45,8 +45,6 @@ class DirectoryPolicy:
 
     asked_at_start: int = 8  # peers asked side by side by `refresh`
     waves: int = 4  # of asking those whom the last wave named
-    enough_answers: int = 3  # after which the slow ones go on in the background
-    grace: float = 0.15  # seconds for them before that
     patience_with_named: float = 2.0
     """Seconds for the first answer of those whom others have named: they may be gone, or silent."""
     tries: int = 4  # peers asked at most for each answer that is wanted in a round of the background
@@ -286,6 +284,9 @@ class Directory:
         asked: set[str] = set()
         failures: list[str] = []
         self._sampled = model_version if sample else None
+        pull = functools.partial(
+            self._pull_of, model_version=model_version, sample=sample, everything=everything, timeout=timeout
+        )
         for wave in range(ASKING.waves):
             known = len(self.view.records)
             peers = [
@@ -294,10 +295,10 @@ class Directory:
                 if peer not in asked
             ]
             asked.update(peers)
-            pull = functools.partial(
-                self.pull, model_version=model_version, sample=sample, everything=everything, timeout=timeout
-            )
-            await self._ask(nursery, peers, pull, failures, math.inf if wave == 0 else ASKING.patience_with_named)
+            answers = Wave(failures)
+            for peer_id in peers:
+                nursery.start_soon(pull, answers, peer_id)
+            await answers.wait(len(peers), math.inf if wave == 0 else ASKING.patience_with_named)
             if wave == 0 and asked and len(failures) == len(asked):
                 reasons = "; ".join(sorted(set(failures))[:5])
                 raise SwarmError(f"no peer has answered ({len(asked)} asked): {reasons}")
@@ -310,32 +311,16 @@ class Directory:
             return known_well(self.view, model_version, now=time.time())
         return self._listens and not everything and before > PACE.whole  # where there is always something new
 
-    async def _ask(
-        self,
-        nursery: trio.Nursery,
-        peers: Sequence[str],
-        pull: Callable[[str], Awaitable[object]],
-        failures: list[str],
-        patience: float,
-    ) -> None:
-        """Starts pulling from all; returns soon after a few have answered, or when all have failed, or if nobody has
-        answered for `patience` seconds."""
-        wave = Wave(failures)
-        for peer_id in peers:
-            nursery.start_soon(wave.ask, pull, peer_id)
-        with trio.move_on_after(patience):
-            while wave.answers == 0 and wave.failed < len(peers):
-                await wave.progress.wait()
-        with trio.move_on_after(ASKING.grace):
-            while wave.answers < ASKING.enough_answers and wave.answers + wave.failed < len(peers):
-                await wave.progress.wait()
+    async def _pull_of(self, wave: Wave, peer_id: str, **asked: Any) -> None:
+        with wave.asking():
+            await self.pull(peer_id, **asked)
 
     def peers_to_ask(self, count: int) -> list[str]:
         """Whom to ask: the named peers, and `count` others: first some that we have a connection to. Of these, too, one
         of each address before a second one of any."""
         known = [peer for peer in self._host.connected() if self.addrs_of(peer)]
         some = random.sample(known, min(ASKING.connected_looked_at, len(known)))
-        connected = list(round_robin(some, self.address_of, random.Random()))
+        connected = list(round_robin(((self.address_of(peer), peer) for peer in some), random.Random()))
         servers = (content.peer_id for content in in_turn(self.view, 2 * count + ASKING.looked_at, time.time()))
         wanted = dict.fromkeys([*self._bootstrap, *connected, *itertools.islice(servers, count + len(connected) + 1)])
         wanted.pop(self._identity.peer_id, None)

@@ -7,7 +7,8 @@ import math
 import random
 import statistics
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -30,6 +31,8 @@ class SamplePolicy:
     looked_at: int = 8  # times as many as are wanted, before those that fit best are taken
     network_works: float = 120.0  # seconds since anybody answered after which a failure says nothing of the peer
     max_failed: int = 1000
+    enough_answers: int = 3  # of one wave, after which the slow ones go on in the background
+    grace: float = 0.15  # seconds for them before that
     estimated_from: int = 9  # answers, each of
     least_estimated: int = 16  # announcements at least
 
@@ -140,14 +143,18 @@ def _take(
 def _in_turn(
     records: Iterable[SignedAnnouncement], origins: Mapping[str, Origin], rng: random.Random
 ) -> Iterator[SignedAnnouncement]:
-    return round_robin(records, lambda record: origins[record.content.peer_id].chief, rng)
+    return round_robin(((origins[record.content.peer_id].chief, record) for record in records), rng)
 
 
-def round_robin(items: Iterable[T], source_of: Callable[[T], str], rng: random.Random) -> Iterator[T]:
-    """In random order, one of each source, then a second one of each that has more, and so on."""
+def round_robin(items: Iterable[tuple[str, T]], rng: random.Random) -> Iterator[T]:
+    """In random order, one of each source, then a second one of each that has more, and so on.
+
+    Args:
+        items: each with its source.
+    """
     of_source: dict[str, list[T]] = {}
-    for item in items:
-        of_source.setdefault(source_of(item), []).append(item)
+    for source, item in items:
+        of_source.setdefault(source, []).append(item)
     groups = list(of_source.values())
     for group in groups:
         if len(group) > 1:
@@ -215,16 +222,28 @@ class Wave:
     """Some peers that are asked side by side. Why one has not answered goes into `failures`."""
 
     def __init__(self, failures: list[str]) -> None:
-        self.answers = self.failed = 0
-        self.progress = trio.Event()
+        self._answers = self._failed = 0
+        self._progress = trio.Event()
         self._failures = failures
 
-    async def ask(self, pull: Callable[[str], Awaitable[object]], peer_id: str) -> None:
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """A peer is asked in the block."""
         try:
-            await pull(peer_id)
-            self.answers += 1
+            yield
+            self._answers += 1
         except PeerError as error:
             self._failures.append(str(error))
-            self.failed += 1
-        self.progress.set()
-        self.progress = trio.Event()
+            self._failed += 1
+        self._progress.set()
+        self._progress = trio.Event()
+
+    async def wait(self, count: int, patience: float) -> None:
+        """Returns soon after a few of `count` peers have answered, or when all have failed, or if nobody has answered
+        for `patience` seconds."""
+        with trio.move_on_after(patience):
+            while self._answers == 0 and self._failed < count:
+                await self._progress.wait()
+        with trio.move_on_after(SAMPLING.grace):
+            while self._answers < SAMPLING.enough_answers and self._answers + self._failed < count:
+                await self._progress.wait()

@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,21 +70,16 @@ class HubRepository:
         if model is not None and "/" in model:
             wanted.append(f"{_BASE_TAG}{model}")
 
-        def ask() -> Any:
-            # One request: HfApi.list_models asks an unreachable hub for half a minute.
-            asked: dict[str, Any] = {
-                "filter": wanted,
-                "limit": REPOSITORY.found_at_most,
-                "search": self._repository or "",
-            }
+        # One request: HfApi.list_models asks an unreachable hub for half a minute.
+        asked: dict[str, Any] = {"filter": wanted, "limit": REPOSITORY.found_at_most, "search": self._repository or ""}
+        with _asking():
             address = f"{constants.ENDPOINT}/api/models"
             response = get_session().get(
                 address, params=asked, headers=build_hf_headers(), timeout=REPOSITORY.timeout_s
             )
             hf_raise_for_status(response)
-            return response.json()
-
-        found = [of_tags(str(info["id"]), map(str, info.get("tags") or ())) for info in _asking(ask)]
+            infos = response.json()
+        found = [of_tags(str(info["id"]), map(str, info.get("tags") or ())) for info in infos]
         return [adapter for adapter in found if adapter.matches(model, ())]
 
     def push(self, folder: Path, name: str, *, replace: bool) -> str:
@@ -95,8 +90,7 @@ class HubRepository:
         repository = self._repository
         with tempfile.TemporaryDirectory(prefix="petalnode-hub-") as scratch:
             copy_adapter(folder, Path(scratch))
-
-            def upload() -> None:
+            with _asking():
                 api = HfApi()
                 api.create_repo(repository, exist_ok=replace)
                 api.upload_folder(
@@ -105,8 +99,6 @@ class HubRepository:
                     allow_patterns=list(FILES),
                     commit_message=f"Adapter {name}",
                 )
-
-            _asking(upload)
         return f"{constants.ENDPOINT}/{repository}"
 
     def pull(self, name: str, target: Path) -> SharedAdapter:
@@ -116,8 +108,7 @@ class HubRepository:
         if "/" not in repository:
             raise BadInput(f"{name!r} is no repository of the hub: give ORG/NAME")
         with tempfile.TemporaryDirectory(prefix="petalnode-hub-") as scratch:
-
-            def download() -> None:
+            with _asking():
                 info = HfApi().model_info(
                     repository, revision=revision or None, files_metadata=True, timeout=REPOSITORY.timeout_s
                 )
@@ -130,7 +121,6 @@ class HubRepository:
                         )
                         shutil.copyfile(got, Path(scratch) / file.rfilename)
 
-            _asking(download)
             try:
                 found = check_adapter(Path(scratch))
             except BadInput as error:
@@ -153,8 +143,10 @@ def of_tags(name: str, tags: Iterable[str]) -> SharedAdapter:
     )
 
 
-def _asking(ask: Callable[[], T]) -> T:
-    """
+@contextmanager
+def _asking() -> Iterator[None]:
+    """The hub is asked in the block.
+
     Raises:
         BadInput: the hub says no, or cannot be reached.
     """
@@ -167,7 +159,7 @@ def _asking(ask: Callable[[], T]) -> T:
     shown = not are_progress_bars_disabled()
     disable_progress_bars()
     try:
-        return ask()
+        yield
     except PetalnodeError:
         raise
     except RepositoryNotFoundError:

@@ -109,7 +109,7 @@ class _BatchEndpoints:
             found = [stored for stored in found if stored.purpose == purpose]
         if request.query_params.get("order", "desc") == "asc":
             found.reverse()
-        return page(request, found, lambda stored: stored.id, file_object)
+        return page(request, [*map(file_object, found)])
 
     async def file(self, request: Request) -> Response:
         return JSONResponse(file_object(await self._file(request)))
@@ -159,7 +159,7 @@ class _BatchEndpoints:
 
     async def batches(self, request: Request) -> Response:
         found = await trio.to_thread.run_sync(self._store.batches, request.state.owner)
-        return page(request, found, lambda stored: stored.id, batch_object)
+        return page(request, [*map(batch_object, found)])
 
     async def batch(self, request: Request) -> Response:
         return JSONResponse(batch_object(await self._found(self._store.batch, request, "batch")))

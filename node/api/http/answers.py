@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import trio
@@ -154,18 +154,8 @@ async def _write(send: Send, parts: Sequence[bytes], *, more: bool) -> None:
         await send({"type": "http.response.body", "body": b"".join(parts), "more_body": more})
 
 
-def page(
-    request: Request,
-    found: Sequence[T],
-    name: Callable[[T], str],
-    told: Callable[[T], dict[str, Any]],
-    default: int = 100,
-) -> Response:
+def page(request: Request, found: Sequence[Mapping[str, Any]], default: int = 100) -> Response:
     """A part of a list of objects with ids: `limit` of them, `default` unless the request says it, behind `after`.
-
-    Args:
-        name: the id of an object.
-        told: the object as the client is told of it.
 
     Raises:
         ApiError: the limit is none.
@@ -173,7 +163,7 @@ def page(
     limit, after = request.query_params.get("limit", str(default)), request.query_params.get("after")
     if not limit.isdecimal() or not 0 < len(limit) <= 5 or not 1 <= int(limit) <= 10_000:
         raise ApiError(400, "limit: from 1 to 10000", param="limit", code="invalid_value")
-    names = list(map(name, found))
+    names = [str(one["id"]) for one in found]
     start = names.index(after) + 1 if after in names else 0
     end = start + int(limit)
     ends = (
@@ -181,5 +171,4 @@ def page(
         if names[start:]
         else {"first_id": "", "last_id": ""}
     )
-    data = list(map(told, found[start:end]))
-    return JSONResponse({"object": "list", "data": data, "has_more": end < len(found), **ends})
+    return JSONResponse({"object": "list", "data": [*found[start:end]], "has_more": end < len(found), **ends})

@@ -144,7 +144,7 @@ class _ResponseEndpoints:
         listed = [_listed(index, item) for index, item in enumerate(stored.items)]
         if request.query_params.get("order", "desc") == "desc":
             listed.reverse()
-        return page(request, listed, lambda item: str(item["id"]), lambda item: item, default=20)
+        return page(request, listed, default=20)
 
     async def _asked(self, request: Request) -> ResponseRequest:
         return await read_asked(request, self._core, parse_response)
