@@ -41,6 +41,7 @@ class Hub:
     uploaded: dict[str, dict[str, bytes]] = field(default_factory=dict)
     sent: Counter[str] = field(default_factory=Counter)
     elsewhere: int = 0
+    no_ranges: bool = False
     moved: Counter[str] = field(default_factory=Counter)
     gated: str | bool = False
     url: str = ""
@@ -187,6 +188,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("X-Linked-ETag", f'"{hashlib.sha256(content).hexdigest()}"')
             self.send_header("Content-Length", "0")
             return self.end_headers()
+        if self.served.no_ranges:
+            del self.headers["Range"]
         first, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
         start, whole = int(first), content
         content = content[: int(last) + 1] if last else content

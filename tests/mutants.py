@@ -116,6 +116,7 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
     "node/models/sources/ranges.py": ("attacks/test_lying_hub",),
     "node/models/sources/hub_parts.py": ("attacks/test_lying_hub",),
     "node/models/sources/hub_files.py": _unit("models_hub_gguf"),
+    "node/models/sources/hub.py": _unit("models_hub models_hub_parts"),
     "node/models/part_headers.py": ("attacks/test_lying_hub",),
     "node/models/inventory.py": _unit("models_command"),
     "node/models/gguf/*": (*_unit("gguf_header models_gguf"), "attacks/test_changed_gguf", "parity/test_gguf"),

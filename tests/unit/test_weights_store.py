@@ -258,18 +258,18 @@ def test_the_type_is_that_of_the_weights(form: str, held: dict[str, int], dtype:
 def test_headers_that_cannot_be() -> None:
     for entries in ([("a", "F32", (2, 2), 8)], [("a", "PICKLE", (2, 2), 16)]):
         with pytest.raises(ModelError, match="cannot be read"):
-            safetensors_header(tree("safetensors", *entries), ["a"])
+            safetensors_header(tree("safetensors", *entries).entries, ["a"])
     two = tree("safetensors", ("a", "F32", (1,), 4), ("b", "F32", (1,), 4))
     with pytest.raises(ModelError, match="cannot be read"):
-        safetensors_header(two, ["same", "same"])
+        safetensors_header(two.entries, ["same", "same"])
     empty = tree("safetensors", ("a", "F32", (0,), 0), ("b", "F32", (0,), 0))
     with pytest.raises(ModelError, match="one name"):
-        safetensors_header(empty, ["same", "same"])
+        safetensors_header(empty.entries, ["same", "same"])
     for entries in ([("a", "Q4_0", (32,), 17)], [("a", "Q4_0", (33,), 18)], [("a", "F32", (), 4)]):
         with pytest.raises(ModelError, match="impossible shape"):
-            gguf_header(tree("gguf llama", *entries), ["a"], "llama")
+            gguf_header(tree("gguf llama", *entries).entries, ["a"], "llama")
     with pytest.raises(ModelError, match="not known here"):
-        gguf_header(tree("gguf llama", ("a", "Q99", (32,), 4)), ["a"], "llama")
+        gguf_header(tree("gguf llama", ("a", "Q99", (32,), 4)).entries, ["a"], "llama")
 
 
 def test_parts_of_different_forms_are_no_model(source: Source) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPException
@@ -27,12 +27,14 @@ from ..progress import Progress
 from .download import download
 from .hub_files import choose_gguf, kind_of, name_of
 from .hub_parts import NAME_FILE, HubParts
-from .ranges import RangedFile
+from .ranges import NoRanges, RangedFile
 
 _TIMEOUT_S = 10.0
 _DEFAULT_REVISION = "main"
 _CONFIG = "config.json"
+_WHOLE_BYTES = 64 << 20  # files of fewer bytes come whole
 _FOR_EVERYBODY = "petalnode-for-everybody"
+_SAFETENSORS = "safetensors"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -149,6 +151,9 @@ def _download_needed(
             _small_file(remote, name, progress)
     needed = _weight_files(remote, folder, parts, progress)
     weights = [name for name in needed if not (path / name).exists()]
+    if weights and _is_little(remote, weights, folder, parts):
+        with suppress(NoRanges):
+            return _safetensors_parts(remote, folder, parts, progress, before_download)
     if weights:
         missing = sum(remote.files[name] for name in weights)
         before_download({path / name: remote.files[name] for name in weights}, [path / name for name in needed])
@@ -156,6 +161,35 @@ def _download_needed(
         for name in weights:
             _weights(remote, name, cache, progress)
     return path
+
+
+def _is_little(remote: _Remote, weights: Sequence[str], folder: ModelFolder, parts: Sequence[Part]) -> bool:
+    """Whether these parts are little of the files that would come whole for them."""
+    few = len(parts) < folder.num_blocks + 2 and sum(remote.files[name] for name in weights) >= _WHOLE_BYTES
+    if not few or INDEX not in remote.files:
+        return few
+    file_of = read_index(folder.path / INDEX)
+    layout = find_layout(file_of, folder.num_blocks)
+    keys = [key for key, file in file_of.items() if file in weights]
+    return 2 * sum(layout.part_of(key) in parts for key in keys) < len(keys)
+
+
+def _safetensors_parts(
+    remote: _Remote, folder: ModelFolder, needed: Sequence[Part], progress: Progress, before_download: BeforeDownload
+) -> Path:
+    """The folder with these parts, and with the small files that came to `folder`."""
+    indexed = INDEX in remote.files
+    names = sorted(set(read_index(folder.path / INDEX).values())) if indexed else [SINGLE]
+    files = {name: _ranged(remote, name) for name in names}
+    small = [file for file in folder.path.iterdir() if file.name not in names and file.is_file()]
+    parts = HubParts(remote.model_id, remote.commit, _SAFETENSORS)
+    about = {"model": remote.model_id, "commit": remote.commit}
+    with _download_errors(remote, f"{names[0]} could not be downloaded: ", (OSError, HTTPException)):
+        parts.create(folder.name, about, list(files.values()), small, progress)
+        parts.restrict(not remote.for_everybody)
+        parts.add([file for file in small if file.name != INDEX])
+        parts.fetch(needed, files, progress, before_download)
+    return parts.path
 
 
 def _gguf_parts(
@@ -294,6 +328,13 @@ def _from_cache(model_id: str, revision: str, name: str, need: Need, cache: Path
     if not isinstance(config, str):
         raise ModelError(f"{name!r} is not in the hub's cache on this machine ({cache}), and {why}. {instead}")
     path = Path(config).parent
+    by_parts = HubParts.kept(model_id, path.name).get(_SAFETENSORS)
+    if by_parts is not None:
+        with suppress(ModelError):
+            folder = open_folder(by_parts, name, path.name)
+            if need != "config":
+                Checkpoint(by_parts, folder.num_blocks).check(parts_of_need(need, folder.num_blocks))
+                return folder
     folder = open_folder(path, name, path.name)
     parts = parts_of_need(need, folder.num_blocks)
     try:

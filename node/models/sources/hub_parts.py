@@ -89,6 +89,15 @@ class HubParts:
                     found[str(selection)] = note.parent
         return dict(sorted(found.items()))
 
+    def add(self, texts: Sequence[Path]) -> None:
+        """Copies files that stand beside the weights into the folder, as far as it has none of their names."""
+        with disk_errors(self.path, f"Downloading {self.name}"):
+            for text in texts:
+                if not (self.path / text.name).exists():
+                    new = self.path / f"{text.name}.new"
+                    shutil.copyfile(text, new)
+                    new.rename(self.path / text.name)
+
     def restrict(self, restricted: bool) -> None:
         """Says whether the model is not for everybody."""
         if restricted:
