@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,8 @@ CONTESTED: Final = 30.0
 """For which an address that has more than its share keeps a session from one that has less."""
 _LOOK: Final = 5.0
 """Seconds between two looks of who waits at what others have left idle."""
+_BETWEEN: Final = 0.5
+"""Seconds between two looks of all who wait together."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,7 @@ class MemoryBudget:
         self._used = 0
         self._waiting: list[_Waiter] = []
         self._overtaken = 0
+        self._looked = -math.inf
         self._lent: dict[Lease, Callable[[], None]] = {}  # the oldest first
         self._held: dict[Lease, None] = {}  # of all who are named
 
@@ -210,18 +214,18 @@ class MemoryBudget:
         first = {waiter.holder: waiter for waiter in reversed(self._waiting)}
         line = [waiter for waiter in self._waiting if not waiter.holder or first[waiter.holder] is waiter]
         if len({lease.address for lease in self._held} | {waiter.address for waiter in self._waiting}) > 1:
-            line = [waiter for waiter in line if self._has_share(waiter, "address")] or line
-        return [waiter for waiter in line if self._has_share(waiter)] or line or self._waiting
+            line = self._with_share(line, "address") or line
+        return self._with_share(line, "holder") or line or self._waiting
 
-    def _has_share(self, waiter: _Waiter, kind: Literal["holder", "address"] = "holder") -> bool:
-        """Whether all that this holder, or address, has would still be within an equal share."""
+    def _with_share(self, line: list[_Waiter], kind: Literal["holder", "address"]) -> list[_Waiter]:
+        """Those whose holder, or address, would still be within an equal share. Strangers choose how many there are, so
+        each is looked at once."""
         name_of = attrgetter(kind)
-        name = name_of(waiter)
-        if not name:
-            return True
-        names = set(map(name_of, (*self._held, *self._waiting)))
-        own = sum(lease.amount for lease in self._held if name_of(lease) == name)
-        return bool(own + waiter.amount <= self.capacity // len(names))
+        held = Counter[str](dict.fromkeys(map(name_of, self._waiting), 0))
+        for lease in self._held:
+            held[name_of(lease)] += lease.amount
+        share = self.capacity // max(len(held), 1)
+        return [waiter for waiter in line if not name_of(waiter) or held[name_of(waiter)] + waiter.amount <= share]
 
     async def _wait(self, waiter: _Waiter, timeout: float) -> Lease:
         self._waiting.append(waiter)
@@ -231,7 +235,8 @@ class MemoryBudget:
                 while not waiter.granted.is_set():
                     with trio.move_on_after(_LOOK):
                         await waiter.granted.wait()
-                    self._grant()
+                    if trio.current_time() - self._looked >= _BETWEEN:
+                        self._grant()
         except BaseException:
             self._leave(waiter)
             raise
@@ -250,6 +255,7 @@ class MemoryBudget:
             self._grant()
 
     def _grant(self) -> None:
+        self._looked = trio.current_time()
         while self._waiting:
             line = self._line()
             paid = [waiter.paid for waiter in line]

@@ -199,3 +199,38 @@ async def test_bytes_are_told_in_mebibytes() -> None:
     budget = MemoryBudget(5 << 20, "MiB for batches", 1 << 20)
     with pytest.raises(BudgetFull, match="6 MiB for batches are wanted, this server has 5 in all"):
         await budget.acquire(6 << 20, 0)
+
+
+class _CountedName(str):
+    """The name of a peer; counts how often it was looked up."""
+
+    count = 0
+
+    def __hash__(self) -> int:
+        _CountedName.count += 1
+        return super().__hash__()
+
+
+async def work_of_a_queue(length: int) -> int:
+    """How often names are looked up while so many peers wait for two looks at what is idle, and give up."""
+    budget = MemoryBudget(100_000)
+    for number in range(20):
+        await budget.acquire(5_000, 0, holder=f"h{number}", address=f"a{number % 3}")
+    _CountedName.count = 0
+
+    async def ask(number: int) -> None:
+        with pytest.raises(BudgetFull):
+            await budget.acquire(1_000, 12, holder=_CountedName(number), address=f"a{number % 3}")
+
+    async with trio.open_nursery() as nursery:
+        for number in range(length):
+            nursery.start_soon(ask, number)
+    return _CountedName.count
+
+
+async def test_a_long_queue_costs_each_of_it_little() -> None:
+    """Each that comes or leaves has all looked at once. Strangers fill the queue with keys that cost nothing."""
+    few, many = 40, 160
+    work = await work_of_a_queue(few), await work_of_a_queue(many)
+    assert work[0] < 10 * few**2
+    assert work[1] < 8 * (many / few) * work[0]  # not by the cube of the length
