@@ -77,13 +77,14 @@ const one = async (ids) => {
     for await (const token of sequence.evaluate(ids, {temperature: 0})) { next = token; break; }
     return [performance.now() - begun, busy() - before, next];
 };
+const loaded = performance.now(), loading = busy();
 const first = await one(Array.from({length: prompt}, (_, index) => 1000 + index * 7));
 const steps = [];
 let next = 2000;
 for (let step = 0; step < tokens; step++) { steps.push(await one([next])); next = steps[step][2]; }
 const least = (place) => Math.min(...steps.map((step) => step[place]));
-const all = steps.map((step) => step[0]);
-console.log(JSON.stringify({prompt: first.slice(0, 2), step: [least(0), least(1)], all}));
+const all = steps.map((step) => step[0]), spent = steps.map((step) => step[1]);
+console.log(JSON.stringify({prompt: first.slice(0, 2), step: [least(0), least(1)], all, spent, loaded, loading}));
 process.exit(0);
 """
 

@@ -1,15 +1,16 @@
 """What serving a GGUF file takes: disk beside the file, memory, seconds until ready, a prompt's and a token's time.
 
-    python benchmarks/gguf_files.py FILE... [--json] [--servers 1 2] [--rounds 3] [--tokens 32] [--llama-cpp FOLDER]
-                                    [--memory-mb N]
+    python benchmarks/gguf_files.py FILE... [--json] [--servers 1 2] [--rounds 3] [--tokens 32] [--threads N]
+                                    [--llama-cpp FOLDER] [--memory-mb N]
 
 The file is in the page cache. For each number of servers these are started on loopback, with an empty cache and
-again, with as many threads as they would take by themselves; a client in this process asks for `--tokens` tokens
-behind a prompt of 256 as chat does. `ready` is from the start of a process to its ready event, the longest of all;
-`over` the most that a server ever had resident, beyond its blocks' bytes and its attention cache. llama.cpp is run by
-node-llama-cpp in turns with it, with a thread for each core, if FOLDER is one in which `npm install node-llama-cpp`
-was run; its load is from the start of the process. Times of prompts and tokens: least and median. `--memory-mb` puts
-each server into a control group (version 1, as root) of so much memory, page cache included.
+again; a client in this process asks for `--tokens` tokens behind a prompt of 256 as chat does. `ready` is from the
+start of a process to its ready event, the longest of all; `over` the most that a server ever had resident beyond its
+blocks' bytes and its attention cache. llama.cpp is run by node-llama-cpp in turns with it, if FOLDER is one in which
+`npm install node-llama-cpp` was run; its load is from the start of the process. All of these use `--threads`
+threads. Seconds: of the clock and of the processor. Times of prompts and tokens: least and median, of tokens by the
+processor (client and servers) of the means of rounds; on a busy machine the latter alone can be compared, with one
+thread. `--memory-mb` puts each server into a control group (version 1, as root) of so much memory.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -59,7 +61,7 @@ def control_group(name: str, memory_mb: int) -> list[str]:
 
 
 @contextmanager
-def swarm(file: Path, spans: Sequence[tuple[int, int]], memory_mb: int) -> Iterator[list[ServerProcess]]:
+def swarm(file: Path, spans: Sequence[tuple[int, int]], options: argparse.Namespace) -> Iterator[list[ServerProcess]]:
     """Servers of the file's blocks, started one after the other, each with the threads it would take by itself."""
     servers: list[ServerProcess] = []
     with tempfile.TemporaryDirectory(prefix="petalnode-bench-") as scratch:
@@ -69,8 +71,8 @@ def swarm(file: Path, spans: Sequence[tuple[int, int]], memory_mb: int) -> Itera
                 folder = Path(scratch) / str(index)
                 folder.mkdir()
                 wanted = [str(file), "--blocks", f"{start}:{end}", "--cache-tokens", str(CACHE_TOKENS)]
-                prefix = control_group(str(index), memory_mb)
-                servers.append(ServerProcess([*wanted, *peer], folder, prefix=prefix, threads=os.cpu_count() or 1))
+                prefix = control_group(str(index), options.memory_mb)
+                servers.append(ServerProcess([*wanted, *peer], folder, prefix=prefix, threads=options.threads))
                 addrs = servers[-1].wait_ready()["addrs"]
                 assert isinstance(addrs, list)
                 peer = ["--peer", addrs[0]]
@@ -87,35 +89,46 @@ def most_memory(server: ServerProcess) -> int:
     return int(most[1]) * 1024
 
 
-def answer_times(model: Any, prompt: list[int], tokens: int) -> tuple[float, list[float]]:
-    """Milliseconds until the first token, and of each token behind it, as chat asks for them."""
-    came = [time.perf_counter()]
+@dataclass(frozen=True)
+class Answer:
+    """Milliseconds: until the first token; of each token behind it; of the processor for a token, in the mean."""
 
-    async def answer(client: SwarmClient) -> None:
+    prompt: float
+    steps: list[float]
+    spent: float
+
+
+def answer(model: Any, servers: Sequence[ServerProcess], prompt: list[int], tokens: int) -> Answer:
+    """Asks for so many tokens as chat does."""
+    came = [0.0]
+    used: list[float] = []
+
+    def note(_: int) -> None:
+        came.append(time.perf_counter())
+        if len(came) in (2, tokens + 1):
+            used.append(time.process_time() + sum(server.processor_seconds() for server in servers))
+
+    async def ask(client: SwarmClient) -> None:
         conversation = Conversation(client, model._local, max_length=len(prompt) + tokens, stop_tokens=())
         try:
             came[0] = time.perf_counter()
-            wanted = Sampling(max_new_tokens=tokens)
-            await conversation.answer(prompt, wanted, lambda _: came.append(time.perf_counter()))
+            await conversation.answer(prompt, Sampling(max_new_tokens=tokens), note)
         finally:
             await conversation.aclose()
 
-    model._runtime.call(answer, model._runtime.value)
+    model._runtime.call(ask, model._runtime.value)
     first, *others = [1000 * (after - before) for before, after in pairwise(came)]
-    return first, others
+    return Answer(first, others, 1000 * (used[-1] - used[0]) / max(1, len(others)))
 
 
-def llama_cpp(folder: Path, file: Path, tokens: int) -> dict[str, Any]:
+def llama_cpp(folder: Path, file: Path, tokens: int, threads: int) -> dict[str, Any]:
+    """What it says of a prompt and `all` tokens, and of loading: milliseconds from the start of the process."""
     script = folder / "petalnode-bench.mjs"
     script.write_text(LLAMA_CPP)
-    begun = time.perf_counter()
-    threads = str(os.cpu_count())
-    done = subprocess.run(
-        ["node", str(script), str(file), threads, str(tokens), str(PROMPT)], capture_output=True, text=True, check=True
-    )
-    said = json.loads(done.stdout.splitlines()[-1])
-    spent = (said["prompt"][0] + sum(said["all"])) / 1000
-    return {"steps": said["all"], "prompt": said["prompt"][0], "load_seconds": time.perf_counter() - begun - spent}
+    command = ["node", str(script), str(file), str(threads), str(tokens), str(PROMPT)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return said
 
 
 def size_of(folder: Path) -> int:
@@ -138,40 +151,50 @@ def run(file: Path, count: int, options: argparse.Namespace) -> dict[str, Any]:
     for kept in (Path(os.environ["PETALNODE_CACHE"]) / "models").iterdir():
         shutil.rmtree(kept) if kept.is_dir() else kept.unlink()
     spans = spans_of(folder.num_blocks, count)
-    with swarm(file, spans, options.memory_mb) as servers:
-        first = max(server.ready_seconds for server in servers)
-    own: dict[str, list[float]] = {"prompt": [], "token": []}
-    theirs: dict[str, list[float]] = {"prompt": [], "token": [], "load": []}
-    with swarm(file, spans, options.memory_mb) as servers:
+    with swarm(file, spans, options) as servers:
+        first = ready_seconds(servers)
+    own: list[Answer] = []
+    theirs: list[dict[str, Any]] = []
+    with swarm(file, spans, options) as servers:
+        again = ready_seconds(servers)
         addrs: Any = servers[-1].ready["addrs"]
         with AutoDistributedModelForCausalLM.from_pretrained(file, initial_peers=addrs) as model:
-            answer_times(model, [500] * 16, 4)
+            answer(model, servers, [500] * 16, 4)
             for turn in range(options.rounds):
-                prompt, steps = answer_times(model, list(range(1001 + turn, 1000 + 7 * PROMPT, 7)), options.tokens)
-                own["prompt"].append(prompt)
-                own["token"] += steps
+                prompt = list(range(1001 + turn, 1000 + 7 * PROMPT, 7))  # no server has kept it
+                own.append(answer(model, servers, prompt, options.tokens))
                 if options.llama_cpp:
-                    said = llama_cpp(options.llama_cpp, file, options.tokens)
-                    theirs["prompt"].append(said["prompt"])
-                    theirs["token"] += said["steps"]
-                    theirs["load"].append(said["load_seconds"])
+                    theirs.append(llama_cpp(options.llama_cpp, file, options.tokens, options.threads))
+                print(f"round {turn}: {own[-1]} {theirs[-1:]} load {os.getloadavg()[0]:.1f}", file=sys.stderr)
             beyond = over(servers, spans, folder)
             most = max(most_memory(server) for server in servers) / 1e6
-        ready = max(server.ready_seconds for server in servers)
-    found = {
+    found: dict[str, Any] = {
         "file": file.name, "file_mb": round(file.stat().st_size / 1e6), "blocks": folder.num_blocks,
         "servers": count, "disk_mb": round(size_of(Path(os.environ["PETALNODE_CACHE"])) / 1e6, 1),
-        "first_seconds": round(first, 1), "again_seconds": round(ready, 1), "memory_mb": round(most),
-        "over_mb": round(beyond),
+        "first_seconds": first, "again_seconds": again, "memory_mb": round(most), "over_mb": round(beyond),
+        "prompt_ms": pair([one.prompt for one in own]), "token_ms": pair([ms for one in own for ms in one.steps]),
+        "token_spent_ms": pair([one.spent for one in own]),
     }  # fmt: skip
-    for name in ("prompt", "token"):
-        found[f"{name}_ms"] = pair(own[name])
-        if theirs[name]:
-            found[f"llama_{name}_ms"] = pair(theirs[name])
-            found[f"{name}_of_llama"] = [round(of(own[name]) / of(theirs[name]), 2) for of in (min, statistics.median)]
-    if theirs["load"]:
-        found["llama_load_seconds"] = round(min(theirs["load"]), 1)
+    if theirs:
+        found["llama_load_seconds"] = [
+            round(min(one[key] for one in theirs) / 1000, 1) for key in ("loaded", "loading")
+        ]
+        found["llama_prompt_ms"] = pair([one["prompt"][0] for one in theirs])
+        found["llama_token_ms"] = pair([ms for one in theirs for ms in one["all"]])
+        found["llama_token_spent_ms"] = pair([statistics.fmean(one["spent"]) for one in theirs])
+        for name in ("prompt_ms", "token_ms", "token_spent_ms"):
+            found[f"{name}_of_llama"] = [
+                round(mine / other, 2) for mine, other in zip(found[name], found[f"llama_{name}"], strict=True)
+            ]
     return found
+
+
+def ready_seconds(servers: Sequence[ServerProcess]) -> list[float]:
+    """Until the last one was ready from its start: of the clock, and of the processor."""
+    return [
+        round(max(server.ready_seconds for server in servers), 1),
+        round(max(server.ready_processor for server in servers), 1),
+    ]
 
 
 def pair(values: list[float]) -> list[float]:
@@ -181,8 +204,9 @@ def pair(values: list[float]) -> list[float]:
 COLUMNS: Final = {
     "file": "file", "MB": "file_mb", "servers": "servers", "beside it, MB": "disk_mb", "ready, s": "first_seconds",
     "again, s": "again_seconds", "llama.cpp loads, s": "llama_load_seconds", "memory, MB": "memory_mb",
-    "over, MB": "over_mb", "prompt, ms": "prompt_ms", "llama.cpp's": "llama_prompt_ms", "of it": "prompt_of_llama",
-    "a token, ms": "token_ms", "llama.cpp's token": "llama_token_ms", "of its": "token_of_llama",
+    "over, MB": "over_mb", "prompt, ms": "prompt_ms", "of llama.cpp's": "prompt_ms_of_llama",
+    "a token, ms": "token_ms", "of its": "token_ms_of_llama", "processor, ms": "token_spent_ms",
+    "of its processor": "token_spent_ms_of_llama",
 }  # fmt: skip
 
 
@@ -194,6 +218,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--llama-cpp", type=Path)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--memory-mb", type=int, default=0)
     options = parser.parse_args()
     torch.manual_seed(0)

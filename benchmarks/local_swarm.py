@@ -47,7 +47,7 @@ class ServerProcess:
                 env=os.environ | {"OMP_NUM_THREADS": str(threads)},
             )
         self.started = time.perf_counter()
-        self.ready_seconds = 0.0
+        self.ready_seconds = self.ready_processor = 0.0
         self.ready: dict[str, object] = {}
 
     def wait_ready(self) -> dict[str, object]:
@@ -57,6 +57,7 @@ class ServerProcess:
         if not line:
             raise RuntimeError(f"a server ended: {self.log.read_text()}")
         self.ready_seconds = time.perf_counter() - self.started
+        self.ready_processor = self.processor_seconds()
         self.ready = json.loads(line)
         return self.ready
 
@@ -68,6 +69,11 @@ class ServerProcess:
             if name in ("VmRSS", "RssFile"):
                 fields[name] = int(value.split()[0]) * 1024
         return {"rss": fields["VmRSS"], "file": fields["RssFile"]}
+
+    def processor_seconds(self) -> float:
+        """That the process has used."""
+        times = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        return sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
 
     def stop(self) -> None:
         assert self.process.stdin is not None
