@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import trio
 
+from petalnode.node.blocks import span as span_module
+from petalnode.node.blocks.span import load_span
 from petalnode.node.server.lifecycle.speed import (
     BlockSpeed,
     LiveSpeed,
@@ -16,10 +18,13 @@ from petalnode.node.server.lifecycle.speed import (
     SpeedKey,
     cpu_name,
     keep_speed,
+    measure_speed,
     recall_speed,
 )
 from petalnode.node.swarm.cost import COST
 from petalnode.node.testing.memory_network import run_autojumping
+from petalnode.protocols.ids import Span
+from tests.tiny_models import save_tiny
 
 KEY = SpeedKey(b"v" * 32, "auto", "none", "some processor", 4)
 SPEED = BlockSpeed(0.002, 0.0001, 1e-8)
@@ -72,6 +77,25 @@ def test_the_file_does_not_grow_for_ever(cache: Path) -> None:
     assert recall_speed(replace(KEY, threads=229), now=1e9 + 230) == SPEED
     assert recall_speed(replace(KEY, threads=0), now=1e9 + 230) is None
     assert sorted(file.name for file in cache.iterdir()) == ["speeds.json"]
+
+
+def test_large_blocks_are_measured_by_a_few_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server of 8B took a minute of the processor for it, and as long to see that the kernels are quicker."""
+    blocks = load_span(save_tiny("llama", tmp_path / "model"), Span(1, 4), dtype="float32", device="cpu")
+    assert blocks.sample == Span(1, 4)
+    monkeypatch.setattr(span_module, "_SAMPLE_BYTES", blocks.weight_bytes // 3 + 1)
+    assert blocks.sample == Span(1, 3)
+    monkeypatch.setattr(span_module, "_SAMPLE_BYTES", 1)
+    asked: list[Span | None] = []
+    make_cache = blocks.make_cache
+
+    def note(*arguments: Any, part: Span | None = None) -> Any:
+        asked.append(part)
+        return make_cache(*arguments, part=part)
+
+    monkeypatch.setattr(blocks, "make_cache", note)
+    assert measure_speed(blocks).step_seconds > 0
+    assert asked == [Span(1, 2)]
 
 
 def test_live_steps_correct_what_is_announced_but_not_for_a_trifle() -> None:

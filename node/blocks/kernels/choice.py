@@ -60,6 +60,9 @@ class Decoder(Protocol):
     hidden_size: int
     numerics: Numerics
 
+    @property
+    def sample(self) -> Span: ...
+
     def make_cache(
         self, batch: int, max_length: int, left_padding: Sequence[int] | None = None, part: Span | None = None
     ) -> SpanCache: ...
@@ -88,11 +91,11 @@ def find_step(
             _log.warning("torch computes decode steps: the compiled kernels differ by %.1g", difference)
             return None
         span.step = step
-        alone = tiny_sessions(span, span.span)[:1]
+        alone = tiny_sessions(span, span.sample, 1)
         _choose_threads(step, lambda: _decode(span, alone))
         if always:
             return step
-        crowd = [session for _ in range(_MANY) for session in tiny_sessions(span, span.span)[:1]]
+        crowd = [session for _ in range(_MANY) for session in tiny_sessions(span, span.sample, 1)]
 
         def work() -> None:
             _decode(span, alone)
@@ -142,11 +145,11 @@ def _choose_threads(step: SpanStep, run: Callable[[], object]) -> None:
         step.threads = 1
 
 
-def tiny_sessions(span: Decoder, part: Span) -> list[tuple[torch.Tensor, SpanCache]]:
-    """The next steps of two tiny sessions of blocks `part`, one of them with two rows and left padding."""
+def tiny_sessions(span: Decoder, part: Span, count: int = 2) -> list[tuple[torch.Tensor, SpanCache]]:
+    """The next steps of one or two tiny sessions of blocks `part`, the second with two rows and left padding."""
     generator = torch.Generator().manual_seed(1)
     sessions = []
-    for batch, length, padding in ((1, 5, None), (2, 3, [2, 0])):
+    for batch, length, padding in ((1, 5, None), (2, 3, [2, 0]))[:count]:
         cache = span.make_cache(batch, length + 1, padding, part)
         hidden = torch.randn(batch, length + 1, span.hidden_size, generator=generator)
         span.forward(hidden[:, :length], cache)

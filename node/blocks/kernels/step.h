@@ -267,21 +267,13 @@ static void NAME(adapt)(const struct NAME(state) *w, const struct change *change
 
 /* --- experts (Fedus et al. 2021; as Mixtral and Qwen3-MoE choose them) --- */
 
-/* The first expert from `expert` on that a row has chosen; `all` if there is none. */
-static int64_t NAME(chosen_from)(const float *shares, int64_t number, int64_t all, int64_t expert) {
-    for (; expert < all; expert++)
-        for (int64_t r = 0; r < number; r++)
-            if (shares[r * all + expert] >= 0.0f) return expert;
-    return all;
-}
-
 /* What the chosen experts make of `normed`, into `added`. An expert's weights are read once for all rows that chose it. */
 static void NAME(experts)(const struct NAME(state) *w) {
     const struct shape *s = w->s;
     const struct block *b = w->b;
     const int64_t all = b->experts, hidden = s->hidden, number = w->number;
     float *shares = w->scores, *given = w->query, *made = w->attended; /* free by now, and large enough */
-    NAME(multiply)(&b->router, w->normed, number, shares, w->sums, w->threads);
+    NAME(multiply)(&b->router, w->normed, number, shares, w->sums, 1);
     for (int64_t r = 0; r < number; r++) {
         float *share = shares + r * all, total = 0.0f;
         NAME(softmax)(share, all);
@@ -296,16 +288,16 @@ static void NAME(experts)(const struct NAME(state) *w) {
             share[e] = float_bits(share[e]) >> 31 ? -share[e] / (s->shares_add_up ? total : 1.0f) : -1.0f;
     }
     memset(w->added, 0, number * hidden * sizeof(float));
-    for (int64_t e = NAME(chosen_from)(shares, number, all, 0), after; e < all; e = after) {
-        after = NAME(chosen_from)(shares, number, all, e + 1);
+    for (int64_t e = 0; e < all; e++) {
         const struct matrix *of = b->expert + 3 * e;
         int64_t count = 0;
         for (int64_t r = 0; r < number; r++)
             if (shares[r * all + e] >= 0.0f) memcpy(given + hidden * count++, w->normed + r * hidden, hidden * sizeof(float));
+        if (!count) continue;
         NAME(linear)(w, (struct NAME(linears)){.m = {of, of + 1}, .x = given, .rows = count, .count = 2,
                                                .y = {w->gate, w->up}, .activation = s->activation, .next = of + 2});
         NAME(linear)(w, (struct NAME(linears)){.m = {of + 2}, .x = w->gate, .rows = count, .count = 1, .y = {made},
-                                               .next = after < all ? b->expert + 3 * after : w->following});
+                                               .next = of + 2});
         count = 0;
         for (int64_t r = 0; r < number; r++) {
             float share = shares[r * all + e];

@@ -97,7 +97,7 @@ def cpu_name() -> str:
 
 
 def measure_speed(blocks: BlockSpan) -> BlockSpeed:
-    """Runs short prefills and a few decode steps. Call it on the thread that owns the device.
+    """Runs short prefills and a few decode steps of its first blocks. Call it on the thread that owns the device.
 
     The best of several, because whatever else the machine was doing is not the span's cost.
     """
@@ -107,7 +107,8 @@ def measure_speed(blocks: BlockSpan) -> BlockSpeed:
 
     most = max(1, min(_MOST_STEPS, blocks.max_positions // 4))
     tokens = max(1, min(SPEED.prefill_tokens, blocks.max_positions - most - 1))
-    cache = blocks.make_cache(1, tokens + most + 1)
+    part = blocks.sample
+    cache = blocks.make_cache(1, tokens + most + 1, part=part)
     try:
         hidden = torch.zeros(1, tokens, blocks.hidden_size, dtype=blocks.dtype, device=blocks.device)
         blocks.forward(hidden[:, :1], cache)  # the first call allocates and warms up
@@ -124,7 +125,7 @@ def measure_speed(blocks: BlockSpan) -> BlockSpeed:
             blocks.decode([(hidden[:, :1], cache)])
             synchronise(blocks.device)
             steps.append(time.perf_counter() - begun)
-        count = len(blocks.span)
+        count = len(part)
         return BlockSpeed(min(steps) / count, min(prefills) / tokens / count)
     finally:
         cache.free()
