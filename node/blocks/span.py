@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -44,8 +43,6 @@ from .stack import BlockStack
 
 PREFILL_CHUNK: Final = 256
 """Tokens (rows times positions) of a prefill that are computed at once; a recomputation splits it likewise."""
-
-_SAMPLE_BYTES: Final = 128 << 20
 
 _log = logging.getLogger(__name__)
 
@@ -123,13 +120,6 @@ class BlockSpan:
             quantised = (module.matrix for module in block.modules() if isinstance(module, QuantisedLinear))
             total += sum(tensor.nbytes for matrix in quantised for tensor in matrix.tensors().values())
         return total
-
-    @property
-    def sample(self) -> Span:
-        """Of its first blocks as many as tell how fast a block is: so that no processor's caches hold their weights."""
-        blocks = len(self.span)
-        count = math.ceil(blocks * min(1.0, _SAMPLE_BYTES / max(1, self.weight_bytes)))
-        return Span(self.span.start, self.span.start + count)
 
     @property
     def kernels(self) -> str:

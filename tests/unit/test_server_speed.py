@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import trio
 
-from petalnode.node.blocks import span as span_module
+from petalnode.node.blocks.kernels import choice
+from petalnode.node.blocks.kernels.choice import sample_of
 from petalnode.node.blocks.span import load_span
 from petalnode.node.server.lifecycle.speed import (
     BlockSpeed,
@@ -82,10 +83,10 @@ def test_the_file_does_not_grow_for_ever(cache: Path) -> None:
 def test_large_blocks_are_measured_by_a_few_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server of 8B took a minute of the processor for it, and as long to see that the kernels are quicker."""
     blocks = load_span(save_tiny("llama", tmp_path / "model"), Span(1, 4), dtype="float32", device="cpu")
-    assert blocks.sample == Span(1, 4)
-    monkeypatch.setattr(span_module, "_SAMPLE_BYTES", blocks.weight_bytes // 3 + 1)
-    assert blocks.sample == Span(1, 3)
-    monkeypatch.setattr(span_module, "_SAMPLE_BYTES", 1)
+    assert sample_of(blocks) == Span(1, 4)
+    monkeypatch.setattr(choice, "_SAMPLE_BYTES", blocks.weight_bytes // 3 + 1)
+    assert sample_of(blocks) == Span(1, 3)
+    monkeypatch.setattr(choice, "_SAMPLE_BYTES", 1)
     asked: list[Span | None] = []
     make_cache = blocks.make_cache
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
@@ -28,6 +29,7 @@ _ROUNDED_TOLERANCE: Final = 6e-2
 """The same of one block where activations are rounded to eight bits, which a last bit of float32 may decide. Over many
 blocks such differences grow to that of the roundings themselves."""
 _WORTH: Final = 0.95  # of the time that torch needs: less is noise
+_SAMPLE_BYTES: Final = 128 << 20
 _MANY: Final = 8
 """Sessions in a step that counts as much as one of a single session. Float32 weights come from memory as quickly for
 both, but torch's products with a few rows take three times as long as that."""
@@ -61,7 +63,7 @@ class Decoder(Protocol):
     numerics: Numerics
 
     @property
-    def sample(self) -> Span: ...
+    def weight_bytes(self) -> int: ...
 
     def make_cache(
         self, batch: int, max_length: int, left_padding: Sequence[int] | None = None, part: Span | None = None
@@ -91,11 +93,11 @@ def find_step(
             _log.warning("torch computes decode steps: the compiled kernels differ by %.1g", difference)
             return None
         span.step = step
-        alone = tiny_sessions(span, span.sample, 1)
+        alone = tiny_sessions(span, sample_of(span), 1)
         _choose_threads(step, lambda: _decode(span, alone))
         if always:
             return step
-        crowd = [session for _ in range(_MANY) for session in tiny_sessions(span, span.sample, 1)]
+        crowd = [session for _ in range(_MANY) for session in tiny_sessions(span, sample_of(span), 1)]
 
         def work() -> None:
             _decode(span, alone)
@@ -108,6 +110,12 @@ def find_step(
         return step if own <= _WORTH * torchs else None
     finally:
         span.step = None
+
+
+def sample_of(span: Decoder) -> Span:
+    """Of its first blocks as many as tell how fast a block is: so that no processor's caches hold their weights."""
+    share = min(1.0, _SAMPLE_BYTES / max(1, span.weight_bytes))
+    return Span(span.span.start, span.span.start + math.ceil(len(span.span) * share))
 
 
 def _tolerance(numerics: Numerics) -> float:

@@ -103,11 +103,12 @@ def measure_speed(blocks: BlockSpan) -> BlockSpeed:
     """
     import torch  # 2 s: whoever only asks what was measured before does without
 
+    from ...blocks.kernels.choice import sample_of
     from ..steps import synchronise
 
     most = max(1, min(_MOST_STEPS, blocks.max_positions // 4))
     tokens = max(1, min(SPEED.prefill_tokens, blocks.max_positions - most - 1))
-    part = blocks.sample
+    part = sample_of(blocks)
     cache = blocks.make_cache(1, tokens + most + 1, part=part)
     try:
         hidden = torch.zeros(1, tokens, blocks.hidden_size, dtype=blocks.dtype, device=blocks.device)
