@@ -30,7 +30,7 @@ import dataclasses
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final, TypeVar, get_type_hints
 
 from google.protobuf.message import Message
@@ -86,12 +86,12 @@ def session_name(nonce: bytes) -> str:
 
 def without_tensors(peer_id: str) -> Callable[[Any], None]:
     """For `MessageStream.receive` where no tensors are due: whoever sends some loses the stream."""
+    return partial(_refuse_tensors, peer_id)
 
-    def admit(frame: Any) -> None:
-        if frame.tensors:
-            raise ProtocolError(f"{peer_id} sent tensors where none are due", peer_id)
 
-    return admit
+def _refuse_tensors(peer_id: str, frame: Any) -> None:
+    if frame.tensors:
+        raise ProtocolError(f"{peer_id} sent tensors where none are due", peer_id)
 
 
 def bad_request(message: str) -> Refusal:

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from typing import Final
 
 import trio
-from libp2p.custom_types import TProtocol
+from libp2p.custom_types import StreamHandlerFn, TProtocol
 from libp2p.host import basic_host
 from libp2p.host.basic_host import BasicHost
 from libp2p.network.stream.net_stream import NetStream
@@ -26,8 +26,8 @@ from multiaddr import Multiaddr
 from ...crypto.identity import Identity
 from ..errors import MachineError
 from .addresses import concrete, dialable, ip_of, is_loopback, port_of
-from .shares import origin_of_ip
-from .standard_protocols import IDENTIFY_PUSH, PING, answer_pings, identify, keep_identified, take_pushes
+from .shares import Rates, origin_of_ip
+from .standard_protocols import IDENTIFY_PUSH, PING, PINGS, PUSHES, answer_pings, identify, keep_identified, take_pushes
 from .transport.bandwidth import Bandwidth
 from .transport.connections import NEGOTIATION, CircuitDialer, Network, path_of, reason_of
 from .transport.negotiation import OneAnswer, OneRoundTrip
@@ -313,11 +313,7 @@ class Host:
 
         A peer may send 256 KiB on one that were not read yet, and more once the handler grants something or widens it.
         """
-
-        async def serve(stream: NetStream) -> None:
-            await handler(StreamBytes(stream), str(stream.muxed_conn.peer_id))
-
-        self.libp2p.set_stream_handler(TProtocol(protocol), serve)
+        self.libp2p.set_stream_handler(TProtocol(protocol), functools.partial(_serve, handler))
 
     def remove_stream_handler(self, protocol: str) -> None:
         """From now on a peer that asks for the protocol is refused."""
@@ -397,27 +393,15 @@ async def open_host(
     libp2p = _Libp2pHost(network, addresses)
     libp2p.multiselect = OneAnswer(libp2p.multiselect.handlers)
     libp2p.multiselect_client = OneRoundTrip()
-    serve_stream = network.common_stream_handler
-
-    async def guarded(stream: NetStream) -> None:
-        # An error that reaches libp2p here, such as that of a peer's garbled negotiation, stops the whole host.
-        try:
-            await StreamBytes(stream).metered(functools.partial(serve_stream, stream))
-        except Exception as error:
-            log.debug("a stream of %s failed: %r", stream.muxed_conn.peer_id, error)
-            await stream.reset()
-        # libp2p's handlers close streams in our direction only; what the peer says then is read by nobody.
-        if stream.muxed_stream.write_closed:
-            stream.muxed_stream.discard()
-
-    network.set_stream_handler(guarded)
+    network.set_stream_handler(functools.partial(_guarded, network.common_stream_handler))
     async with libp2p.run(listen_addrs=list(listen)):
         missing = [str(addr) for addr in listen if str(addr) not in network.listeners]
         try:
             if not missing:
                 host = Host(network, libp2p, addresses)
-                host.set_stream_handler(PING, answer_pings())
-                host.set_stream_handler(IDENTIFY_PUSH, take_pushes(libp2p.get_peerstore()))
+                host.set_stream_handler(PING, functools.partial(answer_pings, Rates(*PINGS)))
+                pushes = functools.partial(take_pushes, Rates(*PUSHES), libp2p.get_peerstore())
+                host.set_stream_handler(IDENTIFY_PUSH, pushes)
                 yield host
         finally:
             # In order, and before the tasks of the connections are cancelled: the peers shall be notified.
@@ -426,6 +410,22 @@ async def open_host(
                 await libp2p.close()
     if missing:
         raise MachineError(f"cannot listen on {', '.join(missing)}")
+
+
+async def _serve(handler: ByteHandler, stream: NetStream) -> None:
+    await handler(StreamBytes(stream), str(stream.muxed_conn.peer_id))
+
+
+async def _guarded(serve_stream: StreamHandlerFn, stream: NetStream) -> None:
+    """An error that reaches libp2p here, such as that of a peer's garbled negotiation, stops the whole host."""
+    try:
+        await StreamBytes(stream).metered(functools.partial(serve_stream, stream))
+    except Exception as error:
+        log.debug("a stream of %s failed: %r", stream.muxed_conn.peer_id, error)
+        await stream.reset()
+    # libp2p's handlers close streams in our direction only; what the peer says then is read by nobody.
+    if stream.muxed_stream.write_closed:
+        stream.muxed_stream.discard()
 
 
 def _check_free(addr: Multiaddr) -> None:

@@ -73,40 +73,30 @@ async def take_identified(raw: StreamBytes, peerstore: IPeerStore, peer_id: ID) 
         return False
 
 
-def answer_pings() -> Handler:
-    rates = Rates(*PINGS)
-
-    async def serve(raw: StreamBytes, peer_id: str) -> None:
-        ping = b""
-        try:
-            while True:
-                with trio.fail_after(PATIENCE):
-                    while len(ping) < _PING_BYTES:
-                        part = await raw.read(_PING_BYTES - len(ping))
-                        if not part:
-                            await raw.close()
-                            return
-                        ping += part
-                await rates.wait(peer_id, 1)
-                with trio.fail_after(PATIENCE):
-                    await raw.write(ping)
-                ping = b""
-        except (OSError, trio.TooSlowError) as error:
-            log.debug("pings of %s: %r", peer_id, error)
-            await raw.reset()
-
-    return serve
+async def answer_pings(rates: Rates, raw: StreamBytes, peer_id: str) -> None:
+    ping = b""
+    try:
+        while True:
+            with trio.fail_after(PATIENCE):
+                while len(ping) < _PING_BYTES:
+                    part = await raw.read(_PING_BYTES - len(ping))
+                    if not part:
+                        await raw.close()
+                        return
+                    ping += part
+            await rates.wait(peer_id, 1)
+            with trio.fail_after(PATIENCE):
+                await raw.write(ping)
+            ping = b""
+    except (OSError, trio.TooSlowError) as error:
+        log.debug("pings of %s: %r", peer_id, error)
+        await raw.reset()
 
 
-def take_pushes(peerstore: IPeerStore) -> Handler:
-    rates = Rates(*PUSHES)
-
-    async def serve(raw: StreamBytes, peer_id: str) -> None:
-        bucket = rates.of(peer_id)
-        if bucket.delay(1) == 0:
-            bucket.take_ahead(1)
-            await take_identified(raw, peerstore, ID.from_string(peer_id))
-        else:
-            await raw.reset()
-
-    return serve
+async def take_pushes(rates: Rates, peerstore: IPeerStore, raw: StreamBytes, peer_id: str) -> None:
+    bucket = rates.of(peer_id)
+    if bucket.delay(1) == 0:
+        bucket.take_ahead(1)
+        await take_identified(raw, peerstore, ID.from_string(peer_id))
+    else:
+        await raw.reset()

@@ -89,12 +89,11 @@ class Usage:
         """The place of who is next among `clients`, in order of arrival: of the address that has had least, the peer
         that has. Addresses that wait `behind` others come last. `others` wait for something else."""
         self.settle({*clients, *others})
-
-        def had(place: int) -> tuple[bool, float, float, int]:
-            address, peer = clients[place]
-            return address in behind, self._addresses.seconds[address], self._peers[address].seconds[peer], place
-
-        return min(range(len(clients)), key=had)
+        had = [
+            (address in behind, self._addresses.seconds[address], self._peers[address].seconds[peer], place)
+            for place, (address, peer) in enumerate(clients)
+        ]
+        return min(had)[-1]
 
     def charge(self, address: str, peer: str, seconds: float) -> None:
         self._addresses.charge(address, seconds)

@@ -253,13 +253,13 @@ class ComputeThread:
     def _finish(self, pending: _Pending, value: object) -> None:
         """Wakes who waits for `pending`; a `value` that is an exception is raised there."""
         pending.value = value
+        self._soon(partial(self._wake, pending))
 
-        def wake() -> None:
-            self._depth -= pending.counts
-            pending.begun.set()
-            pending.done.set()
-
-        self._soon(wake)
+    def _wake(self, pending: _Pending) -> None:
+        """In the trio thread."""
+        self._depth -= pending.counts
+        pending.begun.set()
+        pending.done.set()
 
     def _soon(self, function: Callable[[], object]) -> None:
         """Has the trio thread call it."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from ..blocks.span import PREFILL_CHUNK
@@ -127,6 +127,11 @@ class Shares:
     def address(self, peer: str) -> str:
         return self.addresses.get(peer, peer)
 
+    def rank(self, peer: str) -> tuple[bool, float, float]:
+        """Less for who is next: whether it waits behind others, and what its address and it have had of the device."""
+        address = self.address(peer)
+        return address in self.behind, self.used_of.get(address, 0.0), (self.used or {}).get(peer, 0.0)
+
     def is_behind(self, peer: str) -> bool:
         return self.address(peer) in self.behind
 
@@ -139,18 +144,13 @@ def next_turn(waiting: Sequence[Waiting], overtaken: int = 0, shares: Shares | N
     it. Earlier steps of a peer go first within their kind. A turn is empty if all who wait rest.
     """
     shares = shares or Shares()
-    used = shares.used or {}
     ready = [index for index, step in enumerate(waiting) if not (shares.resting and shares.is_behind(step.peer))]
     prefills = [index for index in ready if not waiting[index].is_decode]
     decode = _decode_steps(waiting, ready, shares, bool(prefills))
     if not prefills:
         return Turn(decode, None)
 
-    def had(index: int) -> tuple[bool, float, float, int]:
-        peer = waiting[index].peer
-        return shares.is_behind(peer), shares.used_of.get(shares.address(peer), 0.0), used.get(peer, 0.0), index
-
-    prefills.sort(key=had)
+    prefills.sort(key=lambda index: shares.rank(waiting[index].peer))
     paid = [waiting[index].paid for index in prefills]
     place = next_in_line(paid, overtaken)
     step = waiting[prefills[place]]
@@ -179,15 +179,11 @@ def _decode_steps(
     limit = None if with_prefill else _most_seconds(first or rows_of, shares)
     limit_behind = _most_seconds_behind(first, shares)
     used, used_of = dict(shares.used or {}), dict(shares.used_of)
-
-    def had(peer: str) -> tuple[bool, float, float, int]:
-        address = shares.address(peer)
-        return address in shares.behind, used_of.get(address, 0.0), used.get(peer, 0.0), by_peer[peer][0]
-
+    then = replace(shares, used=used, used_of=used_of)  # with what the steps that are chosen here will have had
     chosen: list[int] = []
     rows = 0
     while by_peer:
-        peer = min(by_peer, key=had)
+        peer = min(by_peer, key=lambda peer: (then.rank(peer), by_peer[peer][0]))
         index = by_peer[peer].pop(0)
         if not by_peer[peer]:
             del by_peer[peer]
@@ -230,13 +226,10 @@ def _most_seconds(rows_of: Mapping[str, int], shares: Shares) -> float | None:
     if len(rows_of) + len(expected) < 2 or shares.cost is None:
         return None
     peers_at = Counter(shares.address(peer) for peer in (*rows_of, *expected))
-
-    def parts(peer: str) -> int:
-        return len(peers_at) * peers_at[shares.address(peer)]
-
-    limits = [parts(peer) * shares.cost.seconds(rows) for peer, rows in rows_of.items()]
+    parts = {peer: len(peers_at) * peers_at[shares.address(peer)] for peer in (*rows_of, *expected)}
+    limits = [parts[peer] * shares.cost.seconds(rows) for peer, rows in rows_of.items()]
     # Who is about to come waits for this batch, and then for that in which it is.
-    limits += [(parts(peer) - 1) * shares.cost.seconds(rows) for peer, rows in expected.items()]
+    limits += [(parts[peer] - 1) * shares.cost.seconds(rows) for peer, rows in expected.items()]
     return TURNS.rounding * min(limits)
 
 

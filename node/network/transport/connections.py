@@ -231,26 +231,18 @@ class Network(Libp2pSwarm):
         punching = self.punching.get(path.remote_addr or "")
         raw = SocketConnection(stream, path, self.bandwidth)
         raw.is_initiator = punching is not None
-        muxer: Muxer | None = None
-
-        async def secure() -> None:
-            nonlocal muxer
-            muxer = cast(Muxer, (await self.secure(raw, punching)).muxed_conn)
-
-        def charge(seconds: float) -> None:
-            self.limits.worked(address, WORK.step + seconds * WORK.units_of_second)
-
         try:
             with trio.fail_after(_HANDSHAKES):
                 await self.limits.work_turn(address)
                 self.limits.worked(address, WORK.handshake)
-                await metered(secure(), charge)
+                secured = await metered(self.secure(raw, punching), self.limits, address)
+                return cast(Muxer, secured.muxed_conn)
         except Exception as error:  # whatever a stranger's handshake may raise
             log.debug("refused a connection from %s: %s", path.remote_addr, reason_of(error))
         finally:
             address.users -= 1
             self._handshakes.remove(host)
-        return muxer
+        return None
 
     def _muxer_lost(self, muxer: Muxer) -> None:
         end = self._ends.pop(muxer, None)

@@ -8,7 +8,7 @@ import types
 from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import trio
 
@@ -275,18 +275,33 @@ class NodeLimits:
                 return
 
 
+class MeteredStream(Protocol):
+    """A stream of which a peer's address bears the processor time."""
+
+    waits_turn: bool
+    granted: bool
+
+
+R = TypeVar("R")
+
+
 @types.coroutine
-def metered(work: Coroutine[Any, Any, None], charge: Callable[[float], None]) -> Generator[Any, Any, None]:
-    """Does `work`. `charge(seconds)` is called with the processor time of each of its steps, after it."""
+def metered(
+    work: Coroutine[Any, Any, R], limits: NodeLimits, address: AddressUse, stream: MeteredStream | None = None
+) -> Generator[Any, Any, R]:
+    """Does `work`, and counts the processor time of each of its steps for the address: but not while the stream, if it
+    is for one, waits for its turn or was granted something."""
     step: Callable[[], Any] = partial(work.send, None)
     while True:
         begun = time.thread_time()
         try:
             asked = step()
-        except StopIteration:
-            return
+        except StopIteration as end:
+            done: R = end.value
+            return done
         finally:
-            charge(time.thread_time() - begun)
+            if stream is None or not (stream.waits_turn or stream.granted):
+                limits.worked(address, WORK.step + (time.thread_time() - begun) * WORK.units_of_second)
         try:
             step = partial(work.send, (yield asked))
         except BaseException as error:

@@ -42,21 +42,22 @@ class Budgets:
     values: int
 
 
+def _part(memory: int, divisor: int, least: int, most: int) -> int:
+    """In bytes; `least` and `most` in MiB."""
+    return min(max(memory // divisor, least * _MIB), most * _MIB)
+
+
 def budgets_of(memory: int) -> Budgets:
     """What a machine, or a container, with so many bytes of memory has for its peers: a fortieth, all budgets together,
     but enough for one prompt of the largest size, and no more than a core can use."""
-
-    def part(divisor: int, least: int, most: int) -> int:
-        return min(max(memory // divisor, least * _MIB), most * _MIB)
-
-    unread = part(128, 48, 1024)
+    unread = _part(memory, 128, 48, 1024)
     return Budgets(
-        ungranted=part(512, 16, 128),
+        ungranted=_part(memory, 512, 16, 128),
         unread=unread,
         unread_of_peer=unread // 2,
-        received=part(256, 64, 1024),
-        view=part(64, 32, 160),
-        values=part(1024, 4, 16),
+        received=_part(memory, 256, 64, 1024),
+        view=_part(memory, 64, 32, 160),
+        values=_part(memory, 1024, 4, 16),
     )
 
 

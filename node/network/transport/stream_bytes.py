@@ -11,7 +11,7 @@ from libp2p.network.connection.swarm_connection import SwarmConn
 from libp2p.network.stream.net_stream import NetStream
 from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError
 
-from .limits import WORK, metered
+from .limits import metered
 from .muxed_stream import WINDOW, MuxedStream
 from .negotiation import question
 from .raw_connection import READ_SIZE, Path, RawConnection
@@ -126,15 +126,11 @@ class StreamBytes:
         granted on it."""
         muxer = cast(Muxer, self._muxed.muxed_conn)
 
-        def charge(seconds: float) -> None:
-            if not (self._muxed.waits_turn or self._muxed.granted):
-                muxer.limits.worked(muxer.address, WORK.step + seconds * WORK.units_of_second)
-
         async def in_turn() -> None:
             await self.turn()
             await serve()
 
-        await metered(in_turn(), charge)
+        await metered(in_turn(), muxer.limits, muxer.address, self._muxed)
 
     def grant(self, window: int = WINDOW) -> None:
         """Lets the peer send up to `window` bytes that were not read yet, since it was granted something."""

@@ -175,12 +175,7 @@ class RequestService:
         try:
             with unwrapped(BudgetFull):
                 async with trio.open_nursery() as nursery:
-
-                    async def watch() -> None:
-                        await stream.wait_lost()
-                        nursery.cancel_scope.cancel()
-
-                    nursery.start_soon(watch)
+                    nursery.start_soon(_cancel_when_lost, stream, nursery.cancel_scope)
                     client, address = stream.peer_id, self.context.origin_of(stream.peer_id)
                     lease = await self.cache.acquire(tokens, wait, paid=paid, holder=client, address=address)
                     nursery.cancel_scope.cancel()
@@ -267,3 +262,8 @@ def _peer_id(client: bytes) -> str:
         return peer_id_from_bytes(client)
     except ValueError:
         raise not_held() from None
+
+
+async def _cancel_when_lost(stream: InferenceStream, scope: trio.CancelScope) -> None:
+    await stream.wait_lost()
+    scope.cancel()
