@@ -26,8 +26,8 @@ from multiaddr import Multiaddr
 from ...crypto.identity import Identity
 from ..errors import MachineError
 from .addresses import concrete, dialable, ip_of, is_loopback, port_of
-from .shares import Rates, origin_of_ip
-from .standard_protocols import IDENTIFY_PUSH, PING, PINGS, PUSHES, answer_pings, identify, keep_identified, take_pushes
+from .shares import origin_of_ip
+from .standard_protocols import IDENTIFY_PUSH, PING, answer_pings, identify, keep_identified, take_pushes
 from .transport.bandwidth import Bandwidth
 from .transport.connections import NEGOTIATION, CircuitDialer, Network, path_of, reason_of
 from .transport.negotiation import OneAnswer, OneRoundTrip
@@ -399,9 +399,8 @@ async def open_host(
         try:
             if not missing:
                 host = Host(network, libp2p, addresses)
-                host.set_stream_handler(PING, functools.partial(answer_pings, Rates(*PINGS)))
-                pushes = functools.partial(take_pushes, Rates(*PUSHES), libp2p.get_peerstore())
-                host.set_stream_handler(IDENTIFY_PUSH, pushes)
+                host.set_stream_handler(PING, answer_pings())
+                host.set_stream_handler(IDENTIFY_PUSH, take_pushes(libp2p.get_peerstore()))
                 yield host
         finally:
             # In order, and before the tasks of the connections are cancelled: the peers shall be notified.

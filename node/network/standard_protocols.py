@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Final
 
 import trio
@@ -73,7 +74,15 @@ async def take_identified(raw: StreamBytes, peerstore: IPeerStore, peer_id: ID) 
         return False
 
 
-async def answer_pings(rates: Rates, raw: StreamBytes, peer_id: str) -> None:
+def answer_pings() -> Handler:
+    return partial(_answer_pings, Rates(*PINGS))
+
+
+def take_pushes(peerstore: IPeerStore) -> Handler:
+    return partial(_take_pushes, Rates(*PUSHES), peerstore)
+
+
+async def _answer_pings(rates: Rates, raw: StreamBytes, peer_id: str) -> None:
     ping = b""
     try:
         while True:
@@ -93,7 +102,7 @@ async def answer_pings(rates: Rates, raw: StreamBytes, peer_id: str) -> None:
         await raw.reset()
 
 
-async def take_pushes(rates: Rates, peerstore: IPeerStore, raw: StreamBytes, peer_id: str) -> None:
+async def _take_pushes(rates: Rates, peerstore: IPeerStore, raw: StreamBytes, peer_id: str) -> None:
     bucket = rates.of(peer_id)
     if bucket.delay(1) == 0:
         bucket.take_ahead(1)
