@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -10,6 +13,9 @@ import trio
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.models import Manifest, ModelFolder
+from petalnode.node.models.checkpoint import Checkpoint
+from petalnode.node.models.digests import part_digests
+from petalnode.node.models.parts import parts_of_need
 from petalnode.node.swarm.swarm import Swarm
 from petalnode.node.testing import MemoryNetwork, run_autojumping
 from petalnode.node.weights import holder
@@ -185,3 +191,29 @@ def test_sessions_go_before_uploads(folder: ModelFolder, manifest: Manifest) -> 
 
     assert run_autojumping(main, False) < 1.0
     assert run_autojumping(main, True) > 18.0
+
+
+def test_what_changed_on_the_disk_is_offered_no_more(folder: ModelFolder, manifest: Manifest, tmp_path: Path) -> None:
+    """Who asked for it in vain would ask again for ever."""
+    copied = replace(folder, path=Path(shutil.copytree(folder.path, tmp_path / "copy" / folder.path.name)))
+    part_digests(Checkpoint(copied.path), parts_of_need("all", NUM_BLOCKS))
+    version = manifest.version
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            network = MemoryNetwork(nursery)
+            server, _ = hands_on(network, copied, manifest)
+            asker = network.node(Identity.generate())
+            async with open_weights(cast(Swarm, asker), server.peer_id) as stream:
+                before = await ask_offer(stream, version, NUM_BLOCKS, timeout=5.0)
+                assert before is not None and 1 in before.parts
+                file = copied.path / "model.safetensors"
+                file.write_bytes(bytes(file.stat().st_size))
+                await ask_piece(stream, version, 1, 0, timeout=5.0)
+                assert await receive_piece(stream, timeout=5.0) is None
+                await trio.sleep(1.0)
+                after = await ask_offer(stream, version, NUM_BLOCKS, timeout=5.0)
+                assert after is not None and after.parts == before.parts - {1}
+            nursery.cancel_scope.cancel()
+
+    run_autojumping(main)
