@@ -8,8 +8,8 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import BaseRoute
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
 
 from ..errors import PetalnodeError
 from .anthropic import anthropic_routes
@@ -38,7 +38,8 @@ def create_app(
         batches: keeps files and batches; its `run` takes what this returns.
         responses: keeps what /v1/responses goes on from; one of the usual size if none is given.
     """
-    routes = [*openai_routes(core), *response_routes(core, responses), *batch_routes(batches)]
+    routes: list[BaseRoute] = [Route("/health", _health, methods=["GET"])]
+    routes += [*openai_routes(core), *response_routes(core, responses), *batch_routes(batches)]
     routes += [*anthropic_routes(core), *ollama_routes(core), *pages]
     handlers: Mapping[Any, Any] = {
         ApiError: _error_response,
@@ -47,6 +48,11 @@ def create_app(
         Exception: _error_response,
     }
     return AdmissionMiddleware(Starlette(routes=routes, exception_handlers=dict(handlers)), admission)
+
+
+async def _health(request: Request) -> Response:
+    """Whether this process answers; needs no key, and asks nobody."""
+    return JSONResponse({"status": "ok"})
 
 
 async def _error_response(request: Request, error: Exception) -> Response:

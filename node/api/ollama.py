@@ -132,6 +132,8 @@ def _calls(message: Fields) -> Iterable[dict[str, Any]]:
 
 
 PREFIX: Final = "/api/"
+_MEDIA_TYPES: Final = ("application/json", "application/x-ndjson")
+"""Of an answer in one piece, and of a stream."""
 
 
 def timestamp() -> str:
@@ -227,6 +229,8 @@ def ollama_routes(core: Core) -> list[BaseRoute]:
     return [
         Route("/api/version", endpoints.version, methods=["GET"]),
         Route("/api/tags", endpoints.tags, methods=["GET"]),
+        Route("/api/ps", endpoints.running, methods=["GET"]),
+        Route("/api/pull", endpoints.pull, methods=["POST"]),
         Route("/api/show", endpoints.show, methods=["POST"]),
         Route("/api/chat", endpoints.chat, methods=["POST"]),
         Route("/api/generate", endpoints.generate, methods=["POST"]),
@@ -243,6 +247,18 @@ class _OllamaEndpoints:
 
     async def tags(self, request: Request) -> Response:
         return JSONResponse({"models": [self._listed(model) for model in self._core.models.values()]})
+
+    async def running(self, request: Request) -> Response:
+        """All models are there as long as this process is: 9999 stands for no end, as in Ollama."""
+        more = {"expires_at": "9999-12-31T23:59:59Z", "size_vram": 0}
+        return JSONResponse({"models": [self._listed(model) | more for model in self._core.models.values()]})
+
+    async def pull(self, request: Request) -> Response:
+        """What is served is there already; no other model is fetched because a request names it."""
+        fields = await self._fields(request)
+        self._core.model(model_name(fields))
+        stream = fields.get("stream") is not False
+        return Response('{"status":"success"}' + "\n" * stream, media_type=_MEDIA_TYPES[stream])
 
     async def show(self, request: Request) -> Response:
         core = self._core

@@ -95,6 +95,7 @@ class Chatter:
         notice: asked before each prompt whether it may go to the servers that there are.
         is_there: whether a peer to join by, given by its address, is connected now.
         is_closed: whether only servers that the person trusts may take the place of a lost one.
+        link_without: `petalnode join` and a link into this swarm through others than a peer, "" if there are none.
         served: the models that the swarm serves, by name.
         longest: how many tokens a conversation may reach with the model and the servers that there are now.
         reader: where a person types.
@@ -116,6 +117,7 @@ class Chatter:
     notice: StrangerNotice | None = None
     is_closed: Callable[[Hop], bool] = lambda _: False
     is_there: Callable[[str], bool] = lambda _: True
+    link_without: Callable[[str], str] = lambda _: ""
     served: Callable[[], Sequence[str]] = tuple
     longest: Callable[[], int] = int
     reader: LineReader | None = None
@@ -377,7 +379,9 @@ class Chatter:
         # Who joined by the lost server cannot say by whom to join; and a trusted server is one by its key.
         if self.is_closed(lost) or (peers and not others):
             return f"start this server again, on its machine: petalnode serve {options} --blocks {lost.span}"
-        return f"start another server of them: petalnode serve {options} --blocks {lost.span}"
+        link = self.link_without(lost.peer_id)
+        also = f"; or send somebody: {link}" if link else ""
+        return f"start another server of them: petalnode serve {options} --blocks {lost.span}{also}"
 
     def _tell_progress(self, text: str, **fields: Any) -> None:
         self._answer.interrupt()

@@ -11,7 +11,7 @@ import trio
 
 from ...protocols.framing import PeerError
 from ..errors import SwarmError
-from ..links.making import LinkWishes, choose_addrs, make_link, near_addrs
+from ..links.making import LinkWishes, near_link
 from ..swarm.discovery import JoinResult
 from ..swarm.swarm import Swarm
 from .join import JoinOptions
@@ -92,9 +92,8 @@ def _key_option(join: JoinOptions) -> str:
 def say_link(swarm: Swarm, join: JoinOptions, output: Output, model: str = "", version: bytes = b"") -> None:
     """Prints the link by which others join through this node and those that it joined by. The key of a private swarm is
     not in it: what is printed may be kept in a log."""
-    addrs = choose_addrs(near_addrs(swarm))
-    if addrs:
-        link, _ = make_link(LinkWishes(model, version, join.psk), addrs, swarm.identity, time.time())
+    link = near_link(swarm, LinkWishes(model, version, join.psk))
+    if link:
         output.say(f"to invite somebody:  petalnode join {link}{_key_option(join)}")
         output.emit(event="link", link=link)
 

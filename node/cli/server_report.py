@@ -253,6 +253,7 @@ class ServerReport:
 
     def __init__(self, output: Output, join: JoinOptions, bars: ProgressBars, nursery: trio.Nursery) -> None:
         self.is_ready = False
+        self.is_drained = False
         self._output = output
         self._join = join
         self._bars = bars
@@ -288,6 +289,8 @@ class ServerReport:
             return
         if event in ("moving", "moved"):
             _say_change(output, event, fields)
+        elif event == "stopped":
+            self.is_drained = not fields["sessions"]
         elif event == "stopping":
             sessions = fields["sessions"]
             moving = f", when {sessions} sessions have moved to other servers (again Ctrl-C: at once)"

@@ -153,6 +153,14 @@ def make_link(wishes: LinkWishes, addrs: Sequence[str], identity: Identity, now:
     return to_link(invite, identity), invite
 
 
+def near_link(swarm: Swarm, wishes: LinkWishes, *, without: str = "") -> str:
+    """A link through this node and the peers that it joined by and is connected to, but not `without`; nobody is asked.
+    "" if nobody is left."""
+    living = {peer_id: addrs for peer_id, addrs in near_addrs(swarm).items() if peer_id != without}
+    addrs = choose_addrs(living)
+    return make_link(wishes, addrs, swarm.identity, time.time())[0] if addrs else ""
+
+
 async def link_now(swarm: Swarm, wishes: LinkWishes, identity: Identity) -> tuple[str, Invite]:
     """A link through peers that answer now.
 

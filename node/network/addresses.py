@@ -276,12 +276,13 @@ def concrete(listening: Iterable[Multiaddr]) -> list[Multiaddr]:
         if not _is_unspecified(addr):
             found.append(addr)
             continue
-        for host in _interface_addresses(family):
+        for host in interface_addresses(family):
             found.append(Multiaddr(f"/{family}/{host}/tcp/{values['tcp']}"))
     return list(dict.fromkeys(found))
 
 
-def _interface_addresses(family: str) -> Sequence[str]:
+def interface_addresses(family: str) -> Sequence[str]:
+    """The addresses of this machine that others may dial, of "ip4" or "ip6"; those of loopback if there is no other."""
     kind = socket.AF_INET6 if family == "ip6" else socket.AF_INET
     hosts = [ipaddress.ip_address(entry.address) for entry in _interface_entries() if entry.family == kind]
     others = [str(host) for host in hosts if not host.is_loopback and not host.is_link_local]

@@ -17,7 +17,7 @@ from starlette.routing import BaseRoute, Route
 from ..api.engine.core import Core
 from ..errors import SwarmError
 from ..links.format import check_word
-from ..links.making import LinkWishes, link_now, qr_code, where_from
+from ..links.making import LinkWishes, link_now, near_link, qr_code, where_from
 from ..network.addresses import parse_peer
 from ..version import __version__
 from .swarm_report import KnownServer, LastVerdict, Path, SwarmState, swarm_report
@@ -51,6 +51,11 @@ def swarm_routes(core: Core, *, peers: Sequence[str] = (), verdicts: Verdicts = 
     ]
 
 
+def _key_option(psk: str | None) -> str:
+    """Behind a link of a private swarm, which has not got the key."""
+    return "" if psk is None else " --swarm-key FILE"
+
+
 class _InviteEndpoint:
     """However often it is asked, a link is made every 15 s at most. The key of a private swarm is in none."""
 
@@ -76,10 +81,9 @@ class _InviteEndpoint:
         link, invite = await link_now(swarm, wishes, swarm.identity)
         word = await trio.to_thread.run_sync(check_word, link)
         rows = ["".join("01"[bool(module)] for module in row) for row in qr_code(link).matrix]
-        needs_key = " --swarm-key FILE" if swarm.psk is not None else ""
         return {
             "link": link,
-            "command": f"petalnode join {link}{needs_key}",
+            "command": f"petalnode join {link}{_key_option(swarm.psk)}",
             "check_word": word,
             "expires": invite.expires,
             "reached_from": where_from(invite.addrs) or "anywhere",
@@ -125,6 +129,7 @@ class _SwarmEndpoint:
     def _state(self, verdicts: Mapping[str, LastVerdict]) -> SwarmState:
         client, now = self._core.client, time.time()
         swarm, version = client.swarm, client.model.version
+        link = near_link(swarm, LinkWishes(self._core.base.name, version, swarm.psk))
         servers = tuple(
             KnownServer(
                 said,
@@ -142,6 +147,7 @@ class _SwarmEndpoint:
             num_blocks=client.model.num_blocks,
             servers=servers,
             self_id=swarm.peer_id,
+            join=f"petalnode join {link}{_key_option(swarm.psk)}" if link else "",
             peers=[peer for peer in self._peers if swarm.is_connected(parse_peer(peer)[0])],
             now=now,
             software_version=__version__,

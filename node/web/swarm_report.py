@@ -57,6 +57,7 @@ class SwarmState:
         self_id: this node's peer id.
         peers: the addresses that this node joined by, of peers that are there.
         now: seconds since 1970.
+        join: the command with a link for who has nothing of the swarm yet; empty if nobody who is there can be dialed.
     """
 
     model: str
@@ -67,6 +68,7 @@ class SwarmState:
     peers: Sequence[str] = ()
     now: float = 0.0
     software_version: str = ""
+    join: str = ""
 
 
 def swarm_report(state: SwarmState) -> dict[str, Any]:
@@ -157,17 +159,18 @@ def help_for(state: SwarmState, coverage: Sequence[int]) -> dict[str, str] | Non
     address = _address(state)
     join = f" --peer {shlex.quote(address)}" if address else ""
     serve = f"petalnode serve {shlex.quote(state.model)}"
+    send = {"join": state.join} if state.join else {}
     missing = spans_with(coverage, 0)
     if missing:
         blocks = describe_blocks([block for gap in missing for block in range(gap.start, gap.end)])
         text = f"Nobody serves {blocks}: no answers until somebody does. This serves {_what(missing)}."
-        return {"text": text, "command": f"{serve} --blocks {missing[0]}{join}"}
+        return {"text": text, "command": f"{serve} --blocks {missing[0]}{join}", **send}
     single = spans_with(coverage, 1)
     if not single:
         return None
     blocks = describe_blocks([block for span in single for block in range(span.start, span.end)])
     text = f"Only one server has {blocks}: answers wait when it goes. One more machine helps; it chooses its blocks."
-    return {"text": text, "command": f"{serve}{join}"}
+    return {"text": text, "command": f"{serve}{join}", **send}
 
 
 def _what(missing: Sequence[Span]) -> str:

@@ -139,6 +139,7 @@ BODIES: Final[dict[str, dict[str, Any]]] = {
         **_OPTIONS,
     },
     "/api/show": {"model": MODEL},
+    "/api/pull": {"model": MODEL, "stream": False},
     "/v1/embeddings": {"model": MODEL, "input": ["a", [1, 2]], "encoding_format": "float", "pooling": "mean"},
     "/v1/petalnode/hidden_states": {"model": MODEL, "input": [1, 2], "blocks": [0, 5], **_OPTIONS},
 }

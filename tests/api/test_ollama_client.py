@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from urllib.request import urlopen
 
 import ollama
 import pytest
 
 from petalnode.node.api.http.admission import Admission
 from petalnode.node.api.http.keys import ApiKeys, hash_of_key
+from petalnode.node.cli.commands.api import lan_urls
 from tests.api.conftest import CONTEXT, Served
 from tests.memory_api import MemoryApi, memory_api
 
@@ -35,10 +37,26 @@ def test_the_models_that_there_are(other: ollama.Client, api: MemoryApi) -> None
     assert shown.template == api.core.text.template
     assert shown.modelinfo is not None and shown.modelinfo["llama.context_length"] == CONTEXT
     assert shown.capabilities == ["completion", "tools"]
+    assert [one.model for one in other.ps().models] == [MODEL]
+    assert other.pull(f"{MODEL}:latest").status == "success"
+    assert [step.status for step in other.pull(MODEL, stream=True)] == ["success"]
+    with pytest.raises(ollama.ResponseError):
+        other.pull("other")
     with pytest.raises(ollama.ResponseError) as raised:
         other.show("other")
     assert raised.value.status_code == 404
     assert "other" in raised.value.error
+
+
+def test_whether_the_process_answers_needs_no_key_and_no_swarm(api: MemoryApi) -> None:
+    with urlopen(f"{api.url}/health") as answer:
+        assert json.load(answer) == {"status": "ok"}
+
+
+def test_other_machines_are_told_an_address_that_they_can_dial() -> None:
+    assert lan_urls("127.0.0.1", "http://127.0.0.1:8000") == []
+    found = lan_urls("0.0.0.0", "http://0.0.0.0:8000")
+    assert found and all(url.endswith(":8000") and "0.0.0.0" not in url for url in found)
 
 
 def test_a_chat_says_what_openais_says(other: ollama.Client, client: Any) -> None:

@@ -391,5 +391,10 @@ def test_the_help_explains_what_most_people_need_and_names_the_rest() -> None:
         return done.stdout + done.stderr
 
     short, long = shown("chat", "--help"), shown("chat", "--help-all")
-    assert "Save the conversation" in short and "Sampling temperature" not in short and "--temperature" in short
-    assert "Sampling temperature" in long and "More options" not in long
+    assert "Save the conversation" in short and "Sample from the most" not in short and "--top-p" in short
+    assert (
+        "Sampling temperature" in short
+        and "System prompt" in short
+        and "Sample from the most" in long
+        and "More options" not in long
+    )

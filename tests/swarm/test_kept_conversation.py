@@ -202,7 +202,12 @@ class Interrupted(FakeConversation):
 
 
 def hear(
-    conversation: FakeConversation, as_json: bool, capsys: pytest.CaptureFixture[str], *, closed: bool = False
+    conversation: FakeConversation,
+    as_json: bool,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    closed: bool = False,
+    linked: bool = False,
 ) -> tuple[str, str]:
     talk = Chatter(
         conversation,  # type: ignore[arg-type]
@@ -214,6 +219,7 @@ def hear(
         once=True,
         serve_options="tiny --peer /x",
         is_closed=lambda hop: closed and hop == HOP,
+        link_without=lambda peer_id: "petalnode join petalnode:aeaq" if linked and peer_id == HOP.peer_id else "",
     )
     trio.run(talk.answer, "hi", clock=trio.testing.MockClock(autojump_threshold=0))
     shown = capsys.readouterr()
@@ -247,6 +253,13 @@ def test_nobody_is_told_that_a_strangers_server_would_help_where_only_trusted_on
     _, err = hear(Interrupted(), False, capsys, closed=True)
     assert "or another one that you trust serves blocks 0:6" in err and "start another server" not in err
     assert "start this server again, on its machine: petalnode serve tiny --peer /x --blocks 0:6" in err
+
+
+def test_who_could_help_is_sent_a_link(capsys: pytest.CaptureFixture[str]) -> None:
+    _, err = hear(Interrupted(), False, capsys, linked=True)
+    assert err.splitlines()[1].endswith("--blocks 0:6; or send somebody: petalnode join petalnode:aeaq")
+    _, err = hear(Interrupted(), False, capsys, linked=True, closed=True)
+    assert "petalnode join" not in err
 
 
 class Silent(FakeConversation):

@@ -60,6 +60,7 @@ def test_the_panel_and_the_picture_follow_the_window_and_leave_the_terminal_in_o
         assert "of 2000 tokens" in narrow
         server.until(top(50))  # and again
         server.type("\x03")
-        assert server.exit_code() == 130
+        server.until("done: nobody was served any more")
+        assert server.exit_code() == 0
         assert cursor_is_back(server)
         assert server.modes() == modes

@@ -75,6 +75,9 @@ def test_the_command_that_would_help_serves_what_is_missing() -> None:
     gone = swarm_report(state(server((0, 2), addrs=(address,))))["help"]  # not connected: it may be dead
     assert "--peer" not in gone["command"]
     assert swarm_report(state())["help"]["command"] == "petalnode serve tiny --blocks 0:6"
+    assert "join" not in gone
+    asked = swarm_report(state(join="petalnode join petalnode:aeaq"))["help"]
+    assert asked["join"] == "petalnode join petalnode:aeaq"
 
 
 def test_one_server_more_helps_where_there_is_only_one() -> None:

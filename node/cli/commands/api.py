@@ -19,6 +19,7 @@ from ...client.deadlines import DEADLINES
 from ...client.swarm_model import identify_model
 from ...errors import BadInput, SwarmError
 from ...models import ModelFolder
+from ...network.addresses import interface_addresses
 from ...swarm.swarm import Swarm
 from ..join import JoinOptions, joined, joins_swarm
 from ..model_choice import SwarmModelArgument, check_adapter, check_model, linked_model, model_folder, served_model
@@ -235,8 +236,18 @@ async def api_in(
         start.done()
         url = url_of(options.host, listeners)
         output.say(f"ready: {', '.join(core.models)} at {url}/v1, and a page for the browser at {url}")
+        for other in lan_urls(options.host, url):
+            output.say(f"from other machines: {other}/v1")
         output.emit(event="ready", url=url, models=list(core.models))
         on_ready(url)
+
+
+def lan_urls(host: str, url: str) -> list[str]:
+    """Where other machines reach a server that listens on all interfaces."""
+    if host not in ("0.0.0.0", "::"):
+        return []
+    port = url.rpartition(":")[2]
+    return [f"http://{address}:{port}" for address in interface_addresses("ip4")]
 
 
 def _verdicts(model_version: bytes) -> Mapping[str, LastVerdict]:

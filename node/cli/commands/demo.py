@@ -23,6 +23,7 @@ import typer
 from ....crypto.identity import Identity
 from ....protocols.ids import Span
 from ...errors import BadInput, MachineError
+from ...links.making import LinkWishes, near_link
 from ...models.sources.resolve import DEFAULT_MODEL
 from ...swarm.config import SwarmConfig
 from ...swarm.swarm import Swarm, open_swarm
@@ -96,6 +97,8 @@ async def _demo(servers: int, prompt: str | None, max_new_tokens: int, as_json: 
                         starting.start_soon(_start, nursery, output, *server)
             if scope.cancelled_caught:
                 raise MachineError(f"the servers were not ready within {READY_TIMEOUT:.0f} s")
+            link = near_link(swarm, LinkWishes())
+            output.say(f"to join it from this machine:  petalnode join {link}")
             if page is not None and served is not None:
                 await _serve_page(swarm, folder, page, *served, output)
             else:

@@ -20,7 +20,7 @@ from ....protocols.ids import Span
 from ...blocks.kernels.library import NOT_HERE, library
 from ...credits.payment_verifier import PaymentVerifier
 from ...credits.wallet import Wallet
-from ...errors import BadInput, MachineError
+from ...errors import BadInput, ExitCode, MachineError
 from ...models.adapter import check_adapter_files
 from ...models.disk_limit import parse_size
 from ...models.quantisation import choose_activations, choose_cache_dtype, choose_kernels, choose_quantisation
@@ -279,6 +279,9 @@ async def run_serve(asked: ServeOptions) -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(stop.exit_code)
+    if report.is_drained and stop.event.is_set():
+        output.note("done: nobody was served any more")
+        raise typer.Exit(ExitCode.DONE)
     stop.leave()
 
 

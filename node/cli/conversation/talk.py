@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -19,6 +20,7 @@ from ...client.deadlines import DEADLINES
 from ...client.swarm_model import SwarmModel, identify_model
 from ...credits.wallet import Wallet
 from ...errors import PetalnodeError, SwarmError
+from ...links.making import LinkWishes, near_link
 from ...models import ModelFolder
 from ...network.addresses import parse_peer
 from ...swarm.swarm import Swarm
@@ -246,6 +248,7 @@ class Talk:
             is_there=lambda peer: swarm.is_connected(parse_peer(peer)[0]),
             notice=notice,
             is_closed=lambda hop: bool(client.trusted.closed(range(hop.span.start, hop.span.end), folder.num_blocks)),
+            link_without=partial(_link_without, client),
             served=lambda: sorted({name for name, _ in swarm.view.models(now=time.time()).values()}),
             reader=self.reader,
         )
@@ -253,6 +256,12 @@ class Talk:
             chatter.system = self.before.system
             chatter.dialogue, chatter.unfinished = self.before.dialogue, self.before.unfinished
         return chatter
+
+
+def _link_without(client: SwarmClient, peer_id: str) -> str:
+    swarm, model = client.swarm, client.model
+    link = near_link(swarm, LinkWishes(model.name, model.version, swarm.psk), without=peer_id)
+    return f"petalnode join {link}{' --swarm-key FILE' if swarm.psk else ''}" if link else ""
 
 
 def _name_of(folder: ModelFolder) -> str:

@@ -24,8 +24,8 @@ MAX_ADAPTERS: Final = 32
 MakePayments = Callable[[Collection[str]], PriorityPayments]
 """Called with the validators (peer ids) whose points are taken."""
 OnEvent = Callable[..., None]
-"""Called with the event's name and its fields: "status" (text), "ready", "moving", "moved", "stopping", "pausing",
-"paused", "resumed"."""
+"""Called with the event's name and its fields: "status" (text), "ready", "moving", "moved", "stopping", "stopped",
+"pausing", "paused", "resumed"."""
 
 
 @dataclass(frozen=True)

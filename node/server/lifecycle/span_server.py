@@ -252,6 +252,8 @@ class SpanServer:
             self._announce()
         with trio.move_on_after(timeout):
             await self._service.wait_idle()
+        if move is None:
+            self._context.parts.on_event("stopped", sessions=self._service.sessions)
 
     def _set_handlers(self) -> None:
         swarm, service = self._context.swarm, self._service

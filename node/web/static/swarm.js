@@ -90,10 +90,15 @@ function fact(name, value, note, bad = false) {
   return h("div", { class: `fact${bad ? " bad" : ""}` }, h("p", { class: "fact-name" }, name), h("p", { class: "value" }, value), h("p", { class: "note" }, note));
 }
 
-function help({ text, command }) {
+function help({ text, command, join }) {
+  const others = join ? [h("p", {}, "Or somebody else's machine; this is for them:"), copiable(join, "Copy the command with the link")] : [];
+  return h("section", { class: "help" }, h("h2", {}, "What would help"), h("p", {}, text), copiable(command, "Copy the command"), ...others);
+}
+
+function copiable(command, label) {
   const code = h("pre", { tabindex: "0", "aria-label": "Command" }, h("code", {}, command));
-  const copy = iconButton("copy", "Copy the command", () => copied(command, copy));
-  return h("section", { class: "help" }, h("h2", {}, "What would help"), h("p", {}, text), h("div", { class: "command" }, code, copy));
+  const copy = iconButton("copy", label, () => copied(command, copy));
+  return h("div", { class: "command" }, code, copy);
 }
 
 function invitation({ command, check_word: word, expires, reached_from: from, qr }) {
