@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -30,6 +31,9 @@ from petalnode.node.models.gguf.header import read_gguf_header
 from petalnode.node.models.gguf.stored import row_count, stored_rows, stored_values
 from petalnode.node.models.manifest import canonical_architecture
 from petalnode.node.models.parts import EMBEDDINGS
+from petalnode.node.models.sources.hub_files import choose_gguf, name_of
+from petalnode.node.models.sources.hub_parts import fetch_header
+from petalnode.node.models.sources.ranges import RangedFile
 from petalnode.node.placement.planning.machines_file import fleet_of, read_machines
 from petalnode.node.trust.bundle import BadBundle, Bundle
 from petalnode.node.tuning.adapter_files import check_adapter
@@ -98,6 +102,35 @@ def _gguf_file(mutator: Mutator) -> Files:
     data = _gguf()
     head, rest = data[:12_000], data[12_000:]  # almost all of it is metadata; a change of weights says nothing
     return {"model.gguf": mutator.bytes(head) + (rest if mutator.chance(0.5) else b"")}
+
+
+_HUB_FILES: Final = ("a-Q4_K_M.gguf", "b/a-BF16-00001-of-00002.gguf", "b/a-BF16-00002-of-00002.gguf", "mmproj-F16.gguf")
+_WANTED: Final = ("Q4_K_M", "BF16")
+_ENTRY: Final = b'{"model.norm.weight":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
+_SAFETENSORS: Final = len(_ENTRY).to_bytes(8, "little") + _ENTRY + bytes(8)
+
+
+class _InMemory(RangedFile):
+    """A file of a hub that is here."""
+
+    data: bytes = b""
+
+    def stream(
+        self, start: int, end: int, take: Callable[[bytes], object], stop: threading.Event | None = None
+    ) -> None:
+        assert 0 <= start <= end <= self.nbytes
+        take(self.data[start:end])
+
+
+def _read_by_ranges(folder: Path) -> None:
+    gguf_header._read.cache_clear()  # it remembers those of the last files
+    for name, read in (("model.safetensors", read_header), ("model.gguf", read_gguf_header)):
+        data = (folder / name).read_bytes()
+        file = _InMemory(name, len(data), lambda: ("", {}))
+        file.data = data
+        with suppress(ModelError):
+            fetch_header(file, folder, threading.Event())
+            read(folder / name)
 
 
 def _gguf_folder(mutator: Mutator) -> Files:
@@ -333,6 +366,20 @@ def _read_json(data: bytes) -> None:
 
 TARGETS: Final[tuple[Target, ...]] = (
     file_target("GGUF file", 12, _gguf_file, lambda folder: read_gguf_header(folder / "model.gguf"), ModelError),
+    file_target(
+        "header by ranges",
+        6,
+        lambda mutator: _gguf_file(mutator) | {"model.safetensors": mutator.bytes(_SAFETENSORS)},
+        _read_by_ranges,
+        ModelError,
+    ),
+    parser(
+        "GGUF files on a hub",
+        3,
+        lambda mutator: mutator.bytes(" ".join(_HUB_FILES).encode()).decode(errors="replace").split(" "),
+        lambda names: [name_of("org/tiny", names, choose_gguf("org/tiny", names, wanted)[0]) for wanted in _WANTED],
+        ModelError,
+    ),
     file_target("GGUF weights", 12, _gguf_folder, _read_gguf, ModelError),
     file_target("model folder", 8, _model_files, _read_model, ModelError),
     file_target("adapter folder", 8, _adapter_files, _read_adapter, BadInput),

@@ -13,6 +13,7 @@ from petalnode.node.models import compute_manifest, resolve
 from petalnode.node.models.sources.hub_files import choose_gguf, kind_of, name_of
 from tests.model_hub import COMMIT, Hub, serve_hub
 from tests.tiny_gguf import BLOCKS, write_tiny_gguf
+from tests.unit.test_models_gguf import split
 from tests.unit.test_models_hub import Person
 
 FILE = "tiny-Q4_1.gguf"
@@ -59,6 +60,19 @@ def test_the_parts_are_those_of_the_file(
     monkeypatch.setenv("PETALNODE_CACHE", str(tmp_path / "other"))
     theirs = compute_manifest(resolve(Path(found["path"])))
     assert theirs.version == compute_manifest(resolve(hub.folder / FILE)).version
+
+
+def test_a_sharded_file_is_one_model(hub: Hub, person: Person, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = split(hub.folder / FILE, hub.folder, names="tiny-Q5_K_M-{:05}-of-00003.gguf")
+    found = person.fetch("org/tiny:Q5_K_M", need="0:1")
+    assert parts(found) == ["part-00001.gguf"] and {name for name, _ in hub.gets} == {shard.name for shard in shards}
+    whole = person.fetch(f"org/tiny/{shards[0].name}")
+    monkeypatch.setenv("PETALNODE_CACHE", str(tmp_path / "other"))
+    assert whole["path"] == found["path"]
+    theirs = compute_manifest(resolve(Path(whole["path"])))
+    assert theirs.version == compute_manifest(resolve(hub.folder / FILE)).version
+    shards[1].unlink()
+    assert "incomplete" in Person(tmp_path / "new", hub.url).fetch("org/tiny:Q5_K_M")["error"]
 
 
 def test_addresses_that_expire_are_asked_for_anew_and_get_no_token(hub: Hub, person: Person) -> None:

@@ -185,7 +185,7 @@ def _safetensors_parts(
     parts = HubParts(remote.model_id, remote.commit, _SAFETENSORS)
     about = {"model": remote.model_id, "commit": remote.commit}
     with _download_errors(remote, f"{names[0]} could not be downloaded: ", (OSError, HTTPException)):
-        parts.create(folder.name, about, list(files.values()), small, progress)
+        parts.create(folder.name, about, list(files.values()), small, progress, restricted=not remote.for_everybody)
         parts.restrict(not remote.for_everybody)
         parts.add([file for file in small if file.name != INDEX])
         parts.fetch(needed, files, progress, before_download)
@@ -201,7 +201,7 @@ def _gguf_parts(
     parts = HubParts(remote.model_id, remote.commit, names[0])
     about = {"model": remote.model_id, "commit": remote.commit}
     with _download_errors(remote, f"{name} could not be downloaded: ", (OSError, HTTPException)):
-        parts.create(name, about, list(files.values()), (), progress)
+        parts.create(name, about, list(files.values()), (), progress, restricted=not remote.for_everybody)
         parts.restrict(not remote.for_everybody)
         folder = open_folder(parts.path, name, remote.commit)
         needed = parts_of_need(need, folder.num_blocks)

@@ -112,6 +112,8 @@ class HubParts:
         files: Sequence[RangedFile],
         texts: Sequence[Path],
         progress: Progress,
+        *,
+        restricted: bool = False,
     ) -> None:
         """Makes the folder: configuration and tokenizer, and what each part will be made of; by the files' headers.
 
@@ -129,7 +131,7 @@ class HubParts:
                 shutil.copyfile(text, target)
             headers = folder / "headers"  # the files without their tensors: holes
             headers.mkdir()
-            in_threads(lambda file, stop: _fetch_header(file, headers, stop), files)
+            in_threads(lambda file, stop: fetch_header(file, headers, stop), files)
             if files[0].name.endswith(".gguf"):
                 _describe_gguf(files, headers, folder, progress)
             config = json.loads((folder / "config.json").read_bytes())
@@ -139,6 +141,8 @@ class HubParts:
                 (folder / INDEX).rename(headers / INDEX)
             self._write_parts(Checkpoint(headers, blocks), blocks, folder)
             shutil.rmtree(headers)
+            if restricted:
+                (folder / RESTRICTED).touch()
             (folder / NAME_FILE).write_text(name)
             (folder / _NOTE).write_text(json.dumps({**about, "selection": self.name}))
 
@@ -308,7 +312,7 @@ def _file(folder: Path, number: int, form: str) -> Path:
     return folder / f"part-{number:05}.{'safetensors' if form == 'safetensors' else 'gguf'}"
 
 
-def _fetch_header(file: RangedFile, folder: Path, stop: threading.Event) -> None:
+def fetch_header(file: RangedFile, folder: Path, stop: threading.Event) -> None:
     """Writes a file of the full size into `folder` that has the header, and nothing behind it."""
     target = folder / file.name
     if file.name.endswith(".gguf"):
