@@ -45,6 +45,9 @@ from .swarm_model import SwarmModel
 
 NEW: Final = (4, 32)
 """A second, and at once: servers that were never measured, and are asked though measured ones hold all blocks."""
+MEASURES: Final = 64
+"""Under way, and servers that were never measured are asked though measured ones do not hold all blocks: as many as a
+client asks a directory for."""
 BANDWIDTH_BYTES: Final = 1 << 16
 """Steps below this say more of the round trip than of the bandwidth."""
 SUSPECT_PENALTY: Final = 60.0
@@ -95,6 +98,7 @@ class ServerSelection:
         self._measures: dict[str, _Measurement] = {}
         self._unmeasured: dict[str, float] = {}  # when a peer did not answer
         self._new = TokenBucket(*NEW)
+        self._next_wait = -math.inf  # when a route may wait again for a server that it could do without
         self._suspects: dict[str, float] = {}
         self._seconds_per_byte: dict[str, Estimate] = {}
 
@@ -196,7 +200,8 @@ class ServerSelection:
 
         Where a step waits for the route (it is not `patient`), or where measured servers hold all blocks, nobody waits
         twice for the same measurement, nor for a peer that was silent when it was measured last; in the second case it
-        is not even asked again so soon. Whoever announces servers that are not there would else delay every session.
+        is not even asked again so soon, and others are waited for only now and then. Whoever announces servers that
+        are not there would else delay every session.
         Servers that were announced long ago may be gone: they are waited for as long as others do not suffice.
         """
         now = trio.current_time()
@@ -216,6 +221,10 @@ class ServerSelection:
             elif not (hurried and self._was_silent(peer_id, now)):
                 unknown.append(measurement)
         patience = rtt_patience(max(known, default=None)) if hurried else DEADLINES.rtt
+        if suffice and unknown:
+            if now < self._next_wait:
+                return
+            self._next_wait = now + DEADLINES.rtt_retry
         for measurement in unknown:
             with trio.move_on_at((measurement.begun if hurried else now) + patience):
                 await measurement.done.wait()
@@ -225,19 +234,21 @@ class ServerSelection:
                     nursery.start_soon(self._until_enough, measurement, servers, scope)
 
     def _due(self, servers: Sequence[Announcement], now: float, *, covered: bool) -> list[Announcement]:
-        """Those whose round trip is old or unknown. Where measured servers hold all blocks (`covered`), few of the
-        unknown ones, of each source of announcements in turn: who announces thousands would have all dialed."""
+        """Those whose round trip is old or unknown. Of the unknown ones few, of each source of announcements in turn:
+        who announces thousands would have all dialed. Fewer where measured servers hold all blocks (`covered`)."""
         due, new = [], []
         for server in servers:
             peer_id = server.peer_id
             measured = self._rtts.get(peer_id)
-            if measured is not None or not covered or peer_id in self.trusted.peers or peer_id in self._measures:
+            if measured is not None or peer_id in self.trusted.peers or peer_id in self._measures:
                 if measured is None or now - measured[1] > DEADLINES.rtt_lifetime:
                     due.append(server)
-            elif not self._was_silent(peer_id, now):
+            elif not (covered and self._was_silent(peer_id, now)):
                 new.append(server)
         in_turn = round_robin(((self.swarm.view.source_of(one.peer_id), one) for one in new), random.Random())
-        return [*due, *itertools.takewhile(lambda _: self._new.take(), in_turn)]
+        if covered:
+            return [*due, *itertools.takewhile(lambda _: self._new.take(), in_turn)]
+        return [*due, *itertools.islice(in_turn, max(0, MEASURES - len(self._measures)))]
 
     def _was_silent(self, peer_id: str, now: float) -> bool:
         return now - self._unmeasured.get(peer_id, -math.inf) <= DEADLINES.rtt_retry

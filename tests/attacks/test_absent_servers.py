@@ -14,6 +14,7 @@ from petalnode.node.client import server_selection
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.client.deadlines import DEADLINES
 from petalnode.node.client.session.answers import SessionSpec
+from petalnode.node.errors import NoChainError
 from petalnode.node.models.folder import ModelFolder
 from petalnode.node.testing.memory_network import MemoryNetwork, MemoryNode
 from petalnode.node.testing.memory_servers import MemorySwarm, memory_swarm
@@ -105,3 +106,47 @@ def test_of_thousands_of_servers_that_are_not_there_few_are_asked(folder: ModelF
         there = routes_find_who_is_there(swarm, folder, math.inf, MANY)
     absent = [peer for peer in Refused.asked if peer != there]
     assert 0 < len(absent) <= 3 * server_selection.NEW[1] < MANY / 2
+
+
+def test_few_are_asked_though_a_server_is_excluded(folder: ModelFolder) -> None:
+    """Each step that was late had all announced servers dialed, which made the next steps late."""
+    Refused.asked.clear()
+    torch.set_num_threads(1)
+    with memory_swarm(Refused) as swarm:
+        there = swarm.start(folder.path, f"0:{NUM_BLOCKS}")
+        version = bytes.fromhex(str(there.ready["model_version"]))
+        with swarm.open_model(AutoDistributedModelForCausalLM, folder.path) as model:
+            client = client_of(model)
+            swarm.change(lambda network: announce_absent(network, client.swarm.peer_id, version, MANY))
+            spec = SessionSpec(version, Span(0, NUM_BLOCKS), 1, 64)
+
+            async def instead() -> None:
+                with pytest.raises(NoChainError):
+                    await client.route(spec, excluded={there.peer_id})
+
+            call(model, instead)
+    absent = set(Refused.asked) - {there.peer_id}
+    assert 0 < len(absent) <= server_selection.MEASURES < MANY / 2
+
+
+def test_ever_new_servers_do_not_delay_every_session(folder: ModelFolder) -> None:
+    """Each of these routes waited for the servers that had been announced since the one before."""
+    torch.set_num_threads(1)
+    with memory_swarm(Patient) as swarm:
+        server = swarm.start(folder.path, f"0:{NUM_BLOCKS}")
+        version = bytes.fromhex(str(server.ready["model_version"]))
+        with swarm.open_model(AutoDistributedModelForCausalLM, folder.path) as model:
+            client = client_of(model)
+            spec = SessionSpec(version, Span(0, NUM_BLOCKS), 1, 64)
+
+            async def seconds() -> float:
+                begun = trio.current_time()
+                assert [hop.peer_id for hop in await client.route(spec)] == [server.peer_id]
+                return trio.current_time() - begun
+
+            call(model, seconds)
+            delays = []
+            for _ in range(4):
+                swarm.change(lambda network: announce_absent(network, client.swarm.peer_id, version, 2))
+                delays.append(call(model, seconds))
+    assert sum(delays) < 2 * DEADLINES.rtt_at_least, delays

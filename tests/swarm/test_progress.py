@@ -452,7 +452,11 @@ async def test_servers_that_nobody_knows_how_to_compare_are_not(monkeypatch: pyt
 async def measured(client: SwarmClient, swarm: VirtualSwarm) -> None:
     """Returns when the client knows the round trips to all servers that it has heard of."""
     await client.candidates()
-    assert all(client.round_trip(server.peer_id) is not None for server in client.servers())
+
+    def known() -> bool:
+        return all(client.round_trip(server.peer_id) is not None for server in client.servers())
+
+    await eventually(known, "all round trips are known")
 
 
 async def all_caches_free(swarm: VirtualSwarm, talking: Talk) -> None:
