@@ -1,6 +1,7 @@
 """The client of one model: sessions and batches over chains of servers.
 
-`core` has the client, `server_selection` its choice of servers, `request` what sessions and batches have in common, and
+`core` has the client, `server_selection` its choice of servers, `round_trips` how near they
+are, `request` what sessions and batches have in common, and
 `router` what they need of the client.
 
 May use `verification` and the rooms before it.

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-import random
 import time
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import trio
 
 from ...crypto.statement import now_ms
 from ...protocols.announcement import Announcement, ServerState
-from ...protocols.framing import PeerError, wire_nbytes
+from ...protocols.framing import wire_nbytes
 from ...protocols.ids import Span
 from ..errors import BadInput, NoChainError, SwarmError
-from ..network.shares import TokenBucket
-from ..swarm.config import DEFAULT_TTL
 from ..swarm.cost import Estimate, WireCost, choose_codec
 from ..swarm.routing import (
     NOBODY_HOLDS,
@@ -33,21 +27,16 @@ from ..swarm.routing import (
     pays_again,
     second_best,
 )
-from ..swarm.sample import SAMPLING, round_robin
 from ..swarm.swarm import Swarm
 from ..swarm.trusted_servers import TrustedServers, trusted_servers
 from ..verification.tolerances import doubt
-from .deadlines import DEADLINES, rtt_patience
+from .deadlines import DEADLINES
 from .request import pledged_points
+from .round_trips import RoundTrips
 from .session.stream import HopTiming, SessionSpec
 from .session_adapter import SessionAdapter
 from .swarm_model import SwarmModel
 
-NEW: Final = (4, 32)
-"""A second, and at once: servers that were never measured, and are asked though measured ones hold all blocks."""
-MEASURES: Final = 64
-"""Under way, and servers that were never measured are asked though measured ones do not hold all blocks: as many as a
-client asks a directory for."""
 BANDWIDTH_BYTES: Final = 1 << 16
 """Steps below this say more of the round trip than of the bandwidth."""
 SUSPECT_PENALTY: Final = 60.0
@@ -63,14 +52,6 @@ class ServerLimits:
     blocked: Collection[str] = ()
     require_pledge: int | None = None
     trusted: TrustedServers | None = None
-
-
-@dataclass(frozen=True)
-class _Measurement:
-    """Of a round trip that is under way since `begun`; `done` when it is known, or cannot be."""
-
-    begun: float
-    done: trio.Event = field(default_factory=trio.Event)
 
 
 class ServerSelection:
@@ -94,11 +75,7 @@ class ServerSelection:
         self._allowed = frozenset(limits.allowed)
         self._blocked = frozenset(limits.blocked)
         self._require_pledge = limits.require_pledge
-        self._rtts: dict[str, tuple[float, float]] = {}
-        self._measures: dict[str, _Measurement] = {}
-        self._unmeasured: dict[str, float] = {}  # when a peer did not answer
-        self._new = TokenBucket(*NEW)
-        self._next_wait = -math.inf  # when a route may wait again for a server that it could do without
+        self._round_trips = RoundTrips(swarm, model.num_blocks, nursery, self.trusted.peers)
         self._suspects: dict[str, float] = {}
         self._seconds_per_byte: dict[str, Estimate] = {}
 
@@ -153,7 +130,7 @@ class ServerSelection:
         servers = [server for server in self.servers() if server.peer_id not in excluded]
         if adapter is not None and adapter.content is None:
             servers = [server for server in servers if adapter.is_held_by(server)]
-        await self._measured(servers, patient=not excluded)
+        await self._round_trips.measure(servers, patient=not excluded, choosy=self._is_choosy())
         # Those whose announcements were old have said what they announce now.
         current = {server.peer_id: server for server in self.servers()}
         servers = [current[server.peer_id] for server in servers if server.peer_id in current]
@@ -162,7 +139,7 @@ class ServerSelection:
         for server in servers:
             rtt = self.round_trip(server.peer_id)
             suspect = self._suspects.get(server.peer_id, 0.0) > now
-            if rtt is None and excluded and server.peer_id in self._measures:
+            if rtt is None and excluded and self._round_trips.is_under_way(server.peer_id):
                 # It may be well, and this machine busy: to ask it is better than to give up.
                 rtt, suspect = DEADLINES.rtt, True
             if rtt is not None:
@@ -192,102 +169,7 @@ class ServerSelection:
 
     def round_trip(self, peer_id: str) -> float | None:
         """Seconds to this server and back, as they were measured last; None if they never were, or it is silent."""
-        measured = self._rtts.get(peer_id)
-        return None if measured is None else measured[0]
-
-    async def _measured(self, servers: Sequence[Announcement], *, patient: bool) -> None:
-        """Measures round trips that are old or unknown, and waits for some of the unknown ones.
-
-        Where a step waits for the route (it is not `patient`), or where measured servers hold all blocks, nobody waits
-        twice for the same measurement, nor for a peer that was silent when it was measured last; in the second case it
-        is not even asked again so soon, and others are waited for only now and then. Whoever announces servers that
-        are not there would else delay every session.
-        Servers that were announced long ago may be gone: they are waited for as long as others do not suffice.
-        """
-        now = trio.current_time()
-        spans = [server.span for server in servers if server.peer_id in self._rtts]
-        covered = not missing_blocks(spans, Span(0, self.model.num_blocks))
-        suffice = covered and not self._is_choosy()
-        hurried = suffice or not patient
-        known = [self._rtts[server.peer_id][0] for server in servers if server.peer_id in self._rtts]
-        unknown, doubtful = [], []
-        for server in self._due(servers, now, covered=covered):
-            peer_id = server.peer_id
-            measurement = self._measuring(peer_id)
-            if peer_id in self._rtts:
-                continue
-            if patient and peer_id not in self.trusted.peers and time.time() - server.sequence / 1e9 > DEFAULT_TTL:
-                doubtful.append(measurement)
-            elif not (hurried and self._was_silent(peer_id, now)):
-                unknown.append(measurement)
-        patience = rtt_patience(max(known, default=None)) if hurried else DEADLINES.rtt
-        if suffice and unknown:
-            if now < self._next_wait:
-                return
-            self._next_wait = now + DEADLINES.rtt_retry
-        for measurement in unknown:
-            with trio.move_on_at((measurement.begun if hurried else now) + patience):
-                await measurement.done.wait()
-        with trio.move_on_at(now + patience) as scope:
-            async with trio.open_nursery() as nursery:
-                for measurement in doubtful:
-                    nursery.start_soon(self._until_enough, measurement, servers, scope)
-
-    def _due(self, servers: Sequence[Announcement], now: float, *, covered: bool) -> list[Announcement]:
-        """Those whose round trip is old or unknown. Of the unknown ones few, of each source of announcements in turn:
-        who announces thousands would have all dialed. Fewer where measured servers hold all blocks (`covered`)."""
-        due, new = [], []
-        for server in servers:
-            peer_id = server.peer_id
-            measured = self._rtts.get(peer_id)
-            if measured is not None or peer_id in self.trusted.peers or peer_id in self._measures:
-                if measured is None or now - measured[1] > DEADLINES.rtt_lifetime:
-                    due.append(server)
-            elif not (covered and self._was_silent(peer_id, now)):
-                new.append(server)
-        in_turn = round_robin(((self.swarm.view.source_of(one.peer_id), one) for one in new), random.Random())
-        if covered:
-            return [*due, *itertools.takewhile(lambda _: self._new.take(), in_turn)]
-        return [*due, *itertools.islice(in_turn, max(0, MEASURES - len(self._measures)))]
-
-    def _was_silent(self, peer_id: str, now: float) -> bool:
-        return now - self._unmeasured.get(peer_id, -math.inf) <= DEADLINES.rtt_retry
-
-    async def _until_enough(
-        self, measurement: _Measurement, servers: Sequence[Announcement], scope: trio.CancelScope
-    ) -> None:
-        """Waits for a measurement, and lets `scope` end soon if each block has several measured servers then."""
-        await measurement.done.wait()
-        measured = [server for server in servers if server.peer_id in self._rtts]
-        held = Counter(block for server in measured for block in range(server.span.start, server.span.end))
-        if all(held[block] >= SAMPLING.several for block in range(self.model.num_blocks)):
-            longest = max(self._rtts[server.peer_id][0] for server in measured)
-            scope.deadline = min(scope.deadline, trio.current_time() + rtt_patience(longest))
-
-    def _measuring(self, peer_id: str) -> _Measurement:
-        """The measurement of the round trip to a peer that is under way. It goes on when nobody waits for it any more:
-        where a connection takes long, through a relay far away, the next look finds it made."""
-        measurement = self._measures.get(peer_id)
-        if measurement is None:
-            measurement = self._measures[peer_id] = _Measurement(trio.current_time())
-            self._nursery.start_soon(self._measure, peer_id, measurement.done)
-        return measurement
-
-    async def _measure(self, peer_id: str, done: trio.Event) -> None:
-        try:
-            rtt = await self.swarm.measure_rtt(peer_id, timeout=DEADLINES.measure)
-        except (PeerError, SwarmError):
-            self._rtts.pop(peer_id, None)
-            now = trio.current_time()
-            for peer in [peer for peer, since in self._unmeasured.items() if now - since > DEADLINES.rtt_retry]:
-                del self._unmeasured[peer]
-            self._unmeasured[peer_id] = now
-        else:
-            self._rtts[peer_id] = (rtt, trio.current_time())
-            self._unmeasured.pop(peer_id, None)
-        finally:
-            del self._measures[peer_id]
-            done.set()
+        return self._round_trips.of(peer_id)
 
     def suspect(self, peer_id: str, seconds: float = DEADLINES.suspect) -> None:
         """Notes that a server failed or said no: others are preferred for so long."""
@@ -295,10 +177,10 @@ class ServerSelection:
 
     def note_transfer(self, timing: HopTiming, nbytes: int) -> None:
         """Learns a server's bandwidth from what is left of a large step after its computing and its round trip."""
-        measured = self._rtts.get(timing.peer_id)
-        if nbytes < BANDWIDTH_BYTES or measured is None:
+        rtt = self.round_trip(timing.peer_id)
+        if nbytes < BANDWIDTH_BYTES or rtt is None:
             return
-        left = max(0.0, timing.total - timing.queue - timing.compute - measured[0]) / nbytes
+        left = max(0.0, timing.total - timing.queue - timing.compute - rtt) / nbytes
         self._seconds_per_byte.setdefault(timing.peer_id, Estimate()).note(left)
 
     async def refresh(self) -> None:

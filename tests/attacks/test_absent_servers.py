@@ -10,7 +10,7 @@ import pytest
 import torch
 import trio
 
-from petalnode.node.client import server_selection
+from petalnode.node.client import round_trips
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.client.deadlines import DEADLINES
 from petalnode.node.client.session.answers import SessionSpec
@@ -73,7 +73,7 @@ def test_servers_that_are_not_there_are_not_waited_for_where_others_hold_all_blo
 ) -> None:
     """Only as long as the way to a server that is no farther than those that are known may take."""
     endless = replace(DEADLINES, rtt=FOR_EVER, measure=FOR_EVER)  # whoever waits for an answer never ends
-    monkeypatch.setattr(server_selection, "DEADLINES", endless)
+    monkeypatch.setattr(round_trips, "DEADLINES", endless)
     torch.set_num_threads(1)
     with memory_swarm(Patient) as swarm:
         routes_find_who_is_there(swarm, folder, 80 * DEADLINES.rtt_at_least)
@@ -105,7 +105,7 @@ def test_of_thousands_of_servers_that_are_not_there_few_are_asked(folder: ModelF
     with memory_swarm(Refused) as swarm:
         there = routes_find_who_is_there(swarm, folder, math.inf, MANY)
     absent = [peer for peer in Refused.asked if peer != there]
-    assert 0 < len(absent) <= 3 * server_selection.NEW[1] < MANY / 2
+    assert 0 < len(absent) <= 3 * round_trips.NEW[1] < MANY / 2
 
 
 def test_few_are_asked_though_a_server_is_excluded(folder: ModelFolder) -> None:
@@ -126,7 +126,7 @@ def test_few_are_asked_though_a_server_is_excluded(folder: ModelFolder) -> None:
 
             call(model, instead)
     absent = set(Refused.asked) - {there.peer_id}
-    assert 0 < len(absent) <= server_selection.MEASURES < MANY / 2
+    assert 0 < len(absent) <= round_trips.MEASURES < MANY / 2
 
 
 def test_ever_new_servers_do_not_delay_every_session(folder: ModelFolder) -> None:

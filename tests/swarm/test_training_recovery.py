@@ -14,7 +14,7 @@ import torch
 import trio
 
 from petalnode import PromptTuning
-from petalnode.node.client import server_selection
+from petalnode.node.client import round_trips
 from petalnode.node.client.batch import batch_client
 from petalnode.node.errors import NoChainError, SwarmError
 from petalnode.node.testing.memory_servers import MemoryServer
@@ -50,8 +50,8 @@ def _every_chain_gets_something(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         batch_client, "apportion", lambda count, chains: [number % len(chains) for number in range(count)]
     )
-    slow = replace(server_selection.DEADLINES, rtt=server_selection.DEADLINES.measure)
-    monkeypatch.setattr(server_selection, "DEADLINES", slow)  # one that is slow to answer counts, too
+    slow = replace(round_trips.DEADLINES, rtt=round_trips.DEADLINES.measure)
+    monkeypatch.setattr(round_trips, "DEADLINES", slow)  # one that is slow to answer counts, too
 
 
 class Works:

@@ -220,7 +220,7 @@ async def test_who_wants_certain_servers_asks_for_all(limits: dict[str, Any], sa
         asked.append(sample)
 
     swarm: Any = SimpleNamespace(refresh=refresh)
-    model: Any = SimpleNamespace(version=MODEL)
+    model: Any = SimpleNamespace(version=MODEL, num_blocks=4)
     nursery: Any = None
     await ServerSelection(swarm, model, nursery, ServerLimits(**limits)).refresh()
     assert asked == [sample]
