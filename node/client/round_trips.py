@@ -116,7 +116,7 @@ class RoundTrips:
                     due.append(server)
             elif not (covered and self._was_silent(peer_id, now)):
                 new.append(server)
-        in_turn = round_robin(new, lambda server: self._swarm.view.source_of(server.peer_id), random.Random())
+        in_turn = round_robin(((self._swarm.view.source_of(one.peer_id), one) for one in new), random.Random())
         if covered:
             return [*due, *itertools.takewhile(lambda _: self._new.take(), in_turn)]
         return [*due, *itertools.islice(in_turn, max(0, MEASURES - len(self._measures)))]
