@@ -237,6 +237,8 @@ class MemoryNode(MessageStreams):
 
     named: Sequence[str] = ()
     """The peers that a person would have named."""
+    psk: str | None = None
+    """Its swarm is not private."""
 
     def __init__(self, network: MemoryNetwork, identity: Identity, trust: TrustStore | None = None) -> None:
         host = cast(Host, _MemoryHost(network, identity.peer_id))

@@ -59,7 +59,7 @@ def test_a_body_in_chunks_is_read_as_far_as_it_may_be_long(announced: bytes | No
 @pytest.mark.parametrize("limit", ["0", "10001", "-1", "1.0", "x", "", "9" * 5000])
 def test_a_page_has_so_many_objects(limit: str) -> None:
     with pytest.raises(ApiError, match="from 1 to 10000"):
-        page(Request({"type": "http", "query_string": f"limit={limit}".encode()}), ["a"], str, lambda name: {})
+        page(Request({"type": "http", "query_string": f"limit={limit}".encode()}), [{"id": "a"}])
 
 
 def test_keys_take_turns_with_large_bodies() -> None:

@@ -34,6 +34,7 @@ MODEL: Final = "tiny-llama"
 STANDS_FOR: Final = {
     "smollm2": MODEL,
     "MODEL": MODEL,
+    "NAME": MODEL,
     "meta-llama/Llama-3.1-70B-Instruct": MODEL,
     "./my-model": MODEL,
     "./my-adapter": "my-adapter",
@@ -63,6 +64,7 @@ NOT_RUN: Final = (
     (r"--to me/poems", PARSED, "the Hugging Face hub is on the internet"),
     (r"petalnode self-test", PARSED, "it takes two minutes; test_self_test.py runs it in parts"),
     (r"petalnode (pause|resume)", PARSED, "a server of this user that runs; test_pause.py runs them"),
+    (r"petalnode models (verify|remove)", PARSED, "a model of the cache; test_models_command.py runs them"),
     (r"petalnode demo", PARSED, "it downloads a model; test_demo.py runs it with another one"),
 )
 """What a command needs that is not here, or why it would not end."""
@@ -234,7 +236,7 @@ def parser(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> typer.Typer
 def parse(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Has the command line's own parser read all arguments. Raises its errors."""
     command: Any = typer.main.get_command(parser(arguments, monkeypatch))
-    while hasattr(command, "commands"):
+    while arguments and hasattr(command, "commands"):
         command, arguments = command.commands[arguments[0]], arguments[1:]
     command.make_context(command.name, list(arguments))
 
