@@ -131,7 +131,8 @@ def routes() -> set[str]:
     """By the calls of `Route` in the API's rooms."""
     found = set()
     api = ROOT / "node/api"
-    for path in api.rglob("endpoints.py"), api.rglob("*_endpoints.py"), (api / "app.py", api / "anthropic.py", api / "ollama.py"):
+    others = (api / name for name in ("app.py", "anthropic.py", "ollama.py"))
+    for path in api.rglob("endpoints.py"), api.rglob("*_endpoints.py"), others:
         for file in path:
             for call in ast.walk(ast.parse(file.read_text())):
                 if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "Route":
