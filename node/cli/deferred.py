@@ -64,6 +64,7 @@ MODULES: Final = frozenset(
         "transformers.distributed.parallel_utils",
         "transformers.distributed.sharding_utils",
         "transformers.distributed.tensor_parallel",
+        "transformers.distributed.utils",
         "transformers.generation.continuous_batching",
         "transformers.generation.continuous_batching.cache",
     )
@@ -81,6 +82,7 @@ def _no(*_: object, **__: object) -> bool:
 _ANSWERS: Final = {
     ("transformers.distributed.fsdp", "is_fsdp_enabled"): _no,
     ("transformers.distributed.fsdp", "is_fsdp_managed_module"): _no,
+    ("transformers.distributed.utils", "is_dtensor"): _no,
 }
 """What is asked of modules that no command uses."""
 _STRUCTURES: Final = "transformers.utils.import_utils"

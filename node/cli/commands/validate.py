@@ -98,11 +98,14 @@ async def _cancel_when_stopped(stop: StopSignal, scope: trio.CancelScope) -> Non
 async def _validate(
     model: str | None, options: ValidateOptions, join: JoinOptions, metrics_options: MetricsOptions
 ) -> int:
-    from ...blocks.config import choose_device
-    from ...validator.endorsing import Endorser
-    from ...validator.history import History
-    from ...validator.service import Validator, ValidatorOptions
-    from ...verification.verdicts import Judge
+    from ...blocks import collector_paused
+
+    with collector_paused():
+        from ...blocks.config import choose_device
+        from ...validator.endorsing import Endorser
+        from ...validator.history import History
+        from ...validator.service import Validator, ValidatorOptions
+        from ...verification.verdicts import Judge
 
     output = Output(join.json)
     device = str(choose_device(options.device))

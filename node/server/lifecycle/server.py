@@ -16,6 +16,7 @@ from ....protocols.announcement import Announcement, ServerState
 from ....protocols.ids import Span
 from ...blocks.kernels.library import library
 from ...errors import MachineError, PetalnodeError, SwarmError
+from ...models import ModelFolder
 from ...models.disk_limit import in_use, keep_within, note_use
 from ...placement.plan import DEFAULT
 from ...swarm.swarm import Swarm
@@ -56,7 +57,7 @@ async def run_server(swarm: Swarm, options: ServerOptions, parts: ServerParts, s
         with suppress(SwarmError):  # nobody answers just now; what was heard at joining has to do
             await swarm.refresh(timeout=REFRESH_TIMEOUT)
         await imported.wait()
-        sizing = await in_thread(lambda: plan_memory(folder, options))  # before minutes are spent on reading weights
+        sizing = await in_thread(lambda: _plan_memory(folder, options))  # before minutes are spent on reading weights
         source = await find_source(swarm, folder, options, parts.progress, remote)
         adapters = await in_thread(lambda: read_adapters(options.adapters, source.manifest.version, folder.name))
         swarm.serve_manifest(source.manifest.version, source.manifest.to_wire())
@@ -222,6 +223,14 @@ def _speed_key(source: ModelSource, options: ServerOptions) -> SpeedKey:
         hardware,
         int(threads) if threads.isdecimal() else os.cpu_count() or 1,
     )
+
+
+def _plan_memory(folder: ModelFolder, options: ServerOptions) -> Sizing:
+    """As `plan_memory`, which imports the model's own modules."""
+    from ...blocks import collector_paused
+
+    with collector_paused():
+        return plan_memory(folder, options)
 
 
 async def _import_blocks(imported: trio.Event) -> None:
