@@ -217,7 +217,7 @@ def check_question(frame: wire.WeightsFrame) -> None:
         raise ProtocolError("a question about weights has no tensors", "")
 
 
-async def send_tree(stream: WeightsStream, tree: Tree, *, timeout: float) -> None:
+async def send_tree(stream: WeightsStream, tree: wire.PartTree, *, timeout: float) -> None:
     """Answers a TreeQuery: with a larger header than questions may have.
 
     Raises:
@@ -225,7 +225,7 @@ async def send_tree(stream: WeightsStream, tree: Tree, *, timeout: float) -> Non
     """
     of_questions, stream.max_header = stream.max_header, WEIGHTS_LIMITS.max_tree
     try:
-        await stream.send(wire.WeightsFrame(tree=tree.to_wire()), timeout=timeout)
+        await stream.send(wire.WeightsFrame(tree=tree), timeout=timeout)
     finally:
         stream.max_header = of_questions
 

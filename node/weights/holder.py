@@ -179,7 +179,10 @@ class WeightsHolder:
         elif asked.part not in self._trees:
             await self._refuse(stream, wire.ERROR_NOT_FOUND, "this part is not here")
         elif body == "tree_query":
-            await send_tree(stream, self._trees[asked.part], timeout=HOLDING.send)
+            tree = self._trees[asked.part].to_wire()
+            with place.working():
+                await self._turn(place, tree.ByteSize())
+            await send_tree(stream, tree, timeout=HOLDING.send)
         else:
             await self._send_piece(stream, asked.part, asked.piece, place)
 
@@ -189,9 +192,7 @@ class WeightsHolder:
             await self._refuse(stream, wire.ERROR_NOT_FOUND, "this piece is not here")
             return
         with place.working():  # not while the peer is to take it: one that is slow gives its place to others
-            self._throttle.set_rate(HOLDING.beside_sessions if self._swarm.host.is_serving else HOLDING.rate)
-            await self._throttle.turn(place.origin)
-            self._throttle.spend(tree.size_of(piece))
+            await self._turn(place, tree.size_of(piece))
             data = await trio.to_thread.run_sync(_read, source, tree, piece, limiter=self._readers)
         if data is None:
             self._sources.pop(part, None)
@@ -200,6 +201,12 @@ class WeightsHolder:
             return
         answer = wire.WeightsFrame(piece=wire.WeightsPiece(), tensors=[wire.Tensor(nbytes=len(data))])
         await stream.send(answer, [data], timeout=HOLDING.send)
+
+    async def _turn(self, place: Place, nbytes: int) -> None:
+        """Waits until so many bytes may go to the one that has the place."""
+        self._throttle.set_rate(HOLDING.beside_sessions if self._swarm.host.is_serving else HOLDING.rate)
+        await self._throttle.turn(place.origin)
+        self._throttle.spend(nbytes)
 
     async def _refuse(self, stream: WeightsStream, code: wire.ErrorCode.ValueType, why: str) -> None:
         await stream.send(wire.WeightsFrame(error=wire.Error(code=code, message=why)), timeout=HOLDING.send)

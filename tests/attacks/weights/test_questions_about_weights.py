@@ -20,6 +20,7 @@ from petalnode.node.swarm.swarm import Swarm
 from petalnode.node.testing import MemoryNetwork, run_autojumping
 from petalnode.node.weights import holder
 from petalnode.node.weights.fetching import open_weights
+from petalnode.node.weights.store import number_of_part
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import PeerError
 from petalnode.protocols.ids import WEIGHTS
@@ -187,6 +188,31 @@ def test_sessions_go_before_uploads(folder: ModelFolder, manifest: Manifest) -> 
                     assert await receive_piece(stream, timeout=60.0) is not None
                 seconds = trio.current_time() - begun
             nursery.cancel_scope.cancel()
+        return seconds
+
+    assert run_autojumping(main, False) < 1.0
+    assert run_autojumping(main, True) > 18.0
+
+
+def test_sessions_go_before_trees(folder: ModelFolder, manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forty bytes ask for the tree of a part, which has 32 bytes for each MiB of the part and some for each tensor."""
+    digest = manifest.digest_of(0)
+    part = number_of_part(0, NUM_BLOCKS)
+
+    async def main(serving: bool) -> float:
+        async with trio.open_nursery() as nursery:
+            network = MemoryNetwork(nursery)
+            server, _ = hands_on(network, folder, manifest)
+            server.host.is_serving = serving  # type: ignore[misc]
+            asker = network.node(Identity.generate())
+            async with open_weights(cast(Swarm, asker), server.peer_id) as stream:
+                begun = trio.current_time()
+                for _ in range(20):
+                    trees = await ask_trees(stream, manifest.version, [(part, digest)], timeout=60.0)
+                    nbytes = trees[part].to_wire().ByteSize()
+                seconds = trio.current_time() - begun
+            nursery.cancel_scope.cancel()
+        monkeypatch.setattr(holder, "HOLDING", replace(holder.HOLDING, beside_sessions=nbytes))
         return seconds
 
     assert run_autojumping(main, False) < 1.0
