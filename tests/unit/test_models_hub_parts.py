@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
 from petalnode.node.models import compute_manifest, resolve
 from petalnode.node.models.manifest import write_manifest
@@ -52,3 +55,14 @@ def test_where_there_are_no_ranges_the_whole_file_comes(hub: Hub, person: Person
     hub.no_ranges = True
     found = person.fetch(need="1:3")
     assert WEIGHTS in found["files"] and Path(found["path"]).parent.name == "snapshots"
+
+
+def test_an_index_that_names_a_file_that_is_nowhere(model: Path, tmp_path: Path) -> None:
+    """The parts that are needed are not in it."""
+    incomplete = shutil.copytree(model, tmp_path / "incomplete")
+    keys = safe_open(incomplete / WEIGHTS, "pt").keys()
+    file_of = {key: "gone.safetensors" if ".layers.5." in key else WEIGHTS for key in keys}
+    (incomplete / "model.safetensors.index.json").write_text(json.dumps({"weight_map": file_of}))
+    with serve_hub(incomplete) as hub:
+        found = Person(tmp_path / "home", hub.url).fetch(need="1:3")
+    assert "gone.safetensors is missing" in found["error"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPException
@@ -180,6 +180,7 @@ def _safetensors_parts(
     """The folder with these parts, and with the small files that came to `folder`."""
     indexed = INDEX in remote.files
     names = sorted(set(read_index(folder.path / INDEX).values())) if indexed else [SINGLE]
+    _check_there(remote, names)  # those of other parts, too, whose headers tell what the parts are
     files = {name: _ranged(remote, name) for name in names}
     small = [file for file in folder.path.iterdir() if file.name not in names and file.is_file()]
     parts = HubParts(remote.model_id, remote.commit, _SAFETENSORS)
@@ -254,9 +255,7 @@ def _weight_files(remote: _Remote, folder: ModelFolder, parts: tuple[Part, ...],
         file_of = read_index(_small_file(remote, INDEX, progress))
         layout = find_layout(file_of, folder.num_blocks)
         needed = sorted({file for key, file in file_of.items() if layout.part_of(key) in parts})
-        absent = [name for name in needed if name not in remote.files]
-        if absent:
-            raise ModelError(f"{remote.model_id!r} is incomplete on the hub: {absent[0]} is missing.")
+        _check_there(remote, needed)
         return needed
     if SINGLE in remote.files:
         return [SINGLE]
@@ -265,6 +264,12 @@ def _weight_files(remote: _Remote, folder: ModelFolder, parts: tuple[Part, ...],
         "revision that has them, or convert it with transformers' save_pretrained and give the folder; a .gguf in it "
         f"is named by its kind ({remote.model_id}:Q4_K_M) or by itself ({remote.model_id}/FILE.gguf)."
     )
+
+
+def _check_there(remote: _Remote, names: Iterable[str]) -> None:
+    absent = [name for name in names if name not in remote.files]
+    if absent:
+        raise ModelError(f"{remote.model_id!r} is incomplete on the hub: {absent[0]} is missing.")
 
 
 def _small_file(remote: _Remote, name: str, progress: Progress) -> Path:
