@@ -26,7 +26,7 @@ from ..models.adapter import check_adapter_files
 from ..models.sources.alias import ALIASES
 from ..swarm.routing import describe_blocks
 from ..swarm.swarm import Swarm
-from ..weights.remote_model import NotServed, find_remote_model, may_be_remote
+from ..weights.remote_model import find_instead
 from .node_report import nobody_serves
 from .output import Output, ProgressBars
 from .process import start
@@ -275,7 +275,7 @@ async def model_folder(model: str, output: Output, *, need: Need, swarm: Swarm |
     try:
         return await _own_folder(model, output, need)
     except ModelError as error:
-        if swarm is None or not may_be_remote(model):
+        if swarm is None:
             raise
         return await folder_from_peers(swarm, model, output, need, error)
 
@@ -288,10 +288,7 @@ async def folder_from_peers(swarm: Swarm, model: str, output: Output, need: Need
     """
     bars = ProgressBars(output.errors)
     try:
-        try:
-            remote = await find_remote_model(swarm, model, bars)
-        except NotServed as error:
-            raise ModelError(f"{why} And {error}.") from None
+        remote = await find_instead(swarm, model, bars, why)
         output.note(f"fetching {remote.name} ({remote.version.hex()[:12]}) from peers of the swarm")
         return await remote.fetch(need, bars)
     finally:

@@ -18,7 +18,7 @@ import trio
 
 from ...crypto.identity import Identity
 from ...protocols.ids import Span
-from ..client.api import model as model_module
+from ..client.api import opening
 from ..client.api.runtime import TrioThread
 from ..credits.payment_verifier import PaymentVerifier
 from ..models.progress import no_progress
@@ -195,8 +195,8 @@ class MemorySwarm:
         peer = f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.generate().peer_id}"  # well-formed; nobody is dialed
         with (
             _PATCHING,
-            patch.object(model_module, "open_swarm", self.network.open_swarm),
-            patch.object(model_module, "TrioThread", partial(HeldResource, self._thread)),
+            patch.object(opening, "open_swarm", self.network.open_swarm),
+            patch.object(opening, "TrioThread", partial(HeldResource, self._thread)),
         ):
             return kind.from_pretrained(folder, initial_peers=[peer], **options)
 

@@ -243,6 +243,21 @@ async def find_remote_model(swarm: Swarm, model: str, progress: Progress) -> Rem
     return await _opened(swarm, name, manifest, offers, pinned)
 
 
+async def find_instead(swarm: Swarm, model: str, progress: Progress, why: ModelError) -> RemoteModel:
+    """What the swarm has of a model that is on no disk here, and in no hub for the reason `why`.
+
+    Raises:
+        ModelError: `why`, if no swarm can have a model of this name, or nobody serves it; else as `find_remote_model`.
+        SwarmError, MachineError: as `find_remote_model`.
+    """
+    if not may_be_remote(model):
+        raise why
+    try:
+        return await find_remote_model(swarm, model, progress)
+    except NotServed as nobody:
+        raise ModelError(f"{why} And {nobody}.") from None
+
+
 async def _opened(
     swarm: Swarm, name: str, manifest: Manifest, offers: Mapping[str, Offer], pinned: str | None
 ) -> RemoteModel:

@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 from petalnode import AutoDistributedModelForSequenceClassification
 from petalnode.node.client.api import row_groups
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
-from petalnode.node.client.api.model import DEFAULTS, ModelOptions
+from petalnode.node.client.api.opening import DEFAULTS, ModelOptions
 from petalnode.node.errors import BadInput, PetalnodeError, SwarmError
 from tests.greedy import prompt
 from tests.swarm.conftest import SharedSwarm

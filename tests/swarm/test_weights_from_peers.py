@@ -7,7 +7,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoTokenizer
 
+from petalnode import AutoDistributedModelForCausalLM
+from petalnode.node.errors import ModelError
 from tests.swarm.processes import LOOPBACK, Node, Outcome, environment, nodes, petalnode, until
 from tests.swarm.tokenizer import save_tokenizer
 from tests.tiny_gguf import write_tiny_gguf
@@ -77,6 +81,36 @@ def test_a_server_and_a_client_that_have_nothing(start: Start, folder: Path, tmp
     assert answer.objects[-1]["text"] == expected.objects[-1]["text"]
     complete = [file.name for file in cached(tmp_path / "laptop") if file.suffix == ".safetensors"]
     assert complete == ["part-00000.safetensors", "part-00007.safetensors"]
+
+
+def test_a_program_in_python_and_a_training_that_have_nothing(
+    start: Start, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = start("whole", folder, "--new-swarm", "--blocks", "0:6")
+    ids = torch.tensor([[5, 9, 11, 3]])
+    monkeypatch.setenv("PETALNODE_CACHE", str(tmp_path / "program" / "cache" / "petalnode"))
+    torch.set_num_threads(1)
+    answers = []
+    for name in (folder, NAME):
+        with AutoDistributedModelForCausalLM.from_pretrained(name, initial_peers=[whole.address]) as model:
+            answers.append(model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0).tolist())
+            path = model.path
+    assert answers[0] == answers[1]
+    assert AutoTokenizer.from_pretrained(path).chat_template
+    complete = [file.name for file in cached(tmp_path / "program") if file.suffix == ".safetensors"]
+    assert complete == ["part-00000.safetensors", "part-00007.safetensors"]
+    with pytest.raises(ModelError, match="nobody serves"):
+        AutoDistributedModelForCausalLM.from_pretrained("unknown-here", initial_peers=[whole.address])
+    (tmp_path / "data.jsonl").write_text('{"text": "the cat sat on the mat"}\n' * 3)
+    home = tmp_path / "trainer"
+    home.mkdir()
+    tuned = petalnode(
+        *("tune", NAME, "--peer", whole.address, "--data", str(tmp_path / "data.jsonl"), "--method", "prompt"),
+        *("--virtual-tokens", "2", "--steps", "1", "--out", str(tmp_path / "tuned"), "--json"),
+        env=environment(home),
+    )
+    assert tuned.code == 0, tuned
+    assert [file.name for file in cached(home) if file.suffix == ".safetensors"] == complete
 
 
 def test_a_gguf_file_from_peers(start: Start, tmp_path: Path) -> None:

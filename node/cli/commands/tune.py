@@ -238,7 +238,7 @@ class _TuneRun:
         """The model on the swarm, with the head of a classifier if the data has labels; and its `material`."""
         from ...client.api.causal_lm import DistributedModelForCausalLM
         from ...client.api.classification import DistributedModelForSequenceClassification
-        from ...client.api.model import OpenedModel
+        from ...client.api.opening import OpenedModel
         from ...client.api.runtime import TrioThread
 
         runtime = TrioThread(partial(self._client, name, join))

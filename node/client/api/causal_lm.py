@@ -18,7 +18,8 @@ from ..session_adapter import SessionAdapter
 from .arguments import check_generate
 from .generating import BatchDecoding, GenerateOptions, take_draft_options, takes_loop, with_loop
 from .inference_session import InferenceSession
-from .model import DistributedModel, ModelOptions, OpenedModel, open_model, takes_model_options
+from .model import DistributedModel
+from .opening import ModelOptions, OpenedModel, open_model, takes_model_options
 from .remote import forward_context
 from .row_groups import Batches
 from .tuning import soft_prompt

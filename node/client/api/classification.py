@@ -11,7 +11,8 @@ from torch import nn
 from ...blocks.client_part import sequence_classifier
 from ...errors import BadInput
 from ...models.adapter import Adapter
-from .model import DistributedModel, ModelOptions, OpenedModel, open_model, takes_model_options
+from .model import DistributedModel
+from .opening import ModelOptions, OpenedModel, open_model, takes_model_options
 from .tuning import soft_prompt
 
 

@@ -27,7 +27,7 @@ from ...models.manifest import canonical_architecture
 from ...models.progress import Progress
 from ...swarm.swarm import Swarm
 from ...swarm.versions import choose_version, used_before
-from ...weights.remote_model import NotServed, RemoteModel, find_remote_model, may_be_remote
+from ...weights.remote_model import RemoteModel, find_instead
 from .options import ServerOptions
 
 T = TypeVar("T")
@@ -122,12 +122,7 @@ async def find_folder(
     try:
         return await in_thread(lambda: _fetch(options, "config", progress)), None
     except ModelError as error:
-        if not may_be_remote(options.model):
-            raise
-        try:
-            remote = await find_remote_model(swarm, options.model, progress)
-        except NotServed as nobody:
-            raise ModelError(f"{error} And {nobody}.") from None
+        remote = await find_instead(swarm, options.model, progress, error)
         return await remote.fetch("config", progress), remote
 
 
