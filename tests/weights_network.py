@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
@@ -62,6 +63,9 @@ class Liar:
     @max_header.setter
     def max_header(self, size: int) -> None:
         self._stream.max_header = size
+
+    def uncounted(self) -> AbstractContextManager[None]:
+        return self._stream.uncounted()
 
     async def receive(self, **options: Any) -> Any:
         self._asked, payloads = await self._stream.receive(**options)

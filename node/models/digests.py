@@ -25,6 +25,7 @@ from .progress import Progress, no_progress
 _CHUNK = 4 << 20
 _FOLDER = "hashes"
 _FORMAT = 2
+_ADDING = threading.Lock()
 
 
 def part_digests(
@@ -202,7 +203,7 @@ class DigestCache:
     """SHA-256 hashes that belong to one path: a small JSON file in the cache, replaced as a whole.
 
     Each is kept with a stamp that changes whenever what was hashed may have changed. Two processes that write
-    at once may lose one's hashes, which costs that one a second reading.
+    at once, not two threads, may lose one's hashes, which costs that one a second reading.
     """
 
     def __init__(self, path: Path) -> None:
@@ -221,6 +222,10 @@ class DigestCache:
 
     def add(self, new: Mapping[str, tuple[str, bytes]]) -> None:
         """Keeps name -> (stamp, hashes) beside what is there."""
+        with _ADDING:
+            self._add(new)
+
+    def _add(self, new: Mapping[str, tuple[str, bytes]]) -> None:
         entries = {**self._load(), **{name: [stamp, sha.hex()] for name, (stamp, sha) in new.items()}}
         # A cache that cannot be written must not stop a node that is otherwise ready.
         with suppress(OSError):

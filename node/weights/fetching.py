@@ -24,7 +24,7 @@ from ...protocols.weights import (
     ask_piece,
     receive_piece,
 )
-from ..errors import PetalnodeError, SwarmError, unwrapped
+from ..errors import MachineError, PetalnodeError, SwarmError, unwrapped
 from ..models.cache_dir import require_space
 from ..models.parts import describe
 from ..models.progress import Progress
@@ -125,15 +125,24 @@ class Fetch:
 
         Raises:
             SwarmError: nobody hands on what is missing.
-            MachineError: the disk is full or cannot be written.
+            MachineError: the disk is full or cannot be written; another process that fetches makes no progress.
         """
-        while True:
+        seen, since = self._folder.written(), trio.current_time()
+        while lacking := [number for number in numbers if not self._folder.has(number)]:
             with self._folder.locked() as alone:
                 if alone:
-                    await self._run([number for number in numbers if not self._folder.has(number)])
+                    await self._run(lacking)
                     return
-            self._progress(f"Waiting for another process that fetches {self._folder.name}", 0, None)
+            who = self._folder.writer()
+            self._progress(f"Waiting for {who}, which fetches {self._folder.name}", 0, None)
             await trio.sleep(FETCHING.other_process)
+            if (now := self._folder.written()) != seen:
+                seen, since = now, trio.current_time()
+            elif trio.current_time() - since > FETCHING.lonely:
+                raise MachineError(
+                    f"{who} fetches {self._folder.name}, too, and has written nothing for {FETCHING.lonely / 60:.0f} "
+                    "minutes: end it, and run this again; what has come is kept"
+                )
 
     async def _run(self, numbers: Sequence[int]) -> None:
         missing = {}
@@ -146,7 +155,7 @@ class Fetch:
             self._folder.trees[number].size_of(piece) for number, pieces in missing.items() for piece in pieces
         )
         require_space(self._folder.path, self._total - self._done, f"Fetching {self._folder.name}")
-        self._plan = PiecePlan(missing, random.Random())
+        self._plan = PiecePlan(missing, random.Random(self._swarm.peer_id))
         self._unfinished = self._plan.parts
         self._last = trio.current_time()
         with unwrapped(PetalnodeError):

@@ -7,6 +7,7 @@ partial file holds is checked again, piece by piece, by whoever goes on with it:
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -37,6 +38,7 @@ MAX_TEXT_BYTES: Final = 64 << 20
 _MAX_TEXT_FILES: Final = 64
 _TEXTS_DONE: Final = "texts.done"
 _KEY: Final = "peers-"
+_WRITER: Final = "writing.pid"
 
 
 def part_of_number(number: int, num_blocks: int) -> Part:
@@ -229,9 +231,26 @@ class PeerFolder:
                 yield False
                 return
         try:
+            with self._writing():  # not into the lock's own file, which is emptied by whoever tries to have it
+                (self.path / _WRITER).write_text(str(os.getpid()))
             yield True
         finally:
             lock.release()
+
+    def writer(self) -> str:
+        """What last had the right to write parts, in words."""
+        try:
+            return f"process {int((self.path / _WRITER).read_text())}"
+        except (OSError, ValueError):
+            return "another process"
+
+    def written(self) -> int:
+        """Changes whenever parts are written, by any process."""
+        newest = 0
+        for file in self.path.glob("part-*"):
+            with suppress(OSError):  # it has just got its name
+                newest = max(newest, file.stat().st_mtime_ns)
+        return newest
 
     def missing(self, number: int) -> set[int]:
         """The pieces of a part that were not written yet, or are not what they should be. Only under `locked`.

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import trio
 
+from petalnode.node.models import compute_manifest
+from petalnode.node.network.host import Host
+from petalnode.node.swarm.streams import MessageStreams
+from petalnode.node.weights.fetching import open_weights
+from petalnode.node.weights.holder import WeightsHolder
+from petalnode.protocols.weights import PIECE_BYTES, ask_piece, receive_piece
 from tests.slowness import Slowness
 from tests.swarm.relay_node import ECHO
 from tests.swarm.relays import echoed, host_here, received
+from tests.weights_network import saved_model
 
 MIB = 1024 * 1024
 RATE = 2 * MIB
@@ -55,3 +64,29 @@ async def test_the_limit_is_over_all_connections_together():
                 client.remember(host.peer_id, host.addrs())
                 nursery.start_soon(echoed, await client.open_stream(host.peer_id, ECHO), bytes(2 * MIB))
         assert time.perf_counter() - began > (4 * MIB - RATE // 2 - MIB) / RATE
+
+
+class _Node:
+    """What handing on and fetching weights ask of a swarm, over a host alone."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self._streams = MessageStreams(host)
+        self.set_handler, self.open_stream = self._streams.set_handler, self._streams.open_stream
+
+
+async def test_weights_that_are_handed_on_keep_to_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PETALNODE_CACHE", str(tmp_path / "cache"))
+    folder = saved_model(tmp_path)
+    manifest = compute_manifest(folder)
+    pieces = 6
+    async with host_here(listens=True, max_upload=RATE) as server, host_here() as client:
+        WeightsHolder(cast(Any, _Node(server)), manifest, folder).start()
+        client.remember(server.peer_id, server.addrs())
+        began = time.perf_counter()
+        async with open_weights(cast(Any, _Node(client)), server.peer_id) as stream:
+            for _ in range(pieces):
+                await ask_piece(stream, manifest.version, 1, 0, timeout=60.0)
+            for _ in range(pieces):
+                assert await receive_piece(stream, timeout=60.0) is not None
+        assert time.perf_counter() - began > (pieces * PIECE_BYTES - RATE // 2 - MIB) / RATE

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import trio
@@ -54,6 +55,9 @@ class MemoryEnd:
 
     async def wait_lost(self) -> None:
         await trio.sleep_forever()
+
+    def uncounted(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def ends(lockstep: bool = False) -> tuple[MemoryEnd, MemoryEnd]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -138,10 +139,15 @@ def test_what_was_half_written_is_checked_again(source: Source) -> None:
 def test_one_process_at_a_time_writes(source: Source) -> None:
     folder = source.opened()
     other = PeerFolder.open(NAME, source.manifest, folder.path)
+    assert other.writer() == "another process"
     with folder.locked() as alone:
         assert alone
         with other.locked() as second:
             assert not second
+            assert other.writer() == f"process {os.getpid()}"
+    before = other.written()
+    folder.put(1, 0, source.pieces(1)[0])
+    assert other.written() > before
     with other.locked() as alone:
         assert alone
 
