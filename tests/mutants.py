@@ -123,6 +123,8 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
     "node/models/sources/gguf_files.py": (*_unit("models_gguf models_alias"), "attacks/test_changed_gguf"),
     "node/blocks/kernels/packing.py": (*_unit("kernels"), "parity/test_kernels", "parity/test_gguf"),
     "node/models/folder.py": (*_unit("models_sources sizing"), "parity/test_refused"),
+    "node/models/stored_scheme.py": ("parity/test_refused", "parity/test_stored_quantised"),
+    "node/blocks/quantisation/stored.py": ("parity/test_stored_quantised",),
     "node/models/sources/resolve.py": (*_unit("models_sources models_gguf"), "swarm/test_too_large"),
     "node/links/format.py": _unit("invite"),
     "node/links/making.py": _unit("invite"),

@@ -25,12 +25,14 @@ from transformers.cache_utils import (
 
 from ..errors import ModelError, raise_for_memory, reason_of
 from ..models.checkpoint import GGUF_NOTE, Checkpoint
+from ..models.folder import read_config as read_raw_config
+from ..models.folder import scheme_of
 from ..models.quantisation import Kernels, Quantisation, held_bytes
 from .cache import BlockCacheSpec
 from .caches.states import StateRing, StateView, specs_of
 from .config import choose_device, choose_dtype, read_config
 from .kernels.choice import native_kernels
-from .kernels.packing import packed_bytes
+from .kernels.packing import packed_bytes, planned_bytes
 from .skeleton import Skeleton, build, stored_weights
 from .span_adapter import linear_shapes
 from .stack import BlockStack
@@ -199,15 +201,19 @@ def block_sizes(
         MachineError: as `native_kernels`.
     """
     skeleton = open_skeleton(folder, dtype)
-    stored = None
-    if quantisation == "none" and (folder / GGUF_NOTE).is_file():
+    stored = scheme = native = None
+    if quantisation == "none":
         native = native_kernels(kernels, choose_device(device), skeleton.dtype)
+        scheme = scheme_of(folder, read_raw_config(folder))
+    if quantisation == "none" and (folder / GGUF_NOTE).is_file():
         stored = None if native is None else stored_weights(skeleton, Checkpoint(folder, skeleton.num_blocks))
     held, whole = [], []
     for number, block in enumerate(skeleton.blocks):
         values = list(block.parameters())
         whole.append(sum(value.nbytes for value in values))
-        if stored is None:
+        if scheme is not None:
+            held.append(planned_bytes(scheme, block, native=native is not None))
+        elif stored is None:
             held.append(sum(held_bytes(quantisation, tuple(value.shape), value.nbytes) for value in values))
         else:
             held.append(packed_bytes(stored, skeleton, number, block))

@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import AutoConfig
 
 from ..errors import BadInput, MachineError, ModelError, reason_of
 from ..models.folder import read_config as read_raw_config
-from ..models.folder import refuse_quantised
+from ..models.folder import scheme_of
 
 _DTYPES = {
     "float32": torch.float32,
@@ -33,7 +33,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
     path = folder / "config.json"
     if not isinstance(raw.get("model_type"), str):
         raise ModelError(f"{path} names no model_type, so it is not the configuration of a model")
-    refuse_quantised(folder, raw)
+    scheme = scheme_of(folder, raw)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         text: PreTrainedConfig = config.get_text_config(decoder=True)
@@ -41,6 +41,10 @@ def read_config(folder: Path) -> PreTrainedConfig:
         raise ModelError(f"{path} cannot be used ({reason_of(error)})") from error
     if text.dtype is None:
         text.dtype = config.dtype
+    for part in (config, text):  # what is built has plain matrices, into which stored ones are opened
+        vars(part).pop("quantization_config", None)
+    if scheme is not None and scheme.integers:
+        text.dtype = torch.float32  # in which each value is exact, and the kernels keep its bits
     # The head is that of the whole model, whose configuration says whether it is the embeddings.
     if getattr(config, "tie_word_embeddings", False):
         text.tie_word_embeddings = True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -30,9 +31,11 @@ from ...protocols.ids import Span
 from ..errors import ModelError, reason_of
 from ..models.checkpoint import Checkpoint
 from ..models.folder import read_config as read_raw_config
+from ..models.folder import scheme_of
 from ..models.gguf.weights import GgufWeights
 from .kernels.library import library
 from .kernels.tiles import STORED, TiledMatrix, held_as
+from .quantisation.stored import StoredQuantised
 
 _OPENED_ROWS: Final = 256  # of a matrix, at a time
 _FILLS_BLOCKS: Final = frozenset({"falcon_h1"})  # their decoders compute constants of the blocks from the configuration
@@ -240,10 +243,17 @@ def fill(
         ModelError: weights are missing, unexpected or of another shape; it names them.
     """
     model, mapping = skeleton.model, get_model_conversion_mapping(skeleton.model)
-    stored = stored_weights(skeleton, weights)
+    stored, quantised = stored_weights(skeleton, weights), quantised_weights(skeleton, weights)
+    keys = tuple(quantised.sources) if quantised is not None else weights.keys
+
+    def lazily(key: str) -> Any:
+        if stored is not None:
+            return _Opened(stored, key)
+        return weights.slice(key) if quantised is None else _OpenedQuantised(quantised, key)
+
     chosen = {
-        name: weights.slice(key) if stored is None else _Opened(stored, key)
-        for key, name, place in _places(skeleton, weights.keys if stored is None else tuple(stored.sources), mapping)
+        name: lazily(key)
+        for key, name, place in _places(skeleton, keys if stored is None else tuple(stored.sources), mapping)
         if wanted(skeleton.block_of(place)) and place not in there
     }
     load = LoadStateDictConfig(
@@ -281,6 +291,33 @@ def stored_weights(skeleton: Skeleton, weights: Checkpoint) -> GgufWeights | Non
     stored = GgufWeights(weights.gguf, read_raw_config(weights.folder), shapes, skeleton.tied)
     stored.check_shapes()
     return stored
+
+
+def quantised_weights(skeleton: Skeleton, weights: Checkpoint) -> StoredQuantised | None:
+    """The tensors of a safetensors checkpoint whose matrices are quantised; None for plain ones.
+
+    Raises:
+        ModelError: they are in a way that is not loaded here.
+    """
+    scheme = None if weights.gguf else scheme_of(weights.folder, read_raw_config(weights.folder))
+    if scheme is None:
+        return None
+    plain = tuple(StoredQuantised(weights, scheme).sources)
+    mapping = get_model_conversion_mapping(skeleton.model)
+    places = [(place, key) for key, _, place in _places(skeleton, plain, mapping)]
+    count = Counter(place for place, _ in places)
+    return StoredQuantised(weights, scheme, {key: place for place, key in places if count[place] == 1})
+
+
+@dataclass(frozen=True)
+class _OpenedQuantised:
+    """A tensor of such a checkpoint as a lazy handle: `[...]` reads and opens it."""
+
+    stored: StoredQuantised
+    key: str
+
+    def __getitem__(self, place: object) -> torch.Tensor:
+        return self.stored.values(self.key)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from ...crypto.bounded_json import BadJson, JsonLimits, parse_json_object
 from ..errors import ModelError
+from .stored_scheme import StoredScheme, stored_scheme
 
 MAX_BLOCKS = 4096
 _CONFIG_LIMITS = JsonLimits(nbytes=4 << 20, values=200_000, depth=32, strict=False)
@@ -65,7 +66,7 @@ def open_folder(path: Path, name: str, revision: str | None = None) -> ModelFold
     """
     path = path.absolute()
     config = read_config(path)
-    refuse_quantised(path, config)
+    scheme_of(path, config)
     for pattern in TEXT_FILES:
         for file in path.glob(pattern):
             check_text_file(str(file), file.stat().st_size if file.is_file() else 0, pattern)
@@ -88,20 +89,27 @@ def check_text_file(name: str, nbytes: int, pattern: str) -> None:
         )
 
 
-def refuse_quantised(path: Path, config: Mapping[str, Any]) -> None:
-    """
+def scheme_of(path: Path, config: Mapping[str, Any]) -> StoredScheme | None:
+    """How the matrices of the model in `path` are quantised, by its configuration; None if they are plain.
+
     Raises:
-        ModelError: by its configuration the model in `path` has quantised weights.
+        ModelError: in a way that is not loaded here.
     """
     for part in (config, *(config.get(name) for name in TEXT_FIELDS)):
         for field_name, usual in _QUANTISED_FIELDS.items():
             stated = part.get(field_name) if isinstance(part, Mapping) else None
-            if stated:
-                method = stated.get("quant_method", usual) if isinstance(stated, Mapping) else usual
+            if not stated:
+                continue
+            try:
+                if isinstance(stated, Mapping) and field_name == "quantization_config":
+                    return stored_scheme(stated)
+                raise ModelError(f"weights quantised by {usual}")
+            except ModelError as error:
                 raise ModelError(
-                    f"{path} holds weights quantised by {method}, which petalnode does not load: take the model with "
-                    "plain weights, or its .gguf file"
-                )
+                    f"{path} holds {error}, which petalnode does not load: take the model with plain weights, or its "
+                    ".gguf file"
+                ) from None
+    return None
 
 
 def has_experts(path: Path) -> bool:

@@ -42,6 +42,7 @@ from tests.fuzz import corpus
 from tests.fuzz.harness import Target, parser
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.parsers import bundle_bytes
+from tests.quantised_checkpoints import LAYOUTS
 from tests.tiny_gguf import BLOCKS
 
 Files = dict[str, bytes]
@@ -188,6 +189,9 @@ def safetensors(mutator: Mutator, header: Any, *, changed: bool = True) -> bytes
     return length + text + body
 
 
+_QUANTISED: Final = [stated for stated, _ in LAYOUTS.values()]
+
+
 def _model_files(mutator: Mutator) -> Files:
     config = {
         "model_type": "llama",
@@ -198,6 +202,8 @@ def _model_files(mutator: Mutator) -> Files:
         "rope_theta": 10000.0,
         "rope_scaling": {"factor": 8.0, "type": "linear"},
     }
+    if mutator.chance(0.3):
+        config["quantization_config"] = mutator.random.choice(_QUANTISED)
     index = {"metadata": {"total_size": 64}, "weight_map": dict.fromkeys(list(_TENSORS)[1:], "part.safetensors")}
     which = mutator.random.randrange(3)
     files = {

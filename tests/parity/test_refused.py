@@ -44,7 +44,7 @@ REFUSED = {
 QUANTISED: dict[str, dict[str, Any]] = {
     "MLX": {"quantization": {"group_size": 64, "bits": 4}},
     "compressed-tensors": {"compression_config": {"format": "int-quantized", "global_compression_ratio": 1.5}},
-    "fp8": {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+    "bitsandbytes": {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
     "awq": {"text_config": {"quantization_config": {"quant_method": "awq"}}},
 }
 

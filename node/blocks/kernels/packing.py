@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -26,11 +26,13 @@ from ...models.checkpoint import Checkpoint
 from ...models.gguf.weights import GgufWeights
 from ...models.progress import Progress
 from ...models.quantisation import Quantisation
+from ...models.stored_scheme import StoredScheme
 from ..config import read_config
 from ..dot import best_time, dot_rows, has_dots
 from ..quantisation.matrix import Int8Matrix, QuantisedLinear, nf4_kind
 from ..quantisation.slots import MatrixSlot, matrix_slots, put_matrices
-from ..skeleton import Skeleton, build, fill, stored_weights
+from ..quantisation.stored import StoredQuantised
+from ..skeleton import Skeleton, build, fill, quantised_weights, stored_weights
 from .library import Library, usable_threads
 from .tiles import FORMS, LANES, MOST_ROWS, StoredMatrix, TiledInt8Matrix, TiledMatrix, TiledNf4Matrix, held_as
 
@@ -47,6 +49,7 @@ _STORED_WORTH: Final = 1.25
 _HALVES: Final = {"BF16": torch.bfloat16, "F16": torch.float16}
 
 Packed = Mapping[MatrixSlot, TiledMatrix]
+FewBits: TypeAlias = GgufWeights | StoredQuantised
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class Packer:
 
     def replace(self, span: Span, blocks: Mapping[int, nn.Module]) -> set[str]:
         """Puts packed modules into `blocks`, which have no weights yet, and returns the parameters they stand for."""
-        stored = stored_weights(self.skeleton, self.weights)
+        stored = stored_weights(self.skeleton, self.weights) or quantised_weights(self.skeleton, self.weights)
         halves = self._stored(span) if stored is None else None
         kept: dict[int, Packed] = {}
         if stored is not None:
@@ -102,8 +105,8 @@ class Packer:
             for number, block in blocks.items()
         }
 
-    def _packed(self, stored: GgufWeights, blocks: Mapping[int, nn.Module]) -> dict[int, Packed]:
-        """The matrices of GGUF files in the kernels' forms, several read at once and no more."""
+    def _packed(self, stored: FewBits, blocks: Mapping[int, nn.Module]) -> dict[int, Packed]:
+        """The matrices of GGUF files, or quantised ones, in the kernels' forms, several read at once and no more."""
         held = {number: packable(stored, self.skeleton, number, block) for number, block in blocks.items()}
         total = sum(FORMS[form].nbytes(slot.shape) for slots in held.values() for slot, form in slots.items())
         done = 0
@@ -119,7 +122,7 @@ class Packer:
                 kept[number] = matrices
         return kept
 
-    def _matrix(self, stored: GgufWeights, number: int, slot: MatrixSlot) -> TiledMatrix:
+    def _matrix(self, stored: FewBits, number: int, slot: MatrixSlot) -> TiledMatrix:
         name = self.skeleton.parameter(number, slot.parameter)
         matrix = TiledMatrix.of_stored(str(stored.kind(name)), stored.stored(name, slot.expert), slot.shape)
         if self.rounds:
@@ -141,7 +144,7 @@ class Packer:
         }
 
 
-def packable(stored: GgufWeights, skeleton: Skeleton, number: int, block: nn.Module) -> dict[MatrixSlot, str]:
+def packable(stored: FewBits, skeleton: Skeleton, number: int, block: nn.Module) -> dict[MatrixSlot, str]:
     """The matrices of block `number` that the kernels hold in the bits of the file, and the names of their forms."""
     found = {}
     slots = matrix_slots(block)
@@ -151,6 +154,19 @@ def packable(stored: GgufWeights, skeleton: Skeleton, number: int, block: nn.Mod
         if form is not None:
             found[slot] = form
     return whole_modules(slots, found)
+
+
+def planned_bytes(scheme: StoredScheme, block: nn.Module, *, native: bool) -> int:
+    """What a block takes by its configuration alone: quantised matrices in their bits where the kernels have a form."""
+    kind = scheme.kind if native else None
+    taken = {
+        slot: FORMS[form].nbytes(slot.shape)
+        for slot in matrix_slots(block)
+        if kind is not None and slot.expert is None and (form := held_as(kind, slot.shape)) is not None
+    }
+    gone = {slot.parameter for slot in taken}
+    opened = sum(value.nbytes for name, value in block.named_parameters() if name not in gone)
+    return opened + sum(taken.values())
 
 
 def packed_bytes(stored: GgufWeights, skeleton: Skeleton, number: int, block: nn.Module) -> int:
