@@ -97,6 +97,13 @@ class Fleet:
 
     def kill(self, server: MemoryServer) -> None:
         server.kill()
+        self._replace(server)
+
+    def drain(self, server: MemoryServer) -> None:
+        server.terminate()
+        self._replace(server)
+
+    def _replace(self, server: MemoryServer) -> None:
         self._servers.remove(server)
         self._servers.append(self._pool.start(f"{server.span[0]}:{server.span[1]}"))
 

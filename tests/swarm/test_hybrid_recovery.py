@@ -1,0 +1,172 @@
+"""What recovery does for models with keys and values alone, it does for those whose blocks keep states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
+from petalnode.node.testing.memory_servers import MemoryServer
+from tests.greedy import generate, prompt
+from tests.inspection import client_of
+from tests.swarm.fleet import At, Fleet, Model
+from tests.swarm.memory_pool import MemoryPool, memory_pool
+from tests.tiny_models import HIDDEN, load_whole, save_tiny
+
+TOLERANCE = 2e-4
+ONE_WAY = 0.05
+"""Seconds from any node to any other, in some tests."""
+Accident = Callable[[Fleet, MemoryServer], object]
+ACCIDENTS: dict[str, Accident] = {
+    "killed": Fleet.kill,
+    "drained": Fleet.drain,
+    "frozen": lambda fleet, server: server.freeze(),
+}
+
+
+@pytest.fixture(scope="module", params=["qwen3_5", "nemotron_h"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    endless = {"max_position_embeddings": 1024, "eos_token_id": None}
+    return save_tiny(request.param, tmp_path_factory.mktemp("hybrid") / request.param, **endless)
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Any:
+    return load_whole(folder)
+
+
+@pytest.fixture(scope="module")
+def pool(folder: Path) -> Iterator[MemoryPool]:
+    with memory_pool(folder) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def fleet(pool: MemoryPool) -> Fleet:
+    return Fleet(pool)
+
+
+@pytest.fixture(scope="module")
+def opened(pool: MemoryPool, fleet: Fleet, folder: Path) -> Iterator[Model]:
+    with pool.swarm.open_model(AutoDistributedModelForCausalLM, folder) as model:
+        yield model
+
+
+@pytest.fixture
+def model(opened: Model, fleet: Fleet) -> Model:
+    fleet.ready(opened)
+    return opened
+
+
+@pytest.fixture
+def far(opened: Model, pool: MemoryPool, model: Model) -> Iterator[None]:
+    """A round trip between any two nodes takes 100 ms."""
+    peers = [client_of(opened).swarm.peer_id, *(server.peer_id for server in pool.alive)]
+
+    def delay(seconds: float) -> None:
+        for place, one in enumerate(peers):
+            for other in peers[:place]:
+                pool.swarm.change(
+                    lambda network, one=one, other=other: setattr(network.link(one, other), "delay", seconds)
+                )
+
+    delay(ONE_WAY)
+    yield
+    delay(0.0)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("accident", ACCIDENTS)
+def test_a_server_is_lost_while_tokens_come(accident: str, place: int, model: Model, fleet: Fleet, whole: Any) -> None:
+    ids = prompt(1, 80, seed=place)
+    with model.inference_session(max_length=120) as session:
+        hit: list[MemoryServer] = []
+
+        def meet() -> None:
+            hit.append(fleet.at(session, place))
+            ACCIDENTS[accident](fleet, hit[0])
+
+        out = generate(model, ids, session=session, max_new_tokens=16, streamer=At({6: meet}))
+        hit[0].thaw()
+        assert torch.equal(out, generate(whole, ids, max_new_tokens=16))
+        assert session.recoveries >= (accident != "drained")
+
+
+@pytest.mark.usefixtures("far")
+@pytest.mark.parametrize("accident", ACCIDENTS)
+def test_a_padded_batch_far_away(accident: str, model: Model, fleet: Fleet, whole: Any) -> None:
+    ids = prompt(2, 40, seed=3)
+    mask = (torch.arange(40) >= torch.tensor([0, 9])[:, None]).long()
+    expected = generate(whole, ids, attention_mask=mask, max_new_tokens=10)
+    with model.inference_session(max_length=60) as session:
+        first = generate(model, ids, attention_mask=mask, session=session, max_new_tokens=4)
+        hit = fleet.at(session, 1)
+        ACCIDENTS[accident](fleet, hit)
+        mask = torch.cat([mask, torch.ones(2, 4, dtype=torch.long)], dim=1)
+        out = generate(model, first, attention_mask=mask, session=session, max_new_tokens=6)
+        hit.thaw()
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.usefixtures("far")
+@pytest.mark.parametrize("accident", ACCIDENTS)
+def test_drafts_far_away(accident: str, model: Model, fleet: Fleet, whole: Any) -> None:
+    ids = prompt(1, 6, seed=4).repeat(1, 4)
+    with model.inference_session(max_length=80) as session:
+        hit: list[MemoryServer] = []
+
+        def meet() -> None:
+            hit.append(fleet.at(session, 1))
+            ACCIDENTS[accident](fleet, hit[0])
+
+        out = generate(
+            model, ids, session=session, max_new_tokens=16, prompt_lookup_num_tokens=4, streamer=At({5: meet})
+        )
+        hit[0].thaw()
+    assert torch.equal(out, generate(whole, ids, max_new_tokens=16))
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_what_was_rolled_back_is_sent_to_nobody(place: int, model: Model, fleet: Fleet) -> None:
+    hidden = torch.randn(2, 30, HIDDEN, generator=torch.Generator().manual_seed(0))
+    other = torch.randn(2, 30, HIDDEN, generator=torch.Generator().manual_seed(1))
+    with model.inference_session(max_length=40) as session, torch.no_grad():
+        session.step(hidden[:, :20])
+        session.step(other[:, 20:24])
+        session.position = 21
+        fleet.kill(fleet.at(session, place))
+        out = session.step(hidden[:, 21:25])
+        sequence = torch.cat([hidden[:, :20], other[:, 20:21], hidden[:, 21:25]], dim=1)
+        right = model.remote_blocks(sequence)[:, -4:]
+        assert (out - right).abs().max() <= TOLERANCE * right.abs().max() and session.recoveries == 1
+
+
+def test_rows_that_changed_places_are_replayed_as_they_were(model: Model, fleet: Fleet) -> None:
+    hidden = torch.randn(3, 12, HIDDEN, generator=torch.Generator().manual_seed(0))
+    with model.inference_session(max_length=12) as session, torch.no_grad():
+        session.step(hidden[:, :4])
+        session.step(hidden[:, 4:5], reorder=(2, 0, 0))
+        session.step(hidden[:, 5:6], reorder=(1, 1, 0))
+        fleet.kill(fleet.at(session, 1))
+        out = session.step(hidden[:, 6:8])
+        assert session.recoveries == 1
+        one, two = torch.tensor([2, 0, 0]), torch.tensor([1, 1, 0])
+        sequence = torch.cat([torch.cat([hidden[one, :4], hidden[:, 4:5]], dim=1)[two], hidden[:, 5:8]], dim=1)
+        right = model.remote_blocks(sequence)[:, -2:]
+        assert (out - right).abs().max() <= TOLERANCE * right.abs().max()
+
+
+def test_a_fork_goes_on_when_a_server_is_killed(model: Model, fleet: Fleet, whole: Any) -> None:
+    ids = prompt(1, 70, seed=6)
+    with model.inference_session(max_length=120) as session:
+        said = generate(model, ids, session=session)
+        with session.fork() as fork:
+            fleet.kill(fleet.at(session, 1))
+            other = torch.cat([said, prompt(1, 3, seed=7)], dim=1)
+            assert torch.equal(generate(model, other, session=fork), generate(whole, other))
+            assert torch.equal(generate(model, said, session=session), generate(whole, said))
