@@ -30,7 +30,7 @@ from under_attack import KEYS, MAX_PASS, PROMPTS, REST, ROOT, SOURCES, TOKENS, N
 
 sys.path.insert(0, str(ROOT))
 
-from petalnode.node.api.http.keys import hash_of_key
+from petalnode.node.api.http.admission import hash_of_key
 from petalnode.node.models import resolve
 from tests.attacks.stranger.http_requests import HTTP_ATTACKS
 from tests.swarm.processes import Running, environment

@@ -16,7 +16,7 @@ from petalnode.node.api.engine.core import Core
 from petalnode.node.api.engine.generation import ApiLimits, ServedModel
 from petalnode.node.api.http.admission import Admission, AdmissionMiddleware
 from petalnode.node.api.http.server import HttpLimits, serve_http
-from petalnode.node.api.openai.response_endpoints import ResponseStore
+from petalnode.node.api.openai.endpoints import ResponseStore
 from petalnode.node.blocks.client_part import load_client
 from petalnode.node.client.chat import Text
 from petalnode.node.client.core import ClientOptions, open_client

@@ -103,8 +103,7 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
     "protocols/weights.py": (*_unit("weights_plan weights_store"), *_WEIGHTS),
     "node/models/digests.py": (*_unit("manifest models_checkpoint models_gguf"), *_WEIGHTS),
     "node/network/kad_*.py": (*_KADEMLIA, "attacks/test_kademlia", "attacks/test_provider_records"),
-    "node/network/value_store.py": _KADEMLIA,
-    "node/network/provider_store.py": ("attacks/test_provider_records",),
+    "node/network/kad_store.py": (*_KADEMLIA, "attacks/test_provider_records"),
     "node/network/routing_table.py": _KADEMLIA,
     "node/network/standard_protocols.py": (*_unit("standard_protocols"), "attacks/test_pings_and_pushes"),
     "node/network/shares.py": (
@@ -128,8 +127,6 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
     "node/models/sources/resolve.py": (*_unit("models_sources models_gguf"), "swarm/test_too_large"),
     "node/links/format.py": _unit("invite"),
     "node/links/making.py": _unit("invite"),
-    "node/links/target.py": _unit("invite"),
-    "node/placement/planning/fitting.py": _unit("fitting"),
     "node/placement/planning/model_sizes.py": _unit("fitting"),
     "node/swarm/cost.py": _unit("estimate codec_choice prefill_chunks routing"),
     "node/client/api/row_groups.py": _unit("row_groups pace"),

@@ -19,9 +19,8 @@ from .errors import MESSAGES_PATH, ApiError, error_object
 from .fields import Fields
 from .http.answers import AnswersResponse
 from .http.bodies import read_asked
-from .openai.objects import Head, named_event
 from .openai.requests import chat_request
-from .openai.writers import ChatWriter
+from .openai.writers import ChatWriter, Head, named_event
 from .parts import REQUEST_LIMITS, function_tool, template_call
 
 Message = dict[str, Any]

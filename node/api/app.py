@@ -19,8 +19,7 @@ from .engine.core import Core
 from .errors import ApiError, api_error, error_response
 from .http.admission import Admission, AdmissionMiddleware
 from .ollama import ollama_routes
-from .openai.endpoints import openai_routes
-from .openai.response_endpoints import ResponseStore, response_routes
+from .openai.endpoints import ResponseStore, openai_routes, response_routes
 
 
 def create_app(

@@ -29,9 +29,8 @@ from .errors import ApiError, error_object
 from .fields import Fields
 from .http.answers import AnswersResponse
 from .http.bodies import read_asked
-from .openai.objects import Head, TokenText
 from .openai.requests import chat_request, chat_text
-from .openai.writers import ChatWriter
+from .openai.writers import ChatWriter, Head, TokenText
 from .parts import REQUEST_LIMITS, function_tool, template_call
 
 _DEFAULTS: Final = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}

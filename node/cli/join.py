@@ -22,7 +22,7 @@ from ...crypto.canonical import digest
 from ...crypto.identity import Identity, IdentityError, IdentityLocked, held_identity, others_can_read, peer_id_to_bytes
 from ...crypto.swarm_key import SwarmKeyError, find_swarm_key, is_swarm_key
 from ..errors import BadInput, MachineError, PetalnodeError, SwarmError, unwrapped
-from ..links.target import SwarmTarget, read_target
+from ..links.format import SwarmTarget, read_target
 from ..network.addresses import parse_own, parse_peer
 from ..network.nat.relay import RelayLimits
 from ..network.transport.bandwidth import parse_rate

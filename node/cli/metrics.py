@@ -52,8 +52,7 @@ async def metrics_served(options: MetricsOptions, output: Output) -> AsyncIterat
     # Imported only here: a node without metrics needs neither HTTP nor Prometheus' client.
     from ..api.http.server import listen, url_of
     from ..monitoring.endpoint import serve_metrics
-    from ..monitoring.metrics import Metrics, ProcessMetrics
-    from ..monitoring.process import LoopDelay
+    from ..monitoring.metrics import LoopDelay, Metrics, ProcessMetrics
 
     listeners = await listen(options.metrics_host, options.metrics_port, "--metrics-port")
     delay = LoopDelay()

@@ -19,8 +19,7 @@ from ...protocols.announcement import Announcement, ServerState
 from ..client.deadlines import DEADLINES
 from ..client.session_adapter import is_adapter_name
 from ..errors import BadInput, MachineError, ModelError
-from ..links.format import is_link
-from ..links.target import SwarmTarget
+from ..links.format import SwarmTarget, is_link
 from ..models import ModelFolder, Need, resolve, split_version
 from ..models.adapter import check_adapter_files
 from ..models.sources.alias import ALIASES

@@ -250,25 +250,6 @@ class DigestCache:
             return {}
 
 
-def known_file_digest(file: Path) -> bytes | None:
-    """SHA-256 of a whole file if it was computed before; the file is not read."""
-    return DigestCache(file).get("file", _whole_file_stamp(file))
-
-
-def file_digest(file: Path, progress: Progress) -> bytes:
-    """SHA-256 of a whole file, kept for as long as its path, size and times are the same."""
-    found = known_file_digest(file)
-    if found is None:
-        stamp = _whole_file_stamp(file)
-        found = sha256_of(file, file.name, progress)
-        DigestCache(file).add({"file": (stamp, found)})
-    return found
-
-
-def _whole_file_stamp(file: Path) -> str:
-    return digest("petalnode/model/file-stamp/1", file_stamp(file)).hex()
-
-
 def sha256_of(file: Path, name: str, progress: Progress) -> bytes:
     """SHA-256 of a whole file, which `progress` calls `name`."""
     sha, done, total = hashlib.sha256(), 0, file.stat().st_size

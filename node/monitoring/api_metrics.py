@@ -16,8 +16,7 @@ from ..api.engine.core import Core
 from ..api.engine.generation import ApiTallies
 from ..client.deadlines import WAIT_BOUNDS
 from ..swarm.swarm import Swarm
-from .metrics import ClientMetrics, Metrics, MetricSource, NodeMetrics, ProcessMetrics, buckets, counters
-from .process import LoopDelay
+from .metrics import ClientMetrics, LoopDelay, Metrics, MetricSource, NodeMetrics, ProcessMetrics, buckets, counters
 
 _REASONS: Final = ("stop", "length", "failed")
 _TOKENS: Final = ("prompt", "cached", "completion")

@@ -29,11 +29,20 @@ from .addresses import dialable, dialable_among, without_peer
 from .host import Host
 from .kad_messages import record_of
 from .kad_service import KadService
+from .kad_store import (
+    MODELS_KEY,
+    FairProviderStore,
+    Provider,
+    Value,
+    ValueStore,
+    models_value,
+    open_models_value,
+    open_value,
+    server_key,
+)
 from .provider_lookup import LOOKUP, Answer, Contact, Lookup, add, ask, look_up
-from .provider_store import FairProviderStore, Provider
 from .routing_table import RoutingTable
 from .transport.bandwidth import ByteCount
-from .value_store import MODELS_KEY, Value, ValueStore, models_value, open_models_value, open_value, server_key
 
 log = logging.getLogger(__name__)
 

@@ -26,11 +26,10 @@ from ...protocols.nat_traversal import read_addr
 from .addresses import without_peer
 from .host import Host
 from .kad_messages import KAD, MAX_KEY, MAX_REQUEST, MAX_REQUEST_FIELDS, BadMessage, parse, record_of
-from .provider_store import FairProviderStore
+from .kad_store import MAX_VALUE, FairProviderStore, ValueStore, open_value
 from .routing_table import RoutingTable
 from .shares import Rates
 from .transport.stream_bytes import StreamBytes
-from .value_store import MAX_VALUE, ValueStore, open_value
 
 log = logging.getLogger(__name__)
 

@@ -26,8 +26,18 @@ from ..errors import BadInput, NoChainError
 from ..models.cache_dir import disk_errors
 from .adapter_files import CHECKPOINT, WRITE_ADVICE, write_files
 from .dataset import TokenRow, TrainingBatch, batch_of
-from .progress import EarlyStop, Evaluated, Event, StepDone, StoppedEarly, WaitingForServers
-from .recipe import Recipe, is_due, learning_rate, rows_of_step
+from .recipe import (
+    EarlyStop,
+    Evaluated,
+    Event,
+    Recipe,
+    StepDone,
+    StoppedEarly,
+    WaitingForServers,
+    is_due,
+    learning_rate,
+    rows_of_step,
+)
 from .tuned import Tuned
 
 T = TypeVar("T")

@@ -10,8 +10,7 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
-from petalnode.node.api.http.admission import Admission
-from petalnode.node.api.http.keys import ApiKeys, hash_of_key
+from petalnode.node.api.http.admission import Admission, ApiKeys, hash_of_key
 from tests.api.conftest import Served
 from tests.memory_api import MemoryApi, memory_api
 

@@ -14,8 +14,7 @@ from petalnode.node.api.anthropic import MessageWriter, parse_messages
 from petalnode.node.api.engine.generation import ApiLimits
 from petalnode.node.api.errors import ApiError
 from petalnode.node.api.fields import Fields
-from petalnode.node.api.http.admission import Admission
-from petalnode.node.api.http.keys import ApiKeys, hash_of_key
+from petalnode.node.api.http.admission import Admission, ApiKeys, hash_of_key
 from tests.api.conftest import Served
 from tests.api.specifications import AnthropicSpecification
 from tests.memory_api import MemoryApi, memory_api

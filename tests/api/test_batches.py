@@ -25,8 +25,7 @@ from petalnode.node.api.batches.objects import WINDOW_SECONDS, read_input
 from petalnode.node.api.batches.runner import BatchLimits, BatchRunner, free_slots, next_batch
 from petalnode.node.api.batches.store import BATCH_STORE, BatchLine, BatchStore, NoRoom, StoredBatch
 from petalnode.node.api.errors import ApiError
-from petalnode.node.api.http.admission import Admission, AdmissionMiddleware
-from petalnode.node.api.http.keys import ApiKeys, hash_of_key
+from petalnode.node.api.http.admission import Admission, AdmissionMiddleware, ApiKeys, hash_of_key
 from petalnode.node.errors import BadInput, MachineError
 from tests.api.conftest import Served
 from tests.memory_api import MemoryApi, memory_api

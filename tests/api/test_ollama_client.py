@@ -9,8 +9,7 @@ from urllib.request import urlopen
 import ollama
 import pytest
 
-from petalnode.node.api.http.admission import Admission
-from petalnode.node.api.http.keys import ApiKeys, hash_of_key
+from petalnode.node.api.http.admission import Admission, ApiKeys, hash_of_key
 from petalnode.node.cli.commands.api import lan_urls
 from tests.api.conftest import CONTEXT, Served
 from tests.memory_api import MemoryApi, memory_api

@@ -15,10 +15,8 @@ from petalnode.node.api.batches.store import BatchStore
 from petalnode.node.api.engine.generation import ApiLimits
 from petalnode.node.api.errors import ApiError
 from petalnode.node.api.fields import Fields
-from petalnode.node.api.http.admission import Admission
-from petalnode.node.api.http.keys import ApiKeys, hash_of_key
-from petalnode.node.api.openai.response_requests import parse_response
-from petalnode.node.api.openai.response_writer import ResponseWriter
+from petalnode.node.api.http.admission import Admission, ApiKeys, hash_of_key
+from petalnode.node.api.openai.responses import ResponseWriter, parse_response
 from tests.api.conftest import Served
 from tests.api.specifications import OpenAISpecification
 from tests.memory_api import MemoryApi, memory_api

@@ -12,8 +12,7 @@ import pytest
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.api.engine.core import Core
-from petalnode.node.api.http.admission import Admission
-from petalnode.node.api.http.keys import ApiKeys, hash_of_key
+from petalnode.node.api.http.admission import Admission, ApiKeys, hash_of_key
 from petalnode.node.web.pages import INDEX, MEDIA_TYPES, STATIC, page_routes
 from petalnode.node.web.swarm_endpoint import swarm_routes
 from petalnode.node.web.swarm_report import LastVerdict

@@ -12,8 +12,8 @@ import httpx
 import openai
 import pytest
 
+from petalnode.node.api.engine.choice import PROGRESS, is_news
 from petalnode.node.api.engine.generation import AnswerProgress, HopReport, WaitingFor
-from petalnode.node.api.engine.progress import PROGRESS, is_news
 from petalnode.node.testing.memory_servers import memory_swarm
 from petalnode.protocols.announcement import Announcement
 from tests.api.conftest import Served

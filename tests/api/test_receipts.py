@@ -15,8 +15,7 @@ import typer
 import typer.main
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.api.http.admission import Admission
-from petalnode.node.api.http.keys import ApiKeys, hash_of_key
+from petalnode.node.api.http.admission import Admission, ApiKeys, hash_of_key
 from petalnode.node.cli import app as command_line
 from petalnode.node.errors import BadInput
 from petalnode.node.trust.receipt_file import AnswerReceipts, SignedReply, check, digest_of, load, to_json

@@ -11,9 +11,8 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from petalnode.node.api.http.admission import Admission
-from petalnode.node.api.http.keys import ApiKeys, hash_of_key
-from petalnode.node.api.openai.response_endpoints import ResponseStore, StoredResponse
+from petalnode.node.api.http.admission import Admission, ApiKeys, hash_of_key
+from petalnode.node.api.openai.endpoints import ResponseStore, StoredResponse
 from tests.api.conftest import Served
 from tests.memory_api import MemoryApi, memory_api
 

@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.network.value_store import MODELS_KEY, ValueStore, models_value, open_value
+from petalnode.node.network.kad_store import MODELS_KEY, ValueStore, models_value, open_value
 from petalnode.node.swarm import view as view_module
 from petalnode.node.swarm.view import SwarmView
 from petalnode.node.testing import message_streams

@@ -21,9 +21,9 @@ from petalnode.node.network import kad_service
 from petalnode.node.network.dht import Dht, open_dht
 from petalnode.node.network.host import Host, open_host
 from petalnode.node.network.kad_messages import MAX_REQUEST_FIELDS, BadMessage, parse
+from petalnode.node.network.kad_store import server_key
 from petalnode.node.network.standard_protocols import IDENTIFY_PUSH
 from petalnode.node.network.transport.stream_bytes import StreamBytes
-from petalnode.node.network.value_store import server_key
 from petalnode.protocols.announcement import (
     Announcement,
     ServerState,

@@ -14,8 +14,8 @@ from libp2p.peer.peerstore import PeerStoreError
 from multiaddr import Multiaddr
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.network.transport import peerstore
-from petalnode.node.network.transport.peerstore import MAX_ADDRS, BoundedPeerStore
+from petalnode.node.network.transport import address_book
+from petalnode.node.network.transport.address_book import MAX_ADDRS, BoundedPeerStore
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import open_swarm
 from tests.patience import eventually
@@ -99,7 +99,7 @@ def test_a_large_record_is_refused(store: BoundedPeerStore) -> None:
 
 async def test_a_node_that_has_met_many_still_identifies_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """libp2p's own store would have thrown the node's keys out: it could say who it is to nobody any more."""
-    monkeypatch.setattr(peerstore, "MAX_PEERS", LIMIT)
+    monkeypatch.setattr(address_book, "MAX_PEERS", LIMIT)
     async with open_swarm(SwarmConfig(Identity.generate(), listen=("/ip4/127.0.0.1/tcp/0",))) as node:
         stored = node.host.libp2p.get_peerstore()
         for peer_id, _ in keys(3 * LIMIT):

@@ -11,8 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from petalnode.node.api.http.admission import Admission, AdmissionMiddleware
-from petalnode.node.api.http.keys import ApiKeys, hash_of_key
+from petalnode.node.api.http.admission import Admission, AdmissionMiddleware, ApiKeys, hash_of_key
 
 MOST = 64
 

@@ -17,9 +17,9 @@ from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.network import provider_store
+from petalnode.node.network import kad_store
+from petalnode.node.network.kad_store import LIFETIME, MAX_OF_KEY, FairProviderStore
 from petalnode.node.network.provider_lookup import LOOKUP, Answer, Contact, Lookup, add, answer_of, ask, distance
-from petalnode.node.network.provider_store import LIFETIME, MAX_OF_KEY, FairProviderStore
 from petalnode.node.network.transport.bandwidth import ByteCount
 from petalnode.node.swarm import provider_records
 from petalnode.node.swarm.provider_records import SEARCH, ProviderRecords, blocks_sought
@@ -184,7 +184,7 @@ def test_who_is_early_with_twenty_keys_does_not_have_all_places_of_a_key() -> No
 
 
 def test_a_store_is_not_filled_by_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(provider_store, "MAX_RECORDS", 640)
+    monkeypatch.setattr(kad_store, "MAX_RECORDS", 640)
     kept = store(Clock())
     for number, one in enumerate(PEERS):
         keep(kept, blocks_key("ab" * 6, number), one)

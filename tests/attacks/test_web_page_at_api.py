@@ -17,8 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from petalnode.node.api.http.admission import LOOPBACK, Admission, AdmissionMiddleware
-from petalnode.node.api.http.keys import ApiKeys, hash_of_key
+from petalnode.node.api.http.admission import LOOPBACK, Admission, AdmissionMiddleware, ApiKeys, hash_of_key
 
 OWN = "http://127.0.0.1:8000"
 KEYED = ApiKeys({hash_of_key("pn-right"): "alice"})

@@ -22,7 +22,7 @@ import pytest
 from petalnode.node.api.batches.runner import BatchLimits, BatchRunner
 from petalnode.node.api.batches.store import BatchStore, StoredBatch, StoredFile
 from petalnode.node.api.engine.generation import ApiLimits, ServedModel
-from petalnode.node.api.openai.response_endpoints import ResponseStore, StoredResponse
+from petalnode.node.api.openai.endpoints import ResponseStore, StoredResponse
 from tests.api.conftest import Served
 from tests.import_graph import ROOT
 from tests.memory_api import MemoryApi, memory_api

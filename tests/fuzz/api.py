@@ -13,7 +13,7 @@ from petalnode.node.api.batches.store import StoredBatch
 from petalnode.node.api.errors import ApiError, error_object
 from petalnode.node.api.fields import Fields, parse_object
 from petalnode.node.api.openai.requests import parse_chat, parse_completion
-from petalnode.node.api.openai.response_requests import parse_response
+from petalnode.node.api.openai.responses import parse_response
 from petalnode.node.errors import BadInput
 from tests.api.bodies import BODIES
 from tests.fuzz.files import as_json

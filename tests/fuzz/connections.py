@@ -25,6 +25,7 @@ from petalnode.crypto.identity import peer_id_to_bytes
 from petalnode.node.network import gossip as gossip_module
 from petalnode.node.network.dht import Dht
 from petalnode.node.network.host import Host, open_host
+from petalnode.node.network.kad_store import MODELS_KEY, server_key
 from petalnode.node.network.nat import hole_punching
 from petalnode.node.network.nat.autonat import DialBackService, local_endpoints
 from petalnode.node.network.nat.circuits import Circuits
@@ -35,7 +36,6 @@ from petalnode.node.network.transport.muxed_stream import ACK, DATA, FIN, HEADER
 from petalnode.node.network.transport.negotiation import question
 from petalnode.node.network.transport.raw_connection import Path
 from petalnode.node.network.transport.yamux import Muxer
-from petalnode.node.network.value_store import MODELS_KEY, server_key
 from petalnode.protocols import nat_traversal
 from petalnode.protocols import standard_pb2 as standard
 from petalnode.protocols import wire_pb2 as wire

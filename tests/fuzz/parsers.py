@@ -17,17 +17,16 @@ from petalnode.node.client.request import ServerClaims, granted_pledge, pledged_
 from petalnode.node.credits.payment_verifier import PaymentVerifier
 from petalnode.node.errors import BadInput, ModelError, NoChainError
 from petalnode.node.links.format import DOMAIN as INVITE_DOMAIN
-from petalnode.node.links.format import SCHEME
+from petalnode.node.links.format import SCHEME, read_target
 from petalnode.node.links.making import choose_addrs, where_from
-from petalnode.node.links.target import read_target
 from petalnode.node.models.manifest import Manifest
 from petalnode.node.network import addresses
 from petalnode.node.network.kad_messages import MAX_ANSWER_FIELDS, MAX_REQUEST_FIELDS, BadMessage, parse
+from petalnode.node.network.kad_store import open_models_value
 from petalnode.node.network.mdns import is_apart, read_txt, txt_record
 from petalnode.node.network.nat.relay import origin_of
 from petalnode.node.network.provider_lookup import answer_of
 from petalnode.node.network.transport.dialing import kept, one_per_relay, plan
-from petalnode.node.network.value_store import open_models_value
 from petalnode.node.placement.observed import coverage, gaps, observe_servers, upper_bound
 from petalnode.node.placement.planning.plans import fleet_of_servers
 from petalnode.node.swarm.routing import Demand, RouteCandidate, cheapest_chain

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from petalnode.node.api.http.keys import ApiKeys, hash_of_key
+from petalnode.node.api.http.admission import ApiKeys, hash_of_key
 from petalnode.node.cli.commands.api import ApiOptions, _make_key, admission_of, listeners_of
 from petalnode.node.cli.output import Output
 from petalnode.node.errors import BadInput, MachineError

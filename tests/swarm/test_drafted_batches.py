@@ -11,7 +11,7 @@ import torch
 
 from petalnode.node.client.api import row_groups
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
-from petalnode.node.client.api.pace import DRAFTED, Measured, Paces
+from petalnode.node.client.api.row_groups import DRAFTED, Measured, Paces
 from petalnode.node.client.generation.drafting import Draft, DraftPlan, PipelineSpeed
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
 from tests.swarm.deep_drafts import draft_deep

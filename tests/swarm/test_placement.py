@@ -18,8 +18,7 @@ import trio.testing
 
 from petalnode.crypto.identity import Identity, peer_id_to_bytes
 from petalnode.node.server.lifecycle.other_servers import measure_network, serve_transfers
-from petalnode.node.server.lifecycle.placement_state import PlacementState
-from petalnode.node.server.lifecycle.rebalancing import join_where_needed, next_move
+from petalnode.node.server.lifecycle.rebalancing import PlacementState, join_where_needed, next_move
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.directory import Directory
 from petalnode.node.swarm.swarm import open_swarm

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
-from petalnode.node.server.lifecycle import placement_state, rebalancing
-from petalnode.node.server.lifecycle.placement_state import PlacementState
+from petalnode.node.server.lifecycle import rebalancing
+from petalnode.node.server.lifecycle.rebalancing import PlacementState
 from petalnode.node.testing import MemoryNode
 from petalnode.node.testing.memory_servers import MemoryServer
 from petalnode.protocols.announcement import Announcement, ServerState
@@ -105,13 +105,13 @@ def ten(models: Path) -> Iterator[Ten]:
         patched.setenv("PETALNODE_CHECK_INTERVAL", "1")
         # Nobody is gone because this machine is busy.
         patient = dict.fromkeys(("refresh_timeout", "exchange_timeout", "probe_timeout"), DEADLINE)
-        patched.setattr(placement_state, "OBSERVING", replace(placement_state.OBSERVING, **patient))
+        patched.setattr(rebalancing, "OBSERVING", replace(rebalancing.OBSERVING, **patient))
         patched.setattr(rebalancing, "REBALANCING", replace(rebalancing.REBALANCING, max_negotiation=DEADLINE))
-        placement_state.log.addFilter(heard)
+        rebalancing.log.addFilter(heard)
         for _ in range(10):
             pool.start(None, num_blocks=2, throughput=5.0, prepare=lambda node: _speaker.set(node.peer_id))
         yield ten
-        placement_state.log.removeFilter(heard)
+        rebalancing.log.removeFilter(heard)
 
 
 def test_ten_servers_started_at_once_cover_the_model_evenly(ten: Ten) -> None:

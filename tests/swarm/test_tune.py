@@ -29,8 +29,7 @@ from petalnode.node.errors import BadInput
 from petalnode.node.models.adapter_note import AdapterNote, Method, read_note
 from petalnode.node.tuning.adapter_folder import save_adapter
 from petalnode.node.tuning.dataset import TokenRow
-from petalnode.node.tuning.progress import Evaluated, StepDone, WaitingForServers
-from petalnode.node.tuning.recipe import MethodOptions, Recipe
+from petalnode.node.tuning.recipe import Evaluated, MethodOptions, Recipe, StepDone, WaitingForServers
 from petalnode.node.tuning.trainer import Training
 from petalnode.node.tuning.tuned import Tuned
 from tests.swarm.conftest import SharedSwarm

@@ -16,7 +16,7 @@ from petalnode.node.api.anthropic import parse_messages
 from petalnode.node.api.errors import api_error, error_object
 from petalnode.node.api.fields import Fields, parse_object
 from petalnode.node.api.openai.requests import parse_chat, parse_completion
-from petalnode.node.api.openai.response_requests import parse_response
+from petalnode.node.api.openai.responses import parse_response
 from petalnode.node.errors import BadInput
 from tests.api.bodies import BODIES, STRANGE, changed, encoded, places
 

@@ -18,7 +18,7 @@ from petalnode.node.api.engine.generation import Grammar
 from petalnode.node.api.engine.tools import ToolCall, ToolText, tool_form
 from petalnode.node.api.errors import ApiError, api_error
 from petalnode.node.api.fields import Fields
-from petalnode.node.api.http.keys import ApiKeys, add_key
+from petalnode.node.api.http.admission import ApiKeys, add_key
 from petalnode.node.api.openai.requests import parse_chat, parse_completion
 from petalnode.node.errors import BadInput, MachineError, NoChainError, SwarmError
 

@@ -10,13 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from petalnode.node.placement.planning.fitting import Host, best_fit, fit_of, hosts_of, usable
 from petalnode.node.placement.planning.machines_file import Fleet, Machine, fleet_of, read_machines
 from petalnode.node.placement.planning.model_sizes import (
     WEIGHTS,
+    Host,
+    best_fit,
+    fit_of,
+    hosts_of,
     known_model,
     known_models,
     size_by_config,
+    usable,
 )
 
 PUBLISHED = {

@@ -22,10 +22,10 @@ from petalnode.node.links.format import (
     is_link,
     key_hash,
     read_link,
+    read_target,
     to_link,
 )
 from petalnode.node.links.making import LinkWishes, choose_addrs, make_link, rank, where_from
-from petalnode.node.links.target import read_target
 from petalnode.protocols import wire_pb2 as wire
 
 NOW = 1_700_000_000

@@ -21,10 +21,7 @@ from multiaddr import Multiaddr
 from petalnode.crypto.identity import Identity
 from petalnode.node.network.kad_messages import KAD, MAX_ANSWER_FIELDS, BadMessage, parse, record_of
 from petalnode.node.network.kad_service import OF_PEER, PATIENCE, Place, to_drop
-from petalnode.node.network.provider_lookup import Contact, distance
-from petalnode.node.network.routing_table import BUCKET_SIZE, KnownPeer, RoutingTable, superfluous
-from petalnode.node.network.shares import AddressShares, Rates
-from petalnode.node.network.value_store import (
+from petalnode.node.network.kad_store import (
     ENTRY_BYTES,
     MAX_VALUE,
     MODELS_KEY,
@@ -34,6 +31,9 @@ from petalnode.node.network.value_store import (
     open_value,
     server_key,
 )
+from petalnode.node.network.provider_lookup import Contact, distance
+from petalnode.node.network.routing_table import BUCKET_SIZE, KnownPeer, RoutingTable, superfluous
+from petalnode.node.network.shares import AddressShares, Rates
 from petalnode.protocols.announcement import (
     Announcement,
     BadAnnouncement,

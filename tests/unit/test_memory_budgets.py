@@ -14,6 +14,7 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
+from petalnode.node.network.kad_store import ENTRY_BYTES, MAX_VALUE, Value, ValueStore
 from petalnode.node.network.transport import memory
 from petalnode.node.network.transport.memory import (
     Budgets,
@@ -24,7 +25,6 @@ from petalnode.node.network.transport.memory import (
     own_heap,
     worth_trimming,
 )
-from petalnode.node.network.value_store import ENTRY_BYTES, MAX_VALUE, Value, ValueStore
 
 pytestmark = pytest.mark.virtual_time
 

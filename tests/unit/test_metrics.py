@@ -23,14 +23,16 @@ from petalnode.node.errors import MachineError
 from petalnode.node.monitoring.api_metrics import ApiMetrics
 from petalnode.node.monitoring.endpoint import LOOPBACK, MetricsApplication
 from petalnode.node.monitoring.metrics import (
+    INTERVAL,
+    WINDOW,
     ClientMetrics,
+    LoopDelay,
     Metrics,
     NodeMetrics,
     ProcessMetrics,
     ServerMetrics,
     VerdictMetrics,
 )
-from petalnode.node.monitoring.process import INTERVAL, WINDOW, LoopDelay
 from petalnode.node.network.transport.bandwidth import OTHER_PROTOCOLS, Traffic
 from petalnode.node.server.tallies import Distribution, ServerTallies, Serving
 from petalnode.node.swarm.config import SwarmConfig

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from petalnode.node.client.api.pace import Measured, Pace, Paces, Route
-from petalnode.node.client.api.row_groups import groups
+from petalnode.node.client.api.row_groups import Measured, Pace, Paces, Route, groups
 from petalnode.node.client.session.answers import HopTiming
 
 ROUTE = (("a", 0, 4), ("b", 4, 8), ("c", 8, 12))

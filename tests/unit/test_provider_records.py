@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.network.provider_store import LIFETIME
+from petalnode.node.network.kad_store import LIFETIME
 from petalnode.node.swarm.provider_records import RECORDS, blocks_sought, keys_of, missing, model_sought, pause_after
 from petalnode.protocols.announcement import Announcement, ServerState
 from petalnode.protocols.ids import MAX_RANGES, Span, blocks_key, blocks_of_range, model_key, ranges_of

@@ -12,7 +12,7 @@ import trio.testing
 
 from petalnode.node.client.deadlines import DEADLINES
 from petalnode.node.client.request import StreamLost
-from petalnode.node.client.session.reconnector import PathChanges, SessionReconnector
+from petalnode.node.client.session.link import PathChanges, SessionReconnector
 from petalnode.node.client.session.recovery import RECOVERY
 from petalnode.node.errors import ServerFailed
 from petalnode.node.swarm.routing import Hop

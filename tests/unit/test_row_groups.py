@@ -16,9 +16,17 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
-from petalnode.node.client.api.pace import DRAFTED, Measured, Paces
 from petalnode.node.client.api.processors import Prepared
-from petalnode.node.client.api.row_groups import FIRST_GAIN, Batches, draft_apart, groups, lookup_gain
+from petalnode.node.client.api.row_groups import (
+    DRAFTED,
+    ROWS,
+    Batches,
+    Measured,
+    Paces,
+    draft_apart,
+    groups,
+    lookup_gain,
+)
 
 
 @pytest.mark.parametrize(
@@ -96,12 +104,12 @@ def test_rows_take_drafts_only_each_in_a_session_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("rows", "step_seconds", "trip_seconds", "gain", "expected"),
     [
-        (4, [0.02, 0.02, 0.02], 0.2, FIRST_GAIN, True),  # far away
+        (4, [0.02, 0.02, 0.02], 0.2, ROWS.first_gain, True),  # far away
         (4, [0.02, 0.02, 0.02], 0.2, 1.05, False),  # where drafts bring nothing
-        (4, [0.005], 0.0001, FIRST_GAIN, False),  # a server at hand has its batches
+        (4, [0.005], 0.0001, ROWS.first_gain, False),  # a server at hand has its batches
         (4, [0.001, 0.001], 0.0001, 8.0, False),  # the client has the most to do
         (4, [0.2], 0.02, 8.0, False),  # each row takes nearly as long as all
-        (4, [0.02], 0.2, FIRST_GAIN, True),
+        (4, [0.02], 0.2, ROWS.first_gain, True),
         (1, [0.02], 0.2, 8.0, False),
         (17, [0.001], 0.5, 8.0, False),  # as many threads and sessions
         (4, [], 0.2, 8.0, False),  # no chain

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from petalnode.node.client.api.row_groups import FIRST_GAIN, draft_apart
+from petalnode.node.client.api.row_groups import ROWS, draft_apart
 from petalnode.node.client.generation.draft_model import Draft
 from petalnode.node.client.generation.drafting import BY_MODEL, DraftCounts, DraftPlan, PipelineSpeed
 from tests.unit.simulated_chain import (
@@ -102,7 +102,7 @@ def test_rows_that_take_drafts_are_as_quick_as_one_batch(no_threads: None, share
     far = 0
     for rtt, servers, rows in itertools.product((0.02, 0.1, 0.2), (1, 3), (2, 4, 8)):
         line = Line(rtt / 2, servers, 0.8 * step + 0.0015, 0.2 * step)
-        if draft_apart(rows, [step] * servers, (servers + 1) * rtt / 2, FIRST_GAIN):
+        if draft_apart(rows, [step] * servers, (servers + 1) * rtt / 2, ROWS.first_gain):
             texts = [guessable(seed, share, 20)[0] for seed in range(rows)]
             apart = seconds_of_rows(texts, 60, line)
             batch = (len(texts[0]) - 61) * (servers * line.cost(rows) + (servers + 1) * line.one_way)

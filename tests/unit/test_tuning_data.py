@@ -13,8 +13,7 @@ from transformers import AutoTokenizer
 
 from petalnode.node.errors import BadInput
 from petalnode.node.tuning.dataset import IGNORED, PIECE, Example, batch_of, pieces_of, read_dataset, rows_of, split
-from petalnode.node.tuning.progress import EarlyStop
-from petalnode.node.tuning.recipe import SHAPES, learning_rate, rows_of_step, steps_of_epoch
+from petalnode.node.tuning.recipe import SHAPES, EarlyStop, learning_rate, rows_of_step, steps_of_epoch
 from tests.swarm.tokenizer import save_tokenizer
 
 

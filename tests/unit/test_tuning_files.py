@@ -18,8 +18,7 @@ from petalnode.node.models.adapter_note import NOTE, AdapterNote, read_note
 from petalnode.node.models.cache_dir import check_writable
 from petalnode.node.tuning.adapter_files import ResultFolder
 from petalnode.node.tuning.adapter_folder import card_of, tags_of
-from petalnode.node.tuning.progress import EarlyStop
-from petalnode.node.tuning.recipe import Recipe
+from petalnode.node.tuning.recipe import EarlyStop, Recipe
 from petalnode.node.tuning.trainer import CHECKPOINT, TrainingCheckpoint, differences, load_checkpoint, save_checkpoint
 
 TENSORS = {"a": torch.randn(2, 3), "b/c": torch.tensor(4.0)}

@@ -19,8 +19,7 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, Route, expect, sync_playwright
 
 from petalnode.node.api.engine.core import Core
-from petalnode.node.api.http.admission import Admission
-from petalnode.node.api.http.keys import ApiKeys, hash_of_key
+from petalnode.node.api.http.admission import Admission, ApiKeys, hash_of_key
 from petalnode.node.models import resolve
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
 from petalnode.node.web.pages import page_routes

@@ -119,7 +119,7 @@ def api(model: SwarmModelArgument = None, *, options: ApiOptions, join: JoinOpti
 
 
 def _make_key(options: ApiOptions, output: Output) -> None:
-    from ...api.http.keys import add_key
+    from ...api.http.admission import add_key
 
     if options.api_key_file is None:
         raise BadInput("--new-api-key needs the file that its hash is added to: give --api-key-file FILE")
@@ -134,8 +134,7 @@ def admission_of(options: ApiOptions) -> Admission:
     Raises:
         BadInput: a key file or an origin that cannot be used, or a port that others reach without keys.
     """
-    from ...api.http.admission import LOOPBACK, Admission
-    from ...api.http.keys import ApiKeys
+    from ...api.http.admission import LOOPBACK, Admission, ApiKeys
 
     for origin in options.cors_origin or ():
         scheme, _, host = origin.partition("://")
@@ -198,7 +197,7 @@ async def api_in(
     from ...api.engine.generation import ApiLimits
     from ...api.http.server import serve_http
     from ...monitoring.api_metrics import MetricsEndpoint
-    from ...monitoring.process import LoopDelay
+    from ...monitoring.metrics import LoopDelay
     from ...monitoring.traces import traced
     from ...web.pages import page_routes
     from ...web.swarm_endpoint import swarm_routes

@@ -17,8 +17,7 @@ from ...errors import BadInput, ExitCode, ModelError
 from ...models import Checkpoint, resolve, split_version
 from ...models.inventory import LocalModel, damaged_parts, find_local, local_models, remove_local
 from ...models.parts import EMBEDDINGS, HEAD, describe
-from ...placement.planning.fitting import fit_of
-from ...placement.planning.model_sizes import WEIGHTS, ModelSize, known_model, size_by_config
+from ...placement.planning.model_sizes import WEIGHTS, ModelSize, fit_of, known_model, size_by_config
 from ...swarm.routing import describe_blocks
 from ..join import JoinOptions, joined, joins_swarm
 from ..model_choice import is_online

@@ -22,8 +22,17 @@ from ...models.adapter_note import AdapterNote, Method
 from ...models.cache_dir import check_writable, require_space
 from ...tuning.adapter_files import CHECKPOINT, WRITE_ADVICE, ResultFolder, other_folders
 from ...tuning.dataset import Dataset, Example, TokenRow, rows_of
-from ...tuning.progress import EarlyStop, Evaluated, Event, StepDone, StoppedEarly, WaitingForServers
-from ...tuning.recipe import MethodOptions, Recipe, steps_of_epoch
+from ...tuning.recipe import (
+    EarlyStop,
+    Evaluated,
+    Event,
+    MethodOptions,
+    Recipe,
+    StepDone,
+    StoppedEarly,
+    WaitingForServers,
+    steps_of_epoch,
+)
 from ..join import JoinOptions, joined, joins_swarm
 from ..model_choice import (
     SwarmModelArgument,

@@ -25,7 +25,7 @@ from ..session.compared_session import Session
 from ..session.session import ClientSession
 from ..session.stream import SessionSpec
 from ..session_adapter import SessionAdapter
-from .pace import Pace, route_of
+from .row_groups import Pace, route_of
 from .runtime import TrioThread
 
 

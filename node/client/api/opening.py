@@ -17,7 +17,7 @@ from ....crypto.swarm_key import SwarmKeyError, find_swarm_key
 from ...blocks.architecture import check_download
 from ...blocks.client_part import ClientModel, load_client
 from ...errors import BadInput, MachineError, ModelError
-from ...links.target import read_target
+from ...links.format import read_target
 from ...models import ModelFolder, Progress, resolve
 from ...models.adapter import Adapter
 from ...models.progress import no_progress

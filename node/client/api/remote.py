@@ -27,7 +27,7 @@ from ..request import WireTensor
 from ..session.stream import SessionSpec
 from ..session_adapter import SessionAdapter
 from .inference_session import InferenceSession
-from .pace import Route, route_of
+from .row_groups import Route, route_of
 from .runtime import TrioThread
 
 

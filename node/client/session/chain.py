@@ -19,10 +19,9 @@ from ..deadlines import DEADLINES, WaitCause, Waits
 from ..request import StreamLost, WireTensor
 from ..router import Router, ServerSearch, note_failure
 from .history import Input, InputHistory, merged
-from .link import ServerLink, Standby, close_links, step_limit
+from .link import PathChanges, ServerLink, SessionReconnector, Standby, close_links, step_limit
 from .opening import FindRoute, Opening
 from .prefixes import Beginning
-from .reconnector import PathChanges, SessionReconnector
 from .recovery import Phase, Receive, Reconnect, Recover, Send, StepAction
 from .stream import SessionSpec
 

@@ -26,10 +26,9 @@ from ..request import WireTensor
 from ..router import Router
 from .chain import Chain, Trouble
 from .history import Input, InputHistory
-from .link import ServerLink, close_links, step_limit
+from .link import PathChanges, ServerLink, close_links, step_limit
 from .pipeline import Pipeline
 from .prefixes import Beginning, beginning_of
-from .reconnector import PathChanges
 from .stream import HopTiming, SessionSpec, SessionStream
 
 

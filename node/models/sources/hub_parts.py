@@ -43,18 +43,6 @@ _HALVES: Final = ("F16", "BF16")
 
 
 @dataclass(frozen=True)
-class _Tensor:
-    """Bytes `start` .. `end` - 1 of a file on the hub."""
-
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    file: str
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
 class _Piece:
     """What is asked for at once: so many bytes of a file, and where they go in the file of the part."""
 

@@ -35,13 +35,12 @@ from multiaddr import Multiaddr
 from ....crypto.identity import Identity
 from ..addresses import circuit_of, ip_of, is_circuit, is_dialable, own_networks, without_peer
 from ..shares import ShareCount, origin_of_ip
-from .address_book import AddressBook
+from .address_book import AddressBook, BoundedPeerStore
 from .bandwidth import Bandwidth
 from .dialing import Attempt, Trouble, failed, kept, one_per_relay, plan
 from .limits import LIMITS, WORK, NodeLimits, metered
 from .negotiation import OneAnswer, OneRoundTrip, question
 from .noise import BufferedNoise
-from .peerstore import BoundedPeerStore
 from .raw_connection import OtherSwarm, Path, PskConnection, RawConnection, SocketConnection, Tcp, remote_multiaddr
 from .stream_bytes import CircuitConnection, StreamBytes
 from .yamux import Muxer

@@ -8,7 +8,7 @@ from ...models import ModelFolder
 from ...models.adapter import Adapter
 from ...swarm.swarm import Swarm
 from .options import ServerOptions, ServerParts
-from .placement_state import PlacementState
+from .rebalancing import PlacementState
 from .source import ModelSource
 from .speed import SpeedKey
 

@@ -26,8 +26,7 @@ from .context import ServerContext
 from .memory import Sizing, has_accelerator, plan_memory, size
 from .options import ServerOptions, ServerParts, check_blocks, read_adapters
 from .other_servers import serve_transfers
-from .placement_state import PlacementState
-from .rebalancing import join_where_needed
+from .rebalancing import PlacementState, join_where_needed
 from .source import ModelSource, find_folder, find_source, in_thread
 from .speed import SpeedKey, cpu_name, recall_speed
 

@@ -13,8 +13,8 @@ from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 
 from petalnode.crypto.identity import Identity, peer_id_to_bytes
+from petalnode.node.network.kad_store import server_key
 from petalnode.node.network.transport.stream_bytes import StreamBytes
-from petalnode.node.network.value_store import server_key
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import (
     ANNOUNCEMENT,

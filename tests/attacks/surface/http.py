@@ -27,7 +27,7 @@ _HOSTILE: Final = f"{_API}test_hostile_requests.py"
 _FULL: Final = "tests/attacks/test_full_share_at_api.py"
 _BODIES: Final = "tests/attacks/test_large_bodies_at_api.py"
 _BATCHES, _RESPONSES = f"{_API}test_batches.py", f"{_API}test_responses.py"
-RESPONSES: Final = "node.api.openai.response_endpoints.MAX_RESPONSES node.api.openai.response_endpoints.MAX_BYTES"
+RESPONSES: Final = "node.api.openai.endpoints.MAX_RESPONSES node.api.openai.endpoints.MAX_BYTES"
 ROUTES: Final[Mapping[str, Row]] = {
     "GET /v1/models": asked("tests/attacks/test_web_page_at_api.py"),
     "GET /v1/models/{name:path}": asked("tests/attacks/test_web_page_at_api.py"),

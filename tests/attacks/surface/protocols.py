@@ -65,7 +65,7 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
         f"protocols.nat_traversal.TRAVERSAL.identify_max_message "
         f"protocols.delimited.DELIMITED.max_fields {STANDARD}._MAX_IDENTIFIED",
         f"{STANDARD}.PATIENCE node.network.transport.connections.NEGOTIATION",
-        f"{STANDARD}._MAX_IDENTIFIED_ADDRS node.network.transport.peerstore.MAX_PEERS",
+        f"{STANDARD}._MAX_IDENTIFIED_ADDRS node.network.transport.address_book.MAX_PEERS",
         ("tests/attacks/test_pings_and_pushes.py", "tests/attacks/test_many_identities.py"),
         ("asked who we are", "NAT, identify and relay"),
         ("identify and ping", "garbage"),
@@ -92,7 +92,7 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
         PEER,
         f"{MESSAGES}.MAX_REQUEST {MESSAGES}.MAX_REQUEST_FIELDS {MESSAGES}.MAX_ANSWER {MESSAGES}.MAX_ANSWER_FIELDS",
         f"{KADEMLIA}.PATIENCE {KADEMLIA}.OF_PEER {KADEMLIA}.OF_ADDRESS {LIMITS}.WORK.per_second",
-        f"{KADEMLIA}.MAX_STREAMS node.network.provider_store.MAX_RECORDS node.network.transport.memory.budgets_of",
+        f"{KADEMLIA}.MAX_STREAMS node.network.kad_store.MAX_RECORDS node.network.transport.memory.budgets_of",
         ("tests/attacks/test_kademlia.py", "tests/attacks/test_provider_records.py"),
         ("Kademlia", "message of Kademlia"),
         ("Kademlia values", "Kademlia questions", "provider records"),

@@ -14,9 +14,8 @@ import typer
 from .....protocols.ids import Span
 from ....client.deadlines import DEADLINES
 from ....errors import BadInput, ModelError, SwarmError
-from ....links.format import INVITE, Invite, check_word
+from ....links.format import INVITE, Invite, check_word, open_link
 from ....links.making import rank
-from ....links.target import open_link
 from ....models import ModelFolder, Need, resolve, split_version
 from ....models.progress import no_progress
 from ....models.quantisation import choose_kernels

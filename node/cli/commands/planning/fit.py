@@ -16,18 +16,53 @@ import typer
 from rich.table import Table
 
 from .....protocols.announcement import Announcement
+from .....protocols.framing import PeerError
 from ....client.deadlines import DEADLINES
 from ....errors import BadInput, ModelError
 from ....models import resolve
-from ....placement.planning.fitting import Fit, Host, best_fit, fit_of, hosts_of, usable
 from ....placement.planning.machines_file import DEVICES, MACHINES, Fleet, Machine, fleet_of, read_machines
-from ....placement.planning.model_sizes import WEIGHTS, ModelSize, known_model, known_models, size_by_config
+from ....placement.planning.model_sizes import (
+    WEIGHTS,
+    Fit,
+    Host,
+    ModelSize,
+    best_fit,
+    fit_of,
+    hosts_of,
+    known_model,
+    known_models,
+    size_by_config,
+    usable,
+)
 from ....placement.planning.plans import fleet_of_servers
 from ....server.lifecycle.memory import device_memory
+from ....swarm.swarm import Swarm
 from ...join import JoinOptions, joined, joins_swarm
 from ...model_choice import is_online
 from ...output import Output
-from .round_trips import measured
+
+_PINGS_AT_ONCE: Final = 32
+
+
+async def measured(swarm: Swarm, servers: Sequence[Announcement], output: Output) -> dict[str, float]:
+    """Seconds of a round trip by peer id, of the servers that answer."""
+    rtts: dict[str, float] = {}
+    limiter = trio.CapacityLimiter(_PINGS_AT_ONCE)
+    async with trio.open_nursery() as nursery:
+        for server in servers:
+            nursery.start_soon(_measure, swarm, server.peer_id, rtts, limiter, output)
+    return rtts
+
+
+async def _measure(
+    swarm: Swarm, peer_id: str, rtts: dict[str, float], limiter: trio.CapacityLimiter, output: Output
+) -> None:
+    async with limiter:
+        try:
+            rtts[peer_id] = await swarm.measure_rtt(peer_id, timeout=DEADLINES.rtt)
+        except PeerError as error:
+            output.note(f"left out: {error}")
+
 
 _READ: Final = 64 << 20  # bytes that each core reads, to see how quick the memory is
 _TRIES: Final = 5

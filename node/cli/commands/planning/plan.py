@@ -21,8 +21,7 @@ from ....placement.planning.plans import FleetPlan, busiest_plan, fastest_plan, 
 from ...join import JoinOptions, joined, joins_swarm
 from ...model_choice import is_named, served_by
 from ...output import Output, ProgressBars
-from .fit import say_fit_here
-from .round_trips import measured
+from .fit import measured, say_fit_here
 
 
 @joins_swarm
