@@ -106,7 +106,7 @@ def memory_api(
                 yield MemoryApi(swarm, url, core, application, trio.lowlevel.current_trio_token())
                 nursery.cancel_scope.cancel()
 
-    held = swarm.hold(opened)
+    held = swarm.hold(opened())
     try:
         yield held.value
     finally:

@@ -147,7 +147,7 @@ class Chatter:
                 raise typer.Exit(ExitCode.RESULT_SAYS_NO)
             while self._wanted is None:
                 try:
-                    typed = await read_question(reader, "\n> ", text_given)
+                    typed = await read_question(reader, "\n> ")
                     if typed is None or typed in ("/quit", "/exit"):
                         return None
                     await self.obey(typed)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Final
 
 import psutil
@@ -21,6 +20,7 @@ from ..credits.wallet import Wallet
 from ..errors import SwarmError
 from ..models.quantisation import describe_numerics
 from ..server.lifecycle.memory import size
+from ..server.lifecycle.pausing import Pause
 from ..server.tallies import ServerTallies, Serving
 from ..swarm.swarm import Swarm
 from .control import Control
@@ -63,11 +63,11 @@ _STATES: Final = {
 class Counts:
     """What only grows: tokens through the blocks, bytes on sockets, and seconds of processor time."""
 
-    decoded: int = 0
-    prefilled: int = 0
-    trained: int = 0
-    sent: int = 0
-    received: int = 0
+    decoded: float = 0
+    prefilled: float = 0
+    trained: float = 0
+    sent: float = 0
+    received: float = 0
     cpu_seconds: float = 0.0
 
 
@@ -82,9 +82,10 @@ class ComputedRates:
         while len(self._seen) > 2 and now - self._seen[1][0] >= PANEL.window:
             self._seen.popleft()
 
-    def per_second(self, of: Callable[[Counts], float]) -> float:
+    def per_second(self) -> Counts:
         (begun, first), (ended, last) = self._seen[0], self._seen[-1]
-        return (of(last) - of(first)) / (ended - begun) if ended > begun else 0.0
+        grown = zip(astuple(first), astuple(last), strict=True)
+        return Counts(*((after - before) / (ended - begun) for before, after in grown)) if ended > begun else Counts()
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class PanelState:
 
 def panel(state: PanelState, width: int) -> Panel:
     """The panel for a terminal of `width` columns."""
-    now, per_second = state.serving, state.rates.per_second
+    now, rates = state.serving, state.rates.per_second()
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -129,16 +130,14 @@ def panel(state: PanelState, width: int) -> Panel:
         table.add_row("sessions", f"{now.sessions} open{waiting}{batches}, {state.sessions_opened} so far")
         used = now.cache_capacity - now.cache_free
         _add_bar(table, "cache", f"{used} of {now.cache_capacity} tokens", width, _bar(0, used, now.cache_capacity))
-    decoded, prefilled = per_second(lambda counts: counts.decoded), per_second(lambda counts: counts.prefilled)
-    trained = per_second(lambda counts: counts.trained)
+    decoded, prefilled = rates.decoded, rates.prefilled
+    trained = rates.trained
     training = f", {trained:.1f} of training" if trained else ""
     table.add_row("tokens/s", f"{decoded:.1f} decoded, {prefilled:.1f} of prompts and drafts{training}")
     table.add_row("peers", f"{state.direct} direct, {state.relayed} through relays; {state.reachability}")
-    sent, received = per_second(lambda counts: counts.sent), per_second(lambda counts: counts.received)
+    sent, received = rates.sent, rates.received
     table.add_row("network", f"{size(round(sent))}/s up, {size(round(received))}/s down")
-    table.add_row(
-        "machine", f"{per_second(lambda counts: counts.cpu_seconds):.0%} of a core, {size(state.memory)} of memory"
-    )
+    table.add_row("machine", f"{rates.cpu_seconds:.0%} of a core, {size(state.memory)} of memory")
     if state.points is not None:
         table.add_row("points", f"{state.points.now}, {state.points.now - state.points.at_start:+d} since the start")
     title = "petalnode" if now is None else f"petalnode  {now.model}"
@@ -159,12 +158,12 @@ class ServerPanel:
     """Shows the panel from `show` to `hide`; between them, lines that are printed stand above it."""
 
     def __init__(
-        self, console: Console, swarm: Swarm, tallies: ServerTallies, reason: Callable[[], str], wallet: Wallet | None
+        self, console: Console, swarm: Swarm, tallies: ServerTallies, pause: Pause, wallet: Wallet | None
     ) -> None:
         self._console = console
         self._swarm = swarm
         self._tallies = tallies
-        self._reason = reason
+        self._pause = pause
         self._wallet = wallet
         self._points: Points | None = None
         self._rates = ComputedRates()
@@ -235,7 +234,7 @@ class ServerPanel:
             len(connected) - direct,
             swarm.reachability.kind,
             self._process.memory_info().rss,
-            self._reason(),
+            self._pause.reason,
             self._points,
         )
         return panel(state, self._console.width)

@@ -26,7 +26,7 @@ from ..server.lifecycle.options import ServerOptions, ServerParts
 from ..server.lifecycle.pausing import Pause
 from ..server.lifecycle.server import run_server
 from ..server.tallies import ServerTallies
-from .memory_network import Link, MemoryNetwork, MemoryNode
+from .memory_network import MemoryNetwork, MemoryNode
 
 T = TypeVar("T")
 
@@ -121,14 +121,17 @@ class MemoryServer:
 
     def freeze(self) -> None:
         """It holds its connections and answers nothing, until the others give them up."""
-        in_loop(self._token, lambda: self._change_links(Link.freeze))
+        in_loop(self._token, partial(self._set_frozen, True))
 
     def thaw(self) -> None:
-        in_loop(self._token, lambda: self._change_links(Link.mend))
+        in_loop(self._token, partial(self._set_frozen, False))
 
-    def _change_links(self, change: Callable[[Link], None]) -> None:
+    def _set_frozen(self, frozen: bool) -> None:
         for link in self.node.network.links_of(self.peer_id):
-            change(link)
+            if frozen:
+                link.freeze()
+            else:
+                link.mend()
 
     def _on_event(self, name: str, **fields: Any) -> None:
         self.events.append({"event": name, **fields})
@@ -186,7 +189,7 @@ class MemorySwarm:
         """Runs `function(network)` where the nodes live: to cut, freeze or slow down the way between two of them."""
         return in_loop(self._token, lambda: function(self.network))
 
-    def hold(self, resource: Callable[[], AbstractAsyncContextManager[Any]]) -> HeldResource:
+    def hold(self, resource: AbstractAsyncContextManager[Any]) -> HeldResource:
         """Opens `resource` where the nodes live, until it is closed."""
         return HeldResource(self._thread, resource)
 
@@ -204,18 +207,16 @@ class MemorySwarm:
 class HeldResource:
     """A resource that is held open in a trio thread that there is; used in place of a `TrioThread` of its own."""
 
-    def __init__(
-        self, thread: TrioThread[MemoryNetwork], resource: Callable[[], AbstractAsyncContextManager[Any]]
-    ) -> None:
+    def __init__(self, thread: TrioThread[MemoryNetwork], resource: AbstractAsyncContextManager[Any]) -> None:
         self._thread = thread
         self._stop = trio.Event()
         self._ended = trio.Event()
         self.value = thread.call(self._start, resource)
 
-    async def _start(self, resource: Callable[[], AbstractAsyncContextManager[Any]]) -> Any:
+    async def _start(self, resource: AbstractAsyncContextManager[Any]) -> Any:
         async def hold(task_status: trio.TaskStatus[Any]) -> None:
             try:
-                async with resource() as value:
+                async with resource as value:
                     task_status.started(value)
                     await self._stop.wait()
             finally:
@@ -249,7 +250,7 @@ def memory_swarm(kind: type[MemoryNode] = MemoryNode) -> Iterator[MemorySwarm]:
             yield MemoryNetwork(nursery, kind)
             nursery.cancel_scope.cancel()
 
-    thread = TrioThread(opened, "memory-swarm")
+    thread = TrioThread(opened(), "memory-swarm")
     try:
         yield MemorySwarm(thread)
     finally:

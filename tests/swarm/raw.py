@@ -34,7 +34,7 @@ Run = Callable[[Callable[[Swarm], Awaitable[None]]], None]
 @contextmanager
 def raw_client(address: str) -> Iterator[Run]:
     """A function that runs async functions on one node that has joined at `address`."""
-    runtime = TrioThread(lambda: raw_swarm(address), "raw-client")
+    runtime = TrioThread(raw_swarm(address), "raw-client")
 
     def run(main: Callable[[Swarm], Awaitable[None]]) -> None:
         async def bounded() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +176,7 @@ def test_what_drafts_have_brought_is_known_for_the_next_batch(model: Model, monk
         return len(gains) % 2 == 0
 
     monkeypatch.setattr(model._batches, "paces", Paces())
-    monkeypatch.setattr(row_groups, "_ENOUGH", 1)
+    monkeypatch.setattr(row_groups, "ROWS", replace(row_groups.ROWS, enough=1))
     monkeypatch.setattr(row_groups, "draft_apart", seen)
     monkeypatch.setattr(model._batches, "gain", 1.0)
     accepted = []

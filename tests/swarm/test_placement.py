@@ -145,7 +145,8 @@ async def test_ten_that_join_at_once_spread_over_the_model() -> None:
         assert sorted(held(spans)) == [3, 3, 3, 3, 4, 4], spans
 
 
-def test_they_spread_though_what_they_announce_comes_late_or_never(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.virtual_time
+async def test_they_spread_though_what_they_announce_comes_late_or_never(monkeypatch: pytest.MonkeyPatch) -> None:
     push, pull = Directory.push, Directory.pull
     chance = random.Random(1)
 
@@ -161,7 +162,7 @@ def test_they_spread_though_what_they_announce_comes_late_or_never(monkeypatch: 
 
     monkeypatch.setattr(Directory, "push", push_late)
     monkeypatch.setattr(Directory, "pull", pull_sometimes)
-    test_ten_that_join_at_once_spread_over_the_model()
+    await test_ten_that_join_at_once_spread_over_the_model()
 
 
 @pytest.mark.virtual_time

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 import torch
+import trio
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers.generation.logits_process import TopPLogitsWarper
@@ -138,7 +142,8 @@ def test_a_token_without_alternative_needs_no_logits_and_changes_no_other(sampli
     beside: list[object] = []
     usual, constraint = Sampler(sampling, EvenPlaces(quick)), EvenPlaces(quick)
     assert isinstance(constraint, PreparedConstraint)
-    sampler, tokens = Sampler(sampling, constraint, beside.append), [1, 2]
+    nursery = cast(trio.Nursery, SimpleNamespace(start_soon=beside.append))
+    sampler, tokens = Sampler(sampling, constraint, nursery), [1, 2]
     without = 0
     for number in range(20):
         expected = usual.next(list(tokens), logits(number))

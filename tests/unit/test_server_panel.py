@@ -13,6 +13,7 @@ from rich.console import Console
 
 from petalnode.node.cli.server_report import PANEL, ComputedRates, Counts, PanelState, Points, ServerPanel, panel
 from petalnode.node.network.transport.bandwidth import ByteCount
+from petalnode.node.server.lifecycle.pausing import Pause
 from petalnode.node.server.tallies import ServerTallies, Serving
 from petalnode.protocols.ids import Span
 
@@ -62,11 +63,11 @@ def test_what_is_told_per_second_is_of_the_last_ten_seconds() -> None:
     found = ComputedRates()
     for second in range(100):
         found.note(float(second), Counts(decoded=min(second, 50) * 3))
-    assert found.per_second(lambda counts: counts.decoded) == 0.0
+    assert found.per_second().decoded == 0.0
     found = rates(*((float(second), Counts(decoded=second * 3)) for second in range(100)))
-    assert found.per_second(lambda counts: counts.decoded) == pytest.approx(3.0)
+    assert found.per_second().decoded == pytest.approx(3.0)
     assert len(found._seen) <= PANEL.window + 2
-    assert rates((5.0, Counts(decoded=9))).per_second(lambda counts: counts.decoded) == 0.0
+    assert rates((5.0, Counts(decoded=9))).per_second().decoded == 0.0
 
 
 class Wallet:
@@ -101,7 +102,7 @@ async def test_it_is_drawn_every_second_while_it_is_shown_and_lines_stay_above()
         reachability=SimpleNamespace(kind="relayed"),
     )
     console = Console(file=terminal, force_terminal=True, width=100, height=40)
-    shown = ServerPanel(console, swarm, tallies, lambda: "", Wallet())  # type: ignore[arg-type]
+    shown = ServerPanel(console, swarm, tallies, Pause(), Wallet())  # type: ignore[arg-type]
     async with trio.open_nursery() as nursery:
         nursery.start_soon(shown.run)
         await trio.sleep(3 * PANEL.interval)

@@ -69,22 +69,6 @@ def route(progress: AnswerProgress) -> list[tuple[str, tuple[int, int]]]:
     return [(hop.peer_id, hop.blocks) for hop in progress.hops]
 
 
-async def tell(
-    look: Callable[[], AnswerProgress], send: trio.MemorySendChannel[Event], scope: trio.CancelScope
-) -> None:
-    """Sends what is news until `scope` is cancelled. Of a reader that is behind, no more than one stands in the
-    channel."""
-    told, since = None, 0.0
-    with scope:
-        while True:
-            await trio.sleep(PROGRESS.look_seconds)
-            since += PROGRESS.look_seconds
-            now = look()
-            if is_news(told, now, since) and not send.statistics().current_buffer_used:
-                send.send_nowait(now)
-                told, since = now, 0.0
-
-
 def traffic_of(conversation: Conversation) -> dict[str, tuple[int, int]]:
     """Tensor bytes to and from each server so far."""
     return {timing.peer_id: (sent, received) for timing, sent, received in conversation.hops}
@@ -178,9 +162,9 @@ class _LikelihoodSampler(Sampler):
         sampling: Sampling,
         constraint: AnyConstraint | None,
         top: int | None,
-        beside: Callable[[Callable[[], None]], None],
+        nursery: trio.Nursery,
     ) -> None:
-        super().__init__(sampling, constraint, beside)
+        super().__init__(sampling, constraint, nursery)
         self._top = top
         self._chosen: ChosenToken | None = None
         self.last: ChosenToken | None = None
@@ -220,7 +204,6 @@ class AnswerParts:
         context: tokens of a prompt and its answer.
         tallies: where answers are counted.
         is_covered: whether the servers that are known hold every block together.
-        beside: runs a function in a worker thread while the answer goes on.
     """
 
     text: Text
@@ -230,7 +213,6 @@ class AnswerParts:
     context: int
     is_covered: Callable[[], bool]
     tallies: ApiTallies
-    beside: Callable[[Callable[[], None]], None]
 
 
 class Choice:
@@ -302,7 +284,7 @@ class Choice:
                 seed=None if seed is None else seed + self._index,
             )
             constraint = await trio.to_thread.run_sync(self._constraint)
-            recorder = _LikelihoodSampler(sampling, constraint, wanted.top_logprobs, self._parts.beside)
+            recorder = _LikelihoodSampler(sampling, constraint, wanted.top_logprobs, self._nursery)
             taking = partial(self._take, conversation, recorder, constraint)
             before_answer = prompt[-_BEFORE:] if wanted.continues else ()
             self._decode = self._parts.text.stream(self._decoded.append, before_answer, special=wanted.shows_special)
@@ -339,12 +321,25 @@ class Choice:
             yield
             return
         scope = trio.CancelScope()
-        look = partial(self._progress, conversation, conversation.recoveries, traffic_of(conversation))
-        self._nursery.start_soon(tell, look, self._send, scope)
+        self._nursery.start_soon(self._tell, conversation, scope)
         try:
             yield
         finally:
             scope.cancel()
+
+    async def _tell(self, conversation: Conversation, scope: trio.CancelScope) -> None:
+        """Sends what is news until `scope` is cancelled. Of a reader that is behind, no more than one stands in the
+        channel."""
+        recoveries, traffic = conversation.recoveries, traffic_of(conversation)
+        told, since = None, 0.0
+        with scope:
+            while True:
+                await trio.sleep(PROGRESS.look_seconds)
+                since += PROGRESS.look_seconds
+                now = self._progress(conversation, recoveries, traffic)
+                if is_news(told, now, since) and not self._send.statistics().current_buffer_used:
+                    self._send.send_nowait(now)
+                    told, since = now, 0.0
 
     def _progress(self, conversation: Conversation, before: int, traffic: dict[str, tuple[int, int]]) -> AnswerProgress:
         """How far it is; `before` and `traffic` were the recoveries and bytes when it began."""

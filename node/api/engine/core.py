@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, nullcontext
-from functools import partial
 from itertools import pairwise
 from typing import TypeVar
 
@@ -245,7 +244,6 @@ class Core:
                     self.context(wanted.model),
                     self.is_covered,
                     self.tallies,
-                    partial(_start_thread, nursery),
                 )
                 choices = [Choice(parts, wanted, index, send, nursery) for index in range(len(wanted.prompts))]
                 for index, choice in enumerate(choices):
@@ -295,11 +293,6 @@ class Core:
                 found = [hidden.float().cpu() async for _, hidden in scored]
             await conversation.aclose()  # nothing goes on with it
         return torch.cat(found)
-
-
-def _start_thread(nursery: trio.Nursery, prepare: Callable[[], None]) -> None:
-    """Runs a function in a worker thread, which is left behind when the nursery ends."""
-    nursery.start_soon(partial(trio.to_thread.run_sync, prepare, abandon_on_cancel=True))
 
 
 def leaders_of(prompts: Sequence[Sequence[int]]) -> list[int]:

@@ -265,7 +265,7 @@ async def run_serve(asked: ServeOptions) -> None:
                 wallet = None if asked.deposit_at is None else Wallet(swarm, identity, asked.deposit_at)
                 panel = None
                 if output.console.is_terminal and not join.json and not asked.plain:
-                    panel = ServerPanel(output.console, swarm, tallies, lambda: pause.reason, wallet)
+                    panel = ServerPanel(output.console, swarm, tallies, pause, wallet)
                 report.begin(swarm, control, panel)
                 add_server(metrics, swarm, tallies)
                 tallies.on_session = None if traces is None else traces.served

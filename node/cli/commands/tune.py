@@ -7,7 +7,6 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -250,7 +249,7 @@ class _TuneRun:
         from ...client.api.opening import OpenedModel
         from ...client.api.runtime import TrioThread
 
-        runtime = TrioThread(partial(self._client, name, join))
+        runtime = TrioThread(self._client(name, join))
         stack.callback(runtime.close)
         folder = runtime.value.model.folder
         if material is None or material.folder != folder.path:  # the hub may have a newer revision than this machine

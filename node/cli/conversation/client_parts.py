@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import trio
@@ -66,7 +65,7 @@ class ClientParts:
         """Loads what is in `folder`. Raises ModelError, BadInput."""
         self._folders.append(folder)
         self._found.set()
-        await _in_thread(lambda: self._load(folder))
+        await trio.to_thread.run_sync(self._load, folder, abandon_on_cancel=True)
         self._done.set()
 
     def _load(self, folder: ModelFolder) -> None:
@@ -102,7 +101,7 @@ class ClientParts:
 
 async def import_generation() -> None:
     """In a worker thread: torch and transformers, and what chooses tokens."""
-    await _in_thread(_import_generation)
+    await trio.to_thread.run_sync(_import_generation, abandon_on_cancel=True)
 
 
 def _import_generation() -> None:
@@ -110,8 +109,3 @@ def _import_generation() -> None:
 
     with collector_paused():
         from ...client import generation  # noqa: F401
-
-
-async def _in_thread(function: Callable[[], object]) -> None:
-    """Runs `function` in a worker thread, which is left behind if an error elsewhere cancels the wait."""
-    await trio.to_thread.run_sync(function, abandon_on_cancel=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import trio
 
-from ..process import shown
+from ..process import shown, text_given
 from ..terminal import LineReader
 
 if TYPE_CHECKING:
@@ -157,12 +157,12 @@ def _exit(app: Application[Any]) -> None:
         app.exit(result="")
 
 
-async def read_question(reader: LineReader, prompt: str, given: Callable[[str], str]) -> str | None:
-    '''A line, or the lines of a block between """; None at the end. `given` makes text of what was typed.'''
+async def read_question(reader: LineReader, prompt: str) -> str | None:
+    '''A line, or the lines of a block between """; None at the end.'''
     text = await reader.read(prompt)
     while text is not None and is_open_block(text):
         more = await reader.read("... ")
         if more is None:
             break
         text += f"\n{more}"
-    return None if text is None else question_of(given(text))
+    return None if text is None else question_of(text_given(text))

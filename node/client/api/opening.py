@@ -206,7 +206,7 @@ def open_model(model: str | os.PathLike[str], options: ModelOptions, *, head: bo
                     opened.prefix_salt = given["prefix_salt"].encode()
                     yield opened
 
-    runtime = TrioThread(client)
+    runtime = TrioThread(client())
     try:
         came = runtime.value.model.folder
         local = _local_part(came, given, adapter, head) if local is None else local

@@ -30,7 +30,7 @@ class TrioThread(Generic[T]):
 
     value: T
 
-    def __init__(self, resource: Callable[[], AbstractAsyncContextManager[T]], name: str = "petalnode-client") -> None:
+    def __init__(self, resource: AbstractAsyncContextManager[T], name: str = "petalnode-client") -> None:
         self._pid = os.getpid()
         self._ready: Future[T] = Future()
         self._token: trio.lowlevel.TrioToken | None = None
@@ -46,7 +46,7 @@ class TrioThread(Generic[T]):
             raise
         atexit.register(self.close)
 
-    async def _main(self, resource: Callable[[], AbstractAsyncContextManager[T]]) -> None:
+    async def _main(self, resource: AbstractAsyncContextManager[T]) -> None:
         self._token = trio.lowlevel.current_trio_token()
         self._stop = trio.Event()
         try:
@@ -59,10 +59,10 @@ class TrioThread(Generic[T]):
             if not self._ready.done():
                 self._ready.set_exception(error)
 
-    async def _hold(self, resource: Callable[[], AbstractAsyncContextManager[T]]) -> None:
+    async def _hold(self, resource: AbstractAsyncContextManager[T]) -> None:
         assert self._stop is not None
         try:
-            async with resource() as value:
+            async with resource as value:
                 self._ready.set_result(value)
                 await self._stop.wait()
         except BaseException as error:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Protocol, runtime_checkable
 
 import torch
+import trio
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -191,7 +193,7 @@ class Sampler:
     Biases and penalties come first, then the constraint, then temperature, top-k, top-p and min-p.
 
     Args:
-        beside: runs a function that takes long in a worker thread, and returns at once.
+        nursery: where a worker thread makes ready what takes long; it is left behind when the nursery ends.
     """
 
     is_over: Final = False
@@ -200,12 +202,12 @@ class Sampler:
         self,
         sampling: Sampling,
         constraint: Constraint | None = None,
-        beside: Callable[[Callable[[], None]], None] | None = None,
+        nursery: trio.Nursery | None = None,
     ) -> None:
         self._sampling = sampling
         self._constraint = constraint
         self._prepared = constraint if isinstance(constraint, PreparedConstraint) else None
-        self._beside = beside
+        self._nursery = nursery
         self._greedy = sampling.temperature == 0
         self._plain = self._greedy and constraint is None and not sampling.changes_logits
         self._warpers = LogitsProcessorList()
@@ -246,13 +248,13 @@ class Sampler:
 
     def prepare(self, *, draw: bool) -> None:
         """Makes ready what the next token takes beside its logits, while these are computed: in this thread what is
-        short, `beside` it what is not. `draw`: random numbers, too. Never raises."""
+        short, in another one what is not. `draw`: random numbers, too. Never raises."""
         prepared = self._prepared
         if prepared is not None and not prepared.is_ready:
             if prepared.is_quick:
                 prepared.prepare()
-            elif self._beside is not None:
-                self._beside(prepared.prepare)
+            elif self._nursery is not None:
+                self._nursery.start_soon(partial(trio.to_thread.run_sync, prepared.prepare, abandon_on_cancel=True))
         if draw and not self._greedy and 0 < self._vocabulary <= _DRAWN_AHEAD:
             self._draw(self._vocabulary)
 

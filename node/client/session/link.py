@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -120,21 +120,24 @@ class SessionReconnector:
         """Returns when the stream is lost, or when a direct connection is there for a relayed one."""
         events: list[PathEvent] = []
         async with trio.open_nursery() as nursery:
-
-            async def first(wait: Callable[[], Awaitable[object]], event: Callable[[], PathEvent]) -> None:
-                await wait()
-                events.append(event())
-                nursery.cancel_scope.cancel()
-
-            async def direct() -> None:
-                await trio.sleep_until(self._move_after)
-                await self._router.watch_direct(self._server.hop.peer_id).wait()
-
-            nursery.start_soon(first, self._server.wait_lost, self._lost)
-            nursery.start_soon(first, self._reported.wait, self._lost)
             if not self._server.direct:
-                nursery.start_soon(first, direct, lambda: PathSignal.DIRECT)
+                nursery.start_soon(self._wait_direct, events, nursery.cancel_scope)
+            nursery.start_soon(self._wait_reported, events, nursery.cancel_scope)
+            await self._server.wait_lost()
+            events.append(self._lost())
+            nursery.cancel_scope.cancel()
         return next((event for event in events if isinstance(event, PathLost)), events[0])
+
+    async def _wait_reported(self, events: list[PathEvent], scope: trio.CancelScope) -> None:
+        await self._reported.wait()
+        events.append(self._lost())
+        scope.cancel()
+
+    async def _wait_direct(self, events: list[PathEvent], scope: trio.CancelScope) -> None:
+        await trio.sleep_until(self._move_after)
+        await self._router.watch_direct(self._server.hop.peer_id).wait()
+        events.append(PathSignal.DIRECT)
+        scope.cancel()
 
     async def _take_up(self, action: TakeUp) -> PathEvent:
         if action.refresh and not self._refreshing:

@@ -12,6 +12,8 @@ from typing import Final
 
 import trio
 
+from .limits import NodeLimits
+
 LARGE: Final = 12 * 1024
 """Bytes of a large message: about what TCP sends in its first round trip (ten packets, RFC 6928)."""
 _QUIET: Final = 0.15  # seconds between two frames; TCP forgets after 0.2 at least. A ping costs each end half a ms
@@ -26,10 +28,10 @@ def seconds_kept(pause: float, longest: float) -> float:
 
 
 class WindowKeeper:
-    """Keeps the window of one connection. `longest` says how many seconds it may do that after a large message."""
+    """Keeps the window of one connection, after a large message for as long as the node's limits say."""
 
-    def __init__(self, longest: Callable[[], float]) -> None:
-        self._longest = longest
+    def __init__(self, limits: NodeLimits) -> None:
+        self._limits = limits
         self._sent_at = self._large_at = -float("inf")
         self._until = -float("inf")  # another large message may follow until then
         self._large = trio.lowlevel.ParkingLot()
@@ -38,7 +40,7 @@ class WindowKeeper:
         """A frame with so many bytes of data has been sent."""
         self._sent_at = now = trio.current_time()
         if size > LARGE:
-            self._until = max(self._until, now + seconds_kept(now - self._large_at, self._longest()))
+            self._until = max(self._until, now + seconds_kept(now - self._large_at, self._limits.window_kept))
             self._large_at = now
             self._large.unpark_all()
 

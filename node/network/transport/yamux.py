@@ -95,7 +95,7 @@ class Muxer(IMuxedConn):
         self._accept_send, self._accept_receive = trio.open_memory_channel[MuxedStream](LIMITS.streams_of_connection)
         self._heard, self._suspected = trio.current_time(), False
         self._held = b""  # frames that go with the next one
-        self._window = WindowKeeper(lambda: limits.window_kept)
+        self._window = WindowKeeper(limits)
 
     # --- streams
 

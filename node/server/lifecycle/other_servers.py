@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from ....protocols.inference import MAX_STEP_BYTES
 from ...errors import SwarmError
 from ...network.shares import Turns
 from ...swarm.swarm import Swarm
-from .speed import ChangeSignal
+from .speed import ChangeSignal, SpanSpeed
 
 
 @dataclass(frozen=True)
@@ -162,11 +162,8 @@ async def measure_network(swarm: Swarm, model_version: bytes, *, timeout: float)
     return min(found, default=0.0)
 
 
-async def keep_measured(
-    swarm: Swarm, model_version: bytes, known: bool, on_measured: Callable[[float], Awaitable[None]]
-) -> None:
-    """Measures now and then, as long as it runs, and tells `on_measured` the seconds of a byte. `known`: it has just
-    been measured."""
+async def keep_measured(swarm: Swarm, model_version: bytes, known: bool, speed: SpanSpeed) -> None:
+    """Measures now and then, as long as it runs, how fast bytes pass. `known`: it has just been measured."""
     pause, before = (TRANSFERS.interval if known else TRANSFERS.soon), 0.0
     while True:
         await trio.sleep(pause * random.uniform(0.8, 1.2))
@@ -174,4 +171,4 @@ async def keep_measured(
         if seconds:
             same = before / TRANSFERS.same < seconds < before * TRANSFERS.same
             pause, before = (min(2 * pause, TRANSFERS.longest_interval) if same else TRANSFERS.interval), seconds
-            await on_measured(seconds)
+            await speed.network_measured(seconds)

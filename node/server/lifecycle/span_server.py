@@ -180,7 +180,7 @@ class SpanServer:
         known = bool(self._speed.byte_seconds)
         nursery.start_soon(self._speed.keep_corrected)
         nursery.start_soon(self._speed.measure_when_idle, self._is_idle)
-        nursery.start_soon(keep_measured, swarm, version, known, self._speed.network_measured)
+        nursery.start_soon(keep_measured, swarm, version, known, self._speed)
 
     def _is_idle(self) -> bool:
         return not self._service.sessions and not self._compute.depth and not self._context.parts.pause.wanted
