@@ -81,7 +81,6 @@ class RawStream(Protocol):
     async def wait_lost(self) -> None: ...  # returns once the stream was reset or its connection is gone
     def grant(self) -> None: ...  # lets the peer send megabytes that were not read yet, where it could send 256 KiB
     def widen(self, window: int) -> None: ...  # lets it send so much, though it was granted nothing
-    def uncounted(self) -> contextlib.AbstractContextManager[None]: ...  # work in it has a share of its own
 
 
 class PayloadRoom(Protocol):
@@ -98,6 +97,7 @@ class MessageStream(Generic[F]):
     """Messages of one type with one peer, both ways.
 
     The type is one of the generated `*Frame` messages: a `oneof body`, and the `tensors` whose bytes follow.
+
     One task may send while another one receives; several may send. Flow control is the stream's: a peer that
     does not read makes `send` wait, and we hold at most one message and one stream window of what it sent.
 
@@ -116,7 +116,7 @@ class MessageStream(Generic[F]):
         keeps_room: bool = False,
     ) -> None:
         self.peer_id = peer_id
-        self._raw, self.uncounted = raw, raw.uncounted
+        self._raw = raw
         self._frame_type = frame_type
         self.max_header = max_header
         self._max_payload = max_payload

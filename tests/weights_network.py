@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
@@ -63,9 +62,6 @@ class Liar:
     @max_header.setter
     def max_header(self, size: int) -> None:
         self._stream.max_header = size
-
-    def uncounted(self) -> AbstractContextManager[None]:
-        return self._stream.uncounted()
 
     async def receive(self, **options: Any) -> Any:
         self._asked, payloads = await self._stream.receive(**options)
@@ -126,6 +122,7 @@ def fetched_in_time(
                 network = MemoryNetwork(nursery)
                 asker = network.node(Identity.generate())
                 setting(network, asker)
+                asker.named = asker.named or [peer for peer in network.nodes if peer != asker.peer_id]
                 begun = trio.current_time()
                 remote = await find_remote_model(cast(Swarm, asker), NAME, no_progress)
                 found = await remote.fetch(need, no_progress)

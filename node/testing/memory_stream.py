@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Final, TypeVar
 
@@ -87,10 +86,6 @@ class MemoryStream:
     def widen(self, window: int) -> None:
         """Tells the other end; its window is as wide as it will be."""
         self._other.widened = True
-
-    def uncounted(self) -> AbstractContextManager[None]:
-        """Nothing is counted."""
-        return nullcontext()
 
     async def read(self, n: int) -> bytes:
         while True:

@@ -243,6 +243,7 @@ class Fetch:
         try:
             with asked.scope:
                 async with open_weights(self._swarm, peer) as stream:
+                    stream.grant()  # what comes was asked for: with a stranger's window a long or fast line stays idle
                     await self._ask(peer, stream)
         except ProtocolError as error:
             self._liars.add(peer)

@@ -57,9 +57,8 @@ class HoldingPolicy:
     """Seconds without a question, after which a stream is closed."""
     send: float = 30.0
     """Seconds in which a peer has to take a piece: half of what 64 kB a second take."""
-    rate: float = 1 << 27
-    """Bytes a second for all, in turns by address: a line of 1 Gbit/s, for which a piece takes 6 ms of a processor.
-    `--max-upload` is below that."""
+    rate: float = 1 << 30
+    """Bytes a second for all, in turns by address; `--max-upload` is below that."""
     beside_sessions: float = 1 << 20
     """The same while peers use sessions or batches here: those come first."""
     look_again: float = 0.5
@@ -201,8 +200,7 @@ class WeightsHolder:
             await self._refuse(stream, wire.ERROR_NOT_FOUND, "this piece is not here any more")
             return
         answer = wire.WeightsFrame(piece=wire.WeightsPiece(), tensors=[wire.Tensor(nbytes=len(data))])
-        with stream.uncounted():  # a quarter of a core for all strangers is a third of a line of 1 Gbit/s
-            await stream.send(answer, [data], timeout=HOLDING.send)
+        await stream.send(answer, [data], timeout=HOLDING.send)
 
     async def _turn(self, place: Place, nbytes: int) -> None:
         """Waits until so many bytes may go to the one that has the place."""

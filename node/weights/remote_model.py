@@ -30,6 +30,8 @@ from .fetching import FETCHING, Fetch, offer_of, open_weights
 from .store import PeerFolder, check_texts, part_of_number
 
 _ASK_TIMEOUT: Final = 5.0
+_AGREEING: Final = 2
+"""Addresses that have to hand on the same tokenizer where nothing is known of any peer: one alone is not believed."""
 _OFFERS: Final = 32  # peers that are asked what they hold, before anything is fetched
 T = TypeVar("T", bound=Hashable)
 A = TypeVar("A")
@@ -116,7 +118,7 @@ class RemoteModel:
 
         Raises:
             SwarmError: nobody hands on what is missing.
-            ModelError: peers that nothing is known of hand on different tokenizers.
+            ModelError: peers that nothing is known of hand on different tokenizers, or are at one address.
             MachineError: the disk is full or cannot be written.
         """
         if max_disk is not None:
@@ -152,6 +154,13 @@ class RemoteModel:
             )
         texts = offer.texts
         agreed = [peer for peer, other in having.items() if other.texts == texts]
+        known = any(peer in named or proven(peer) for peer in having)
+        if not known and len(_addresses(self.swarm, agreed)) < _AGREEING:
+            raise ModelError(
+                f"peers of one address alone hand on the tokenizer of {self.name}, which no version stands for, "
+                "and nothing is known of them: join by the address of the one that you trust (--peer): "
+                f"{', '.join(sorted(agreed)[:8])}"
+            )
         found = await first_of(agreed, lambda peer: self._texts_of(peer, texts))
         if found is None:
             raise SwarmError(f"no peer hands on the tokenizer of {self.name} that was agreed on: try again")
@@ -176,6 +185,11 @@ class RemoteModel:
                     raise ProtocolError(f"{peer} sent a false piece of its tokenizer", peer)
                 data += came
         return tree, bytes(data)
+
+
+def _addresses(swarm: Swarm, peers: Iterable[str]) -> set[str]:
+    """Of those whose address is known: a key alone is none."""
+    return {origin for peer in peers if (origin := swarm.host.origin_of(peer)) != peer}
 
 
 async def first_of(peers: Iterable[str], ask: Callable[[str], Awaitable[A]]) -> A | None:

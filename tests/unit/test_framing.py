@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import trio
@@ -55,9 +54,6 @@ class MemoryEnd:
 
     async def wait_lost(self) -> None:
         await trio.sleep_forever()
-
-    def uncounted(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 def ends(lockstep: bool = False) -> tuple[MemoryEnd, MemoryEnd]:

@@ -278,7 +278,7 @@ class NodeLimits:
 class MeteredStream(Protocol):
     """A stream of which a peer's address bears the processor time."""
 
-    uncounted: bool
+    waits_turn: bool
     granted: bool
 
 
@@ -290,7 +290,7 @@ def metered(
     work: Coroutine[Any, Any, R], limits: NodeLimits, address: AddressUse, stream: MeteredStream | None = None
 ) -> Generator[Any, Any, R]:
     """Does `work`, and counts the processor time of each of its steps for the address: but not while the stream, if it
-    is for one, waits for its turn, has a share of its own or was granted something."""
+    is for one, waits for its turn or was granted something."""
     step: Callable[[], Any] = partial(work.send, None)
     while True:
         begun = time.thread_time()
@@ -300,7 +300,7 @@ def metered(
             done: R = end.value
             return done
         finally:
-            if stream is None or not (stream.uncounted or stream.granted):
+            if stream is None or not (stream.waits_turn or stream.granted):
                 limits.worked(address, WORK.step + (time.thread_time() - begun) * WORK.units_of_second)
         try:
             step = partial(work.send, (yield asked))

@@ -87,7 +87,7 @@ class MuxedStream(IMuxedStream):
         self.widened = 0
         self.granted = False
         self.opened_by_peer = False
-        self.uncounted = False  # what serves it waits for the peer's turn, or has a share of its own
+        self.waits_turn = False  # what serves it, for the peer's turn
         self._chunks: deque[bytes | bytearray] = deque()
         self._readers = trio.lowlevel.ParkingLot()
         self._writers = trio.lowlevel.ParkingLot()

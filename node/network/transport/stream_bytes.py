@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from typing import cast
 
 import trio
@@ -116,17 +115,11 @@ class StreamBytes:
         """Returns when the next question of the peer may be answered: with others, its address takes turns."""
         await trio.lowlevel.checkpoint()  # so that the answer before is counted
         muxer = cast(Muxer, self._muxed.muxed_conn)
-        with self.uncounted():  # or it would wait for what waiting takes
-            await muxer.limits.work_turn(muxer.address)
-
-    @contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """The processor time of the block does not count for the peer's address: it has a share of its own."""
-        self._muxed.uncounted = True
+        self._muxed.waits_turn = True  # which shall not count, or it would wait for what waiting takes
         try:
-            yield
+            await muxer.limits.work_turn(muxer.address)
         finally:
-            self._muxed.uncounted = False
+            self._muxed.waits_turn = False
 
     async def metered(self, serve: Callable[[], Awaitable[None]]) -> None:
         """Serves the stream in the turn of the peer's address, for which its processor time counts until something is

@@ -164,6 +164,25 @@ def test_another_tokenizer_is_not_taken_from_who_happens_to_answer(
     assert (found.path / "chat_template.jinja").read_text() == template
 
 
+@pytest.mark.parametrize(("addresses", "taken"), [((1,), False), ((1, 1, 1), False), ((1, 2), True)])
+def test_one_address_alone_is_not_believed_about_the_tokenizer(
+    addresses: tuple[int, ...], taken: bool, folder: ModelFolder, manifest: Manifest
+) -> None:
+    """Nothing is known of any peer: the only one that hands a tokenizer on, by however many keys, may have made it."""
+
+    def setting(network: MemoryNetwork, asker: MemoryNode) -> None:
+        for address in addresses:
+            node, _ = hands_on(network, folder, manifest)
+            network.origins[node.peer_id] = str(address)
+        asker.named = ["nobody of these"]
+
+    if taken:
+        assert (fetched(setting, need="client").path / "tokenizer.json").is_file()
+        return
+    with pytest.raises(ModelError, match=r"one address alone .*--peer"):
+        fetched(setting, need="client")
+
+
 def offer(texts: int) -> Offer:
     return Offer(frozenset({0}), texts=bytes([texts]) * 32)
 
