@@ -27,7 +27,7 @@ ONLY ?=
 # The tests behind NATs make network namespaces, which takes root and these tools; without them they skip and say why.
 NAT_TOOLS := iproute2 iptables
 
-.PHONY: setup kernels links nat-tools demo test test-unit coverage mutants format lint types check clean fuzz check-wheels wheelhouse web-check \
+.PHONY: setup kernels links nat-tools demo test test-unit coverage mutants format lint types check clean fuzz check-wheels wheelhouse wheels web-check \
   compat clean-install docs lock
 
 setup: $(VENV)/.ready links kernels
@@ -120,9 +120,20 @@ lint: setup
 types: setup
 	MYPYPATH=build/types $(BIN)/mypy -p petalnode
 
-# The compiled kernels, where there is a C compiler; without them torch computes (docs/decisions/own-kernels.md).
+# The compiled kernels; without a C compiler zig is installed (430 MB), with CC=/bin/false torch computes (docs/decisions/own-kernels.md).
 kernels: $(VENV)/.ready
+	@[ -n "$$CC" ] || { command -v cc || command -v gcc || command -v clang; } >/dev/null || \
+	  $(BIN)/python packaging/install_locked.py zig
 	@$(BIN)/python -m petalnode.node.blocks.kernels.library
+
+# A wheel with compiled kernels for each system, from this machine: zig compiles for all of them (430 MB on the first run).
+wheels: setup
+	$(BIN)/python packaging/install_locked.py zig
+	rm -rf dist/wheels && mkdir -p dist/wheels
+	for tag in $$($(BIN)/python -c 'from petalnode.node.blocks.kernels.library import TARGETS; print(*TARGETS)'); do \
+	  $(BIN)/python -W ignore -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+	    --config-settings platform=$$tag --wheel-dir dist/wheels . || exit 1; done
+	@ls -l dist/wheels
 
 # mypy and editors want the package as one folder: links to the rooms give it that. The link to trio puts its own types
 # before the outdated stubs that libp2p brings along.

@@ -7,9 +7,9 @@ require libp2p but brings it along in `petalnode/bundled`: unchanged, as the pac
 which is used where the real one is not installed. An editable install has both in build/bundled, and a .pth file that
 leads there.
 
-Where there is a C compiler, the wheel also has the compiled kernels (node/blocks/kernels), and is named after the
-platform that they were compiled on. Without one (CC=/bin/false says so) it has no compiled file and is for any
-platform, and torch computes.
+The wheel also has the compiled kernels (node/blocks/kernels), and is named after the platform that they are for. Where
+there is no C compiler, the package `ziglang` is asked for, which has one. CC=/bin/false: no compiled file, a wheel for
+any platform, and torch computes. `--config-settings platform=TAG` makes the wheel for another system (`make wheels`).
 
 A build backend is not told the options of pip's command line: to fetch libp2p from elsewhere, set PIP_INDEX_URL,
 PIP_FIND_LINKS or pip's configuration.
@@ -22,6 +22,7 @@ import csv
 import hashlib
 import importlib.util
 import io
+import os
 import platform
 import shutil
 import subprocess
@@ -38,7 +39,6 @@ from setuptools.build_meta import (
     build_sdist,
     get_requires_for_build_editable,
     get_requires_for_build_sdist,
-    get_requires_for_build_wheel,
     prepare_metadata_for_build_editable,
     prepare_metadata_for_build_wheel,
 )
@@ -61,14 +61,22 @@ _WANTED: Final = ("libp2p/", "libp2p-")  # its wheel has folders `docs`, `exampl
 _UNWANTED: Final = ("RECORD", "entry_points.txt", "top_level.txt")  # of its dist-info: the commands are not installed
 
 
+def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
+    asked: list[str] = build_meta.get_requires_for_build_wheel(_of_setuptools(config_settings))
+    if "platform" in (config_settings or {}) or ("CC" not in os.environ and kernels_library().compiler() is None):
+        asked.append("ziglang>=0.16,<0.18")
+    return asked
+
+
 def build_wheel(wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None) -> str:
     shutil.rmtree(HERE.parent / "build" / "lib", ignore_errors=True)  # else what was deleted since is in the wheel, too
-    compiled = compiled_kernels()
-    settings: dict[str, Any] = dict(config_settings or {})
+    tag = (config_settings or {}).get("platform")
+    compiled = compiled_kernels(tag)
+    settings = _of_setuptools(config_settings)
     if compiled:
         given = settings.get("--build-option", [])
         given = given.split() if isinstance(given, str) else [*given]
-        settings["--build-option"] = [f"--plat-name={platform_name()}", *given]
+        settings["--build-option"] = [f"--plat-name={tag or platform_name()}", *given]
     name: str = build_meta.build_wheel(wheel_directory, settings, metadata_directory)
     added = {f"petalnode/bundled/{path}": data for path, data in bundled().items()}
     add_files(Path(wheel_directory) / name, added | compiled, for_platform=bool(compiled))
@@ -88,18 +96,36 @@ def build_editable(wheel_directory: str, config_settings: Any = None, metadata_d
     return name
 
 
-def compiled_kernels() -> dict[str, bytes]:
-    """The compiled kernels, by their path in the wheel: from build/kernels, or compiled now; none if they cannot be."""
+def _of_setuptools(settings: Any) -> dict[str, Any]:
+    return {name: value for name, value in (settings or {}).items() if name != "platform"}
+
+
+def kernels_library() -> Any:
+    """The module that compiles the kernels, without the package that it is of."""
     spec = importlib.util.spec_from_file_location("kernels_library", HERE.parent / KERNELS / "library.py")
     assert spec is not None and spec.loader is not None
     library = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = library  # its dataclasses look for their module
     spec.loader.exec_module(library)
-    file: Path = library.built_file()
-    if not file.is_file() and (problem := library.build(file)) is not None:
+    return library
+
+
+def compiled_kernels(tag: str | None = None) -> dict[str, bytes]:
+    """The compiled kernels, by their path in the wheel: from build/kernels, or compiled now; none if they cannot be.
+
+    Raises:
+        SystemExit: they cannot be compiled for the system that `tag` names.
+    """
+    library = kernels_library()
+    if tag is not None and tag not in library.TARGETS:
+        raise SystemExit(f"platform={tag}: not one of {', '.join(library.TARGETS)}")
+    file: Path = library.built_file(tag)
+    if not file.is_file() and (problem := library.build(file, tag)) is not None:
+        if tag is not None:
+            raise SystemExit(f"kernels for {tag}: {problem}")
         print(f"kernels: not built, torch computes: {problem}")
         return {}
-    return {f"petalnode/{KERNELS}/{library.SHIPPED.name}": file.read_bytes()}
+    return {f"petalnode/{KERNELS}/petalnode_kernels{file.suffix}": file.read_bytes()}
 
 
 def platform_name() -> str:

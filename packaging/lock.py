@@ -30,10 +30,12 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     "docs": ("docs",),
     "more": ("traces", "benchmarks"),
     "compat": ("dev",),
+    "zig": (),
 }
 """The extras of each group."""
 EVERYWHERE: Final = ("run", "dev")  # what `make setup` installs
 BESIDE: Final = {
+    "zig": ("ziglang>=0.16,<0.18",),  # compiles the kernels where there is no C compiler, and for other systems
     "more": ("playwright",),  # of `make web-check`
     # of `make compat`; the source distribution of openai, for its tests, is built by hatchling
     "compat": ("aiohttp", "hatch-fancy-pypi-readme", "hatchling", "langchain-openai", "lm-eval[api]", "pytest-asyncio"),

@@ -91,6 +91,9 @@ def test_a_full_temporary_folder_is_no_fault_and_a_device_that_fails_is_one(
         ("cuda:0",): raising(RuntimeError("CUDA error")),
     }
     monkeypatch.setattr(machine_check, "span_answer", lambda folder, *how: spans[how]())
+    monkeypatch.setattr(self_test, "library", lambda: None)
+    assert "as long on a CPU" in self_test._compiled_finding(tmp_path, answer(1, 2)).text
+    monkeypatch.setattr(self_test, "library", lambda: "kernels")
     plain, findings = self_test.exactness_findings(tmp_path)
     assert plain is not None and plain.tokens == (1, 2)
     assert [finding.verdict for finding in findings] == ["ok", "warning", "problem"]

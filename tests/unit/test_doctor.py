@@ -43,6 +43,13 @@ def test_a_missing_and_an_old_package_are_named(monkeypatch: pytest.MonkeyPatch)
     assert finding.advice
 
 
+def test_missing_kernels_are_told_with_what_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "library", lambda: None)
+    found = next(iter(checks.check_devices()))
+    assert found.verdict in ("warning", "ok") and "two to four times as long" in found.text
+    assert "make setup" in found.advice
+
+
 def test_every_device_computes() -> None:
     found = list(checks.check_devices())
     assert [finding.verdict for finding in found] == ["ok"] * len(found)

@@ -108,6 +108,60 @@ def test_a_wheel_with_the_compiled_kernels_is_for_their_platform_only(compiler: 
         assert rows[compiled[0]] == [f"sha256={sha}", "9"]
 
 
+@pytest.mark.parametrize("tag", ["macosx_11_0_arm64", "win_amd64", "solaris"])
+def test_a_wheel_for_another_system_has_its_kernels_by_zig(tag: str, tmp_path: Path) -> None:
+    kernels = tmp_path / "node" / "blocks" / "kernels"
+    kernels.mkdir(parents=True)
+    for file in (ROOT / "node" / "blocks" / "kernels").glob("*.*"):
+        if file.suffix in (".py", ".c", ".h"):
+            (kernels / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "ziglang").mkdir()
+    (tmp_path / "ziglang" / "__init__.py").touch()
+    zig = tmp_path / "ziglang" / "zig"
+    zig.write_text('#!/bin/sh\nfor target; do :; done; echo "$@" > "$target"\n')
+    zig.chmod(0o755)
+    script = _BUILD.format(packaging=str(PACKAGING), checkout=str(tmp_path), out=str(tmp_path))
+    script = script.replace(
+        f"build_wheel({str(tmp_path)!r})", f"build_wheel({str(tmp_path)!r}, {{'platform': {tag!r}}})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path), "CC": "/bin/false"},
+    )
+    if tag == "solaris":
+        assert done.returncode and "platform=solaris: not one of manylinux_2_17_x86_64" in done.stderr
+        return
+    name, texts = json.loads(done.stdout.splitlines()[-1])
+    assert name == f"a-1-py3-none-{tag}.whl"
+    ((path, flags),) = ((path, text) for path, text in texts.items() if path.startswith("petalnode/node/blocks/"))
+    target, suffix = library.TARGETS[tag]
+    assert path.endswith(f"petalnode_kernels{suffix}") and f"cc -target {target} -s" in flags
+    assert ("-fPIC" in flags) == (tag != "win_amd64")
+
+
+@pytest.mark.parametrize(
+    ("cc", "platform", "asked"), [("", "", True), ("false", "", False), ("false", "win_amd64", True)]
+)
+def test_zig_is_asked_for_only_where_it_compiles(tmp_path: Path, cc: str, platform: str, asked: bool) -> None:
+    script = (
+        f"import sys; sys.path.insert(0, {str(PACKAGING)!r}); import build_backend; "
+        f"print(build_backend.get_requires_for_build_wheel({{'platform': {platform!r}}} if {platform!r} else None))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "CC"} | {"PATH": str(tmp_path)}
+    told = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment | ({"CC": cc} if cc else {}),
+    ).stdout
+    assert ("ziglang" in told) == asked
+
+
 def test_what_comes_with_the_wheel_is_found_before_what_is_installed(tmp_path: Path) -> None:
     path = ["installed"]
     network._add_to_path([tmp_path / "none"], path)

@@ -8,7 +8,6 @@
 #define ISA neon
 typedef struct { float32x4_t v[4]; } V_neon;
 typedef struct { uint32x4_t v[4]; } I_neon;
-#define FOUR for (int part = 0; part < 4; part++)
 INLINE V_neon set_neon(float x) { V_neon r; FOUR r.v[part] = vdupq_n_f32(x); return r; }
 INLINE V_neon zero_neon(void) { return set_neon(0.0f); }
 INLINE V_neon load_neon(const float *p) { V_neon r; FOUR r.v[part] = vld1q_f32(p + 4 * part); return r; }

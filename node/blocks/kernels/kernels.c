@@ -279,44 +279,69 @@ struct byte_choice {
 
 /* --- what each instruction set has to offer: vectors of 16 float32, and products of bytes (bytes.h) --- */
 
+/* Loops over the registers of a tile are unrolled, or the tile would not be kept in registers. */
+#if defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 8")
+#endif
+
+/* Vectors of four, which every compiler has on every processor; gcc does not make them of loops over arrays. */
 #define ISA plain
-typedef struct { float v[LANES]; } V_plain;
-typedef struct { uint32_t v[LANES]; } I_plain;
+typedef float four_floats __attribute__((vector_size(16)));
+typedef int32_t four_ints __attribute__((vector_size(16)));
+typedef uint32_t four_words __attribute__((vector_size(16)));
+typedef struct { four_floats v[4]; } V_plain;
+typedef struct { four_words v[4]; } I_plain;
 #define EACH for (int lane = 0; lane < LANES; lane++)
-INLINE V_plain zero_plain(void) { V_plain r; EACH r.v[lane] = 0; return r; }
-INLINE V_plain set_plain(float x) { V_plain r; EACH r.v[lane] = x; return r; }
+#define FOUR UNROLL for (int part = 0; part < 4; part++)
+#define AS_FLOATS(ints) __builtin_convertvector(ints, four_floats)
+INLINE V_plain set_plain(float x) { V_plain r; FOUR r.v[part] = (four_floats){x, x, x, x}; return r; }
+INLINE V_plain zero_plain(void) { return set_plain(0); }
 INLINE V_plain load_plain(const float *p) { V_plain r; memcpy(r.v, p, sizeof r.v); return r; }
 INLINE V_plain once_plain(V_plain a) { return a; }
 INLINE void store_plain(float *p, V_plain a) { memcpy(p, a.v, sizeof a.v); }
-INLINE V_plain mul_plain(V_plain a, V_plain b) { EACH a.v[lane] *= b.v[lane]; return a; }
-INLINE V_plain add_plain(V_plain a, V_plain b) { EACH a.v[lane] += b.v[lane]; return a; }
-INLINE V_plain fma_plain(V_plain a, V_plain b, V_plain c) { EACH c.v[lane] += a.v[lane] * b.v[lane]; return c; }
-INLINE V_plain half_plain(const uint16_t *p) { V_plain r; EACH r.v[lane] = half_float(p[lane]); return r; }
-INLINE V_plain brain_plain(const uint16_t *p) { V_plain r; EACH r.v[lane] = bits_float((uint32_t)p[lane] << 16); return r; }
-INLINE V_plain bytes_plain(const int8_t *p) { V_plain r; EACH r.v[lane] = (float)p[lane]; return r; }
+INLINE V_plain mul_plain(V_plain a, V_plain b) { FOUR a.v[part] *= b.v[part]; return a; }
+INLINE V_plain add_plain(V_plain a, V_plain b) { FOUR a.v[part] += b.v[part]; return a; }
+INLINE V_plain fma_plain(V_plain a, V_plain b, V_plain c) { FOUR c.v[part] += a.v[part] * b.v[part]; return c; }
+INLINE V_plain half_plain(const uint16_t *p) { float r[LANES]; EACH r[lane] = half_float(p[lane]); return load_plain(r); }
+INLINE V_plain brain_plain(const uint16_t *p) {
+    V_plain r;
+    FOUR {
+        const uint16_t *q = p + 4 * part;
+        r.v[part] = (four_floats)((four_words){q[0], q[1], q[2], q[3]} << 16);
+    }
+    return r;
+}
+INLINE V_plain bytes_plain(const int8_t *p) {
+    V_plain r;
+    FOUR {
+        const int8_t *q = p + 4 * part;
+        r.v[part] = AS_FLOATS(((four_ints){q[0], q[1], q[2], q[3]}));
+    }
+    return r;
+}
 INLINE I_plain words_plain(const uint32_t *p) { I_plain r; memcpy(r.v, p, sizeof r.v); return r; }
 INLINE V_plain signed4_plain(I_plain w, int j) {
-    V_plain r; EACH r.v[lane] = (float)((int32_t)(w.v[lane] << (28 - 4 * j)) >> 28); return r;
+    V_plain r; FOUR r.v[part] = AS_FLOATS((four_ints)(w.v[part] << (28 - 4 * j)) >> 28); return r;
 }
 INLINE V_plain table4_plain(I_plain w, int j, const float *table) {
-    V_plain r; EACH r.v[lane] = table[w.v[lane] >> (4 * j) & 15u]; return r;
+    float r[LANES]; EACH r[lane] = table[w.v[lane / 4][lane % 4] >> (4 * j) & 15u]; return load_plain(r);
 }
 INLINE V_plain signed6_plain(I_plain low, int j, I_plain high, int k) {
     V_plain r;
-    EACH r.v[lane] = (float)((int32_t)((low.v[lane] >> (4 * j) & 15u) | (high.v[lane] >> (2 * k) & 3u) << 4) - 32);
+    FOUR r.v[part] = AS_FLOATS((four_ints)((low.v[part] >> (4 * j) & 15u) | (high.v[part] >> (2 * k) & 3u) << 4) - 32);
     return r;
 }
 INLINE float total_plain(V_plain a) {
-    for (int half = LANES / 2; half; half /= 2)
-        for (int lane = 0; lane < half; lane++) a.v[lane] += a.v[lane + half];
-    return a.v[0];
+    four_floats four = (a.v[0] + a.v[2]) + (a.v[1] + a.v[3]);
+    return (four[0] + four[2]) + (four[1] + four[3]);
 }
 #define TILES_ONE 1
 #define TILES_MANY 1
 #define ROW_TILE 2
 #define OUTPUTS 2
 #define PANEL_OUTPUTS 2
-#define UNROLL
 #include "products.h"
 #include "step.h"
 
@@ -324,10 +349,11 @@ INLINE float total_plain(V_plain a) {
 typedef struct { int8_t v[4 * LANES]; } B_plain;
 typedef struct { int32_t v[LANES]; } J_plain;
 INLINE B_plain low4_plain(I_plain w) {
-    B_plain r; EACH for (int j = 0; j < 4; j++) r.v[4 * lane + j] = (int8_t)((w.v[lane] ^ 0x88888888u) >> 8 * j & 15u);
+    B_plain r; FOUR w.v[part] = (w.v[part] ^ 0x88888888u) & 0x0f0f0f0fu;
+    EACH for (int j = 0; j < 4; j++) r.v[4 * lane + j] = (int8_t)(w.v[lane / 4][lane % 4] >> 8 * j);
     return r;
 }
-INLINE B_plain high4_plain(I_plain w) { EACH w.v[lane] >>= 4; return low4_plain(w); }
+INLINE B_plain high4_plain(I_plain w) { FOUR w.v[part] >>= 4; return low4_plain(w); }
 INLINE B_plain four8_plain(const int8_t *p) {
     B_plain r; EACH for (int j = 0; j < 4; j++) r.v[4 * lane + j] = p[j * LANES + lane];
     return r;
@@ -340,17 +366,9 @@ INLINE J_plain dot8_plain(J_plain sum, B_plain w, int32_t four) {
     return sum;
 }
 INLINE J_plain dot4_plain(J_plain sum, B_plain w, int32_t four) { return dot8_plain(sum, w, four); }
-INLINE V_plain whole4_plain(J_plain sum) { V_plain r; EACH r.v[lane] = (float)sum.v[lane]; return r; }
+INLINE V_plain whole4_plain(J_plain sum) { float r[LANES]; EACH r[lane] = (float)sum.v[lane]; return load_plain(r); }
 INLINE V_plain whole8_plain(J_plain sum, int32_t of_x) { (void)of_x; return whole4_plain(sum); }
 #include "bytes.h"
-#undef UNROLL
-/* Loops over the registers of a tile are unrolled, or the tile would not be kept in registers. */
-#if defined(__clang__)
-#define UNROLL _Pragma("clang loop unroll(full)")
-#else
-#define UNROLL _Pragma("GCC unroll 8")
-#endif
-
 #if defined(__x86_64__)
 #include "x86.h"
 #elif defined(__aarch64__)
@@ -362,14 +380,24 @@ INLINE V_plain whole8_plain(J_plain sum, int32_t of_x) { (void)of_x; return whol
 static const struct kernels *chosen = &kernels_plain; /* until petalnode_select */
 
 #if defined(__x86_64__)
-static int has_half(void) {
-    unsigned a, b, c, d;
-    return __get_cpuid(1, &a, &b, &c, &d) && (c >> 29 & 1);
+/* By the processor's own word: `__builtin_cpu_supports` takes a table that a compiler's library fills, and zig's does not. */
+enum { HAS_AVX2 = 1, HAS_AVX512 = 2, HAS_AVX_VNNI = 4, HAS_AVX512_VNNI = 8 };
+
+static unsigned leaf(unsigned number, unsigned part, int of) { /* of: 0 .. 3 for eax, ebx, ecx, edx; 0 if there is none */
+    unsigned r[4];
+    return __get_cpuid_count(number, part, r, r + 1, r + 2, r + 3) ? r[of] : 0;
 }
 
-static int has_avx_vnni(void) {
-    unsigned a, b, c, d;
-    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+static int instructions(void) {
+    const unsigned features = leaf(1, 0, 2), more = leaf(7, 0, 1);
+    unsigned saved = 0, high; /* what the system keeps of registers when it changes threads */
+    if (features >> 27 & 1) __asm__("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
+    const unsigned fma_half = 1u << 12 | 1u << 29, wide = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;
+    if ((saved & 6) != 6 || (features & fma_half) != fma_half || !(more >> 5 & 1)) return 0;
+    int found = HAS_AVX2 | (leaf(7, 0, 0) >= 1 && leaf(7, 1, 0) >> 4 & 1 ? HAS_AVX_VNNI : 0);
+    if ((saved & 0xe6) == 0xe6 && (more & wide) == wide)
+        found |= HAS_AVX512 | (leaf(7, 0, 2) >> 11 & 1 ? HAS_AVX512_VNNI : 0);
+    return found;
 }
 #elif defined(__aarch64__)
 static int has_dot(void) {
@@ -386,16 +414,12 @@ static int has_dot(void) {
 static int available(const char *name) {
     if (!strcmp(name, "plain")) return 1;
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_half();
-    int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                 __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    if (!strcmp(name, "avx2")) return avx2;
-    if (!strcmp(name, "avx512"))
-        return avx512;
+    const int found = instructions();
+    if (!strcmp(name, "avx2")) return found & HAS_AVX2;
+    if (!strcmp(name, "avx512")) return found & HAS_AVX512;
 #if HAS_VNNI
-    if (!strcmp(name, "avxvnni")) return avx2 && has_avx_vnni();
-    if (!strcmp(name, "avx512vnni")) return avx512 && __builtin_cpu_supports("avx512vnni");
+    if (!strcmp(name, "avxvnni")) return found & HAS_AVX_VNNI;
+    if (!strcmp(name, "avx512vnni")) return found & HAS_AVX512_VNNI;
 #endif
 #elif defined(__aarch64__)
     if (!strcmp(name, "neon")) return 1;

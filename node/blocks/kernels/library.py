@@ -1,14 +1,16 @@
 """The compiled kernels (`kernels.c`): finding them, building them, and calling them by ctypes.
 
-They are never required: without them, or on a processor for which they were not built, torch computes. If there is a
-compiler, `make setup` compiles them into build/kernels, and the build of a wheel puts them beside this file
-(packaging/build_backend.py, which runs this module alone). Nothing is compiled when a program starts.
+They are never required: without them, or on a processor for which they were not built, torch computes. `make setup`
+compiles them into build/kernels, and the build of a wheel puts them beside this file (packaging/build_backend.py,
+which runs this module alone). Where there is no C compiler, the compiler of the package `ziglang` does it, which also
+compiles for other systems. Nothing is compiled when a program starts.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib.util
 import logging
 import os
 import platform
@@ -31,14 +33,28 @@ ISA_VARIABLE: Final = "PETALNODE_KERNELS_ISA"
 """One of `ISAS`, in place of the best that the processor has: for comparisons. `none`: no kernels."""
 ISAS: Final = ("plain", "avx2", "avxvnni", "avx512", "avx512vnni", "neon", "neondot")
 NOT_HERE: Final = (
-    "--kernels native: the compiled kernels are not here; `make setup` and `pip install .` build them where there is a "
-    "C compiler, or take --kernels auto"
+    "--kernels native: the compiled kernels are not here; install the wheel named after this system, build them "
+    "(`make setup`, `pip install .`), or take --kernels auto"
+)
+WITHOUT: Final = (
+    "the compiled kernels are not here: torch computes, and a token takes two to four times as long on a CPU"
+)
+TO_HAVE: Final = (
+    "install the wheel that is named after this system, or build them: `make setup` in a checkout, or `pip install .`"
 )
 MOST_THREADS: Final = 8
 _FLAGS: Final = (
     "-std=c11", "-O2", "-ftree-vectorize", "-ffp-contract=off", "-fno-math-errno", "-pthread", "-fPIC", "-shared",
 )  # fmt: skip
 _MOST_SECONDS: Final = 600
+TARGETS: Final = {
+    "manylinux_2_17_x86_64": ("x86_64-linux-gnu.2.17", ".so"),
+    "manylinux_2_17_aarch64": ("aarch64-linux-gnu.2.17", ".so"),
+    "macosx_11_0_x86_64": ("x86_64-macos.11.0", ".dylib"),
+    "macosx_11_0_arm64": ("aarch64-macos.11.0", ".dylib"),
+    "win_amd64": ("x86_64-windows-gnu", ".dll"),
+}
+"""What zig calls the systems that wheels are made for, and how a library ends there; by the wheel's tag."""
 _SUFFIX: Final = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
 SHIPPED: Final = Path(__file__).with_name(f"petalnode_kernels{_SUFFIX}")
 """Where a wheel has the library."""
@@ -149,17 +165,18 @@ def usable_threads() -> int:
     return max(1, min(torch.get_num_threads(), allowed, MOST_THREADS))
 
 
-def built_file() -> Path | None:
+def built_file(platform_tag: str | None = None) -> Path | None:
     """Where `python -m petalnode.node.blocks.kernels.library` puts the library; None outside of a checkout.
 
-    The name tells the source, so that what was built of another one is never loaded.
+    The name tells the source, so that what was built of another one is never loaded. `platform_tag`: as in `build`.
     """
     root = SOURCE.resolve().parents[3]
     if not (root / "pyproject.toml").is_file():
         return None
     parts = [SOURCE.with_name(name).read_bytes() for name in (SOURCE.name, *HEADERS)]
     key = hashlib.sha256(b"".join(parts) + " ".join(_FLAGS).encode()).hexdigest()[:12]
-    return root / "build" / "kernels" / f"{platform.machine() or 'any'}-{key}{_SUFFIX}"
+    name = f"{platform_tag or platform.machine() or 'any'}-{key}{TARGETS[platform_tag][1] if platform_tag else _SUFFIX}"
+    return root / "build" / "kernels" / name
 
 
 def compiler() -> str | None:
@@ -168,28 +185,50 @@ def compiler() -> str | None:
     return shutil.which(named) if named else next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
 
 
-def build(target: Path) -> str | None:
-    """Compiles the library into the file `target`, as a whole or not at all; None, or why it cannot be done."""
-    if not hasattr(ctypes, "c_void_p") or ctypes.sizeof(ctypes.c_void_p) != 8:
+def zig() -> str | None:
+    """The compiler of the installed package `ziglang`; None if there is none."""
+    spec = importlib.util.find_spec("ziglang")
+    return None if spec is None or spec.origin is None else shutil.which("zig", path=str(Path(spec.origin).parent))
+
+
+def build(target: Path, platform_tag: str | None = None) -> str | None:
+    """Compiles the library into the file `target`, as a whole or not at all; None, or why it cannot be done.
+
+    `platform_tag`: one of `TARGETS`, which zig compiles for; otherwise this system.
+    """
+    if platform_tag is None and ctypes.sizeof(ctypes.c_void_p) != 8:
         return "this machine has no addresses of 64 bits"
-    command = compiler()
-    if command is None:
-        return "there is no C compiler (cc, gcc, clang, or what CC names)"
+    found = zig() if platform_tag is not None else compiler()
+    command = [] if found is None else [found]
+    if found is None and "CC" not in os.environ and (platform_tag := platform_tag or own_tag()) is not None:
+        found = zig()
+    if found is None:
+        return "there is no C compiler (cc, gcc, clang, what CC names, or the package ziglang)"
+    windows = sys.platform == "win32"
+    if platform_tag is not None:
+        command, windows = [found, "cc", "-target", TARGETS[platform_tag][0], "-s"], platform_tag.startswith("win")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / target.name
-        flags = [flag for flag in _FLAGS if not (sys.platform == "win32" and flag in ("-fPIC", "-pthread"))]
+        flags = [flag for flag in _FLAGS if not (windows and flag in ("-fPIC", "-pthread"))]
         try:
             run = subprocess.run(
-                [command, *flags, str(SOURCE), "-o", str(made)], capture_output=True, text=True, timeout=_MOST_SECONDS
+                [*command, *flags, str(SOURCE), "-o", str(made)], capture_output=True, text=True, timeout=_MOST_SECONDS
             )
         except (OSError, subprocess.TimeoutExpired) as error:
-            return f"{command} cannot be run ({error})"
+            return f"{found} cannot be run ({error})"
         if run.returncode or not made.is_file():
             last = (run.stderr.strip() or f"it ended with {run.returncode}").splitlines()[-1]
-            return f"{command} does not compile them ({last})"
+            return f"{found} does not compile them ({last})"
         made.replace(target)
     return None
+
+
+def own_tag() -> str | None:
+    """The one of `TARGETS` that is this system; None if none is."""
+    system = {"win32": "win", "darwin": "macosx", "linux": "manylinux"}.get(sys.platform, "-")
+    machine = platform.machine().lower()
+    return next((tag for tag in TARGETS if tag.startswith(system) and tag.endswith(machine)), None)
 
 
 def _load(file: Path) -> Library | None:

@@ -20,7 +20,7 @@ from multiaddr import Multiaddr
 from packaging.requirements import Requirement
 
 from ....crypto.identity import IdentityError, IdentityLocked, held_identity
-from ...blocks.kernels.library import library
+from ...blocks.kernels.library import TO_HAVE, WITHOUT, library
 from ...errors import ExitCode, PetalnodeError, SwarmError
 from ...models.cache_dir import cache_dir
 from ...network.addresses import ip_of, parse_peer
@@ -220,8 +220,11 @@ def check_devices() -> Iterator[Finding]:
             yield Finding("device", "problem", f"{name} computes wrong", "check the driver and the memory")
         elif name == "cpu":
             kernels = library()
-            compiled = "no compiled kernels" if kernels is None else f"compiled kernels for {kernels.isa}"
-            yield Finding("device", "ok", f"cpu, {torch.get_num_threads()} threads, {compiled}")
+            text = f"cpu, {torch.get_num_threads()} threads"
+            if kernels is not None:
+                yield Finding("device", "ok", f"{text}, compiled kernels for {kernels.isa}")
+            else:
+                yield Finding("device", "ok" if names[1:] else "warning", f"{text}; {WITHOUT}", TO_HAVE)
         else:
             free = torch.cuda.mem_get_info(name)[0] if name.startswith("cuda") else torch.mps.recommended_max_memory()
             yield Finding("device", "ok", f"{name}, {free / _GIB:.1f} GiB free")

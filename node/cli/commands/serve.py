@@ -17,7 +17,7 @@ import typer
 from ....crypto.identity import peer_id_to_bytes
 from ....protocols.announcement import ANNOUNCEMENT
 from ....protocols.ids import Span
-from ...blocks.kernels.library import NOT_HERE, library
+from ...blocks.kernels.library import NOT_HERE, TO_HAVE, WITHOUT, library
 from ...credits.payment_verifier import PaymentVerifier
 from ...credits.wallet import Wallet
 from ...errors import BadInput, ExitCode, MachineError
@@ -28,6 +28,7 @@ from ...models.sources.resolve import DEFAULT_MODEL
 from ...monitoring.traces import traced
 from ...network.addresses import parse_peer
 from ...network.nat.relay import RelayLimits
+from ...server.lifecycle.memory import has_accelerator
 from ...server.lifecycle.options import (
     ServerOptions,
     ServerParts,
@@ -249,6 +250,8 @@ async def run_serve(asked: ServeOptions) -> None:
     async with trio.open_nursery() as nursery:
         await nursery.start(stop.watch)
         await nursery.start(obey_signals, pause)
+        if options.kernels != "torch" and library() is None and not has_accelerator(options.device):
+            output.note(f"{WITHOUT}; {TO_HAVE}")
         report = ServerReport(output, join, bars, nursery)
         cancelled = trio.CancelScope()
         nursery.start_soon(_enforce_stop, stop, report, options.drain_timeout, cancelled)
