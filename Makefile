@@ -27,7 +27,7 @@ ONLY ?=
 # The tests behind NATs make network namespaces, which takes root and these tools; without them they skip and say why.
 NAT_TOOLS := iproute2 iptables
 
-.PHONY: setup kernels links nat-tools demo test test-unit coverage mutants format lint types check clean fuzz check-wheels wheelhouse wheels web-check \
+.PHONY: setup kernels links nat-tools demo test test-unit coverage mutants sweep format lint types check clean fuzz check-wheels wheelhouse wheels web-check \
   compat clean-install docs lock
 
 setup: $(VENV)/.ready links kernels
@@ -66,6 +66,10 @@ mutants: setup
 # What strangers send, changed at random, to every parser and handler; it prints the seed, and how to see a failure again.
 fuzz: setup
 	nice -n 10 $(BIN)/python -m tests.fuzz --inputs $(FUZZ)
+
+# Every causal model that transformers knows, tiny, over two servers: docs/models.md has the table. Half an hour.
+sweep: setup
+	nice -n 19 $(BIN)/python -W ignore -m tests.sweep --jobs $(JOBS) $(if $(WRITE),--write)
 
 # The pages of docs/ as a site, in build/site; a link that leads nowhere, or a page that would look otherwise here, is an error.
 docs: $(VENV)/.docs

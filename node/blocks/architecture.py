@@ -44,9 +44,25 @@ it."""
 _CUT_WRONG: Final = frozenset({"mamba", "falcon_mamba", "jamba", "bamba", "recurrent_gemma"})
 """Architectures of which transformers forgets, at the second piece of a prompt, what the first one left."""
 _STATES: Final = frozenset(
-    ("falcon_h1", "granitemoehybrid", "lfm2", "nemotron_h", "qwen3_5", "qwen3_5_text", "qwen3_next")
+    (
+        "bailing_hybrid",
+        "falcon_h1",
+        "granitemoehybrid",
+        "inkling_text",
+        "kimi_linear",
+        "lfm2",
+        "lfm2_moe",
+        "lfm3",
+        "nemotron_h",
+        "olmo_hybrid",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_next",
+    )
 )
-"""Architectures whose states go by the calls of transformers' caches alone: tried by tests/swarm/test_hybrids.py."""
+"""Architectures whose states go by the calls of transformers' caches alone: tried by `make sweep`."""
 _KEPT: Final = (DynamicLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, DummyLayer)
 _KEPT_OF_WINDOW: Final = (DynamicSlidingWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 """What a block may keep between tokens: transformers' classes, which name it."""

@@ -102,7 +102,7 @@ class ClientModel:
         self._here = threading.local()  # .call: of the step in progress; .instead: what runs instead of the remote
         self.layer = RemoteBlocks(self._run_blocks, skeleton.blocks[0])
         skeleton.set_blocks(BlockList({0: self.layer}))
-        skeleton.decoder._is_hf_initialized = True  # what some initialise is in the blocks
+        skeleton.decoder._is_hf_initialized = skeleton.fills_blocks  # which are not here
         skeleton.decoder.register_forward_pre_hook(self._note_call, with_kwargs=True)
         skeleton.decoder.register_forward_hook(self._note_last)
         self.model.get_input_embeddings().register_forward_hook(self._put_prompts)

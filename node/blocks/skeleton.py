@@ -38,7 +38,7 @@ from .kernels.tiles import STORED, TiledMatrix, held_as
 from .quantisation.stored import StoredQuantised
 
 _OPENED_ROWS: Final = 256  # of a matrix, at a time
-_FILLS_BLOCKS: Final = frozenset({"falcon_h1"})  # their decoders compute constants of the blocks from the configuration
+_FILLS_BLOCKS: Final = frozenset({"falcon_h1"})
 _LANGUAGE_PART = re.compile(r"^(model\.)?language_model\.")
 
 
@@ -84,6 +84,11 @@ class Skeleton:
     def config(self) -> PreTrainedConfig:
         """The configuration that the blocks were built from."""
         return self.decoder.config
+
+    @property
+    def fills_blocks(self) -> bool:
+        """Whether the decoder computes constants of its blocks from the configuration."""
+        return self.config.model_type in _FILLS_BLOCKS
 
     @property
     def num_blocks(self) -> int:
@@ -272,7 +277,7 @@ def fill(
     model._adjust_missing_and_unexpected_keys(info)
     _check(model, info)
     model._finalize_model_loading(model, load, info)  # ties weights, computes rotary frequencies
-    if skeleton.config.model_type in _FILLS_BLOCKS and next(skeleton.blocks[0].parameters(), None) is not None:
+    if skeleton.fills_blocks and next(skeleton.blocks[0].parameters(), None) is not None:
         with torch.no_grad():
             model._init_weights(skeleton.decoder)
     model.requires_grad_(False)
