@@ -48,6 +48,8 @@ def read_config(folder: Path) -> PreTrainedConfig:
     # The head is that of the whole model, whose configuration says whether it is the embeddings.
     if getattr(config, "tie_word_embeddings", False):
         text.tie_word_embeddings = True
+    if not getattr(text, "is_encoder_decoder", False) and isinstance(getattr(text, "decoder_layers", None), int):
+        text.num_hidden_layers = text.decoder_layers  # BART and its kin mean their encoder by it
     return text
 
 

@@ -11,7 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
@@ -39,6 +39,17 @@ from .quantisation.stored import StoredQuantised
 
 _OPENED_ROWS: Final = 256  # of a matrix, at a time
 _FILLS_BLOCKS: Final = frozenset({"falcon_h1"})
+_ENCODERS: Final = frozenset(
+    (
+        *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
+        *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl"),
+    )
+)
+"""Those that are decoders where the configuration says so."""
+_NOT_EXACT: Final = {
+    "roformer": "feeds positions to every block, which a server makes otherwise",
+    "whisper": "answers otherwise than in transformers where rows are padded",
+}
 _LANGUAGE_PART = re.compile(r"^(model\.)?language_model\.")
 
 
@@ -66,7 +77,7 @@ class Skeleton:
         model: the whole model.
         decoder: the module inside it that owns the blocks and runs them one after the other.
         decoder_path: its name in `model`, "" if it is the model itself.
-        list_name: the name of the list of blocks in `decoder`.
+        list_name: the path of the list of blocks in `decoder`.
         dtype: what the model computes in.
         parameters: everything that the whole model wants from a checkpoint, on the meta device.
         tied: the names of those that are others of them.
@@ -96,10 +107,11 @@ class Skeleton:
 
     @property
     def blocks(self) -> list[nn.Module]:
-        return list(getattr(self.decoder, self.list_name))
+        return list(cast(nn.ModuleList, self.decoder.get_submodule(self.list_name)))
 
     def set_blocks(self, blocks: nn.Module) -> None:
-        setattr(self.decoder, self.list_name, blocks)
+        owner, _, name = self.list_name.rpartition(".")
+        setattr(self.decoder.get_submodule(owner), name, blocks)
 
     def keep_only(self, span: Span) -> list[nn.Module]:
         """Takes all out of the model but the blocks of `span`, which it returns and which keep their numbers, and what
@@ -163,9 +175,9 @@ def _names_of_numbers(blocks: list[nn.Module]) -> set[str]:
 
 
 def _strip(root: nn.Module, path: str, keep: str) -> None:
-    """Takes every module with weights out of `root` but those on the way to `path` and its child `keep`."""
+    """Takes every module with weights out of `root` but those on the way to `path` and what is at `keep` in it."""
     module: Any = root
-    for step in [*(path.split(".") if path else []), keep]:
+    for step in [*(path.split(".") if path else []), *keep.split(".")]:
         for name, child in module.named_children():
             if name != step and next(child.parameters(), None) is not None:
                 setattr(module, name, _ZeroEmbedding() if isinstance(child, nn.Embedding) else _PassThrough())
@@ -195,21 +207,28 @@ def build(config: PreTrainedConfig, dtype: torch.dtype) -> Skeleton:
             f"transformers cannot build a causal language model of type {name!r}: {reason_of(error)}"
         ) from error
     model.eval()
-    count = getattr(config, "num_hidden_layers", None)
-    modules = dict(model.named_modules())
-    found = [
-        (path.rpartition(".")[0], path.rpartition(".")[2])
-        for path, module in modules.items()
-        if isinstance(module, nn.ModuleList)
-        and len(module) == count
-        and isinstance(modules.get(path.rpartition(".")[0]), PreTrainedModel)
-    ]
+    found = _lists_of_blocks(model, getattr(config, "num_hidden_layers", None))
     if len(found) != 1:
         raise ModelError(f"petalnode cannot tell which layers of a {name!r} model are its blocks")
     decoder_path, list_name = found[0]
-    decoder = modules[decoder_path]
+    decoder = cast(PreTrainedModel, model.get_submodule(decoder_path))
     tied = tuple(getattr(model, "all_tied_weights_keys", None) or {})
     return Skeleton(model, decoder, decoder_path, list_name, dtype, model.state_dict(), tied)
+
+
+def _lists_of_blocks(model: PreTrainedModel, count: int | None) -> list[tuple[str, str]]:
+    """(the decoder's path, the list's path in it) of each list of `count` modules that is a decoder's own, or, where
+    there is none, stands inside a part of one that its configuration calls a decoder."""
+    modules = dict(model.named_modules())
+    inside: list[tuple[str, str]] = []
+    for path, module in modules.items():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            owner = path.rpartition(".")[0]
+            while not isinstance(modules[owner], PreTrainedModel):
+                owner = owner.rpartition(".")[0]
+            inside.append((owner, path.removeprefix(owner).lstrip(".")))
+    own = [place for place in inside if "." not in place[1]]
+    return own or (inside if getattr(model.config, "is_decoder", False) else [])
 
 
 def _refuse_outside_inputs(config: PreTrainedConfig) -> None:
@@ -218,6 +237,13 @@ def _refuse_outside_inputs(config: PreTrainedConfig) -> None:
         raise ModelError(
             f"models of type {config.model_type!r} feed the token ids into every block (per-layer inputs), "
             "which a server of blocks never sees: petalnode cannot serve them"
+        )
+    if config.model_type in _NOT_EXACT:
+        raise ModelError(f"{config.model_type!r} {_NOT_EXACT[config.model_type]}: petalnode cannot serve it")
+    if getattr(config, "is_decoder", None) is False and config.model_type in _ENCODERS:
+        raise ModelError(
+            f"this {config.model_type!r} model is an encoder, in which tokens see those behind them (is_decoder is "
+            "false): petalnode serves decoder-only models"
         )
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         raise ModelError(f"{config.model_type!r} has cross-attention: petalnode serves decoder-only models")

@@ -22,7 +22,7 @@ TEXT_FILES: Final[Mapping[str, int]] = {
 """What a client needs beside the weights: names, and the bytes that each may have. Those of real models have up to
 40 MiB; transformers reads them whole."""
 
-_BLOCK_FIELDS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_BLOCK_FIELDS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 _HIDDEN_FIELDS = ("hidden_size", "n_embd", "n_embed", "d_model")
 _QUANTISED_FIELDS = {
     "quantization_config": "some method",

@@ -38,8 +38,8 @@ REFUSED = {
     **dict.fromkeys(("bamba", "jamba", "recurrent_gemma"), CUT),
     **dict.fromkeys(("rwkv", "xlstm", "xlnet", "mamba", "falcon_mamba", "openai-gpt"), OWN),
     "gemma3n_text": "feed the token ids into every block",
-    **dict.fromkeys(("bert", "longcat_flash"), "cannot tell which layers"),
-    "bart": "decoder-only",
+    **dict.fromkeys(("cpmant", "longcat_flash"), "cannot tell which layers"),
+    **dict.fromkeys(("bart", "bert"), "decoder-only"),
 }
 QUANTISED: dict[str, dict[str, Any]] = {
     "MLX": {"quantization": {"group_size": 64, "bits": 4}},

@@ -53,7 +53,14 @@ _VALUES: Final[dict[int, str]] = {
     14: "patch_size",
 }
 _RULES: Final = {name: value for value, names in _VALUES.items() for name in names.split()}
-_PICTURES: Final = {**_RULES, "num_hidden_layers": 2, "depth": 2, "out_hidden_size": 64, "num_position_embeddings": 16}
+_PICTURES: Final = {
+    **_RULES,
+    "num_hidden_layers": 2,
+    "num_blocks": 2,
+    "depth": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
 _TOKENS: Final = ("pad_token_id", "bos_token_id", "eos_token_id")
 _OFF: Final = (
     "hidden_size_per_layer_input",
@@ -71,6 +78,8 @@ def tiny_config(kind: str) -> PretrainedConfig:
     over, text = dict(given.get("over", {})), given.get("text", {})
     made: Any = CONFIG_MAPPING[kind]
     default = _default(made)
+    if hasattr(default, "is_decoder") or getattr(default, "is_encoder_decoder", False):
+        over = {"is_decoder": True, "is_encoder_decoder": False, **over}
     for name, part in (getattr(made, "sub_configs", None) or {}).items():
         current = getattr(default, name, None)
         if name in over or (default is not None and current is None):
