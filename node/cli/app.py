@@ -56,6 +56,9 @@ COMMANDS: Final = {
     "pause": "Pause servers on this machine: they take no new sessions, and leave the swarm when theirs have moved or "
     "ended.",
     "resume": "Let paused servers on this machine serve again.",
+    "stop": "Stop servers on this machine, once their sessions have moved or ended.",
+    "service": "A server that runs from log-in on: install, status, remove.",
+    "logs": "Print what the installed service has said.",
     "status": "Show the models of a swarm, its servers and the blocks that they hold, and its relays.",
     "bootstrap": "Run a DHT node and relay without a model: other nodes join and reach each other through it.",
     "doctor": "Check this machine and its connection to the swarm: versions, device, memory, disk, port, clock, "
@@ -77,6 +80,8 @@ COMMANDS: Final = {
     "1 if not.",
     "bans": "List the servers that your nodes do not use because of a fault, with the reason and for how long.",
     "credits": "Show and transfer points, which validators issue for verified work.",
+    "completion": "Print a script that completes commands and options in a shell.",
+    "man": "Print the manual page.",
 }
 """In the order of the help, which has their first sentences without importing them."""
 _MODULES = {
@@ -87,6 +92,11 @@ _MODULES = {
     "plan": "planning.plan",
     "pause": "serve",
     "resume": "serve",
+    "stop": "serve",
+    "service": "machine.service",
+    "logs": "machine.service",
+    "completion": "machine.manual",
+    "man": "machine.manual",
     "swarm-key": "bootstrap",
     "verify-evidence": "validate",
     "verify-receipts": "validate",
@@ -111,6 +121,14 @@ def register(arguments: list[str]) -> None:
             app.add_typer(found, name=name)
         else:
             app.command(name)(found)
+
+
+def every_command() -> Any:
+    """The command line with all commands imported."""
+    app.registered_commands.clear()
+    app.registered_groups.clear()
+    register([])
+    return typer.main.get_command(app)
 
 
 def with_values(arguments: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""How the owner of a running server pauses it: options, signals, and `petalnode pause`.
+"""How the owner of a running server pauses and stops it: options, signals, and `petalnode pause`, `stop`.
 
 `petalnode pause` and the server speak through two small files in the data folder, into which only its owner can write:
 the server says in one that it runs and how it stands, and looks once a second into the other for what is asked of it.
@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, get_args
 
 import platformdirs
 import psutil
@@ -27,7 +27,7 @@ from ..errors import BadInput, MachineError
 from ..server.lifecycle.pausing import Pause, PausePolicy, watch_machine
 from .output import Output
 
-Wish = Literal["pause", "resume"]
+Wish = Literal["pause", "resume", "stop"]
 USUAL_SHARE: Final = "50%"
 _OWNER: Final = "its owner has paused it"
 
@@ -158,19 +158,22 @@ def send_wish(given: str | None, wish: Wish, output: Output) -> None:
         raise BadInput(f"no server is called {given}: those that run are {names}")
     asked = {server.pid: ask(folder, server, wish) for server in chosen}
     for server in chosen:
-        now = _answer(folder, server, asked[server.pid])
+        now = _answer(folder, server, asked[server.pid], wish)
         output.say(f"{now.title}: {_told(now, wish)}")
         state = "paused" if now.state == "paused" and now.reason else "pausing" if now.reason else "serving"
+        state = "stopping" if wish == "stop" else state
         output.emit(peer_id=now.peer_id, name=now.name, pid=now.pid, state=state, reason=now.reason)
 
 
 def _told(server: RunningServer, wish: Wish) -> str:
+    if wish == "stop":
+        return "ends when its sessions have moved or ended"
     if wish == "pause":
         return "paused" if server.state == "paused" else "pauses when its sessions have moved or ended"
     return f"still paused: {server.reason}" if server.reason else "serves again"
 
 
-def _answer(folder: Path, server: RunningServer, name: str) -> RunningServer:
+def _answer(folder: Path, server: RunningServer, name: str, wish: Wish) -> RunningServer:
     """What the server says once it has heard the wish.
 
     Raises:
@@ -179,6 +182,8 @@ def _answer(folder: Path, server: RunningServer, name: str) -> RunningServer:
     deadline = time.monotonic() + CONTROL.patience
     while time.monotonic() < deadline:
         found = next((other for other in running_servers(folder) if other.pid == server.pid), None)
+        if found is None and wish == "stop":
+            return server
         if found is None:
             raise MachineError(f"the server {server.title} has ended")
         if found.answered == name:
@@ -226,13 +231,16 @@ class Control:
                 self._changed = trio.Event()
                 heard = await trio.to_thread.run_sync(self._next_wish)
                 if heard is not None:
-                    obey(self._pause, heard[1])
+                    if heard[1] != "stop":
+                        obey(self._pause, heard[1])
                     self._said = replace(self._said, answered=heard[0])
                 self._said = replace(self._said, reason=self._pause.reason)
                 if self._said != written:
                     written = self._said
                     with suppress(OSError):
                         await trio.to_thread.run_sync(_write, self._file, asdict(written))
+                if heard is not None and heard[1] == "stop":
+                    signal.raise_signal(signal.SIGTERM)  # as a service manager has it
                 with trio.move_on_after(CONTROL.look):
                     await self._changed.wait()
         finally:
@@ -248,7 +256,7 @@ class Control:
             name, wish = said["id"], said["wish"]
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             return None
-        return (str(name)[:64], wish) if wish in ("pause", "resume") else None
+        return (str(name)[:64], wish) if wish in get_args(Wish) else None
 
 
 def obey(pause: Pause, wish: Wish) -> None:

@@ -186,7 +186,7 @@ async def test_a_wish_reaches_the_server_and_its_answer_the_owner(tmp_path: Path
 
 
 @pytest.mark.virtual_time
-@pytest.mark.parametrize("content", ["", "[]", '{"id": 1}', '{"id": "x", "wish": "stop"}', "x" * 100_000, "[" * 5000])
+@pytest.mark.parametrize("content", ["", "[]", '{"id": 1}', '{"id": "x", "wish": "end"}', "x" * 100_000, "[" * 5000])
 async def test_what_is_no_wish_is_ignored(content: str, tmp_path: Path) -> None:
     pause = Pause()
     served = Control(tmp_path, pause, "12D3KooWpeer", "")
@@ -231,6 +231,23 @@ async def test_signals_pause_and_resume() -> None:
         os.kill(os.getpid(), signal.SIGUSR2)
         await pause.wait(False)
         nursery.cancel_scope.cancel()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals are heard otherwise there")
+async def test_stop_ends_a_server_as_a_service_manager_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "control_folder", lambda: tmp_path)
+    with trio.open_signal_receiver(signal.SIGTERM) as received:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(Control(tmp_path, Pause(), "12D3KooWpeer", "attic").run)
+            while not running_servers(tmp_path):
+                await trio.lowlevel.checkpoint()
+            await trio.to_thread.run_sync(control.send_wish, "attic", "stop", Output(False))
+            async for number in received:
+                assert number == signal.SIGTERM
+                break
+            nursery.cancel_scope.cancel()
+    here = RunningServer(os.getpid(), 0.0, "12D3KooWpeer", "attic")
+    assert control._answer(tmp_path, here, "x", "stop") is here  # it has ended already
 
 
 def test_the_command_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`petalnode serve`: host blocks of a model until told to stop. `pause` and `resume`: servers that run here."""
+"""`petalnode serve`: host blocks of a model until told to stop. `pause`, `resume`, `stop`: servers that run here."""
 
 from __future__ import annotations
 
@@ -303,6 +303,11 @@ def pause(server: _Server = None, json: _Json = False) -> None:
 def resume(server: _Server = None, json: _Json = False) -> None:
     """Let paused servers on this machine serve again."""
     send_wish(server, "resume", Output(json))
+
+
+def stop(server: _Server = None, json: _Json = False) -> None:
+    """Stop servers on this machine, once their sessions have moved or ended."""
+    send_wish(server, "stop", Output(json))
 
 
 def _span(text: str | None) -> Span | None:

@@ -1,0 +1,110 @@
+"""Commands about petalnode on this machine: a service, what it says, completion, and the manual page."""
+
+from __future__ import annotations
+
+import plistlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from petalnode.node.cli import app
+from petalnode.node.cli.commands.machine import manual, service
+from petalnode.node.errors import BadInput, MachineError
+
+SERVE = ("/opt/py thon", "-m", "petalnode", "serve", "--name", 'my "50%" $box')
+
+
+@pytest.fixture(autouse=True)
+def _same_commands_afterwards() -> Iterator[None]:
+    commands, groups = [*app.app.registered_commands], [*app.app.registered_groups]
+    yield
+    app.app.registered_commands[:], app.app.registered_groups[:] = commands, groups
+
+
+def test_each_system_has_its_service(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    linux = service.system("linux", tmp_path, log, SERVE)
+    assert linux.file == tmp_path / ".config/systemd/user/petalnode.service"
+    assert b'"serve" "--name" "my \\"50%%\\" $$box"\n' in linux.text
+    assert linux.install[-1] == ("systemctl", "--user", "enable", "--now", "petalnode")
+    mac = service.system("darwin", tmp_path, log, SERVE)
+    assert plistlib.loads(mac.text)["ProgramArguments"] == [*SERVE]
+    assert mac.install[0][:2] == ("launchctl", "bootstrap") and mac.install[0][-1] == str(mac.file)
+    windows = service.system("win32", tmp_path, log, SERVE)
+    assert windows.file is None and "ONLOGON" in windows.install[0] and f'>> "{log}"' in windows.install[0][-1]
+    with pytest.raises(MachineError, match="sunos5"):
+        service.system("sunos5", tmp_path, log, SERVE)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="systemd is of Linux")
+def test_a_service_is_installed_and_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    unit = tmp_path / ".config/systemd/user/petalnode.service"
+
+    def run(*arguments: str) -> tuple[int, str]:
+        app.app.registered_commands.clear()
+        app.app.registered_groups.clear()
+        app.register([*arguments])
+        code = app.run([*arguments])
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    assert run("service", "remove")[0] == 2
+    assert run("service", "install", "smollm2")[0] == 4  # no systemctl
+    unit.unlink()
+    for program in ("systemctl", "journalctl"):
+        (tmp_path / program).write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/called\n')
+        (tmp_path / program).chmod(0o755)
+    code, said = run("service", "install", "--show", "smollm2", "--num-blocks", "3")
+    assert code == 0 and '"--num-blocks" "3"' in said and not unit.exists()
+    assert run("service", "install", "smollm2", "--num-blocks", "3")[0] == 0
+    assert unit.stat().st_mode & 0o077 == 0 and '"smollm2" "--num-blocks" "3"' in unit.read_text()
+    assert run("service", "status")[0] == 0 and run("logs", "-n", "7")[0] == 0
+    assert run("service", "remove")[0] == 0 and not unit.exists()
+    called = (tmp_path / "called").read_text().splitlines()
+    assert called[:2] == ["--user daemon-reload", "--user enable --now petalnode"]
+    assert called[-2:] == ["--user --no-pager --unit petalnode --lines 7", "--user disable --now petalnode"]
+
+
+def test_logs_of_a_file_are_its_last_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "serve.log"
+    monkeypatch.setattr(service, "_here", lambda: service.System(None, b"", (), (), (), log=log))
+    with pytest.raises(BadInput, match="service install"):
+        service.logs(2)
+    log.write_text("one\ntwo\nthree\n")
+    service.logs(2)
+    assert capsys.readouterr().out == "two\nthree\n"
+
+
+def test_completion_has_every_command_and_option(tmp_path: Path) -> None:
+    commands = app.every_command()
+    script = manual.completion_script(commands, "bash")
+    assert all(f'"{name}") words="' in script for name in app.COMMANDS)
+    asked = tmp_path / "asked.sh"
+    asked.write_text(
+        f'{script}\nask() {{ COMP_WORDS=(petalnode "$@"); COMP_CWORD=$#; _petalnode; echo ${{COMPREPLY[@]}}; }}\n'
+        "ask sto; ask serve --num-b; ask service inst; ask service install --sh"
+    )
+    if bash := shutil.which("bash"):
+        told = subprocess.run([bash, str(asked)], capture_output=True, text=True, check=True).stdout
+        assert told.splitlines() == ["stop", "--num-blocks", "install", "--show"]
+    assert "bashcompinit" in manual.completion_script(commands, "zsh")
+    assert "-n '__fish_seen_subcommand_from serve' -l num-blocks" in manual.completion_script(commands, "fish")
+    with pytest.raises(BadInput, match="bash, zsh or fish"):
+        manual.completion_script(commands, "tcsh")
+
+
+def test_the_manual_page_has_every_command() -> None:
+    page = manual.man_page(app.every_command(), "1.2.3")
+    for name in app.COMMANDS:
+        assert f".SS petalnode {name}".replace("-", "\\-") in page
+    assert "\\-\\-num\\-blocks" in page and "[bold]" not in page
