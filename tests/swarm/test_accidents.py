@@ -66,6 +66,10 @@ COMMANDS = {
     "bans": "bans",
     "pause": "pause",
     "resume": "resume",
+    "stop": "stop",
+    "service": "service install --show smollm2",
+    "completion": "completion bash",
+    "man": "man",
     "credits": "credits balance {nobody} --key {scratch}/node.key",
 }
 """Without a network each of them ends by itself."""

@@ -63,7 +63,8 @@ NOT_RUN: Final = (
     (r"bans --forgive", PARSED, "a banned server; test_evidence_gossip.py runs it"),
     (r"--to me/poems", PARSED, "the Hugging Face hub is on the internet"),
     (r"petalnode self-test", PARSED, "it takes two minutes; test_self_test.py runs it in parts"),
-    (r"petalnode (pause|resume)", PARSED, "a server of this user that runs; test_pause.py runs them"),
+    (r"petalnode (pause|resume|stop)", PARSED, "a server of this user that runs; test_pause.py runs them"),
+    (r"petalnode (service|logs)", PARSED, "systemd; test_machine_commands.py has one in its place"),
     (r"petalnode models (verify|remove)", PARSED, "a model of the cache; test_models_command.py runs them"),
     (r"petalnode demo", PARSED, "it downloads a model; test_demo.py runs it with another one"),
 )

@@ -44,7 +44,7 @@ def completion_script(group: Any, shell: str) -> str:
         return "\n".join(lines) + "\n"
     if shell not in ("bash", "zsh"):
         raise BadInput(f"{shell}: give bash, zsh or fish")
-    inner = {path.split()[0]: [] for path, _ in every if " " in path}
+    inner: dict[str, list[str]] = {path.split()[0]: [] for path, _ in every if " " in path}
     for path, _ in every:
         if " " in path:
             inner[path.split()[0]].append(path.split()[1])
