@@ -99,14 +99,14 @@ def man_page(group: Any, version: str) -> str:
 
 
 def completion(shell: Annotated[str, typer.Argument(help="bash, zsh or fish.")]) -> None:
-    """Print a script that completes commands and options in a shell: eval "$(petalnode completion bash)"."""
+    """Print a script that completes commands and options in a shell."""
     from ...app import every_command
 
     print(completion_script(every_command(), shell), end="")
 
 
 def man() -> None:
-    """Print the manual page: petalnode man > ~/.local/share/man/man1/petalnode.1."""
+    """Print the manual page."""
     from ....version import __version__
     from ...app import every_command
 

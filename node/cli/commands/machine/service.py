@@ -198,7 +198,7 @@ def remove() -> None:
 def logs(
     lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="How many lines, from the end.")] = 100,
 ) -> None:
-    """Print what the installed service has said. A `petalnode serve` of your own says it in its terminal."""
+    """Print what the installed service has said."""
     found = _here()
     if found.logs:
         if code := _run((*found.logs, "--lines", str(lines))):
