@@ -19,6 +19,8 @@ FUZZ ?= 1000000
 
 # Tests start Python dozens of times: what it has compiled is for the next one, whatever the person's shell says.
 unexport PYTHONDONTWRITEBYTECODE
+# `make sweep WRITE=1` writes the table of docs/models.md.
+WRITE ?=
 # For `make mutants`: how many (0: all), which sample of them, and of which files (all that tests/mutants.py names).
 MUTANTS ?= 400
 SEED ?= 1
