@@ -17,7 +17,7 @@ import trio
 from trio.testing import MockClock
 
 from ...crypto.identity import Identity
-from ...protocols.announcement import Announcement, ServerState, freshened, sign_announcement
+from ...protocols.announcement import Announcement, ServerState, freshened, is_overdue, sign_announcement
 from ...protocols.framing import StreamClosed
 from ..network.host import Host
 from ..swarm.config import SwarmConfig
@@ -172,6 +172,16 @@ class MemoryNetwork:
         self._changed.set()
         self._changed = trio.Event()
 
+    def renew(self) -> None:
+        """Announces again those whose announcement is overdue or gone, as the real ones do from time to time."""
+        now = time.time()
+        for node in list(self.nodes.values()):
+            if (own := node.announced) is None:
+                continue
+            held = self.view.records.get(node.peer_id)
+            if held is None or is_overdue(held.content.expires - _LIFETIME, held.content.expires, now):
+                self.publish(node, own)
+
     async def wait_changed(self) -> None:
         await self._changed.wait()
 
@@ -249,7 +259,7 @@ class MemoryNode(MessageStreams):
         self.trust = trust or TrustStore()
         self.peer_id = identity.peer_id
         self.addrs: list[str] = []
-        self._own: Announcement | None = None
+        self.announced: Announcement | None = None
 
     async def start(self, nursery: trio.Nursery) -> None:
         """From now on its handlers run in `nursery`."""
@@ -278,16 +288,17 @@ class MemoryNode(MessageStreams):
 
     @property
     def view(self) -> SwarmView:
+        self.network.renew()
         return self.network.view
 
     def announce(self, announcement: Announcement) -> None:
-        self._own = announcement
+        self.announced = announcement
         self.network.publish(self, announcement)
 
     async def retract(self) -> None:
-        if self._own is not None:
-            self.network.publish(self, replace(self._own, state=ServerState.OFFLINE))
-            self._own = None
+        if self.announced is not None:
+            self.network.publish(self, replace(self.announced, state=ServerState.OFFLINE))
+            self.announced = None
 
     async def wait_changed(self) -> None:
         await self.network.wait_changed()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import trio
 
 from petalnode.node.testing import MemoryNetwork, message_streams, stream_pair
 from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.announcement import Announcement, ServerState
 from petalnode.protocols.framing import MessageStream, StreamClosed, StreamTimeout
+from petalnode.protocols.ids import Span
 
 pytestmark = pytest.mark.virtual_time
 
@@ -110,3 +114,19 @@ async def test_nodes_open_streams_to_each_other_as_long_as_there_is_a_way() -> N
         with pytest.raises(StreamClosed):
             await client.new_stream(server.peer_id, "/echo/1", Frame, timeout=1)
         nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("hours", [-1, 0.2, 1])
+async def test_announcements_outlast_a_clock_that_was_wrong(hours: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with trio.open_nursery() as nursery:
+        network = MemoryNetwork(nursery)
+        one, other, reader = network.node(), network.node(), network.node()
+        for node in (one, other):
+            node.announce(Announcement(node.peer_id, bytes(32), "tiny", 1, Span(0, 1), ServerState.ONLINE))
+        right = time.time
+        with monkeypatch.context() as patched:
+            patched.setattr(time, "time", lambda: right() + hours * 3600)
+            assert one.announced is not None
+            one.announce(one.announced)
+            assert {one.peer_id, other.peer_id} == set(reader.view.records)
+        assert {server.peer_id for server in reader.view.servers(now=right())} == {one.peer_id, other.peer_id}
