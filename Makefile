@@ -21,6 +21,9 @@ FUZZ ?= 1000000
 unexport PYTHONDONTWRITEBYTECODE
 # `make sweep WRITE=1` writes the table of docs/models.md.
 WRITE ?=
+# Of `make same-bits`.
+PRODUCTS ?= 2000
+STEPS ?= 200
 # For `make mutants`: how many (0: all), which sample of them, and of which files (all that tests/mutants.py names).
 MUTANTS ?= 400
 SEED ?= 1
@@ -29,7 +32,7 @@ ONLY ?=
 # The tests behind NATs make network namespaces, which takes root and these tools; without them they skip and say why.
 NAT_TOOLS := iproute2 iptables
 
-.PHONY: setup kernels links nat-tools demo test test-unit coverage mutants sweep format lint types check clean fuzz check-wheels wheelhouse wheels web-check \
+.PHONY: setup kernels links nat-tools demo test test-unit coverage mutants sweep same-bits format lint types check clean fuzz check-wheels wheelhouse wheels web-check \
   compat clean-install docs lock
 
 setup: $(VENV)/.ready links kernels
@@ -52,6 +55,11 @@ test: setup nat-tools
 # Without processes of petalnode: under a minute.
 test-unit: setup
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder tests/unit
+
+# The digests of docs/exact.md, on this processor and on an emulated ARM one.
+same-bits: setup
+	command -v aarch64-linux-gnu-gcc qemu-aarch64 >/dev/null || apt-get install --yes --quiet gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
+	$(BIN)/python -m tests.parity.same_bits $(PRODUCTS) $(STEPS)
 
 # Which lines the tests run, in the processes that they start as well. It takes longer than the tests alone.
 coverage: setup nat-tools

@@ -1,10 +1,4 @@
 /* Vectors of 16 float32 and products of bytes by NEON, with the instructions for dot products and without. */
-#undef ISA
-#undef TILES_ONE
-#undef TILES_MANY
-#undef ROW_TILE
-#undef OUTPUTS
-#undef PANEL_OUTPUTS
 #define ISA neon
 typedef struct { float32x4_t v[4]; } V_neon;
 typedef struct { uint32x4_t v[4]; } I_neon;
@@ -57,8 +51,10 @@ INLINE V_neon table4_neon(I_neon w, int j, const float *values) {
     }
     return r;
 }
-INLINE float total_neon(V_neon a) {
-    return vaddvq_f32(vaddq_f32(vaddq_f32(a.v[0], a.v[1]), vaddq_f32(a.v[2], a.v[3])));
+INLINE float total_neon(V_neon a) { /* in the order of all the others */
+    float32x4_t four = vaddq_f32(vaddq_f32(a.v[0], a.v[2]), vaddq_f32(a.v[1], a.v[3]));
+    float32x2_t two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
+    return vget_lane_f32(vpadd_f32(two, two), 0);
 }
 #define TILES_ONE 2
 #define TILES_MANY 1

@@ -3,7 +3,7 @@
  * Weights are multiplied in the form in which they are held; activations stay float32, so that results are exact to
  * rounding. No dependencies. Here are the forms, what each instruction set has to offer, and the functions that Python
  * calls. products.h and step.h are included once for each instruction set, with ISA defined; `petalnode_select` takes
- * the best one that the processor has. x86.h and arm.h have those, bytes.h products of whole numbers for rows that are rounded,
+ * the best one that the processor has. plain.h, x86.h and arm.h have those, bytes.h products of whole numbers for rows that are rounded,
  * threads.h the threads that help, cache.h how keys and values are held, ahead.h what is fetched early; packing.h brings
  * weights of a GGUF file into these forms.
  *
@@ -286,89 +286,35 @@ struct byte_choice {
 #define UNROLL _Pragma("GCC unroll 8")
 #endif
 
-/* Vectors of four, which every compiler has on every processor; gcc does not make them of loops over arrays. */
-#define ISA plain
 typedef float four_floats __attribute__((vector_size(16)));
 typedef int32_t four_ints __attribute__((vector_size(16)));
 typedef uint32_t four_words __attribute__((vector_size(16)));
-typedef struct { four_floats v[4]; } V_plain;
-typedef struct { four_words v[4]; } I_plain;
 #define EACH for (int lane = 0; lane < LANES; lane++)
 #define FOUR UNROLL for (int part = 0; part < 4; part++)
 #define AS_FLOATS(ints) __builtin_convertvector(ints, four_floats)
-INLINE V_plain set_plain(float x) { V_plain r; FOUR r.v[part] = (four_floats){x, x, x, x}; return r; }
-INLINE V_plain zero_plain(void) { return set_plain(0); }
-INLINE V_plain load_plain(const float *p) { V_plain r; memcpy(r.v, p, sizeof r.v); return r; }
-INLINE V_plain once_plain(V_plain a) { return a; }
-INLINE void store_plain(float *p, V_plain a) { memcpy(p, a.v, sizeof a.v); }
-INLINE V_plain mul_plain(V_plain a, V_plain b) { FOUR a.v[part] *= b.v[part]; return a; }
-INLINE V_plain add_plain(V_plain a, V_plain b) { FOUR a.v[part] += b.v[part]; return a; }
-INLINE V_plain fma_plain(V_plain a, V_plain b, V_plain c) { FOUR c.v[part] += a.v[part] * b.v[part]; return c; }
-INLINE V_plain half_plain(const uint16_t *p) { float r[LANES]; EACH r[lane] = half_float(p[lane]); return load_plain(r); }
-INLINE V_plain brain_plain(const uint16_t *p) {
-    V_plain r;
-    FOUR {
-        const uint16_t *q = p + 4 * part;
-        r.v[part] = (four_floats)((four_words){q[0], q[1], q[2], q[3]} << 16);
-    }
-    return r;
-}
-INLINE V_plain bytes_plain(const int8_t *p) {
-    V_plain r;
-    FOUR {
-        const int8_t *q = p + 4 * part;
-        r.v[part] = AS_FLOATS(((four_ints){q[0], q[1], q[2], q[3]}));
-    }
-    return r;
-}
-INLINE I_plain words_plain(const uint32_t *p) { I_plain r; memcpy(r.v, p, sizeof r.v); return r; }
-INLINE V_plain signed4_plain(I_plain w, int j) {
-    V_plain r; FOUR r.v[part] = AS_FLOATS((four_ints)(w.v[part] << (28 - 4 * j)) >> 28); return r;
-}
-INLINE V_plain table4_plain(I_plain w, int j, const float *table) {
-    float r[LANES]; EACH r[lane] = table[w.v[lane / 4][lane % 4] >> (4 * j) & 15u]; return load_plain(r);
-}
-INLINE V_plain signed6_plain(I_plain low, int j, I_plain high, int k) {
-    V_plain r;
-    FOUR r.v[part] = AS_FLOATS((four_ints)((low.v[part] >> (4 * j) & 15u) | (high.v[part] >> (2 * k) & 3u) << 4) - 32);
-    return r;
-}
-INLINE float total_plain(V_plain a) {
-    four_floats four = (a.v[0] + a.v[2]) + (a.v[1] + a.v[3]);
-    return (four[0] + four[2]) + (four[1] + four[3]);
-}
-#define TILES_ONE 1
-#define TILES_MANY 1
-#define ROW_TILE 2
-#define OUTPUTS 2
-#define PANEL_OUTPUTS 2
-#include "products.h"
-#include "step.h"
 
-#define BYTES plain
-typedef struct { int8_t v[4 * LANES]; } B_plain;
-typedef struct { int32_t v[LANES]; } J_plain;
-INLINE B_plain low4_plain(I_plain w) {
-    B_plain r; FOUR w.v[part] = (w.v[part] ^ 0x88888888u) & 0x0f0f0f0fu;
-    EACH for (int j = 0; j < 4; j++) r.v[4 * lane + j] = (int8_t)(w.v[lane / 4][lane % 4] >> 8 * j);
-    return r;
+/* a * b + c with one rounding, without instructions for it. The product is exact in double. Their sum, rounded to float32, is
+ * right unless it lies in the middle between two of these and is itself rounded, or is a subnormal one: then the odd one of the
+ * two doubles around the sum is taken, whose rounding is that of the sum (Boldo & Melquiond 2008, theorem 4). */
+INLINE float fused_one(float a, float b, float c) {
+    const double product = (double)a * b, sum = product + c;
+    uint64_t bits;
+    memcpy(&bits, &sum, 8);
+    if ((bits & 0x1fffffffu) != 0x10000000u && (bits << 1) >= (uint64_t)897 << 53) return (float)sum;
+    const double back = sum - product, lost = (product - (sum - back)) + (c - back); /* Knuth's TwoSum: to the bit */
+    if (!(bits & 1) && (lost > 0 || lost < 0)) bits += (lost > 0) == (sum > 0) ? 1 : -1; /* NaN is neither */
+    double odd;
+    memcpy(&odd, &bits, 8);
+    return (float)odd;
 }
-INLINE B_plain high4_plain(I_plain w) { FOUR w.v[part] >>= 4; return low4_plain(w); }
-INLINE B_plain four8_plain(const int8_t *p) {
-    B_plain r; EACH for (int j = 0; j < 4; j++) r.v[4 * lane + j] = p[j * LANES + lane];
-    return r;
-}
-INLINE J_plain none_plain(void) { J_plain r; EACH r.v[lane] = 0; return r; }
-INLINE J_plain dot8_plain(J_plain sum, B_plain w, int32_t four) {
-    int8_t x[4];
-    memcpy(x, &four, 4);
-    EACH for (int j = 0; j < 4; j++) sum.v[lane] += w.v[4 * lane + j] * x[j];
-    return sum;
-}
-INLINE J_plain dot4_plain(J_plain sum, B_plain w, int32_t four) { return dot8_plain(sum, w, four); }
-INLINE V_plain whole4_plain(J_plain sum) { float r[LANES]; EACH r[lane] = (float)sum.v[lane]; return load_plain(r); }
-INLINE V_plain whole8_plain(J_plain sum, int32_t of_x) { (void)of_x; return whole4_plain(sum); }
-#include "bytes.h"
+
+#define ISA plain
+#define FUSED 0
+#include "plain.h"
+#undef FUSED
+#define ISA plainfma
+#define FUSED 1
+#include "plain.h"
 #if defined(__x86_64__)
 #include "x86.h"
 #elif defined(__aarch64__)
@@ -412,7 +358,7 @@ static int has_dot(void) {
 #endif
 
 static int available(const char *name) {
-    if (!strcmp(name, "plain")) return 1;
+    if (!strncmp(name, "plain", 5)) return 1;
 #if defined(__x86_64__)
     const int found = instructions();
     if (!strcmp(name, "avx2")) return found & HAS_AVX2;
@@ -441,7 +387,7 @@ EXPORT const char *petalnode_select(const char *name) {
 #elif defined(__aarch64__)
         &kernels_neondot, &kernels_neon,
 #endif
-        &kernels_plain,
+        &kernels_plain, &kernels_plainfma, /* plainfma only by name */
     };
     for (unsigned index = 0; index < sizeof all / sizeof *all; index++)
         if ((!name || !strcmp(name, all[index]->name)) && available(all[index]->name)) {

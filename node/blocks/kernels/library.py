@@ -26,12 +26,23 @@ from typing import Final
 _log = logging.getLogger(__name__)
 
 SOURCE: Final = Path(__file__).with_name("kernels.c")
-HEADERS: Final = ("x86.h", "arm.h", "products.h", "bytes.h", "cache.h", "ahead.h", "step.h", "packing.h", "threads.h")
+HEADERS: Final = (
+    "plain.h",
+    "x86.h",
+    "arm.h",
+    "products.h",
+    "bytes.h",
+    "cache.h",
+    "ahead.h",
+    "step.h",
+    "packing.h",
+    "threads.h",
+)
 INTERFACE: Final = 7
 """As in kernels.c: goes up whenever a function or structure there changes."""
 ISA_VARIABLE: Final = "PETALNODE_KERNELS_ISA"
 """One of `ISAS`, in place of the best that the processor has: for comparisons. `none`: no kernels."""
-ISAS: Final = ("plain", "avx2", "avxvnni", "avx512", "avx512vnni", "neon", "neondot")
+ISAS: Final = ("plain", "plainfma", "avx2", "avxvnni", "avx512", "avx512vnni", "neon", "neondot")
 NOT_HERE: Final = (
     "--kernels native: the compiled kernels are not here; install the wheel named after this system, build them "
     "(`make setup`, `pip install .`), or take --kernels auto"
@@ -43,7 +54,7 @@ TO_HAVE: Final = (
     "install the wheel that is named after this system, or build them: `make setup` in a checkout, or `pip install .`"
 )
 MOST_THREADS: Final = 8
-_FLAGS: Final = (
+FLAGS: Final = (
     "-std=c11", "-O2", "-ftree-vectorize", "-ffp-contract=off", "-fno-math-errno", "-pthread", "-fPIC", "-shared",
 )  # fmt: skip
 _MOST_SECONDS: Final = 600
@@ -174,7 +185,7 @@ def built_file(platform_tag: str | None = None) -> Path | None:
     if not (root / "pyproject.toml").is_file():
         return None
     parts = [SOURCE.with_name(name).read_bytes() for name in (SOURCE.name, *HEADERS)]
-    key = hashlib.sha256(b"".join(parts) + " ".join(_FLAGS).encode()).hexdigest()[:12]
+    key = hashlib.sha256(b"".join(parts) + " ".join(FLAGS).encode()).hexdigest()[:12]
     name = f"{platform_tag or platform.machine() or 'any'}-{key}{TARGETS[platform_tag][1] if platform_tag else _SUFFIX}"
     return root / "build" / "kernels" / name
 
@@ -210,7 +221,7 @@ def build(target: Path, platform_tag: str | None = None) -> str | None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / target.name
-        flags = [flag for flag in _FLAGS if not (windows and flag in ("-fPIC", "-pthread"))]
+        flags = [flag for flag in FLAGS if not (windows and flag in ("-fPIC", "-pthread"))]
         try:
             run = subprocess.run(
                 [*command, *flags, str(SOURCE), "-o", str(made)], capture_output=True, text=True, timeout=_MOST_SECONDS

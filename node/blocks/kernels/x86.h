@@ -4,12 +4,6 @@
 #define WIDE ",prefer-vector-width=512"
 
 BEGIN_TARGET(AVX2, "")
-#undef ISA
-#undef TILES_ONE
-#undef TILES_MANY
-#undef ROW_TILE
-#undef OUTPUTS
-#undef PANEL_OUTPUTS
 #define ISA avx2
 typedef struct { __m256 a, b; } V_avx2;
 typedef struct { __m256i a, b; } I_avx2;

@@ -1,0 +1,28 @@
+"""The compiled kernels give the same bits on all instruction sets that this processor has (docs/exact.md)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from petalnode.node.blocks.kernels.library import compiler
+from tests.parity.same_bits import build, digests
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = compiler()
+    if found is None:
+        pytest.skip("there is no C compiler (cc, gcc, clang, or what CC names)")
+    made = tmp_path_factory.mktemp("digests") / "digests"
+    build(found, made)
+    return made
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_products_and_steps_have_the_same_bits_everywhere(program: Path, seed: int) -> None:
+    found = digests([program], seed, 190, 20)
+    apart = found.pop("plain")
+    assert len(set(found.values())) == 1, found
+    assert apart not in found.values()  # a product and a sum that are rounded apart are seen
