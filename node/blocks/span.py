@@ -197,6 +197,10 @@ class BlockSpan:
             positions = (positions - padding).clamp(min=0)
             mask = (torch.arange(cache.length + tokens, device=self.device) >= padding).long()
         adapter_rows = [AdapterRows(adapter, 0, cache.batch, cache.batch)] if adapter is not None else []
+        begun = cache.length >= max(cache.left_padding)  # what comes of padding is transformers' affair
+        if self.step is not None and begun and not self._among_prompts(cache, adapter):
+            if self.step.takes([cache], adapter_rows, tokens):
+                return self.step.run(hidden, [cache], adapter_rows)
         with with_adapters(adapter_rows), self._prompted(cache, tokens, adapter):
             return self.stack.run(
                 hidden,

@@ -66,7 +66,7 @@
 #endif
 
 #define LANES 16
-#define INTERFACE_VERSION 7 /* of this file towards library.py */
+#define INTERFACE_VERSION 8 /* of this file towards library.py */
 #define MOST_ROWS 8 /* that are multiplied at a time */
 #define AHEAD 8 /* tokens, whose keys are fetched */
 #define PANEL 16 /* tokens, whose keys or values are opened at a time */
@@ -177,6 +177,7 @@ struct change {
 };
 
 /* One token of each row through the blocks: `hidden` [number][hidden] in place, keys and values into the rows' caches.
+ * `several`: rows may be tokens of one session, each with its own `length`, the earlier ones first or not.
  * `cosines`, `sines` [tables][number][rotary_dim]. `changes` in the order of their blocks. `scratch`: what
  * petalnode_step_scratch says, `score_count` for each thread. */
 struct step {
@@ -184,7 +185,7 @@ struct step {
     const struct block *blocks;
     const struct row *rows;
     const struct change *changes;
-    int64_t count, number, changed, score_count;
+    int64_t count, number, changed, score_count, several;
     const float *cosines, *sines;
     float *hidden, *scratch;
 };

@@ -38,7 +38,7 @@ HEADERS: Final = (
     "packing.h",
     "threads.h",
 )
-INTERFACE: Final = 7
+INTERFACE: Final = 8
 """As in kernels.c: goes up whenever a function or structure there changes."""
 ISA_VARIABLE: Final = "PETALNODE_KERNELS_ISA"
 """One of `ISAS`, in place of the best that the processor has: for comparisons. `none`: no kernels."""
@@ -131,7 +131,7 @@ class Step(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("shape", "blocks", "rows", "changes")),
-        *((name, ctypes.c_int64) for name in ("count", "number", "changed", "score_count")),
+        *((name, ctypes.c_int64) for name in ("count", "number", "changed", "score_count", "several")),
         *((name, ctypes.c_void_p) for name in ("cosines", "sines", "hidden", "scratch")),
     )
 

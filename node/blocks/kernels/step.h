@@ -167,35 +167,62 @@ struct NAME(state) {
     const struct block *b;
     const struct matrix *following; /* the next block's first one */
     const struct row *rows;
-    int64_t number, index, score_count, threads;
+    int64_t number, index, score_count, threads, several;
     const float *cosines, *sines;
     float *hidden, *normed, *added, *query, *key, *value, *attended, *gate, *up, *sums, *scores;
 };
 
-/* A piece: one head of keys and values of one row, and the query heads that share it. */
-static void NAME(attention_piece)(const void *job, int64_t piece, int64_t thread) {
+/* A piece of attention: one head of keys and values of one row, and the query heads that share it. */
+struct NAME(heads) {
+    const struct row *row;
+    int64_t group, bytes, half; /* of the cache: of a key, and of all keys or values */
+    float *query, *key, *value, *attended;
+    uint8_t *keys; /* the row's own, from its first token on */
+};
+
+INLINE struct NAME(heads) NAME(heads_of)(const struct NAME(state) *w, int64_t piece) {
+    const struct shape *s = w->s;
+    const int64_t dim = s->head_dim, group = s->heads / s->kv_heads, r = piece / s->kv_heads, head = piece % s->kv_heads;
+    const struct row *row = w->rows + r;
+    const int64_t bytes = key_bytes(s->held, dim), half = row->batch * s->kv_heads * row->max_length * bytes;
+    const int64_t queries = (r * s->heads + head * group) * dim, own = (r * s->kv_heads + head) * dim;
+    return (struct NAME(heads)){row, group, bytes, half, w->query + queries, w->key + own, w->value + own, w->attended + queries,
+                                row->memory + 2 * w->index * half + (row->row * s->kv_heads + head) * row->max_length * bytes};
+}
+
+/* Turns the queries and the key by the row's position, and holds key and value. */
+static void NAME(hold_piece)(const void *job, int64_t piece, int64_t thread) {
     const struct NAME(state) *w = job;
     const struct shape *s = w->s;
     const struct block *b = w->b;
-    const int64_t dim = s->head_dim, group = s->heads / s->kv_heads, turned = s->rotary_dim;
-    const int64_t r = piece / s->kv_heads, head = piece % s->kv_heads;
-    const struct row *row = w->rows + r;
-    const float *cosine = w->cosines + (b->rotary * w->number + r) * turned, *sine = w->sines + (b->rotary * w->number + r) * turned;
-    int64_t length = row->length, first = row->padding < length ? row->padding : length;
-    if (b->window && length + 1 - b->window > first) first = length + 1 - b->window;
-    float *own = w->query + (r * s->heads + head * group) * dim, *fresh = w->key + (r * s->kv_heads + head) * dim;
-    for (int64_t q = 0; q < group; q++) {
-        if (b->query_norm) NAME(rms_norm)(own + q * dim, b->query_norm, dim, s->eps, own + q * dim);
-        NAME(rotate)(own + q * dim, cosine, sine, turned);
+    const struct NAME(heads) h = NAME(heads_of)(w, piece);
+    const int64_t dim = s->head_dim, turned = s->rotary_dim, place = (b->rotary * w->number + piece / s->kv_heads) * turned;
+    const float *cosine = w->cosines + place, *sine = w->sines + place;
+    (void)thread;
+    for (int64_t q = 0; q < h.group; q++) {
+        if (b->query_norm) NAME(rms_norm)(h.query + q * dim, b->query_norm, dim, s->eps, h.query + q * dim);
+        NAME(rotate)(h.query + q * dim, cosine, sine, turned);
     }
-    if (b->key_norm) NAME(rms_norm)(fresh, b->key_norm, dim, s->eps, fresh);
-    NAME(rotate)(fresh, cosine, sine, turned);
-    const int64_t bytes = key_bytes(s->held, dim), half = row->batch * s->kv_heads * row->max_length * bytes;
-    uint8_t *keys = row->memory + 2 * w->index * half + (row->row * s->kv_heads + head) * row->max_length * bytes;
-    hold_key(s->held, fresh, dim, keys + length * bytes);
-    hold_key(s->held, w->value + (r * s->kv_heads + head) * dim, dim, keys + half + length * bytes);
-    NAME(attend)(s, own, group, keys + first * bytes, keys + half + first * bytes, length + 1 - first, b->scale,
-                 w->scores + thread * w->score_count, w->attended + (r * s->heads + head * group) * dim);
+    if (b->key_norm) NAME(rms_norm)(h.key, b->key_norm, dim, s->eps, h.key);
+    NAME(rotate)(h.key, cosine, sine, turned);
+    hold_key(s->held, h.key, dim, h.keys + h.row->length * h.bytes);
+    hold_key(s->held, h.value, dim, h.keys + h.half + h.row->length * h.bytes);
+}
+
+static void NAME(attend_piece)(const void *job, int64_t piece, int64_t thread) {
+    const struct NAME(state) *w = job;
+    const struct block *b = w->b;
+    const struct NAME(heads) h = NAME(heads_of)(w, piece);
+    const int64_t length = h.row->length;
+    int64_t first = h.row->padding < length ? h.row->padding : length;
+    if (b->window && length + 1 - b->window > first) first = length + 1 - b->window;
+    NAME(attend)(w->s, h.query, h.group, h.keys + first * h.bytes, h.keys + h.half + first * h.bytes, length + 1 - first,
+                 b->scale, w->scores + thread * w->score_count, h.attended);
+}
+
+static void NAME(attention_piece)(const void *job, int64_t piece, int64_t thread) {
+    NAME(hold_piece)(job, piece, thread);
+    NAME(attend_piece)(job, piece, thread);
 }
 
 /* --- linear layers, and what follows them piece by piece --- */
@@ -327,7 +354,10 @@ static void NAME(one_block)(const struct NAME(state) *w, const struct change *ch
     NAME(adapt)(w, changes, changed, LAYER_QUERY, w->normed, w->query);
     NAME(adapt)(w, changes, changed, LAYER_KEY, w->normed, w->key);
     NAME(adapt)(w, changes, changed, LAYER_VALUE, w->normed, w->value);
-    do_pieces(w->threads, NAME(attention_piece), w, number * s->kv_heads);
+    if (w->several) { /* a token looks at those before it that are computed beside it */
+        do_pieces(w->threads, NAME(hold_piece), w, number * s->kv_heads);
+        do_pieces(w->threads, NAME(attend_piece), w, number * s->kv_heads);
+    } else do_pieces(w->threads, NAME(attention_piece), w, number * s->kv_heads);
     int apart = b->attention_norm || changed; /* the sum with `hidden` waits for all outputs */
     NAME(linear)(w, (struct NAME(linears)){.m = {&b->output}, .x = w->attended, .rows = number, .count = 1,
                                            .y = {w->added}, .next = widening, .target = apart ? NULL : w->hidden});
@@ -363,7 +393,7 @@ static void NAME(one_block)(const struct NAME(state) *w, const struct change *ch
 static void NAME(step)(const struct step *t, int64_t threads) {
     const struct shape *s = t->shape;
     const int64_t number = t->number, wide = most(s->heads * s->head_dim, s->hidden), narrow = s->kv_heads * s->head_dim;
-    struct NAME(state) w = {.s = s, .rows = t->rows, .number = number, .threads = threads, .cosines = t->cosines,
+    struct NAME(state) w = {.s = s, .rows = t->rows, .number = number, .threads = threads, .several = t->several, .cosines = t->cosines,
                             .sines = t->sines, .hidden = t->hidden, .score_count = own_count(s, t->score_count)};
     w.normed = t->scratch;
     w.added = w.normed + number * s->hidden;

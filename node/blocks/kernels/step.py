@@ -113,42 +113,44 @@ class SpanStep:
         self._scratch = torch.empty(0)
         self._adapters: WeakKeyDictionary[SpanAdapter, _Adapted | None] = WeakKeyDictionary()
 
-    def takes(self, caches: Sequence[SpanCache], adapters: Sequence[AdapterRows] = ()) -> bool:
-        """Whether a step of these sessions has few enough rows, and adapters of layers that are known here."""
-        few = sum(cache.batch for cache in caches) <= MOST_ROWS
+    def takes(self, caches: Sequence[SpanCache], adapters: Sequence[AdapterRows] = (), tokens: int = 1) -> bool:
+        """Whether so many tokens of each row of these sessions are few enough, and adapters of layers that are known."""
+        few = tokens * sum(cache.batch for cache in caches) <= MOST_ROWS
         return few and all(self._adapted(use.adapter) is not None for use in adapters)
 
     def run(
         self, hidden: torch.Tensor, caches: Sequence[SpanCache], adapters: Sequence[AdapterRows] = ()
     ) -> torch.Tensor:
-        """One token for each row: what the last block of the sessions' part makes of `hidden`.
+        """The next tokens of each row: what the last block of the sessions' part makes of `hidden`.
 
         All caches are of the same blocks; they get keys and values, and are not advanced.
 
         Args:
-            hidden: float32 [rows of all caches, 1, hidden size].
+            hidden: float32 [rows of all caches, tokens, hidden size].
             adapters: which change the blocks for some of the rows; `takes` has agreed to them.
         """
-        count = len(hidden)
+        tokens = hidden.shape[1]
+        count = len(hidden) * tokens
         rows = (Row * count)()
         positions: list[int] = []
         for cache in caches:
-            memory, length, longest = cache.memory.data_ptr(), cache.length, cache.max_length
+            memory, longest = cache.memory.data_ptr(), cache.max_length
             for row, padding in enumerate(cache.left_padding):
-                rows[len(positions)] = Row(memory, cache.batch, row, longest, length, padding)
-                positions.append(max(length - padding, 0))
+                for length in range(cache.length, cache.length + tokens):
+                    rows[len(positions)] = Row(memory, cache.batch, row, longest, length, padding)
+                    positions.append(max(length - padding, 0))
         cosines, sines = self._rotations(torch.tensor(positions))
         output = hidden.clone(memory_format=torch.contiguous_format)
         first, blocks = caches[0].first, len(caches[0].specs)
-        changes = self._changes_of(adapters, first, blocks)
-        scores = self._score_count(count, max(cache.length for cache in caches) + 1, changes)
+        changes = self._changes_of(adapters, first, blocks, tokens)
+        scores = self._score_count(count, max(cache.length for cache in caches) + tokens, changes)
         shape = ctypes.byref(self._shape)
         needed = self._functions.petalnode_step_scratch(shape, count, scores, self.threads)
         if len(self._scratch) < needed:
             self._scratch = torch.empty(2 * needed)
         step = Step(
             ctypes.addressof(self._shape), ctypes.addressof(self._blocks) + first * ctypes.sizeof(Block),
-            ctypes.addressof(rows), ctypes.addressof(changes), blocks, count, len(changes), scores,
+            ctypes.addressof(rows), ctypes.addressof(changes), blocks, count, len(changes), scores, tokens > 1,
             cosines.data_ptr(), sines.data_ptr(), output.data_ptr(), self._scratch.data_ptr(),
         )  # fmt: skip
         self._functions.petalnode_step(ctypes.byref(step), self.threads)
@@ -195,14 +197,15 @@ class SpanStep:
             changes.append(described)
         return _Adapted(tuple(changes), tuple(kept))
 
-    def _changes_of(self, adapters: Sequence[AdapterRows], first: int, blocks: int) -> Any:
+    def _changes_of(self, adapters: Sequence[AdapterRows], first: int, blocks: int, tokens: int) -> Any:
         found = []
         for use in adapters:
             adapted = self._adapted(use.adapter)
             for change in adapted.changes if adapted is not None else ():
                 if first <= change.block < first + blocks:
                     own = Change.from_buffer_copy(change)
-                    own.block, own.first, own.rows = change.block - first, use.start, use.end - use.start
+                    own.block, own.first = change.block - first, use.start * tokens
+                    own.rows = (use.end - use.start) * tokens
                     found.append(own)
         found.sort(key=lambda change: (change.block, change.layer, change.first))
         return (Change * len(found))(*found)
