@@ -197,19 +197,11 @@ class BlockSpan:
             positions = (positions - padding).clamp(min=0)
             mask = (torch.arange(cache.length + tokens, device=self.device) >= padding).long()
         adapter_rows = [AdapterRows(adapter, 0, cache.batch, cache.batch)] if adapter is not None else []
-        begun = cache.length >= max(cache.left_padding)  # what comes of padding is transformers' affair
-        if self.step is not None and begun and not self._among_prompts(cache, adapter):
-            if self.step.takes([cache], adapter_rows, tokens):
-                return self.step.run(hidden, [cache], adapter_rows)
+        if self.step is not None and self._is_plain(cache, adapter) and self.step.takes([cache], adapter_rows, tokens):
+            return self.step.run(hidden, [cache], adapter_rows)
         with with_adapters(adapter_rows), self._prompted(cache, tokens, adapter):
-            return self.stack.run(
-                hidden,
-                SessionView(cache),
-                positions,
-                mask,
-                part=self._part(cache),
-                long_factors=cache.long_factors,
-            )
+            view, part = SessionView(cache), self._part(cache)
+            return self.stack.run(hidden, view, positions, mask, part=part, long_factors=cache.long_factors)
 
     @torch.inference_mode()
     def decode(
@@ -287,6 +279,10 @@ class BlockSpan:
                 ragged=True,
                 part=self._part(caches[0]),
             )
+
+    def _is_plain(self, cache: SpanCache, adapter: SpanAdapter | None) -> bool:
+        """Whether the next tokens are neither padding, of which transformers makes something, nor get prompts added."""
+        return cache.length >= max(cache.left_padding) and not self._among_prompts(cache, adapter)
 
     def _among_prompts(self, cache: SpanCache, adapter: SpanAdapter | None) -> bool:
         """Whether deep prompts are added to some of the next tokens."""

@@ -113,9 +113,9 @@ static struct matrix layer(int64_t out, int64_t in, int64_t rounds, int with_bia
     return m;
 }
 
-/* A few tokens of two sessions, one of them longer, through two blocks of any family. */
+/* Two sessions, one of which begins with a few tokens at once, through two blocks of any family. */
 static void steps(void) {
-    enum { BLOCKS = 2, ROWS = 2, TOKENS = 9, LONGEST = 40 };
+    enum { BLOCKS = 2, ROWS = 2, TOKENS = 9, LONGEST = 40, PROMPT = 5 };
     const int64_t heads = 2 << below(2), dim = 32 << below(2), shared = 1 << below(2), hidden = 256, inner = 256 << below(2);
     const int64_t held = below(3), kv = heads / shared, experts = below(3) ? 0 : 4, biased = below(2), rounds = below(4) == 0;
     const int64_t turned = below(2) ? dim : dim / 2, gated = experts || below(4), activation = 1 + below(2);
@@ -149,17 +149,19 @@ static void steps(void) {
     for (int r = 0; r < ROWS; r++)
         rows[r] = (struct row){.memory = calloc(1, BLOCKS * 2 * kv * LONGEST * key_bytes((int32_t)held, dim) + EDGE), .batch = 1,
                                .max_length = LONGEST, .padding = r ? 2 : 0};
-    const int64_t threads = 1 + below(2), most_scores = most(heads * LONGEST, ROWS * (experts + 1)) + LANES;
-    float *scratch = floats(petalnode_step_scratch(&shape, ROWS, most_scores, threads) + LANES, 0);
+    const int64_t threads = 1 + below(2), most_scores = most(heads * LONGEST, PROMPT * (experts + 1)) + LANES;
+    float *scratch = floats(petalnode_step_scratch(&shape, PROMPT, most_scores, threads) + LANES, 0);
     for (int token = 0; token < TOKENS; token++) {
-        const int64_t number = token < 4 ? 1 : ROWS;
+        const int64_t number = token ? ROWS : PROMPT;
+        struct row prompt[PROMPT];
+        for (int64_t r = 0; r < PROMPT; r++) prompt[r] = rows[0], prompt[r].length = r;
         float *hidden_rows = floats(number * hidden, 0), *cosines = floats(number * turned, 0), *sines = floats(number * turned, 0);
-        struct step step = {.shape = &shape, .blocks = blocks, .rows = rows, .count = BLOCKS, .number = number,
+        struct step step = {.shape = &shape, .blocks = blocks, .rows = token ? rows : prompt, .several = !token, .count = BLOCKS, .number = number,
                             .score_count = most_scores, .cosines = cosines, .sines = sines, .hidden = hidden_rows,
                             .scratch = scratch};
         petalnode_step(&step, threads);
         look_at(hidden_rows, number * hidden);
-        for (int64_t r = 0; r < number; r++) rows[r].length++;
+        for (int64_t r = 0; r < ROWS; r++) rows[r].length += token ? 1 : r ? 0 : PROMPT;
         free(hidden_rows), free(cosines), free(sines);
     }
     for (int r = 0; r < ROWS; r++) free(rows[r].memory);

@@ -114,6 +114,20 @@ def test_steps_are_those_of_torch(name: str, tmp_path: Path) -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("name", KNOWN)
+def test_tokens_at_once_are_those_one_by_one_to_the_bit(name: str, tmp_path: Path) -> None:
+    blocks = pair(saved(name, tmp_path / "model"))[1]
+    hidden = values(2, 12)
+    at_once, one_by_one = (blocks.make_cache(2, 12, [0, 1]) for _ in range(2))
+    for cache in (at_once, one_by_one):
+        blocks.forward(hidden[:, :3], cache)  # with padding: by torch
+    given = torch.cat([blocks.forward(hidden[:, 3:10], at_once), blocks.forward(hidden[:, 10:], at_once)], dim=1)
+    expected = [blocks.forward(hidden[:, place : place + 1], one_by_one) for place in range(3, 12)]
+    assert torch.equal(given, torch.cat(expected, dim=1))
+    assert torch.equal(at_once.memory, one_by_one.memory)
+
+
+@needs_kernels
 def test_steps_of_a_part_of_the_blocks(tmp_path: Path) -> None:
     by_torch, native = pair(save_tiny("llama", tmp_path / "model"))
     for part in (Span(1, 2), Span(2, 4)):

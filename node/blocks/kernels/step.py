@@ -114,7 +114,7 @@ class SpanStep:
         self._adapters: WeakKeyDictionary[SpanAdapter, _Adapted | None] = WeakKeyDictionary()
 
     def takes(self, caches: Sequence[SpanCache], adapters: Sequence[AdapterRows] = (), tokens: int = 1) -> bool:
-        """Whether so many tokens of each row of these sessions are few enough, and adapters of layers that are known."""
+        """Whether so many tokens of each row of these sessions are few enough, and the adapters known."""
         few = tokens * sum(cache.batch for cache in caches) <= MOST_ROWS
         return few and all(self._adapted(use.adapter) is not None for use in adapters)
 
