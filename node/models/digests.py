@@ -151,18 +151,19 @@ def _read_into(file: Path, start: int, view: memoryview) -> None:
         raise ModelError(f"Cannot read {file}: {error.strerror}.") from error
 
 
+def _hash_piece(reader: PartReader, piece: int, count: _Count) -> bytes:
+    data = reader.read(piece)
+    count.add(len(data))
+    return hashlib.sha256(data).digest()
+
+
 def _hash_parts(readers: Mapping[Part, PartReader], progress: Progress, what: str) -> dict[Part, Tree]:
     count = _Count(what, sum(reader.nbytes for reader in readers.values()), progress)
-
-    def hashed(reader: PartReader, piece: int) -> bytes:
-        data = reader.read(piece)
-        count.add(len(data))
-        return hashlib.sha256(data).digest()
 
     # hashlib lets go of the interpreter's lock, so threads do help
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1), thread_name_prefix="sha256") as pool:
         futures = {
-            part: [pool.submit(hashed, reader, piece) for piece in range(count_pieces(reader.nbytes))]
+            part: [pool.submit(_hash_piece, reader, piece, count) for piece in range(count_pieces(reader.nbytes))]
             for part, reader in readers.items()
         }
         try:

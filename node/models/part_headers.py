@@ -46,12 +46,9 @@ def gguf_header(tensors: Sequence[TreeEntry], keys: Sequence[str], architecture:
     """
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    def text(value: str) -> bytes:
-        return struct.pack("<Q", len(value.encode())) + value.encode()
-
     header = b"GGUF" + struct.pack("<IQQ", _GGUF_VERSION, len(keys), 2)
-    header += text("general.architecture") + struct.pack("<I", _STRING) + text(architecture)
-    header += text("general.alignment") + struct.pack("<II", _UINT32, 1)
+    header += _text("general.architecture") + struct.pack("<I", _STRING) + _text(architecture)
+    header += _text("general.alignment") + struct.pack("<II", _UINT32, 1)
     place = 0
     for key, entry in zip(keys, tensors, strict=True):
         try:
@@ -65,6 +62,11 @@ def gguf_header(tensors: Sequence[TreeEntry], keys: Sequence[str], architecture:
         if not entry.shape or values % per_block or values // per_block * block_bytes != entry.nbytes:
             raise ModelError(f"the model gives {entry.name!r} the impossible shape {list(entry.shape)}")
         dimensions = struct.pack(f"<I{len(entry.shape)}Q", len(entry.shape), *reversed(entry.shape))
-        header += text(key) + dimensions + struct.pack("<IQ", int(kind), place)
+        header += _text(key) + dimensions + struct.pack("<IQ", int(kind), place)
         place += entry.nbytes
     return header
+
+
+def _text(value: str) -> bytes:
+    """As GGUF has a string."""
+    return struct.pack("<Q", len(value.encode())) + value.encode()

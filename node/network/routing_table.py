@@ -51,13 +51,13 @@ def superfluous(peers: Sequence[KnownPeer], connected: frozenset[str]) -> KnownP
     """Whom a bucket drops: of the peers at the address that has most there the one that was not heard of for longest
     and is not connected, or, if all are, the newest."""
     counts = Counter(origin for peer in peers for origin in peer.origins)
+    return max(peers, key=lambda peer: _rank(peer, counts, connected))
 
-    def rank(peer: KnownPeer) -> tuple[int, bool, float]:
-        is_away = peer.contact.peer_id not in connected
-        most = max(counts[origin] for origin in peer.origins)
-        return most, is_away, -peer.seen if is_away else peer.since
 
-    return max(peers, key=rank)
+def _rank(peer: KnownPeer, counts: Counter[str], connected: frozenset[str]) -> tuple[int, bool, float]:
+    is_away = peer.contact.peer_id not in connected
+    most = max(counts[origin] for origin in peer.origins)
+    return most, is_away, -peer.seen if is_away else peer.since
 
 
 class RoutingTable:

@@ -68,12 +68,13 @@ def kept_chats(folder: Path) -> list[KeptChat]:
 
 
 def _newest(folder: Path) -> list[Path]:
-    def when(path: Path) -> float:
-        with suppress(OSError):
-            return path.stat().st_mtime
-        return 0.0
+    return sorted(folder.glob("*.json"), key=_written_at, reverse=True)
 
-    return sorted(folder.glob("*.json"), key=when, reverse=True)
+
+def _written_at(path: Path) -> float:
+    with suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
 
 
 @contextmanager

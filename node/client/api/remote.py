@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any, Final
 
@@ -262,12 +263,9 @@ class RemotePass:
         except TensorError as error:
             raise BadInput(str(error)) from None
         rows, tokens = hidden.shape[:2]
-
-        async def plan() -> Any:
-            width = hidden.shape[2] * hidden.element_size()
-            return await client.plan(self.span, rows, tokens, width, gradients=gradients, wait=self.wait)
-
-        planned = self.runtime.call(plan)
+        width = hidden.shape[2] * hidden.element_size()
+        plan = partial(client.plan, gradients=gradients, wait=self.wait)
+        planned = self.runtime.call(plan, self.span, rows, tokens, width)
         _check_finite(hidden, "the hidden states")
         for name, tensor in kept.items():
             _check_finite(tensor, "the prompts" if name == PROMPTS else f"the weights {name}")

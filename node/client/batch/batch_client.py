@@ -125,12 +125,13 @@ class BatchClient:
         Raises:
             NoChainError: nobody else holds these blocks; the text says who failed how.
         """
-
-        def choose(candidates: Mapping[str, RouteCandidate]) -> Chain:
-            return cheapest_chain(list(candidates.values()), span, model_name=self._client.model.name)
-
         excluded = {**self._no_gradients, **failures} if backward else failures
-        return await self._found(choose, excluded, since + DEADLINES.recovery, wait)
+        return await self._found(
+            lambda candidates: cheapest_chain(list(candidates.values()), span, model_name=self._client.model.name),
+            excluded,
+            since + DEADLINES.recovery,
+            wait,
+        )
 
     async def _found(
         self,

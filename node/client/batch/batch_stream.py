@@ -288,11 +288,7 @@ class BatchStream(ServerStream[wire.BatchFrame]):
         if self._unanswered:
             self._unanswered[0].turn.set()
         tensors = [WireTensor(tensor, payload) for tensor, payload in zip(reply.tensors, payloads, strict=True)]
-
-        def verify() -> Receipt:
-            return self._verify(reply, pending, tensors, previous)
-
-        receipt = await trio.to_thread.run_sync(verify)
+        receipt = await trio.to_thread.run_sync(self._verify, reply, pending, tensors, previous)
         if self._archive is not None and self._archive.shares:
             self._archive.add_batch(self._logged(receipt, pending, tensors))
         return BatchOutput(tensors, reply.compute_us / 1e6)

@@ -28,44 +28,59 @@ BY_MODEL: Final = 0
 """The match of what a draft model guesses."""
 REALIGNED: Final = 1
 """The match of a draft that goes on behind its only wrong token."""
-_LONG_MATCH: Final = 4
-"""From so many tokens on, a match is no coincidence: its first draft may be twice as long as itself."""
-_SURE_MATCH: Final = 9
-_SURE_SHARE: Final = 0.8
-"""Of drafts after long matches that were right, from which on no draft model is asked in their place."""
 _KINDS: Final = (0, 1, 2, 3, 4, 5, 6, 9, 14, 24)
 """Lengths of matches, each with those up to the next one, whose drafts are counted together."""
 _FIRST_CHANCES: Final = (0.7, 0.4, 0.5, 0.5, 0.6, 0.7, 0.75, 0.85, 0.9, 0.95)
 """That a drafted token is right, before anything was drafted after matches of these lengths."""
-_SURE: Final = 4.0
-"""Drafted tokens for which that first guess counts."""
-_FORGETS: Final = 0.97
-"""What an observation still counts for after one more."""
-_LEAST_USED: Final = 0.15
-"""Chance that a draft model's guess is used, from which on it guesses no further until those before are checked."""
-_LEAST_LIKELY: Final = 0.01
-"""Chance that a token that was looked up is right, up to which it is drafted: servers shall not compute for nothing."""
-_MODEL_STEPS: Final = 4
-_SURE_MODEL_STEPS: Final = 2
-_SURE_MODEL: Final = 0.9
-"""Steps with guesses of a draft model that are under way; and fewer, larger ones, where so many guesses are right."""
-_READING: Final = 0.25
-"""Of the time that a draft model takes for a guess, that each further token takes which it reads with the last one."""
-_FIRST_BREAK: Final = 16
-_FIRST_MODEL_BREAK: Final = 2
-_LONGEST_BREAK: Final = 256
-"""Steps after which a kind of draft that has gained nothing is tried again; the first break is of a few steps."""
 _STEP_SIZES: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 """Of which a draft may be cut into steps."""
-_LEAST_GAIN: Final = 1.05
-"""Times as quick that a draft has to make the answer, by what is known: less is within the error of that."""
-_ALLOWED_LOSS: Final = 0.015
-"""Of the time of an answer, that drafts which turn out to be wrong may take."""
-_FIRST_BUDGET: Final = 0.5
-_LARGEST_BUDGET: Final = 2.0
-_DEEPEST_DEBT: Final = 1.0
-"""What drafts may lose before they have gained anything, what they may lose at once of what they have gained, and what
-a single accident takes from it at most; in tokens that are answered one after the other meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPolicy:
+    """What decides whether a draft is worth asking about.
+
+    Attributes:
+        long_match: from so many tokens on, a match is no coincidence: its first draft may be twice as long as itself.
+        sure_match, sure_share: so many right drafts after matches this long need no draft model in their place.
+        sure: drafted tokens for which the first guess of a chance counts.
+        remembered: what an observation still counts for after one more.
+        least_used: chance that a draft model's guess is used, from which on it waits until those before are checked.
+        least_likely: chance that a token that was looked up is right, up to which it is drafted: servers shall not
+            compute for nothing.
+        model_steps: steps with guesses of a draft model that are under way.
+        sure_model, sure_model_steps: fewer, larger ones, where so many guesses are right.
+        reading: of a draft model's time for a guess, that each further token takes which it reads with the last one.
+        first_break, first_model_break, longest_break: steps after which a kind of draft that gained nothing is tried
+            again.
+        least_gain: times as quick that a draft has to make the answer: less is within the error of what is known.
+        allowed_loss: of the time of an answer, that drafts which turn out to be wrong may take.
+        first_budget, largest_budget, deepest_debt: what drafts may lose before they have gained anything, at once of
+            what they have gained, and by one accident; in tokens answered one after the other meanwhile.
+    """
+
+    long_match: int = 4
+    sure_match: int = 9
+    sure_share: float = 0.8
+    sure: float = 4.0
+    remembered: float = 0.97
+    least_used: float = 0.15
+    least_likely: float = 0.01
+    model_steps: int = 4
+    sure_model_steps: int = 2
+    sure_model: float = 0.9
+    reading: float = 0.25
+    first_break: int = 16
+    first_model_break: int = 2
+    longest_break: int = 256
+    least_gain: float = 1.05
+    allowed_loss: float = 0.015
+    first_budget: float = 0.5
+    largest_budget: float = 2.0
+    deepest_debt: float = 1.0
+
+
+_POLICY: Final = DraftPolicy()
 
 
 @dataclass(frozen=True)
@@ -106,7 +121,7 @@ class _Chance:
     are tried again, after so many `breaks`; `due`: they are to be tried once, whatever is known of them."""
 
     right: float
-    tried: float = _SURE
+    tried: float = _POLICY.sure
     seen: int = 0
     rest: int = 0
     breaks: int = 0
@@ -118,18 +133,18 @@ class _Chance:
 
     def note(self, is_right: bool) -> None:
         """Of one more token."""
-        self.right = _FORGETS * self.right + is_right
-        self.tried = _FORGETS * self.tried + 1
+        self.right = _POLICY.remembered * self.right + is_right
+        self.tried = _POLICY.remembered * self.tried + 1
         self.seen += 1
 
     def pause(self, first: int) -> None:
         """For `first` steps, and twice as long each time."""
         self.breaks += 1
-        self.rest = min(_LONGEST_BREAK, first << min(self.breaks - 1, 8))
+        self.rest = min(_POLICY.longest_break, first << min(self.breaks - 1, 8))
 
 
 def _first_chances() -> dict[int, _Chance]:
-    return {kind: _Chance(share * _SURE) for kind, share in zip(_KINDS, _FIRST_CHANCES, strict=True)}
+    return {kind: _Chance(share * _POLICY.sure) for kind, share in zip(_KINDS, _FIRST_CHANCES, strict=True)}
 
 
 def kind_of(match: int) -> int:
@@ -157,7 +172,7 @@ class DraftPlan:
     deepest: int = 1
     cost: LineEstimate = field(default_factory=LineEstimate)
     speed: PipelineSpeed | None = None
-    budget: float = _FIRST_BUDGET
+    budget: float = _POLICY.first_budget
     model_budget: float | None = None
     sharing: int = 1
     _chances: dict[int, _Chance] = field(default_factory=_first_chances)
@@ -178,7 +193,7 @@ class DraftPlan:
                 continue
             longest = min(most, len(draft.tokens))
             if self.speed is None:
-                longest = min(longest, 2 * max(self.deepest, draft.match if draft.match >= _LONG_MATCH else 1))
+                longest = min(longest, 2 * max(self.deepest, draft.match if draft.match >= _POLICY.long_match else 1))
             depth = self.depth(draft.match, longest)
             if not depth and chance.breaks:
                 depth = min(1, longest)  # its break is over
@@ -195,11 +210,11 @@ class DraftPlan:
     def _best(self, match: int, most: int) -> tuple[int, float]:
         """(how many tokens to draft after a match, tokens a second then): each that is right makes the match longer,
         and the next one likelier."""
-        best, found = _LEAST_GAIN / self._seconds(1), 0
+        best, found = _POLICY.least_gain / self._seconds(1), 0
         tokens, likely = 1.0, 1.0
         for depth in range(1, most + 1):
             likely *= self._chances[kind_of(match + depth - 1 if match > REALIGNED else match)].share
-            if likely < _LEAST_LIKELY:
+            if likely < _POLICY.least_likely:
                 break
             tokens += likely
             rate = tokens / self._seconds(1 + depth)
@@ -215,7 +230,7 @@ class DraftPlan:
         It guesses while the steps are under way, so that an answer takes the way once for each wrong guess.
         """
         if self.model_budget is None:
-            self.model_budget = _FIRST_BUDGET / 2
+            self.model_budget = _POLICY.first_budget / 2
             self.budget -= self.model_budget
         chance, speed = self._chances[BY_MODEL], self.speed
         if speed is None or not speed.is_known or chance.rest or most < 1:
@@ -223,10 +238,10 @@ class DraftPlan:
         depth, rate = self._model_rate(most)
         while depth and not self._affords(1 + depth, speed.model_step(), by_model=True):
             depth, rate = self._model_rate(depth // 2) if depth > 1 else (0, rate)
-        if depth and rate * speed.alone < _LEAST_GAIN:
+        if depth and rate * speed.alone < _POLICY.least_gain:
             if chance.due:
                 return 1
-            chance.pause(_FIRST_MODEL_BREAK)
+            chance.pause(_POLICY.first_model_break)
             chance.due, speed.guesses = True, Estimate()  # it may have been something else that kept it
             return 0
         return depth
@@ -236,7 +251,7 @@ class DraftPlan:
         share, speed = self._chances[BY_MODEL].share, self.speed
         assert speed is not None
         depth = 1
-        while depth < most and share ** (depth + 1) >= _LEAST_USED:
+        while depth < most and share ** (depth + 1) >= _POLICY.least_used:
             depth += 1
         tokens = expected_tokens(share, depth)
         paced = max(speed.guesses.value, speed.stage.of(2) - speed.stage.of(1))
@@ -246,10 +261,10 @@ class DraftPlan:
         """Whether checking it brings more tokens a second than a draft model's guesses, or as good as none is wrong: it
         takes no time of this machine. A short match has to have shown that: most texts have some that mean nothing."""
         chance = self._chances[kind_of(draft.match)]
-        sure = draft.match >= _SURE_MATCH and chance.share >= _SURE_SHARE
+        sure = draft.match >= _POLICY.sure_match and chance.share >= _POLICY.sure_share
         if sure or self.speed is None or not self.speed.is_known:
             return True
-        if chance.seen < _SURE:
+        if chance.seen < _POLICY.sure:
             return False
         most = len(draft.tokens)
         return self._best(draft.match, most)[1] >= self._model_rate(most)[1]
@@ -269,7 +284,7 @@ class DraftPlan:
         """So many tokens were answered, so many seconds sooner than one after the other, by drafts of the text or of a
         draft model. Only once a step was noted."""
         alone = self._seconds(1)
-        allowed, won = _ALLOWED_LOSS * tokens, gained / alone if alone > 0 else 0.0
+        allowed, won = _POLICY.allowed_loss * tokens, gained / alone if alone > 0 else 0.0
         if self.model_budget is not None:
             allowed /= 2
             self.model_budget = _within(self.model_budget + allowed + by_model * won)
@@ -303,7 +318,7 @@ class DraftPlan:
         if accepted:
             first.breaks = 0
         elif match != BY_MODEL and self.cost.is_known and not self.depth(match, drafted):
-            first.pause(_FIRST_BREAK)
+            first.pause(_POLICY.first_break)
 
     def note_seen(self, match: int, drafted: int, accepted: int) -> None:
         """The same of tokens that nobody was asked about, but that have been answered."""
@@ -311,17 +326,17 @@ class DraftPlan:
         for index in range(min(drafted, accepted + 1)):
             self._chances[kind_of(match + index if match > REALIGNED else match)].note(index < accepted)
         if self.speed is not None:
-            self.speed.sure = self._chances[BY_MODEL].share >= _SURE_MODEL
+            self.speed.sure = self._chances[BY_MODEL].share >= _POLICY.sure_model
 
     def note_guess(self, seconds: float, read: int = 1) -> None:
         """A draft model has read so many tokens and guessed the next one."""
         self._chances[BY_MODEL].due = False
         if self.speed is not None:
-            self.speed.guesses.note(seconds / (1 + _READING * (read - 1)))
+            self.speed.guesses.note(seconds / (1 + _POLICY.reading * (read - 1)))
 
 
 def _within(budget: float) -> float:
-    return min(max(budget, -_DEEPEST_DEBT), _LARGEST_BUDGET)
+    return min(max(budget, -_POLICY.deepest_debt), _POLICY.largest_budget)
 
 
 @dataclass
@@ -369,7 +384,11 @@ class PipelineSpeed:
 
     def model_step(self) -> int:
         """Guesses of a draft model that are sent together: no more steps than the servers can do meanwhile."""
-        pause, size, guess = self.alone / (_SURE_MODEL_STEPS if self.sure else _MODEL_STEPS), 1, self.guesses.value
+        pause, size, guess = (
+            self.alone / (_POLICY.sure_model_steps if self.sure else _POLICY.model_steps),
+            1,
+            self.guesses.value,
+        )
         while guess and size < _STEP_SIZES[-1] and size * guess < max(pause, self.stage.of(size)):
             size += 1
         return size

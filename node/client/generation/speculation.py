@@ -70,13 +70,8 @@ class Answering:
     async def check(self, head: Callable[[], torch.Tensor], guesses: Sequence[int]) -> list[int]:
         """The next tokens, from logits [1 + guesses, vocabulary]: as many as were guessed right, and one more. They are
         taken as they are chosen, which may end the answer."""
-
-        def choose() -> tuple[int, torch.Tensor]:
-            logits = head()
-            return self.sampler.next(self.tokens, logits[0]), logits[1:]
-
         chosen: list[int] = []
-        token, rows = await trio.to_thread.run_sync(choose)
+        token, rows = await trio.to_thread.run_sync(self._choose, head)
         for row, guess in zip((*rows, None), (*guesses, None), strict=True):
             chosen.append(token)
             self.take(token)
@@ -84,6 +79,11 @@ class Answering:
                 break
             token = await trio.to_thread.run_sync(self.sampler.next, self.tokens, row)
         return chosen
+
+    def _choose(self, head: Callable[[], torch.Tensor]) -> tuple[int, torch.Tensor]:
+        """The next token, and the logits of those behind it; in another thread."""
+        logits = head()
+        return self.sampler.next(self.tokens, logits[0]), logits[1:]
 
 
 @dataclass(frozen=True)

@@ -165,12 +165,12 @@ def _longest(spec: SessionSpec, prompt: Sequence[WireTensor], known: Sequence[Be
 
 def _alike(one: SessionSpec, other: SessionSpec) -> bool:
     """Whether equal inputs have equal names in both."""
+    return _terms(one) == _terms(other)
 
-    def terms(spec: SessionSpec) -> tuple[object, ...]:
-        kind = spec.model_version, spec.span, spec.batch, spec.left_padding
-        return *kind, spec.codec, spec.dtype, spec.adapter_hash, spec.prefix_salt, spec.trusted
 
-    return terms(one) == terms(other)
+def _terms(spec: SessionSpec) -> tuple[object, ...]:
+    kind = spec.model_version, spec.span, spec.batch, spec.left_padding
+    return *kind, spec.codec, spec.dtype, spec.adapter_hash, spec.prefix_salt, spec.trusted
 
 
 def _shared(spec: SessionSpec, beginning: Beginning, mine: Sequence[Input]) -> int:

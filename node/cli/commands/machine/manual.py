@@ -71,27 +71,28 @@ def completion_script(group: Any, shell: str) -> str:
     )
 
 
+def _plain(text: str | None) -> str:
+    """Help without its marks, as roff has text."""
+    shown = _MARKUP.sub("", text or "").replace("\\", "\\e").replace("-", "\\-").strip()
+    return "\n".join(
+        line.strip() if line.strip()[:1] not in (".", "'") else f"\\&{line.strip()}" for line in shown.splitlines()
+    )
+
+
 def man_page(group: Any, version: str) -> str:
     """The page in roff."""
-
-    def plain(text: str | None) -> str:
-        shown = _MARKUP.sub("", text or "").replace("\\", "\\e").replace("-", "\\-").strip()
-        return "\n".join(
-            line.strip() if line.strip()[:1] not in (".", "'") else f"\\&{line.strip()}" for line in shown.splitlines()
-        )
-
-    parts = [f'.TH PETALNODE 1 "" "petalnode {version}"', ".SH NAME", f"petalnode \\- {plain(group.help)}"]
+    parts = [f'.TH PETALNODE 1 "" "petalnode {version}"', ".SH NAME", f"petalnode \\- {_plain(group.help)}"]
     parts += [".SH SYNOPSIS", ".B petalnode", "COMMAND [OPTIONS]", ".SH COMMANDS"]
     for path, command in _commands(group):
         places = (param for param in command.params if param.param_type_name == "argument")
         arguments = " ".join(param.metavar or (param.name or "").upper() for param in places)
-        parts += [f".SS {plain(f'petalnode {path} {arguments}')}", plain(command.help)]
+        parts += [f".SS {_plain(f'petalnode {path} {arguments}')}", _plain(command.help)]
         for names, param in _options(command):
             value = "" if param is None or param.is_flag else f" {(param.metavar or param.name or '').upper()}"
             parts += [
                 ".TP",
-                f".B {plain(', '.join(names) + value)}",
-                plain(getattr(param, "help", None) or "Print the help."),
+                f".B {_plain(', '.join(names) + value)}",
+                _plain(getattr(param, "help", None) or "Print the help."),
             ]
     parts += [".SH EXIT STATUS", "0 done; 1 a result that says no; 2 wrong use or bad input; 3 the swarm cannot serve;",
               "4 this machine cannot; 130 interrupted.", ""]  # fmt: skip
