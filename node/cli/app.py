@@ -102,7 +102,12 @@ _MODULES = {
     "verify-receipts": "validate",
 }
 """The module in `commands`, where it is not named after the command."""
-_OPTIONAL_VALUES: Final = {("status", "--watch"): "2", ("chat", "--resume"): "0", ("serve", "--pause-when-busy"): "50%"}
+_OPTIONAL_VALUES: Final = {
+    ("status", "--watch"): "2",
+    ("chat", "--resume"): "0",
+    ("serve", "--pause-when-busy"): "50%",
+    ("serve", "--when-away"): "10",
+}
 """Options whose value may be left out, which typer has not got; with the value that is taken then."""
 
 

@@ -24,11 +24,13 @@ import typer
 
 from ...crypto.identity import make_private_folder, write_private
 from ..errors import BadInput, MachineError
-from ..server.lifecycle.pausing import Pause, PausePolicy, watch_machine
+from ..server.lifecycle.pausing import Hours, Pause, PausePolicy, watch_machine
+from ..server.lifecycle.presence import untouched_seconds
 from .output import Output
 
 Wish = Literal["pause", "resume", "stop"]
 USUAL_SHARE: Final = "50%"
+USUAL_MINUTES: Final = "10"
 _OWNER: Final = "its owner has paused it"
 
 
@@ -62,12 +64,30 @@ class DonorOptions:
         bool, typer.Option("--only-on-mains", help="Pause while this machine runs on battery.")
     ] = False
 
+    between: Annotated[
+        str | None, typer.Option(metavar="HH:MM-HH:MM", help="Serve only between these times, over midnight too.")
+    ] = None
+    when_away: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[MINUTES]",
+            help=f"Serve only when keyboard and mouse were not used for so long ({USUAL_MINUTES} unless given).",
+        ),
+    ] = None
+
     def policy(self) -> PausePolicy:
         """
         Raises:
-            BadInput: --pause-when-busy is no share.
+            BadInput: a value that is no share, no times of day, or no minutes.
+            MachineError: this system does not tell when somebody used keyboard or mouse.
         """
-        return PausePolicy(_share(self.pause_when_busy), self.only_on_mains)
+        away = None if self.when_away is None else 60 * _minutes(self.when_away)
+        if away is not None and untouched_seconds() is None:
+            raise MachineError(
+                "--when-away: this system does not tell when keyboard and mouse were last used (on Linux, "
+                "systemd-logind does); take --between or --pause-when-busy"
+            )
+        return PausePolicy(_share(self.pause_when_busy), self.only_on_mains, _hours(self.between), away)
 
 
 def _share(text: str | None) -> float | None:
@@ -80,6 +100,28 @@ def _share(text: str | None) -> float | None:
     if not 1 <= percent <= 100:
         raise BadInput(f"--pause-when-busy {text}: give percent of all processors, such as {USUAL_SHARE}")
     return percent / 100
+
+
+def _hours(text: str | None) -> Hours | None:
+    if text is None:
+        return None
+    try:
+        start, end = (time.strptime(part.strip(), "%H:%M") for part in text.split("-"))
+    except ValueError:
+        start = end = time.gmtime(0)
+    if start[:5] == end[:5]:
+        raise BadInput(f"--between {text}: give two times of day, such as 22:00-07:00")
+    return Hours(60 * start.tm_hour + start.tm_min, 60 * end.tm_hour + end.tm_min)
+
+
+def _minutes(text: str) -> float:
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = 0.0
+    if not 1 <= minutes <= 24 * 60:
+        raise BadInput(f"--when-away {text}: give minutes, from 1 to 1440, such as {USUAL_MINUTES}")
+    return minutes
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import trio
 from libp2p.custom_types import StreamHandlerFn, TProtocol
 from libp2p.host import basic_host
 from libp2p.host.basic_host import BasicHost
+from libp2p.identity.identify import identify as libp2p_identify
 from libp2p.network.stream.net_stream import NetStream
 from libp2p.peer.envelope import Envelope, make_unsigned
 from libp2p.peer.id import ID
@@ -25,6 +26,7 @@ from multiaddr import Multiaddr
 
 from ...crypto.identity import Identity
 from ..errors import MachineError
+from ..version import __version__
 from .addresses import concrete, dialable, ip_of, is_loopback, port_of
 from .shares import origin_of_ip
 from .standard_protocols import IDENTIFY_PUSH, PING, answer_pings, identify, keep_identified, take_pushes
@@ -321,6 +323,7 @@ class Host:
 
 
 basic_host.update_peerstore_from_identify = keep_identified
+libp2p_identify.AGENT_VERSION = f"petalnode/{__version__}"
 
 
 class _Libp2pHost(BasicHost):

@@ -13,6 +13,8 @@ from libp2p.peer.peerstore import PeerStoreError
 from petalnode.node.network import standard_protocols
 from petalnode.node.network.host import Host
 from petalnode.node.network.transport.stream_bytes import StreamBytes
+from petalnode.node.version import __version__
+from petalnode.protocols.delimited import DelimitedStream
 from petalnode.protocols.framing import varint
 from tests.attacks.test_kademlia import LOOPBACK, TIMEOUT, delimited, host, knowing
 
@@ -75,6 +77,13 @@ async def test_a_push_is_small_and_seldom() -> None:
         assert len(known(victim, attacker.peer_id)) <= 128
         taken = [await push(attacker, victim, Identify(protocols=["/a"])) for _ in range(40)]
         assert taken[0] and not all(taken)
+
+
+async def test_a_node_says_by_what_program_it_is_run() -> None:
+    async with host(LOOPBACK) as asked, knowing(asked) as peer:
+        stream = DelimitedStream(await peer.open_stream(asked.peer_id, IDENTIFY), asked.peer_id, max_message=1 << 16)
+        said = await stream.receive(Identify, timeout=TIMEOUT)
+        assert said.agent_version == f"petalnode/{__version__}" and IDENTIFY in said.protocols
 
 
 def test_an_answer_to_who_are_you_is_read_within_bounds() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 from dataclasses import replace
@@ -17,9 +18,11 @@ from petalnode.node.cli import control
 from petalnode.node.cli.control import Control, DonorOptions, RunningServer, ask, obey_signals, running_servers
 from petalnode.node.cli.output import Output
 from petalnode.node.errors import BadInput, MachineError
+from petalnode.node.server.lifecycle import pausing
 from petalnode.node.server.lifecycle.pausing import (
     MACHINE_USE,
     Condition,
+    Hours,
     MachineMeter,
     MachineUse,
     Pause,
@@ -30,6 +33,7 @@ from petalnode.node.server.lifecycle.pausing import (
     reasons,
     watch_machine,
 )
+from petalnode.node.server.lifecycle.presence import by_logind, by_registry
 
 BUSY = PausePolicy(busy_above=0.5)
 MAINS = PausePolicy(only_on_mains=True)
@@ -144,6 +148,68 @@ def test_a_machine_without_a_battery_has_mains(plugged: Any, mains: bool, monkey
     battery = None if plugged == "none" else type("Battery", (), {"power_plugged": plugged})
     monkeypatch.setattr(psutil, "sensors_battery", lambda: battery, raising=False)
     assert on_mains() is mains
+
+
+@pytest.mark.parametrize(
+    ("hours", "inside", "outside"),
+    [
+        (Hours(22 * 60, 7 * 60), (22 * 60, 24 * 60 - 1, 0, 7 * 60 - 1), (7 * 60, 12 * 60, 22 * 60 - 1)),
+        (Hours(9 * 60, 17 * 60), (9 * 60, 17 * 60 - 1), (0, 9 * 60 - 1, 17 * 60, 24 * 60 - 1)),
+    ],
+)
+def test_it_serves_within_its_hours(hours: Hours, inside: tuple[int, ...], outside: tuple[int, ...]) -> None:
+    policy = PausePolicy(hours=hours)
+    for minute in inside:
+        assert after(policy, [(1, MachineUse(minute=minute))]) == []
+    for minute in outside:
+        assert after(policy, [(1, MachineUse(minute=minute))]) == ["hours"]
+    assert reasons(PauseState(out_of_hours=True), PausePolicy(hours=Hours(22 * 60, 7 * 60 + 5))) == {
+        "hours": "it serves between 22:00 and 07:05 only"
+    }
+
+
+def test_it_serves_when_nobody_is_there() -> None:
+    policy = PausePolicy(away_seconds=600)
+    assert after(policy, [(1, MachineUse(untouched=599))]) == ["person"]
+    assert after(policy, [(1, MachineUse(untouched=0)), (1, MachineUse(untouched=600))]) == []
+    assert after(PausePolicy(0.5), [(1, MachineUse(untouched=0))]) == []
+
+
+def test_what_systems_say_of_keyboard_and_mouse() -> None:
+    assert by_logind("IdleHint=no\nIdleSinceHint=5\n", 100.0) == 0
+    assert by_logind("IdleHint=yes\nIdleSinceHint=40000000\n", 100.0) == 60
+    assert by_logind("IdleHint=yes\nIdleSinceHint=\n", 100.0) is None and by_logind("", 100.0) is None
+    assert by_registry('  | "HIDIdleTime" = 2500000000\n') == 2.5 and by_registry("") is None
+
+
+def test_the_meter_asks_for_a_person_only_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def untouched() -> None:
+        asked.append(1)
+
+    monkeypatch.setattr(pausing, "untouched_seconds", untouched)
+    assert MachineMeter().use().untouched == math.inf and not asked
+    meter = MachineMeter(asks_for_person=True)
+    assert [meter.use().untouched for _ in range(3)] == [0, 0, 0] and len(asked) == 1  # what it does not tell is use
+
+
+@pytest.mark.parametrize("text", ["22-7", "22:00", "25:00-07:00", "07:00-07:00", "22:00-07:00-08:00", ""])
+def test_hours_that_are_none_are_told(text: str) -> None:
+    with pytest.raises(BadInput, match="such as 22:00-07:00"):
+        DonorOptions(between=text).policy()
+    assert DonorOptions(between="22:00-07:30").policy() == PausePolicy(hours=Hours(22 * 60, 7 * 60 + 30))
+
+
+def test_minutes_that_are_none_and_a_machine_that_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("0", "soon", "-3", "nan", "1e9"):
+        with pytest.raises(BadInput, match="--when-away"):
+            DonorOptions(when_away=text).policy()
+    monkeypatch.setattr(control, "untouched_seconds", lambda: 3.0)
+    assert DonorOptions(when_away="15").policy() == PausePolicy(away_seconds=900)
+    monkeypatch.setattr(control, "untouched_seconds", lambda: None)
+    with pytest.raises(MachineError, match="--between"):
+        DonorOptions(when_away="15").policy()
 
 
 @pytest.mark.parametrize("text", ["0%", "101", "often", "-5%", "nan"])

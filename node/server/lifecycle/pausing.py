@@ -5,12 +5,16 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 import psutil
 import trio
+
+from .presence import untouched_seconds
 
 
 @dataclass(frozen=True)
@@ -24,31 +28,54 @@ class MachineUsePolicy:
     idle_share: float = 0.7  # Little is this part of the limit
     mains_seconds: float = 10.0  # For which there has to be mains before it goes on. On battery it pauses at once
     interval: float = 2.0
+    person_interval: float = 10.0
+    """For which what the system says of keyboard and mouse is taken: asking takes a program of its own."""
 
 
 MACHINE_USE: Final = MachineUsePolicy()
 
 
 @dataclass(frozen=True)
+class Hours:
+    """Times of day by the machine's clock, in minutes since midnight: from `start` on and before `end`; over midnight
+    where that is the smaller one."""
+
+    start: int
+    end: int
+
+    def include(self, minute: int) -> bool:
+        if self.start < self.end:
+            return self.start <= minute < self.end
+        return minute >= self.start or minute < self.end
+
+    def __str__(self) -> str:
+        return " and ".join(f"{minute // 60:02}:{minute % 60:02}" for minute in (self.start, self.end))
+
+
+@dataclass(frozen=True)
 class PausePolicy:
-    """When a server pauses by itself: `busy_above` is a share (0 to 1) of all processors that other programs use; None
-    for never."""
+    """When a server pauses by itself: while other programs use more than `busy_above`, a share (0 to 1) of all
+    processors; outside of `hours`; until keyboard and mouse were not used for `away_seconds`. None for never."""
 
     busy_above: float | None = None
     only_on_mains: bool = False
+    hours: Hours | None = None
+    away_seconds: float | None = None
 
     @property
     def watches(self) -> bool:
-        return self.busy_above is not None or self.only_on_mains
+        return self != PausePolicy()
 
 
 @dataclass(frozen=True)
 class MachineUse:
-    """What other programs use of all processors (0 to 1), and whether the machine has mains; so has one without a
-    battery."""
+    """What other programs use of all processors (0 to 1), whether the machine has mains (so has one without a battery),
+    the minute of the day, and for how many seconds nobody has used keyboard or mouse."""
 
     others: float = 0.0
     on_mains: bool = True
+    minute: int = 0
+    untouched: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -75,6 +102,8 @@ class PauseState:
 
     busy: Condition = Condition()
     on_battery: Condition = Condition()
+    out_of_hours: bool = False
+    in_use: bool = False
 
 
 def next_state(state: PauseState, use: MachineUse, policy: PausePolicy, now: float) -> PauseState:
@@ -87,7 +116,8 @@ def next_state(state: PauseState, use: MachineUse, policy: PausePolicy, now: flo
     if policy.only_on_mains:
         seconds = MACHINE_USE.mains_seconds if state.on_battery.holds else 0.0
         on_battery = state.on_battery.after(not use.on_mains, now, seconds)
-    return PauseState(busy, on_battery)
+    out_of_hours = policy.hours is not None and not policy.hours.include(use.minute)
+    return PauseState(busy, on_battery, out_of_hours, use.untouched < (policy.away_seconds or 0.0))
 
 
 def reasons(state: PauseState, policy: PausePolicy) -> dict[str, str]:
@@ -97,6 +127,10 @@ def reasons(state: PauseState, policy: PausePolicy) -> dict[str, str]:
         found["busy"] = f"other programs use more than {policy.busy_above:.0%} of the processors"
     if state.on_battery.holds:
         found["battery"] = "this machine runs on battery"
+    if state.out_of_hours:
+        found["hours"] = f"it serves between {policy.hours} only"
+    if state.in_use and policy.away_seconds is not None:
+        found["person"] = f"somebody used this machine in the last {policy.away_seconds / 60:g} minutes"
     return found
 
 
@@ -135,11 +169,13 @@ class Pause:
 
 
 class MachineMeter:
-    """Tells what other programs use of this machine since it was last asked."""
+    """Tells what this machine is used for since it was last asked; `asks_for_person`: keyboard and mouse, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, asks_for_person: bool = False) -> None:
         self._process = psutil.Process()
         self._last = self._times()
+        self._asks_for_person = asks_for_person
+        self._untouched, self._asked = math.inf, -math.inf
 
     def _times(self) -> tuple[float, float, float]:
         """Seconds of all processors so far: in all, busy, and busy for this process."""
@@ -154,7 +190,15 @@ class MachineMeter:
         now, before = self._times(), self._last
         self._last = now
         total, busy, own = (later - earlier for later, earlier in zip(now, before, strict=True))
-        return MachineUse(min(1.0, max(0.0, (busy - own) / total)) if total > 0 else 0.0, on_mains())
+        others = min(1.0, max(0.0, (busy - own) / total)) if total > 0 else 0.0
+        clock = time.localtime()
+        return MachineUse(others, on_mains(), 60 * clock.tm_hour + clock.tm_min, self._person())
+
+    def _person(self) -> float:
+        if self._asks_for_person and time.monotonic() - self._asked >= MACHINE_USE.person_interval:
+            said = untouched_seconds()
+            self._untouched, self._asked = 0.0 if said is None else said, time.monotonic()
+        return self._untouched
 
 
 def on_mains() -> bool:
@@ -165,12 +209,12 @@ def on_mains() -> bool:
 
 async def watch_machine(policy: PausePolicy, pause: Pause, measure: Callable[[], MachineUse] | None = None) -> None:
     """Wants the server to pause and to go on, as `policy` has it, until cancelled."""
-    measure = measure or MachineMeter().use
+    measure = measure or MachineMeter(policy.away_seconds is not None).use
     state = PauseState()
     while True:
         await trio.sleep(MACHINE_USE.interval)
         state = next_state(state, await trio.to_thread.run_sync(measure), policy, trio.current_time())
         wanted = reasons(state, policy)
-        for who in ("busy", "battery"):
+        for who in ("busy", "battery", "hours", "person"):
             if (who in pause.reasons) != (who in wanted):
                 pause.want(who, wanted.get(who))
