@@ -56,6 +56,9 @@ INLINE float total_neon(V_neon a) { /* in the order of all the others */
     float32x2_t two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
     return vget_lane_f32(vpadd_f32(two, two), 0);
 }
+INLINE void totals_neon(const V_neon *v, float scale, float *into) {
+    for (int k = 0; k < 4; k++) into[k] = total_neon(v[k]) * scale;
+}
 #define TILES_ONE 2
 #define TILES_MANY 1
 #define ROW_TILE 4

@@ -53,6 +53,9 @@ INLINE float NAME(total)(V a) {
     four_floats four = (a.v[0] + a.v[2]) + (a.v[1] + a.v[3]);
     return (four[0] + four[2]) + (four[1] + four[3]);
 }
+INLINE void NAME(totals)(const V *v, float scale, float *into) {
+    for (int k = 0; k < 4; k++) into[k] = NAME(total)(v[k]) * scale;
+}
 #define TILES_ONE 1
 #define TILES_MANY 1
 #define ROW_TILE 2

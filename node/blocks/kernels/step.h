@@ -92,13 +92,27 @@ INLINE void NAME(open_keys)(int32_t held, const uint8_t *from, int64_t tokens, i
 /* Scores of query heads with keys [tokens][dim], into scores [heads][all]. */
 INLINE void NAME(score_keys)(const float *query, int64_t heads, const float *keys, const float *values, int64_t tokens,
                              int64_t dim, float scale, float *scores, int64_t all) {
-    for (int64_t token = 0; token < tokens; token++) {
-        for (int64_t index = 0; values && index < dim; index += LANES) { /* the caches of many sessions are larger than the processor's */
+    for (int64_t token = 0; token < tokens; token += 4) {
+        const int64_t count = tokens - token < 4 ? tokens - token : 4;
+        for (int64_t index = 0; values && index < count * dim; index += LANES) { /* caches of many sessions are larger than the processor's */
             __builtin_prefetch(keys + (token + AHEAD) * dim + index);
             __builtin_prefetch(values + token * dim + index);
         }
-        for (int64_t head = 0; head < heads; head++)
-            scores[head * all + token] = NAME(dot)(query + head * dim, keys + token * dim, dim) * scale;
+        for (int64_t head = 0; head < heads; head++) {
+            const float *own = query + head * dim, *at = keys + token * dim;
+            float *into = scores + head * all + token;
+            if (count < 4) {
+                for (int64_t k = 0; k < count; k++) into[k] = NAME(dot)(own, at + k * dim, dim) * scale;
+                continue;
+            }
+            V sum[4]; /* four dot products side by side */
+            UNROLL for (int k = 0; k < 4; k++) sum[k] = NAME(zero)();
+            for (int64_t index = 0; index < dim; index += LANES) {
+                const V part = NAME(load)(own + index);
+                UNROLL for (int k = 0; k < 4; k++) sum[k] = NAME(fma)(part, NAME(load)(at + k * dim + index), sum[k]);
+            }
+            NAME(totals)(sum, scale, into);
+        }
     }
 }
 

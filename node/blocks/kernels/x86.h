@@ -56,11 +56,22 @@ INLINE __m256 signed6_one_avx2(__m256i low, int j, __m256i high, int k) {
 INLINE V_avx2 signed6_avx2(I_avx2 low, int j, I_avx2 high, int k) {
     return BOTH(signed6_one_avx2(low.a, j, high.a, k), signed6_one_avx2(low.b, j, high.b, k));
 }
-INLINE float total_avx2(V_avx2 v) {
-    __m256 eight = _mm256_add_ps(v.a, v.b);
-    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+INLINE __m128 four_of_eight(__m256 eight) {
+    return _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+}
+INLINE float total_of_four(__m128 four) {
     __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+INLINE __m128 totals_of_fours(__m128 a, __m128 b, __m128 c, __m128 d) {
+    _MM_TRANSPOSE4_PS(a, b, c, d);
+    return _mm_add_ps(_mm_add_ps(a, c), _mm_add_ps(b, d));
+}
+INLINE __m128 four_avx2(V_avx2 v) { return four_of_eight(_mm256_add_ps(v.a, v.b)); }
+INLINE float total_avx2(V_avx2 v) { return total_of_four(four_avx2(v)); }
+INLINE void totals_avx2(const V_avx2 *v, float scale, float *into) {
+    __m128 totals = totals_of_fours(four_avx2(v[0]), four_avx2(v[1]), four_avx2(v[2]), four_avx2(v[3]));
+    _mm_storeu_ps(into, _mm_mul_ps(totals, _mm_set1_ps(scale)));
 }
 #define TILES_ONE 2
 #define TILES_MANY 1
@@ -184,11 +195,13 @@ INLINE V_avx512 signed6_avx512(I_avx512 low, int j, I_avx512 high, int k) {
     return _mm512_add_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(low, 4 * j), _mm512_loadu_ps(SIXTEEN_TABLE)),
                          _mm512_permutexvar_ps(_mm512_srli_epi32(high, 2 * k), _mm512_loadu_ps(HIGH_TABLE)));
 }
-INLINE float total_avx512(V_avx512 v) {
-    __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
-    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+INLINE __m128 four_avx512(V_avx512 v) {
+    return four_of_eight(_mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1)));
+}
+INLINE float total_avx512(V_avx512 v) { return total_of_four(four_avx512(v)); }
+INLINE void totals_avx512(const V_avx512 *v, float scale, float *into) {
+    __m128 totals = totals_of_fours(four_avx512(v[0]), four_avx512(v[1]), four_avx512(v[2]), four_avx512(v[3]));
+    _mm_storeu_ps(into, _mm_mul_ps(totals, _mm_set1_ps(scale)));
 }
 #define TILES_ONE 4
 #define TILES_MANY 2
