@@ -99,7 +99,7 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
         *("attacks/test_one_key_at_api", "attacks/test_web_page_at_api"),
         *("api/test_hostile_requests", "api/test_strange_values", "api/test_many", "api/test_clients_that_leave"),
     ),
-    "node/weights/*": (*_unit("weights_plan weights_store"), *_WEIGHTS),
+    "node/weights/*": (*_unit("weights_plan weights_places weights_store"), *_WEIGHTS),
     "protocols/weights.py": (*_unit("weights_plan weights_store"), *_WEIGHTS),
     "node/models/digests.py": (*_unit("manifest models_checkpoint models_gguf"), *_WEIGHTS),
     "node/network/kad_*.py": (*_KADEMLIA, "attacks/test_kademlia", "attacks/test_provider_records"),

@@ -29,6 +29,7 @@ from ..models.cache_dir import require_space
 from ..models.parts import describe
 from ..models.progress import Progress
 from ..swarm.swarm import Swarm
+from .places import Place, place_to_free
 from .plan import Piece, PiecePlan
 from .store import PeerFolder, part_of_number
 
@@ -42,7 +43,7 @@ class FetchPolicy:
     peers: int = 16
     """Asked at once; others take the places of those that fail."""
     in_flight: int = 8
-    """Pieces that a peer is asked for at once."""
+    """Pieces that a peer is asked for at once: two, and one more for each that it has brought, up to so many."""
     open: float = 10.0
     piece: float = 120.0
     """Seconds in which the next piece of a peer has to come: peers hand on little while they serve sessions."""
@@ -54,6 +55,8 @@ class FetchPolicy:
     """Peers that are asked at once what they hold."""
     patience: float = 15.0
     """Seconds without a piece, times its failures and one, after which a peer's place goes to one that waits."""
+    trial: float = 5.0
+    """Seconds after which the slowest peer's place may go to one that was not asked yet."""
     rest: float = 2.0
     """Seconds for which a peer is left alone after a failure, times their number."""
     most_rest: float = 30.0
@@ -89,15 +92,23 @@ async def offer_of(swarm: Swarm, peer_id: str, version: bytes, num_blocks: int) 
 class _Asked:
     """A peer that is asked for pieces; `since` it brought one, or was first asked."""
 
-    since: float
+    begun: float = field(default_factory=trio.current_time)
+    since: float = field(default_factory=trio.current_time)
+    unasked: float = 0.0
+    """Seconds in which there was nothing to ask it for."""
+    nbytes: int = 0
+    """Of its pieces that were checked and written."""
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+
+    def rate(self, now: float) -> float:
+        return self.nbytes / max(1.0, now - self.begun - self.unasked)
 
 
 class Fetch:
     """Brings parts into `folder`. `candidates()` gives the peers that may hold some, best first.
 
     A peer that sends a false piece is asked for nothing more; what it sent before was checked, and stays. One that is
-    slow, busy or gone is tried again, and others are asked for what it owes.
+    busy or gone is tried again, a slow one makes room for others, and they are asked for what it owes.
     """
 
     def __init__(
@@ -112,6 +123,7 @@ class Fetch:
         self._working: dict[str, _Asked] = {}
         self._looks: Counter[str] = Counter()
         self._strikes: Counter[str] = Counter()
+        self._rates: dict[str, float] = {}  # what those that were asked brought
         self._liars: set[str] = set()
         self._rest_until: dict[str, float] = {}
         self._writing: set[Piece] = set()
@@ -213,26 +225,30 @@ class Fetch:
             return
         self._plan.set_holder(peer, offer.parts)
         if peer not in self._working and offer.parts & self._plan.parts and self._has_place(peer):
-            self._working[peer] = asked = _Asked(trio.current_time())
+            self._working[peer] = asked = _Asked()
             nursery.start_soon(self._fetch_from, peer, asked)
         self._notify()
 
     def _has_place(self, peer: str) -> bool:
-        """Whether the peer may be asked for pieces, too. If need be, the one that brings nothing makes room."""
+        """Whether the peer may be asked for pieces, too. If need be, another makes room."""
         if len(self._working) < FETCHING.peers:
             return True
-        now, strikes = trio.current_time(), self._strikes
-        idle = [
-            other
-            for other, asked in self._working.items()
-            if strikes[other] >= strikes[peer] and now - asked.since > FETCHING.patience * (1 + strikes[other])
-        ]
-        if not idle:
+        now = trio.current_time()
+        places = [self._place(other, asked.rate(now), asked, now) for other, asked in self._working.items()]
+        wanting = self._place(peer, self._rates.get(peer))
+        freed = place_to_free(places, wanting, patience=FETCHING.patience, trial=FETCHING.trial)
+        if freed is None:
             return False
-        longest = min(idle, key=lambda other: self._working[other].since)
-        self._rest(longest, "brings nothing")
-        self._working.pop(longest).scope.cancel()
+        if freed.idle > FETCHING.patience:
+            self._rest(freed.peer, "brings nothing")
+        if freed.held >= FETCHING.trial:
+            self._rates[freed.peer] = freed.rate or 0.0
+        self._working.pop(freed.peer).scope.cancel()
         return True
+
+    def _place(self, peer: str, rate: float | None, asked: _Asked | None = None, now: float = 0.0) -> Place:
+        held, idle = (now - asked.begun, now - asked.since) if asked else (0.0, 0.0)
+        return Place(peer, self._swarm.host.origin_of(peer), self._strikes[peer], rate, held, idle)
 
     def _rest(self, peer: str, why: str) -> None:
         self._strikes[peer] += 1
@@ -244,7 +260,7 @@ class Fetch:
             with asked.scope:
                 async with open_weights(self._swarm, peer) as stream:
                     stream.grant()  # what comes was asked for: with a stranger's window a long or fast line stays idle
-                    await self._ask(peer, stream)
+                    await self._ask(peer, asked, stream)
         except ProtocolError as error:
             self._liars.add(peer)
             self._reasons[peer] = str(error)
@@ -254,22 +270,25 @@ class Fetch:
         finally:
             if self._working.get(peer) is asked:
                 del self._working[peer]
+                self._rates[peer] = asked.rate(trio.current_time())
             self._plan.drop(peer)
             self._notify()
 
-    async def _ask(self, peer: str, stream: WeightsStream) -> None:
+    async def _ask(self, peer: str, own: _Asked, stream: WeightsStream) -> None:
         """Has questions under way as long as there is something to ask for."""
         version = self._folder.manifest.version
         asked: deque[Piece] = deque()
         while self._plan.parts:
-            while len(asked) < FETCHING.in_flight:
+            while len(asked) < min(FETCHING.in_flight, 2 + own.nbytes // PIECE_BYTES):
                 piece = self._plan.take(peer, idle=not asked)
                 if piece is None:
                     break
                 asked.append(piece)
                 await ask_piece(stream, version, *piece, timeout=FETCHING.piece)
             if not asked:
+                since = trio.current_time()
                 await self._changed.wait()
+                own.unasked += trio.current_time() - since
                 continue
             data = await receive_piece(stream, timeout=FETCHING.piece)
             piece = asked.popleft()
@@ -277,14 +296,13 @@ class Fetch:
                 self._plan.lacks(peer, piece[0])
                 self._plan.give_up(peer, piece)
                 self._notify()
-            elif not await self._take(peer, piece, data):
+            elif not await self._take(peer, own, piece, data):
                 raise ProtocolError(f"{peer} sent a false piece of {self._folder.name}", peer)
             else:
                 self._strikes[peer] = max(0, self._strikes[peer] - 1)
-                if peer in self._working:
-                    self._working[peer].since = trio.current_time()
+                own.since = trio.current_time()
 
-    async def _take(self, peer: str, piece: Piece, data: bytes) -> bool:
+    async def _take(self, peer: str, own: _Asked, piece: Piece, data: bytes) -> bool:
         """Whether it is that piece. Writes it, if no other peer has sent it."""
         if not self._plan.is_missing(piece):
             return True
@@ -300,6 +318,7 @@ class Fetch:
             self._writing.discard(piece)
         self._last = trio.current_time()
         self._done += len(data)
+        own.nbytes += len(data)
         if complete:
             with trio.CancelScope(shield=True):  # work of the disk; no peer has a second chance to bring this piece
                 await trio.to_thread.run_sync(self._folder.finish, piece[0])

@@ -252,7 +252,11 @@ PROTOCOLS: Final[Mapping[str, Row]] = {
         "node.weights.holder.HOLDING.idle node.weights.holder.HOLDING.send node.weights.holder.HOLDING.beside_sessions "
         "node.weights.fetching.FETCHING.piece",
         "node.weights.holder.HOLDING.places node.weights.fetching.FETCHING.peers",
-        ("tests/attacks/weights/test_false_weights.py", "tests/swarm/test_weights_from_peers.py"),
+        (
+            "tests/attacks/weights/test_false_weights.py",
+            "tests/attacks/weights/test_slow_weights.py",
+            "tests/swarm/test_weights_from_peers.py",
+        ),
         ("questions about weights", "asked for weights"),
         ("weights", "garbage"),
     ),

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import trio
 
-from petalnode.node.models import Manifest, ModelFolder, Need, compute_manifest
+from petalnode.node.models import Manifest, ModelFolder, Need, compute_manifest, resolve
 from petalnode.node.testing import MemoryNetwork, MemoryNode
 from petalnode.node.weights.fetching import FETCHING
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import Span
-from tests.tiny_models import NUM_BLOCKS
-from tests.weights_network import Late, fetched_in_time, hands_on
+from tests.tiny_models import NUM_BLOCKS, save_tiny
+from tests.weights_network import NAME, Late, fetched_in_time, hands_on
 
 TEXTS = NUM_BLOCKS + 2
 """The number of the tokenizer's files among the parts."""
@@ -48,6 +50,11 @@ def late_text(asked: wire.WeightsFrame) -> float:
     return 110.0 if asked.HasField("piece_query") and asked.piece_query.part == TEXTS else 0.0
 
 
+def trickled(asked: wire.WeightsFrame) -> float:
+    """Less than the seconds after which a peer that brings nothing makes room."""
+    return min(late_piece(asked), FETCHING.patience - 1.0)
+
+
 def took(folder: ModelFolder, manifest: Manifest, liars: int, late: Late, need: Need) -> float:
     """Seconds for what a machine needs, of so many liars and one that is honest and answers after all of them."""
 
@@ -60,6 +67,23 @@ def took(folder: ModelFolder, manifest: Manifest, liars: int, late: Late, need: 
     found, seconds = fetched_in_time(setting, need)
     assert need != "all" or compute_manifest(found).version == manifest.version
     return seconds
+
+
+@pytest.mark.parametrize("at_one_address", [True, False])
+def test_who_brings_little_gives_its_place_to_one_that_was_not_asked(at_one_address: bool, tmp_path: Path) -> None:
+    """More of them than there are places bring a true piece every now and then, and are asked first."""
+    large = resolve(save_tiny("llama", tmp_path / NAME, hidden_size=256, intermediate_size=4096))
+    manifest = compute_manifest(large)
+
+    def setting(network: MemoryNetwork, asker: MemoryNode) -> None:
+        for number in range(FETCHING.peers + 8):
+            slow, _ = hands_on(network, large, manifest, late=trickled)
+            network.origins[slow.peer_id] = "192.0.2.1" if at_one_address else f"192.0.2.{number}"
+        honest, _ = hands_on(network, large, manifest)
+        network.link(asker.peer_id, honest.peer_id).delay = 0.2
+
+    _, seconds = fetched_in_time(setting, Span(0, NUM_BLOCKS))
+    assert seconds < 2 * FETCHING.patience
 
 
 @pytest.mark.parametrize("late", [soon, late_piece])
