@@ -42,6 +42,7 @@ NO_CACHE_SECONDS: Final = 1e7
 """Penalty of a server without cache: more than any chain of 4,096 blocks costs with the bounds above."""
 
 
+_NAMED_RANGES: Final = 8
 NOBODY_HOLDS: Final = "no server of the swarm holds"
 """How the text of a NoChainError begins whose blocks no candidate holds."""
 
@@ -365,7 +366,8 @@ def missing_blocks(spans: Collection[Span], wanted: Span) -> tuple[int, ...]:
 
 
 def describe_blocks(blocks: Sequence[int]) -> str:
-    """Block numbers for a person: "blocks 3, 7:12" with half-open ranges."""
+    """Block numbers for a person: "blocks 3, 7:12" with half-open ranges, of which the first eight are named: what
+    servers announce can have holes at every other block."""
     parts: list[str] = []
     start = previous = None
     for block in [*blocks, None]:
@@ -375,4 +377,5 @@ def describe_blocks(blocks: Sequence[int]) -> str:
         elif start is None:
             start = block
         previous = block
-    return ("block " if len(blocks) == 1 else "blocks ") + ", ".join(parts)
+    more = f" and {len(parts) - _NAMED_RANGES} more ranges" if len(parts) > _NAMED_RANGES else ""
+    return ("block " if len(blocks) == 1 else "blocks ") + ", ".join(parts[:_NAMED_RANGES]) + more

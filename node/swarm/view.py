@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Final
 
 from ...protocols.announcement import Announcement, ServerState, SignedAnnouncement, counts_until, is_ahead, is_expired
@@ -188,6 +189,16 @@ class SwarmView:
         raise it, and what others pass on does not count."""
         met = (self.origins[server.peer_id].met for server in self.servers(model_version, now=now))
         return len({source for source in met if source is not None})
+
+
+def coverage_of(servers: Iterable[Announcement], num_blocks: int) -> list[int]:
+    """For each block, how many online servers hold it. Takes as long as there are servers and blocks, not both."""
+    steps = [0] * (num_blocks + 1)
+    for server in servers:
+        if server.state is ServerState.ONLINE:
+            steps[min(server.span.start, num_blocks)] += 1
+            steps[min(server.span.end, num_blocks)] -= 1
+    return list(accumulate(steps))[:num_blocks]
 
 
 class _ViewChange:

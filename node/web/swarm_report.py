@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import Any, Final, Literal
 
 from ...protocols.announcement import Announcement, ServerState
 from ...protocols.ids import Span
 from ..client.session_adapter import announced
 from ..swarm.routing import describe_blocks
+from ..swarm.view import coverage_of
 from ..trust.reputation import Ban
 
 MAX_SERVERS: Final = 256
@@ -129,16 +130,6 @@ def server_report(known: KnownServer) -> dict[str, Any]:
         "banned_until": None if ban is None else ban.until,
         "software_version": said.software_version,
     }
-
-
-def coverage_of(servers: Iterable[Announcement], num_blocks: int) -> list[int]:
-    """For each block, how many online servers hold it. Takes as long as there are servers and blocks, not both."""
-    steps = [0] * (num_blocks + 1)
-    for server in servers:
-        if server.state is ServerState.ONLINE:
-            steps[min(server.span.start, num_blocks)] += 1
-            steps[min(server.span.end, num_blocks)] -= 1
-    return list(accumulate(steps))[:num_blocks]
 
 
 def spans_with(coverage: Sequence[int], count: int) -> list[Span]:

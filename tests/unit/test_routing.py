@@ -425,9 +425,15 @@ def test_nobody_at_all() -> None:
 
 @pytest.mark.parametrize(
     ("blocks", "text"),
-    [((3,), "block 3"), ((3, 4, 5), "blocks 3:6"), ((0, 2, 3, 9), "blocks 0, 2:4, 9"), ((0, 1), "blocks 0:2")],
+    [
+        ((3,), "block 3"),
+        ((3, 4, 5), "blocks 3:6"),
+        ((0, 2, 3, 9), "blocks 0, 2:4, 9"),
+        ((0, 1), "blocks 0:2"),
+        (range(0, 4096, 2), "blocks 0, 2, 4, 6, 8, 10, 12, 14 and 2040 more ranges"),
+    ],
 )
-def test_blocks_in_words(blocks: tuple[int, ...], text: str) -> None:
+def test_blocks_in_words(blocks: Sequence[int], text: str) -> None:
     assert describe_blocks(blocks) == text
 
 

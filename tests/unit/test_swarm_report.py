@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from petalnode.crypto.identity import Identity
+from petalnode.node.swarm.view import coverage_of
 from petalnode.node.trust.reputation import Ban
 from petalnode.node.validator.history import History, last_verdicts
 from petalnode.node.verification.verdicts import Verdict
@@ -19,7 +20,6 @@ from petalnode.node.web.swarm_report import (
     KnownServer,
     LastVerdict,
     SwarmState,
-    coverage_of,
     spans_with,
     swarm_report,
 )

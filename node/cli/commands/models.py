@@ -19,6 +19,7 @@ from ...models.inventory import LocalModel, damaged_parts, find_local, local_mod
 from ...models.parts import EMBEDDINGS, HEAD, describe
 from ...placement.planning.model_sizes import WEIGHTS, ModelSize, fit_of, known_model, size_by_config
 from ...swarm.routing import describe_blocks
+from ...swarm.view import coverage_of
 from ..join import JoinOptions, joined, joins_swarm
 from ..model_choice import is_online
 from ..output import Output, ProgressBars
@@ -29,6 +30,8 @@ models = typer.Typer(help="The models on this disk: list, verify, remove; and wh
 _Json = Annotated[bool, typer.Option("--json", help="One JSON object per line on standard output.")]
 _Name = Annotated[str, typer.Argument(metavar="NAME", help="Its name, NAME@VERSION, or its folder.")]
 _DIGITS: Final = 12
+_VERSIONS: Final = 8
+"""Of a model that are shown: those on this disk, then the most served. Anybody can announce as many as they like."""
 
 
 @models.callback(invoke_without_command=True)
@@ -123,7 +126,9 @@ def show(
         {"weights": fit.weights, "bytes": round(fit.nbytes), "fits": fit.fits, "missing_bytes": round(fit.missing)}
         for fit in fits
     ]
-    facts["swarm"] = trio.run(_in_swarm, split_version(name)[0], join, output) if join.peers else None
+    facts["swarm"], facts["other_versions"] = None, 0
+    if join.peers:
+        facts["swarm"], facts["other_versions"] = trio.run(_in_swarm, split_version(name)[0], here, join, output)
     output.emit(**facts)
     _say(facts, here, [f"in {fit.weights} {size_in_words(fit.nbytes)}: {in_words(fit)}" for fit in fits], output)
 
@@ -170,22 +175,27 @@ def _stored_bytes(path: Path, num_blocks: int) -> tuple[int | None, int | None]:
     return max(blocks, default=None), sum(ends) if len(ends) == 2 else None
 
 
-async def _in_swarm(name: str, join: JoinOptions, output: Output) -> list[dict[str, Any]]:
-    """What the swarm has of a model: a row for each version."""
+async def _in_swarm(
+    name: str, here: Sequence[LocalModel], join: JoinOptions, output: Output
+) -> tuple[list[dict[str, Any]], int]:
+    """What the swarm has of a model: a row for each of its versions, and how many more there are."""
     join.check()
     async with joined(join, output, role="plan", listens=False) as (swarm, _):
         view, now = await swarm.refresh(sample=True, timeout=DEADLINES.refresh), time.time()
-    return [
-        swarm_row(version, num_blocks, view.servers(version, now=now))
+    found = [
+        (version, num_blocks, view.servers(version, now=now))
         for version, (called, num_blocks) in view.models(now=now).items()
         if called == name
     ]
+    ours = {model.version for model in here}
+    found.sort(key=lambda row: (row[0].hex() not in ours, -len(row[2])))
+    return [swarm_row(*row) for row in found[:_VERSIONS]], max(0, len(found) - _VERSIONS)
 
 
 def swarm_row(version: bytes, num_blocks: int, servers: Sequence[Announcement]) -> dict[str, Any]:
     """What the servers of a version hold together."""
     online = [server for server in servers if is_online(server, num_blocks)]
-    coverage = [sum(block in server.span for server in online) for block in range(num_blocks)]
+    coverage = coverage_of(online, num_blocks)
     missing = [block for block, count in enumerate(coverage) if not count]
     return {
         "model_version": version.hex(),
@@ -215,6 +225,8 @@ def _say(facts: dict[str, Any], here: Sequence[LocalModel], fits: Sequence[str],
     for row in facts["swarm"] or ():
         lacking = f", {describe_blocks(row['missing'])} missing" if row["missing"] else ", all blocks"
         output.say(f"in this swarm: version {row['model_version'][:_DIGITS]}, {row['servers']} servers{lacking}")
+    if facts["other_versions"]:
+        output.say(f"in this swarm: {facts['other_versions']} more versions by that name")
     if facts["swarm"] == []:
         output.say("in this swarm: nobody serves it")
 

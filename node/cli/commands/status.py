@@ -24,7 +24,7 @@ from ...client.session_adapter import announced
 from ...errors import SwarmError
 from ...swarm.routing import describe_blocks
 from ...swarm.swarm import Swarm
-from ...swarm.view import SwarmView
+from ...swarm.view import SwarmView, coverage_of
 from ..join import JoinOptions, joined, joins_swarm
 from ..model_choice import is_named
 from ..node_report import nobody_serves
@@ -180,12 +180,6 @@ def adapter_lines(servers: Sequence[Announcement]) -> list[str]:
         f"adapter {adapter.name}@{adapter.hash.hex()[:8]}: {describe_blocks(sorted(blocks))}"
         for adapter, blocks in sorted(held.items(), key=lambda item: (item[0].name, item[0].hash))
     ]
-
-
-def coverage_of(servers: Sequence[Announcement], num_blocks: int) -> list[int]:
-    """For each block, the number of online servers that hold it."""
-    online = [server.span for server in servers if server.state is ServerState.ONLINE]
-    return [sum(block in span for span in online) for block in range(num_blocks)]
 
 
 def _as_json(model: ModelServers) -> dict[str, object]:
