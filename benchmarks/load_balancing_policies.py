@@ -19,7 +19,7 @@ from petalnode.node.placement.observed import (
     upper_bound,
 )
 from petalnode.node.placement.plan import PlacementPlan, Policy, make_plan, may_leave
-from petalnode.node.placement.search import CostTerms, SpanSearch
+from petalnode.node.placement.search import CostTerms, Rows, SpanSearch
 from petalnode.protocols.ids import Span
 
 SERVERS, BLOCKS, DAY = 206, 70, 1440
@@ -265,12 +265,19 @@ class Oracle(NewOnly):
         speeds = np.array([holder.throughput for holder in holders])
         starts = np.array([holder.span.start for holder in holders], np.intp)
         terms = CostTerms(bound, bound, ORACLE_EVENNESS, 0.0, 1.0 + BLOCKS)
-        search = SpanSearch(speeds, lengths, starts, np.zeros(len(holders)), np.arange(len(holders)), BLOCKS, terms)
-        best = search.run(starts)
+        search = SpanSearch(
+            Rows(np.arange(len(holders)), lengths, speeds),
+            starts,
+            np.zeros(len(holders)),
+            np.arange(len(holders)),
+            BLOCKS,
+            terms,
+        )
+        best = search.run(search.state(starts))
         kicked = best.starts.copy()
         for index in world.chance.permutation(len(holders))[: len(holders) // 5]:
             kicked[index] = world.chance.integers(0, BLOCKS - lengths[index] + 1)
-        best = min(search.state(starts), best, search.run(kicked), key=lambda state: -state.throughput)
+        best = min(search.state(starts), best, search.run(search.state(kicked)), key=lambda state: -state.throughput)
         for holder, start in zip(holders, best.starts.tolist(), strict=True):
             world.holders[holder.peer_id] = replace(holder, span=Span(start, start + len(holder.span)))
 

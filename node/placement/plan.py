@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Final
 
 import numpy as np
@@ -16,7 +15,7 @@ import numpy as np
 from ...protocols.ids import Span
 from ..swarm.cost import Ints
 from .observed import PlacedServer, describe_spans, gaps, swarm_throughput, upper_bound
-from .search import CostTerms, SpanSearch, State
+from .search import CostTerms, Rows, SpanSearch, State
 
 
 @dataclass(frozen=True)
@@ -135,13 +134,16 @@ def make_plan(
     reloads = np.where(new, 0.0, lengths * np.array([server.reload_weight for server in ordered], float))
     most = charge * float(reloads.sum()) + 1.0 + policy.evenness * policy.level**2 * num_blocks
     terms = CostTerms(scale, policy.level * scale, policy.evenness, charge, 1.0 + most)
-    search = partial(SpanSearch, speeds, lengths, origin, reloads, num_blocks=num_blocks, terms=terms)
-    everyone = search(movable)
+    rows = Rows(np.arange(len(ordered)), lengths, speeds)
+    everyone = SpanSearch(rows, origin, reloads, movable, num_blocks, terms)
     start = everyone.state(origin)
-    rest = search(np.flatnonzero(new)).run(origin) if new.any() else start
-    best = everyone.run(rest.starts, rest.throughput)
+    rest = start
+    if new.any():
+        rest = SpanSearch(rows, origin, reloads, np.flatnonzero(new), num_blocks, terms).run(start)
+    best = everyone.run(rest, rest.throughput)
     if best.empty:
-        best = min(best, everyone.run(tiled(origin, lengths, movable, num_blocks)), key=lambda state: state.cost)
+        filled = everyone.run(everyone.state(tiled(origin, lengths, movable, num_blocks)))
+        best = min(best, filled, key=lambda state: state.cost)
     order, after = in_order(everyone, everyone.state(np.where(new, best.starts, origin)), best.starts)
     less = after.empty == rest.empty and after.throughput < rest.throughput * (1 - 1e-9)
     if less or not better(after, rest, by=policy.least_gain):

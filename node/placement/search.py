@@ -1,4 +1,5 @@
-"""A tabu search over the places of servers: every move of one server at once, as arrays over servers x starts.
+"""A tabu search over the places of servers, for those that run and for plans: every move of one server at once, as
+arrays over servers x starts. Where a server may hold more or fewer blocks it has a row for each number.
 
 The best single move is made even if it is none for the better, and the server that moved stays for some turns (Glover,
 Tabu Search, 1989): so chains of moves are found that pay only together. No randomness: equal inputs, equal answers.
@@ -10,9 +11,8 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..swarm.cost import Floats, Ints, block_throughput
+from ..swarm.cost import Bools, Floats, Ints, block_throughput
 
 _MOST_TURNS, _LEAST_TURNS = 300, 80
 
@@ -29,8 +29,8 @@ class SearchEffort:
     """The share of the turns without anything better after which the search ends."""
     stays: int = 6
     """Turns for which a server stays where it was moved to."""
-    most_movers: int = 400
-    """Of more movable servers only this number is looked at turn after turn: those with the best first move."""
+    most_rows: int = 400
+    """Of more rows only this number is looked at turn after turn: those with the best first move."""
     at_once: int = 1024
     """Rows of the arrays; more servers are looked at one part after the other."""
     equal: float = 1e-9
@@ -55,111 +55,168 @@ class CostTerms:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """What servers may hold: `server` int [R], in order, each has one row or more; `length` int [R] in blocks, 0 only
+    where it has none yet; `speed` float [R], above 0, what it then adds to each of them. `allowed` bool [R, blocks], by
+    start; None: everywhere."""
+
+    server: Ints
+    length: Ints
+    speed: Floats
+    allowed: Bools | None = None
+
+    def of(self, which: Ints | slice) -> Rows:
+        allowed = None if self.allowed is None else self.allowed[which]
+        return Rows(self.server[which], self.length[which], self.speed[which], allowed)
+
+
+@dataclass(frozen=True)
 class State:
-    """`starts` int [N]; `cost` as in Terms; `empty` blocks that nobody holds; `throughput` of the slowest block."""
+    """`starts` and `rows` int [N], where each server is and which of its rows it has; `cost` as in CostTerms; `empty`
+    blocks that nobody holds; `throughput` of the slowest block."""
 
     starts: Ints
+    rows: Ints
     cost: float
     empty: int
     throughput: float
 
 
 class SpanSearch:
-    """Servers of `speeds` float [N], above 0, and `lengths` int [N] in blocks, that began at `origin` int [N].
+    """Servers that began at `origin` int [N], each with its first row.
 
     `reloads` float [N] is how many blocks a move of each is charged for; `movable` indices of those that may move.
     """
 
     def __init__(
-        self,
-        speeds: Floats,
-        lengths: Ints,
-        origin: Ints,
-        reloads: Floats,
-        movable: Ints,
-        num_blocks: int,
-        terms: CostTerms,
+        self, rows: Rows, origin: Ints, reloads: Floats, movable: Ints, num_blocks: int, terms: CostTerms
     ) -> None:
-        self._speeds, self._lengths, self._origin, self._reloads = speeds, lengths, origin, reloads
+        self._rows, self._origin, self._reloads = rows, origin, reloads
         self._movable, self._blocks, self._terms = movable, num_blocks, terms
+        self._first = np.searchsorted(rows.server, np.arange(len(origin)))
+        self._may = np.flatnonzero(np.isin(rows.server, movable) & (rows.length > 0))
+        self._windows: dict[int, tuple[Ints, _Windows]] = {}
 
-    def state(self, starts: Ints) -> State:
-        """What this placement is worth."""
-        load, count = self._cover(starts)
+    def state(self, starts: Ints, rows: Ints | None = None) -> State:
+        """What this placement is worth; by default with everyone's first row."""
+        rows = self._first if rows is None else rows
+        load, count = self._cover(starts, rows)
         empty = int((count == 0).sum())
         moved = float(self._reloads[starts != self._origin].sum())
         throughput = float(load.min()) if not empty else 0.0
         terms = self._terms
         cost = terms.gap * empty - throughput / terms.scale + float(self._unevenness(load).sum()) + terms.charge * moved
-        return State(starts, cost, empty, throughput)
+        return State(starts, rows, cost, empty, throughput)
 
-    def run(self, starts: Ints, least_throughput: float = 0.0) -> State:
-        """The best placement found from `starts` on, among those with no less than `least_throughput` or fewer gaps."""
-        best = self.state(starts)
+    def run(self, start: State, least_throughput: float = 0.0) -> State:
+        """The best placement found from `start` on, among those with no less than `least_throughput` or fewer gaps."""
+        best = start
         if not len(self._movable):
             return best
-        starts = starts.copy()
-        rows = self._promising(starts)
-        windows = _Windows(self._lengths[rows], self._blocks)
-        stays = np.zeros(len(rows), np.intp)
+        starts, rows = start.starts.copy(), start.rows.copy()
+        among = self._promising(starts, rows)
+        choice = self._rows.of(among)
+        windows = _Windows(choice.length, self._blocks)
+        stays = np.zeros(len(starts), np.intp)
         since = 0
-        affordable = max(EFFORT.work // (len(rows) * self._blocks), _LEAST_TURNS)
-        turns = min(20 + EFFORT.turns_each * len(rows), _MOST_TURNS, affordable)
+        affordable = max(EFFORT.work // (len(among) * self._blocks), _LEAST_TURNS)
+        turns = min(20 + EFFORT.turns_each * len(np.unique(choice.server)), _MOST_TURNS, affordable)
         for turn in range(turns):
-            costs = self._neighbours(starts, rows, windows)
-            costs[stays > turn] = np.inf
-            row, start = np.unravel_index(int(costs.argmin()), costs.shape)
-            cost = float(costs[row, start])
+            costs = self._neighbours(starts, rows, among, windows)
+            costs[stays[choice.server] > turn] = np.inf
+            row, at = np.unravel_index(int(costs.argmin()), costs.shape)
+            cost = float(costs[row, at])
             if cost < np.inf:
-                starts[rows[row]] = start
-                stays[row] = turn + 1 + EFFORT.stays
+                server = choice.server[row]
+                starts[server], rows[server] = at, among[row]
+                stays[server] = turn + 1 + EFFORT.stays
             since += 1
             if cost < best.cost - EFFORT.equal:
-                found = self.state(starts.copy())
+                found = self.state(starts.copy(), rows.copy())
                 if found.empty < best.empty or found.throughput >= least_throughput * (1 - EFFORT.equal):
                     best, since = found, 0
             if since > EFFORT.patience * turns:
                 break
         return best
 
-    def may_leave(self, starts: Ints, rows: Ints) -> NDArray[np.bool_]:
-        """Of each of these servers, whether it is the only holder of no block; true of all while there is a gap."""
-        count = self._cover(starts)[1]
-        if not count.all():
-            return np.ones(len(rows), bool)
-        alone = np.concatenate([[0], np.cumsum(count == 1)])
-        return np.asarray(alone[starts[rows] + self._lengths[rows]] == alone[starts[rows]])
+    def settle(self, start: State, first: Ints, rounds: int) -> State:
+        """Places the servers `first`, then all that may move in turn, each where it costs least, until none moves or
+        these rounds are over. For a few servers of many rows, where `run` would look at too much."""
+        starts, rows, cost = start.starts.copy(), start.rows.copy(), np.inf
+        for server in first:
+            self._settle_one(starts, rows, int(server), np.inf)
+        for _ in range(rounds):
+            before = cost
+            cost = self.state(starts, rows).cost
+            if cost >= before - EFFORT.equal:
+                break
+            for server in self._movable:
+                cost = self._settle_one(starts, rows, int(server), cost)
+        return self.state(starts, rows)
 
-    def costs_after(self, starts: Ints, rows: Ints, targets: Ints) -> Floats:
-        """What the placement costs after each of these moves, by itself: float [rows]."""
-        costs = self._neighbours(starts, rows, _Windows(self._lengths[rows], self._blocks))
+    def _settle_one(self, starts: Ints, rows: Ints, server: int, cost: float) -> float:
+        """Moves a server where the placement costs least, if that is less than now; returns what it costs then."""
+        among, windows = self._of_server(server)
+        if not len(among):
+            return cost
+        costs = self._neighbours(starts, rows, among, windows)
+        row, at = np.unravel_index(int(costs.argmin()), costs.shape)
+        least = float(costs[row, at])
+        if not least < cost - EFFORT.equal:
+            return cost
+        starts[server], rows[server] = at, among[row]
+        return least
+
+    def _of_server(self, server: int) -> tuple[Ints, _Windows]:
+        found = self._windows.get(server)
+        if found is None:
+            among = self._may[self._rows.server[self._may] == server]
+            found = self._windows[server] = among, _Windows(self._rows.length[among], self._blocks)
+        return found
+
+    def may_leave(self, starts: Ints, servers: Ints) -> Bools:
+        """Of each of these servers, whether it is the only holder of no block; true of all while there is a gap."""
+        count = self._cover(starts, self._first)[1]
+        if not count.all():
+            return np.ones(len(servers), bool)
+        alone = np.concatenate([[0], np.cumsum(count == 1)])
+        ends = starts[servers] + self._rows.length[self._first[servers]]
+        return np.asarray(alone[ends] == alone[starts[servers]])
+
+    def costs_after(self, starts: Ints, servers: Ints, targets: Ints) -> Floats:
+        """What the placement costs after each of these moves, by itself: float [servers]."""
+        rows = self._first[servers]
+        costs = self._neighbours(starts, self._first, rows, _Windows(self._rows.length[rows], self._blocks))
         return np.asarray(costs[np.arange(len(rows)), targets])
 
-    def _promising(self, starts: Ints) -> Ints:
-        """The servers that the search looks at, all if they are few."""
-        if len(self._movable) <= EFFORT.most_movers:
-            return self._movable
+    def _promising(self, starts: Ints, rows: Ints) -> Ints:
+        """The rows that the search looks at, all if they are few."""
+        if len(self._may) <= EFFORT.most_rows:
+            return self._may
         least = []
-        for at in range(0, len(self._movable), EFFORT.at_once):
-            rows = self._movable[at : at + EFFORT.at_once]
-            least.append(self._neighbours(starts, rows, _Windows(self._lengths[rows], self._blocks)).min(axis=1))
-        return np.sort(self._movable[np.argsort(np.concatenate(least), kind="stable")[: EFFORT.most_movers]])
+        for at in range(0, len(self._may), EFFORT.at_once):
+            some = self._may[at : at + EFFORT.at_once]
+            windows = _Windows(self._rows.length[some], self._blocks)
+            least.append(self._neighbours(starts, rows, some, windows).min(axis=1))
+        return np.sort(self._may[np.argsort(np.concatenate(least), kind="stable")[: EFFORT.most_rows]])
 
-    def _cover(self, starts: Ints) -> tuple[Floats, Ints]:
+    def _cover(self, starts: Ints, rows: Ints) -> tuple[Floats, Ints]:
         """Throughput and number of servers of every block."""
-        return block_throughput(starts, starts + self._lengths, self._speeds, self._blocks)
+        return block_throughput(starts, starts + self._rows.length[rows], self._rows.speed[rows], self._blocks)
 
     def _unevenness(self, load: Floats) -> Floats:
         missing = np.maximum(self._terms.level - load, 0.0) / self._terms.scale
         return self._terms.evenness * missing * missing
 
-    def _neighbours(self, starts: Ints, rows: Ints, windows: _Windows) -> Floats:
-        """The cost after one move: float [rows, num_blocks] by new start; infinite where the server is or cannot be."""
-        terms = self._terms
-        load, count = self._cover(starts)
-        speed, at = self._speeds[rows, None], starts[rows, None]
-        own = (windows.places >= at) & (windows.places < at + self._lengths[rows, None])
-        without = load - own * speed
+    def _neighbours(self, starts: Ints, held: Ints, rows: Ints, windows: _Windows) -> Floats:
+        """The cost after one move, to one of `rows`: float [rows, num_blocks] by new start; infinite where the server
+        is or cannot be. `held` are the rows that servers have now."""
+        terms, choice = self._terms, self._rows.of(rows)
+        load, count = self._cover(starts, held)
+        now = self._rows.of(held[choice.server])
+        speed, at = choice.speed[:, None], starts[choice.server, None]
+        own = (windows.places >= at) & (windows.places < at + now.length[:, None])
+        without = load - own * now.speed[:, None]
 
         before = self._unevenness(without)
         uneven = before.sum(axis=1, keepdims=True) + windows.sums(self._unevenness(without + speed) - before)
@@ -169,11 +226,19 @@ class SpanSearch:
             left = empty.sum(axis=1, keepdims=True) - windows.sums(empty.astype(float))
             costs += np.where(left > 0.5, terms.gap * left + throughput / terms.scale, 0.0)
 
-        moved = float(self._reloads[starts != self._origin].sum())
-        reload, origin = self._reloads[rows, None], self._origin[rows, None]
-        costs += terms.charge * (moved + (windows.places != origin) * reload - (at != origin) * reload)
-        costs[windows.beyond | (windows.places == at)] = np.inf
+        if terms.charge:
+            costs += terms.charge * self._reloaded(starts, choice.server, windows)
+        costs[windows.beyond | ((windows.places == at) & (rows == held[choice.server])[:, None])] = np.inf
+        if choice.allowed is not None:
+            costs[~choice.allowed] = np.inf
         return np.asarray(costs)
+
+    def _reloaded(self, starts: Ints, servers: Ints, windows: _Windows) -> Floats:
+        """Blocks that are charged for after each move."""
+        moved = float(self._reloads[starts != self._origin].sum())
+        reload, origin = self._reloads[servers, None], self._origin[servers, None]
+        now = starts[servers, None]
+        return np.asarray(moved + (windows.places != origin) * reload - (now != origin) * reload)
 
 
 class _Windows:
