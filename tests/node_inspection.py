@@ -177,3 +177,8 @@ def kept_evidence(gossip: EvidenceGossip, evidence_id: bytes) -> bytes | None:
 def held(holder: object) -> int:
     """How many entries the containers of an object have together, to see that they are bounded."""
     return sum(len(kept) for kept in vars(holder).values() if isinstance(kept, dict | list | set | deque))
+
+
+def handshakes_of(host: Host) -> int:
+    """Accepted connections that are not encrypted yet."""
+    return host._network._handshakes.total

@@ -26,6 +26,7 @@ from ..links.format import SwarmTarget, read_target
 from ..network.addresses import parse_own, parse_peer
 from ..network.nat.relay import RelayLimits
 from ..network.transport.bandwidth import parse_rate
+from ..network.transport.websocket import Certificate
 from ..swarm.config import SwarmConfig
 from ..swarm.discovery import peer_store_file
 from ..swarm.swarm import Swarm, open_swarm
@@ -136,6 +137,11 @@ class JoinOptions:
     max_download: Annotated[
         str | None, typer.Option(metavar="RATE", help="Limit of bytes received per second, such as 10MB.")
     ] = None
+    tls_certificate: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Certificate (PEM) for listening at an address with /tls/ws."),
+    ] = None
+    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="The certificate's private key (PEM).")] = None
     gossip: Annotated[
         bool,
         typer.Option(
@@ -207,10 +213,26 @@ class JoinOptions:
             parse_peer(self.relay)
         parse_rate(self.max_upload, "--max-upload")
         parse_rate(self.max_download, "--max-download")
-        for file, harm in ((self.key_file, "join your swarm"), (self.identity, "sign as this node")):
+        if self.tls is not None and (ended := Certificate(*self.tls).ended) is not None:
+            say_error(f"the certificate {self.tls[0]} ended on {ended}: browsers will refuse it", "warning")
+        secrets = (
+            (self.key_file, "join your swarm"),
+            (self.identity, "sign as this node"),
+            (self.tls_key, "listen in the name of its certificate"),
+        )
+        for file, harm in secrets:
             if file is not None and others_can_read(file):
                 say_error(f"others on this machine can read {file}, and so {harm}: chmod 600 {file}", "warning")
         _ = self.trusted
+
+    @property
+    def tls(self) -> tuple[Path, Path] | None:
+        """The files of the certificate and its key. Raises BadInput: only one was given."""
+        if self.tls_certificate is None and self.tls_key is None:
+            return None
+        if self.tls_certificate is None or self.tls_key is None:
+            raise BadInput("--tls-certificate and --tls-key go together: give both files")
+        return self.tls_certificate, self.tls_key
 
     @property
     def key_file(self) -> Path | None:
@@ -289,48 +311,10 @@ class JoinOptions:
             remembered=peer_store_file(data_dir, psk) if self.remember and not self.new_swarm else None,
             max_upload=parse_rate(self.max_upload, "--max-upload"),
             max_download=parse_rate(self.max_download, "--max-download"),
+            tls=self.tls,
             gossip=self.gossip,
             trust=TrustStore(trust_file(data_dir) if self.remember else None, self.trusted),
         )
-
-
-@dataclass(frozen=True)
-class RelayOptions:
-    """How much a public node relays for nodes behind NAT: options of the commands that run for long."""
-
-    relay_reservations: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            metavar="N",
-            help=f"Relay for at most N peers at a time. Default: {RelayLimits().reservations}.",
-        ),
-    ] = None
-    relay_circuits: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            metavar="N",
-            help=f"Relay at most N connections at a time. Default: {RelayLimits().circuits}.",
-        ),
-    ] = None
-    relay_rate: Annotated[
-        str | None,
-        typer.Option(metavar="RATE", help="Relay at most this many bytes per second in total, such as 10MB."),
-    ] = None
-
-    def limits(self) -> RelayLimits:
-        """The limits that these options set; the default for each one that is not given.
-
-        Raises:
-            BadInput: --relay-rate is not a rate.
-        """
-        given = {
-            "reservations": self.relay_reservations,
-            "circuits": self.relay_circuits,
-            "bytes_per_second": parse_rate(self.relay_rate, "--relay-rate"),
-        }
-        return replace(RelayLimits(), **{name: value for name, value in given.items() if value is not None})
 
 
 def joins_swarm(command: Callable[..., None]) -> Callable[..., None]:

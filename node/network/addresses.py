@@ -22,6 +22,8 @@ _FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)
 _HOSTS: Final = ("ip4", "ip6", "dns", "dns4", "dns6", "dnsaddr")
 MAX_TEXT: Final = 512
 """Characters of a multiaddr: the longest that are used, circuits with two peer ids and a name, have 380."""
+TRANSPORTS: Final = ((), ("ws",), ("tls", "ws"), ("tls", "sni", "ws"), ("wss",))
+"""What follows the port: nothing for plain TCP, else WebSocket, all but the first under TLS."""
 _EXAMPLE: Final = "/ip4/203.0.113.7/tcp/31330/p2p/12D3KooW..."
 _EXAMPLES: Final = {"listen": "/ip4/0.0.0.0/tcp/31330", "announce": "/ip4/203.0.113.7/tcp/31330"}
 """Addresses of this node, by the option: they have no peer id."""
@@ -52,7 +54,7 @@ def parse_peer(text: str) -> tuple[str, str]:
             peer_id_to_bytes(text_id)
         except ValueError as error:
             raise BadInput(f"the peer address {text!r} has a peer id that cannot be used: {error}") from error
-    _check_tcp(text, circuit.relay_addr if circuit else bare)
+    _check_transport(text, circuit.relay_addr if circuit else bare)
     return peer_id, str(bare)
 
 
@@ -66,9 +68,9 @@ def parse_own(text: str, what: str) -> Multiaddr:
     addr = _parse(text, example)
     values = _values(addr)
     addr = without_peer(addr)
-    _check_tcp(text, addr, example)
-    if what == "listen" and not {"ip4", "ip6"} & set(values):
-        raise BadInput(f"the listen address {text!r} needs an IP address, such as {example}")
+    _check_transport(text, addr, example)
+    if what == "listen" and (not {"ip4", "ip6"} & set(values) or "sni" in values):
+        raise BadInput(f"the listen address {text!r} needs an IP address, and no name, such as {example}")
     if what == "announce" and (_is_unspecified(addr) or values.get("tcp") == "0"):
         raise BadInput(f"the announced address {text!r} is none that others could reach")
     return addr
@@ -91,10 +93,12 @@ def _fault(text: str) -> str:
         return "it does not begin with a slash"
     while parts:
         name = parts.pop(0)
-        if name == "p2p-circuit":
+        if name in ("p2p-circuit", "ws", "wss", "tls"):
             continue
-        if name not in (*_HOSTS, "tcp", "p2p"):
-            return f"{name!r} is none of its parts, which are {', '.join(_HOSTS)}, tcp, p2p and p2p-circuit"
+        if name not in (*_HOSTS, "tcp", "p2p", "sni"):
+            return (
+                f"{name!r} is none of its parts, which are {', '.join(_HOSTS)}, tcp, tls, ws, wss, p2p and p2p-circuit"
+            )
         if not parts or not parts[0]:
             return f"nothing stands behind {name}"
         value = parts.pop(0)
@@ -140,10 +144,19 @@ def _values(addr: Multiaddr) -> dict[str, str]:
     return {protocol.name: value for protocol, value in addr.items()}
 
 
-def _check_tcp(text: str, addr: Multiaddr, example: str = _EXAMPLE) -> None:
-    names = [protocol.name for protocol in addr.protocols()]
-    if len(names) != 2 or names[0] not in _HOSTS or names[1] != "tcp":
-        raise BadInput(f"the address {text!r} cannot be used: only TCP is spoken here, such as {example}")
+def _check_transport(text: str, addr: Multiaddr, example: str = _EXAMPLE) -> None:
+    if transport_of(addr) is None:
+        raise BadInput(
+            f"the address {text!r} cannot be used: only TCP and WebSocket are spoken here, such as {example} or with "
+            "/ws behind the port"
+        )
+
+
+def transport_of(addr: Multiaddr) -> tuple[str, ...] | None:
+    """Which of `TRANSPORTS` a direct address without /p2p has; None for all other addresses."""
+    names = tuple(protocol.name for protocol in addr.protocols())
+    known = names[:1] and names[0] in _HOSTS and names[1:2] == ("tcp",) and names[2:] in TRANSPORTS
+    return names[2:] if known else None
 
 
 def _is_unspecified(addr: Multiaddr) -> bool:
@@ -179,10 +192,10 @@ def circuit_of(addr: Multiaddr) -> Circuit | None:
     names = [protocol.name for protocol in addr.protocols()]
     if names[-1:] == ["p2p"]:
         names.pop()
-    if len(names) != 4 or names[2:] != ["p2p", "p2p-circuit"]:
+    if len(names) < 4 or names[-2:] != ["p2p", "p2p-circuit"] or "p2p" in names[:-2]:
         return None
-    (host, host_value), (port, port_value), (_, relay_id), *_ = addr.items()
-    return Circuit(relay_id, Multiaddr(f"/{host.name}/{host_value}/{port.name}/{port_value}"))
+    relay_addr, _, rest = str(addr).partition("/p2p/")
+    return Circuit(rest.partition("/")[0], Multiaddr(relay_addr))
 
 
 def circuit_address(relay_addr: Multiaddr, relay_id: str) -> Multiaddr:
@@ -191,19 +204,12 @@ def circuit_address(relay_addr: Multiaddr, relay_id: str) -> Multiaddr:
 
 
 def is_dialable(addr: Multiaddr) -> bool:
-    """Whether an address that a peer gave can be dialed at all: plain TCP to a real host and port, or a relay's."""
+    """Whether an address that a peer gave can be dialed at all: TCP to a real host and port, or a relay's."""
     bare = without_peer(addr)
     if is_circuit(bare):
         circuit = circuit_of(bare)
         return circuit is not None and _is_peer_id(circuit.relay_id) and is_dialable(circuit.relay_addr)
-    names = [protocol.name for protocol in bare.protocols()]
-    return (
-        len(names) == 2
-        and names[0] in _HOSTS
-        and names[1] == "tcp"
-        and _values(bare).get("tcp") != "0"
-        and not _is_unspecified(bare)
-    )
+    return transport_of(bare) is not None and _values(bare).get("tcp") != "0" and not _is_unspecified(bare)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -276,8 +282,9 @@ def concrete(listening: Iterable[Multiaddr]) -> list[Multiaddr]:
         if not _is_unspecified(addr):
             found.append(addr)
             continue
+        rest = str(addr).split("/", 3)[3]
         for host in interface_addresses(family):
-            found.append(Multiaddr(f"/{family}/{host}/tcp/{values['tcp']}"))
+            found.append(Multiaddr(f"/{family}/{host}/{rest}"))
     return list(dict.fromkeys(found))
 
 
@@ -313,12 +320,13 @@ class Endpoint:
     def parse(cls, multiaddr: str) -> Endpoint | None:
         """Reads /ip4/.../tcp/... or /ip6/.../tcp/..., with or without /p2p behind it; None for any other address."""
         parts = multiaddr.strip("/").split("/")
-        if (
-            len(parts) not in (4, 6)
-            or parts[0] not in ("ip4", "ip6")
-            or parts[2] != "tcp"
-            or parts[4:5] not in ([], ["p2p"])
-        ):
+        return cls.of_socket(multiaddr) if len(parts) in (4, 6) and parts[4:5] in ([], ["p2p"]) else None
+
+    @classmethod
+    def of_socket(cls, multiaddr: str) -> Endpoint | None:
+        """The same, whatever is spoken there: other transports may follow the port."""
+        parts = multiaddr.strip("/").split("/")
+        if len(parts) < 4 or parts[0] not in ("ip4", "ip6") or parts[2] != "tcp":
             return None
         try:
             return cls(plain_ip(parts[1]), int(parts[3]))

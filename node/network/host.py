@@ -35,6 +35,7 @@ from .transport.connections import NEGOTIATION, CircuitDialer, Network, path_of,
 from .transport.negotiation import OneAnswer, OneRoundTrip
 from .transport.raw_connection import Path, PromptSockets, RawConnection, SocketConnection, remote_multiaddr
 from .transport.stream_bytes import CircuitConnection, Connection, StreamBytes
+from .transport.websocket import Certificate
 
 log = logging.getLogger(__name__)
 
@@ -377,11 +378,12 @@ async def open_host(
     psk: str | None,
     max_upload: int | None = None,
     max_download: int | None = None,
+    certificate: Certificate | None = None,
 ) -> AsyncIterator[Host]:
     """Runs a host until the block ends.
 
     `psk` is a private swarm's key, 64 hexadecimal digits. `max_upload` and `max_download` are in bytes per second,
-    over all connections together; small messages do not wait behind large ones.
+    over all connections together; small messages do not wait behind large ones. `certificate` is for /tls/ws.
 
     Raises:
         MachineError: a port is in use, or an address is none of this machine.
@@ -391,7 +393,8 @@ async def open_host(
     for addr in listen:
         _check_free(addr)
     on_loopback = bool(listen) and all(is_loopback(addr) for addr in (*listen, *announce))
-    network = Network(identity, psk, Bandwidth.of(max_upload, max_download), on_loopback=on_loopback)
+    bandwidth = Bandwidth.of(max_upload, max_download)
+    network = Network(identity, psk, bandwidth, on_loopback=on_loopback, certificate=certificate)
     addresses = _Addresses(announce)
     libp2p = _Libp2pHost(network, addresses)
     libp2p.multiselect = OneAnswer(libp2p.multiselect.handlers)

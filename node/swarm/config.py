@@ -9,8 +9,9 @@ from typing import Any, Final
 from ...crypto.identity import Identity
 from ...crypto.swarm_key import SwarmKeyError, check_swarm_key
 from ..errors import BadInput
-from ..network.addresses import parse_own, parse_peer
+from ..network.addresses import parse_own, parse_peer, transport_of
 from ..network.nat.relay import RelayLimits
+from ..network.transport.websocket import Certificate
 from ..trust.store import TrustStore
 
 DEFAULT_TTL: Final = 45.0  # seconds that an announcement is valid
@@ -27,7 +28,8 @@ class SwarmConfig:
     place for them to reach it: "auto" (any public node that offers one), "off", or the multiaddr of the one relay to
     use; `relay_limits` are those of this node where it relays for others. `mdns` finds, and is found by, nodes of the
     same local network; `remembered` is the file with the peers of earlier runs. `max_upload` and `max_download` are
-    bytes per second over all connections, None without a limit. `trust` is what this node thinks of others;
+    bytes per second over all connections, None without a limit. `tls` are the files of the certificate and of its key
+    for listening at /tls/ws. `trust` is what this node thinks of others;
     with `gossip` it receives evidence of faults, and passes it on.
     """
 
@@ -45,6 +47,7 @@ class SwarmConfig:
     remembered: pathlib.Path | None = None
     max_upload: int | None = None
     max_download: int | None = None
+    tls: tuple[pathlib.Path, pathlib.Path] | None = None
     trust: TrustStore = field(default_factory=TrustStore)
     gossip: bool = False
 
@@ -53,7 +56,7 @@ def checked(config: SwarmConfig) -> dict[str, Any]:
     """The part of it that is the host's, parsed.
 
     Raises:
-        BadInput: an address or the swarm key is malformed.
+        BadInput: an address or the swarm key is malformed, or there is no certificate for an address with TLS.
     """
     if config.psk is not None:
         try:
@@ -64,10 +67,18 @@ def checked(config: SwarmConfig) -> dict[str, Any]:
         parse_peer(peer)
     if config.relay not in ("auto", "off"):
         parse_peer(config.relay)
+    listen = [parse_own(addr, "listen") for addr in config.listen]
+    sockets = [str(addr).split("/")[1:5] for addr in listen]
+    for addr, socket in zip(listen, sockets, strict=True):
+        if socket[3] != "0" and sockets.count(socket) > 1:
+            raise BadInput(f"the listen address {addr} has the port of another one: each transport needs its own")
+        if config.tls is None and set(transport_of(addr) or ()) & {"tls", "wss"}:
+            raise BadInput(f"the listen address {addr} needs --tls-certificate and --tls-key")
     return {
-        "listen": [parse_own(addr, "listen") for addr in config.listen],
+        "listen": listen,
         "announce": [parse_own(addr, "announce") for addr in config.announce],
         "psk": config.psk,
         "max_upload": config.max_upload,
         "max_download": config.max_download,
+        "certificate": config.tls and Certificate(*config.tls),
     }

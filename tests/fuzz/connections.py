@@ -32,15 +32,20 @@ from petalnode.node.network.nat.circuits import Circuits
 from petalnode.node.network.nat.hole_punching import HolePuncher
 from petalnode.node.network.nat.relay import RelayLimits, RelayService
 from petalnode.node.network.transport.connections import reason_of
+from petalnode.node.network.transport.limits import NodeLimits
 from petalnode.node.network.transport.muxed_stream import ACK, DATA, FIN, HEADER, PING, RST, SYN, WINDOW_UPDATE
 from petalnode.node.network.transport.negotiation import question
 from petalnode.node.network.transport.raw_connection import Path
+from petalnode.node.network.transport.websocket import accept
 from petalnode.node.network.transport.yamux import Muxer
 from petalnode.protocols import nat_traversal
 from petalnode.protocols import standard_pb2 as standard
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import DOMAIN
 from petalnode.protocols.circuit import HOP, STOP
+from tests.attacks.test_websocket import BINARY, CLOSE, CONTINUATION, PONG, TEXT, UPGRADE
+from tests.attacks.test_websocket import PING as WEB_PING
+from tests.attacks.test_websocket import frame as websocket_frame
 from tests.fuzz import corpus
 from tests.fuzz.corpus import ATTACKER, OTHER, SERVER
 from tests.fuzz.harness import Target
@@ -236,6 +241,50 @@ async def handshakes() -> AsyncIterator[Handshakes]:
     options: dict[str, Any] = {"listen": (), "announce": (), "psk": None}
     async with open_host(ATTACKER, **options) as dialing, open_host(SERVER, **options) as listening:
         yield Handshakes(dialing, listening)
+
+
+# --- WebSocket
+
+
+def _websocket(mutator: Mutator) -> list[bytes]:
+    """A request, right or wrong, and frames."""
+    draw = mutator.random
+    request = mutator.bytes(UPGRADE) if mutator.chance(0.3) else UPGRADE
+    frames = bytearray()
+    for _ in range(draw.choice((1, 5, 30))):
+        kind = draw.choice((BINARY, BINARY, CONTINUATION, WEB_PING, PONG, TEXT, CLOSE, draw.randrange(16)))
+        data = draw.randbytes(draw.choice((0, 1, 10, 125, 126, 1000, 70_000)))
+        size = draw.choice(INTEGERS[:-1]) % (1 << 63) if mutator.chance(0.05) else None
+        frames += websocket_frame(kind, data, fin=mutator.chance(0.7), masked=mutator.chance(0.97), size=size)
+    said = mutator.bytes(bytes(frames)) if mutator.chance(0.2) else bytes(frames)
+    return [request + b"\r\n", *mutator.split(said)]
+
+
+class _WebSocket:
+    """Connections whose bytes are read."""
+
+    def __init__(self) -> None:
+        self._limits = NodeLimits()
+
+    def held(self) -> Mapping[str, int]:
+        return {"connections": self._limits.connections}
+
+    async def feed(self, given: list[bytes]) -> None:
+        raw = MemoryRaw(origin="203.0.113.7")
+        for part in given:
+            if part:
+                raw.say.send_nowait(part)
+        raw.say.close()
+        with contextlib.suppress(OSError):
+            above = await accept(raw, ("ws",), None, self._limits)
+            while await above.receive():
+                pass
+            await above.close()
+
+
+@asynccontextmanager
+async def _websockets() -> AsyncIterator[_WebSocket]:
+    yield _WebSocket()
 
 
 # --- streams of a host
@@ -493,6 +542,7 @@ _MESHSUB: Final = {"/meshsub/1.1.0": _gossip_messages()}
 TARGETS: Final[tuple[Target, ...]] = (
     Target("Yamux", 6, _yamux, partial(_yamux_connection, False), peak=8 << 20),
     Target("Noise messages", 2, _noise, partial(_yamux_connection, True), peak=8 << 20),
+    Target("WebSocket", 2, _websocket, _websockets),
     Target("handshakes", 2, _tampered, handshakes),
     Target("NAT, identify and relay", 3, _to_services, partial(node_host, "nat"), seconds=400.0),
     Target("Kademlia", 2, lambda mutator: _said(mutator, _KAD, _DIRECT), partial(node_host, "table"), seconds=400.0),

@@ -57,9 +57,11 @@ def relay_nodes() -> Iterator[Callable[..., RelayNode]]:
 
 
 @asynccontextmanager
-async def host_here(*, listens: bool = False, psk: str | None = None, **options: Any) -> AsyncIterator[Host]:
+async def host_here(
+    *, listens: bool = False, psk: str | None = None, at: str = LOOPBACK, **options: Any
+) -> AsyncIterator[Host]:
     """A host in this process that can use relays, and answers `/echo/1`."""
-    listen = [Multiaddr(LOOPBACK)] if listens else []
+    listen = [Multiaddr(at)] if listens else []
     identity = options.pop("identity", None) or Identity.generate()
     async with open_host(identity, listen=listen, announce=[], psk=psk, **options) as host:
         host.circuits = Circuits(host)
@@ -68,8 +70,10 @@ async def host_here(*, listens: bool = False, psk: str | None = None, **options:
 
 
 @asynccontextmanager
-async def relay_here(psk: str | None = None, **limits: Any) -> AsyncIterator[tuple[Host, RelayService]]:
-    async with host_here(listens=True, psk=psk) as host:
+async def relay_here(
+    psk: str | None = None, at: str = LOOPBACK, **limits: Any
+) -> AsyncIterator[tuple[Host, RelayService]]:
+    async with host_here(listens=True, psk=psk, at=at) as host:
         relay = RelayService(host, RelayLimits(**limits))
         relay.start()
         yield host, relay

@@ -8,8 +8,10 @@ from multiaddr import Multiaddr
 from petalnode.crypto.identity import Identity
 from petalnode.node.errors import BadInput
 from petalnode.node.network.addresses import (
+    Endpoint,
     circuit_address,
     circuit_of,
+    concrete,
     dialable,
     ip_of,
     is_circuit,
@@ -25,7 +27,18 @@ CIRCUIT = f"/ip4/203.0.113.7/tcp/31330/p2p/{RELAY}/p2p-circuit"
 
 
 @pytest.mark.parametrize(
-    "bare", ["/ip4/203.0.113.7/tcp/31330", "/ip6/2001:db8::7/tcp/1", "/dns4/a.example/tcp/2", CIRCUIT]
+    "bare",
+    [
+        "/ip4/203.0.113.7/tcp/31330",
+        "/ip6/2001:db8::7/tcp/1",
+        "/dns4/a.example/tcp/2",
+        CIRCUIT,
+        "/ip4/203.0.113.7/tcp/1/ws",
+        "/dns4/a.example/tcp/443/wss",
+        "/dns/a.example/tcp/443/tls/ws",
+        "/ip6/2001:db8::7/tcp/1/tls/sni/a.example/ws",
+        CIRCUIT.replace("/p2p/", "/tls/sni/a.example/ws/p2p/", 1),
+    ],
 )
 def test_a_peers_address_is_split_into_its_id_and_the_rest(bare):
     assert parse_peer(f" {bare}/p2p/{PEER}") == (PEER, bare)
@@ -43,6 +56,16 @@ def test_a_circuit_address_tells_its_relay():
     assert str(circuit_address(Multiaddr(f"{circuit.relay_addr}/p2p/{RELAY}"), RELAY)) == CIRCUIT
     assert is_circuit(Multiaddr(CIRCUIT))
     assert circuit_of(Multiaddr(f"/ip4/203.0.113.7/tcp/1/p2p/{PEER}")) is None
+    over = circuit_of(Multiaddr(f"/dns4/a.example/tcp/443/tls/ws/p2p/{RELAY}/p2p-circuit/p2p/{PEER}"))
+    assert over is not None and str(over.relay_addr) == "/dns4/a.example/tcp/443/tls/ws"
+
+
+def test_sockets_are_the_same_whatever_is_spoken_there():
+    for text in ("/ip4/203.0.113.7/tcp/1/ws", "/ip4/203.0.113.7/tcp/1/tls/sni/a.example/ws"):
+        assert Endpoint.of_socket(text) == Endpoint.parse("/ip4/203.0.113.7/tcp/1")
+        assert Endpoint.parse(text) is None  # no hole is punched there
+    assert str(concrete([Multiaddr("/ip4/127.0.0.1/tcp/1/ws")])[0]) == "/ip4/127.0.0.1/tcp/1/ws"
+    assert all(str(addr).endswith("/tcp/1/tls/ws") for addr in concrete([Multiaddr("/ip4/0.0.0.0/tcp/1/tls/ws")]))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +79,12 @@ def test_a_circuit_address_tells_its_relay():
         "/ip6/::/tcp/1",
         "/ip4/203.0.113.7/tcp/0",
         "/ip4/203.0.113.7/udp/1/quic-v1",
-        "/ip4/203.0.113.7/tcp/1/ws",
+        "/ip4/203.0.113.7/tcp/0/ws",
+        "/ip4/203.0.113.7/tcp/1/ws/ws",
+        "/ip4/203.0.113.7/tcp/1/tls",
+        "/ip4/203.0.113.7/ws",
+        f"/ip4/203.0.113.7/tcp/1/tls/p2p/{RELAY}/p2p-circuit",
+        f"/ip4/203.0.113.7/tcp/1/p2p/{RELAY}/ws/p2p-circuit",
         "/p2p-circuit",
         f"/p2p/{RELAY}/p2p-circuit",
         f"/ip4/0.0.0.0/tcp/1/p2p/{RELAY}/p2p-circuit",
@@ -88,6 +116,10 @@ def test_a_node_listens_and_announces_directly_only():
     for what in ("listen", "announce"):
         with pytest.raises(BadInput):
             parse_own(CIRCUIT, what)
+    assert str(parse_own("/dns4/a.example/tcp/443/wss", "announce")) == "/dns4/a.example/tcp/443/wss"
+    assert str(parse_own("/ip4/0.0.0.0/tcp/1/tls/ws", "listen")) == "/ip4/0.0.0.0/tcp/1/tls/ws"
+    with pytest.raises(BadInput, match="no name"):
+        parse_own("/ip4/0.0.0.0/tcp/1/tls/sni/a.example/ws", "listen")
 
 
 def test_what_is_public_and_what_is_near():

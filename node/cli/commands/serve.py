@@ -41,10 +41,11 @@ from ...server.lifecycle.pausing import Pause, PausePolicy
 from ...server.lifecycle.server import run_server
 from ...server.tallies import ServerTallies
 from ..control import DonorOptions, controlled, obey_signals, send_wish
-from ..join import JoinOptions, RelayOptions, joined, joins_swarm
+from ..join import JoinOptions, joined, joins_swarm
 from ..metrics import MetricsOptions, add_server, metrics_served
 from ..model_choice import check_device, check_model, linked_model
 from ..output import Output, ProgressBars
+from ..relay_options import RelayOptions
 from ..server_report import ServerPanel, ServerReport
 from ..terminal import StopSignal
 

@@ -115,7 +115,7 @@ class DialBackService:
             await stream.close()
 
     async def _dial_back(self, raw: StreamBytes, peer_id: str, addrs: tuple[str, ...]) -> DialAnswer:
-        observed = Endpoint.parse(raw.path.remote_addr or "") if raw.path.direct else None
+        observed = raw.path.endpoint
         if observed is None:
             return DialAnswer(DialStatus.DIAL_REFUSED, "through a relay nobody can tell where a peer is")
         asked = dict.fromkeys(Endpoint.parse(addr) for addr in addrs)
@@ -146,7 +146,7 @@ async def observed_by(host: Host, peer_id: str, *, timeout: float) -> Endpoint |
     """
 
     async with _opened(host, peer_id, IDENTIFY, TRAVERSAL.identify_max_message) as stream:
-        return Endpoint.parse((await ask_identify(stream, timeout=timeout)).observed or "")
+        return Endpoint.of_socket((await ask_identify(stream, timeout=timeout)).observed or "")
 
 
 async def addrs_of(host: Host, peer_id: str, *, timeout: float) -> tuple[str, ...]:
@@ -252,15 +252,15 @@ class ObservedAddresses:
     def _observers(self) -> list[Observer]:
         found = []
         for peer_id in self._node.observers():
-            ends = [Endpoint.parse(path.remote_addr or "") for path in self._host.paths(peer_id) if path.direct]
+            ends = [path.endpoint for path in self._host.paths(peer_id) if path.direct]
             found += [Observer(peer_id, end.ip) for end in ends[:1] if end is not None]
         return found
 
     async def _ask(self, peer_id: str) -> None:
         generation = self._generation
         try:
-            ends = [path.remote_addr for path in self._host.paths(peer_id) if path.direct]
-            observer = Endpoint.parse(ends[0] or "") if ends else None
+            ends = [path.endpoint for path in self._host.paths(peer_id) if path.direct]
+            observer = ends[0] if ends else None
             if observer is None:
                 return
             seen = await observed_by(self._host, peer_id, timeout=_IDENTIFY)

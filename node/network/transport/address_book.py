@@ -20,7 +20,7 @@ from libp2p.peer.peerstore import PeerRecordState, PeerStore
 from multiaddr import Multiaddr
 
 from ....protocols.nat_traversal import read_addr
-from ..addresses import Endpoint, circuit_of, host_of, ip_of, is_circuit, own_networks
+from ..addresses import circuit_of, host_of, ip_of, is_circuit, own_networks
 from .dialing import DialBudget, DialContext, Networks, Trouble, is_permitted, kept, private_range
 from .raw_connection import Path
 
@@ -116,7 +116,7 @@ class _Whereabouts:
 
     def note(self, path: Path) -> None:
         """There is a new connection."""
-        end = Endpoint.parse(path.remote_addr or "") if path.direct else None
+        end = path.endpoint
         if end is None:
             return
         if end.ip.is_loopback:

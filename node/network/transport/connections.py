@@ -33,7 +33,7 @@ from libp2p.utils.dns_utils import resolve_multiaddr_with_retry
 from multiaddr import Multiaddr
 
 from ....crypto.identity import Identity
-from ..addresses import circuit_of, ip_of, is_circuit, is_dialable, own_networks, without_peer
+from ..addresses import circuit_of, ip_of, is_circuit, is_dialable, own_networks, transport_of, without_peer
 from ..shares import ShareCount, origin_of_ip
 from .address_book import AddressBook, BoundedPeerStore
 from .bandwidth import Bandwidth
@@ -43,6 +43,7 @@ from .negotiation import OneAnswer, OneRoundTrip, question
 from .noise import BufferedNoise
 from .raw_connection import OtherSwarm, Path, PskConnection, RawConnection, SocketConnection, Tcp, remote_multiaddr
 from .stream_bytes import CircuitConnection, StreamBytes
+from .websocket import Certificate, accept, connect
 from .yamux import Muxer
 
 log = logging.getLogger(__name__)
@@ -101,7 +102,15 @@ class Network(Libp2pSwarm):
     `on_connected` is called for every new connection, `on_lost` for each peer whose last one ended; neither may raise.
     """
 
-    def __init__(self, identity: Identity, psk: str | None, bandwidth: Bandwidth, *, on_loopback: bool) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        psk: str | None,
+        bandwidth: Bandwidth,
+        *,
+        on_loopback: bool,
+        certificate: Certificate | None = None,
+    ) -> None:
         key_pair = create_new_key_pair(identity.seed)
         noise_key = create_noise_key_pair().private_key
         upgrader = TransportUpgrader({NOISE: BufferedNoise(key_pair, noise_key)}, {YAMUX: Yamux})
@@ -137,6 +146,7 @@ class Network(Libp2pSwarm):
         self.on_lost: list[Callable[[str], None]] = []
         self.circuit_dialer: CircuitDialer | None = None
         self.bandwidth = bandwidth
+        self._certificate = certificate
         self._key = psk  # libp2p's own `psk` would put its cipher under everything once more
         self.book = AddressBook(on_loopback=on_loopback, paths=self._paths)
         self._dialing: dict[tuple[ID, bool], _Dial] = {}
@@ -211,14 +221,14 @@ class Network(Libp2pSwarm):
             await trio.aclose_forcefully(stream)
             return
         try:
-            muxer = await self._accept(stream, host)
+            muxer = await self._accept(stream, host, transport_of(maddr) or ())
             if muxer is not None and not muxer.is_closed:
                 self._ends[muxer] = end = trio.Event()
                 await end.wait()
         finally:
             self._inbound.remove(host)
 
-    async def _accept(self, stream: trio.SocketStream, host: str) -> Muxer | None:
+    async def _accept(self, stream: trio.SocketStream, host: str, transport: Sequence[str]) -> Muxer | None:
         """Makes a connection of the host out of an accepted one; None if nothing comes of it."""
         if not self._handshakes.add(host):
             log.info("refused a connection: too many from %s have not finished their handshake", host)
@@ -234,7 +244,7 @@ class Network(Libp2pSwarm):
             with trio.fail_after(_HANDSHAKES):
                 await self.limits.work_turn(address)
                 self.limits.worked(address, WORK.handshake)
-                secured = await metered(self.secure(raw, punching), self.limits, address)
+                secured = await metered(self._secure_accepted(raw, punching, transport), self.limits, address)
                 return cast(Muxer, secured.muxed_conn)
         except Exception as error:  # whatever a stranger's handshake may raise
             log.debug("refused a connection from %s: %s", path.remote_addr, reason_of(error))
@@ -242,6 +252,9 @@ class Network(Libp2pSwarm):
             address.users -= 1
             self._handshakes.remove(host)
         return None
+
+    async def _secure_accepted(self, raw: RawConnection, peer_id: ID | None, transport: Sequence[str]) -> SwarmConn:
+        return await self.secure(await accept(raw, transport, self._certificate, self.limits), peer_id)
 
     def _muxer_lost(self, muxer: Muxer) -> None:
         end = self._ends.pop(muxer, None)
@@ -365,7 +378,7 @@ class Network(Libp2pSwarm):
             assert isinstance(raw, Libp2pRawConnection) and isinstance(raw.stream, TrioTCPStream)
             stream = raw.stream.stream
             path = Path(direct=True, relay=None, remote_addr=remote_multiaddr(stream) or str(addr), inbound=False)
-            return SocketConnection(stream, path, self.bandwidth)
+            return await connect(SocketConnection(stream, path, self.bandwidth), addr, self.limits)
         if self.circuit_dialer is None:
             raise SwarmException("this node does not use relays")
         stream = await self.circuit_dialer(circuit.relay_id, str(peer_id))

@@ -169,13 +169,14 @@ def plan(
     """The attempts to make, and those to make only when all of them have failed.
 
     Direct addresses come one shortly after the other: those of our own `networks` first, then public ones, then
-    those of foreign private networks, which mostly lead nowhere from here. Circuits start soon beside them, however
-    many there are. Addresses that failed lately come last.
+    those of foreign private networks, which mostly lead nowhere from here; plain TCP before WebSocket. Circuits start
+    soon beside them, however many there are. Addresses that failed lately come last.
     """
     paused = [addr for addr in addrs if addr in troubles and pause_ends(troubles[addr]) > now]
     fresh = [addr for addr in addrs if addr not in paused]
     paused.sort(key=lambda addr: troubles[addr].failures)
-    first, last = _attempts(sorted(fresh, key=lambda addr: _nearness(addr, networks))), _attempts(paused)
+    fresh.sort(key=lambda addr: (_nearness(addr, networks), len(addr.protocols())))
+    first, last = _attempts(fresh), _attempts(paused)
     return (first, last) if first else (last, [])
 
 

@@ -1,4 +1,5 @@
-"""Raw connections: what carries the bytes below Noise. Here the TCP socket; `stream_bytes.py` has the circuit.
+"""Raw connections: what carries the bytes below Noise. Here the TCP socket; `websocket.py` has what may be above it,
+`stream_bytes.py` the circuit.
 
 Besides what libp2p's handshakes want (read and write), a raw connection can be written to without waiting for a turn
 of trio's loop, which costs more than sending.
@@ -31,6 +32,7 @@ from libp2p.transport.tcp.tcp import TCP, TCPListener
 from libp2p.utils import encode_delim
 from multiaddr import Multiaddr
 
+from ..addresses import Endpoint, transport_of
 from ..shares import TokenBucket, origin_of_ip
 from .bandwidth import Bandwidth, Recent, Throttle
 from .limits import LIMITS
@@ -62,6 +64,11 @@ class Path:
     remote_addr: str | None
     inbound: bool
 
+    @property
+    def endpoint(self) -> Endpoint | None:
+        """The other end of the socket; None if that is a relay's, or unknown."""
+        return Endpoint.of_socket(self.remote_addr) if self.direct and self.remote_addr else None
+
 
 class RawConnection(IRawConnection):
     """One task may read at a time, and one write. All methods but `close` raise OSError when the connection is gone."""
@@ -79,7 +86,7 @@ class RawConnection(IRawConnection):
 
     @abstractmethod
     def send_nowait(self, data: bytes) -> int:
-        """Takes as much of `data` as needs no waiting; returns how many bytes that were."""
+        """Takes as much of `data` as needs no waiting; returns how many bytes that were. `send` takes the rest."""
 
     @abstractmethod
     async def send(self, data: bytes) -> None:
@@ -259,6 +266,10 @@ class _TcpListener(TCPListener):
     def __init__(self, handler: THandler, admit: Callable[[str], bool]) -> None:
         super().__init__(handler)
         self._admit = admit
+        self._above = ""  # what follows the port
+
+    def get_addrs(self) -> tuple[Multiaddr, ...]:
+        return tuple(Multiaddr(f"{addr}{self._above}") for addr in super().get_addrs())
 
     async def listen(self, maddr: Multiaddr) -> None:
         """
@@ -275,6 +286,7 @@ class _TcpListener(TCPListener):
                 listener = Listener(_listening(maddr), self._admit)
             except OSError as error:
                 raise OpenConnectionError(f"cannot listen on {maddr}: {error}") from error
+            self._above = "".join(f"/{part}" for part in transport_of(maddr) or ())
             self._nursery.start_soon(trio.serve_listeners, self._serve, [listener])
             self.listeners.append(cast(trio.SocketListener, listener))  # of which its address is asked, and `aclose`
 
@@ -291,6 +303,9 @@ class Tcp(TCP):
 
     def create_listener(self, handler_function: THandler) -> TCPListener:
         return _TcpListener(handler_function, self._admit)
+
+    def can_listen(self, maddr: Multiaddr) -> bool:
+        return transport_of(maddr) is not None
 
 
 def _listening(maddr: Multiaddr) -> socket.socket:

@@ -30,6 +30,14 @@ CONNECTION: Final[Mapping[str, Row]] = {
         ("handshakes",),
         ("handshakes",),
     ),
+    "WebSocket": Row(
+        "any address",
+        f"{LIMITS}.LIMITS.large_frame node.network.transport.raw_connection.READ_SIZE",
+        f"node.network.transport.connections._HANDSHAKES {LIMITS}.LIMITS.frames_per_second",
+        "as connection",
+        ("tests/attacks/test_websocket.py",),
+        ("WebSocket",),
+    ),
     "swarm key and Noise": Row(
         "any address",
         "node.network.transport.noise.MAX_PLAINTEXT node.network.transport.noise.MAX_RSA_KEY",
