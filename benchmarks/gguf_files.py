@@ -1,7 +1,7 @@
 """What serving a GGUF file takes: disk beside the file, memory, seconds until ready, a prompt's and a token's time.
 
     python benchmarks/gguf_files.py FILE... [--json] [--servers 1 2] [--rounds 3] [--tokens 32] [--threads N]
-                                    [--llama-cpp FOLDER] [--memory-mb N]
+                                    [--llama-cpp FOLDER] [--memory-mb N ...]
 
 The file is in the page cache. For each number of servers these are started on loopback, with an empty cache and
 again; a client in this process asks for `--tokens` tokens behind a prompt of 256 as chat does. `ready` is from the
@@ -10,7 +10,9 @@ blocks' bytes and its attention cache. llama.cpp is run by node-llama-cpp in tur
 `npm install node-llama-cpp` was run; its load is from the start of the process. All of these use `--threads`
 threads. Seconds: of the clock and of the processor. Times of prompts and tokens: least and median, of tokens by the
 processor (client and servers) of the means of rounds; on a busy machine the latter alone can be compared, with one
-thread. `--memory-mb` puts each server into a control group (version 1, as root) of so much memory.
+thread. `--memory-mb`, one for each of `--servers` (0: no limit), puts each server into a control group (version 1, as
+root) of so much memory. Of mixtures: how many experts a token used in all blocks, and how many of them were read from
+the disk. Whether all numbers of servers gave the same tokens is said at the end of a file's rows.
 """
 
 from __future__ import annotations
@@ -50,18 +52,20 @@ CACHE_TOKENS: Final = 2048
 GROUPS: Final = Path("/sys/fs/cgroup/memory")
 
 
-def control_group(name: str, memory_mb: int) -> list[str]:
+def control_group(name: str, memory_mb: float) -> list[str]:
     """What runs a command in a control group of so much memory; nothing for 0."""
     if not memory_mb:
         return []
     group = GROUPS / f"petalnode-bench-{os.getpid()}-{name}"
     group.mkdir(exist_ok=True)
-    (group / "memory.limit_in_bytes").write_text(str(memory_mb * 1_000_000))
+    (group / "memory.limit_in_bytes").write_text(str(int(memory_mb * 1_000_000)))
     return ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"]
 
 
 @contextmanager
-def swarm(file: Path, spans: Sequence[tuple[int, int]], options: argparse.Namespace) -> Iterator[list[ServerProcess]]:
+def swarm(
+    file: Path, spans: Sequence[tuple[int, int]], memory_mb: float, options: argparse.Namespace
+) -> Iterator[list[ServerProcess]]:
     """Servers of the file's blocks, started one after the other, each with the threads it would take by itself."""
     servers: list[ServerProcess] = []
     with tempfile.TemporaryDirectory(prefix="petalnode-bench-") as scratch:
@@ -71,7 +75,8 @@ def swarm(file: Path, spans: Sequence[tuple[int, int]], options: argparse.Namesp
                 folder = Path(scratch) / str(index)
                 folder.mkdir()
                 wanted = [str(file), "--blocks", f"{start}:{end}", "--cache-tokens", str(CACHE_TOKENS)]
-                prefix = control_group(str(index), options.memory_mb)
+                wanted += ["--metrics-port", "0"]
+                prefix = control_group(f"{len(spans)}-{index}", memory_mb)
                 servers.append(ServerProcess([*wanted, *peer], folder, prefix=prefix, threads=options.threads))
                 addrs = servers[-1].wait_ready()["addrs"]
                 assert isinstance(addrs, list)
@@ -91,22 +96,29 @@ def most_memory(server: ServerProcess) -> int:
 
 @dataclass(frozen=True)
 class Answer:
-    """Milliseconds: until the first token; of each token behind it; of the processor for a token, in the mean."""
+    """The tokens. Milliseconds: until the first; of each behind it; of the processor for a token, in the mean. Experts
+    of a token, in the mean: that were used, and read."""
 
+    tokens: list[int]
     prompt: float
     steps: list[float]
     spent: float
+    experts: tuple[float, float]
 
 
 def answer(model: Any, servers: Sequence[ServerProcess], prompt: list[int], tokens: int) -> Answer:
     """Asks for so many tokens as chat does."""
     came = [0.0]
-    used: list[float] = []
+    given: list[int] = []
+    used: list[list[float]] = []
 
-    def note(_: int) -> None:
+    def note(token: int) -> None:
         came.append(time.perf_counter())
+        given.append(token)
         if len(came) in (2, tokens + 1):
-            used.append(time.process_time() + sum(server.processor_seconds() for server in servers))
+            spent = time.process_time() + sum(server.processor_seconds() for server in servers)
+            names = (f"petalnode_server_experts_{name}_total" for name in ("used", "read"))
+            used.append([spent, *(sum(server.metric(name) for server in servers) for name in names)])
 
     async def ask(client: SwarmClient) -> None:
         conversation = Conversation(client, model._local, max_length=len(prompt) + tokens, stop_tokens=())
@@ -118,7 +130,8 @@ def answer(model: Any, servers: Sequence[ServerProcess], prompt: list[int], toke
 
     model._runtime.call(ask, model._runtime.value)
     first, *others = [1000 * (after - before) for before, after in pairwise(came)]
-    return Answer(first, others, 1000 * (used[-1] - used[0]) / max(1, len(others)))
+    spent, experts, read = ((after - before) / max(1, len(others)) for before, after in zip(*used, strict=True))
+    return Answer(given, first, others, 1000 * spent, (experts, read))
 
 
 def llama_cpp(folder: Path, file: Path, tokens: int, threads: int) -> dict[str, Any]:
@@ -146,16 +159,16 @@ def over(servers: Sequence[ServerProcess], spans: Sequence[tuple[int, int]], fol
     return max(beyond) / 1e6
 
 
-def run(file: Path, count: int, options: argparse.Namespace) -> dict[str, Any]:
+def run(file: Path, count: int, memory_mb: float, options: argparse.Namespace) -> dict[str, Any]:
     folder = resolve(file)
     for kept in (Path(os.environ["PETALNODE_CACHE"]) / "models").iterdir():
         shutil.rmtree(kept) if kept.is_dir() else kept.unlink()
     spans = spans_of(folder.num_blocks, count)
-    with swarm(file, spans, options) as servers:
+    with swarm(file, spans, memory_mb, options) as servers:
         first = ready_seconds(servers)
     own: list[Answer] = []
     theirs: list[dict[str, Any]] = []
-    with swarm(file, spans, options) as servers:
+    with swarm(file, spans, memory_mb, options) as servers:
         again = ready_seconds(servers)
         addrs: Any = servers[-1].ready["addrs"]
         with AutoDistributedModelForCausalLM.from_pretrained(file, initial_peers=addrs) as model:
@@ -170,10 +183,12 @@ def run(file: Path, count: int, options: argparse.Namespace) -> dict[str, Any]:
             most = max(most_memory(server) for server in servers) / 1e6
     found: dict[str, Any] = {
         "file": file.name, "file_mb": round(file.stat().st_size / 1e6), "blocks": folder.num_blocks,
-        "servers": count, "disk_mb": round(size_of(Path(os.environ["PETALNODE_CACHE"])) / 1e6, 1),
+        "servers": count, "memory_mb_each": memory_mb,
+        "disk_mb": round(size_of(Path(os.environ["PETALNODE_CACHE"])) / 1e6, 1),
         "first_seconds": first, "again_seconds": again, "memory_mb": round(most), "over_mb": round(beyond),
         "prompt_ms": pair([one.prompt for one in own]), "token_ms": pair([ms for one in own for ms in one.steps]),
-        "token_spent_ms": pair([one.spent for one in own]),
+        "token_spent_ms": pair([one.spent for one in own]), "tokens": own[0].tokens,
+        "experts_used": pair([one.experts[0] for one in own]), "experts_read": pair([one.experts[1] for one in own]),
     }  # fmt: skip
     if theirs:
         found["llama_load_seconds"] = [
@@ -202,11 +217,12 @@ def pair(values: list[float]) -> list[float]:
 
 
 COLUMNS: Final = {
-    "file": "file", "MB": "file_mb", "servers": "servers", "beside it, MB": "disk_mb", "ready, s": "first_seconds",
+    "file": "file", "MB": "file_mb", "servers": "servers", "MB each": "memory_mb_each",
+    "beside it, MB": "disk_mb", "ready, s": "first_seconds",
     "again, s": "again_seconds", "llama.cpp loads, s": "llama_load_seconds", "memory, MB": "memory_mb",
     "over, MB": "over_mb", "prompt, ms": "prompt_ms", "of llama.cpp's": "prompt_ms_of_llama",
     "a token, ms": "token_ms", "of its": "token_ms_of_llama", "processor, ms": "token_spent_ms",
-    "of its processor": "token_spent_ms_of_llama",
+    "of its processor": "token_spent_ms_of_llama", "experts": "experts_used", "read": "experts_read",
 }  # fmt: skip
 
 
@@ -219,17 +235,22 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--llama-cpp", type=Path)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--memory-mb", type=int, default=0)
+    parser.add_argument("--memory-mb", nargs="+", type=float, default=[])
     options = parser.parse_args()
     torch.manual_seed(0)
+    torch.set_num_threads(options.threads)
+    limits = options.memory_mb or [0.0] * len(options.servers)
     results = []
     for file in options.files:
-        for count in options.servers:
+        answers: set[tuple[int, ...]] = set()
+        for count, limit in zip(options.servers, limits, strict=True):
             print(f"measuring {file.name} on {count}, load {os.getloadavg()[0]:.1f}", file=sys.stderr)
             with tempfile.TemporaryDirectory(prefix="petalnode-bench-") as cache:
                 os.environ["PETALNODE_CACHE"] = cache
                 subprocess.run(["cp", str(file), "/dev/null"], check=True)  # into the page cache
-                results.append(run(file.resolve(), count, options) | {"load": round(os.getloadavg()[0], 1)})
+                results.append(run(file.resolve(), count, limit, options) | {"load": round(os.getloadavg()[0], 1)})
+            answers.add(tuple(results[-1]["tokens"]))
+            results[-1]["same_tokens"] = len(answers) == 1
     if options.json:
         print(json.dumps({"processor": cpu_name(), "files": results}))
         return
@@ -238,6 +259,7 @@ def main() -> None:
     for found in results:
         cells = [found.get(key, "") for key in (*COLUMNS.values(), "load")]
         print("|", " | ".join(" / ".join(map(str, c)) if isinstance(c, list) else str(c) for c in cells), "|")
+    print("all of a file's rows have the same tokens:", all(found["same_tokens"] for found in results))
 
 
 if __name__ == "__main__":

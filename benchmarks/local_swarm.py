@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,17 +50,26 @@ class ServerProcess:
         self.started = time.perf_counter()
         self.ready_seconds = self.ready_processor = 0.0
         self.ready: dict[str, object] = {}
+        self.metrics_url: object = None
 
     def wait_ready(self) -> dict[str, object]:
         """The ready event. Raises RuntimeError with the server's log if it ends instead."""
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"a server ended: {self.log.read_text()}")
+        while self.ready.get("event") != "ready":
+            line = self.process.stdout.readline()
+            if not line:
+                raise RuntimeError(f"a server ended: {self.log.read_text()}")
+            self.ready = json.loads(line)
+            self.metrics_url = self.ready.get("url", self.metrics_url)
         self.ready_seconds = time.perf_counter() - self.started
         self.ready_processor = self.processor_seconds()
-        self.ready = json.loads(line)
         return self.ready
+
+    def metric(self, name: str) -> float:
+        """The value of a metric without labels, of a server with `--metrics-port`; 0 if it is not there."""
+        with urllib.request.urlopen(str(self.metrics_url)) as page:
+            lines = page.read().decode().splitlines()
+        return next((float(line.split()[1]) for line in lines if line.split(" ")[0] == name), 0.0)
 
     def memory(self) -> dict[str, int]:
         """Bytes of resident memory: `rss`, and of that `file`, the pages mapped from files."""

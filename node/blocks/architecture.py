@@ -199,11 +199,13 @@ def cache_specs(
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """Bytes: of each block of a model as a server holds it, opened, and of one value of an attention cache."""
+    """Bytes: of each block of a model as a server holds it, opened, and of one value of an attention cache. `experts`:
+    what of `held` may be left on the disk."""
 
     held: tuple[int, ...]
     whole: tuple[int, ...]
     item: int
+    experts: tuple[int, ...] = ()
 
 
 def block_sizes(
@@ -223,7 +225,7 @@ def block_sizes(
         scheme = scheme_of(folder, read_raw_config(folder))
     if quantisation == "none" and (folder / GGUF_NOTE).is_file():
         stored = None if native is None else stored_weights(skeleton, Checkpoint(folder, skeleton.num_blocks))
-    held, whole = [], []
+    held, whole, experts = [], [], []
     for number, block in enumerate(skeleton.blocks):
         values = list(block.parameters())
         whole.append(sum(value.nbytes for value in values))
@@ -232,5 +234,7 @@ def block_sizes(
         elif stored is None:
             held.append(sum(held_bytes(quantisation, tuple(value.shape), value.nbytes) for value in values))
         else:
-            held.append(packed_bytes(stored, skeleton, number, block))
-    return BlockSizes(tuple(held), tuple(whole), skeleton.dtype.itemsize)
+            nbytes, of_experts = packed_bytes(stored, skeleton, number, block)
+            held.append(nbytes)
+            experts.append(of_experts)
+    return BlockSizes(tuple(held), tuple(whole), skeleton.dtype.itemsize, tuple(experts))

@@ -24,11 +24,12 @@ from .caches.ragged import RaggedView
 from .caches.states import STATE_CHUNK, STATE_TOKENS
 from .config import choose_device
 from .dot import use_dots
-from .kernels.choice import compared_parts, find_step, native_kernels
+from .kernels.choice import agrees_with_single_steps, find_step, native_kernels
 from .kernels.packing import Packer, tiled_kinds
 from .kernels.step import SpanStep
 from .kernels.tiles import TiledMatrix
 from .quantisation.matrix import QuantisedLinear
+from .quantisation.slots import QuantisedExperts
 from .skeleton import Skeleton, cut_config, fill
 from .span_adapter import (
     AdapterRows,
@@ -47,10 +48,6 @@ PREFILL_CHUNK: Final = 256
 _log = logging.getLogger(__name__)
 
 _UNBOUNDED_POSITIONS = 1 << 20  # architectures without a table or rotary range (alibi): a bound for sanity only
-# Largest relative rms difference between a ragged step and separate ones. Kernels differ in the last bits; a
-# wrong mask or position differs by tens of percent.
-_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
-_QUANTISED_TOLERANCE = 6e-2  # inputs are rounded to few bits, so a last bit may change the eighth
 
 
 class BlockSpan:
@@ -68,6 +65,7 @@ class BlockSpan:
         supports_ragged: whether `decode` runs the sessions as one batch.
         numerics: how coarsely the weights are held, and what they are multiplied with.
         stack: the blocks themselves, for passes without a cache.
+        specs: what each block keeps.
         step: decode steps by the compiled kernels, where these know such blocks and are quicker.
         linears: (values in, values out) of the linear layers that adapters may change, by block and path.
     """
@@ -98,7 +96,7 @@ class BlockSpan:
         self.step: SpanStep | None = None
         self.stack = stack
         self.linears = {span.start + index: linear_shapes(block) for index, block in enumerate(stack.blocks)}
-        self._specs = tuple(specs)
+        self.specs = tuple(specs)
         self._mixes_adapters = True
 
     @property
@@ -119,7 +117,25 @@ class BlockSpan:
             total += sum(parameter.nbytes for parameter in (*block.parameters(), *block.buffers()))
             quantised = (module.matrix for module in block.modules() if isinstance(module, QuantisedLinear))
             total += sum(tensor.nbytes for matrix in quantised for tensor in matrix.tensors().values())
-        return total
+        return total + sum(experts.nbytes for experts in self._experts)
+
+    @property
+    def _experts(self) -> list[QuantisedExperts]:
+        modules = (module for block in self.stack.blocks for module in block.modules())
+        return [module for module in modules if isinstance(module, QuantisedExperts)]
+
+    @property
+    def disk_bytes(self) -> int:
+        """Of the experts that are left on the disk."""
+        return sum(experts.nbytes for experts in self._experts if experts.ranges is not None)
+
+    @property
+    def expert_counts(self) -> tuple[int, int]:
+        """Experts that were used, each once in a pass through its block, and how many of these were not in memory."""
+        counts = [experts.counts for experts in self._experts]
+        if self.step is not None:
+            counts.append(self.step.counts)
+        return sum(used for used, _ in counts), sum(read for _, read in counts)
 
     @property
     def kernels(self) -> str:
@@ -148,7 +164,7 @@ class BlockSpan:
         if not self.span.covers(part):
             raise ValueError(f"blocks {part} are wanted, {self.span} are here")
         first = part.start - self.span.start
-        specs = self._specs[first : first + len(part)]
+        specs = self.specs[first : first + len(part)]
         return SpanCache(specs, batch, max_length, self._form, self.device, left_padding, first)
 
     def cache_tokens(self, batch: int, max_length: int) -> int:
@@ -349,6 +365,7 @@ def load_span(
     quantisation: str = "none",
     kernels: Kernels = "torch",
     progress: Progress = no_progress,
+    experts_on_disk: bool = False,
 ) -> BlockSpan:
     """Loads blocks `span` of the model in `folder`, and nothing else of it.
 
@@ -363,6 +380,7 @@ def load_span(
             server announces (`Numerics`): with int8 activations these layers round what they multiply, and keys and
             values may be held in bfloat16 or int8.
         kernels: what computes a few rows on a CPU: torch, the compiled kernels (native), or the quicker one (auto).
+        experts_on_disk: whether experts of few bits are left in files of petalnode's cache, and read when needed.
 
     Raises:
         ModelError: the folder is no model, is damaged or incomplete, or its architecture cannot be cut.
@@ -395,7 +413,7 @@ def load_span(
             tiled = {} if native is None else tiled_kinds(quant, blocks[0], always=kernels == "native", rounds=rounds)
             there = Quantiser(folder, weights, skeleton, target, quant, progress, tiled).replace(span, numbered)
         elif native is not None:
-            packer = Packer(folder, weights, skeleton, kernels == "native", progress, rounds)
+            packer = Packer(folder, weights, skeleton, kernels == "native", progress, rounds, experts_on_disk)
             there = packer.replace(span, numbered)
         fill(skeleton, weights, lambda block: block is not None and block in span, target, there)
     layers = layers_that_round(blocks) if rounds else []
@@ -408,41 +426,7 @@ def load_span(
     # A chunk that attention stays within is no window that moves along, though its cache looks like one.
     chunked = getattr(skeleton.config, "attention_chunk_size", None) is not None
     one_by_one = chunked or stack.depends_on_length or loaded.keeps_states
-    loaded.supports_ragged = not one_by_one and _agrees_with_single_steps(loaded)
+    loaded.supports_ragged = not one_by_one and agrees_with_single_steps(loaded)
     if native is not None and loaded.supports_ragged:
-        loaded.step = find_step(loaded, specs, skeleton.config, native, always=kernels == "native")
+        loaded.step = find_step(loaded, skeleton.config, native, always=kernels == "native")
     return loaded
-
-
-def _agrees_with_single_steps(span: BlockSpan) -> bool:
-    """Whether this architecture's decode steps may run as one ragged batch."""
-    return all(_agrees(span, part) for part in compared_parts(span.span, span.numerics))
-
-
-def _agrees(span: BlockSpan, part: Span) -> bool:
-    """The same of these blocks: runs two tiny sessions both ways, one of them with two rows and left padding, and
-    compares."""
-    generator = torch.Generator().manual_seed(0)
-    sessions = []
-    for batch, length, padding in ((1, 3, None), (2, 2, [1, 0])):
-        cache = span.make_cache(batch, length + 1, padding, part)
-        hidden = torch.randn(batch, length + 1, span.hidden_size, generator=generator)
-        span.forward(hidden[:, :length], cache)
-        sessions.append((hidden[:, length:], cache))
-    try:
-        span.supports_ragged = True
-        together = span.decode(sessions)
-    except Exception as error:  # other architectures break in their own ways
-        _log.debug("decode steps run one by one: %s", error)
-        return False
-    finally:
-        span.supports_ragged = False
-    tolerance = _TOLERANCE[span.dtype] if span.numerics == Numerics() else _QUANTISED_TOLERANCE
-    for (hidden, cache), ragged in zip(sessions, together, strict=True):
-        cache.rollback(cache.max_length - 1)
-        single = span.forward(hidden, cache)
-        difference = float((ragged - single).norm() / single.norm())
-        if not difference <= tolerance:
-            _log.warning("decode steps run one by one: a batch of them differs by %.1g", difference)
-            return False
-    return True

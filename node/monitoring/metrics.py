@@ -300,6 +300,9 @@ def _serving(serving: Serving | None) -> Iterator[Metric]:
         "Decode steps of one row per second, as announced.",
         serving.steps_per_second,
     )
+    used, read = serving.experts
+    yield counter("petalnode_server_experts_used", "Experts that were used, once for each pass through a block.", used)
+    yield counter("petalnode_server_experts_read", "Those of them that were not in memory.", read)
 
 
 def _work(tallies: ServerTallies) -> Iterator[Metric]:

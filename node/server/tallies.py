@@ -62,7 +62,8 @@ class StepTallies:
 
 @dataclass(frozen=True)
 class Serving:
-    """What a server serves now. Cache in tokens, `steps_per_second` as announced; `waiting`: requests for cache."""
+    """What a server serves now. Cache in tokens, `steps_per_second` as announced; `waiting`: requests for cache;
+    `experts`: how many these blocks have used, each once in a pass, and how many of them were not in memory."""
 
     model: str
     num_blocks: int
@@ -78,6 +79,7 @@ class Serving:
     waiting: int
     queue_depth: int
     steps_per_second: float
+    experts: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)

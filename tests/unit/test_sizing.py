@@ -18,6 +18,7 @@ from petalnode.node.server.lifecycle.memory import (
     cache_tokens_that_fit,
     check_blocks_fit,
     check_cache_fits,
+    fit_blocks,
 )
 from tests.tiny_models import save_tiny
 
@@ -82,6 +83,22 @@ def test_it_says_how_many_of_the_chosen_blocks_fit() -> None:
         check_blocks_fit(MEMORY, [8 * GIB], token_bytes=1024, cache_tokens=None)
     with pytest.raises(MachineError, match="at most 3 fit"):
         check_blocks_fit(MEMORY, [GIB] * 5, token_bytes=0, cache_tokens=None, spare=4 * GIB + 1)
+
+
+def test_experts_that_do_not_fit_stay_on_the_disk() -> None:
+    """If memory has room for a quarter of them: it says for how many."""
+    fitting = fit_blocks(MEMORY, [GIB] * 7, [GIB // 2] * 7, token_bytes=0, cache_tokens=None)
+    assert fitting.nbytes == 7 * GIB and not fitting.on_disk and not fitting.reason
+    left = fit_blocks(MEMORY, [GIB] * 10, [GIB // 2] * 10, token_bytes=0, cache_tokens=None)
+    assert left.on_disk and left.nbytes == MEMORY.free
+    assert "8.0 GiB of memory are free and these blocks take 10.0 GiB: their experts, 5.0 GiB, stay" in left.reason
+    assert "about 60 % of them in memory" in left.reason  # 3 of 5
+    with pytest.raises(MachineError, match=r"14 blocks of this model take 14.0 GiB"):
+        fit_blocks(MEMORY, [GIB] * 14, [GIB // 2] * 14, token_bytes=0, cache_tokens=None)
+    with pytest.raises(MachineError, match=r"10 blocks of this model take 10.0 GiB"):  # of no mixture
+        fit_blocks(MEMORY, [GIB] * 10, [0] * 10, token_bytes=0, cache_tokens=None)
+    with pytest.raises(MachineError, match=r"10 blocks of this model take 10.0 GiB"):
+        fit_blocks(MEMORY, [GIB] * 10, [], token_bytes=0, cache_tokens=None)
 
 
 def test_it_says_how_many_tokens_of_cache_fit() -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Protocol
 
 import torch
+from torch import nn
 
 from ....protocols.ids import Span
 from ...errors import MachineError
 from ...models.quantisation import Kernels, Numerics
 from ..cache import BlockCacheSpec, SpanCache
 from ..dot import best_time
+from ..quantisation.matrix import QuantisedLinear, QuantisedMatrix
+from ..quantisation.slots import QuantisedExperts
 from ..stack import BlockStack
 from .library import NOT_HERE, Library, library, usable_threads
 from .step import SpanStep, Unsuitable
@@ -28,6 +31,10 @@ little. What attends to other tokens differs by tens of percent."""
 _ROUNDED_TOLERANCE: Final = 6e-2
 """The same of one block where activations are rounded to eight bits, which a last bit of float32 may decide. Over many
 blocks such differences grow to that of the roundings themselves."""
+# Largest relative rms difference between a ragged step and separate ones. Kernels differ in the last bits; a
+# wrong mask or position differs by tens of percent.
+_RAGGED_TOLERANCE: Final = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+_QUANTISED_TOLERANCE: Final = 6e-2  # inputs are rounded to few bits, so a last bit may change the eighth
 _WORTH: Final = 0.95  # of the time that torch needs: less is noise
 _SAMPLE_BYTES: Final = 128 << 20
 _MANY: Final = 8
@@ -61,6 +68,9 @@ class Decoder(Protocol):
     step: SpanStep | None
     hidden_size: int
     numerics: Numerics
+    specs: tuple[BlockCacheSpec, ...]
+    dtype: torch.dtype
+    supports_ragged: bool
 
     @property
     def weight_bytes(self) -> int: ...
@@ -74,21 +84,19 @@ class Decoder(Protocol):
     def decode(self, steps: Sequence[tuple[torch.Tensor, SpanCache]]) -> list[torch.Tensor]: ...
 
 
-def find_step(
-    span: Decoder, specs: Sequence[BlockCacheSpec], config: Any, found: Library, *, always: bool
-) -> SpanStep | None:
+def find_step(span: Decoder, config: Any, found: Library, *, always: bool) -> SpanStep | None:
     """The kernels' decode step for `span`, which may run ragged batches and has no such step yet; None if it is not to
     be used: the kernels do not know such blocks, compute something else, or are not quicker.
 
     `always`: where it agrees, it need not be quicker.
     """
     try:
-        step = SpanStep(span.stack.blocks, specs, config, span.stack.rotary, found, span.numerics.cache)
+        step = SpanStep(span.stack.blocks, span.specs, config, span.stack.rotary, found, span.numerics.cache)
     except (Unsuitable, AttributeError) as error:
         _log.debug("the compiled kernels do not compute such blocks: %s", error)
         return None
     try:
-        difference = max(_difference(span, part, step) for part in compared_parts(span.span, span.numerics))
+        difference = max(_difference(span, part, step) for part in compared_parts(span))
         if not difference <= _tolerance(span.numerics):
             _log.warning("torch computes decode steps: the compiled kernels differ by %.1g", difference)
             return None
@@ -124,11 +132,37 @@ def _tolerance(numerics: Numerics) -> float:
     return _TOLERANCE if numerics.cache == "auto" else _HELD_TOLERANCE
 
 
-def compared_parts(span: Span, numerics: Numerics) -> list[Span]:
-    """The parts of a span whose results have to agree: block by block where roundings decide about later ones."""
-    if numerics.activations == "float32":
-        return [span]
-    return [Span(block, block + 1) for block in range(span.start, span.end)]
+def compared_parts(span: Decoder) -> list[Span]:
+    """The parts of a span whose results have to agree: its blocks up to the last one that is unlike those before it,
+    two at least. Each kind of block by itself where roundings decide about later ones."""
+    kinds: set[object] = set()
+    first_of_kind = []
+    for number, (block, spec) in enumerate(zip(span.stack.blocks, span.specs, strict=True)):
+        kind = (spec, tuple(_traits(block, number)))
+        if kind not in kinds:
+            kinds.add(kind)
+            first_of_kind.append(span.span.start + number)
+    if span.numerics.activations == "float32":
+        return [Span(span.span.start, min(span.span.end, max(first_of_kind[-1] + 1, span.span.start + 2)))]
+    return [Span(block, block + 1) for block in first_of_kind]
+
+
+def _traits(block: nn.Module, number: int) -> Iterator[object]:
+    """All that makes a block compute otherwise than another one with the same weights; its number does not."""
+    for path, module in block.named_modules():
+        yield path, type(module)
+        yield from ((name, tuple(value.shape)) for name, value in module.named_parameters(recurse=False))
+        for name, value in sorted(vars(module).items()):
+            if isinstance(value, (str, int, float)) and not ("layer" in name and value == number):
+                yield name, value
+        if isinstance(module, QuantisedLinear):
+            yield _form(module.matrix)
+        if isinstance(module, QuantisedExperts):
+            yield from sorted({_form(matrix) for matrix in (*module.up, *module.down)}, key=repr)
+
+
+def _form(matrix: QuantisedMatrix) -> tuple[object, ...]:
+    return type(matrix), getattr(matrix, "form", ""), matrix.shape
 
 
 def _difference(span: Decoder, part: Span, step: SpanStep) -> float:
@@ -173,3 +207,37 @@ def _back(cache: SpanCache) -> SpanCache:
     """The cache before its last step."""
     cache.rollback(cache.max_length - 1)
     return cache
+
+
+def agrees_with_single_steps(span: Decoder) -> bool:
+    """Whether this architecture's decode steps may run as one ragged batch."""
+    return all(_agrees(span, part) for part in compared_parts(span))
+
+
+def _agrees(span: Decoder, part: Span) -> bool:
+    """The same of these blocks: runs two tiny sessions both ways, one of them with two rows and left padding, and
+    compares."""
+    generator = torch.Generator().manual_seed(0)
+    sessions = []
+    for batch, length, padding in ((1, 3, None), (2, 2, [1, 0])):
+        cache = span.make_cache(batch, length + 1, padding, part)
+        hidden = torch.randn(batch, length + 1, span.hidden_size, generator=generator)
+        span.forward(hidden[:, :length], cache)
+        sessions.append((hidden[:, length:], cache))
+    try:
+        span.supports_ragged = True
+        together = span.decode(sessions)
+    except Exception as error:  # other architectures break in their own ways
+        _log.debug("decode steps run one by one: %s", error)
+        return False
+    finally:
+        span.supports_ragged = False
+    tolerance = _RAGGED_TOLERANCE[span.dtype] if span.numerics == Numerics() else _QUANTISED_TOLERANCE
+    for (hidden, cache), ragged in zip(sessions, together, strict=True):
+        cache.rollback(cache.max_length - 1)
+        single = span.forward(hidden, cache)
+        difference = float((ragged - single).norm() / single.norm())
+        if not difference <= tolerance:
+            _log.warning("decode steps run one by one: a batch of them differs by %.1g", difference)
+            return False
+    return True

@@ -4,7 +4,7 @@
  * rounding. No dependencies. Here are the forms, what each instruction set has to offer, and the functions that Python
  * calls. products.h and step.h are included once for each instruction set, with ISA defined; `petalnode_select` takes
  * the best one that the processor has. plain.h, x86.h and arm.h have those, bytes.h products of whole numbers for rows that are rounded,
- * threads.h the threads that help, cache.h how keys and values are held, ahead.h what is fetched early; packing.h brings
+ * threads.h the threads that help, cache.h how keys and values are held, ahead.h what is fetched early, pages.h what is read early; packing.h brings
  * weights of a GGUF file into these forms.
  *
  * Three promises hold for every function and every instruction set:
@@ -66,7 +66,7 @@
 #endif
 
 #define LANES 16
-#define INTERFACE_VERSION 8 /* of this file towards library.py */
+#define INTERFACE_VERSION 9 /* of this file towards library.py */
 #define MOST_ROWS 8 /* that are multiplied at a time */
 #define AHEAD 8 /* tokens, whose keys are fetched */
 #define PANEL 16 /* tokens, whose keys or values are opened at a time */
@@ -146,6 +146,12 @@ struct row {
     int64_t batch, row, max_length, length, padding;
 };
 
+/* Some bytes of a mapped file. */
+struct range {
+    const void *start;
+    int64_t bytes;
+};
+
 /* One block. What may be NULL, and then is not there: biases, norms of queries and keys, norms of what attention and MLP
  * give, the gate's codes. With `experts`, these are in place of gate, up and down. */
 struct block {
@@ -153,9 +159,10 @@ struct block {
     int64_t window;          /* tokens that are looked at, 0: all */
     int32_t rotary, experts; /* which of the tables of cosines and sines; how many */
     float scale;             /* of the scores of attention */
-    int32_t unused;
+    int32_t each;            /* ranges of an expert */
     struct matrix query, key, value, output, gate, up, down, router;
     const struct matrix *expert; /* [experts][3]: gate, up, down */
+    const struct range *ranges;  /* [experts][each]: where these stand in mapped files; NULL: in memory */
 };
 
 enum activation { ACTIVATION_NONE = 0, ACTIVATION_SILU = 1, ACTIVATION_GELU_TANH = 2 };
@@ -179,7 +186,8 @@ struct change {
 /* One token of each row through the blocks: `hidden` [number][hidden] in place, keys and values into the rows' caches.
  * `several`: rows may be tokens of one session, each with its own `length`, the earlier ones first or not.
  * `cosines`, `sines` [tables][number][rotary_dim]. `changes` in the order of their blocks. `scratch`: what
- * petalnode_step_scratch says, `score_count` for each thread. */
+ * petalnode_step_scratch says, `score_count` for each thread. To `counts` is added how many experts of the blocks were used,
+ * and how many of these were not all in memory. */
 struct step {
     const struct shape *shape;
     const struct block *blocks;
@@ -188,6 +196,7 @@ struct step {
     int64_t count, number, changed, score_count, several;
     const float *cosines, *sines;
     float *hidden, *scratch;
+    int64_t *counts;
 };
 
 static const float NF4_TABLE[LANES] = {
@@ -246,6 +255,7 @@ INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 #include "threads.h"
 #include "cache.h"
 #include "ahead.h"
+#include "pages.h"
 
 struct kernels {
     const char *name;
@@ -404,7 +414,7 @@ EXPORT int32_t petalnode_interface(void) { return INTERFACE_VERSION; }
 EXPORT int64_t petalnode_size(int32_t number) {
     static const int64_t sizes[] = {
         sizeof(struct matrix), sizeof(struct row), sizeof(struct block),
-        sizeof(struct shape), sizeof(struct change), sizeof(struct step),
+        sizeof(struct shape), sizeof(struct change), sizeof(struct step), sizeof(struct range),
     };
     return number >= 0 && number < (int32_t)(sizeof sizes / sizeof *sizes) ? sizes[number] : 0;
 }
@@ -422,6 +432,9 @@ EXPORT void petalnode_multiply(const struct matrix *matrix, const float *x, int6
 EXPORT void petalnode_unpack(const struct matrix *matrix, int64_t first, int64_t last, float *panel) {
     chosen->unpack(matrix, first, last, panel);
 }
+
+/* As `ask_for`. */
+EXPORT int32_t petalnode_ask_for(const struct range *ranges, int64_t count) { return ask_for(ranges, count); }
 
 EXPORT void petalnode_step(const struct step *step, int64_t threads) {
     threads = claim_threads(threads);

@@ -34,11 +34,12 @@ HEADERS: Final = (
     "bytes.h",
     "cache.h",
     "ahead.h",
+    "pages.h",
     "step.h",
     "packing.h",
     "threads.h",
 )
-INTERFACE: Final = 8
+INTERFACE: Final = 9
 """As in kernels.c: goes up whenever a function or structure there changes."""
 ISA_VARIABLE: Final = "PETALNODE_KERNELS_ISA"
 """One of `ISAS`, in place of the best that the processor has: for comparisons. `none`: no kernels."""
@@ -99,9 +100,9 @@ class Block(ctypes.Structure):
             "mlp_norm",
         )),
         ("window", ctypes.c_int64), ("rotary", ctypes.c_int32), ("experts", ctypes.c_int32),
-        ("scale", ctypes.c_float), ("unused", ctypes.c_int32),
+        ("scale", ctypes.c_float), ("each", ctypes.c_int32),
         *((name, Matrix) for name in ("query", "key", "value", "output", "gate", "up", "down", "router")),
-        ("expert", ctypes.c_void_p),
+        ("expert", ctypes.c_void_p), ("ranges", ctypes.c_void_p),
     )  # fmt: skip
 
 
@@ -132,11 +133,17 @@ class Step(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("shape", "blocks", "rows", "changes")),
         *((name, ctypes.c_int64) for name in ("count", "number", "changed", "score_count", "several")),
-        *((name, ctypes.c_void_p) for name in ("cosines", "sines", "hidden", "scratch")),
+        *((name, ctypes.c_void_p) for name in ("cosines", "sines", "hidden", "scratch", "counts")),
     )
 
 
-STRUCTURES: Final = (Matrix, Row, Block, Shape, Change, Step)
+class Range(ctypes.Structure):
+    """`struct range`: some bytes of a mapped file."""
+
+    _fields_ = (("start", ctypes.c_void_p), ("bytes", ctypes.c_int64))
+
+
+STRUCTURES: Final = (Matrix, Row, Block, Shape, Change, Step, Range)
 """What the library reads of this module's memory, in the order of `petalnode_size`."""
 
 
@@ -281,6 +288,7 @@ def _declare(functions: ctypes.CDLL) -> None:
         "unpack": (None, (ctypes.POINTER(Matrix), number, number, pointer)),
         "pack": (ctypes.c_int32, (ctypes.c_int32, pointer, number, number, pointer, pointer, pointer)),
         "tile_nf4": (None, (pointer, number, number, pointer)),
+        "ask_for": (ctypes.c_int32, (pointer, number)),
         "step": (None, (ctypes.POINTER(Step), number)),
         "step_scratch": (number, (ctypes.POINTER(Shape), number, number, number)),
     }

@@ -1,8 +1,8 @@
 """The weights of a span in their own form: the few bits that a GGUF file has them in, or 16 bits.
 
 Matrices of a GGUF file are read one at a time and brought into the kernels' tiles, which takes little longer than
-reading them; nothing is kept on the disk. Those of kinds that the kernels do not know are opened to float32. Matrices
-of safetensors in bfloat16 or float16 stay in their mapped files.
+reading them; nothing is kept on the disk but experts that memory is too small for. Those of kinds that the kernels do
+not know are opened to float32. Matrices of safetensors in bfloat16 or float16 stay in their mapped files.
 """
 
 from __future__ import annotations
@@ -22,19 +22,34 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ....protocols.ids import Span
+from ...errors import MachineError
 from ...models.checkpoint import Checkpoint
+from ...models.digests import part_digests
+from ...models.folder import read_config as read_raw_config
 from ...models.gguf.weights import GgufWeights
+from ...models.manifest import canonical_architecture
 from ...models.progress import Progress
 from ...models.quantisation import Quantisation
 from ...models.stored_scheme import StoredScheme
 from ..config import read_config
 from ..dot import best_time, dot_rows, has_dots
 from ..quantisation.matrix import Int8Matrix, QuantisedLinear, nf4_kind
-from ..quantisation.slots import MatrixSlot, matrix_slots, put_matrices
+from ..quantisation.quantiser import QuantisedCache
+from ..quantisation.slots import MatrixSlot, QuantisedExperts, matrix_slots, put_matrices
 from ..quantisation.stored import StoredQuantised
 from ..skeleton import Skeleton, build, fill, quantised_weights, stored_weights
 from .library import Library, usable_threads
-from .tiles import FORMS, LANES, MOST_ROWS, StoredMatrix, TiledInt8Matrix, TiledMatrix, TiledNf4Matrix, held_as
+from .tiles import (
+    FORMS,
+    LANES,
+    MOST_ROWS,
+    StoredMatrix,
+    TiledInt8Matrix,
+    TiledMatrix,
+    TiledNf4Matrix,
+    held_as,
+    kernels,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +59,8 @@ WORK: Final = {1: 64, 8: 8, PREFILL_ROWS: 1}
 _OF_A_HEAD: Final = {1: 1}
 _SAMPLE_BYTES: Final = 32 << 20  # of float32 weights: more than the processor's cache holds
 _WORTH: Final = 0.95  # of the time that torch needs: less is noise
+_LAYOUT: Final = 1
+"""Of the tiles in files of the cache: goes up when a form changes."""
 _STORED_WORTH: Final = 1.25
 """The same for weights of 16 bits, which take half the memory."""
 _HALVES: Final = {"BF16": torch.bfloat16, "F16": torch.float16}
@@ -61,6 +78,7 @@ class Packer:
         always: also where torch is quicker with the float32 values of 16 bits. Those of fewer bits
             are packed always, for the memory that they spare.
         rounds: whether what is multiplied is rounded, for the measurement.
+        on_disk: leaves experts of few bits in files of petalnode's cache, which are mapped.
     """
 
     folder: Path
@@ -69,9 +87,14 @@ class Packer:
     always: bool
     progress: Progress
     rounds: bool = False
+    on_disk: bool = False
 
     def replace(self, span: Span, blocks: Mapping[int, nn.Module]) -> set[str]:
-        """Puts packed modules into `blocks`, which have no weights yet, and returns the parameters they stand for."""
+        """Puts packed modules into `blocks`, which have no weights yet, and returns the parameters they stand for.
+
+        Raises:
+            MachineError: experts are to be left on the disk, and it has no room for them.
+        """
         stored = stored_weights(self.skeleton, self.weights) or quantised_weights(self.skeleton, self.weights)
         halves = self._stored(span) if stored is None else None
         kept: dict[int, Packed] = {}
@@ -82,6 +105,9 @@ class Packer:
         gone: set[str] = set()
         for number, packed in kept.items():
             put_matrices(blocks[number], packed, self.skeleton.dtype)
+            for module in blocks[number].modules() if self.on_disk else ():
+                if isinstance(module, QuantisedExperts):
+                    module.leave_on_disk(kernels())
             gone.update(self.skeleton.parameter(number, slot.parameter) for slot in packed)
         return gone
 
@@ -109,18 +135,27 @@ class Packer:
         """The matrices of GGUF files, or quantised ones, in the kernels' forms, several read at once and no more."""
         held = {number: packable(stored, self.skeleton, number, block) for number, block in blocks.items()}
         total = sum(FORMS[form].nbytes(slot.shape) for slots in held.values() for slot, form in slots.items())
+        cache = self._cache() if self.on_disk else None
+        digests = part_digests(self.weights, blocks, self.progress) if self.on_disk else {}
         done = 0
         kept: dict[int, Packed] = {}
         with ThreadPoolExecutor(usable_threads(), thread_name_prefix="pack") as pool:
             for number, slots in held.items():
-                work = partial(self._matrix, stored, number)
-                matrices: dict[MatrixSlot, TiledMatrix] = {}
-                for slot, matrix in zip(slots, pool.map(work, slots), strict=True):
-                    matrices[slot] = matrix
+                found = {} if cache is None else _restored(cache.read(digests[number]), slots)
+                done += sum(matrix.nbytes for matrix in found.values())
+                missing = [slot for slot in slots if slot not in found]
+                for slot, matrix in zip(missing, pool.map(partial(self._matrix, stored, number), missing), strict=True):
+                    found[slot] = matrix
                     done += matrix.nbytes
                     self.progress("Reading the weights", done, total)
-                kept[number] = matrices
+                if cache is not None and any(slot.expert is not None for slot in missing):
+                    found |= _left(cache, digests[number], slots, found)
+                kept[number] = found
         return kept
+
+    def _cache(self) -> QuantisedCache:
+        """Where experts are left on the disk."""
+        return QuantisedCache(f"experts{_LAYOUT}", canonical_architecture(read_raw_config(self.folder)))
 
     def _matrix(self, stored: FewBits, number: int, slot: MatrixSlot) -> TiledMatrix:
         name = self.skeleton.parameter(number, slot.parameter)
@@ -142,6 +177,40 @@ class Packer:
             number: whole_modules(packed, {s: m for s, m in packed.items() if (m.form, m.shape) in chosen})
             for number, packed in blocks.items()
         }
+
+
+def _left(cache: QuantisedCache, digest: bytes, slots: Mapping[MatrixSlot, str], made: Packed) -> Packed:
+    """The experts of a block as they are in a file from now on.
+
+    Raises:
+        MachineError: the disk does not take it.
+    """
+    tensors = {
+        f"{slot.name}.{part}": tensor
+        for slot, matrix in made.items()
+        if slot.expert is not None
+        for part, tensor in matrix.tensors().items()
+    }
+    if not cache.write(digest, tensors) or not (found := _restored(cache.read(digest), slots)):
+        needed = sum(tensor.nbytes for tensor in tensors.values()) / (1 << 20)
+        raise MachineError(
+            f"the experts of these blocks do not fit into memory, and {cache.file(digest).parent} has no room for them "
+            f"({needed:.0f} MiB a block): serve fewer blocks, or free some of the disk"
+        )
+    return found
+
+
+def _restored(tensors: Mapping[str, Tensor] | None, slots: Mapping[MatrixSlot, str]) -> dict[MatrixSlot, TiledMatrix]:
+    """The experts among `slots` as a file of the cache has them; none if it is not there, or is of other experts."""
+    found = {}
+    try:
+        for slot, form in slots.items():
+            if slot.expert is not None:
+                parts = {part: (tensors or {})[f"{slot.name}.{part}"] for part in FORMS[form].kinds(slot.shape)}
+                found[slot] = TiledMatrix.from_tensors(form, slot.shape, parts)
+    except (KeyError, ValueError):
+        return {}
+    return found
 
 
 def packable(stored: FewBits, skeleton: Skeleton, number: int, block: nn.Module) -> dict[MatrixSlot, str]:
@@ -169,12 +238,15 @@ def planned_bytes(scheme: StoredScheme, block: nn.Module, *, native: bool) -> in
     return opened + sum(taken.values())
 
 
-def packed_bytes(stored: GgufWeights, skeleton: Skeleton, number: int, block: nn.Module) -> int:
-    """What block `number` takes where its matrices are held in the bits of the file; those that cannot be, opened."""
+def packed_bytes(stored: GgufWeights, skeleton: Skeleton, number: int, block: nn.Module) -> tuple[int, int]:
+    """What block `number` takes where its matrices are held in the bits of the file; those that cannot be, opened. And
+    what of this are experts, which may be left on the disk."""
     slots = packable(stored, skeleton, number, block)
     gone = {slot.parameter for slot in slots}
     opened = sum(value.nbytes for name, value in block.named_parameters() if name not in gone)
-    return opened + sum(FORMS[form].nbytes(slot.shape) for slot, form in slots.items())
+    held = {slot: FORMS[form].nbytes(slot.shape) for slot, form in slots.items()}
+    experts = sum(nbytes for slot, nbytes in held.items() if slot.expert is not None)
+    return opened + sum(held.values()), experts
 
 
 T = TypeVar("T")

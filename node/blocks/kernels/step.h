@@ -184,6 +184,7 @@ struct NAME(state) {
     int64_t number, index, score_count, threads, several;
     const float *cosines, *sines;
     float *hidden, *normed, *added, *query, *key, *value, *attended, *gate, *up, *sums, *scores;
+    int64_t *counts;
 };
 
 /* A piece of attention: one head of keys and values of one row, and the query heads that share it. */
@@ -328,6 +329,7 @@ static void NAME(experts)(const struct NAME(state) *w) {
         for (int64_t e = 0; e < all; e++)
             share[e] = float_bits(share[e]) >> 31 ? -share[e] / (s->shares_add_up ? total : 1.0f) : -1.0f;
     }
+    ask_for_experts(b, shares, number, w->counts);
     memset(w->added, 0, number * hidden * sizeof(float));
     for (int64_t e = 0; e < all; e++) {
         const struct matrix *of = b->expert + 3 * e;
@@ -408,7 +410,8 @@ static void NAME(step)(const struct step *t, int64_t threads) {
     const struct shape *s = t->shape;
     const int64_t number = t->number, wide = most(s->heads * s->head_dim, s->hidden), narrow = s->kv_heads * s->head_dim;
     struct NAME(state) w = {.s = s, .rows = t->rows, .number = number, .threads = threads, .several = t->several, .cosines = t->cosines,
-                            .sines = t->sines, .hidden = t->hidden, .score_count = own_count(s, t->score_count)};
+                            .sines = t->sines, .hidden = t->hidden, .counts = t->counts,
+                            .score_count = own_count(s, t->score_count)};
     w.normed = t->scratch;
     w.added = w.normed + number * s->hidden;
     w.query = w.added + number * s->hidden;

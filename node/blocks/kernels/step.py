@@ -67,6 +67,7 @@ class SpanStep:
 
     Attributes:
         threads: that compute a step, if no other thread of the process has them; the results are the same.
+        counts: of experts, as `QuantisedExperts` has them.
 
     Raises:
         Unsuitable: the kernels do not compute such blocks.
@@ -88,6 +89,7 @@ class SpanStep:
         if len({(spec.heads, spec.key_dim, spec.value_dim) for spec in specs}) != 1:
             raise Unsuitable("blocks that keep different things")
         self.threads = 1
+        self.counts = (ctypes.c_int64 * 2)()
         self._functions = found.functions
         self._one_more = config.model_type.startswith("gemma")  # norms multiply with 1 + weight
         self._blocks = (Block * len(blocks))()
@@ -152,6 +154,7 @@ class SpanStep:
             ctypes.addressof(self._shape), ctypes.addressof(self._blocks) + first * ctypes.sizeof(Block),
             ctypes.addressof(rows), ctypes.addressof(changes), blocks, count, len(changes), scores, tokens > 1,
             cosines.data_ptr(), sines.data_ptr(), output.data_ptr(), self._scratch.data_ptr(),
+            ctypes.addressof(self.counts),
         )  # fmt: skip
         self._functions.petalnode_step(ctypes.byref(step), self.threads)
         return output
@@ -290,6 +293,9 @@ class SpanStep:
             array[3 * number : 3 * number + 3] = [rows_of(up, 0, half), rows_of(up, half, half), down]
         self._kept.append(array)
         described.expert = ctypes.addressof(array)
+        if isinstance(experts, QuantisedExperts) and experts.ranges is not None:
+            described.each, described.ranges = experts.each, ctypes.addressof(experts.ranges)
+            self._kept.append(experts.ranges)
         self._shape.inner = max(self._shape.inner, half)
         self._shape.chosen = int(router.top_k)
         self._shape.shares_add_up = bool(getattr(router, "norm_topk_prob", True))

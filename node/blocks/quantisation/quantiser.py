@@ -48,6 +48,8 @@ Matrices = Mapping[MatrixSlot, QuantisedMatrix]
 _FOLDER: Final = "quantised"
 _DOMAIN: Final = "petalnode/model/quantised/1"
 _SUFFIX: Final = ".safetensors"
+_READ_ONLY: Final = 0o444
+"""Files are mapped: one that became shorter would kill the processes that use it, one that is removed does not."""
 KEPT_FREE: Final = 2 << 30
 """Bytes of the disk that this cache leaves to others."""
 
@@ -109,6 +111,8 @@ class QuantisedCache:
             with tempfile.NamedTemporaryFile(dir=file.parent, prefix=file.stem, suffix=".tmp", delete=False) as stream:
                 temporary = Path(stream.name)
             save_file(kept, temporary, metadata={"sha256": _sha256(kept)})
+            if os.name == "posix":  # elsewhere such a file can be neither replaced nor removed
+                temporary.chmod(_READ_ONLY)
             temporary.replace(file)
         except (OSError, MachineError) as error:
             _log.warning("quantised blocks are not kept on the disk: %s", error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,10 +12,13 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from ..kernels.library import Library, Range
 from .matrix import QuantisedLinear, QuantisedMatrix
 
 _SAME_AS_LINEAR: Final = frozenset({"Linear", "Conv1D", "FalconLinear"})
 """Classes that multiply with their weight and add their bias, and do nothing else."""
+_ASKED_AHEAD: Final = 4
+"""Experts whose weights are read from the disk while another one is multiplied."""
 
 
 @dataclass(frozen=True)
@@ -118,10 +122,19 @@ class QuantisedExperts(nn.Module):
 
     Args:
         matrices: for each of `expert_stacks(original)`, the experts' matrices in order.
+
+    Attributes:
+        counts: as `struct step` of kernels.c has them, int64: of experts, once for each pass in which one was used, and
+            of those among them that were not all in memory.
+        ranges: where the experts' weights stand in mapped files, `each` for an expert; None where they are in memory.
     """
 
     def __init__(self, original: nn.Module, matrices: Mapping[str, Sequence[QuantisedMatrix]]) -> None:
         super().__init__()
+        self.counts = (ctypes.c_int64 * 2)()
+        self.ranges: Any = None
+        self.each = 0
+        self._library: Library | None = None
         self.up, self.down = (tuple(matrices[name]) for name in expert_stacks(original))
         self.names = expert_stacks(original)
         for name, parameter in original.named_parameters(recurse=False):
@@ -142,12 +155,41 @@ class QuantisedExperts(nn.Module):
         tokens, per_token = chosen.shape
         flat = chosen.reshape(-1)
         outputs, positions = [], []
-        for expert in flat.unique().tolist():  # type: ignore[no-untyped-call]
+        experts: list[int] = flat.unique().tolist()  # type: ignore[no-untyped-call]
+        self.counts[0] += len(experts)
+        for expert in experts[:_ASKED_AHEAD]:
+            self._ask_for(expert)
+        for place, expert in enumerate(experts):
+            for later in experts[place + _ASKED_AHEAD : place + _ASKED_AHEAD + 1]:
+                self._ask_for(later)
             position = (flat == expert).nonzero().squeeze(1)
             outputs.append(self._one(expert, hidden[position // per_token]))
             positions.append(position)
         output = torch.cat(outputs)[torch.cat(positions).argsort()] * shares.reshape(-1, 1)
         return output.view(tokens, per_token, -1).sum(1).to(hidden.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the experts' matrices."""
+        return sum(tensor.nbytes for matrix in (*self.up, *self.down) for tensor in matrix.tensors().values())
+
+    def leave_on_disk(self, found: Library) -> None:
+        """Has the experts' weights, which are those of mapped files, read when they are needed."""
+        parts = [
+            (tensor.data_ptr(), tensor.nbytes)
+            for expert in zip(self.up, self.down, strict=True)
+            for matrix in expert
+            for tensor in matrix.tensors().values()
+        ]
+        self.each = len(parts) // len(self.up)
+        self.ranges = (Range * len(parts))(*(Range(*part) for part in parts))
+        self._library = found
+
+    def _ask_for(self, expert: int) -> None:
+        """Has an expert's weights read, and does not wait for them."""
+        if self._library is not None:
+            first = ctypes.addressof(self.ranges) + expert * self.each * ctypes.sizeof(Range)
+            self.counts[1] += self._library.functions.petalnode_ask_for(first, self.each)
 
     def _one(self, expert: int, values: torch.Tensor) -> torch.Tensor:
         """What one expert makes of its tokens [tokens, hidden size]."""

@@ -38,6 +38,8 @@ class MemoryShares:
     reserve: int = 512 << 20
     """Bytes, and the share of the whole memory, that stay free for everything else: whichever is more."""
     copies: int = 12  # Hidden states that are there at once while a long prefill is computed, in float32
+    experts: float = 0.25
+    """Part of the experts that memory has to have room for, so that the others may be left on the disk."""
 
 
 MEMORY_SHARES: Final = MemoryShares()
@@ -59,11 +61,13 @@ class Memory:
 
 @dataclass(frozen=True)
 class Sizing:
-    """How many blocks, a sentence that says why, and the bytes that all of it will take."""
+    """How many blocks, a sentence that says why, and the bytes that all of it will take. `on_disk`: their experts are
+    left on the disk, and read as they are needed."""
 
     count: int
     reason: str
     nbytes: int
+    on_disk: bool = False
 
 
 def blocks_that_fit(
@@ -111,6 +115,43 @@ def blocks_that_fit(
         f"{size(reserve)} stay free",
         count * per_block + computing,
     )
+
+
+def fit_blocks(
+    memory: Memory,
+    blocks: Sequence[int],
+    experts: Sequence[int],
+    *,
+    token_bytes: int,
+    cache_tokens: int | None,
+    hidden_size: int = 0,
+    spare: int = 0,
+) -> Sizing:
+    """What blocks of these sizes, chosen by a person, will take. Where they do not fit, but do with a part of their
+    `experts` (bytes of each block), the experts are left on the disk, and memory keeps those that were used last.
+
+    Raises:
+        MachineError: as `check_blocks_fit`.
+    """
+    wanted: Any = {
+        "token_bytes": token_bytes, "cache_tokens": cache_tokens, "hidden_size": hidden_size, "spare": spare
+    }  # fmt: skip
+    try:
+        return Sizing(len(blocks), "", check_blocks_fit(memory, blocks, **wanted))
+    except MachineError:
+        least = [of - int((1 - MEMORY_SHARES.experts) * own) for of, own in zip(blocks, experts, strict=False)]
+        if not sum(experts):
+            raise
+        with suppress(MachineError):
+            nbytes = check_blocks_fit(memory, least, **wanted)
+            room = memory.free - nbytes + int(MEMORY_SHARES.experts * sum(experts))
+            reason = (
+                f"{size(memory.free)} of {memory.place} are free and these blocks take {size(sum(blocks))}: their "
+                f"experts, {size(sum(experts))}, stay on the disk, and about {100 * room // sum(experts)} % of them in "
+                "memory; a token that needs others waits for the disk"
+            )
+            return Sizing(len(blocks), reason, memory.free, on_disk=True)
+        raise
 
 
 def _others(blocks: int, fitting: int) -> str:
@@ -341,16 +382,18 @@ def plan_memory(folder: ModelFolder, options: ServerOptions) -> Sizing:
         memory = device_memory(options.device)
         if options.blocks is not None or options.num_blocks is not None:
             named = options.blocks
-            chosen = sizes.held[named.start : named.end] if named else [max(sizes.held)] * (options.num_blocks or 0)
-            nbytes = check_blocks_fit(
+            count = options.num_blocks or 0
+            chosen = sizes.held[named.start : named.end] if named else [max(sizes.held)] * count
+            experts = sizes.experts[named.start : named.end] if named else [max(sizes.experts, default=0)] * count
+            sizing = fit_blocks(
                 memory,
-                list(chosen),
+                chosen,
+                experts,
                 token_bytes=cache_bytes_per_block(folder.config, sizes.item, 1, options.cache_dtype),
                 cache_tokens=options.cache_tokens,
                 hidden_size=folder.hidden_size,
                 spare=spare,
             )
-            sizing = Sizing(len(chosen), "", nbytes)
         else:
             tokens = options.cache_tokens or MEMORY_SHARES.usual_cache_tokens
             sizing = blocks_that_fit(

@@ -122,12 +122,12 @@ class Server:
 
     async def _first_span(self) -> Span:
         options, folder = self._context.options, self._context.folder
-        if options.blocks is not None:
-            return options.blocks
-        count = self._sizing.count
         if self._sizing.reason:
             self._count_reason = self._sizing.reason
             self._status(self._sizing.reason)
+        if options.blocks is not None:
+            return options.blocks
+        count = self._sizing.count
         throughput = options.throughput
         if throughput is None:
             known = await in_thread(lambda: recall_speed(self._context.speed_key))
@@ -161,6 +161,7 @@ class Server:
             quantisation=str(options.numerics),
             kernels=options.kernels,
             progress=self._context.parts.progress,
+            experts_on_disk=self._sizing.on_disk,
         )
         if options.cache_dtype == "float32" and blocks.cache_dtype != "float32":
             raise MachineError(

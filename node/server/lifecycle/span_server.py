@@ -313,6 +313,7 @@ class SpanServer:
             waiting=service.cache.waiting,
             queue_depth=self._compute.depth,
             steps_per_second=1 / self._speed.live.step_seconds,
+            experts=self._compute.blocks.expert_counts,
         )
 
     def _issuers(self) -> tuple[str, ...]:
@@ -332,6 +333,7 @@ class SpanServer:
             "quantisation": self._hosted.quantisation,
             "device": str(self._compute.blocks.device),
             "kernels": self._compute.blocks.kernels,
+            "experts_on_disk": self._compute.blocks.disk_bytes > 0,
             "cache_tokens": self._service.cache.capacity,
             "cache_dtype": self._compute.blocks.cache_dtype,
             "cache_bytes_per_token": self._compute.blocks.cache_bytes_per_token,
@@ -356,7 +358,7 @@ def _cache_tokens(blocks: BlockSpan, device: str, asked: int | None) -> int:
     Raises:
         MachineError: fewer fit than were asked for, now that it is known what a token takes.
     """
-    memory, weights = device_memory(device), blocks.weight_bytes
+    memory, weights = device_memory(device), blocks.weight_bytes - blocks.disk_bytes
     free = memory.free - unused(weights) if memory.shared else memory.free
     if asked is not None:
         check_cache_fits(memory, free, asked, blocks.cache_bytes_per_token)
