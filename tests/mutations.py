@@ -123,7 +123,7 @@ def _changed_calls(call: ast.Call) -> Iterator[Change]:
             yield "function", ast.Call(ast.Name(_SWAPPED[name], ast.Load()), call.args, call.keywords)
         case ast.Attribute(value, name) if name in _SWAPPED:
             yield "function", ast.Call(ast.Attribute(value, _SWAPPED[name], ast.Load()), call.args, call.keywords)
-    if isinstance(call.func, ast.Name) and call.func.id in _ANY_ORDER:
+    if ast.unparse(call.func).rpartition(".")[2] in _ANY_ORDER:
         return
     for number, (one, other) in enumerate(zip(call.args, call.args[1:], strict=False)):
         if type(one) is not type(other) or ast.unparse(one) == ast.unparse(other):

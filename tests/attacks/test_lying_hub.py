@@ -3,8 +3,10 @@ half written that is later believed."""
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterator
+from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +30,7 @@ class Server:
     """Answers a range as `answer` says, which may be exchanged; counts the requests and the bytes asked for."""
 
     def __init__(self, data: bytes) -> None:
-        self.data, self.answer, self.requests, self.asked = data, honest, 0, 0
+        self.data, self.answer, self.requests, self.asked, self.located = data, honest, 0, 0, 0
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -44,13 +46,20 @@ class Server:
             def log_message(self, format: str, *args: object) -> None:
                 pass
 
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.thread = threading.Thread(target=self.http.serve_forever)
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler, bind_and_activate=False)
+        self.http.request_queue_size = 100
+        self.http.server_bind(), self.http.server_activate()
+        self.thread = threading.Thread(target=self.http.serve_forever, args=[0.02])
         self.thread.start()
 
     def file(self, name: str = "model.gguf", nbytes: int | None = None) -> RangedFile:
         url = f"http://127.0.0.1:{self.http.server_port}/{name}"
-        return RangedFile(name, len(self.data) if nbytes is None else nbytes, lambda: (url, {}))
+
+        def locate() -> tuple[str, dict[str, str]]:
+            self.located += 1
+            return url, {}
+
+        return RangedFile(name, len(self.data) if nbytes is None else nbytes, locate)
 
     def close(self) -> None:
         self.http.shutdown()
@@ -158,6 +167,101 @@ def test_a_file_that_changes_meanwhile_is_noticed(serve: Callable[[bytes], Serve
     )
     with pytest.raises(ModelError, match="changed on the server"):
         file.read(10, 20)
+
+
+class Patient(threading.Event):
+    """Notes how long it would have been waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waited: list[float] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waited.append(timeout or 0.0)
+        return self.is_set()
+
+
+def refused(status: int) -> Answer:
+    return lambda asked, first, last, data: send(asked, b"", status)
+
+
+def gone(asked: BaseHTTPRequestHandler, first: int, last: int, data: bytes) -> None:
+    """Says nothing, and closes."""
+
+
+def a_few(asked: BaseHTTPRequestHandler, first: int, last: int, data: bytes) -> None:
+    send(asked, data[first : first + 3], length=last + 1 - first, Content_Range=place(first, last, data))
+
+
+@pytest.mark.parametrize(
+    ("answer", "requests", "located"),
+    [
+        *((refused(status), 1, 1) for status in (400, 404, 451)),
+        *((refused(status), 4, 1) for status in (429, 500, 503)),
+        *((refused(status), 4, 4) for status in (401, 403, 410)),  # an address that is too old: the hub is asked anew
+        (gone, 4, 1),
+    ],
+)
+def test_what_may_pass_is_asked_for_again_in_longer_and_longer_pauses(
+    answer: Answer, requests: int, located: int, serve: Callable[[bytes], Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranges, "_ATTEMPTS", 4)
+    server, stop = serve(bytes(range(100))), Patient()
+    server.answer = answer
+    with pytest.raises((OSError, HTTPException)):
+        server.file().read(10, 20, stop)
+    assert (server.requests, server.located, stop.waited) == (requests, located, [1.0, 2.0, 4.0][: requests - 1])
+
+
+def test_who_gets_further_each_time_gets_all_and_asks_the_hub_once(
+    serve: Callable[[bytes], Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranges, "_ATTEMPTS", 2)
+    server, stop = serve(bytes(range(100))), Patient()
+    answers = iter([a_few, gone, *[a_few] * 9, honest])
+    server.answer = lambda *asked: next(answers)(*asked)
+    file = server.file()
+    assert file.read(10, 50, stop) == bytes(range(10, 50))
+    assert server.requests == 12 and [seconds for seconds in stop.waited if seconds] == [1.0]
+    server.answer = honest
+    assert (file.read(0, 100), file.read(7, 7), file.read(100, 100)) == (bytes(range(100)), b"", b"")
+    assert (server.requests, server.located) == (13, 1)
+
+
+def test_a_full_disk_and_a_wish_to_stop_end_it_at_once(
+    serve: Callable[[bytes], Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranges, "_ATTEMPTS", 4)
+    server, stop = serve(bytes(1 << 20)), threading.Event()
+    came: list[bytes] = []
+
+    def full(data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    with pytest.raises(OSError, match="no room"):
+        server.file().stream(0, 1 << 20, full, stop)
+    assert server.requests == 1
+    server.file().stream(0, 1 << 20, lambda data: (came.append(data), stop.set()), stop)
+    assert 0 < len(b"".join(came)) < 1 << 20 and server.requests == 2
+    assert server.file().read(0, 10, stop) == b"" and server.requests == 2
+
+
+def test_one_that_fails_ends_the_others() -> None:
+    done: list[int] = []
+
+    def work(item: int, stop: threading.Event) -> None:
+        done.append(item)
+        if item == ranges.AT_ONCE - 1:
+            raise ValueError(item)
+        if item >= 0:
+            assert stop.wait(60)
+
+    with pytest.raises(ValueError, match=str(ranges.AT_ONCE - 1)):
+        ranges.in_threads(work, range(100))
+    assert sorted(done) == list(range(ranges.AT_ONCE))
+    done.clear()
+    ranges.in_threads(work, range(-100, 0))
+    assert sorted(done) == list(range(-100, 0))
 
 
 def test_a_drip_has_an_end(serve: Callable[[bytes], Server], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,9 @@ from tests.swarm.test_punching import met_at_a_relay
 ADDRS = ["/ip4/203.0.113.5/tcp/1"]
 
 
-async def test_who_came_through_a_relay_does_not_start() -> None:
-    async with met_at_a_relay() as (target, client, _):
+@pytest.mark.parametrize("lower_target", [True, False])
+async def test_who_came_through_a_relay_does_not_start(lower_target: bool) -> None:
+    async with met_at_a_relay(lower_target=lower_target) as (target, client, _):
         stream = DelimitedStream(await client.open_stream(target.peer_id, PUNCH), target.peer_id)
         with pytest.raises(StreamClosed, match="closed the stream"):
             await exchange_first(stream, ADDRS, timeout=60)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +17,13 @@ from filelock import FileLock
 
 from petalnode.node.cli import app
 from petalnode.node.cli.commands.models import size_in_words, swarm_row
-from petalnode.node.models import compute_manifest, resolve
+from petalnode.node.errors import BadInput, ModelError
+from petalnode.node.models import ALIASES, EMBEDDINGS, HEAD, Checkpoint, compute_manifest, digests, resolve
 from petalnode.node.models.cache_dir import cache_dir
 from petalnode.node.models.disk_limit import note_use, users_of
-from petalnode.node.models.inventory import find_local, local_models
+from petalnode.node.models.inventory import find_local, local_models, open_local
 from petalnode.node.models.manifest import write_manifest
+from petalnode.node.models.sources.gguf_files import packaged_key
 from tests.tiny_models import save_tiny
 
 Command = Callable[..., tuple[int, list[dict[str, Any]], str]]
@@ -81,6 +86,53 @@ def test_models_are_listed_with_their_parts(disk: Path, tiny: Path, command: Com
     assert command("list", "--json")[1] == found
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_here_is_what_the_files_that_are_here_hold(seed: int, disk: Path, tiny: Path) -> None:
+    chance = random.Random(seed)
+    folder = kept(disk, tiny, "org/part", f"peers-{seed}-1", manifest=False)
+    file_of = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    shards = sorted(set(file_of.values()))
+    gone = set(chance.sample(shards, chance.randrange(1, len(shards))))
+    for shard in gone:
+        (folder / shard).unlink()
+    os.utime(folder, (seed, seed))
+    whole = Checkpoint(tiny)
+    here = [part for part, keys in whole.parts.items() if not gone.intersection(file_of[key] for key in keys)]
+    (model,) = local_models()
+    assert (model.name, model.path, model.used, model.num_blocks) == ("org/part", folder, seed, 6)
+    assert model.nbytes == sum(file.stat().st_size for file in folder.iterdir())
+    assert (list(model.held), model.ends) == (here, EMBEDDINGS in here and HEAD in here)
+    assert not model.whole and not model.complaint and model.version == ""
+
+
+def test_what_cannot_be_used_is_listed_with_the_reason(disk: Path, tiny: Path, tmp_path: Path) -> None:
+    packaged = next(iter(ALIASES.items()))
+    damaged, empty = kept(disk, tiny, "org/damaged"), kept(disk, tiny, "org/empty", "peers-two-1")
+    asked, other = (tmp_path / "hub" / f"models--org--{name}" / "snapshots" / ("a" * 40) for name in ("asked", "other"))
+    for folder, config in (
+        (asked, tiny / "config.json"),
+        (other, None),
+        (disk / packaged_key(packaged[1].sha256), None),
+    ):
+        folder.mkdir(parents=True)
+        (folder / ("config.json" if config else "tokenizer.json")).write_text(config.read_text() if config else "{}")
+    (damaged / "config.json").write_text("{")
+    for file in empty.glob("*.safetensors*"):
+        file.unlink()
+    found = {model.name: model for model in local_models()}
+    assert found.keys() == {"org/damaged", "org/empty", "org/asked", packaged[0]}  # without a configuration: no model
+    for model in found.values():
+        assert model.nbytes == sum(file.stat().st_size for file in model.path.iterdir()) and model.used > 10**9
+        assert not model.held and not model.ends and not model.whole
+    assert {name: bool(model.complaint) for name, model in found.items()} == {
+        "org/damaged": True, "org/empty": True, "org/asked": False, packaged[0]: True,
+    }  # fmt: skip
+    assert found["org/empty"].num_blocks == found["org/asked"].num_blocks == 6
+    for name in ("org/damaged", packaged[0]):
+        with pytest.raises(ModelError, match=name):
+            open_local(found[name])
+
+
 def test_the_table_survives_80_columns(
     disk: Path, tiny: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,8 +150,14 @@ def test_a_name_may_be_a_strangers_text(disk: Path, tiny: Path, command: Command
     assert "\x1b" not in command()[2] and len(command()[2].splitlines()) == 3
 
 
-def test_damage_is_found_and_named(disk: Path, tiny: Path, command: Command) -> None:
-    folder = kept(disk, tiny)
+@pytest.mark.parametrize("manifest", [True, False])
+def test_damage_is_found_and_named(
+    manifest: bool, disk: Path, tiny: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the manifest, or by what was hashed here before: a disk that rots changes no times."""
+    if not manifest:
+        monkeypatch.setattr(digests, "file_stamp", lambda file: [1])
+    folder = kept(disk, tiny, manifest=manifest)
     assert command("verify", "org/tiny", "--json")[0] == 0
     compute_manifest(resolve(folder))  # what was hashed before does not stand for what is there
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
@@ -112,6 +170,28 @@ def test_damage_is_found_and_named(disk: Path, tiny: Path, command: Command) -> 
     code, (found,), _ = command("verify", "org/tiny", "--json")
     assert code == 1 and not found["ok"] and len(found["damaged"]) == 1
     assert "is damaged: " in command("verify", "org/tiny")[2]
+
+
+def test_what_came_from_the_hub_is_held_against_the_hashes_that_the_hub_said(
+    disk: Path, tiny: Path, command: Command, tmp_path: Path
+) -> None:
+    storage = tmp_path / "hub" / "models--org--tiny"
+    snapshot = storage / "snapshots" / ("a" * 40)
+    (storage / "blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for file in tiny.iterdir():
+        blob = storage / "blobs" / hashlib.sha256(file.read_bytes()).hexdigest()
+        blob.write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(Path("../../blobs") / blob.name)
+    assert command("verify", "org/tiny")[0] == 0
+    file_of = json.loads((tiny / "model.safetensors.index.json").read_text())["weight_map"]
+    shard = next(file for key, file in file_of.items() if ".layers.2." in key)
+    data = bytearray((snapshot / shard).read_bytes())
+    data[-1] ^= 1
+    (snapshot / shard).resolve().write_bytes(data)
+    code, (found,), _ = command("verify", "org/tiny", "--json")
+    parts = {part for part, keys in Checkpoint(tiny).parts.items() for key in keys if file_of[key] == shard}
+    assert code == 1 and len(found["damaged"]) == len(parts)
 
 
 def test_a_model_is_removed_but_not_one_in_use_or_being_written(disk: Path, tiny: Path, command: Command) -> None:
@@ -165,6 +245,11 @@ def test_an_unknown_name_says_what_there_is(disk: Path, tiny: Path, command: Com
         assert find_local(name, [model]) == model
     code, _, said = command("remove", f"org/tiny@{'0' * 12}")
     assert code == 2 and folder.is_dir()
+    pinned = replace(model, name=f"org/tiny@{model.version[:12]}", path=folder / "other")
+    assert find_local(pinned.name, [model, pinned]) == pinned  # what is called so goes before what it could mean
+    for name in (f"org/tiny@{model.version[:7]}", f"@{model.version[:12]}"):
+        with pytest.raises(BadInput, match="there is no model"):
+            find_local(name, [model])
 
 
 def test_what_a_model_needs_here(disk: Path, tiny: Path, command: Command) -> None:

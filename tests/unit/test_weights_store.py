@@ -261,6 +261,12 @@ def test_the_type_is_that_of_the_weights(form: str, held: dict[str, int], dtype:
     assert config_of(CONFIG, {0: made})["dtype"] == dtype
 
 
+@pytest.mark.parametrize("length", range(1, 10))
+def test_the_bytes_of_a_part_begin_where_a_processor_reads_them_best(length: int) -> None:
+    header = safetensors_header(tree("safetensors", ("a", "F32", (1,), 4)).entries, ["a" * length])
+    assert len(header) % 8 == 0 and int.from_bytes(header[:8], "little") == len(header) - 8
+
+
 def test_headers_that_cannot_be() -> None:
     for entries in ([("a", "F32", (2, 2), 8)], [("a", "PICKLE", (2, 2), 16)]):
         with pytest.raises(ModelError, match="cannot be read"):

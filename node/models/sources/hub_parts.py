@@ -56,14 +56,10 @@ class HubParts:
     """The folder of a model at one commit, `selection` of its files: "safetensors", or the first GGUF file."""
 
     def __init__(self, model_id: str, commit: str, selection: str) -> None:
-        self.key = self.key_of(model_id, commit, selection)
+        named = "\0".join((model_id, commit, selection))
+        self.key = f"hub-{hashlib.sha256(named.encode()).hexdigest()[:32]}-{_FORMAT}"
         self.path = imported_folder(self.key)
         self.name = selection
-
-    @staticmethod
-    def key_of(model_id: str, commit: str, selection: str) -> str:
-        named = "\0".join((model_id, commit, selection))
-        return f"hub-{hashlib.sha256(named.encode()).hexdigest()[:32]}-{_FORMAT}"
 
     @staticmethod
     def kept(model_id: str, commit: str) -> dict[str, Path]:
@@ -285,7 +281,7 @@ class _Count:
     def add(self, nbytes: int) -> None:
         with self._lock:
             self._done += nbytes
-            self._progress(self._what, min(self._done, self._total), self._total)
+            self._progress(self._what, self._done, self._total)
 
 
 def _sha(data: bytes) -> str:
@@ -306,8 +302,8 @@ def fetch_header(file: RangedFile, folder: Path, stop: threading.Event) -> None:
     if file.name.endswith(".gguf"):
         header = _gguf_header_bytes(file, target.with_name(file.name + ABSENT), stop)
     else:
-        length = int.from_bytes(file.read(0, min(8, file.nbytes), stop), "little")
-        if length > min(_MAX_HEADER_BYTES, file.nbytes - 8):
+        length = int.from_bytes(file.read(0, 8, stop), "little")
+        if length > _MAX_HEADER_BYTES:
             raise ModelError(f"{file.name} on the hub is no safetensors file")
         header = file.read(0, 8 + length, stop)
     with target.open("wb") as stream:
@@ -325,13 +321,11 @@ def _gguf_header_bytes(file: RangedFile, scratch: Path, stop: threading.Event) -
         try:
             read_gguf_header(scratch)
         except CutHeader:
-            if wanted >= min(file.nbytes, _MAX_HEADER_BYTES) or stop.is_set():
+            if wanted >= min(file.nbytes, _MAX_HEADER_BYTES):
                 raise
             wanted *= 2
         else:
             return data
-        finally:
-            scratch.unlink()
 
 
 def _describe_gguf(files: Sequence[RangedFile], headers: Path, folder: Path, progress: Progress) -> None:

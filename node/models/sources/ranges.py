@@ -77,18 +77,17 @@ class RangedFile:
                     raise
                 self._check(error)
                 problem = error
-            if place[0] < end and not stop.is_set():
-                failures = 0 if place[0] > before else failures + 1
-                if failures >= _ATTEMPTS or time.monotonic() > deadline:
-                    raise problem
-                stop.wait(2.0 ** (failures - 1) if failures else 0)
+            failures = 0 if place[0] > before else failures + 1
+            if failures >= _ATTEMPTS or time.monotonic() > deadline:
+                raise problem
+            stop.wait(2.0 ** (failures - 1) if failures else 0)
 
     def _pull(
         self, place: list[int], end: int, take: Callable[[bytes], object], stop: threading.Event, deadline: float
     ) -> None:
         """Takes what one connection brings; `place` goes along."""
         with self._open(place[0], end) as response:
-            while place[0] < end and (data := response.read1(min(_READ, end - place[0]))):
+            while data := response.read1(min(_READ, end - place[0])):
                 take(data)
                 place[0] += len(data)
                 if stop.is_set():

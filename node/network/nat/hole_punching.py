@@ -250,7 +250,7 @@ class HolePuncher:
 
     async def _punch(self, peer_id: str) -> None:
         async with self._ports() as ports:
-            for attempt in range(PUNCHING.attempts):
+            for _ in range(PUNCHING.attempts):
                 if self._host.is_direct(peer_id) or not self._host.is_connected(peer_id):
                     return
                 stream = DelimitedStream(await self._host.open_stream(peer_id, PUNCH), peer_id)
@@ -259,21 +259,21 @@ class HolePuncher:
                     answer, rtt = await exchange_first(stream, own, timeout=PUNCHING.message)
                     theirs = self._targets(peer_id, answer, ports)
                     case = frozenset(addr.split("/")[2] for addr in own) | {str(endpoint.ip) for endpoint in theirs}
-                    if not theirs or (attempt == 0 and not may_punch(self._records.get(peer_id), case, _now())):
+                    if not theirs or not may_punch(self._records.get(peer_id), case, _now()):
                         return
                     await give_sign(stream, timeout=PUNCHING.message)
                     await trio.sleep(min(rtt / 2, PUNCHING.longest_half))
                 finally:
                     await stream.close()
                 await self._dial(peer_id, theirs, ports, initiator=False)
-            if self._host.is_direct(peer_id):
-                log.info("punched through to %s", peer_id)
-                self._records.pop(peer_id, None)
-            else:
-                log.info("no way to punch through to %s", peer_id)
-                self._records[peer_id] = after_failure(self._records.pop(peer_id, None), case, _now())
-                while len(self._records) > PUNCHING.max_records:
-                    del self._records[next(iter(self._records))]
+                if self._host.is_direct(peer_id):
+                    log.info("punched through to %s", peer_id)
+                    self._records.pop(peer_id, None)
+                    return
+            log.info("no way to punch through to %s", peer_id)
+            self._records[peer_id] = after_failure(self._records.pop(peer_id, None), case, _now())
+            while len(self._records) > PUNCHING.max_records:
+                del self._records[next(iter(self._records))]
 
     # --- the other side: who dialed through the relay
 
