@@ -44,7 +44,7 @@ from rich.console import Console
 from rich.table import Table
 
 from petalnode.node.swarm.config import DEFAULT_TTL
-from petalnode.node.swarm.refresh_rate import refresh_rate
+from petalnode.node.swarm.sample import refresh_rate
 
 
 def simulate(setting: Setting, nodes: int, lifetimes: float, seed: int, *, everything: bool) -> Outcome:

@@ -15,8 +15,7 @@ from petalnode.node.placement.observed import pinged_at_once
 from petalnode.node.server.lifecycle import other_servers, rebalancing
 from petalnode.node.swarm import announcer, directory
 from petalnode.node.swarm.config import DEFAULT_TTL
-from petalnode.node.swarm.refresh_rate import PACE, RefreshRate, refresh_rate
-from petalnode.node.swarm.sample import SAMPLING, in_turn, known_well, sampled
+from petalnode.node.swarm.sample import PACE, SAMPLING, RefreshRate, in_turn, known_well, refresh_rate, sampled
 from petalnode.node.swarm.view import MAX_RECORDS, ModelRecords, SwarmView
 from petalnode.protocols import directory as protocol
 from petalnode.protocols import wire_pb2 as wire

@@ -28,7 +28,7 @@ from ..network.nat.relay import RelayLimits
 from ..network.transport.bandwidth import parse_rate
 from ..network.transport.websocket import Certificate
 from ..swarm.config import SwarmConfig
-from ..swarm.discovery import peer_store_file
+from ..swarm.peer_file import peer_store_file
 from ..swarm.swarm import Swarm, open_swarm
 from ..trust.evidence_message import TrustedValidators, parse_trusted
 from ..trust.store import TrustStore, trust_file

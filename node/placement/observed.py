@@ -20,7 +20,7 @@ from ...protocols.announcement import is_overdue as is_overdue
 from ...protocols.ids import Span
 from ..swarm import cost
 from ..swarm.cost import Floats, steps_per_second
-from ..swarm.refresh_rate import PACE
+from ..swarm.sample import PACE
 
 
 @dataclass(frozen=True)

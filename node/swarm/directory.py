@@ -13,7 +13,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -28,11 +28,20 @@ from ...protocols.ids import DIRECTORY
 from ..errors import SwarmError
 from ..network.addresses import parse_peer
 from ..network.dht import SHARDS, Dht
-from ..network.host import keep_up
 from .answers import DirectoryAnswers
 from .config import SwarmConfig
-from .refresh_rate import PACE, RefreshRate, refresh_rate
-from .sample import SAMPLING, Contacts, KnownShare, Wave, in_turn, known_well, round_robin
+from .sample import (
+    PACE,
+    SAMPLING,
+    Contacts,
+    KnownShare,
+    RefreshRate,
+    Wave,
+    in_turn,
+    known_well,
+    refresh_rate,
+    round_robin,
+)
 from .streams import MessageStreams
 from .view import SwarmView
 
@@ -348,11 +357,10 @@ class Directory:
 
     # --- the background
 
-    async def run(self) -> None:
-        """Asks other directories and looks for unknown servers until it is cancelled."""
-        async with trio.open_nursery() as nursery:
-            for part in (self._pull_forever, self._meet_forever):
-                nursery.start_soon(keep_up, part)
+    @property
+    def parts(self) -> tuple[Callable[[], Awaitable[None]], ...]:
+        """What goes on: asks other directories, and looks for unknown servers."""
+        return self._pull_forever, self._meet_forever
 
     async def _pull_forever(self) -> None:
         pause, turn, received = ASKING.first_pull, 0, 0

@@ -1,35 +1,33 @@
-"""How a node finds its swarm, and finds it again: by named peers, peers of earlier runs, and the local network.
+"""How a node finds its swarm, the servers there, and its swarm again.
 
-Peers of earlier runs are kept in a small file, so that a node needs no `--peer`. There is one file for each swarm,
-shared by all nodes of a person on a machine: who met whom is the same for a server and a chat. What to keep is decided
-by pure functions; `PeerStore` reads and writes.
+`Discovery` is the one way in. Behind it are the peers to join by (named, of earlier runs, of the local network), the
+directories of other nodes, and the provider records in Kademlia. What goes on in the background is one task, `run`.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import trio
-from filelock import FileLock, Timeout
 from multiaddr import Multiaddr
 
-from ...crypto.canonical import digest
-from ...crypto.identity import make_private_folder, peer_id_to_bytes, write_private
 from ...protocols.framing import PeerError
-from ..network.addresses import is_loopback, without_peer
-from ..network.host import Host
+from ..errors import SwarmError
+from ..network.addresses import is_loopback, parse_peer, without_peer
+from ..network.host import Host, keep_up
 from ..network.mdns import run_mdns, service_name
 from .config import SwarmConfig
 from .directory import Directory
+from .peer_file import PeerStore, in_order
+from .provider_records import SEARCH, ProviderRecords, blocks_sought, directories_sought, missing
 
 log = logging.getLogger(__name__)
 
@@ -51,132 +49,7 @@ class DiscoveryPolicy:
 
 
 DISCOVERY: Final = DiscoveryPolicy()
-JoinBy = Sequence[tuple[str, str]]  # (peer id, address), tried for ever
 Way = Literal["peers", "remembered", "neighbours"]
-
-
-@dataclass(frozen=True)
-class PeerFileLimits:
-    """What is kept of the peers of earlier runs, and for how long."""
-
-    max_peers: int = 64
-    max_addrs: int = 6  # of one peer
-    max_named: int = 8  # likewise
-    max_bytes: int = 256 * 1024
-    lock_patience: float = 1.0  # seconds
-    failing_seconds: float = 3 * 86400.0  # of not answering while others did, and a peer is forgotten
-    unseen_seconds: float = 60 * 86400.0  # without a meeting, likewise
-
-
-PEER_FILE: Final = PeerFileLimits()
-
-
-@dataclass(frozen=True)
-class PeerRecord:
-    """A peer met before: its addresses without /p2p, the best first; when it was last met, and since when it has not
-    answered (0: it did), both in seconds since 1970. `named` are the peers that were named, to a node that met it, to
-    join its swarm by."""
-
-    peer_id: str
-    addrs: tuple[str, ...]
-    seen: float
-    failing: float = 0.0
-    named: tuple[str, ...] = ()
-
-
-def updated(
-    known: Iterable[PeerRecord],
-    met: Mapping[str, Sequence[str]],
-    failed: Iterable[str],
-    now: float,
-    named: Iterable[str] = (),
-) -> tuple[PeerRecord, ...]:
-    """What to remember, the latest met first, after having met these peers at these addresses (the best first).
-
-    `failed` are those that did not answer, `named` those by which this node joined.
-    """
-    peers = {record.peer_id: record for record in known}
-    for peer_id, addrs in met.items():
-        held = peers.get(peer_id)
-        merged = dict.fromkeys((*addrs, *(held.addrs if held is not None else ())))
-        if merged:
-            by = dict.fromkeys((*named, *(held.named if held is not None else ())))
-            peers[peer_id] = PeerRecord(
-                peer_id, tuple(merged)[: PEER_FILE.max_addrs], seen=now, named=tuple(by)[: PEER_FILE.max_named]
-            )
-    for peer_id in set(failed) - set(met):
-        if peer_id in peers:
-            peers[peer_id] = replace(peers[peer_id], failing=peers[peer_id].failing or now)
-    kept = [peer for peer in peers.values() if now - peer.seen < PEER_FILE.unseen_seconds and not _hopeless(peer, now)]
-    return tuple(sorted(kept, key=lambda record: (-record.seen, record.peer_id))[: PEER_FILE.max_peers])
-
-
-def _hopeless(peer: PeerRecord, now: float) -> bool:
-    return bool(peer.failing) and now - peer.failing > PEER_FILE.failing_seconds
-
-
-def in_order(known: Iterable[PeerRecord]) -> list[PeerRecord]:
-    """Whom to try first: those that answered the last time, the latest met before the others."""
-    return sorted(known, key=lambda record: (bool(record.failing), -record.seen))
-
-
-def peer_store_file(folder: Path, psk: str | None) -> Path:
-    """Where the peers of one swarm are remembered: the public one, or the private one of this key."""
-    swarm = "public" if psk is None else digest("petalnode/remembered/1", bytes.fromhex(psk)).hex()[:16]
-    return folder / "peers" / f"{swarm}.json"
-
-
-class PeerStore:
-    """The file. Its methods block for as long as a small file takes, and never raise: a node does without it."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def load(self) -> tuple[PeerRecord, ...]:
-        """What the file holds; nothing if it is missing, damaged or cannot be read."""
-        try:
-            with self._path.open("rb") as file:
-                text = file.read(PEER_FILE.max_bytes)
-            entries = json.loads(text)["peers"]
-            return tuple(peer for entry in entries if (peer := _peer_record(entry)) is not None)[: PEER_FILE.max_peers]
-        except FileNotFoundError:
-            return ()
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            log.debug("the peers remembered in %s cannot be read: %s", self._path, error)
-            return ()
-
-    def update(
-        self, met: Mapping[str, Sequence[str]], failed: Iterable[str], now: float, named: Iterable[str] = ()
-    ) -> None:
-        """Adds what this run has learnt to what the file holds by now. Several processes may do so at once."""
-        try:
-            make_private_folder(self._path.parent)
-            with FileLock(self._path.with_name(self._path.name + ".lock"), timeout=PEER_FILE.lock_patience):
-                self._write(updated(self.load(), met, failed, now, named))
-        except (OSError, Timeout) as error:
-            log.debug("the peers met cannot be kept in %s: %s", self._path, error)
-
-    def _write(self, peers: Sequence[PeerRecord]) -> None:
-        text = json.dumps({"version": 1, "peers": [asdict(peer) for peer in peers]}, indent=1)
-        write_private(self._path, text.encode())
-
-
-def _peer_record(entry: Any) -> PeerRecord | None:
-    """One entry of the file; None if it is not of the form that we write."""
-    try:
-        peer_id, addrs = str(entry["peer_id"]), entry["addrs"]
-        peer_id_to_bytes(peer_id)
-        if not addrs or not all(isinstance(addr, str) for addr in addrs):
-            return None
-        named = entry.get("named", [])
-        if not isinstance(named, list) or not all(isinstance(other, str) for other in named):
-            return None
-        seen, failing = float(entry["seen"]), float(entry["failing"])
-        return PeerRecord(
-            peer_id, tuple(addrs)[: PEER_FILE.max_addrs], seen, failing, tuple(named)[: PEER_FILE.max_named]
-        )
-    except (KeyError, TypeError, ValueError):
-        return None
 
 
 @dataclass(frozen=True)
@@ -209,21 +82,24 @@ def is_local(listen: Iterable[str]) -> bool:
 
 
 class Discovery:
-    """The looking for peers of one node.
+    """The looking for peers and servers of one node.
 
-    A node with named `peers` was told its swarm: of the peers of earlier runs, and of its neighbours, it calls on those
+    A node with named peers was told its swarm: of the peers of earlier runs, and of its neighbours, it calls on those
     that belong to that swarm, so that it does not join it to another one. Its neighbours are told so, and call on it
     when they look for a swarm.
     """
 
     def __init__(
-        self, host: Host, directory: Directory, nursery: trio.Nursery, peers: JoinBy, config: SwarmConfig
+        self, host: Host, directory: Directory, records: ProviderRecords, nursery: trio.Nursery, config: SwarmConfig
     ) -> None:
         self._host = host
         self._directory = directory
+        self._records = records
         self._nursery = nursery
-        self._peers = [PeerCandidate("peers", peer_id, (addr,)) for peer_id, addr in peers]
-        self._named = frozenset(peer_id for peer_id, _ in peers)
+        self._deadline = config.bootstrap_deadline
+        peers = [parse_peer(peer) for peer in config.peers]
+        self._peers = [PeerCandidate("peers", peer_id, (addr,)) for peer_id, addr in peers]  # tried for ever
+        self.named = [peer_id for peer_id, _ in peers]
         self._peer_store = None if config.remembered is None else PeerStore(config.remembered)
         self._service = service_name(config.psk) if config.mdns and not is_local(config.listen) else None
         self._listens = bool(config.listen)
@@ -233,37 +109,102 @@ class Discovery:
         self._called = trio.Event()
         self._failed: set[str] = set()  # of those remembered, since the last note
         self._stir, self._met = trio.Event(), trio.Event()
+        self._wanted: set[bytes] = set()  # model versions that were asked for
         self.joined: JoinResult | None = None
 
-    @property
-    def searches(self) -> bool:
-        """Whether there is any way to find a swarm without a named peer."""
-        return self._peer_store is not None or self._service is not None
+    # --- joining
 
-    def start(self) -> None:
-        """Starts what goes on for as long as the node runs. Comes after the meeting with those who were named."""
+    async def join(self) -> None:
+        """Meets the named peers; without any, looks for a swarm.
+
+        Raises:
+            SwarmError: none of those named has answered.
+        """
+        if self._peers:
+            try:
+                await self.refresh(sample=not self._listens, timeout=self._deadline)
+            except SwarmError as error:
+                raise SwarmError(
+                    f"{error}. Check the addresses, and that these peers run; "
+                    "those of a private swarm answer only who has its key."
+                ) from error
+            self.met("peers", next(filter(self._host.is_connected, self.named), self.named[0]))
+        # Not before: those who were named have to answer, whoever else does.
         if self._service is not None:
             addrs, found, apart = self._host.addrs, self._on_neighbour, bool(self._peers)
             self._nursery.start_soon(run_mdns, self._service, addrs, found, self._neighbours_asked, apart)
-        if self._peer_store is not None:
-            self._nursery.start_soon(self._note_forever, self._peer_store)
-        if self._peers and self._listens:
-            # Two parts of a swarm that have lost sight of each other meet in the nodes that remember both.
-            self._nursery.start_soon(self._greet_remembered)
+        if not self._peers and (self._peer_store is not None or self._service is not None):
+            await self._search()
 
-    def start_returning(self) -> None:
-        """From now on, comes back whenever there is nobody left."""
+    async def run(self) -> None:
+        """For as long as the node runs: asks other directories, leaves this server's records, writes down who was met,
+        and comes back whenever there is nobody left."""
         self._host.on_lost(lambda _: self._stir.set())
-        self._nursery.start_soon(self._return_forever)
+        async with trio.open_nursery() as nursery:
+            for part in (*self._directory.parts, self._records.provide_forever, self._return_forever):
+                nursery.start_soon(keep_up, part)
+            if self._peer_store is not None:
+                nursery.start_soon(self._note_forever, self._peer_store)
+            if self._peers and self._listens:
+                # Two parts of a swarm that have lost sight of each other meet in the nodes that remember both.
+                nursery.start_soon(self._greet_remembered)
 
-    async def search(self) -> JoinResult | None:
-        """Joins the swarm of the first remembered peer or neighbour that answers; None if nobody does."""
+    # --- servers
+
+    async def refresh(
+        self, *, model_version: bytes = b"", sample: bool = False, everything: bool = False, timeout: float
+    ) -> None:
+        """As `Swarm.refresh`. Where no directory answers, Kademlia is asked.
+
+        It is asked as well where blocks of the model version have no servers: at once for a client that wants them for
+        the first time, else in the background; later on also if they have none that this node could connect to.
+
+        Raises:
+            SwarmError: neither a directory nor a peer of a DHT has answered.
+        """
+        again = model_version in self._wanted
+        self._wanted.add(model_version)
+        sought = blocks_sought(model_version.hex()) if model_version else directories_sought()
+        directory, records = self._directory, self._records
+        pull = partial(
+            directory.refresh,
+            self._nursery,
+            model_version=model_version,
+            sample=sample,
+            everything=everything,
+            timeout=timeout,
+        )
+        try:
+            await pull()
+        except SwarmError:
+            known = len(directory.view.records)
+            if not await records.find(sought, timeout=timeout):
+                raise
+            if len(directory.view.records) > known:
+                with suppress(SwarmError):  # those who were found know others
+                    await pull()
+            return
+        if not model_version:
+            return
+        servers = directory.view.servers(model_version, now=time.time())
+        if sample and not again and missing(servers):
+            await records.find(sought, timeout=timeout)
+            return
+        if sample and again:
+            servers = tuple(server for server in servers if self._host.is_connected(server.peer_id))
+        if missing(servers):
+            find = partial(records.find, timeout=SEARCH.seconds, again=SEARCH.again_quietly)
+            self._nursery.start_soon(find, sought)
+
+    # --- looking for a swarm
+
+    async def _search(self) -> None:
+        """Joins the swarm of the first remembered peer or neighbour that answers."""
         with trio.move_on_after(DISCOVERY.search):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._look_everywhere, nursery.cancel_scope)
                 await self._met.wait()
                 nursery.cancel_scope.cancel()
-        return self.joined
 
     async def _look_everywhere(self, search: trio.CancelScope) -> None:
         async with trio.open_nursery() as ways:
@@ -325,7 +266,7 @@ class Discovery:
         return [
             PeerCandidate("remembered", peer.peer_id, peer.addrs)
             for peer in in_order(known)
-            if peer.peer_id != self._host.peer_id and (not self._named or self._named.intersection(peer.named))
+            if peer.peer_id != self._host.peer_id and (not self._peers or not set(self.named).isdisjoint(peer.named))
         ]
 
     async def _greet_remembered(self) -> None:
@@ -343,7 +284,7 @@ class Discovery:
         if len(self._neighbours) > DISCOVERY.max_neighbours:
             del self._neighbours[next(iter(self._neighbours))]
         # A client needs one way into the swarm only. One that is no member may be of another swarm.
-        wanted = self._is_member(peer_id) if self._named or apart else self._listens or self._is_alone()
+        wanted = self._is_member(peer_id) if self._peers or apart else self._listens or self._is_alone()
         if wanted and peer_id not in self._calling and not self._host.is_connected(peer_id):
             self._nursery.start_soon(self._call_on, candidate)
 
@@ -366,7 +307,7 @@ class Discovery:
 
     def _may_return_to(self, neighbour: PeerCandidate) -> bool:
         """Whether a node that is alone may join a neighbour: a server is the first of a swarm of its own by now."""
-        free = not self._named and not (neighbour.apart and self._listens)
+        free = not self._peers and not (neighbour.apart and self._listens)
         return free or self._is_member(neighbour.peer_id)
 
     def _is_alone(self) -> bool:
@@ -416,13 +357,12 @@ class Discovery:
 
     async def _note(self, peer_store: PeerStore) -> None:
         met, own = self._met_now(), self._own_entry()
-        failed: frozenset[str] = frozenset()
-        if met:  # else it may be this machine that has no network
-            failed = frozenset(self._failed)
-            self._failed.clear()
+        # With nobody met it may be this machine that has no network.
+        failed = frozenset(self._failed if met else ())
         if met or own:
-            update = partial(peer_store.update, met | own, failed, time.time(), self._named)
+            update = partial(peer_store.update, met | own, failed, time.time(), self.named)
             await trio.to_thread.run_sync(update, abandon_on_cancel=True)
+            self._failed -= failed
 
     def _own_entry(self) -> dict[str, list[str]]:
         """This node itself, for the person's other nodes on this machine, which may have no network at all."""

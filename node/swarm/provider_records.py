@@ -13,7 +13,6 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -34,7 +33,6 @@ from ...protocols.ids import (
     model_key,
     ranges_of,
 )
-from ..errors import SwarmError
 from ..network.dht import SHARDS, Dht
 from ..network.provider_lookup import Contact
 from .directory import Directory
@@ -176,45 +174,8 @@ class ProviderRecords:
         self._dht = dht
         self._directory = directory
         self._searched: dict[bytes, tuple[float, bool]] = {}  # by the first key: when, and whether the DHT answered
-        self._wanted: set[bytes] = set()  # model versions that were asked for
 
     # --- finding servers
-
-    async def refresh(
-        self, nursery: trio.Nursery, *, model_version: bytes, sample: bool, everything: bool = False, timeout: float
-    ) -> None:
-        """As `Directory.refresh`. Where no directory answers, Kademlia is asked.
-
-        It is asked as well where blocks of the model version have no servers: at once for a client that wants them for
-        the first time, else in the background; later on also if they have none that this node could connect to.
-
-        Raises:
-            SwarmError: neither a directory nor a peer of a DHT has answered.
-        """
-        again = model_version in self._wanted
-        self._wanted.add(model_version)
-        sought = blocks_sought(model_version.hex()) if model_version else directories_sought()
-        directory, which = self._directory, {"sample": sample, "everything": everything}
-        try:
-            await directory.refresh(nursery, model_version=model_version, timeout=timeout, **which)
-        except SwarmError:
-            known = len(directory.view.records)
-            if not await self.find(sought, timeout=timeout):
-                raise
-            if len(directory.view.records) > known:
-                with suppress(SwarmError):  # those who were found know others
-                    await directory.refresh(nursery, model_version=model_version, timeout=timeout, **which)
-            return
-        if not model_version:
-            return
-        servers = directory.view.servers(model_version, now=time.time())
-        if sample and not again and missing(servers):
-            await self.find(sought, timeout=timeout)
-            return
-        if sample and again:
-            servers = tuple(server for server in servers if self._host.is_connected(server.peer_id))
-        if missing(servers):
-            nursery.start_soon(self._find_quietly, sought)
 
     async def find_model(self, name: str, num_blocks: int, pinned: str, *, timeout: float) -> None:
         """Looks for servers of a model of this name, in the version that begins with `pinned`, if none is known."""
@@ -226,9 +187,6 @@ class ProviderRecords:
             await self.find(blocks_sought(pinned, num_blocks), timeout=timeout)
         else:
             await self.find(model_sought(name, num_blocks), timeout=timeout)
-
-    async def _find_quietly(self, sought: Sequence[Sought]) -> None:
-        await self.find(sought, timeout=SEARCH.seconds, again=SEARCH.again_quietly)
 
     async def find(self, sought: Sequence[Sought], *, timeout: float, again: float = SEARCH.again) -> bool:
         """Looks these keys up, in random order, and takes the announcements of their providers into the view. Returns

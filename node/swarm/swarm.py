@@ -19,9 +19,8 @@ from ...protocols.directory import MAX_HEADER as MAX_DIRECTORY
 from ...protocols.evidence import EVIDENCE_SIZES, PIECE_BYTES
 from ...protocols.framing import MessageStream, PeerError
 from ...protocols.ids import DIRECTORY, EVIDENCE, MANIFEST
-from ..errors import ModelError, SwarmError
+from ..errors import ModelError
 from ..models import Manifest
-from ..network.addresses import parse_peer
 from ..network.dht import Dht, open_dht
 from ..network.host import Host, keep_up, open_host
 from ..network.nat.manager import NatConfig, NatManager
@@ -70,8 +69,6 @@ class Swarm(MessageStreams):
         self._manifests: dict[bytes, wire.Manifest] = {}
         self._direct: dict[str, trio.Event] = {}
         host.on_connected(self._on_connected)
-        bootstrap = [parse_peer(peer) for peer in config.peers]
-        self.named = [peer_id for peer_id, _ in bootstrap]  # the peers that this node was told to join by
         self.finder = self._directory = Directory(config, dht, self)
         self._records = ProviderRecords(streams=self, dht=dht, directory=self._directory, ttl=config.announcement_ttl)
         host.share_dials(lambda peer_id: self.view.source_of(peer_id))
@@ -80,7 +77,8 @@ class Swarm(MessageStreams):
         nat = NatConfig(bool(config.listen), config.announce, config.peers, config.relay, config.relay_limits)
         self.nat = NatManager(host, self._directory, nursery, nat, addrs_changed=self._announcer.addrs_changed)
         self._directory.about = self.nat.about
-        self._discovery = Discovery(host, self._directory, nursery, bootstrap, config)
+        self._discovery = Discovery(host, self._directory, self._records, nursery, config)
+        self.named = self._discovery.named  # the peers that this node was told to join by
         self._evidence, self.gossip = evidence, gossip  # no gossip if this node takes no part in it
         self.set_handler(
             EVIDENCE, wire.EvidenceFrame, evidence.serve, max_header=EVIDENCE_SIZES.max_header, max_payload=PIECE_BYTES
@@ -241,8 +239,9 @@ class Swarm(MessageStreams):
         Raises:
             SwarmError: there are peers to ask, and none has answered within `timeout` seconds, nor any of a DHT.
         """
-        which = {"sample": sample, "everything": everything}
-        await self._records.refresh(self._nursery, model_version=model_version or b"", timeout=timeout, **which)
+        await self._discovery.refresh(
+            model_version=model_version or b"", sample=sample, everything=everything, timeout=timeout
+        )
         return self._directory.view
 
     async def exchange(self, peers: Collection[str], *, model_version: bytes, timeout: float) -> frozenset[str]:
@@ -348,21 +347,7 @@ class Swarm(MessageStreams):
     async def join(self) -> None:
         """Meets the peers to join by, or looks for a swarm. Called by `open_swarm`."""
         self.nat.start()
-        if not self._config.peers:
-            self._discovery.start()
-            if self._discovery.searches:
-                await self._discovery.search()
-            return
-        try:
-            await self.refresh(sample=not self._config.listen, timeout=self._config.bootstrap_deadline)
-        except SwarmError as error:
-            raise SwarmError(
-                f"{error}. Check the addresses, and that these peers run; "
-                "those of a private swarm answer only who has its key."
-            ) from error
-        self._discovery.met("peers", next(filter(self.host.is_connected, self.named), self.named[0]))
-        # Not before: those who were named have to answer, whoever else does.
-        self._discovery.start()
+        await self._discovery.join()
 
     @property
     def joined(self) -> JoinResult | None:
@@ -371,12 +356,10 @@ class Swarm(MessageStreams):
 
     def start(self) -> None:
         """Starts what runs beside. Called by `open_swarm`."""
-        self._nursery.start_soon(self._directory.run)
+        self._nursery.start_soon(self._discovery.run)
         self._nursery.start_soon(self._announcer.run)
-        self._nursery.start_soon(keep_up, self._records.provide_forever)
         if (heap := own_heap()) is not None:
             self._nursery.start_soon(keep_up, heap.give_back)
-        self._discovery.start_returning()
 
 
 @contextlib.asynccontextmanager

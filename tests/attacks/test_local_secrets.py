@@ -16,7 +16,7 @@ from petalnode.crypto.swarm_key import load_swarm_key, make_swarm_key
 from petalnode.node.cli.join import SWARM_KEY_VARIABLE, JoinOptions
 from petalnode.node.credits.ledger import Ledger
 from petalnode.node.errors import BadInput
-from petalnode.node.swarm.discovery import PeerStore
+from petalnode.node.swarm.peer_file import PeerStore
 from petalnode.node.trust.bundle import equivocation_bundle
 from petalnode.node.trust.store import TrustStore
 from petalnode.node.validator.history import History

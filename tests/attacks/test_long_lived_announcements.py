@@ -13,8 +13,7 @@ import pytest
 import trio
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.swarm.refresh_rate import PACE, refresh_rate
-from petalnode.node.swarm.sample import SAMPLING, Contacts, sampled
+from petalnode.node.swarm.sample import PACE, SAMPLING, Contacts, refresh_rate, sampled
 from petalnode.node.swarm.view import SwarmView
 from petalnode.node.testing import message_streams
 from petalnode.protocols import wire_pb2 as wire

@@ -13,7 +13,8 @@ import trio
 from petalnode.crypto.identity import Identity
 from petalnode.node.errors import SwarmError
 from petalnode.node.swarm.config import SwarmConfig
-from petalnode.node.swarm.discovery import JoinResult, PeerStore
+from petalnode.node.swarm.discovery import JoinResult
+from petalnode.node.swarm.peer_file import PeerStore
 from petalnode.node.swarm.swarm import Swarm, open_swarm
 from tests.connections import free_port
 from tests.swarm.announcers import Node, Nodes

@@ -180,9 +180,10 @@ def test_a_record_tells_whether_the_node_was_told_its_swarm() -> None:
     assert read_txt(txt_record([addr], True)) == read_txt(txt_record([addr]))
 
 
-def looking(listens: bool) -> SwarmConfig:
+def looking(listens: bool, named: Sequence[str] = ()) -> SwarmConfig:
     """Of a node that looks for its neighbours."""
-    return SwarmConfig(Identity.generate(), listen=("/ip4/0.0.0.0/tcp/1",) if listens else (), mdns=True)
+    peers = tuple(f"/ip4/10.0.0.3/tcp/3/p2p/{peer_id}" for peer_id in named)
+    return SwarmConfig(Identity.generate(), peers=peers, listen=("/ip4/0.0.0.0/tcp/1",) if listens else (), mdns=True)
 
 
 class Neighbourhood:
@@ -206,6 +207,14 @@ class Neighbourhood:
 
     def is_connected(self, peer_id: str) -> bool:
         return peer_id in self.company
+
+    async def refresh(self, nursery: trio.Nursery, **asked: object) -> None:
+        """Those named have answered."""
+
+    async def provide_forever(self) -> None:
+        await trio.sleep_forever()
+
+    parts = ()
 
     def addrs_of(self, peer_id: str) -> list[str]:
         return ["/ip4/10.0.0.1/tcp/1"] if peer_id in self.members else []
@@ -239,14 +248,9 @@ def neighbourhood(
     async def main() -> None:
         async with trio.open_nursery() as nursery:
             parts: Any = node
-            peers = [(peer_id, "/ip4/10.0.0.3/tcp/3") for peer_id in named]
-            discovery = Discovery(parts, parts, nursery, peers, looking(listens))
-            discovery.start()
-            if named:
-                await trio.sleep(20)
-            else:
-                await discovery.search()
-                await trio.sleep(20)
+            discovery = Discovery(parts, parts, parts, nursery, looking(listens, named))
+            await discovery.join()
+            await trio.sleep(20)
             nursery.cancel_scope.cancel()
 
     monkeypatch.setattr(discovery_module, "run_mdns", run_mdns)
@@ -259,10 +263,10 @@ def test_who_was_told_a_swarm_calls_on_neighbours_of_that_swarm_only(
     monkeypatch: pytest.MonkeyPatch, theirs: bool
 ) -> None:
     """An unrelated node of the same network would bring its models, and the two swarms would be one."""
-    node = Neighbourhood(members=["named", "member"])
-    node.company = ["named"]
+    node = Neighbourhood(members=[B, "member"])
+    node.company = [B]
     near = [("stranger", theirs), ("member", theirs)]
-    assert neighbourhood(monkeypatch, node, near, named=["named"]) == [True]
+    assert neighbourhood(monkeypatch, node, near, named=[B]) == [True]
     assert node.met == ["member"]
 
 
@@ -294,10 +298,9 @@ def returning(monkeypatch: pytest.MonkeyPatch, node: Neighbourhood, run_mdns: An
     async def main() -> None:
         async with trio.open_nursery() as nursery:
             parts: Any = node
-            discovery = Discovery(parts, parts, nursery, [], looking(listens))
-            discovery.start()
-            await discovery.search()
-            discovery.start_returning()
+            discovery = Discovery(parts, parts, parts, nursery, looking(listens))
+            await discovery.join()
+            nursery.start_soon(discovery.run)
             await trio.sleep(300)
             nursery.cancel_scope.cancel()
 
@@ -344,8 +347,8 @@ async def test_neighbours_that_are_remembered_are_bounded(monkeypatch: pytest.Mo
     monkeypatch.setattr(discovery_module, "run_mdns", crowd)
     node: Any = Alone()
     async with trio.open_nursery() as nursery:
-        found = Discovery(node, node, nursery, [], looking(listens=True))
-        found.start()
+        found = Discovery(node, node, node, nursery, looking(listens=True))
+        nursery.start_soon(found.join)
         await trio.testing.wait_all_tasks_blocked()
         assert 0 < held(found) <= 200
         assert 0 < len(calls) <= 64 and "peer 5" not in calls

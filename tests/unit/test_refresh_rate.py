@@ -21,7 +21,7 @@ from petalnode.node.errors import SwarmError
 from petalnode.node.placement.observed import OBSERVED, PlacedServer, pinged_at_once, sampling_noise
 from petalnode.node.server.lifecycle.other_servers import ROUND_TRIPS, keep_rtts, to_measure
 from petalnode.node.swarm.directory import Directory
-from petalnode.node.swarm.refresh_rate import PACE, refresh_rate
+from petalnode.node.swarm.sample import PACE, refresh_rate
 from petalnode.node.swarm.view import SwarmView
 from petalnode.node.testing import message_streams
 from petalnode.protocols import wire_pb2 as wire

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.swarm import discovery
-from petalnode.node.swarm.discovery import PEER_FILE, PeerRecord, PeerStore, in_order, peer_store_file, updated
+from petalnode.node.swarm import peer_file
+from petalnode.node.swarm.peer_file import PEER_FILE, PeerRecord, PeerStore, in_order, peer_store_file, updated
 
 NOW = 1_800_000_000.0
 DAY = 86400.0
@@ -73,7 +73,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 def test_several_write_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        discovery, "PEER_FILE", replace(discovery.PEER_FILE, lock_patience=300.0)
+        peer_file, "PEER_FILE", replace(peer_file.PEER_FILE, lock_patience=300.0)
     )  # however slow the disk is
     peers = [Identity.generate().peer_id for _ in range(24)]
     path = tmp_path / "public.json"

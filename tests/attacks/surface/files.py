@@ -156,9 +156,9 @@ FILES: Final[Mapping[str, Row]] = {
     ),
     "remembered peers": Row(
         "peers, through this node's own file",
-        "node.swarm.discovery.PEER_FILE.max_bytes",
-        "node.swarm.discovery.PEER_FILE.max_peers",
-        "node.swarm.discovery.PEER_FILE.max_peers node.swarm.discovery.PEER_FILE.max_addrs",
+        "node.swarm.peer_file.PEER_FILE.max_bytes",
+        "node.swarm.peer_file.PEER_FILE.max_peers",
+        "node.swarm.peer_file.PEER_FILE.max_peers node.swarm.peer_file.PEER_FILE.max_addrs",
         ("tests/unit/test_remembered.py",),
     ),
     "page of packaged models": Row(
