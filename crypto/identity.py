@@ -152,6 +152,26 @@ def peer_id_from_bytes(data: bytes) -> str:
     return str(base58.b58encode(data).decode())
 
 
+def any_peer_id_to_bytes(peer_id: str) -> bytes:
+    """As `peer_id_to_bytes`, of keys of all kinds that libp2p has: a relay carries for them, too.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if len(peer_id) > 64:
+        raise ValueError("this is no peer id: too long")
+    data = bytes(base58.b58decode(peer_id))
+    any_peer_id_from_bytes(data)
+    return data
+
+
+def any_peer_id_from_bytes(data: bytes) -> str:
+    """Raises ValueError as `any_peer_id_to_bytes`."""
+    if len(data) < 2 or data[0] not in (0x00, 0x12) or data[1] != len(data) - 2 or len(data) > 44:
+        raise ValueError("this is no peer id: neither a key itself nor the SHA-256 of one")
+    return str(base58.b58encode(data).decode())
+
+
 def _check_peer_id(data: bytes) -> None:
     if len(data) != len(_PEER_ID_HEAD) + 32 or not data.startswith(_PEER_ID_HEAD):
         raise ValueError("this is no peer id of an Ed25519 key (they look like 12D3KooW...)")

@@ -1,4 +1,4 @@
-"""The key that a private swarm shares, in the file that other libp2p software writes and reads as well.
+"""The key that a private swarm shares, in the file that other libp2p software writes and reads as well, and its cipher.
 
 libp2p specifications, pnet/Private-Networks-PSK-V1.md: three lines, of which the last is the key in hexadecimal.
 """
@@ -8,12 +8,19 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import struct
 from pathlib import Path
+from typing import Final
+
+from Crypto.Cipher import Salsa20
+from Crypto.Cipher.Salsa20 import Salsa20Cipher as Salsa20Cipher
 
 _HEAD = "/key/swarm/psk/1.0.0/"
 _BASE16 = "/base16/"
 _DIGITS = "[0-9a-fA-F]{64}"
 _MAX_FILE = 4096  # bytes
+_COLUMNS: Final = ((0, 4, 8, 12), (5, 9, 13, 1), (10, 14, 2, 6), (15, 3, 7, 11))
+_ROWS: Final = ((0, 1, 2, 3), (5, 6, 7, 4), (10, 11, 8, 9), (15, 12, 13, 14))
 
 
 class SwarmKeyError(Exception):
@@ -88,3 +95,16 @@ def make_swarm_key(path: Path) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def xsalsa20(key: bytes, nonce: bytes) -> Salsa20Cipher:
+    """XSalsa20 with 32 bytes of key and 24 of nonce: Salsa20 with what HSalsa20 makes of the key and the nonce's first
+    16 bytes (Bernstein, "Extending the Salsa20 nonce", 2011)."""
+    sigma, words = struct.unpack("<4I", b"expand 32-byte k"), struct.unpack("<8I", key)
+    x = [sigma[0], *words[:4], sigma[1], *struct.unpack("<4I", nonce[:16]), sigma[2], *words[4:], sigma[3]]
+    for a, b, c, d in (_COLUMNS + _ROWS) * 10:
+        for target, one, other, bits in ((b, a, d, 7), (c, b, a, 9), (d, c, b, 13), (a, d, c, 18)):
+            total = (x[one] + x[other]) & 0xFFFFFFFF
+            x[target] ^= (total << bits | total >> (32 - bits)) & 0xFFFFFFFF
+    derived = struct.pack("<8I", *(x[place] for place in (0, 5, 10, 15, 6, 7, 8, 9)))
+    return Salsa20.new(key=derived, nonce=nonce[16:])

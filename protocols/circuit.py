@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from ..crypto.identity import peer_id_from_bytes, peer_id_to_bytes
+from ..crypto.identity import any_peer_id_from_bytes, any_peer_id_to_bytes
 from . import standard_pb2 as pb
 from .delimited import DelimitedStream
 from .framing import PeerError, ProtocolError
@@ -92,7 +92,7 @@ async def ask_connection(stream: DelimitedStream, target: str, *, timeout: float
         RelayRefused: with the relay's status.
         PeerError: no answer within `timeout` seconds, or none that fits; the stream is of no use any more.
     """
-    peer = pb.RelayPeer(id=peer_id_to_bytes(target))
+    peer = pb.RelayPeer(id=any_peer_id_to_bytes(target))
     await stream.send(pb.HopMessage(type=pb.HopMessage.CONNECT, peer=peer), timeout=timeout)
     return _limit((await _hop_status(stream, timeout)).limit)
 
@@ -108,7 +108,7 @@ async def receive_stop(stream: DelimitedStream, *, timeout: float) -> str:
         await answer_stop(stream, pb.UNEXPECTED_MESSAGE, timeout=timeout)
         raise await _violation(stream, "an answer where a request was expected")
     try:
-        return peer_id_from_bytes(message.peer.id)
+        return any_peer_id_from_bytes(message.peer.id)
     except ValueError:
         await answer_stop(stream, pb.MALFORMED_MESSAGE, timeout=timeout)
         raise await _violation(stream, "a peer id that is none") from None
@@ -135,7 +135,7 @@ async def receive_hop(stream: DelimitedStream, *, timeout: float) -> HopRequest:
         await answer_refused(stream, pb.UNEXPECTED_MESSAGE, timeout=timeout)
         raise await _violation(stream, "an answer where a request was expected")
     try:
-        return HopRequest(peer_id_from_bytes(message.peer.id))
+        return HopRequest(any_peer_id_from_bytes(message.peer.id))
     except ValueError:
         await answer_refused(stream, pb.MALFORMED_MESSAGE, timeout=timeout)
         raise await _violation(stream, "a peer id that is none") from None
@@ -166,7 +166,7 @@ async def ask_stop(stream: DelimitedStream, source: str, limit: CircuitLimit, *,
         RelayRefused: with the target's status.
         PeerError: no answer within `timeout` seconds, or none that fits.
     """
-    peer = pb.RelayPeer(id=peer_id_to_bytes(source))
+    peer = pb.RelayPeer(id=any_peer_id_to_bytes(source))
     message = pb.StopMessage(type=pb.StopMessage.CONNECT, peer=peer, limit=_to_wire(limit))
     await stream.send(message, timeout=timeout)
     answer = await stream.receive(pb.StopMessage, timeout=timeout)
@@ -178,7 +178,7 @@ async def ask_stop(stream: DelimitedStream, source: str, limit: CircuitLimit, *,
 
 def voucher_payload(relay: str, peer: str, expires: int) -> bytes:
     """What a relay signs for the peer that has a reservation until `expires` (seconds since 1970)."""
-    voucher = pb.RelayVoucher(relay=peer_id_to_bytes(relay), peer=peer_id_to_bytes(peer), expiration=expires)
+    voucher = pb.RelayVoucher(relay=any_peer_id_to_bytes(relay), peer=any_peer_id_to_bytes(peer), expiration=expires)
     return voucher.SerializeToString(deterministic=True)
 
 
@@ -200,8 +200,9 @@ def _limit(limit: pb.RelayLimit) -> CircuitLimit:
     return CircuitLimit(limit.duration, limit.data)
 
 
-def _to_wire(limit: CircuitLimit) -> pb.RelayLimit:
-    return pb.RelayLimit(duration=limit.seconds, data=limit.data)
+def _to_wire(limit: CircuitLimit) -> pb.RelayLimit | None:
+    """Without any limit there is no such field, by which others tell circuits that are limited."""
+    return pb.RelayLimit(duration=limit.seconds, data=limit.data) if limit.seconds or limit.data else None
 
 
 def binary_addrs(addrs: Sequence[bytes], room: int) -> tuple[bytes, ...]:

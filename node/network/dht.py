@@ -20,7 +20,6 @@ from typing import Final
 import trio
 from libp2p.kad_dht.pb.kademlia_pb2 import Message
 from libp2p.peer.id import ID
-from libp2p.peer.peerstore import PeerStoreError
 from multiaddr import Multiaddr
 
 from ...protocols.announcement import BadAnnouncement, SignedAnnouncement, open_announcement
@@ -42,6 +41,7 @@ from .kad_store import (
 )
 from .provider_lookup import LOOKUP, Answer, Contact, Lookup, add, ask, look_up
 from .routing_table import RoutingTable
+from .standard_protocols import speaks
 from .transport.bandwidth import ByteCount
 
 log = logging.getLogger(__name__)
@@ -181,14 +181,9 @@ class Dht:
         opened, self._opened = self._opened, set()
         for peer_id in opened:
             used = any(connection.open_streams for connection in self._host.connections(peer_id))
-            if not used and not self._is_petalnode(peer_id):
+            # One of ours may be a directory, or a relay that keeps a place for this node, as long as it is connected.
+            if not used and not speaks(self._host.libp2p.get_peerstore(), peer_id, DIRECTORY):
                 await self._host.disconnect(peer_id)
-
-    def _is_petalnode(self, peer_id: str) -> bool:
-        """Whether it may be a directory, or a relay that keeps a place for this node, as long as it is connected."""
-        with contextlib.suppress(PeerStoreError):
-            return DIRECTORY in self._host.libp2p.get_peerstore().get_protocols(ID.from_string(peer_id))
-        return False
 
     # --- values
 

@@ -6,6 +6,7 @@ of itself, whenever it comes.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -16,6 +17,7 @@ from libp2p.abc import IPeerStore
 from libp2p.identity.identify.pb.identify_pb2 import Identify
 from libp2p.identity.update import update_peerstore_from_identify
 from libp2p.peer.id import ID
+from libp2p.peer.peerstore import PeerStoreError
 
 from ...protocols.delimited import DelimitedStream
 from ...protocols.nat_traversal import IDENTIFY, TRAVERSAL
@@ -48,6 +50,13 @@ async def keep_identified(peerstore: IPeerStore, peer_id: ID, message: Identify)
     if len(message.public_key) <= _MAX_IDENTIFIED:
         kept.public_key = message.public_key
     await update_peerstore_from_identify(peerstore, peer_id, kept)
+
+
+def speaks(peerstore: IPeerStore, peer_id: str, protocol: str) -> bool:
+    """Whether a peer has said that it speaks a protocol."""
+    with contextlib.suppress(PeerStoreError):
+        return protocol in peerstore.get_protocols(ID.from_string(peer_id))
+    return False
 
 
 async def identify(connection: Connection, peerstore: IPeerStore, peer_id: ID) -> bool:

@@ -14,6 +14,8 @@ from typing import Final, Generic, Protocol, TypeVar
 import trio
 from google.protobuf.message import Message
 
+from ...crypto.identity import peer_id_to_bytes
+from ...protocols import wire_pb2 as wire
 from ...protocols.framing import (
     MAX_HEADER,
     MAX_PAYLOAD,
@@ -39,6 +41,7 @@ class StreamShares:
     least_served: int = 8  # Of one peer or address, as long as there are any
     of_rest: int = 4
     """An address may hold a quarter of the memory for messages that it leaves free, and a peer half of that."""
+    refusal: float = 5.0  # seconds for a peer to read why it is not served
     ungranted: int = 4  # What was granted nothing has a quarter as much memory for its messages as the rest
 
 
@@ -183,6 +186,7 @@ class _Service(Generic[F]):
     protocol: str
     handler: Callable[[MessageStream[F]], Awaitable[None]]
     served: ShareCount
+    frame_type: type[F]
     stream_type: Callable[..., MessageStream[F]]  # made of a raw stream and a peer's id
 
     async def serve(self, raw: StreamBytes, peer_id: str) -> None:
@@ -198,7 +202,7 @@ class _Service(Generic[F]):
 
     async def _serve_messages(self, stream: MessageStream[F]) -> None:
         try:
-            await self.handler(stream)
+            await (self.handler(stream) if self._has_our_key(stream.peer_id) else self._refuse(stream))
         except PeerError as error:
             log.debug("%s: %s", self.protocol, error)
             await stream.reset()
@@ -210,6 +214,19 @@ class _Service(Generic[F]):
             raise
         else:
             await stream.close()
+
+    def _has_our_key(self, peer_id: str) -> bool:
+        try:
+            return bool(peer_id_to_bytes(peer_id))
+        except ValueError:
+            return False
+
+    async def _refuse(self, stream: MessageStream[F]) -> None:
+        """Says why, where a message of the protocol can."""
+        if "error" in self.frame_type.DESCRIPTOR.fields_by_name:
+            text = f"petalnode's peers have Ed25519 keys, and the one of {stream.peer_id} is of another kind"
+            refused: F = self.frame_type(error=wire.Error(code=wire.ERROR_UNSUPPORTED, message=text))
+            await stream.send(refused, timeout=SHARES.refusal)
 
 
 class MessageStreams:
@@ -254,7 +271,8 @@ class MessageStreams:
             room=self.received_ungranted,
             keeps_room=True,
         )
-        service = _Service(self, protocol, handler, ShareCount(max_streams, SHARES.least_served), stream_type)
+        served = ShareCount(max_streams, SHARES.least_served)
+        service = _Service(self, protocol, handler, served, frame_type, stream_type)
         self.host.set_stream_handler(protocol, service.serve)
 
     def log_once(self, protocol: str, error: Exception) -> None:

@@ -1,7 +1,8 @@
 """A host of py-libp2p as it comes, with its own relay service, for the tests of how ours gets on with it.
 
 Takes one JSON object as its argument: its "role" is "relay", "target" (reserves at the "relay", a multiaddr), "client"
-(dials the peer "target" through the "relay" and has bytes echoed) or "table" (a node of Kademlia, which knows "peers").
+(dials the peer "target" through the "relay" and has bytes echoed), "asker" (of what the "peer" says) or "table" (a node
+of Kademlia, which knows "peers").
 Prints a JSON object when that is done.
 """
 
@@ -10,15 +11,17 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 
 import libp2p.network.swarm
 import trio
 from libp2p import new_host
 from libp2p.abc import IHost, INetStream
+from libp2p.crypto import rsa, secp256k1
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.x25519 import create_new_key_pair as create_noise_key_pair
 from libp2p.kad_dht.kad_dht import DHTMode, KadDHT
+from libp2p.network.stream.exceptions import StreamEOF
 from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import info_from_p2p_addr
 from libp2p.relay.circuit_v2.config import RelayConfig, RelayRole
@@ -32,6 +35,11 @@ from multiaddr import Multiaddr
 
 ECHO = "/echo/1"
 PAYLOAD = bytes(range(256)) * 1024
+KEYS = {
+    "ed25519": create_new_key_pair,
+    "rsa": lambda: rsa.create_new_key_pair(2048),
+    "secp256k1": secp256k1.create_new_key_pair,
+}
 LIMITS = RelayLimits(duration=3600, data=1 << 30, max_circuit_conns=8, max_reservations=8)
 
 
@@ -62,6 +70,18 @@ async def dial(host: IHost, transport: CircuitV2Transport, relay: str, target: s
     return len(received)
 
 
+async def asked(host: IHost, peer: str) -> str:
+    """What a node says on a stream of petalnode, before it was asked anything."""
+    info = info_from_p2p_addr(Multiaddr(peer))
+    await host.connect(info)
+    stream = await host.new_stream(info.peer_id, ["/petalnode/directory/1"])
+    said = b""
+    with suppress(StreamEOF):
+        while part := await stream.read(4096):
+            said += part
+    return said.decode(errors="replace")
+
+
 async def serve_table(host: IHost, peers: list[str], stack: AsyncExitStack) -> None:
     kad = KadDHT(host, DHTMode.SERVER)
     await stack.enter_async_context(background_trio_service(kad))
@@ -73,7 +93,7 @@ async def serve_table(host: IHost, peers: list[str], stack: AsyncExitStack) -> N
 
 async def main(options: dict) -> None:
     libp2p.network.swarm._HAPPY_EYEBALLS_DELAY = 0.02
-    keys = create_new_key_pair()
+    keys = KEYS[options.get("key", "ed25519")]()
     noise = Noise(keys, noise_privkey=create_noise_key_pair().private_key)
     host = new_host(key_pair=keys, muxer_preference="YAMUX", sec_opt={NOISE: noise}, psk=options.get("psk"))
     is_relay = options["role"] == "relay"
@@ -95,6 +115,8 @@ async def main(options: dict) -> None:
             ready["addrs"] = await reserve(host, transport, options["relay"], nursery)
         if options["role"] == "client":
             ready["echoed"] = await dial(host, transport, options["relay"], options["target"])
+        if options["role"] == "asker":
+            ready["said"] = await asked(host, options["peer"])
         if options["role"] == "table":
             await serve_table(host, options["peers"], stack)
         print(json.dumps(ready), flush=True)

@@ -6,12 +6,17 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+import trio
 from libp2p.peer.envelope import unmarshal_envelope
 from libp2p.peer.id import ID
 from libp2p.relay.circuit_v2.pb.circuit_pb2 import Voucher
 
-from petalnode.protocols.circuit import HOP, VOUCHER_DOMAIN, ask_reservation
+from petalnode.crypto.identity import Identity
+from petalnode.node.swarm.config import SwarmConfig
+from petalnode.node.swarm.swarm import open_swarm
+from petalnode.protocols.circuit import HOP, VOUCHER_DOMAIN, ask_connection, ask_reservation
 from petalnode.protocols.delimited import DelimitedStream
+from tests.swarm.processes import LOOPBACK
 from tests.swarm.relay_node import ECHO
 from tests.swarm.relays import RelayNode, echoed, host_here, relay_here, relay_nodes
 from tests.swarm.stock_node import PAYLOAD
@@ -23,10 +28,9 @@ def start() -> Iterator[Callable[..., RelayNode]]:
         yield start
 
 
-@pytest.mark.parametrize("psk", [None, "3c" * 32], ids=["public", "private"])
-async def test_we_meet_at_a_foreign_relay(start, psk):
-    relay = start("stock_node", role="relay", psk=psk)
-    async with host_here(psk=psk) as target, host_here(psk=psk) as client:
+async def test_we_meet_at_a_foreign_relay(start):
+    relay = start("stock_node", role="relay")
+    async with host_here() as target, host_here() as client:
         for host in (target, client):
             host.remember(relay.peer_id, relay.addrs)
         reservation = await target.circuits.reserve(relay.peer_id)
@@ -62,3 +66,17 @@ async def test_foreign_peers_meet_us_and_each_other_at_our_relay(start):
         await echoed(stream, PAYLOAD)
     for foreign in clients:
         assert foreign.ready["echoed"] == len(PAYLOAD)
+
+
+@pytest.mark.parametrize("kind", ["rsa", "secp256k1"])
+async def test_peers_with_other_keys_have_reservations_and_are_told_why_nobody_serves_them(start, kind):
+    relay = start()
+    target = start("stock_node", role="target", relay=relay.addrs[0], key=kind).peer_id
+    async with host_here() as client:
+        client.remember(relay.peer_id, relay.addrs)
+        stream = DelimitedStream(await client.open_stream(relay.peer_id, HOP), relay.peer_id)
+        await ask_connection(stream, target, timeout=60)
+    async with open_swarm(SwarmConfig(Identity.generate(), listen=(LOOPBACK,))) as swarm:
+        told = start("stock_node", role="asker", peer=swarm.addrs[0], key=kind)
+        ready = await trio.to_thread.run_sync(told.event, "ready")
+        assert "Ed25519" in ready["said"]

@@ -21,6 +21,7 @@ from petalnode.node.network.nat.reachability import (
     needs_relays,
     reachability,
 )
+from petalnode.node.network.transport.raw_connection import Path
 from petalnode.protocols.nat_traversal import DialAnswer, DialStatus
 
 pytestmark = pytest.mark.virtual_time
@@ -154,7 +155,7 @@ async def test_a_peer_that_does_not_answer_is_soon_asked_again(monkeypatch: pyte
     monkeypatch.setattr(autonat, "observed_by", observed_by)
     monkeypatch.setattr(autonat, "request_dial_back", dial_back)
     monkeypatch.setattr(autonat, "local_endpoints", lambda listened: HERE)
-    path = SimpleNamespace(direct=True, remote_addr="/ip4/11.77.0.10/tcp/31330")
+    path = Path(direct=True, relay=None, remote_addr="/ip4/11.77.0.10/tcp/31330", inbound=False)
     host: Any = SimpleNamespace(libp2p=SimpleNamespace(get_transport_addrs=list), paths=lambda peer_id: [path])
     answered = trio.Event()
     node: Any = SimpleNamespace(observers=lambda: [RELAY], extra_endpoints=tuple, update=lambda: None)

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+from nacl.bindings import crypto_secretbox
 
-from petalnode.crypto.swarm_key import SwarmKeyError, find_swarm_key, load_swarm_key, make_swarm_key
+from petalnode.crypto.swarm_key import SwarmKeyError, find_swarm_key, load_swarm_key, make_swarm_key, xsalsa20
 
 KEY = "0123456789abcdef" * 4
 
@@ -66,3 +68,11 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SwarmKeyError, match="cannot write"):
         make_swarm_key(tmp_path / "file" / "swarm.key")
+
+
+def test_the_cipher_is_xsalsa20() -> None:
+    """As NaCl has it: its boxes are XSalsa20, whose first 32 bytes are the key of what authenticates them."""
+    for size in (0, 1, 1000):
+        key, nonce, message = os.urandom(32), os.urandom(24), os.urandom(size)
+        sealed = xsalsa20(key, nonce).encrypt(bytes(32) + message)
+        assert sealed[32:] == crypto_secretbox(message, nonce, key)[16:]

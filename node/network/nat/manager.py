@@ -20,9 +20,11 @@ from multiaddr import Multiaddr
 from ....protocols.announcement import RelayOffer
 from ....protocols.directory import NodeInfo
 from ....protocols.framing import PeerError
+from ....protocols.ids import DIRECTORY
 from ...version import __version__
 from ..addresses import Endpoint, parse_peer, plain_ip
 from ..host import Host, keep_up
+from ..standard_protocols import speaks
 from ..transport.raw_connection import Path
 from .autonat import DialBackService, ObservedAddresses, local_endpoints
 from .circuits import Circuits
@@ -163,9 +165,15 @@ class NatManager:
         return self._inputs.reached
 
     def observers(self) -> list[str]:
-        """Whom to ask, in the order of our trust. Our NAT lets those in to whom we punched, which says nothing."""
+        """Whom to ask, in the order of our trust. Our NAT lets those in to whom we punched, which says nothing.
+
+        A relay of other software that keeps a place for us is not asked: js-libp2p dials back over the connection that
+        there is and then closes it, and with it the reservation is gone.
+        """
         first = dict.fromkeys(parse_peer(peer)[0] for peer in self._config.peers)
-        peers = [peer for peer in self._host.connected() if peer not in self._hole_puncher.punched]
+        store = self._host.libp2p.get_peerstore()
+        relays = {peer for peer in self._reservations.relays if not speaks(store, peer, DIRECTORY)}
+        peers = [peer for peer in self._host.connected() if peer not in self._hole_puncher.punched | relays]
         return sorted(peers, key=lambda peer: peer not in first)[:_MAX_OBSERVERS]
 
     # --- how things stand

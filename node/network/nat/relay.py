@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from dataclasses import dataclass
 from typing import Final
@@ -75,8 +76,8 @@ class RelayLimits:
     circuits_per_peer: int = 16  # at a time, that one peer has dialed
     circuits_to_peer: int = 64  # at a time, that lead to one peer
     circuits_per_address: int = 128
-    circuit_seconds: int = 24 * HOUR
-    circuit_bytes: int = 1 << 40  # each way
+    circuit_seconds: int = 0  # none. With a limit, libp2p's other implementations open hardly any stream on a circuit
+    circuit_bytes: int = 0  # each way, likewise
     circuit_bytes_per_second: int | None = 64 * MIB  # both ways together; None: no limit
     bytes_per_second: int | None = 128 * MIB  # of all circuits; None: no limit
 
@@ -322,7 +323,7 @@ class RelayService:
 
     async def _carry(self, circuit: _Circuit, here: StreamBytes, there: StreamBytes) -> None:
         """Until both directions have ended, or one is broken, or the circuit has lasted long enough."""
-        with trio.move_on_after(self._limits.circuit_seconds):
+        with trio.move_on_after(self._limits.circuit_seconds or math.inf):
             async with trio.open_nursery() as nursery:
                 ended: list[StreamBytes] = []
 
@@ -361,7 +362,7 @@ class RelayService:
         Raises:
             OSError: one of the streams is broken, or the circuit has carried all that it may.
         """
-        left = self._limits.circuit_bytes
+        left: float = self._limits.circuit_bytes or math.inf
         is_waiting = False  # what was read before is still on its way
 
         def count(size: int) -> None:

@@ -12,7 +12,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
@@ -181,6 +181,11 @@ class Reservations:
             ):
                 found[relay_id] = reservation.addrs
         return found
+
+    @property
+    def relays(self) -> Collection[str]:
+        """The relays that hold a reservation for us, or are being asked for one."""
+        return self._keepers.keys()
 
     def enable(self, enabled: bool) -> None:
         """Whether reservations are to be held; those held are given up otherwise."""

@@ -5,7 +5,8 @@ Besides what libp2p's handshakes want (read and write), a raw connection can be 
 of trio's loop, which costs more than sending.
 
 In a private swarm every connection is under one key, and a peer of another swarm is recognised at once. The bytes are
-those of libp2p's `PskConn`: each side sends 8 random bytes and then Salsa20 under the key with them as its nonce.
+those of libp2p's specification (pnet/Private-Networks-PSK-V1.md): each side sends 24 random bytes and then XSalsa20
+under the key with them as its nonce; py-libp2p's own `PskConn` has Salsa20 with 8 bytes.
 Nothing in that says whether the keys are the same, so what comes is checked: both sides of a connection begin with the
 same words of multistream-select. The secrecy of what follows is Noise's; the key only keeps strangers out.
 """
@@ -21,7 +22,6 @@ from dataclasses import dataclass
 from typing import Final, cast
 
 import trio
-from Crypto.Cipher import Salsa20
 from libp2p.abc import ConnectionType, IRawConnection
 from libp2p.custom_types import THandler
 from libp2p.io.exceptions import ConnectionClosedError, IOException
@@ -32,6 +32,7 @@ from libp2p.transport.tcp.tcp import TCP, TCPListener
 from libp2p.utils import encode_delim
 from multiaddr import Multiaddr
 
+from ....crypto.swarm_key import Salsa20Cipher, xsalsa20
 from ..addresses import Endpoint, transport_of
 from ..shares import TokenBucket, origin_of_ip
 from .bandwidth import Bandwidth, Recent, Throttle
@@ -47,7 +48,7 @@ _SPREADING: Final = b"bbr"  # the start of the names of all its versions
 _AT_ONCE: Final = (b"cubic", b"reno")  # systems may keep the first from ordinary users, but not the second
 
 _FIRST_WORDS: Final = encode_delim(MULTISELECT_PROTOCOL_ID.encode())
-_NONCE: Final = 8  # bytes
+_NONCE: Final = 24  # bytes
 
 
 @dataclass(frozen=True)
@@ -371,9 +372,9 @@ class PskCipher:
         self._key = bytes.fromhex(psk)
         nonce = os.urandom(_NONCE)
         self._unsent_nonce = nonce
-        self._sealing = Salsa20.new(key=self._key, nonce=nonce)
+        self._sealing = xsalsa20(self._key, nonce)
         self._nonce = b""  # the peer's, as far as it has come
-        self._opening: Salsa20.Salsa20Cipher | None = None
+        self._opening: Salsa20Cipher | None = None
 
     def seal(self, data: bytes) -> bytes:
         nonce, self._unsent_nonce = self._unsent_nonce, b""
@@ -388,12 +389,12 @@ class PskCipher:
         if self._opening is not None:
             return self._opening.decrypt(data)
         self._nonce += data
+        if self._nonce.startswith(_FIRST_WORDS):
+            raise OtherSwarm("it is not in this private swarm: it has no swarm key")
         if len(self._nonce) < _NONCE:
             return b""
         nonce, data = self._nonce[:_NONCE], self._nonce[_NONCE:]
-        if nonce == _FIRST_WORDS[:_NONCE]:
-            raise OtherSwarm("it is not in this private swarm: it has no swarm key")
-        self._opening = Salsa20.new(key=self._key, nonce=nonce)
+        self._opening = xsalsa20(self._key, nonce)
         return self._opening.decrypt(data)
 
 
