@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,6 +19,7 @@ from ..errors import NoChainError, ServerCheated, ServerFailed
 from ..swarm.routing import Demand, Hop, RouteCandidate
 from ..trust.receipt_log import ReceiptArchive
 from .deadlines import DEADLINES
+from .losses import LOSSES
 from .request import PushedOther, ServerClaims, has_code, is_lost, with_refusals
 from .session.stream import HopTiming, InferenceStream, SessionSpec
 from .session_adapter import SessionAdapter
@@ -84,6 +86,9 @@ class Router(Protocol):
 
     def suspect(self, peer_id: str, seconds: float = DEADLINES.suspect) -> None:
         """Notes that a server failed or said no: for so long it is asked only if nobody else is left."""
+
+    def note_loss(self, peer_id: str, *, admitted: bool = False) -> None:
+        """Notes that a server has lost what a session held; `admitted`: it says so of what it answered for last."""
 
     def accuse(self, peer_id: str, reason: str, proof: tuple[Receipt, Receipt] | None = None) -> None:
         """Notes that a server signed something else than it did, or nothing: it is not used for long.
@@ -169,15 +174,20 @@ class ServerSearch:
         self._lost = lost
         self._ask_again = ask_again
         self._fresh = False
+        self._failed_replays: Counter[str] = Counter()
 
     def given_up(self, error: NoChainError) -> NoChainError:
         """The error with who was tried."""
         return with_refusals(error, self._tried, self._router.peer_id)
 
-    def refuse(self, error: ServerFailed) -> None:
-        """Leaves this server out."""
+    def refuse(self, error: ServerFailed, *, granted: bool = False) -> None:
+        """Leaves this server out; for good at the third time that it had `granted` what it then failed at: to bring it
+        to where a session was has cost as much as if it had gone well."""
         self.refused[error.peer_id] = self._tried[error.peer_id] = error
         note_failure(self._router, error)
+        if granted:
+            self._failed_replays[error.peer_id] += 1
+            self._router.note_loss(error.peer_id, admitted=has_code(error, wire.ERROR_NOT_FOUND))
 
     async def found_nobody(self, error: NoChainError) -> None:
         """Returns when it is time to look again.
@@ -204,4 +214,8 @@ class ServerSearch:
 
     def reconsider(self) -> None:
         """Lets those be asked again that may have changed their mind."""
-        self.refused = {peer: failure for peer, failure in self.refused.items() if not self._ask_again(failure)}
+        self.refused = {
+            peer: failure
+            for peer, failure in self.refused.items()
+            if not self._ask_again(failure) or self._failed_replays[peer] >= LOSSES.failed_replays
+        }

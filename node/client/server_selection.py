@@ -31,6 +31,7 @@ from ..swarm.swarm import Swarm
 from ..swarm.trusted_servers import TrustedServers, trusted_servers
 from ..verification.tolerances import doubt
 from .deadlines import DEADLINES
+from .losses import LossRecord
 from .request import pledged_points
 from .round_trips import RoundTrips
 from .session.stream import HopTiming, SessionSpec
@@ -77,6 +78,7 @@ class ServerSelection:
         self._require_pledge = limits.require_pledge
         self._round_trips = RoundTrips(swarm, model.num_blocks, nursery, self.trusted.peers)
         self._suspects: dict[str, float] = {}
+        self._losses = LossRecord()
         self._seconds_per_byte: dict[str, Estimate] = {}
 
     def narrowed(self, peers: Collection[str], blocks: int | None) -> TrustedServers:
@@ -156,6 +158,7 @@ class ServerSelection:
                         rtts=server.rtts,
                         penalty_seconds=(SUSPECT_PENALTY if suspect else 0.0)
                         + self.swarm.trust.penalty_seconds(server.peer_id)
+                        + self._losses.penalty_seconds(server.peer_id, now)
                         + doubt(server.dtype, server.quantisation, server.device).seconds,
                         max_session_length=server.max_session_length,
                     )
@@ -174,6 +177,13 @@ class ServerSelection:
     def suspect(self, peer_id: str, seconds: float = DEADLINES.suspect) -> None:
         """Notes that a server failed or said no: others are preferred for so long."""
         self._suspects[peer_id] = max(self._suspects.get(peer_id, 0.0), trio.current_time() + seconds)
+
+    def note_loss(self, peer_id: str, *, admitted: bool = False) -> None:
+        """Notes that a server has lost what a session held there; `admitted`: it says so of what it answered for last.
+        Who loses much is asked after others, and who admits it again and again is banned."""
+        lost = self._losses.note(peer_id, trio.current_time(), admitted=admitted)
+        if admitted and lost.is_too_much:
+            self.swarm.trust.ban(peer_id, "it said again and again that it had lost what a session held", "own")
 
     def note_transfer(self, timing: HopTiming, nbytes: int) -> None:
         """Learns a server's bandwidth from what is left of a large step after its computing and its round trip."""

@@ -140,6 +140,11 @@ class _Spoiled:
         refusal = wire.Error(code=wire.ERROR_INTERNAL, message="out of memory")
         await self._stream.send(wire.InferenceFrame(error=refusal), timeout=timeout)
 
+    async def lost(self, frame: wire.InferenceFrame, payload: bytes, timeout: float) -> None:
+        """What a server of a hybrid says when it cannot go back so far."""
+        refusal = wire.Error(code=wire.ERROR_NOT_FOUND, message="the states are not kept: send again what led there")
+        await self._stream.send(wire.InferenceFrame(error=refusal), timeout=timeout)
+
     async def shape(self, frame: wire.InferenceFrame, payload: bytes, timeout: float) -> None:
         """All of the bytes, said to be of another shape."""
         batch, tokens, hidden = frame.tensors[0].shape
@@ -188,7 +193,7 @@ class _Spoiled:
 FAULTS: dict[str, Callable[..., Awaitable[None]]] = {
     name: getattr(_Spoiled, name)
     for name in (
-        *("garbage", "half", "silence", "reset", "error", "shape", "fewer"),
+        *("garbage", "half", "silence", "reset", "error", "lost", "shape", "fewer"),
         *("position", "previous", "altered", "forged", "stranger", "nan"),
     )
 }

@@ -109,6 +109,9 @@ class OneRoute(Ways):
     def suspect(self, peer_id: str, seconds: float = 0) -> None:
         pass
 
+    def note_loss(self, peer_id: str, *, admitted: bool = False) -> None:
+        pass
+
     def round_trip(self, peer_id: str) -> float | None:
         return None
 

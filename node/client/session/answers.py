@@ -175,6 +175,7 @@ class AnswerChecks(ServerStream[wire.InferenceFrame]):
         self._spec = spec
         self._granted = wire.Granted()
         self._answered = 0
+        self._skipped = False  # whether nobody wanted the last answer
         self._targeted = False  # another server was told where to push steps of this session to
         self._upstreams: deque[bytes] = deque(maxlen=LOOK_BACK)  # receipts that came with steps
         self._log = log
@@ -192,7 +193,7 @@ class AnswerChecks(ServerStream[wire.InferenceFrame]):
             return
         if receipt.previous_receipt != self._last_receipt or not receipt.is_signed_by(self.hop.peer_id):
             raise self._cheated("its receipts do not follow each other")
-        self._answered = reply.sequence
+        self._answered, self._skipped = reply.sequence, True
         self._last_receipt = receipt.hash()
         if self._log is not None:
             self._note_request(self._log, reply, receipt, answer)
@@ -266,7 +267,7 @@ class AnswerChecks(ServerStream[wire.InferenceFrame]):
         """Hashes what was sent and came back, and checks the receipt for it."""
         step, chunk = answer.step, answer.asked
         receipt, hashed, other = await answer.checked()
-        self._last_receipt, self._answered = hashed, answer.reply.sequence
+        self._last_receipt, self._answered, self._skipped = hashed, answer.reply.sequence, False
         if self._log is not None:
             if not other:
                 self._log.asked(step, chunk.tensor, chunk.payload)

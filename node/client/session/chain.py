@@ -16,7 +16,8 @@ from ...errors import BadInput, ServerFailed, SwarmError, unwrapped
 from ...swarm.cost import StageCost
 from ...swarm.routing import Hop
 from ..deadlines import DEADLINES, WaitCause, Waits
-from ..request import StreamLost, WireTensor
+from ..losses import ReplayBudget
+from ..request import PushedOther, StreamLost, WireTensor
 from ..router import Router, ServerSearch, note_failure
 from .history import Input, InputHistory, merged
 from .link import PathChanges, ServerLink, SessionReconnector, Standby, close_links, step_limit
@@ -101,6 +102,7 @@ class Chain:
         no_push: until when a server does not push to another one, because a push between them was lost.
         waits: what its steps and its looking for servers took.
         trouble: what its step is held up by; None while all is well.
+        replays: how often it may still be filled anew.
     """
 
     def __init__(self, router: Router, spec: SessionSpec, wait: bool) -> None:
@@ -114,6 +116,7 @@ class Chain:
         self.no_push: dict[tuple[str, str], float] = {}
         self.waits = Waits()
         self.trouble: Trouble | None = None
+        self.replays = ReplayBudget()
         self._wait = wait
         self._openings: set[Opening] = set()
 
@@ -217,9 +220,12 @@ class Chain:
         Raises:
             NoChainError: nobody else holds its blocks.
             HistoryLost: what it held is not known here.
+            SwarmError: servers have lost it too often.
         """
         failed = self.links[index]
         note_failure(self.router, error)
+        if failed.history.end and not isinstance(error, PushedOther):
+            self.router.note_loss(error.peer_id, admitted=failed.has_lost(position, error))
         name = session_name(failed.server.nonce)
         log.info("session %s: others take its place: %s", name, error, extra={"session": name})
         if failed.standby_ready and await self.switch(index):
@@ -228,6 +234,8 @@ class Chain:
             failed.standby.scope.cancel()
         if not isinstance(error, StreamLost):
             await close_links([failed])
+        if failed.history.end and not self.replays.take(len(self.links)):
+            raise SwarmError(f"its servers lose what this session holds again and again: {error}")
         spec = replace(self.spec, span=failed.server.hop.span)
         others = await self._opened(spec, failed.history, position, error, failed.reconnector)
         self.links[index : index + 1] = others

@@ -15,10 +15,11 @@ import trio
 
 from ....crypto.evidence import NotProven, check_equivocation
 from ....crypto.receipts import Receipt
+from ....protocols import wire_pb2 as wire
 from ...errors import ServerCheated, ServerFailed
 from ...swarm.cost import Estimate, StageCost
 from ..deadlines import DEADLINES, patience, patience_once_more
-from ..request import StreamLost, WireTensor
+from ..request import StreamLost, WireTensor, has_code
 from ..router import Router
 from .history import Input, InputHistory
 from .recovery import (
@@ -238,6 +239,11 @@ class ServerLink:
         self.history.append(step)
         self.count(step.chunk.tokens)
         return replace(step, chunk=chunk)
+
+    def has_lost(self, position: int, error: ServerFailed) -> bool:
+        """Whether the server says by `error` that it does not hold what it has answered for last, with nothing under
+        way but the step behind `position` and nothing rolled back by it."""
+        return has_code(error, wire.ERROR_NOT_FOUND) and position >= self.history.end and self.server.is_in_step
 
     def patience(self, chunk: WireTensor, before: int = 0) -> float:
         """Seconds after which the answer to a step with this input is late, with so many tokens of a row under way

@@ -34,7 +34,8 @@ FindRoute = Callable[[Collection[str]], Awaitable[tuple[Hop, ...]]]
 
 @dataclass(eq=False)
 class _Run:
-    """One chain that is asked. `waits_for`: the servers of it whose answer is due now."""
+    """One chain that is asked. `waits_for`: the servers of it whose answer is due now. `granted`: all have taken the
+    session, and are being brought to where it is."""
 
     state: Attempt
     pays: bool
@@ -43,6 +44,7 @@ class _Run:
     waits_for: set[str] = field(default_factory=set)
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     failure: ServerFailed | NoChainError | None = None
+    granted: bool = False
     done: bool = False
 
 
@@ -114,7 +116,7 @@ class Opening:
             for run in [run for run in self._runs if run.done]:
                 self._runs.remove(run)
                 if isinstance(run.failure, ServerFailed):
-                    search.refuse(run.failure)
+                    search.refuse(run.failure, granted=run.granted)
                 elif run.failure is not None:
                     nobody = run.failure
                 else:
@@ -177,6 +179,7 @@ class Opening:
                 epoch = self._epoch()
                 with self._waits.timed("open"):
                     await self._open(run, epoch)
+                run.granted = True
                 with self._waits.timed("replay"):
                     await self._replay(run, epoch)
                 ready = True

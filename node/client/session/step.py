@@ -233,6 +233,7 @@ class PipelineStep:
             self._judge_push(link)
         link.history.append(replace(self.given, chunk=chunk))
         link.count(chunk.tokens)
+        self.chain.replays.answered()
         router.note_tokens(link.server.hop.peer_id, chunk.tokens)
         if self.before is None and not at.disturbed:
             link.note(chunk.tokens)

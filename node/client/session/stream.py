@@ -310,6 +310,11 @@ class SessionStream(AnswerChecks):
         """The error of a server that did not answer for so long."""
         return self._failed(f"it did not answer for {seconds:.0f} s")
 
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the last answer was wanted, and no more than one step is under way behind it."""
+        return not self._skipped and self._sequence - self._answered <= 1
+
     # --- leaving
 
     @property
