@@ -241,10 +241,14 @@ class Fetch:
             return False
         if freed.idle > FETCHING.patience:
             self._rest(freed.peer, "brings nothing")
-        if freed.held >= FETCHING.trial:
-            self._rates[freed.peer] = freed.rate or 0.0
+        self._note_rate(freed.peer, self._working[freed.peer], now)
         self._working.pop(freed.peer).scope.cancel()
         return True
+
+    def _note_rate(self, peer: str, asked: _Asked, now: float) -> None:
+        """Of one that had its trial: who was busy when it was asked is as one that was not."""
+        if now - asked.begun >= FETCHING.trial:
+            self._rates[peer] = asked.rate(now)
 
     def _place(self, peer: str, rate: float | None, asked: _Asked | None = None, now: float = 0.0) -> Place:
         held, idle = (now - asked.begun, now - asked.since) if asked else (0.0, 0.0)
@@ -270,7 +274,7 @@ class Fetch:
         finally:
             if self._working.get(peer) is asked:
                 del self._working[peer]
-                self._rates[peer] = asked.rate(trio.current_time())
+                self._note_rate(peer, asked, trio.current_time())
             self._plan.drop(peer)
             self._notify()
 

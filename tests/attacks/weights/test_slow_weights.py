@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import trio
 
 from petalnode.node.models import Manifest, ModelFolder, Need, compute_manifest, resolve
 from petalnode.node.testing import MemoryNetwork, MemoryNode
+from petalnode.node.weights import fetching
 from petalnode.node.weights.fetching import FETCHING
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import Span
@@ -84,6 +86,34 @@ def test_who_brings_little_gives_its_place_to_one_that_was_not_asked(at_one_addr
 
     _, seconds = fetched_in_time(setting, Span(0, NUM_BLOCKS))
     assert seconds < 2 * FETCHING.patience
+
+
+def test_who_was_busy_at_first_takes_the_place_of_one_that_brings_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both places are taken by peers of an address each, that bring a true piece every now and then."""
+    monkeypatch.setattr(fetching, "FETCHING", replace(FETCHING, peers=2))
+    large = resolve(save_tiny("llama", tmp_path / NAME, hidden_size=256, intermediate_size=4096))
+    manifest = compute_manifest(large)
+    begun = 0.0
+
+    def busy(asked: wire.WeightsFrame, answer: wire.WeightsFrame, payloads: list[bytes]) -> list[bytes]:
+        if late_piece(asked) and trio.current_time() - begun < 1.5 * FETCHING.patience:
+            answer.Clear()
+            answer.error.code = wire.ERROR_BUSY
+            return []
+        return payloads
+
+    def setting(network: MemoryNetwork, asker: MemoryNode) -> None:
+        nonlocal begun
+        begun = trio.current_time()
+        for number in range(8):
+            slow, _ = hands_on(network, large, manifest, late=trickled)
+            network.origins[slow.peer_id] = f"192.0.2.{number}"
+        hands_on(network, large, manifest, busy)
+
+    _, seconds = fetched_in_time(setting, Span(0, NUM_BLOCKS))
+    assert seconds < 2 * FETCHING.patience + 2 * FETCHING.most_rest
 
 
 @pytest.mark.parametrize("late", [soon, late_piece])
