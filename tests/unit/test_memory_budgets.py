@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -63,9 +64,20 @@ def test_the_limit_of_a_container_counts(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_cannot_be_given_back_is_not_tried_again() -> None:
-    assert worth_trimming(HeapUse(32 * MIB, 132 * MIB), 100 * MIB)
-    assert not worth_trimming(HeapUse(32 * MIB - 1, 500 * MIB), 100 * MIB)
-    assert not worth_trimming(HeapUse(500 * MIB, 132 * MIB - 1), 100 * MIB)
+    last = HeapUse(0, 90 * MIB, 100 * MIB)
+    assert worth_trimming(HeapUse(32 * MIB, 90 * MIB, 132 * MIB), last, last.resident, 15.0)
+    assert not worth_trimming(HeapUse(32 * MIB - 1, 90 * MIB, 500 * MIB), last, last.resident, 15.0)
+    assert not worth_trimming(HeapUse(500 * MIB, 90 * MIB, 132 * MIB - 1), last, last.resident, 15.0)
+
+
+@pytest.mark.parametrize(("used", "resident"), [(94, 100), (86, 100), (90, 104), (90, 96)])
+def test_what_was_between_the_bytes_of_a_burst_is_given_back_when_it_is_over(used: int, resident: int) -> None:
+    last = HeapUse(0, 90 * MIB, 100 * MIB)
+    use = HeapUse(4 * MIB, used * MIB, resident * MIB)
+    assert worth_trimming(use, last, last.resident, 30.0)
+    assert not worth_trimming(use, last, last.resident, 29.9)
+    assert not worth_trimming(replace(use, kept=4 * MIB - 1), last, last.resident, 30.0)
+    assert not worth_trimming(HeapUse(500 * MIB, last.used + 1, last.resident + 1), last, last.resident, 1e9)
 
 
 class Bursts:
@@ -73,9 +85,10 @@ class Bursts:
 
     def __init__(self) -> None:
         self.resident, self.kept, self.trims = 100 * MIB, 0, 0
+        self.used = 50 * MIB
 
     def use(self) -> HeapUse:
-        return HeapUse(self.kept, self.resident)
+        return HeapUse(self.kept, self.used, self.resident)
 
     def burst(self, size: int) -> None:
         self.resident += size
@@ -101,6 +114,32 @@ async def test_a_burst_is_given_back_within_a_minute_and_once(monkeypatch: pytes
             heap.burst(size * MIB)
             await trio.sleep(60)
             assert heap.trims == number
+        await trio.sleep(600)
+        assert heap.trims == 2
+        nursery.cancel_scope.cancel()
+
+
+async def test_what_a_long_burst_used_when_it_was_given_back_for_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It shrinks when that is freed, as far as pages between what is still there can go by themselves."""
+
+    async def at_once(call):
+        return call()
+
+    monkeypatch.setattr(trio.to_thread, "run_sync", at_once)
+    heap = Bursts()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(Heap.give_back, cast(Any, heap))
+        await trio.sleep(1)
+        heap.used += 80 * MIB
+        heap.resident += 80 * MIB
+        heap.burst(40 * MIB)
+        await trio.sleep(20)
+        assert heap.trims == 1
+        heap.used -= 80 * MIB
+        heap.resident -= 50 * MIB
+        heap.kept += 30 * MIB
+        await trio.sleep(60)
+        assert heap.trims == 2 and heap.resident < 110 * MIB
         await trio.sleep(600)
         assert heap.trims == 2
         nursery.cancel_scope.cancel()

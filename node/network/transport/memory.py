@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ _V2: Final = ("memory.max", "memory.current", "inactive_file")
 _V1: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _LOOK: Final = 15.0  # seconds between two looks at what could be given back
 _WORTH: Final = 32 * _MIB  # bytes, for which a trim of some ms pays
+_MOVED: Final = 4 * _MIB  # bytes, by which the heap has changed where a trim is worth its time after two looks
 
 
 @dataclass(frozen=True)
@@ -96,20 +98,33 @@ def group_limits(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/se
 
 @dataclass(frozen=True)
 class HeapUse:
-    """Bytes that the C library keeps for later, and bytes that the process has of the system."""
+    """Bytes that the C library keeps for later, that the process uses, and that it has of the system."""
 
     kept: int
+    used: int
     resident: int
 
+    def has_moved(self, other: HeapUse) -> bool:
+        return max(abs(self.used - other.used), abs(self.resident - other.resident)) >= _MOVED
 
-def worth_trimming(use: HeapUse, least_resident: int) -> bool:
-    """Whether much may be given back: the C library keeps it, and the process has grown as much since it had least, or
-    gave back last. What it keeps in parts of pages cannot be given back, and is not tried again and again."""
-    return use.kept >= _WORTH and use.resident >= least_resident + _WORTH
+
+def worth_trimming(use: HeapUse, last: HeapUse, least_resident: int, since: float) -> bool:
+    """Whether much may be given back; `last` is how the heap was after that had been done `since` seconds ago.
+
+    The C library keeps it, and the process has grown as much since it had least, or gave back last. What it keeps in
+    parts of pages cannot be given back, and is not tried again and again: but when a burst is over, what lay between
+    its bytes is whole pages. What the C library says that it keeps has those that were given back already.
+    """
+    if use.kept < _MOVED:
+        return False
+    return (use.kept >= _WORTH and use.resident >= least_resident + _WORTH) or (
+        since >= 2 * _LOOK and use.has_moved(last)
+    )
 
 
 class _Mallinfo2(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_size_t) for name in ("_0", "_1", "_2", "_3", "_4", "_5", "_6", "_7", "free", "_9"))
+    _names = ("_0", "_1", "_2", "_3", "mapped", "_5", "_6", "used", "free", "_9")
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _names)
 
 
 class Heap:
@@ -129,20 +144,24 @@ class Heap:
         self._process = psutil.Process()
 
     def use(self) -> HeapUse:
-        return HeapUse(self._info().free, self._process.memory_info().rss)
+        found = self._info()
+        return HeapUse(found.free, found.used + found.mapped, self._process.memory_info().rss)
 
     def trim(self) -> None:
         self._trim(0)
 
     async def give_back(self) -> None:
         """Gives back to the system what strangers made this process take, soon after it is free, for ever."""
-        least = self.use().resident
+        last, trimmed = self.use(), -math.inf
+        least = last.resident
         while True:
             await trio.sleep(_LOOK)
             use = await trio.to_thread.run_sync(self.use)
-            if worth_trimming(use, least):
+            if worth_trimming(use, last, least, trio.current_time() - trimmed):
                 await trio.to_thread.run_sync(self.trim)
-                least = (await trio.to_thread.run_sync(self.use)).resident
+                trimmed = trio.current_time()
+                last = await trio.to_thread.run_sync(self.use)
+                least = last.resident
             least = min(least, use.resident)
 
 
