@@ -7,9 +7,9 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 import trio
 
@@ -159,3 +159,31 @@ class RoundTrips:
         finally:
             del self._measures[peer_id]
             done.set()
+
+
+class AsksPeers(Protocol):
+    """A node that can ask peers how far away they are."""
+
+    async def measure_rtt(self, peer_id: str, *, timeout: float) -> float: ...
+
+
+async def measure_rtts(
+    swarm: AsksPeers, peer_ids: Iterable[str], *, timeout: float, at_once: int = 32
+) -> dict[str, float | PeerError]:
+    """`Swarm.measure_rtt` of several peers side by side: seconds by peer id, or why there is no answer."""
+    found: dict[str, float | PeerError] = {}
+    limiter = trio.CapacityLimiter(at_once)
+    async with trio.open_nursery() as nursery:
+        for peer_id in peer_ids:
+            nursery.start_soon(_note_rtt, swarm, peer_id, timeout, found, limiter)
+    return found
+
+
+async def _note_rtt(
+    swarm: AsksPeers, peer_id: str, timeout: float, found: dict[str, float | PeerError], limiter: trio.CapacityLimiter
+) -> None:
+    async with limiter:
+        try:
+            found[peer_id] = await swarm.measure_rtt(peer_id, timeout=timeout)
+        except PeerError as error:
+            found[peer_id] = error

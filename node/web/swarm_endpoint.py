@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from ..api.engine.core import Core
+from ..client.round_trips import measure_rtts
 from ..errors import SwarmError
 from ..links.format import check_word
 from ..links.making import LinkWishes, link_now, near_link, qr_code, where_from
@@ -27,11 +28,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ReportTimes:
-    """How old a report may be."""
+    """How old a report may be. With the 4 s between two looks of the page, who is gone is seen as gone within 10 s."""
 
     fresh_seconds: float = 1.0
     refresh_seconds: float = 15.0
     refresh_timeout: float = 5.0
+    answer_seconds: float = 1.5  # between two times that servers are asked whether they answer
+    answer_timeout: float = 3.0
+    max_asked: int = 32
 
 
 REPORTS: Final = ReportTimes()
@@ -102,6 +106,9 @@ class _SwarmEndpoint:
         self._made = -REPORTS.fresh_seconds
         self._report: dict[str, Any] = {}
         self._asked = -REPORTS.refresh_seconds
+        self._pinged = -REPORTS.answer_seconds
+        self._pinging = False
+        self._answers: dict[str, bool] = {}
 
     async def get(self, request: Request) -> Response:
         async with self._making:
@@ -117,6 +124,21 @@ class _SwarmEndpoint:
         if trio.current_time() - self._asked >= REPORTS.refresh_seconds:
             self._asked = trio.current_time()
             self._core.client.start_soon(self._look)
+        if not self._pinging and trio.current_time() - self._pinged >= REPORTS.answer_seconds:
+            self._pinging = True
+            self._core.client.start_soon(self._ping)
+
+    async def _ping(self) -> None:
+        """Asks the servers that this node is connected to, or was, whether they are there. Nobody else is dialed."""
+        client = self._core.client
+        known = [said.peer_id for said in client.swarm.view.servers(client.model.version, now=time.time())]
+        near = [peer for peer in known if client.swarm.is_connected(peer) or peer in self._answers]
+        near.sort(key=lambda peer: (-client.swarm.trust.reputation(peer), peer))
+        try:
+            found = await measure_rtts(client.swarm, near[: REPORTS.max_asked], timeout=REPORTS.answer_timeout)
+            self._answers = {peer: isinstance(seconds, float) for peer, seconds in found.items()}
+        finally:
+            self._pinging, self._pinged = False, trio.current_time()
 
     async def _look(self) -> None:
         client = self._core.client
@@ -135,6 +157,7 @@ class _SwarmEndpoint:
                 said,
                 round_trip=client.round_trip(said.peer_id),
                 path=self._path(said.peer_id, said.addrs),
+                answers=self._answers.get(said.peer_id),
                 reputation=swarm.trust.reputation(said.peer_id),
                 ban=swarm.trust.ban_of(said.peer_id),
                 verdict=verdicts.get(said.peer_id),
@@ -148,10 +171,13 @@ class _SwarmEndpoint:
             servers=servers,
             self_id=swarm.peer_id,
             join=f"petalnode join {link}{_key_option(swarm.psk)}" if link else "",
-            peers=[peer for peer in self._peers if swarm.is_connected(parse_peer(peer)[0])],
+            peers=[peer for peer in self._peers if self._is_there(parse_peer(peer)[0])],
             now=now,
             software_version=__version__,
         )
+
+    def _is_there(self, peer_id: str) -> bool:
+        return self._core.client.swarm.is_connected(peer_id) and self._answers.get(peer_id, True)
 
     def _path(self, peer_id: str, addrs: Sequence[str]) -> Path | None:
         swarm = self._core.client.swarm

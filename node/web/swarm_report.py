@@ -38,15 +38,22 @@ class KnownServer:
     Attributes:
         round_trip: seconds to it and back, as they were measured last; None if they never were.
         path: how the bytes to it travel; None if that is not known.
+        answers: whether it answered when it was asked last; None if it was not.
         verdict: of a validator of this machine; None if there is none.
     """
 
     said: Announcement
     round_trip: float | None = None
     path: Path | None = None
+    answers: bool | None = None
     reputation: float = 0.0
     ban: Ban | None = None
     verdict: LastVerdict | None = None
+
+    @property
+    def serves(self) -> bool:
+        """Whether this node would use it: it is not banned, and answers as far as is known."""
+        return self.ban is None and self.answers is not False
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ class SwarmState:
 def swarm_report(state: SwarmState) -> dict[str, Any]:
     """The JSON object of GET /v1/petalnode/swarm."""
     of_model = [known for known in state.servers if known.said.num_blocks == state.num_blocks]
-    coverage = coverage_of((known.said for known in of_model if known.ban is None), state.num_blocks)
+    coverage = coverage_of((known.said for known in of_model if known.serves), state.num_blocks)
     shown = sorted(_first(of_model), key=lambda known: (known.said.span.start, known.said.span.end, known.said.peer_id))
     return {
         "time": round(state.now, 3),
@@ -114,6 +121,7 @@ def server_report(known: KnownServer) -> dict[str, Any]:
         "name": said.public_name,
         "blocks": [said.span.start, said.span.end],
         "state": said.state.name.lower(),
+        "answers": known.answers,
         "next_blocks": [said.next_span.start, said.next_span.end] if said.next_span else None,
         "throughput": round(1 / said.step_seconds, 2) if said.step_seconds else 0.0,
         "cache_tokens_free": said.cache_tokens_free,
@@ -175,7 +183,7 @@ def _address(state: SwarmState) -> str | None:
     online = (
         known
         for known in state.servers
-        if known.ban is None and known.path is not None and known.said.state is ServerState.ONLINE
+        if known.serves and known.path is not None and known.said.state is ServerState.ONLINE
     )
     ranked = sorted(online, key=lambda known: (known.path != "direct", known.said.peer_id))
     return next((f"{known.said.addrs[0]}/p2p/{known.said.peer_id}" for known in ranked if known.said.addrs), None)
@@ -183,6 +191,7 @@ def _address(state: SwarmState) -> str | None:
 
 def round_trips(self_id: str, servers: Sequence[KnownServer]) -> list[dict[str, Any]]:
     """Those that this node has measured, then what servers say of each other; milliseconds."""
+    servers = [known for known in servers if known.answers is not False]
     listed = {known.said.peer_id for known in servers}
     own = [(self_id, known.said.peer_id, known.round_trip) for known in servers]
     told = [

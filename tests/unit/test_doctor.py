@@ -144,7 +144,8 @@ def test_tables_can_be_read_on_a_narrow_terminal(width: int) -> None:
         reason="the answer is further off than usual, and not as far as to be certain",
     )  # fmt: skip
     console = Console(width=width, record=True, file=io.StringIO())
-    console.print(status.server_table("tiny-llama", bytes(32), 22, [server], narrow=width < 80))
+    model = status.ModelServers("tiny-llama", bytes(32), 22, (server,))
+    console.print(status.server_table(model, narrow=width < 80))
     console.print(findings_table({"12D3KooWBhrhHZJG": (0.0, verdict)}, {"12D3KooWBhrhHZJG": 3}, narrow=True))
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= width

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from petalnode.node.errors import MachineError
 from petalnode.node.placement.planning.machines_file import Fleet, Machine, fleet_of, read_machines
 from petalnode.node.placement.planning.model_sizes import (
     WEIGHTS,
@@ -20,8 +21,8 @@ from petalnode.node.placement.planning.model_sizes import (
     known_model,
     known_models,
     size_by_config,
-    usable,
 )
+from petalnode.node.server.lifecycle.memory import Memory, blocks_that_fit, cache_bytes_per_block
 
 PUBLISHED = {
     "SmolLM2-135M-Instruct": 0.1345,
@@ -144,4 +145,20 @@ def test_the_weights_of_most_bits_that_fit_and_what_is_missing_in_figures() -> N
     nothing = best_fit([Host("one", 0.5 * block, 1e11)], around(1), model)
     assert (nothing.machines, nothing.missing) == (0, pytest.approx(32 * block))
     assert best_fit([], around(0), model).machines == 0
-    assert usable(10e9) == 8e9
+
+
+@pytest.mark.parametrize("gigabytes", [0.7, 2, 8, 24, 96])
+def test_this_machine_holds_what_a_server_on_it_would_choose(gigabytes: float) -> None:
+    memory = Memory(int(gigabytes * 1e9), int(1.5 * gigabytes * 1e9))
+    here = Host("here", memory.free - memory.reserve, 1e10, computes=True)
+    for model in known_models():
+        config = {"num_attention_heads": model.heads, "num_key_value_heads": model.kv_heads, "head_dim": model.head_dim}
+        for weights in WEIGHTS:
+            block, cache = model.block_bytes(weights), cache_bytes_per_block(config, 4)
+            try:
+                count = blocks_that_fit(
+                    memory, int(block), model.blocks, cache_bytes=cache, hidden_size=model.hidden
+                ).count
+            except MachineError:
+                count = 0
+            assert min(model.blocks, here.holds(model, weights)) == count, model.name

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -151,6 +152,7 @@ def check_axe(page: Page, name: str) -> None:
 def test_every_view_is_for_everybody(site: Site, opened: Opener, size: str, scheme: str) -> None:
     page = opened(site.url, size, scheme)
     name = f"{size}-{scheme}"
+    expect(page.get_by_label("Your question")).to_be_focused()
     check_axe(page, f"{name}-welcome")
     settle(page, temperature=0)
     ask(page, QUESTION)
@@ -209,6 +211,7 @@ def test_branches_conversations_and_what_stays(site: Site, opened: Opener) -> No
     page.locator(".message.assistant").get_by_role("button", name="The version before").click()
     expect(page.locator(".message.assistant .body")).to_have_text(first, use_inner_text=True)
     page.get_by_role("button", name="Edit this question").click()
+    page.screenshot(path=OUT / "editing.png")
     page.get_by_label("Edit your question").fill("Say goodbye.")
     page.get_by_role("button", name="Ask this").click()
     expect(page.locator(".message.user .branches")).to_contain_text("2 / 2")
@@ -234,8 +237,8 @@ def test_branches_conversations_and_what_stays(site: Site, opened: Opener) -> No
 def test_by_keyboard_alone(site: Site, opened: Opener) -> None:
     page = opened(site.url)
     settle(page, max_tokens=12)
-    page.keyboard.press("Tab")
-    expect(page.get_by_role("link", name="Skip to the question")).to_be_focused()
+    expect(page.get_by_label("Your question")).to_be_focused()
+    page.get_by_role("link", name="Skip to the question").focus()
     page.keyboard.press("Enter")
     expect(page.get_by_label("Your question")).to_be_focused()
     page.keyboard.type("Say hello.")
@@ -273,8 +276,11 @@ def test_a_lost_server_is_shown_and_who_takes_over(opened: Opener) -> None:
 
 def test_what_is_missing_and_what_would_help(opened: Opener) -> None:
     with site_of() as site:
-        site.servers[1].terminate()
         page = opened(f"{site.url}/#swarm")
+        expect(page.locator("pn-swarm tbody tr").first).to_contain_text("new")
+        site.servers[1].kill()
+        expect(page.locator("pn-swarm tbody")).to_contain_text("not answering", timeout=20_000)
+        expect(page.locator(".swarm-line")).to_have_text("Swarm: 2 servers, 1 not answering, blocks missing")
         expect(page.locator(".help code")).to_have_text("petalnode serve smollm2 --blocks 10:20", timeout=PATIENCE)
         expect(page.locator(".cover.none")).to_have_count(10)
         check_axe(page, "swarm-missing")
@@ -303,6 +309,127 @@ def test_a_key_is_asked_for_where_the_server_wants_one(opened: Opener, browser: 
         context.close()
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("size", SIZES)
+def test_an_answer_with_all_that_markdown_has(site: Site, opened: Opener, size: str, scheme: str) -> None:
+    page = opened(site.url, size, scheme)
+    page.route("**/v1/chat/completions", lambda route: answer(route, RICH))
+    ask(page, "A question of some length, which fills most of a line of this page, so that its box is wide: what now?")
+    expect(page.locator(".message.assistant[aria-busy=false] table")).to_be_visible()
+    expect(page.get_by_role("checkbox", name="done")).to_be_checked()
+    expect(page.locator(".formula.shown")).to_contain_text("∑")
+    expect(page.locator(".t-keyword").first).to_have_text("def")
+    page.locator(".messages-scroll").evaluate("it => { it.scrollTop = 0; }")
+    check_axe(page, f"{size}-{scheme}-markdown")
+    page.get_by_role("button", name="Edit this question").click()
+    check_axe(page, f"{size}-{scheme}-editing")
+
+
+def test_chats_are_renamed_searched_and_carried_in_a_file(site: Site, opened: Opener, tmp_path: Path) -> None:
+    page = opened(site.url)
+    page.route("**/v1/chat/completions", lambda route: answer(route, texts[-1]))
+    texts: list[str] = []
+    for question, text in (("First?", "of bridges"), ("Second?", "of towers")):
+        texts.append(text)
+        page.get_by_role("button", name="New chat", exact=True).click()
+        ask(page, question)
+        expect(page.locator(".message.assistant[aria-busy=false]")).to_contain_text(text)
+    page.get_by_role("button", name="Rename Second?").click()
+    page.get_by_label("Name of the chat").fill("On towers")
+    page.get_by_label("Name of the chat").press("Enter")
+    expect(page.get_by_role("heading", name="On towers")).to_be_visible()
+    page.get_by_label("Search your chats").fill("BRIDGES")
+    expect(page.locator(".conversations .open")).to_have_text(["First?"])
+    check_axe(page, "search")
+    page.get_by_label("Search your chats").fill("")
+    page.get_by_role("button", name="Settings", exact=True).click()
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Export all").click()
+    download.value.save_as(tmp_path / "chats.json")
+    other = opened(site.url)
+    expect(other.locator(".conversations li")).to_have_count(0)
+    other.get_by_role("button", name="Settings", exact=True).click()
+    for file, told in (
+        ("chats.json", "2 chats taken in."),
+        ("chats.json", "0 chats taken in; 2 chats were here already."),
+    ):
+        other.get_by_label("A file of chats").set_input_files(tmp_path / file)
+        expect(other.get_by_text(told)).to_be_visible()
+    other.keyboard.press("Escape")
+    expect(other.locator(".conversations .open")).to_have_text(["On towers", "First?"])
+
+
+def test_without_the_api_the_page_says_so_and_goes_on_when_it_is_back(site: Site, browser: Browser) -> None:
+    context = browser.new_context()
+    page = context.new_page()
+    page.set_default_timeout(PATIENCE)
+    page.goto(site.url)
+    page.wait_for_selector("pn-page[data-ready]")
+    expect(page.locator(".swarm-line")).to_contain_text("3 servers")
+    context.set_offline(True)
+    ask(page, QUESTION)
+    expect(page.locator(".failed")).to_contain_text("petalnode does not answer.")
+    expect(page.locator(".swarm-line")).to_have_text("Swarm: no answer")
+    check_axe(page, "offline")
+    page.get_by_role("link", name="Look at the swarm").click()
+    expect(page.locator("pn-swarm .notice")).to_contain_text("What stands below was seen before.")
+    context.set_offline(False)
+    page.evaluate("location.hash = '#chat'")
+    page.get_by_role("button", name="Try again").click()
+    wait_answered(page)
+    expect(page.locator(".swarm-line")).to_contain_text("3 servers")
+    context.close()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_an_invitation_is_a_command_and_a_picture(site: Site, opened: Opener, scheme: str) -> None:
+    """Servers in memory have no address that a link could have: the answer of the API is made here."""
+    link = f"petalnode:{'aeaq' * 60}"
+    made = {"command": f"petalnode join {link}", "check_word": "babab-dadad", "expires": time.time() + 86400}
+    rows = ["".join("01"[(x * y) % 3 == 0] for x in range(61)) for y in range(61)]
+    said = json.dumps({"link": link, **made, "reached_from": "anywhere", "qr": rows})
+    page = opened(f"{site.url}/#swarm", "phone", scheme)
+    page.route("**/v1/petalnode/invite", lambda route: route.fulfill(body=said, content_type="application/json"))
+    page.get_by_role("button", name="Make a link").click()
+    expect(page.locator(".invite .command code")).to_have_text(made["command"])
+    expect(page.locator(".invite")).to_contain_text("Check word: babab-dadad.")
+    page.get_by_role("img", name="The link as a QR code").scroll_into_view_if_needed()
+    check_axe(page, f"phone-{scheme}-invite")
+
+
+RICH = """# What is left
+
+- [x] a task that is *done*
+- [ ] one that is not, with a [link](https://example.org/)
+
+1. The roots are $x = \\frac{-b \\pm \\sqrt{b^2 - 4ac}}{2a}$, and $5 is a price.
+2. And a sum:
+
+$$
+\\sum_{i=1}^{n} i^2 = \\frac{n(n+1)(2n+1)}{6}
+$$
+
+```python
+def reverse(text: str) -> str:
+    # The other way round
+    return "".join(text[-1 - at] for at in range(len(text)))  # 1, 2
+```
+
+| model | blocks | GB |
+|---|---:|---:|
+| smollm2 | 30 | 0.1 |
+| llama | 80 | 141 |
+
+> A remark, and `code` in it.
+"""
+
+
+def answer(route: Route, text: str) -> None:
+    chunk = {"id": "a", "choices": [{"index": 0, "delta": {"content": text}, "finish_reason": "stop"}]}
+    body = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
+    route.fulfill(body=body, content_type="text/event-stream")
+
+
 HOSTILE = """<script>window.ran = 1</script> <img src="https://evil.example/a.png" onerror="window.ran = 2">
 
 [click](javascript:window.ran=3) [data](data:text/html,<script>window.ran=4</script>) ![p](https://evil.example/b.png)
@@ -321,13 +448,7 @@ def test_nothing_that_a_model_writes_runs_or_is_fetched(site: Site, opened: Open
     page = opened(site.url)
     others: list[str] = []
     page.on("request", lambda request: None if request.url.startswith(site.url) else others.append(request.url))
-
-    def answer(route: Route) -> None:
-        chunk = {"id": "a", "choices": [{"index": 0, "delta": {"content": HOSTILE}, "finish_reason": "stop"}]}
-        body = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
-        route.fulfill(body=body, content_type="text/event-stream")
-
-    page.route("**/v1/chat/completions", answer)
+    page.route("**/v1/chat/completions", lambda route: answer(route, HOSTILE))
     ask(page, "<img src=x onerror='window.ran = 7'>")
     expect(page.locator(".message.assistant[aria-busy=false] table")).to_be_visible()
     page.wait_for_timeout(500)

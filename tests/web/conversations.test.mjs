@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { add, branches, messagesTo, newConversation, path, restored, titleOf, turn } from "../../node/web/static/conversations.js";
+import { add, branches, exported, imported, mentions, messagesTo, newConversation, path, restored, titleOf, turn } from "../../node/web/static/conversations.js";
 
 function asked() {
   const chat = newConversation(1);
@@ -68,5 +68,41 @@ test("an answer that a closed page left open has stopped", () => {
 
 test("titles are one short line of whole characters", () => {
   assert.equal(titleOf("  a\n b"), "a");
-  assert.equal([...titleOf("😀".repeat(80))].length, 48);
+  assert.equal([...titleOf("😀".repeat(200))].length, 160);
+});
+
+test("chats are searched in all that was said", () => {
+  const { chat } = asked();
+  for (const text of ["TWO", " one?", "1"]) assert.ok(mentions(chat, text));
+  assert.ok(!mentions(chat, "three"));
+});
+
+test("chats come from a file as they went into it", () => {
+  const { chat } = asked();
+  assert.deepEqual(imported(exported([chat])), [chat]);
+  for (const text of ["", "{", "null", "[]", "{}", '{"petalnode_chats": 1}', '{"petalnode_chats": 2, "conversations": []}']) assert.equal(imported(text), null, text);
+});
+
+test("a file that somebody else made gives no chat that is not whole", () => {
+  const spoiled = [
+    (chat, { question }) => (question.parent = chat.top.chosen), // its own parent
+    (chat, { question, second }) => (question.parent = second.id), // in a circle
+    (chat, { question }) => (question.parent = "nobody"),
+    (chat, { question }) => (question.parent = "__proto__"),
+    (chat, { answer }) => (answer.content = { toString: 1 }),
+    (chat, { answer }) => (answer.role = "system"),
+    (chat, { answer }) => (answer.id = "other"),
+    (chat, { answer }) => (chat.nodes[answer.id] = null),
+    (chat, { answer, question }) => (answer.chosen = question.id),
+    (chat, { answer }) => (chat.top.chosen = answer.id),
+    (chat) => (chat.nodes = null),
+  ];
+  for (const spoil of spoiled) {
+    const made = asked();
+    spoil(made.chat, made);
+    assert.deepEqual(imported(JSON.stringify({ petalnode_chats: 1, conversations: [made.chat, asked().chat] })).length, 1, String(spoil));
+  }
+  const { chat, answer } = asked();
+  answer.route = { hops: 1 };
+  assert.equal(imported(exported([chat]))[0].nodes[answer.id].route, null);
 });

@@ -1,6 +1,8 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
+import { formula } from "../../node/web/static/formula.js";
+import { highlighted } from "../../node/web/static/highlight.js";
 import { inline, parse, safeUrl } from "../../node/web/static/markdown.js";
 
 const p = (...children) => ({ tag: "p", attrs: {}, children });
@@ -128,11 +130,11 @@ test("a picture is a link, which nobody follows by reading", () => {
   ]);
 });
 
-const TAGS = new Set("p h3 h4 h5 h6 hr blockquote ul ol li table thead tbody tr th td pre code strong em del a br span".split(" "));
-const ATTRS = new Set(["href", "language", "start", "align"]);
+const TAGS = new Set("p h3 h4 h5 h6 hr blockquote ul ol li table thead tbody tr th td pre code strong em del a br span sub sup".split(" "));
+const ATTRS = new Set(["href", "language", "start", "align", "formula", "task"]);
 
 test("whatever the text, the same few elements come of it, and every letter stays", () => {
-  const pieces = ["*", "**", "_", "`", "``", "```\n", "~~", "[", "](", ")", "!", "#", "# ", "> ", "- ", "1. ", "|", "|---|\n", "\n", "\n\n", "<b>", "&amp;", "\\", "a", "é", "𝒳", "https://e.org/", "javascript:", " ", "    ", "\t", "\u0000", "\u202e"];
+  const pieces = ["*", "**", "_", "`", "``", "```\n", "~~", "[", "](", ")", "!", "#", "# ", "> ", "- ", "1. ", "|", "|---|\n", "\n", "\n\n", "<b>", "&amp;", "\\", "a", "é", "𝒳", "https://e.org/", "javascript:", " ", "    ", "\t", "$", "$$", "\\(", "\\)", "\\frac", "{", "}", "^", "- [x] ", "\u0000", "\u202e"];
   let seed = 7;
   const random = (below) => ((seed = (seed * 1103515245 + 12345) % 2147483648) >> 8) % below;
   for (let round = 0; round < 3000; round += 1) {
@@ -147,7 +149,7 @@ test("whatever the text, the same few elements come of it, and every letter stay
 });
 
 test("hostile texts take time in proportion to their length", () => {
-  const units = ["*a ", "**", "`", "``a`", "[", "[a](", "![", "> ", "- ", "  - ", "_a_", "~~", "|", "#", "https://", "\\", "((", "1. a\n", "```\n", "*a **b "];
+  const units = ["*a ", "**", "`", "``a`", "[", "[a](", "![", "> ", "- ", "  - ", "_a_", "~~", "|", "#", "https://", "\\", "((", "1. a\n", "```\n", "*a **b ", "$x^", "\\(", "$$\n", "$$ a\n", "\\[ a\n", "$^{"];
   const steps = (text) => {
     // Microseconds of processor time.
     const begun = process.cpuUsage();
@@ -167,4 +169,40 @@ test("nesting is bounded", () => {
   parse("> ".repeat(5000) + "a");
   parse(Array.from({ length: 500 }, (_, depth) => `${"  ".repeat(depth)}- a`).join("\n"));
   inline("**a _b ".repeat(5000));
+});
+
+test("tasks are done or open", () => {
+  assert.deepEqual(parse("- [x] a\n- [ ] b\n- [y] c"), [
+    el("ul", [el("li", ["a"], { task: "done" }), el("li", ["b"], { task: "open" }), el("li", ["[y] c"])]),
+  ]);
+});
+
+const inLine = (children) => children.map((one) => (typeof one === "string" ? one : `${one.tag}(${inLine(one.children)})`)).join("");
+
+test("formulas are text that one can read", () => {
+  const read = {
+    "E = mc^2": "E = mcsup(2)",
+    "\\frac{-b \\pm \\sqrt{b^2-4ac}}{2a}": "(−b ± √(bsup(2)−4ac))/(2a)",
+    "\\sum_{i=1}^{n} x_i \\le \\infty": "∑sub(i=1)sup(n) xsub(i) ≤ ∞",
+    "\\left( \\frac12 \\right)": "( 1/2 )",
+    "\\sin x \\text{ if } x \\in \\mathbb{R}": "sin x  if  x ∈ ℝ",
+    "\\unknown{a}": "unknowna",
+  };
+  for (const [text, wanted] of Object.entries(read)) assert.equal(inLine(formula(text)), wanted);
+  assert.ok(inLine(formula("{".repeat(5000))).length < 3000);
+});
+
+test("what stands between dollars is a formula, unless it is money", () => {
+  const formulas = (text) => [...elements(parse(text))].filter(({ attrs }) => attrs.formula).map(({ attrs }) => attrs.formula);
+  assert.deepEqual(formulas("so $x$, $a_1$ and \\(b\\):\n\n$$\nc\n$$\n\\[ d \\] and $$e$$ too"), ["inline", "inline", "inline", "shown", "shown", "shown"]);
+  for (const text of ["from $5 to $10", "$5-$10", "a $b", "US$ 3 and ca$h", "`$x$`", "\\$x$", "$HOME and $PATH"]) assert.deepEqual(formulas(text), [], text);
+});
+
+test("code has colours, and stays the same text", () => {
+  const kinds = (code, language) => highlighted(code, language).filter(([kind]) => kind).map(([kind, text]) => `${kind} ${text}`);
+  assert.deepEqual(kinds('def f(x):  # "no"\n  return "a\\"b" * 12', "python"), ["keyword def", 'comment # "no"', "keyword return", 'string "a\\"b"', "number 12"]);
+  assert.deepEqual(kinds("/* let */ let a = `b`; // c", "js"), ["comment /* let */", "keyword let", "string `b`", "comment // c"]);
+  assert.deepEqual(kinds("SELECT a -- all\nFROM b", "sql"), ["keyword SELECT", "comment -- all", "keyword FROM"]);
+  assert.deepEqual(kinds("return 1", ""), []);
+  for (const code of ['"""a', "'", "`x", "/*", "\\", "a\nb"]) assert.equal(highlighted(code, "py").map(([, text]) => text).join(""), code);
 });

@@ -3,8 +3,8 @@ import { test } from "node:test";
 
 import { EventReader } from "../../node/web/static/client.js";
 import { graph, lanes, slowness, ticks } from "../../node/web/static/layout.js";
-import { bytes, count, milliseconds, reasonFor, shortPeer, span } from "../../node/web/static/text.js";
-import { followed, NO_ROUTE, spoken, stepMilliseconds } from "../../node/web/static/route.js";
+import { bytes, count, milliseconds, reasonFor, reputationOf, sentence, shortPeer, span, stateOf } from "../../node/web/static/text.js";
+import { followed, named, NO_ROUTE, spoken, stepMilliseconds } from "../../node/web/static/route.js";
 
 const hop = (peer_id, blocks, last_step_ms = 2) => ({ peer_id, blocks, last_step_ms, bytes_sent: 1, bytes_received: 2 });
 const progress = (hops, more = {}) => ({
@@ -105,4 +105,29 @@ test("numbers for people", () => {
   assert.equal(span([0, 10]), "0:10");
   const peer = `12D3Koo${"W".repeat(45)}`;
   assert.equal(reasonFor(`server ${peer} (blocks 0:3) failed: the stream to ${peer} is closed`, () => "attic"), "the stream to attic is closed");
+});
+
+test("a route keeps the names of its servers", () => {
+  const before = followed(NO_ROUTE, progress([hop("a", [0, 3]), hop("b", [3, 6])]));
+  const route = named(before, new Map([["a", "attic"], ["x", "other"]]));
+  assert.deepEqual(route.names, { a: "attic" });
+  assert.equal(named(route, new Map()), route);
+  const after = named(followed(route, progress([hop("c", [0, 3]), hop("b", [3, 6])], { recoveries: 1 })), new Map([["c", "cellar"]]));
+  assert.deepEqual(after.names, { a: "attic", c: "cellar" });
+});
+
+test("errors are sentences", () => {
+  const peer = `12D3Koo${"W".repeat(45)}`;
+  assert.equal(sentence("nobody holds blocks 2:4"), "Nobody holds blocks 2:4.");
+  assert.equal(sentence("petalnode does not answer. Is it running?"), "petalnode does not answer. Is it running?");
+  assert.equal(sentence(`${peer} is gone`, () => "attic"), "attic is gone.");
+  assert.equal(sentence("--blocks is wrong"), "--blocks is wrong.");
+});
+
+test("a server is what it says, unless it does not answer", () => {
+  const server = { state: "online", blocks: [0, 3], next_blocks: null, answers: null, reputation: 0, banned_until: null };
+  assert.deepEqual([stateOf(server), reputationOf(server)], ["online", "new"]);
+  assert.equal(stateOf({ ...server, next_blocks: [3, 6] }), "online, goes to 3:6");
+  assert.equal(stateOf({ ...server, answers: false }), "not answering");
+  assert.deepEqual([{ reputation: 0.5 }, { reputation: 0, banned_until: 1 }].map(reputationOf), ["0.50", "0.00"]);
 });

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Final
 
 import trio
@@ -20,6 +20,7 @@ from rich.text import Text
 from ....protocols.adapter import AnnouncedAdapter
 from ....protocols.announcement import Announcement, ServerState
 from ....protocols.framing import PeerError
+from ...client.round_trips import measure_rtts
 from ...client.session_adapter import announced
 from ...errors import SwarmError
 from ...swarm.routing import describe_blocks
@@ -76,6 +77,7 @@ async def _status(model: str | None, join: JoinOptions, watch: float | None) -> 
         models = models_of(view, model, time.time())
         if not models:
             raise await nobody_serves(swarm, "any model" if model is None else model)
+        models = await with_answers(swarm, models)
         relays = await known_relays(swarm)
         if join.json:
             for found in models:
@@ -103,7 +105,7 @@ async def _watch(swarm: Swarm, model: str | None, output: Output, seconds: float
                 asked = trio.current_time()
                 relays = await known_relays(swarm)
             now = time.time()
-            models = models_of(swarm.view, model, now)
+            models = await with_answers(swarm, models_of(swarm.view, model, now))
             if output.as_json:
                 for found in models:
                     output.emit(**_as_json(found), relays=list(map(asdict, relays)), time=now)
@@ -127,13 +129,20 @@ def _looked(now: float, seconds: float, found: bool) -> Text:
 
 @dataclass(frozen=True)
 class ModelServers:
-    """The servers of one model version, in the order of their spans; `ignored` say that it has other blocks."""
+    """The servers of one model version, in the order of their spans; `ignored` say that it has other blocks. `answers`
+    says of those that were asked whether they answer."""
 
     name: str
     version: bytes
     num_blocks: int
     servers: tuple[Announcement, ...] = ()
     ignored: tuple[Announcement, ...] = ()
+    answers: Mapping[str, bool] = field(default_factory=dict)
+
+    @property
+    def coverage(self) -> list[int]:
+        """For each block the servers that are online, without those that do not answer."""
+        return coverage_of((one for one in self.servers if self.answers.get(one.peer_id, True)), self.num_blocks)
 
 
 def models_of(view: SwarmView, model: str | None, now: float) -> list[ModelServers]:
@@ -148,19 +157,27 @@ def models_of(view: SwarmView, model: str | None, now: float) -> list[ModelServe
     return found
 
 
+async def with_answers(swarm: Swarm, models: Sequence[ModelServers]) -> list[ModelServers]:
+    """The models with what their servers answer: no more are asked than `STATUS` says, those that computed for this
+    node first."""
+    peers = {server.peer_id for model in models for server in model.servers}
+    ranked = sorted(peers, key=lambda peer: (-swarm.trust.reputation(peer), peer))[: STATUS.max_asked]
+    found = await measure_rtts(swarm, ranked, timeout=STATUS.answer_timeout)
+    answers = {peer: isinstance(seconds, float) for peer, seconds in found.items()}
+    return [replace(model, answers=answers) for model in models]
+
+
 def picture(models: Sequence[ModelServers], relays: Sequence[Relay], width: int) -> list[Table | Text]:
     """The swarm for a person: a table for each model, lines for what is missing, adapters and relays."""
     parts: list[Table | Text] = []
     for model in models:
-        parts.append(
-            server_table(model.name, model.version, model.num_blocks, model.servers, narrow=width < STATUS.wide),
-        )
+        parts.append(server_table(model, narrow=width < STATUS.wide))
         parts += map(Text, adapter_lines(model.servers))
         parts += [
             Text(f"ignored: {server.peer_id} announces that {model.name} has {server.num_blocks} blocks")
             for server in model.ignored
         ]
-        missing = [block for block, count in enumerate(coverage_of(model.servers, model.num_blocks)) if not count]
+        missing = [block for block, count in enumerate(model.coverage) if not count]
         if missing:
             text = f"nobody serves {describe_blocks(missing)}: no answers until somebody does"
             parts.append(Text(text, style="red"))
@@ -187,13 +204,14 @@ def _as_json(model: ModelServers) -> dict[str, object]:
         "model": model.name,
         "model_version": model.version.hex(),
         "num_blocks": model.num_blocks,
-        "coverage": coverage_of(model.servers, model.num_blocks),
+        "coverage": model.coverage,
         "servers": [
             {
                 "peer_id": server.peer_id,
                 "name": server.public_name,
                 "blocks": [server.span.start, server.span.end],
                 "state": server.state.name.lower(),
+                "answers": model.answers.get(server.peer_id),
                 "throughput": _throughput(server),
                 "cache_tokens_free": server.cache_tokens_free,
                 "cache_tokens": server.cache_tokens,
@@ -223,12 +241,11 @@ def _throughput(server: Announcement) -> float:
     return round(1 / server.step_seconds, 2) if server.step_seconds else 0.0
 
 
-def server_table(
-    name: str, version: bytes, num_blocks: int, servers: Sequence[Announcement], *, narrow: bool = False
-) -> Table:
+def server_table(model: ModelServers, *, narrow: bool = False) -> Table:
     """The servers of a model, drawn over its blocks; a `narrow` table has neither drawing nor version."""
+    num_blocks, servers = model.num_blocks, model.servers
     table = Table(
-        title=f"{name}  {num_blocks} blocks" + ("" if narrow else f"  version {version.hex()[:12]}"),
+        title=f"{model.name}  {num_blocks} blocks" + ("" if narrow else f"  version {model.version.hex()[:12]}"),
         title_justify="left",
         box=SIMPLE_HEAD,
         pad_edge=False,
@@ -242,13 +259,13 @@ def server_table(
     table.add_column("steps/s", justify="right", no_wrap=True)
     table.add_column("cache" if narrow else "free cache", justify="right", no_wrap=narrow)
     if not narrow and servers:
-        table.add_row(_coverage_bar(coverage_of(servers, num_blocks)), "", "servers online", "", "", "", style="bold")
+        table.add_row(_coverage_bar(model.coverage), "", "servers online", "", "", "", style="bold")
     for server in servers:
         table.add_row(
-            *([] if narrow else [_bar(server, num_blocks)]),
+            *([] if narrow else [_bar(server, num_blocks, model.answers.get(server.peer_id, True))]),
             str(server.span),
             server.public_name or "…" + server.peer_id[-8:],
-            _state(server),
+            _state(server) if model.answers.get(server.peer_id, True) else "not answering",
             f"{_throughput(server):.1f}",
             f"{server.cache_tokens_free}",
         )
@@ -269,11 +286,11 @@ def _coverage_bar(coverage: Sequence[int]) -> Text:
     return bar
 
 
-def _bar(server: Announcement, num_blocks: int) -> Text:
+def _bar(server: Announcement, num_blocks: int, answers: bool) -> Text:
     width = _width(num_blocks)
     start = round(server.span.start * width / num_blocks)
     end = min(width, max(start + 1, round(server.span.end * width / num_blocks)))
-    colour = {ServerState.ONLINE: "green", ServerState.JOINING: "yellow"}.get(server.state, "red")
+    colour = {ServerState.ONLINE: "green", ServerState.JOINING: "yellow"}.get(server.state, "red") if answers else "red"
     return Text.assemble(("·" * start, "dim"), ("█" * (end - start), colour), ("·" * (width - end), "dim"))
 
 

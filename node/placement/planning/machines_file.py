@@ -36,6 +36,9 @@ class MachinesLimits:
     least_block_mb: float = 1e-6
     memory_share: float = 0.8
     """Part of a device's memory that blocks may take; caches and activations need the rest."""
+    cache_tokens: int = 8192
+    """Tokens that the attention caches of a server are to have room for when it chooses its blocks."""
+    copies: int = 12  # Hidden states that are there at once while a long prefill is computed, in float32
     bandwidth_share: float = 0.75
     """Part of the memory's bandwidth that a decode step reaches, which reads every weight once and does little else. Of
     the devices in table 2 of the Berkeley report (EECS-2024-111): A100 0.70, RTX 3090 0.84, A10G 0.76."""

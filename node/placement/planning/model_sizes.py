@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+from ....protocols.inference import STEP_TOKENS
 from ...errors import SwarmError
 from .machines_file import MACHINES, Fleet, Machine
 from .plans import busiest_plan, fastest_plan
@@ -116,15 +117,26 @@ def _number(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
 
 
 SEARCH_SECONDS: Final = 0.2
+_FLOAT: Final = 4  # bytes of a value of the cache, as a server on a CPU keeps it
 
 
 @dataclass(frozen=True)
 class Host:
-    """A machine, whatever the model: bytes for blocks, and the bytes of weights that a step reads per second."""
+    """A machine, whatever the model: bytes for blocks, and the bytes of weights that a step reads per second. Where it
+    `computes` in the same memory, attention caches and what a prefill takes are beside the blocks."""
 
     name: str
     memory: float
     bandwidth: float
+    computes: bool = False
+
+    def holds(self, model: ModelSize, weights: str) -> int:
+        """How many blocks of a model: as a server chooses, if it computes in the same memory."""
+        if not self.computes:
+            return int(self.memory // model.block_bytes(weights))
+        computing = STEP_TOKENS * model.hidden * _FLOAT * MACHINES.copies
+        cache = 2 * model.kv_heads * model.head_dim * _FLOAT * MACHINES.cache_tokens
+        return max(0, int((self.memory - computing) // (model.block_bytes(weights) + cache)))
 
 
 @dataclass(frozen=True)
@@ -159,11 +171,11 @@ def fit_of(hosts: Sequence[Host], around: Fleet, model: ModelSize, weights: str)
     """Whether a model fits onto `hosts`, and how fast it is there. `around` has the ways between the same machines."""
     block, read = model.block_bytes(weights), model.active_bytes(weights)
     machines = tuple(
-        Machine(host.name, min(model.blocks, int(host.memory // block)), read / host.bandwidth) for host in hosts
+        Machine(host.name, min(model.blocks, host.holds(model, weights)), read / host.bandwidth) for host in hosts
     )
     lacking = model.blocks - sum(machine.blocks for machine in machines)
     if lacking > 0:
-        largest = max((int(host.memory // block) for host in hosts), default=0)
+        largest = max((host.holds(model, weights) for host in hosts), default=0)
         return Fit(model, weights, missing=lacking * block, machines=math.ceil(lacking / largest) if largest else 0)
     fleet = replace(around, machines=machines)
     try:
@@ -190,8 +202,3 @@ def hosts_of(fleet: Fleet, block_bytes: float) -> list[Host]:
         Host(machine.name, machine.blocks * block_bytes, block_bytes / max(machine.block_seconds, 1e-9))
         for machine in fleet.machines
     ]
-
-
-def usable(memory: float) -> float:
-    """Of the memory of a device, what blocks may take."""
-    return memory * MACHINES.memory_share

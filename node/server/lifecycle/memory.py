@@ -23,6 +23,7 @@ from ...models.cache_dir import cache_dir
 from ...models.folder import TEXT_FIELDS
 from ...models.quantisation import CacheDtype, key_bytes
 from ...network.transport.memory import group_limits
+from ...placement.planning.machines_file import MACHINES
 from .options import ServerOptions
 
 
@@ -33,11 +34,11 @@ class MemoryShares:
     cache_share: float = 0.25  # Part of the free memory that attention caches may take when nobody says otherwise
     max_cache_tokens: int = 1 << 17
     min_cache_tokens: int = 512
-    usual_cache_tokens: int = 8192  # Tokens that the cache is to have room for when the number of blocks is chosen
+    usual_cache_tokens: int = MACHINES.cache_tokens
     reserve_share: float = 0.1
     reserve: int = 512 << 20
     """Bytes, and the share of the whole memory, that stay free for everything else: whichever is more."""
-    copies: int = 12  # Hidden states that are there at once while a long prefill is computed, in float32
+    copies: int = MACHINES.copies
     experts: float = 0.25
     """Part of the experts that memory has to have room for, so that the others may be left on the disk."""
 
@@ -57,6 +58,12 @@ class Memory:
     total: int
     place: str = "memory"
     shared: bool = True
+
+    @property
+    def reserve(self) -> int:
+        """What stays free for everything else. A machine with little memory keeps a quarter of what is free, or nothing
+        would fit at all."""
+        return min(max(MEMORY_SHARES.reserve, int(self.total * MEMORY_SHARES.reserve_share)), self.free // 4)
 
 
 @dataclass(frozen=True)
@@ -86,8 +93,7 @@ def blocks_that_fit(
     Raises:
         MachineError: if not even one fits.
     """
-    # A machine with little memory keeps a quarter of what is free, or nothing would fit at all.
-    reserve = min(max(MEMORY_SHARES.reserve, int(memory.total * MEMORY_SHARES.reserve_share)), memory.free // 4)
+    reserve = memory.reserve
     computing = STEP_TOKENS * hidden_size * 4 * MEMORY_SHARES.copies + spare
     per_block = max(1, block_bytes + cache_bytes)
     count = min(num_blocks, (memory.free - reserve - computing) // per_block)

@@ -4,7 +4,8 @@ import { add, branches, messagesTo, path, turn } from "./conversations.js";
 import { copied, drawn, h, iconButton, keyed, patched } from "./dom.js";
 import { parse } from "./markdown.js";
 import { paintRoute } from "./hops.js";
-import { followed, NO_ROUTE, spoken } from "./route.js";
+import { followed, named, NO_ROUTE, spoken } from "./route.js";
+import { sentence } from "./text.js";
 
 const NEAR = 80; // pixels from the end at which the view follows the answer
 const SAVE_MILLISECONDS = 1000;
@@ -47,6 +48,16 @@ class Chat extends HTMLElement {
 
   focusQuestion() {
     this.question.focus();
+  }
+
+  /** Servers have said their names: routes keep them. */
+  learnt() {
+    for (const node of this.conversation ? path(this.conversation) : []) {
+      const known = node.route && named(node.route, this.page.names);
+      if (!known || known === node.route) continue;
+      node.route = known;
+      if (this.#cards.has(node.id)) this.#paint(node);
+    }
   }
 
   isAnswering(conversation) {
@@ -100,7 +111,7 @@ class Chat extends HTMLElement {
       if (controller.signal.aborted) return;
       node.content += chunk.choices[0]?.delta?.content ?? "";
       const before = node.route;
-      node.route = followed(before, chunk);
+      node.route = named(followed(before, chunk), page.names);
       if (chunk.choices[0]?.finish_reason) node.reason = chunk.choices[0].finish_reason;
       this.#say(before === node.route ? null : spoken(before, node.route, page.name));
       this.#mark(node);
@@ -114,7 +125,7 @@ class Chat extends HTMLElement {
       node.state = controller.signal.aborted ? "stopped" : "done";
     } catch (error) {
       node.state = "failed";
-      node.error = error.message;
+      node.error = sentence(error.message, page.name);
     }
     node.seconds = (performance.now() - begun) / 1000;
     if (node.route.waiting) node.route = { ...node.route, waiting: null };
@@ -214,7 +225,10 @@ class Chat extends HTMLElement {
     if (drawing === card.drawn) return;
     card.drawn = drawing;
     const parts = [];
-    if (node.state === "failed") parts.push(h("p", { class: "failed" }, node.error));
+    if (node.state === "failed") {
+      const again = h("button", { type: "button", class: "plain small", disabled: busy, onclick: () => this.#answer(this.conversation, node.parent) }, "Try again");
+      parts.push(h("p", { class: "failed" }, node.error, " ", h("a", { href: "#swarm" }, "Look at the swarm"), again));
+    }
     if (node.state === "stopped") parts.push(h("span", { class: "note" }, "Stopped"));
     if (node.state === "done" && node.reason === "length") parts.push(h("span", { class: "note" }, "Cut off: it may have no more tokens"));
     if (ids.length > 1) parts.push(this.#switcher(node, ids.length, index, busy));
@@ -288,7 +302,7 @@ class Chat extends HTMLElement {
       setTimeout(() => URL.revokeObjectURL(url), 10000);
     } catch (error) {
       this.#say(error.message);
-      this.page.tell(error.message);
+      this.page.tell(error.message, () => this.#receipts(node));
     }
   }
 

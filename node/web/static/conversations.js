@@ -3,7 +3,7 @@
 // {id, title, created, updated, system, nodes: {ID: node}, top: {chosen}}; a node is {id, parent, role, content, chosen,
 // route, state, created}, its `parent` null for a first message, and `chosen` the child that is shown.
 
-const TITLE = 48;
+const TITLE = 160; // characters; what has no room on a screen is left out there
 
 /** A new identifier. */
 export function newId() {
@@ -75,12 +75,58 @@ export function titleOf(text) {
   return chars.length > TITLE ? `${chars.slice(0, TITLE - 1).join("").trimEnd()}…` : line;
 }
 
-/** What came from storage if it is a conversation; else null. Answers that were being made have stopped. */
+/** Whether a conversation has a text, in any of its branches or its title. */
+export function mentions(conversation, text) {
+  const wanted = text.trim().toLowerCase();
+  const has = (said) => said.toLowerCase().includes(wanted);
+  return has(conversation.title) || Object.values(conversation.nodes).some(({ content }) => has(content));
+}
+
+/** What came from storage or a file if it is a conversation; else null. Answers that were being made have stopped. */
 export function restored(data) {
-  if (typeof data?.id !== "string" || typeof data.nodes !== "object" || !data.top) return null;
-  for (const node of Object.values(data.nodes)) {
-    if (typeof node.content !== "string") return null;
+  if (typeof data?.id !== "string" || !data.nodes || typeof data.nodes !== "object" || !data.top) return null;
+  const whole = { ...data, ...Object.fromEntries(["title", "system"].map((name) => [name, String(data[name] ?? "")])) };
+  for (const name of ["created", "updated"]) whole[name] = Number(data[name]) || 0;
+  for (const [id, node] of Object.entries(data.nodes)) {
+    if (node?.id !== id || typeof node.content !== "string" || !["user", "assistant"].includes(node.role)) return null;
+    if (!isChild(data.nodes, node.chosen, id)) return null;
     if (node.state === "answering") node.state = "stopped";
+    if (node.route && !isRoute(node.route)) node.route = null;
   }
-  return { title: "", system: "", created: 0, updated: 0, ...data };
+  return isTree(data.nodes) && isChild(data.nodes, data.top.chosen, null) ? whole : null;
+}
+
+const isChild = (nodes, chosen, parent) => (chosen ?? null) === null || nodes[chosen]?.parent === parent;
+const areHops = (hops) => Array.isArray(hops) && hops.every((hop) => typeof hop?.peer === "string" && Array.isArray(hop.blocks));
+const isRoute = ({ hops, changes, receipts }) =>
+  areHops(hops) && Array.isArray(changes) && changes.every((change) => areHops(change?.lost) && areHops(change.came)) && (!receipts || typeof receipts.digest === "string");
+
+/** Whether every message leads to a first one. */
+function isTree(nodes) {
+  const rooted = new Set([null]);
+  for (const first of Object.keys(nodes)) {
+    const way = new Set();
+    let at = first;
+    for (; !rooted.has(at); at = nodes[at].parent) {
+      if (way.has(at) || !Object.hasOwn(nodes, at)) return false;
+      way.add(at);
+    }
+    for (const id of way) rooted.add(id);
+  }
+  return true;
+}
+
+/** Conversations as a file. */
+export function exported(conversations) {
+  return JSON.stringify({ petalnode_chats: 1, conversations }, null, 1);
+}
+
+/** The conversations of a file that `exported` made; null if it is none. */
+export function imported(text) {
+  try {
+    const { petalnode_chats: version, conversations } = JSON.parse(text);
+    return version === 1 ? conversations.map(restored).filter(Boolean) : null;
+  } catch {
+    return null;
+  }
 }

@@ -1,8 +1,10 @@
 // Makes elements. Text becomes text nodes and nothing else: no function here takes HTML.
 
+import { highlighted } from "./highlight.js";
+
 const SVG = "http://www.w3.org/2000/svg";
 const FROM_MARKDOWN = new Set(
-  "p h3 h4 h5 h6 hr blockquote ul ol li table thead tbody tr th td pre code strong em del a br span".split(" "),
+  "p h3 h4 h5 h6 hr blockquote ul ol li table thead tbody tr th td pre code strong em del a br span sub sup".split(" "),
 );
 
 /** An element. Attributes that are functions are listeners; those that are null, undefined or false are left out. */
@@ -40,6 +42,7 @@ const ICONS = {
   again: "M19 12a7 7 0 1 1-2-5M19 4v4h-4",
   left: "M14 6l-6 6 6 6",
   right: "M10 6l6 6-6 6",
+  save: "M12 4v11M7 11l5 5 5-5M5 20h14",
   trash: "M5 7h14M10 7V5h4v2M7 7l1 12h8l1-12",
   gear: "M4 7h9M17 7h3M4 17h3M11 17h9M13 5v4M17 5v4M7 15v4M11 15v4",
   close: "M6 6l12 12M18 6L6 18",
@@ -70,13 +73,20 @@ function one({ tag, attrs, children }) {
   }
   if (tag === "ol" && attrs.start) node.setAttribute("start", attrs.start);
   if (attrs.align) node.classList.add(attrs.align);
+  if (attrs.formula) node.classList.add("formula", attrs.formula);
+  if (attrs.task) {
+    const done = attrs.task === "done";
+    node.classList.add("task");
+    node.append(h("input", { type: "checkbox", disabled: true, checked: done, "aria-label": done ? "done" : "to do" }));
+  }
   node.append(...rendered(children));
   if (tag !== "table") return node;
   return h("div", { class: "wide", role: "group", tabindex: "0", "aria-label": "Table" }, node);
 }
 
 function codeBlock(language, children) {
-  const code = h("pre", { tabindex: "0", "aria-label": language ? `Code, ${language}` : "Code" }, ...rendered(children));
+  const pieces = highlighted(children[0].children[0], language).map(([kind, text]) => (kind ? h("span", { class: `t-${kind}` }, text) : text));
+  const code = h("pre", { tabindex: "0", "aria-label": language ? `Code, ${language}` : "Code" }, h("code", {}, pieces));
   const copy = iconButton("copy", "Copy this code", () => copied(code.textContent, copy));
   return h("div", { class: "code" }, h("div", { class: "code-head" }, h("span", {}, language || "code"), copy), code);
 }

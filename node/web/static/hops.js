@@ -4,10 +4,11 @@ import { h } from "./dom.js";
 import { bytes, milliseconds, reasonFor, span } from "./text.js";
 import { stepMilliseconds } from "./route.js";
 
-/** Draws the route of the message `node` into `place`. `name` tells servers' names, `receipts` fetches the receipts. */
-export function paintRoute(place, node, name, receipts) {
+/** Draws the route of the message `node` into `place`. `current` tells servers' names, `receipts` fetches the receipts. */
+export function paintRoute(place, node, current, receipts) {
   const { route } = node;
   if (!route) return;
+  const name = (peer) => route.names?.[peer] ?? current(peer);
   const drawing = JSON.stringify([route, node.state]);
   if (place.drawing === drawing) return;
   place.drawing = drawing;

@@ -3,6 +3,8 @@
 //
 // Every loop goes forward and every search is bounded, so a text takes time in proportion to its length.
 
+import { formula } from "./formula.js";
+
 const MAX_DEPTH = 8;
 const MAX_MARKS = 12;
 const MAX_LABEL = 500;
@@ -105,6 +107,34 @@ const quote = {
   },
 };
 
+const CLOSED_BY = { "$$": "$$", $: "$", "\\(": "\\)", "\\[": "\\]" };
+
+/** A formula between $$ or \[ and \], on lines of its own. One that is not closed goes to a blank line, or the end. */
+const display = {
+  pattern: /^ {0,3}(\$\$|\\\[)(.*)$/,
+  starts(lines, at) {
+    const [, mark, first] = display.pattern.exec(lines[at]) ?? [];
+    const close = mark ? first.indexOf(CLOSED_BY[mark]) : 0;
+    return Boolean(mark) && (close < 0 || !first.slice(close + 2).trim());
+  },
+  read(lines, at) {
+    const [, mark, first] = display.pattern.exec(lines[at]);
+    const body = [];
+    let rest = "";
+    let next = at;
+    for (let line = first; next < lines.length && (next === at || line.trim()); line = lines[next] ?? "") {
+      next += 1;
+      const end = line.indexOf(CLOSED_BY[mark]);
+      body.push(end < 0 ? line : line.slice(0, end));
+      rest = end < 0 ? "" : line.slice(end + 2);
+      if (end >= 0) break;
+    }
+    return [element("p", [shown(body.join(" ")), ...inline(rest)]), next];
+  },
+};
+
+const shown = (text) => element("span", formula(text), { formula: "shown" });
+
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?: +(.*)|)$/;
 
 const list = {
@@ -137,10 +167,18 @@ const list = {
       }
     }
     const start = ordered ? Number.parseInt(first, 10) : 1;
-    const children = items.map((one) => element("li", tight(blocks(one, depth + 1))));
+    const children = items.map((one) => entry(one, depth));
     return [element(ordered ? "ol" : "ul", children, ordered && start !== 1 ? { start: String(start) } : {}), next];
   },
 };
+
+/** An item; one that begins with [ ] or [x] is a task. */
+function entry(lines, depth) {
+  const task = /^\[([ xX])\] +(?=\S)/.exec(lines[0]);
+  if (!task) return element("li", tight(blocks(lines, depth + 1)));
+  const inner = [lines[0].slice(task[0].length), ...lines.slice(1)];
+  return element("li", tight(blocks(inner, depth + 1)), { task: task[1] === " " ? "open" : "done" });
+}
 
 /** The blocks of an item, its first paragraph without the element. */
 function tight(found) {
@@ -180,7 +218,7 @@ function alignment(cell) {
   return "";
 }
 
-const READERS = [fence, heading, rule, quote, list, table];
+const READERS = [fence, heading, rule, quote, list, table, display];
 
 const paragraph = {
   read(lines, at, depth) {
@@ -217,7 +255,11 @@ export function inline(text) {
 
   while (at < text.length) {
     const char = text[at];
-    if (char === "\\" && /[\\`*_~[\]()#|!<>{}.+-]/.test(text[at + 1] ?? "")) {
+    const math = char === "$" || char === "\\" ? formulaAt(text, at) : null;
+    if (math) {
+      add(math.node);
+      at = math.end;
+    } else if (char === "\\" && /[\\`*_~[\]()#|!<>{}$.+-]/.test(text[at + 1] ?? "")) {
       plain += text[at + 1];
       at += 2;
     } else if (char === "\n") {
@@ -299,6 +341,22 @@ function codeSpan(text, at, unclosed, add, literal) {
   }
   literal(run);
   return end;
+}
+
+/** The formula that begins at `at`, or null. What is more likely a price stays text. */
+function formulaAt(text, at) {
+  const mark = [text.slice(at, at + 2), text[at]].find((one) => Object.hasOwn(CLOSED_BY, one));
+  if (!mark) return null;
+  const begin = at + mark.length;
+  const length = text.slice(begin, begin + MAX_LABEL).indexOf(CLOSED_BY[mark]);
+  const inner = text.slice(begin, begin + length);
+  if (length < 1 || !inner.trim()) return null;
+  const end = begin + length + mark.length;
+  if (mark === "$") {
+    const isTerm = /[\\^_={}<>+]|^[A-Za-z][A-Za-z0-9']?$|\w[-*/]\w/.test(inner);
+    if (!isTerm || /^\s|\s$/.test(inner) || /[\d$]/.test(text[end] ?? " ")) return null;
+  }
+  return { node: mark === "$$" || mark === "\\[" ? shown(inner) : element("span", formula(inner), { formula: "inline" }), end };
 }
 
 /** The link that begins with the bracket at `at`, or null. A picture becomes a link to it: nothing is fetched. */

@@ -1,16 +1,16 @@
 // The page: conversations at the left, the chat or the swarm at the right.
 
 import { Client } from "./client.js";
-import { newConversation } from "./conversations.js";
+import { exported, imported, mentions, newConversation } from "./conversations.js";
 import { drawn, h, iconButton } from "./dom.js";
 import { askForKey, openSettings } from "./settings.js";
 import { loadKey, loadSettings, saveKey, saveSettings, Storage } from "./storage.js";
-import { shortPeer } from "./text.js";
+import { sentence, shortPeer } from "./text.js";
 import "./chat.js";
-import "./swarm.js";
+import { answering } from "./swarm.js";
 
 const SWARM_SECONDS = 4;
-const SWARM_SECONDS_IN_CHAT = 20;
+const MAX_IMPORT = 64e6; // bytes
 
 class Page extends HTMLElement {
   async connectedCallback() {
@@ -31,6 +31,7 @@ class Page extends HTMLElement {
     matchMedia("(max-width: 760px)").addEventListener("change", () => this.#drawer(false));
     document.addEventListener("visibilitychange", () => this.#pollSwarm());
     this.#showView();
+    if (!this.chat.hidden) this.chat.focusQuestion();
     await this.#loadModels();
     await this.#pollSwarm();
     this.dataset.ready = "";
@@ -38,6 +39,7 @@ class Page extends HTMLElement {
 
   #build() {
     this.list = h("ul", { class: "conversations" });
+    this.search = h("input", { type: "search", class: "search", "aria-label": "Search your chats", placeholder: "Search your chats", oninput: () => this.#paintList() });
     this.swarmLine = h("span", { class: "swarm-line" }, "Swarm");
     this.links = {
       chat: h("a", { href: "#chat", class: "view" }, drawn("chat"), "Chat"),
@@ -54,6 +56,7 @@ class Page extends HTMLElement {
         iconButton("close", "Close the menu", () => this.#drawer(false), { class: "icon only-small" }),
       ),
       h("button", { type: "button", class: "new", onclick: () => this.begin() }, drawn("plus"), "New chat"),
+      this.search,
       h("div", { class: "scroll", tabindex: "-1" }, this.list),
       h(
         "div",
@@ -139,8 +142,52 @@ class Page extends HTMLElement {
     else this.#paintList();
   }
 
+  /** Gives a conversation another name, in the place where it stands. */
+  #rename(conversation, item) {
+    const input = h("input", { "aria-label": "Name of the chat", maxlength: 160 });
+    input.value = conversation.title;
+    const done = (keeps) => {
+      if (this.renaming !== input) return;
+      this.renaming = null;
+      if (keeps) conversation.title = input.value.trim() || conversation.title;
+      if (keeps) this.keep(conversation);
+      else this.#paintList();
+    };
+    input.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") event.stopPropagation();
+      if (event.key === "Escape" || event.key === "Enter") done(event.key === "Enter");
+    });
+    input.addEventListener("blur", () => done(true));
+    this.renaming = input;
+    item.replaceChildren(input);
+    input.select();
+  }
+
+  /** All chats as a file. */
+  export() {
+    const url = URL.createObjectURL(new Blob([exported(this.conversations)], { type: "application/json" }));
+    h("a", { href: url, download: "petalnode-chats.json" }).click();
+    setTimeout(() => URL.revokeObjectURL(url), 10000);
+  }
+
+  /** Takes in the chats of a file; of one that is here too, the newer stays. Resolves to what a person is told. */
+  async import(file) {
+    const found = file.size > MAX_IMPORT ? null : imported(await file.text());
+    if (!found) return "This file has no chats that were exported here.";
+    const here = new Map(this.conversations.map((one) => [one.id, one.updated]));
+    const newer = found.filter(({ id, updated }) => !here.has(id) || here.get(id) < updated);
+    for (const one of newer) await this.storage.put(one);
+    await this.#reload();
+    const chats = (number) => `${number} chat${number === 1 ? "" : "s"}`;
+    return `${chats(newer.length)} taken in${newer.length < found.length ? `; ${chats(found.length - newer.length)} were here already` : ""}.`;
+  }
+
   #paintList() {
-    const items = this.conversations.map((one) => {
+    if (this.renaming?.isConnected) return;
+    const wanted = this.search.value;
+    this.search.hidden = this.conversations.length < 2 && !wanted;
+    const shown = wanted.trim() ? this.conversations.filter((one) => mentions(one, wanted)) : this.conversations;
+    const items = shown.map((one) => {
       const title = one.title || "New chat";
       const current = one === this.current;
       const open = h(
@@ -148,6 +195,7 @@ class Page extends HTMLElement {
         {
           type: "button",
           class: "open",
+          title,
           "aria-current": current ? "true" : null,
           onclick: () => {
             this.show(one);
@@ -157,8 +205,10 @@ class Page extends HTMLElement {
         },
         title,
       );
-      return h("li", { class: current ? "current" : null }, open, iconButton("trash", `Delete ${title}`, () => this.#remove(one)));
+      const rename = iconButton("edit", `Rename ${title}`, () => this.#rename(one, rename.parentElement));
+      return h("li", { class: current ? "current" : null }, open, rename, iconButton("trash", `Delete ${title}`, () => this.#remove(one)));
     });
+    if (wanted && !items.length) items.push(h("li", { class: "note none" }, "No chat has this text."));
     this.list.replaceChildren(...items);
   }
 
@@ -170,7 +220,7 @@ class Page extends HTMLElement {
       this.tell("");
     } catch (error) {
       if (error.status === 401) return this.#askKey();
-      return this.tell(error.message);
+      return this.tell(error.message, () => this.#loadModels());
     }
     const options = this.models.map(({ id }) => h("option", { value: id }, id));
     // The first is the model itself, the others have an adapter.
@@ -223,15 +273,21 @@ class Page extends HTMLElement {
       const swarm = await this.client.swarm();
       for (const server of swarm.servers) if (server.name) this.names.set(server.peer_id, server.name);
       const missing = swarm.missing_blocks.length > 0;
-      this.swarmLine.textContent = `Swarm: ${swarm.servers.length} server${swarm.servers.length === 1 ? "" : "s"}`;
+      this.swarmLine.textContent = `Swarm: ${answering(swarm.servers)}`;
       this.links.swarm.classList.toggle("bad", missing);
       if (missing) this.swarmLine.textContent += ", blocks missing";
       this.swarm.show(swarm);
+      this.chat.learnt();
+      if (this.lost) await this.#loadModels();
+      this.lost = false;
     } catch (error) {
+      this.lost = error.status !== 401;
+      this.links.swarm.classList.add("bad");
+      this.swarmLine.textContent = this.lost ? "Swarm: no answer" : "Swarm: needs a key";
       this.swarm.fail(error.message);
     }
-    const seconds = this.swarm.hidden ? SWARM_SECONDS_IN_CHAT : SWARM_SECONDS;
-    this.timer = setTimeout(() => this.#pollSwarm(), seconds * 1000);
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => this.#pollSwarm(), SWARM_SECONDS * 1000);
   }
 
   // --- views
@@ -284,10 +340,11 @@ class Page extends HTMLElement {
     this.chat.focusQuestion();
   }
 
-  /** Shows a notice above the chat; "" takes it away. */
-  tell(text) {
+  /** Shows a notice above the chat, with a button for `again` if it is given; "" takes it away. */
+  tell(text, again = null) {
     this.notice.hidden = !text;
-    this.notice.textContent = text;
+    const button = h("button", { type: "button", class: "plain small", onclick: () => (this.tell(""), again()) }, "Try again");
+    this.notice.replaceChildren(text && sentence(text, this.name), ...(again ? [" ", h("a", { href: "#swarm" }, "Look at the swarm"), button] : []));
   }
 }
 

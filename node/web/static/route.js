@@ -1,8 +1,8 @@
 // The route of an answer through the swarm, as chunks tell of it: the hops, what it waits for, who was replaced. No DOM.
 //
-// {hops: [{peer, blocks, ms, sent, received}], waiting, changes: [{at, lost, came}], recoveries, receipts, tokens}
+// {hops: [{peer, blocks, ms, sent, received}], waiting, changes: [{at, lost, came}], recoveries, receipts, tokens, names}
 
-export const NO_ROUTE = { hops: [], waiting: null, changes: [], recoveries: 0, receipts: null, tokens: 0 };
+export const NO_ROUTE = { hops: [], waiting: null, changes: [], recoveries: 0, receipts: null, tokens: 0, names: {} };
 
 /** The route after a chunk; the same object if the chunk says nothing of it. */
 export function followed(route, chunk) {
@@ -44,6 +44,13 @@ const asHop = ({ peer, blocks }) => ({ peer, blocks });
 function leavers(before, after) {
   const kept = new Set(after.map((hop) => `${hop.peer} ${hop.blocks}`));
   return before.filter((hop) => !kept.has(`${hop.peer} ${hop.blocks}`)).map(asHop);
+}
+
+/** The route with the names by which its servers go now: they are kept when the servers are gone. */
+export function named(route, names) {
+  const peers = [...route.hops, ...route.changes.flatMap(({ lost, came }) => [...lost, ...came])].map(({ peer }) => peer);
+  const found = peers.filter((peer) => names.has(peer) && route.names?.[peer] !== names.get(peer));
+  return found.length ? { ...route, names: { ...route.names, ...Object.fromEntries(found.map((peer) => [peer, names.get(peer)])) } } : route;
 }
 
 /** Milliseconds in which a step passes all servers. */

@@ -58,6 +58,19 @@ export function askForKey(page, wrong) {
   );
 }
 
+/** Chats go to a file, and come from one. */
+function chatsField(page) {
+  const told = h("p", { class: "note", role: "status" }, "They are kept in this browser only.");
+  const file = h("input", { type: "file", accept: ".json,application/json", hidden: true, "aria-label": "A file of chats" });
+  file.addEventListener("change", async () => {
+    if (file.files[0]) told.textContent = await page.import(file.files[0]);
+    file.value = "";
+  });
+  const save = h("button", { type: "button", class: "plain", onclick: () => page.export() }, "Export all");
+  const read = h("button", { type: "button", class: "plain", onclick: () => file.click() }, "Import a file");
+  return h("div", { class: "field", role: "group", "aria-label": "Your chats" }, h("p", { class: "name" }, "Your chats"), h("div", { class: "row" }, save, read, file), told);
+}
+
 export function openSettings(page) {
   const { settings, current } = page;
   const system = h("textarea", { rows: 4 });
@@ -74,20 +87,22 @@ export function openSettings(page) {
     ),
   );
   const { key, remember, kept } = keyFields(page);
+  const chats = chatsField(page);
   return asked(
     "Settings",
     [
-      field("System prompt", system, "For this chat, and for those that you begin from now on."),
+      field("Instructions for the model", system, "What it should always keep to, for example “Answer in French”: in this chat and in new ones. (System prompt)"),
       h(
         "div",
         { class: "pair" },
-        field("Temperature", temperature, "0 always takes the likeliest word."),
-        field("Top p", topP),
-        field("Tokens of an answer", tokens, "At most."),
-        field("Seed", seed, "The same answer again. Empty: another one."),
+        field("Variety", temperature, "0 says the likeliest every time, 0.7 is lively, above 1 it gets odd. (Temperature)"),
+        field("Choice of words", topP, "1 allows all words, 0.9 leaves out the unlikeliest tenth. (Top p)"),
+        field("Longest answer", tokens, "In tokens: three words take about four."),
+        field("Repeatable", seed, "With a number, the same question has the same answer. Empty: a new one each time. (Seed)"),
       ),
-      field("Appearance", theme),
-      field("API key", key, "Only if the server wants one."),
+      field("Colours", theme),
+      chats,
+      field("API key", key, "Only if this petalnode was started with keys."),
       kept,
       h("p", { class: "note" }, KEYS),
     ],

@@ -2,7 +2,7 @@
 
 import { copied, h, iconButton, svg } from "./dom.js";
 import { graph, lanes, ticks } from "./layout.js";
-import { count, milliseconds, shortPeer, span } from "./text.js";
+import { count, milliseconds, reputationOf, sentence, shortPeer, span, stateOf } from "./text.js";
 
 class Swarm extends HTMLElement {
   connectedCallback() {
@@ -15,7 +15,8 @@ class Swarm extends HTMLElement {
 
   fail(message) {
     this.failure.hidden = false;
-    this.failure.textContent = message;
+    this.failure.textContent = this.known ? `${sentence(message)} What stands below was seen before.` : sentence(message);
+    if (!this.known) this.body.replaceChildren();
   }
 
   show(swarm) {
@@ -38,7 +39,7 @@ class Swarm extends HTMLElement {
       this.invited.replaceChildren(h("h2", {}, "Invite"), ...invitation(found));
     } catch (error) {
       button.disabled = false;
-      this.invited.querySelector("p").textContent = error.message;
+      this.invited.querySelector("p").textContent = sentence(error.message, this.page.name);
     }
   }
 
@@ -67,20 +68,27 @@ class Swarm extends HTMLElement {
 
 const label = (server) => server.name || shortPeer(server.peer_id);
 
+/** How many servers there are, for a person. */
+export function answering(servers) {
+  const silent = servers.filter((server) => server.answers === false).length;
+  const there = servers.length - silent;
+  return `${there} server${there === 1 ? "" : "s"}${silent ? `, ${silent} not answering` : ""}`;
+}
+
 function headline({ num_blocks: blocks, missing_blocks: missing, servers }) {
   const lacking = missing.reduce((sum, [start, end]) => sum + end - start, 0);
   const held = `${blocks - lacking} of ${blocks} blocks are served`;
-  return `${servers.length} server${servers.length === 1 ? "" : "s"}, ${held}.`;
+  return `${answering(servers)}, ${held}.`;
 }
 
 function facts(swarm) {
   const missing = swarm.missing_blocks.reduce((sum, [start, end]) => sum + end - start, 0);
-  const online = swarm.servers.filter((server) => server.state === "online");
+  const online = swarm.servers.filter((server) => server.state === "online" && server.answers !== false);
   const free = online.reduce((sum, server) => sum + server.cache_tokens_free, 0);
   const least = swarm.coverage.length ? Math.min(...swarm.coverage) : 0;
   return [
     fact("Model", swarm.model, swarm.model_version.slice(0, 12)),
-    fact("Servers", String(swarm.servers.length), `${online.length} online`),
+    fact("Servers", String(online.length), online.length < swarm.servers.length ? `online, of ${swarm.servers.length} that are known` : "online"),
     fact("Blocks served", `${swarm.num_blocks - missing} of ${swarm.num_blocks}`, missing ? "no answers until all are" : `each by at least ${least}`, missing > 0),
     fact("Free cache", count(free), "tokens, all servers together"),
   ];
@@ -131,8 +139,8 @@ function picture({ num_blocks: blocks, coverage, servers }, width) {
   }
   for (const { server, x, y, size, next } of drawing.bars) {
     if (next) parts.push(svg("rect", { x: next.x, y, width: next.size, height: row - 8, rx: 5, class: "bar-next" }));
-    const bar = svg("rect", { x, y, width: size, height: row - 8, rx: 5, class: `bar ${server.state}${server.banned_until ? " banned" : ""}` });
-    bar.append(svg("title", {}, `${label(server)}: blocks ${span(server.blocks)}, ${stateText(server)}`));
+    const bar = svg("rect", { x, y, width: size, height: row - 8, rx: 5, class: `bar ${server.answers === false ? "silent" : server.state}${server.banned_until ? " banned" : ""}` });
+    bar.append(svg("title", {}, `${label(server)}: blocks ${span(server.blocks)}, ${stateOf(server)}`));
     const text = `${span(server.blocks)} · ${server.throughput.toFixed(0)}/s`;
     parts.push(
       svg("text", { x: 0, y: y + 16, class: "axis who" }, label(server).slice(0, left > 80 ? 14 : 9)),
@@ -159,6 +167,7 @@ const LEGEND = {
     ["online", "online"],
     ["joining", "loading"],
     ["draining", "leaving"],
+    ["silent", "not answering"],
     ["banned", "not used here"],
   ],
 };
@@ -167,11 +176,6 @@ function legend() {
   const entry = ([kind, text]) => h("li", {}, h("span", { class: `swatch ${kind}`, "aria-hidden": "true" }), text);
   const line = ([title, entries]) => h("ul", { class: "legend" }, h("li", {}, `${title}:`), entries.map(entry));
   return Object.entries(LEGEND).map(line);
-}
-
-function stateText(server) {
-  const goes = server.next_blocks && span(server.next_blocks) !== span(server.blocks) ? `, goes to ${span(server.next_blocks)}` : "";
-  return `${server.state}${goes}`;
 }
 
 const COLUMNS = ["Server", "Blocks", "State", "Steps/s", "Free cache", "Round trip", "Path", "Reputation", "Last verdict"];
@@ -183,16 +187,16 @@ function table(servers) {
     const free = server.cache_tokens ? `${count(server.cache_tokens_free)} of ${count(server.cache_tokens)}` : count(server.cache_tokens_free);
     const texts = [
       span(server.blocks),
-      stateText(server),
+      stateOf(server),
       server.throughput.toFixed(1),
       free,
       server.round_trip_ms === null ? "–" : milliseconds(server.round_trip_ms),
       server.path ?? "not connected",
-      server.reputation.toFixed(2),
+      reputationOf(server),
       verdict(server),
     ];
     const data = texts.map((text, index) => h("td", { class: NUMBERS.has(COLUMNS[index + 1]) ? "right" : null }, text));
-    return h("tr", { class: server.banned_until ? "banned" : null }, h("th", { scope: "row", title: server.peer_id }, label(server)), data);
+    return h("tr", { class: server.banned_until || server.answers === false ? "banned" : null }, h("th", { scope: "row", title: server.peer_id }, label(server)), data);
   });
   const head = h("tr", {}, COLUMNS.map((text) => h("th", { scope: "col", class: NUMBERS.has(text) ? "right" : null }, text)));
   const inner = h("table", {}, h("thead", {}, head), h("tbody", {}, rows));

@@ -31,3 +31,22 @@ export function span([start, end]) {
 export function reasonFor(text, name) {
   return text.replace(/^server \S+ \(blocks \S+\) failed: /, "").replace(/12D3Koo\w{40,50}/g, name);
 }
+
+/** An error as a sentence; peers by their names. */
+export function sentence(text, name = shortPeer) {
+  const told = String(text).trim().replace(/12D3Koo\w{40,50}/g, name);
+  // What begins with a name, a path or an option keeps its first letter.
+  const first = /^(?!petalnode)[a-z]+(?=[\s,'])/.test(String(text).trim()) ? told[0].toUpperCase() + told.slice(1) : told;
+  return /[.!?…]$/.test(first) ? first : `${first}.`;
+}
+
+/** What a server is doing, as this node knows it. */
+export function stateOf({ state, answers, blocks, next_blocks: next }) {
+  if (answers === false) return "not answering";
+  return next && span(next) !== span(blocks) ? `${state}, goes to ${span(next)}` : state;
+}
+
+/** What this node thinks of a server, from 0 to 1. */
+export function reputationOf({ reputation, banned_until: until }) {
+  return reputation || until ? reputation.toFixed(2) : "new";
+}

@@ -18,6 +18,7 @@ from rich.table import Table
 from .....protocols.announcement import Announcement
 from .....protocols.framing import PeerError
 from ....client.deadlines import DEADLINES
+from ....client.round_trips import measure_rtts
 from ....errors import BadInput, ModelError
 from ....models import resolve
 from ....placement.planning.machines_file import DEVICES, MACHINES, Fleet, Machine, fleet_of, read_machines
@@ -32,7 +33,6 @@ from ....placement.planning.model_sizes import (
     known_model,
     known_models,
     size_by_config,
-    usable,
 )
 from ....placement.planning.plans import fleet_of_servers
 from ....server.lifecycle.memory import device_memory
@@ -41,27 +41,17 @@ from ...join import JoinOptions, joined, joins_swarm
 from ...model_choice import is_online
 from ...output import Output
 
-_PINGS_AT_ONCE: Final = 32
-
 
 async def measured(swarm: Swarm, servers: Sequence[Announcement], output: Output) -> dict[str, float]:
     """Seconds of a round trip by peer id, of the servers that answer."""
     rtts: dict[str, float] = {}
-    limiter = trio.CapacityLimiter(_PINGS_AT_ONCE)
-    async with trio.open_nursery() as nursery:
-        for server in servers:
-            nursery.start_soon(_measure, swarm, server.peer_id, rtts, limiter, output)
+    found = await measure_rtts(swarm, [server.peer_id for server in servers], timeout=DEADLINES.rtt)
+    for peer_id, seconds in found.items():
+        if isinstance(seconds, PeerError):
+            output.note(f"left out: {seconds}")
+        else:
+            rtts[peer_id] = seconds
     return rtts
-
-
-async def _measure(
-    swarm: Swarm, peer_id: str, rtts: dict[str, float], limiter: trio.CapacityLimiter, output: Output
-) -> None:
-    async with limiter:
-        try:
-            rtts[peer_id] = await swarm.measure_rtt(peer_id, timeout=DEADLINES.rtt)
-        except PeerError as error:
-            output.note(f"left out: {error}")
 
 
 _READ: Final = 64 << 20  # bytes that each core reads, to see how quick the memory is
@@ -153,7 +143,7 @@ def this_machine() -> Host:
         speed = max(known, default=DEVICES["t4"][1]) * 1e9 * MACHINES.bandwidth_share
     else:
         speed = measured_bandwidth()
-    return Host("this machine", usable(memory.free), speed)
+    return Host("this machine", memory.free - memory.reserve, speed, computes=True)
 
 
 def measured_bandwidth() -> float:
