@@ -29,7 +29,7 @@ class TuneOptions(TrustedOptions):
         Path | None,
         typer.Option(
             metavar="FILE",
-            help='Training data, JSONL: each line {"text"}, {"prompt","completion"}, or {"text","label"} to classify.',
+            help='Training data, JSONL of {"text"}, {"prompt","completion"}, {"messages"} or {"text","label"}.',
         ),
     ] = None
     method: Annotated[
@@ -100,6 +100,10 @@ class TuneOptions(TrustedOptions):
     device: Annotated[
         str, typer.Option(help="Device of embeddings and head, which run here: auto, cpu, cuda, cuda:N or mps.")
     ] = "auto"
+    sample_tokens: Annotated[
+        int,
+        typer.Option(min=0, help="Length of the sample that is shown before and after the training; 0 shows none."),
+    ] = 48
     tag: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Tag in the model card; repeatable.")] = None
 
     @property
@@ -156,6 +160,11 @@ class TuneOptions(TrustedOptions):
         dataset = read_dataset(self.data)
         if len(dataset.labels) == 1:
             raise BadInput(f"all examples have the label {dataset.labels[0]!r}: there is nothing to tell apart")
+        if self.chat_template is False and any(example.messages for example in dataset.examples):
+            raise BadInput(
+                '"messages" are learned by the model\'s chat template, and --no-chat-template was given: leave it out, '
+                'or use "prompt" and "completion"'
+            )
         train, held_out = split(dataset.examples, self.eval_split, self.seed)
         if not train:
             raise BadInput(f"{self.data} has too few examples to hold some out: give more, or leave --eval-split out")

@@ -1,37 +1,60 @@
-"""What a model learns from: the lines of a JSONL file as examples, rows of tokens and padded batches."""
+"""What a model learns from: the lines of a JSONL file as examples."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from ..errors import BadInput
 
-if TYPE_CHECKING:
-    import torch
-
-_FORMS = '{"text": ..}, {"prompt": .., "completion": ..} or {"text": .., "label": ..}'
+_FORMS = '{"text": ..}, {"prompt": .., "completion": ..}, {"messages": [..]} or {"text": .., "label": ..}'
+_ROLES: Final = ("system", "user", "assistant")
+_CSV: Final = "import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(sys.stdin, delimiter={})]"
+_TABLES: Final = {
+    ".csv": ("a CSV file", f"python -c '{_CSV.format('chr(44)')}' < {{0}} > {{1}}"),
+    ".tsv": ("a TSV file", f"python -c '{_CSV.format('chr(9)')}' < {{0}} > {{1}}"),
+    ".parquet": (
+        "a parquet file",
+        "pip install pandas pyarrow && python -c 'import pandas; "
+        'pandas.read_parquet("{0}").to_json("{1}", orient="records", lines=True)\'',
+    ),
+}
+"""Kinds of files that are no JSONL, by their endings: what they are called, and how FILE (0) becomes JSONL (1)."""
 _NUMBER: Final = re.compile(r"0|-?[1-9][0-9]{0,99}")  # far below what Python refuses to convert
-PIECE: Final = 1 << 16
-"""Characters that a tokenizer gets at once."""
-_CHARACTERS_PER_TOKEN: Final = 128
-"""More than any token has in a text, on average."""
-IGNORED: Final = -100
-"""The label of a token that is not to be learned, in transformers."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """A turn of a chat. An assistant's is learned if its `weight` is 1."""
+
+    role: str
+    content: str
+    weight: int = 1
+
+    @property
+    def is_learned(self) -> bool:
+        return self.role == "assistant" and self.weight > 0
 
 
 @dataclass(frozen=True)
 class Example:
-    """`text` is learned, as the completion of `prompt` if there is one; or it belongs to the class `label`."""
+    """`text` is learned, as the completion of `prompt` if there is one; or it belongs to the class `label`. Or of
+    `messages` the answers are learned, those of `weight` 0 excepted."""
 
-    text: str
+    text: str = ""
     prompt: str | None = None
     label: str | None = None
+    messages: tuple[Message, ...] = ()
+
+    @property
+    def characters(self) -> int:
+        return len(self.text) + len(self.prompt or "") + sum(len(message.content) for message in self.messages)
 
 
 @dataclass(frozen=True)
@@ -59,8 +82,12 @@ def read_dataset(path: Path) -> Dataset:
     Raises:
         BadInput: the file cannot be read, a line is no example (its number is said), or there is none.
     """
+    if table := _TABLES.get(path.suffix.lower()):
+        raise BadInput(_how_to_convert(path, *table))
     try:
         data = path.read_bytes()
+        if data[:4] == b"PAR1":
+            raise BadInput(_how_to_convert(path, *_TABLES[".parquet"]))
         lines = data.decode("utf-8").split("\n")
     except FileNotFoundError:
         raise BadInput(f"there is no file {path}") from None
@@ -85,6 +112,14 @@ def read_dataset(path: Path) -> Dataset:
     return Dataset(path.name, hashlib.sha256(data).hexdigest(), tuple(examples))
 
 
+def _how_to_convert(path: Path, kind: str, command: str) -> str:
+    given, wanted = shlex.quote(str(path)), shlex.quote(str(path.with_suffix(".jsonl")))
+    return (
+        f"{path} is {kind}, and --data takes JSONL: on each line {_FORMS}. Call its columns so (prompt and "
+        f"completion, or text and label), and convert it with: {command.format(given, wanted)}"
+    )
+
+
 def parse_example(line: str) -> Example:
     """
     Raises:
@@ -96,6 +131,8 @@ def parse_example(line: str) -> Example:
         raise ValueError(f"this is not JSON ({error}); a line takes {_FORMS}") from None
     if not isinstance(found, dict):
         raise ValueError(f"a line takes an object, {_FORMS}")  # noqa: TRY004
+    if "messages" in found:
+        return Example(messages=_messages(found["messages"]))
     if "prompt" in found or "completion" in found:
         return Example(_text(found, "completion"), _text(found, "prompt", may_be_empty=True))
     if "label" in found:
@@ -104,6 +141,25 @@ def parse_example(line: str) -> Example:
             raise ValueError(f'"label" takes a text or a whole number, not {json.dumps(label)}')
         return Example(_text(found, "text"), label=str(label))
     return Example(_text(found, "text"))
+
+
+def _messages(given: object) -> tuple[Message, ...]:
+    """OpenAI's chat format. Raises ValueError."""
+    if not isinstance(given, list) or not all(isinstance(one, dict) for one in given):
+        raise ValueError('"messages" takes a list of objects {"role": .., "content": ..}')
+    found = []
+    for message in given:
+        role, weight = message.get("role"), message.get("weight", 1)
+        if role not in _ROLES:
+            raise ValueError(f'a message has a "role" of {", ".join(_ROLES)}, not {json.dumps(role)[:80]}')
+        if message.get("tool_calls") or message.get("function_call"):
+            raise ValueError("calls of tools cannot be learned: leave these messages out")
+        if weight not in (0, 1):
+            raise ValueError(f'the "weight" of a message is 0 or 1, not {json.dumps(weight)[:80]}')
+        found.append(Message(role, _text(message, "content", may_be_empty=role != "assistant"), int(weight)))
+    if not any(message.is_learned for message in found) or found[0].role == "assistant":
+        raise ValueError('"messages" takes a question and behind it an answer to learn, of the role "assistant"')
+    return tuple(found)
 
 
 def split(examples: Sequence[Example], share: float, seed: int) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
@@ -134,124 +190,3 @@ def _text(found: dict[str, Any], name: str, *, may_be_empty: bool = False) -> st
 
 def _is_number(label: str) -> bool:
     return _NUMBER.fullmatch(label) is not None
-
-
-@dataclass(frozen=True)
-class TokenRow:
-    """The tokens of one example. The first `given` tokens are not learned; `label` is the index of its class."""
-
-    tokens: tuple[int, ...]
-    given: int = 0
-    label: int | None = None
-
-
-@dataclass(frozen=True)
-class TrainingBatch:
-    """Rows padded at the right.
-
-    Attributes:
-        ids, mask: int64 [rows, tokens].
-        labels: int64 [rows, tokens], IGNORED where nothing is learned; of classes [rows].
-        tokens: that are not padding.
-    """
-
-    ids: torch.Tensor
-    mask: torch.Tensor
-    labels: torch.Tensor
-    tokens: int
-
-    def counted(self, prefix: int) -> int:
-        """The number of values in the mean loss. Without virtual tokens (`prefix`) the first token is not predicted."""
-        if self.labels.dim() == 1:
-            return len(self.labels)
-        return int((self.labels[:, 0 if prefix else 1 :] != IGNORED).sum())
-
-
-def rows_of(
-    examples: Sequence[Example],
-    tokenizer: Any,
-    *,
-    max_length: int,
-    chat: bool,
-    labels: Sequence[str] = (),
-    progress: Callable[[int], object] = lambda characters: None,
-) -> list[TokenRow]:
-    """Rows of 2 to `max_length` tokens.
-
-    Longer texts are split into several rows; a prompt and completion that are too long are truncated; rows without a
-    token to learn are left out. The tokenizer gets a piece of bounded length at a time, so that a signal is not held up
-    for long.
-
-    Args:
-        chat: prompts and completions are turns of the tokenizer's chat template.
-        labels: the classes, by their numbers.
-        progress: is called with the number of characters whenever some are done.
-    """
-    rows: list[TokenRow] = []
-    end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    most = max_length * _CHARACTERS_PER_TOKEN  # beyond these, all would be truncated
-    for example in examples:
-        if example.prompt is not None:
-            given, learned = _turns(example.prompt[:most], example.text[:most], tokenizer, chat=chat)
-            rows.append(TokenRow(tuple([*given, *learned, *end][:max_length]), len(given)))
-            progress(len(example.prompt) + len(example.text))
-            continue
-        if example.label is not None:
-            tokens = list(tokenizer(example.text[:most])["input_ids"])
-            rows.append(TokenRow(tuple(tokens[:max_length]), label=labels.index(example.label)))
-            progress(len(example.text))
-            continue
-        tokens = []
-        for piece in pieces_of(example.text):
-            if end and tokens[-1:] == end:  # the tokenizer sets it behind each piece
-                tokens.pop()
-            tokens += tokenizer(piece, add_special_tokens=not tokens)["input_ids"]
-            progress(len(piece))
-        tokens += [] if tokens[-1:] == end else end
-        rows += [TokenRow(tuple(tokens[start : start + max_length])) for start in range(0, len(tokens), max_length)]
-    return [row for row in rows if _teaches(row)]
-
-
-def pieces_of(text: str) -> Iterator[str]:
-    """The text in pieces of at most `PIECE` characters, each but the last cut before white space if it has any."""
-    start = 0
-    while len(text) - start > PIECE:
-        cut = max(text.rfind(space, start + 1, start + PIECE) for space in (" ", "\n"))
-        cut = cut if cut > start else start + PIECE
-        yield text[start:cut]
-        start = cut
-    yield text[start:]
-
-
-def _teaches(row: TokenRow) -> bool:
-    if row.label is not None:
-        return bool(row.tokens)
-    return len(row.tokens) > max(row.given, 1)
-
-
-def _turns(prompt: str, completion: str, tokenizer: Any, *, chat: bool) -> tuple[list[int], list[int]]:
-    if chat:
-        turns = [{"role": "user", "content": prompt}]
-        given = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
-    else:
-        given = tokenizer(prompt)["input_ids"] if prompt else []
-    return list(given), list(tokenizer(completion, add_special_tokens=False)["input_ids"])
-
-
-def batch_of(rows: Sequence[TokenRow], padding: int) -> TrainingBatch:
-    """Rows padded with the token id `padding`."""
-    import torch  # `petalnode tune --help` does without
-
-    length = max(len(row.tokens) for row in rows)
-    ids = torch.full((len(rows), length), padding)
-    mask = torch.zeros_like(ids)
-    labels = torch.full_like(ids, IGNORED)
-    for index, row in enumerate(rows):
-        tokens = torch.tensor(row.tokens)
-        ids[index, : len(tokens)] = tokens
-        mask[index, : len(tokens)] = 1
-        labels[index, row.given : len(tokens)] = tokens[row.given :]
-    classes = [row.label for row in rows if row.label is not None]
-    if classes:
-        labels = torch.tensor(classes)
-    return TrainingBatch(ids, mask, labels, int(mask.sum()))

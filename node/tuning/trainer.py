@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -25,7 +25,7 @@ from safetensors.torch import save
 from ..errors import BadInput, NoChainError
 from ..models.cache_dir import disk_errors
 from .adapter_files import CHECKPOINT, WRITE_ADVICE, write_files
-from .dataset import TokenRow, TrainingBatch, batch_of
+from .curve import LossCurve
 from .recipe import (
     EarlyStop,
     Evaluated,
@@ -38,6 +38,7 @@ from .recipe import (
     learning_rate,
     rows_of_step,
 )
+from .rows import TokenRow, TrainingBatch, batch_of
 from .tuned import Tuned
 
 T = TypeVar("T")
@@ -60,6 +61,7 @@ class TrainingCheckpoint:
         weights: the trained weights.
         optimiser: its state, "weight/entry" -> tensor.
         best: the weights of the best evaluation; empty without one.
+        curve: the losses so far.
     """
 
     recipe: Mapping[str, Any]
@@ -70,6 +72,7 @@ class TrainingCheckpoint:
     weights: Mapping[str, torch.Tensor]
     optimiser: Mapping[str, torch.Tensor]
     best: Mapping[str, torch.Tensor]
+    curve: LossCurve = field(default_factory=LossCurve)
 
 
 def save_checkpoint(folder: Path, checkpoint: TrainingCheckpoint) -> Path:
@@ -85,6 +88,7 @@ def save_checkpoint(folder: Path, checkpoint: TrainingCheckpoint) -> Path:
         "evaluated": checkpoint.evaluated,
         "early_stop": asdict(checkpoint.early_stop),
         "loss": checkpoint.loss,
+        "curve": asdict(checkpoint.curve),
     }
     tensors = {
         f"{kind}/{name}": tensor.contiguous()
@@ -124,6 +128,7 @@ def load_checkpoint(folder: Path) -> TrainingCheckpoint:
             evaluated=int(about["evaluated"]),
             early_stop=EarlyStop(**about["early_stop"]),
             loss=float(about["loss"]),
+            curve=LossCurve(**about.get("curve", {})),
             **held,
         )
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
@@ -164,6 +169,7 @@ class Training:
         self.step = 0
         self.loss = math.nan
         self.early_stop = EarlyStop(recipe.patience)
+        self.curve = LossCurve()
         self._fixed = {**about, **recipe.fixed()}
         self._train = train
         self._held_out = held_out
@@ -218,6 +224,7 @@ class Training:
             self._optimiser.step()
             self.step += 1
             self.loss = loss
+            self.curve.note(self.step, loss)
         speed = batch.tokens / (time.perf_counter() - begun)
         yield StepDone(self.step, recipe.steps, loss, rate, speed)
 
@@ -242,6 +249,7 @@ class Training:
         with uninterrupted():
             self.early_stop = self.early_stop.after(loss)
             self._evaluated = self.step
+            self.curve.held_out.append((self.step, loss))
             if self.early_stop.improved:
                 self._best = self.tuned.copy()
         accuracy = None if self.tuned.model.labels_are_tokens else right / count
@@ -270,6 +278,7 @@ class Training:
                 for entry, value in self._optimiser.state[weight].items()
             },
             best=self._best,
+            curve=self.curve,
         )
 
     def resume(self, checkpoint: TrainingCheckpoint) -> None:
@@ -303,6 +312,7 @@ class Training:
         self.early_stop = checkpoint.early_stop
         self._evaluated = checkpoint.evaluated
         self._best = dict(checkpoint.best)
+        self.curve = checkpoint.curve
 
 
 def _patiently(attempt: Callable[[], T]) -> Generator[Event, None, T]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,8 @@ from torch import nn
 
 from ..client.api.model import DistributedModel
 from ..client.api.tuning import LoraTuning, PromptTuning
-from .dataset import TrainingBatch
 from .recipe import MethodOptions
+from .rows import TrainingBatch
 
 
 class Tuned:
@@ -66,6 +66,18 @@ class Tuned:
             batch.ids.to(device), attention_mask=batch.mask.to(device), labels=batch.labels.to(device)
         )
         return output.loss, output.logits
+
+    @torch.no_grad()
+    def sample(self, given: Sequence[int], most: int, *, changed: bool) -> tuple[int, ...]:
+        """At most `most` tokens that the model goes on with, always the likeliest; as it is served unless `changed`.
+
+        Raises:
+            SwarmError: as `loss`.
+        """
+        ids = torch.tensor([list(given)], device=self.model.transformers_model.device)
+        generate = self.module.generate if changed else self.model.generate
+        found = generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=most, do_sample=False)
+        return tuple(found[0, len(given) :].tolist())
 
     def copy(self) -> dict[str, torch.Tensor]:
         return {name: weight.detach().to("cpu", copy=True) for name, weight in self.weights.items()}

@@ -299,6 +299,7 @@ def _dataset(mutator: Mutator) -> Files:
     lines: list[Any] = [
         {"text": "a text"},
         {"prompt": "asked", "completion": "answered"},
+        {"messages": [{"role": "user", "content": "asked"}, {"role": "assistant", "content": "answered", "weight": 1}]},
         {"text": "a text", "label": mutator.random.choice(("1", "a", "--5", 3, "9" * 5000, "-", "٣"))},
     ]
     chosen = mutator.random.choice(lines)

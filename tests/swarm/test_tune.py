@@ -28,8 +28,8 @@ from petalnode.node.client.batch import batch_client
 from petalnode.node.errors import BadInput
 from petalnode.node.models.adapter_note import AdapterNote, Method, read_note
 from petalnode.node.tuning.adapter_folder import save_adapter
-from petalnode.node.tuning.dataset import TokenRow
 from petalnode.node.tuning.recipe import Evaluated, MethodOptions, Recipe, StepDone, WaitingForServers
+from petalnode.node.tuning.rows import TokenRow
 from petalnode.node.tuning.trainer import Training
 from petalnode.node.tuning.tuned import Tuned
 from tests.swarm.conftest import SharedSwarm
@@ -210,11 +210,14 @@ def test_interrupted_and_resumed_it_learns_the_same(
     assert [event["event"] for event in whole].count("evaluation") == 4
     assert whole[-1] == {"event": "saved", "path": str(tmp_path / "whole")}
     assert losses(whole)[-1][2] < losses(whole)[0][2]
-    names = ["README.md", "adapter_config.json", "adapter_model.safetensors", "petalnode.json"]
+    names = ["README.md", "adapter_config.json", "adapter_model.safetensors", "loss.svg", "petalnode.json"]
     assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == names
     one, other = (load_file(tmp_path / name / names[2]) for name in ("whole", "parts"))
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert "sums" in (tmp_path / "whole" / names[0]).read_text()
+    assert [event["when"] for event in whole if event["event"] == "sample"] == ["before", "after"]
+    drawn = [(tmp_path / out / "loss.svg").read_text() for out in ("whole", "parts")]
+    assert drawn[0] == drawn[1] and drawn[0].count("<circle") == 4
 
 
 @pytest.mark.parametrize(

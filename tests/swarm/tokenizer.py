@@ -9,7 +9,10 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.tiny_models import VOCABULARY
 
-_TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}a:"
+_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
 
 
 def save_tokenizer(folder: Path) -> None:

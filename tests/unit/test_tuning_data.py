@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
@@ -12,8 +15,10 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from petalnode.node.errors import BadInput
-from petalnode.node.tuning.dataset import IGNORED, PIECE, Example, batch_of, pieces_of, read_dataset, rows_of, split
+from petalnode.node.tuning.curve import CANVAS, LossCurve
+from petalnode.node.tuning.dataset import Example, Message, read_dataset, split
 from petalnode.node.tuning.recipe import SHAPES, EarlyStop, learning_rate, rows_of_step, steps_of_epoch
+from petalnode.node.tuning.rows import IGNORED, PIECE, batch_of, beginning_of, pieces_of, rows_of
 from tests.swarm.tokenizer import save_tokenizer
 
 
@@ -41,6 +46,13 @@ def test_the_three_kinds_of_lines(tmp_path: Path) -> None:
         ({"prompt": 1, "completion": "c"}, 'line 2: "prompt" takes a text'),
         ({"text": "t", "label": 1.5}, 'line 2: "label" takes a text or a whole number'),
         ({"text": "t", "label": "x"}, "line 2: either all lines"),
+        ({"messages": "hello"}, 'line 2: "messages" takes a list of objects'),
+        ({"messages": [{"role": "robot", "content": "c"}]}, 'line 2: a message has a "role" of system, user'),
+        ({"messages": [{"role": "user", "content": "q"}]}, 'line 2: "messages" takes a question and behind it'),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, 'line 2: "messages" takes a question and behind it'),
+        ({"messages": [{"role": "user", "content": ["q"]}]}, 'line 2: "content" takes a text'),
+        ({"messages": [{"role": "user", "weight": 2}]}, 'line 2: the "weight" of a message is 0 or 1'),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "line 2: calls of tools cannot be learned"),
     ],
 )
 def test_a_bad_line_is_named(line: object, says: str, tmp_path: Path) -> None:
@@ -91,6 +103,86 @@ def test_rows(tokenizer: Any) -> None:
     assert of(Example("no", prompt="")) == [("", "no\n")]
     [row] = rows_of([Example("abc", label="x")], tokenizer, max_length=2, chat=True, labels=("w", "x"))
     assert row.label == 1 and tokenizer.decode(row.tokens) == "ab"
+
+
+def chat(*turns: tuple[str, str] | tuple[str, str, int]) -> Example:
+    return Example(messages=tuple(Message(*turn) for turn in turns))
+
+
+def learned(tokenizer: Any, example: Example, length: int = 99) -> list[tuple[str, str]]:
+    """Each row, and what of it is learned."""
+    rows = rows_of([example], tokenizer, max_length=length, chat=True)
+    labels = batch_of(rows, 0).labels if rows else []
+    return [
+        (tokenizer.decode(row.tokens), tokenizer.decode([token for token in label.tolist() if token != IGNORED]))
+        for row, label in zip(rows, labels, strict=True)
+    ]
+
+
+def test_of_a_conversation_the_answers_are_learned(tokenizer: Any) -> None:
+    turns = ("system", "be kind"), ("user", "one?"), ("assistant", "1"), ("user", "two?"), ("assistant", "2")
+    whole = "s:be kind\nu:one?\na:1\nu:two?\na:2\n"
+    assert learned(tokenizer, chat(*turns)) == [(whole, "12\n")]
+    assert learned(tokenizer, chat(*turns[:2], ("assistant", "1", 0), *turns[3:])) == [(whole, "2\n")]
+    assert learned(tokenizer, chat(*turns[:4], ("assistant", "2", 0))) == [("s:be kind\nu:one?\na:1\n", "1\n")]
+    assert learned(tokenizer, chat(*turns), 22) == [(whole[:22], "1")]
+    # A template that leaves the answers before the last one out gives each of them a row of its own.
+    before, tokenizer.chat_template = (
+        tokenizer.chat_template,
+        (
+            "{% for m in messages %}{% if m.role == 'user' or loop.last %}{{ m.role[0] }}:{{ m.content }}|{% endif %}"
+            "{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+        ),
+    )
+    try:
+        rows = learned(tokenizer, chat(*turns[1:]))
+        assert rows == [("u:one?|a:1|\n", "1|\n"), ("u:one?|u:two?|a:2|\n", "2|\n")]
+        tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+        with pytest.raises(BadInput, match="the conversation that asks 'one\\?': roles must alternate"):
+            learned(tokenizer, chat(*turns))
+    finally:
+        tokenizer.chat_template = before
+
+
+def test_a_sample_goes_on_from_a_question_or_a_beginning(tokenizer: Any) -> None:
+    rows = rows_of([Example("ab"), Example("no", prompt="yes?")], tokenizer, max_length=9, chat=False)
+    assert tokenizer.decode(beginning_of(rows)) == "yes?"
+    [row] = rows_of([Example("abcdef")], tokenizer, max_length=9, chat=False)
+    assert tokenizer.decode(beginning_of([row])) == "abc"
+
+
+@pytest.mark.parametrize(("ending", "separator"), [("csv", ","), ("tsv", "\t")])
+def test_a_table_is_refused_with_the_command_that_converts_it(ending: str, separator: str, tmp_path: Path) -> None:
+    file = tmp_path / f"my data.{ending}"
+    file.write_text(f'prompt{separator}completion\n"Who, me?"{separator}Yes\n')
+    with pytest.raises(BadInput, match=f"is a {ending.upper()} file, and --data takes JSONL") as refused:
+        read_dataset(file)
+    command = str(refused.value).partition("with: ")[2].replace("python ", f"{sys.executable} ", 1)
+    subprocess.run(["sh", "-c", command], check=True)
+    assert read_dataset(tmp_path / "my data.jsonl").examples == (Example("Yes", prompt="Who, me?"),)
+
+
+def test_parquet_is_refused_whatever_it_is_called(tmp_path: Path) -> None:
+    for name in ("a.parquet", "a.jsonl"):
+        (tmp_path / name).write_bytes(b"PAR1....PAR1")
+        with pytest.raises(BadInput, match=r"is a parquet file.*read_parquet"):
+            read_dataset(tmp_path / name)
+
+
+def test_losses_are_drawn() -> None:
+    curve = LossCurve()
+    for step in range(1, 5000):
+        curve.note(step, 3 + 1 / step)
+    curve.held_out += [(0, 4.5), (2500, 3.25), (4999, 3.5)]
+    assert len(curve.trained) <= CANVAS.points and curve.trained[0][0] == curve.stride and curve.trained[-1][0] > 4900
+    root = ElementTree.fromstring(curve.to_svg())
+    circles = [
+        (float(one.get("cx", 0)), float(one.get("cy", 0))) for one in root.iter("{http://www.w3.org/2000/svg}circle")
+    ]
+    assert [x for x, _ in circles] == sorted(x for x, _ in circles) and circles[0][1] < circles[2][1] < circles[1][1]
+    assert "held-out loss 4.500 -> 3.250" in "".join(root.itertext())
+    for odd in (LossCurve(), LossCurve(held_out=[(0, 1.0)]), LossCurve(trained=[(1, float("nan")), (2, 1.0)])):
+        ElementTree.fromstring(odd.to_svg())
 
 
 def test_batches(tokenizer: Any) -> None:

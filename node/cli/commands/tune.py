@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -19,8 +19,8 @@ from ...errors import BadInput, ExitCode, PetalnodeError
 from ...models import ModelFolder
 from ...models.adapter_note import AdapterNote, Method
 from ...models.cache_dir import check_writable, require_space
-from ...tuning.adapter_files import CHECKPOINT, WRITE_ADVICE, ResultFolder, other_folders
-from ...tuning.dataset import Dataset, Example, TokenRow, rows_of
+from ...tuning.adapter_files import CHECKPOINT, WRITE_ADVICE, ResultFolder, other_folders, write_files
+from ...tuning.dataset import Dataset, Example
 from ...tuning.recipe import (
     EarlyStop,
     Evaluated,
@@ -32,6 +32,7 @@ from ...tuning.recipe import (
     WaitingForServers,
     steps_of_epoch,
 )
+from ...tuning.rows import TokenRow, beginning_of, rows_of
 from ..join import JoinOptions, joined, joins_swarm
 from ..model_choice import (
     SwarmModelArgument,
@@ -64,11 +65,15 @@ class TuneDefaults:
     weight_bytes: int = 4
     large: int = 1 << 20
     """Characters of data from which on it is said that tokens are made of them."""
+    shown: int = 300
+    """Characters of what a sample goes on from."""
     reported_steps: int = 20
     """How many steps are printed where there is no terminal to draw a progress bar on."""
 
 
 TUNE: Final = TuneDefaults()
+LOSSES: Final = "loss.svg"
+"""The picture of the losses, beside the adapter."""
 
 
 @joins_swarm
@@ -180,13 +185,35 @@ class _TuneRun:
             material = None if folder is None else self._load(folder)
             model, material = self._open(name, join, stack, material)
             training = self._training(model, material)
+            if not training.step:
+                self._sample(training, material, changed=False)
             try:
                 with _TuneReport(self.output, training.recipe.steps) as report:
                     self._loop(training, report)
             except (KeyboardInterrupt, PetalnodeError, OutputClosed, MemoryError) as error:
                 self._keep(training, interrupted=isinstance(error, KeyboardInterrupt))
                 raise
-            self._save(training)
+            self._save(training, material)
+
+    def _sample(self, training: Training, material: _Material, *, changed: bool) -> None:
+        """Shows what the model says to the first question that is held out, or learned. Where the swarm fails, nothing:
+        the training says what it waits for."""
+        if self.dataset.labels or not self.options.sample_tokens:
+            return
+        given = beginning_of(material.held_out or material.train)
+        try:
+            found = training.tuned.sample(given, self.options.sample_tokens, changed=changed)
+        except PetalnodeError as error:
+            self.output.warn(f"no sample: {error}")
+            return
+        when = "after" if changed else "before"
+        prompt, text = (
+            material.tokenizer.decode(tokens, skip_special_tokens=True).strip() for tokens in (given, found)
+        )
+        self.output.emit(event="sample", when=when, prompt=prompt, text=text)
+        if not changed:
+            self.output.say(f"a sample goes on from: {' '.join(prompt.split())[-TUNE.shown :]}")
+        self.output.say(f"{when}: {' '.join(text.split())}")
 
     def _load(self, folder: ModelFolder) -> _Material:
         """
@@ -206,8 +233,12 @@ class _TuneRun:
         chat = bool(tokenizer.chat_template) if options.chat_template is None else options.chat_template
         if chat and not tokenizer.chat_template:
             raise BadInput(f"{folder.name} has no chat template: leave --chat-template out")
+        if not chat and any(example.messages for example in self.train):
+            raise BadInput(
+                f'{folder.name} has no chat template, by which "messages" are learned: use "prompt", "completion"'
+            )
         bars = ProgressBars(self.output.errors)
-        total = sum(len(example.prompt or "") + len(example.text) for example in (*self.train, *self.held_out))
+        total = sum(example.characters for example in (*self.train, *self.held_out))
         done = 0
 
         def progress(characters: int) -> None:
@@ -333,7 +364,7 @@ class _TuneRun:
         if interrupted:
             self.output.emit(event="interrupted", step=training.step, checkpoint=str(path))
 
-    def _save(self, training: Training) -> None:
+    def _save(self, training: Training, material: _Material) -> None:
         from ...tuning.adapter_folder import card_of, save_adapter
         from ...tuning.trainer import uninterrupted
 
@@ -362,10 +393,20 @@ class _TuneRun:
             self.folder.save(lambda folder: save_adapter(folder, training.tuned, note, card_of(note)))
         out = self.folder.path
         (out / CHECKPOINT).unlink(missing_ok=True)
+        self._sample(training, material, changed=True)
         self.output.say(f"saved in {out}")
+        if training.curve.held_out:
+            with suppress(OSError):  # the adapter is what counts
+                write_files(out, {LOSSES: training.curve.to_svg().encode()})
+                self.output.say(f"{_gain(training.curve.held_out)}, drawn in {out / LOSSES}")
         self.output.emit(event="saved", path=str(out))
         if out != self.folder.wanted:
             raise typer.Exit(ExitCode.MACHINE_CANNOT)
+
+
+def _gain(held_out: Sequence[tuple[int, float]]) -> str:
+    best = min(loss for _, loss in held_out)
+    return f"loss on held-out data {held_out[0][1]:.3f} -> {best:.3f}"
 
 
 def _padding(tokenizer: Any) -> int:
