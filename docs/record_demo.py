@@ -1,52 +1,130 @@
-"""Makes docs/demo.svg from the real program: runs `petalnode demo` in a pseudo-terminal and draws what it printed.
+"""Makes docs/demo.svg and docs/friends.svg: runs the real program in pseudo-terminals, and draws what it printed.
 
-python docs/record_demo.py [question]
+python -m docs.record_demo [question]
+python -m docs.record_demo --friends     # needs root: three machines, as network namespaces, one of them behind a NAT
 """
 
 from __future__ import annotations
 
 import os
 import pty
+import re
+import select
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
 COLUMNS, ROWS = 100, 30
+PATIENCE = 900.0  # seconds for a command to say what is waited for
 
 
-def record(command: list[str]) -> str:
-    """What `command` writes to a terminal of COLUMNS x ROWS."""
-    controller, terminal = pty.openpty()
-    environment = os.environ | {"COLUMNS": str(COLUMNS), "LINES": str(ROWS), "TERM": "xterm-256color"}
-    process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment)
-    os.close(terminal)
-    output = b""
-    while True:
-        try:
-            data = os.read(controller, 65536)
-        except OSError:  # the terminal is gone with the program
-            break
-        if not data:
-            break
-        output += data
-    if process.wait() != 0:
-        raise SystemExit(f"the demo failed:\n{output.decode()}")
-    return output.decode().replace("\r\n", "\n")
+@dataclass
+class Terminal:
+    """A command in a pseudo-terminal of COLUMNS x ROWS, and what it has written so far."""
+
+    command: Sequence[str]
+    env: Mapping[str, str]
+    printed: bytes = b""
+    began: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self._controller, terminal = pty.openpty()
+        size = {"COLUMNS": str(COLUMNS), "LINES": str(ROWS), "TERM": "xterm-256color"}
+        self.process = subprocess.Popen(
+            self.command, stdin=terminal, stdout=terminal, stderr=terminal, env=self.env | size
+        )
+        os.close(terminal)
+
+    def read(self, until: str = "") -> str:
+        """What is printed up to a line that has `until` (a regular expression), else all of it."""
+        while not (until and re.search(until, self.text)):
+            if not select.select([self._controller], [], [], PATIENCE)[0]:
+                raise SystemExit(f"{self.command} says nothing more:\n{self.text}")
+            try:
+                data = os.read(self._controller, 65536)
+            except OSError:  # the terminal is gone with the program
+                data = b""
+            if not data:
+                if self.process.wait() != 0 or until:
+                    raise SystemExit(f"{self.command} failed:\n{self.text}")
+                break
+            self.printed += data
+        return self.text
+
+    @property
+    def text(self) -> str:
+        return self.printed.decode(errors="replace").replace("\r\n", "\n")
+
+    def type(self, keys: str) -> None:
+        os.write(self._controller, keys.encode())
+
+    def end(self) -> None:
+        self.process.terminate()
+        self.process.wait()
 
 
-def main() -> None:
-    question = sys.argv[1] if len(sys.argv) > 1 else "What is the capital of France?"
-    shown = f'$ make demo PROMPT="{question}"\n'
-    printed = record([sys.executable, "-m", "petalnode", "demo", "--prompt", question])
+def draw(printed: str, name: str, title: str) -> None:
     console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(Text.from_ansi(shown + printed))
-    target = Path(__file__).parent / "demo.svg"
-    target.write_text(console.export_svg(title="petalnode demo"))
-    print(f"wrote {target.name}:\n{shown}{printed}")
+    console.print(Text.from_ansi(printed))
+    target = Path(__file__).with_name(name)
+    target.write_text(console.export_svg(title=title))
+    print(f"wrote {target.name}:\n{printed}")
+
+
+def demo(question: str) -> None:
+    printed = Terminal([sys.executable, "-m", "petalnode", "demo", "--prompt", question], os.environ).read()
+    draw(f'$ make demo PROMPT="{question}"\n{printed}', "demo.svg", "petalnode demo")
+
+
+def friends() -> None:
+    """From nothing to two machines that answer together. The first has the model, the others have empty disks, and no
+    network but this one: the weights come from the first."""
+    from tests.nat.lab import Host, open_lab
+    from tests.nat.nodes import LabNodes
+
+    began, shown, running = time.monotonic(), [], []
+
+    def run(host: Host, who: str, *arguments: str) -> Terminal:
+        shown.append(
+            f"\n\x1b[2m# {who}, after {time.monotonic() - began:.0f} s\x1b[0m\n$ petalnode {' '.join(arguments)}\n"
+        )
+        command = host.command([sys.executable, "-m", "petalnode", *arguments])
+        running.append(Terminal(command, nodes.env(host) | own.get(host.name, {}), began=began))
+        return running[-1]
+
+    with tempfile.TemporaryDirectory() as homes, open_lab() as lab:
+        nodes = LabNodes(Path(homes))
+        mine, friend, guest = lab.host("mine"), lab.nat("home").host("friend"), lab.host("guest")
+        own = {"mine": {"PETALNODE_CACHE": os.environ.get("PETALNODE_CACHE", str(Path.home() / ".cache/petalnode"))}}
+        try:
+            serving = run(mine, "your machine", "serve", "smollm2", "--num-blocks", "15", "--new-swarm")
+            shown.append(serving.read("petalnode join petalnode:\\S+\\s"))
+            inviting = run(mine, "your machine, another terminal", "invite")
+            shown.append(inviting.read())
+            link = "".join(re.findall(r"petalnode:[a-z2-7\s]+?(?=\n\S*[^a-z2-7\n]|\Z)", inviting.text)[0].split())
+            joining = run(friend, "your friend's machine, behind a router, with an empty disk", "join", link)
+            joining.read(r"\[y/N\]")
+            joining.type("y\n")
+            shown.append(joining.read("serving blocks"))
+            question = ("--chat", "--yes", "--prompt", "What is the capital of France?")
+            shown.append(run(guest, "a third machine, with an empty disk", "join", link, *question).read())
+            shown.append(f"\n\x1b[2m# after {time.monotonic() - began:.0f} s\x1b[0m\n")
+        finally:
+            print("".join(terminal.text for terminal in running))
+            for terminal in running:
+                terminal.end()
+    draw("".join(shown), "friends.svg", "two friends' machines")
 
 
 if __name__ == "__main__":
-    main()
+    if "--friends" in sys.argv:
+        friends()
+    else:
+        demo(sys.argv[1] if len(sys.argv) > 1 else "What is the capital of France?")

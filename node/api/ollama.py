@@ -29,6 +29,7 @@ from .errors import ApiError, error_object
 from .fields import Fields
 from .http.answers import AnswersResponse
 from .http.bodies import read_asked
+from .openai.endpoints import embedded
 from .openai.requests import chat_request, chat_text
 from .openai.writers import ChatWriter, Head, TokenText
 from .parts import REQUEST_LIMITS, function_tool, template_call
@@ -231,6 +232,7 @@ def ollama_routes(core: Core) -> list[BaseRoute]:
         Route("/api/ps", endpoints.running, methods=["GET"]),
         Route("/api/pull", endpoints.pull, methods=["POST"]),
         Route("/api/show", endpoints.show, methods=["POST"]),
+        Route("/api/embed", endpoints.embed, methods=["POST"]),
         Route("/api/chat", endpoints.chat, methods=["POST"]),
         Route("/api/generate", endpoints.generate, methods=["POST"]),
     ]
@@ -279,6 +281,14 @@ class _OllamaEndpoints:
                 "modified_at": self._since,
             }
         )
+
+    async def embed(self, request: Request) -> Response:
+        fields = await self._fields(request)
+        fields.refuse(dimensions="a model's hidden states have one size only")
+        begun, model = time.perf_counter(), self._core.model(model_name(fields))
+        vectors, tokens = await embedded(self._core, request.state.owner, model, fields, "mean")
+        took = {"total_duration": _nanoseconds(time.perf_counter() - begun), "load_duration": 0}
+        return JSONResponse({"model": model.name, "embeddings": vectors, **took, "prompt_eval_count": tokens})
 
     async def chat(self, request: Request) -> Response:
         fields, asked = await read_asked(request, self._core, lambda fields: (fields, parse_chat(fields)))

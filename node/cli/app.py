@@ -80,6 +80,7 @@ COMMANDS: Final = {
     "1 if not.",
     "bans": "List the servers that your nodes do not use because of a fault, with the reason and for how long.",
     "credits": "Show and transfer points, which validators issue for verified work.",
+    "update": "Say whether a newer version is there, and the command that installs it.",
     "completion": "Print a script that completes commands and options in a shell.",
     "man": "Print the manual page.",
 }
@@ -95,6 +96,7 @@ _MODULES = {
     "stop": "serve",
     "service": "machine.service",
     "logs": "machine.service",
+    "update": "machine.update",
     "completion": "machine.manual",
     "man": "machine.manual",
     "swarm-key": "bootstrap",

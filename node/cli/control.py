@@ -126,7 +126,8 @@ def _minutes(text: str) -> float:
 
 @dataclass(frozen=True)
 class RunningServer:
-    """What a server says of itself in its file. `answered` is the id of the last wish that it has heard."""
+    """What a server says of itself in its file. `answered` is the id of the last wish that it has heard, `address` a
+    multiaddr of it; empty if it has none, or its swarm is a private one."""
 
     pid: int
     started: float
@@ -135,6 +136,7 @@ class RunningServer:
     state: str = "serving"
     reason: str = ""
     answered: str = ""
+    address: str = ""
 
     @property
     def title(self) -> str:
@@ -161,6 +163,11 @@ def running_servers(folder: Path) -> list[RunningServer]:
                 else:
                     file.unlink()
     return found
+
+
+def own_addresses() -> tuple[str, ...]:
+    """Where the servers that run on this machine are found."""
+    return tuple(server.address for server in running_servers(control_folder()) if server.address)
 
 
 def _runs(said: RunningServer) -> bool:
@@ -257,6 +264,10 @@ class Control:
         self._changed = trio.Event()
         self._wish = folder / f"{process.pid}.wish"
         self._file = folder / f"{process.pid}.json"
+
+    def found_at(self, address: str) -> None:
+        """Commands of the same person on this machine find the swarm by this address."""
+        self._said = replace(self._said, address=address)
 
     def tell(self, state: str) -> None:
         """Says how the server stands: serving, pausing or paused."""

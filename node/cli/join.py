@@ -38,8 +38,7 @@ from .process import say_error, set_logs
 PEERS_VARIABLE = "PETALNODE_PEERS"
 SWARM_KEY_VARIABLE = "PETALNODE_SWARM_KEY"
 MDNS_VARIABLE = "PETALNODE_MDNS"
-REMEMBER_VARIABLE = "PETALNODE_REMEMBER"
-GOSSIP_VARIABLE = "PETALNODE_GOSSIP"
+REMEMBER_VARIABLE, GOSSIP_VARIABLE = "PETALNODE_REMEMBER", "PETALNODE_GOSSIP"
 ALL_IN_HELP: Final = "--help-all" in sys.argv
 _SHOWN: Final = {
     "serve": ("num_blocks", "blocks", "quant", "device", "peer"),
@@ -323,9 +322,8 @@ def joins_swarm(command: Callable[..., None]) -> Callable[..., None]:
     The fields carry their typer.Option as an annotation. The function receives the dataclasses, filled in.
     """
     hints = typing.get_type_hints(command, include_extras=True)
-    rest: list[str] = []
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
-    parameters: list[inspect.Parameter] = []
+    rest, parameters = list[str](), list[inspect.Parameter]()
     for parameter in inspect.signature(command).parameters.values():
         group = groups.get(parameter.name)
         types = hints if group is None else typing.get_type_hints(group, include_extras=True)
@@ -391,7 +389,11 @@ async def joined(
         except IdentityError as error:
             raise BadInput(str(error)) from error
         config = join.config(identity, listens=listens, data_dir=data_dir, relay_limits=relay_limits or RelayLimits())
-        if not join.peers and join.searches:
+        if not (listens or join.peers or join.psk) and join.searches:
+            from .control import own_addresses  # 0.1 s, where no swarm is named
+
+            config = replace(config, peers=own_addresses())
+        if not config.peers and join.searches:
             output.note(f"looking for a swarm: {join.places} ...")
         with unwrapped(PetalnodeError):
             async with config.trust.kept(), _opened(config, fallback=listens and not join.listen) as swarm:

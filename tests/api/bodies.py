@@ -138,6 +138,7 @@ BODIES: Final[dict[str, dict[str, Any]]] = {
         "stream": False,
         **_OPTIONS,
     },
+    "/api/embed": {"model": MODEL, "input": ["some", "text"]},
     "/api/show": {"model": MODEL},
     "/api/pull": {"model": MODEL, "stream": False},
     "/v1/embeddings": {"model": MODEL, "input": ["a", [1, 2]], "encoding_format": "float", "pooling": "mean"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from typing import Any
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import ollama
 import pytest
@@ -45,6 +45,18 @@ def test_the_models_that_there_are(other: ollama.Client, api: MemoryApi) -> None
         other.show("other")
     assert raised.value.status_code == 404
     assert "other" in raised.value.error
+
+
+def test_embeddings_are_those_of_openai(other: ollama.Client, api: MemoryApi) -> None:
+    found = other.embed(MODEL, ["some", "text"])
+    wanted = json.load(
+        urlopen(Request(f"{api.url}/v1/embeddings", json.dumps({"model": MODEL, "input": ["some", "text"]}).encode()))
+    )
+    assert [list(one) for one in found.embeddings] == [one["embedding"] for one in wanted["data"]]
+    assert found.prompt_eval_count == wanted["usage"]["prompt_tokens"]
+    assert len(other.embed(MODEL, "some").embeddings) == 1
+    with pytest.raises(ollama.ResponseError, match="one size only"):
+        other.embed(MODEL, "some", dimensions=8)
 
 
 def test_whether_the_process_answers_needs_no_key_and_no_swarm(api: MemoryApi) -> None:

@@ -68,6 +68,7 @@ COMMANDS = {
     "resume": "resume",
     "stop": "stop",
     "service": "service install --show smollm2",
+    "update": "update",
     "completion": "completion bash",
     "man": "man",
     "credits": "credits balance {nobody} --key {scratch}/node.key",
@@ -234,6 +235,7 @@ def test_an_interrupt_at_work_is_told(
     assert capsys.readouterr().err.splitlines()[-1] == "petalnode: interrupted"
 
 
+_TURNS = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "me"}]
 MISTAKES = {
     "a device": ("serve {llama} --device tpu", "--device tpu: use auto, cpu, mps, cuda or cuda:N"),
     "a dtype": ("serve {llama} --dtype float8", "--dtype float8: use auto, float32, bfloat16, float16"),
@@ -277,6 +279,34 @@ MISTAKES = {
     "an option": ("status --frobnicate", "No such option: --frobnicate: `petalnode status --help` says what it takes"),
     "no value": ("status --json=3", "does not take a value: `petalnode status --help`"),
     "a command": ("statsu", "No such command 'statsu'"),
+    "a CSV file": ("tune {llama} --data {csv}", "{csv} is a CSV file, and --data takes JSONL.*python -c .*jsonl$"),
+    "a parquet file": ("tune {llama} --data {parquet}", "{parquet} is a parquet file.*read_parquet"),
+    "no answer": ("tune {llama} --data {question}", 'line 1: "messages" takes a question and behind it an answer'),
+    "messages as plain text": (
+        "tune {llama} --data {chats} --no-chat-template",
+        '"messages" are learned by the model\'s chat template, and --no-chat-template was given',
+    ),
+    "nothing to learn from": ("tune {llama}", "what to learn from\\? Give --data FILE"),
+    "two lengths": ("tune {llama} --data {texts} --epochs 1 --steps 2", "--epochs and --steps both say how long"),
+    "patience without a look": ("tune {llama} --data {texts} --patience 2", "--patience needs evaluations"),
+    "a link that is cut": ("join petalnode:aeacu", "this link is cut, its end is missing: copy all of it"),
+    "a link with other signs": ("join petalnode:a!1", "this link has signs that no link has: copy all of it"),
+    "no link": ("join somewhere", "this is no link: they begin with petalnode:"),
+    "a link of a newer petalnode": ("join petalnode:77777777", "of a newer petalnode .*: update petalnode"),
+    "a link as a model": ("chat petalnode:aeacu --prompt hi --peer {nobody}", "this is a link, and no MODEL"),
+    "a model of no known size": ("fit none/such", "the size of none/such is not known: `petalnode fit` lists"),
+    "a file of machines": ("fit --machines {empty}/none", "{empty}/none"),
+    "a swarm that is new and old": (
+        "status --new-swarm --peer {nobody}",
+        "--new-swarm starts a swarm and --peer joins",
+    ),
+    "a key in sight": (
+        f"status --peer {NOBODY} --swarm-key {'ab' * 32}",
+        "--swarm-key takes the key's file, and not the key",
+    ),
+    "hours": ("serve {llama} --between 25:00-07:00", "--between 25:00-07:00"),
+    "a shell": ("completion tcsh", "tcsh: give bash, zsh or fish"),
+    "a temperature": ("chat {llama} --prompt hi --temperature -1", "--temperature"),
     "a rate": ("bootstrap --max-upload fast", "--max-upload fast"),
 }
 
@@ -304,7 +334,12 @@ def test_a_mistake_is_told_before_the_network_is_asked(
         (tmp_path / adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "lora_alpha": 6, "r": 4}')
     places = {"llama": models / "tiny-llama", "gpt2": models / "tiny-gpt2", "empty": tmp_path / "empty", "nan": bad}
     places |= {"fit": tmp_path / "fit", "other": tmp_path / "other", "long": Path("n" * 257), "peer": Path(PEER)}
-    places |= {"data": tmp_path / "data.jsonl", "texts": tmp_path / "texts.jsonl"}
+    files = {"csv": "text\none\n", "parquet": "PAR1"}
+    files |= {name: json.dumps({"messages": _TURNS[:turns]}) for name, turns in (("question", 1), ("chats", 2))}
+    for ending, text in files.items():
+        places[ending] = tmp_path / f"file.{ending}"
+        places[ending].write_text(text)
+    places |= {"nobody": Path(NOBODY), "data": tmp_path / "data.jsonl", "texts": tmp_path / "texts.jsonl"}
     monkeypatch.setattr(trio, "run", lambda *arguments: pytest.fail(f"went on to {arguments[0]}"))
     monkeypatch.setattr(TrioThread, "__init__", lambda *arguments: pytest.fail(f"went on to {arguments[1]}"))
     monkeypatch.setattr(command_line, "app", typer.Typer(callback=lambda: None))

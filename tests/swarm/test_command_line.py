@@ -329,3 +329,34 @@ def test_a_server_says_goodbye(
     assert leaving.event("resumed")
     assert leaving.stop() == 0, leaving.errors
     until(lambda: "leaving" not in names(), "the server that left is gone", timeout=15)
+
+
+def test_a_killed_server_is_not_answering(node_starter: Nodes, models: Path) -> None:
+    meeting = node_starter.bootstrap()
+    server = node_starter.server(models / "tiny-llama", "0:2", "--name", "killed", peer=meeting.address)
+    assert server.ready
+
+    def answers() -> list[tuple[bool | None, list[int]]]:
+        seen = petalnode("status", "--peer", meeting.address, "--json", env=node_starter.env)
+        models = map(json.loads, seen.out.splitlines())
+        return [(one["answers"], model["coverage"]) for model in models for one in model["servers"]]
+
+    until(lambda: answers() == [(True, [1, 1, 0, 0, 0, 0])], "the server is seen")
+    server.kill()
+    assert answers() == [(False, [0] * 6)]
+    assert "not answering" in petalnode("status", "--peer", meeting.address, env=node_starter.env).out
+
+
+def test_a_command_that_names_no_swarm_finds_that_of_a_server_beside_it(
+    node_starter: Nodes, models: Path, tmp_path: Path
+) -> None:
+    env = environment(tmp_path, PETALNODE_REMEMBER="1")
+    server = Node("serve", str(models / "tiny-llama"), "--new-swarm", "--blocks", "0:2", "--json", env=env)
+    node_starter.running.append(server)
+    assert server.ready
+    found = petalnode("status", "--json", env=env)
+    assert found.code == 0, found
+    assert [one["peer_id"] for model in map(json.loads, found.out.splitlines()) for one in model["servers"]] == [
+        server.peer_id
+    ]
+    assert petalnode("status", "--json", env=environment(tmp_path / "other", PETALNODE_REMEMBER="1")).code == 3

@@ -6,13 +6,17 @@ import plistlib
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from petalnode.node.cli import app
 from petalnode.node.cli.commands.machine import manual, service
+from petalnode.node.cli.commands.machine import update as update_command
 from petalnode.node.errors import BadInput, MachineError
 
 SERVE = ("/opt/py thon", "-m", "petalnode", "serve", "--name", 'my "50%" $box')
@@ -108,3 +112,59 @@ def test_the_manual_page_has_every_command() -> None:
     for name in app.COMMANDS:
         assert f".SS petalnode {name}".replace("-", "\\-") in page
     assert "\\-\\-num\\-blocks" in page and "[bold]" not in page
+
+
+WHEEL = "/py -m pip install --upgrade FILE, with the newer wheel (this one was '/none/a b.whl')"
+
+
+def directly(url: str, **more: object) -> dict[str, object]:
+    return {"url": url, **more}
+
+
+@pytest.mark.parametrize(
+    ("noted", "prefix", "command"),
+    [
+        (None, "/home/a/venv", "/py -m pip install --upgrade petalnode"),
+        (None, "/home/a/.local/share/pipx/venvs/petalnode", "pipx upgrade petalnode"),
+        (None, "/home/a/.local/share/uv/tools/petalnode", "uv tool upgrade petalnode"),
+        (directly("https://git.example/p.git", vcs_info={}), "/v", "/py -m pip install --upgrade git+https://git.example/p.git"),
+        (directly("file:///", dir_info={"editable": True}), "/v", "git -C / pull && make -C / setup"),
+        (directly("file:///", dir_info={}), "/v", "git -C / pull && /py -m pip install --upgrade /"),
+        (directly("file:///none/a%20b.whl", archive_info={}), "/v", WHEEL),
+    ],
+)  # fmt: skip
+def test_an_update_comes_from_where_the_program_came(noted: Any, prefix: str, command: str) -> None:
+    found = update_command.how_installed(noted, Path(prefix), "/py")
+    assert (found.command, found.from_index) == (command, noted is None)
+
+
+@pytest.mark.parametrize(
+    ("versions", "newer", "says"),
+    [
+        (("99.1",), True, "99.1 is newer. Get it with"),
+        (("0.0.1",), False, "nothing to do"),
+        ((), None, "has no petalnode"),
+    ],
+)
+def test_what_is_newer_is_asked_of_the_index_of_pip(
+    versions: tuple[str, ...],
+    newer: bool | None,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for version in versions:
+        with zipfile.ZipFile(tmp_path / f"petalnode-{version}-py3-none-any.whl", "w") as wheel:
+            text = f"Metadata-Version: 2.1\nName: petalnode\nVersion: {version}\n"
+            wheel.writestr(f"petalnode-{version}.dist-info/METADATA", text)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    monkeypatch.setattr(update_command, "_direct_url", lambda: None)
+    code = 0
+    try:
+        update_command.update(as_json=False)
+    except typer.Exit as ended:
+        code = ended.exit_code
+    assert says in capsys.readouterr().out
+    assert code == (4 if newer is None else 0)

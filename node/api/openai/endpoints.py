@@ -277,18 +277,11 @@ class _OpenAIEndpoints:
         core, model = self._core, self._core.model(fields.text("model", ""))
         form = fields.one_of("encoding_format", ("float", "base64"), "float")
         pooling = fields.one_of("pooling", ("mean", "last"), "mean")
-        prompts = await self._inputs(fields, model)
-        owner = request.state.owner
-        options = session_options(fields)
-        await core.check(GenerationRequest(owner, model, tuple(prompts), _GREEDY, options=options))
+        vectors, tokens = await embedded(core, request.state.owner, model, fields, pooling)
         data = []
-        for index, prompt in enumerate(prompts):
-            states = await core.hidden_states(owner, model, prompt, options)
-            vector = states.mean(0) if pooling == "mean" else states[-1]
-            values = torch.nn.functional.normalize(vector, dim=0).tolist()
+        for index, values in enumerate(vectors):
             packed = base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
             data.append({"object": "embedding", "index": index, "embedding": packed if form == "base64" else values})
-        tokens = sum(map(len, prompts))
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return JSONResponse({"object": "list", "data": data, "model": model.name, "usage": usage})
 
@@ -297,7 +290,7 @@ class _OpenAIEndpoints:
         core, fields = self._core, await self._fields(request)
         model, options = core.model(fields.text("model", "")), session_options(fields)
         blocks = _blocks(fields, core.client.model.num_blocks)
-        prompts = await self._inputs(fields, model)
+        prompts = await _inputs(core, fields, model)
         if len(prompts) > 1:
             raise fields.wrong("input", "one text at a time")
         await core.check(GenerationRequest(request.state.owner, model, tuple(prompts), _GREEDY, options=options))
@@ -318,24 +311,42 @@ class _OpenAIEndpoints:
             raise ApiError(404, f"there are no receipts of an answer {name[:200]!r} (any more)", code="not_found")
         return JSONResponse(await trio.to_thread.run_sync(to_json, name, replies))
 
-    async def _inputs(self, fields: Fields, model: ServedModel) -> list[tuple[int, ...]]:
-        given = fields.get("input")
-        if isinstance(given, str) or (isinstance(given, list) and given and isinstance(given[0], int)):
-            given = [given]
-        if not isinstance(given, list) or not 0 < len(given) <= _MAX_INPUTS:
-            raise fields.wrong("input", f"a text, token ids, or a list of up to {_MAX_INPUTS} of either is expected")
-        prompts: list[tuple[int, ...]] = []
-        for item in given:
-            if isinstance(item, str):
-                prompts.append(await text_prompt(self._core, model, item))
-            elif isinstance(item, list) and all(type(token) is int and token >= 0 for token in item):
-                prompts.append(tuple(item))
-            else:
-                raise fields.wrong("input", "a text or token ids are expected")
-        return prompts
-
     async def _fields(self, request: Request) -> Fields:
         return await read_asked(request, self._core, lambda fields: fields)
+
+
+async def embedded(
+    core: Core, owner: str, model: ServedModel, fields: Fields, pooling: str
+) -> tuple[list[list[float]], int]:
+    """The normalised hidden states of each text of the field `input`, and how many tokens these have together.
+
+    Raises:
+        ApiError: `input` is no text or texts, or too long; or the swarm cannot compute it.
+    """
+    prompts, options, vectors = await _inputs(core, fields, model), session_options(fields), []
+    await core.check(GenerationRequest(owner, model, tuple(prompts), _GREEDY, options=options))
+    for prompt in prompts:
+        states = await core.hidden_states(owner, model, prompt, options)
+        vector = states.mean(0) if pooling == "mean" else states[-1]
+        vectors.append(torch.nn.functional.normalize(vector, dim=0).tolist())
+    return vectors, sum(map(len, prompts))
+
+
+async def _inputs(core: Core, fields: Fields, model: ServedModel) -> list[tuple[int, ...]]:
+    given = fields.get("input")
+    if isinstance(given, str) or (isinstance(given, list) and given and isinstance(given[0], int)):
+        given = [given]
+    if not isinstance(given, list) or not 0 < len(given) <= _MAX_INPUTS:
+        raise fields.wrong("input", f"a text, token ids, or a list of up to {_MAX_INPUTS} of either is expected")
+    prompts: list[tuple[int, ...]] = []
+    for item in given:
+        if isinstance(item, str):
+            prompts.append(await text_prompt(core, model, item))
+        elif isinstance(item, list) and all(type(token) is int and token >= 0 for token in item):
+            prompts.append(tuple(item))
+        else:
+            raise fields.wrong("input", "a text or token ids are expected")
+    return prompts
 
 
 def _blocks(fields: Fields, num_blocks: int) -> list[int]:

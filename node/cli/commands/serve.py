@@ -265,6 +265,8 @@ async def run_serve(asked: ServeOptions) -> None:
                 joined(join, output, role="serve", listens=True, relay_limits=asked.relay) as (swarm, identity),
                 controlled(pause, asked.policy, swarm.peer_id, options.name) as control,
             ):
+                if join.psk is None and swarm.addrs:
+                    control.found_at(swarm.addrs[0])
                 payments = partial(PaymentVerifier, identity.peer_id)
                 wallet = None if asked.deposit_at is None else Wallet(swarm, identity, asked.deposit_at)
                 panel = None
