@@ -1,12 +1,12 @@
 """What serving a GGUF file takes: disk beside the file, memory, seconds until ready, a prompt's and a token's time.
 
     python benchmarks/gguf_files.py FILE... [--json] [--servers 1 2] [--rounds 3] [--tokens 32] [--threads N]
-                                    [--llama-cpp FOLDER] [--memory-mb N ...]
+                                    [--prompt 256] [--llama-cpp FOLDER] [--memory-mb N ...]
 
 The file is in the page cache. For each number of servers these are started on loopback, with an empty cache and
-again; a client in this process asks for `--tokens` tokens behind a prompt of 256 as chat does. `ready` is from the
-start of a process to its ready event, the longest of all; `over` the most that a server ever had resident beyond its
-blocks' bytes and its attention cache. llama.cpp is run by node-llama-cpp in turns with it, if FOLDER is one in which
+again; a client in this process asks for `--tokens` tokens behind a prompt of `--prompt` as chat does. `ready` is from
+the start of a process to its ready event, the longest of all; `over` the most that a server ever had resident beyond
+its blocks' bytes and its attention cache. llama.cpp is run by node-llama-cpp in turns with it, if FOLDER is one where
 `npm install node-llama-cpp` was run; its load is from the start of the process. All of these use `--threads`
 threads. Seconds: of the clock and of the processor. Times of prompts and tokens: least and median, of tokens by the
 processor (client and servers) of the means of rounds; on a busy machine the latter alone can be compared, with one
@@ -47,7 +47,6 @@ from petalnode.node.models import ModelFolder, resolve
 from petalnode.node.server.lifecycle.memory import cache_bytes_per_block
 from petalnode.node.server.lifecycle.speed import cpu_name
 
-PROMPT: Final = 256
 CACHE_TOKENS: Final = 2048
 GROUPS: Final = Path("/sys/fs/cgroup/memory")
 
@@ -134,11 +133,11 @@ def answer(model: Any, servers: Sequence[ServerProcess], prompt: list[int], toke
     return Answer(given, first, others, 1000 * spent, (experts, read))
 
 
-def llama_cpp(folder: Path, file: Path, tokens: int, threads: int) -> dict[str, Any]:
+def llama_cpp(folder: Path, file: Path, tokens: int, prompt: int, threads: int) -> dict[str, Any]:
     """What it says of a prompt and `all` tokens, and of loading: milliseconds from the start of the process."""
     script = folder / "petalnode-bench.mjs"
     script.write_text(LLAMA_CPP)
-    command = ["node", str(script), str(file), str(threads), str(tokens), str(PROMPT)]
+    command = ["node", str(script), str(file), str(threads), str(tokens), str(prompt)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return said
@@ -148,10 +147,10 @@ def size_of(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def over(servers: Sequence[ServerProcess], spans: Sequence[tuple[int, int]], folder: ModelFolder) -> float:
+def over(servers: Sequence[ServerProcess], spans: Sequence[tuple[int, int]], folder: ModelFolder, prompt: int) -> float:
     """The most MB of a server beyond its blocks and its attention cache."""
     held = block_sizes(folder.path, "auto", "none", "auto").held
-    cache = cache_bytes_per_block(folder.config, 4, PROMPT + 1)
+    cache = cache_bytes_per_block(folder.config, 4, prompt + 1)
     beyond = [
         most_memory(server) - sum(held[start:end]) - cache * (end - start)
         for server, (start, end) in zip(servers, spans, strict=True)
@@ -174,12 +173,12 @@ def run(file: Path, count: int, memory_mb: float, options: argparse.Namespace) -
         with AutoDistributedModelForCausalLM.from_pretrained(file, initial_peers=addrs) as model:
             answer(model, servers, [500] * 16, 4)
             for turn in range(options.rounds):
-                prompt = list(range(1001 + turn, 1000 + 7 * PROMPT, 7))  # no server has kept it
+                prompt = list(range(1001 + turn, 1000 + 7 * options.prompt, 7))  # no server has kept it
                 own.append(answer(model, servers, prompt, options.tokens))
                 if options.llama_cpp:
-                    theirs.append(llama_cpp(options.llama_cpp, file, options.tokens, options.threads))
+                    theirs.append(llama_cpp(options.llama_cpp, file, options.tokens, options.prompt, options.threads))
                 print(f"round {turn}: {own[-1]} {theirs[-1:]} load {os.getloadavg()[0]:.1f}", file=sys.stderr)
-            beyond = over(servers, spans, folder)
+            beyond = over(servers, spans, folder, options.prompt)
             most = max(most_memory(server) for server in servers) / 1e6
     found: dict[str, Any] = {
         "file": file.name, "file_mb": round(file.stat().st_size / 1e6), "blocks": folder.num_blocks,
@@ -233,6 +232,7 @@ def main() -> None:
     parser.add_argument("--servers", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--llama-cpp", type=Path)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--memory-mb", nargs="+", type=float, default=[])

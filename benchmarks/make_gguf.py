@@ -1,14 +1,16 @@
 """Makes a GGUF file of a real shape with random weights and the default model's tokenizer.
 
-    python benchmarks/make_gguf.py SHAPE OUT.gguf [--kind Q4_0|Q4_K] [--blocks N]
+    python benchmarks/make_gguf.py SHAPE OUT.gguf [--kind Q4_0|Q4_K] [--blocks N] [--written A:B]
 
 SHAPE is a name below. Random codes with scales that keep activations sane. Tensors are written one by one, so the disk
-alone bounds the size; `--blocks` makes a model of fewer blocks than the shape has.
+alone bounds the size; `--blocks` makes a model of fewer blocks than the shape has; with `--written`, all other blocks
+are holes in the file.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
@@ -22,6 +24,7 @@ from petalnode.node.models import resolve
 from petalnode.node.models.checkpoint import Checkpoint
 
 POOL: Final = 1 << 26
+ALIGNMENT: Final = 32
 DEVIATION: Final = 0.7
 """Of a row's product with values of deviation one."""
 
@@ -121,16 +124,16 @@ def write_header(writer: gguf.GGUFWriter, shape: Shape, source: Path) -> int:
     return vocabulary
 
 
-def make(shape: Shape, out: Path, kind: str) -> None:
+def make(shape: Shape, out: Path, kind: str, written: range) -> None:
     source = Checkpoint(resolve("smollm2").path).gguf[0]
     writer = gguf.GGUFWriter(out, shape.arch)
     named = list(tensors(shape, write_header(writer, shape, source)))
-    inputs, nbytes = KINDS[kind]
+    inputs, nbytes_of_run = KINDS[kind]
     for name, of in named:
         if is_plain(name, of):
             writer.add_tensor_info(name, of, np.dtype(np.float32), 4 * prod(of))
         else:
-            stored = (*of[:-1], of[-1] // inputs * nbytes)
+            stored = (*of[:-1], of[-1] // inputs * nbytes_of_run)
             raw = gguf.GGMLQuantizationType[kind]
             writer.add_tensor_info(name, stored, np.dtype(np.uint8), prod(stored), raw_dtype=raw)
     writer.write_header_to_file()
@@ -139,7 +142,12 @@ def make(shape: Shape, out: Path, kind: str) -> None:
     random = np.random.default_rng(7)
     pool = random.integers(0, 256, POOL, dtype=np.uint8)
     for name, of in named:
-        writer.write_tensor_data(values(name, of, kind, pool, random))
+        if name.startswith("blk.") and int(name.split(".")[1]) not in written:
+            nbytes = 4 * prod(of) if is_plain(name, of) else prod(of) // inputs * nbytes_of_run
+            writer.tensors[0].pop(name)
+            writer.fout[0].seek(-(-nbytes // ALIGNMENT) * ALIGNMENT, os.SEEK_CUR)
+        else:
+            writer.write_tensor_data(values(name, of, kind, pool, random))
     writer.close()
 
 
@@ -149,9 +157,12 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--kind", choices=KINDS, default="Q4_0")
     parser.add_argument("--blocks", type=int)
+    parser.add_argument("--written", default="")
     options = parser.parse_args()
     shape = SHAPES[options.shape]
-    make(replace(shape, blocks=options.blocks or shape.blocks), options.out, options.kind)
+    first, _, end = options.written.partition(":")
+    blocks = options.blocks or shape.blocks
+    make(replace(shape, blocks=blocks), options.out, options.kind, range(int(first or 0), int(end or blocks)))
 
 
 if __name__ == "__main__":

@@ -355,7 +355,19 @@ def _adapter_rows(batch: Sequence[_Member]) -> list[AdapterRows]:
     return adapter_rows
 
 
-@memory_needed("Loading blocks")
+@dataclass(frozen=True)
+class Loading:
+    """How blocks are loaded, as `load_span` has it; and whether experts of few bits are left in files of petalnode's
+    cache, and read when needed."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    quantisation: str = "none"
+    kernels: Kernels = "torch"
+    progress: Progress = no_progress
+    experts_on_disk: bool = False
+
+
 def load_span(
     folder: Path,
     span: Span,
@@ -365,7 +377,6 @@ def load_span(
     quantisation: str = "none",
     kernels: Kernels = "torch",
     progress: Progress = no_progress,
-    experts_on_disk: bool = False,
 ) -> BlockSpan:
     """Loads blocks `span` of the model in `folder`, and nothing else of it.
 
@@ -380,7 +391,6 @@ def load_span(
             server announces (`Numerics`): with int8 activations these layers round what they multiply, and keys and
             values may be held in bfloat16 or int8.
         kernels: what computes a few rows on a CPU: torch, the compiled kernels (native), or the quicker one (auto).
-        experts_on_disk: whether experts of few bits are left in files of petalnode's cache, and read when needed.
 
     Raises:
         ModelError: the folder is no model, is damaged or incomplete, or its architecture cannot be cut.
@@ -388,12 +398,19 @@ def load_span(
         MachineError: there is too little memory; the device is not there, or holds no quantised blocks; kernels that
             are not here; int8 activations, or keys and values of fewer bits, in another dtype than float32.
     """
-    numerics = Numerics.parse(quantisation)
+    return load(folder, span, Loading(device, dtype, quantisation, kernels, progress))
+
+
+@memory_needed("Loading blocks")
+def load(folder: Path, span: Span, how: Loading) -> BlockSpan:
+    """Loads blocks `span` of the model in `folder`, and nothing else of it. Raises as `load_span`; and MachineError if
+    the disk has no room for the experts that are to be left there."""
+    numerics, kernels, progress = Numerics.parse(how.quantisation), how.kernels, how.progress
     quant, rounds = numerics.weights, numerics.activations == "int8"
-    target = choose_device(device)
+    target = choose_device(how.device)
     if quant != "none" and target.type not in ("cpu", "cuda"):
         raise MachineError(f"--quant {quant} needs a CPU or a CUDA device, not {target.type}: add --device cpu")
-    skeleton = open_skeleton(folder, dtype)
+    skeleton = open_skeleton(folder, how.dtype)
     if skeleton.dtype != torch.float32 and (rounds or numerics.cache != "auto"):
         kind = str(skeleton.dtype).removeprefix("torch.")
         wanted = "--activations int8" if rounds else f"--cache-dtype {numerics.cache}"
@@ -413,7 +430,7 @@ def load_span(
             tiled = {} if native is None else tiled_kinds(quant, blocks[0], always=kernels == "native", rounds=rounds)
             there = Quantiser(folder, weights, skeleton, target, quant, progress, tiled).replace(span, numbered)
         elif native is not None:
-            packer = Packer(folder, weights, skeleton, kernels == "native", progress, rounds, experts_on_disk)
+            packer = Packer(folder, weights, skeleton, kernels == "native", progress, rounds, how.experts_on_disk)
             there = packer.replace(span, numbered)
         fill(skeleton, weights, lambda block: block is not None and block in span, target, there)
     layers = layers_that_round(blocks) if rounds else []

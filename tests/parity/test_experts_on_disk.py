@@ -13,7 +13,8 @@ from petalnode.node.blocks.architecture import block_sizes
 from petalnode.node.blocks.kernels.library import Range, library
 from petalnode.node.blocks.quantisation import quantiser
 from petalnode.node.blocks.quantisation.slots import QuantisedExperts
-from petalnode.node.blocks.span import BlockSpan, load_span
+from petalnode.node.blocks.span import BlockSpan, Loading
+from petalnode.node.blocks.span import load as load_as
 from petalnode.node.errors import MachineError
 from petalnode.node.models import resolve
 from petalnode.node.models.cache_dir import cache_dir
@@ -36,9 +37,9 @@ def folder(tmp_path: Path) -> Path:
     return resolve(write_model_gguf(tmp_path / "mixture.gguf", "qwen3_moe")).path
 
 
-def load(folder: Path, *, on_disk: bool) -> BlockSpan:
-    span = Span(0, BLOCKS)
-    return load_span(folder, span, dtype="float32", device="cpu", kernels="native", experts_on_disk=on_disk)
+def loaded(folder: Path, *, on_disk: bool) -> BlockSpan:
+    how = Loading(dtype="float32", device="cpu", kernels="native", experts_on_disk=on_disk)
+    return load_as(folder, Span(0, BLOCKS), how)
 
 
 def answers(blocks: BlockSpan) -> list[torch.Tensor]:
@@ -57,10 +58,10 @@ def kept_files() -> list[Path]:
 
 @needs_kernels
 def test_answers_have_the_bits_of_experts_in_memory(folder: Path) -> None:
-    expected = answers(load(folder, on_disk=False))
+    expected = answers(loaded(folder, on_disk=False))
     assert not kept_files()
     for _ in range(2):  # made, and found again
-        blocks = load(folder, on_disk=True)
+        blocks = loaded(folder, on_disk=True)
         assert blocks.step is not None and len(kept_files()) == BLOCKS
         assert all(torch.equal(one, other) for one, other in zip(answers(blocks), expected, strict=True))
         sizes = block_sizes(folder, "float32", "none", "native")
@@ -71,7 +72,7 @@ def test_answers_have_the_bits_of_experts_in_memory(folder: Path) -> None:
 @needs_kernels
 def test_used_experts_are_counted(folder: Path) -> None:
     for on_disk in (False, True):
-        blocks = load(folder, on_disk=on_disk)
+        blocks = loaded(folder, on_disk=on_disk)
         used, read = blocks.expert_counts
         answers(blocks)
         now, read_now = blocks.expert_counts
@@ -82,8 +83,8 @@ def test_used_experts_are_counted(folder: Path) -> None:
 
 @needs_kernels
 def test_files_that_are_removed_stay_in_use(folder: Path) -> None:
-    expected = answers(load(folder, on_disk=False))
-    blocks = load(folder, on_disk=True)
+    expected = answers(loaded(folder, on_disk=False))
+    blocks = loaded(folder, on_disk=True)
     for file in kept_files():
         assert not file.stat().st_mode & 0o222  # no program writes over it by mistake
         file.unlink()
@@ -93,14 +94,14 @@ def test_files_that_are_removed_stay_in_use(folder: Path) -> None:
 @needs_kernels
 @pytest.mark.parametrize("damage", ["cut", "changed", "empty"])
 def test_damaged_files_are_made_again(folder: Path, damage: str) -> None:
-    expected = answers(load(folder, on_disk=False))
-    load(folder, on_disk=True)
+    expected = answers(loaded(folder, on_disk=False))
+    loaded(folder, on_disk=True)
     for file in kept_files():
         data = bytearray(file.read_bytes())
         data[-5] ^= 1
         file.unlink()
         file.write_bytes({"cut": data[:-5], "changed": data, "empty": b""}[damage])
-    blocks = load(folder, on_disk=True)
+    blocks = loaded(folder, on_disk=True)
     assert all(torch.equal(one, other) for one, other in zip(answers(blocks), expected, strict=True))
 
 
@@ -108,12 +109,12 @@ def test_damaged_files_are_made_again(folder: Path, damage: str) -> None:
 def test_a_full_disk_is_said_in_words(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantiser, "KEPT_FREE", 1 << 60)
     with pytest.raises(MachineError, match=r"experts of these blocks do not fit .* no room .* serve fewer blocks"):
-        load(folder, on_disk=True)
+        loaded(folder, on_disk=True)
 
 
 @needs_kernels
 def test_experts_in_memory_are_not_asked_for(folder: Path) -> None:
-    blocks = load(folder, on_disk=False)
+    blocks = loaded(folder, on_disk=False)
     experts = [module for module in blocks.stack.blocks[0].modules() if isinstance(module, QuantisedExperts)]
     assert [one.ranges for one in experts] == [None] and blocks.disk_bytes == 0
 

@@ -23,7 +23,8 @@ import torch
 from petalnode.node.blocks import span as span_module
 from petalnode.node.blocks.cache import SpanCache
 from petalnode.node.blocks.passes import Gradients, SpanPasses
-from petalnode.node.blocks.span import BlockSpan, load_span
+from petalnode.node.blocks.span import BlockSpan, Loading
+from petalnode.node.blocks.span import load as load_true
 from petalnode.node.server.requests import session as session_module
 from petalnode.protocols.ids import Span
 
@@ -77,10 +78,9 @@ def load_now(control: Path, name: str) -> None:
 @contextmanager
 def installed() -> Iterator[None]:
     """For the length of the block, there can be servers with false blocks in this process."""
-    loading = span_module.load_span
 
-    def load_false(folder: Path, span: Span, **options: Any) -> BlockSpan:
-        blocks, control = loading(folder, span, **options), _followed.get()
+    def load_false(folder: Path, span: Span, how: Loading) -> BlockSpan:
+        blocks, control = load_true(folder, span, how), _followed.get()
         return blocks if control is None else _FalseBlocks.of(blocks, folder, control)
 
     opening = session_module.ServerSession.__init__
@@ -120,7 +120,7 @@ def installed() -> Iterator[None]:
 
     passes = {"forward": passing_forward, "backward": passing_backward, "resume": passing_resume}
     with (
-        patch.object(span_module, "load_span", load_false),  # the server imports it when it loads
+        patch.object(span_module, "load", load_false),  # the server imports it when it loads
         patch.object(session_module.ServerSession, "__init__", opened),
         patch.multiple(SpanPasses, **passes),
     ):
@@ -197,16 +197,16 @@ class _FalseBlocks(BlockSpan):
         dtype = str(self.dtype).removeprefix("torch.")
         if name in OTHER_NUMERICS:
             computed = "float32" if "/" in name else dtype
-            return load_span(self._folder, self.span, device=str(self.device), dtype=computed, quantisation=name)
+            return load_true(self._folder, self.span, Loading(str(self.device), computed, name))
         options: Any = {"device": str(self.device), "dtype": dtype, "quantisation": self.quantisation}
-        other = load_span(self._folder, self.span, **options)
+        other = load_true(self._folder, self.span, Loading(**options))
         middle = len(self.span) // 2
         if name == "skipped":
             other.stack.blocks[middle].register_forward_hook(_handed_on, with_kwargs=True, prepend=True)
             return other
         number = self.span.start + middle
         neighbour = number + 1 if number + 1 < self.num_blocks else number - 1
-        (wrong,) = load_span(self._folder, Span(neighbour, neighbour + 1), **options).stack.blocks
+        (wrong,) = load_true(self._folder, Span(neighbour, neighbour + 1), Loading(**options)).stack.blocks
         other.stack.blocks[middle].load_state_dict(wrong.state_dict(), assign=True)
         return other
 

@@ -150,19 +150,11 @@ class Server:
         return await in_thread(lambda: self._read_blocks(path, span))
 
     def _read_blocks(self, path: Path, span: Span) -> BlockSpan:
-        from ...blocks.span import load_span
+        from ...blocks.span import Loading, load
 
-        options = self._context.options
-        blocks = load_span(
-            path,
-            span,
-            device=options.device,
-            dtype=options.dtype,
-            quantisation=str(options.numerics),
-            kernels=options.kernels,
-            progress=self._context.parts.progress,
-            experts_on_disk=self._sizing.on_disk,
-        )
+        options, progress = self._context.options, self._context.parts.progress
+        kind = options.device, options.dtype, str(options.numerics), options.kernels
+        blocks = load(path, span, Loading(*kind, progress, experts_on_disk=self._sizing.on_disk))
         if options.cache_dtype == "float32" and blocks.cache_dtype != "float32":
             raise MachineError(
                 f"--cache-dtype float32 computes in float32, not in {blocks.cache_dtype}: add --dtype float32"
