@@ -168,7 +168,9 @@ async def test_pings_of_who_does_not_read_are_not_answered_for_ever() -> None:
 
 @pytest.mark.virtual_time
 async def test_strangers_take_less_while_others_use_what_they_were_granted() -> None:
-    async def pings_taken(served: bool) -> int:
+    """Also between two steps, which may be seconds apart."""
+
+    async def pings_taken(since_step: float | None) -> int:
         counted = FramesPerPass()
         limits = NodeLimits()
         async with (
@@ -177,18 +179,23 @@ async def test_strangers_take_less_while_others_use_what_they_were_granted() -> 
         ):
             honest.open(1)
             (await ours.accept_stream()).grant()
+            if since_step is not None:
+                honest.send(1, b"step")
+                await trio.sleep(since_step)
             for _, other in hostile:
                 other.say_bytes(PINGS)
             await trio.sleep(1.0)
             with frames_taken(counted.note):
                 for _ in range(20):
-                    if served:
+                    if since_step == 0.0:
                         honest.send(1, b"step")
                     await trio.sleep(0.05)
             return counted.total
 
-    assert await pings_taken(False) > 0.9 * WORK.per_second
-    assert 0.5 * WORK.while_serving < await pings_taken(True) < 1.3 * WORK.while_serving
+    assert await pings_taken(None) > 0.9 * WORK.per_second
+    assert await pings_taken(WORK.serving) > 0.9 * WORK.per_second
+    for since_step in (0.0, 6.0):
+        assert 0.5 * WORK.while_serving < await pings_taken(since_step) < 1.3 * WORK.while_serving, since_step
 
 
 @pytest.mark.virtual_time

@@ -66,7 +66,9 @@ class WorkShares:
     not measured, about a tenth of a core."""
     burst: float = 0.04
     """Seconds' worth of either that may be done at once: nothing else of the loop has a turn meanwhile."""
-    serving: float = 1.0  # seconds after which nobody does any more
+    serving: float = 10.0
+    """Seconds after which nobody does any more. A token of a large model takes seconds: with less, strangers have a
+    quarter of a core between its steps, by which these take longer still."""
     units_of_second: int = 100_000
     at_once: int = 64  # Units between two turns of all others
     waking: int = 4  # Units of a frame on a stream that was granted nothing, whose reader it wakes
