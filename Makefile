@@ -33,7 +33,7 @@ ONLY ?=
 NAT_TOOLS := iproute2 iptables
 
 .PHONY: setup kernels links nat-tools demo test test-unit coverage mutants sweep same-bits format lint types check clean fuzz check-wheels wheelhouse wheels web-check \
-  compat clean-install docs lock
+  compat interop clean-install docs lock
 
 setup: $(VENV)/.ready links kernels
 
@@ -102,6 +102,17 @@ web-check: setup docs
 # Other people's clients and tests against the API (docs/api.md#compatibility). 700 MB on the first run, so no part of `test`.
 compat: setup $(COMPAT)/.ready
 	HF_HUB_OFFLINE=1 $(COMPAT)/bin/python -m pytest -n 0 -rA -q -o asyncio_default_fixture_loop_scope=function tests/compat/check_*.py
+
+# The JavaScript client (clients/js) over servers, in Node and in Debian's Chromium. 500 MB on the first run, so no part of `test`.
+interop: setup build/interop/.ready
+	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; }
+	$(BIN)/pytest -n 0 tests/interop/check_client.py
+
+build/interop/.ready: clients/js/package-lock.json clients/js/package.json | setup
+	$(BIN)/python packaging/install_locked.py more
+	mkdir -p build/interop && cp clients/js/package*.json build/interop
+	$(NPM_CI) build/interop
+	touch $@
 
 # A Python that has what .venv has, and more; the openai package's tests; npm's openai.
 $(COMPAT)/.ready: packaging/locked/compat.txt $(wildcard packaging/locked/npm/compat/*) | setup

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
+from petalnode.node.models.manifest import _LEFT_OUT, canonical_architecture
 from petalnode.protocols.tensors import encode as encode_tensor
 
 VECTORS: dict[str, Any] = json.loads((Path(__file__).parents[2] / "docs/receipt-vectors.json").read_text())
@@ -113,3 +115,13 @@ def test_int8_block64(count: int) -> None:
         scales += scale.numpy().astype("<f2").tobytes()
         quantised += (block / scale.float()).round().clamp(-127, 127).to(torch.int8).numpy().tobytes()
     assert payload == scales + quantised
+
+
+def test_the_page_names_all_fields_of_a_configuration_that_are_left_out() -> None:
+    page = (Path(__file__).parents[2] / "docs/protocol.md").read_text()
+    listed = re.search(r"leaves\s+out, at the top [^:]*:\s+([^.]*)\.", page)
+    assert listed is not None
+    config = dict.fromkeys(re.findall(r"`(\w+)`", listed[1]), 1)
+    assert len(config) > 60
+    assert canonical_architecture(config | {"hidden_size": 8}) == b'{"hidden_size":8}'
+    assert config.keys() == _LEFT_OUT

@@ -1,0 +1,80 @@
+/** What a link says; see docs/protocol.md#links. */
+export interface Link {
+  peers: string[]
+  model: string
+  /** Hexadecimal, the first bytes or all. */
+  modelVersion: string
+  /** Of a private swarm, 64 hexadecimal digits. */
+  swarmKey?: string
+}
+
+/** Throws where the link is cut, altered or has ended. */
+export function readLink (text: string, now?: number): Link
+
+export interface JoinOptions {
+  /** Multiaddrs with /p2p; browsers dial only those with /ws, and from a page that came by https only /tls/ws. */
+  peers?: string[]
+  link?: string
+  swarmKey?: string
+  signal?: AbortSignal
+}
+
+export interface FoundModel {
+  name: string
+  version: string
+  numBlocks: number
+  servers: Array<{ peer: string, blocks: [number, number], online: boolean }>
+  /** Blocks that no server holds. */
+  missing: number[]
+}
+
+export interface Progress { part: number, bytes: number, of: number }
+
+export class Client {
+  static join (options: JoinOptions): Promise<Client>
+  readonly peerId: string
+  models (): Promise<FoundModel[]>
+  /** By name or the first digits of the version; else the link's, or the only one. Everything is checked against the version. */
+  load (options?: { model?: string, version?: string, onProgress?: (progress: Progress) => void, signal?: AbortSignal }): Promise<Model>
+  close (): Promise<void>
+}
+
+export interface GenerateOptions {
+  maxNewTokens?: number
+  /** 0, the default, is greedy. */
+  temperature?: number
+  topK?: number
+  topP?: number
+  seed?: number
+  /** Tokens that end the answer; the model's by default. */
+  stopIds?: number[]
+  signal?: AbortSignal
+}
+
+export interface Token {
+  id: number
+  /** What is new of the answer's text; empty where a letter is not complete. */
+  text: string
+  route: Array<{ peer: string, blocks: [number, number] }>
+  /** Servers that were replaced so far. */
+  recoveries: number
+  /** Servers that signed something else than what they were asked and answered. */
+  cheated: string[]
+}
+
+export class Model {
+  readonly name: string
+  readonly version: string
+  readonly numBlocks: number
+  readonly config: Record<string, unknown>
+  readonly endIds: number[]
+  generate (prompt: string | Iterable<number>, options?: GenerateOptions): AsyncGenerator<Token, void, void>
+}
+
+/** A server signed something else than what it was asked and answered. */
+export class Cheated extends Error {}
+
+/** A peer answered with an error of the protocol. */
+export class Refused extends Error {
+  readonly code: number
+}

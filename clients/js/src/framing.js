@@ -1,0 +1,127 @@
+// Messages on a stream: varint length, protobuf header, then the bytes of the tensors that the header lists.
+import { concat } from './canonical.js'
+import { decode, encode, readVarint } from './wire.js'
+
+export const ERROR_WORDS = [
+  'unspecified', 'bad request', 'unknown model', 'blocks not hosted', 'no room in the cache', 'too long', 'unsupported', 'busy',
+  'draining', 'internal', 'not found', 'not allowed'
+]
+const MAX_PAYLOAD = 64 << 20
+const CHUNK = 60_000
+
+/** What a peer answered instead: `code` is the protocol's. */
+export class Refused extends Error {
+  constructor (error, peer) {
+    super(`${peer} refused (${ERROR_WORDS[error.code] ?? error.code}): ${error.message.slice(0, 500)}`)
+    this.code = error.code
+  }
+}
+
+/** A stream of one kind of frames. All waits end at their deadline; what is wrong aborts the stream. */
+export class Messages {
+  constructor (stream, schema, peer, maxHeader = 65536) {
+    this.peer = peer
+    this._stream = stream
+    this._schema = schema
+    this._maxHeader = maxHeader
+    this._chunks = []
+    this._size = 0
+    this._ended = undefined
+    this._wake = () => {}
+    stream.addEventListener('message', event => {
+      const said = event.data.subarray()
+      const data = new Uint8Array(said.buffer, said.byteOffset, said.byteLength) // and no Buffer of Node's, whose slices are no copies
+      this._chunks.push(data)
+      this._size += data.length
+      if (this._size > 2 * MAX_PAYLOAD) stream.abort(new Error('too much came'))
+      this._wake()
+    })
+    const end = event => {
+      this._ended ??= event.error ?? new Error(`the stream to ${peer} has ended`)
+      this._wake()
+    }
+    stream.addEventListener('close', end)
+    stream.addEventListener('remoteCloseWrite', end)
+  }
+
+  async send (frame, payloads, signal) {
+    const header = encode(this._schema, frame)
+    const size = []
+    for (let rest = header.length; ; rest >>= 7) {
+      size.push(rest > 127 ? rest & 127 | 128 : rest)
+      if (rest < 128) break
+    }
+    const data = concat([Uint8Array.from(size), header, ...payloads])
+    for (let at = 0; at < data.length; at += CHUNK) {
+      if (this._stream.status !== 'open') throw this._ended ?? new Error(`the stream to ${this.peer} is closed`)
+      if (!this._stream.send(data.subarray(at, at + CHUNK))) await this._stream.onDrain({ signal })
+    }
+  }
+
+  /** The next frame, with `payloads`; throws `Refused` where it is an error. `most` bounds the bytes of its tensors. */
+  async receive (signal, most = 0) {
+    try {
+      let head
+      while ((head = readVarint(this._peek(5), 0, 4)) === undefined) await this._more(signal)
+      const [length, from] = [Number(head[0]), head[1]]
+      if (length > this._maxHeader) throw new Error(`${this.peer} sent a header of ${length} bytes`)
+      await this._take(from, signal)
+      const frame = decode(this._schema, await this._take(length, signal))
+      if (frame.error !== undefined) throw new Refused(frame.error, this.peer)
+      const sizes = frame.tensors.map(tensor => tensor.nbytes)
+      if (sizes.reduce((sum, size) => sum + size, 0) > Math.min(most, MAX_PAYLOAD)) throw new Error(`${this.peer} sent more than was asked for`)
+      frame.payloads = []
+      for (const size of sizes) frame.payloads.push(await this._take(size, signal))
+      return frame
+    } catch (error) {
+      this._stream.abort(error)
+      throw error
+    }
+  }
+
+  async close () {
+    await this._stream.close().catch(() => {})
+  }
+
+  abort (error) {
+    this._stream.abort(error)
+  }
+
+  _peek (count) {
+    if (this._chunks.length > 1 && this._chunks[0].length < count) this._chunks = [concat(this._chunks)]
+    return (this._chunks[0] ?? new Uint8Array(0)).subarray(0, count)
+  }
+
+  async _take (count, signal) {
+    while (this._size < count) await this._more(signal)
+    const parts = []
+    for (let left = count; left > 0;) {
+      const part = this._chunks[0].subarray(0, left)
+      parts.push(part)
+      left -= part.length
+      if (part.length === this._chunks[0].length) this._chunks.shift()
+      else this._chunks[0] = this._chunks[0].subarray(part.length)
+    }
+    this._size -= count
+    return parts.length === 1 ? parts[0] : concat(parts)
+  }
+
+  async _more (signal) {
+    const before = this._size
+    if (this._ended !== undefined) throw this._ended
+    signal?.throwIfAborted()
+    await new Promise(resolve => {
+      this._wake = resolve
+      signal?.addEventListener('abort', resolve, { once: true })
+    })
+    if (this._size === before) {
+      signal?.throwIfAborted()
+      if (this._ended !== undefined) throw this._ended
+    }
+  }
+}
+
+export function deadline (seconds, signal) {
+  const timeout = AbortSignal.timeout(Math.round(seconds * 1000))
+  return signal === undefined ? timeout : AbortSignal.any([timeout, signal])
+}

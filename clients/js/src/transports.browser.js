@@ -1,0 +1,3 @@
+import { webSockets } from '@libp2p/websockets'
+
+export const transports = () => [webSockets()]
