@@ -134,11 +134,13 @@ class StepRequest:
     upstream_receipt: bytes
     targets: tuple[tuple[bytes, bytes, int], ...]
     long_factors: bool = False
+    positions: tuple[int, ...] = ()
 
     def hash(self) -> bytes:
-        """Hash of the canonical form. `long_factors` is a part of it if true."""
-        *values, long_factors = (getattr(self, name) for name in _STEP_FIELDS)
-        return digest(REQUEST_DOMAIN, *values, *(["long factors"] if long_factors else []))
+        """Hash of the canonical form. `long_factors` is a part of it if true, `positions` if there are any."""
+        *values, long_factors, positions = (getattr(self, name) for name in _STEP_FIELDS)
+        placed = ["positions", positions] if positions else []
+        return digest(REQUEST_DOMAIN, *values, *(["long factors"] if long_factors else []), *placed)
 
 
 _STEP_FIELDS: Final = tuple(field.name for field in fields(StepRequest))

@@ -15,6 +15,9 @@
 - `long_factors` says that the text which the step is a part of is longer than the model was first trained for: rotary
   frequencies of longrope are those of long texts then, for all tokens of the step. Without it they follow from the end
   of the step. A client says it only to servers whose Granted says that they know it.
+- `positions` says where tokens stand along the three axes of M-RoPE (Qwen2-VL, arXiv 2409.12191, section 2.1), where
+  that is not their number in the row: among the tokens of a picture, and behind it. A client sends it only to servers
+  whose Granted says that they know it.
 - At most `Granted.credits` steps may be in flight.
 - A step that names `targets` has its output pushed to the first of them over `/petalnode/push/1`, beside the reply to
   the client (server-to-server communication of Petals, ACL demo 2023, section 3.2). `Reply.handed_on` says whether that
@@ -41,7 +44,7 @@ from ..crypto.receipts import Receipt, SessionRoot, StepRequest
 from . import wire_pb2 as wire
 from .framing import ProtocolError
 from .ids import Span
-from .prefix import BLOCK_TOKENS, MAX_BLOCKS, MAX_SALT, PREFIX_CODECS, PrefixTerms
+from .prefix import AXES, BLOCK_TOKENS, MAX_BLOCKS, MAX_SALT, PREFIX_CODECS, PrefixTerms
 
 NONCE_BYTES: Final = 16
 EPOCH_BYTES: Final = 16
@@ -225,6 +228,9 @@ def check_position(step: wire.Step, tokens: int, terms: SessionTerms, held: int)
         raise bad_request(f"position {step.position} is ahead of the {held} tokens held")
     if step.reorder and (len(step.reorder) != terms.batch or max(step.reorder) >= terms.batch):
         raise bad_request(f"reorder takes a row for each of the {terms.batch} rows")
+    places = AXES * terms.batch * tokens
+    if step.positions and (len(step.positions) != places or max(step.positions) >= MAX_LENGTH):
+        raise bad_request(f"positions take one number below {MAX_LENGTH} along {AXES} axes for each token")
     if step.position + tokens > terms.max_length:
         raise Refusal(
             wire.ERROR_TOO_LONG,
@@ -284,6 +290,7 @@ def hash_of_step(step: wire.Step, tensor: wire.Tensor, payload_hash: bytes) -> b
         upstream_receipt=step.previous_receipt,
         targets=tuple((target.peer_id, target.nonce, target.sequence) for target in step.targets),
         long_factors=step.long_factors,
+        positions=tuple(step.positions),
     ).hash()
 
 
@@ -301,6 +308,7 @@ def pushed_step(step: wire.Step, receipt_hash: bytes) -> wire.Step:
         targets=step.targets[1:],
         receipt_only=step.targets[0].receipt_only,
         long_factors=step.long_factors,
+        positions=step.positions,
     )
 
 

@@ -21,6 +21,8 @@ BLOCK_TOKENS: Final = 32
 MAX_BLOCKS: Final = 1024
 """Names in one message: 32,768 tokens of a row."""
 MAX_SALT: Final = 64
+AXES: Final = 3
+"""Along which M-RoPE counts positions: time, height and width."""
 LEAST_SHARED_SALT: Final = 16
 """Bytes of a salt that nobody guesses: by which, where a server allows it, several peers share what it keeps."""
 PREFIX_DOMAIN: Final = "petalnode/prefix/1"
@@ -49,12 +51,23 @@ class PrefixTerms:
 
 
 def token_digests(
-    payload: bytes | bytearray | memoryview, rows: int, tokens: int, *, long_factors: bool = False
+    payload: bytes | bytearray | memoryview,
+    rows: int,
+    tokens: int,
+    *,
+    long_factors: bool = False,
+    positions: Sequence[int] = (),
 ) -> list[bytes]:
     """SHA-256 of each token of hidden states [rows, tokens, hidden] as they stand on the wire, all rows of it.
 
-    Tokens of steps with `long_factors` have other ones, since their keys are others.
+    Tokens of steps with `long_factors` or `positions` have other ones, since their keys are others.
     """
+    if positions:
+        plain = token_digests(payload, rows, tokens, long_factors=long_factors)
+        return [
+            digest(PREFIX_DOMAIN, "positions", tuple(positions[token::tokens]), of_values)
+            for token, of_values in enumerate(plain)
+        ]
     if long_factors:
         return [digest(PREFIX_DOMAIN, "long factors", plain) for plain in token_digests(payload, rows, tokens)]
     view = memoryview(payload)

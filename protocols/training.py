@@ -49,6 +49,7 @@ from . import wire_pb2 as wire
 from .framing import ITEM_BYTES, MAX_TENSORS, MessageStream
 from .ids import Span
 from .inference import HASH_BYTES, MAX_BATCH, Refusal, bad_request, opened_span
+from .prefix import AXES
 
 MICRO_BATCH_TOKENS: Final = 1024
 """Rows times positions of one batch request (Petals, NeurIPS 2023, section 4.2, footnote 9)."""
@@ -170,8 +171,10 @@ def check_request(request: wire.BatchRequest, backward: bool, hidden_size: int |
         raise Refusal(wire.ERROR_TOO_LONG, f"{rows} x {tokens} tokens in one work; {MICRO_BATCH_TOKENS} are allowed")
     if request.mask and len(request.mask) != mask_bytes(shape):
         raise bad_request(f"a mask of {len(request.mask)} bytes does not fit {rows} x {tokens} tokens")
-    if request.positions and (len(request.positions) != rows * tokens or max(request.positions) >= max_length):
-        raise bad_request(f"positions take one number below {max_length} for each of {rows} x {tokens} tokens")
+    numbers = len(request.positions)
+    if numbers and (numbers not in (rows * tokens, AXES * rows * tokens) or max(request.positions) >= max_length):
+        some = f"one number or {AXES} below {max_length}"
+        raise bad_request(f"positions take {some} for each of {rows} x {tokens} tokens")
 
 
 def check_names(names: Sequence[str], tensors: Sequence[wire.Tensor], what: str) -> None:

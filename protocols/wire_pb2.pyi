@@ -821,6 +821,7 @@ class Granted(google.protobuf.message.Message):
     PREFIX_TOKENS_FIELD_NUMBER: builtins.int
     BYTES_IN_FLIGHT_FIELD_NUMBER: builtins.int
     LONG_FACTORS_FIELD_NUMBER: builtins.int
+    POSITIONS_FIELD_NUMBER: builtins.int
     session_epoch: builtins.bytes
     """16 random bytes of the server"""
     cache_tokens: builtins.int
@@ -849,6 +850,8 @@ class Granted(google.protobuf.message.Message):
     """of steps under way at once: their replies are kept, pushes wait for their turn; 0: of none"""
     long_factors: builtins.bool
     """the server knows Step.long_factors"""
+    positions: builtins.bool
+    """the server knows Step.positions"""
     @property
     def pledge(self) -> Global___Pledge:
         """under which the session runs"""
@@ -872,9 +875,10 @@ class Granted(google.protobuf.message.Message):
         prefix_tokens: builtins.int = ...,
         bytes_in_flight: builtins.int = ...,
         long_factors: builtins.bool = ...,
+        positions: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["pledge", b"pledge"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes_in_flight", b"bytes_in_flight", "cache_tokens", b"cache_tokens", "codec", b"codec", "credits", b"credits", "dtype", b"dtype", "keep_ms", b"keep_ms", "last_receipt", b"last_receipt", "long_factors", b"long_factors", "max_step_tokens", b"max_step_tokens", "pledge", b"pledge", "position", b"position", "prefix_tokens", b"prefix_tokens", "priority", b"priority", "quantisation", b"quantisation", "sequence", b"sequence", "session_epoch", b"session_epoch"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes_in_flight", b"bytes_in_flight", "cache_tokens", b"cache_tokens", "codec", b"codec", "credits", b"credits", "dtype", b"dtype", "keep_ms", b"keep_ms", "last_receipt", b"last_receipt", "long_factors", b"long_factors", "max_step_tokens", b"max_step_tokens", "pledge", b"pledge", "position", b"position", "positions", b"positions", "prefix_tokens", b"prefix_tokens", "priority", b"priority", "quantisation", b"quantisation", "sequence", b"sequence", "session_epoch", b"session_epoch"]) -> None: ...
 
 Global___Granted: typing_extensions.TypeAlias = Granted
 
@@ -919,6 +923,7 @@ class Step(google.protobuf.message.Message):
     TARGETS_FIELD_NUMBER: builtins.int
     RECEIPT_ONLY_FIELD_NUMBER: builtins.int
     LONG_FACTORS_FIELD_NUMBER: builtins.int
+    POSITIONS_FIELD_NUMBER: builtins.int
     sequence: builtins.int
     """grows with each request of the session; a repeated one gets the cached reply"""
     position: builtins.int
@@ -938,6 +943,10 @@ class Step(google.protobuf.message.Message):
     def targets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PushTarget]:
         """push the output to the first of them, which pushes its own to the next"""
 
+    @property
+    def positions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """M-RoPE: of each token along three axes, [axes, rows, tokens]; empty: tokens are counted"""
+
     def __init__(
         self,
         *,
@@ -949,8 +958,9 @@ class Step(google.protobuf.message.Message):
         targets: collections.abc.Iterable[Global___PushTarget] | None = ...,
         receipt_only: builtins.bool = ...,
         long_factors: builtins.bool = ...,
+        positions: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["long_factors", b"long_factors", "position", b"position", "previous_receipt", b"previous_receipt", "receipt_only", b"receipt_only", "reorder", b"reorder", "route_epoch", b"route_epoch", "sequence", b"sequence", "targets", b"targets"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["long_factors", b"long_factors", "position", b"position", "positions", b"positions", "previous_receipt", b"previous_receipt", "receipt_only", b"receipt_only", "reorder", b"reorder", "route_epoch", b"route_epoch", "sequence", b"sequence", "targets", b"targets"]) -> None: ...
 
 Global___Step: typing_extensions.TypeAlias = Step
 

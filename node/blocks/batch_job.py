@@ -89,7 +89,8 @@ def unpack_request(
         unpacked = bits.unsqueeze(1).bitwise_right_shift(torch.arange(7, -1, -1, dtype=torch.uint8)) & 1
         mask = unpacked.view(-1)[: rows * tokens].view(rows, tokens).bool()
     if request.positions:
-        positions = torch.tensor(request.positions, dtype=torch.long).view(rows, tokens)
+        positions = torch.tensor(request.positions, dtype=torch.long).view(-1, rows, tokens)
+        positions = positions[0] if len(positions) == 1 else positions
     tensors = kept.tensors if kept else {}
     lora = {parsed: tensor for name, tensor in tensors.items() if (parsed := LoraName.parse(name)) is not None}
     batch = Batch(terms.span, hidden, mask, positions, tensors.get(PROMPTS), lora)

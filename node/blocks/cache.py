@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ...protocols.prefix import AXES
 from ..models.quantisation import CACHE_BLOCK, CacheDtype, key_bytes
 from .caches.states import STATES, StateRing, StateSpec, StateView
 
@@ -116,6 +117,7 @@ class SpanCache:
         specs: of the blocks that the session runs through, one each.
         first: number of the first of them within the hosted span; `write` and `window` count from the span's start.
         long_factors: as `BlockStack.run`, of the step that is computed now.
+        positions: int64 [axes, batch, max_length] as far as `length`, once a step has said where its tokens stand.
     """
 
     def __init__(
@@ -138,6 +140,7 @@ class SpanCache:
         self.length = 0
         self.left_padding = padding
         self.long_factors = False
+        self.positions: torch.Tensor | None = None
         self.specs = tuple(specs)
         self.first = first
         # One allocation for all blocks: big enough that the allocator maps it lazily and gives it back when freed.
@@ -192,6 +195,28 @@ class SpanCache:
         """The next `tokens` tokens of a row are one step, which may be computed in several parts."""
         if self.states is not None:
             self.states.mark(self.length, tokens)
+
+    def place(self, tokens: int, positions: Sequence[int]) -> None:
+        """Where the next tokens of each row stand: [axes, batch, tokens], flat; empty: they are counted."""
+        if self.positions is None:
+            if not positions:
+                return
+            shape = AXES, self.batch, self.max_length
+            self.positions = torch.empty(shape, dtype=torch.long, device=self.memory.device)
+            self.positions.copy_(self._counted(0, self.max_length))
+        following = self.positions[:, :, self.length : self.length + tokens]
+        placed = torch.tensor(positions).view(following.shape) if positions else self._counted(self.length, tokens)
+        following.copy_(placed)
+
+    def positions_of(self, tokens: int) -> torch.Tensor:
+        """Those of the next tokens, int64 [batch or 1, tokens], or [axes, batch, tokens] once steps have given some."""
+        if self.positions is not None:
+            return self.positions[:, :, self.length : self.length + tokens]
+        return self._counted(self.length, tokens).to(self.memory.device)
+
+    def _counted(self, start: int, tokens: int) -> torch.Tensor:
+        """The positions of the tokens from `start` on, [batch, tokens]: padding does not count."""
+        return (torch.arange(start, start + tokens) - torch.tensor(self.left_padding).unsqueeze(1)).clamp(min=0)
 
     @contextmanager
     def replaying(self) -> Iterator[torch.Tensor | None]:
@@ -271,6 +296,7 @@ class SpanCache:
         if not moved:
             return
         self.left_padding = [self.left_padding[row] for row in rows]
+        self.positions = None if self.positions is None else self.positions[:, list(rows)]
         if not self.length or not self.nbytes:
             return
         if self.states is not None:
@@ -289,6 +315,7 @@ class SpanCache:
         self._values = [buffer.new_empty(0) for buffer in self._values]
         self.length = 0
         self.nbytes = 0
+        self.positions = None
         if self.states is not None:
             self.states.rollback(0)
 

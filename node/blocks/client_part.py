@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import wraps
 from itertools import product
 from pathlib import Path
@@ -18,20 +18,20 @@ from torch import nn
 from transformers.generation.configuration_utils import GenerationConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
-from transformers.models.auto.modeling_auto import AutoModelForSequenceClassification
 
-from ..errors import BadInput, ModelError, memory_needed, reason_of
+from ..errors import BadInput, ModelError, memory_needed
 from ..models.checkpoint import Checkpoint
 from ..models.quantisation import Kernels
 from .architecture import open_skeleton
 from .caches.ragged import RAGGED
 from .config import choose_device, original_length
 from .dot import use_dots
+from .images.encoder import ImageEncoder, ImagePrompt
 from .kernels.choice import native_kernels
 from .kernels.packing import hold_ends, use_packed_head
 from .outer_layers import OuterLayers
 from .remote_cache import RemoteCache, RemoteCall
-from .skeleton import BUILDING, BlockList, Skeleton, fill
+from .skeleton import BlockList, Skeleton, fill
 from .span_adapter import linear_shapes
 
 _log = logging.getLogger(__name__)
@@ -67,6 +67,34 @@ class RemoteBlocks(nn.Module):
         return (hidden,) if self.as_tuple else hidden
 
 
+@dataclass(frozen=True)
+class SoftPrompt:
+    """Embeddings [prefix, embedding size] for the first `prefix` tokens of every row, or for those from `starts` [rows]
+    on."""
+
+    embeddings: torch.Tensor
+    starts: torch.Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens of a row have them."""
+        return self.embeddings.shape[0]
+
+    def placed(self, position: int, rows: int, tokens: int) -> None:
+        """All tokens are counted."""
+
+    def put(self, embedded: torch.Tensor, position: int) -> torch.Tensor:
+        """The embeddings [rows, tokens, embedding size] of tokens behind `position` others, with these among them."""
+        if position:
+            return embedded
+        rows = self.embeddings.to(embedded.device, embedded.dtype).expand(embedded.shape[0], -1, -1)
+        if self.starts is None:
+            return torch.cat([rows, embedded[:, rows.shape[1] :]], dim=1)
+        starts = self.starts.repeat_interleave(embedded.shape[0] // len(self.starts))  # beams
+        places = starts.unsqueeze(1) + torch.arange(rows.shape[1])
+        return embedded.scatter(1, places.to(embedded.device).unsqueeze(2).expand_as(rows), rows)
+
+
 class ClientModel:
     """Embeddings, final norm and head of a model, with one replaceable layer in place of all blocks.
 
@@ -83,9 +111,10 @@ class ClientModel:
         any_token: an id that is not the padding's, where only the number of tokens matters.
         max_positions: tokens that the architecture can tell apart, None if it says nothing.
         original_length: as `config.original_length`.
+        encoder: of pictures, if the model takes any.
     """
 
-    def __init__(self, skeleton: Skeleton, device: torch.device) -> None:
+    def __init__(self, skeleton: Skeleton, device: torch.device, folder: Path) -> None:
         self.model: Any = skeleton.model  # transformers mixes `generate` in at class level
         self.num_blocks = skeleton.num_blocks
         self.hidden_size = int(skeleton.config.hidden_size)
@@ -109,6 +138,7 @@ class ClientModel:
         self._prepare_cache = self.model._prepare_cache_for_generation
         self.model._prepare_cache_for_generation = self._prepare_remote_cache
         self._outer = OuterLayers(self.model, skeleton.decoder, self.layer)
+        self.encoder = ImageEncoder(folder, self.dtype, device, self.model.get_input_embeddings())
         self.original_length = original_length(skeleton.config)
         self._prepare_inputs = self.model.prepare_inputs_for_generation
         if self.original_length is not None:
@@ -142,40 +172,22 @@ class ClientModel:
         self._remote = remote
 
     @contextmanager
-    def prompted(self, prompts: torch.Tensor, starts: torch.Tensor | None = None) -> Iterator[None]:
-        """Within it, `prompts` [prefix, embedding size] are the embeddings of some tokens of every row, in this thread.
-
-        Those are the first `prefix` ones, or those from `starts` [rows] on.
-        """
-        before = getattr(self._here, "prompts", None)
-        self._here.prompts = (prompts, starts)
+    def prompted(self, prompt: SoftPrompt | ImagePrompt) -> Iterator[None]:
+        """Within it, the embeddings of some tokens of every row are those of `prompt`, in this thread."""
+        before = self.prompt
+        self._here.prompt = prompt
         try:
             yield
         finally:
-            self._here.prompts = before
+            self._here.prompt = before
 
     @property
-    def is_prompted(self) -> bool:
-        """Whether this thread is within `prompted`."""
-        return getattr(self._here, "prompts", None) is not None
-
-    @property
-    def prompted_tokens(self) -> int:
-        """How many tokens of a row are those of `prompted` in this thread."""
-        given = getattr(self._here, "prompts", None)
-        return 0 if given is None else len(given[0])
+    def prompt(self) -> SoftPrompt | ImagePrompt | None:
+        """That of `prompted` in this thread."""
+        return getattr(self._here, "prompt", None)
 
     def _put_prompts(self, embeddings: Any, args: Any, embedded: torch.Tensor) -> torch.Tensor:
-        given = getattr(self._here, "prompts", None)
-        if given is None or self._here.call.position:
-            return embedded
-        prompts, starts = given
-        rows = prompts.to(embedded.device, embedded.dtype).expand(embedded.shape[0], -1, -1)
-        if starts is None:
-            return torch.cat([rows, embedded[:, prompts.shape[0] :]], dim=1)
-        starts = starts.repeat_interleave(embedded.shape[0] // len(starts))  # beams
-        places = starts.unsqueeze(1) + torch.arange(prompts.shape[0])
-        return embedded.scatter(1, places.to(embedded.device).unsqueeze(2).expand_as(rows), rows)
+        return embedded if self.prompt is None else self.prompt.put(embedded, self._here.call.position)
 
     @torch.no_grad()
     def embed(
@@ -192,7 +204,7 @@ class ClientModel:
             [batch, tokens, hidden size] in the model's dtype.
         """
         ids = input_ids.to(self.device)
-        if self._outer.embeds and not self.is_prompted:
+        if self._outer.embeds and self.prompt is None:
             return self._outer.embed(ids)
         return self._embedded(ids, position, attention_mask)
 
@@ -228,7 +240,7 @@ class ClientModel:
     def is_short(self) -> bool:
         """Whether `embed` and `head` take so little time for one token that another thread is not worth its waking;
         false before the first `head`."""
-        return self._outer.are_short and not self.is_prompted
+        return self._outer.are_short and self.prompt is None
 
     @torch.enable_grad()
     def loss_gradient(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -311,8 +323,11 @@ class ClientModel:
             return instead(hidden)  # type: ignore[no-any-return]
         if self._remote is None:
             raise RuntimeError("nothing is bound to run the blocks: call ClientModel.bind first")
-        output = self._remote(hidden, call)
         rows, tokens, size = hidden.shape
+        placed = None if self.prompt is None else self.prompt.placed(call.position, rows, tokens)
+        if placed is not None:
+            call = replace(call, position_ids=placed, is_placed=True)
+        output = self._remote(hidden, call)
         least = tokens if call.outputs is None else min(tokens, call.outputs)
         if (output.shape[0], *output.shape[2:]) != (rows, size) or not least <= output.shape[1] <= tokens:
             raise RuntimeError(f"remote blocks made {tuple(output.shape)} of {tuple(hidden.shape)}")
@@ -331,7 +346,7 @@ class ClientModel:
             or ids is None
             or (mask is not None and mask.dim() != 2)
             or torch.is_grad_enabled()
-            or self.is_prompted
+            or self.prompt is not None
             or getattr(self._here, "last", None) is not None
             or not self._outer.embeds
             or not self._outer.heads(self.hidden_size, self._logits)
@@ -399,7 +414,7 @@ def load_client(folder: Path, *, device: str = "auto", dtype: str = "auto", kern
     skeleton = open_skeleton(folder, dtype)
     native = native_kernels(kernels, target, skeleton.dtype)
     with Checkpoint(folder, skeleton.num_blocks) as weights:
-        there, client = hold_ends(skeleton, weights, native), ClientModel(skeleton, target)
+        there, client = hold_ends(skeleton, weights, native), ClientModel(skeleton, target, folder)
         fill(skeleton, weights, lambda block: block is None, target, there)
         use_packed_head(skeleton, weights, native)
     use_dots([skeleton.model])
@@ -412,39 +427,3 @@ def load_client(folder: Path, *, device: str = "auto", dtype: str = "auto", kern
             raise ModelError(f"{folder / 'generation_config.json'} cannot be used: {error}") from error
     client.finish()
     return client
-
-
-def sequence_classifier(client: ClientModel, num_labels: int, problem_type: str | None = None) -> PreTrainedModel:
-    """transformers' own ...ForSequenceClassification with `client`'s embeddings, norm and remote blocks inside.
-
-    What is new, the head, is initialised by transformers' rules and is all that has gradients.
-
-    Raises:
-        BadInput, ModelError: fewer than one label; transformers has no such model of this architecture.
-    """
-    if num_labels < 1:
-        raise BadInput(f"{num_labels} labels are none: give num_labels of 1 (regression) or more")
-    config = deepcopy(client.model.config)
-    config.num_labels = num_labels
-    config.problem_type = problem_type
-    try:
-        with BUILDING, torch.device("meta"):
-            model: PreTrainedModel = AutoModelForSequenceClassification.from_config(config, dtype=client.dtype)
-    except Exception as error:
-        raise ModelError(
-            f"transformers cannot build a classifier of type {config.model_type!r}: {reason_of(error)}. "
-            "Put a head of your own behind model.remote_blocks"
-        ) from error
-    setattr(model, model.base_model_prefix, getattr(client.model, client.model.base_model_prefix))
-    for module in model.modules():
-        if any(weight.is_meta for weight in module.parameters(recurse=False)):
-            module.to_empty(device=client.device, recurse=False)
-            _initialise(model, module)
-    return model.eval()
-
-
-@torch.no_grad()
-def _initialise(model: PreTrainedModel, module: nn.Module) -> None:
-    for weight in module.parameters(recurse=False):
-        weight.zero_()
-    model._init_weights(module)

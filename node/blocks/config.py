@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from transformers.configuration_utils import PreTrainedConfig
@@ -13,6 +13,8 @@ from ..errors import BadInput, MachineError, ModelError, reason_of
 from ..models.folder import read_config as read_raw_config
 from ..models.folder import scheme_of
 
+_PLAIN_HEADS: Final = frozenset({"aya_vision", "cohere2_vision"})
+"""Models with pictures whose head is that of their language part without what this does to logits behind it."""
 _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -48,6 +50,8 @@ def read_config(folder: Path) -> PreTrainedConfig:
     # The head is that of the whole model, whose configuration says whether it is the embeddings.
     if getattr(config, "tie_word_embeddings", False):
         text.tie_word_embeddings = True
+    if config.model_type in _PLAIN_HEADS:
+        text.logit_scale = 1.0
     if not getattr(text, "is_encoder_decoder", False) and isinstance(getattr(text, "decoder_layers", None), int):
         text.num_hidden_layers = text.decoder_layers  # BART and its kin mean their encoder by it
     return text

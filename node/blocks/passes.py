@@ -44,7 +44,7 @@ class Batch:
     Attributes:
         hidden: float [rows, tokens, hidden size] of any dtype and device.
         mask: bool [rows, tokens], False at padding; None if there is none.
-        positions: int64 [rows, tokens]; None counts each row from 0.
+        positions: int64 [rows, tokens], or [axes, rows, tokens]; None counts each row from 0.
         prompts: [blocks of the span, 1 or rows, prefix, hidden size], added to the first `prefix` positions of what
             enters each block (deep prompts: Petals, NeurIPS 2023, appendix G).
         lora: by their names, tensors that change linear layers of the span's blocks.

@@ -92,8 +92,9 @@ class RemoteCall:
         cache: of the session; None for a forward pass that keeps nothing.
         position: tokens of a row that the session holds before this step.
         attention_mask: [batch, position + tokens], 0 at padding; None if nothing is padded.
-        position_ids: [batch or 1, tokens]; None counts on, padding included.
+        position_ids: [batch or 1, tokens], or [axes, batch, tokens]; None counts on, padding included.
         outputs: of how many of the last tokens of a row the output is needed; None: of all.
+        is_placed: whether the position ids are those of a prompt with pictures.
     """
 
     cache: RemoteCache | None
@@ -101,6 +102,7 @@ class RemoteCall:
     attention_mask: torch.Tensor | None
     position_ids: torch.Tensor | None = None
     outputs: int | None = None
+    is_placed: bool = False
 
     @property
     def left_padding(self) -> tuple[int, ...] | None:

@@ -16,7 +16,7 @@ from typing import Any, Final, cast
 import torch
 from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
@@ -24,7 +24,6 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.utils import logging
 
 from ...protocols.ids import Span
@@ -33,6 +32,7 @@ from ..models.checkpoint import Checkpoint
 from ..models.folder import read_config as read_raw_config
 from ..models.folder import scheme_of
 from ..models.gguf.weights import GgufWeights
+from .images.language_part import causal_model
 from .kernels.library import library
 from .kernels.tiles import STORED, TiledMatrix, held_as
 from .quantisation.stored import StoredQuantised
@@ -50,7 +50,8 @@ _NOT_EXACT: Final = {
     "roformer": "feeds positions to every block, which a server makes otherwise",
     "whisper": "answers otherwise than in transformers where rows are padded",
 }
-_LANGUAGE_PART = re.compile(r"^(model\.)?language_model\.")
+_OTHER_PART = re.compile(r"^(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\.")
+_LANGUAGE_PART = re.compile(r"^(model\.)?(language_model|text_model)\.")
 
 
 class BlockList(nn.ModuleList):
@@ -81,6 +82,8 @@ class Skeleton:
         dtype: what the model computes in.
         parameters: everything that the whole model wants from a checkpoint, on the meta device.
         tied: the names of those that are others of them.
+        takes_pictures: whether these names are those of a model that also takes pictures or sound, and `decoder` is its
+            language part; else those of the language part alone.
     """
 
     model: PreTrainedModel
@@ -90,6 +93,7 @@ class Skeleton:
     dtype: torch.dtype
     parameters: dict[str, Any]
     tied: tuple[str, ...]
+    takes_pictures: bool = False
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -201,7 +205,7 @@ def build(config: PreTrainedConfig, dtype: torch.dtype) -> Skeleton:
     name = config.model_type
     try:
         with BUILDING, torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            model = causal_model(config, dtype)
     except Exception as error:
         raise ModelError(
             f"transformers cannot build a causal language model of type {name!r}: {reason_of(error)}"
@@ -273,7 +277,7 @@ def fill(
     Raises:
         ModelError: weights are missing, unexpected or of another shape; it names them.
     """
-    model, mapping = skeleton.model, get_model_conversion_mapping(skeleton.model)
+    model, mapping = skeleton.model, _conversions(skeleton.model)
     stored, quantised = stored_weights(skeleton, weights), quantised_weights(skeleton, weights)
     keys = tuple(quantised.sources) if quantised is not None else weights.keys
 
@@ -334,7 +338,7 @@ def quantised_weights(skeleton: Skeleton, weights: Checkpoint) -> StoredQuantise
     if scheme is None:
         return None
     plain = tuple(StoredQuantised(weights, scheme).sources)
-    mapping = get_model_conversion_mapping(skeleton.model)
+    mapping = _conversions(skeleton.model)
     places = [(place, key) for key, _, place in _places(skeleton, plain, mapping)]
     count = Counter(place for place, _ in places)
     return StoredQuantised(weights, scheme, {key: place for place, key in places if count[place] == 1})
@@ -377,16 +381,26 @@ class _Opened:
         return opened
 
 
+def _conversions(model: PreTrainedModel) -> list[Any]:
+    """What transformers does to a checkpoint's tensors; to those of a language part, what it does to the model's."""
+    found: list[Any] = get_model_conversion_mapping(model)
+    kind = str(model.config.model_type)
+    if kind.endswith("_text") and get_checkpoint_conversion_mapping(kind) is None:
+        outer = get_checkpoint_conversion_mapping(kind.removesuffix("_text")) or []
+        found += [step for step in outer if isinstance(step, WeightConverter)]
+    return found
+
+
 def _places(skeleton: Skeleton, keys: Sequence[str], mapping: list[Any]) -> Iterator[tuple[str, str, str]]:
     """Every one of a checkpoint's keys that is the language model's: the key, its name there, the parameter that it
     fills (the first, if several).
     """
     renamings = [step for step in mapping if isinstance(step, WeightRenaming)]
     converters = [step for step in mapping if isinstance(step, WeightConverter)]
-    wrapped = any(_LANGUAGE_PART.match(key) for key in keys)
+    wrapped = not skeleton.takes_pictures and any(_LANGUAGE_PART.match(key) for key in keys)
     for key in keys:
         name = _inner_name(key) if wrapped else key
-        if name is not None:
+        if name is not None and (skeleton.takes_pictures or not _OTHER_PART.match(name)):
             place, _ = rename_source_key(
                 name, renamings, converters, skeleton.model.base_model_prefix, skeleton.parameters
             )

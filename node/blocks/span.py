@@ -206,11 +206,9 @@ class BlockSpan:
 
     def _forward(self, hidden: torch.Tensor, cache: SpanCache, adapter: SpanAdapter | None) -> torch.Tensor:
         tokens = hidden.shape[1]
-        positions = torch.arange(cache.length, cache.length + tokens, device=self.device).unsqueeze(0)
-        mask = None
+        positions, mask = cache.positions_of(tokens), None
         if cache.padded:
             padding = torch.tensor(cache.left_padding, device=self.device).unsqueeze(1)
-            positions = (positions - padding).clamp(min=0)
             mask = (torch.arange(cache.length + tokens, device=self.device) >= padding).long()
         adapter_rows = [AdapterRows(adapter, 0, cache.batch, cache.batch)] if adapter is not None else []
         if self.step is not None and self._is_plain(cache, adapter) and self.step.takes([cache], adapter_rows, tokens):
@@ -251,7 +249,8 @@ class BlockSpan:
             if not self.supports_ragged or self._among_prompts(member.cache, member.adapter):
                 outputs[member.index] = self.forward(member.hidden, member.cache, member.adapter)
             else:
-                key = (self._part(member.cache), None if self._mixes_adapters else id(member.adapter))
+                adapter = None if self._mixes_adapters else id(member.adapter)
+                key = (self._part(member.cache), adapter, member.cache.positions is None)
                 together.setdefault(key, []).append(member)
         for batch in together.values():
             try:
@@ -284,21 +283,18 @@ class BlockSpan:
         self, batch: Sequence[_Member], caches: Sequence[SpanCache], hidden: torch.Tensor
     ) -> torch.Tensor:
         adapters = _adapter_rows(batch)
-        if self.step is not None and self.step.takes(caches, adapters):
+        placed = caches[0].positions is not None  # as those of all others
+        if self.step is not None and not placed and self.step.takes(caches, adapters):
             return self.step.run(hidden, caches, adapters)
-        positions = [max(cache.length - padding, 0) for cache in caches for padding in cache.left_padding]
+        positions = torch.cat([cache.positions_of(1) for cache in caches], dim=1 if placed else 0)
         with with_adapters(adapters):
-            return self.stack.run(
-                hidden,
-                RaggedView(caches),
-                torch.tensor(positions, device=self.device).unsqueeze(1),
-                ragged=True,
-                part=self._part(caches[0]),
-            )
+            part = self._part(caches[0])
+            return self.stack.run(hidden, RaggedView(caches), positions, ragged=True, part=part)
 
     def _is_plain(self, cache: SpanCache, adapter: SpanAdapter | None) -> bool:
-        """Whether the next tokens are neither padding, of which transformers makes something, nor get prompts added."""
-        return cache.length >= max(cache.left_padding) and not self._among_prompts(cache, adapter)
+        """Whether the next tokens are counted, no padding, of which transformers makes something, and no prompts'."""
+        counted = cache.positions is None and cache.length >= max(cache.left_padding)
+        return counted and not self._among_prompts(cache, adapter)
 
     def _among_prompts(self, cache: SpanCache, adapter: SpanAdapter | None) -> bool:
         """Whether deep prompts are added to some of the next tokens."""

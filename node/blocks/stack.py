@@ -18,6 +18,7 @@ from transformers.modeling_utils import PreTrainedModel
 from .cache import SpanCache
 from .caches.ragged import RAGGED
 from .config import original_length
+from .images.axes import takes_positions
 
 
 class BlockStack:
@@ -28,6 +29,7 @@ class BlockStack:
     Attributes:
         blocks: the modules, in their order.
         original_length: as `config.original_length`.
+        takes_positions: whether tokens may stand in a picture, and have positions along three axes.
     """
 
     def __init__(self, decoder: PreTrainedModel, blocks: Sequence[nn.Module]) -> None:
@@ -35,6 +37,7 @@ class BlockStack:
         self._takes_positions = "position_ids" in inspect.signature(decoder.forward).parameters
         self._implementation = decoder.config._attn_implementation
         self.original_length = original_length(decoder.config)
+        self.takes_positions = takes_positions(decoder)
         self._rotaries = _growing_rotaries(decoder)
         self._long_factors = False
         for rotary in _rotaries(decoder) if self.original_length is not None else ():
@@ -55,11 +58,18 @@ class BlockStack:
         """
         return any(kind in ("dynamic", "longrope") for kind in _rotary_kinds(self._decoder.config))
 
-    def begin_step(self, cache: SpanCache, tokens: int, long_factors: bool) -> None:
+    def begin_step(self, cache: SpanCache, tokens: int, long_factors: bool, positions: Sequence[int] = ()) -> None:
         """To be called before the next `tokens` tokens of a row, a whole step, are computed, perhaps in several parts.
 
-        `long_factors`: the step is a part of a text beyond `original_length`, wherever it ends.
+        `long_factors`: the step is a part of a text beyond `original_length`, wherever it ends. `positions`: where its
+        tokens stand along three axes, [axes, rows, tokens], flat; empty: they are counted.
+
+        Raises:
+            ValueError: positions of blocks that know no axes.
         """
+        if positions and not self.takes_positions:
+            raise ValueError("positions along axes for blocks that count tokens")
+        cache.place(tokens, positions)
         end = cache.length + tokens - min(cache.left_padding)
         cache.begin_step(tokens)
         cache.long_factors = long_factors or (self.original_length is not None and end > self.original_length)
@@ -91,7 +101,7 @@ class BlockStack:
 
         Args:
             cache: None keeps nothing, and lets gradients through.
-            position_ids: int64 [rows or 1, tokens].
+            position_ids: int64 [rows or 1, tokens], or [axes, rows, tokens].
             attention_mask: bool or int [rows, tokens held + new], 0 where there is padding.
             ragged: `cache` returns one entry per session; one token per row.
             part: indices of the blocks that compute; the others return their input. None is all.

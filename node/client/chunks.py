@@ -8,6 +8,7 @@ from typing import Final
 import torch
 
 from ...protocols.framing import CODECS, INT8_BLOCK, TensorError
+from ...protocols.prefix import AXES
 from ...protocols.tensors import arrives_finite, decode, encode
 from ..errors import BadInput, SwarmError
 from ..verification.judging import JUDGING, token_errors
@@ -20,8 +21,10 @@ _HEADROOM: Final = 8.0
 """How many times as large as those that were seen values may become under a codec that was chosen for those."""
 
 
-def to_chunks(hidden: torch.Tensor, codec: str, size: int) -> list[WireTensor]:
+def to_chunks(hidden: torch.Tensor, codec: str, size: int, positions: torch.Tensor | None = None) -> list[WireTensor]:
     """Cuts hidden states [batch, tokens, hidden] along the tokens, in chunks of up to `size` tokens of a row.
+
+    `positions`: int64 [axes, batch, tokens] of tokens that are not counted.
 
     Raises:
         BadInput: another shape, no tokens, or a dtype that does not travel.
@@ -30,7 +33,13 @@ def to_chunks(hidden: torch.Tensor, codec: str, size: int) -> list[WireTensor]:
         raise BadInput(f"hidden states have shape [batch, tokens, hidden], not {list(hidden.shape)}")
     size = min(size, max(1, PIPELINE_TOKENS // hidden.shape[0]))
     try:
-        return [WireTensor(*encode(part, codec)) for part in torch.split(hidden, size, dim=1)]
+        parts = torch.split(hidden, size, dim=1)
+        if positions is None:
+            return [WireTensor(*encode(part, codec)) for part in parts]
+        if positions.shape != (AXES, *hidden.shape[:2]):
+            raise BadInput(f"positions of {list(positions.shape)} for hidden states of {list(hidden.shape)}")
+        placed = [tuple(part.flatten().tolist()) for part in torch.split(positions, size, dim=2)]
+        return [WireTensor(*encode(part, codec), place) for part, place in zip(parts, placed, strict=True)]
     except TensorError as error:
         raise BadInput(str(error)) from None
 

@@ -47,10 +47,14 @@ Frame = TypeVar("Frame", wire.InferenceFrame, wire.BatchFrame)
 
 @dataclass(frozen=True)
 class WireTensor:
-    """A tensor as it stands on the wire; hidden states are [batch, tokens, hidden]."""
+    """A tensor as it stands on the wire; hidden states are [batch, tokens, hidden].
+
+    `positions`: where these tokens stand, as `wire.Step` has it.
+    """
 
     tensor: wire.Tensor
     payload: bytes | bytearray
+    positions: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:

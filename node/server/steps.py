@@ -82,7 +82,7 @@ class StepInput:
     """A checked step: `tensor` describes `payload`, hidden states of [batch, tokens, hidden].
 
     `payload_hash`: what SHA-256 of the payload has to be; empty if it may be anything.
-    `long_factors`: as `wire.Step` has it.
+    `long_factors`, `positions`: as `wire.Step` has them.
     """
 
     position: int
@@ -91,6 +91,12 @@ class StepInput:
     payload: bytes
     payload_hash: bytes = b""
     long_factors: bool = False
+    positions: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, step: wire.Step, tensor: wire.Tensor, payload: bytes, payload_hash: bytes) -> StepInput:
+        reorder, positions = tuple(step.reorder), tuple(step.positions)
+        return cls(step.position, reorder, tensor, payload, payload_hash, step.long_factors, positions)
 
 
 @dataclass(frozen=True)
@@ -205,10 +211,12 @@ class StepRunner:
         except StatesLost as error:
             raise Refusal(wire.ERROR_NOT_FOUND, str(error)) from None
         cache = step.session.cache
-        self._blocks.stack.begin_step(cache, hidden.shape[1], step.input.long_factors)
+        self._blocks.stack.begin_step(cache, hidden.shape[1], step.input.long_factors, step.input.positions)
         if step.session.shared is not None:
             rows, tokens = hidden.shape[:2]
-            step.digests = token_digests(step.input.payload, rows, tokens, long_factors=cache.long_factors)
+            step.digests = token_digests(
+                step.input.payload, rows, tokens, long_factors=cache.long_factors, positions=step.input.positions
+            )
 
     def close(self, session: ComputeSession) -> None:
         self._gathering.gone(session)

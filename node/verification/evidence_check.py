@@ -23,8 +23,8 @@ from ..trust.bundle import Bundle
 from ..trust.receipt_log import LoggedBatch
 from ..trust.statement import SelfProven, SessionClaim, check_statement
 from .judging import no_padding
-from .observed import Observed, observed_batch
-from .recomputation import SessionQuestion, Step
+from .observed import Observed, observed_batch, step_of
+from .recomputation import SessionQuestion
 from .verdicts import Judge, Verdict
 
 log = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ def _observed_session(claim: SessionClaim) -> Observed:
         hidden = decode(tensor, payload)
         if not bool(torch.isfinite(hidden).all()):
             raise NotProven("what was asked holds NaN or infinity, which no server takes")
-        steps.append(Step(step.position, hidden, tuple(step.reorder), step.long_factors))
+        steps.append(step_of(step, hidden))
     receipt, last = claim.receipt, claim.steps[-1][1]
     span = Span(*receipt.span)
     question = SessionQuestion(span, tuple(steps), claim.terms.left_padding)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ...protocols import wire_pb2
 from ...protocols.ids import Span
 from ...protocols.tensors import decode
 from ...protocols.training import BatchTerms
@@ -62,6 +63,11 @@ class Observed:
         return Kind(self.dtype, self.quantisation, self.direction, len(self.span), self.codec, self.device, own)
 
 
+def step_of(asked: wire_pb2.Step, hidden: torch.Tensor) -> Step:
+    """What a server was asked, with these hidden states."""
+    return Step(asked.position, hidden, tuple(asked.reorder), asked.long_factors, tuple(asked.positions))
+
+
 def observed_session(log: SessionLog, device: str = "") -> Observed | None:
     """A server's part of a session, from a client's receipts.
 
@@ -81,7 +87,7 @@ def observed_session(log: SessionLog, device: str = "") -> Observed | None:
             break
         receipt = entry.receipt
         hidden, asked = decode(entry.asked, entry.input), entry.step
-        steps.append(Step(asked.position, hidden, tuple(asked.reorder), asked.long_factors))
+        steps.append(step_of(asked, hidden))
         claimed.append(decode(entry.asked, entry.output))
     if receipt is None or receipt.adapter:
         return None

@@ -61,7 +61,7 @@ class Step:
     """One step of a session as the server took it.
 
     Attributes:
-        position, long_factors: as `wire.Step` has them.
+        position, long_factors, positions: as `wire.Step` has them.
         reorder: per row, the row whose cache it continues, after the rollback; empty for its own.
         hidden: float [rows, tokens, hidden size], as decoded from the wire.
     """
@@ -70,6 +70,7 @@ class Step:
     hidden: torch.Tensor
     reorder: tuple[int, ...] = ()
     long_factors: bool = False
+    positions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -368,7 +369,7 @@ class _RecomputedSession(_SpanRun):
             if step.position != cache.length:
                 raise ValueError(f"a step at position {step.position} of a session that holds {cache.length} tokens")
             entering = self.hidden[index]
-            blocks.stack.begin_step(cache, entering.shape[1], step.long_factors)
+            blocks.stack.begin_step(cache, entering.shape[1], step.long_factors, step.positions)
             if entering.shape[1] == 1:
                 self.hidden[index] = blocks.decode([(entering, cache)])[0]
             else:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from petalnode.node.server.requests.admission import STEP_TOKENS, Hosted, check_step, check_terms, step_tokens
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import Span
-from petalnode.protocols.inference import Refusal, SessionTerms
+from petalnode.protocols.inference import MAX_LENGTH, Refusal, SessionTerms
 
 HOSTED = Hosted(b"m" * 32, "tiny", 8, Span(2, 6), 64, "float32", "none", 128)
 TERMS = SessionTerms(b"m" * 32, Span(2, 6), 100, 2, (), "none", b"n" * 16, 3, "float32")
@@ -46,8 +46,8 @@ def tensor(*shape: int, nbytes: int | None = None, **fields: object) -> wire.Ten
     return wire.Tensor(**usual | fields, nbytes=size if nbytes is None else nbytes)
 
 
-def check(step: wire.Step, tensors: list[wire.Tensor], terms: SessionTerms = TERMS) -> None:
-    check_step(step, tensors, terms, HOSTED, last=5, position=10, route_epoch=3)
+def check(step: wire.Step, tensors: list[wire.Tensor], terms: SessionTerms = TERMS, hosted: Hosted = HOSTED) -> None:
+    check_step(step, tensors, terms, hosted, last=5, position=10, route_epoch=3)
 
 
 RIGHT = wire.Step(sequence=6, position=10, route_epoch=3)
@@ -74,6 +74,7 @@ def test_the_end_of_the_session_may_be_reached_and_not_passed() -> None:
         (wire.Step(sequence=6, position=10, route_epoch=2), [tensor(2, 1, 64)]),
         (wire.Step(sequence=6, position=10, route_epoch=3, reorder=[0]), [tensor(2, 1, 64)]),
         (wire.Step(sequence=6, position=10, route_epoch=3, reorder=[0, 2]), [tensor(2, 1, 64)]),
+        (wire.Step(sequence=6, position=10, route_epoch=3, positions=[7] * 6), [tensor(2, 1, 64)]),
         (RIGHT, []),
         (RIGHT, [tensor(2, 1, 64)] * 2),
         (RIGHT, [tensor(1, 1, 64)]),
@@ -91,6 +92,17 @@ def test_wrong_steps_are_refused(step: wire.Step, tensors: list[wire.Tensor]) ->
     with pytest.raises(Refusal) as caught:
         check(step, tensors, replace(TERMS, max_length=5000))
     assert caught.value.code == BAD and caught.value.message
+
+
+@pytest.mark.parametrize("positions", [[7] * 5, [7] * 7, [*[7] * 5, MAX_LENGTH], [2**32 - 1] * 6])
+def test_positions_are_one_number_for_each_token_and_axis(positions: list[int]) -> None:
+    seeing, step = replace(HOSTED, takes_positions=True), wire.Step(sequence=6, position=10, route_epoch=3)
+    step.positions[:] = [0, 1, 2, 3, 4, MAX_LENGTH - 1]
+    check(step, [tensor(2, 1, 64)], hosted=seeing)
+    step.positions[:] = positions
+    with pytest.raises(Refusal, match="positions take one number") as caught:
+        check(step, [tensor(2, 1, 64)], hosted=seeing)
+    assert caught.value.code == BAD
 
 
 @given(st.integers(1, 1024))

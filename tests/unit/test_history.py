@@ -13,20 +13,24 @@ from hypothesis import strategies as st
 
 from petalnode.node.client.request import WireTensor
 from petalnode.node.client.session.history import REPLAY_TOKENS, Input, InputHistory
+from petalnode.protocols.prefix import AXES
 from petalnode.protocols.wire_pb2 import Tensor
 
 HIDDEN = 3
 MAX_LENGTH = 24
+PLACED = 1000
+"""Added to tokens that came with positions."""
 WIDTHS = {("float32", "none"): 4, ("float32", "float16"): 2, ("float32", "bfloat16"): 2}
 
 
-def chunk(tokens: Sequence[Sequence[int]], codec: str = "none") -> WireTensor:
-    """Hidden states of [rows, tokens, HIDDEN] in which every byte tells the token."""
+def chunk(tokens: Sequence[Sequence[int]], codec: str = "none", *, placed: bool = False) -> WireTensor:
+    """Hidden states of [rows, tokens, HIDDEN] in which every byte tells the token, and `placed` positions, too."""
     width = WIDTHS[("float32", codec)]
     cells = np.array(tokens, dtype=np.uint8)
     payload = np.repeat(cells, HIDDEN * width, axis=1).tobytes()
     shape = [*cells.shape, HIDDEN]
-    return WireTensor(Tensor(shape=shape, dtype="float32", codec=codec, nbytes=len(payload)), payload)
+    positions = tuple(token + axis for axis in range(AXES) for row in tokens for token in row) if placed else ()
+    return WireTensor(Tensor(shape=shape, dtype="float32", codec=codec, nbytes=len(payload)), payload, positions)
 
 
 def tokens_of(sent: WireTensor) -> list[list[int]]:
@@ -34,7 +38,12 @@ def tokens_of(sent: WireTensor) -> list[list[int]]:
     assert sent.tensor.nbytes == len(sent.payload)
     cells = np.frombuffer(sent.payload, dtype=np.uint8).reshape(rows, tokens, hidden, -1)
     assert (cells == cells[:, :, :1, :1]).all(), "the bytes of one token came apart"
-    return cells[:, :, 0, 0].tolist()  # type: ignore[no-any-return]
+    numbers = cells[:, :, 0, 0].astype(int)
+    if sent.positions:
+        expected = [numbers + axis for axis in range(AXES)]
+        assert np.array_equal(np.array(sent.positions).reshape(AXES, rows, tokens), expected), "positions came apart"
+        numbers += PLACED
+    return numbers.tolist()  # type: ignore[no-any-return]
 
 
 @dataclass
@@ -81,7 +90,7 @@ def sessions(draw: st.DrawFn, codecs: Sequence[str] = ("none",)) -> Made:
         reorder = tuple(draw(moves)) if draw(st.integers(0, 2)) == 0 else ()
         numbers = [[(token + row * new + index) % 251 for index in range(new)] for row in range(batch)]
         token += batch * new
-        step = Input(position, reorder, chunk(numbers, codec))
+        step = Input(position, reorder, chunk(numbers, codec, placed=draw(st.booleans())))
         cache.take(step)
         history.append(step)
     return Made(cache, history, batch, codec)

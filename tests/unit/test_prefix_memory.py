@@ -21,6 +21,7 @@ from petalnode.node.client.session.prefixes import (
 )
 from petalnode.node.swarm.routing import Hop
 from petalnode.protocols.ids import Span
+from petalnode.protocols.prefix import token_digests
 from petalnode.protocols.wire_pb2 import Tensor
 
 HIDDEN = 4
@@ -120,6 +121,26 @@ async def test_of_equal_ones_the_last_counts() -> None:
     first, second = ((Hop(name, Span(0, 4)),) for name in ("first", "second"))
     memory = await remembered(Session(600, route=first), Session(600, route=second), Session(40))
     assert found(memory, 700).route == second
+
+
+async def test_tokens_that_stand_elsewhere_in_a_picture_are_others() -> None:
+    placed = tuple(range(40)) * 3
+    theirs = replace(chunk(0, 40), positions=placed)
+    digests: list[list[bytes]] = []
+    for place, shared in ((0, 0), (33, 32)):
+        moved = list(placed)
+        moved[40 + place] += 1  # along the second axis
+        mine = replace(chunk(0, 40), positions=tuple(moved))
+        memory = PrefixMemory()
+        session = Session(40)
+        known = beginning_of({0: [Input(0, (), theirs)]}, 40)
+        session.beginning = lambda known=known: known  # type: ignore[method-assign]
+        memory.opened(session)
+        found = memory.search(session.spec, [mine])()
+        assert found is not None and found.shared == shared
+        digests = [token_digests(one.payload, 1, 40, positions=one.positions) for one in (theirs, mine)]
+        assert [at for at in range(40) if digests[0][at] != digests[1][at]] == [place]
+    assert token_digests(theirs.payload, 1, 40) != digests[0]
 
 
 def test_a_beginning_ends_where_tokens_cannot_be_told_apart() -> None:

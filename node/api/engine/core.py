@@ -16,7 +16,7 @@ import trio
 from ....protocols.ids import Span
 from ....protocols.prefix import BLOCK_TOKENS
 from ....protocols.tensors import dtype_name
-from ...blocks.client_part import ClientModel
+from ...blocks.client_part import ClientModel, SoftPrompt
 from ...client.chat import Text
 from ...client.chunks import from_chunks, to_chunks
 from ...client.core import SwarmClient
@@ -354,5 +354,5 @@ async def block_outputs(
 
 
 def _embedded(local: ClientModel, tokens: Sequence[int], soft_prompt: torch.Tensor | None) -> torch.Tensor:
-    with nullcontext() if soft_prompt is None else local.prompted(soft_prompt):
+    with nullcontext() if soft_prompt is None else local.prompted(SoftPrompt(soft_prompt)):
         return local.embed(torch.tensor([tokens]), 0)

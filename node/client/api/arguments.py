@@ -22,6 +22,12 @@ _OF_BLOCKS: Final = frozenset(
      "is_causal", "seq_idx", "cache_position", "head_mask")
 )  # fmt: skip
 """Arguments that models of transformers hand on to their blocks, whether their signature names them or not."""
+_OF_IMAGES: Final = frozenset(
+    ("pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_thw", "spatial_shapes", "image_position_ids",
+     "mm_token_type_ids", "token_type_ids", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+)  # fmt: skip
+"""What processors of models that take pictures make beside tokens: for the encoder, which is here."""
+_PIXELS: Final = frozenset(("pixel_values", "pixel_values_videos"))
 _OWN_BLOCKS: Final = "it needs the model's own blocks on this machine"
 _OWN_CACHE: Final = "the servers hold the cache, in the form that they announce"
 _NOT_IN_A_SESSION: Final = {
@@ -60,6 +66,18 @@ def forward_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwarg
             raise BadInput(f"{name} is not supported: the servers' blocks do not get it, and do not return it")
         raise TypeError(f"forward() got an unexpected keyword argument {name!r}")
     return {name: value for name, value in given.items() if value is not None or name in parameters}
+
+
+def take_images(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Takes what a processor made of pictures out of the arguments; empty where there are none, though it named types
+    of tokens."""
+    images = {name: kwargs[name] for name in _OF_IMAGES & kwargs.keys() if kwargs[name] is not None}
+    if not images.keys() & _PIXELS:
+        kwargs.pop("mm_token_type_ids", None)
+        return {}
+    for name in images:
+        del kwargs[name]
+    return images
 
 
 def check_generate(kwargs: Mapping[str, Any], default: GenerationConfig) -> None:

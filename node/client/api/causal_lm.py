@@ -15,7 +15,7 @@ from ...errors import BadInput
 from ...models.adapter import Adapter
 from ..generation.drafting import DraftCounts
 from ..session_adapter import SessionAdapter
-from .arguments import check_generate
+from .arguments import check_generate, take_images
 from .generating import BatchDecoding, GenerateOptions, take_draft_options, takes_loop, with_loop
 from .inference_session import InferenceSession
 from .model import DistributedModel
@@ -92,6 +92,8 @@ class DistributedModelForCausalLM(DistributedModel):
 
         Args:
             inputs: token ids [batch, tokens]; also as `input_ids`.
+            pixel_values, image_grid_thw, ...: what the model's processor makes of pictures, beside `input_ids`. They
+                are encoded on this machine, and servers get hidden states only. Not with `session`.
             session: keeps the attention caches from call to call; by default the active session, else a new one for
                 this call. Give the whole sequence: tokens that the session already holds are not sent again, and
                 tokens that differ are rolled back.
@@ -111,7 +113,12 @@ class DistributedModelForCausalLM(DistributedModel):
         if input_ids is None or input_ids.dim() != 2 or not input_ids.numel():
             raise BadInput("generate needs input_ids of shape [batch, tokens], with at least one token")
         check_generate(kwargs, self.transformers_model.generation_config)
-        if self.soft_prompt is not None and not self._local.is_prompted:
+        if images := take_images(kwargs):
+            if session is not None:
+                raise BadInput("session= cannot be combined with pictures, which a session does not know by token ids")
+            with self._seeing(input_ids, kwargs.get("attention_mask"), images):
+                return self.generate(input_ids, **kwargs)
+        if self.soft_prompt is not None and self._local.prompt is None:
             if session is not None:
                 raise BadInput("session= cannot be combined with a soft prompt, whose tokens a session does not know")
             return self.soft_prompt.generate(input_ids, **kwargs)
@@ -125,7 +132,7 @@ class DistributedModelForCausalLM(DistributedModel):
             )
         adapter = self._context_adapter()
         # Under prompts the first token ids of a row are placeholders, so no session may be continued by comparing ids.
-        session = session or (None if self._local.is_prompted or adapter else self.active_session)
+        session = session or (None if self._local.prompt is not None or adapter else self.active_session)
         length = self._total_length(input_ids.shape[1], kwargs)
         if session is not None:
             return self._generate_in(session, input_ids, kwargs, options, length)
@@ -162,10 +169,10 @@ class DistributedModelForCausalLM(DistributedModel):
         """`is_new`: of a session that nobody else uses; its rows may go on in others beside it."""
         # The longest row of a batch decides about the factors of all: they stay together.
         may_become_long = self._local.original_length is not None and length > self._local.original_length
-        is_free = is_new and session.adapter is None and not self._local.is_prompted and not may_become_long
+        is_free = is_new and session.adapter is None and self._local.prompt is None and not may_become_long
         decoding = BatchDecoding(self._local, self._blocks, session, options, self._batches, is_free)
         # Where a long text begins, all of it is embedded anew, in a thread that has no prompts.
-        if not (self._local.is_prompted and may_become_long) and takes_loop(kwargs, self.transformers_model):
+        if not (self._local.prompt is not None and may_become_long) and takes_loop(kwargs, self.transformers_model):
             kwargs = with_loop(kwargs, self.transformers_model, decoding)
         tokens = input_ids.tolist()
         # The last token is always sent: its output is what the next one is chosen from.
@@ -202,11 +209,18 @@ class DistributedModelForCausalLM(DistributedModel):
             raise BadInput("past_key_values is not supported: use generate(), or inference_session() and its step()")
         if (context.prompts is not None or context.lora) and session.adapter is None:
             raise BadInput("deep prompts and LoRA have to be given when a session is opened: generate without session=")
-        _check_positions(call, hidden.shape[1])
+        if not call.is_placed:
+            _check_positions(call, hidden.shape[1])
         if session.position > call.position:
             session.position = call.position
         reorder = cache.take_reorder() or ()
-        return session.step(hidden, reorder=reorder, left_padding=padding, outputs=call.outputs)
+        return session.step(
+            hidden,
+            reorder=reorder,
+            left_padding=padding,
+            outputs=call.outputs,
+            positions=call.position_ids if call.is_placed else None,
+        )
 
 
 def _check_positions(call: RemoteCall, tokens: int) -> None:

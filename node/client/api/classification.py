@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+from copy import deepcopy
 from typing import Unpack
 
 import torch
 from torch import nn
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.modeling_auto import AutoModelForSequenceClassification
 
-from ...blocks.client_part import sequence_classifier
-from ...errors import BadInput
+from ...blocks.client_part import ClientModel
+from ...blocks.skeleton import BUILDING
+from ...errors import BadInput, ModelError, reason_of
 from ...models.adapter import Adapter
 from .model import DistributedModel
 from .opening import ModelOptions, OpenedModel, open_model, takes_model_options
@@ -90,3 +94,39 @@ class DistributedModelForSequenceClassification(DistributedModel):
     def __init__(self, opened: OpenedModel, num_labels: int, problem_type: str | None) -> None:
         super().__init__(opened, sequence_classifier(opened.local, num_labels, problem_type))
         self.soft_prompt = soft_prompt(self, opened.adapter)
+
+
+def sequence_classifier(client: ClientModel, num_labels: int, problem_type: str | None = None) -> PreTrainedModel:
+    """transformers' own ...ForSequenceClassification with `client`'s embeddings, norm and remote blocks inside.
+
+    What is new, the head, is initialised by transformers' rules and is all that has gradients.
+
+    Raises:
+        BadInput, ModelError: fewer than one label; transformers has no such model of this architecture.
+    """
+    if num_labels < 1:
+        raise BadInput(f"{num_labels} labels are none: give num_labels of 1 (regression) or more")
+    config = deepcopy(client.model.config)
+    config.num_labels = num_labels
+    config.problem_type = problem_type
+    try:
+        with BUILDING, torch.device("meta"):
+            model: PreTrainedModel = AutoModelForSequenceClassification.from_config(config, dtype=client.dtype)
+    except Exception as error:
+        raise ModelError(
+            f"transformers cannot build a classifier of type {config.model_type!r}: {reason_of(error)}. "
+            "Put a head of your own behind model.remote_blocks"
+        ) from error
+    setattr(model, model.base_model_prefix, getattr(client.model, client.model.base_model_prefix))
+    for module in model.modules():
+        if any(weight.is_meta for weight in module.parameters(recurse=False)):
+            module.to_empty(device=client.device, recurse=False)
+            _initialise(model, module)
+    return model.eval()
+
+
+@torch.no_grad()
+def _initialise(model: PreTrainedModel, module: nn.Module) -> None:
+    for weight in module.parameters(recurse=False):
+        weight.zero_()
+    model._init_weights(module)

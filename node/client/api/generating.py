@@ -26,6 +26,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
 from ...blocks.client_part import ClientModel
+from ...blocks.images.encoder import ImagePrompt
 from ...blocks.remote_cache import RemoteCache
 from ...errors import BadInput, unwrapped
 from ..generation.decoding import Embedding
@@ -178,8 +179,10 @@ class Part:
         self.tokens = ids[0].tolist() if len(ids) == 1 else list(zip(*ids.tolist(), strict=True))
         self.tokens.append(self.sampler.next(self.tokens, logits.squeeze(0)))
         whole = mask is None or bool((mask != 0).all())
-        embedding = Embedding(self.local, mask=None if whole else mask, rows=len(ids))
-        self.skipped = self.local.prompted_tokens + embedding.padding
+        prompt = self.local.prompt
+        pictures = prompt if isinstance(prompt, ImagePrompt) else None
+        embedding = Embedding(self.local, pictures, None if whole else mask, len(ids))
+        self.skipped = (0 if prompt is None else prompt.tokens) + embedding.padding
         return embedding
 
     async def extend(self, embedding: Embedding) -> None:

@@ -143,6 +143,7 @@ class InferenceSession:
         reorder: Sequence[int] = (),
         left_padding: Sequence[int] = (),
         outputs: int | None = None,
+        positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Runs the next tokens of every row through the blocks and keeps them in the servers' caches.
 
@@ -152,6 +153,8 @@ class InferenceSession:
             left_padding: per row, how many of its first tokens are padding. First step only.
             outputs: how many of the last tokens of a row the result is needed for; of a long prompt, that of others
                 then need not travel. None: for all.
+            positions: int64 [3, batch, tokens] where they have three axes and tokens are not counted, as those of
+                pictures (M-RoPE). The first step of a session decides whether any has them.
 
         Returns:
             The same shape, dtype and device; given `outputs`, perhaps of the last tokens only, at least so many.
@@ -169,10 +172,12 @@ class InferenceSession:
                 raise BadInput("an inference session does not carry gradients: call it under torch.no_grad()")
             session = self._session
             if session is None:
-                session = self._open(hidden, left_padding)
+                session = self._open(hidden, left_padding, positions is not None)
             elif hidden.shape[0] != session.spec.batch:
                 raise BadInput(f"this session has {session.spec.batch} rows, not {hidden.shape[0]}")
-            chunks = to_chunks(hidden, session.spec.codec, session.chunk_tokens(*hidden.shape[1:]))
+            elif positions is not None and not session.spec.positions:
+                raise BadInput("this session began without positions: open another for tokens that have them")
+            chunks = to_chunks(hidden, session.spec.codec, session.chunk_tokens(*hidden.shape[1:]), positions)
             step = session.step
             if isinstance(session, ClientSession):
                 step = partial(session.step, outputs=outputs)
@@ -202,7 +207,7 @@ class InferenceSession:
         await decoding.run(answer, len(answer.tokens) - 1, limit)
         session.position = min(session.position, len(answer.tokens) - 1)
 
-    def _open(self, hidden: torch.Tensor, left_padding: Sequence[int]) -> Session:
+    def _open(self, hidden: torch.Tensor, left_padding: Sequence[int], placed: bool) -> Session:
         if hidden.dim() != 3:
             raise BadInput(f"hidden states have shape [batch, tokens, hidden], not {list(hidden.shape)}")
         try:
@@ -218,6 +223,7 @@ class InferenceSession:
             dtype=dtype,
             adapter=self.adapter,
             share=True,
+            positions=placed,
         )
         if self._step_timeout is not None:
             spec = replace(spec, step_timeout=self._step_timeout)

@@ -12,11 +12,12 @@ from torch import nn
 
 from ....protocols.ids import Span
 from ....protocols.training import LoraName
+from ...blocks.client_part import SoftPrompt
 from ...blocks.remote_cache import RemoteCache, RemoteCall
 from ...errors import BadInput
 from ..core import CODEC_OF
 from ..session.comparing import Disagreement
-from .arguments import forward_arguments
+from .arguments import forward_arguments, take_images
 from .opening import OpenedModel
 from .remote import RemoteSequential, forward_context, within
 
@@ -110,8 +111,14 @@ class DistributedModel:
                 `output_hidden_states` together with a cache, or with other modules in place of the blocks.
             SwarmError: no chain covers the blocks, or several servers failed.
         """
+        if images := take_images(kwargs):
+            ids = kwargs.get("input_ids") if not args else args[0]
+            if not isinstance(ids, torch.Tensor):
+                raise BadInput("pictures need input_ids, with the tokens that stand for them")
+            with self._seeing(ids, kwargs.get("attention_mask"), images):
+                return self.forward(*args, **kwargs)
         given = forward_arguments(self.transformers_model.forward, args, kwargs)
-        if self.soft_prompt is not None and not self._local.is_prompted:
+        if self.soft_prompt is not None and self._local.prompt is None:
             return self.soft_prompt(*args, **kwargs)
         if given.get("past_key_values") is None and given.get("use_cache") is None:
             given["use_cache"] = False
@@ -122,6 +129,14 @@ class DistributedModel:
         if self.config.output_hidden_states if wanted is None else wanted:
             return self._forward_with_states(**given | {"output_hidden_states": False})
         return self.transformers_model(**given)
+
+    def _seeing(
+        self, input_ids: torch.Tensor, mask: torch.Tensor | None, images: Mapping[str, Any]
+    ) -> AbstractContextManager[None]:
+        """A context in which these tokens are seen with their pictures, for calls of this thread."""
+        if self._local.prompt is not None or self.soft_prompt is not None:
+            raise BadInput("pictures cannot be combined with a soft prompt: leave out one of them")
+        return self._local.prompted(self._local.encoder.encode(input_ids, mask, images))
 
     def _forward_with_states(self, **kwargs: Any) -> Any:
         if kwargs.get("past_key_values") is not None or kwargs["use_cache"]:
@@ -151,7 +166,7 @@ class DistributedModel:
             starts: [rows], where the prompts begin in each row; None is at its first token.
         """
         context = replace(forward_context(), prompts=None if deep is None else deep.unsqueeze(1))
-        with self._local.prompted(prompts, starts), within(context):
+        with self._local.prompted(SoftPrompt(prompts, starts)), within(context):
             yield
 
     def changed(self, lora: Mapping[LoraName, torch.Tensor]) -> AbstractContextManager[None]:

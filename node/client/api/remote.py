@@ -38,7 +38,7 @@ class ForwardContext:
 
     Attributes:
         mask: [batch or 1, tokens], as the `attention_mask` of `RemoteSequential.forward`.
-        positions: [batch or 1, tokens], as its `position_ids`.
+        positions: [batch or 1, tokens], or of three axes of those, as its `position_ids`.
         prompts: deep prompts of all blocks of the model, [blocks, 1 or batch, prefix, hidden].
         lora: LoRA weights of all blocks of the model.
         block_inputs: if not None, the input of each block is appended to it.
@@ -168,7 +168,8 @@ class RemoteSequential(nn.Module):
         Args:
             hidden: float [batch, tokens, hidden]; float32, float16 or bfloat16, any device.
             attention_mask: [batch or 1, tokens], 0 at tokens that no other token attends to.
-            position_ids: [batch or 1, tokens]; by default each row counts from 0, padding included, as the models of
+            position_ids: [batch or 1, tokens], or [3, batch or 1, tokens] where positions have three axes (M-RoPE); by
+                default each row counts from 0, padding included, as the models of
                 transformers do when they are called.
             prompts: deep prompts, float [len(self), 1 or batch, prefix, hidden]: they are added to the
                 input of each block at its first `prefix` positions (Petals, NeurIPS 2023, appendix G).
@@ -233,7 +234,9 @@ class RemotePass:
             raise BadInput(f"hidden states have shape [batch, tokens, {width}], not {list(hidden.shape)}")
         rows, tokens = hidden.shape[:2]
         for name, given in (("attention mask", self.mask), ("position_ids", self.positions)):
-            if given is not None and (given.dim() != 2 or given.shape[0] not in (1, rows) or given.shape[1] != tokens):
+            if given is None:
+                continue
+            if given.dim() not in (2, 3) or given.shape[-2] not in (1, rows) or given.shape[-1] != tokens:
                 raise BadInput(f"{name} of {list(given.shape)} for hidden states of {rows} x {tokens} tokens")
         if self.mask is not None and not self.mask.bool().any(1).all():
             raise BadInput("a row of the attention mask hides all of its tokens")
@@ -288,8 +291,9 @@ class RemotePass:
     def _part(self, hidden: torch.Tensor, rows: slice) -> MicroBatch:
         mask, positions = b"", ()
         if self.positions is not None:
-            positions = tuple(_of_rows(self.positions, rows, hidden).flatten().tolist())
-            if positions == tuple(range(hidden.shape[1])) * (rows.stop - rows.start):
+            of_rows = _of_rows(self.positions, rows, hidden)
+            positions = tuple(of_rows.flatten().tolist())
+            if positions == tuple(range(hidden.shape[1])) * (of_rows.numel() // hidden.shape[1]):
                 positions = ()
         if self.mask is not None:
             seen = _of_rows(self.mask, rows, hidden).bool()
@@ -372,7 +376,7 @@ class SpanTensors:
 
 
 def _of_rows(given: torch.Tensor, rows: slice, hidden: torch.Tensor) -> torch.Tensor:
-    return given.expand(hidden.shape[0], -1)[rows].cpu()
+    return given.expand(*given.shape[:-2], hidden.shape[0], -1)[..., rows, :].cpu()
 
 
 def _bits(mask: torch.Tensor) -> bytes:

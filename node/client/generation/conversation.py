@@ -12,7 +12,7 @@ import trio
 
 from ....protocols.ids import Span
 from ....protocols.tensors import dtype_name
-from ...blocks.client_part import ClientModel
+from ...blocks.client_part import ClientModel, SoftPrompt
 from ...errors import BadInput
 from ...swarm.routing import Hop
 from ...trust.receipt_log import SessionLog
@@ -75,7 +75,7 @@ class Conversation:
         self.drafting = DraftPlan()
         self._drafter: Drafter | None = None
         self._adapter = adapter
-        self._embedding = Embedding(model, soft_prompt)
+        self._embedding = Embedding(model, None if soft_prompt is None else SoftPrompt(soft_prompt))
         self._virtual = [] if soft_prompt is None else [model.any_token] * len(soft_prompt)
         if drafts:
             reader = None if drafts is True else DraftCache(drafts, max_length)

@@ -14,7 +14,8 @@ from functools import cached_property, partial
 import torch
 import trio
 
-from ...blocks.client_part import ClientModel
+from ...blocks.client_part import ClientModel, SoftPrompt
+from ...blocks.images.encoder import ImagePrompt
 from ..chunks import PIPELINE_TOKENS, from_chunks, to_chunks
 from ..request import WireTensor
 from ..session.compared_session import Session
@@ -32,12 +33,12 @@ class Embedding:
     """How the tokens of one text, or of rows beside each other, enter the first block.
 
     Attributes:
-        soft_prompt: [virtual tokens, embedding size], in the place of the first tokens.
+        prompt: in the place of the first tokens.
         mask: [rows, tokens], 0 at those of the first tokens that are padding.
     """
 
     model: ClientModel
-    soft_prompt: torch.Tensor | None = None
+    prompt: SoftPrompt | ImagePrompt | None = None
     mask: torch.Tensor | None = None
     rows: int = 1
 
@@ -49,7 +50,7 @@ class Embedding:
     @property
     def is_short(self) -> bool:
         """Whether one token takes less than waking another thread twice."""
-        return self.model.is_short and self.soft_prompt is None and self.rows == 1
+        return self.model.is_short and not isinstance(self.prompt, SoftPrompt) and self.rows == 1
 
     def chunks(self, tokens: list[Token], position: int, session: Session | SessionSpec) -> list[WireTensor]:
         """The hidden states of `tokens`, which stand behind `position` others, as the session sends them."""
@@ -57,11 +58,13 @@ class Embedding:
         if mask is not None:
             mask = torch.cat([mask, mask.new_ones((self.rows, position + len(tokens) - mask.shape[1]))], dim=1)
         ids = torch.tensor(tokens).view(len(tokens), self.rows).T.contiguous()
-        with nullcontext() if self.soft_prompt is None else self.model.prompted(self.soft_prompt):
+        prompt = self.prompt
+        with nullcontext() if prompt is None or position >= prompt.tokens else self.model.prompted(prompt):
             hidden = self.model.embed(ids, position, mask)
+        placed = None if prompt is None else prompt.placed(position, self.rows, len(tokens))
         if isinstance(session, SessionSpec):
-            return to_chunks(hidden, session.codec, PIPELINE_TOKENS)
-        return to_chunks(hidden, session.spec.codec, session.chunk_tokens(*hidden.shape[1:]))
+            return to_chunks(hidden, session.codec, PIPELINE_TOKENS, placed)
+        return to_chunks(hidden, session.spec.codec, session.chunk_tokens(*hidden.shape[1:]), placed)
 
 
 @dataclass(frozen=True)

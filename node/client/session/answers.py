@@ -41,7 +41,8 @@ class SessionSpec:
     the session at the servers for so many seconds; when only a stream is lost they keep it for a while in any case.
     `reopen_timeout`: for how long servers are looked for where all that were known are gone; None is `REOPEN_TIMEOUT`.
     `share`: servers may keep what it computes for sessions of this client that begin alike, and it uses what they have
-    kept, of sessions of the same `prefix_salt`. `original_length`: as `blocks.config` has it.
+    kept, of sessions of the same `prefix_salt`. `original_length`: as `blocks.config` has it. `positions`: steps may
+    say where their tokens stand, which only servers are asked for that know it.
     """
 
     model_version: bytes
@@ -62,6 +63,7 @@ class SessionSpec:
     share: bool = False
     prefix_salt: bytes = b""
     original_length: int | None = None
+    positions: bool = False
 
     def salt_at(self, peer_id: str) -> bytes:
         """What a server is told of `prefix_salt`: of no use at others, so that it cannot ask them in our name."""

@@ -357,7 +357,14 @@ class ComparedSession:
             for claim in asked:
                 inputs = claim.history.needed(claim.history.end)
                 steps = tuple(
-                    Step(step.position, from_chunks([step.chunk]), step.reorder, step.long_factors) for step in inputs
+                    Step(
+                        step.position,
+                        from_chunks([step.chunk]),
+                        step.reorder,
+                        step.long_factors,
+                        step.chunk.positions,
+                    )
+                    for step in inputs
                 )
                 # What it says of its device is its own word: the widest tolerance applies.
                 seen.append(

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
+
+from ....protocols.prefix import AXES
 from ....protocols.wire_pb2 import Tensor
 from ..request import WireTensor
 
@@ -115,7 +118,9 @@ def part_of(step: Input, start: int, end: int) -> Input:
     parts = (step.chunk.payload[row + first : row + last] for row in range(0, rows * row_bytes, row_bytes))
     payload = b"".join(parts)
     described = Tensor(shape=[rows, end - start, hidden], dtype=tensor.dtype, codec=tensor.codec, nbytes=len(payload))
-    return replace(step, position=start, chunk=WireTensor(described, payload))
+    placed = _placed(step.chunk)
+    positions = placed[:, :, start - step.position : end - step.position].ravel().tolist()
+    return replace(step, position=start, chunk=WireTensor(described, payload, tuple(positions)))
 
 
 def _composed(first: tuple[int, ...], then: tuple[int, ...]) -> tuple[int, ...]:
@@ -131,6 +136,7 @@ def _may_follow(group: list[Input], step: Input, max_tokens: int) -> bool:
     return (
         not step.reorder
         and step.long_factors == group[0].long_factors
+        and bool(step.chunk.positions) == bool(group[0].chunk.positions)
         and step.position == group[-1].end
         and step.chunk.tensor.codec in _MERGED_CODECS
         and tokens <= max_tokens
@@ -152,4 +158,11 @@ def _merge(group: list[Input]) -> Input:
     payload = b"".join(parts)
     tokens = sum(step.chunk.tokens for step in group)
     tensor = Tensor(shape=[rows, tokens, first.shape[2]], dtype=first.dtype, codec=first.codec, nbytes=len(payload))
-    return replace(group[0], chunk=WireTensor(tensor, payload))
+    positions = np.concatenate([_placed(step.chunk) for step in group], axis=2).ravel().tolist()
+    return replace(group[0], chunk=WireTensor(tensor, payload, tuple(positions)))
+
+
+def _placed(chunk: WireTensor) -> np.ndarray[Any, Any]:
+    """[axes, rows, tokens]; of no axes where tokens are counted."""
+    rows, tokens = chunk.tensor.shape[:2]
+    return np.array(chunk.positions, np.int64).reshape(AXES if chunk.positions else 0, rows, tokens)

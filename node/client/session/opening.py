@@ -241,8 +241,9 @@ class Opening:
                     payment=payment,
                     prefix=prefix,
                 )
-                if server.prefix_tokens and log is not None:
-                    entered = self._beginning.part(hop.span.start, server.prefix_tokens)
+                entered = self._beginning.part(hop.span.start, server.prefix_tokens)
+                # Of positions along axes evidence shows nothing.
+                if server.prefix_tokens and log is not None and not any(step.chunk.positions for step in entered):
                     log.begins_with([(step.chunk.tensor, step.chunk.payload) for step in entered])
                 name = session_name(server.nonce)
                 logger.info(

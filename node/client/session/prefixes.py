@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 from weakref import WeakSet
 
 import numpy as np
 import trio
 
-from ....protocols.prefix import BLOCK_TOKENS, MAX_BLOCKS, PREFIX_CODECS, PrefixNames, PrefixTerms, token_digests
+from ....protocols.prefix import AXES, BLOCK_TOKENS, MAX_BLOCKS, PREFIX_CODECS, PrefixNames, PrefixTerms, token_digests
 from ...swarm.routing import Hop
 from ..request import WireTensor
 from .answers import SessionSpec
@@ -60,8 +60,10 @@ class Beginning:
         ).root()
         named = PrefixNames(root)
         for step in inputs:
-            long_factors = step.long_factors
-            named.append(token_digests(step.chunk.payload, spec.batch, step.chunk.tokens, long_factors=long_factors))
+            chunk, placed = step.chunk, step.chunk.positions
+            named.append(
+                token_digests(chunk.payload, spec.batch, chunk.tokens, long_factors=step.long_factors, positions=placed)
+            )
         return named.names[:MAX_BLOCKS]
 
     @property
@@ -185,7 +187,17 @@ def _shared(spec: SessionSpec, beginning: Beginning, mine: Sequence[Input]) -> i
     alike = (step.position for step in theirs if step.long_factors != mine[0].long_factors)
     tokens = min(len(left) // size, next(alike, beginning.tokens), beginning.tokens)
     equal = (left[: tokens * size] == right[: tokens * size]).reshape(tokens, size).all(axis=1)
+    one, other = (np.concatenate([_placed(step) for step in steps], axis=1) for steps in (mine, theirs))
+    equal &= (one[:, :tokens] == other[:, :tokens]).all(axis=0)
     return tokens if equal.all() else int(equal.argmin())
+
+
+def _placed(step: Input) -> np.ndarray[Any, Any]:
+    """Where the tokens of a step of one row stand, [axes, tokens]; -1 where they are counted."""
+    placed = np.array(step.chunk.positions or [-1], np.int64).reshape(
+        -1, step.chunk.tokens if step.chunk.positions else 1
+    )
+    return np.broadcast_to(placed, (AXES, step.chunk.tokens))
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:

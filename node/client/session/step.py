@@ -172,6 +172,7 @@ class PipelineStep:
             targets=targets,
             receipt_only=self._receipt_only and link is last,
             long_factors=self.given.long_factors,
+            positions=self.given.chunk.positions,
         )
 
     async def receive(self, phase: Phase) -> Signal | None:
@@ -242,7 +243,7 @@ class PipelineStep:
         if link.server.draining:
             self.chain.prepare_standby(link)
         self._entered.append((chunk, self._receipt))
-        self.chunk, self._receipt = answer.chunk, answer.receipt
+        self.chunk, self._receipt = replace(answer.chunk, positions=chunk.positions), answer.receipt
         following = pushed_step(at.asked, answer.receipt.hash()) if at.asked.targets else None
         self.at = Visit("pushed" if following is not None and answer.handed_on else "sending", following)
         self.index += 1

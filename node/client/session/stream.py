@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import trio
@@ -217,6 +218,8 @@ class SessionStream(AnswerChecks):
             raise self._failed(f"it granted codec {granted.codec!r} instead of {self._spec.codec!r}")
         if self._spec.takes_long_factors(self._spec.max_length) and not granted.long_factors:
             raise self._failed(f"its version knows no texts of more than {self._spec.original_length} tokens")
+        if self._spec.positions and not granted.positions:
+            raise self._failed("its version knows no positions of pictures")
         return granted
 
     # --- steps
@@ -243,12 +246,13 @@ class SessionStream(AnswerChecks):
             reorder=given.reorder,
             route_epoch=route_epoch,
             long_factors=given.long_factors,
+            positions=chunk.positions,
         )
         await self.send(step, chunk)
         answer = await self.receive(step, chunk, self._spec.step_timeout)
         if answer is None:
             raise self.silent(self._spec.step_timeout)
-        return answer.chunk
+        return replace(answer.chunk, positions=chunk.positions)
 
     async def send(self, step: wire.Step, chunk: WireTensor) -> None:
         """Raises StreamLost: the server is gone or does not read."""

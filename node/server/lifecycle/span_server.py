@@ -118,6 +118,7 @@ class SpanServer:
             num_blocks=context.folder.num_blocks,
             span=announcement.span,
             hidden_size=blocks.hidden_size,
+            takes_positions=blocks.stack.takes_positions,
             dtype=str(blocks.dtype).removeprefix("torch."),
             quantisation=blocks.quantisation,
             max_length=blocks.max_positions,

@@ -59,6 +59,7 @@ class Hosted:
     dtype: str
     quantisation: str
     max_length: int
+    takes_positions: bool = False
 
 
 class PriorityPayments(Protocol):
@@ -146,6 +147,13 @@ def check_step(
         raise bad_request(f"{len(step.targets)} targets; at most {MAX_TARGETS} are allowed")
     tokens = check_step_tensors(tensors, terms, hosted)
     check_position(step, tokens, terms, position)
+    if step.positions:
+        _check_takes_positions(hosted)
+
+
+def _check_takes_positions(hosted: Hosted) -> None:
+    if not hosted.takes_positions:
+        raise bad_request("positions along axes came for blocks that count tokens")
 
 
 def check_step_tensors(tensors: Sequence[wire.Tensor], terms: SessionTerms, hosted: Hosted) -> int:
@@ -206,6 +214,8 @@ def check_batch(
     if request.gradient_follows and not backward:
         raise bad_request("a forward pass takes no gradient")
     check_request(request, backward, hosted.hidden_size, hosted.max_length)
+    if len(request.positions) > math.prod(request.tensors[0].shape[:2]):
+        _check_takes_positions(hosted)
     for tensor in request.tensors:
         check_format(tensor, terms.codec, terms.dtype, "stream")
         _check_bytes(tensor)

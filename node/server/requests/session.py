@@ -246,6 +246,7 @@ class ServerSession:
             prefix_tokens=self._begun_at,
             bytes_in_flight=BYTES_IN_FLIGHT,
             long_factors=True,
+            positions=True,
         )
 
     async def _listen(self, stream: InferenceStream) -> None:
@@ -352,15 +353,15 @@ class ServerSession:
     async def _computed(
         self, step: wire.Step, tensor: wire.Tensor, payload: bytes, upstream: tuple[wire.Receipt, str] | None
     ) -> StepOutput:
-        """The output of a step that is right, as is the push that it may come by: the receipt of that is checked while
-        the step is computed, where this only adds to the cache, and a step that is refused leaves it as it was."""
+        """The output of a right step. The receipt of a push is checked meanwhile where the step only adds to the cache,
+        and a step that is refused leaves it as it was."""
         payload_hash, check = b"", None
         prompt, only_adds = is_prompt([tensor]), step.position == self._position and not step.reorder
         lost = self._lost if upstream is None and prompt and only_adds else None
         if upstream is not None:
             later = only_adds and not prompt  # nothing is forgotten, no rows change places, nothing is long
             payload_hash, check = self._upstream.checks(*upstream, self._client, step, later)
-        request = StepInput(step.position, tuple(step.reorder), tensor, payload, payload_hash, step.long_factors)
+        request = StepInput.of(step, tensor, payload, payload_hash)
         try:
             return await self._context.compute.step(self._compute, request, check, lost)
         except Refusal as refusal:
@@ -392,21 +393,20 @@ class ServerSession:
             self._notify()
         self._route_epoch = step.route_epoch
         request = hash_of_step(step, tensor, output.input_hash)
-        receipt = receipt_to_wire(
-            self._receipts.sign(step.sequence, request, output.output_hash, upstream=step.previous_receipt)
-        )
+        upstream_receipt = step.previous_receipt
+        signed = self._receipts.sign(step.sequence, request, output.output_hash, upstream=upstream_receipt)
         push = None
         if step.targets:
             push = wire.Push(
                 client=peer_id_to_bytes(self._client),
                 nonce=step.targets[0].nonce,
                 step=pushed_step(step, self._receipts.last),
-                receipt=receipt,
+                receipt=receipt_to_wire(signed),
             )
         reply = wire.Reply(
             sequence=step.sequence,
             position=output.position,
-            receipt=receipt,
+            receipt=receipt_to_wire(signed),
             queue_us=round(output.queue_seconds * 1e6),
             compute_us=round(output.compute_seconds * 1e6),
             pushed=upstream is not None,

@@ -1,0 +1,1 @@
+"""Models that also take pictures: what encodes these for the first block, and their language part alone."""

@@ -1,0 +1,204 @@
+"""What a client runs of a model that takes pictures: the encoder of the pictures, and what puts them among the tokens.
+
+The whole model of transformers is built without its language part, in whose place stands one module that sees with what
+it is called: by then pictures are embeddings among those of the tokens. So no picture leaves this machine. What a model
+hands to its language part beside embeddings and positions is refused, if it is not known here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+from transformers.models.auto.configuration_auto import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+from ...errors import BadInput, ModelError, memory_needed, reason_of
+from ...models.checkpoint import Checkpoint
+from ..skeleton import BUILDING, Skeleton, fill
+from .axes import placed
+
+_LANGUAGE_PARTS: Final = frozenset({"language_model", "text_model"})
+_HARMLESS: Final = frozenset(
+    {
+        *("inputs_embeds", "position_ids", "attention_mask", "past_key_values", "use_cache", "return_dict"),
+        *("output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep", "labels"),
+    }
+)
+"""What a language part may be called with: what travels, and what concerns its cache and its outputs."""
+
+
+@dataclass(frozen=True)
+class ImagePrompt:
+    """A prompt with pictures.
+
+    Attributes:
+        embeddings: [rows, tokens, embedding size]: in the place of those of its tokens.
+        positions: int64 [axes, rows, tokens] where tokens are not counted, but have places in a picture; else None.
+    """
+
+    embeddings: torch.Tensor
+    positions: torch.Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Of a row, padding and placeholders of pictures included."""
+        return self.embeddings.shape[1]
+
+    def placed(self, position: int, rows: int, tokens: int) -> torch.Tensor | None:
+        """The positions of so many tokens of a row behind `position` others, [axes, rows, tokens]; None: counted."""
+        if self.positions is None:
+            return None
+        own = self.positions.repeat_interleave(rows // self.positions.shape[1], dim=1)  # beams
+        return placed(own, position, tokens)
+
+    def put(self, embedded: torch.Tensor, position: int) -> torch.Tensor:
+        """The embeddings of the tokens from `position` on, of this prompt as far as it goes."""
+        own = self.embeddings[:, position : position + embedded.shape[1]].to(embedded.device, embedded.dtype)
+        own = own.repeat_interleave(embedded.shape[0] // len(own), dim=0)  # beams
+        return torch.cat([own, embedded[:, own.shape[1] :]], dim=1)
+
+
+class _Entered(Exception):
+    """The language part was called with these arguments."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.given = given
+
+
+class _Entrance(nn.Module):
+    """In the place of a language part."""
+
+    def __init__(self, part: Any, embeddings: nn.Module) -> None:
+        super().__init__()
+        self.config = part.config
+        self.embed_tokens = embeddings
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed_tokens
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise _Entered(kwargs)
+
+
+class ImageEncoder:
+    """Of the model in `folder`. Its weights are loaded when the first picture comes. For any thread.
+
+    Args:
+        embeddings: the language part's, of tokens.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, embeddings: nn.Module) -> None:
+        self._folder = folder
+        self._dtype = dtype
+        self._device = device
+        self._embeddings = embeddings
+        self._model: Any = None
+        self._lock = threading.Lock()
+
+    @torch.no_grad()
+    def encode(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, images: Mapping[str, Any]
+    ) -> ImagePrompt:
+        """The prompt that the tokens and pictures make.
+
+        Args:
+            input_ids: int64 [rows, tokens], with the tokens that stand for pictures.
+            attention_mask: [rows, tokens], 0 at padding.
+            images: what the model's processor makes of the pictures, such as `pixel_values`.
+
+        Raises:
+            ModelError: the model takes no pictures, or its blocks want something that does not travel.
+            BadInput: an argument that it does not have, or pictures and tokens do not fit each other.
+        """
+        with self._lock:
+            if self._model is None:
+                self._model = _load(self._folder, self._dtype, self._device, self._embeddings)
+            return self._encode(input_ids, attention_mask, images)
+
+    def _encode(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, images: Mapping[str, Any]
+    ) -> ImagePrompt:
+        model, kind = self._model, self._model.config.model_type
+        known = inspect.signature(model.forward).parameters
+        if unknown := images.keys() - known.keys():
+            raise BadInput(f"a model of type {kind!r} takes no {min(unknown)}: give what its processor makes")
+        given = {name: self._here(value) for name, value in images.items()}
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        try:
+            model(input_ids=input_ids.to(self._device), attention_mask=mask.to(self._device), **given)
+        except _Entered as entered:
+            return _prompt_of(entered.given, kind, input_ids.shape)
+        except (ValueError, RuntimeError, TypeError, IndexError) as error:
+            raise BadInput(f"these pictures and tokens do not fit each other: {reason_of(error)}") from error
+        raise ModelError(
+            f"a model of type {kind!r} does not call its language part: petalnode takes no pictures for it"
+        )
+
+    def _here(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.to(self._device, self._dtype if value.is_floating_point() else value.dtype)
+
+
+def _prompt_of(given: Mapping[str, Any], kind: str, shape: tuple[int, ...]) -> ImagePrompt:
+    for name, value in given.items():
+        is_map = name == "attention_mask" and isinstance(value, dict)
+        if value is not None and (name not in _HARMLESS or is_map):
+            what = "a mask of its own, in which tokens of a picture see those behind them" if is_map else name
+            raise ModelError(f"a model of type {kind!r} gives its blocks {what}: petalnode takes no pictures for it")
+    positions = given.get("position_ids")
+    if positions is not None:
+        positions = positions[-3:] if positions.dim() == 3 else None  # before these, some have those of text
+    embeddings: torch.Tensor = given["inputs_embeds"]
+    if embeddings.shape[:2] != shape:
+        raise ModelError(f"a model of type {kind!r} makes other tokens of pictures: petalnode takes no pictures for it")
+    return ImagePrompt(embeddings.clone(), positions)
+
+
+@memory_needed("Loading the encoder of pictures")
+def _load(folder: Path, dtype: torch.dtype, device: torch.device, embeddings: nn.Module) -> Any:
+    """The whole model without its language part, whose embeddings are these.
+
+    Raises:
+        ModelError: it takes no pictures, or its files do not fit it.
+    """
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    text = config.get_text_config(decoder=True)
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or text is config:
+        raise ModelError(f"a model of type {config.model_type!r} takes no pictures")
+    for part in (config, text):
+        vars(part).pop("quantization_config", None)
+    try:
+        with BUILDING, torch.device("meta"):
+            model: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]._from_config(config, dtype=dtype)
+    except Exception as error:
+        raise ModelError(
+            f"transformers cannot build a model of type {config.model_type!r}: {reason_of(error)}"
+        ) from error
+    model.eval()
+    paths = [path for path, _ in model.named_modules() if path.rpartition(".")[2] in _LANGUAGE_PARTS]
+    if not paths:
+        raise ModelError(f"petalnode cannot tell the language part of a {config.model_type!r} model")
+    path = min(paths, key=len)
+    parameters = model.state_dict()
+    part = model.get_submodule(path)
+    head = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), path)
+    model.set_submodule(path, _Entrance(part, nn.Identity()))
+    if not head.startswith(path):
+        model.set_submodule(head, nn.Identity())
+    gone = {name for name in parameters if name.startswith((f"{path}.", f"{head}."))}
+    model.all_tied_weights_keys = {}
+    blocks = int(text.num_hidden_layers)
+    skeleton = Skeleton(model, part, path, "layers", dtype, parameters, (), takes_pictures=True)
+    with Checkpoint(folder, blocks) as weights:
+        fill(skeleton, weights, lambda block: block is None, device, gone)
+    model.get_submodule(path).embed_tokens = embeddings
+    return model

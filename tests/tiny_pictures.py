@@ -1,0 +1,126 @@
+"""Tiny models of families that take pictures, and what their processors would make of tiny pictures."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.models.auto.modeling_auto import AutoModelForImageTextToText
+
+from tests.sweep.configs import fill, tiny_config
+
+SIDE = 28  # pixels, of pictures of a fixed size
+GRID = (4, 6)  # patches, of the others: six tokens
+Picture = Callable[[torch.Generator, int], dict[str, torch.Tensor]]
+"""What a processor makes of so many pictures."""
+
+
+def _square(generator: torch.Generator, count: int) -> dict[str, torch.Tensor]:
+    return {"pixel_values": torch.randn(count, 3, SIDE, SIDE, generator=generator)}
+
+
+def _sized(generator: torch.Generator, count: int) -> dict[str, torch.Tensor]:
+    return {**_square(generator, count), "image_sizes": torch.tensor([[SIDE, SIDE]] * count)}
+
+
+def _tiled(generator: torch.Generator, count: int) -> dict[str, torch.Tensor]:
+    """One tile a row."""
+    return {"pixel_values": torch.randn(count, 1, 3, SIDE, SIDE, generator=generator)}
+
+
+def _patches(generator: torch.Generator, count: int) -> dict[str, torch.Tensor]:
+    return {
+        "pixel_values": torch.randn(count, 16, 3 * 14 * 14, generator=generator),
+        "spatial_shapes": torch.tensor([[4, 4]] * count),
+        "pixel_attention_mask": torch.ones(count, 16, dtype=torch.long),
+    }
+
+
+def _grid(generator: torch.Generator, count: int) -> dict[str, torch.Tensor]:
+    patches = count * GRID[0] * GRID[1]
+    return {
+        "pixel_values": torch.randn(patches, 3 * 2 * 14 * 14, generator=generator),
+        "image_grid_thw": torch.tensor([[1, *GRID]] * count),
+    }
+
+
+@dataclass(frozen=True)
+class Family:
+    """`vision`, `text`, `outer`: changes of the parts of the tiny configuration. `types`: the argument that says which
+    tokens are those of pictures."""
+
+    picture: Picture = _square
+    vision: dict[str, Any] = field(default_factory=dict)
+    text: dict[str, Any] = field(default_factory=dict)
+    outer: dict[str, Any] = field(default_factory=dict)
+    types: str = ""
+    padded: bool = True
+
+
+def _axes(sections: Sequence[int], **vision: Any) -> Family:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sections)}
+    return Family(_grid, vision, {"rope_parameters": rope}, types="mm_token_type_ids")
+
+
+FAMILIES: dict[str, Family] = {
+    "llava": Family(),
+    "idefics3": Family(_tiled),
+    "smolvlm": Family(_tiled),
+    "internvl": Family(vision={"image_size": [SIDE, SIDE], "patch_size": [14, 14]}),
+    "lfm2_vl": Family(_patches),
+    "aya_vision": Family(),
+    "cohere2_vision": Family(),
+    "qwen2_vl": _axes([2, 3, 3]),
+    "qwen2_5_vl": _axes([2, 3, 3]),
+    "qwen3_5": Family(_grid, types="mm_token_type_ids"),
+    "qwen3_5_moe": Family(_grid, types="mm_token_type_ids"),
+    "glm4v": _axes([2, 3, 3]),
+    "glm4v_moe": _axes([1, 2, 1]),
+}
+
+
+def save_seeing(kind: str, folder: Path) -> Any:
+    """Saves a tiny model of this family, and returns it as transformers loads it."""
+    family, config = FAMILIES[kind], tiny_config(kind)
+    for part, changes in ((config.vision_config, family.vision), (config.get_text_config(), family.text)):
+        for name, value in changes.items():
+            setattr(part, name, value)
+    for name, value in family.outer.items():
+        setattr(config, name, value)
+    torch.manual_seed(0)
+    made: Any = AutoModelForImageTextToText.from_config(config).eval()
+    fill(made)
+    made.generation_config.eos_token_id = None
+    made.save_pretrained(folder)
+    return AutoModelForImageTextToText.from_pretrained(folder).eval()
+
+
+def seen(whole: Any, kind: str, texts: Sequence[tuple[int, int]] = ((5, 3),), seed: int = 3) -> dict[str, Any]:
+    """Arguments for `generate`: per row a text with a picture in it, which has so many tokens before and behind it.
+    Shorter rows are padded at the left."""
+    family, generator = FAMILIES[kind], torch.Generator().manual_seed(seed)
+    given: dict[str, Any] = dict(family.picture(generator, len(texts)))
+    config = whole.config
+    token = getattr(config, "image_token_id", None) or config.image_token_index
+    features = getattr(whole, "get_image_features", None) or whole.model.get_image_features
+    taken = inspect.signature(features).parameters
+    with torch.no_grad():
+        made = features(**{name: value for name, value in given.items() if name in taken or "kwargs" in taken})
+    made = getattr(made, "pooler_output", made)
+    parts = made if isinstance(made, (list, tuple)) else [made]
+    count = sum(part.reshape(-1, part.shape[-1]).shape[0] for part in parts) // len(texts)
+    begin = [config.vision_start_token_id] if hasattr(config, "vision_start_token_id") else []
+    rows = []
+    for before, behind in texts:
+        words = torch.randint(3, 250, (before + behind,), generator=generator).tolist()
+        rows.append([*words[:before], *begin, *[token] * count, *words[before:]])
+    longest = max(map(len, rows))
+    given["input_ids"] = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
+    given["attention_mask"] = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    if family.types:
+        given[family.types] = (given["input_ids"] == token).long()
+    return given
