@@ -341,7 +341,8 @@ def quantised_weights(skeleton: Skeleton, weights: Checkpoint) -> StoredQuantise
     mapping = _conversions(skeleton.model)
     places = [(place, key) for key, _, place in _places(skeleton, plain, mapping)]
     count = Counter(place for place, _ in places)
-    return StoredQuantised(weights, scheme, {key: place for place, key in places if count[place] == 1})
+    shapes = {name: tuple(weight.shape) for name, weight in skeleton.parameters.items()}
+    return StoredQuantised(weights, scheme, {key: place for place, key in places if count[place] == 1}, shapes)
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def _gptq(stated: Mapping[str, Any]) -> StoredScheme:
         raise ModelError(f"weights quantised by gptq with {stated.get('bits')} bits in the format {form}")
     symmetric, offset = bool(stated.get("sym", True)), 1 if form == "gptq" else 0
     in_order = not stated.get("desc_act")
-    return StoredScheme("gptq", stated["bits"], True, symmetric, None, _group(stated), offset, in_order)
+    return StoredScheme("gptq", int(stated["bits"]), True, symmetric, None, _group(stated), offset, in_order)
 
 
 def _awq(stated: Mapping[str, Any]) -> StoredScheme:
@@ -107,7 +107,7 @@ def _compressed(stated: Mapping[str, Any]) -> StoredScheme:
 def _group_of(group: Any, usual: Any) -> StoredScheme:
     weights = group.get("weights") if isinstance(group, Mapping) else None
     form = (group.get("format") or usual) if isinstance(group, Mapping) else None
-    if not isinstance(weights, Mapping) or form not in _FORMATS:
+    if not isinstance(weights, Mapping) or not isinstance(form, str) or form not in _FORMATS:
         raise ModelError(f"weights quantised by compressed-tensors in the format {form}")
     bits: Any = weights.get("num_bits")
     kind = weights.get("type", "int")
@@ -117,4 +117,4 @@ def _group_of(group: Any, usual: Any) -> StoredScheme:
     block = _block(weights.get("block_structure"))
     group_size = _group(weights) if weights.get("strategy") == "group" else 0
     in_order = weights.get("actorder") in (None, False, "weight", "static")
-    return StoredScheme("compressed-tensors", bits, kind == "int", symmetric, block, group_size, in_order=in_order)
+    return StoredScheme("compressed-tensors", int(bits), kind == "int", symmetric, block, group_size, in_order=in_order)

@@ -128,18 +128,14 @@ def test_every_attack_of_the_catalogue_is_in_a_row() -> None:
 
 
 def routes() -> set[str]:
-    """By the calls of `Route` in the API's rooms."""
+    """By the calls of `Route`: those of the API's rooms, of the pages and of the metrics."""
     found = set()
-    api = ROOT / "node/api"
-    others = (api / name for name in ("app.py", "anthropic.py", "ollama.py"))
-    for path in api.rglob("endpoints.py"), api.rglob("*_endpoints.py"), others:
-        for file in path:
-            for call in ast.walk(ast.parse(file.read_text())):
-                if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "Route":
-                    methods = next(word.value for word in call.keywords if word.arg == "methods")
-                    assert isinstance(methods, ast.List)
-                    for method in methods.elts:
-                        found.add(f"{ast.literal_eval(method)} {_path(call.args[0])}")
+    for file in (file for room in ("api", "web", "monitoring") for file in (ROOT / "node" / room).rglob("*.py")):
+        for call in ast.walk(ast.parse(file.read_text())):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "Route":
+                methods = next((word.value for word in call.keywords if word.arg == "methods"), None)
+                for method in ["GET"] if methods is None else ast.literal_eval(methods):
+                    found.add(f"{method} {_path(call.args[0])}")
     return {route for route in found if "{rest:path}" not in route}  # what is off
 
 

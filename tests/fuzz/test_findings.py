@@ -14,11 +14,13 @@ from libp2p.peer.id import ID
 from libp2p.peer.peerstore import PeerStore
 from multiaddr import Multiaddr
 
+from petalnode.node.blocks.quantisation.stored import StoredQuantised
 from petalnode.node.client.chat import held_chat
 from petalnode.node.client.request import pledged_points
 from petalnode.node.errors import BadInput, ModelError
-from petalnode.node.models.checkpoint import read_header
+from petalnode.node.models.checkpoint import Checkpoint, read_header
 from petalnode.node.models.manifest import canonical_architecture
+from petalnode.node.models.stored_scheme import stored_scheme
 from petalnode.node.network.addresses import dialable, parse_peer
 from petalnode.node.network.standard_protocols import keep_identified
 from petalnode.node.network.transport.muxed_stream import HEADER, RST, SYN, WINDOW_UPDATE
@@ -38,9 +40,11 @@ from tests.fuzz import corpus
 from tests.fuzz.connections import Opened, Tampered, handshakes, node_host
 from tests.fuzz.harness import without_threads
 from tests.fuzz.mutation import frame
+from tests.fuzz.quantised import MATRIX, SHAPE, files_of, quantised, read
 from tests.fuzz.server import InPlace, blocks
 from tests.memory_muxer import DIRECT, muxer, settled
 from tests.node_inspection import held_back
+from tests.quantised_checkpoints import LAYOUTS
 
 
 @pytest.mark.parametrize("span", [(0, 0), (5, 2), (0, 2)])
@@ -225,3 +229,58 @@ def test_little_of_what_a_peer_says_of_itself_is_kept() -> None:
         assert len(store.get_protocols(peer_id)) == 128
 
     virtually(main)
+
+
+def write(folder: Path, stated: dict[str, Any], held: dict[str, tuple[str, tuple[int, ...], bytes]]) -> None:
+    for name, data in files_of(stated, held).items():
+        (folder / name).write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "dtype", "shape", "data"),
+    [
+        ("packed", "weight_shape", "I64", (1,), bytes(8)),
+        ("packed", "weight_shape", "I64", (2,), (16).to_bytes(8, "little") + (1 << 40).to_bytes(8, "little")),
+        ("packed", "weight_scale", "BF16", (0, 2), b""),
+        ("packed", "weight_scale", "BF16", (16, 0), b""),
+        ("gptq", "scales", "F16", (32,), bytes(64)),
+        ("gptq", "scales", "F16", (2, 16, 1), bytes(64)),
+        ("gptq", "g_idx", "I32", (1 << 16,), bytes(1 << 18)),
+    ],
+)
+def test_parts_of_a_quantised_matrix_that_do_not_fit_are_refused(
+    layout: str, name: str, dtype: str, shape: tuple[int, ...], data: bytes, tmp_path: Path
+) -> None:
+    """They raised what torch raises, or asked for terabytes: for as many numbers as `weight_shape` says."""
+    write(tmp_path, LAYOUTS[layout][0], quantised(layout) | {f"{MATRIX}.{name}": (dtype, shape, data)})
+    with pytest.raises(ModelError):
+        read(tmp_path)
+
+
+def test_a_matrix_of_another_shape_than_the_models_is_not_held_in_its_bits(tmp_path: Path) -> None:
+    """It raised where the kernels take it, not where its shape is told."""
+    write(tmp_path, LAYOUTS["packed"][0], quantised("packed"))
+    with Checkpoint(tmp_path, 1) as weights:
+        for rows, kind in ((SHAPE[0], "Q4_0"), (2 * SHAPE[0], None)):
+            places, shapes = {f"{MATRIX}.weight": "weight"}, {"weight": (rows, SHAPE[1])}
+            stored = StoredQuantised(weights, stored_scheme(LAYOUTS["packed"][0]), places, shapes)
+            assert stored.kind("weight") == kind
+
+
+@pytest.mark.parametrize("form", [{}, [], None, 1])
+def test_a_format_that_is_no_text_is_refused(form: Any) -> None:
+    stated = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"a": {"weights": {"num_bits": 4}, "format": form}},
+    }
+    with pytest.raises(ModelError, match="in the format"):
+        stored_scheme(stated)
+
+
+def test_scales_of_blocks_wider_than_the_matrix_take_no_more_than_it(tmp_path: Path) -> None:
+    held = {
+        f"{MATRIX}.weight": ("F8_E4M3", (4, 4), bytes(16)),
+        f"{MATRIX}.weight_scale_inv": ("F32", (2, 1), bytes(8)),
+    }
+    write(tmp_path, {"quant_method": "fp8", "weight_block_size": [2, 1 << 62]}, held)
+    read(tmp_path)

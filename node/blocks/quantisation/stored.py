@@ -7,7 +7,8 @@ What is stored beside a matrix `X.weight`: `X.weight_scale_inv` (fp8), `X.weight
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
@@ -35,11 +36,13 @@ class StoredQuantised:
 
     Attributes:
         places: the parameter of the model that a key fills, where it alone fills that.
+        parameters: shapes of the model's parameters, by name.
     """
 
     weights: Checkpoint
     scheme: StoredScheme
     places: Mapping[str, str] = field(default_factory=dict)
+    parameters: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def sources(self) -> Mapping[str, str]:
@@ -64,9 +67,15 @@ class StoredQuantised:
         if name not in _PACKED and not self._is_quantised(source):
             tensor: torch.Tensor = self.weights.slice(source)[...]
             return tensor
-        try:
+        with self._fitting(source):
             return self._opened(module, source)
-        except (RuntimeError, IndexError, ValueError, TypeError) as error:
+
+    @contextmanager
+    def _fitting(self, source: str) -> Iterator[None]:
+        """What torch says of parts that do not fit together, as a ModelError."""
+        try:
+            yield
+        except (RuntimeError, IndexError, ValueError, TypeError, ArithmeticError) as error:
             raise ModelError(
                 f"{self.weights.folder} holds {source} with scales or zero points that do not fit it ({error}). Copy "
                 "or download it again, or take another model"
@@ -114,6 +123,8 @@ class StoredQuantised:
         """Of each input, which scale is its."""
         for name in ("g_idx", "weight_g_idx"):
             stated = self._held(f"{module}.{name}")
+            if stated is not None and stated.shape != (width,):
+                raise ValueError(f"groups {list(stated.shape)} for {width} inputs")
             if stated is not None and bool((stated >= 0).all()):
                 return stated.long()
         if width % count:
@@ -144,13 +155,24 @@ class StoredQuantised:
     # --- in the kernels' bits
 
     def kind(self, name: str) -> str | None:
-        """The kind of GGUF that has every value of parameter `name` to the bit; None if there is none."""
-        return None if self._exact(name) is None else self.scheme.kind
+        """The kind of GGUF that has every value of parameter `name` to the bit; None if there is none.
+
+        Raises: as `values`.
+        """
+        with self._fitting(name):
+            return None if self._exact(name) is None else self.scheme.kind
 
     def stored(self, name: str, expert: int | None = None) -> np.ndarray:
-        """The matrix in that kind: uint8 [rows, bytes of a row]. Only of a parameter that has a `kind`."""
+        """The matrix in that kind: uint8 [rows, bytes of a row]. Only of a parameter that has a `kind`.
+
+        Raises: as `values`.
+        """
+        with self._fitting(name):
+            return self._blocks(name)
+
+    def _blocks(self, name: str) -> np.ndarray:
         found = self._exact(name)
-        assert found is not None and expert is None
+        assert found is not None
         module, source, scale = found
         codes, zeros = self._codes(module, source)
         if zeros is not None:
@@ -177,9 +199,10 @@ class StoredQuantised:
         if last not in _PACKED and not self._is_quantised(source):
             return None
         scale = self._scale(module)
-        width = self._width(module, source)
+        rows, width = self._shape(module, source)
         if (
-            width % scale.shape[1]
+            (rows, width) != self.parameters.get(name, (rows, width))
+            or width % scale.shape[1]
             or (width // scale.shape[1]) % SCALE_RUN
             or not torch.equal(scale, scale.half().float())
         ):
@@ -188,11 +211,17 @@ class StoredQuantised:
         in_order = torch.equal(groups, torch.arange(width) // (width // scale.shape[1]))
         return (module, source, scale) if in_order and self._is_centred(module, source) else None
 
-    def _width(self, module: str, source: str) -> int:
-        shape = self.weights.tensor(source).shape
+    def _shape(self, module: str, source: str) -> tuple[int, int]:
+        """Of the matrix: out, in."""
+        rows, width = self.weights.tensor(source).shape
         if source.endswith(".qweight"):
-            return shape[0] * (32 // self.scheme.bits)
-        return int(self._read(f"{module}.weight_shape")[1]) if source.endswith(".weight_packed") else shape[1]
+            return width, rows * (32 // self.scheme.bits)
+        if source.endswith(".weight_packed"):
+            held = self._read(f"{module}.weight_shape").tolist()
+            if not 0 < held[1] <= width * (32 // self.scheme.bits):
+                raise ValueError(f"{held[1]} inputs in {width} numbers of 32 bits")
+            return rows, held[1]
+        return rows, width
 
     def _is_centred(self, module: str, source: str) -> bool:
         """Whether all zero points are the middle of the codes, which GGUF's kinds take for granted."""
@@ -231,7 +260,7 @@ def _scaled(held: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | No
     tall, wide = block or (max(1, rows // scale.shape[0]), max(1, width // scale.shape[1]))
     if scale.shape != (-(-rows // tall), -(-width // wide)):
         raise ValueError(f"scales {list(scale.shape)} for blocks of {tall} x {wide} of {rows} x {width} values")
-    across = scale.repeat_interleave(wide, 1)[:, :width]
+    across = scale.repeat_interleave(min(wide, width), 1)[:, :width]
     for number, start in enumerate(range(0, rows, tall)):
         values[start : start + tall] *= across[number]
     return values

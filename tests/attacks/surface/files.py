@@ -27,6 +27,14 @@ FILES: Final[Mapping[str, Row]] = {
         ("tests/fuzz/test_fuzzing.py",),
         ("model folder",),
     ),
+    "quantised safetensors": Row(
+        FILE,
+        "node.models.checkpoint._MAX_HEADER_BYTES node.models.folder._CONFIG_LIMITS",
+        "node.models.checkpoint._MAX_HEADER_BYTES",
+        "node.models.checkpoint._MAX_TENSORS",
+        ("tests/parity/test_stored_quantised.py", "tests/fuzz/test_findings.py"),
+        ("quantised weights",),
+    ),
     "GGUF": Row(
         FILE,
         "node.models.gguf.header._MAX_HEADER_BYTES node.models.gguf.header._MAX_DIMENSIONS",

@@ -35,6 +35,11 @@ ROUTES: Final[Mapping[str, Row]] = {
         _HOSTILE, _BODIES, entries="node.api.parts.REQUEST_LIMITS.max_messages node.api.parts.REQUEST_LIMITS.max_tools"
     ),
     "POST /v1/completions": asked(_HOSTILE, entries="node.api.openai.requests.MAX_CHOICES"),
+    "GET /": asked(f"{_API}test_pages.py"),
+    "GET /web/{name}": asked(f"{_API}test_pages.py"),
+    "GET /metrics": asked("tests/unit/test_metrics.py"),
+    "GET /v1/petalnode/swarm": asked("tests/swarm/test_links.py"),
+    "GET /v1/petalnode/invite": asked("tests/swarm/test_links.py"),
     "GET /v1/petalnode/receipts/{name}": asked(f"{_API}test_request_options.py"),
     "POST /v1/petalnode/hidden_states": asked(_HOSTILE, entries="node.api.openai.endpoints._MAX_INPUTS"),
     "POST /v1/embeddings": asked(_HOSTILE, entries="node.api.openai.endpoints._MAX_INPUTS"),
