@@ -1,11 +1,11 @@
 """How long a generation stalls when one of its servers is told to stop, is killed or freezes.
 
-    python benchmarks/drain.py [--json] [--rounds 3]
+    python benchmarks/drain.py [--json] [--rounds 3] [--only frozen]
 
 Real processes on loopback, one thread each: four servers hold the random Llama of 27.8M parameters twice, and one of
 those in use is ended in the middle of 120 tokens. The client moves to a standby (told to stop), recovers by replay
-(killed), or both races (frozen). The tokens are compared with plain transformers'. Each round starts its servers anew,
-nine times in all: minutes.
+(killed), or both races (frozen: the first server of the chain, or the second). The tokens are compared with plain
+transformers'. Each round starts its servers anew, twelve times in all: minutes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,13 @@ from transformers.utils import logging
 from petalnode import AutoDistributedModelForCausalLM
 
 TOKENS, END_AT = 120, 40
-SIGNALS = {"told to stop": signal.SIGTERM, "killed": signal.SIGKILL, "frozen": signal.SIGSTOP}
+ENDS = {
+    "told to stop": (signal.SIGTERM, 0),
+    "killed": (signal.SIGKILL, 0),
+    "frozen": (signal.SIGSTOP, 0),
+    "frozen, the second": (signal.SIGSTOP, 1),
+}
+"""The signal that ends a server, and where in the chain that server is."""
 
 
 class _Clock:
@@ -54,6 +60,7 @@ class _Clock:
 
 def run(folder: Path, how: str, expected: torch.Tensor, prompt: torch.Tensor) -> dict[str, float]:
     """One generation; milliseconds of the usual step and of the longest after the event."""
+    sent, place = ENDS[how]
     with local_swarm(str(folder), [(0, 4), (4, 8), (0, 4), (4, 8)]) as servers:
         by_peer = {server.ready["peer_id"]: server.process for server in servers}
         with (
@@ -61,13 +68,13 @@ def run(folder: Path, how: str, expected: torch.Tensor, prompt: torch.Tensor) ->
             model.inference_session(prompt.shape[1] + TOKENS) as session,
         ):
             model.generate(prompt, session=session, max_new_tokens=2, do_sample=False, pad_token_id=0)
-            chosen = by_peer[session.route[0][0]]
-            clock = _Clock(lambda: os.kill(chosen.pid, SIGNALS[how]))
+            chosen = by_peer[session.route[place][0]]
+            clock = _Clock(lambda: os.kill(chosen.pid, sent))
             options = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False, "pad_token_id": 0}
             output = model.generate(prompt, session=session, streamer=clock, **options)
             assert torch.equal(output, expected), "the tokens differ from plain transformers'"
             assert session.recoveries == 1, f"{session.recoveries} servers were replaced"
-        if how == "frozen":
+        if sent == signal.SIGSTOP:
             os.kill(chosen.pid, signal.SIGCONT)
     steps = [1000 * (after - before) for before, after in itertools.pairwise(clock.times[1:])]
     before, after = steps[: END_AT - 2], steps[END_AT - 2 :]
@@ -78,6 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="", help="only servers that end in ways whose names begin with this")
     options = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -88,7 +96,7 @@ def main() -> None:
         plain = plain_model(folder)
         prompt = torch.randint(5, 2000, (1, 64))
         expected = plain.generate(prompt, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False, pad_token_id=0)
-        for how in SIGNALS:
+        for how in (name for name in ENDS if name.startswith(options.only)):
             rounds = []
             for number in range(options.rounds):
                 print(f"{how}, round {number + 1} of {options.rounds} ...", file=sys.stderr)

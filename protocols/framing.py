@@ -124,6 +124,7 @@ class MessageStream(Generic[F]):
         self._buffer = bytearray()
         self._header: F | None = None  # parsed, its payload not all here yet
         self._broken: PeerError | None = None
+        self._admit: Callable[[F], None] | None = None  # of the caller of `receive`
         self._room = room
         self._keeps_room = keeps_room
         self._room_taken: tuple[PayloadRoom, str, int] | None = None  # of which room, for which address, bytes
@@ -204,10 +205,8 @@ class MessageStream(Generic[F]):
         """The next message: its header, and the bytes of each of its tensors.
 
         `timeout` in seconds; None: as long as the connection lives. Cancelled or timed out, it has lost nothing.
-
         `admit(header)` is called before the tensors are waited for. What it raises is raised here, and nothing more
         can be received: the stream is to be closed. After a cancellation it may be called again for the same header.
-
         A message that has begun has to come within `PATIENCE` and at `LEAST_RATE`, or the stream is reset.
 
         Raises:
@@ -215,10 +214,11 @@ class MessageStream(Generic[F]):
             StreamClosed: the stream has ended, or the message came too slowly.
             ProtocolError: not a message, over the stream's limits, or cut short; the stream was reset.
         """
+        self._admit = admit
         if timeout is None:
-            return await self._receive(admit)
+            return await self._receive()
         with trio.move_on_after(timeout):
-            return await self._receive(admit)
+            return await self._receive()
         raise StreamTimeout(f"nothing came from {self.peer_id} within {timeout:g} s", self.peer_id)
 
     async def wait_begun(self, *, timeout: float) -> None:
@@ -229,14 +229,14 @@ class MessageStream(Generic[F]):
             return
         raise StreamTimeout(f"nothing came from {self.peer_id} within {timeout:g} s", self.peer_id)
 
-    async def _receive(self, admit: Callable[[F], None] | None) -> tuple[F, list[bytes]]:
+    async def _receive(self) -> tuple[F, list[bytes]]:
         try:
-            return await self._receive_message(admit)
+            return await self._receive_message()
         except ProtocolError:
             await self.reset()
             raise
 
-    async def _receive_message(self, admit: Callable[[F], None] | None) -> tuple[F, list[bytes]]:
+    async def _receive_message(self) -> tuple[F, list[bytes]]:
         if isinstance(self._broken, ProtocolError):
             raise self._broken
         if self._header is None:
@@ -245,8 +245,8 @@ class MessageStream(Generic[F]):
             self._header = self._take_header()
             if self._header is None:
                 await (self._fill_to(self._due) if self._buffer else self._fill())
-        if admit is not None:
-            admit(self._header)
+        if self._admit is not None:
+            self._admit(self._header)
         sizes = [tensor.nbytes for tensor in _tensors(self._header)]
         total = sum(sizes)
         if total > _UNCOUNTED or len(self._buffer) < total:

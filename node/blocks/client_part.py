@@ -54,16 +54,16 @@ class RemoteBlocks(nn.Module):
 
     inner: nn.Module | None
 
-    def __init__(self, run: Callable[[torch.Tensor], torch.Tensor], first: nn.Module) -> None:
+    def __init__(self, client: ClientModel, first: nn.Module) -> None:
         super().__init__()
-        self._run = run
+        self._client = client
         self.inner = None
         self.as_tuple = False  # older decoders take `layer(...)[0]`, newer ones the tensor
         # By the kind of a block, of the first one here, decoders choose its mask.
         vars(self).update({name: kind for name, kind in vars(first).items() if isinstance(kind, str)})
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        hidden = self._run(hidden_states)
+        hidden = self._client.run_blocks(hidden_states)
         return (hidden,) if self.as_tuple else hidden
 
 
@@ -129,7 +129,7 @@ class ClientModel:
         self.linears = [linear_shapes(block) for block in skeleton.blocks]
         self._remote: Remote | None = None
         self._here = threading.local()  # .call: of the step in progress; .instead: what runs instead of the remote
-        self.layer = RemoteBlocks(self._run_blocks, skeleton.blocks[0])
+        self.layer = RemoteBlocks(self, skeleton.blocks[0])
         skeleton.set_blocks(BlockList({0: self.layer}))
         skeleton.decoder._is_hf_initialized = skeleton.fills_blocks  # which are not here
         skeleton.decoder.register_forward_pre_hook(self._note_call, with_kwargs=True)
@@ -137,7 +137,7 @@ class ClientModel:
         self.model.get_input_embeddings().register_forward_hook(self._put_prompts)
         self._prepare_cache = self.model._prepare_cache_for_generation
         self.model._prepare_cache_for_generation = self._prepare_remote_cache
-        self._outer = OuterLayers(self.model, skeleton.decoder, self.layer)
+        self._outer = OuterLayers(self, self.model, skeleton.decoder, self.layer)
         self.encoder = ImageEncoder(folder, self.dtype, device, self.model.get_input_embeddings())
         self.original_length = original_length(skeleton.config)
         self._prepare_inputs = self.model.prepare_inputs_for_generation
@@ -163,7 +163,7 @@ class ClientModel:
                 _log.debug("no remote blocks with attention %s, tuple %s: %s", implementation, as_tuple, error)
                 continue
             if hidden.shape[:2] == ids.shape:
-                self._outer.compare_embeddings(self._embedded)
+                self._outer.compare_embeddings()
                 return
         raise ModelError(f"petalnode cannot put remote blocks into a {self.model.config.model_type!r} model")
 
@@ -206,9 +206,9 @@ class ClientModel:
         ids = input_ids.to(self.device)
         if self._outer.embeds and self.prompt is None:
             return self._outer.embed(ids)
-        return self._embedded(ids, position, attention_mask)
+        return self.embedded(ids, position, attention_mask)
 
-    def _embedded(self, ids: torch.Tensor, position: int = 0, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def embedded(self, ids: torch.Tensor, position: int = 0, mask: torch.Tensor | None = None) -> torch.Tensor:
         seen: list[torch.Tensor] = []
 
         def keep(hidden: torch.Tensor) -> torch.Tensor:
@@ -222,9 +222,9 @@ class ClientModel:
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [batch, tokens, vocabulary] of what left the last block, [batch, tokens, hidden size]."""
         given = hidden.to(self.device, self.dtype)
-        if getattr(self._here, "last", None) is None and self._outer.heads(self.hidden_size, self._logits):
+        if getattr(self._here, "last", None) is None and self._outer.heads():
             return self._outer.head(given)
-        return self._logits(given)
+        return self.logits(given)
 
     @torch.no_grad()
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -254,12 +254,12 @@ class ClientModel:
             As `hidden`, in its dtype.
         """
         given = hidden.detach().to(self.device, self.dtype).requires_grad_()
-        logits = self._logits(given)[:, :-1].flatten(0, 1).float()
+        logits = self.logits(given)[:, :-1].flatten(0, 1).float()
         loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten().to(logits.device))
         (gradient,) = torch.autograd.grad(loss, given)
         return gradient.to(hidden.device, hidden.dtype)
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         ids = torch.full(hidden.shape[:2], self.any_token, device=self.device)
         self._here.instead = lambda _: hidden
         try:
@@ -316,7 +316,7 @@ class ClientModel:
         if last is not None:
             last.append(output[0])
 
-    def _run_blocks(self, hidden: torch.Tensor) -> torch.Tensor:
+    def run_blocks(self, hidden: torch.Tensor) -> torch.Tensor:
         call: RemoteCall = self._here.call
         instead = getattr(self._here, "instead", None)
         if instead is not None:
@@ -349,12 +349,12 @@ class ClientModel:
             or self.prompt is not None
             or getattr(self._here, "last", None) is not None
             or not self._outer.embeds
-            or not self._outer.heads(self.hidden_size, self._logits)
+            or not self._outer.heads()
         ):
             return self._whole_forward(*args, **kwargs)
         keep, held = int(kwargs.get("logits_to_keep") or 0), cache.get_seq_length()
         self._here.call = RemoteCall(cache, held, mask, kwargs.get("position_ids"), keep or None)
-        hidden = self._run_blocks(self._outer.embed(ids))
+        hidden = self.run_blocks(self._outer.embed(ids))
         return CausalLMOutputWithPast(logits=self._outer.head(hidden[:, -keep:]), past_key_values=cache)
 
     def _prepare_remote_cache(self, generation_config: Any, model_kwargs: dict[str, Any], *rest: Any) -> Any:

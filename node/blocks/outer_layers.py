@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
@@ -23,6 +22,20 @@ _PLACES: Final = (0, 7)  # tokens before those whose embeddings are compared
 _SHORT: Final = 0.004  # seconds
 
 
+class WholeModel(Protocol):
+    """The model with all that it computes around its blocks."""
+
+    hidden_size: int
+
+    def embedded(self, ids: torch.Tensor, position: int = 0, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """What the decoder makes of ids at this position, for its blocks."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of hidden states [batch, tokens, hidden size] in the place of what the blocks give."""
+        ...
+
+
 class OuterLayers:
     """Of `model`, in whose `decoder` the module `layer` stands in the place of all blocks.
 
@@ -32,9 +45,10 @@ class OuterLayers:
             for another thread would take longer; false before `heads` was asked.
     """
 
-    def __init__(self, model: Any, decoder: nn.Module, layer: nn.Module) -> None:
+    def __init__(self, whole: WholeModel, model: Any, decoder: nn.Module, layer: nn.Module) -> None:
         self.embeds = False
         self.are_short = False
+        self._whole = whole
         self._model = model
         self._decoder = decoder
         self._layer = layer
@@ -43,34 +57,31 @@ class OuterLayers:
         self._comparing = threading.Lock()
 
     @torch.no_grad()
-    def compare_embeddings(self, embedded: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
-        """Sets `embeds`. `embedded(ids, position)`: what the decoder makes of ids at this position, for its blocks."""
+    def compare_embeddings(self) -> None:
+        """Sets `embeds`."""
         table, padding = self._model.get_input_embeddings(), getattr(self._model.config, "pad_token_id", None)
         rows = int(table.weight.shape[0])
         chosen = [number for number in range(rows - 1, max(-1, rows - 8), -1) if number != padding][:6]
         ids = torch.tensor([chosen], device=table.weight.device)
-        self.embeds = all(_same(self.embed(ids), embedded(ids, place)) for place in _PLACES)
+        self.embeds = all(_same(self.embed(ids), self._whole.embedded(ids, place)) for place in _PLACES)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """[batch, tokens, hidden size] of ids int64 [batch, tokens]."""
         hidden: torch.Tensor = self._model.get_input_embeddings()(ids)
         return hidden
 
-    def heads(self, hidden_size: int, logits: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-        """Whether `head` gives what the model does, which is compared when this is asked for the first time.
-
-        `logits`: what the model makes of hidden states [batch, tokens, hidden size] in the place of its blocks.
-        """
+    def heads(self) -> bool:
+        """Whether `head` gives what the model does, which is compared when this is asked for the first time."""
         if self._heads is None:
             with self._comparing:
                 if self._heads is None:
-                    self._heads = self._compare_head(hidden_size, logits)
+                    self._heads = self._compare_head()
         return self._heads
 
     @torch.no_grad()
-    def _compare_head(self, hidden_size: int, logits: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    def _compare_head(self) -> bool:
         weight = self._model.get_input_embeddings().weight
-        hidden = torch.randn(1, 2, hidden_size, generator=torch.Generator().manual_seed(0))
+        hidden = torch.randn(1, 2, self._whole.hidden_size, generator=torch.Generator().manual_seed(0))
         hidden = hidden.to(weight.device, weight.dtype)
         called: list[nn.Module] = []
         own = threading.get_ident()  # others may use the model meanwhile
@@ -81,7 +92,7 @@ class OuterLayers:
 
         hooks = [module.register_forward_hook(note) for module in (*self._decoder.children(), self._layer)]
         try:
-            expected = logits(hidden)
+            expected = self._whole.logits(hidden)
         finally:
             for hook in hooks:
                 hook.remove()

@@ -29,7 +29,7 @@ from .terminal import LineReader, stopped_by_signal
 if TYPE_CHECKING:
     from ..client.generation.conversation import Conversation, Sampling
     from ..client.generation.drafting import DraftCounts
-    from ..client.session.chain import Trouble
+    from ..client.session.chain import Interruption
     from ..client.session.comparing import Disagreement
     from ..swarm.routing import Hop
     from .strangers import StrangerNotice
@@ -66,9 +66,9 @@ _TYPING: Final = (
 )
 
 
-def _fields(trouble: Trouble) -> dict[str, Any]:
+def _fields(interruption: Interruption) -> dict[str, Any]:
     """What the events of a lost server have in common."""
-    return _hop(trouble.hop)
+    return _hop(interruption.hop)
 
 
 def _hop(hop: Hop) -> dict[str, Any]:
@@ -333,41 +333,45 @@ class Chatter:
 
     async def _say_what_is_waited_for(self) -> None:
         """Says which server was lost or is silent, how long the answer waits for others, and what would help."""
-        told: Trouble | None = None
+        told: Interruption | None = None
         opening = trio.current_time() + DIALOGUE.silence
         while True:
             await trio.sleep(DIALOGUE.look)
             self._answer.refresh()
-            trouble, now = self.conversation.trouble, trio.current_time()
-            if told is not None and told.lost and trouble is None:
+            interruption, now = self.conversation.interruption, trio.current_time()
+            if told is not None and told.lost and interruption is None:
                 seconds = round(now - told.since, 1)
                 fields = {"event": "server-replaced", **_fields(told), "seconds": seconds}
                 self._tell_progress(f"going on after {seconds} s", **fields)
                 told = None
-            if trouble is not None and trouble != told and (trouble.lost or now - trouble.since > DIALOGUE.silence):
-                told = trouble
-                self._tell_trouble(trouble)
+            if (
+                interruption is not None
+                and interruption != told
+                and (interruption.lost or now - interruption.since > DIALOGUE.silence)
+            ):
+                told = interruption
+                self._tell_interruption(interruption)
             if not self.conversation.is_open and now > opening:
                 opening = math.inf
                 self._answer.interrupt()
                 self.output.note(f"no server has taken the conversation yet: asking for up to {DEADLINES.reopen:.0f} s")
 
-    def _tell_trouble(self, trouble: Trouble) -> None:
-        hop = trouble.hop
-        if not trouble.lost:
+    def _tell_interruption(self, interruption: Interruption) -> None:
+        hop = interruption.hop
+        if not interruption.lost:
             self._answer.interrupt()
             self.output.note(f"server …{hop.peer_id[-8:]} (blocks {hop.span}) is silent; others are looked for")
             return
         advice = self._advice(hop)
         another = "another one that you trust" if self.is_closed(hop) else "another one"
-        reason = trouble.reason.replace(hop.peer_id, f"…{hop.peer_id[-8:]}")
+        reason = interruption.reason.replace(hop.peer_id, f"…{hop.peer_id[-8:]}")
         self._tell_progress(
-            f"lost a server: {reason}\nThe answer waits up to {trouble.waits:.0f} s until it is back, or "
+            f"lost a server: {reason}\nThe answer waits up to {interruption.waits:.0f} s until it is back, or "
             f"{another} serves blocks {hop.span}. What would help: {advice}",
             event="server-lost",
-            **_fields(trouble),
-            reason=trouble.reason,
-            waits_seconds=trouble.waits,
+            **_fields(interruption),
+            reason=interruption.reason,
+            waits_seconds=interruption.waits,
             advice=advice,
         )
 

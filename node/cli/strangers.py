@@ -91,7 +91,7 @@ class ServerChoice(TrustedOptions):
         return self.trusted_servers(self.allow or (), self.deny or ())
 
 
-def told_file(data_dir: Path) -> Path:
+def notices_file(data_dir: Path) -> Path:
     """Is there once a person has been told and went on; whoever deletes it is told again."""
     return data_dir / _FILE
 

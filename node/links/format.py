@@ -15,7 +15,7 @@ import binascii
 import hashlib
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -123,8 +123,8 @@ def to_link(invite: Invite, identity: Identity) -> str:
     return SCHEME + base64.b32encode(data).decode().rstrip("=").lower()
 
 
-def read_link(text: str, now: Callable[[], float] = time.time) -> Invite:
-    """Reads and checks a link that came from anywhere; nothing is looked up. `now` gives seconds since 1970.
+def read_link(text: str, now: float) -> Invite:
+    """Reads and checks a link that came from anywhere; nothing is looked up. `now`: seconds since 1970.
 
     Raises:
         LinkError: it is none, cut, altered, of a newer version, or has ended.
@@ -142,7 +142,7 @@ def read_link(text: str, now: Callable[[], float] = time.time) -> Invite:
         invite = _invite(message, maker)
     except ValueError as error:
         raise LinkError(f"this link is of no use, {error}: ask for another one") from None
-    _check_time(invite.expires, now())
+    _check_time(invite.expires, now)
     return invite
 
 
@@ -275,7 +275,7 @@ def open_link(text: str) -> Invite:
         BadInput: it cannot be used.
     """
     try:
-        invite = read_link(text)
+        invite = read_link(text, time.time())
     except LinkError as error:
         raise BadInput(str(error)) from None
     for addr in invite.addrs:

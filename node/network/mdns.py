@@ -26,6 +26,8 @@ from .addresses import concrete, ip_of, is_circuit, own_networks, parse_peer, po
 if TYPE_CHECKING:
     from zeroconf import ServiceInfo
 
+    from .host import Host
+
 log = logging.getLogger(__name__)
 
 _TICK: Final = 10.0  # seconds between two looks at this machine's addresses
@@ -163,10 +165,8 @@ class _Radio:
         self._zeroconf.close()
 
 
-async def run_mdns(
-    service: str, addrs: Callable[[], Iterable[str]], found: Found, asked: trio.Event, apart: bool = False
-) -> None:
-    """Looks for nodes of the local network, and announces `addrs()` there, until cancelled.
+async def run_mdns(service: str, host: Host, found: Found, asked: trio.Event, apart: bool = False) -> None:
+    """Looks for nodes of the local network, and announces its addresses there, until cancelled.
 
     `apart`: this node was told its swarm. `found` is called with the peer id and the addresses (without /p2p) of each
     neighbour that appears or changes, this node itself included, and with whether that one was told its swarm. `asked`
@@ -179,7 +179,7 @@ async def run_mdns(
             if interfaces := _interfaces():
                 async with _open(interfaces, service, apart) as (radio, names):
                     asked.set()
-                    await _use(radio, names, interfaces, addrs, found)
+                    await _use(radio, names, interfaces, host, found)
                 continue  # the interfaces have changed
         except Exception as error:  # zeroconf's own kinds, and the system's
             log.debug("no mDNS on %s: %r", ", ".join(interfaces), error)
@@ -227,9 +227,7 @@ async def _open(interfaces: list[str], service: str, apart: bool) -> AsyncIterat
             await trio.to_thread.run_sync(radio.close, abandon_on_cancel=True)
 
 
-async def _use(
-    radio: _Radio, names: _Names, interfaces: list[str], addrs: Callable[[], Iterable[str]], found: Found
-) -> None:
+async def _use(radio: _Radio, names: _Names, interfaces: list[str], host: Host, found: Found) -> None:
     """Announces and listens until the interfaces change."""
     limiter = trio.CapacityLimiter(_READERS)
 
@@ -254,7 +252,7 @@ async def _use(
         nursery.start_soon(listen)
         announced: list[str] = []
         while _interfaces() == interfaces:
-            current = announceable(addrs())
+            current = announceable(host.addrs())
             if current != announced:
                 await trio.to_thread.run_sync(partial(radio.announce, current), abandon_on_cancel=True)
                 announced = current

@@ -126,7 +126,7 @@ class _Waiter:
 
 class MemoryBudget:
     """Room for requests: cache tokens (of one sequence through all blocks of the server), or bytes. Whoever is refused
-    is told in `unit`s, which are `scale` each.
+    is told in `unit`s, which are `scale` each. No share of `network/shares.py`: what is held may be lent and reclaimed.
 
     Requests wait first come, first served: a large one is not overtaken for ever by small ones. Who has paid comes
     first, as `next_in_line` has it, and who asks for more than an equal share of all holders comes last. What is held

@@ -154,10 +154,8 @@ class StepRunner:
         self,
         blocks: BlockSpan,
         tallies: ServerTallies | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._blocks = blocks
-        self._clock = clock
         self._tallies = tallies or ServerTallies()
         self._waiting: list[Step] = []
         self.accounts = Accounts()
@@ -178,7 +176,7 @@ class StepRunner:
 
     def add(self, step: Step) -> None:
         """Unpacks a step, which then waits for its turn; answers it at once if that fails."""
-        begun, core = self._clock(), CoreTime(self._blocks.device)
+        begun, core = time.perf_counter(), CoreTime(self._blocks.device)
         try:
             self._unpack(step)
         except Exception as error:
@@ -187,7 +185,7 @@ class StepRunner:
             self._waiting.append(step)
             self._gathering.came(step.session, step.arrived)
         if len(step.input.payload) >= _LARGE:
-            now = self._clock()
+            now = time.perf_counter()
             self.accounts.note_other(step.session.client, now - begun, now, core.part())
 
     def _unpack(self, step: Step) -> None:
@@ -227,21 +225,21 @@ class StepRunner:
         nothing, and returns the seconds for which it is better to wait for steps that are about to come, or for which
         all that are here rest."""
         self._drop_given_up()
-        left = self._gathering.left(len(self._waiting), self._clock())
+        left = self._gathering.left(len(self._waiting), time.perf_counter())
         if left and all(step.hidden.shape[1] == 1 for step in self._waiting):
             return left
         waiting, shares, turn = self._next_turn()
         if turn.prefill is None and not turn.decode:
-            return self.accounts.rest(self._clock())
+            return self.accounts.rest(time.perf_counter())
         sessions = [step.session for step in self._waiting]
-        seconds = self._gathering.time(waiting, sessions, turn, shares, self._clock())
+        seconds = self._gathering.time(waiting, sessions, turn, shares, time.perf_counter())
         if not seconds:
             self._run(turn)
         return seconds
 
     def pass_wait(self, took: float, ended: float) -> float:
         """Seconds for which no pass may run, after a part of one that took `took` until `ended`."""
-        now = self._clock()
+        now = time.perf_counter()
         return pass_wait(took, now - ended, self._gathering.generating(now))
 
     def _next_turn(self) -> tuple[list[Waiting], Shares, Turn]:
@@ -250,7 +248,7 @@ class StepRunner:
             for step in self._waiting
             for rows, tokens in [step.hidden.shape[:2]]
         ]
-        shares = self.accounts.shares(waiting, self._clock())
+        shares = self.accounts.shares(waiting, time.perf_counter())
         return waiting, shares, next_turn(waiting, self._overtaken, shares)
 
     def _run(self, turn: Turn) -> None:
@@ -261,7 +259,7 @@ class StepRunner:
             self._decode(decodes)
             before = self.clients
             self._waiting = [step for step in self._waiting if step not in decodes]
-            self.accounts.note_left(before - self.clients, self._clock())
+            self.accounts.note_left(before - self.clients, time.perf_counter())
         if prefill is not None and self._prefill(prefill, self._blocks.chunk_tokens(turn.chunk)):
             self._waiting.remove(prefill)
 
@@ -277,7 +275,7 @@ class StepRunner:
         lengths = [step.session.cache.length for step in batch]
         for step in batch:
             step.begin()
-        begun, core = self._clock(), CoreTime(self._blocks.device)
+        begun, core = time.perf_counter(), CoreTime(self._blocks.device)
         try:
             outputs = self._blocks.decode(
                 [(step.hidden, step.session.cache) for step in batch], [step.session.adapter for step in batch]
@@ -293,7 +291,7 @@ class StepRunner:
                 step.session.cache.rollback(length)
                 self._decode([step])
             return
-        now = self._clock()
+        now = time.perf_counter()
         seconds = now - begun
         rows_of: Counter[str] = Counter()
         for step in batch:
@@ -307,20 +305,20 @@ class StepRunner:
         for step, output in zip(batch, outputs, strict=True):
             step.seconds = seconds
             self._answer(step, output)
-            self._gathering.answered(step.session, step.session.peer, step.session.cache.batch, self._clock())
+            self._gathering.answered(step.session, step.session.peer, step.session.cache.batch, time.perf_counter())
 
     def _prefill(self, step: Step, chunk: int) -> bool:
         """Computes the next `chunk` tokens; true once the step is answered."""
         cache, end = step.session.cache, min(step.done + chunk, step.hidden.shape[1])
         chunk = end - step.done
-        begun, core = self._clock(), CoreTime(self._blocks.device)
+        begun, core = time.perf_counter(), CoreTime(self._blocks.device)
         try:
             step.outputs.append(self._blocks.forward(step.hidden[:, step.done : end], cache, step.session.adapter))
             synchronise(self._blocks.device)
         except Exception as error:
             step.answer(_refusal(error))
             return True
-        seconds = self._clock() - begun
+        seconds = time.perf_counter() - begun
         self.accounts.note_prefill(step.session.peer, seconds, begun + seconds, core.part())
         self._gathering.worked(begun + seconds)
         step.done = end

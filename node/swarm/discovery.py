@@ -131,8 +131,8 @@ class Discovery:
             self.met("peers", next(filter(self._host.is_connected, self.named), self.named[0]))
         # Not before: those who were named have to answer, whoever else does.
         if self._service is not None:
-            addrs, found, apart = self._host.addrs, self._on_neighbour, bool(self._peers)
-            self._nursery.start_soon(run_mdns, self._service, addrs, found, self._neighbours_asked, apart)
+            found, apart = self._on_neighbour, bool(self._peers)
+            self._nursery.start_soon(run_mdns, self._service, self._host, found, self._neighbours_asked, apart)
         if not self._peers and (self._peer_store is not None or self._service is not None):
             await self._search()
 

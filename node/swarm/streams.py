@@ -64,6 +64,8 @@ class ReceivedBytes:
     An address has a share of it, and a peer a share of its address's. A message that is larger than what is left of
     these waits to be that one more, which is taken in turns by address. Who waits keeps nobody else waiting.
 
+    No `MemoryBudget`: nothing here may wait in line behind a peer that does not read.
+
     Args:
         most: what this machine has for it if it is not given.
         granted: the memory of streams that were granted something; this if there is no other.
@@ -152,10 +154,10 @@ class _InTurn(MessageStream[F]):
 
     _raw: StreamBytes
 
-    async def _receive(self, admit: Callable[[F], None] | None) -> tuple[F, list[bytes]]:
+    async def _receive(self) -> tuple[F, list[bytes]]:
         await self.wait_begun(timeout=math.inf)
         await self._raw.turn()
-        return await super()._receive(admit)
+        return await super()._receive()
 
 
 class PeerFinder(Protocol):

@@ -303,8 +303,8 @@ class Swarm(MessageStreams):
         """
         await self._records.find_model(name, num_blocks, pinned, timeout=timeout)
         known = self.view.servers(now=time.time())
-        named = versions_named(known, name, num_blocks, pinned, proven=self.trust.is_proven)
-        proven = set(filter(self.trust.is_proven, (server.peer_id for server in named)))
+        proven = self.trust.proven_of(server.peer_id for server in known)
+        named = versions_named(known, name, num_blocks, pinned, proven=proven)
         asked = manifests_to_ask(named, connected=set(self.connected()), proven=proven)
         found: dict[bytes, bytes] = {}
         async with trio.open_nursery() as nursery:

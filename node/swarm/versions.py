@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,7 +12,7 @@ from ...protocols.announcement import Announcement
 from ..errors import ModelError
 from ..models import ModelFolder
 from ..trust.store import TrustStore
-from .view import SwarmView, nobody
+from .view import SwarmView
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def versions_named(
     num_blocks: int,
     pinned: str = "",
     *,
-    proven: Callable[[str], bool] = nobody,
+    proven: Collection[str] = (),
 ) -> list[Announcement]:
     """The servers of a model of this name in the versions that begin with the hexadecimal digits `pinned`.
 
@@ -52,7 +52,7 @@ def versions_named(
     ]
     versions = {server.model_version for server in named}
     if len(versions) > VERSIONS.asked:
-        served = {server.model_version for server in named if proven(server.peer_id)}
+        served = {server.model_version for server in named if server.peer_id in proven}
         if not 0 < len(served) <= VERSIONS.asked:
             raise several_versions(name, versions)
         named = [server for server in named if server.model_version in served]

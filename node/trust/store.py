@@ -8,7 +8,7 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -262,6 +262,10 @@ class TrustStore:
     def reputation(self, peer_id: str) -> float:
         """From 0 to 1."""
         return reputation(self._standings.get(peer_id), self._clock())
+
+    def proven_of(self, peers: Iterable[str]) -> frozenset[str]:
+        """Those of these peers of whom `is_proven`."""
+        return frozenset(filter(self.is_proven, peers))
 
     def is_proven(self, peer_id: str) -> bool:
         """Whether the peer has computed for this node, as far as that is not forgotten."""

@@ -42,7 +42,7 @@ class NotServed(SwarmError):
 
 
 def meant_version(
-    servers: Collection[Announcement], name: str, pinned: str, named: Collection[str], proven: Callable[[str], bool]
+    servers: Collection[Announcement], name: str, pinned: str, named: Collection[str], proven: Collection[str]
 ) -> bytes | None:
     """The version of the model `name` that is meant, where nothing of it is on this machine; None if nobody serves it.
 
@@ -59,7 +59,7 @@ def meant_version(
             return versions.pop()
     if not fitting:
         return None
-    counts = Counter(server.model_version for server in fitting if proven(server.peer_id))
+    counts = Counter(server.model_version for server in fitting if server.peer_id in proven)
     chosen = most_proven({server.model_version for server in fitting}, counts)
     if chosen is None:
         raise several_versions(name, {server.model_version for server in fitting})
@@ -70,7 +70,7 @@ def trusted_offer(
     offers: Mapping[str, Offer],
     what: Callable[[Offer], T],
     named: Collection[str],
-    proven: Callable[[str], bool],
+    proven: Collection[str],
 ) -> Offer | None:
     """Of several offers that differ in `what`, for which only peers vouch, the one to go by; None if none is to be.
 
@@ -79,7 +79,7 @@ def trusted_offer(
     """
     groups = (
         [offer for peer, offer in offers.items() if peer in named],
-        [offer for peer, offer in offers.items() if proven(peer)],
+        [offer for peer, offer in offers.items() if peer in proven],
         list(offers.values()),
     )
     for group in groups:
@@ -140,7 +140,7 @@ class RemoteModel:
 
     async def _fetch_texts(self) -> None:
         having = {peer: offer for peer, offer in self.offers.items() if offer.texts}
-        named, proven = self.swarm.named, self.swarm.trust.is_proven
+        named, proven = self.swarm.named, self.swarm.trust.proven_of(having)
         offer = trusted_offer(having, lambda offer: offer.texts, named, proven)
         if offer is None:
             if not having:
@@ -154,7 +154,7 @@ class RemoteModel:
             )
         texts = offer.texts
         agreed = [peer for peer, other in having.items() if other.texts == texts]
-        known = any(peer in named or proven(peer) for peer in having)
+        known = any(peer in named or peer in proven for peer in having)
         if not known and len(_addresses(self.swarm, agreed)) < _AGREEING:
             raise ModelError(
                 f"peers of one address alone hand on the tokenizer of {self.name}, which no version stands for, "
@@ -238,7 +238,8 @@ async def find_remote_model(swarm: Swarm, model: str, progress: Progress) -> Rem
     with suppress(SwarmError):  # nobody answers just now; what was heard at joining has to do
         await swarm.refresh(sample=True, timeout=_ASK_TIMEOUT)
     servers = swarm.view.servers(now=time.time())
-    version = meant_version(servers, name, pinned or "", swarm.named, swarm.trust.is_proven)
+    proven = swarm.trust.proven_of(server.peer_id for server in servers)
+    version = meant_version(servers, name, pinned or "", swarm.named, proven)
     if version is None:
         kept = await trio.to_thread.run_sync(PeerFolder.kept, name, pinned or "")
         if len(kept) == 1:  # nobody serves what was fetched before: it may be all there
@@ -310,7 +311,7 @@ async def _offers(swarm: Swarm, manifest: Manifest) -> dict[str, Offer]:
 async def _prepare(
     swarm: Swarm, name: str, manifest: Manifest, offers: Mapping[str, Offer], progress: Progress
 ) -> None:
-    offer = trusted_offer(offers, lambda offer: offer.naming, swarm.named, swarm.trust.is_proven)
+    offer = trusted_offer(offers, lambda offer: offer.naming, swarm.named, swarm.trust.proven_of(offers))
     if offer is None:
         if not offers:
             raise SwarmError(

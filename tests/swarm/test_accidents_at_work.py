@@ -243,15 +243,15 @@ def test_the_only_server_is_lost_in_an_answer(what: str, person: Person, node_st
     """The person is told which it was and what would help, and gives up then."""
     victim, lose = losing(what, person, node_starter, models)
 
-    tell, told = Chatter._tell_trouble, []
+    tell, told = Chatter._tell_interruption, []
 
-    def tell_and_give_up(chatter: Chatter, trouble: Any) -> None:
-        tell(chatter, trouble)
-        told.append(trouble)
+    def tell_and_give_up(chatter: Chatter, interruption: Any) -> None:
+        tell(chatter, interruption)
+        told.append(interruption)
         if len(told) == 1:  # a second one would not wait for what came of the answer
             signal.raise_signal(signal.SIGINT)
 
-    person.monkeypatch.setattr(Chatter, "_tell_trouble", tell_and_give_up)
+    person.monkeypatch.setattr(Chatter, "_tell_interruption", tell_and_give_up)
     person.at_the_first_token(lose)
     code, out, err = person.chat("--json")
     events = [json.loads(line) for line in out]

@@ -108,7 +108,7 @@ def test_what_a_session_holds_and_what_it_may_be_set_to(
             assert session.max_step_tokens == STEP_TOKENS
             assert close_to(await step(session, a), expected((a, 0, ())))
             assert close_to(await step(session, b), expected((a, 0, ()), (b, 5, ())))
-            assert session.position == 6 and session.recoveries == 0 and session.trouble is None
+            assert session.position == 6 and session.recoveries == 0 and session.interruption is None
             for wrong in (-1, 7):
                 with pytest.raises(BadInput, match="that holds 6 tokens cannot go to position"):
                     session.position = wrong

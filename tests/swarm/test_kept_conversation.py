@@ -22,7 +22,7 @@ from petalnode.node.client.chat import ChatMessage, held_chat
 from petalnode.node.client.deadlines import Waits
 from petalnode.node.client.generation.conversation import Sampling
 from petalnode.node.client.generation.drafting import DraftPlan
-from petalnode.node.client.session.chain import Trouble
+from petalnode.node.client.session.chain import Interruption
 from petalnode.node.errors import MachineError, ServerFailed
 from petalnode.node.swarm.routing import Hop
 from petalnode.protocols.ids import Span
@@ -85,7 +85,7 @@ class FakeConversation:
     """Gives out the tokens of `answers` one by one, and raises what stands between them."""
 
     max_length, recoveries, reused, route, codec = 1000, 0, 0, (), "none"
-    is_open, trouble, waits, compared_routes, drafting = True, None, Waits(), (), DraftPlan()
+    is_open, interruption, waits, compared_routes, drafting = True, None, Waits(), (), DraftPlan()
 
     def __init__(self, *answers: list[int | Exception]) -> None:
         self.answers = list(answers)
@@ -183,19 +183,19 @@ def test_a_disk_that_becomes_full_ends_no_conversation(
 
 
 HOP = Hop("12D3KooWlost1234", Span(0, 6))
-GONE = Trouble(HOP, True, "server 12D3KooWlost1234 (blocks 0:6) has closed the connection", 0.0, 30.0)
+GONE = Interruption(HOP, True, "server 12D3KooWlost1234 (blocks 0:6) has closed the connection", 0.0, 30.0)
 
 
 class Interrupted(FakeConversation):
     """Its only server is gone for 7 s."""
 
-    trouble: Trouble | None = None
+    interruption: Interruption | None = None
 
     async def answer(self, tokens: list[int], sampling: object, on_token: Any, stop: object) -> list[int]:
         on_token(ord("a"))
-        self.trouble = GONE
+        self.interruption = GONE
         await trio.sleep(7)
-        self.trouble = None
+        self.interruption = None
         await trio.sleep(1)
         on_token(ord("b"))
         return []
@@ -269,7 +269,7 @@ class Silent(FakeConversation):
 
     async def answer(self, tokens: list[int], sampling: object, on_token: Any, stop: object) -> list[int]:
         await trio.sleep(8)
-        self.is_open, self.trouble = True, replace(GONE, lost=False, reason="", since=trio.current_time())
+        self.is_open, self.interruption = True, replace(GONE, lost=False, reason="", since=trio.current_time())
         await trio.sleep(5)
         on_token(ord("b"))
         return []

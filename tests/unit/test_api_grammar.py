@@ -15,7 +15,6 @@ import torch
 from petalnode.node.api.engine.generation import Grammar, GrammarKind
 from petalnode.node.api.engine.grammar import (
     AnyConstraint,
-    ConstraintAfterMark,
     GrammarConstraint,
     Grammars,
     only_bit,
@@ -192,14 +191,20 @@ def test_a_bound_part_is_made_ready_by_whoever_prepares_it(plain: Any) -> None:
     """Making it may take long: not where a token is accepted, and an error is told where the mask is needed."""
     made: list[int] = []
 
-    def make() -> GrammarConstraint:
-        made.append(1)
-        if len(made) < 3:
-            raise ApiError(400, "no")
-        return grammars.constraint(grammars.compiled(Grammar("choice", '["a"]')))
+    class Twice(Grammars):
+        """Cannot make it two times; every token of its vocabulary is the mark."""
 
-    grammars = Grammars(plain, VOCABULARY, (EOS,))
-    constraint = ConstraintAfterMark("<", make, lambda token: "<")
+        def constraint(self, grammar: str) -> GrammarConstraint:
+            made.append(1)
+            if len(made) < 3:
+                raise ApiError(400, "no")
+            return super().constraint(grammar)
+
+        def text(self, token: int) -> str:
+            return "<"
+
+    grammars = Twice(plain, VOCABULARY, (EOS,))
+    constraint = grammars.constraint_after("<", grammars.compiled(Grammar("choice", '["a"]')))
     assert constraint.is_ready and constraint.is_quick and constraint.only is None
     constraint.accept(1)
     assert not made and not constraint.is_ready and not constraint.is_quick

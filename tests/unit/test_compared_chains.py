@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from petalnode.node.client.session.comparing import (
     Weights,
     decide,
+    differing_blocks,
     disjoint_chains,
     held_least,
-    parting,
     partition,
     plan_chains,
     tail,
@@ -117,16 +117,16 @@ def test_colluding_liars_need_to_be_most() -> None:
 def test_the_fault_is_found_between_junctions() -> None:
     clean = {2: TRUTH, 3: TRUTH, 4: TRUTH, 6: TRUTH}
     wrong = noisy(TRUTH, 0.5, 1)
-    assert parting([clean, {2: TRUTH, 4: wrong, 6: wrong}], BLOCKS, LIMITS) == Span(2, 4)
-    assert parting([clean, {4: wrong, 6: wrong}], BLOCKS, LIMITS) == Span(0, 4)
-    assert parting([clean, {3: TRUTH, 6: wrong}], BLOCKS, LIMITS) == Span(3, 6)
-    assert parting([{6: TRUTH}, {3: TRUTH, 6: wrong}], BLOCKS, LIMITS) == Span(0, 6)
+    assert differing_blocks([clean, {2: TRUTH, 4: wrong, 6: wrong}], BLOCKS, LIMITS) == Span(2, 4)
+    assert differing_blocks([clean, {4: wrong, 6: wrong}], BLOCKS, LIMITS) == Span(0, 4)
+    assert differing_blocks([clean, {3: TRUTH, 6: wrong}], BLOCKS, LIMITS) == Span(3, 6)
+    assert differing_blocks([{6: TRUTH}, {3: TRUTH, 6: wrong}], BLOCKS, LIMITS) == Span(0, 6)
 
 
 def test_what_may_only_have_grown_is_not_blamed_on_the_last() -> None:
     """A small lie that blocks behind it make larger: its junction is not called right."""
     little, much = noisy(TRUTH, 9e-4, 1), noisy(TRUTH, 3e-3, 1)
-    assert parting([{3: TRUTH, 6: TRUTH}, {3: little, 6: much}], BLOCKS, LIMITS) == Span(0, 6)
+    assert differing_blocks([{3: TRUTH, 6: TRUTH}, {3: little, 6: much}], BLOCKS, LIMITS) == Span(0, 6)
 
 
 def test_tolerances_are_those_that_were_measured() -> None:

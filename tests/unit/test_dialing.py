@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from multiaddr import Multiaddr
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.network.transport.dialing import Trouble, failed, kept, one_per_relay, pause_ends, plan
+from petalnode.node.network.transport.dialing import FailedAddress, failed, kept, one_per_relay, pause_ends, plan
 
 RELAY = Identity.generate().peer_id
 NEAR = Multiaddr("/ip4/192.168.1.7/tcp/1")
@@ -42,29 +42,29 @@ def test_circuits_start_soon_however_many_direct_addresses_there_are():
 
 
 def test_an_address_that_failed_waits_until_all_else_has_failed():
-    troubles = {PUBLIC: failed(None, 100.0)}
-    first, last = plan([PUBLIC, CIRCUIT], NETWORKS, troubles, 101.0)
+    failing = {PUBLIC: failed(None, 100.0)}
+    first, last = plan([PUBLIC, CIRCUIT], NETWORKS, failing, 101.0)
     assert (order(first), order(last)) == ([CIRCUIT], [PUBLIC])
     assert first[0].after == 0.0
-    first, last = plan([PUBLIC, CIRCUIT], NETWORKS, troubles, pause_ends(troubles[PUBLIC]))
+    first, last = plan([PUBLIC, CIRCUIT], NETWORKS, failing, pause_ends(failing[PUBLIC]))
     assert order(first) == [PUBLIC, CIRCUIT]
 
 
 def test_addresses_that_failed_are_tried_if_there_is_nothing_else():
-    troubles = {PUBLIC: failed(None, 100.0), NEAR: failed(failed(None, 99.0), 100.0)}
-    first, last = plan([NEAR, PUBLIC], NETWORKS, troubles, 100.0)
+    failing = {PUBLIC: failed(None, 100.0), NEAR: failed(failed(None, 99.0), 100.0)}
+    first, last = plan([NEAR, PUBLIC], NETWORKS, failing, 100.0)
     assert set(order(first)) == {PUBLIC, NEAR}
     assert not last
 
 
 def test_the_pause_grows_with_each_failure_up_to_some_minutes_and_fades():
-    trouble, pauses = None, []
+    known, pauses = None, []
     for at in range(12):
-        trouble = failed(trouble, float(at))
-        pauses.append(pause_ends(trouble) - at)
+        known = failed(known, float(at))
+        pauses.append(pause_ends(known) - at)
     assert pauses == sorted(pauses)
     assert pauses[0] < 10 < 100 < pauses[-1] <= 300
-    long_ago = failed(trouble, 12 + 24 * 3600.0)
+    long_ago = failed(known, 12 + 24 * 3600.0)
     assert pause_ends(long_ago) - long_ago.at < 10
 
 
@@ -72,10 +72,10 @@ def test_a_relay_is_asked_once_however_many_addresses_it_has():
     other_relay = Multiaddr(f"/ip4/8.8.4.6/tcp/1/p2p/{Identity.generate().peer_id}/p2p-circuit")
     addrs = [PUBLIC, CIRCUIT, OTHER_CIRCUIT, other_relay]
     assert one_per_relay(addrs, {}) == [PUBLIC, CIRCUIT, other_relay]
-    troubles = {CIRCUIT: failed(None, 0.0)}
-    assert one_per_relay(addrs, troubles) == [PUBLIC, OTHER_CIRCUIT, other_relay]
-    troubles[OTHER_CIRCUIT] = failed(None, 0.0)
-    assert one_per_relay(addrs, troubles) == [PUBLIC, CIRCUIT, other_relay]
+    failing = {CIRCUIT: failed(None, 0.0)}
+    assert one_per_relay(addrs, failing) == [PUBLIC, OTHER_CIRCUIT, other_relay]
+    failing[OTHER_CIRCUIT] = failed(None, 0.0)
+    assert one_per_relay(addrs, failing) == [PUBLIC, CIRCUIT, other_relay]
 
 
 def test_neither_kind_of_address_crowds_out_the_other():
@@ -88,12 +88,12 @@ def test_neither_kind_of_address_crowds_out_the_other():
     st.lists(st.sampled_from([NEAR, FOREIGN, PUBLIC, CIRCUIT, OTHER_CIRCUIT]), unique=True),
     st.dictionaries(
         st.sampled_from([NEAR, FOREIGN, PUBLIC, CIRCUIT]),
-        st.builds(Trouble, st.floats(1, 20), st.floats(0, 1000)),
+        st.builds(FailedAddress, st.floats(1, 20), st.floats(0, 1000)),
     ),
     st.floats(0, 2000),
 )
-def test_every_address_is_tried_once_and_something_at_once(addrs, troubles, now):
-    first, last = plan(addrs, NETWORKS, troubles, now)
+def test_every_address_is_tried_once_and_something_at_once(addrs, failing, now):
+    first, last = plan(addrs, NETWORKS, failing, now)
     assert sorted(map(str, order(first) + order(last))) == sorted(map(str, addrs))
     if addrs:
         assert first[0].after == 0.0

@@ -40,7 +40,7 @@ LINK = to_link(INVITATION, MAKER)
 
 def reason(text: str, now: float = NOW) -> str:
     with pytest.raises(LinkError) as caught:
-        read_link(text, lambda: now)
+        read_link(text, now)
     return str(caught.value)
 
 
@@ -74,7 +74,7 @@ def test_what_goes_in_comes_out(model: str, addrs: int, seconds: int, private: b
     given_addrs = tuple(f"/ip4/198.51.100.{n}/tcp/4001/p2p/{PEERS[n]}" for n in range(addrs))
     wishes = LinkWishes(model, bytes(32) if model else b"", KEY if private else None, with_key and private, seconds)
     link, made = make_link(wishes, given_addrs, MAKER, NOW)
-    assert read_link(link, lambda: NOW) == made
+    assert read_link(link, NOW) == made
     assert made.addrs == given_addrs and made.expires == NOW + seconds
     assert (made.swarm_key is not None) == (private and with_key)
 
@@ -82,7 +82,7 @@ def test_what_goes_in_comes_out(model: str, addrs: int, seconds: int, private: b
 def test_a_link_of_three_peers_is_short_and_may_be_typed_in_capitals_and_pieces() -> None:
     assert len(LINK) < 1000
     pieces = "\n ".join(LINK.upper()[at : at + 60] for at in range(0, len(LINK), 60))
-    assert read_link(pieces, lambda: NOW) == INVITATION and is_link(pieces)
+    assert read_link(pieces, NOW) == INVITATION and is_link(pieces)
 
 
 def test_each_fault_has_a_reason_of_its_own() -> None:
@@ -158,7 +158,7 @@ def test_an_address_that_nobody_could_dial_is_refused_before_it_is_used(addr: by
 
 def test_the_longest_name_of_a_model_fits() -> None:
     longest = message(model="a" * INVITE.max_model)
-    assert read_link(link_of(longest), lambda: NOW).model == "a" * INVITE.max_model
+    assert read_link(link_of(longest), NOW).model == "a" * INVITE.max_model
 
 
 def test_words_to_compare_depend_on_every_byte() -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from ipaddress import ip_network
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -136,7 +137,8 @@ async def test_neighbours_are_heard_and_told_of_addresses_until_the_interfaces_c
     monkeypatch.setattr(trio.to_thread, "run_sync", at_once)
     async with trio.open_nursery() as nursery:
         asked = trio.Event()
-        nursery.start_soon(mdns.run_mdns, "service", lambda: addrs, lambda *told: found.append(told), asked, True)
+        host: Any = SimpleNamespace(addrs=lambda: addrs)
+        nursery.start_soon(mdns.run_mdns, "service", host, lambda *told: found.append(told), asked, True)
         await asked.wait()  # in vain: it is in no network
         assert not Radio.made
         interfaces.append("10.0.0.1")

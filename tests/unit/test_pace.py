@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from petalnode.node.client.api import row_groups
 from petalnode.node.client.api.row_groups import Measured, Pace, Paces, Route, groups
 from petalnode.node.client.session.answers import HopTiming
 
@@ -74,9 +75,10 @@ def test_what_says_nothing_is_left_out() -> None:
     assert paces.measured(ROUTE) == Measured()
 
 
-def test_what_was_long_ago_is_forgotten() -> None:
+def test_what_was_long_ago_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    paces = Paces(lambda: now)
+    monkeypatch.setattr(row_groups.time, "monotonic", lambda: now)
+    paces = Paces()
     paces.note([(1, pace(0.1, [0.02] * 3))])
     now = 299.0
     assert paces.measured(ROUTE).rounds

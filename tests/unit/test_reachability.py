@@ -13,8 +13,8 @@ from petalnode.node.network.addresses import Endpoint
 from petalnode.node.network.nat import autonat, upnp
 from petalnode.node.network.nat.reachability import (
     LocalEndpoints,
+    NatStatus,
     ReachabilityInputs,
-    Standing,
     Verdict,
     extra_addrs,
     is_public,
@@ -31,8 +31,8 @@ OWN6 = Endpoint(ip_address("2a00:77::10"), 31330)
 OUTER = Endpoint(ip_address("11.77.0.101"), 31330)
 HERE = LocalEndpoints((OWN,), frozenset({OWN.ip}), (ip_network("192.168.1.0/24"),))
 BOTH = LocalEndpoints((OWN, OWN6), frozenset({OWN.ip, OWN6.ip}), HERE.networks)
-NAT = Verdict(Standing.CLOSED, (), translated=True, outside=True)
-FIREWALL = Verdict(Standing.CLOSED, (), translated=False, outside=True)
+NAT = Verdict(NatStatus.CLOSED, (), translated=True, outside=True)
+FIREWALL = Verdict(NatStatus.CLOSED, (), translated=False, outside=True)
 RELAY, OTHER = "12D3KooWRelayOne1234", "12D3KooWRelayTwo5678"
 CIRCUITS = {
     RELAY: ("/ip4/11.77.0.10/tcp/31330/p2p/R/p2p-circuit",),
@@ -41,7 +41,7 @@ CIRCUITS = {
 
 
 def open_at(*endpoints: Endpoint, outside: bool = True) -> Verdict:
-    return Verdict(Standing.OPEN, endpoints, translated=False, outside=outside)
+    return Verdict(NatStatus.OPEN, endpoints, translated=False, outside=outside)
 
 
 def test_unknown_announces_the_interfaces_as_ever() -> None:

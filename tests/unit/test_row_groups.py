@@ -16,6 +16,7 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
+from petalnode.node.client.api import row_groups
 from petalnode.node.client.api.processors import Prepared
 from petalnode.node.client.api.row_groups import (
     DRAFTED,
@@ -140,9 +141,10 @@ def test_what_batches_took_counts_more_than_what_is_expected() -> None:
     assert not apart(2.6, together=0.3, drafted=0.6)
 
 
-def test_the_time_of_drafted_rows_is_kept_for_a_chain() -> None:
+def test_the_time_of_drafted_rows_is_kept_for_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    paces = Paces(lambda: now)
+    monkeypatch.setattr(row_groups.time, "monotonic", lambda: now)
+    paces = Paces()
     route, other = (("a", 0, 2),), (("b", 0, 2),)
     paces.note_drafted(route, 4, 0.5)
     paces.note_drafted(route, 8, 0.7)

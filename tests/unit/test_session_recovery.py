@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from petalnode.node.client.deadlines import DEADLINES, open_patience
 from petalnode.node.client.request import MAX_FAILURES
-from petalnode.node.client.session.chain import Trouble, next_trouble
+from petalnode.node.client.session.chain import Interruption, next_interruption
 from petalnode.node.client.session.recovery import (
     RECOVERY,
     AskOthers,
@@ -380,16 +380,16 @@ def test_what_holds_a_step_up_is_kept_until_it_goes_on() -> None:
     hop, failure = Hop("12D3KooWlost", Span(0, 6)), ServerFailed("it is gone", "12D3KooWlost")
 
     def after(
-        before: Trouble | None, action: StepAction, failure: ServerFailed | None, now: float = 0
-    ) -> Trouble | None:
-        return next_trouble(before, action, hop, failure, now, step_timeout=60.0)
+        before: Interruption | None, action: StepAction, failure: ServerFailed | None, now: float = 0
+    ) -> Interruption | None:
+        return next_interruption(before, action, hop, failure, now, step_timeout=60.0)
 
     assert after(None, Receive("sent"), None) is None
     silent = after(None, Receive("late"), None, now=7)
-    assert silent == Trouble(hop, False, "", since=7, waits=60.0)
+    assert silent == Interruption(hop, False, "", since=7, waits=60.0)
     lost = after(silent, Reconnect(0.5), failure, now=8)
-    assert lost == Trouble(hop, True, "it is gone", since=8, waits=DEADLINES.recovery)
+    assert lost == Interruption(hop, True, "it is gone", since=8, waits=DEADLINES.recovery)
     assert after(lost, Recover.RACE, failure, now=9) is lost  # it is told once, from when it was noticed
     other = replace(hop, peer_id="12D3KooWnext")
-    assert next_trouble(lost, Recover.RACE, other, failure, 9, 60.0) == replace(lost, hop=other, since=9)
+    assert next_interruption(lost, Recover.RACE, other, failure, 9, 60.0) == replace(lost, hop=other, since=9)
     assert after(lost, Send(anew=True), failure) is None

@@ -16,7 +16,7 @@ from petalnode.crypto.identity import Identity
 from petalnode.node.cli import dialogue
 from petalnode.node.cli.dialogue import Chatter
 from petalnode.node.cli.output import Output
-from petalnode.node.cli.strangers import StrangerNotice, TrustedOptions, told_file
+from petalnode.node.cli.strangers import StrangerNotice, TrustedOptions, notices_file
 from petalnode.node.errors import BadInput
 from petalnode.node.network.transport.raw_connection import Path as Way
 from petalnode.node.swarm.trusted_servers import TrustedServers
@@ -75,7 +75,7 @@ def ask(client: Any, file: Path, *answers: str | None, asks: bool = True, as_jso
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    return told_file(tmp_path / "data")
+    return notices_file(tmp_path / "data")
 
 
 @pytest.mark.parametrize("yes", ["y", " YES "])
@@ -181,7 +181,7 @@ def test_options_make_trusted_servers() -> None:
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("no folder")
-    assert ask(client_of([SERVER]), told_file(tmp_path / "data"), "y") == (True, 1)
+    assert ask(client_of([SERVER]), notices_file(tmp_path / "data"), "y") == (True, 1)
 
 
 def chatting(client: Any, file: Path, person: Person, monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -9,9 +9,9 @@ from petalnode.node.network.nat.reachability import (
     NO_VERDICT,
     DialBack,
     LocalEndpoints,
+    NatStatus,
     Observation,
     Observer,
-    Standing,
     Verdict,
     candidates,
     carried_over,
@@ -61,44 +61,44 @@ def test_nobody_asked() -> None:
 
 def test_reached_at_the_own_address() -> None:
     verdict = judge(4, [reached("198.51.100.1", at(PUBLIC))], place(PUBLIC), NOW)
-    assert verdict == Verdict(Standing.OPEN, (at(PUBLIC),), translated=False, outside=True)
+    assert verdict == Verdict(NatStatus.OPEN, (at(PUBLIC),), translated=False, outside=True)
 
 
 @pytest.mark.parametrize("addresses", [("10.77.0.10", "10.77.0.101"), (PUBLIC, "203.0.113.9")])
 def test_the_range_of_an_address_decides_nothing(addresses: tuple[str, str]) -> None:
     own, other = addresses
-    assert judge(4, [reached(other, at(own))], place(own), NOW).standing is Standing.OPEN
-    assert judge(4, [failed(other, own)], place(own), NOW).standing is Standing.CLOSED
+    assert judge(4, [reached(other, at(own))], place(own), NOW).status is NatStatus.OPEN
+    assert judge(4, [failed(other, own)], place(own), NOW).status is NatStatus.CLOSED
 
 
 def test_a_neighbour_proves_nothing_once_an_outsider_has_a_say() -> None:
     neighbour = reached("192.168.1.20", at(HOME))
     alone = judge(4, [neighbour], place(HOME), NOW)
-    assert alone.standing is Standing.OPEN and not alone.outside
+    assert alone.status is NatStatus.OPEN and not alone.outside
     outsider = seen("203.0.113.1", NAT)
     both = judge(4, [neighbour, outsider], place(HOME), NOW)
-    assert both == Verdict(Standing.CLOSED, (), translated=True, outside=True)
+    assert both == Verdict(NatStatus.CLOSED, (), translated=True, outside=True)
 
 
 def test_a_foreign_address_proves_a_nat_before_the_dial_back_has_failed() -> None:
-    assert judge(4, [seen("203.0.113.1", NAT)], place(HOME), NOW).standing is Standing.CLOSED
+    assert judge(4, [seen("203.0.113.1", NAT)], place(HOME), NOW).status is NatStatus.CLOSED
 
 
 def test_a_forwarded_port_opens_the_nat() -> None:
     verdict = judge(4, [reached("203.0.113.1", at(NAT)), seen("203.0.113.2", NAT)], place(HOME), NOW)
-    assert verdict == Verdict(Standing.OPEN, (at(NAT),), translated=True, outside=True)
+    assert verdict == Verdict(NatStatus.OPEN, (at(NAT),), translated=True, outside=True)
 
 
 def test_an_observer_on_another_ip_in_our_network_that_sees_a_foreign_address_is_an_outsider() -> None:
     verdict = judge(4, [seen("192.168.1.1", NAT)], place(HOME), NOW)
-    assert verdict.outside and verdict.standing is Standing.CLOSED
+    assert verdict.outside and verdict.status is NatStatus.CLOSED
 
 
 def test_one_liar_is_outvoted() -> None:
     honest = [reached(f"198.51.100.{n}", at(PUBLIC)) for n in (1, 2)]
-    assert judge(4, [*honest, failed("198.51.100.3", PUBLIC)], place(PUBLIC), NOW).standing is Standing.OPEN
+    assert judge(4, [*honest, failed("198.51.100.3", PUBLIC)], place(PUBLIC), NOW).status is NatStatus.OPEN
     honest = [failed(f"198.51.100.{n}", PUBLIC) for n in (1, 2)]
-    assert judge(4, [*honest, reached("198.51.100.3", at(PUBLIC))], place(PUBLIC), NOW).standing is Standing.CLOSED
+    assert judge(4, [*honest, reached("198.51.100.3", at(PUBLIC))], place(PUBLIC), NOW).status is NatStatus.CLOSED
 
 
 def test_a_liar_alone_makes_nobody_announce_an_address_of_somebody_else() -> None:
@@ -106,7 +106,7 @@ def test_a_liar_alone_makes_nobody_announce_an_address_of_somebody_else() -> Non
     victim = at("192.0.2.80", 443)
     lie = reached("198.51.100.3", victim)
     verdict = judge(4, [*honest, lie], place(PUBLIC), NOW)
-    assert verdict.reached == (at(PUBLIC),) and verdict.standing is Standing.CLOSED  # at worst a relay is asked, too
+    assert verdict.reached == (at(PUBLIC),) and verdict.status is NatStatus.CLOSED  # at worst a relay is asked, too
     again = reached("198.51.100.3", victim, name="another key at the same address")
     assert judge(4, [*honest, lie, again], place(PUBLIC), NOW).reached == (at(PUBLIC),)
 
@@ -116,16 +116,16 @@ def test_a_second_witness_confirms_a_forwarded_port_that_friends_do_not_see() ->
     friends = [reached(f"100.99.0.{n}", at(overlay)) for n in (1, 2)]
     witnesses = [reached(f"203.0.113.{n}", at(NAT)) for n in (1, 2)]
     verdict = judge(4, [*friends, *witnesses], place(HOME, overlay), NOW)
-    assert verdict.standing is Standing.OPEN and set(verdict.reached) == {at(overlay), at(NAT)}
+    assert verdict.status is NatStatus.OPEN and set(verdict.reached) == {at(overlay), at(NAT)}
 
 
 def test_friends_in_a_private_network_of_their_own_are_not_the_internet() -> None:
     overlay = "100.64.0.7"
     here = place(HOME, overlay)
     friends = [reached(f"100.99.0.{n}", at(overlay)) for n in (1, 2)]
-    assert judge(4, friends, here, NOW).standing is Standing.OPEN
+    assert judge(4, friends, here, NOW).status is NatStatus.OPEN
     verdict = judge(4, [*friends, failed("203.0.113.1", NAT)], here, NOW)
-    assert verdict == Verdict(Standing.CLOSED, (at(overlay),), translated=True, outside=True)
+    assert verdict == Verdict(NatStatus.CLOSED, (at(overlay),), translated=True, outside=True)
 
 
 def test_what_was_said_long_ago_does_not_count() -> None:
@@ -135,8 +135,8 @@ def test_what_was_said_long_ago_does_not_count() -> None:
 def test_the_versions_of_ip_are_judged_apart() -> None:
     here = place(HOME, "2a00:77:1::10")
     said = [seen("203.0.113.1", NAT), reached("2a00:77::5", at("2a00:77:1::10"))]
-    assert judge(4, said, here, NOW).standing is Standing.CLOSED
-    assert judge(6, said, here, NOW).standing is Standing.OPEN
+    assert judge(4, said, here, NOW).status is NatStatus.CLOSED
+    assert judge(6, said, here, NOW).status is NatStatus.OPEN
 
 
 def test_who_listens_on_loopback_only_is_not_judged() -> None:
@@ -144,10 +144,10 @@ def test_who_listens_on_loopback_only_is_not_judged() -> None:
 
 
 def test_a_verdict_is_kept_while_all_are_asked_anew() -> None:
-    open_before = Verdict(Standing.OPEN, (at(PUBLIC),), outside=True)
-    assert carried_over(open_before, NO_VERDICT, settling=True).standing is Standing.OPEN
+    open_before = Verdict(NatStatus.OPEN, (at(PUBLIC),), outside=True)
+    assert carried_over(open_before, NO_VERDICT, settling=True).status is NatStatus.OPEN
     assert carried_over(open_before, NO_VERDICT, settling=False) == NO_VERDICT
-    closed = Verdict(Standing.CLOSED, translated=True)
+    closed = Verdict(NatStatus.CLOSED, translated=True)
     assert carried_over(open_before, closed, settling=True) == closed
 
 

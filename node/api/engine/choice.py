@@ -48,11 +48,11 @@ PROGRESS: Final = ProgressTimes()
 
 def waiting_of(conversation: Conversation, now: float) -> WaitingFor | None:
     """What the step is held up by, if that is worth telling at `now` (seconds of trio's clock)."""
-    trouble = conversation.trouble
-    if trouble is None or not (trouble.lost or now - trouble.since > PROGRESS.silence):
+    interruption = conversation.interruption
+    if interruption is None or not (interruption.lost or now - interruption.since > PROGRESS.silence):
         return None
-    blocks = (trouble.hop.span.start, trouble.hop.span.end)
-    return WaitingFor(trouble.hop.peer_id, blocks, trouble.lost, trouble.reason, trouble.waits)
+    blocks = (interruption.hop.span.start, interruption.hop.span.end)
+    return WaitingFor(interruption.hop.peer_id, blocks, interruption.lost, interruption.reason, interruption.waits)
 
 
 def is_news(told: AnswerProgress | None, now: AnswerProgress, since: float) -> bool:

@@ -6,7 +6,6 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -67,9 +66,9 @@ class Grammars:
 
     def constraint_after(self, mark: str, grammar: str) -> ConstraintAfterMark:
         """A new constraint that binds only what follows `mark`, each time that it comes."""
-        return ConstraintAfterMark(mark, lambda: self.constraint(grammar), self._text)
+        return ConstraintAfterMark(mark, self, grammar)
 
-    def _text(self, token: int) -> str:
+    def text(self, token: int) -> str:
         return str(self._tokenizer.decode([token], skip_special_tokens=False))
 
     def compiled(self, wanted: Grammar) -> str:
@@ -253,10 +252,10 @@ class ConstraintAfterMark:
 
     done = False
 
-    def __init__(self, mark: str, make: Callable[[], GrammarConstraint], text_of: Callable[[int], str]) -> None:
+    def __init__(self, mark: str, grammars: Grammars, grammar: str) -> None:
         self._mark = mark
-        self._make = make
-        self._text_of = text_of
+        self._grammars = grammars
+        self._grammar = grammar
         self._tail = ""
         self._begins = False  # the mark was said, and `bound` is not made yet, which takes long
         self._bound: GrammarConstraint | None = None
@@ -302,7 +301,7 @@ class ConstraintAfterMark:
             if bound.complete:
                 self._bound = None
             return
-        text = self._tail + self._text_of(token)
+        text = self._tail + self._grammars.text(token)
         _, found, behind = text.rpartition(self._mark)
         self._begins = bool(found) and not behind
         self._tail = "" if self._begins else text[-(len(self._mark) - 1) :]
@@ -311,7 +310,7 @@ class ConstraintAfterMark:
         """What binds the next token. Raises ApiError."""
         with self._lock:
             if self._begins:
-                self._bound = self._make()
+                self._bound = self._grammars.constraint(self._grammar)
                 self._begins = False
             return self._bound
 

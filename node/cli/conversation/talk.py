@@ -28,7 +28,7 @@ from ..dialogue import Chatter, opening
 from ..model_choice import check_model, is_online
 from ..output import Output
 from ..process import start
-from ..strangers import StrangerNotice, told_file
+from ..strangers import StrangerNotice, notices_file
 from ..terminal import at_terminal
 from .client_parts import ClientParts
 from .kept import kept_chats, kept_folder
@@ -225,7 +225,7 @@ class Talk:
         notice = StrangerNotice(
             client,
             output,
-            told_file(platformdirs.user_data_path("petalnode", appauthor=False)),
+            notices_file(platformdirs.user_data_path("petalnode", appauthor=False)),
             named=(*(options.allow or ()), *(options.trusted or ())),
             private=self.private,
             yes=options.yes,

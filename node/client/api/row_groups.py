@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -68,6 +68,8 @@ def route_of(hops: Iterable[Hop]) -> Route:
 class Pace:
     """The decode steps of one session through its present chain. Noted in one thread at a time.
 
+    No `Estimate`: two ways are compared by what whole answers took, pauses between their steps included.
+
     Attributes:
         route: the chain; empty before the first step.
     """
@@ -115,14 +117,13 @@ class Measured:
 class Paces:
     """What the generations of a model have taken, by the chain. Those of long ago are forgotten."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._known: OrderedDict[Route, tuple[float, Measured]] = OrderedDict()
 
     def measured(self, route: Route) -> Measured:
         """What is known of a chain."""
         at, known = self._known.get(route, (0.0, Measured()))
-        return known if self._clock() - at <= ROWS.kept_seconds else Measured()
+        return known if time.monotonic() - at <= ROWS.kept_seconds else Measured()
 
     def note(self, sessions: Sequence[tuple[int, Pace]]) -> None:
         """All rows of a batch were generated at once, in sessions of so many rows each."""
@@ -149,7 +150,7 @@ class Paces:
         self._keep(route, replace(before, rounds={**before.rounds, (rows, DRAFTED): seconds}))
 
     def _keep(self, route: Route, measured: Measured) -> None:
-        self._known[route] = self._clock(), measured
+        self._known[route] = time.monotonic(), measured
         self._known.move_to_end(route)
         while len(self._known) > ROWS.routes:
             self._known.popitem(last=False)

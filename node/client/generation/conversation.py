@@ -19,7 +19,7 @@ from ...trust.receipt_log import SessionLog
 from ..chunks import from_chunks
 from ..core import CODEC_OF, SwarmClient
 from ..deadlines import Waits
-from ..session.chain import HistoryLost, Trouble
+from ..session.chain import HistoryLost, Interruption
 from ..session.compared_session import Session
 from ..session.prefixes import common_prefix
 from ..session.session import ClientSession, SavedSession
@@ -181,9 +181,9 @@ class Conversation:
         return self._session is not None
 
     @property
-    def trouble(self) -> Trouble | None:
+    def interruption(self) -> Interruption | None:
         """What the answer that is under way is held up by; None while all is well."""
-        return self._session.trouble if isinstance(self._session, ClientSession) else None
+        return self._session.interruption if isinstance(self._session, ClientSession) else None
 
     async def aclose(self) -> None:
         """Gives the servers their cache back, or leaves it there if the conversation is kept."""

@@ -118,7 +118,9 @@ class DraftCounts:
 @dataclass
 class _Chance:
     """How often drafted tokens were right: a first guess, and what `seen` tokens have shown. `rest`: steps until they
-    are tried again, after so many `breaks`; `due`: they are to be tried once, whatever is known of them."""
+    are tried again, after so many `breaks`; `due`: they are to be tried once, whatever is known of them.
+
+    No `Estimate`: it counts successes, of which the first guess weighs as much as some tokens, and no seconds."""
 
     right: float
     tried: float = _POLICY.sure

@@ -34,7 +34,7 @@ _RECEIVING: Final[dict[Phase, WaitCause]] = {"pushed": "push", "sent": "answer",
 
 
 @dataclass(frozen=True)
-class Trouble:
+class Interruption:
     """Why a step does not get on, for people: the server of `hop` is gone or silent, and others are looked for.
 
     Attributes:
@@ -51,9 +51,14 @@ class Trouble:
     waits: float
 
 
-def next_trouble(
-    before: Trouble | None, action: StepAction, hop: Hop, failure: ServerFailed | None, now: float, step_timeout: float
-) -> Trouble | None:
+def next_interruption(
+    before: Interruption | None,
+    action: StepAction,
+    hop: Hop,
+    failure: ServerFailed | None,
+    now: float,
+    step_timeout: float,
+) -> Interruption | None:
     """What holds a step up at `hop` from `now` on, told once for each server that is gone; None where nothing does.
 
     `failure` is the newest at this step, `step_timeout` for how long a silent server is waited for, in seconds.
@@ -61,9 +66,9 @@ def next_trouble(
     match action:
         case Reconnect() | Recover.RACE | Recover.REPLACE if failure is not None:
             if before is None or before.hop != hop or not before.lost:
-                return Trouble(hop, True, str(failure), now, DEADLINES.recovery)
+                return Interruption(hop, True, str(failure), now, DEADLINES.recovery)
         case Receive("late") if before is None:
-            return Trouble(hop, False, "", now, step_timeout)
+            return Interruption(hop, False, "", now, step_timeout)
         case Send(anew=True):
             return None
     return before
@@ -101,7 +106,7 @@ class Chain:
         between_steps: held by every step.
         no_push: until when a server does not push to another one, because a push between them was lost.
         waits: what its steps and its looking for servers took.
-        trouble: what its step is held up by; None while all is well.
+        interruption: what its step is held up by; None while all is well.
         replays: how often it may still be filled anew.
     """
 
@@ -115,7 +120,7 @@ class Chain:
         self.between_steps = trio.Lock()
         self.no_push: dict[tuple[str, str], float] = {}
         self.waits = Waits()
-        self.trouble: Trouble | None = None
+        self.interruption: Interruption | None = None
         self.replays = ReplayBudget()
         self._wait = wait
         self._openings: set[Opening] = set()

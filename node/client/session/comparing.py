@@ -244,8 +244,8 @@ def between(one: torch.Tensor, other: torch.Tensor) -> Distance:
     return farther if farther.known else Distance(math.inf, math.inf, farther.tokens)
 
 
-def parting(chains: Sequence[Mapping[int, torch.Tensor]], wanted: Span, tolerance: Tolerance) -> Span:
-    """The blocks in which chains that end in different answers part.
+def differing_blocks(chains: Sequence[Mapping[int, torch.Tensor]], wanted: Span, tolerance: Tolerance) -> Span:
+    """The blocks in which chains that end in different answers begin to differ.
 
     Args:
         chains: for each, what left the block before the key, float [rows, tokens, hidden]; at the end of `wanted` too.
@@ -301,7 +301,7 @@ def _junctions(
 def questioned(answered: Sequence[Sequence[SpanAnswer]], counts: torch.Tensor, tolerance: Tolerance) -> Span:
     """The blocks in which the chains part. Computes, as `settle`."""
     whole, junctions = _junctions(answered, counts)
-    return parting(junctions, whole, tolerance)
+    return differing_blocks(junctions, whole, tolerance)
 
 
 def settle(
@@ -334,7 +334,7 @@ def settle(
     settlement = Settlement("majority", list(found.agreed))
     for index in found.dissenting:
         # Each chain that agrees may have junctions of its own, between which the fault is found.
-        narrowed = [parting([junctions[other], junctions[index]], whole, tolerance) for other in found.agreed]
+        narrowed = [differing_blocks([junctions[other], junctions[index]], whole, tolerance) for other in found.agreed]
         blocks = min(narrowed, key=len)
         there = [answer for answer in answered[index] if answer.hop.span.overlaps(blocks)]
         others = [answer for agreed in found.agreed for answer in answered[agreed]]

@@ -224,7 +224,7 @@ class Pipeline:
                     await self._stop_behind(step)
                 event = await step.recover(event)
         finally:
-            self._chain.trouble = None
+            self._chain.interruption = None
 
     async def _ask(self, step: PipelineStep) -> StepEvent | None:
         """Sends the step, unless it was pushed, and waits for the answer; what went wrong if it does not come."""

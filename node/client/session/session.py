@@ -24,7 +24,7 @@ from ...swarm.routing import Hop
 from ..deadlines import DEADLINES, Waits
 from ..request import WireTensor
 from ..router import Router
-from .chain import Chain, Trouble
+from .chain import Chain, Interruption
 from .history import Input, InputHistory
 from .link import PathChanges, ServerLink, close_links, step_limit
 from .pipeline import Pipeline
@@ -95,9 +95,9 @@ class ClientSession:
         return self._chain.waits
 
     @property
-    def trouble(self) -> Trouble | None:
+    def interruption(self) -> Interruption | None:
         """What its step is held up by; None while all is well."""
-        return self._chain.trouble
+        return self._chain.interruption
 
     @property
     def coming(self) -> set[str]:

@@ -19,7 +19,7 @@ from ...errors import BadInput, ServerCheated, ServerFailed, SwarmError
 from ..deadlines import DEADLINES, push_patience
 from ..request import PushedOther, StreamLost, WireTensor, blames_request, server_failed
 from .answers import Answer, UncheckedAnswer
-from .chain import Chain, next_trouble, wait_cause
+from .chain import Chain, next_interruption, wait_cause
 from .history import Input
 from .link import ServerLink, proven_lie
 from .recovery import (
@@ -325,7 +325,7 @@ class PipelineStep:
         # A person may want to know what holds the step up, before it is waited for.
         failure = self.failures[-1] if self.failures else None
         now, patience = trio.current_time(), chain.spec.step_timeout
-        chain.trouble = next_trouble(chain.trouble, action, self.link.server.hop, failure, now, patience)
+        chain.interruption = next_interruption(chain.interruption, action, self.link.server.hop, failure, now, patience)
         try:
             with chain.waits.timed(wait_cause(action)):
                 return await self._carry_out(action)

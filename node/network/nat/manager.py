@@ -31,10 +31,10 @@ from .circuits import Circuits
 from .hole_punching import HolePuncher
 from .reachability import (
     LocalEndpoints,
+    NatStatus,
     Reachability,
     ReachabilityInputs,
     RelayCandidate,
-    Standing,
     carried_over,
     extra_addrs,
     is_public,
@@ -201,7 +201,7 @@ class NatManager:
             return
         self._host.set_extra_addrs([Multiaddr(addr) for addr in extra_addrs(now)])
         self._reservations.enable(needs_relays(now) and self._config.relay != "off")
-        if now.ip4.standing is Standing.CLOSED and now.ip4.translated and not self._asks_router:
+        if now.ip4.status is NatStatus.CLOSED and now.ip4.translated and not self._asks_router:
             self._asks_router = True
             self._nursery.start_soon(keep_up, self._ask_router)
         self._addrs_changed()

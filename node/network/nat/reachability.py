@@ -110,7 +110,7 @@ class Observation:
     doubtful: bool = False
 
 
-class Standing(Enum):
+class NatStatus(Enum):
     """What is known about one version of IP."""
 
     UNKNOWN = "nobody could say"
@@ -127,7 +127,7 @@ class Verdict:
     own networks has had a say.
     """
 
-    standing: Standing = Standing.UNKNOWN
+    status: NatStatus = NatStatus.UNKNOWN
     reached: tuple[Endpoint, ...] = ()
     translated: bool = False
     outside: bool = False
@@ -138,8 +138,8 @@ NO_VERDICT: Final = Verdict()
 
 def carried_over(held: Verdict, new: Verdict, *, settling: bool) -> Verdict:
     """The verdict to go by: while all is being asked anew, one that says nothing does not replace one that did."""
-    if settling and new.standing is Standing.UNKNOWN:
-        return Verdict(held.standing, (), held.translated, held.outside)
+    if settling and new.status is NatStatus.UNKNOWN:
+        return Verdict(held.status, (), held.translated, held.outside)
     return new
 
 
@@ -167,37 +167,35 @@ def judge(version: int, observations: Iterable[Observation], local: LocalEndpoin
     for observation in outsiders or relevant:
         if observation.seen is not None:
             publics.setdefault(observation.seen.ip, []).append(observation)
-    standings = {
-        ip: _standing(said, translated=ip not in local.own_ips)
+    statuses = {
+        ip: _status_of(said, translated=ip not in local.own_ips)
         if ip in local.own_ips or len(publics) == 1 or _is_confirmed(said)
-        else Standing.CLOSED
+        else NatStatus.CLOSED
         for ip, said in publics.items()
     }
     reached = Counter(
         observation.reached
         for ip, said in publics.items()
-        if standings[ip] is Standing.OPEN
+        if statuses[ip] is NatStatus.OPEN
         for observation in said
         if observation.reached
     )
-    found = set(standings.values())
+    found = set(statuses.values())
     return Verdict(
-        standing=next(
-            (standing for standing in (Standing.CLOSED, Standing.OPEN) if standing in found), Standing.UNKNOWN
-        ),
+        status=next((status for status in (NatStatus.CLOSED, NatStatus.OPEN) if status in found), NatStatus.UNKNOWN),
         reached=tuple(endpoint for endpoint, _ in reached.most_common()),
         translated=any(ip not in local.own_ips for ip in publics),
         outside=bool(outsiders),
     )
 
 
-def _standing(said: Sequence[Observation], *, translated: bool) -> Standing:
+def _status_of(said: Sequence[Observation], *, translated: bool) -> NatStatus:
     """What those say who see us under one address."""
     reached = sum(observation.dial_back is DialBack.REACHED for observation in said)
     failed = sum(observation.dial_back is DialBack.FAILED for observation in said)
     if reached and reached >= failed:
-        return Standing.OPEN
-    return Standing.CLOSED if failed or translated else Standing.UNKNOWN
+        return NatStatus.OPEN
+    return NatStatus.CLOSED if failed or translated else NatStatus.UNKNOWN
 
 
 def _is_confirmed(said: Sequence[Observation]) -> bool:
@@ -317,15 +315,15 @@ class ReachabilityInputs:
 
 def needs_relays(inputs: ReachabilityInputs) -> bool:
     """Whether some can reach this node only through a relay: those who speak IPv4 count, as everybody does."""
-    if inputs.ip4.standing is Standing.UNKNOWN:
-        return inputs.ip6.standing is Standing.CLOSED
-    return inputs.ip4.standing is Standing.CLOSED
+    if inputs.ip4.status is NatStatus.UNKNOWN:
+        return inputs.ip6.status is NatStatus.CLOSED
+    return inputs.ip4.status is NatStatus.CLOSED
 
 
 def is_public(inputs: ReachabilityInputs) -> bool:
     """Whether everybody can be expected to reach this node."""
-    standings = (inputs.ip4.standing, inputs.ip6.standing)
-    return Standing.OPEN in standings and not needs_relays(inputs)
+    statuses = (inputs.ip4.status, inputs.ip6.status)
+    return NatStatus.OPEN in statuses and not needs_relays(inputs)
 
 
 def extra_addrs(inputs: ReachabilityInputs) -> tuple[str, ...]:
@@ -360,7 +358,7 @@ def reachability(inputs: ReachabilityInputs) -> Reachability:
 
 
 def _without_direct_way(inputs: ReachabilityInputs, reached: Sequence[Endpoint]) -> Reachability:
-    closed = inputs.ip4 if inputs.ip4.standing is Standing.CLOSED else inputs.ip6
+    closed = inputs.ip4 if inputs.ip4.status is NatStatus.CLOSED else inputs.ip6
     behind = "behind NAT" if closed.translated else "behind a firewall"
     how = "public over IPv6 at" if all(endpoint.ip.version == 6 for endpoint in reached) else "some reach it at"
     but = f"{how} {_enumerated([str(endpoint) for endpoint in reached])}, else " if reached else ""

@@ -21,7 +21,7 @@ from multiaddr import Multiaddr
 
 from ....protocols.nat_traversal import read_addr
 from ..addresses import circuit_of, host_of, ip_of, is_circuit, own_networks
-from .dialing import DialBudget, DialContext, Networks, Trouble, is_permitted, kept, private_range
+from .dialing import DialBudget, DialContext, FailedAddress, Networks, is_permitted, kept, private_range
 from .raw_connection import Path
 
 MAX_PEERS: Final = 8192
@@ -96,7 +96,7 @@ class _Page:
     """What is remembered of a peer's addresses; at those that are `proven` it has answered."""
 
     addrs: tuple[Multiaddr, ...] = ()
-    troubles: dict[Multiaddr, Trouble] = field(default_factory=dict)
+    failing: dict[Multiaddr, FailedAddress] = field(default_factory=dict)
     proven: set[Multiaddr] = field(default_factory=set)
 
 
@@ -171,8 +171,8 @@ class AddressBook:
         if page.addrs[: len(addrs)] != addrs:
             page.addrs = kept((*addrs, *page.addrs))
             page.proven &= set(page.addrs)
-            for addr in [addr for addr in page.troubles if addr not in page.addrs]:
-                del page.troubles[addr]
+            for addr in [addr for addr in page.failing if addr not in page.addrs]:
+                del page.failing[addr]
             for circuit in circuits:
                 relay = self._page(ID.from_string(circuit.relay_id))
                 relay.addrs = kept((*relay.addrs, circuit.relay_addr))
@@ -189,9 +189,9 @@ class AddressBook:
         page = self._pages.get(peer_id)
         return () if page is None else page.addrs
 
-    def troubles(self, peer_id: ID) -> dict[Multiaddr, Trouble]:
+    def failing(self, peer_id: ID) -> dict[Multiaddr, FailedAddress]:
         """What has failed, for who dials to keep."""
-        return self._page(peer_id).troubles
+        return self._page(peer_id).failing
 
     def met(self, path: Path) -> None:
         """There is a new connection."""

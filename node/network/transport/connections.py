@@ -37,7 +37,7 @@ from ..addresses import circuit_of, ip_of, is_circuit, is_dialable, own_networks
 from ..shares import ShareCount, origin_of_ip
 from .address_book import AddressBook, BoundedPeerStore
 from .bandwidth import Bandwidth
-from .dialing import Attempt, Trouble, failed, kept, one_per_relay, plan
+from .dialing import Attempt, FailedAddress, failed, kept, one_per_relay, plan
 from .limits import LIMITS, WORK, NodeLimits, metered
 from .negotiation import OneAnswer, OneRoundTrip, question
 from .noise import BufferedNoise
@@ -315,17 +315,17 @@ class Network(Libp2pSwarm):
     async def _dial_first(self, peer_id: ID, addrs: Sequence[Multiaddr]) -> SwarmConn:
         if peer_id == self.self_id:
             raise SwarmException("this is our own peer id")
-        troubles = self.book.troubles(peer_id)
+        failing = self.book.failing(peer_id)
         permitted = self.book.permitted(peer_id, addrs)
         reasons = [f"{addr}: {_FOREIGN}" for addr in addrs if addr not in permitted]
-        for attempts in plan(one_per_relay(permitted, troubles), own_networks(), troubles, trio.current_time()):
-            winner = await self._race(peer_id, attempts, troubles, reasons)
+        for attempts in plan(one_per_relay(permitted, failing), own_networks(), failing, trio.current_time()):
+            winner = await self._race(peer_id, attempts, failing, reasons)
             if winner is not None:
                 return winner
         raise SwarmException(f"cannot connect to {peer_id}: {'; '.join(reasons) or 'no address known'}")
 
     async def _race(
-        self, peer_id: ID, attempts: Sequence[Attempt], troubles: dict[Multiaddr, Trouble], reasons: list[str]
+        self, peer_id: ID, attempts: Sequence[Attempt], failing: dict[Multiaddr, FailedAddress], reasons: list[str]
     ) -> SwarmConn | None:
         winners: list[SwarmConn] = []
         running: dict[Multiaddr, float] = {}
@@ -336,14 +336,14 @@ class Network(Libp2pSwarm):
             try:
                 if self.book.take_dial(peer_id, addr):
                     winners.append(await self._dial(addr, peer_id))
-                    troubles.pop(addr, None)
+                    failing.pop(addr, None)
                     self.book.answered(peer_id, addr)
                     nursery.cancel_scope.cancel()
                 else:
                     reasons.append(f"{addr}: {_OFTEN}")
             except Exception as error:  # whatever a stranger's handshake may raise
                 reasons.append(f"{addr}: {reason_of(error)}")
-                troubles[addr] = failed(troubles.get(addr), trio.current_time())
+                failing[addr] = failed(failing.get(addr), trio.current_time())
             del running[addr]
             if not running:
                 idle.set()
@@ -362,7 +362,7 @@ class Network(Libp2pSwarm):
         now = trio.current_time()
         for addr, since in running.items():  # still trying when another one won
             if now - since > _OVERTAKEN:
-                troubles[addr] = failed(troubles.get(addr), now)
+                failing[addr] = failed(failing.get(addr), now)
         return winners[0]
 
     async def _dial(self, addr: Multiaddr, peer_id: ID) -> SwarmConn:

@@ -50,7 +50,7 @@ _NAT64: Final = IPv6Network("64:ff9b::/96")  # RFC 6052: the last four bytes are
 
 
 @dataclass(frozen=True)
-class Trouble:
+class FailedAddress:
     """An address that has failed: how often (it fades with time), and when for the last time (seconds)."""
 
     failures: float
@@ -65,17 +65,17 @@ class Attempt:
     after: float
 
 
-def failed(trouble: Trouble | None, now: float) -> Trouble:
+def failed(known: FailedAddress | None, now: float) -> FailedAddress:
     """What to remember of an address that has just failed."""
-    if trouble is None:
-        return Trouble(1.0, now)
-    return Trouble(trouble.failures * 0.5 ** ((now - trouble.at) / DIALING.half_life) + 1.0, now)
+    if known is None:
+        return FailedAddress(1.0, now)
+    return FailedAddress(known.failures * 0.5 ** ((now - known.at) / DIALING.half_life) + 1.0, now)
 
 
-def pause_ends(trouble: Trouble) -> float:
+def pause_ends(known: FailedAddress) -> float:
     """Until when the address is only tried if there is nothing else."""
-    doublings = min(trouble.failures - 1.0, 16.0)
-    return trouble.at + min(DIALING.first_pause * math.exp2(doublings), DIALING.longest_pause)
+    doublings = min(known.failures - 1.0, 16.0)
+    return known.at + min(DIALING.first_pause * math.exp2(doublings), DIALING.longest_pause)
 
 
 @dataclass(frozen=True)
@@ -151,20 +151,20 @@ def kept(addrs: Iterable[Multiaddr]) -> tuple[Multiaddr, ...]:
     return (*direct, *circuits)
 
 
-def one_per_relay(addrs: Sequence[Multiaddr], troubles: Mapping[Multiaddr, Trouble]) -> list[Multiaddr]:
+def one_per_relay(addrs: Sequence[Multiaddr], failing: Mapping[Multiaddr, FailedAddress]) -> list[Multiaddr]:
     """Without the circuit addresses that lead through a relay already among them: whoever dials one of them takes all
     ways to that relay. Of each relay, one that has failed stays only if all have."""
     chosen: dict[str, Multiaddr] = {}
     for addr in addrs:
         circuit = circuit_of(addr)
         name = str(addr) if circuit is None else circuit.relay_id
-        if name not in chosen or (chosen[name] in troubles and addr not in troubles):
+        if name not in chosen or (chosen[name] in failing and addr not in failing):
             chosen[name] = addr
     return list(chosen.values())
 
 
 def plan(
-    addrs: Sequence[Multiaddr], networks: Networks, troubles: Mapping[Multiaddr, Trouble], now: float
+    addrs: Sequence[Multiaddr], networks: Networks, failing: Mapping[Multiaddr, FailedAddress], now: float
 ) -> tuple[list[Attempt], list[Attempt]]:
     """The attempts to make, and those to make only when all of them have failed.
 
@@ -172,9 +172,9 @@ def plan(
     those of foreign private networks, which mostly lead nowhere from here; plain TCP before WebSocket. Circuits start
     soon beside them, however many there are. Addresses that failed lately come last.
     """
-    paused = [addr for addr in addrs if addr in troubles and pause_ends(troubles[addr]) > now]
+    paused = [addr for addr in addrs if addr in failing and pause_ends(failing[addr]) > now]
     fresh = [addr for addr in addrs if addr not in paused]
-    paused.sort(key=lambda addr: troubles[addr].failures)
+    paused.sort(key=lambda addr: failing[addr].failures)
     fresh.sort(key=lambda addr: (_nearness(addr, networks), len(addr.protocols())))
     first, last = _attempts(fresh), _attempts(paused)
     return (first, last) if first else (last, [])

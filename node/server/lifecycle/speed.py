@@ -171,6 +171,8 @@ def _is_usable(entry: tuple[float, ...]) -> bool:
 class LiveSpeed:
     """The middle one of the last steps, once there are enough. The notes may come from another thread.
 
+    No `Estimate`: what a server announces must not follow single steps that were quick or slow, as a mean does.
+
     Attributes:
         step_seconds: a decode step of one row through the whole span, as it is announced.
         token_seconds: a token of a long prefill through the whole span.
