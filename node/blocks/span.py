@@ -16,7 +16,7 @@ from ...protocols.ids import Span
 from ..errors import BadInput, MachineError, memory_needed
 from ..models.checkpoint import Checkpoint
 from ..models.progress import Progress, no_progress
-from ..models.quantisation import Kernels, Numerics
+from ..models.quantisation import EXACT, Kernels, Numerics
 from .activations import layers_that_round, round_inputs
 from .architecture import cache_specs, open_skeleton, windows_of
 from .cache import BlockCacheSpec, CacheForm, SessionView, SpanCache
@@ -211,7 +211,7 @@ class BlockSpan:
             padding = torch.tensor(cache.left_padding, device=self.device).unsqueeze(1)
             mask = (torch.arange(cache.length + tokens, device=self.device) >= padding).long()
         adapter_rows = [AdapterRows(adapter, 0, cache.batch, cache.batch)] if adapter is not None else []
-        if self.step is not None and self._is_plain(cache, adapter) and self.step.takes([cache], adapter_rows, tokens):
+        if self.step is not None and self._suits(cache, adapter) and self.step.takes([cache], adapter_rows, tokens):
             return self.step.run(hidden, [cache], adapter_rows)
         with with_adapters(adapter_rows), self._prompted(cache, tokens, adapter):
             view, part = SessionView(cache), self._part(cache)
@@ -246,7 +246,7 @@ class BlockSpan:
         outputs: dict[int, torch.Tensor] = {}
         together: dict[object, list[_Member]] = {}
         for member in members:
-            if not self.supports_ragged or self._among_prompts(member.cache, member.adapter):
+            if not self.supports_ragged or self._stands_apart(member.cache, member.adapter):
                 outputs[member.index] = self.forward(member.hidden, member.cache, member.adapter)
             else:
                 adapter = None if self._mixes_adapters else id(member.adapter)
@@ -291,14 +291,22 @@ class BlockSpan:
             part = self._part(caches[0])
             return self.stack.run(hidden, RaggedView(caches), positions, ragged=True, part=part)
 
-    def _is_plain(self, cache: SpanCache, adapter: SpanAdapter | None) -> bool:
-        """Whether the next tokens are counted, no padding, of which transformers makes something, and no prompts'."""
-        counted = cache.positions is None and cache.length >= max(cache.left_padding)
-        return counted and not self._among_prompts(cache, adapter)
+    def _suits(self, cache: SpanCache, adapter: SpanAdapter | None) -> bool:
+        """Whether the next tokens are counted, get no prompts added, and are no padding, of which transformers makes
+        something else than the exact kind: there a token of padding attends to itself."""
+        known = cache.positions is None and (self.numerics.exact or cache.length >= max(cache.left_padding))
+        return known and not self._among_prompts(cache, adapter)
 
     def _among_prompts(self, cache: SpanCache, adapter: SpanAdapter | None) -> bool:
         """Whether deep prompts are added to some of the next tokens."""
         return adapter is not None and cache.length - max(cache.left_padding) < adapter.prefix
+
+    def _stands_apart(self, cache: SpanCache, adapter: SpanAdapter | None) -> bool:
+        """Whether a session is not computed with others: what torch has to do for it is not done for exact ones."""
+        if adapter is None:
+            return False
+        unknown = self.numerics.exact and self.step is not None and not self.step.knows(adapter)
+        return unknown or self._among_prompts(cache, adapter)
 
     def _prompted(self, cache: SpanCache, tokens: int, adapter: SpanAdapter | None) -> AbstractContextManager[None]:
         """The next tokens with deep prompts, where these have any for them and the session's blocks."""
@@ -411,7 +419,9 @@ def load(folder: Path, span: Span, how: Loading) -> BlockSpan:
         kind = str(skeleton.dtype).removeprefix("torch.")
         wanted = "--activations int8" if rounds else f"--cache-dtype {numerics.cache}"
         raise MachineError(f"{wanted} computes in float32, not in {kind}: add --dtype float32")
-    native = native_kernels(kernels, target, skeleton.dtype)
+    if numerics.exact:
+        kernels = "native"
+    native = native_kernels(kernels, target, skeleton.dtype, exact=numerics.exact)
     num_blocks = skeleton.num_blocks
     if span.end > num_blocks:
         raise BadInput(f"{folder} has blocks 0:{num_blocks}, so {span} cannot be served")
@@ -442,4 +452,6 @@ def load(folder: Path, span: Span, how: Loading) -> BlockSpan:
     loaded.supports_ragged = not one_by_one and agrees_with_single_steps(loaded)
     if native is not None and loaded.supports_ragged:
         loaded.step = find_step(loaded, skeleton.config, native, always=kernels == "native")
+    if numerics.exact and loaded.step is None:
+        raise MachineError(f"{EXACT} is not defined for blocks like those of {folder.name}: leave --exact out")
     return loaded

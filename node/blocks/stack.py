@@ -74,13 +74,12 @@ class BlockStack:
         cache.begin_step(tokens)
         cache.long_factors = long_factors or (self.original_length is not None and end > self.original_length)
 
-    def rotary(self, positions: torch.Tensor, layer_type: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines, [1, n, rotated dim] each, of int64 `positions` [1, n], for blocks of `layer_type` where
-        these have their own; a decoder without them raises `AttributeError`."""
+    def frequencies(self, layer_type: str | None = None) -> tuple[torch.Tensor, float]:
+        """Of the decoder's rotary positions, float32 [rotated dim / 2], and what cosines and sines are multiplied with,
+        for blocks of `layer_type` where these have their own; a decoder without them raises `AttributeError`."""
         rotary: Any = self._decoder.get_submodule("rotary_emb")
-        types = () if layer_type is None else (layer_type,)
-        cosines, sines = rotary(torch.zeros(1), positions, *types)
-        return cosines, sines
+        prefix = "" if layer_type is None else f"{layer_type}_"
+        return getattr(rotary, f"{prefix}inv_freq").float(), float(getattr(rotary, f"{prefix}attention_scaling"))
 
     def weight_storages(self) -> set[int]:
         """Where the memory of the weights begins: what autograd keeps of them it does not copy."""

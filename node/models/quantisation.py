@@ -26,6 +26,9 @@ Kernels: TypeAlias = Literal["auto", "native", "torch"]
 """What computes a few rows on a CPU: the compiled kernels of `blocks/kernels`, torch, or the quicker one."""
 KERNELS: Final[tuple[Kernels, ...]] = get_args(Kernels)
 
+EXACT: Final = "exact-1"
+"""The kind of computation whose every operation is defined to the bit (docs/exact.md)."""
+
 NF4_BLOCK: Final = 64
 """Weights that share a scale (QLoRA, Dettmers et al. 2023, section 3)."""
 _BYTES = {"int8": 1.0, "nf4": 0.5 + 4 / NF4_BLOCK}
@@ -49,11 +52,14 @@ class Numerics:
     """How coarsely a server computes beside its dtype. As text what it announces and signs as its quantisation: the
     weights, such as `nf4`, and behind them what is not as usual, such as `nf4/activations=int8/cache=bfloat16`. Who
     does not know that has no measure for its answers, and does not judge them.
+
+    `exact`: sessions are computed as docs/exact.md has it, with the same bits on every machine; said as `EXACT`.
     """
 
     weights: Quantisation = "none"
     activations: Activations = "float32"
     cache: CacheDtype = "auto"
+    exact: bool = False
 
     def __str__(self) -> str:
         parts: list[str] = [self.weights]
@@ -61,7 +67,7 @@ class Numerics:
             parts.append(f"activations={self.activations}")
         if self.cache not in ("auto", "float32"):
             parts.append(f"cache={self.cache}")
-        return "/".join(parts)
+        return "/".join([*parts, EXACT] if self.exact else parts)
 
     @classmethod
     def parse(cls, text: str) -> Numerics:
@@ -74,6 +80,7 @@ class Numerics:
             choose_quantisation(weights),
             choose_activations(said.get("activations", "float32")),
             choose_cache_dtype(said.get("cache", "auto")),
+            EXACT in said,
         )
         if str(parsed) != text:
             raise BadInput(f"{text!r} is no kind of computation that is known here")
@@ -92,7 +99,18 @@ def describe_numerics(dtype: str, quantisation: str) -> str:
     held = dtype if weights in ("", "none") else f"{weights} weights in {dtype}"
     names = {"activations": "activations", "cache": "keys and values"}
     others = [f"{said[name]} {what}" for name, what in names.items() if name in said]
-    return f"{held} with {' and '.join(others)}" if others else held
+    told = f"{held} with {' and '.join(others)}" if others else held
+    return f"{told}, exact to the bit" if EXACT in said else told
+
+
+def is_exact(quantisation: str) -> bool:
+    """Whether who announces this computes sessions with the same bits as everybody."""
+    return quantisation.endswith(f"/{EXACT}")
+
+
+def within_tolerance(quantisation: str) -> str:
+    """The kind of computation that has the same answers but for roundings: what is said without `EXACT`."""
+    return quantisation.removesuffix(f"/{EXACT}")
 
 
 def choose_activations(text: str) -> Activations:

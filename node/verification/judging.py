@@ -15,6 +15,8 @@ cancel, values that one processor takes for zero. So nobody is called faulty bef
 of the size that was calibrated (`Recomputation.perturbed`): tokens which that changes by as much as a fault do not
 count, and for the others the error has to be larger than what the noise makes.
 
+Servers of the exact kind (docs/exact.md) do not differ at all: for them `judge_bits` compares bits.
+
 Petals (NeurIPS 2023, appendix H) leaves open what "incorrect outputs" are; this is our answer to it.
 """
 
@@ -258,6 +260,20 @@ def judge_distance(found: Distance, tolerance: Tolerance | None, what: str = "it
             reason = f"{what} is off by {error:.2g} {where}: more than the usual {limit:.2g}, too little to be sure"
             return Judgement("inconclusive", reason, error, limit)
     return Judgement("ok", f"{what} is right within tolerance", found.worst, tolerance.ok_worst)
+
+
+def judge_bits(claimed: torch.Tensor, recomputed: torch.Tensor) -> Judgement:
+    """Whether an answer of the exact kind, float [rows, tokens, hidden] as it arrived, has every bit of the right one;
+    never inconclusive."""
+    if claimed.shape != recomputed.shape or claimed.dtype != recomputed.dtype:
+        return Judgement("faulty", f"its answer has shape {tuple(claimed.shape)}", JUDGING.beyond, 0.0)
+    given, right = (tensor.contiguous().view(torch.uint8) for tensor in (claimed, recomputed))
+    if torch.equal(given, right):
+        return Judgement("ok", "its answer is right to the bit", 0.0, 0.0)
+    off = (given != right).view(*claimed.shape, -1).any(-1)
+    found = f"{int(off.sum())} of {off.numel()} values, first at token {int(off.any(-1).any(0).nonzero()[0])}"
+    reason = f"its answer differs in {found}, and it announces that it is exact to the bit"
+    return Judgement("faulty", reason, _overall(token_errors(claimed, recomputed)).worst, 0.0)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ...protocols import wire_pb2
+from ...protocols.framing import INT8_BLOCK
 from ...protocols.ids import Span
 from ...protocols.tensors import decode
 from ...protocols.training import BatchTerms
@@ -50,6 +51,11 @@ class Observed:
         if self.counts is None or hidden.shape[1] < self.counts.shape[1]:
             return hidden
         return hidden[:, -self.counts.shape[1] :][self.counts].unsqueeze(0)
+
+    @property
+    def arrives_by_token(self) -> bool:
+        """Whether what a codec makes of a token does not depend on those beside it."""
+        return self.codec != "int8-block64" or self.claimed[0].shape[-1] % INT8_BLOCK == 0
 
     @property
     def direction(self) -> Pass:

@@ -14,6 +14,8 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Final, Literal
 
+from ..models.quantisation import within_tolerance
+
 Pass = Literal["forward", "backward"]
 """Outputs (of prefill, decode and batches), or gradients."""
 
@@ -111,10 +113,11 @@ class Kind:
 def find_tolerance(kind: Kind, table: Sequence[Calibration] | None = None) -> Tolerance | None:
     """The tolerance for answers of this kind; None if nobody measured it. If the server's device is unknown, the widest
     that was measured against `own_device`."""
+    quantisation = within_tolerance(kind.quantisation)
     matching = [
         tolerance_of(row, kind.blocks).plus(CODEC_SLACK[kind.codec])
         for row in (calibrations() if table is None else table)
-        if (row.dtype, row.quantisation, row.direction) == (kind.dtype, kind.quantisation, kind.direction)
+        if (row.dtype, row.quantisation, row.direction) == (kind.dtype, quantisation, kind.direction)
         and _is_between(row, kind)
     ]
     if not matching:
@@ -152,7 +155,7 @@ def doubt(dtype: str, quantisation: str, device: str, table: tuple[Calibration, 
     if not dtype:
         return NO_DOUBT
     for row in calibrations() if table is None else table:
-        same = (row.dtype, row.quantisation, row.direction) == (dtype, quantisation, "forward")
+        same = (row.dtype, row.quantisation, row.direction) == (dtype, within_tolerance(quantisation), "forward")
         if same and device in ("", row.server_device, row.own_device):
             return NO_DOUBT
     return UNPROVEN

@@ -11,15 +11,19 @@ from typing import Any, Final
 import torch
 
 from ...protocols.ids import Span
-from ..errors import PetalnodeError
+from ...protocols.tensors import decode, encode
+from ..errors import MachineError, PetalnodeError
 from ..models.progress import Progress, no_progress
+from ..models.quantisation import EXACT, is_exact, within_tolerance
 from .judging import (
     COARSER,
     JUDGING,
     Distance,
+    Judgement,
     Result,
     Spread,
     distance,
+    judge_bits,
     judge_distance,
     judge_kept,
     judge_steady,
@@ -29,7 +33,7 @@ from .judging import (
     worst_judgement,
 )
 from .observed import Observed
-from .recomputation import Answer, Recomputation, joined, kept_gradients
+from .recomputation import Answer, Recomputation, SessionAnswer, SessionQuestion, joined, kept_gradients
 from .tolerances import Kind, Tolerance, find_tolerance, noise_of
 
 _SEVERITY: Final[tuple[Result, ...]] = ("ok", "inconclusive", "faulty")
@@ -85,6 +89,7 @@ class Compared:
         tolerance: for answers of this kind; None if nobody measured it.
         perturbed: the same as `recomputed` with noise, where the answer looks faulty; None where it does not.
         kept_perturbed: how far the gradients of kept tensors with noise are from those without.
+        exact: the verdict by equality, of answers that were recomputed to the bit; the rest is not looked into then.
     """
 
     observed: Observed
@@ -94,6 +99,7 @@ class Compared:
     tolerance: Tolerance | None = None
     perturbed: tuple[torch.Tensor, ...] | None = None
     kept_perturbed: tuple[Mapping[str, Distance], ...] = ()
+    exact: Judgement | None = None
 
     @cached_property
     def claimed(self) -> torch.Tensor:
@@ -158,20 +164,43 @@ class Judge:
             PetalnodeError: the model's weights are not here, or this machine cannot compute with them.
         """
         answers: dict[int, Answer] = {}
+        to_the_bit: set[int] = set()
+        unchecked: dict[int, str] = {}
         for (dtype, quantisation), indices in _grouped(observed).items():
-            answers.update(self._recompute(observed, indices, dtype, quantisation))
-        found = [_compared(seen, answers[index], self.device) for index, seen in enumerate(observed)]
+            try:
+                answers.update(self._recompute(observed, indices, dtype, quantisation))
+                to_the_bit.update(indices if is_exact(quantisation) else ())
+            except MachineError as error:
+                if not is_exact(quantisation):
+                    raise
+                unchecked.update(dict.fromkeys(indices, f"it announces {EXACT}, which cannot be checked here: {error}"))
+        found = [
+            _compared(seen, answers[index], self.device, index in to_the_bit)
+            if index in answers
+            else Compared(
+                seen,
+                seen.judged(torch.cat(seen.claimed, dim=1)),
+                exact=Judgement("inconclusive", unchecked[index], 0.0, 0.0),
+            )
+            for index, seen in enumerate(observed)
+        ]
         if self._coarser:
             self._try_coarser(observed, found)
-        suspects = [index for index, one in enumerate(found) if self.verdict(one).verdict == "faulty"]
+        suspects = [
+            index for index, one in enumerate(found) if one.exact is None and self.verdict(one).verdict == "faulty"
+        ]
         for indices in _alike([observed[index].kind(self.device) for index in suspects], suspects):
             self._add_noise(found, answers, indices)
         return found
 
     def _try_coarser(self, observed: Sequence[Observed], found: list[Compared]) -> None:
         """Adds what coarser weights give to the answers that may be theirs."""
-        suspects = [index for index, one in enumerate(found) if JUDGING.suspicious <= one.found.mean < float("inf")]
-        coarser = {index: COARSER.get(observed[index].quantisation, ()) for index in suspects}
+        suspects = [
+            index
+            for index, one in enumerate(found)
+            if one.exact is None and JUDGING.suspicious <= one.found.mean < float("inf")
+        ]
+        coarser = {index: COARSER.get(within_tolerance(observed[index].quantisation), ()) for index in suspects}
         kinds = dict.fromkeys((observed[index].dtype, other) for index in suspects for other in coarser[index])
         for dtype, quantisation in kinds:
             indices = [index for index in suspects if observed[index].dtype == dtype and quantisation in coarser[index]]
@@ -187,7 +216,7 @@ class Judge:
     def _add_noise(self, found: list[Compared], answers: Mapping[int, Answer], indices: Sequence[int]) -> None:
         """Adds what noise makes of answers of one kind: before anybody is called faulty."""
         kind = found[indices[0]].observed.kind(self.device)
-        recomputation = self._recomputation(kind.dtype, kind.quantisation)
+        recomputation = self._recomputation(kind.dtype, within_tolerance(kind.quantisation))
         every = recomputation.perturbed([found[index].observed.question for index in indices], noise_of(kind))
         for index, noisy in zip(indices, every, strict=True):
             seen = found[index].observed
@@ -203,14 +232,18 @@ class Judge:
         return dict(zip(indices, answers, strict=True))
 
     def _recomputation(self, dtype: str, quantisation: str) -> Recomputation:
-        return Recomputation(self._folder, dtype, quantisation, self.device, self._progress)
+        device = "cpu" if is_exact(quantisation) else self.device
+        return Recomputation(self._folder, dtype, quantisation, device, self._progress)
 
     def verdicts(self, observed: Sequence[Observed]) -> list[Verdict]:
         """On every observation, in order. Raises as `compare`."""
         return [self.verdict(compared) for compared in self.compare(observed)]
 
     def verdict(self, compared: Compared) -> Verdict:
-        seen = compared.observed
+        seen, judged = compared.observed, compared.exact
+        if judged is not None:
+            told = judged.result, judged.reason, judged.error, judged.tolerance
+            return Verdict(seen.peer_id, seen.span, *told, seen.direction, len(seen.claimed))
         tolerance = compared.tolerance
         what = "its answer" if seen.direction == "forward" else "its gradient"
         hidden, spread = judge_distance(compared.found, tolerance, what), compared.spread
@@ -244,11 +277,16 @@ def _is_substitution(compared: Compared, other: torch.Tensor) -> bool:
     return first and not any(noisy)
 
 
-def _compared(observed: Observed, answer: Answer, device: str) -> Compared:
+def _compared(observed: Observed, answer: Answer, device: str, to_the_bit: bool) -> Compared:
     right = kept_gradients(answer, observed.kept)
     kept = kept_distances(observed.kept, right) if right else {}
     recomputed = observed.judged(joined(answer))
-    return Compared(observed, recomputed, kept=kept, tolerance=find_tolerance(observed.kind(device)))
+    exact = None
+    if to_the_bit and isinstance(answer, SessionAnswer) and observed.arrives_by_token:
+        arrived = [decode(*encode(output, observed.codec)) for output in answer.outputs]
+        claimed = torch.cat(observed.claimed, dim=1)
+        exact = judge_bits(claimed, torch.cat(arrived, dim=1)[:, -claimed.shape[1] :])
+    return Compared(observed, recomputed, kept=kept, tolerance=find_tolerance(observed.kind(device)), exact=exact)
 
 
 def worst_of(verdicts: Iterable[Verdict], blocks: Span) -> Verdict:
@@ -259,10 +297,12 @@ def worst_of(verdicts: Iterable[Verdict], blocks: Span) -> Verdict:
 
 
 def _grouped(observed: Sequence[Observed]) -> dict[tuple[str, str], list[int]]:
-    """Indices by what the servers computed with: (dtype, quantisation)."""
+    """Indices by what the servers computed with: (dtype, quantisation). Of exact servers, sessions alone are exact."""
     groups: dict[tuple[str, str], list[int]] = {}
     for index, seen in enumerate(observed):
-        groups.setdefault((seen.dtype, seen.quantisation), []).append(index)
+        session = isinstance(seen.question, SessionQuestion)
+        kind = seen.quantisation if session else within_tolerance(seen.quantisation)
+        groups.setdefault((seen.dtype, kind), []).append(index)
     return groups
 
 

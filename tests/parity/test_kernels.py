@@ -11,7 +11,7 @@ import torch
 from petalnode.node.blocks.architecture import block_sizes
 from petalnode.node.blocks.cache import SpanCache
 from petalnode.node.blocks.client_part import load_client
-from petalnode.node.blocks.kernels import choice, library, packing, step
+from petalnode.node.blocks.kernels import choice, library, packing
 from petalnode.node.blocks.kernels.tiles import StoredMatrix, TiledMatrix
 from petalnode.node.blocks.passes import Batch, SpanPasses, run_through
 from petalnode.node.blocks.quantisation import quantiser
@@ -220,15 +220,6 @@ def test_adapters_of_some_of_the_rows(name: str, layers: tuple[str, ...], known:
             steps = [(values(cache.batch, 1, seed=9 * turn + index), cache) for index, cache in enumerate(caches)]
             answers.append(torch.cat(blocks.decode(steps, adapters)))
     assert off(answers[2], answers[0]) < 1e-5 and off(answers[3], answers[1]) < 1e-5
-
-
-@needs_kernels
-def test_positions_behind_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = save_tiny("llama", tmp_path / "model")
-    expected = conversation(load_span(folder, SPAN, dtype="float32", device="cpu", kernels="native"))
-    monkeypatch.setattr(step, "_POSITIONS", 10)
-    given = conversation(load_span(folder, SPAN, dtype="float32", device="cpu", kernels="native"))
-    assert all(torch.equal(one, other) for one, other in zip(given, expected, strict=True))
 
 
 @needs_kernels

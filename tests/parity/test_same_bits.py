@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from petalnode.node.blocks.kernels.library import compiler
+from petalnode.node.blocks.kernels.library import VECTORS, compiler, library
 from tests.parity.same_bits import build, digests
 
 
@@ -18,6 +18,16 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("digests") / "digests"
     build(found, made)
     return made
+
+
+def test_the_vectors_are_those_of_the_page(program: Path) -> None:
+    """By which a server knows, before it announces the kind, that its kernels compute it."""
+    found = digests([program], VECTORS.seed, VECTORS.products, VECTORS.steps)
+    assert {last for name, (_, last) in found.items() if name != "plain"} == {f"{VECTORS.digest:016x}"}
+    page = (Path(__file__).parents[2] / "docs" / "exact.md").read_text()
+    assert f"`{VECTORS.digest:016x}`" in page
+    kernels = library()
+    assert kernels is not None and kernels.is_exact
 
 
 @pytest.mark.parametrize("seed", [1, 2])

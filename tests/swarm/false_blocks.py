@@ -30,6 +30,7 @@ from petalnode.protocols.ids import Span
 
 FALSE: Final = {
     "noise": "noise of `amount` times each token's size on every output",
+    "bit": "the last bit of one value of every output is another",
     "sometimes": "noise of half of each token's size on a share `amount` of the outputs",
     "skipped": "the middle block of its span is left out",
     "wrong": "the middle block of its span has the weights of its neighbour in the model",
@@ -278,6 +279,9 @@ def _handed_on(block: Any, args: Any, kwargs: Any, output: Any) -> Any:
 
 def _noisy(output: torch.Tensor, name: str, amount: float) -> torch.Tensor:
     share = 1.0
+    if name == "bit":
+        output = output.clone()
+        output.view(torch.int32)[0, 0, 0] ^= 1
     if name == "sometimes":
         share, amount = amount, 0.5
     elif name != "noise":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final, Protocol
 
 import torch
@@ -12,13 +13,14 @@ from torch import nn
 
 from ....protocols.ids import Span
 from ...errors import MachineError
-from ...models.quantisation import Kernels, Numerics
+from ...models.quantisation import EXACT, Kernels, Numerics
 from ..cache import BlockCacheSpec, SpanCache
 from ..dot import best_time
 from ..quantisation.matrix import QuantisedLinear, QuantisedMatrix
 from ..quantisation.slots import QuantisedExperts
 from ..stack import BlockStack
 from .library import NOT_HERE, Library, library, usable_threads
+from .rotary import exact_frequencies
 from .step import SpanStep, Unsuitable
 
 _log = logging.getLogger(__name__)
@@ -42,8 +44,10 @@ _MANY: Final = 8
 both, but torch's products with a few rows take three times as long as that."""
 
 
-def native_kernels(wanted: Kernels, device: torch.device, dtype: torch.dtype) -> Library | None:
+def native_kernels(wanted: Kernels, device: torch.device, dtype: torch.dtype, *, exact: bool = False) -> Library | None:
     """The compiled kernels, if they are wanted, are here, and compute what this device and dtype would.
+
+    `exact`: they are wanted for bits that are the same everywhere.
 
     Raises:
         MachineError: they are asked for by name and are not here, or are not for this device or dtype.
@@ -57,6 +61,10 @@ def native_kernels(wanted: Kernels, device: torch.device, dtype: torch.dtype) ->
                 "take --kernels auto"
             )
         raise MachineError(NOT_HERE)
+    if exact and found is not None and not found.is_exact:
+        raise MachineError(
+            f"the compiled kernels ({found.isa}) do not give the bits of {EXACT} on this machine: leave --exact out"
+        )
     return found
 
 
@@ -91,7 +99,9 @@ def find_step(span: Decoder, config: Any, found: Library, *, always: bool) -> Sp
     `always`: where it agrees, it need not be quicker.
     """
     try:
-        step = SpanStep(span.stack.blocks, span.specs, config, span.stack.rotary, found, span.numerics.cache)
+        exact = span.numerics.exact
+        frequencies = partial(exact_frequencies, config) if exact else span.stack.frequencies
+        step = SpanStep(span.stack.blocks, span.specs, config, frequencies, found, span.numerics.cache, exact)
     except (Unsuitable, AttributeError) as error:
         _log.debug("the compiled kernels do not compute such blocks: %s", error)
         return None

@@ -4,7 +4,7 @@
  * rounding. No dependencies. Here are the forms, what each instruction set has to offer, and the functions that Python
  * calls. products.h and step.h are included once for each instruction set, with ISA defined; `petalnode_select` takes
  * the best one that the processor has. plain.h, x86.h and arm.h have those, bytes.h products of whole numbers for rows that are rounded,
- * threads.h the threads that help, cache.h how keys and values are held, ahead.h what is fetched early, pages.h what is read early; packing.h brings
+ * threads.h the threads that help, cache.h how keys and values are held, ahead.h what is fetched early, pages.h what is read early, rotary.h cosines and sines; packing.h brings
  * weights of a GGUF file into these forms.
  *
  * Three promises hold for every function and every instruction set:
@@ -66,7 +66,7 @@
 #endif
 
 #define LANES 16
-#define INTERFACE_VERSION 9 /* of this file towards library.py */
+#define INTERFACE_VERSION 10 /* of this file towards library.py */
 #define MOST_ROWS 8 /* that are multiplied at a time */
 #define AHEAD 8 /* tokens, whose keys are fetched */
 #define PANEL 16 /* tokens, whose keys or values are opened at a time */
@@ -256,6 +256,7 @@ INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 #include "cache.h"
 #include "ahead.h"
 #include "pages.h"
+#include "rotary.h"
 
 struct kernels {
     const char *name;
@@ -450,3 +451,4 @@ EXPORT int64_t petalnode_step_scratch(const struct shape *s, int64_t rows, int64
 }
 
 #include "packing.h"
+#include "vectors.h"

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Final
 
@@ -35,11 +35,13 @@ HEADERS: Final = (
     "cache.h",
     "ahead.h",
     "pages.h",
+    "rotary.h",
     "step.h",
     "packing.h",
     "threads.h",
+    "vectors.h",
 )
-INTERFACE: Final = 9
+INTERFACE: Final = 10
 """As in kernels.c: goes up whenever a function or structure there changes."""
 ISA_VARIABLE: Final = "PETALNODE_KERNELS_ISA"
 """One of `ISAS`, in place of the best that the processor has: for comparisons. `none`: no kernels."""
@@ -147,6 +149,19 @@ STRUCTURES: Final = (Matrix, Row, Block, Shape, Change, Step, Range)
 """What the library reads of this module's memory, in the order of `petalnode_size`."""
 
 
+@dataclass(frozen=True)
+class Vectors:
+    """Random products and steps of all forms and families, and the digest that the exact kind has of them."""
+
+    seed: int = 1
+    products: int = 95
+    steps: int = 24
+    digest: int = 0xC22062CB0BC87C8E
+
+
+VECTORS: Final = Vectors()
+
+
 @dataclass(frozen=True, eq=False)
 class Library:
     """The loaded library. Its functions let other threads of Python run while they compute.
@@ -162,6 +177,13 @@ class Library:
     def select(self, isa: str) -> bool:
         """Uses the kernels for this instruction set from now on; false if there are none here. For tests."""
         return self.functions.petalnode_select(isa.encode()) is not None
+
+    @cached_property
+    def is_exact(self) -> bool:
+        """Whether it computes the exact kind on this machine, as its compiler and processor made it."""
+        found = (ctypes.c_uint64 * 2)()
+        self.functions.petalnode_vectors(VECTORS.seed, VECTORS.products, VECTORS.steps, ctypes.byref(found))
+        return found[1] == VECTORS.digest
 
 
 @cache
@@ -290,6 +312,8 @@ def _declare(functions: ctypes.CDLL) -> None:
         "tile_nf4": (None, (pointer, number, number, pointer)),
         "ask_for": (ctypes.c_int32, (pointer, number)),
         "step": (None, (ctypes.POINTER(Step), number)),
+        "rotary": (None, (pointer, number, ctypes.c_float, pointer, number, pointer, pointer)),
+        "vectors": (None, (number, number, number, pointer)),
         "step_scratch": (number, (ctypes.POINTER(Shape), number, number, number)),
     }
     for name, (result, arguments) in signatures.items():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -32,15 +33,15 @@ _MODEL_TYPES: Final = frozenset(
 _ACTIVATIONS: Final = {"silu": 1, "gelu_pytorch_tanh": 2, "gelu_new": 2}
 _HELD: Final[dict[CacheDtype, int]] = {"auto": 0, "float32": 0, "bfloat16": 1, "int8": 2}
 """As `enum held` counts them."""
+_TOGETHER: Final = 128
+"""Rows that are computed at once, where there are more: their memory is bounded, and the bits are the same."""
 _FORM_F32: Final = 0
 _FORM_F32_COLUMNS: Final = 10
-_POSITIONS: Final = 4096
-"""Whose rotations are computed once, when a span is loaded: a few megabytes."""
 _LAYERS: Final = ("query", "key", "value", "output", "gate", "up", "down")
 """As `enum layer` counts them."""
 
-Rotary = Callable[[torch.Tensor, str | None], tuple[torch.Tensor, torch.Tensor]]
-"""Positions, int64 [1, n], and a layer's type where these differ, to cosines and sines, [1, n, rotated dim] each."""
+Frequencies = Callable[[str | None], tuple[torch.Tensor, float] | None]
+"""Of a layer's type, where these differ, as `BlockStack.frequencies` and `exact_frequencies` have them."""
 
 
 class Unsuitable(Exception):
@@ -62,8 +63,9 @@ class SpanStep:
         blocks: modules of transformers, all of the span.
         specs: what they keep, one each.
         config: of the model.
-        rotary: the model's own.
+        frequencies: of its rotary positions.
         held: how the sessions' caches hold keys and values.
+        exact: any number of tokens is taken, with the bits that docs/exact.md defines.
 
     Attributes:
         threads: that compute a step, if no other thread of the process has them; the results are the same.
@@ -78,9 +80,10 @@ class SpanStep:
         blocks: Sequence[nn.Module],
         specs: Sequence[BlockCacheSpec],
         config: Any,
-        rotary: Rotary,
+        frequencies: Frequencies,
         found: Library,
         held: CacheDtype = "auto",
+        exact: bool = False,
     ) -> None:
         activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
         activation = activation or getattr(config, "activation_function", "")
@@ -90,6 +93,7 @@ class SpanStep:
             raise Unsuitable("blocks that keep different things")
         self.threads = 1
         self.counts = (ctypes.c_int64 * 2)()
+        self._exact = exact
         self._functions = found.functions
         self._one_more = config.model_type.startswith("gemma")  # norms multiply with 1 + weight
         self._blocks = (Block * len(blocks))()
@@ -105,20 +109,22 @@ class SpanStep:
             self._describe(index, block, spec)
             self._blocks[index].rotary = kinds.index(kind)
         self._check(specs[0])
-        self._rotary, self._kinds = rotary, kinds if config.model_type != "gpt2" else []
-        tables = [rotary(torch.arange(_POSITIONS).unsqueeze(0), kind) for kind in self._kinds]
-        self._shape.rotary_dim = tables[0][0].shape[-1] if tables else 0
-        if any(cosines.shape[-1] != self._shape.rotary_dim for cosines, _ in tables):
-            raise Unsuitable("rotary positions of other sizes")
-        self._cosines = torch.stack([cosines[0].float() for cosines, _ in tables]) if tables else torch.zeros(1, 1, 0)
-        self._sines = torch.stack([sines[0].float() for _, sines in tables]) if tables else torch.zeros(1, 1, 0)
+        turning = [frequencies(kind) for kind in kinds] if config.model_type != "gpt2" else []
+        self._turning = [(of.contiguous(), scale) for of, scale in filter(None, turning)]
+        self._shape.rotary_dim = 2 * len(self._turning[0][0]) if self._turning else 0
+        if len(self._turning) != len(turning) or len({len(of) for of, _ in self._turning}) > 1:
+            raise Unsuitable("rotary positions of another kind")
         self._scratch = torch.empty(0)
         self._adapters: WeakKeyDictionary[SpanAdapter, _Adapted | None] = WeakKeyDictionary()
 
     def takes(self, caches: Sequence[SpanCache], adapters: Sequence[AdapterRows] = (), tokens: int = 1) -> bool:
         """Whether so many tokens of each row of these sessions are few enough, and the adapters known."""
         few = tokens * sum(cache.batch for cache in caches) <= MOST_ROWS
-        return few and all(self._adapted(use.adapter) is not None for use in adapters)
+        return (few or self._exact) and all(self.knows(use.adapter) for use in adapters)
+
+    def knows(self, adapter: SpanAdapter) -> bool:
+        """Whether all layers that it changes are known."""
+        return self._adapted(adapter) is not None
 
     def run(
         self, hidden: torch.Tensor, caches: Sequence[SpanCache], adapters: Sequence[AdapterRows] = ()
@@ -131,6 +137,15 @@ class SpanStep:
             hidden: float32 [rows of all caches, tokens, hidden size].
             adapters: which change the blocks for some of the rows; `takes` has agreed to them.
         """
+        pieces = torch.split(hidden, max(1, _TOGETHER // len(hidden)), dim=1)
+        done = [0, *accumulate(piece.shape[1] for piece in pieces)]
+        outputs = [self._run(piece, at, caches, adapters) for piece, at in zip(pieces, done, strict=False)]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+    def _run(
+        self, hidden: torch.Tensor, ahead: int, caches: Sequence[SpanCache], adapters: Sequence[AdapterRows]
+    ) -> torch.Tensor:
+        """The same of tokens behind `ahead` others, whose keys and values are there."""
         tokens = hidden.shape[1]
         count = len(hidden) * tokens
         rows = (Row * count)()
@@ -138,14 +153,14 @@ class SpanStep:
         for cache in caches:
             memory, longest = cache.memory.data_ptr(), cache.max_length
             for row, padding in enumerate(cache.left_padding):
-                for length in range(cache.length, cache.length + tokens):
+                for length in range(cache.length + ahead, cache.length + ahead + tokens):
                     rows[len(positions)] = Row(memory, cache.batch, row, longest, length, padding)
                     positions.append(max(length - padding, 0))
-        cosines, sines = self._rotations(torch.tensor(positions))
+        rotations = self._rotations(torch.tensor(positions))
         output = hidden.clone(memory_format=torch.contiguous_format)
         first, blocks = caches[0].first, len(caches[0].specs)
         changes = self._changes_of(adapters, first, blocks, tokens)
-        scores = self._score_count(count, max(cache.length for cache in caches) + tokens, changes)
+        scores = self._score_count(count, max(cache.length for cache in caches) + ahead + tokens, changes)
         shape = ctypes.byref(self._shape)
         needed = self._functions.petalnode_step_scratch(shape, count, scores, self.threads)
         if len(self._scratch) < needed:
@@ -153,7 +168,7 @@ class SpanStep:
         step = Step(
             ctypes.addressof(self._shape), ctypes.addressof(self._blocks) + first * ctypes.sizeof(Block),
             ctypes.addressof(rows), ctypes.addressof(changes), blocks, count, len(changes), scores, tokens > 1,
-            cosines.data_ptr(), sines.data_ptr(), output.data_ptr(), self._scratch.data_ptr(),
+            rotations[0].data_ptr(), rotations[1].data_ptr(), output.data_ptr(), self._scratch.data_ptr(),
             ctypes.addressof(self.counts),
         )  # fmt: skip
         self._functions.petalnode_step(ctypes.byref(step), self.threads)
@@ -166,16 +181,13 @@ class SpanStep:
         adapted = max((change.rows * (change.down.out + change.up.out) for change in changes), default=0)
         return int(max(group * (longest + LANES), rows * experts, adapted))
 
-    def _rotations(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [tables, rows, rotated dim]."""
-        near = positions.clamp(max=self._cosines.shape[1] - 1)
-        cosines, sines = self._cosines[:, near], self._sines[:, near]
-        far = positions >= _POSITIONS
-        if self._kinds and bool(far.any()):
-            for table, kind in enumerate(self._kinds):
-                beyond = self._rotary(positions[far].unsqueeze(0), kind)
-                cosines[table, far], sines[table, far] = beyond[0][0].float(), beyond[1][0].float()
-        return cosines, sines
+    def _rotations(self, positions: torch.Tensor) -> torch.Tensor:
+        """Cosines and sines [2, tables, rows, rotated dim] of int64 [rows]."""
+        found = torch.empty(2, max(1, len(self._turning)), len(positions), self._shape.rotary_dim)
+        for table, (of, scale) in enumerate(self._turning):
+            into = (found[0, table].data_ptr(), found[1, table].data_ptr())
+            self._functions.petalnode_rotary(of.data_ptr(), len(of), scale, positions.data_ptr(), len(positions), *into)
+        return found
 
     # --- adapters ---
 

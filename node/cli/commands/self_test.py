@@ -29,6 +29,7 @@ from ...blocks.kernels.library import TO_HAVE, WITHOUT, library
 from ...credits.payment_verifier import PaymentVerifier
 from ...errors import ExitCode, MachineError, PetalnodeError
 from ...models.progress import no_progress
+from ...models.quantisation import EXACT
 from ...server.lifecycle.options import ServerOptions, ServerParts
 from ...server.lifecycle.server import run_server
 from ...server.lifecycle.speed import cpu_name
@@ -235,13 +236,18 @@ def exactness_findings(folder: Path) -> tuple[Answer | None, list[Finding]]:
 def _compiled_finding(folder: Path, expected: Answer) -> Finding:
     from ...blocks import machine_check
 
-    if library() is None:
+    kernels = library()
+    if kernels is None:
         return Finding("exactness", "warning", f"not tested: {WITHOUT}", TO_HAVE)
+    if not kernels.is_exact and kernels.isa != "plain":  # which rounds otherwise
+        text = f"compiled kernels ({kernels.isa}) compute other bits than {EXACT} has"
+        return Finding("exactness", "problem", text, "build them with another compiler; do not serve with --exact")
     try:
         found = machine_check.span_answer(folder, "cpu", "native")
     except MachineError as error:
         return Finding("exactness", "warning", f"compiled kernels not tested: {_first_line(error)}")
-    return compared("exactness", "blocks on cpu with compiled kernels", found, expected)
+    bits = f"the bits of {EXACT}" if kernels.is_exact else "without fused products"
+    return compared("exactness", f"blocks on cpu with compiled kernels ({kernels.isa}, {bits})", found, expected)
 
 
 def compared(check: str, what: str, answer: Answer, expected: Answer) -> Finding:

@@ -97,6 +97,10 @@ def serve(
             help="What multiplies a few rows on a CPU in float32: torch, the compiled kernels, or the quicker one.",
         ),
     ] = "auto",
+    exact: Annotated[
+        bool,
+        typer.Option("--exact", help="Compute the same bits as all exact servers, by the compiled kernels; announced."),
+    ] = False,
     cache_tokens: Annotated[
         int | None,
         typer.Option(min=1, help="Size of the attention cache, in tokens through all blocks held here."),
@@ -182,12 +186,13 @@ def serve(
         model=model,
         blocks=_span(blocks),
         num_blocks=_count(num_blocks),
-        device=device,
-        dtype=dtype,
+        device="cpu" if exact else device,
+        dtype="float32" if exact else dtype,
         quant=choose_quantisation(quant),
         activations=choose_activations(activations),
         cache_dtype=choose_cache_dtype(cache_dtype),
-        kernels=choose_kernels(kernels),
+        kernels="native" if exact else choose_kernels(kernels),
+        exact=exact,
         cache_tokens=cache_tokens,
         prefix_cache=choose_prefix_cache(prefix_cache),
         throughput=_throughput(throughput),
@@ -206,6 +211,8 @@ def serve(
         raise BadInput(f"--cache-dtype {cache_dtype} computes in float32: leave it out with --dtype {dtype}")
     if blocks is not None and options.num_blocks is not None:
         raise BadInput("--blocks and --num-blocks both choose the blocks: give one of them")
+    if exact:
+        _check_exact(dtype, device, kernels)
     if kernels == "native" and library() is None:
         raise MachineError(NOT_HERE)
     found = check_model(model)
@@ -311,6 +318,13 @@ def resume(server: _Server = None, json: _Json = False) -> None:
 def stop(server: _Server = None, json: _Json = False) -> None:
     """Stop servers on this machine, once their sessions have moved or ended."""
     send_wish(server, "stop", Output(json))
+
+
+def _check_exact(dtype: str, device: str, kernels: str) -> None:
+    if dtype not in ("auto", "float32") or kernels == "torch" or device not in ("auto", "cpu"):
+        raise BadInput("--exact computes in float32 by the compiled kernels on a CPU: leave these options out")
+    if library() is None:
+        raise MachineError(f"--exact needs the compiled kernels, which are not here: {TO_HAVE}")
 
 
 def _span(text: str | None) -> Span | None:

@@ -23,6 +23,7 @@ from ....protocols.framing import PeerError
 from ...client.round_trips import measure_rtts
 from ...client.session_adapter import announced
 from ...errors import SwarmError
+from ...models.quantisation import is_exact
 from ...swarm.routing import describe_blocks
 from ...swarm.swarm import Swarm
 from ...swarm.view import SwarmView, coverage_of
@@ -217,6 +218,7 @@ def _as_json(model: ModelServers) -> dict[str, object]:
                 "cache_tokens": server.cache_tokens,
                 "dtype": server.dtype,
                 "quantisation": server.quantisation,
+                "exact": is_exact(server.quantisation),
                 "adapters": [adapter.name for adapter in announced(server)],
                 "queue_depth": server.queue_depth,
                 "fixed": server.fixed,

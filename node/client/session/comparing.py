@@ -21,7 +21,7 @@ import torch
 
 from ....protocols.ids import Span
 from ...errors import NoChainError
-from ...models.quantisation import QUANTISATIONS, describe_numerics
+from ...models.quantisation import QUANTISATIONS, describe_numerics, within_tolerance
 from ...swarm.routing import ONE_TOKEN, Demand, Hop, RouteCandidate, chain_seconds, cheapest_chain, describe_blocks
 from ...verification.judging import Distance, distance, judge_distance
 from ...verification.tolerances import CODEC_SLACK, Kind, Tolerance, calibrations, find_tolerance
@@ -197,7 +197,7 @@ def tolerance_between(
     known = {device for device in devices if device}
     if "" in devices:  # it may be any
         for row in calibrations():
-            if (row.dtype, row.quantisation) == (weights.dtype, weights.quantisation):
+            if (row.dtype, row.quantisation) == (weights.dtype, within_tolerance(weights.quantisation)):
                 known |= {row.server_device, row.own_device}
     kinds = [
         Kind(weights.dtype, weights.quantisation, "forward", blocks, codec, one, other)

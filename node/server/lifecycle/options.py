@@ -35,7 +35,8 @@ class ServerOptions:
     `allow_clients` are the peer ids that may use this server; none lets everybody. `gain` is what a change of blocks
     has to gain (node/placement/plan.py), None: the blocks are never changed. `max_disk` is in bytes. `pledge` is how
     many points the server promises to lose when a fault of it is proved. `adapters` are folders of adapters that
-    anybody may name. `share_weights`: whether the weights are handed on to peers.
+    anybody may name. `share_weights`: whether the weights are handed on to peers. `exact`: sessions are computed as
+    docs/exact.md has it, or nothing is served.
     """
 
     model: str
@@ -47,6 +48,7 @@ class ServerOptions:
     activations: Activations = "float32"
     cache_dtype: CacheDtype = "auto"
     kernels: Kernels = "torch"
+    exact: bool = False
     cache_tokens: int | None = None
     prefix_cache: PrefixCache = "own"
     throughput: float | None = None
@@ -64,7 +66,7 @@ class ServerOptions:
     @property
     def numerics(self) -> Numerics:
         """What the server announces and signs as its quantisation."""
-        return Numerics(self.quant, self.activations, self.cache_dtype)
+        return Numerics(self.quant, self.activations, self.cache_dtype, self.exact)
 
     @property
     def stays(self) -> bool:

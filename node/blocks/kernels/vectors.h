@@ -1,0 +1,180 @@
+/* Digests of products and decode steps on random input, by which a library shows that it computes the exact kind.
+ *
+ * No input comes from a library, so that the same digests are computed on every processor; docs/exact.md has them.
+ */
+#define COUNT(array) (int)(sizeof(array) / sizeof *(array))
+#define EDGE 1024 /* bytes behind each array, which are fetched and not used */
+
+static uint64_t state, digest;
+static void *drawn_memory[1024];
+static int drawn_arrays;
+
+/* `count` bytes of zeros, until `forget_all`. */
+static void *memory(int64_t count) { return drawn_memory[drawn_arrays++] = calloc(1, count + EDGE); }
+
+static void forget_all(void) {
+    while (drawn_arrays) free(drawn_memory[--drawn_arrays]);
+}
+
+static uint64_t drawn(void) { /* xorshift64* (Vigna 2016) */
+    state ^= state >> 12, state ^= state << 25, state ^= state >> 27;
+    return state * 0x2545f4914f6cdd1dull;
+}
+
+static int64_t below(int64_t bound) { return (int64_t)((drawn() >> 33) % (uint64_t)bound); }
+
+/* Mostly of a usual size; `wild`: some are subnormal, tiny, huge or zero as well. */
+static float value(int wild) {
+    uint32_t bits = (uint32_t)drawn() & 0x807fffffu, kind = wild ? (uint32_t)below(32) : 31;
+    uint32_t exponent = kind > 6 ? 118 + (uint32_t)below(9) : kind > 4 ? (uint32_t)below(255) : kind > 2 ? 1 : 0;
+    return kind ? bits_float(bits | exponent << 23) : 0.0f;
+}
+
+static float *floats(int64_t count, int wild) {
+    float *made = memory(count * sizeof(float));
+    for (int64_t index = 0; index < count; index++) made[index] = value(wild);
+    return made;
+}
+
+static void *bytes(int64_t count) {
+    uint8_t *made = memory(count);
+    for (int64_t index = 0; index < count; index++) made[index] = (uint8_t)(drawn() >> 56);
+    return made;
+}
+
+/* Finite ones, up to 4 or of a usual size. */
+static void some_halves(uint16_t *into, int64_t count, int wild) {
+    for (int64_t index = 0; index < count; index++)
+        into[index] = (uint16_t)((drawn() & 0x83ffu) | (uint64_t)(wild ? below(17) : 7 + below(3)) << 10);
+}
+
+static void look_at(const float *values, int64_t count) {
+    for (int64_t index = 0; index < count; index++) { /* a NaN's bits are the processor's affair */
+        const uint32_t bits = values[index] != values[index] ? 0x7fc00000u : float_bits(values[index]);
+        for (int byte = 0; byte < 4; byte++) digest = (digest ^ (bits >> 8 * byte & 255u)) * 0x100000001b3ull; /* FNV-1a */
+    }
+}
+
+static struct matrix matrix(int form, int64_t out, int64_t in, int wild, int with_bias) {
+    static const int blocks[] = {[FORM_Q4] = 32, [FORM_Q4_HALF] = 32, [FORM_NF4] = 64, [FORM_Q4_K] = 32, [FORM_Q3_K] = 16,
+                                 [FORM_Q8_HALF] = 32, [FORM_Q6] = 32, [FORM_Q6_HALF] = 32, [FORM_Q5_K] = 32, [FORM_Q6_K] = 16,
+                                 [FORM_IQ4_NL] = 32, [FORM_IQ4_XS] = 32, [FORM_MXFP4] = 32, [FORM_Q2_K] = 16};
+    const int64_t tiles = (out + LANES - 1) / LANES;
+    struct matrix m = {.form = form, .out = (int32_t)out, .in = (int32_t)in};
+    m.bias = with_bias ? floats(tiles * LANES, wild) : NULL;
+    m.block = form == FORM_Q8_PLAIN ? (int32_t)in : form == FORM_F32_COLUMNS ? (int32_t)(tiles * LANES) : blocks[form];
+    if (form == FORM_F32) m.codes = floats(out * in, wild);
+    else if (form == FORM_F32_COLUMNS) m.codes = floats(m.block * in, wild);
+    else if (form == FORM_F16 || form == FORM_BF16) {
+        uint16_t *codes = bytes(2 * out * in);
+        if (form == FORM_F16) some_halves(codes, out * in, wild);
+        else for (int64_t index = 0; index < out * in; index++) codes[index] = (uint16_t)(float_bits(value(wild)) >> 16);
+        m.codes = codes;
+    } else {
+        const int64_t count = in / m.block, scales = tile_scales(form, m.block, count);
+        m.codes = bytes(tiles * in * LANES * (EIGHT_BITS(form) ? 8 : SIX_BITS(form) ? 6 : 4) / 8);
+        for (int which = 0; which < (HAS_OFFSETS(form) && !SUPER_SCALES(form) ? 2 : 1); which++) {
+            uint8_t *made = bytes(tiles * scales);
+            const int64_t step = super_bytes(form, m.block);
+            if (HALF_SCALES(form)) some_halves((uint16_t *)made, tiles * scales / 2, wild);
+            else if (!SUPER_SCALES(form)) memcpy(made, floats(tiles * scales / 4, wild), tiles * scales);
+            else for (int64_t at = 0; at < tiles * scales; at += step)
+                some_halves((uint16_t *)(made + at), (HAS_OFFSETS(form) ? 2 : 1) * LANES, wild);
+            if (which) m.offsets = made;
+            else m.scales = made;
+        }
+    }
+    return m;
+}
+
+static const int ALL_FORMS[] = {FORM_F32,  FORM_BF16,   FORM_F16,    FORM_Q4,      FORM_Q4_HALF, FORM_NF4,  FORM_Q4_K,
+                            FORM_Q3_K, FORM_Q8_PLAIN, FORM_Q8_HALF, FORM_F32_COLUMNS, FORM_Q6,   FORM_Q6_HALF, FORM_Q5_K,
+                            FORM_Q6_K, FORM_IQ4_NL, FORM_IQ4_XS, FORM_MXFP4,   FORM_Q2_K};
+
+static void product(int number) {
+    static const int64_t counts[] = {1, 2, 3, 4, 5, 8, 11, 16, 32, 33};
+    const int form = ALL_FORMS[number % COUNT(ALL_FORMS)], wild = (int)below(2);
+    const int64_t out = 16 + below(100), in = 256 * (1 + below(2)), rows = counts[below(COUNT(counts))];
+    struct matrix m = matrix(form, form == FORM_F32_COLUMNS ? out / LANES * LANES : out, in, wild, (int)below(2));
+    m.rounds = below(3) == 0;
+    float *x = floats(rows * in, wild), *y = floats(rows * (m.out + LANES), 0), *scratch = floats(rows * ROUNDED_FLOATS(in), 0);
+    petalnode_multiply(&m, x, rows, y, scratch, 1 + below(2));
+    look_at(y, rows * m.out);
+    forget_all();
+}
+
+/* A block's matrix of any form that blocks have. */
+static struct matrix layer(int64_t out, int64_t in, int64_t rounds, int with_bias) {
+    int form = ALL_FORMS[below(COUNT(ALL_FORMS))];
+    struct matrix m = matrix(form == FORM_F32_COLUMNS ? FORM_F32 : form, out, in, 0, with_bias);
+    m.rounds = rounds;
+    return m;
+}
+
+/* Two sessions, one of which begins with a few tokens at once, through two blocks of any family. */
+static void steps(void) {
+    enum { BLOCKS = 2, ROWS = 2, TOKENS = 9, LONGEST = 40, PROMPT = 5 };
+    const int64_t heads = 2 << below(2), dim = 32 << below(2), shared = 1 << below(2), hidden = 256, inner = 256 << below(2);
+    const int64_t held = below(3), kv = heads / shared, experts = below(3) ? 0 : 4, biased = below(2), rounds = below(4) == 0;
+    const int64_t turned = below(2) ? dim : dim / 2, gated = experts || below(4), activation = 1 + below(2);
+    struct shape shape = {.hidden = 256, .heads = (int32_t)heads, .kv_heads = (int32_t)kv, .head_dim = (int32_t)dim,
+                          .inner = (int32_t)inner, .rotary_dim = (int32_t)turned, .activation = (int32_t)activation,
+                          .chosen = 2, .shares_add_up = (int32_t)below(2), .held = (int32_t)held, .eps = 1e-6f,
+                          .softcap = below(3) ? 0.0f : 30.0f};
+    struct block blocks[BLOCKS];
+    struct matrix expert[BLOCKS][12];
+    for (int index = 0; index < BLOCKS; index++) {
+        struct block b = {.input_norm = floats(hidden, 0), .output_norm = floats(hidden, 0), .window = below(2) ? 0 : 8,
+                          .experts = (int32_t)experts, .scale = 0.125f};
+        if (biased) b.input_bias = floats(hidden, 0), b.output_bias = floats(hidden, 0);
+        if (below(2)) b.query_norm = floats(dim, 0), b.key_norm = floats(dim, 0);
+        if (below(2)) b.attention_norm = floats(hidden, 0), b.mlp_norm = floats(hidden, 0);
+        b.query = layer(heads * dim, hidden, rounds, (int)biased), b.key = layer(kv * dim, hidden, rounds, (int)biased);
+        b.value = layer(kv * dim, hidden, rounds, (int)biased), b.output = layer(hidden, heads * dim < 256 ? 256 : heads * dim, rounds, 0);
+        b.output = heads * dim < 256 ? matrix(FORM_F32, hidden, heads * dim, 0, 0) : b.output;
+        b.output.rounds = rounds;
+        if (experts) {
+            b.router = matrix(FORM_F32, experts, hidden, 0, 0);
+            for (int e = 0; e < 12; e++) expert[index][e] = e % 3 < 2 ? layer(inner, hidden, rounds, 0) : layer(hidden, inner, rounds, 0);
+            b.expert = expert[index];
+        } else {
+            if (gated) b.gate = layer(inner, hidden, rounds, 0);
+            b.up = layer(inner, hidden, rounds, 0), b.down = layer(hidden, inner, rounds, 0);
+        }
+        blocks[index] = b;
+    }
+    struct row rows[ROWS];
+    for (int r = 0; r < ROWS; r++)
+        rows[r] = (struct row){.memory = memory(BLOCKS * 2 * kv * LONGEST * key_bytes((int32_t)held, dim)), .batch = 1,
+                               .max_length = LONGEST, .padding = r ? 2 : 0};
+    const int64_t threads = 1 + below(2), most_scores = most(heads * LONGEST, PROMPT * (experts + 1)) + LANES;
+    float *scratch = floats(petalnode_step_scratch(&shape, PROMPT, most_scores, threads) + LANES, 0);
+    int64_t counts[2] = {0, 0};
+    for (int token = 0; token < TOKENS; token++) {
+        const int64_t number = token ? ROWS : PROMPT;
+        struct row prompt[PROMPT];
+        for (int64_t r = 0; r < PROMPT; r++) prompt[r] = rows[0], prompt[r].length = r;
+        float *hidden_rows = floats(number * hidden, 0), *cosines = floats(number * turned, 0), *sines = floats(number * turned, 0);
+        float *frequencies = floats(turned / 2, 0);
+        int64_t *positions = bytes(8 * number);
+        for (int64_t i = 0; i < turned / 2; i++) frequencies[i] = bits_float(float_bits(frequencies[i]) & 0x7fffffffu) / 4.0f;
+        for (int64_t r = 0; r < number; r++) positions[r] = below(1 << (3 + below(17)));
+        petalnode_rotary(frequencies, turned / 2, 1.0f, positions, number, cosines, sines);
+        struct step step = {.shape = &shape, .blocks = blocks, .rows = token ? rows : prompt, .several = !token, .count = BLOCKS, .number = number,
+                            .score_count = most_scores, .cosines = cosines, .sines = sines, .hidden = hidden_rows, .counts = counts,
+                            .scratch = scratch};
+        petalnode_step(&step, threads);
+        look_at(hidden_rows, number * hidden);
+        for (int64_t r = 0; r < ROWS; r++) rows[r].length += token ? 1 : r ? 0 : PROMPT;
+    }
+    forget_all();
+}
+
+/* Of so many products, and of these and so many steps, by the kernels in use, into found [2]. One call at a time. */
+EXPORT void petalnode_vectors(uint64_t seed, int64_t products, int64_t rounds, uint64_t *found) {
+    state = 0x9e3779b97f4a7c15ull * seed + 1, digest = 0xcbf29ce484222325ull;
+    for (int64_t done = 0; done < products; done++) product((int)(done % COUNT(ALL_FORMS)));
+    found[0] = digest;
+    for (int64_t done = 0; done < rounds; done++) steps();
+    found[1] = digest;
+}
