@@ -80,24 +80,19 @@ class BlockSpan:
         device: torch.device,
         numerics: Numerics,
     ) -> None:
-        self.span = span
-        self.num_blocks = num_blocks
+        self.span, self.num_blocks = span, num_blocks
         self.hidden_size = int(skeleton.config.hidden_size)
-        self.dtype = skeleton.dtype
-        self.device = device
-        self.numerics = numerics
+        self.dtype, self.device, self.numerics = skeleton.dtype, device, numerics
         self._form = form = CacheForm(numerics.cache, skeleton.dtype)
         self.keeps_states = any(spec.states for spec in specs)
         self._growing = sum(spec.bytes_per_token(form) for spec in specs)
         self._states = sum(spec.bytes_per_row for spec in specs)
         self.cache_bytes_per_token = self._growing or -(-self._states // STATE_TOKENS)
         self.max_positions = int(getattr(skeleton.config, "max_position_embeddings", None) or _UNBOUNDED_POSITIONS)
-        self.supports_ragged = False
+        self.supports_ragged, self._mixes_adapters = False, True
         self.step: SpanStep | None = None
-        self.stack = stack
+        self.stack, self.specs = stack, tuple(specs)
         self.linears = {span.start + index: linear_shapes(block) for index, block in enumerate(stack.blocks)}
-        self.specs = tuple(specs)
-        self._mixes_adapters = True
 
     @property
     def quantisation(self) -> str:
@@ -303,9 +298,8 @@ class BlockSpan:
 
     def _stands_apart(self, cache: SpanCache, adapter: SpanAdapter | None) -> bool:
         """Whether a session is not computed with others: what torch has to do for it is not done for exact ones."""
-        if adapter is None:
-            return False
-        unknown = self.numerics.exact and self.step is not None and not self.step.knows(adapter)
+        exact = self.step if self.numerics.exact else None
+        unknown = adapter is not None and exact is not None and not exact.knows(adapter)
         return unknown or self._among_prompts(cache, adapter)
 
     def _prompted(self, cache: SpanCache, tokens: int, adapter: SpanAdapter | None) -> AbstractContextManager[None]:
@@ -409,7 +403,8 @@ def load_span(
 def load(folder: Path, span: Span, how: Loading) -> BlockSpan:
     """Loads blocks `span` of the model in `folder`, and nothing else of it. Raises as `load_span`; and MachineError if
     the disk has no room for the experts that are to be left there."""
-    numerics, kernels, progress = Numerics.parse(how.quantisation), how.kernels, how.progress
+    numerics, progress = Numerics.parse(how.quantisation), how.progress
+    kernels: Kernels = "native" if numerics.exact else how.kernels
     quant, rounds = numerics.weights, numerics.activations == "int8"
     target = choose_device(how.device)
     if quant != "none" and target.type not in ("cpu", "cuda"):
@@ -419,8 +414,6 @@ def load(folder: Path, span: Span, how: Loading) -> BlockSpan:
         kind = str(skeleton.dtype).removeprefix("torch.")
         wanted = "--activations int8" if rounds else f"--cache-dtype {numerics.cache}"
         raise MachineError(f"{wanted} computes in float32, not in {kind}: add --dtype float32")
-    if numerics.exact:
-        kernels = "native"
     native = native_kernels(kernels, target, skeleton.dtype, exact=numerics.exact)
     num_blocks = skeleton.num_blocks
     if span.end > num_blocks:
