@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
@@ -27,6 +28,7 @@ from petalnode.crypto.identity import held_identity
 from petalnode.node.cli import app as command_line
 from tests.import_graph import ROOT
 from tests.peft_adapters import save_lora
+from tests.swarm.certificates import certificate
 from tests.swarm.processes import Node, Nodes, environment
 from tests.unit.test_docs import PAGES, name_of
 
@@ -207,6 +209,7 @@ def server(node_starter: Nodes, models: Path) -> Node:
 def place(server: Node, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     (tmp_path / MODEL).symlink_to(models / MODEL)
     (tmp_path / "poems.jsonl").write_text('{"text": "one two three"}\n{"text": "two one"}\n' * 6)
+    certificate(tmp_path)
     (tmp_path / "adapters").mkdir()
     subprocess.run(["git", "init", "--quiet", "--bare", "adapters.git"], cwd=tmp_path, check=True)
     save_lora(models / MODEL, tmp_path / "my-adapter", ["q_proj", "v_proj"])
@@ -279,6 +282,8 @@ def check_tool(command: str) -> None:
         case ["python", "-m", module, *rest]:
             path = ROOT / module.removeprefix("petalnode.").replace(".", "/")
             check_options(path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__main__.py", rest)
+        case ["python", "-c", program, *_]:
+            compile(program, command, "exec")
         case ["python", script, *rest]:
             check_options(ROOT / script, rest)
         case ["pytest", *rest]:
@@ -371,6 +376,8 @@ def test_programs_run(page: Path, place: Place) -> None:
         "folder": MODEL,
         "ids": ids,
         "more": ids,
+        "messages": [],
+        "processor": SimpleNamespace(apply_chat_template=lambda *_, **__: {"input_ids": ids}),
         "batches": [{"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}],
     }
     for block in blocks_of(page):

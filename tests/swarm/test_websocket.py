@@ -2,52 +2,22 @@
 
 from __future__ import annotations
 
-import datetime
-import ipaddress
 import os
 import secrets
 from pathlib import Path
 
 import pytest
 import trio
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 from multiaddr import Multiaddr
 
 from petalnode.node.errors import BadInput
 from petalnode.node.network.transport.websocket import Certificate
+from tests.swarm.certificates import certificate
 from tests.swarm.relay_node import ECHO
 from tests.swarm.relays import echoed, host_here, relay_here, reserve
 
 WS, TLS = "/ip4/127.0.0.1/tcp/0/ws", "/ip4/127.0.0.1/tcp/0/tls/ws"
 SIZES = (1, 16 * 1024, 5_000_000)
-
-
-def certificate(folder: Path, days: int = 30) -> tuple[Path, Path]:
-    """The files of one that nobody has signed but itself, for so many days from now on."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "swarm.example")])
-    now = datetime.datetime.now(datetime.UTC)
-    names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-    made = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=90))
-        .not_valid_after(now + datetime.timedelta(days=days))
-        .add_extension(names, critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    files = folder / "certificate.pem", folder / "key.pem"
-    files[0].write_bytes(made.public_bytes(serialization.Encoding.PEM))
-    plain = serialization.NoEncryption()
-    files[1].write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain),
-    )
-    return files
 
 
 @pytest.mark.parametrize("psk", [None, "1a" * 32])
@@ -105,7 +75,7 @@ async def test_plain_tcp_is_told_at_once_what_is_there() -> None:
 
 async def test_a_renewed_certificate_is_shown_to_the_next_one(tmp_path: Path) -> None:
     certificate(tmp_path, days=-1)
-    own = Certificate(tmp_path / "certificate.pem", tmp_path / "key.pem")
+    own = Certificate(tmp_path / "cert.pem", tmp_path / "key.pem")
     assert own.ended is not None
     async with host_here(listens=True, at=TLS, certificate=own) as server, host_here() as client:
         client.remember(server.peer_id, server.addrs())

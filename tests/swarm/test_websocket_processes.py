@@ -8,9 +8,10 @@ import torch
 
 from petalnode import AutoDistributedModelForCausalLM
 from tests.greedy import prompt
+from tests.swarm.certificates import certificate
 from tests.swarm.processes import Nodes, petalnode
 from tests.swarm.tcp_proxy import line_to
-from tests.swarm.test_websocket import TLS, WS, certificate
+from tests.swarm.test_websocket import TLS, WS
 from tests.tiny_models import load_whole
 
 TOKENS = 16
@@ -45,7 +46,7 @@ def test_tokens_over_websocket_are_the_models(node_starter: Nodes, models: Path,
 
 def test_what_is_missing_for_tls_is_told(node_starter: Nodes, models: Path, tmp_path: Path) -> None:
     certificate(tmp_path, days=-1)
-    files = {"--tls-certificate": str(tmp_path / "certificate.pem"), "--tls-key": str(tmp_path / "key.pem")}
+    files = {"--tls-certificate": str(tmp_path / "cert.pem"), "--tls-key": str(tmp_path / "key.pem")}
     one, both = next(iter(files.items())), [part for pair in files.items() for part in pair]
     taken = "/ip4/127.0.0.1/tcp/1234"
     for options, told in (

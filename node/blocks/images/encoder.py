@@ -103,6 +103,11 @@ class ImageEncoder:
         self._model: Any = None
         self._lock = threading.Lock()
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the model takes pictures."""
+        return _takes_pictures(_config(self._folder))
+
     @torch.no_grad()
     def encode(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, images: Mapping[str, Any]
@@ -163,6 +168,14 @@ def _prompt_of(given: Mapping[str, Any], kind: str, shape: tuple[int, ...]) -> I
     return ImagePrompt(embeddings.clone(), positions)
 
 
+def _config(folder: Path) -> Any:
+    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def _takes_pictures(config: Any) -> bool:
+    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config.get_text_config(decoder=True) is not config
+
+
 @memory_needed("Loading the encoder of pictures")
 def _load(folder: Path, dtype: torch.dtype, device: torch.device, embeddings: nn.Module) -> Any:
     """The whole model without its language part, whose embeddings are these.
@@ -170,11 +183,10 @@ def _load(folder: Path, dtype: torch.dtype, device: torch.device, embeddings: nn
     Raises:
         ModelError: it takes no pictures, or its files do not fit it.
     """
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    text = config.get_text_config(decoder=True)
-    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or text is config:
+    config = _config(folder)
+    if not _takes_pictures(config):
         raise ModelError(f"a model of type {config.model_type!r} takes no pictures")
-    for part in (config, text):
+    for part in (config, config.get_text_config(decoder=True)):
         vars(part).pop("quantization_config", None)
     try:
         with BUILDING, torch.device("meta"):
@@ -196,7 +208,7 @@ def _load(folder: Path, dtype: torch.dtype, device: torch.device, embeddings: nn
         model.set_submodule(head, nn.Identity())
     gone = {name for name in parameters if name.startswith((f"{path}.", f"{head}."))}
     model.all_tied_weights_keys = {}
-    blocks = int(text.num_hidden_layers)
+    blocks = int(config.get_text_config(decoder=True).num_hidden_layers)
     skeleton = Skeleton(model, part, path, "layers", dtype, parameters, (), takes_pictures=True)
     with Checkpoint(folder, blocks) as weights:
         fill(skeleton, weights, lambda block: block is None, device, gone)

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from transformers.generation.configuration_utils import GenerationConfig
 
+from ...blocks.images.encoder import ImageEncoder
 from ...errors import BadInput
 
 _HONOURED: Final = frozenset(
@@ -68,12 +69,14 @@ def forward_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwarg
     return {name: value for name, value in given.items() if value is not None or name in parameters}
 
 
-def take_images(kwargs: dict[str, Any]) -> dict[str, Any]:
+def take_images(kwargs: dict[str, Any], encoder: ImageEncoder) -> dict[str, Any]:
     """Takes what a processor made of pictures out of the arguments; empty where there are none, though it named types
-    of tokens."""
+    of tokens, and for a model that takes none, which does not know such arguments."""
     images = {name: kwargs[name] for name in _OF_IMAGES & kwargs.keys() if kwargs[name] is not None}
     if not images.keys() & _PIXELS:
         kwargs.pop("mm_token_type_ids", None)
+        return {}
+    if not encoder.is_there:
         return {}
     for name in images:
         del kwargs[name]

@@ -113,7 +113,7 @@ class DistributedModelForCausalLM(DistributedModel):
         if input_ids is None or input_ids.dim() != 2 or not input_ids.numel():
             raise BadInput("generate needs input_ids of shape [batch, tokens], with at least one token")
         check_generate(kwargs, self.transformers_model.generation_config)
-        if images := take_images(kwargs):
+        if images := take_images(kwargs, self._local.encoder):
             if session is not None:
                 raise BadInput("session= cannot be combined with pictures, which a session does not know by token ids")
             with self._seeing(input_ids, kwargs.get("attention_mask"), images):

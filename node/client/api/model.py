@@ -111,7 +111,7 @@ class DistributedModel:
                 `output_hidden_states` together with a cache, or with other modules in place of the blocks.
             SwarmError: no chain covers the blocks, or several servers failed.
         """
-        if images := take_images(kwargs):
+        if images := take_images(kwargs, self._local.encoder):
             ids = kwargs.get("input_ids") if not args else args[0]
             if not isinstance(ids, torch.Tensor):
                 raise BadInput("pictures need input_ids, with the tokens that stand for them")

@@ -153,7 +153,7 @@ class Decoding:
             sampler.prepare(draw=False)
             hidden = await self._step(sent, chunks, 1 + len(draft.tokens))
         answered = trio.current_time()
-        if early is not None and early.follows is hidden[-1]:
+        if early is not None and early.follows.payload is hidden[-1].payload:
             answered -= early.seconds
             sampler.accept(early.token)
             answer.take(early.token)

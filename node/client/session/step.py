@@ -243,7 +243,9 @@ class PipelineStep:
         if link.server.draining:
             self.chain.prepare_standby(link)
         self._entered.append((chunk, self._receipt))
-        self.chunk, self._receipt = replace(answer.chunk, positions=chunk.positions), answer.receipt
+        self.chunk, self._receipt = answer.chunk, answer.receipt
+        if chunk.positions:
+            self.chunk = replace(answer.chunk, positions=chunk.positions)
         following = pushed_step(at.asked, answer.receipt.hash()) if at.asked.targets else None
         self.at = Visit("pushed" if following is not None and answer.handed_on else "sending", following)
         self.index += 1
