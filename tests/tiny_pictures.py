@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import io
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
+from transformers import AutoTokenizer
 from transformers.models.auto.modeling_auto import AutoModelForImageTextToText
 
+from tests.swarm.tokenizer import save_tokenizer
 from tests.sweep.configs import fill, tiny_config
 
 SIDE = 28  # pixels, of pictures of a fixed size
@@ -124,3 +129,39 @@ def seen(whole: Any, kind: str, texts: Sequence[tuple[int, int]] = ((5, 3),), se
     if family.types:
         given[family.types] = (given["input_ids"] == token).long()
     return given
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] }}:{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for p in m['content'] %}{% if p['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ p['text'] }}{% endif %}{% endfor %}{% endif %}\n{% endfor %}a:"
+)
+
+
+def save_processor(folder: Path) -> None:
+    """Writes tokenizer, chat template and image processor of a tiny Qwen2-VL beside it."""
+    save_tokenizer(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    fill_up = [f"<|unused{place}|>" for place in range(len(tokenizer), 296)]
+    named = ["<|vision_end|>", "<|vision_start|>", "<|video_pad|>", "<|image_pad|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": [*fill_up, *named]})
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    described = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": 14,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "min_pixels": SIDE * SIDE,
+        "max_pixels": 6 * SIDE * SIDE,
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(described))
+
+
+def png(width: int = 2 * SIDE, height: int = SIDE, colour: int = 0x3060C0) -> bytes:
+    """A picture with a square in it."""
+    picture = Image.new("RGB", (width, height), colour)
+    picture.paste(0x10E0F0, (width // 4, height // 4, width // 2, height // 2))
+    written = io.BytesIO()
+    picture.save(written, "PNG")
+    return written.getvalue()

@@ -21,7 +21,7 @@ from .http.answers import AnswersResponse
 from .http.bodies import read_asked
 from .openai.requests import chat_request
 from .openai.writers import ChatWriter, Head, named_event
-from .parts import REQUEST_LIMITS, function_tool, template_call
+from .parts import REQUEST_LIMITS, function_tool, parts_of, template_call
 
 Message = dict[str, Any]
 
@@ -119,7 +119,7 @@ def _user(blocks: Sequence[Fields]) -> Iterable[Message]:
             content = "" if block.get("content") is None else "".join(_texts(_blocks(block, "content")))
             yield {"role": "tool", "tool_call_id": block.text("tool_use_id"), "content": content}
     if others or not blocks:
-        yield {"role": "user", "content": "".join(_texts(others))}
+        yield {"role": "user", "content": parts_of(others)}
 
 
 def _tool(tool: Fields) -> dict[str, Any]:

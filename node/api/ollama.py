@@ -12,6 +12,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from ..blocks.images.pictures import PICTURES, Picture
+from ..client.generation.picture_prompts import with_pictures
 from ..version import __version__
 from .engine.core import Core
 from .engine.generation import (
@@ -32,7 +34,7 @@ from .http.bodies import read_asked
 from .openai.endpoints import embedded
 from .openai.requests import chat_request, chat_text
 from .openai.writers import ChatWriter, Head, TokenText
-from .parts import REQUEST_LIMITS, function_tool, template_call
+from .parts import REQUEST_LIMITS, function_tool, picture_of, template_call
 
 _DEFAULTS: Final = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 """The sampling of Ollama where a request does not say."""
@@ -74,16 +76,23 @@ def parse_generate(fields: Fields) -> ChatRequest | CompletionRequest | None:
         suffix="text cannot be put between two texts here",
         template="the chat template is that of the model",
         context="give the conversation to /api/chat instead",
-        images="there is only text here",
     )
     text, prompt = chat_text(_translated(fields)), fields.text("prompt", "")
     if not prompt:
         return None
     if fields.flag("raw"):
+        fields.refuse(images="a raw prompt has only text")
         return CompletionRequest(text, (prompt,))
     system = fields.text("system", "")
     before = [{"role": "system", "content": system}] if system else []
-    return ChatRequest(text, (*before, {"role": "user", "content": prompt}), (), "none")
+    return ChatRequest(text, (*before, {"role": "user", "content": _seen(fields, prompt)}), (), "none")
+
+
+def _seen(fields: Fields, text: str) -> str | list[dict[str, Any]]:
+    """A text, behind the pictures that its `images` has in base64. Raises ApiError."""
+    given = fields.texts("images", PICTURES.count)
+    one_by_one = [Fields({"images": image}, fields.path("")) for image in given]
+    return with_pictures(text, [picture_of(image, "images", Picture.of_base64) for image in one_by_one])
 
 
 def _translated(fields: Fields) -> Fields:
@@ -114,9 +123,8 @@ def _response_format(fields: Fields) -> dict[str, Any] | None:
 
 
 def _message(message: Fields) -> Message:
-    message.refuse(images="there is only text here")
     role = message.one_of("role", ("system", "user", "assistant", "tool"), "")
-    parsed: Message = {"role": role, "content": message.text("content", "")}
+    parsed: Message = {"role": role, "content": _seen(message, message.text("content", ""))}
     if role == "assistant" and (calls := list(_calls(message))):
         parsed["tool_calls"] = calls
     if role == "tool" and message.get("tool_name") is not None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from ..blocks.images.pictures import Picture
+from ..errors import BadInput, MachineError
 from .engine.generation import Grammar, SessionOptions
 from .fields import Fields, parse_text
 
@@ -83,6 +85,50 @@ def content_text(message: Fields, name: str, kinds: Collection[str]) -> str | No
             raise part.wrong("type", "there is only text here", "unsupported_content")
         texts.append(part.text("refusal" if kind == "refusal" else "text"))
     return "".join(texts)
+
+
+def content_with_pictures(message: Fields, name: str) -> str | list[dict[str, Any]] | None:
+    """The same of a message that may have pictures, as parts where it has some. Raises ApiError."""
+    if isinstance(message.get(name), str | None):
+        return content_text(message, name, ())
+    return parts_of(message.objects(name, REQUEST_LIMITS.max_messages))
+
+
+def parts_of(given: Sequence[Fields]) -> str | list[dict[str, Any]]:
+    """Texts and pictures; a text where there are no pictures. Raises ApiError."""
+    parts: list[dict[str, Any]] = []
+    for part in given:
+        picture = _picture(part)
+        if picture is not None:
+            parts.append({"type": "image", "image": picture})
+        elif part.text("type") == "text":
+            parts.append({"type": "text", "text": part.text("text")})
+        else:
+            raise part.wrong("type", "there is only text here, and pictures", "unsupported_content")
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return "".join(part["text"] for part in parts)
+
+
+def _picture(part: Fields) -> Picture | None:
+    """That of a part by OpenAI (`image_url`) or Anthropic (`image`); None of another one."""
+    kind = part.text("type")
+    if kind == "image_url":
+        return picture_of(part.needed("image_url"), "url", Picture.of_url)
+    if kind != "image":
+        return None
+    source = part.needed("source")
+    if source.one_of("type", ("base64", "url"), "") == "url":
+        return picture_of(source, "url", Picture.of_url)
+    return picture_of(source, "data", Picture.of_base64)
+
+
+def picture_of(fields: Fields, name: str, read: Callable[[str], Picture]) -> Picture:
+    """Raises ApiError: it is none, or too large."""
+    try:
+        return read(fields.text(name))
+    except (BadInput, MachineError) as error:
+        raise fields.wrong(name, str(error), "unsupported_content") from None
 
 
 def function_call(function: Fields, name: str) -> dict[str, Any]:

@@ -27,8 +27,11 @@ from .process import interrupted, text_given
 from .terminal import LineReader, stopped_by_signal
 
 if TYPE_CHECKING:
+    from ..blocks.images.encoder import ImagePrompt
+    from ..blocks.images.pictures import Picture
     from ..client.generation.conversation import Conversation, Sampling
     from ..client.generation.drafting import DraftCounts
+    from ..client.generation.picture_prompts import PicturePrompts
     from ..client.session.chain import Interruption
     from ..client.session.comparing import Disagreement
     from ..swarm.routing import Hop
@@ -99,6 +102,8 @@ class Chatter:
         served: the models that the swarm serves, by name.
         longest: how many tokens a conversation may reach with the model and the servers that there are now.
         reader: where a person types.
+        pictures: for the first question.
+        see: makes prompts of turns that have pictures.
     """
 
     conversation: Conversation
@@ -121,6 +126,8 @@ class Chatter:
     served: Callable[[], Sequence[str]] = tuple
     longest: Callable[[], int] = int
     reader: LineReader | None = None
+    pictures: tuple[Picture, ...] = ()
+    see: PicturePrompts | None = None
 
     def __post_init__(self) -> None:
         self._reader: LineReader | None = None
@@ -241,10 +248,11 @@ class Chatter:
         most = max(self.conversation.max_length, self.longest())
         if len(question) > DIALOGUE.letters_per_token * most:
             raise BadInput(f"the question has {len(question):,} characters, and does not fit into the context")
-        asked = self._heard().plus("user", question)
+        asked, self.pictures = self._heard().plus("user", question, self.pictures), ()
         await self._lengthen(asked.turns, most)
         room = min(self.sampling.max_new_tokens, self.conversation.max_length // 4)
-        fitted, tokens, dropped = fit(asked, self.text.tokenize, self.conversation.max_length - room)
+        most = self.conversation.max_length - room
+        fitted, tokens, dropped = await trio.to_thread.run_sync(fit, asked, self._tokens, most)
         if dropped:
             self.output.say(f"(the context is full: the oldest {dropped} turns were dropped)", style="dim")
         recoveries = self.conversation.recoveries
@@ -255,7 +263,8 @@ class Chatter:
         self._keep(fitted, finished=False)
         self._answer = answer_on(self.output)
         try:
-            stopped = await stopped_by_signal(partial(self._ask, tokens, said))
+            seen = self.see.of_turns(fitted.turns) if self.see is not None else None
+            stopped = await stopped_by_signal(partial(self._ask, tokens, said, seen.seen if seen else None))
         except BaseException:
             if said:
                 self._keep(fitted.plus("assistant", self.text.decode(said)), finished=False)
@@ -275,13 +284,20 @@ class Chatter:
         if stopped is not None and (stopped != signal.SIGINT or self.once):
             raise typer.Exit(interrupted(stopped))
 
+    def _tokens(self, turns: Sequence[ChatMessage]) -> list[int]:
+        seen = self.see.of_turns(turns) if self.see is not None else None
+        return self.text.tokenize(turns) if seen is None else list(seen.tokens)
+
     async def _lengthen(self, turns: Sequence[ChatMessage], most: int) -> None:
         """Makes room for these turns and an answer, by at least doubling, where that can be had."""
         now = self.conversation.max_length
-        if most > now and (wanted := len(self.text.tokenize(turns)) + self.sampling.max_new_tokens) > now:
+        if most <= now:
+            return
+        wanted = len(await trio.to_thread.run_sync(self._tokens, turns)) + self.sampling.max_new_tokens
+        if wanted > now:
             await self.conversation.lengthen(min(most, max(wanted, 2 * now)))
 
-    async def _ask(self, tokens: list[int], said: list[int], stop: trio.Event) -> None:
+    async def _ask(self, tokens: list[int], said: list[int], seen: ImagePrompt | None, stop: trio.Event) -> None:
         """Writes the answer as it comes, and appends its tokens to `said`."""
         write = self.text.stream(self._answer.write)
 
@@ -294,7 +310,7 @@ class Chatter:
         with unwrapped(PetalnodeError):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._say_what_is_waited_for)
-                await self.conversation.answer(tokens, self.sampling, on_token, stop)
+                await self.conversation.answer(tokens, self.sampling, on_token, stop, pictures=seen)
                 nursery.cancel_scope.cancel()
 
     def _tell(

@@ -13,6 +13,7 @@ from filelock import FileLock, Timeout
 
 from ...crypto.bounded_json import BadJson, JsonLimits, parse_json_object
 from ...crypto.identity import Identity, write_private
+from ..blocks.images.pictures import Picture
 from ..errors import BadInput, MachineError, ModelError
 from ..models import ModelFolder
 from ..models.cache_dir import check_writable
@@ -25,10 +26,12 @@ _FILE: Final = JsonLimits(nbytes=16 << 20, values=1 << 20)
 
 @dataclass(frozen=True)
 class ChatMessage:
-    """`role` is "system", "user" or "assistant", as chat templates call them."""
+    """`role` is "system", "user" or "assistant", as chat templates call them. `pictures` are before the text, and are
+    kept in no file."""
 
     role: str
     content: str
+    pictures: tuple[Picture, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,8 @@ class Dialogue:
 
     turns: tuple[ChatMessage, ...] = ()
 
-    def plus(self, role: str, content: str) -> Dialogue:
-        return replace(self, turns=(*self.turns, ChatMessage(role, content)))
+    def plus(self, role: str, content: str, pictures: tuple[Picture, ...] = ()) -> Dialogue:
+        return replace(self, turns=(*self.turns, ChatMessage(role, content, pictures)))
 
     @property
     def questions(self) -> int:

@@ -16,6 +16,7 @@ _CONFIG_LIMITS = JsonLimits(nbytes=4 << 20, values=200_000, depth=32, strict=Fal
 
 TEXT_FILES: Final[Mapping[str, int]] = {
     **dict.fromkeys(("generation_config.json", "chat_template*", "additional_chat_templates/*.jinja"), 4 << 20),
+    **dict.fromkeys(("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"), 1 << 20),
     **dict.fromkeys(("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json"), 256 << 20),
     **dict.fromkeys(("*.tiktoken", "spiece.model", "sentencepiece*.model"), 256 << 20),
 }

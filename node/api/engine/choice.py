@@ -288,7 +288,7 @@ class Choice:
             taking = partial(self._take, conversation, recorder, constraint)
             before_answer = prompt[-_BEFORE:] if wanted.continues else ()
             self._decode = self._parts.text.stream(self._decoded.append, before_answer, special=wanted.shows_special)
-            length = len(await conversation.answer(prompt, sampling, taking, self._stop, recorder))
+            length = len(await conversation.answer(prompt, sampling, taking, self._stop, recorder, wanted.pictures))
             cached = 0 if wanted.echo else min(conversation.reused, len(prompt) - 1)  # one is always sent
             if held_back := self._stops.end():
                 self._send.send_nowait(Piece(self._index, held_back))

@@ -8,7 +8,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import trio
@@ -22,6 +22,7 @@ from ...client.chunks import from_chunks, to_chunks
 from ...client.core import SwarmClient
 from ...client.generation.conversation import Conversation
 from ...client.generation.draft_model import DraftModel
+from ...client.generation.picture_prompts import PicturePrompt, PicturePrompts
 from ...client.session.stream import SessionSpec
 from ...client.session_adapter import SessionAdapter, named
 from ...errors import BadInput, NoChainError
@@ -69,6 +70,8 @@ class Core:
         self._local = local
         self._compiling = trio.CapacityLimiter(limits.grammars)
         self._answers = trio.CapacityLimiter(limits.answers)
+        self._pictures = PicturePrompts(local, text.tokenizer, client.model.folder.path)
+        self._seeing = trio.CapacityLimiter(1)
         self._adapters: dict[str, SessionAdapter | None] = {}
         self._secret = os.urandom(32)
         self.receipts = AnswerReceipts()
@@ -119,6 +122,10 @@ class Core:
             param="response_format",
             code="invalid_schema",
         )
+
+    async def picture_prompt(self, messages: Sequence[dict[str, Any]]) -> PicturePrompt:
+        """As `PicturePrompts.prompt`, for one at a time."""
+        return await trio.to_thread.run_sync(self._pictures.prompt, messages, limiter=self._seeing)
 
     async def check(self, wanted: GenerationRequest) -> None:
         """What can be refused before anything is asked of the swarm.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from ...blocks.images.encoder import ImagePrompt
 from ...client.deadlines import WaitHistogram
 from ...client.generation.drafting import DraftCounts
 from ...client.generation.sampling import Sampling
@@ -265,6 +266,7 @@ class GenerationRequest:
         bound_after: the grammar binds what follows this mark, and not the whole answer.
         shows_special: special tokens are a part of the text: those that mark calls of tools.
         progress: whether events tell how far the answer is.
+        pictures: those in the prompt, which is one for all choices.
     """
 
     owner: str
@@ -281,6 +283,7 @@ class GenerationRequest:
     bound_after: str = ""
     shows_special: bool = False
     progress: bool = False
+    pictures: ImagePrompt | None = None
 
 
 def provenance(ends: Sequence[Finished]) -> dict[str, Any]:

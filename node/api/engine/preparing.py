@@ -10,6 +10,8 @@ from typing import Any, Final
 
 import trio
 
+from ...blocks.images.encoder import ImagePrompt
+from ...client.generation.picture_prompts import has_pictures
 from ..errors import ApiError
 from .core import Core
 from .generation import ChatRequest, CompletionRequest, GenerationRequest, ServedModel, TextRequest
@@ -52,22 +54,35 @@ async def prepare_chat(core: Core, owner: str, asked: ChatRequest) -> PreparedCh
     if form is not None and text.grammar is not None:
         raise ApiError(400, "response_format does not go with tools", param="response_format")
     tools = asked.tools if form is not None else ()
-    prompt = await chat_prompt(core, model, asked)
+    prompt, pictures = await _seen_prompt(core, model, asked)
     grammar = await _grammar(core, text) if form is None else await _call_grammar(core, form, asked)
     generation = replace(
         _generation(owner, text, model, [prompt] * text.choices, grammar),
         bound_after=form.mark if form is not None and asked.tool == "auto" else "",
         shows_special=form is not None,
+        pictures=pictures,
     )
     return PreparedChat(generation, form, tuple(tool["function"]["name"] for tool in tools))
 
 
 async def chat_prompt(core: Core, model: ServedModel, asked: ChatRequest) -> tuple[int, ...]:
     """The tokens of a conversation, by the model's chat template. Raises ApiError."""
+    return (await _seen_prompt(core, model, asked))[0]
+
+
+async def _seen_prompt(
+    core: Core, model: ServedModel, asked: ChatRequest
+) -> tuple[tuple[int, ...], ImagePrompt | None]:
+    """The same, and what the pictures among them are to the first block."""
     tools = asked.tools if asked.tool != "none" else ()
     check_size(core, sum(map(_characters, asked.messages)), model)
     check_size(core, len(json.dumps(tools)), model, "tools")
-    return tuple(await trio.to_thread.run_sync(core.text.chat_prompt, asked.messages, tools))
+    if not has_pictures(asked.messages):
+        return tuple(await trio.to_thread.run_sync(core.text.chat_prompt, asked.messages, tools)), None
+    if tools:
+        raise ApiError(400, "tools do not go with pictures here", param="tools", code="unsupported_parameter")
+    prompt = await core.picture_prompt(asked.messages)
+    return prompt.tokens, prompt.seen
 
 
 async def prepare_completion(core: Core, owner: str, asked: CompletionRequest) -> GenerationRequest:
@@ -94,8 +109,9 @@ async def text_prompt(core: Core, model: ServedModel, text: str) -> tuple[int, .
 
 def _characters(message: dict[str, Any]) -> int:
     """Of what a message says and calls."""
-    called = message.get("tool_calls")
-    return len(message["content"] or "") + (len(json.dumps(called)) if called else 0)
+    called, content = message.get("tool_calls"), message["content"] or ""
+    texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+    return sum(map(len, texts)) + (len(json.dumps(called)) if called else 0)
 
 
 def check_size(core: Core, characters: int, model: ServedModel, param: str | None = None) -> None:

@@ -13,6 +13,7 @@ from ..parts import (
     REQUEST_LIMITS,
     bounded,
     content_text,
+    content_with_pictures,
     function_call,
     function_tool,
     known_tool,
@@ -210,7 +211,9 @@ def _message(message: Fields) -> dict[str, Any]:
     role = message.one_of("role", ("system", "developer", "user", "assistant", "tool"), "")
     parsed: dict[str, Any] = {
         "role": "system" if role == "developer" else role,
-        "content": content_text(message, "content", ("text",)),
+        "content": content_with_pictures(message, "content")
+        if role == "user"
+        else content_text(message, "content", ("text",)),
     }
     if role == "assistant":
         calls = [_call(call) for call in message.objects("tool_calls", 128)]

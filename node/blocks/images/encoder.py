@@ -124,9 +124,21 @@ class ImageEncoder:
             BadInput: an argument that it does not have, or pictures and tokens do not fit each other.
         """
         with self._lock:
-            if self._model is None:
-                self._model = _load(self._folder, self._dtype, self._device, self._embeddings)
+            self._load()
             return self._encode(input_ids, attention_mask, images)
+
+    def load(self) -> None:
+        """Loads the weights, if they are not.
+
+        Raises:
+            ModelError: the model takes no pictures, or its files do not fit it.
+        """
+        with self._lock:
+            self._load()
+
+    def _load(self) -> None:
+        if self._model is None:
+            self._model = _load(self._folder, self._dtype, self._device, self._embeddings)
 
     def _encode(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, images: Mapping[str, Any]

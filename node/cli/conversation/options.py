@@ -19,6 +19,14 @@ class ChatOptions(ServerChoice):
         str | None,
         typer.Option(help="Ask this one question, print the answer and exit. A pipe's text follows it."),
     ] = None
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="A picture for the first question, where the model takes pictures. It does not leave this machine. "
+            "Repeatable.",
+        ),
+    ] = None
     system: Annotated[str | None, typer.Option(help="System prompt: instructions before the conversation.")] = None
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 512
     temperature: Annotated[

@@ -14,12 +14,13 @@ import platformdirs
 import trio
 
 from ....protocols.announcement import Announcement
+from ...blocks.images.pictures import PICTURES, Picture
 from ...client.chat import SavedChat, Text
 from ...client.core import ClientOptions, SwarmClient, open_client
 from ...client.deadlines import DEADLINES
 from ...client.swarm_model import SwarmModel, identify_model
 from ...credits.wallet import Wallet
-from ...errors import PetalnodeError, SwarmError
+from ...errors import BadInput, PetalnodeError, SwarmError
 from ...links.making import LinkWishes, near_link
 from ...models import ModelFolder
 from ...network.addresses import parse_peer
@@ -38,6 +39,7 @@ from .settings import for_a_person
 
 if TYPE_CHECKING:
     from ...client.generation.conversation import Conversation
+    from ...client.generation.picture_prompts import PicturePrompts
 
 MAX_CONTEXT: Final = 4096
 """Tokens that a chat reserves at every server at first, unless the model takes fewer."""
@@ -96,6 +98,20 @@ async def chat_in(
                 output.error(str(error))
 
 
+def _picture_in(file: Path) -> Picture:
+    """
+    Raises:
+        BadInput: it cannot be read, is no picture, or too large.
+    """
+    try:
+        with file.open("rb") as stream:
+            return Picture.of(stream.read(PICTURES.nbytes + 1))
+    except OSError as error:
+        raise BadInput(f"cannot read the picture {file}: {error.strerror}") from None
+    except BadInput as error:
+        raise BadInput(f"{file}: {error}") from None
+
+
 def _earlier_questions() -> list[str]:
     turns = (turn for chat in reversed(kept_chats(kept_folder())) for turn in chat.saved.dialogue.turns)
     return [turn.content for turn in turns if turn.role == "user"]
@@ -143,7 +159,11 @@ class Talk:
         model, text, adapter = await parts.loaded()
         # torch and transformers, which the thread has imported: not before others were asked.
         from ...client.generation.conversation import Conversation
+        from ...client.generation.picture_prompts import PicturePrompts
         from ...models.adapter import Adapter
+
+        see = PicturePrompts(model, text.tokenizer, folder.path)
+        pictures = tuple(map(_picture_in, options.image or ())) if self.before is None else ()
 
         soft_prompt = adapter.soft_prompt if isinstance(adapter, Adapter) else None
         longest = (model.max_positions or MAX_CONTEXT) - (0 if soft_prompt is None else len(soft_prompt))
@@ -164,7 +184,7 @@ class Talk:
             conversation = Conversation(
                 client,
                 model,
-                max_length=self._context(text, longest),
+                max_length=await self._context(text, longest, see, pictures),
                 stop_tokens=text.stop_tokens,
                 soft_prompt=soft_prompt,
                 drafts=parts.draft_model or options.draft != "none",
@@ -175,6 +195,7 @@ class Talk:
                 if saved is not None and self.kept is not None and self.kept.caches:
                     conversation.keep(saved.tokens, saved.session)
                 chatter = self._chatter(client, conversation, text, folder, saved)
+                chatter.see, chatter.pictures = see, pictures
                 chatter.longest = lambda: min(longest, session_room(client.servers(), folder.num_blocks))
                 start.done()
                 if options.prompt is not None:
@@ -188,13 +209,15 @@ class Talk:
                     self.kept = replace(self.kept, saved=chatter.saved)
                 return wanted
 
-    def _context(self, text: Text, longest: int) -> int:
+    async def _context(self, text: Text, longest: int, see: PicturePrompts, pictures: tuple[Picture, ...]) -> int:
         """How many tokens the servers are to reserve at first."""
         options, kept = self.options, self.kept
         if options.prompt is not None and kept is None:
             # One question needs no more of the servers' cache than its own length; a conversation will be longer.
-            tokens = len(text.tokenize(opening(options.system).plus("user", options.prompt).turns))
-            return min(longest, tokens + options.max_new_tokens)
+            turns = opening(options.system).plus("user", options.prompt, pictures).turns
+            seen = await trio.to_thread.run_sync(see.of_turns, turns)
+            tokens = text.tokenize(turns) if seen is None else seen.tokens
+            return min(longest, len(tokens) + options.max_new_tokens)
         held = kept.saved.session if kept is not None else None
         return min(longest, max(MAX_CONTEXT, held.max_length if held is not None else 0))
 

@@ -13,6 +13,7 @@ import trio
 from ....protocols.ids import Span
 from ....protocols.tensors import dtype_name
 from ...blocks.client_part import ClientModel, SoftPrompt
+from ...blocks.images.encoder import ImagePrompt
 from ...errors import BadInput
 from ...swarm.routing import Hop
 from ...trust.receipt_log import SessionLog
@@ -200,18 +201,21 @@ class Conversation:
         on_token: Callable[[int], object],
         stop: trio.Event | None = None,
         sampler: Sampler | None = None,
+        pictures: ImagePrompt | None = None,
     ) -> list[int]:
         """Continues `prompt` (the whole conversation so far) and returns the new tokens, the stop token left out.
 
         `on_token` is called with each as it comes; `stop`, once set, ends the answer after the token that is being
         made. What the session holds of the prompt already is not sent again. `sampler` chooses in the place of the
-        one that `sampling` says.
+        one that `sampling` says. `pictures` are in the prompt, whose tokens are then those of `PicturePrompts`; such an
+        answer takes no drafts.
 
         Raises:
             BadInput: the prompt is empty or does not fit into max_length.
             SwarmError: no chain of servers can serve.
         """
         self._check(prompt)
+        await self._see(pictures)
         tokens = [*self._virtual, *prompt]
         begin = len(tokens)
         limit = min(self.max_length + len(self._virtual), begin + sampling.max_new_tokens)
@@ -219,6 +223,20 @@ class Conversation:
         answer = Answering(tokens, limit, sampler or Sampler(sampling), on_token, stop, self._stop_tokens)
         await self._answer(begin, answer)
         return answer.tokens[begin:]
+
+    async def _see(self, pictures: ImagePrompt | None) -> None:
+        """What is sent from now on has these pictures in it, or none."""
+        if pictures is not None and self._virtual:
+            raise BadInput("pictures cannot be combined with a soft prompt: leave out one of them")
+        if not self._virtual:
+            self._embedding = Embedding(self._model, pictures)
+        if self._decoding is not None:
+            placed = pictures is not None and pictures.positions is not None
+            if placed and not self._decoding.session.spec.positions:
+                await self.aclose()  # its servers need not know positions
+                return
+            self._decoding.embedding = self._embedding
+            self._decoding.drafter = self._drafter if pictures is None else None
 
     async def _answer(self, begin: int, answer: Answering) -> None:
         limit = answer.limit
@@ -277,6 +295,8 @@ class Conversation:
     async def _open(self, tokens: list[int]) -> Decoding:
         """The session; a new one begins with what servers have kept of these tokens but the last."""
         if self._decoding is None:
+            prompted = self._embedding.prompt
+            pictures = prompted if isinstance(prompted, ImagePrompt) else None
             spec = SessionSpec(
                 model_version=self._client.model.version,
                 span=Span(0, self._client.model.num_blocks),
@@ -287,6 +307,7 @@ class Conversation:
                 adapter=self._adapter,
                 share=True,
                 prefix_salt=self.prefix_salt,
+                positions=pictures is not None and pictures.positions is not None,
             )
             saved, self._saved = self._saved, None
             spec = replace(spec, codec=await self._client.chosen_codec(spec, saved))
@@ -296,5 +317,6 @@ class Conversation:
             session = await self._stack.enter_async_context(opened)
             held = self._kept if saved is not None else tokens[: session.position]
             answering, virtual = self._client.answering, len(self._virtual)
-            self._decoding = Decoding(self._embedding, session, held, self._drafter, virtual, answering)
+            drafter = self._drafter if pictures is None else None
+            self._decoding = Decoding(self._embedding, session, held, drafter, virtual, answering)
         return self._decoding

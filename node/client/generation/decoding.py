@@ -57,7 +57,8 @@ class Embedding:
         mask = self.mask
         if mask is not None:
             mask = torch.cat([mask, mask.new_ones((self.rows, position + len(tokens) - mask.shape[1]))], dim=1)
-        ids = torch.tensor(tokens).view(len(tokens), self.rows).T.contiguous()
+        # Tokens of pictures are below zero, and have their embeddings from the prompt.
+        ids = torch.tensor(tokens).view(len(tokens), self.rows).T.contiguous().clamp(min=0)
         prompt = self.prompt
         with nullcontext() if prompt is None or position >= prompt.tokens else self.model.prompted(prompt):
             hidden = self.model.embed(ids, position, mask)

@@ -318,7 +318,9 @@ class Sampler:
             known = self._biased < len(scores)
             scores[self._biased[known]] += self._biases[known]
         if self._repetition is not None:
-            scores.copy_(self._repetition(torch.tensor([tokens]), scores.unsqueeze(0))[0])
+            scores.copy_(
+                self._repetition(torch.tensor([[token for token in tokens if token >= 0]]), scores.unsqueeze(0))[0]
+            )
         if asked.presence_penalty or asked.frequency_penalty:
             for token, count in Counter(tokens[self._prompt :]).items():
                 scores[token] -= asked.presence_penalty + asked.frequency_penalty * count

@@ -1,0 +1,202 @@
+"""Pictures as a person gives them, and what a model's own processor makes of them: tokens, and values for the encoder.
+
+A picture is some stranger's file to whoever serves the HTTP API. Its size in bytes and, by its header, in pixels is
+checked before it is opened, and only kinds are opened that everybody knows.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ...errors import BadInput, MachineError, ModelError, reason_of
+from ...models.folder import read_config
+
+
+@dataclass(frozen=True)
+class PictureLimits:
+    """Of one picture, and of all of one conversation. A picture of 16 million pixels takes 48 MB as it is opened."""
+
+    nbytes: int = 8 << 20
+    pixels: int = 1 << 24
+    side: int = 1 << 14
+    count: int = 8
+    formats: tuple[str, ...] = ("PNG", "JPEG", "WEBP", "GIF")
+
+
+PICTURES: Final = PictureLimits()
+_DATA_URL: Final = re.compile(r"data:image/[a-z0-9.+-]{1,40};base64,", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """The bytes of a picture's file, which `of` has looked at."""
+
+    data: bytes
+
+    @classmethod
+    def of(cls, data: bytes) -> Picture:
+        """
+        Raises:
+            BadInput: it is too large, or no picture of a kind that is known.
+            MachineError: there is no Pillow here.
+        """
+        if len(data) > PICTURES.nbytes:
+            raise BadInput(f"a picture of {len(data):,} bytes: {PICTURES.nbytes:,} are the most")
+        width, height = _opened(data).size
+        if width * height > PICTURES.pixels or max(width, height) > PICTURES.side or not width * height:
+            most = f"{PICTURES.pixels:,} in all and {PICTURES.side:,} a side"
+            raise BadInput(f"a picture of {width} x {height} pixels: {most} are the most")
+        return cls(data)
+
+    @classmethod
+    def of_base64(cls, text: str) -> Picture:
+        """
+        Raises:
+            BadInput, MachineError: as `of`.
+        """
+        if len(text) > PICTURES.nbytes * 4 // 3 + 4:
+            raise BadInput(f"a picture of more than {PICTURES.nbytes:,} bytes")
+        try:
+            return cls.of(base64.b64decode(text, validate=True))
+        except (binascii.Error, ValueError) as error:
+            if isinstance(error, BadInput):
+                raise
+            raise BadInput("a picture that is not written in base64") from None
+
+    @classmethod
+    def of_url(cls, url: str) -> Picture:
+        """Of a data URL. Others are not fetched: who asks would have this machine ask others.
+
+        Raises:
+            BadInput, MachineError: as `of`; or it is another URL.
+        """
+        found = _DATA_URL.match(url[:100])
+        if found is None:
+            raise BadInput("pictures come as data URLs (data:image/png;base64,...): no address is fetched")
+        return cls.of_base64(url[found.end() :])
+
+    def pixels(self) -> Any:
+        """Pillow's image, opened, in RGB.
+
+        Raises:
+            BadInput: it is cut short or damaged.
+        """
+        try:
+            return _opened(self.data).convert("RGB")
+        except Exception as error:  # decoders break in their own ways
+            raise BadInput(f"a picture that cannot be opened: {reason_of(error)}") from None
+
+
+def _opened(data: bytes) -> Any:
+    """Pillow's image of the file, of which the header is read."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise MachineError("pictures need Pillow: pip install pillow") from None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of its own limit, which is larger
+            return Image.open(io.BytesIO(data), formats=PICTURES.formats)
+    except Exception as error:  # as above; its own limit of pixels, too
+        raise BadInput(f"no picture that can be opened ({', '.join(PICTURES.formats)}): {reason_of(error)}") from None
+
+
+@dataclass(frozen=True)
+class PictureTokens:
+    """A conversation with pictures, as tokens. `values`: for `ImageEncoder.encode`. `token`: that of pictures."""
+
+    ids: list[int]
+    values: dict[str, Any]
+    token: int
+
+    def named(self, embeddings: Any, positions: Any) -> list[int]:
+        """The tokens, those of pictures with numbers below zero: equal ones are of equal pictures, by what the encoder
+        has made of them."""
+        named = list(self.ids)
+        for place, token in enumerate(self.ids):
+            if token == self.token:
+                seen = hashlib.sha256(embeddings[0, place].float().cpu().numpy().tobytes())
+                if positions is not None:
+                    seen.update(positions[:, 0, place].cpu().numpy().tobytes())
+                named[place] = -1 - int.from_bytes(seen.digest()[:6], "big")
+        return named
+
+
+class PictureReader:
+    """The processor of transformers for the model in `folder`.
+
+    Raises:
+        ModelError: it has none, or one that cannot be made here.
+    """
+
+    def __init__(self, folder: Path, tokenizer: Any) -> None:
+        self._processor = _processor(folder, tokenizer)
+        token = getattr(self._processor, "image_token_id", None)
+        if token is None:
+            token = tokenizer.convert_tokens_to_ids(str(getattr(self._processor, "image_token", "<image>")))
+        self._token = int(token)
+
+    def read(self, messages: Sequence[dict[str, Any]]) -> PictureTokens:
+        """The prompt for the next answer to messages whose contents are lists of parts, of "text" or "image".
+
+        Raises:
+            BadInput: the model's template or processor does not take them.
+        """
+        opened = [
+            {**message, "content": [_part(part) for part in _parts(message.get("content"))]} for message in messages
+        ]
+        if sum(part["type"] == "image" for message in opened for part in message["content"]) > PICTURES.count:
+            raise BadInput(f"a conversation has {PICTURES.count} pictures at most")
+        try:
+            made = self._processor.apply_chat_template(
+                opened, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+            )
+        except Exception as error:  # processors and templates break in their own ways
+            raise BadInput(f"the model's processor does not take these messages: {reason_of(error)}") from error
+        values = {name: value for name, value in made.items() if name not in ("input_ids", "attention_mask")}
+        ids = made["input_ids"][0].tolist()
+        if self._token not in ids:
+            raise BadInput("the model's chat template leaves pictures out")
+        return PictureTokens(ids, values, self._token)
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+
+
+def _part(part: dict[str, Any]) -> dict[str, Any]:
+    picture = part.get("image")
+    return {"type": "image", "image": picture.pixels()} if isinstance(picture, Picture) else part
+
+
+def _processor(folder: Path, tokenizer: Any) -> Any:
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES as NAMES
+    from transformers.models.auto.processing_auto import AutoProcessor, processor_class_from_name
+
+    try:
+        found = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except ImportError:  # of what takes videos, which needs torchvision
+        try:
+            made = processor_class_from_name(NAMES[str(read_config(folder)["model_type"])])
+            pictures = AutoImageProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            alone = type(made.__name__, (made,), {"check_argument_for_proper_class": lambda *_: None})
+            found = alone(image_processor=pictures, tokenizer=tokenizer, video_processor=None)
+        except Exception as error:
+            raise ModelError(f"{folder} has no processor of pictures that works here: {reason_of(error)}") from error
+    except Exception as error:
+        raise ModelError(f"{folder} has no processor of pictures: {reason_of(error)}") from error
+    if not hasattr(found, "image_processor"):
+        raise ModelError(f"{folder} has a tokenizer and no processor of pictures: the model takes text only")
+    if not found.chat_template:
+        found.chat_template = tokenizer.chat_template
+    return found

@@ -1,0 +1,132 @@
+"""Pictures in all three dialects: the answer of transformers, and nothing is fetched or opened that is too large."""
+
+from __future__ import annotations
+
+import base64
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from petalnode.node.blocks.images.pictures import PICTURES, Picture, PictureReader
+from petalnode.node.testing.memory_servers import memory_swarm
+from tests.memory_api import MemoryApi, memory_api
+from tests.tiny_models import save_tiny
+from tests.tiny_pictures import png, save_processor, save_seeing
+
+NEW = 6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return tmp_path_factory.mktemp("seeing") / "qwen2_vl"
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Any:
+    made = save_seeing("qwen2_vl", folder)
+    save_processor(folder)
+    return made
+
+
+@pytest.fixture(scope="module")
+def api(folder: Path, whole: Any) -> Iterator[MemoryApi]:
+    with memory_swarm() as swarm:
+        for blocks in ("0:2", "2:4"):
+            _ = swarm.start(folder, blocks).ready
+        with memory_api(swarm, folder) as running:
+            yield running
+
+
+def expected(whole: Any, folder: Path, picture: bytes, text: str) -> str:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    content = [{"type": "image", "image": Picture.of(picture)}, {"type": "text", "text": text}]
+    read = PictureReader(folder, tokenizer).read([{"role": "user", "content": content}])
+    ids = torch.tensor([read.ids])
+    said = whole.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0, **read.values
+    )
+    return str(tokenizer.decode(said[0, ids.shape[1] :], skip_special_tokens=True))
+
+
+def url_of(picture: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(picture).decode()}"
+
+
+def ask(api: MemoryApi, path: str, **fields: Any) -> httpx.Response:
+    return httpx.post(f"{api.url}{path}", json=fields, timeout=120)
+
+
+def openai(api: MemoryApi, *parts: dict[str, Any], **fields: Any) -> httpx.Response:
+    messages = [{"role": "user", "content": list(parts)}]
+    return ask(api, "/v1/chat/completions", messages=messages, max_tokens=NEW, temperature=0, **fields)
+
+
+def test_all_three_dialects_show_pictures(api: MemoryApi, folder: Path, whole: Any) -> None:
+    one, other = png(), png(colour=0xF01020)
+    said = [expected(whole, folder, picture, "What?") for picture in (one, other)]
+    assert said[0] != said[1], "the picture makes no difference"
+    for picture, right in zip((one, other), said, strict=True):
+        text, encoded = {"type": "text", "text": "What?"}, base64.b64encode(picture).decode()
+        answer = openai(api, {"type": "image_url", "image_url": {"url": url_of(picture)}}, text)
+        assert answer.json()["choices"][0]["message"]["content"] == right
+        image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": encoded}}
+        messages = [{"role": "user", "content": [image, text]}]
+        answer = ask(api, "/v1/messages", messages=messages, max_tokens=NEW, temperature=0)
+        assert answer.json()["content"][0]["text"] == right
+        messages = [{"role": "user", "content": "What?", "images": [encoded]}]
+        options = {"num_predict": NEW, "temperature": 0}
+        answer = ask(api, "/api/chat", model=folder.name, messages=messages, options=options, stream=False)
+        assert answer.json()["message"]["content"] == right
+    asked = ask(api, "/v1/chat/completions", messages=[{"role": "user", "content": "What?"}], max_tokens=2)
+    assert asked.status_code == 200, "a text after pictures"
+
+
+def bomb() -> bytes:
+    """A PNG of two gigapixels by its header, in a hundred bytes."""
+    header = struct.pack(">IIBBBBB", 65_000, 33_000, 8, 2, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")]
+    written = [
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(written)
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("http://127.0.0.1:9/picture.png", "no address is fetched"),
+        ("file:///etc/passwd", "no address is fetched"),
+        ("data:text/html;base64,AAAA", "no address is fetched"),
+        ("data:image/png;base64,!!!!", "not written in base64"),
+        (url_of(b"GIF89a"), "no picture that can be opened"),
+        (url_of(b"<svg xmlns='http://www.w3.org/2000/svg'/>"), "no picture that can be opened"),
+        (url_of(png()[:60]), "cannot be opened"),
+        (url_of(bomb()), "pixels"),
+        ("data:image/png;base64," + "A" * (PICTURES.nbytes * 4 // 3 + 8), "bytes"),
+    ],
+)
+def test_what_is_no_picture_is_refused_in_words(api: MemoryApi, url: str, says: str) -> None:
+    answer = openai(api, {"type": "image_url", "image_url": {"url": url}})
+    assert answer.status_code == 400 and says in answer.json()["error"]["message"], answer.text[:500]
+
+
+def test_pictures_are_counted(api: MemoryApi) -> None:
+    part = {"type": "image_url", "image_url": {"url": url_of(png())}}
+    answer = openai(api, *[part] * (PICTURES.count + 1))
+    assert answer.status_code == 400 and "pictures at most" in answer.json()["error"]["message"]
+
+
+def test_a_model_of_text_says_so(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path / "llama")
+    save_processor(folder)
+    with memory_swarm() as swarm, memory_api(swarm, folder) as api:
+        answer = openai(api, {"type": "image_url", "image_url": {"url": url_of(png())}})
+        assert answer.status_code == 400 and "takes no pictures" in answer.json()["error"]["message"], answer.text
