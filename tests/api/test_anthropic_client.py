@@ -112,7 +112,7 @@ def test_a_tool_is_used_and_its_result_taken(choice: dict[str, Any], stream: boo
     [
         ({"messages": []}, "at least one"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "gone on with"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "only text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "source"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "think"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "client's"),
         ({"max_tokens": 0}, "out of range"),

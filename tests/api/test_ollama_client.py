@@ -123,7 +123,7 @@ def test_messages_with_calls_and_their_results(other: ollama.Client) -> None:
         ({"options": {"temperature": -1}}, "temperature"),
         ({"options": {"num_predict": 5000}}, "context"),
         ({"format": "xml"}, "format"),
-        ({"images": ["aGFsbG8="]}, "only text"),
+        ({"images": ["aGFsbG8="]}, "no picture"),
         ({"suffix": "x"}, "suffix"),
     ],
     ids=["think", "temperature", "context", "format", "images", "suffix"],

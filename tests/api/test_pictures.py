@@ -14,11 +14,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from petalnode.node.api.engine.generation import ApiLimits
 from petalnode.node.blocks.images.pictures import PICTURES, Picture, PictureReader
 from petalnode.node.testing.memory_servers import memory_swarm
 from tests.memory_api import MemoryApi, memory_api
 from tests.tiny_models import save_tiny
-from tests.tiny_pictures import png, save_processor, save_seeing
+from tests.tiny_pictures import SIDE, png, save_processor, save_seeing
 
 NEW = 6
 
@@ -41,7 +42,8 @@ def api(folder: Path, whole: Any) -> Iterator[MemoryApi]:
     with memory_swarm() as swarm:
         for blocks in ("0:2", "2:4"):
             _ = swarm.start(folder, blocks).ready
-        with memory_api(swarm, folder) as running:
+        # As with `--max-body 32`.
+        with memory_api(swarm, folder, limits=ApiLimits(context=64, body_bytes=32 << 20)) as running:
             yield running
 
 
@@ -85,6 +87,8 @@ def test_all_three_dialects_show_pictures(api: MemoryApi, folder: Path, whole: A
         options = {"num_predict": NEW, "temperature": 0}
         answer = ask(api, "/api/chat", model=folder.name, messages=messages, options=options, stream=False)
         assert answer.json()["message"]["content"] == right
+        fields = {"model": folder.name, "prompt": "What?", "images": [encoded], "options": options, "stream": False}
+        assert ask(api, "/api/generate", **fields).json()["response"] == right
     asked = ask(api, "/v1/chat/completions", messages=[{"role": "user", "content": "What?"}], max_tokens=2)
     assert asked.status_code == 200, "a text after pictures"
 
@@ -116,6 +120,26 @@ def bomb() -> bytes:
 def test_what_is_no_picture_is_refused_in_words(api: MemoryApi, url: str, says: str) -> None:
     answer = openai(api, {"type": "image_url", "image_url": {"url": url}})
     assert answer.status_code == 400 and says in answer.json()["error"]["message"], answer.text[:500]
+    assert " at 0x" not in answer.text, "an address in this machine's memory"
+
+
+def test_pictures_are_bounded_together_before_the_encoder_runs(api: MemoryApi) -> None:
+    """Files of a few KB can claim many pixels, and ask for many tokens."""
+    large = {"type": "image_url", "image_url": {"url": url_of(png(4000, 4000))}}
+    answer = openai(api, *[large] * 3)
+    assert answer.status_code == 400 and "pixels together" in answer.json()["error"]["message"], answer.text
+    wide = {"type": "image_url", "image_url": {"url": url_of(png(6 * SIDE, SIDE))}}
+    answer = openai(api, *[wide] * PICTURES.count)
+    assert answer.status_code == 400 and "tokens, those of pictures included" in answer.json()["error"]["message"]
+    assert openai(api, wide).status_code == 200
+
+
+def test_text_that_names_a_placeholder_is_no_picture(api: MemoryApi) -> None:
+    picture = {"type": "image_url", "image_url": {"url": url_of(png())}}
+    answer = openai(api, picture, {"type": "text", "text": "<|image_pad|>"})
+    assert answer.status_code == 400, answer.text
+    messages = [{"role": "user", "content": "<|image_pad|>"}]
+    assert ask(api, "/v1/chat/completions", messages=messages, max_tokens=1).status_code == 200
 
 
 def test_pictures_are_counted(api: MemoryApi) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.fuzz import answers, api, clients, connections, files, parsers, peers, quantised, server, weights
+from tests.fuzz import answers, api, clients, connections, files, parsers, peers, pictures, quantised, server, weights
 from tests.fuzz.harness import Target
 
 
@@ -10,6 +10,6 @@ def all_targets() -> tuple[Target, ...]:
     """Each with a name of its own."""
     return tuple(
         target
-        for room in (parsers, api, answers, files, quantised, peers, server, clients, connections, weights)
+        for room in (parsers, api, pictures, answers, files, quantised, peers, server, clients, connections, weights)
         for target in room.TARGETS
     )

@@ -123,9 +123,10 @@ class Core:
             code="invalid_schema",
         )
 
-    async def picture_prompt(self, messages: Sequence[dict[str, Any]]) -> PicturePrompt:
-        """As `PicturePrompts.prompt`, for one at a time."""
-        return await trio.to_thread.run_sync(self._pictures.prompt, messages, limiter=self._seeing)
+    async def picture_prompt(self, messages: Sequence[dict[str, Any]], model: ServedModel) -> PicturePrompt:
+        """As `PicturePrompts.prompt`, for one at a time, within the context of the model."""
+        most = self.context(model)
+        return await trio.to_thread.run_sync(self._pictures.prompt, messages, most, limiter=self._seeing)
 
     async def check(self, wanted: GenerationRequest) -> None:
         """What can be refused before anything is asked of the swarm.

@@ -81,7 +81,7 @@ async def _seen_prompt(
         return tuple(await trio.to_thread.run_sync(core.text.chat_prompt, asked.messages, tools)), None
     if tools:
         raise ApiError(400, "tools do not go with pictures here", param="tools", code="unsupported_parameter")
-    prompt = await core.picture_prompt(asked.messages)
+    prompt = await core.picture_prompt(asked.messages, model)
     return prompt.tokens, prompt.seen
 
 

@@ -14,6 +14,7 @@ import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,12 +24,14 @@ from ...models.folder import read_config
 
 @dataclass(frozen=True)
 class PictureLimits:
-    """Of one picture, and of all of one conversation. A picture of 16 million pixels takes 48 MB as it is opened."""
+    """Of one picture, and of all of one conversation. A picture of 16 million pixels takes 48 MB as it is opened, and
+    about 300 MB as a processor may hand it on."""
 
     nbytes: int = 8 << 20
     pixels: int = 1 << 24
     side: int = 1 << 14
     count: int = 8
+    pixels_together: int = 1 << 25
     formats: tuple[str, ...] = ("PNG", "JPEG", "WEBP", "GIF")
 
 
@@ -51,11 +54,12 @@ class Picture:
         """
         if len(data) > PICTURES.nbytes:
             raise BadInput(f"a picture of {len(data):,} bytes: {PICTURES.nbytes:,} are the most")
-        width, height = _opened(data).size
+        picture = cls(data)
+        width, height = picture.size
         if width * height > PICTURES.pixels or max(width, height) > PICTURES.side or not width * height:
             most = f"{PICTURES.pixels:,} in all and {PICTURES.side:,} a side"
             raise BadInput(f"a picture of {width} x {height} pixels: {most} are the most")
-        return cls(data)
+        return picture
 
     @classmethod
     def of_base64(cls, text: str) -> Picture:
@@ -84,6 +88,12 @@ class Picture:
             raise BadInput("pictures come as data URLs (data:image/png;base64,...): no address is fetched")
         return cls.of_base64(url[found.end() :])
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height, by the header."""
+        width, height = _opened(self.data).size
+        return width, height
+
     def pixels(self) -> Any:
         """Pillow's image, opened, in RGB.
 
@@ -99,15 +109,17 @@ class Picture:
 def _opened(data: bytes) -> Any:
     """Pillow's image of the file, of which the header is read."""
     try:
-        from PIL import Image
+        from PIL import Image, UnidentifiedImageError
     except ImportError:
         raise MachineError("pictures need Pillow: pip install pillow") from None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of its own limit, which is larger
             return Image.open(io.BytesIO(data), formats=PICTURES.formats)
+    except UnidentifiedImageError:  # whose words have an address in memory
+        raise BadInput(f"no picture that can be opened ({', '.join(PICTURES.formats)})") from None
     except Exception as error:  # as above; its own limit of pixels, too
-        raise BadInput(f"no picture that can be opened ({', '.join(PICTURES.formats)}): {reason_of(error)}") from None
+        raise BadInput(f"a picture that cannot be opened: {reason_of(error)}") from None
 
 
 @dataclass(frozen=True)
@@ -151,11 +163,14 @@ class PictureReader:
         Raises:
             BadInput: the model's template or processor does not take them.
         """
+        shown = [part["image"] for message in messages for part in _parts(message.get("content")) if "image" in part]
+        if len(shown) > PICTURES.count:
+            raise BadInput(f"a conversation has {PICTURES.count} pictures at most")
+        if sum(prod(picture.size) for picture in shown) > PICTURES.pixels_together:
+            raise BadInput(f"pictures of more than {PICTURES.pixels_together:,} pixels together in one conversation")
         opened = [
             {**message, "content": [_part(part) for part in _parts(message.get("content"))]} for message in messages
         ]
-        if sum(part["type"] == "image" for message in opened for part in message["content"]) > PICTURES.count:
-            raise BadInput(f"a conversation has {PICTURES.count} pictures at most")
         try:
             made = self._processor.apply_chat_template(
                 opened, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"

@@ -13,6 +13,7 @@ import torch
 from ...blocks.client_part import ClientModel
 from ...blocks.images.encoder import ImagePrompt
 from ...blocks.images.pictures import Picture, PictureReader
+from ...errors import BadInput
 from ..chat import ChatMessage
 
 
@@ -36,11 +37,13 @@ class PicturePrompts:
         self._lock = threading.Lock()
         self._newest: tuple[tuple[ChatMessage, ...], PicturePrompt] | None = None
 
-    def prompt(self, messages: Sequence[dict[str, Any]]) -> PicturePrompt:
+    def prompt(self, messages: Sequence[dict[str, Any]], most: int | None = None) -> PicturePrompt:
         """The prompt for the next answer to messages, some contents of which are lists of texts and pictures.
 
+        What has more than `most` tokens is refused before the encoder sees it, which may take long.
+
         Raises:
-            BadInput: the model's processor does not take them.
+            BadInput: the model's processor does not take them; there are too many tokens.
             ModelError: the model takes no pictures.
         """
         with self._lock:
@@ -48,6 +51,10 @@ class PicturePrompts:
                 self._model.encoder.load()
                 self._reader = PictureReader(self._folder, self._tokenizer)
             read = self._reader.read(messages)
+        if most is not None and len(read.ids) > most:
+            raise BadInput(
+                f"the prompt has {len(read.ids):,} tokens, those of pictures included: {most:,} are the most"
+            )
         seen = self._model.encoder.encode(torch.tensor([read.ids]), None, read.values)
         return PicturePrompt(tuple(read.named(seen.embeddings, seen.positions)), seen)
 

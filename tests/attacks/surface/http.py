@@ -26,13 +26,14 @@ _API: Final = "tests/api/"
 _HOSTILE: Final = f"{_API}test_hostile_requests.py"
 _FULL: Final = "tests/attacks/test_full_share_at_api.py"
 _BODIES: Final = "tests/attacks/test_large_bodies_at_api.py"
-_BATCHES, _RESPONSES = f"{_API}test_batches.py", f"{_API}test_responses.py"
+_BATCHES, _RESPONSES, _PICTURES = f"{_API}test_batches.py", f"{_API}test_responses.py", f"{_API}test_pictures.py"
 RESPONSES: Final = "node.api.openai.endpoints.MAX_RESPONSES node.api.openai.endpoints.MAX_BYTES"
 ROUTES: Final[Mapping[str, Row]] = {
     "GET /v1/models": asked("tests/attacks/test_web_page_at_api.py"),
     "GET /v1/models/{name:path}": asked("tests/attacks/test_web_page_at_api.py"),
     "POST /v1/chat/completions": asked(
-        _HOSTILE, _BODIES, entries="node.api.parts.REQUEST_LIMITS.max_messages node.api.parts.REQUEST_LIMITS.max_tools"
+        *(_HOSTILE, _BODIES, _PICTURES),
+        entries="node.api.parts.REQUEST_LIMITS.max_messages node.api.parts.REQUEST_LIMITS.max_tools",
     ),
     "POST /v1/completions": asked(_HOSTILE, entries="node.api.openai.requests.MAX_CHOICES"),
     "GET /": asked(f"{_API}test_pages.py"),
@@ -58,7 +59,8 @@ ROUTES: Final[Mapping[str, Row]] = {
     "GET /v1/batches/{name}": asked(_BATCHES, entries=KEPT_FILES),
     "POST /v1/batches/{name}/cancel": asked(_BATCHES, entries=KEPT_FILES),
     "POST /v1/messages": asked(
-        _HOSTILE, entries="node.api.parts.REQUEST_LIMITS.max_messages node.api.parts.REQUEST_LIMITS.max_tools"
+        *(_HOSTILE, _PICTURES),
+        entries="node.api.parts.REQUEST_LIMITS.max_messages node.api.parts.REQUEST_LIMITS.max_tools",
     ),
     "POST /v1/messages/count_tokens": asked(_HOSTILE),
     "GET /api/version": asked(f"{_API}test_ollama_client.py"),
@@ -68,8 +70,8 @@ ROUTES: Final[Mapping[str, Row]] = {
     "POST /api/pull": asked(f"{_API}test_ollama_client.py"),
     "POST /api/embed": asked(f"{_API}test_ollama_client.py"),
     "POST /api/show": asked(f"{_API}test_ollama_client.py"),
-    "POST /api/chat": asked(f"{_API}test_ollama_client.py"),
-    "POST /api/generate": asked(f"{_API}test_ollama_client.py"),
+    "POST /api/chat": asked(f"{_API}test_ollama_client.py", _PICTURES),
+    "POST /api/generate": asked(f"{_API}test_ollama_client.py", _PICTURES),
 }
 
 FIELDS: Final[Mapping[str, str]] = {
@@ -85,6 +87,8 @@ FIELDS: Final[Mapping[str, str]] = {
     tool_name
         tool_call_id tool_use_id call_id""",
     "node.api.parts.REQUEST_LIMITS.max_metadata": "metadata",
+    "node.blocks.images.pictures.PICTURES.nbytes": "image_url url source data",
+    "node.blocks.images.pictures.PICTURES.count": "images",
     "node.client.generation.sampling.MAX_BIASES": "logit_bias",
     "node.api.fields.BODY.max_depth": "arguments options body x_petalnode stream_options thinking reasoning",
     "node.api.batches.endpoints.UPLOADS.max_name": "custom_id file input_file_id purpose",
