@@ -23,7 +23,7 @@ class ChatOptions(ServerChoice):
         list[Path] | None,
         typer.Option(
             metavar="FILE",
-            help="A picture for the first question, where the model takes pictures. It does not leave this machine. "
+            help="A picture for the first question, where the model takes pictures. It is encoded on this machine. "
             "Repeatable.",
         ),
     ] = None

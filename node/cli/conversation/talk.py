@@ -153,6 +153,7 @@ class Talk:
             PetalnodeError: as `chat_in`.
         """
         swarm, options = self.swarm, self.options
+        pictures = tuple(map(_picture_in, options.image or ())) if self.before is None else ()
         start.stage(f"loading embeddings and head of {folder.name}, and asking the servers")
         identified: list[SwarmModel] = []
         await _identify(swarm, folder, identified)
@@ -163,7 +164,6 @@ class Talk:
         from ...models.adapter import Adapter
 
         see = PicturePrompts(model, text.tokenizer, folder.path)
-        pictures = tuple(map(_picture_in, options.image or ())) if self.before is None else ()
 
         soft_prompt = adapter.soft_prompt if isinstance(adapter, Adapter) else None
         longest = (model.max_positions or MAX_CONTEXT) - (0 if soft_prompt is None else len(soft_prompt))
