@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ..blocks.images.pictures import Picture
-from ..errors import BadInput, MachineError
+from ..errors import BadInput
 from .engine.generation import Grammar, SessionOptions
 from .fields import Fields, parse_text
 
@@ -124,10 +124,10 @@ def _picture(part: Fields) -> Picture | None:
 
 
 def picture_of(fields: Fields, name: str, read: Callable[[str], Picture]) -> Picture:
-    """Raises ApiError: it is none, or too large."""
+    """Raises ApiError: it is not written as one, or too large. It is looked at in a thread, later."""
     try:
         return read(fields.text(name))
-    except (BadInput, MachineError) as error:
+    except BadInput as error:
         raise fields.wrong(name, str(error), "unsupported_content") from None
 
 

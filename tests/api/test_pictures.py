@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import struct
 import zlib
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoTokenizer
 
 from petalnode.node.api.engine.generation import ApiLimits
@@ -103,6 +105,15 @@ def bomb() -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(written)
 
 
+def scans() -> bytes:
+    """A progressive JPEG whose last scan is there a thousand times: each takes as long as the picture is large."""
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64), 0x3060C0).save(file, "JPEG", progressive=True)
+    whole = file.getvalue()
+    last = whole[whole.rindex(b"\xff\xda") : -2]
+    return whole[:-2] + last * 1000 + whole[-2:]
+
+
 @pytest.mark.parametrize(
     ("url", "says"),
     [
@@ -114,6 +125,7 @@ def bomb() -> bytes:
         (url_of(b"<svg xmlns='http://www.w3.org/2000/svg'/>"), "no picture that can be opened"),
         (url_of(png()[:60]), "cannot be opened"),
         (url_of(bomb()), "pixels"),
+        (url_of(scans()), "scans"),
         ("data:image/png;base64," + "A" * (PICTURES.nbytes * 4 // 3 + 8), "bytes"),
     ],
 )

@@ -70,7 +70,7 @@ def _file(mutator: Mutator) -> bytes:
 def _read_file(data: bytes) -> None:
     """What is taken is within the limits, and opens as what its header said or not at all."""
     picture = Picture.of(data)
-    width, height = picture.size
+    width, height = picture.size()
     assert 0 < width * height <= PICTURES.pixels and max(width, height) <= PICTURES.side
     opened = picture.pixels()
     assert opened.mode == "RGB" and opened.width * opened.height <= PICTURES.pixels

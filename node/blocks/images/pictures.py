@@ -25,13 +25,14 @@ from ...models.folder import read_config
 @dataclass(frozen=True)
 class PictureLimits:
     """Of one picture, and of all of one conversation. A picture of 16 million pixels takes 48 MB as it is opened, and
-    about 300 MB as a processor may hand it on."""
+    more as numbers for an encoder. Each scan of a progressive JPEG goes over all pixels again: ten are usual."""
 
     nbytes: int = 8 << 20
     pixels: int = 1 << 24
     side: int = 1 << 14
     count: int = 8
     pixels_together: int = 1 << 25
+    scans: int = 64
     formats: tuple[str, ...] = ("PNG", "JPEG", "WEBP", "GIF")
 
 
@@ -41,39 +42,51 @@ _DATA_URL: Final = re.compile(r"data:image/[a-z0-9.+-]{1,40};base64,", re.IGNORE
 
 @dataclass(frozen=True)
 class Picture:
-    """The bytes of a picture's file, which `of` has looked at."""
+    """The bytes of a file that may be a picture: `size` looks."""
 
     data: bytes
 
     @classmethod
     def of(cls, data: bytes) -> Picture:
+        """One that was looked at.
+
+        Raises:
+            BadInput, MachineError: as `size`.
         """
+        picture = cls(data)
+        picture.size()
+        return picture
+
+    def size(self) -> tuple[int, int]:
+        """Width and height, by the header, whose reading may take a while.
+
         Raises:
             BadInput: it is too large, or no picture of a kind that is known.
             MachineError: there is no Pillow here.
         """
-        if len(data) > PICTURES.nbytes:
-            raise BadInput(f"a picture of {len(data):,} bytes: {PICTURES.nbytes:,} are the most")
-        picture = cls(data)
-        width, height = picture.size
+        if len(self.data) > PICTURES.nbytes:
+            raise BadInput(f"a picture of {len(self.data):,} bytes: {PICTURES.nbytes:,} are the most")
+        opened = _opened(self.data)
+        width, height = opened.size
         if width * height > PICTURES.pixels or max(width, height) > PICTURES.side or not width * height:
             most = f"{PICTURES.pixels:,} in all and {PICTURES.side:,} a side"
             raise BadInput(f"a picture of {width} x {height} pixels: {most} are the most")
-        return picture
+        if opened.format in ("JPEG", "MPO") and self.data.count(b"\xff\xda") > PICTURES.scans:
+            raise BadInput(f"a JPEG of more than {PICTURES.scans} scans")
+        return width, height
 
     @classmethod
     def of_base64(cls, text: str) -> Picture:
-        """
+        """One that was not looked at: this is quick.
+
         Raises:
-            BadInput, MachineError: as `of`.
+            BadInput: it is too large, or not written in base64.
         """
         if len(text) > PICTURES.nbytes * 4 // 3 + 4:
             raise BadInput(f"a picture of more than {PICTURES.nbytes:,} bytes")
         try:
-            return cls.of(base64.b64decode(text, validate=True))
-        except (binascii.Error, ValueError) as error:
-            if isinstance(error, BadInput):
-                raise
+            return cls(base64.b64decode(text, validate=True))
+        except (binascii.Error, ValueError):
             raise BadInput("a picture that is not written in base64") from None
 
     @classmethod
@@ -81,18 +94,12 @@ class Picture:
         """Of a data URL. Others are not fetched: who asks would have this machine ask others.
 
         Raises:
-            BadInput, MachineError: as `of`; or it is another URL.
+            BadInput: as `of_base64`; or it is another URL.
         """
         found = _DATA_URL.match(url[:100])
         if found is None:
             raise BadInput("pictures come as data URLs (data:image/png;base64,...): no address is fetched")
         return cls.of_base64(url[found.end() :])
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Width and height, by the header."""
-        width, height = _opened(self.data).size
-        return width, height
 
     def pixels(self) -> Any:
         """Pillow's image, opened, in RGB.
@@ -166,7 +173,7 @@ class PictureReader:
         shown = [part["image"] for message in messages for part in _parts(message.get("content")) if "image" in part]
         if len(shown) > PICTURES.count:
             raise BadInput(f"a conversation has {PICTURES.count} pictures at most")
-        if sum(prod(picture.size) for picture in shown) > PICTURES.pixels_together:
+        if sum(prod(picture.size()) for picture in shown) > PICTURES.pixels_together:
             raise BadInput(f"pictures of more than {PICTURES.pixels_together:,} pixels together in one conversation")
         opened = [
             {**message, "content": [_part(part) for part in _parts(message.get("content"))]} for message in messages

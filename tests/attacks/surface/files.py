@@ -125,7 +125,7 @@ FILES: Final[Mapping[str, Row]] = {
     "picture": Row(
         "who has a key of the API, or gave a person the file",
         "node.blocks.images.pictures.PICTURES.nbytes node.blocks.images.pictures.PICTURES.side",
-        "node.blocks.images.pictures.PICTURES.pixels node.blocks.images.pictures.PICTURES.formats",
+        "node.blocks.images.pictures.PICTURES.pixels node.blocks.images.pictures.PICTURES.scans",
         "node.blocks.images.pictures.PICTURES.count node.blocks.images.pictures.PICTURES.pixels_together",
         ("tests/api/test_pictures.py", "tests/swarm/test_chat_pictures.py"),
         ("picture", "request with pictures"),
