@@ -17,6 +17,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from petalnode.node.api.engine.generation import ApiLimits
+from petalnode.node.api.http.admission import Admission, ApiKeys, hash_of_key
 from petalnode.node.blocks.images.pictures import PICTURES, Picture, PictureReader
 from petalnode.node.testing.memory_servers import memory_swarm
 from tests.memory_api import MemoryApi, memory_api
@@ -64,8 +65,8 @@ def url_of(picture: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(picture).decode()}"
 
 
-def ask(api: MemoryApi, path: str, **fields: Any) -> httpx.Response:
-    return httpx.post(f"{api.url}{path}", json=fields, timeout=120)
+def ask(api: MemoryApi, path: str, key: str = "", **fields: Any) -> httpx.Response:
+    return httpx.post(f"{api.url}{path}", json=fields, timeout=120, headers={"x-api-key": key} if key else {})
 
 
 def openai(api: MemoryApi, *parts: dict[str, Any], **fields: Any) -> httpx.Response:
@@ -133,6 +134,25 @@ def test_what_is_no_picture_is_refused_in_words(api: MemoryApi, url: str, says: 
     answer = openai(api, {"type": "image_url", "image_url": {"url": url}})
     assert answer.status_code == 400 and says in answer.json()["error"]["message"], answer.text[:500]
     assert " at 0x" not in answer.text, "an address in this machine's memory"
+
+
+def test_nobody_gets_what_another_has_shown(folder: Path, whole: Any) -> None:
+    """The caches that a picture leaves are for the same picture under the same key."""
+    keys = ApiKeys({hash_of_key(f"pn-{name}"): name for name in ("alice", "bob")})
+
+    def cached(api: MemoryApi, key: str, picture: bytes) -> int:
+        part = {"type": "image_url", "image_url": {"url": url_of(picture)}}
+        answer = openai(api, part, {"type": "text", "text": "What is on it? " * 8}, key=key)
+        return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    with memory_swarm() as swarm:
+        for blocks in ("0:2", "2:4"):
+            _ = swarm.start(folder, blocks).ready
+        with memory_api(swarm, folder, admission=Admission(keys)) as api:
+            assert cached(api, "pn-alice", png()) == 0
+            assert cached(api, "pn-alice", png()) > 64
+            assert cached(api, "pn-bob", png()) == 0
+            assert cached(api, "pn-alice", png(colour=0xF01020)) < 32
 
 
 def test_pictures_are_bounded_together_before_the_encoder_runs(api: MemoryApi) -> None:
