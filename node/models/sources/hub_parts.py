@@ -302,8 +302,8 @@ def fetch_header(file: RangedFile, folder: Path, stop: threading.Event) -> None:
     if file.name.endswith(".gguf"):
         header = _gguf_header_bytes(file, target.with_name(file.name + ABSENT), stop)
     else:
-        length = int.from_bytes(file.read(0, 8, stop), "little")
-        if length > _MAX_HEADER_BYTES:
+        length = int.from_bytes(file.read(0, min(8, file.nbytes), stop), "little")
+        if length > min(_MAX_HEADER_BYTES, file.nbytes - 8):
             raise ModelError(f"{file.name} on the hub is no safetensors file")
         header = file.read(0, 8 + length, stop)
     with target.open("wb") as stream:
@@ -326,6 +326,8 @@ def _gguf_header_bytes(file: RangedFile, scratch: Path, stop: threading.Event) -
             wanted *= 2
         else:
             return data
+        finally:
+            scratch.unlink()
 
 
 def _describe_gguf(files: Sequence[RangedFile], headers: Path, folder: Path, progress: Progress) -> None:
