@@ -76,7 +76,10 @@ MISTAKES = {
     "status of no swarm": Case("status", "bad input", "--peer"),
     "chat with no swarm": Case("chat --prompt hi", "bad input", "--peer"),
     "chat where nobody is known": Case(
-        "chat --prompt hi", "swarm cannot", "no swarm was found.*--peer", env={"PETALNODE_REMEMBER": "1"}
+        "chat --prompt hi",
+        "swarm cannot",
+        "no swarm was found.*--peer",
+        env={"PETALNODE_REMEMBER": "1", "XDG_DATA_HOME": "{elsewhere}"},  # where no server of this user runs
     ),
     "a swarm key that is none": Case(
         "status --peer {nobody} --swarm-key {llama}/config.json", "bad input", "config.json is no swarm key"
@@ -164,6 +167,7 @@ def places(
             "meeting": node_starter.meeting_point().event("ready")["addrs"][0],
             "lone": lone_server.address,
             "half": meeting.address,
+            "elsewhere": str(root / "elsewhere"),
         }
 
 
@@ -174,7 +178,8 @@ def outcomes(places: dict[str, str], models: Path, home: Path) -> Iterator[Calla
     def run(case: Case) -> Outcome:
         arguments = case.arguments.format(**places).split()
         # A model's name is looked up as a folder where the command runs.
-        return petalnode(*arguments, env=environment(home, **case.env), cwd=models, given=case.given)
+        env = environment(home, **{name: value.format(**places) for name, value in case.env.items()})
+        return petalnode(*arguments, env=env, cwd=models, given=case.given)
 
     with ThreadPoolExecutor(max_workers=3) as pool:
         waiting: dict[str, Future[Outcome]] = {
