@@ -91,7 +91,9 @@ class FakeConversation:
         self.answers = list(answers)
         self.asked: list[list[int]] = []
 
-    async def answer(self, tokens: list[int], sampling: object, on_token: Any, stop: object) -> list[int]:
+    async def answer(
+        self, tokens: list[int], sampling: object, on_token: Any, stop: object, pictures: object = None
+    ) -> list[int]:
         self.asked.append(tokens)
         for token in self.answers.pop(0):
             if isinstance(token, Exception):

@@ -11,7 +11,7 @@ import trio
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.errors import SwarmError
-from petalnode.node.links.format import read_link
+from petalnode.node.links.format import Invite, read_link
 from petalnode.node.links.making import LinkWishes, link_now, living_addrs, near_addrs, near_link
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import Swarm, open_swarm
@@ -40,6 +40,10 @@ async def serves(swarm: Swarm, by: Swarm, version: bytes = VERSION, state: Serve
     )
 
 
+def read(link: str) -> Invite:
+    return read_link(link, time.time())
+
+
 async def test_a_link_leads_through_this_node_and_the_peer_that_it_joined_by() -> None:
     identity = Identity.generate()
     async with node() as first, node(first) as second, node(first, listens=False) as guest:
@@ -47,14 +51,14 @@ async def test_a_link_leads_through_this_node_and_the_peer_that_it_joined_by() -
         assert near_addrs(second) == {second.peer_id: second.addrs, first.peer_id: first.addrs}
         assert near_addrs(guest) == {first.peer_id: first.addrs}
         wishes = LinkWishes("org/model", VERSION, lifetime=1000.0)
-        assert read_link(near_link(guest, wishes)).addrs == tuple(first.addrs)
+        assert read(near_link(guest, wishes)).addrs == tuple(first.addrs)
         assert near_link(guest, wishes, without=first.peer_id) == ""
-        assert read_link(near_link(second, wishes, without=first.peer_id)).addrs == tuple(second.addrs)
+        assert read(near_link(second, wishes, without=first.peer_id)).addrs == tuple(second.addrs)
         link, said = await link_now(guest, wishes, identity)
-        assert read_link(link) == said and said.addrs == tuple(first.addrs)
+        assert read(link) == said and said.addrs == tuple(first.addrs)
         assert said.maker == identity.peer_id and said.model_argument == f"org/model@{VERSION[:16].hex()}"
         assert abs(said.expires - time.time() - 1000.0) < 900.0
-        assert read_link(near_link(guest, LinkWishes())).model_argument is None
+        assert read(near_link(guest, LinkWishes())).model_argument is None
 
 
 async def test_who_does_not_answer_is_in_no_link() -> None:
