@@ -9,6 +9,7 @@ import trio
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.network.dht import Dht
+from petalnode.node.network.host import keep_up
 from petalnode.node.swarm.announcer import Announcer
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.directory import Directory
@@ -77,7 +78,8 @@ class DirectoryNode(MemoryNode):
     async def _run(self, task_status: trio.TaskStatus[None]) -> None:
         with self._scope:
             async with trio.open_nursery() as self.nursery:
-                self.nursery.start_soon(self.directory.run)
+                for part in self.directory.parts:
+                    self.nursery.start_soon(keep_up, part)
                 self.nursery.start_soon(self._announcer.run)
                 task_status.started()
 

@@ -67,8 +67,8 @@ def falsified(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Servers take the other factors from now on. Returns what makes them honest again, as those who recompute are."""
     begin = BlockStack.begin_step
 
-    def other(self: BlockStack, cache: SpanCache, tokens: int, long_factors: bool) -> None:
-        begin(self, cache, tokens, long_factors)
+    def other(self: BlockStack, cache: SpanCache, tokens: int, long_factors: bool, *placed: object) -> None:
+        begin(self, cache, tokens, long_factors, *placed)
         for rotary in _rotaries(self._decoder) if cache.long_factors else ():
             rotary.long_inv_freq = rotary.original_inv_freq
         cache.long_factors = True

@@ -91,9 +91,7 @@ class FakeConversation:
         self.answers = list(answers)
         self.asked: list[list[int]] = []
 
-    async def answer(
-        self, tokens: list[int], sampling: object, on_token: Any, stop: object, pictures: object = None
-    ) -> list[int]:
+    async def answer(self, tokens: list[int], sampling: object, on_token: Any, stop: object, **_: object) -> list[int]:
         self.asked.append(tokens)
         for token in self.answers.pop(0):
             if isinstance(token, Exception):
@@ -193,7 +191,7 @@ class Interrupted(FakeConversation):
 
     interruption: Interruption | None = None
 
-    async def answer(self, tokens: list[int], sampling: object, on_token: Any, stop: object) -> list[int]:
+    async def answer(self, tokens: list[int], sampling: object, on_token: Any, stop: object, **_: object) -> list[int]:
         on_token(ord("a"))
         self.interruption = GONE
         await trio.sleep(7)
@@ -269,7 +267,7 @@ class Silent(FakeConversation):
 
     is_open = False
 
-    async def answer(self, tokens: list[int], sampling: object, on_token: Any, stop: object) -> list[int]:
+    async def answer(self, tokens: list[int], sampling: object, on_token: Any, stop: object, **_: object) -> list[int]:
         await trio.sleep(8)
         self.is_open, self.interruption = True, replace(GONE, lost=False, reason="", since=trio.current_time())
         await trio.sleep(5)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
-from petalnode.node.errors import BadInput, ModelError, NoChainError
+from petalnode.node.errors import BadInput, NoChainError
 from petalnode.node.server.requests.session import ServerSession
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
 from tests.tiny_models import save_tiny
@@ -140,7 +140,7 @@ def test_a_model_without_an_encoder_says_so(swarm: MemorySwarm, tmp_path: Path) 
     _ = server.ready
     with (
         swarm.open_model(AutoDistributedModelForCausalLM, folder) as model,
-        pytest.raises(ModelError, match="no pictures"),
+        pytest.raises(ValueError, match="pixel_values"),
     ):
         model.generate(torch.tensor([[5, 6]]), pixel_values=torch.zeros(1, 3, 28, 28))
 
