@@ -9,6 +9,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from petalnode.crypto.identity import Identity
 from petalnode.node.swarm.streams import MessageStreams, ReceivedBytes
 from petalnode.node.testing import message_streams, stream_pair
 from petalnode.protocols import wire_pb2 as wire
@@ -299,6 +300,6 @@ async def test_a_served_stream_waits_for_turns_and_holds_its_message(in_turn: bo
     receiver.turn = turn  # type: ignore[method-assign]
     streams.set_handler("/p", wire.PushFrame, hold, in_turn=in_turn)
     await sender.write(header_of(wire.PushFrame(tensors=[wire.Tensor(nbytes=MIB)])) + bytes(MIB))
-    await host.handlers["/p"](receiver, "peer")
+    await host.handlers["/p"](receiver, Identity.generate().peer_id)
     assert turns == in_turn and streams.received_ungranted.taken == 0
     assert await sender.read(1) == b""  # it was closed, and not reset as after an error
