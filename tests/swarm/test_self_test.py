@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,7 +94,7 @@ def test_a_full_temporary_folder_is_no_fault_and_a_device_that_fails_is_one(
     monkeypatch.setattr(machine_check, "span_answer", lambda folder, *how: spans[how]())
     monkeypatch.setattr(self_test, "library", lambda: None)
     assert "as long on a CPU" in self_test._compiled_finding(tmp_path, answer(1, 2)).text
-    monkeypatch.setattr(self_test, "library", lambda: "kernels")
+    monkeypatch.setattr(self_test, "library", lambda: SimpleNamespace(is_exact=True, isa="avx2"))
     plain, findings = self_test.exactness_findings(tmp_path)
     assert plain is not None and plain.tokens == (1, 2)
     assert [finding.verdict for finding in findings] == ["ok", "warning", "problem"]
