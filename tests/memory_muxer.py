@@ -18,7 +18,7 @@ from petalnode.node.network.transport.bandwidth import Throttle
 from petalnode.node.network.transport.limits import NodeLimits
 from petalnode.node.network.transport.muxed_stream import DATA, HEADER, SYN, WINDOW_UPDATE, MuxedStream
 from petalnode.node.network.transport.noise import MAX_PLAINTEXT, NoiseSession
-from petalnode.node.network.transport.raw_connection import READ_SIZE, Path, PskConnection, RawConnection
+from petalnode.node.network.transport.raw_connection import READ_SIZE, ByteSink, Path, PskConnection, RawConnection
 from petalnode.node.network.transport.yamux import Muxer
 from petalnode.node.testing import run_autojumping
 
@@ -46,7 +46,7 @@ class MemoryRaw(RawConnection):
         super().__init__(path, upload)
         self.origin = origin
         self.is_socket = is_socket
-        self.take: Callable[[bytes], None] | None = None
+        self.sink: ByteSink | None = None
         self._diverting = diverting
         self.room = room
         self.sent = bytearray()
@@ -70,8 +70,8 @@ class MemoryRaw(RawConnection):
         self.room += size
         self._more_room.unpark_all()
 
-    def divert(self, take: Callable[[bytes], None]) -> None:
-        self.take = take if self._diverting else None
+    def divert(self, sink: ByteSink) -> None:
+        self.sink = sink if self._diverting else None
 
     async def receive(self, n: int = READ_SIZE) -> bytes:
         try:
@@ -96,8 +96,9 @@ class OtherEnd:
     def say_bytes(self, data: bytes) -> None:
         for start in range(0, len(data), MAX_PLAINTEXT):
             sealed = self._cipher.encrypt(data[start : start + MAX_PLAINTEXT])
-            hear = self.raw.take or self.raw.say.send_nowait
-            hear(len(sealed).to_bytes(2, "big") + sealed)
+            said = len(sealed).to_bytes(2, "big") + sealed
+            if self.raw.sink is None or not self.raw.sink.take(said):
+                self.raw.say.send_nowait(said)
 
     def say(
         self, kind: int, flags: int = 0, stream: int = 0, length: int = 0, data: bytes = b"", version: int = 0
@@ -160,6 +161,17 @@ def noise_session(raw: MemoryRaw, *, initiator: bool = False, key: int = 2) -> t
     return NoiseSession(session, conn), OtherEnd(raw, theirs)
 
 
+class Owner:
+    """Of connections: their limits, and those that were lost."""
+
+    def __init__(self, limits: NodeLimits | None = None) -> None:
+        self.limits = limits or NodeLimits()
+        self.lost: list[Muxer] = []
+
+    def muxer_lost(self, muxer: Muxer) -> None:
+        self.lost.append(muxer)
+
+
 @asynccontextmanager
 async def muxer(
     raw: MemoryRaw | None = None,
@@ -173,15 +185,15 @@ async def muxer(
 
     What loses the connection is told once, at its end."""
     session, other = noise_session(raw or MemoryRaw(), initiator=initiator, key=key)
-    lost: list[Muxer] = []
-    ours = Muxer(session, session.remote_peer, lost.append, limits or NodeLimits(), answer=answer)
+    owner = Owner(limits)
+    ours = Muxer(session, session.remote_peer, owner, answer=answer)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(ours.start)
         await ours.event_started.wait()
         yield ours, other
-        assert lost == [ours] * (ours.lost is not None)
+        assert owner.lost == [ours] * (ours.lost is not None)
         nursery.cancel_scope.cancel()
-    assert lost == [ours] and other.raw.closed
+    assert owner.lost == [ours] and other.raw.closed
 
 
 async def settled() -> None:

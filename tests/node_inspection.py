@@ -181,4 +181,4 @@ def held(holder: object) -> int:
 
 def handshakes_of(host: Host) -> int:
     """Accepted connections that are not encrypted yet."""
-    return host._network._handshakes.total
+    return host._network.limits.handshakes.total

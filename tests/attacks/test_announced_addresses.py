@@ -175,9 +175,14 @@ async def test_a_client_of_a_swarm_on_this_machine_dials_what_it_learns_there() 
         await known.connect(other.peer_id)
 
 
+class Unconnected:
+    def paths(self) -> tuple[Path, ...]:
+        return ()
+
+
 def test_a_private_network_is_opened_by_a_connection_that_this_node_made_there() -> None:
     """To an address that a person gave, since no other is dialed there; who comes from there opens nothing."""
-    book = AddressBook(on_loopback=False, paths=tuple)
+    book = AddressBook(Unconnected(), on_loopback=False)
     peer, office = ID.from_string(ATTACKER), Multiaddr("/ip4/10.200.0.7/tcp/1")
     elsewhere = [Multiaddr("/ip4/172.30.0.7/tcp/1"), Multiaddr("/ip4/127.0.0.1/tcp/1")]
     book.met(Path(True, None, "/ip4/10.100.0.1/tcp/9", inbound=True))
@@ -217,7 +222,7 @@ def test_keys_of_one_source_leave_dials_for_others() -> None:
 @pytest.mark.virtual_time
 async def test_a_swarm_of_false_announcements_leaves_dials_for_a_server_from_elsewhere() -> None:
     """The source is that of the announcement: the address of the server itself, else who passed it on last."""
-    book = AddressBook(on_loopback=False, paths=tuple)
+    book = AddressBook(Unconnected(), on_loopback=False)
     keys = [Identity.from_seed(bytes([number]) * 32).peer_id for number in range(31)]
     origins = {key: Origin(("11.0.0.9", "11.0.0.1"), 0.0) for key in keys[:15]}
     origins |= {key: Origin(("11.0.0.9",), 0.0, met="11.0.0.1") for key in keys[15:30]}

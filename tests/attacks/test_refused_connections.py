@@ -8,7 +8,6 @@ import pytest
 import trio
 import trio.lowlevel
 
-from petalnode.node.network.shares import ShareCount
 from petalnode.node.network.transport.limits import LIMITS, WORK, NodeLimits
 from petalnode.node.network.transport.raw_connection import Listener
 from tests.attacks.test_kademlia import LOOPBACK, host
@@ -25,16 +24,25 @@ class Passes(trio.abc.Instrument):
     def __init__(self) -> None:
         self.most = self.now = self.total = self.tasks = 0
 
-    def refuse(self, _: str) -> bool:
+    def note_refused(self) -> None:
         self.now += 1
         self.total += 1
-        return False
 
     def task_spawned(self, task: trio.lowlevel.Task) -> None:
         self.tasks += 1
 
     def before_io_wait(self, timeout: float) -> None:
         self.most, self.now = max(self.most, self.now), 0
+
+
+class Refusing(NodeLimits):
+    def __init__(self, passes: Passes) -> None:
+        super().__init__()
+        self._passes = passes
+
+    def admit(self, origin: str) -> bool:
+        self._passes.note_refused()
+        return False
 
 
 class Dialed:
@@ -63,7 +71,7 @@ def test_refused_connections_start_no_task_and_leave_the_loop_to_others() -> Non
 
         async def main() -> None:
             trio.lowlevel.add_instrument(passes)
-            listener = Listener(made, passes.refuse)
+            listener = Listener(made, Refusing(passes))
             listener._listening = dialed  # type: ignore[assignment]
             before = passes.tasks
             with trio.move_on_after(2.0):
@@ -79,27 +87,25 @@ def test_refused_connections_start_no_task_and_leave_the_loop_to_others() -> Non
 @pytest.mark.virtual_time
 async def test_a_loud_address_has_few_handshakes_under_way_while_others_are_served() -> None:
     limits = NodeLimits()
-    connections = ShareCount(LIMITS.inbound, LIMITS.least_of_address)
-    handshakes = ShareCount(LIMITS.handshakes, LIMITS.least_of_address)
 
     def admitted(origin: str) -> int:
         count = 0
-        while limits.admit(limits.of_address(origin), connections, handshakes):
-            handshakes.add(origin)
+        while limits.admit(origin):
+            limits.handshakes.add(origin)
             count += 1
         for _ in range(count):
-            handshakes.remove(origin)
+            limits.handshakes.remove(origin)
         return count
 
     assert admitted(ATTACKER) == LIMITS.handshakes // 2
     assert not limits.of_address(ATTACKER).is_quiet, "accepting is work"
     limits.served_at = trio.current_time()
     assert admitted(ATTACKER) == LIMITS.handshakes_of_loud
-    assert limits.admit(limits.of_address(HONEST), connections, handshakes)
+    assert limits.admit(HONEST)
     assert limits.of_address(HONEST).recent.amount() == WORK.accepted
     for _ in range(LIMITS.inbound // 2):
-        connections.add(HONEST)
-    assert not limits.admit(limits.of_address(HONEST), connections, handshakes)
+        limits.inbound.add(HONEST)
+    assert not limits.admit(HONEST)
     assert limits.of_address(HONEST).recent.amount() == WORK.accepted + WORK.refused
 
 

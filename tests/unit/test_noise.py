@@ -10,14 +10,13 @@ import trio.testing
 from libp2p.io.exceptions import ConnectionClosedError
 
 from petalnode.node.network.transport import noise
-from petalnode.node.network.transport.limits import NodeLimits
 from petalnode.node.network.transport.muxed_stream import (
     DATA,
     HEADER,
     SYN,
 )
 from petalnode.node.network.transport.yamux import Muxer
-from tests.memory_muxer import MemoryRaw, muxer, noise_session, settled
+from tests.memory_muxer import MemoryRaw, Owner, muxer, noise_session, settled
 
 pytestmark = pytest.mark.virtual_time
 
@@ -68,7 +67,7 @@ async def test_frames_that_came_with_the_negotiation_are_handled() -> None:
     session, other = noise_session(MemoryRaw())
     other.say_bytes(b"agreed" + HEADER.pack(0, DATA, SYN, 1, 5) + b"early")
     assert await session.read(6) == b"agreed"
-    ours = Muxer(session, session.remote_peer, lambda lost: None, NodeLimits())
+    ours = Muxer(session, session.remote_peer, Owner())
     assert not ours.is_established
     async with trio.open_nursery() as nursery:
         nursery.start_soon(ours.start)

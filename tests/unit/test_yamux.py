@@ -375,10 +375,15 @@ async def test_who_breaks_the_protocol_is_told_so_and_who_leaves_is_not() -> Non
             assert ours.lost is not None and other.frames() == told
 
 
+class Failing:
+    def take(self, data: bytes) -> bool:
+        raise ZeroDivisionError
+
+
 async def test_our_own_failure_ends_the_connection(caplog: pytest.LogCaptureFixture) -> None:
     async with muxer() as (ours, other):
         other.open(1)
-        (await ours.accept_stream()).divert(lambda data: bool(1 // 0))
+        (await ours.accept_stream()).divert(Failing())
         other.send(1, b"x")
         await settled()
         assert ours.lost == "internal error"

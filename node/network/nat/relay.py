@@ -146,6 +146,7 @@ class _Circuit:
         self.target = target
         self.origin = origin
         self.moved = trio.current_time()  # when the last byte came
+        self.carried = 0  # bytes, both ways
         self._own = None if rate is None else Throttle(rate)
         self._shared = shared
 
@@ -168,6 +169,47 @@ class _Circuit:
             self._shared.spend(size)
 
 
+class _Direction:
+    """One direction of a circuit: `sink` is its end, `left` are the bytes that it may still carry."""
+
+    def __init__(self, circuit: _Circuit, sink: StreamBytes, left: float) -> None:
+        self._circuit = circuit
+        self._sink = sink
+        self._left = left
+        self._is_sending = False  # what was read before is still on its way
+
+    def take(self, data: bytes) -> bool:
+        size = len(data)
+        if self._is_sending or size > self._left or not self._circuit.may_pass():
+            return False
+        try:
+            taken = self._sink.write_nowait(data)
+        except OSError:
+            return False
+        if taken:
+            self._circuit.spend(size)
+            self._count(size)
+        return taken
+
+    async def send(self, data: bytes) -> None:
+        """
+        Raises:
+            OSError: the stream is broken, or the circuit has carried all that it may.
+        """
+        self._is_sending = True
+        if len(data) > self._left:
+            raise ConnectionAbortedError("the circuit has carried all that it may")
+        await self._circuit.turn(len(data))
+        await self._sink.write(data)
+        self._count(len(data))
+        self._is_sending = False
+
+    def _count(self, size: int) -> None:
+        self._left -= size
+        self._circuit.carried += size
+        self._circuit.moved = trio.current_time()
+
+
 class RelayService:
     """Serves HOP between `start` and `stop`."""
 
@@ -178,13 +220,14 @@ class RelayService:
         self._circuits: set[_Circuit] = set()
         self._made = 0
         self._refused = 0
-        self._bytes = 0
+        self._bytes = 0  # of circuits that have ended
         self._throttle = None if limits.bytes_per_second is None else Throttle(limits.bytes_per_second)
         self.is_serving = False
 
     @property
     def stats(self) -> RelayStats:
-        return RelayStats(len(self._live()), len(self._circuits), self._made, self._refused, self._bytes)
+        carried = self._bytes + sum(circuit.carried for circuit in self._circuits)
+        return RelayStats(len(self._live()), len(self._circuits), self._made, self._refused, carried)
 
     def start(self) -> None:
         """From now on, peers may make reservations and connect to those who did."""
@@ -286,6 +329,7 @@ class RelayService:
             await self._run(circuit, held.connection, raw, stream)
         finally:
             self._circuits.discard(circuit)
+            self._bytes += circuit.carried
 
     async def _run(self, circuit: _Circuit, connection: Connection, raw: StreamBytes, stream: DelimitedStream) -> None:
         onward = await self._open_stop(circuit, connection)
@@ -362,37 +406,10 @@ class RelayService:
         Raises:
             OSError: one of the streams is broken, or the circuit has carried all that it may.
         """
-        left: float = self._limits.circuit_bytes or math.inf
-        is_waiting = False  # what was read before is still on its way
-
-        def count(size: int) -> None:
-            nonlocal left
-            left -= size
-            self._bytes += size
-            circuit.moved = trio.current_time()
-
-        def hand_on(data: bytes) -> bool:
-            size = len(data)
-            if is_waiting or size > left or not circuit.may_pass():
-                return False
-            try:
-                taken = sink.write_nowait(data)
-            except OSError:
-                return False
-            if taken:
-                circuit.spend(size)
-                count(size)
-            return taken
-
-        source.divert(hand_on)
+        direction = _Direction(circuit, sink, self._limits.circuit_bytes or math.inf)
+        source.divert(direction)
         while data := await source.read(_WINDOW):
-            is_waiting = True
-            if len(data) > left:
-                raise ConnectionAbortedError("the circuit has carried all that it may")
-            await circuit.turn(len(data))
-            await sink.write(data)
-            count(len(data))
-            is_waiting = False
+            await direction.send(data)
 
     def _circuit_limit(self) -> CircuitLimit:
         return CircuitLimit(self._limits.circuit_seconds, self._limits.circuit_bytes)

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from ipaddress import IPv4Network, IPv6Network
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import trio
 from libp2p.crypto.keys import KeyPair, PrivateKey, PublicKey
@@ -100,6 +100,12 @@ class _Page:
     proven: set[Multiaddr] = field(default_factory=set)
 
 
+class Connected(Protocol):
+    """Who has connections: `paths` are the ways of all of them."""
+
+    def paths(self) -> Iterable[Path]: ...
+
+
 class _Whereabouts:
     """Finds out where this node is, from its interfaces and the connections that it made.
 
@@ -107,9 +113,9 @@ class _Whereabouts:
     it has dialed peers there, which somebody named, and none elsewhere, and nobody came from elsewhere.
     """
 
-    def __init__(self, *, on_loopback: bool, paths: Callable[[], Iterable[Path]]) -> None:
+    def __init__(self, network: Connected, *, on_loopback: bool) -> None:
         self._on_loopback = on_loopback
-        self._paths = paths
+        self._network = network
         self._dialed_loopback = self._met_others = False
         self._interfaces: Networks = ()
         self._opened: set[IPv4Network | IPv6Network] = set()  # private ranges that we have dialed a named address of
@@ -133,24 +139,23 @@ class _Whereabouts:
         if set(networks) != set(self._interfaces):  # this machine is somewhere else now
             self._interfaces = networks
             self._opened.clear()
-            for path in self._paths():
+            for path in self._network.paths():
                 self.note(path)
         on_loopback = self._on_loopback or (self._dialed_loopback and not self._met_others)
         return DialContext((*networks, *self._opened), on_loopback)
 
 
 class AddressBook:
-    """The addresses of peers. `on_loopback` says that this node listens on loopback only; `paths` gives the ways of
-    its connections.
+    """The addresses of peers. `on_loopback` says that this node listens on loopback only.
 
     Attributes:
         source_of: the address that a peer's announcement came from, "" for none; by these, dials are shared.
     """
 
-    def __init__(self, *, on_loopback: bool, paths: Callable[[], Iterable[Path]]) -> None:
+    def __init__(self, network: Connected, *, on_loopback: bool) -> None:
         self._pages: dict[ID, _Page] = {}
         self._given: set[Multiaddr] = set()
-        self._whereabouts = _Whereabouts(on_loopback=on_loopback, paths=paths)
+        self._whereabouts = _Whereabouts(network, on_loopback=on_loopback)
         self._budget = DialBudget()
         self.source_of: Callable[[str], str] = lambda peer_id: ""
 

@@ -34,7 +34,7 @@ from multiaddr import Multiaddr
 
 from ....crypto.identity import Identity
 from ..addresses import circuit_of, ip_of, is_circuit, is_dialable, own_networks, transport_of, without_peer
-from ..shares import ShareCount, origin_of_ip
+from ..shares import origin_of_ip
 from .address_book import AddressBook, BoundedPeerStore
 from .bandwidth import Bandwidth
 from .dialing import Attempt, FailedAddress, failed, kept, one_per_relay, plan
@@ -44,7 +44,7 @@ from .noise import BufferedNoise
 from .raw_connection import OtherSwarm, Path, PskConnection, RawConnection, SocketConnection, Tcp, remote_multiaddr
 from .stream_bytes import CircuitConnection, StreamBytes
 from .websocket import Certificate, accept, connect
-from .yamux import Muxer
+from .yamux import Muxer, MuxerOwner
 
 log = logging.getLogger(__name__)
 
@@ -75,18 +75,17 @@ class _Dial:
 class _MuxerNegotiation(MuxerMultistream):
     """Negotiates Yamux and makes ours of it; libp2p's makes its own `Yamux` whatever class it was given."""
 
-    def __init__(self, on_lost: Callable[[Muxer], None], limits: NodeLimits) -> None:
+    def __init__(self, owner: MuxerOwner) -> None:
         super().__init__({YAMUX: Yamux}, NEGOTIATION)
         self._selector.multiselect = OneAnswer(self._selector.multiselect.handlers)
-        self._on_lost = on_lost
-        self._limits = limits
+        self._owner = owner
 
     async def new_conn(self, conn: ISecureConn, peer_id: ID) -> Muxer:
         if conn.is_initiator:
             await conn.write(question(YAMUX))
-            return Muxer(conn, peer_id, self._on_lost, self._limits, answer=question(YAMUX))
+            return Muxer(conn, peer_id, self._owner, answer=question(YAMUX))
         await self._selector.select(conn, False, self.negotiate_timeout)
-        return Muxer(conn, peer_id, self._on_lost, self._limits)
+        return Muxer(conn, peer_id, self._owner)
 
 
 class _NoAutoConnector(AutoConnector):
@@ -115,13 +114,11 @@ class Network(Libp2pSwarm):
         noise_key = create_noise_key_pair().private_key
         upgrader = TransportUpgrader({NOISE: BufferedNoise(key_pair, noise_key)}, {YAMUX: Yamux})
         self.limits = NodeLimits()
-        self._inbound = ShareCount(LIMITS.inbound, LIMITS.least_of_address)
-        self._handshakes = ShareCount(LIMITS.handshakes, LIMITS.least_of_address)
-        upgrader.muxer_multistream = _MuxerNegotiation(self._muxer_lost, self.limits)
+        upgrader.muxer_multistream = _MuxerNegotiation(self)
         security = upgrader.security_multistream._selector
         security.multiselect = OneAnswer(security.multiselect.handlers)
         security.multiselect_client = OneRoundTrip()
-        self._tcp = Tcp(self._admit)
+        self._tcp = Tcp(self.limits)
         super().__init__(
             ID.from_pubkey(key_pair.public_key),
             BoundedPeerStore(key_pair),
@@ -148,7 +145,7 @@ class Network(Libp2pSwarm):
         self.bandwidth = bandwidth
         self._certificate = certificate
         self._key = psk  # libp2p's own `psk` would put its cipher under everything once more
-        self.book = AddressBook(on_loopback=on_loopback, paths=self._paths)
+        self.book = AddressBook(self, on_loopback=on_loopback)
         self._dialing: dict[tuple[ID, bool], _Dial] = {}
         self._ends: dict[Muxer, trio.Event] = {}
         # Whoever dials us from one of these multiaddrs is punching, and expects us to be the client (DCUtR).
@@ -161,7 +158,7 @@ class Network(Libp2pSwarm):
 
     # --- connections
 
-    def _paths(self) -> Iterator[Path]:
+    def paths(self) -> Iterator[Path]:
         return (path_of(conn) for conns in self.connections.values() for conn in conns)
 
     def live(self, peer_id: ID, *, direct: bool = False) -> list[SwarmConn]:
@@ -204,9 +201,6 @@ class Network(Libp2pSwarm):
             handler(str(muxer.peer_id), raw.path)
         return conn
 
-    def _admit(self, host: str) -> bool:
-        return self.limits.admit(self.limits.of_address(origin_of_ip(host)), self._inbound, self._handshakes)
-
     async def _handle_inbound_connection(self, read_write_closer: ReadWriteCloser, maddr: Multiaddr) -> None:
         """Serves an accepted connection until it ends.
 
@@ -216,7 +210,7 @@ class Network(Libp2pSwarm):
         assert isinstance(read_write_closer, TrioTCPStream)
         stream = read_write_closer.stream
         host = origin_of_ip((read_write_closer.get_remote_address() or ("", 0))[0])
-        if not self._inbound.add(host):
+        if not self.limits.inbound.add(host):
             log.info("refused a connection: there are too many from %s", host)
             await trio.aclose_forcefully(stream)
             return
@@ -226,11 +220,11 @@ class Network(Libp2pSwarm):
                 self._ends[muxer] = end = trio.Event()
                 await end.wait()
         finally:
-            self._inbound.remove(host)
+            self.limits.inbound.remove(host)
 
     async def _accept(self, stream: trio.SocketStream, host: str, transport: Sequence[str]) -> Muxer | None:
         """Makes a connection of the host out of an accepted one; None if nothing comes of it."""
-        if not self._handshakes.add(host):
+        if not self.limits.handshakes.add(host):
             log.info("refused a connection: too many from %s have not finished their handshake", host)
             await trio.aclose_forcefully(stream)
             return None
@@ -250,13 +244,13 @@ class Network(Libp2pSwarm):
             log.debug("refused a connection from %s: %s", path.remote_addr, reason_of(error))
         finally:
             address.users -= 1
-            self._handshakes.remove(host)
+            self.limits.handshakes.remove(host)
         return None
 
     async def _secure_accepted(self, raw: RawConnection, peer_id: ID | None, transport: Sequence[str]) -> SwarmConn:
         return await self.secure(await accept(raw, transport, self._certificate, self.limits), peer_id)
 
-    def _muxer_lost(self, muxer: Muxer) -> None:
+    def muxer_lost(self, muxer: Muxer) -> None:
         end = self._ends.pop(muxer, None)
         if end is not None:
             end.set()

@@ -172,6 +172,8 @@ class NodeLimits:
         self._unread = [0, 0]  # on streams that were granted nothing, and on others
         self._peers = Remembered(lambda _: PeerUse())
         self._addresses = Remembered(AddressUse)
+        self.inbound = ShareCount(LIMITS.inbound, LIMITS.least_of_address)
+        self.handshakes = ShareCount(LIMITS.handshakes, LIMITS.least_of_address)
 
     @cached_property
     def work(self) -> Throttle:
@@ -209,11 +211,12 @@ class NodeLimits:
             self._loud.spend(units)
         use.recent.add(units - granted + WORK.granted_part * granted)
 
-    def admit(self, use: AddressUse, connections: ShareCount, handshakes: ShareCount) -> bool:
+    def admit(self, origin: str) -> bool:
         """Whether another connection of this address is worth a task. Counts the work of accepting or refusing it."""
+        use = self.of_address(origin)
         is_loud = self.is_serving and not use.is_quiet
         pending = LIMITS.handshakes_of_loud if is_loud else LIMITS.handshakes
-        admitted = connections.has_room(use.origin) and handshakes.has_room(use.origin, pending)
+        admitted = self.inbound.has_room(origin) and self.handshakes.has_room(origin, pending)
         self.worked(use, WORK.accepted if admitted else WORK.refused)
         return admitted
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import struct
 from collections import deque
-from collections.abc import Callable
 from typing import Final, Protocol
 
 import trio
@@ -15,7 +14,7 @@ from libp2p.stream_muxer.exceptions import MuxedStreamClosed, MuxedStreamEOF, Mu
 from .bandwidth import NEGOTIATION, Throttle, Traffic
 from .limits import AddressUse, NodeLimits
 from .noise import MAX_PLAINTEXT
-from .raw_connection import Path
+from .raw_connection import ByteSink, Path
 
 HEADER: Final = struct.Struct("!BBHII")  # version, type, flags, stream id, length
 DATA, WINDOW_UPDATE, PING, GO_AWAY = range(4)
@@ -92,7 +91,7 @@ class MuxedStream(IMuxedStream):
         self._readers = trio.lowlevel.ParkingLot()
         self._writers = trio.lowlevel.ParkingLot()
         self._lost_event: trio.Event | None = None
-        self._divert: Callable[[bytes], bool] | None = None
+        self._sink: ByteSink | None = None
         self._count = muxed_conn.traffic.of(NEGOTIATION)
 
     def agree(self, protocol: str) -> None:
@@ -124,16 +123,13 @@ class MuxedStream(IMuxedStream):
         self._grant(len(chunk))
         return bytes(chunk)
 
-    def divert(self, take: Callable[[bytes], bool]) -> None:
-        """Offers what comes to `take` first, as long as nothing waits for `read`; it says whether it took it.
-
-        For who hands bytes on: a reader in a task of its own costs a turn of trio's loop. It must not raise.
-        """
-        self._divert = take
+    def divert(self, sink: ByteSink) -> None:
+        """Offers what comes to `sink` first, as long as nothing waits for `read`."""
+        self._sink = sink
 
     @property
     def is_diverted(self) -> bool:
-        return self._divert is not None
+        return self._sink is not None
 
     def _hold(self, size: int) -> None:
         self.unread += size
@@ -271,7 +267,7 @@ class MuxedStream(IMuxedStream):
         if (
             self.discarding
             or self.lost is not None
-            or (self._divert is not None and not self._chunks and self._divert(data))
+            or (self._sink is not None and not self._chunks and self._sink.take(data))
         ):
             self._grant(len(data))
             return

@@ -8,7 +8,6 @@ and the bytes on the wire are libp2p's; only the transport of messages after the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from typing import Final
 
 import trio
@@ -27,7 +26,7 @@ from libp2p.security.secure_session import SecureSession
 from multiaddr import Multiaddr
 from noise.exceptions import NoiseInvalidMessage  # type: ignore[import-untyped]
 
-from .raw_connection import PskConnection
+from .raw_connection import ByteSink, PskConnection
 
 MAX_PLAINTEXT: Final = 65535 - 16
 # What may wait for the socket before writers have to. Small, so that a decode step behind a prefill waits little.
@@ -141,9 +140,9 @@ class NoiseSession(BaseSession):
             if plaintexts := self.unseal(data):
                 return plaintexts
 
-    def divert(self, take: Callable[[bytes], None]) -> None:
-        """Hands what comes to `take` at once where that is possible; the rest still comes by `receive`."""
-        self._raw.divert(take)
+    def divert(self, sink: ByteSink) -> None:
+        """Hands what comes to `sink` at once where that is possible; the rest still comes by `receive`."""
+        self._raw.divert(sink)
 
     async def read(self, n: int | None = None) -> bytes:
         """Exactly `n` bytes, for libp2p's negotiation of the muxer."""

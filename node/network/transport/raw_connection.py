@@ -17,9 +17,8 @@ import contextlib
 import os
 import socket
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Final, Protocol, cast
 
 import trio
 from libp2p.abc import ConnectionType, IRawConnection
@@ -36,7 +35,7 @@ from ....crypto.swarm_key import Salsa20Cipher, xsalsa20
 from ..addresses import Endpoint, transport_of
 from ..shares import TokenBucket, origin_of_ip
 from .bandwidth import Bandwidth, Recent, Throttle
-from .limits import LIMITS
+from .limits import LIMITS, NodeLimits
 
 READ_SIZE: Final = 256 * 1024
 _QUIET: Final = 64 * 1024  # bytes lately, below which a connection need not wait for those that carry much
@@ -71,6 +70,13 @@ class Path:
         return Endpoint.of_socket(self.remote_addr) if self.direct and self.remote_addr else None
 
 
+class ByteSink(Protocol):
+    """Takes bytes in the task that received them: a reader in a task of its own costs a turn of trio's loop."""
+
+    def take(self, data: bytes) -> bool:
+        """Whether it took them; else they are left to who reads. It must not raise."""
+
+
 class RawConnection(IRawConnection):
     """One task may read at a time, and one write. All methods but `close` raise OSError when the connection is gone."""
 
@@ -97,8 +103,8 @@ class RawConnection(IRawConnection):
     async def receive(self, n: int = READ_SIZE) -> bytes:
         """1 to `n` bytes, or none at the end. Cancelled, nothing is lost."""
 
-    def divert(self, take: Callable[[bytes], None]) -> None:
-        """Where that is possible, from now on `take` gets what comes without a turn of trio's loop.
+    def divert(self, sink: ByteSink) -> None:
+        """Where possible, `sink` gets what comes from now on without a turn of trio's loop, and takes all of it.
 
         Only the end, and what had come before, is left to `receive`.
         """
@@ -228,16 +234,16 @@ def remote_multiaddr(stream: trio.SocketStream) -> str | None:
 
 
 class Listener(trio.abc.Listener[trio.SocketStream]):
-    """A socket that peers connect to. `admit(host)` says who is worth a task; all others are closed at once.
+    """A socket that peers connect to. The limits say who is worth a task; all others are closed at once.
 
     trio's own takes a turn of the loop and a task for each connection, ten times as much as closing it does. Where more
     are refused than may be, the next ones wait in the system's queue, those of honest peers as well.
     """
 
-    def __init__(self, listening: socket.socket, admit: Callable[[str], bool]) -> None:
+    def __init__(self, listening: socket.socket, limits: NodeLimits) -> None:
         self.socket = trio.socket.from_stdlib_socket(listening)
         self._listening = listening
-        self._admit = admit
+        self._limits = limits
         self._refused = TokenBucket(LIMITS.refused_per_second, LIMITS.refused_at_once)
 
     async def accept(self) -> trio.SocketStream:
@@ -250,7 +256,7 @@ class Listener(trio.abc.Listener[trio.SocketStream]):
                 continue
             except ConnectionAbortedError:  # it is gone already
                 continue
-            if self._admit(host):
+            if self._limits.admit(origin_of_ip(host)):
                 return trio.SocketStream(trio.socket.from_stdlib_socket(accepted))
             accepted.close()
             if not self._refused.take():
@@ -264,9 +270,9 @@ class Listener(trio.abc.Listener[trio.SocketStream]):
 class _TcpListener(TCPListener):
     """libp2p's, with our `Listener`s."""
 
-    def __init__(self, handler: THandler, admit: Callable[[str], bool]) -> None:
+    def __init__(self, handler: THandler, limits: NodeLimits) -> None:
         super().__init__(handler)
-        self._admit = admit
+        self._limits = limits
         self._above = ""  # what follows the port
 
     def get_addrs(self) -> tuple[Multiaddr, ...]:
@@ -284,7 +290,7 @@ class _TcpListener(TCPListener):
                 await self._spawn_background_task()
             assert self._nursery is not None
             try:
-                listener = Listener(_listening(maddr), self._admit)
+                listener = Listener(_listening(maddr), self._limits)
             except OSError as error:
                 raise OpenConnectionError(f"cannot listen on {maddr}: {error}") from error
             self._above = "".join(f"/{part}" for part in transport_of(maddr) or ())
@@ -296,14 +302,14 @@ class _TcpListener(TCPListener):
 
 
 class Tcp(TCP):
-    """libp2p's transport; `admit(host)` says whose connections are worth a task."""
+    """libp2p's transport, with our `Listener`s."""
 
-    def __init__(self, admit: Callable[[str], bool]) -> None:
+    def __init__(self, limits: NodeLimits) -> None:
         super().__init__()
-        self._admit = admit
+        self._limits = limits
 
     def create_listener(self, handler_function: THandler) -> TCPListener:
-        return _TcpListener(handler_function, self._admit)
+        return _TcpListener(handler_function, self._limits)
 
     def can_listen(self, maddr: Multiaddr) -> bool:
         return transport_of(maddr) is not None

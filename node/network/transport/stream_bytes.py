@@ -14,7 +14,7 @@ from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError
 from .limits import metered
 from .muxed_stream import WINDOW, MuxedStream
 from .negotiation import question
-from .raw_connection import READ_SIZE, Path, RawConnection
+from .raw_connection import READ_SIZE, ByteSink, Path, RawConnection
 from .yamux import Muxer
 
 
@@ -140,9 +140,9 @@ class StreamBytes:
         """Lets the peer send up to `window` bytes that were not read yet, though it was granted nothing."""
         self._muxed.widen(window)
 
-    def divert(self, take: Callable[[bytes], bool]) -> None:
-        """Offers what comes to `take` first, at once and in order; what it does not take can be read."""
-        self._muxed.divert(take)
+    def divert(self, sink: ByteSink) -> None:
+        """Offers what comes to `sink` first, at once and in order; what it does not take can be read."""
+        self._muxed.divert(sink)
 
     async def read(self, n: int) -> bytes:
         try:
@@ -222,12 +222,8 @@ class CircuitConnection(RawConnection):
     async def receive(self, n: int = READ_SIZE) -> bytes:
         return await self._stream.read(n)
 
-    def divert(self, take: Callable[[bytes], None]) -> None:
-        def taken(data: bytes) -> bool:
-            take(data)
-            return True
-
-        self._stream.divert(taken)
+    def divert(self, sink: ByteSink) -> None:
+        self._stream.divert(sink)
 
     async def close(self) -> None:
         await self._stream.close()

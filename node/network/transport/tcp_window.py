@@ -7,7 +7,6 @@ After a silence of one retransmission timeout, a round trip and at least 200 ms,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
 import trio
@@ -37,18 +36,18 @@ class WindowKeeper:
         self._large = trio.lowlevel.ParkingLot()
 
     def sent(self, size: int) -> None:
-        """A frame with so many bytes of data has been sent."""
+        """A frame with `size` bytes of data has been sent."""
         self._sent_at = now = trio.current_time()
         if size > LARGE:
             self._until = max(self._until, now + seconds_kept(now - self._large_at, self._limits.window_kept))
             self._large_at = now
             self._large.unpark_all()
 
-    async def run(self, ping: Callable[[], None]) -> None:
-        """Until it is cancelled. What `ping` sends is told to `sent` as all else."""
+    async def wait_due(self) -> None:
+        """Returns when a ping is due, which is told to `sent` as all else."""
         while True:
             if trio.current_time() > self._until:
                 await self._large.park()
             await trio.sleep_until(self._sent_at + _QUIET)
             if trio.current_time() >= self._sent_at + _QUIET:
-                ping()
+                return

@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterator
-from functools import partial
-from typing import Final
+from typing import Final, Protocol
 
 import trio
 from libp2p.abc import ConnectionType, IMuxedConn, ISecureConn
@@ -55,32 +54,29 @@ class _Violation(ConnectionAbortedError):
     """The peer does what Yamux or our limits do not allow."""
 
 
+class MuxerOwner(Protocol):
+    """Who has the connection: its limits; `muxer_lost` is called once, synchronously, when the connection ends."""
+
+    limits: NodeLimits
+
+    def muxer_lost(self, muxer: Muxer) -> None: ...
+
+
 class Muxer(IMuxedConn):
-    """All streams of one connection. `on_lost` is called once, synchronously, when the connection ends.
+    """All streams of one connection. `answer` is what the peer sends before anything else if it speaks Yamux."""
 
-    `limits` are those of the host. `answer` is what the peer sends before anything else if it speaks Yamux.
-    """
-
-    def __init__(
-        self,
-        conn: ISecureConn,
-        peer_id: ID,
-        on_lost: Callable[[Muxer], None],
-        limits: NodeLimits,
-        *,
-        answer: bytes = b"",
-    ) -> None:
+    def __init__(self, conn: ISecureConn, peer_id: ID, owner: MuxerOwner, *, answer: bytes = b"") -> None:
         assert isinstance(conn, NoiseSession)
         self.peer_id = peer_id
         self.secured_conn = conn
-        self.traffic, self.path = limits.traffic, conn.path
+        self.path = conn.path
         self.max_data = MAX_DATA if conn.path.direct else MAX_DATA - _SEALING
         self.event_started = trio.Event()
         self.lost: str | None = None
         self._unread = [0, 0]  # bytes, on streams that were granted nothing, and on others
-        self._on_lost = on_lost
-        self.limits = limits
-        self._use = limits.of(str(peer_id))
+        self._owner = owner
+        self.limits = limits = owner.limits
+        self.traffic, self._use = limits.traffic, limits.of(str(peer_id))
         self.address = limits.of_address(conn.origin or str(peer_id))
         self._work, self._granted_work = 0.0, 0  # units since others had their turn; on streams granted something
         self._waits = False  # for its turn: what it said lies unread
@@ -230,7 +226,7 @@ class Muxer(IMuxedConn):
 
     async def _receive_frames(self) -> None:
         self._feed(self.secured_conn.take_plaintext())
-        self.secured_conn.divert(self._take)
+        self.secured_conn.divert(self)
         while self.lost is None:
             for data in await self.secured_conn.receive():
                 await self._turn()
@@ -251,18 +247,19 @@ class Muxer(IMuxedConn):
         self.limits.worked(self.address, self._work, self._granted_work)
         self._work, self._granted_work = 0.0, 0
 
-    def _take(self, sealed: bytes) -> None:
-        """What comes through a circuit, in the task that reads the connection below, which takes turns."""
+    def take(self, data: bytes) -> bool:
+        """What comes through a circuit, sealed, in the task that reads the connection below, which takes turns."""
         if self.lost is None:
             with self._guard():
-                if len(sealed) < LIMITS.large_frame:
+                if len(data) < LIMITS.large_frame:
                     self._spend(self._use.frames, "small frames")
-                for data in self.secured_conn.unseal(sealed):
-                    self._feed(data)
+                for plaintext in self.secured_conn.unseal(data):
+                    self._feed(plaintext)
                     while self._work >= WORK.at_once:  # all of it is handled at once, whoever else waits
                         self._end_turn()
                         self._feed(b"")
                 self._end_turn()
+        return True
 
     def _feed(self, data: bytes) -> None:
         """Handles the frames in what came, and keeps the beginning of one that is cut off, and what is too much for one
@@ -395,7 +392,9 @@ class Muxer(IMuxedConn):
 
     async def _keep_window(self) -> None:
         if self.secured_conn.keeps_window:
-            await self._window.run(partial(self.put, PING, SYN, 0, 0))
+            while True:
+                await self._window.wait_due()
+                self.put(PING, SYN, 0, 0)
 
     def suspect(self) -> None:
         """Asks the peer for a sign of life soon, however short it has been silent."""
@@ -414,7 +413,7 @@ class Muxer(IMuxedConn):
                 stream.end(why)
                 self._forget(stream)
             self._ended, self._streams = list(self._streams.values()), {}
-            self._on_lost(self)
+            self._owner.muxer_lost(self)
             self._scope.cancel()
 
     async def close(self) -> None:
