@@ -15,9 +15,12 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from petalnode.node.models.manifest import _LEFT_OUT, canonical_architecture
+from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.tensors import encode as encode_tensor
 
-VECTORS: dict[str, Any] = json.loads((Path(__file__).parents[2] / "docs/receipt-vectors.json").read_text())
+DOCS = Path(__file__).parents[2] / "docs"
+VECTORS: dict[str, Any] = json.loads((DOCS / "receipt-vectors.json").read_text())
+MESSAGES: dict[str, Any] = json.loads((DOCS / "message-vectors.json").read_text())
 
 
 def encode(value: Any) -> bytes:
@@ -104,6 +107,145 @@ def test_batch_request() -> None:
     assert request.hex() == batch["hash"]
 
 
+def test_announcement() -> None:
+    vector = {name: bytes.fromhex(text) for name, text in MESSAGES["announcement"].items()}
+    signed = wire.SignedAnnouncement.FromString(vector["signed"])
+    assert (signed.announcement, signed.signature) == (vector["announcement"], vector["signature"])
+    check_signature(SERVER, "petalnode/announcement/1", signed.announcement, signed.signature.hex())
+    assert wire.Announcement.FromString(signed.announcement).peer_id == base58.b58decode(SERVER)
+
+
+def test_model_version() -> None:
+    model, digests = MESSAGES["model"], []
+    for part in model["parts"]:
+        tree = wire.PartTree.FromString(bytes.fromhex(part["tree"]))
+        tensors = [[one.name, one.dtype, list(one.shape), one.nbytes] for one in tree.tensors]
+        digests.append(digest("petalnode/model/part/2", [tree.form, tensors, tree.pieces]))
+        assert digests[-1].hex() == part["digest"] and tensors == sorted(tensors)
+    embeddings, *blocks, head = digests
+    config = model["config"].encode()
+    assert digest("petalnode/model/1", [config, embeddings, blocks, head]).hex() == model["version"]
+    manifest = wire.Manifest.FromString(bytes.fromhex(model["manifest"]))
+    assert (manifest.config, manifest.embeddings, list(manifest.blocks), manifest.head) == (
+        config,
+        embeddings,
+        blocks,
+        head,
+    )
+    pieces = wire.PartTree.FromString(bytes.fromhex(model["parts"][0]["tree"])).pieces
+    last = hashlib.sha256(bytes.fromhex(model["embeddings"]["last"])).digest()
+    assert pieces == bytes.fromhex(model["embeddings"]["first piece"]) + last
+
+
+def test_prefix_names() -> None:
+    vector, domain = MESSAGES["prefix"], "petalnode/prefix/1"
+    version, adapter, salt = (bytes.fromhex(vector[name]) for name in ("model_version", "adapter", "salt"))
+    terms = [version, vector["span"], vector["batch"], [], vector["codec"], vector["dtype"], adapter, salt]
+    name = digest(domain, terms)
+    assert name.hex() == vector["root"]
+    payload, tokens = bytes.fromhex(vector["payload"]), vector["tokens"]
+    size = len(payload) // (2 * tokens)
+    hashes = [
+        hashlib.sha256(b"".join(payload[(row * tokens + at) * size :][:size] for row in range(2))).digest()
+        for at in range(tokens)
+    ]
+    for block, expected in enumerate(vector["names"]):
+        name = digest(domain, [name, b"".join(hashes[32 * block : 32 * block + 32])])
+        assert name.hex() == expected
+    assert len(vector["names"]) == tokens // 32
+    assert digest(domain, ["long factors", hashes[0]]).hex() == vector["with long factors"]
+    of_first = [tokens * row_and_axis for row_and_axis in range(3 * 2)]
+    assert digest(domain, ["positions", of_first, hashes[0]]).hex() == vector["with positions 0 to 389"]
+
+
+def test_adapter() -> None:
+    vector = MESSAGES["adapter"]
+    of_block: dict[int, list[Any]] = {}
+    for tensor in vector["tensors"]:
+        entry = [tensor["name"], tensor["shape"], tensor["dtype"], bytes.fromhex(tensor["sha256"])]
+        of_block.setdefault(int(tensor["name"].partition(".")[0]), []).append(entry)
+    blocks = [[number, digest("petalnode/adapter-block/1", [sorted(of_block[number])])] for number in sorted(of_block)]
+    assert [[number, hash_.hex()] for number, hash_ in blocks] == vector["blocks"]
+    assert digest("petalnode/adapter/1", [blocks]).hex() == vector["hash"]
+
+
+CREDITS = {
+    "credit": ("issuer", "issuer, holder, points, deposit, deposit_until_ms, sequence, time_ms"),
+    "credit-query": ("holder", "issuer, holder, time_ms"),
+    "credit-transfer": ("spender", "issuer, spender, recipient, points, sequence, until_ms"),
+    "credit-deposit": ("server", "issuer, server, points, until_ms, sequence"),
+}
+
+
+@pytest.mark.parametrize("name", CREDITS)
+def test_credits(name: str) -> None:
+    (signer, names), vector, domain = CREDITS[name], MESSAGES["credits"][name], f"petalnode/{name}/1"
+    message = canonical(domain, [vector[field] for field in names.split(", ")])
+    assert message.hex() == vector["canonical"]
+    check_signature(vector[signer], domain, message, vector["signature"])
+    assert digest(domain, [message, bytes.fromhex(vector["signature"])]).hex() == vector["hash"]
+
+
+def test_clearing() -> None:
+    vector, domain = MESSAGES["credits"]["credit-clearing"], "petalnode/credit-clearing/1"
+    transfer = bytes.fromhex(MESSAGES["credits"]["credit-transfer"]["hash"])
+    message = canonical(domain, [transfer, vector["time_ms"]])
+    check_signature(VALIDATOR, domain, message, vector["signature"])
+
+
+def test_a_session_from_open_to_close() -> None:
+    """Each message as it stands on the stream, and the receipt of its only step."""
+    frames, payloads = [], []
+    for said in MESSAGES["session"]:
+        data, size, shift = bytes.fromhex(said["bytes"]), 0, 0
+        while True:
+            size |= (data[0] & 127) << shift
+            more, data, shift = data[0] >> 7, data[1:], shift + 7
+            if not more:
+                break
+        frames.append(wire.InferenceFrame.FromString(data[:size]))
+        payloads.append(data[size:])
+        assert [tensor.nbytes for tensor in frames[-1].tensors] == ([len(payloads[-1])] if payloads[-1] else [])
+        assert frames[-1].WhichOneof("body") == said["message"]
+    opened, granted, step, reply = frames[0].open, frames[1].granted, frames[2].step, frames[3].reply
+    (tensor,), receipt, span = frames[2].tensors, reply.receipt, [opened.span.start, opened.span.end]
+    root = [CLIENT, opened.nonce, granted.session_epoch, opened.model_version, span, opened.batch, []]
+    root = digest("petalnode/session/1", [*root, opened.codec, opened.activation_dtype, opened.adapter, b""])
+    form = [list(tensor.shape), tensor.dtype, tensor.codec]
+    asked = [step.sequence, step.position, [], step.route_epoch, *form, hashlib.sha256(payloads[2]).digest(), b"", []]
+    assert receipt.request_hash == digest("petalnode/request/1", asked)
+    assert receipt.reply_hash == hashlib.sha256(payloads[3]).digest() and receipt.previous_receipt == root
+    terms = [1, opened.model_version, span, granted.dtype, granted.quantisation, CLIENT, opened.nonce]
+    hashes = [receipt.request_hash, receipt.reply_hash, root, b"", receipt.time_ms, b""]
+    message = canonical("petalnode/receipt/1", [*terms, granted.session_epoch, step.sequence, *hashes])
+    check_signature(SERVER, "petalnode/receipt/1", message, receipt.signature.hex())
+    assert reply.position == step.position + tensor.shape[1]
+
+
+def test_evidence() -> None:
+    vector = MESSAGES["evidence"]
+    statement = bytes.fromhex(vector["statement"])
+    assert digest("petalnode/evidence/1", [statement]).hex() == vector["id"]
+    check_signature(vector["accuser"], "petalnode/evidence/1", statement, vector["signature"])
+    first, second = wire.Evidence.FromString(statement).receipts
+    assert first.request_hash == second.request_hash and first.reply_hash != second.reply_hash
+
+
+@pytest.mark.parametrize("vector", MESSAGES["codecs"], ids=[vector["codec"] for vector in MESSAGES["codecs"]])
+def test_codecs(vector: dict[str, Any]) -> None:
+    """What a payload means, in float32."""
+    (count,), payload = vector["shape"], bytes.fromhex(vector["payload"])
+    if vector["codec"] == "int8-block64":
+        blocks = -(-count // 64)
+        scales = torch.frombuffer(bytearray(payload[: 2 * blocks]), dtype=torch.float16).float()
+        quantised = torch.frombuffer(bytearray(payload[2 * blocks :]), dtype=torch.int8).float()
+        means = quantised * scales.repeat_interleave(64)[:count]
+    else:
+        dtype = {"none": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[vector["codec"]]
+        means = torch.frombuffer(bytearray(payload), dtype=dtype).float()
+    assert means.numpy().astype("<f4").tobytes().hex() == vector["means"]
+
+
 @pytest.mark.parametrize("count", [1, 64, 100])
 def test_int8_block64(count: int) -> None:
     values = torch.randn(count, generator=torch.Generator().manual_seed(count))
@@ -118,7 +260,7 @@ def test_int8_block64(count: int) -> None:
 
 
 def test_the_page_names_all_fields_of_a_configuration_that_are_left_out() -> None:
-    page = (Path(__file__).parents[2] / "docs/protocol.md").read_text()
+    page = (DOCS / "protocol.md").read_text()
     listed = re.search(r"leaves\s+out, at the top [^:]*:\s+([^.]*)\.", page)
     assert listed is not None
     config = dict.fromkeys(re.findall(r"`(\w+)`", listed[1]), 1)

@@ -1,29 +1,44 @@
-"""Test vectors, with which another implementation of receipts can be checked.
+"""Test vectors, with which another implementation can be checked.
 
-`python -m tests.unit.test_vectors > docs/receipt-vectors.json` makes the file anew.
+`python -m tests.unit.test_vectors receipt > docs/receipt-vectors.json` makes a file anew; so does `message`.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
 from petalnode.crypto.canonical import canonical, digest
-from petalnode.crypto.identity import Identity
+from petalnode.crypto.credits import Clearing, Credit, CreditQuery, DepositOrder, Transfer, sign_voucher
+from petalnode.crypto.evidence import ACCUSATION_DOMAIN
+from petalnode.crypto.identity import Identity, peer_id_to_bytes
 from petalnode.crypto.receipts import Receipt, SessionRoot, StepRequest, countersign
+from petalnode.crypto.statement import Statement
+from petalnode.node.models.manifest import Manifest, canonical_architecture
+from petalnode.protocols import tensors
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.ids import BACKWARD
-from petalnode.protocols.inference import sha256
+from petalnode.protocols.adapter import TensorDigest, hash_of_adapter, hash_of_block
+from petalnode.protocols.announcement import Announcement, ServerState, sign_announcement
+from petalnode.protocols.framing import varint
+from petalnode.protocols.ids import BACKWARD, Span
+from petalnode.protocols.inference import hash_of_step, receipt_to_wire, root_of, sha256
+from petalnode.protocols.prefix import PrefixNames, PrefixTerms, token_digests
 from petalnode.protocols.training import hash_of_batch, hash_of_keep, hash_of_payloads
+from petalnode.protocols.weights import PIECE_BYTES, Tree, TreeEntry
 from tests.statements import pledge_of, terms_of
 
-FILE = Path(__file__).parents[2] / "docs" / "receipt-vectors.json"
+DOCS = Path(__file__).parents[2] / "docs"
 SERVER, CLIENT, VALIDATOR = (Identity.from_seed(bytes([number]) * 32) for number in (1, 2, 3))
 
 
-def vectors() -> dict[str, Any]:
+def receipt_vectors() -> dict[str, Any]:
     payload, answer = bytes(range(64)), bytes(range(64, 128))
     pledge = pledge_of(
         SERVER, VALIDATOR, span=(3, 9), quantisation="int8", from_ms=1_700_000_000_000, until_ms=1_700_086_400_000
@@ -92,6 +107,221 @@ def vectors() -> dict[str, Any]:
     }
 
 
+def _statement(statement: Statement) -> dict[str, Any]:
+    return {**asdict(statement), "canonical": statement.canonical_bytes(), "hash": statement.hash()}  # type: ignore[call-overload]
+
+
+def _credits() -> dict[str, Any]:
+    issuer, holder, other = VALIDATOR.peer_id, SERVER.peer_id, CLIENT.peer_id
+    until, now = 1_700_086_400_000, 1_700_000_000_000
+    transfer = Transfer(issuer, other, holder, 7, 3, until).signed(CLIENT)
+    return {
+        "credit": _statement(Credit(issuer, holder, 100, 50, until, 2, now).signed(VALIDATOR)),
+        "credit-query": _statement(CreditQuery(issuer, holder, now).signed(SERVER)),
+        "credit-transfer": _statement(transfer),
+        "credit-clearing": _statement(Clearing(transfer, now + 1).signed(VALIDATOR)),
+        "credit-deposit": _statement(DepositOrder(issuer, holder, 50, until, 4).signed(SERVER)),
+        "voucher": sign_voucher(VALIDATOR, holder, 50, until),
+    }
+
+
+def _codecs() -> list[dict[str, Any]]:
+    values = torch.tensor([0.0, 1.0, -0.5, 0.1, 3.14159, -65504.0, 1e-5, 2.0**-14] + [0.0] * 56 + [127.0, -1.0])
+    made = [(codec, *tensors.encode(values, codec)) for codec in ("none", "float16", "bfloat16", "int8-block64")]
+    return [
+        {
+            "codec": codec,
+            "shape": [len(values)],
+            "payload": payload,
+            "means": tensors.decode(header, payload).numpy().astype("<f4").tobytes(),
+        }
+        for codec, header, payload in made
+    ]
+
+
+def _tree(*entries: TreeEntry) -> tuple[Tree, bytes]:
+    """Of tensors whose bytes count from 0 to 250, again and again."""
+    data = bytes(number % 251 for number in range(sum(entry.nbytes for entry in entries)))
+    pieces = b"".join(sha256(data[at : at + PIECE_BYTES]) for at in range(0, len(data), PIECE_BYTES))
+    return Tree("safetensors", tuple(sorted(entries, key=lambda entry: entry.name)), pieces), data
+
+
+def _model() -> dict[str, Any]:
+    """Of one block, with more than one piece of embeddings."""
+    block, _ = _tree(TreeEntry("mlp.weight", "F32", (2, 4), 32), TreeEntry("attn.weight", "F32", (4, 4), 64))
+    embeddings, data = _tree(TreeEntry("embed_tokens.weight", "BF16", (131_080, 4), 1_048_640))
+    head, _ = _tree(TreeEntry("norm.weight", "F32", (4,), 16))
+    config = {"model_type": "llama", "hidden_size": 4, "rope_theta": 10000.0, "_name_or_path": "x", "torch_dtype": "f"}
+    manifest = Manifest(canonical_architecture(config), embeddings.digest, (block.digest,), head.digest)
+    return {
+        "config.json": config,
+        "config": manifest.config.decode(),
+        "parts": [
+            {"tree": tree.to_wire().SerializeToString(deterministic=True), "digest": tree.digest}
+            for tree in (embeddings, block, head)
+        ],
+        "embeddings": {"bytes": len(data), "first piece": sha256(data[:PIECE_BYTES]), "last": data[PIECE_BYTES:]},
+        "manifest": manifest.to_wire(),
+        "version": manifest.version,
+    }
+
+
+def _prefix() -> dict[str, Any]:
+    terms = PrefixTerms(
+        model_version=b"m" * 32,
+        span=Span(4, 6),
+        batch=2,
+        left_padding=(0, 0),
+        codec="none",
+        dtype="float32",
+        adapter=b"",
+        salt=b"s" * 16,
+    )
+    payload = bytes(number % 251 for number in range(2 * 65 * 8))  # hidden size 2
+    names = PrefixNames(terms.root())
+    names.append(token_digests(payload, 2, 65))
+    moved = token_digests(payload, 2, 65, positions=tuple(range(3 * 2 * 65)))
+    return {
+        **asdict(terms),
+        "salt": terms.salt,
+        "span": (4, 6),
+        "root": terms.root(),
+        "tokens": 65,
+        "payload": payload,
+        "names": names.names,
+        "with long factors": token_digests(payload, 2, 65, long_factors=True)[0],
+        "with positions 0 to 389": moved[0],
+    }
+
+
+def _adapter() -> dict[str, Any]:
+    given = [
+        TensorDigest("3.self_attn.q_proj.lora_A", (4, 8), "float32", sha256(b"A")),
+        TensorDigest("3.self_attn.q_proj.lora_B", (8, 4), "float32", sha256(b"B")),
+        TensorDigest("5.prompts", (2, 8), "float32", sha256(b"P")),
+    ]
+    blocks = ((3, hash_of_block(given[:2])), (5, hash_of_block(given[2:])))
+    return {"tensors": [asdict(tensor) for tensor in given], "blocks": blocks, "hash": hash_of_adapter(blocks)}
+
+
+def _announcement() -> dict[str, Any]:
+    said = Announcement(
+        peer_id=SERVER.peer_id,
+        model_version=b"m" * 32,
+        model_name="smollm2",
+        num_blocks=30,
+        span=Span(3, 9),
+        state=ServerState.ONLINE,
+        sequence=1_700_000_000 * 10**9,
+        expires=1_700_000_045.0,
+        step_seconds=0.25,
+        dtype="float32",
+        cache_tokens_free=4096,
+        cache_tokens=8192,
+        addrs=("/ip4/203.0.113.7/tcp/31330",),
+        max_session_length=2048,
+    )
+    signed = sign_announcement(SERVER, said)
+    return {"announcement": signed.announcement, "signature": signed.signature, "signed": signed.to_bytes()}
+
+
+def _session() -> tuple[list[dict[str, Any]], Receipt]:
+    """From Open to Close, with the bytes of each message on the stream, and its receipt."""
+    hidden = torch.arange(16, dtype=torch.float32).reshape(1, 2, 8) / 8
+    tensor, payload = tensors.encode(hidden, "none")
+    answer_tensor, answer = tensors.encode(hidden + 1, "none")
+    opening = wire.Open(
+        protocol_version=1,
+        model_version=b"m" * 32,
+        span=wire.Span(start=4, end=6),
+        max_length=64,
+        batch=1,
+        codec="none",
+        nonce=b"n" * 16,
+        activation_dtype="float32",
+    )
+    granted = wire.Granted(
+        session_epoch=b"e" * 16,
+        cache_tokens=64,
+        codec="none",
+        dtype="float32",
+        quantisation="none",
+        credits=8,
+        max_step_tokens=2048,
+        bytes_in_flight=16 << 20,
+    )
+    step = wire.Step(sequence=1)
+    receipt = Receipt(
+        protocol_version=1,
+        model_version=b"m" * 32,
+        span=(4, 6),
+        dtype="float32",
+        quantisation="none",
+        client=CLIENT.peer_id,
+        nonce=b"n" * 16,
+        session_epoch=b"e" * 16,
+        sequence=1,
+        request_hash=hash_of_step(step, tensor, sha256(payload)),
+        reply_hash=sha256(answer),
+        previous_receipt=root_of(opening, CLIENT.peer_id, b"e" * 16),
+        upstream_receipt=b"",
+        time_ms=1_700_000_000_500,
+    ).signed(SERVER)
+    reply = wire.Reply(sequence=1, position=2, receipt=receipt_to_wire(receipt), queue_us=10, compute_us=900)
+    messages = (
+        ("client", wire.InferenceFrame(open=opening), b""),
+        ("server", wire.InferenceFrame(granted=granted), b""),
+        ("client", wire.InferenceFrame(step=step, tensors=[tensor]), payload),
+        ("server", wire.InferenceFrame(reply=reply, tensors=[answer_tensor]), answer),
+        ("client", wire.InferenceFrame(close=wire.Close()), b""),
+    )
+    exchange = [
+        {"from": side, "message": frame.WhichOneof("body"), "bytes": _framed(frame, payload)}
+        for side, frame, payload in messages
+    ]
+    return exchange, receipt
+
+
+def _framed(frame: wire.InferenceFrame, payload: bytes) -> bytes:
+    for tensor in frame.tensors:
+        tensor.nbytes = len(payload)
+    header = frame.SerializeToString(deterministic=True)
+    return varint(len(header)) + header + payload
+
+
+def _evidence(receipt: Receipt) -> dict[str, Any]:
+    """Two answers to one request."""
+    other = replace(receipt, reply_hash=sha256(b"another answer"), signature=b"").signed(SERVER)
+    statement = wire.Evidence(
+        version=1,
+        accused=peer_id_to_bytes(SERVER.peer_id),
+        kind="equivocation",
+        receipts=[receipt_to_wire(receipt), receipt_to_wire(other)],
+        time_ms=1_700_000_001_000,
+    ).SerializeToString(deterministic=True)
+    return {
+        "statement": statement,
+        "accuser": CLIENT.peer_id,
+        "signature": CLIENT.sign(ACCUSATION_DOMAIN, statement),
+        "id": digest(ACCUSATION_DOMAIN, statement),
+    }
+
+
+def message_vectors() -> dict[str, Any]:
+    session, receipt = _session()
+    return {
+        "note": "bytes are in hexadecimal; keys as in receipt-vectors.json; what they mean is in docs/protocol.md",
+        "announcement": _announcement(),
+        "model": _model(),
+        "codecs": _codecs(),
+        "prefix": _prefix(),
+        "adapter": _adapter(),
+        "credits": _credits(),
+        "session": session,
+        "evidence": _evidence(receipt),
+    }
+
+
 def to_text(value: dict[str, Any]) -> str:
     def plain(value: Any) -> Any:
         if isinstance(value, bytes):
@@ -105,10 +335,14 @@ def to_text(value: dict[str, Any]) -> str:
     return json.dumps(plain(value), indent=1, ensure_ascii=False) + "\n"
 
 
-def test_receipts_mean_what_they_meant() -> None:
+MADE: dict[str, Callable[[], dict[str, Any]]] = {"receipt": receipt_vectors, "message": message_vectors}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_vectors_mean_what_they_meant(name: str) -> None:
     """A change here is a change of the protocol: whoever runs an older version does not understand it any more."""
-    assert FILE.read_text() == to_text(vectors())
+    assert (DOCS / f"{name}-vectors.json").read_text() == to_text(MADE[name]())
 
 
 if __name__ == "__main__":
-    print(to_text(vectors()), end="")
+    print(to_text(MADE[sys.argv[1]]()), end="")
