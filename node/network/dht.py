@@ -14,7 +14,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Final
 
 import trio
@@ -31,6 +31,7 @@ from .kad_service import KadService
 from .kad_store import (
     MODELS_KEY,
     FairProviderStore,
+    ModelBacking,
     Provider,
     Value,
     ValueStore,
@@ -68,14 +69,14 @@ class Dht:
         self.traffic = ByteCount()  # messages of look-ups of provider records, and of records left at others
         self._value_traffic = ByteCount()
         self._values = ValueStore()
-        self._providers = FairProviderStore(host.origin_of)
+        self._providers = FairProviderStore(host)
         self._table = RoutingTable(host)
         if serve:
             KadService(host, self._table, self._providers, self._values).start()
 
-    def weigh_models(self, backing: Callable[[bytes], int]) -> None:
-        """From now on `backing(model version)` says which models are listed where there is no room for all."""
-        self._values.backing = backing
+    def weigh_models(self, models: ModelBacking) -> None:
+        """From now on `models` says which of them are listed where there is no room for all."""
+        self._values.models = models
 
     def kept(self) -> dict[str, int]:
         """How many peers, providers and values this node keeps."""
@@ -103,7 +104,7 @@ class Dht:
         """Adds these announcements' models to the list of the swarm's models."""
         merged = [*records, *await self.get_models(timeout=timeout)]
         if merged:
-            await self._put(MODELS_KEY, models_value(merged, self._values.backing), timeout)
+            await self._put(MODELS_KEY, models_value(merged, self._values.models), timeout)
 
     async def get_models(self, *, timeout: float) -> list[SignedAnnouncement]:
         """An announcement or a few of each model of the swarm."""
@@ -220,7 +221,7 @@ class Dht:
                 return answer
 
             await look_up(self._lookup(question.key), ask_value, timeout=timeout)
-        return max(found, key=lambda value: value.rank(self._values.backing), default=None)
+        return max(found, key=lambda value: value.rank(self._values.models), default=None)
 
     # --- what goes on all the time
 

@@ -1,7 +1,6 @@
-"""The libp2p host: TCP, Noise, Yamux, with every trap of py-libp2p 0.8 that we know of cured here.
-
-Two cures have a file of their own: `noise.py` (many system calls and turns of the loop per message) and
-`yamux.py` (cancelled writes that kill a connection, readers reset after 5 s, frozen peers never noticed).
+"""The libp2p host: TCP, Noise, Yamux. What py-libp2p 0.8 does wrong is done right here, in `transport/noise.py` (many
+system calls and turns of the loop per message) and in `transport/yamux.py` (cancelled writes that kill a connection,
+readers reset after 5 s, frozen peers never noticed).
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from ..version import __version__
 from .addresses import concrete, dialable, ip_of, is_loopback, port_of
 from .shares import origin_of_ip
 from .standard_protocols import IDENTIFY_PUSH, PING, answer_pings, identify, keep_identified, take_pushes
+from .transport.address_book import AnnouncementSources
 from .transport.bandwidth import Bandwidth
 from .transport.connections import NEGOTIATION, CircuitDialer, Network, path_of, reason_of
 from .transport.negotiation import OneAnswer, OneRoundTrip
@@ -127,9 +127,9 @@ class Host:
         parsed = dialable(addr)
         return parsed is not None and self._network.book.take_dial(_id(peer_id), parsed)
 
-    def share_dials(self, source_of: Callable[[str], str]) -> None:
-        """Dials at announced addresses are shared by where the announcements came from; "" for a peer without one."""
-        self._network.book.source_of = source_of
+    def share_dials(self, sources: AnnouncementSources) -> None:
+        """Dials at announced addresses are shared by where the announcements came from."""
+        self._network.book.sources = sources
 
     def knows(self, peer_id: str) -> bool:
         """Whether there is a connection to this peer, or an address to dial."""

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import trio
 from google.protobuf.message import DecodeError
@@ -27,7 +27,7 @@ from ...protocols.announcement import (
     open_announcement,
     open_signed,
 )
-from .shares import AddressShares
+from .shares import AddressShares, Origins
 from .transport.memory import own_budgets
 
 LIFETIME: Final = 9000.0
@@ -51,17 +51,17 @@ class FairProviderStore:
     """Provider records, whose room the addresses share at which providers are: of who has most there, the newest goes.
 
     Args:
-        origin_of: the address at which a peer is, for its peer id in base58.
+        origins: where peers are.
         clock: seconds since 1970.
     """
 
     def __init__(
         self,
-        origin_of: Callable[[str], str],
+        origins: Origins,
         clock: Callable[[], float] = time.time,
         rng: random.Random | None = None,
     ) -> None:
-        self._origin_of = origin_of
+        self._origins = origins
         self._clock = clock
         self._rng = rng or random.Random()
         self._shares = AddressShares[tuple[bytes, str]](MAX_RECORDS)
@@ -81,7 +81,7 @@ class FairProviderStore:
         held[peer_id] = Provider(peer_id, tuple(kept), self._clock())
         if not is_new:
             return
-        self._shares.hold((key, peer_id), self._origin_of(peer_id))
+        self._shares.hold((key, peer_id), self._origins.origin_of(peer_id))
         if len(held) > MAX_OF_KEY:
             self._drop(key, self._superfluous(key))
         while (surplus := self._shares.surplus()) is not None:
@@ -156,14 +156,25 @@ def open_models_value(value: bytes, now: float) -> Iterator[SignedAnnouncement]:
         yield open_signed(record, now=now)
 
 
-def no_backing(_model_version: bytes) -> int:
-    return 0
+class ModelBacking(Protocol):
+    """Which models are listed where there is no room for all."""
+
+    def backing(self, model_version: bytes) -> int:
+        """From how many addresses its servers are known, as `SwarmView.backing` has it."""
 
 
-def models_value(records: Iterable[SignedAnnouncement], backing: Callable[[bytes], int] = no_backing) -> bytes:
+class _NoBacking:
+    def backing(self, model_version: bytes) -> int:
+        return 0
+
+
+NO_BACKING: Final = _NoBacking()
+
+
+def models_value(records: Iterable[SignedAnnouncement], models: ModelBacking = NO_BACKING) -> bytes:
     """A value for the key that lists the models: of each model the announcement that lasts longest.
 
-    Where there are too many, those with the most `backing` (`SwarmView.backing`): versions cost nothing to make up.
+    Where there are too many, those with the most backing: versions cost nothing to make up.
     """
     best: dict[bytes, SignedAnnouncement] = {}
     for record in records:
@@ -172,7 +183,7 @@ def models_value(records: Iterable[SignedAnnouncement], backing: Callable[[bytes
             best[record.content.model_version] = record
     page = wire.DirectoryRecords()
     size = 0
-    ranks = {version: (backing(version), record.content.expires) for version, record in best.items()}
+    ranks = {version: (models.backing(version), record.content.expires) for version, record in best.items()}
     for version in sorted(best, key=lambda version: ranks[version], reverse=True):
         record = best[version]
         size += len(record.announcement) + len(record.signature) + 16
@@ -191,10 +202,10 @@ class Value:
     models: frozenset[bytes] = frozenset()
     order: float = 0.0  # an announcement's sequence number, or the first expiry of a list of models
 
-    def rank(self, backing: Callable[[bytes], int]) -> tuple[float, ...]:
+    def rank(self, models: ModelBacking) -> tuple[float, ...]:
         """Of two values of a key the one of higher rank is kept: the newer announcement; the list of models with the
         most backing, or of two with the same, as for a node that knows no servers, the longer one."""
-        return sum(map(backing, self.models)), len(self.models), self.order
+        return sum(map(models.backing, self.models)), len(self.models), self.order
 
 
 async def open_value(key: str, value: bytes, now: float) -> Value:
@@ -228,7 +239,7 @@ class ValueStore:
     """
 
     def __init__(self, clock: Callable[[], float] = time.time, most: int | None = None) -> None:
-        self.backing: Callable[[bytes], int] = no_backing
+        self.models: ModelBacking = NO_BACKING
         self._clock = clock
         self._values: dict[str, tuple[Value, float]] = {}
         self._shares = AddressShares[str](own_budgets().values if most is None else most)
@@ -242,7 +253,7 @@ class ValueStore:
         held = self.get(key)
         if held is not None:
             before, _ = held
-            if before.value == value.value or before.rank(self.backing) >= value.rank(self.backing):
+            if before.value == value.value or before.rank(self.models) >= value.rank(self.models):
                 return before.value == value.value
         self._values[key] = value, self._clock()
         self._shares.hold(key, origin, len(value.value) + ENTRY_BYTES)

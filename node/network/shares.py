@@ -23,6 +23,22 @@ REMEMBERED: Final = 4096
 """Names without anything that counts, and things counted for a time, from which on the oldest are forgotten."""
 
 
+class Origins(Protocol):
+    """Where peers are: a `Host`."""
+
+    def origin_of(self, peer_id: str) -> str:
+        """The address at which a peer is, as `origin_of_ip` counts them."""
+
+
+class _OneByOne:
+    def origin_of(self, peer_id: str) -> str:
+        return peer_id
+
+
+ONE_BY_ONE: Final = _OneByOne()
+"""Each peer is at an address of its own."""
+
+
 def origin_of_ip(host: str, prefix: int = 64) -> str:
     """What counts as one address: an IPv4 address, or the network of so many bits that an IPv6 one is in. Text that is
     no address stands for itself."""

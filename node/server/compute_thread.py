@@ -15,11 +15,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import trio
@@ -30,6 +30,7 @@ from ..blocks.passes import PassGenerator
 from ..blocks.span import BlockSpan
 from ..blocks.span_adapter import SpanAdapter
 from ..errors import unwrapped
+from ..network.shares import ONE_BY_ONE, Origins
 from .prefixes import PrefixUse
 from .steps import ComputeSession, CoreTime, Step, StepInput, StepOutput, StepRunner, synchronise
 from .tallies import ServerTallies
@@ -77,6 +78,20 @@ class PassResult(Generic[T]):
     compute_seconds: float
 
 
+class StepCheck(Protocol):
+    """What is checked of a step while it is computed."""
+
+    def check(self) -> object:
+        """Raises Refusal: the step is not in order."""
+
+
+class StepClient(Protocol):
+    """Who waits for a step."""
+
+    async def wait_lost(self) -> None:
+        """Returns when the client waits no more."""
+
+
 class ComputeThread:
     """Runs steps of many sessions on one device, and counts them. Start it inside trio; `stop` ends the thread.
 
@@ -88,11 +103,11 @@ class ComputeThread:
         self,
         blocks: BlockSpan,
         tallies: ServerTallies | None = None,
-        address_of: Callable[[str], str] = lambda peer: peer,
+        origins: Origins = ONE_BY_ONE,
     ) -> None:
-        """`address_of`: where a peer is, as `Host.origin_of` has it; called in the trio thread."""
+        """`origins` are asked in the trio thread."""
         self.blocks = blocks
-        self._address_of = address_of
+        self._origins = origins
         self.steps = StepRunner(blocks, tallies)
         self._queue: SimpleQueue[Step | _Call | _PassRequest | None] = SimpleQueue()
         self._passes: deque[_PassRequest] = deque()
@@ -128,7 +143,7 @@ class ComputeThread:
     ) -> ComputeSession:
         """A session of `peer` with a cache of its own: an empty one, or `shared` begins with as much of the prefix that
         `terms` name as is kept here."""
-        address = self._address_of(peer)
+        address = self._origins.origin_of(peer)
 
         def make() -> ComputeSession:
             padding = list(terms.left_padding) or None
@@ -142,16 +157,12 @@ class ComputeThread:
 
     def close(self, session: ComputeSession) -> None:
         """Frees the session's cache as soon as the thread is between two turns. Does not wait."""
-        self._post(partial(self.steps.close, session))
+        self._put(_Call(function=partial(self.steps.close, session)))
 
     def limit_prefixes(self, room: int) -> None:
-        """Has at most so many cache tokens kept for later sessions. Does not wait: who opens a session after this finds
+        """Has at most `room` cache tokens kept for later sessions. Does not wait: who opens a session after this finds
         what is more than that gone."""
-        self._post(partial(self.steps.prefixes.limit, room))
-
-    def _post(self, function: Callable[[], object]) -> None:
-        self._depth += 1
-        self._queue.put(_Call(function=function))
+        self._put(_Call(function=partial(self.steps.prefixes.limit, room)))
 
     async def call(self, function: Callable[[], T], peer: str | None = None) -> T:
         """Runs `function` on the compute thread, before the steps that wait. Of those that peers cause, one runs
@@ -165,20 +176,20 @@ class ComputeThread:
             raise
 
     def _client(self, peer: str) -> tuple[str, str]:
-        return self._address_of(peer), peer
+        return self._origins.origin_of(peer), peer
 
     async def step(
         self,
         session: ComputeSession,
         step: StepInput,
-        check: Callable[[], object] | None = None,
-        lost: Callable[[], Awaitable[None]] | None = None,
+        check: StepCheck | None = None,
+        client: StepClient | None = None,
     ) -> StepOutput:
         """Rolls back, reorders and runs one step. If cancelled, the step still runs and its result is dropped.
 
-        `check` runs in the caller's thread while the blocks compute, which Python's lock allows then. When `lost`
-        returns, nobody waits for the step any more, and no more of it is computed. What `check` raises counts before
-        all else. After either the session is where the step began, which must not have rolled back or reordered.
+        `check` runs in the caller's thread while the blocks compute, which Python's lock allows then. When `client` is
+        lost, nobody waits for the step any more, and no more of it is computed. What `check` raises counts before all
+        else. After either the session is where the step began, which must not have rolled back or reordered.
 
         Raises:
             Refusal: ERROR_BAD_REQUEST for a payload that cannot be used, ERROR_INTERNAL if the blocks fail, or
@@ -186,19 +197,19 @@ class ComputeThread:
         """
         pending = _Pending()
         computing = Step(session, step, partial(self._finish, pending))
-        if lost is not None:
-            output = await self._unless_lost(pending, computing, lost)
+        if client is not None:
+            output = await self._unless_lost(pending, computing, client)
         elif check is None:
             output = await self._result(pending, computing)
         else:
-            computing.begin = partial(self._soon, pending.begun.set)
+            computing.begin = partial(self._tell, pending, False)
             output = await self._checked(pending, computing, check)
         assert isinstance(output, StepOutput)
         return output
 
-    async def _unless_lost(self, pending: _Pending, step: Step, lost: Callable[[], Awaitable[None]]) -> Any:
+    async def _unless_lost(self, pending: _Pending, step: Step, client: StepClient) -> Any:
         async def watch() -> None:
-            await lost()
+            await client.wait_lost()
             step.given_up = True
 
         with unwrapped(Refusal):
@@ -208,12 +219,11 @@ class ComputeThread:
                 nursery.cancel_scope.cancel()
         return output
 
-    async def _checked(self, pending: _Pending, step: Step, check: Callable[[], object]) -> Any:
-        self._depth += pending.counts
-        self._queue.put(step)
+    async def _checked(self, pending: _Pending, step: Step, check: StepCheck) -> Any:
+        self._put(step, pending)
         await pending.begun.wait()
         try:
-            check()
+            check.check()
         except Exception:
             await pending.done.wait()
             await self.call(step.undo)
@@ -238,9 +248,12 @@ class ComputeThread:
             raise
 
     async def _result(self, pending: _Pending, item: Step | _Call | _PassRequest) -> Any:
-        self._depth += pending.counts
-        self._queue.put(item)
+        self._put(item, pending)
         return await self._outcome(pending)
+
+    def _put(self, item: Step | _Call | _PassRequest, pending: _Pending | None = None) -> None:
+        self._depth += pending is None or pending.counts
+        self._queue.put(item)
 
     async def _outcome(self, pending: _Pending) -> Any:
         await pending.done.wait()
@@ -253,19 +266,20 @@ class ComputeThread:
     def _finish(self, pending: _Pending, value: object) -> None:
         """Wakes who waits for `pending`; a `value` that is an exception is raised there."""
         pending.value = value
-        self._soon(partial(self._wake, pending))
+        self._tell(pending, True)
 
-    def _wake(self, pending: _Pending) -> None:
+    def _wake(self, pending: _Pending, done: bool) -> None:
         """In the trio thread."""
-        self._depth -= pending.counts
         pending.begun.set()
-        pending.done.set()
+        if done:
+            self._depth -= pending.counts
+            pending.done.set()
 
-    def _soon(self, function: Callable[[], object]) -> None:
-        """Has the trio thread call it."""
+    def _tell(self, pending: _Pending, done: bool) -> None:
+        """Has the trio thread wake who waits for the beginning of `pending`, or that it is done."""
         assert self._token is not None
         try:
-            self._token.run_sync_soon(function)
+            self._token.run_sync_soon(self._wake, pending, done)
         except trio.RunFinishedError:
             pass  # the node has stopped; nobody waits any more
 

@@ -135,6 +135,12 @@ class Directory:
         """How often this node tells and asks, by what it knows now."""
         return refresh_rate(len(self.view.records), self._ttl)
 
+    def source_of(self, peer_id: str) -> str:
+        return self.view.source_of(peer_id)
+
+    def backing(self, model_version: bytes) -> int:
+        return self.view.backing(model_version, now=time.time())
+
     def merge(self, records: Iterable[SignedAnnouncement], *, source: str = "", met: bool = False) -> None:
         """As `SwarmView.merge`."""
         before, now = self.view, time.time()

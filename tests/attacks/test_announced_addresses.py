@@ -227,7 +227,7 @@ async def test_a_swarm_of_false_announcements_leaves_dials_for_a_server_from_els
     origins = {key: Origin(("11.0.0.9", "11.0.0.1"), 0.0) for key in keys[:15]}
     origins |= {key: Origin(("11.0.0.9",), 0.0, met="11.0.0.1") for key in keys[15:30]}
     origins[keys[30]] = Origin(("11.0.0.1",), 0.0, met="11.0.0.2")
-    book.source_of = SwarmView(origins=origins).source_of
+    book.sources = SwarmView(origins=origins)
 
     def dialed(key: str, first: int) -> int:
         peer = ID.from_string(key)

@@ -13,6 +13,7 @@ from trio.testing import wait_all_tasks_blocked
 from petalnode.node.blocks.passes import PassGenerator
 from petalnode.node.blocks.span import BlockSpan
 from petalnode.node.server.compute_thread import ComputeThread
+from tests.origins import At
 
 KEYS = {f"key {number}": f"127.0.0.{2 + number % 5}" for number in range(20)}
 ADDRESSES = KEYS | {"honest": "127.0.0.1"}
@@ -27,7 +28,7 @@ def order(blocks: BlockSpan) -> Callable[[Callable[[ComputeThread, str, list[str
         found: list[str] = []
 
         async def main() -> None:
-            compute, go = ComputeThread(blocks, address_of=lambda peer: ADDRESSES.get(peer, peer)), threading.Event()
+            compute, go = ComputeThread(blocks, origins=At(ADDRESSES)), threading.Event()
             compute.start()
             try:
                 with trio.fail_after(TIMEOUT):

@@ -28,6 +28,7 @@ from petalnode.protocols.framing import MessageStream
 from petalnode.protocols.ids import Span
 from tests.attacks.forger import ATTACKER, HONEST
 from tests.directories import a_directory
+from tests.origins import Backed
 
 NOW = time.time()
 MODEL = b"m" * 32
@@ -193,11 +194,13 @@ def test_versions_that_are_made_up_do_not_displace_a_model_that_has_servers() ->
         announced(3_000_000 + number, number.to_bytes(32, "big"), ANNOUNCEMENT.max_lifetime) for number in range(40)
     ]
     view = view.merge(false, NOW, source="attacker", met=True)
-
-    def backing(version: bytes) -> int:
-        return view.backing(version, now=NOW)
-
-    listed = wire.DirectoryRecords.FromString(models_value(view.records.values(), backing)).records
+    known = Backed(
+        {
+            record.content.model_version: view.backing(record.content.model_version, now=NOW)
+            for record in view.records.values()
+        }
+    )
+    listed = wire.DirectoryRecords.FromString(models_value(view.records.values(), known)).records
     assert len(listed) == 32
     assert {record.signature for record in listed} & {record.signature for record in HONEST_SERVERS[:2]}
 
@@ -211,7 +214,7 @@ async def test_a_storing_node_keeps_the_list_that_it_knows_more_addresses_for() 
     ]
     lists = [models_value(made_up), models_value([*honest, *made_up[:31]])]
     kept = ValueStore(lambda: now)
-    kept.backing = lambda version: 2 if version == MODEL else 1
+    kept.models = Backed({MODEL: 2}, others=1)
     for value in lists:
         assert kept.put(MODELS_KEY, await open_value(MODELS_KEY, value, now), "11.0.0.1")
     assert not kept.put(MODELS_KEY, await open_value(MODELS_KEY, lists[0], now), "11.0.0.1")

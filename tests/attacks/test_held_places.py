@@ -17,6 +17,7 @@ from petalnode.node.validator.auditing import AUDITS
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream, StreamClosed
 from petalnode.protocols.inference import Refusal
+from tests.origins import At
 
 pytestmark = pytest.mark.virtual_time
 
@@ -151,7 +152,7 @@ async def test_keys_of_one_address_leave_requests_for_others() -> None:
     """Before, 200 keys of one address had all the batches, adapters or sessions that a server has open. Where a client
     goes in the meantime changes nothing in what is counted for it."""
     here = {"moved": "10.0.0.2"}
-    count = OpenCount("batches", 8 * LEAST_OPEN, lambda client: here.get(client, "10.0.0.1"))
+    count = OpenCount("batches", 8 * LEAST_OPEN, At(here, "10.0.0.1"))
     opened = []
     for client in ["moved", *(f"key {number}" for number in range(200))]:
         with suppress(Refusal):

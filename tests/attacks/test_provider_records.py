@@ -36,6 +36,7 @@ from petalnode.protocols.framing import MessageStream
 from petalnode.protocols.ids import DIRECTORY, Span, blocks_key
 from tests.attacks.test_announced_addresses import Trap, victim
 from tests.directory_node import DirectoryNode
+from tests.origins import At
 from tests.unit.test_provider_lookup import KEY, OWN, PEERS, PROVIDER, Table, peer
 
 # --- ids near a key
@@ -152,7 +153,7 @@ class Clock:
 
 def store(clock: Clock) -> FairProviderStore:
     origins = {one.peer_id: one.addrs[0].split("/")[2] for one in (*PEERS, PROVIDER)}
-    return FairProviderStore(lambda peer_id: origins.get(peer_id, "attacker"), clock, random.Random(1))
+    return FairProviderStore(At(origins, "attacker"), clock, random.Random(1))
 
 
 def addrs_of(contact: Contact) -> list[bytes]:
@@ -212,7 +213,7 @@ def test_a_record_lasts_for_its_time_and_has_few_addresses() -> None:
     clock.now += LIFETIME
     list(kept.drop_expired())
     assert not len(kept) and not list(kept.drop_expired())
-    usual = FairProviderStore(lambda _: "11.0.0.1")
+    usual = FairProviderStore(At(elsewhere="11.0.0.1"))
     keep(usual, KEY, PROVIDER)
     assert named(usual, KEY) == {PROVIDER.peer_id}
 

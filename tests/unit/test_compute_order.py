@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -206,6 +206,11 @@ async def test_nothing_is_done_while_nobody_asks(blocks: BlockSpan) -> None:
         assert await compute.call(time.thread_time) - begun < 0.05
 
 
+@dataclass(frozen=True)
+class Check:
+    check: Callable[[], object]
+
+
 async def test_a_check_runs_while_the_blocks_compute(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
     checked = threading.Event()
     decode = blocks.decode
@@ -218,7 +223,7 @@ async def test_a_check_runs_while_the_blocks_compute(blocks: BlockSpan, monkeypa
         session = await compute.open(terms(20))
         await compute.step(session, step(0, 2))
         monkeypatch.setattr(blocks, "decode", waiting)
-        assert (await compute.step(session, step(2), checked.set)).position == 3
+        assert (await compute.step(session, step(2), Check(checked.set))).position == 3
         assert compute.depth == 0
 
 
@@ -232,7 +237,7 @@ async def test_what_a_check_refuses_leaves_the_session_as_it_was(tokens: int, bl
         for one in (left_alone, session):
             await compute.step(one, step(0, 2))
         with pytest.raises(Refusal, match="no"):
-            await compute.step(session, step(2, tokens), refuse)
+            await compute.step(session, step(2, tokens), Check(refuse))
         assert session.cache.length == 2
         expected = await compute.step(left_alone, step(2))
         assert (await compute.step(session, step(2))).payload == expected.payload
@@ -246,9 +251,9 @@ async def test_what_a_check_refuses_goes_before_a_payload_that_cannot_be_used(bl
         session = await compute.open(terms(20))
         wrong = replace(step(0), payload_hash=b"x" * 32)
         with pytest.raises(Refusal, match="no"):
-            await compute.step(session, wrong, refuse)
+            await compute.step(session, wrong, Check(refuse))
         with pytest.raises(Refusal, match="pusher's receipt"):
-            await compute.step(session, wrong, lambda: None)
+            await compute.step(session, wrong, Check(lambda: None))
 
 
 def gather(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -146,6 +147,14 @@ async def test_calls_of_peers_take_turns_and_those_of_the_server_come_first(bloc
     assert order[:2] == ["own", "two"] and sorted(order[2:]) == ["one 0", "one 1", "one 2"]
 
 
+@dataclass(frozen=True)
+class Client:
+    lost: trio.Event
+
+    async def wait_lost(self) -> None:
+        await self.lost.wait()
+
+
 async def test_a_step_that_is_given_up_leaves_the_session_as_it_was(blocks: BlockSpan) -> None:
     async with computing(blocks) as compute:
         session, other = [await compute.open(terms(20)) for _ in range(2)]
@@ -164,7 +173,7 @@ async def test_a_step_that_is_given_up_leaves_the_session_as_it_was(blocks: Bloc
 
             async def ask() -> None:
                 with pytest.raises(Refusal, match="ended"):
-                    await compute.step(session, step(2, 4), None, lost.wait)
+                    await compute.step(session, step(2, 4), None, Client(lost))
 
             nursery.start_soon(ask)
             await trio.testing.wait_all_tasks_blocked()
@@ -172,5 +181,5 @@ async def test_a_step_that_is_given_up_leaves_the_session_as_it_was(blocks: Bloc
             await trio.testing.wait_all_tasks_blocked()
             go.set()
         assert session.cache.length == 2 and compute.depth == 0
-        expected = await compute.step(other, step(2, 4), None, trio.Event().wait)
+        expected = await compute.step(other, step(2, 4), None, Client(trio.Event()))
         assert (await compute.step(session, step(2, 4))).payload == expected.payload

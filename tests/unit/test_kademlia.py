@@ -44,6 +44,7 @@ from petalnode.protocols.announcement import (
 )
 from petalnode.protocols.framing import varint
 from petalnode.protocols.ids import Span
+from tests.origins import Backed
 
 pytestmark = pytest.mark.virtual_time
 
@@ -171,7 +172,7 @@ def test_values_of_other_keys_namespaces_and_times_are_none() -> None:
 @pytest.mark.parametrize(("addrs", "listed"), [((), 32), (("/dns4/" + ".".join(["a" * 60] * 4) + "/tcp/1",) * 8, 14)])
 def test_of_too_many_models_those_with_most_backing_are_listed(addrs: tuple[str, ...], listed: int) -> None:
     records = [announced(version=number, addrs=addrs) for number in range(40)]
-    value = models_value(records, lambda version: version[0])
+    value = models_value(records, Backed({bytes([number]) * 32: number for number in range(40)}))
     assert opened(MODELS_KEY, value).models == {bytes([number]) * 32 for number in range(40 - listed, 40)}
 
 
@@ -182,13 +183,12 @@ def test_a_list_of_models_ranks_by_backing_then_by_length_and_lasts_as_long_as_i
     assert long.until == short.until < other.until and long.order == short.order < other.order
     for records in ([one, announced(version=1)], [announced(version=1), one]):
         assert opened(MODELS_KEY, models_value(records)) == opened(MODELS_KEY, models_value([announced(version=1)]))
-    backing = {b"\x01" * 32: 3}
     kept = ValueStore(Clock())
     assert kept.put(MODELS_KEY, short, "") and kept.put(MODELS_KEY, long, "")
     assert not kept.put(MODELS_KEY, other, "")
-    kept.backing = lambda version: backing.get(version, 0)
+    kept.models = Backed({b"\x01" * 32: 3})
     assert not kept.put(MODELS_KEY, other, "")
-    kept.backing = lambda version: {b"\x02" * 32: 5, b"\x01" * 32: -9}[version]
+    kept.models = Backed({b"\x02" * 32: 5, b"\x01" * 32: -9})
     assert kept.put(MODELS_KEY, other, "")
 
 

@@ -19,10 +19,10 @@ from petalnode.node.server.requests.pushes import (
     LONGEST_PAUSE,
     MAX_TARGETS,
     PUSH_TIMEOUT,
+    PushedReceipt,
     Pushes,
     PushStream,
     Upstream,
-    check_upstream,
 )
 from petalnode.node.server.requests.replies import BYTES_IN_FLIGHT, INLINE_BYTES, SendQueue
 from petalnode.node.server.steps import StepOutput
@@ -261,7 +261,7 @@ STEP = wire.Step(sequence=1, previous_receipt=RECEIPT.hash())
 
 
 def test_a_push_comes_with_its_server_s_receipt_for_it() -> None:
-    assert check_upstream(receipt_to_wire(RECEIPT), SERVER.peer_id, RECEIPT.client, STEP) == RECEIPT.reply_hash
+    PushedReceipt(receipt_to_wire(RECEIPT), SERVER.peer_id, RECEIPT.client, STEP).check()
     unreadable = receipt_to_wire(RECEIPT)
     unreadable.client = b"nobody"
     short = replace(RECEIPT, reply_hash=b"short").signed(SERVER)
@@ -275,7 +275,7 @@ def test_a_push_comes_with_its_server_s_receipt_for_it() -> None:
         (receipt_to_wire(forged), SERVER, RECEIPT.client, wire.Step(previous_receipt=forged.hash())),
     ):
         with pytest.raises(Refusal) as refused:
-            check_upstream(receipt, pusher.peer_id, client, step)
+            PushedReceipt(receipt, pusher.peer_id, client, step).check()
         assert refused.value.code == wire.ERROR_BAD_REQUEST
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from ipaddress import IPv4Network, IPv6Network
 from typing import Final, Protocol, TypeVar
@@ -100,6 +100,13 @@ class _Page:
     proven: set[Multiaddr] = field(default_factory=set)
 
 
+class AnnouncementSources(Protocol):
+    """Who knows where announcements came from."""
+
+    def source_of(self, peer_id: str) -> str:
+        """The address that the peer's announcement came from, "" for none."""
+
+
 class Connected(Protocol):
     """Who has connections: `paths` are the ways of all of them."""
 
@@ -149,7 +156,7 @@ class AddressBook:
     """The addresses of peers. `on_loopback` says that this node listens on loopback only.
 
     Attributes:
-        source_of: the address that a peer's announcement came from, "" for none; by these, dials are shared.
+        sources: where peers' announcements came from; by these, dials are shared.
     """
 
     def __init__(self, network: Connected, *, on_loopback: bool) -> None:
@@ -157,7 +164,7 @@ class AddressBook:
         self._given: set[Multiaddr] = set()
         self._whereabouts = _Whereabouts(network, on_loopback=on_loopback)
         self._budget = DialBudget()
-        self.source_of: Callable[[str], str] = lambda peer_id: ""
+        self.sources: AnnouncementSources | None = None
 
     def remember(self, peer_id: ID, addrs: Sequence[Multiaddr], *, given: bool) -> None:
         """Keeps addresses, without the peer id at their end, for the next dial, before what is known already.
@@ -217,7 +224,8 @@ class AddressBook:
         """Whether an address may be dialed now; counts it. The dial to a circuit's relay is counted by itself."""
         if is_circuit(addr) or addr in self._given or addr in self._page(peer_id).proven:
             return True
-        return self._budget.take(str(peer_id), host_of(addr), trio.current_time(), self.source_of(str(peer_id)))
+        source = "" if self.sources is None else self.sources.source_of(str(peer_id))
+        return self._budget.take(str(peer_id), host_of(addr), trio.current_time(), source)
 
     def answered(self, peer_id: ID, addr: Multiaddr) -> None:
         """The peer is at this address."""

@@ -73,7 +73,7 @@ async def serve_span(
     `load_seconds` is what loading a block took. When this returns all sessions have left or had the time to, and
     nothing here holds the blocks any more.
     """
-    compute = ComputeThread(blocks, context.parts.tallies, context.swarm.host.origin_of)
+    compute = ComputeThread(blocks, context.parts.tallies, context.swarm.host)
     compute.start()
     try:
         network = partial(measure_network, context.swarm, announcement.model_version, timeout=SERVING.network_timeout)
@@ -132,7 +132,7 @@ class SpanServer:
             self._pledging.current,
             tallies=context.parts.tallies,
             prefix_cache=context.options.prefix_cache,
-            origin_of=context.swarm.host.origin_of,
+            origins=context.swarm.host,
         )
         self._adapters = Adapters(self._requests)
         self._service = RequestService(

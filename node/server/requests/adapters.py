@@ -60,7 +60,7 @@ class Adapters:
         self._budget = MemoryBudget(int(BROUGHT_SHARE * psutil.virtual_memory().available), "MiB for adapters", 1 << 20)
         self._held: list[_Held] = []
         self._names: list[AnnouncedAdapter] = []
-        self._streams = OpenCount("adapters on their way", MAX_STREAMS, context.origin_of)
+        self._streams = OpenCount("adapters on their way", MAX_STREAMS, context.origins)
 
     async def load(self, adapters: Sequence[Adapter]) -> None:
         """Takes the owner's adapters, which have been checked against the model's version.

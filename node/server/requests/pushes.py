@@ -4,9 +4,7 @@ server before it may push steps into it."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Final, Protocol
 
 import trio
@@ -202,7 +200,7 @@ class Upstream:
 
     def checks(
         self, receipt: wire.Receipt, pusher: str, client: str, step: wire.Step, later: bool
-    ) -> tuple[bytes, Callable[[], object] | None]:
+    ) -> tuple[bytes, PushedReceipt | None]:
         """Checks a pushed step: what its payload has to hash to, and what is left to check `later`, if anything may be.
 
         Raises:
@@ -210,10 +208,10 @@ class Upstream:
         """
         self.check(pusher, receipt)
         self.check_fresh(step)
-        check = partial(check_upstream, receipt, pusher, client, step)
+        pushed = PushedReceipt(receipt, pusher, client, step)
         if later and len(receipt.reply_hash) == HASH_BYTES:
-            return receipt.reply_hash, check
-        check()
+            return receipt.reply_hash, pushed
+        pushed.check()
         return receipt.reply_hash, None
 
     def pushed(self, pusher: str, receipt: bytes = b"") -> None:
@@ -222,21 +220,25 @@ class Upstream:
         self._used.append(receipt)
 
 
-def check_upstream(message: wire.Receipt, pusher: str, client: str, step: wire.Step) -> bytes:
-    """The hash that the payload of a pushed step has to have.
+@dataclass(frozen=True)
+class PushedReceipt:
+    """What `pusher` has sent as its receipt for what it pushes as `step` for `client`."""
 
-    Raises:
-        Refusal: this is not the receipt of `pusher` for what it pushes as `step` for `client`.
-    """
-    try:
-        receipt = receipt_from_wire(message)
-    except ValueError as error:
-        raise bad_request(f"the receipt cannot be read: {error}") from None
-    if (
-        receipt.client != client
-        or len(receipt.reply_hash) != HASH_BYTES
-        or receipt.hash() != step.previous_receipt
-        or not receipt.is_signed_by(pusher)
-    ):
-        raise bad_request("the pusher's receipt is not for what it pushed")
-    return receipt.reply_hash
+    message: wire.Receipt
+    pusher: str
+    client: str
+    step: wire.Step
+
+    def check(self) -> None:
+        """Raises Refusal: it is none, or for something else."""
+        try:
+            receipt = receipt_from_wire(self.message)
+        except ValueError as error:
+            raise bad_request(f"the receipt cannot be read: {error}") from None
+        if (
+            receipt.client != self.client
+            or len(receipt.reply_hash) != HASH_BYTES
+            or receipt.hash() != self.step.previous_receipt
+            or not receipt.is_signed_by(self.pusher)
+        ):
+            raise bad_request("the pusher's receipt is not for what it pushed")

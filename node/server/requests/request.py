@@ -20,7 +20,7 @@ from ....protocols.ids import PROTOCOL_VERSION
 from ....protocols.inference import EPOCH_BYTES, Refusal, SessionTerms, pledge_to_wire, without_tensors
 from ....protocols.prefix import BLOCK_TOKENS
 from ....protocols.training import BatchTerms
-from ...network.shares import ShareCount
+from ...network.shares import ONE_BY_ONE, Origins, ShareCount
 from ...network.transport.muxed_stream import WINDOW
 from ..budget import BudgetFull, Lease, MemoryBudget
 from ..compute_thread import ComputeThread
@@ -46,7 +46,7 @@ class RequestContext:
         draining: set it and nothing new is admitted, and present clients are told to leave.
         tallies: what is counted.
         prefix_cache: who uses what sessions leave for later ones.
-        origin_of: the address at which a client is, as `Host.origin_of` has it.
+        origins: where clients are.
     """
 
     hosted: Hosted
@@ -57,7 +57,7 @@ class RequestContext:
     draining: bool = False
     tallies: ServerTallies = field(default_factory=ServerTallies)
     prefix_cache: PrefixCache = "own"
-    origin_of: Callable[[str], str] = str
+    origins: Origins = ONE_BY_ONE
 
     def refused(self, refusal: Refusal) -> None:
         """Counts what a client was refused, and logs it."""
@@ -84,10 +84,10 @@ class OpenCount:
     """Counts requests of one kind that are open, of which there may be `most`: half of that for a client that is alone,
     or the clients of one address together, since they leave as much for others as they have."""
 
-    def __init__(self, kind: str, most: int, origin_of: Callable[[str], str] = str) -> None:
+    def __init__(self, kind: str, most: int, origins: Origins = ONE_BY_ONE) -> None:
         self._kind = kind
         self._share = ShareCount(most, LEAST_OPEN)
-        self._origin_of = origin_of
+        self._peers = origins
         self._origins: dict[str, str] = {}  # where those that have any open were with the first of these
         self._none = trio.Event()
 
@@ -100,13 +100,13 @@ class OpenCount:
         Raises:
             Refusal: ERROR_BUSY, there are too many for another one of this client.
         """
-        origin = self._origins.get(client) or self._origin_of(client)
+        origin = self._origins.get(client) or self._peers.origin_of(client)
         if not all(map(self._share.has_room, (client, origin))):
             own = self._share.of(client)
             raise Refusal(wire.ERROR_BUSY, f"this server already has {self.count} {self._kind}, {own} of them of yours")
 
     def add(self, client: str) -> None:
-        self._share.count(client, self._origins.setdefault(client, self._origin_of(client)))
+        self._share.count(client, self._origins.setdefault(client, self._peers.origin_of(client)))
 
     def remove(self, client: str, number: int = 1) -> None:
         for _ in range(number):

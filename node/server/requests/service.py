@@ -70,9 +70,9 @@ class RequestService:
         self._payments = payments
         self._on_change = on_change
         self._by_key: dict[tuple[str, bytes], ServerSession] = {}
-        self._sessions = OpenCount("sessions", MAX_SESSIONS, context.origin_of)
-        self._batches = OpenCount("batches", MAX_STREAMS, context.origin_of)
-        self._streams = OpenCount("streams of batches", MAX_STREAMS, context.origin_of)
+        self._sessions = OpenCount("sessions", MAX_SESSIONS, context.origins)
+        self._batches = OpenCount("batches", MAX_STREAMS, context.origins)
+        self._streams = OpenCount("streams of batches", MAX_STREAMS, context.origins)
         self._memory = _batch_memory(context)
         cache.on_change = self._limit_prefixes
         self._limit_prefixes(cache.free)
@@ -176,7 +176,7 @@ class RequestService:
             with unwrapped(BudgetFull):
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(_cancel_when_lost, stream, nursery.cancel_scope)
-                    client, address = stream.peer_id, self.context.origin_of(stream.peer_id)
+                    client, address = stream.peer_id, self.context.origins.origin_of(stream.peer_id)
                     lease = await self.cache.acquire(tokens, wait, paid=paid, holder=client, address=address)
                     nursery.cancel_scope.cancel()
         except BudgetFull as error:

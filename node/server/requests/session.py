@@ -357,15 +357,15 @@ class ServerSession:
         and a step that is refused leaves it as it was."""
         payload_hash, check = b"", None
         prompt, only_adds = is_prompt([tensor]), step.position == self._position and not step.reorder
-        lost = self._lost if upstream is None and prompt and only_adds else None
+        client = self if upstream is None and prompt and only_adds else None
         if upstream is not None:
             later = only_adds and not prompt  # nothing is forgotten, no rows change places, nothing is long
             payload_hash, check = self._upstream.checks(*upstream, self._client, step, later)
         request = StepInput.of(step, tensor, payload, payload_hash)
         try:
-            return await self._context.compute.step(self._compute, request, check, lost)
+            return await self._context.compute.step(self._compute, request, check, client)
         except Refusal as refusal:
-            if lost is not None and refusal.code == wire.ERROR_NOT_FOUND and not self._compute.closed:
+            if client is not None and refusal.code == wire.ERROR_NOT_FOUND and not self._compute.closed:
                 self._served = False
                 raise StreamClosed("the client has left before its step was computed", self._client) from None
             if refusal.code != wire.ERROR_BAD_REQUEST:
@@ -373,7 +373,7 @@ class ServerSession:
                 self._notify()
             raise
 
-    async def _lost(self) -> None:
+    async def wait_lost(self) -> None:
         """Returns when the client's stream is lost and no other takes its place."""
         while (stream := self._stream) is not None or self._resuming:
             await (stream.wait_lost() if stream is not None else self._changed.wait())
