@@ -81,7 +81,7 @@ class InPlace(ComputeThread):
         except Refusal:
             pass  # it is in `pending`, and counts less than what the check says
         try:
-            check()
+            check.check()
         except Exception:
             await self.call(step.undo)
             raise
