@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -32,7 +32,7 @@ class Terminal:
     command: Sequence[str]
     env: Mapping[str, str]
     printed: bytes = b""
-    began: float = field(default_factory=time.monotonic)
+    seen: int = 0  # characters of it that were waited for
 
     def __post_init__(self) -> None:
         self._controller, terminal = pty.openpty()
@@ -43,10 +43,10 @@ class Terminal:
         os.close(terminal)
 
     def read(self, until: str = "") -> str:
-        """What is printed up to a line that has `until` (a regular expression), else all of it."""
-        while not (until and re.search(until, self.text)):
+        """What is printed up to `until` (a regular expression) behind what was waited for before, else all of it."""
+        while not (until and (found := re.compile(until).search(self.text, self.seen))):
             if not select.select([self._controller], [], [], PATIENCE)[0]:
-                raise SystemExit(f"{self.command} says nothing more:\n{self.text}")
+                raise SystemExit(f"{self.command} says nothing more, without {until!r}:\n{self.text}")
             try:
                 data = os.read(self._controller, 65536)
             except OSError:  # the terminal is gone with the program
@@ -54,20 +54,40 @@ class Terminal:
             if not data:
                 if self.process.wait() != 0 or until:
                     raise SystemExit(f"{self.command} failed:\n{self.text}")
-                break
+                return self.text
             self.printed += data
-        return self.text
+        self.seen = found.end()
+        return self.text[: self.seen]
 
     @property
     def text(self) -> str:
         return self.printed.decode(errors="replace").replace("\r\n", "\n")
 
-    def type(self, keys: str) -> None:
+    def answer(self, question: str, keys: str) -> None:
+        self.read(question)
         os.write(self._controller, keys.encode())
 
     def end(self) -> None:
         self.process.terminate()
         self.process.wait()
+
+
+def settled(printed: str) -> str:
+    """What stays on the screen: bars and panels are drawn over."""
+    lines, row, over = [""], 0, False
+    for sign in re.findall(r"\x1b\[\d*[AK]|\x1b\[\?25[lh]|\x1b\[[\d;]*m|[\r\n]|[^\x1b\r\n]+", printed):
+        if sign == "\n":
+            row, over = row + 1, False
+            lines += [""] * (row == len(lines))
+        elif sign.endswith("A") and sign.startswith("\x1b"):
+            row = max(0, row - int(sign[2:-1] or 1))
+        elif sign.startswith("\x1b[2K"):
+            lines[row] = ""
+        elif sign == "\r":
+            over = True
+        elif not sign.startswith("\x1b[?"):
+            lines[row], over = ("" if over else lines[row]) + sign, False
+    return "\n".join(lines).rstrip("\n") + "\n"
 
 
 def draw(printed: str, name: str, title: str) -> None:
@@ -92,11 +112,10 @@ def friends() -> None:
     began, shown, running = time.monotonic(), [], []
 
     def run(host: Host, who: str, *arguments: str) -> Terminal:
-        shown.append(
-            f"\n\x1b[2m# {who}, after {time.monotonic() - began:.0f} s\x1b[0m\n$ petalnode {' '.join(arguments)}\n"
-        )
+        typed = f"$ petalnode {' '.join(arguments)}\n"
+        shown.append(f"\n\x1b[2m# {who}, after {time.monotonic() - began:.0f} s\x1b[0m\n{typed}")
         command = host.command([sys.executable, "-m", "petalnode", *arguments])
-        running.append(Terminal(command, nodes.env(host) | own.get(host.name, {}), began=began))
+        running.append(Terminal(command, nodes.env(host) | own.get(host.name, {})))
         return running[-1]
 
     with tempfile.TemporaryDirectory() as homes, open_lab() as lab:
@@ -105,16 +124,17 @@ def friends() -> None:
         own = {"mine": {"PETALNODE_CACHE": os.environ.get("PETALNODE_CACHE", str(Path.home() / ".cache/petalnode"))}}
         try:
             serving = run(mine, "your machine", "serve", "smollm2", "--num-blocks", "15", "--new-swarm")
-            shown.append(serving.read("petalnode join petalnode:\\S+\\s"))
+            shown.append(settled(serving.read("petalnode join petalnode:\\S+\\s")))
             inviting = run(mine, "your machine, another terminal", "invite")
             shown.append(inviting.read())
-            link = "".join(re.findall(r"petalnode:[a-z2-7\s]+?(?=\n\S*[^a-z2-7\n]|\Z)", inviting.text)[0].split())
-            joining = run(friend, "your friend's machine, behind a router, with an empty disk", "join", link)
-            joining.read(r"\[y/N\]")
-            joining.type("y\n")
-            shown.append(joining.read("serving blocks"))
-            question = ("--chat", "--yes", "--prompt", "What is the capital of France?")
-            shown.append(run(guest, "a third machine, with an empty disk", "join", link, *question).read())
+            link = re.findall(r"petalnode:[a-z2-7]+", inviting.text)[0]
+            half = ("join", link, "--num-blocks", "15")
+            joining = run(friend, "your friend's machine, behind a router, with an empty disk", *half)
+            joining.answer(r"\[y/N\] ", "y\n")
+            joining.answer(r"\[y/N\] ", "y\n")
+            shown.append(settled(joining.read("petalnode join petalnode:\\S+\\s")))
+            question = ("--chat", "--show-route", "--yes", "--prompt", "What is the capital of France?")
+            shown.append(settled(run(guest, "a third machine, with an empty disk", "join", link, *question).read()))
             shown.append(f"\n\x1b[2m# after {time.monotonic() - began:.0f} s\x1b[0m\n")
         finally:
             print("".join(terminal.text for terminal in running))

@@ -30,10 +30,12 @@ from ..network.transport.websocket import Certificate
 from ..swarm.config import SwarmConfig
 from ..swarm.peer_file import peer_store_file
 from ..swarm.swarm import Swarm, open_swarm
+from ..swarm.versions import SeveralVersions
 from ..trust.evidence_message import TrustedValidators, parse_trusted
 from ..trust.store import TrustStore, trust_file
 from .output import Output
-from .process import say_error, set_logs
+from .process import leaves, say_error, set_logs
+from .terminal import ask_version
 
 PEERS_VARIABLE = "PETALNODE_PEERS"
 SWARM_KEY_VARIABLE = "PETALNODE_SWARM_KEY"
@@ -347,7 +349,14 @@ def joins_swarm(command: Callable[..., None]) -> Callable[..., None]:
         for name, group in groups.items():
             arguments[name] = group(**{field: arguments.pop(field) for field in inspect.signature(group).parameters})
         set_logs(arguments["join"].log_level, arguments["join"].log_format)
-        command(**arguments)
+        try:
+            command(**arguments)
+        except Exception as error:
+            several = next((one for one in leaves(error) if isinstance(one, SeveralVersions)), None)
+            if several is None or "model" not in arguments:
+                raise
+            arguments["model"] = ask_version(several, Output(arguments["join"].json))
+            command(**arguments)
 
     if rest:
         wrapper.__doc__ = f"{wrapper.__doc__}\n\n    More options, explained by --help-all: {', '.join(rest)}."

@@ -15,7 +15,7 @@ from typing import Annotated, Final
 import trio
 import typer
 
-from ...protocols.announcement import Announcement, ServerState
+from ...protocols.announcement import Announcement
 from ..client.deadlines import DEADLINES
 from ..client.session_adapter import is_adapter_name
 from ..errors import BadInput, MachineError, ModelError
@@ -23,17 +23,15 @@ from ..links.format import SwarmTarget, is_link
 from ..models import ModelFolder, Need, resolve, split_version
 from ..models.adapter import check_adapter_files
 from ..models.sources.alias import ALIASES
-from ..swarm.routing import describe_blocks
 from ..swarm.swarm import Swarm
+from ..swarm.versions import VERSIONS
 from ..weights.remote_model import find_instead
 from .node_report import nobody_serves
 from .output import Output, ProgressBars
-from .process import start
-from .terminal import LineReader, at_terminal
+from .terminal import aliases_first, choose_model
 
 _ANNOUNCED: Final = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(:[\w.-]+)?(@[\w][\w.-]*)?", re.ASCII)
-_LOOKED_FOR: Final = 64  # models of a swarm that are looked for on this machine, and
-_NAMED: Final = 8  # that an error names
+_LOOKED_FOR: Final = 64  # models of a swarm that are looked for on this machine
 _DEVICE: Final = re.compile(r"mps|cuda(:\d+)?")
 _BUILT_FOR: Final = re.compile(r"^(cuda|hip)\b[^=\n]*= *(.+?) *$", re.MULTILINE)
 """In torch/version.py, which the build writes: a version, or None."""
@@ -172,67 +170,22 @@ async def served_model(swarm: Swarm, output: Output) -> str:
     """
     view, now = await swarm.refresh(sample=True, timeout=DEADLINES.refresh), time.time()
     served = served_by(swarm.named, view.models(now=now), view.servers(now=now))
-    names = sorted({name for name, _ in served.values()}, key=_aliases_first)
+    names = sorted({name for name, _ in served.values()}, key=aliases_first)
     if not names:
         raise await nobody_serves(swarm, "a model", ": start one with `petalnode serve`")
     here = await trio.to_thread.run_sync(lambda: [name for name in names[:_LOOKED_FOR] if is_here(name)])
+    version = b""
     if len(names) > 1:
-        names = [served[await choose_model(served, view.servers(now=now), output, here)][0]]
+        version = await choose_model(served, view.servers(now=now), output, here)
+        names = [served[version][0]]
         here = [name for name in here if name in names]
     if not here:
         raise BadInput(
             f"this swarm says that it serves {names[0]}, which is not on this machine. What strangers name is not "
             "downloaded: give MODEL if it is what you want, with the version that you were told (MODEL@VERSION)"
         )
-    return names[0]
-
-
-async def choose_model(
-    models: Mapping[bytes, tuple[str, int]],
-    servers: Sequence[Announcement],
-    output: Output,
-    here: Collection[str] = (),
-) -> bytes:
-    """The version of one of these models: the only one, or that which a person at a terminal chooses by its number.
-
-    `here` are those whose names come first.
-
-    Raises:
-        BadInput: they are several, and nobody is there to be asked, or chose one.
-    """
-    order = sorted(models.items(), key=lambda item: (item[1][0] not in here, *_aliases_first(item[1][0])))
-    if len(order) == 1:
-        return order[0][0]
-    if output.as_json or not at_terminal():
-        named = list(dict.fromkeys(name for _, (name, _) in order))
-        if len(named) == 1:
-            named = [f"{name}@{version.hex()[:16]}" for version, (name, _) in order]
-        more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
-        raise BadInput(f"this swarm serves several models: name one of {', '.join(named[:_NAMED])}{more}")
-    start.done()
-    order = order[:_NAMED]
-    output.say("this swarm serves several models:")
-    for number, (version, (name, num_blocks)) in enumerate(order, 1):
-        online = [server for server in servers if server.model_version == version and is_online(server, num_blocks)]
-        lacking = [block for block in range(num_blocks) if not any(block in server.span for server in online)]
-        who = ", ".join(server.public_name or f"…{server.peer_id[-8:]}" for server in online[:_NAMED]) or "nobody"
-        missing = f"; {describe_blocks(lacking)} missing" if lacking else ""
-        output.say(f"  {number}  {name}@{version.hex()[:12]}, {num_blocks} blocks, served by {who}{missing}")
-    reader = LineReader()
-    with reader:
-        line = (await reader.read(f"which one? [1-{len(order)}] ") or "").strip()
-    if not line.isdecimal() or not 1 <= int(line) <= len(order):
-        raise BadInput("no model was chosen: give a number of the list, or name MODEL")
-    return order[int(line) - 1][0]
-
-
-def is_online(server: Announcement, num_blocks: int) -> bool:
-    """Whether it serves now, and says of the model what most say."""
-    return server.state is ServerState.ONLINE and server.num_blocks == num_blocks
-
-
-def _aliases_first(name: str) -> tuple[bool, str]:
-    return name not in ALIASES, name
+    several = [name for name, _ in served.values()].count(names[0]) > 1
+    return f"{names[0]}@{version.hex()[: VERSIONS.digits]}" if version and several else names[0]
 
 
 def is_here(name: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -26,6 +26,15 @@ class VersionLimits:
 
 
 VERSIONS: Final = VersionLimits()
+
+
+class SeveralVersions(ModelError):
+    """A person has to say which version of a model is meant: one of those that `servers` announce."""
+
+    def __init__(self, message: str, name: str, servers: Sequence[Announcement]) -> None:
+        super().__init__(message)
+        self.name = name
+        self.servers = servers
 
 
 def versions_named(
@@ -54,7 +63,7 @@ def versions_named(
     if len(versions) > VERSIONS.asked:
         served = {server.model_version for server in named if server.peer_id in proven}
         if not 0 < len(served) <= VERSIONS.asked:
-            raise several_versions(name, versions)
+            raise several_versions(name, named)
         named = [server for server in named if server.model_version in served]
     return named
 
@@ -111,22 +120,23 @@ def choose_version(
     if used is not None and used not in fitting:
         raise other_version(model, used, fitting)
     now = time.time()
-    proven = {
-        version: sum(trust.is_proven(server.peer_id) for server in view.servers(version, now=now))
-        for version in fitting
-    }
+    servers = {version: view.servers(version, now=now) for version in fitting}
+    proven = {version: sum(trust.is_proven(server.peer_id) for server in theirs) for version, theirs in servers.items()}
     chosen = most_proven(fitting, proven)
     if chosen is not None:
         return chosen
-    raise several_versions(model.asked or model.name, fitting)
+    raise several_versions(model.asked or model.name, [server for theirs in servers.values() for server in theirs])
 
 
-def several_versions(name: str, fitting: Collection[bytes]) -> ModelError:
-    """What a person is told who has to say which of these versions is meant by `name`."""
-    return ModelError(
+def several_versions(name: str, servers: Sequence[Announcement]) -> SeveralVersions:
+    """What a person is told who has to say which of the versions of these servers is meant by `name`."""
+    fitting = {server.model_version for server in servers}
+    return SeveralVersions(
         f"servers announce several versions of {name} that may be meant. Give the one that you mean in place of "
         f"{name}: {_as_typed(name, fitting)}. Who gave you the address of the swarm knows which (`petalnode serve` "
-        "prints it); once it has computed for you, it is remembered"
+        "prints it); once it has computed for you, it is remembered",
+        name,
+        servers,
     )
 
 

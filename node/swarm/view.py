@@ -191,6 +191,11 @@ class SwarmView:
         return len({source for source in met if source is not None})
 
 
+def is_online(server: Announcement, num_blocks: int) -> bool:
+    """Whether it serves now, and says of the model what most say."""
+    return server.state is ServerState.ONLINE and server.num_blocks == num_blocks
+
+
 def coverage_of(servers: Iterable[Announcement], num_blocks: int) -> list[int]:
     """For each block, how many online servers hold it. Takes as long as there are servers and blocks, not both."""
     steps = [0] * (num_blocks + 1)

@@ -62,7 +62,7 @@ def meant_version(
     counts = Counter(server.model_version for server in fitting if server.peer_id in proven)
     chosen = most_proven({server.model_version for server in fitting}, counts)
     if chosen is None:
-        raise several_versions(name, {server.model_version for server in fitting})
+        raise several_versions(name, fitting)
     return chosen
 
 

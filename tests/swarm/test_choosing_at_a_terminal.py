@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.swarm import announcers
 from tests.swarm.conftest import SharedSwarm
 from tests.swarm.processes import Nodes, environment, petalnode
 from tests.swarm.terminals import terminal
@@ -26,6 +27,35 @@ def test_one_of_several_models_is_chosen_by_its_number(shared_swarm: SharedSwarm
         assert screen.exit_code() == 2
     piped = petalnode(*arguments, env=node_starter.env)
     assert piped.code == 2 and "several models: name one of" in piped.err, piped
+
+
+def test_a_plan_is_made_for_the_model_that_is_chosen(shared_swarm: SharedSwarm, node_starter: Nodes) -> None:
+    arguments = ("plan", "--peer", shared_swarm.peer)
+    with terminal(*arguments, env=node_starter.env, cwd=shared_swarm.models) as screen:
+        lines = [line for line in screen.until("which one? [1-3] ").splitlines() if "tiny-gpt2" in line]
+        screen.type(f"{lines[0].split()[0]}\n")
+        assert screen.exit_code() == 0 and "tiny-gpt2" in screen.shown.partition("which one?")[2]
+    piped = petalnode(*arguments, env=node_starter.env)
+    assert piped.code == 2 and "several models: name one of" in piped.err, piped
+
+
+def test_one_of_several_versions_is_chosen_by_its_number(tmp_path: Path) -> None:
+    with announcers.Nodes() as nodes:
+        first, second = (
+            nodes.start(blocks=[0, 4], num_blocks=4, model_name="twice", model_version=digits * 32)
+            for digits in ("11", "22")
+        )
+        peers = ("--peer", first.ready().addr, "--peer", second.ready().addr)
+        env = environment(tmp_path)
+        with terminal("chat", "twice", *peers, env=env, cwd=tmp_path) as screen:
+            lines = screen.until("which one? [1-2] ").splitlines()
+            shown = {line.split()[1].rstrip(","): line for line in lines if "served by" in line}
+            assert list(shown) == ["twice@1111111111111111", "twice@2222222222222222"]
+            assert second.peer_id[-8:] in shown["twice@2222222222222222"]
+            screen.type("2\n")  # whose server hands nothing on
+            assert screen.exit_code() == 3 and "several versions" not in screen.shown.partition("which one?")[2]
+        piped = petalnode("chat", "twice", "--prompt", "?", *peers, env=env)
+        assert piped.code == 2 and "several versions of twice" in piped.err, piped
 
 
 def test_a_person_who_says_no_has_nothing_done(shared_swarm: SharedSwarm, node_starter: Nodes, tmp_path: Path) -> None:

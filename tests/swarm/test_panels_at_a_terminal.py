@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.swarm.processes import LOOPBACK, environment
+from tests.swarm.processes import LOOPBACK, environment, petalnode
 from tests.swarm.terminals import Terminal, terminal
 
 HIDDEN, VISIBLE = "\x1b[?25l", "\x1b[?25h"
@@ -59,6 +59,10 @@ def test_the_panel_and_the_picture_follow_the_window_and_leave_the_terminal_in_o
         narrow = server.until(top(50)) + server.until("╯")
         assert "of 2000 tokens" in narrow
         server.until(top(50))  # and again
+        server.type("\x13")  # Ctrl-S: the terminal takes nothing more, and the panel is drawn every second
+        for _ in range(2):
+            asked = petalnode("status", "--json", "--peer", found[0], env=env)
+            assert [len(each["servers"]) for each in asked.objects] == [1], asked
         server.type("\x03")
         server.until("done: nobody was served any more")
         assert server.exit_code() == 0

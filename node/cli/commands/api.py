@@ -26,6 +26,7 @@ from ..model_choice import SwarmModelArgument, check_adapter, check_model, linke
 from ..output import Output
 from ..process import start
 from ..strangers import ServerChoice
+from ..terminal import unhurried
 
 if TYPE_CHECKING:
     from ...api.engine.generation import ServedModel
@@ -181,6 +182,7 @@ async def api_in(
     Raises:
         PetalnodeError: the model or an adapter cannot be used.
     """
+    unhurried()
     start.stage(f"loading embeddings and head of {folder.name}")
     local, text, models = await trio.to_thread.run_sync(_load, folder, options.adapter or (), abandon_on_cancel=True)
     guesser: Any = None

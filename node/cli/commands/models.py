@@ -19,9 +19,8 @@ from ...models.inventory import LocalModel, damaged_parts, find_local, local_mod
 from ...models.parts import EMBEDDINGS, HEAD, describe
 from ...placement.planning.model_sizes import WEIGHTS, ModelSize, fit_of, known_model, size_by_config
 from ...swarm.routing import describe_blocks
-from ...swarm.view import coverage_of
+from ...swarm.view import coverage_of, is_online
 from ..join import JoinOptions, joined, joins_swarm
-from ..model_choice import is_online
 from ..output import Output, ProgressBars
 from ..process import one_line
 from .planning.fit import alone, in_words, this_machine

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -47,7 +46,7 @@ from ..model_choice import check_device, check_model, linked_model
 from ..output import Output, ProgressBars
 from ..relay_options import RelayOptions
 from ..server_report import ServerPanel, ServerReport
-from ..terminal import StopSignal
+from ..terminal import StopSignal, written
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _MOST = 10**15
@@ -289,8 +288,7 @@ async def run_serve(asked: ServeOptions) -> None:
         with suppress(typer.Exit):
             stop.leave()
         # A thread that still loads is left behind, and torch aborts a process that ends in order meanwhile.
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        written()
         os._exit(stop.exit_code)
     if report.is_drained and stop.event.is_set():
         output.note("done: nobody was served any more")

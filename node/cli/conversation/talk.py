@@ -25,8 +25,9 @@ from ...links.making import LinkWishes, near_link
 from ...models import ModelFolder
 from ...network.addresses import parse_peer
 from ...swarm.swarm import Swarm
+from ...swarm.view import is_online
 from ..dialogue import Chatter, opening
-from ..model_choice import check_model, is_online
+from ..model_choice import check_model
 from ..output import Output
 from ..process import start
 from ..strangers import StrangerNotice, notices_file

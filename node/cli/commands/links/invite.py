@@ -16,8 +16,9 @@ from ....links.format import INVITE, check_word
 from ....links.making import LinkWishes, link_now, qr_code, where_from
 from ....swarm.swarm import Swarm
 from ...join import JoinOptions, joined, joins_swarm
-from ...model_choice import choose_model, is_named, served_by
+from ...model_choice import is_named, served_by
 from ...output import Output
+from ...terminal import choose_model
 
 if TYPE_CHECKING:
     import segno

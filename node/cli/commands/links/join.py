@@ -27,11 +27,12 @@ from ....server.lifecycle.memory import plan_memory, size
 from ....server.lifecycle.options import ServerOptions
 from ....server.lifecycle.pausing import PausePolicy
 from ....swarm.swarm import Swarm
+from ....swarm.view import is_online
 from ....weights.remote_model import RemoteModel, find_remote_model
 from ...conversation.options import ChatOptions
 from ...join import KEY_IN_SIGHT, JoinOptions, joined, joins_swarm
 from ...metrics import MetricsOptions
-from ...model_choice import check_device, is_named, is_online, model_folder, served_model
+from ...model_choice import check_device, is_named, model_folder, served_model
 from ...output import Output
 from ...process import shown
 from ..chat import chat_with, question
@@ -44,6 +45,9 @@ class JoinWishes:
 
     chat: Annotated[bool, typer.Option("--chat", help="Chat with the model, and serve nothing.")] = False
     prompt: Annotated[str | None, typer.Option(help="With --chat: ask this, print the answer and exit.")] = None
+    show_route: Annotated[
+        bool, typer.Option("--show-route", help="With --chat: show the servers below each answer.")
+    ] = False
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask, and go on.")] = False
     num_blocks: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="How many blocks to serve. Default: as many as fit.")
@@ -94,7 +98,7 @@ def join(
     _say_prospect(output, prospect)
     _ask("Go on", wishes, output)
     if wishes.chat:
-        chat_with(prospect.model, ChatOptions(prompt=prompt, yes=True), join)
+        chat_with(prospect.model, ChatOptions(prompt=prompt, show_route=wishes.show_route, yes=True), join)
         return
     assert prospect.span is not None
     server = ServerOptions(
@@ -225,14 +229,16 @@ def _say_prospect(output: Output, prospect: Prospect) -> None:
         fetch_bytes=prospect.fetch,
         memory_bytes=prospect.memory if span is not None else None,
     )
-    output.say(f"{prospect.model} has {prospect.num_blocks} blocks, on {prospect.servers} servers now")
+    servers = "1 server" if prospect.servers == 1 else f"{prospect.servers} servers"
+    output.say(f"{prospect.model} has {prospect.num_blocks} blocks, on {servers} now")
     known = {
         0: "nothing is to be fetched, all is here",
         None: "its weights will be fetched, from where they are public",
     }
-    fetch = known.get(prospect.fetch) or f"{size(prospect.fetch or 0)} will be fetched"
+    fetch = known.get(prospect.fetch) or f"at least {size(prospect.fetch or 0)} will be fetched"
+    whence = ", from where the model is public, else from its servers" if prospect.fetch else ""
     if span is None:
-        output.say(f"to chat, {fetch} (embeddings, head and tokenizer)")
+        output.say(f"to chat, {fetch} (embeddings, head and tokenizer){whence}")
         output.say(
             "who serves its first blocks can read what you ask, and who serves its last blocks what is answered "
             "(docs/privacy.md)"
@@ -240,7 +246,7 @@ def _say_prospect(output: Output, prospect: Prospect) -> None:
         return
     output.say(f"this machine would serve {len(span)} blocks, as it looks now {span}: {prospect.reason}")
     takes = f"will take {size(prospect.memory)} of memory" if prospect.memory else "says what memory it takes"
-    output.say(f"{fetch}; the server {takes}, and runs until Ctrl-C")
+    output.say(f"{fetch}{whence}; the server {takes}, and runs until Ctrl-C")
     output.say(
         "others see this machine's address, and send it hidden states, from which much of their text can be told; they "
         "see nothing of your files (docs/privacy.md)"

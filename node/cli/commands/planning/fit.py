@@ -37,8 +37,8 @@ from ....placement.planning.model_sizes import (
 from ....placement.planning.plans import fleet_of_servers
 from ....server.lifecycle.memory import device_memory
 from ....swarm.swarm import Swarm
+from ....swarm.view import is_online
 from ...join import JoinOptions, joined, joins_swarm
-from ...model_choice import is_online
 from ...output import Output
 
 

@@ -21,6 +21,7 @@ from ....placement.planning.plans import FleetPlan, busiest_plan, fastest_plan, 
 from ...join import JoinOptions, joined, joins_swarm
 from ...model_choice import is_named, served_by
 from ...output import Output, ProgressBars
+from ...terminal import choose_model
 from .fit import measured, say_fit_here
 
 
@@ -121,8 +122,8 @@ async def _plan_swarm(model: str | None, seconds: float, join: JoinOptions, outp
         if not models:
             raise SwarmError(f"nobody in this swarm serves {'any model' if model is None else model} (yet)")
         if len({name for name, _ in models.values()}) > 1:
-            names = sorted({name for name, _ in models.values()})
-            raise BadInput(f"this swarm serves several models: name one of {', '.join(names)}")
+            version = await choose_model(models, view.servers(now=now), output)
+            models = {version: models[version]}
         for version, (name, num_blocks) in sorted(models.items()):
             if num_blocks > MACHINES.max_blocks:
                 raise BadInput(f"{name} has {num_blocks} blocks; a plan can have at most {MACHINES.max_blocks}")
