@@ -24,6 +24,7 @@ class LossPolicy:
     replays: int = MAX_FAILURES  # Of a session, one after another, for each server of its chain
     steps: int = 8  # Answered steps behind which a session may be filled anew once more
     failed_replays: int = 3  # Of one server in one search
+    disputes: int = 2  # In one search: others that compute something else than the lost server has signed
     most_servers: int = 1000
 
 

@@ -46,6 +46,9 @@ class Router(Protocol):
     def peer_id(self) -> str: ...
 
     @property
+    def model(self) -> SwarmModel: ...
+
+    @property
     def receipts(self) -> ReceiptArchive:
         """Where the receipts of servers are kept."""
 
@@ -114,9 +117,6 @@ class ModelClient(Router, Protocol):
 
     disagreements: list[Disagreement]
 
-    @property
-    def model(self) -> SwarmModel: ...
-
     def servers(self) -> tuple[Announcement, ...]:
         """The servers of the model that may be used."""
 
@@ -183,11 +183,15 @@ class ServerSearch:
     def refuse(self, error: ServerFailed, *, granted: bool = False) -> None:
         """Leaves this server out; for good at the third time that it had `granted` what it then failed at: to bring it
         to where a session was has cost as much as if it had gone well."""
-        self.refused[error.peer_id] = self._tried[error.peer_id] = error
+        self.leave_out(error)
         note_failure(self._router, error)
         if granted:
             self._failed_replays[error.peer_id] += 1
             self._router.note_loss(error.peer_id, admitted=has_code(error, wire.ERROR_NOT_FOUND))
+
+    def leave_out(self, error: ServerFailed) -> None:
+        """Leaves this server out for a while, and thinks no worse of it."""
+        self.refused[error.peer_id] = self._tried[error.peer_id] = error
 
     async def found_nobody(self, error: NoChainError) -> None:
         """Returns when it is time to look again.

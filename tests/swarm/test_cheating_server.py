@@ -215,7 +215,7 @@ def talk(cheat: Cheat | None, claims: ServerClaims | None = None, log: SessionLo
                     chunk = WireTensor(
                         wire.Tensor(shape=[1, 1, 4], dtype="float32", codec="none", nbytes=16), bytes(16)
                     )
-                    assert (await session.exchange(Input(0, (), chunk), 1)).payload == bytes(16)
+                    assert (await session.exchange(Input(0, (), chunk), 1)).chunk.payload == bytes(16)
                     if cheat is None:
                         await session.exchange(Input(1, (), chunk), 1)
                     else:

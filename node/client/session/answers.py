@@ -153,7 +153,9 @@ class AnswerChecks(ServerStream[wire.InferenceFrame]):
         timing: where the time of its last step went.
         draining: the server has said that it will stop.
         pushed_steps: how many steps came to it from the server before it.
-        misled: one of them may have exchanged rows or written over earlier tokens, which no further step undoes.
+        misled: what it holds is not what it should: a step may have exchanged rows or written over earlier tokens,
+            which no further step undoes, or it has computed something wrong.
+        accountable: all that it has signed for is known here, so that its answers follow from what it was sent.
     """
 
     _granted: wire.Granted
@@ -173,6 +175,7 @@ class AnswerChecks(ServerStream[wire.InferenceFrame]):
         self.timing = HopTiming(hop.peer_id, 0.0, 0.0, 0.0)
         self.draining = False
         self.misled = False
+        self.accountable = True
         self.pushed_steps = 0
         self._spec = spec
         self._granted = wire.Granted()
@@ -197,6 +200,7 @@ class AnswerChecks(ServerStream[wire.InferenceFrame]):
             raise self._cheated("its receipts do not follow each other")
         self._answered, self._skipped = reply.sequence, True
         self._last_receipt = receipt.hash()
+        self.accountable = self.accountable and not reply.pushed  # by whom, and what, nobody has looked at
         if self._log is not None:
             self._note_request(self._log, reply, receipt, answer)
             self._log.answered(reply.sequence, receipt, None)
@@ -276,6 +280,7 @@ class AnswerChecks(ServerStream[wire.InferenceFrame]):
             payload = None if other or answer.chunk is None else answer.chunk.payload
             self._log.answered(step.sequence, receipt, payload)
         if other:
+            self.accountable = False
             raise self._pushed_other(answer.reply, receipt)
         self._upstreams.append(step.previous_receipt)
         return receipt

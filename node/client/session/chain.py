@@ -24,6 +24,7 @@ from .link import PathChanges, ServerLink, SessionReconnector, Standby, close_li
 from .opening import FindRoute, Opening
 from .prefixes import Beginning
 from .recovery import Phase, Receive, Reconnect, Recover, Send, StepAction
+from .replacement import AnsweredWrong, check_replay
 from .stream import SessionSpec
 
 log = logging.getLogger(__name__)
@@ -225,7 +226,7 @@ class Chain:
         Raises:
             NoChainError: nobody else holds its blocks.
             HistoryLost: what it held is not known here.
-            SwarmError: servers have lost it too often.
+            SwarmError: servers have lost it too often, or what it held was wrong, or may have been.
         """
         failed = self.links[index]
         note_failure(self.router, error)
@@ -242,7 +243,11 @@ class Chain:
         if failed.history.end and not self.replays.take(len(self.links)):
             raise SwarmError(f"its servers lose what this session holds again and again: {error}")
         spec = replace(self.spec, span=failed.server.hop.span)
-        others = await self._opened(spec, failed.history, position, error, failed.reconnector)
+        try:
+            others = await self._opened(spec, failed.history, position, error, failed.reconnector)
+        except AnsweredWrong:
+            failed.server.misled = True  # also where its stream comes back
+            raise
         self.links[index : index + 1] = others
         self.router.start_soon(close_links, [failed])
         self.recoveries += 1
@@ -332,8 +337,8 @@ class Chain:
                 if not standby.scope.cancel_called:
                     standby.ready = True
                     return
-            except (SwarmError, BadInput):
-                pass  # nobody else can
+            except (SwarmError, BadInput) as error:
+                link.server.misled = link.server.misled or isinstance(error, AnsweredWrong)  # else nobody else can
         link.standby = None
         link.standby_failed = trio.current_time()
         await close_links(standby.links)
@@ -350,7 +355,8 @@ class Chain:
         spec = replace(self.spec, span=link.server.hop.span)
         now, applied = trio.current_time(), link.history.needed(link.history.end)
         search = ServerSearch(self.router, {}, until=now, wait=False, lost=True, ask_again=lambda _: True)
-        standby.links = await self._open(spec, InputHistory(applied), link.history.end, find, search)
+        history = InputHistory(applied, signer=link.history.signer)
+        standby.links = await self._open(spec, history, link.history.end, find, search)
         standby.applied = applied
         while await self._catch_up(link, standby) > STANDBY_LAG:
             pass
@@ -401,12 +407,14 @@ class Chain:
             raise SwarmError("the standby took a reorder that was undone")
         todo = wanted[common:]
         for step in merged(todo, step_limit(standby.links)):
-            await self._replay_soon(standby.links, step)
+            left = await self._replay_soon(standby.links, step)
+            await check_replay(link.history, self.spec, standby.links, left)
         standby.applied = wanted
         return sum(step.chunk.tokens for step in todo)
 
-    async def _replay_soon(self, links: Sequence[ServerLink], step: Input) -> None:
-        """Runs one input through the servers of a standby, for whose answers something may be waiting.
+    async def _replay_soon(self, links: Sequence[ServerLink], step: Input) -> Input:
+        """Runs one input through the servers of a standby, for whose answers something may be waiting; returns what
+        has left the last one.
 
         Raises:
             ServerFailed: one of them failed, or did not answer in time.
@@ -421,3 +429,4 @@ class Chain:
         except ServerFailed as error:
             note_failure(self.router, error)
             raise
+        return step

@@ -18,6 +18,7 @@ import trio
 from ....protocols.ids import Span
 from ...errors import BadInput, NoChainError, PetalnodeError, SwarmError
 from ...models.folder import has_experts
+from ...models.quantisation import is_exact
 from ...swarm.routing import Hop
 from ...verification.judging import no_padding
 from ...verification.tolerances import Tolerance
@@ -26,6 +27,7 @@ from ..deadlines import DEADLINES, Waits
 from ..request import WireTensor
 from ..router import ModelClient, Router
 from .comparing import (
+    NO_TOLERANCE,
     Disagreement,
     Settlement,
     SpanAnswer,
@@ -37,6 +39,7 @@ from .comparing import (
     span_answers,
     tolerance_between,
 )
+from .replacement import steps_of
 from .session import ClientSession
 from .stream import SessionSpec
 
@@ -287,6 +290,9 @@ class ComparedSession:
         tolerance = self._tolerance(self.routes)
         if tolerance is None:
             raise SwarmError("a server has taken another's place whose answers nobody knows how to compare")
+        payloads = [[chunk.payload for chunk in answer] for answer in answers]
+        if tolerance == NO_TOLERANCE and all(answer == payloads[0] for answer in payloads):
+            return answers[0]
         counts = no_padding(self.spec.left_padding, self.spec.batch, before, sum(chunk.tokens for chunk in answers[0]))
         found = await trio.to_thread.run_sync(
             lambda: decide([from_chunks(answer)[counts].unsqueeze(0) for answer in answers], tolerance)
@@ -299,7 +305,7 @@ class ComparedSession:
         ]
         blocks = await trio.to_thread.run_sync(questioned, answered, counts, tolerance)
         wrong = await trio.to_thread.run_sync(self._recompute, answered, blocks, counts)
-        steady = not has_experts(self._client.model.folder.path)
+        steady = is_exact(self._weights.quantisation) or not has_experts(self._client.model.folder.path)
         verdict = await trio.to_thread.run_sync(settle, found, answered, counts, tolerance, wrong, steady)
         await self._carry_out(verdict)
         disagreement = Disagreement(
@@ -343,7 +349,7 @@ class ComparedSession:
         """The servers for `blocks` whose answers own weights prove wrong, and why; None without own weights."""
         from ...models import compute_manifest
         from ...verification.observed import Observed
-        from ...verification.recomputation import SessionQuestion, Step
+        from ...verification.recomputation import SessionQuestion
         from ...verification.verdicts import Judge
 
         asked = [answer for chain in answered for answer in chain if answer.hop.span.overlaps(blocks)]
@@ -355,17 +361,7 @@ class ComparedSession:
                 return None
             seen = []
             for claim in asked:
-                inputs = claim.history.needed(claim.history.end)
-                steps = tuple(
-                    Step(
-                        step.position,
-                        from_chunks([step.chunk]),
-                        step.reorder,
-                        step.long_factors,
-                        step.chunk.positions,
-                    )
-                    for step in inputs
-                )
+                steps = steps_of(claim.history.needed(claim.history.end))
                 # What it says of its device is its own word: the widest tolerance applies.
                 seen.append(
                     Observed(

@@ -7,7 +7,9 @@ of the servers that go on from there, the one that reaches farthest. (The other 
 that block, so one of k is left.)
 
 **Which are right.** All chains were sent the same, so honest ones answer the same but for rounding. How much that may
-be is measured for validators (`node.verification.tolerances`): two chains are two honest servers of that kind.
+be is measured for validators (`node.verification.tolerances`): two chains are two honest servers of that kind. Those of
+the exact kind answer the same bytes, and nothing else is looked at where they do; else distances say where they begin
+to differ.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ import torch
 
 from ....protocols.ids import Span
 from ...errors import NoChainError
-from ...models.quantisation import QUANTISATIONS, describe_numerics, within_tolerance
+from ...models.quantisation import QUANTISATIONS, describe_numerics, is_exact, within_tolerance
 from ...swarm.routing import ONE_TOKEN, Demand, Hop, RouteCandidate, chain_seconds, cheapest_chain, describe_blocks
 from ...verification.judging import Distance, distance, judge_distance
 from ...verification.tolerances import CODEC_SLACK, Kind, Tolerance, calibrations, find_tolerance
 from ..chunks import from_chunks
 from .history import InputHistory
+
+NO_TOLERANCE: Final = Tolerance(0.0, 0.0, 0.0, 0.0)
 
 _CLEAN: Final = 0.1
 """A junction at which chains differ by less than this share of their difference at the end is before the fault: no
@@ -192,8 +196,11 @@ def tolerance_between(
     measured it.
 
     Activations that travel in a coarser dtype than the servers compute in, or under a codec, are rounded between them,
-    at other places in each of the chains of up to `hops` servers.
+    at other places in each of the chains of up to `hops` servers. Where nothing is, chains of the exact kind
+    (docs/exact.md) are not apart at all.
     """
+    if is_exact(weights.quantisation) and (hops == 1 or (codec, activations) == ("none", weights.dtype)):
+        return NO_TOLERANCE
     known = {device for device in devices if device}
     if "" in devices:  # it may be any
         for row in calibrations():

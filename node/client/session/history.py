@@ -15,6 +15,7 @@ import numpy as np
 
 from ....protocols.prefix import AXES
 from ....protocols.wire_pb2 import Tensor
+from ...swarm.routing import Hop
 from ..request import WireTensor
 
 REPLAY_TOKENS: Final = 512
@@ -26,17 +27,28 @@ _MERGED_CODECS: Final = frozenset({"none", "float16", "bfloat16"})
 class Input:
     """One step as it was sent: roll back to `position`, let each row continue row `reorder[row]`, then take `chunk`.
 
-    `long_factors`: as `wire.Step` has it.
+    `long_factors`: as `wire.Step` has it. `answered`: SHA-256 of the answer, as the receipt for all of the step has it;
+    empty where that says nothing of the server.
     """
 
     position: int
     reorder: tuple[int, ...]
     chunk: WireTensor
     long_factors: bool = False
+    answered: bytes = b""
 
     @property
     def end(self) -> int:
         return self.position + self.chunk.tokens
+
+
+@dataclass(frozen=True)
+class Signer:
+    """A server whose answers have the same bits everywhere (docs/exact.md), and what it computes in."""
+
+    hop: Hop
+    dtype: str
+    quantisation: str
 
 
 class InputHistory:
@@ -44,10 +56,12 @@ class InputHistory:
 
     Attributes:
         start: tokens of a row that stood in the cache before the first input that is known here.
+        signer: the server, if what it signed for these inputs has to be what any other of its kind computes.
     """
 
-    def __init__(self, inputs: Sequence[Input] = (), start: int = 0) -> None:
+    def __init__(self, inputs: Sequence[Input] = (), start: int = 0, signer: Signer | None = None) -> None:
         self.start = start
+        self.signer = signer
         self._inputs = list(inputs)
 
     @property
@@ -120,7 +134,7 @@ def part_of(step: Input, start: int, end: int) -> Input:
     described = Tensor(shape=[rows, end - start, hidden], dtype=tensor.dtype, codec=tensor.codec, nbytes=len(payload))
     placed = _placed(step.chunk)
     positions = placed[:, :, start - step.position : end - step.position].ravel().tolist()
-    return replace(step, position=start, chunk=WireTensor(described, payload, tuple(positions)))
+    return replace(step, position=start, chunk=WireTensor(described, payload, tuple(positions)), answered=b"")
 
 
 def _composed(first: tuple[int, ...], then: tuple[int, ...]) -> tuple[int, ...]:
@@ -159,7 +173,7 @@ def _merge(group: list[Input]) -> Input:
     tokens = sum(step.chunk.tokens for step in group)
     tensor = Tensor(shape=[rows, tokens, first.shape[2]], dtype=first.dtype, codec=first.codec, nbytes=len(payload))
     positions = np.concatenate([_placed(step.chunk) for step in group], axis=2).ravel().tolist()
-    return replace(group[0], chunk=WireTensor(tensor, payload, tuple(positions)))
+    return replace(group[0], chunk=WireTensor(tensor, payload, tuple(positions)), answered=b"")
 
 
 def _placed(chunk: WireTensor) -> np.ndarray[Any, Any]:

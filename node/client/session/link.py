@@ -235,10 +235,10 @@ class ServerLink:
         Raises:
             ServerFailed: it failed.
         """
-        chunk = await self.server.exchange(step, epoch)
-        self.history.append(step)
+        answer = await self.server.exchange(step, epoch)
+        self.history.append(replace(step, answered=answer.receipt.reply_hash))
         self.count(step.chunk.tokens)
-        return replace(step, chunk=chunk)
+        return replace(step, chunk=answer.chunk, answered=b"")
 
     def has_lost(self, position: int, error: ServerFailed) -> bool:
         """Whether the server says by `error` that it does not hold what it has answered for last, with nothing under

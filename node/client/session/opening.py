@@ -16,14 +16,16 @@ import trio
 
 from ....protocols.inference import session_name
 from ....protocols.prefix import BLOCK_TOKENS
-from ...errors import NoChainError, PetalnodeError, ServerFailed, unwrapped
+from ...errors import NoChainError, PetalnodeError, ServerFailed, SwarmError, unwrapped
 from ...swarm.routing import Hop
 from ..deadlines import DEADLINES, Waits, open_patience
+from ..losses import LOSSES
 from ..router import Router, ServerSearch
 from .history import InputHistory
 from .link import ServerLink, close_links, step_limit
 from .prefixes import Beginning, beginning_of
 from .recovery import AskOthers, Attempt, next_search_action
+from .replacement import AnsweredWrong, ComputesOther, check_replay, wrong_signers
 from .stream import SessionSpec, SessionStream
 
 logger = logging.getLogger(__name__)  # `log` is that of a session's receipts here
@@ -52,7 +54,8 @@ class Opening:
     """Looks for servers for the blocks of `spec` that hold what `history` says, up to `position`, by `run`.
 
     `epoch` gives the number of the route for each chain that is tried. Servers that are found to be silent are
-    suspected at once, so that no other step of this client asks them meanwhile.
+    suspected at once, so that no other step of this client asks them meanwhile. What has left them for the history has
+    to be what its signer has signed, if that is known (`replacement`).
 
     Where all servers of a chain have kept the first tokens of `beginning`, these are not run through them again: of the
     history by default. The links then have them as their inputs, which may be more than `position`.
@@ -79,6 +82,7 @@ class Opening:
         self._names: dict[Hop, list[bytes]] = {}
         self._runs: list[_Run] = []
         self._not_before = -math.inf
+        self._disputes = 0
         self._changed = trio.Event()
 
     @property
@@ -94,6 +98,8 @@ class Opening:
         Raises:
             NoChainError: no chain covers the span; `missing` and the text name the blocks, and who refused.
             BadInput: no server takes a session like this.
+            AnsweredWrong: the one whose place is to be taken, as own weights say.
+            SwarmError: others compute something else than it has signed, and nobody knows who is right.
         """
         links: list[ServerLink] = []
         try:
@@ -115,7 +121,9 @@ class Opening:
             nobody: NoChainError | None = None
             for run in [run for run in self._runs if run.done]:
                 self._runs.remove(run)
-                if isinstance(run.failure, ServerFailed):
+                if isinstance(run.failure, ComputesOther):
+                    await self._settle(search, run, run.failure)
+                elif isinstance(run.failure, ServerFailed):
                     search.refuse(run.failure, granted=run.granted)
                 elif run.failure is not None:
                     nobody = run.failure
@@ -138,6 +146,22 @@ class Opening:
             else:
                 with trio.move_on_at(action.until):
                     await self._changed.wait()
+
+    async def _settle(self, search: ServerSearch, run: _Run, found: ComputesOther) -> None:
+        """Leaves servers out that compute something else than the one whose place they take; they are to blame if own
+        weights say so. Raises AnsweredWrong, SwarmError as `run`."""
+        histories = [self._history, *(link.history for link in run.links)]
+        wrong = await trio.to_thread.run_sync(wrong_signers, self._router.model, self._spec, histories)
+        for peer_id in wrong:
+            self._router.accuse(peer_id, "it has signed other bits than this machine computes for what it was sent")
+        lost = self._history.signer
+        if lost is not None and lost.hop.peer_id in wrong:
+            what = f"server {lost.hop.peer_id}, whose place is taken, has signed wrong answers, and is banned here"
+            raise AnsweredWrong(f"{what}; what it has answered so far is of no use: ask again")
+        search.leave_out(found)
+        self._disputes += not wrong
+        if self._disputes >= LOSSES.disputes:
+            raise SwarmError(f"{found}; one of them is wrong, and only own weights of these blocks can tell: ask again")
 
     async def _look(self, search: ServerSearch) -> None:
         """Looks for others while those that are known are silent."""
@@ -267,14 +291,18 @@ class Opening:
 
         Raises:
             ServerFailed: one of them failed.
+            ComputesOther: they do not end in the digests that are on the receipts.
         """
         held = min((link.server.prefix_tokens for link in run.links), default=0)
         for link in run.links:
-            link.history = InputHistory(self._beginning.part(link.server.hop.span.start, held))
+            kept = self._beginning.part(link.server.hop.span.start, held)
+            # What it has of those it has not signed in this session.
+            link.history = InputHistory([replace(step, answered=b"") for step in kept], signer=link.server.signer)
         for step in self._history.replay(self._position, step_limit(run.links), held):
             for link in run.links:
                 self._gets_on(run, [link.server.hop.peer_id], link.patience(step.chunk))
                 step = await link.replay(step, epoch)
+            await check_replay(self._history, self._spec, run.links, step)
 
     async def _prefix_at(self, hop: Hop) -> list[bytes]:
         """The names of what the server of `hop` may have kept."""

@@ -232,7 +232,8 @@ class PipelineStep:
         assert at.asked is not None
         if at.phase != "pushed":
             self._judge_push(link)
-        link.history.append(replace(self.given, chunk=chunk))
+        signed = answer.receipt.reply_hash if link.server.accountable else b""
+        link.history.append(replace(self.given, chunk=chunk, answered=signed))
         link.count(chunk.tokens)
         self.chain.replays.answered()
         router.note_tokens(link.server.hop.peer_id, chunk.tokens)

@@ -17,12 +17,13 @@ from ....protocols.framing import PeerError
 from ....protocols.ids import PROTOCOL_VERSION
 from ....protocols.inference import MAX_SEQUENCE, STEP_TOKENS, root_of
 from ...errors import ServerFailed
+from ...models.quantisation import is_exact
 from ...swarm.routing import Hop
 from ...trust.receipt_log import SessionLog
 from ..deadlines import DEADLINES
 from ..request import OutstandingReplies, ServerClaims, StreamLost, WireTensor, close_stream
 from .answers import Answer, AnswerChecks, HopTiming, InferenceStream, SessionSpec, UncheckedAnswer
-from .history import Input
+from .history import Input, Signer
 
 __all__ = ["Answer", "HopTiming", "InferenceStream", "OutstandingReplies", "SessionSpec", "SessionStream"]
 
@@ -104,6 +105,12 @@ class SessionStream(AnswerChecks):
     def direct(self) -> bool:
         """Whether no relay is on the way to the server."""
         return self._stream.direct
+
+    @property
+    def signer(self) -> Signer | None:
+        """None where answers of honest servers may differ. Sessions with adapters may be computed by torch."""
+        kind = self._granted.dtype, self._granted.quantisation
+        return Signer(self.hop, *kind) if is_exact(kind[1]) and self._spec.adapter is None else None
 
     def uses(self, stream: InferenceStream) -> bool:
         return self._stream is stream
@@ -233,7 +240,7 @@ class SessionStream(AnswerChecks):
         peer = peer_id_to_bytes(self.hop.peer_id)
         return wire.PushTarget(peer_id=peer, nonce=self.nonce, sequence=sequence, receipt_only=receipt_only)
 
-    async def exchange(self, given: Input, route_epoch: int) -> WireTensor:
+    async def exchange(self, given: Input, route_epoch: int) -> Answer:
         """Sends one step, and returns the checked answer.
 
         Raises:
@@ -252,7 +259,7 @@ class SessionStream(AnswerChecks):
         answer = await self.receive(step, chunk, self._spec.step_timeout)
         if answer is None:
             raise self.silent(self._spec.step_timeout)
-        return replace(answer.chunk, positions=chunk.positions)
+        return replace(answer, chunk=replace(answer.chunk, positions=chunk.positions))
 
     async def send(self, step: wire.Step, chunk: WireTensor) -> None:
         """Raises StreamLost: the server is gone or does not read."""
