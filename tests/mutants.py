@@ -224,6 +224,8 @@ _SLOWEST: Final = 12.0
 """Seconds of processor time for the tests of one mutant; who needs more leaves out the slowest."""
 _IDLE: Final = 10.0
 """Seconds without progress after which a mutant hangs."""
+_LARGEST_FILE: Final = 1 << 30
+"""Bytes of a file that a mutant may write: one that writes for ever would fill the disk."""
 _BROKEN: Final = 77
 _OUTCOMES: Final = {0: "survived", _BROKEN: "broken", -signal.SIGXCPU: "timed out", -signal.SIGKILL: "timed out"}
 """By exit codes; with every other one the tests have noticed the mutant."""
@@ -397,6 +399,7 @@ class Driver:
             self._put_in(mutant)
             limit = int(3 * seconds) + 5
             resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (_LARGEST_FILE, _LARGEST_FILE))
             by_name = {item.nodeid: item for item in self._items}
             items = [by_name[name] for name in names]
             items[0].config.pluginmanager.register(StopAtOnce())

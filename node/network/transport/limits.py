@@ -35,6 +35,9 @@ class TransportLimits:
     streams: int = 8192  # Streams that peers have opened, over all connections
     streams_of_connection: int = 2048  # Open at once, both ways together
     least_streams: int = 32  # Of a peer, as long as there are any
+    negotiating: int = 128
+    """Streams of an address that wait for the peer to name a protocol; beyond that, the oldest of them is reset.
+    Each has a task and some hundred objects: thousands made full garbage collections that held the loop for 250 ms."""
     windows_of_peer: int = 64 << 20
     """Bytes that one peer may send on all of its streams beyond what the specification gives to every stream."""
     frames_per_second: int = 10_000
@@ -98,6 +101,17 @@ class Unread(Protocol):
         """Resets the one of these streams that has the most."""
 
 
+class Negotiating(Protocol):
+    """A stream that a peer has opened, on which no protocol was agreed yet."""
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether it does not wait for the peer."""
+
+    def drop(self, why: str) -> None:
+        """Resets it."""
+
+
 class PeerUse:
     """What one peer takes of this node, on all of its connections.
 
@@ -135,12 +149,14 @@ class AddressUse:
     Attributes:
         users: connections and handshakes.
         unread: bytes that came from it and were not read yet, on streams that were granted nothing, and on others.
+        negotiating: its streams on which no protocol was agreed yet, the oldest first.
         recent: the units of work that it took lately.
     """
 
     def __init__(self, origin: str) -> None:
         self.origin = origin
         self.users = 0
+        self.negotiating: dict[Negotiating, None] = {}
         self.connections: list[Unread] = []
         self.unread = [0, 0]
         self.recent = Recent()
@@ -153,6 +169,17 @@ class AddressUse:
     def may_be_forgotten(self) -> bool:
         """Whether a new one would have about the same values."""
         return not self.users and not any(self.unread) and self.recent.amount() < 1.0
+
+    def negotiate(self, stream: Negotiating) -> None:
+        """A stream waits for its peer to name a protocol, until `negotiated`. Of too many, the oldest is reset."""
+        self.negotiating[stream] = None
+        if len(self.negotiating) > LIMITS.negotiating:
+            waiting = next((one for one in self.negotiating if not one.has_unread), stream)
+            waiting.drop("too many streams of this address wait for a protocol to be named")
+
+    def negotiated(self, stream: Negotiating) -> None:
+        """A protocol was agreed on, or the stream has ended."""
+        self.negotiating.pop(stream, None)
 
     def drop_fullest(self, granted: bool) -> None:
         if self.connections:

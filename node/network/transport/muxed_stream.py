@@ -36,6 +36,7 @@ class StreamConnection(Protocol):
     path: Path
     max_data: int  # bytes of one frame
     traffic: Traffic
+    address: AddressUse  # of the peer
 
     def hold(self, size: int, granted: bool) -> None:
         """Counts bytes that came and were not read yet, fewer if `size` is negative, on a stream that was granted
@@ -86,6 +87,7 @@ class MuxedStream(IMuxedStream):
         self.widened = 0
         self.granted = False
         self.opened_by_peer = False
+        self.named = False  # whether a protocol was agreed on
         self.waits_turn = False  # what serves it, for the peer's turn
         self._chunks: deque[bytes | bytearray] = deque()
         self._readers = trio.lowlevel.ParkingLot()
@@ -97,6 +99,8 @@ class MuxedStream(IMuxedStream):
     def agree(self, protocol: str) -> None:
         """From now on what the stream carries counts for this protocol."""
         self._count = self.muxed_conn.traffic.of(protocol)
+        self.named = True
+        self.muxed_conn.address.negotiated(self)
 
     async def read(self, n: int | None = None) -> bytes:
         """1 to `n` bytes as soon as there are any. Cancelled, nothing is lost.
@@ -111,6 +115,8 @@ class MuxedStream(IMuxedStream):
                 raise MuxedStreamReset(self.lost)
             if self.read_closed:
                 raise MuxedStreamEOF("the peer closed the stream")
+            if self.opened_by_peer and not self.named:
+                self.muxed_conn.address.negotiate(self)
             await self._readers.park()
         chunk = self._chunks[0]
         if n is None or not 0 <= n < len(chunk):

@@ -135,6 +135,7 @@ class Muxer(IMuxedConn):
 
     def _forget(self, stream: MuxedStream) -> None:
         self._use.windows -= stream.widened
+        self.address.negotiated(stream)
         if stream.opened_by_peer:
             self.limits.close_stream(self._use)
 

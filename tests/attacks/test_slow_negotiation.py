@@ -1,0 +1,77 @@
+"""Who opens streams under many keys of one address and never names a protocol holds few of them, and stops nobody."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+import trio
+from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamReset
+
+from petalnode.node.network.transport.limits import LIMITS, NodeLimits
+from petalnode.node.network.transport.muxed_stream import DATA, HEADER, SYN, MuxedStream
+from petalnode.node.network.transport.negotiation import question
+from petalnode.node.network.transport.yamux import Muxer
+from petalnode.protocols.ids import INFERENCE
+from tests.attacks.test_stream_resets import ATTACKER, HONEST, connections
+from tests.memory_muxer import MemoryRaw, OtherEnd, muxer
+
+KEYS, STREAMS = 10, 100
+QUESTION = question(INFERENCE)
+
+
+def opened(numbers: range, said: bytes) -> bytes:
+    return b"".join(HEADER.pack(0, DATA, SYN, number, len(said)) + said for number in numbers)
+
+
+class Negotiator:
+    """Reads the question of each stream of a connection, and agrees."""
+
+    def __init__(self) -> None:
+        self.agreed = 0
+        self.reset = 0
+
+    async def serve(self, end: Muxer, nursery: trio.Nursery) -> None:
+        with suppress(MuxedConnUnavailable):
+            while True:
+                nursery.start_soon(self._negotiate, await end.accept_stream())
+
+    async def _negotiate(self, stream: MuxedStream) -> None:
+        said = b""
+        try:
+            while len(said) < len(QUESTION):
+                said += await stream.read(len(QUESTION) - len(said))
+        except MuxedStreamReset:
+            self.reset += 1
+        else:
+            stream.agree(INFERENCE)
+            self.agreed += 1
+
+
+@pytest.mark.virtual_time
+async def test_an_address_holds_few_streams_without_a_protocol() -> None:
+    limits, hostile, honest, neighbour = NodeLimits(), Negotiator(), Negotiator(), Negotiator()
+    async with (
+        connections(KEYS, ATTACKER, limits) as attackers,
+        muxer(MemoryRaw(origin=HONEST), limits=limits, key=3) as ours,
+        muxer(MemoryRaw(origin=ATTACKER), limits=limits, key=4) as beside,
+        trio.open_nursery() as nursery,
+    ):
+        sides: list[tuple[Negotiator, tuple[Muxer, OtherEnd]]] = [(hostile, end) for end in attackers]
+        for negotiator, (end, _) in [*sides, (honest, ours), (neighbour, beside)]:
+            nursery.start_soon(negotiator.serve, end, nursery)
+        for _, other in attackers:
+            other.say_bytes(opened(range(1, 1 + 2 * STREAMS, 2), QUESTION[:1]))
+        await trio.sleep(1)  # what strangers may ask for is limited; on a clock that jumps
+        assert sum(end.open_streams for end, _ in attackers) == LIMITS.negotiating
+        assert hostile.reset == KEYS * STREAMS - LIMITS.negotiating
+        for _, other in (ours, beside):  # all at once, and at the attacker's own address as well
+            other.say_bytes(opened(range(1, 1 + 2 * 2 * LIMITS.negotiating, 2), QUESTION))
+        await trio.sleep(1)  # what strangers may ask for is limited; on a clock that jumps
+        assert (honest.agreed, honest.reset) == (2 * LIMITS.negotiating, 0)
+        assert (neighbour.agreed, neighbour.reset) == (2 * LIMITS.negotiating, 0)
+        for end, _ in [*attackers, ours, beside]:
+            await end.close()
+        await trio.sleep(1)  # what strangers may ask for is limited; on a clock that jumps
+        assert not limits.streams and not limits.of_address(ATTACKER).negotiating
+        nursery.cancel_scope.cancel()
