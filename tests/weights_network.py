@@ -106,13 +106,13 @@ def hands_on(
     return node, held
 
 
-def fetched(setting: Callable[[MemoryNetwork, MemoryNode], None], need: Need = "all") -> ModelFolder:
+def fetched(setting: Callable[[MemoryNetwork, MemoryNode], None], need: Need = "all", name: str = NAME) -> ModelFolder:
     """What a machine that has nothing gets of the network that `setting` makes."""
-    return fetched_in_time(setting, need)[0]
+    return fetched_in_time(setting, need, name)[0]
 
 
 def fetched_in_time(
-    setting: Callable[[MemoryNetwork, MemoryNode], None], need: Need = "all"
+    setting: Callable[[MemoryNetwork, MemoryNode], None], need: Need = "all", name: str = NAME
 ) -> tuple[ModelFolder, float]:
     """The same, and how many seconds of the virtual clock it took."""
 
@@ -124,7 +124,7 @@ def fetched_in_time(
                 setting(network, asker)
                 asker.named = asker.named or [peer for peer in network.nodes if peer != asker.peer_id]
                 begun = trio.current_time()
-                remote = await find_remote_model(cast(Swarm, asker), NAME, no_progress)
+                remote = await find_remote_model(cast(Swarm, asker), name, no_progress)
                 found = await remote.fetch(need, no_progress)
                 took = trio.current_time() - begun
                 nursery.cancel_scope.cancel()

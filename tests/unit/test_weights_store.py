@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -204,6 +205,11 @@ def test_what_was_handed_on_against_the_usual_stays_so(source: Source) -> None:
 def test_what_is_shared_goes_on(source: Source) -> None:
     assert may_hand_on(source.opened().model_folder())
     assert may_hand_on(source.folder)
+
+
+def test_what_a_hub_gives_to_some_only_is_not_shared(source: Source, tmp_path: Path) -> None:
+    snapshot = Path(shutil.copytree(source.folder.path, tmp_path / "models--org--name" / "snapshots" / "1"))
+    assert not may_hand_on(replace(source.folder, path=snapshot))
 
 
 # --- nobody's word is taken for what decides the computation

@@ -18,7 +18,7 @@ from petalnode.node.models.parts import parts_of_need
 from petalnode.node.testing import MemoryNetwork, MemoryNode
 from petalnode.node.weights import store
 from petalnode.node.weights.fetching import FETCHING
-from petalnode.node.weights.remote_model import meant_version, trusted_offer
+from petalnode.node.weights.remote_model import NotServed, meant_version, trusted_offer
 from petalnode.node.weights.store import check_texts, is_text_file
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import Announcement, ServerState
@@ -161,6 +161,51 @@ def test_another_tokenizer_is_not_taken_from_who_happens_to_answer(
     found = fetched(setting, need="client")
     template = (folder.path / "chat_template.jinja").read_text()
     assert (found.path / "chat_template.jinja").read_text() == template
+
+
+def test_a_false_piece_of_a_tokenizer_is_noticed(folder: ModelFolder, manifest: Manifest) -> None:
+    """It is small, so the first peer that is asked sends all of it."""
+
+    def flipped_text(asked: wire.WeightsFrame, answer: wire.WeightsFrame, payloads: list[bytes]) -> list[bytes]:
+        if asked.HasField("piece_query") and asked.piece_query.part == NUM_BLOCKS + 2:
+            lies.append(asked.piece_query.piece)
+            return [bytes([payload[0] ^ 1]) + payload[1:] for payload in payloads]
+        return payloads
+
+    def setting(network: MemoryNetwork, asker: MemoryNode) -> None:
+        for _ in range(liars):
+            hands_on(network, folder, manifest, flipped_text)
+        for _ in range(4 - liars):
+            hands_on(network, folder, manifest)
+
+    lies: list[int] = []
+    liars = 3
+    found = fetched(setting, need="client")
+    assert (found.path / "tokenizer.json").read_bytes() == (folder.path / "tokenizer.json").read_bytes()
+    shutil.rmtree(found.path)
+    liars = 4
+    with pytest.raises(SwarmError, match="that was agreed on"):
+        fetched(setting, need="client")
+    assert len(lies) >= liars
+
+
+def test_a_model_without_a_tokenizer_says_so(folder: ModelFolder, manifest: Manifest) -> None:
+    def bare(asked: wire.WeightsFrame, answer: wire.WeightsFrame, payloads: list[bytes]) -> list[bytes]:
+        if answer.HasField("offer"):
+            answer.offer.texts = b""
+        return payloads
+
+    with pytest.raises(SwarmError, match="no peer hands on the tokenizer"):
+        fetched(lambda network, _: hands_on(network, folder, manifest, bare) and None, need="client")
+
+
+def test_a_name_that_nobody_serves_is_an_error_that_names_what_there_is(
+    folder: ModelFolder, manifest: Manifest
+) -> None:
+    with pytest.raises(NotServed, match=rf"nobody serves another: this swarm serves {NAME}"):
+        fetched(lambda network, _: hands_on(network, folder, manifest) and None, name="another")
+    with pytest.raises(NotServed, match="nobody serves another: this swarm serves nothing yet"):
+        fetched(lambda network, _: None, name="another")
 
 
 @pytest.mark.parametrize(("addresses", "taken"), [((1,), False), ((1, 1, 1), False), ((1, 2), True)])

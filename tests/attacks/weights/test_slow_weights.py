@@ -127,6 +127,7 @@ def test_who_is_busy_for_long_is_asked_again(folder: ModelFolder, manifest: Mani
 
     def busy(asked: wire.WeightsFrame, answer: wire.WeightsFrame, payloads: list[bytes]) -> list[bytes]:
         if 5.0 < trio.current_time() - begun < 120.0:
+            refusals.append(trio.current_time())
             answer.Clear()
             answer.error.code = wire.ERROR_BUSY
             return []
@@ -137,9 +138,11 @@ def test_who_is_busy_for_long_is_asked_again(folder: ModelFolder, manifest: Mani
         begun = trio.current_time()
         hands_on(network, folder, manifest, busy, lambda asked: 6.0 if late_piece(asked) else 0.0)
 
-    begun = 0.0
+    begun, refusals = 0.0, list[float]()
     found, _ = fetched_in_time(setting, "all")
     assert compute_manifest(found).version == manifest.version
+    # The longer it fails, the longer it is left alone.
+    assert refusals[-1] - refusals[-2] > FETCHING.rest + 2.0 and len(refusals) < 24
 
 
 def test_peers_that_hold_nothing_keep_nobody_else_from_being_asked(folder: ModelFolder, manifest: Manifest) -> None:
