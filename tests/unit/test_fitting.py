@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from petalnode.node.placement.planning.machines_file import Fleet, Machine, flee
 from petalnode.node.placement.planning.model_sizes import (
     WEIGHTS,
     Host,
+    ModelSize,
     best_fit,
     fit_of,
     hosts_of,
@@ -77,6 +79,18 @@ def test_a_configuration_tells_the_same_as_the_table() -> None:
     assert size_by_config("Qwen/Qwen3-30B-A3B", config) == known_model("Qwen3-30B-A3B")
     assert size_by_config("x", {"text_config": config}) == size_by_config("x", config)
     assert size_by_config("x", {**config, "vocab_size": "many"}) is None
+
+
+def test_what_a_configuration_leaves_out_is_what_transformers_takes() -> None:
+    config = {"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257}
+    found = size_by_config("gpt2", {**config, "num_experts_per_tok": 2, "moe_intermediate_size": 7})
+    assert found == ModelSize("gpt2", 12, 768, 12, 12, 64, 3072, 50257, tied=False)
+    assert size_by_config("x", {**config, "n_inner": 1000, "head_dim": 0}) == replace(found, name="x", width=1000)
+    mixture = size_by_config("x", {**config, "num_local_experts": 8, "num_experts_per_tok": 2})
+    assert mixture == replace(found, name="x", experts=8, active=2)
+    assert size_by_config("x", {**config, "n_layer": 1 << 32}) is None
+    largest = size_by_config("x", {**config, "n_layer": (1 << 32) - 1})
+    assert largest is not None and largest.blocks == (1 << 32) - 1
 
 
 @given(

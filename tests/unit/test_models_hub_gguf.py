@@ -126,6 +126,20 @@ def test_files_are_chosen_by_kind_or_name() -> None:
         choose_gguf("o/n", FILES[:3], "BF16")
     with pytest.raises(ModelError, match="incomplete"):
         choose_gguf("o/n", ["a-Q8_0-00001-of-99999.gguf"], "Q8_0")
+    with pytest.raises(ModelError, match="name one of none"):
+        choose_gguf("o/n", ["a-Q8_0.txt", "README.md"], "Q8_0")
+    with pytest.raises(ModelError, match=r"name one of model\.gguf \("):
+        choose_gguf("o/n", ["model.gguf", "a-Q8_0.txt"], "Q8_0")
+
+
+@pytest.mark.parametrize(("count", "whole"), [(0, False), (1, True), (1000, True), (1001, False)])
+def test_a_model_in_parts_has_1_to_1000(count: int, whole: bool) -> None:
+    names = [f"a-Q8_0-{number:05}-of-{count:05}.gguf" for number in range(1, max(count, 1) + 1)]
+    if whole:
+        assert choose_gguf("o/n", names, "Q8_0") == tuple(names)
+        return
+    with pytest.raises(ModelError, match="incomplete"):
+        choose_gguf("o/n", names, "Q8_0")
 
 
 @pytest.mark.parametrize(
