@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from petalnode.node.network import shares
-from petalnode.node.network.shares import ShareCount, TokenBucket, Turns, may_have_more, origin_of_ip
+from petalnode.node.network.shares import AddressShares, ShareCount, TokenBucket, Turns, may_have_more, origin_of_ip
 from petalnode.node.network.transport import limits
 from petalnode.node.network.transport.limits import NodeLimits, PeerUse
 from petalnode.node.network.transport.memory import budgets_of
@@ -370,3 +372,17 @@ async def test_what_goes_after_a_pause_is_taken_from_a_full_bucket() -> None:
     assert bucket.delay(0) == 5
     await trio.sleep(5)
     assert bucket.delay(0) == 0 and bucket.delay(1) == 1
+
+
+def test_nothing_is_kept_of_addresses_that_went() -> None:
+    """However many came: strangers have as many as they like."""
+    held = AddressShares[int](100)
+    for number in range(5000):
+        held.hold(number, f"198.51.{number // 250}.{number % 250}", 1 + number % 3)
+        while (surplus := held.surplus()) is not None:
+            held.remove(surplus)
+    assert held.total <= 100 and len(pickle.dumps(vars(held))) < 20_000
+    for number in range(5000):
+        with suppress(KeyError):
+            held.remove(number)
+    assert held.total == len(held) == 0 and len(pickle.dumps(vars(held))) < 5_000
