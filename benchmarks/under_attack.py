@@ -13,6 +13,7 @@ rest; a minute of rest; quiet again.
     cache     most MiB that its sessions had reserved of the attention cache, which its owner has set aside
     pass      longest time for which a node's event loop was held, in ms of its own processor time (watched.py)
     speed     the client's tokens a second, and as a part of the mean of both quiet phases
+    wait      the longest that it waited for a token, in seconds
     answers   those that were right, and all
 
 To reach: all answers right, at most 64 MiB more at each node beside that cache, no pass of 100 ms, half of the speed,
@@ -143,15 +144,16 @@ class Answers:
         self._tokens: list[float] = []
         self._answers: list[tuple[float, str]] = []
 
-    def between(self, start: float, end: float) -> tuple[float, list[str]]:
-        """Tokens a second, and what was wrong with each answer."""
+    def between(self, start: float, end: float) -> tuple[float, float, list[str]]:
+        """Tokens a second, the longest that a token was waited for, in seconds, and what was wrong with each answer."""
         for told in self._client.events_so_far():
             if told["event"] == "token":
                 self._tokens.append(told["at"])
             elif told["event"] == "answer":
                 self._answers.append((told["at"], told["wrong"]))
-        tokens = sum(start <= at <= end for at in self._tokens)
-        return tokens / (end - start), [wrong for at, wrong in self._answers if start <= at <= end]
+        times = [at for at in self._tokens if start <= at <= end]
+        longest = max(map(float.__sub__, [*times, end], [start, *times]))
+        return len(times) / (end - start), longest, [wrong for at, wrong in self._answers if start <= at <= end]
 
 
 class Swarm:
@@ -185,7 +187,7 @@ class Swarm:
             time.sleep(min(start + seconds - end, REST / 12))
             reserved = [max(before, node.reserved()) for before, node in zip(reserved, self.nodes, strict=True)]
         done = self._order([])
-        speed, answers = self._answers.between(start, end)
+        speed, wait, answers = self._answers.between(start, end)
         passes = [long for node in self.nodes for long in node.passes(start, end)]
         longest = max(passes, key=lambda one: one["cpu"], default={"cpu": 0.0, "task": ""})
         most = self._sampler.most(start, end)
@@ -198,6 +200,7 @@ class Swarm:
             "held": sum(one["cpu"] > MAX_PASS for one in passes),
             "longest": longest["task"],
             "tokens_per_s": round(speed, 2),
+            "wait_s": round(wait, 1),
             "answers": len(answers),
             "failed": [wrong for wrong in answers if wrong],
             "attacker_sent_mb": round(done["sent"] / 1e6, 1),
@@ -330,6 +333,7 @@ def show(found: dict[str, Any]) -> None:
         "held",
         "tokens/s",
         "speed",
+        "wait, s",
         "answers",
         "longest pass",
     )
@@ -345,6 +349,7 @@ def show(found: dict[str, Any]) -> None:
             str(phase["held"]),
             f"{phase['tokens_per_s']:.1f}",
             f"{phase['speed']:.2f}",
+            f"{phase['wait_s']:.1f}",
             f"{right} of {phase['answers']}",
             phase["longest"],
         )
