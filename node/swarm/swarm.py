@@ -141,12 +141,12 @@ class Swarm(MessageStreams):
 
     # --- evidence
 
-    async def publish_evidence(self, bundle: Bundle, *, recomputed: bool) -> None:
+    async def publish_evidence(self, bundle: Bundle, *, recomputed: bool, one_bit: bool = False) -> None:
         """Bans the server whose fault this node has checked itself, and publishes the evidence.
 
-        `recomputed`: this node has recomputed the answer, and signs that it has.
+        `recomputed`: this node has recomputed the answer, and signs that it has. `one_bit`: no more of it was wrong.
         """
-        data = self._evidence.record_proven(bundle, recomputed=recomputed, addrs=self.addrs)
+        data = self._evidence.record_proven(bundle, recomputed=recomputed, one_bit=one_bit, addrs=self.addrs)
         if self.gossip is not None:
             await self.gossip.publish(data)
 

@@ -334,5 +334,5 @@ class MemoryNode(MessageStreams):
             if named and server.model_version.hex().startswith(pinned):
                 yield server.model_version, self.network.manifests[server.model_version]
 
-    async def publish_evidence(self, bundle: Any, *, recomputed: bool) -> None:
+    async def publish_evidence(self, bundle: Any, *, recomputed: bool, one_bit: bool = False) -> None:
         """There is no gossip here: the ban stays this node's own."""

@@ -35,6 +35,7 @@ from .evidence_message import (
     KnownMakers,
     is_recent,
 )
+from .reputation import Source
 from .statement import SelfProven, check_statement
 from .store import TrustStore
 
@@ -83,6 +84,7 @@ class EvidenceGossip:
         self._authors, self._relayed, self._relayed_of_known = (
             ShareCount(math.inf, seconds=EVIDENCE_LIMITS.rate_seconds) for _ in range(3)
         )
+        self._told = False
         self._makers, self._shares = KnownMakers(), ForwardingShares()
         # Accepted and not yet delivered, and who handed it on.
         self._checked: OrderedDict[bytes, tuple[EvidenceMessage, str]] = OrderedDict()
@@ -131,6 +133,14 @@ class EvidenceGossip:
             return
         message, forwarder = checked
         self._remember(message)
+        if message.accused == self._identity.peer_id and not self._told:
+            self._told = True  # once: whoever likes can say so
+            log.warning(
+                "%s says that this server has answered wrong (evidence %s); if it did, its memory or processor may be "
+                "faulty: `petalnode self-test` tests this machine",
+                author,
+                message.evidence_id.hex()[:12],
+            )
         if message.bundle is not None and message.is_self_proving:
             shown = check_statement(message.bundle)
             if isinstance(shown, SelfProven) and message.accused != self._identity.peer_id:
@@ -193,8 +203,11 @@ class EvidenceGossip:
 
     # --- evidence of this node
 
-    def record_proven(self, bundle: Bundle, *, recomputed: bool, addrs: Sequence[str] = ()) -> bytes:
-        """Bans the server whose fault this node has checked itself; returns the message to publish.
+    def record_proven(
+        self, bundle: Bundle, *, recomputed: bool, one_bit: bool = False, addrs: Sequence[str] = ()
+    ) -> bytes:
+        """Bans the server whose fault this node has checked itself, shortly at first where that was `one_bit` of an
+        answer; returns the message to publish.
 
         It has this node's endorsement if it has `recomputed` the answer, and the `addrs` where it can be dialed.
         """
@@ -204,7 +217,8 @@ class EvidenceGossip:
         message = EvidenceMessage.of(bundle, [*mine, *others], addrs)
         self._hold(bundle)
         self._remember(message)
-        self._store.ban(bundle.accused, f"proved here (evidence {bundle.id.hex()[:12]})", "evidence")
+        source: Source = "one bit" if one_bit else "evidence"
+        self._store.ban(bundle.accused, f"proved here (evidence {bundle.id.hex()[:12]})", source)
         self._notify_proven(bundle)
         return message.to_bytes()
 

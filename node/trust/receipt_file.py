@@ -1,7 +1,8 @@
 """Receipts of answers: kept by a client, as a file, and what they show to somebody who was not there.
 
 They show who computed which blocks for which client, when, and that the same servers have not signed two different
-streams of replies. That the replies were right is another matter: for that they are recomputed (`petalnode validate`).
+streams of replies. That the replies were right is another matter: of servers of the exact kind it follows from the
+tokens, if they are in the file, and own weights (`verification.answer_check`); else `petalnode validate` recomputes.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise, zip_longest
+from operator import index as whole
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from ...crypto.receipts import Receipt
 from ...protocols import wire_pb2 as wire
+from ...protocols.delimited import parse_message
 from ...protocols.inference import receipt_from_wire, receipt_to_wire
 from ..errors import BadInput
 
+M = TypeVar("M", bound=Message)
 FORMAT: Final = "petalnode-receipts/1"
 MAX_FILE: Final = 64 << 20
 """Bytes: of some 30,000 receipts."""
@@ -32,11 +36,26 @@ MAX_KEPT: Final = 16_384
 
 
 @dataclass(frozen=True)
+class AnswerTokens:
+    """The tokens of a prompt, `prompt` of them, and of the answer to it."""
+
+    tokens: tuple[int, ...]
+    prompt: int
+
+
+@dataclass(frozen=True)
 class SignedReply:
-    """A receipt with the server that is said to have signed it."""
+    """A receipt with the server that is said to have signed it.
+
+    `step`, `asked`: the request that it is for and the header of its tensor; `answer`: to which it belongs. None where
+    that is not told.
+    """
 
     peer_id: str
     receipt: Receipt
+    step: wire.Step | None = None
+    asked: wire.Tensor | None = None
+    answer: AnswerTokens | None = None
 
 
 @dataclass(frozen=True)
@@ -66,23 +85,41 @@ def digest_of(replies: Iterable[SignedReply]) -> bytes:
     return found.digest()
 
 
-def to_json(name: str, replies: Sequence[SignedReply]) -> dict[str, Any]:
-    """The file's JSON object; `receipt` is `wire.Receipt` in base64, what stands beside it is for people."""
+def to_json(name: str, replies: Sequence[SignedReply], *, tokens: bool = False) -> dict[str, Any]:
+    """The file's JSON object; `receipt` is `wire.Receipt` in base64, what stands beside it is for people. With `tokens`
+    it has the text, too, and all else from which the replies can be computed again."""
     return {
         "format": FORMAT,
         "id": name,
         "digest": digest_of(replies).hex(),
+        **({"answers": _answers(replies)} if tokens else {}),
         "receipts": [
             {
                 "peer_id": reply.peer_id,
                 "blocks": list(reply.receipt.span),
                 "sequence": reply.receipt.sequence,
                 "time_ms": reply.receipt.time_ms,
-                "receipt": base64.b64encode(receipt_to_wire(reply.receipt).SerializeToString()).decode(),
+                "receipt": _base64(receipt_to_wire(reply.receipt)),
+                **({"step": _base64(reply.step)} if tokens and reply.step is not None else {}),
+                **({"tensor": _base64(reply.asked)} if tokens and reply.asked is not None else {}),
             }
             for reply in replies
         ],
     }
+
+
+def _base64(message: Message) -> str:
+    return base64.b64encode(message.SerializeToString()).decode()
+
+
+def _answers(replies: Sequence[SignedReply]) -> list[dict[str, Any]]:
+    """The tokens of each answer, and how many of the receipts, which stand in the same order, are of it."""
+    groups = [list(group) for _, group in groupby(replies, lambda reply: id(reply.answer))]
+    return [
+        {"tokens": list(answer.tokens), "prompt_tokens": answer.prompt, "receipts": len(group)}
+        for group in groups
+        if (answer := group[0].answer) is not None
+    ]
 
 
 def load(path: Path) -> tuple[bytes, list[SignedReply]]:
@@ -97,7 +134,12 @@ def load(path: Path) -> tuple[bytes, list[SignedReply]]:
         data = json.loads(path.read_bytes())
         if data["format"] != FORMAT:
             raise ValueError
-        return bytes.fromhex(data["digest"]), [_read(entry) for entry in data["receipts"]]
+        answers: list[AnswerTokens] = []
+        for said in data.get("answers", ()):
+            answer = AnswerTokens(tuple(map(whole, said["tokens"])), whole(said["prompt_tokens"]))
+            answers += [answer] * min(whole(said["receipts"]), len(data["receipts"]) - len(answers))
+        read = zip_longest(data["receipts"], answers)
+        return bytes.fromhex(data["digest"]), [_read(entry, answer) for entry, answer in read]
     except OSError as error:
         raise BadInput(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, LookupError, TypeError, DecodeError, RecursionError):
@@ -106,12 +148,19 @@ def load(path: Path) -> tuple[bytes, list[SignedReply]]:
         ) from None
 
 
-def _read(entry: dict[str, Any]) -> SignedReply:
+def _read(entry: dict[str, Any], answer: AnswerTokens | None) -> SignedReply:
+    receipt = receipt_from_wire(_message(wire.Receipt, entry["receipt"]))
+    step = _message(wire.Step, entry["step"]) if "step" in entry else None
+    asked = _message(wire.Tensor, entry["tensor"]) if "tensor" in entry else None
+    return SignedReply(str(entry["peer_id"]), receipt, step, asked, answer)
+
+
+def _message(kind: type[M], text: str) -> M:
     try:
-        message = wire.Receipt.FromString(base64.b64decode(entry["receipt"], validate=True))
+        # A step says where it is pushed to, and of pictures where each token stands.
+        return parse_message(kind, base64.b64decode(text, validate=True), most=1024)
     except binascii.Error as error:
         raise ValueError from error
-    return SignedReply(str(entry["peer_id"]), receipt_from_wire(message))
 
 
 def check(stated: bytes, replies: Sequence[SignedReply]) -> Findings:

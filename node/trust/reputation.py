@@ -27,12 +27,14 @@ class ReputationPolicy:
     proven_seconds: float = 7 * 86400.0  # A ban for a fault that was proved, by whomever
     cheated_seconds: float = 3600.0
     """A ban for an answer that does not fit its receipt, the first time; twice as long every other time."""
+    one_bit_seconds: float = 600.0
+    """A first ban for an answer of the exact kind in which one bit is wrong: memory does that."""
     longest_seconds: float = 30 * 86400.0
     max_bans: int = 10_000
 
 
 REPUTATION: Final = ReputationPolicy()
-Source = Literal["own", "evidence", "validators"]
+Source = Literal["own", "evidence", "one bit", "validators"]
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,11 @@ class Ban:
 def extended(before: Ban | None, peer_id: str, reason: str, source: Source, now: float) -> Ban:
     """The ban for another fault; never shorter than the one that holds already."""
     count = before.count + 1 if before is not None else 1
-    seconds = REPUTATION.proven_seconds if source != "own" else REPUTATION.cheated_seconds * 2.0 ** min(count - 1, 16)
+    seconds = REPUTATION.proven_seconds
+    if source == "one bit" and before is None:
+        seconds = REPUTATION.one_bit_seconds
+    if source == "own":
+        seconds = REPUTATION.cheated_seconds * 2.0 ** min(count - 1, 16)
     until = now + min(seconds, REPUTATION.longest_seconds)
     if before is not None and before.until > until:
         return Ban(peer_id, before.until, before.reason, before.source, count)

@@ -232,7 +232,7 @@ class Endorser:
             return
         self._note(message.evidence_id, outcome)
         if outcome.proven:
-            await self._swarm.publish_evidence(bundle, recomputed=True)
+            await self._swarm.publish_evidence(bundle, recomputed=True, one_bit=outcome.one_bit)
         elif not outcome.inconclusive:
             self._distrust(message, {bundle.accuser}, outcome.reason)
 

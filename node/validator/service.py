@@ -180,7 +180,7 @@ class Validator:
             if checked.proven and self._options.accuser is not None:
                 measured = Measurement(checked.error, checked.tolerance)
                 bundle = resigned(shared.bundle, self._options.accuser, measured)
-                await self._swarm.publish_evidence(bundle, recomputed=True)
+                await self._swarm.publish_evidence(bundle, recomputed=True, one_bit=checked.one_bit)
                 verdict = await trio.to_thread.run_sync(self._with_evidence, verdict, bundle)
             self._report(verdict)
 
@@ -226,7 +226,7 @@ class Validator:
         if bundle is None:
             return verdict
         if (verdict.error or 0.0) > (verdict.tolerance or 0.0):  # a third party can check no more than distances
-            await self._swarm.publish_evidence(bundle, recomputed=True)
+            await self._swarm.publish_evidence(bundle, recomputed=True, one_bit=verdict.one_bit)
         return await trio.to_thread.run_sync(self._with_evidence, verdict, bundle)
 
     def _with_evidence(self, verdict: Verdict, bundle: Bundle) -> Verdict:

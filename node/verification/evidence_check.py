@@ -36,7 +36,7 @@ class Outcome:
 
     `error` and `tolerance` are 0 where nothing was recomputed. `signed`: the accused has signed the answer that this is
     about, so that the outcome says something of it. `exchanged`: it is refuted by its tensors, which the
-    accuser has not signed; who sent them is to blame.
+    accuser has not signed; who sent them is to blame. `one_bit`: as `Judgement` has it.
     """
 
     proven: bool
@@ -46,6 +46,7 @@ class Outcome:
     inconclusive: bool = False
     exchanged: bool = False
     signed: bool = False
+    one_bit: bool = False
 
 
 def wanted_blocks(bundle: Bundle) -> Span | None:
@@ -101,7 +102,8 @@ def check_evidence(
         undecided, exchanged = isinstance(error, Incomplete), isinstance(error, ExchangedTensors)
         return Outcome(False, str(error), inconclusive=undecided, exchanged=exchanged)
     proven, undecided = (judged.verdict == verdict for verdict in ("faulty", "inconclusive"))
-    return Outcome(proven, judged.reason, judged.error or 0.0, judged.tolerance or 0.0, undecided, signed=True)
+    measured = judged.error or 0.0, judged.tolerance or 0.0
+    return Outcome(proven, judged.reason, *measured, undecided, signed=True, one_bit=judged.one_bit)
 
 
 def _judge(

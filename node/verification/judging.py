@@ -82,12 +82,14 @@ class Distance:
 
 @dataclass(frozen=True)
 class Judgement:
-    """`error` and `tolerance` are those that decided, relative to the recomputed answer."""
+    """`error` and `tolerance` are those that decided, relative to the recomputed answer. `one_bit`: nothing else of it
+    is wrong, and all of it had to be right."""
 
     result: Result
     reason: str
     error: float
     tolerance: float
+    one_bit: bool = False
 
 
 def distance(claimed: torch.Tensor, recomputed: torch.Tensor, codec: str = "none") -> Distance:
@@ -273,7 +275,10 @@ def judge_bits(claimed: torch.Tensor, recomputed: torch.Tensor) -> Judgement:
     off = (given != right).view(*claimed.shape, -1).any(-1)
     found = f"{int(off.sum())} of {off.numel()} values, first at token {int(off.any(-1).any(0).nonzero()[0])}"
     reason = f"its answer differs in {found}, and it announces that it is exact to the bit"
-    return Judgement("faulty", reason, _overall(token_errors(claimed, recomputed)).worst, 0.0)
+    one_bit = sum(byte.bit_count() for byte in (given ^ right)[given != right][:2].tolist()) == 1
+    if one_bit:
+        reason += "; it is one bit, so the memory of that machine may be faulty"
+    return Judgement("faulty", reason, _overall(token_errors(claimed, recomputed)).worst, 0.0, one_bit)
 
 
 @dataclass(frozen=True)

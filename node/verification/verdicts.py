@@ -45,7 +45,7 @@ class Verdict:
 
     `error` and `tolerance` are those that decided, relative to the recomputed answer. `kind` says by what it was found:
     "forward" or "backward" by a probe, "receipts" by an audit, "" if the server could not be asked. `requests` were
-    recomputed for it. `evidence` is the file by which others can check it.
+    recomputed for it. `evidence` is the file by which others can check it. `one_bit`: as `Judgement` has it.
     """
 
     peer_id: str
@@ -57,6 +57,7 @@ class Verdict:
     kind: str = ""
     requests: int = 0
     evidence: Path | None = None
+    one_bit: bool = False
 
     def fields(self) -> dict[str, Any]:
         """The fields of the JSON object."""
@@ -243,7 +244,8 @@ class Judge:
         seen, judged = compared.observed, compared.exact
         if judged is not None:
             told = judged.result, judged.reason, judged.error, judged.tolerance
-            return Verdict(seen.peer_id, seen.span, *told, seen.direction, len(seen.claimed))
+            requests = len(seen.claimed)
+            return Verdict(seen.peer_id, seen.span, *told, seen.direction, requests, one_bit=judged.one_bit)
         tolerance = compared.tolerance
         what = "its answer" if seen.direction == "forward" else "its gradient"
         hidden, spread = judge_distance(compared.found, tolerance, what), compared.spread

@@ -75,5 +75,5 @@ class Listener:
             raise Refusal(wire.ERROR_NOT_FOUND, "this evidence is not here")
         return self._bundles[evidence_id]
 
-    async def publish_evidence(self, bundle: Bundle, *, recomputed: bool) -> None:
+    async def publish_evidence(self, bundle: Bundle, *, recomputed: bool, one_bit: bool = False) -> None:
         self.published.append(bundle)

@@ -36,8 +36,10 @@ from petalnode.node.models.sources.hub_parts import fetch_header
 from petalnode.node.models.sources.ranges import RangedFile
 from petalnode.node.placement.planning.machines_file import fleet_of, read_machines
 from petalnode.node.trust.bundle import BadBundle, Bundle
+from petalnode.node.trust.receipt_file import AnswerTokens, SignedReply, check, load, to_json
 from petalnode.node.tuning.adapter_files import check_adapter
 from petalnode.node.tuning.dataset import read_dataset
+from petalnode.protocols import wire_pb2 as wire
 from tests.fuzz import corpus
 from tests.fuzz.harness import Target, parser
 from tests.fuzz.mutation import Mutator
@@ -363,6 +365,10 @@ def _read_chat(folder: Path) -> None:
         pass
 
 
+_ASKED: Final = wire.Step(position=3), corpus.tensor(1, 1, 8), AnswerTokens((1, 2, 3, 4, 5), 3)
+_REPLY: Final = SignedReply(corpus.ATTACKER.peer_id, corpus.receipt(), *_ASKED)
+
+
 def _read_json(data: bytes) -> None:
     """What is read is what others read, and goes over the wire."""
     for strict in (True, False):
@@ -407,6 +413,13 @@ TARGETS: Final[tuple[Target, ...]] = (
         _read_chat,
         BadInput,
         MachineError,
+    ),
+    file_target(
+        "file of receipts",
+        6,
+        lambda mutator: {"r.json": as_json(mutator, to_json("x", [_REPLY, _REPLY], tokens=True))},
+        lambda folder: check(*load(folder / "r.json")),
+        BadInput,
     ),
     file_target(
         "conversation of others",

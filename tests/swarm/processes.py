@@ -273,6 +273,9 @@ class Nodes:
         span = [] if blocks is None else ["--blocks", blocks]
         return self._started("serve", str(folder), *span, *join, "--until-eof", *options)
 
+    def api(self, folder: Path | str, peer: str) -> Node:
+        return self._kept(Node("api", str(folder), "--peer", peer, "--http-port", "0", "--json", env=self.env))
+
     def script(self, code: str, *arguments: str) -> Running:
         """A Python program in a process of its own."""
         return self._kept(Running([sys.executable, "-c", code, *arguments], self.env))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from petalnode.node.models import resolve
@@ -36,8 +38,19 @@ def test_a_bit_convicts_and_the_honest_pass(home: Path, models: Path, tmp_path: 
     assert shown.proven and "exact to the bit" in shown.reason, shown
 
 
+def answered(url: str, to: Path) -> Path:
+    """A file with the receipts and tokens of an answer of this API."""
+    asked: dict[str, Any] = {"model": "tiny-llama", "prompt": "abc", "max_tokens": 6, "temperature": 0}
+    with httpx.Client(base_url=url, timeout=None, trust_env=False) as client:
+        answer = client.post("/v1/completions", json=asked).json()
+        receipts = client.get(f"/v1/petalnode/receipts/{answer['id']}", params={"tokens": "true"})
+    to.write_bytes(receipts.content)
+    return to
+
+
 def test_the_commands(node_starter: Nodes, home: Path, models: Path, tmp_path: Path) -> None:
-    """`serve --exact`, of processes with different instructions, `status`, `validate` and `verify-evidence`."""
+    """`serve --exact`, of processes with different instructions, `status`, `validate`, `verify-evidence` and
+    `verify-receipts`."""
     folder, control, env = models / "tiny-llama", home / "one-bit.json", node_starter.env
     peer: str = node_starter.meeting_point().event("ready")["addrs"][0]
     with server_pool(home / "exact", folder, peer) as pool:
@@ -48,9 +61,22 @@ def test_the_commands(node_starter: Nodes, home: Path, models: Path, tmp_path: P
         said = petalnode("status", "--json", "--peer", honest.ready["addrs"][0], env=env)
         assert said.objects, said
         assert all(server["exact"] for server in said.objects[0]["servers"])
-        order(control, blocks="bit")
-        options = ("--once", "--json", "--peer", peer, "--evidence-dir", str(tmp_path))
+        said = petalnode("status", "--peer", honest.ready["addrs"][0], env=env)
+        assert "exact to the bit: blocks 0:6, by 2 of 2 servers" in said.out, said
         other = env | {"PETALNODE_KERNELS_ISA": "plainfma"}
+        url = node_starter.api(folder, peer).ready["url"]
+        receipts = answered(url, tmp_path / "right.json")
+        said = petalnode("verify-receipts", str(receipts), str(folder), "--json", env=other)
+        (found,) = said.objects[0]["answers"]
+        assert said.code == 0 and found["verdict"] == "yes" and found["likeliest"] == found["tokens"] == 6, said
+        order(control, blocks="bit")
+        receipts = answered(url, tmp_path / "wrong.json")
+        said = petalnode("verify-receipts", str(receipts), str(folder), "--json", env=other)
+        (found,) = said.objects[0]["answers"]
+        (wrong,) = found["wrong"]
+        assert said.code == 1 and wrong["peer_id"] == suspect.peer_id and wrong["blocks"] == [3, 6], said
+        assert wrong["proven"], said
+        options = ("--once", "--json", "--peer", peer, "--evidence-dir", str(tmp_path))
         said = petalnode("validate", str(folder), *options, env=other, timeout=170)
     verdicts = {line["peer_id"]: line for line in said.objects}
     guilty = verdicts[suspect.peer_id]

@@ -135,6 +135,9 @@ def test_one_bit_convicts(folder: Path, kernels: Library, codec: str) -> None:
     assert {verdict.verdict for verdict in judge.verdicts(honest)} == {"ok"}
     for verdict in judge.verdicts(lying):
         assert verdict.verdict == "faulty" and verdict.tolerance == 0 and "differs in 1 of" in verdict.reason
+        assert verdict.one_bit and "memory" in verdict.reason
+    worse = [replace(one, claimed=tuple(-answer for answer in one.claimed)) for one in lying]
+    assert not any(verdict.one_bit for verdict in judge.verdicts(worse))
 
 
 def test_nobody_is_called_faulty_where_the_kernels_are_missing(

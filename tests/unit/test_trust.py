@@ -83,6 +83,9 @@ def test_bans_grow_expire_and_never_shrink() -> None:
     proven = extended(second, "peer", "proven", "evidence", NOW)
     assert proven.until == NOW + REPUTATION.proven_seconds
     assert extended(proven, "peer", "lied", "own", NOW).until == proven.until
+    flipped = extended(None, "peer", "a bit", "one bit", NOW)
+    assert flipped.until == NOW + REPUTATION.one_bit_seconds < first.until
+    assert extended(flipped, "peer", "a bit", "one bit", NOW).until == proven.until
     long = first
     for _ in range(100):
         long = extended(long, "peer", "lied", "own", NOW)

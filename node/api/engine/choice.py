@@ -15,7 +15,7 @@ from ...client.chat import Text
 from ...client.generation.conversation import Conversation
 from ...client.generation.sampling import Sampler, Sampling
 from ...errors import NoChainError
-from ...trust.receipt_file import SignedReply
+from ...trust.receipt_file import AnswerTokens, SignedReply
 from ...trust.receipt_log import SessionLog
 from .conversations import CacheScope, Conversations
 from .generation import (
@@ -274,7 +274,7 @@ class Choice:
         self._logs = [(log, _newest(log)) for log in conversation.logs]
         if wanted.echo:
             await self._echo(conversation)
-        length = 0
+        tokens = list(prompt)
         cached = 0
         if asked:
             seed = wanted.sampling.seed
@@ -288,13 +288,13 @@ class Choice:
             taking = partial(self._take, conversation, recorder, constraint)
             before_answer = prompt[-_BEFORE:] if wanted.continues else ()
             self._decode = self._parts.text.stream(self._decoded.append, before_answer, special=wanted.shows_special)
-            length = len(await conversation.answer(prompt, sampling, taking, self._stop, recorder, wanted.pictures))
+            tokens += await conversation.answer(prompt, sampling, taking, self._stop, recorder, wanted.pictures)
             cached = 0 if wanted.echo else min(conversation.reused, len(prompt) - 1)  # one is always sent
             if held_back := self._stops.end():
                 self._send.send_nowait(Piece(self._index, held_back))
-            full = length >= sampling.max_new_tokens
+            full = len(tokens) - len(prompt) >= sampling.max_new_tokens
         reason = "length" if not asked or (full and not self._stop.is_set()) else "stop"
-        tallies = self._parts.tallies
+        length, tallies = len(tokens) - len(prompt), self._parts.tallies
         tallies.answers[reason] += 1
         tallies.tokens.update(prompt=len(prompt) - cached, cached=cached, completion=length)
         end = Finished(
@@ -305,7 +305,7 @@ class Choice:
             cached,
             conversation.recoveries - before,
             hops_of(conversation, traffic),
-            self._receipts(conversation),
+            self._receipts(conversation, tokens),
             self._stops.found,
             conversation.compared_routes,
             conversation.drafting.counts - drafts,
@@ -353,10 +353,14 @@ class Choice:
             if not any(log is known for known, _ in self._logs):
                 self._logs.append((log, 0))
 
-    def _receipts(self, conversation: Conversation) -> tuple[SignedReply, ...]:
+    def _receipts(self, conversation: Conversation, tokens: Sequence[int]) -> tuple[SignedReply, ...]:
+        """Those of the answer whose tokens these are, with the prompt's."""
         self._note_servers(conversation)
+        wanted = self._wanted
+        plain = wanted.pictures is None and wanted.model.adapter is None  # else more than tokens enters the blocks
+        answer = AnswerTokens(tuple(tokens), len(self._prompt)) if plain else None
         return tuple(
-            SignedReply(log.peer_id, entry.receipt)
+            SignedReply(log.peer_id, entry.receipt, entry.step, entry.asked, answer)
             for log, before in self._logs
             for entry in log.entries
             if entry.receipt.sequence > before

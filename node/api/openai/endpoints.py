@@ -309,7 +309,8 @@ class _OpenAIEndpoints:
         replies = self._core.receipts.find(request.state.owner, name)
         if replies is None:
             raise ApiError(404, f"there are no receipts of an answer {name[:200]!r} (any more)", code="not_found")
-        return JSONResponse(await trio.to_thread.run_sync(to_json, name, replies))
+        tokens = request.query_params.get("tokens") == "true"
+        return JSONResponse(await trio.to_thread.run_sync(partial(to_json, name, replies, tokens=tokens)))
 
     async def _fields(self, request: Request) -> Fields:
         return await read_asked(request, self._core, lambda fields: fields)

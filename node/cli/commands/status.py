@@ -173,7 +173,7 @@ def picture(models: Sequence[ModelServers], relays: Sequence[Relay], width: int)
     parts: list[Table | Text] = []
     for model in models:
         parts.append(server_table(model, narrow=width < STATUS.wide))
-        parts += map(Text, adapter_lines(model.servers))
+        parts += map(Text, [*exact_lines(model.servers), *adapter_lines(model.servers)])
         parts += [
             Text(f"ignored: {server.peer_id} announces that {model.name} has {server.num_blocks} blocks")
             for server in model.ignored
@@ -186,6 +186,15 @@ def picture(models: Sequence[ModelServers], relays: Sequence[Relay], width: int)
     if not relays:
         parts.append(Text("relays: none known, so nodes behind NAT cannot be reached from outside their network"))
     return parts
+
+
+def exact_lines(servers: Sequence[Announcement]) -> list[str]:
+    """A line for the blocks that are computed with the same bits everywhere (docs/exact.md), if there are any."""
+    spans = [server.span for server in servers if is_exact(server.quantisation)]
+    blocks = {block for span in spans for block in range(span.start, span.end)}
+    if not spans:
+        return []
+    return [f"exact to the bit: {describe_blocks(sorted(blocks))}, by {len(spans)} of {len(servers)} servers"]
 
 
 def adapter_lines(servers: Sequence[Announcement]) -> list[str]:

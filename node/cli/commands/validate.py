@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,7 +35,9 @@ from ..terminal import StopSignal
 
 if TYPE_CHECKING:
     from ...credits.issuer import Rewards
+    from ...trust.receipt_file import SignedReply
     from ...validator.probe_inputs import ProbeModel
+    from ...verification.answer_check import AnswerFindings
     from ...verification.verdicts import Verdict
 
 _Device = Annotated[str, typer.Option(help="Device to recompute on: auto, cpu, cuda, cuda:N or mps.")]
@@ -331,6 +333,12 @@ def verify_evidence(
 
 def verify_receipts(
     file: Annotated[Path, typer.Argument(help="What GET /v1/petalnode/receipts/ID of `petalnode api` said.")],
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="Compute the answer again with this model. The file has to have the tokens (?tokens=true)."
+        ),
+    ] = None,
     digest: Annotated[
         str | None, typer.Option(metavar="HEX", help="The digest that came with the answer, in `x_petalnode`.")
     ] = None,
@@ -338,7 +346,8 @@ def verify_receipts(
 ) -> None:
     """Check the receipts of an answer of `petalnode api`: exit code 0 if all are as they should be, 1 if not.
 
-    They show which servers have signed replies for which blocks, not that the replies were right.
+    They show which servers have signed replies for which blocks. That the replies were right is shown with MODEL, of
+    servers of the exact kind: exit code 2 if that cannot be told.
     """
     from ...trust.receipt_file import check, load
 
@@ -355,14 +364,34 @@ def verify_receipts(
     for problem in found.wrong:
         output.say(problem)
     output.say("wrong" if found.wrong else "all are signed, and follow each other")
+    computed = [] if model is None or found.wrong else _computed(output, model, replies)
+    verdicts = {answer.verdict for answer in computed}
     output.emit(
         event="receipts",
-        ok=not found.wrong,
+        ok=not found.wrong and verdicts <= {"yes"},
         digest=stated.hex(),
         servers=[
             {"peer_id": server.peer_id, "blocks": list(server.blocks), "replies": server.replies}
             for server in found.work
         ],
         wrong=list(found.wrong),
+        **({"answers": [answer.fields() for answer in computed]} if model is not None else {}),
     )
-    raise typer.Exit(ExitCode.RESULT_SAYS_NO if found.wrong else ExitCode.DONE)
+    if found.wrong or "no" in verdicts:
+        raise typer.Exit(ExitCode.RESULT_SAYS_NO)
+    raise typer.Exit(ExitCode.BAD_INPUT if "unknown" in verdicts else ExitCode.DONE)
+
+
+def _computed(output: Output, model: str, replies: Sequence[SignedReply]) -> list[AnswerFindings]:
+    """What comes of computing the answers again, which is said as well."""
+    from ...verification.answer_check import check_answers
+
+    bars = ProgressBars(output.console)
+    folder = resolve(model, progress=bars)
+    output.say(f"computing the answer again with {folder.path} ...")
+    answers = check_answers(folder, replies, bars)
+    bars.stop()
+    for answer in answers:
+        output.say(f"{answer.verdict}: {answer.reason}")
+        output.say(f"{answer.likeliest} of its {answer.tokens} tokens are the most likely ones", style="dim")
+    return answers

@@ -111,8 +111,8 @@ FILES: Final[Mapping[str, Row]] = {
         "node.trust.receipt_file.MAX_FILE",
         "node.trust.receipt_file.MAX_KEPT",
         "node.trust.receipt_file.MAX_KEPT",
-        ("tests/api/test_receipts.py",),
-        ("receipt and pledge",),
+        ("tests/api/test_receipts.py", "tests/unit/test_answer_check.py"),
+        ("receipt and pledge", "file of receipts"),
     ),
     "machine file": Row(
         FILE,
