@@ -18,6 +18,7 @@ from petalnode.crypto.identity import Identity
 from petalnode.node.api.http.admission import Admission, ApiKeys, hash_of_key
 from petalnode.node.cli import app as command_line
 from petalnode.node.errors import BadInput
+from petalnode.node.testing.memory_servers import memory_swarm
 from petalnode.node.trust.receipt_file import AnswerReceipts, SignedReply, check, digest_of, load, to_json
 from tests.api.conftest import Served
 from tests.memory_api import MemoryApi, memory_api
@@ -170,3 +171,25 @@ def test_only_so_many_receipts_are_kept(answered: tuple[dict[str, Any], dict[str
         book.keep("", f"empty {number}", [])
         book.keep("", f"empty {number}", [])
     assert sum(book.find("", f"empty {number}") is not None for number in range(10 * len(replies))) == 2 * len(replies)
+
+
+def test_an_answer_of_exact_servers_is_computed_again(api_model: Path) -> None:
+    """What the page shows as "Verified to the bit"."""
+    with memory_swarm() as swarm:
+        servers = [swarm.start(api_model, blocks, exact=True, dtype="float32") for blocks in ("0:3", "3:6")]
+        assert all(server.ready["quantisation"] == "none/exact-1" for server in servers)
+        with memory_api(swarm, api_model) as api:
+            asked = {**ASKED, "prompt": "a text with room for an answer", "n": 2}
+            answer = httpx.post(f"{api.url}/v1/completions", json=asked, timeout=None).json()
+            receipts = f"{api.url}/v1/petalnode/receipts/{answer['id']}"
+            found = httpx.post(f"{receipts}/check", timeout=None).json()["answers"]
+            assert [choice["verdict"] for choice in found] == ["yes", "yes"], found
+            assert "answers" not in httpx.get(receipts).json()  # nobody is told the text who is shown the receipts
+            told = httpx.get(receipts, params={"tokens": "true"}).json()["answers"]
+            assert [choice["prompt_tokens"] for choice in told] == 2 * [len(asked["prompt"])]
+            assert httpx.post(f"{api.url}/v1/petalnode/receipts/other/check").status_code == 404
+
+
+def test_an_answer_of_other_servers_is_not(answered: tuple[dict[str, Any], dict[str, Any]], api: MemoryApi) -> None:
+    refused = httpx.post(f"{api.url}/v1/petalnode/receipts/{answered[0]['id']}/check", timeout=None)
+    assert refused.status_code == 409 and "same bits" in refused.json()["error"]["message"]

@@ -105,4 +105,6 @@ test("a file that somebody else made gives no chat that is not whole", () => {
   const { chat, answer } = asked();
   answer.route = { hops: 1 };
   assert.equal(imported(exported([chat]))[0].nodes[answer.id].route, null);
+  answer.route = { hops: [], changes: [], receipts: { digest: "ab", count: 1, checked: [{ verdict: "yes" }] } };
+  assert.equal(imported(exported([chat]))[0].nodes[answer.id].route.receipts.checked, undefined);
 });

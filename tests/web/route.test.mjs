@@ -4,7 +4,7 @@ import { test } from "node:test";
 import { EventReader } from "../../node/web/static/client.js";
 import { graph, lanes, slowness, ticks } from "../../node/web/static/layout.js";
 import { bytes, count, milliseconds, reasonFor, reputationOf, sentence, shortPeer, span, stateOf } from "../../node/web/static/text.js";
-import { followed, named, NO_ROUTE, spoken, stepMilliseconds } from "../../node/web/static/route.js";
+import { checkedText, followed, named, NO_ROUTE, spoken, stepMilliseconds } from "../../node/web/static/route.js";
 
 const hop = (peer_id, blocks, last_step_ms = 2) => ({ peer_id, blocks, last_step_ms, bytes_sent: 1, bytes_received: 2 });
 const progress = (hops, more = {}) => ({
@@ -130,4 +130,12 @@ test("a server is what it says, unless it does not answer", () => {
   assert.equal(stateOf({ ...server, next_blocks: [3, 6] }), "online, goes to 3:6");
   assert.equal(stateOf({ ...server, answers: false }), "not answering");
   assert.deepEqual([{ reputation: 0.5 }, { reputation: 0, banned_until: 1 }].map(reputationOf), ["0.50", "0.00"]);
+});
+
+test("only an answer whose every choice was computed again is verified", () => {
+  const right = { verdict: "yes", reason: "" };
+  assert.equal(checkedText([right, right]), "Verified to the bit.");
+  assert.equal(checkedText([right, { verdict: "no", reason: "server a lies" }]).includes("Wrong: server a lies."), true);
+  assert.equal(checkedText([{ verdict: "unknown", reason: "no receipt" }]), "Not verified: no receipt.");
+  assert.notEqual(checkedText([]), "Verified to the bit.");
 });

@@ -23,7 +23,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from ...client.generation.sampling import Sampling
-from ...trust.receipt_file import to_json
+from ...errors import BadInput, MachineError
+from ...trust.receipt_file import SignedReply, to_json
+from ...verification.answer_check import check_answers
 from ..engine.core import Core
 from ..engine.generation import GenerationRequest, ServedModel
 from ..engine.preparing import chat_prompt, prepare_chat, prepare_completion, text_prompt
@@ -222,6 +224,7 @@ def openai_routes(core: Core) -> list[BaseRoute]:
         Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
         Route("/v1/completions", endpoints.completions, methods=["POST"]),
         Route("/v1/petalnode/receipts/{name}", endpoints.receipts, methods=["GET"]),
+        Route("/v1/petalnode/receipts/{name}/check", endpoints.check, methods=["POST"]),
         Route("/v1/petalnode/hidden_states", endpoints.hidden_states, methods=["POST"]),
         Route("/v1/embeddings", endpoints.embeddings, methods=["POST"]),
     ]
@@ -231,6 +234,7 @@ class _OpenAIEndpoints:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._since = int(time.time())
+        self._checks = trio.CapacityLimiter(1)
 
     async def models(self, request: Request) -> Response:
         listed = [self._model(model) for model in self._core.models.values()]
@@ -304,11 +308,26 @@ class _OpenAIEndpoints:
         data = await trio.to_thread.run_sync(safetensors.torch.save, tensors, about)
         return Response(data, media_type="application/octet-stream")
 
-    async def receipts(self, request: Request) -> Response:
+    async def check(self, request: Request) -> Response:
+        """Computes an answer again on this machine, one at a time for all who ask."""
+        name, replies = self._replies(request)
+        try:
+            async with self._checks:
+                answers = await trio.to_thread.run_sync(check_answers, self._core.client.model.folder, replies)
+        except (BadInput, MachineError) as error:
+            raise ApiError(409, f"the answer cannot be computed here: {error}", code="cannot_check") from None
+        return JSONResponse({"id": name, "answers": [answer.fields() for answer in answers]})
+
+    def _replies(self, request: Request) -> tuple[str, tuple[SignedReply, ...]]:
+        """The name of an answer, and its receipts."""
         name = request.path_params["name"]
         replies = self._core.receipts.find(request.state.owner, name)
         if replies is None:
             raise ApiError(404, f"there are no receipts of an answer {name[:200]!r} (any more)", code="not_found")
+        return name, replies
+
+    async def receipts(self, request: Request) -> Response:
+        name, replies = self._replies(request)
         tokens = request.query_params.get("tokens") == "true"
         return JSONResponse(await trio.to_thread.run_sync(partial(to_json, name, replies, tokens=tokens)))
 

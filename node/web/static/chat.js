@@ -213,7 +213,7 @@ class Chat extends HTMLElement {
       card.keys = patched(card.body, card.keys, keyed(parse(node.content)));
       card.body.classList.toggle("writing", node.state === "answering");
       card.item.setAttribute("aria-busy", String(node.state === "answering"));
-      paintRoute(card.route, node, this.page.name, () => this.#receipts(node));
+      paintRoute(card.route, node, this.page.name, { save: () => this.#receipts(node), check: () => this.#check(node) });
     }
     this.#paintFoot(node, card);
   }
@@ -303,6 +303,17 @@ class Chat extends HTMLElement {
     } catch (error) {
       this.#say(error.message);
       this.page.tell(error.message, () => this.#receipts(node));
+    }
+  }
+
+  async #check(node) {
+    const { receipts } = node.route;
+    try {
+      node.route = { ...node.route, receipts: { ...receipts, checked: await this.page.client.check(receipts.id) } };
+      this.#paint(node);
+    } catch (error) {
+      this.#say(error.message);
+      this.page.tell(error.message, () => this.#check(node));
     }
   }
 

@@ -44,6 +44,11 @@ export class Client {
     return this.#json(`v1/petalnode/receipts/${encodeURIComponent(id)}`);
   }
 
+  /** What comes of computing the answer again on the machine of the API. */
+  async check(id) {
+    return (await this.#json(`v1/petalnode/receipts/${encodeURIComponent(id)}/check`, { method: "POST" })).answers;
+  }
+
   /** Streams an answer: `onChunk` gets every chunk. Ends early, without an error, when `signal` is aborted. */
   async chat(body, { signal, onChunk }) {
     const stream = { ...body, stream: true, stream_options: { include_usage: true, include_progress: true } };
@@ -66,8 +71,8 @@ export class Client {
     }
   }
 
-  async #json(path) {
-    return (await this.#ask(path, {})).json();
+  async #json(path, options = {}) {
+    return (await this.#ask(path, options)).json();
   }
 
   async #ask(path, options) {

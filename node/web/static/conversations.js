@@ -92,6 +92,7 @@ export function restored(data) {
     if (!isChild(data.nodes, node.chosen, id)) return null;
     if (node.state === "answering") node.state = "stopped";
     if (node.route && !isRoute(node.route)) node.route = null;
+    if (node.route?.receipts) delete node.route.receipts.checked; // whoever made the file can have written it
   }
   return isTree(data.nodes) && isChild(data.nodes, data.top.chosen, null) ? whole : null;
 }

@@ -2,9 +2,9 @@
 
 import { h } from "./dom.js";
 import { bytes, milliseconds, reasonFor, span } from "./text.js";
-import { stepMilliseconds } from "./route.js";
+import { checkedText, stepMilliseconds } from "./route.js";
 
-/** Draws the route of the message `node` into `place`. `current` tells servers' names, `receipts` fetches the receipts. */
+/** Draws the route of the message `node` into `place`. `current` tells servers' names, `receipts` saves and checks them. */
 export function paintRoute(place, node, current, receipts) {
   const { route } = node;
   if (!route) return;
@@ -93,8 +93,9 @@ function changeText({ at, lost, came }, name) {
   return `Recovered ${when}${lost.length ? `: ${names(lost)} is back` : ""}.`;
 }
 
-function proof({ count, digest }, receipts) {
-  const button = h("button", { type: "button", class: "plain small", onclick: receipts }, "Save receipts");
+function proof({ count, digest, checked }, { save, check }) {
+  const button = (text, onclick) => h("button", { type: "button", class: "plain small", onclick }, text);
   const text = `${count} signed receipts, digest ${digest.slice(0, 12)}…`;
-  return h("p", { class: "receipts" }, h("span", { title: digest }, text), " ", button);
+  const found = checked ? h("strong", {}, checkedText(checked)) : button("Compute again", check);
+  return h("p", { class: "receipts" }, h("span", { title: digest }, text), " ", button("Save receipts", save), " ", found);
 }

@@ -15,6 +15,12 @@ export function followed(route, chunk) {
   return { ...withHops(route, choice, null, tokens), receipts: told.receipts?.count ? { ...told.receipts, id: chunk.id } : null };
 }
 
+/** What the page says of an answer that was computed again; `answers` as the API tells of them. */
+export function checkedText(answers) {
+  if (answers.length && answers.every((answer) => answer.verdict === "yes")) return "Verified to the bit.";
+  return answers.map((answer) => (answer.verdict === "no" ? `Wrong: ${answer.reason}.` : `Not verified: ${answer.reason}.`)).join(" ");
+}
+
 function withHops(route, told, waiting, tokens) {
   const hops = (told.hops ?? []).map((hop) => ({
     peer: hop.peer_id,

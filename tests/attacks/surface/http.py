@@ -42,6 +42,7 @@ ROUTES: Final[Mapping[str, Row]] = {
     "GET /v1/petalnode/swarm": asked("tests/swarm/test_links.py"),
     "GET /v1/petalnode/invite": asked("tests/swarm/test_links.py"),
     "GET /v1/petalnode/receipts/{name}": asked(f"{_API}test_request_options.py"),
+    "POST /v1/petalnode/receipts/{name}/check": asked(f"{_API}test_receipts.py"),
     "POST /v1/petalnode/hidden_states": asked(_HOSTILE, entries="node.api.openai.endpoints._MAX_INPUTS"),
     "POST /v1/embeddings": asked(_HOSTILE, entries="node.api.openai.endpoints._MAX_INPUTS"),
     "POST /v1/responses": asked(_RESPONSES, entries=RESPONSES),
@@ -76,7 +77,7 @@ ROUTES: Final[Mapping[str, Row]] = {
 
 FIELDS: Final[Mapping[str, str]] = {
     "node.api.http.server.HTTP.max_head": """access-control-request-headers authorization content-length host origin
-        x-api-key after limit order""",
+        x-api-key after limit order tokens""",
     "node.api.openai.requests.MAX_CHOICES": "prompt guided_choice",
     "node.api.openai.endpoints._MAX_INPUTS": "blocks input",
     "node.api.parts.REQUEST_LIMITS.max_messages": "content messages system instructions text tool_calls tool_result",
