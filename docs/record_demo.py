@@ -10,6 +10,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -112,7 +113,7 @@ def friends() -> None:
     began, shown, running = time.monotonic(), [], []
 
     def run(host: Host, who: str, *arguments: str) -> Terminal:
-        typed = f"$ petalnode {' '.join(arguments)}\n"
+        typed = f"$ petalnode {shlex.join(arguments)}\n"
         shown.append(f"\n\x1b[2m# {who}, after {time.monotonic() - began:.0f} s\x1b[0m\n{typed}")
         command = host.command([sys.executable, "-m", "petalnode", *arguments])
         running.append(Terminal(command, nodes.env(host) | own.get(host.name, {})))
