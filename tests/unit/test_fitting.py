@@ -11,7 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from petalnode.node.blocks.architecture import block_sizes
+from petalnode.node.cli.commands.planning.fit import hosts_of_file, size_as_here
 from petalnode.node.errors import MachineError
+from petalnode.node.models.quantisation import choose_kernels
 from petalnode.node.placement.planning.machines_file import Fleet, Machine, fleet_of, read_machines
 from petalnode.node.placement.planning.model_sizes import (
     WEIGHTS,
@@ -24,7 +27,7 @@ from petalnode.node.placement.planning.model_sizes import (
     known_models,
     size_by_config,
 )
-from petalnode.node.server.lifecycle.memory import Memory, blocks_that_fit, cache_bytes_per_block
+from petalnode.node.server.lifecycle.memory import MEMORY_SHARES, Memory, blocks_that_fit, cache_bytes_per_block
 
 PUBLISHED = {
     "SmolLM2-135M-Instruct": 0.1345,
@@ -118,8 +121,6 @@ def around(count: int) -> Fleet:
 
 @given(st.lists(st.floats(1.0, 200.0), min_size=1, max_size=4), st.sampled_from(known_models()))
 def test_what_is_missing_suffices(gigabytes: list[float], model: object) -> None:
-    from petalnode.node.placement.planning.model_sizes import ModelSize
-
     assert isinstance(model, ModelSize)
     hosts = [Host(str(number), memory * 1e9, 1e11) for number, memory in enumerate(gigabytes)]
     found = best_fit(hosts, around(len(hosts)), model)
@@ -141,6 +142,26 @@ def test_a_laptop_by_its_kind_counts_with_memory_and_speed(tmp_path: Path) -> No
     file.write_text(json.dumps({"machines": [{"name": "desk", "device": "cpu", "region": "home"}]}))
     (desk,) = hosts_of(fleet_of(read_machines(file), 1 << 31, 1e6), 1e6)
     assert desk.memory == pytest.approx(0.8 * 16e9) and desk.bandwidth == pytest.approx(0.75 * 40e9)
+
+
+def test_what_a_server_takes_stays_free_on_a_machine_of_the_file(tmp_path: Path) -> None:
+    """`memory_gb` of a processor is for blocks, caches and computing; 0.8 of a card's is for blocks."""
+    file = tmp_path / "machines.json"
+    rows = [{"name": "desk", "device": "cpu", "memory_gb": 2}, {"name": "tower", "device": "rtx3090"}]
+    file.write_text(json.dumps({"machines": [{**row, "region": "home"} for row in rows]}))
+    (desk, tower), _ = hosts_of_file(file)
+    memory = Memory(int(2e9) - MEMORY_SHARES.server, int(2e9))
+    assert desk.computes and desk.memory == memory.free - memory.reserve
+    assert not tower.computes and tower.memory == pytest.approx(0.8 * 24e9)
+
+
+def test_weights_that_are_here_count_as_a_server_holds_them(tmp_path: Path) -> None:
+    numbers = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 100, **numbers}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    size = size_as_here(ModelSize("tiny", 2, 64, 4, 4, 16, 128, 100, True), str(tmp_path))
+    held = max(block_sizes(tmp_path, "auto", "none", choose_kernels("auto")).held)
+    assert size.block_bytes("as it is") == pytest.approx(held)
 
 
 def test_the_weights_of_most_bits_that_fit_and_what_is_missing_in_figures() -> None:

@@ -71,6 +71,8 @@ DEVICES: Final[Mapping[str, tuple[float, float]]] = {
 }
 """Memory in 10^9 bytes (the least that is sold, where it differs: `memory_gb` says what there is) and its bandwidth in
 10^9 bytes per second, by the makers' data sheets; a laptop's processor with two channels of memory for `cpu`."""
+SHARED: Final = frozenset({"cpu", "m1", "m2", "m3", "m4"})
+"""Those whose memory is that of all programs."""
 _TABLE = Path(__file__).with_name("regions.csv")
 
 

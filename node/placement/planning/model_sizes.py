@@ -35,7 +35,8 @@ _FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
 @dataclass(frozen=True)
 class ModelSize:
     """What a model's size follows from. `width` is that of the MLP, or of each of the `experts`, of which a token uses
-    `active`; `tied`: embeddings and head are one matrix."""
+    `active`; `tied`: embeddings and head are one matrix. `stored`: bits of a weight of the file or folder that is here,
+    as a server holds it; 0 if there is none."""
 
     name: str
     blocks: int
@@ -48,6 +49,7 @@ class ModelSize:
     tied: bool
     experts: int = 0
     active: int = 0
+    stored: float = 0.0
 
     @property
     def _attention(self) -> int:
@@ -67,11 +69,11 @@ class ModelSize:
         return self.blocks * self.block_parameters + self.vocab * self.hidden * (1 if self.tied else 2)
 
     def block_bytes(self, weights: str) -> float:
-        return self.block_parameters * WEIGHTS[weights] / 8
+        return self.block_parameters * WEIGHTS.get(weights, self.stored) / 8
 
     def active_bytes(self, weights: str) -> float:
         """What a decode step reads of a block."""
-        return self.active_parameters * WEIGHTS[weights] / 8
+        return self.active_parameters * WEIGHTS.get(weights, self.stored) / 8
 
 
 @cache
@@ -79,7 +81,7 @@ def known_models() -> tuple[ModelSize, ...]:
     """The models of the table, the smallest first; models.csv has the source."""
     with _TABLE.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
-    numbers = [field.name for field in fields(ModelSize) if field.name not in ("name", "tied")]
+    numbers = [field.name for field in fields(ModelSize) if field.name not in ("name", "tied", "stored")]
     found = [
         ModelSize(row["name"], tied=row["tied"] == "1", **{number: int(row[number]) for number in numbers})
         for row in rows

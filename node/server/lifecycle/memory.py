@@ -39,6 +39,7 @@ class MemoryShares:
     reserve: int = 512 << 20
     """Bytes, and the share of the whole memory, that stay free for everything else: whichever is more."""
     copies: int = MACHINES.copies
+    server: int = 300 << 20  # What a server takes before it has any block: the interpreter, PyTorch, transformers
     experts: float = 0.25
     """Part of the experts that memory has to have room for, so that the others may be left on the disk."""
 

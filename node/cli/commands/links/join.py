@@ -181,7 +181,8 @@ async def _look(join: JoinOptions, wishes: JoinWishes, output: Output) -> Prospe
         found = Prospect(f"{split_version(asked)[0]}@{version.hex()[:16]}", num_blocks, len(servers))
         if wishes.chat:
             return replace(found, fetch=_missing(asked, remote, "client"))
-        options = ServerOptions(asked, num_blocks=wishes.num_blocks, device=wishes.device)
+        kernels = choose_kernels("auto")
+        options = ServerOptions(asked, num_blocks=wishes.num_blocks, device=wishes.device, kernels=kernels)
         sizing = None if folder is None else await trio.to_thread.run_sync(plan_memory, folder, options)
         count = sizing.count if sizing is not None else wishes.num_blocks or num_blocks
         seen = observe_servers(swarm.view.servers(version, now=time.time()), num_blocks, swarm.peer_id)

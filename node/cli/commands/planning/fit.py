@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -19,9 +20,10 @@ from .....protocols.announcement import Announcement
 from .....protocols.framing import PeerError
 from ....client.deadlines import DEADLINES
 from ....client.round_trips import measure_rtts
-from ....errors import BadInput, ModelError
+from ....errors import BadInput, ModelError, PetalnodeError
 from ....models import resolve
-from ....placement.planning.machines_file import DEVICES, MACHINES, Fleet, Machine, fleet_of, read_machines
+from ....models.quantisation import choose_kernels
+from ....placement.planning.machines_file import DEVICES, MACHINES, SHARED, Fleet, Machine, fleet_of, read_machines
 from ....placement.planning.model_sizes import (
     WEIGHTS,
     Fit,
@@ -35,7 +37,7 @@ from ....placement.planning.model_sizes import (
     size_by_config,
 )
 from ....placement.planning.plans import fleet_of_servers
-from ....server.lifecycle.memory import device_memory
+from ....server.lifecycle.memory import MEMORY_SHARES, Memory, device_memory, unused
 from ....swarm.swarm import Swarm
 from ....swarm.view import is_online
 from ...join import JoinOptions, joined, joins_swarm
@@ -74,9 +76,9 @@ def fit(
 ) -> None:
     """Say which models fit, on this machine, those of --machines, or with --peer those of a swarm, and how fast."""
     output = Output(join.json)
-    models = known_models() if model is None else [_named(model)]
+    models = known_models() if model is None else [size_as_here(_named(model), model)]
     if machines is not None:
-        hosts, fleet = _of_file(machines)
+        hosts, fleet = hosts_of_file(machines)
         where = str(machines)
     elif join.peers:
         join.check()
@@ -90,13 +92,29 @@ def fit(
     if model is None:
         _say([best_fit(hosts, fleet, one) for one in models], output)
     else:
-        _say([fit_of(hosts, fleet, models[0], weights) for weights in WEIGHTS], output)
+        _say(_every_fit(hosts, fleet, models[0]), output)
 
 
 def say_fit_here(model: str, output: Output) -> None:
     """Says how one model fits on this machine. Raises BadInput if its size is not known."""
-    size, host = _named(model), this_machine()
-    _say([fit_of([host], alone(), size, weights) for weights in WEIGHTS], output)
+    _say(_every_fit([this_machine()], alone(), size_as_here(_named(model), model)), output)
+
+
+def _every_fit(hosts: Sequence[Host], fleet: Fleet, model: ModelSize) -> list[Fit]:
+    """In the weights of the table, and in those that are here, if there are any."""
+    return [fit_of(hosts, fleet, model, weights) for weights in (*WEIGHTS, *(["as it is"] if model.stored else []))]
+
+
+def size_as_here(size: ModelSize, model: str) -> ModelSize:
+    """The size with what a server holds of the weights that are on this machine, if they are."""
+    try:
+        folder = resolve(model, need="config", offline=True)
+        from ....blocks.architecture import block_sizes  # with torch: two seconds, where there are weights
+
+        held = max(block_sizes(folder.path, "auto", "none", choose_kernels("auto")).held)
+    except PetalnodeError:
+        return size
+    return replace(size, stored=8 * held / size.block_parameters)
 
 
 def _say(fits: Sequence[Fit], output: Output) -> None:
@@ -143,7 +161,13 @@ def this_machine() -> Host:
         speed = max(known, default=DEVICES["t4"][1]) * 1e9 * MACHINES.bandwidth_share
     else:
         speed = measured_bandwidth()
-    return Host("this machine", memory.free - memory.reserve, speed, computes=True)
+    taken = unused(MEMORY_SHARES.server) if memory.shared else 0
+    return _serving("this machine", replace(memory, free=max(0, memory.free - taken)), speed)
+
+
+def _serving(name: str, memory: Memory, bandwidth: float) -> Host:
+    """A machine with what is free there once a server runs."""
+    return Host(name, memory.free - memory.reserve, bandwidth, computes=True)
 
 
 def measured_bandwidth() -> float:
@@ -159,7 +183,7 @@ def measured_bandwidth() -> float:
     return cores * _READ / min(took)
 
 
-def _of_file(path: Path) -> tuple[list[Host], Fleet]:
+def hosts_of_file(path: Path) -> tuple[list[Host], Fleet]:
     """
     Raises:
         BadInput: the file cannot be read, or counts in blocks of an unknown size.
@@ -173,7 +197,14 @@ def _of_file(path: Path) -> tuple[list[Host], Fleet]:
         )
     unit = file.block_bytes or _UNIT
     fleet = fleet_of(file, 1 << 31, unit)
-    return hosts_of(fleet, unit), fleet
+    hosts = hosts_of(fleet, unit)
+    for number, row in enumerate(file.rows):
+        if row.device in SHARED and row.blocks is None:  # caches and computing are in the same memory
+            total = int(hosts[number].memory)
+            hosts[number] = _serving(
+                row.name, Memory(max(0, total - MEMORY_SHARES.server), total), hosts[number].bandwidth
+            )
+    return hosts, fleet
 
 
 async def _of_swarm(join: JoinOptions, output: Output) -> tuple[list[Host], Fleet]:
