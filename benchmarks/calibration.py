@@ -37,7 +37,7 @@ from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from petalnode.node.blocks.batch_job import gradient_of
+from petalnode.node.blocks.batch_request import gradient_of
 from petalnode.node.blocks.client_part import ClientModel, load_client
 from petalnode.node.blocks.kernels.library import library
 from petalnode.node.blocks.passes import Batch, SpanPasses, run_through
@@ -47,7 +47,7 @@ from petalnode.node.models import resolve
 from petalnode.node.validator.probe_inputs import draw_kept_tensors
 from petalnode.node.validator.probe_plan import Kind
 from petalnode.node.verification.judging import COARSER, distance, kept_distances, share_of
-from petalnode.node.verification.recomputation import Recomputation, SessionQuestion, Step
+from petalnode.node.verification.recomputation import Recomputation, RecordedStep, SessionQuestion
 from petalnode.node.verification.tolerances import Calibration, to_json
 from petalnode.protocols.ids import Span
 from petalnode.protocols.training import PROMPTS, LoraName
@@ -76,10 +76,10 @@ class Case:
     gradient: torch.Tensor
 
     @property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[RecordedStep, ...]:
         first = self.prompt.shape[1]
-        ones = (Step(first + index, token) for index, token in enumerate(self.decoded.split(1, dim=1)))
-        return (Step(0, self.prompt), *ones)
+        ones = (RecordedStep(first + index, token) for index, token in enumerate(self.decoded.split(1, dim=1)))
+        return (RecordedStep(0, self.prompt), *ones)
 
 
 def cases(folder: Path, samples: int) -> list[Case]:

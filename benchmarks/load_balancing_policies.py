@@ -19,7 +19,7 @@ from petalnode.node.placement.observed import (
     upper_bound,
 )
 from petalnode.node.placement.plan import PlacementPlan, Policy, make_plan, may_leave
-from petalnode.node.placement.search import CostTerms, Rows, SpanSearch
+from petalnode.node.placement.search import CostTerms, ServerRows, SpanSearch
 from petalnode.protocols.ids import Span
 
 SERVERS, BLOCKS, DAY = 206, 70, 1440
@@ -266,7 +266,7 @@ class Oracle(NewOnly):
         starts = np.array([holder.span.start for holder in holders], np.intp)
         terms = CostTerms(bound, bound, ORACLE_EVENNESS, 0.0, 1.0 + BLOCKS)
         search = SpanSearch(
-            Rows(np.arange(len(holders)), lengths, speeds),
+            ServerRows(np.arange(len(holders)), lengths, speeds),
             starts,
             np.zeros(len(holders)),
             np.arange(len(holders)),

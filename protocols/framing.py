@@ -344,7 +344,7 @@ class MessageStream(Generic[F]):
             self._room = self._room.granted
 
     def widen(self, window: int) -> None:
-        """Lets the peer send so many bytes that were not read yet. It has a stranger's share of all else as before."""
+        """Lets the peer send `window` bytes that were not read yet. It has a stranger's share of all else as before."""
         self._raw.widen(window)
 
     def _violation(self, what: str) -> ProtocolError:

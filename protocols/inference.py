@@ -268,7 +268,7 @@ def granted_prefix(message: wire.Open, prefix_tokens: int) -> bytes:
     """The name of the last block that a session begins with; empty if it begins with none.
 
     Raises:
-        ValueError: so many tokens are not a part of the prefix that was asked for.
+        ValueError: this number of tokens is not a part of the prefix that was asked for.
     """
     count, rest = divmod(prefix_tokens, BLOCK_TOKENS)
     if rest or count > len(message.prefix.blocks):

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from .engine.core import Core
-from .engine.generation import ChatRequest, Finished, Piece, TextRequest
+from .engine.generation import ChatRequest, Finished, TextPiece, TextRequest
 from .engine.preparing import PreparedChat, chat_prompt, prepare_chat
 from .errors import MESSAGES_PATH, ApiError, error_object
 from .fields import Fields
@@ -162,7 +162,7 @@ class MessageWriter(ChatWriter):
         message = self._message([], _stop(None, None), _usage(self._prompt_tokens, None, 0))
         return [{"type": "message_start", "message": message}]
 
-    def take(self, piece: Piece) -> list[dict[str, Any]]:
+    def take(self, piece: TextPiece) -> list[dict[str, Any]]:
         return [event for chunk in super().take(piece) for event in self._events(chunk)]
 
     def close(self, end: Finished) -> list[dict[str, Any]]:

@@ -20,8 +20,8 @@ from .engine.generation import (
     ChatRequest,
     CompletionRequest,
     Finished,
-    Piece,
     ServedModel,
+    TextPiece,
     TextRequest,
     provenance,
 )
@@ -171,7 +171,7 @@ class LineWriter(ChatWriter):
     def opening(self) -> list[dict[str, Any]]:
         return []
 
-    def take(self, piece: Piece) -> list[dict[str, Any]]:
+    def take(self, piece: TextPiece) -> list[dict[str, Any]]:
         if piece.tokens:
             self._first = self._first or time.perf_counter()
         said = [chunk["choices"][0] for chunk in super().take(piece)]

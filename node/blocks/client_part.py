@@ -381,7 +381,7 @@ class ClientModel:
         return self._prepare_inputs(ids, past_key_values=cache, next_sequence_length=1).get("past_key_values") is None
 
     def draft_limit(self, tokens: int, limit: int, padding: int = 0) -> int:
-        """How long a text of so many tokens may become with drafts, at most `limit`: tokens up to where the factors
+        """How long a text of `tokens` tokens may become with drafts, at most `limit`: tokens up to where the factors
         change are computed with those of a short text, and none behind them in the same step."""
         if self.original_length is None or tokens > self.original_length + padding:
             return limit

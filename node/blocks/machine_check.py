@@ -120,19 +120,19 @@ def question() -> torch.Tensor:
 
 
 @dataclass(frozen=True, eq=False)  # tensors are not compared as a whole
-class Answer:
+class GreedyAnswer:
     """Greedy tokens, and the logits of the last one, float32 [vocabulary]."""
 
     tokens: tuple[int, ...]
     logits: torch.Tensor
 
-    def difference(self, other: Answer) -> float:
+    def difference(self, other: GreedyAnswer) -> float:
         """The largest difference of a logit."""
         return float((self.logits - other.logits).abs().max())
 
 
 @torch.inference_mode()
-def plain_answer(folder: Path, device: str) -> Answer:
+def plain_answer(folder: Path, device: str) -> GreedyAnswer:
     """What plain transformers answers."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
     found = model.generate(
@@ -143,11 +143,11 @@ def plain_answer(folder: Path, device: str) -> Answer:
         output_logits=True,
         return_dict_in_generate=True,
     )
-    return Answer(tuple(found.sequences[0, PROMPT:].tolist()), found.logits[-1][0].float().cpu())
+    return GreedyAnswer(tuple(found.sequences[0, PROMPT:].tolist()), found.logits[-1][0].float().cpu())
 
 
 @torch.inference_mode()
-def span_answer(folder: Path, device: str, kernels: Kernels = "torch") -> Answer:
+def span_answer(folder: Path, device: str, kernels: Kernels = "torch") -> GreedyAnswer:
     """What the halves answer, one behind the other, with embeddings and head of plain transformers.
 
     Raises:
@@ -165,7 +165,7 @@ def span_answer(folder: Path, device: str, kernels: Kernels = "torch") -> Answer
         logits = model.lm_head(model.model.norm(hidden[:, -1]))[0]
         tokens.append(int(logits.argmax()))
         last = torch.tensor([tokens[-1:]], device=device)
-    return Answer(tuple(tokens), logits.float().cpu())
+    return GreedyAnswer(tuple(tokens), logits.float().cpu())
 
 
 def devices() -> list[str]:

@@ -168,7 +168,7 @@ class BlockSpan:
         return -(-nbytes // self.cache_bytes_per_token) if self.keeps_states else batch * max_length
 
     def chunk_tokens(self, tokens: int) -> int:
-        """How many to compute at once where so many of a row would do: delta rules round by where a prompt is cut."""
+        """How many to compute at once where `tokens` of a row would do: delta rules round by where a prompt is cut."""
         return -(-tokens // STATE_CHUNK) * STATE_CHUNK if self.keeps_states else tokens
 
     def make_adapter(self, tensors: Mapping[str, torch.Tensor]) -> SpanAdapter:

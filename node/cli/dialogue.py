@@ -299,11 +299,12 @@ class Chatter:
 
     async def _ask(self, tokens: list[int], said: list[int], seen: ImagePrompt | None, stop: trio.Event) -> None:
         """Writes the answer as it comes, and appends its tokens to `said`."""
-        write = self.text.stream(self._answer.write)
+        text = self.text.stream()
 
         def on_token(token: int) -> None:
             said.append(token)
-            write(token)
+            if written := text.add(token):
+                self._answer.write(written)
             if self.stops_repetition and repeats(said):
                 stop.set()
 

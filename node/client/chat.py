@@ -165,10 +165,8 @@ class Text:
         """One token as text, special ones by their names; with U+FFFD where it is a part of a character."""
         return str(self._tokenizer.decode([token], skip_special_tokens=False))
 
-    def stream(
-        self, write: Callable[[str], object], before: Sequence[int] = (), *, special: bool = False
-    ) -> Callable[[int], None]:
-        """A function that takes tokens one by one and writes text as soon as it is whole characters.
+    def stream(self, before: Sequence[int] = (), *, special: bool = False) -> TextStream:
+        """The text of tokens that come one by one, as soon as it is whole characters.
 
         `before` are the tokens that the text goes on from: some tokenizers write the first word without its space. With
         `special`, special tokens are written, too.
@@ -176,14 +174,19 @@ class Text:
         from tokenizers.decoders import DecodeStream
 
         given = {"ids": list(before)} if before else {}
-        decoder = DecodeStream(**given, skip_special_tokens=not special)
+        return TextStream(self._tokenizer.backend_tokenizer, DecodeStream(**given, skip_special_tokens=not special))
 
-        def on_token(token: int) -> None:
-            piece = decoder.step(self._tokenizer.backend_tokenizer, token)
-            if piece:
-                write(piece)
 
-        return on_token
+@dataclass(frozen=True)
+class TextStream:
+    """A tokenizer, and what it has decoded of a text."""
+
+    _tokenizer: Any
+    _decoder: Any
+
+    def add(self, token: int) -> str:
+        """The text that this token makes whole; "" if there is none."""
+        return self._decoder.step(self._tokenizer, token) or ""
 
 
 def load_tokenizer(folder: ModelFolder) -> Any:

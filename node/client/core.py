@@ -61,7 +61,8 @@ class ClientOptions(ServerLimits):
             of the blocks of trusted servers.
         adapter: changes the blocks for sessions that name none: one that is brought to servers, or the name of one that
             they hold.
-        compare_chains: from 2 on, so many chains that share no server compute and are compared (`compared_session`).
+        compare_chains: from 2 on, the number of chains that share no server, compute and are compared
+            (`compared_session`).
         codec: of sessions that name none, one of `CODEC_CHOICES`.
         reopen_timeout: that of `SessionSpec`, in seconds.
     """

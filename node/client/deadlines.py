@@ -68,7 +68,7 @@ class Patience:
     Attributes:
         factor: times what such a step usually takes.
         least: seconds at least: other sessions' prompts and a busy machine hold a step up for less (nearly always).
-        most_factor, more: of a step that usually takes long, so many times that and so many seconds.
+        most_factor, more: of a step that usually takes long, the factor of that and the seconds beside it.
         pushed_factor, pushed_least: the same for a step that this client has sent after it waited for it as a pushed
             one: the server had the time to be slow, and what was lost is answered at once.
         first_least, first_most: seconds for a first answer, within which the announced speed says when it is due.

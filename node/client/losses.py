@@ -82,7 +82,7 @@ class ReplayBudget:
         self.spent = max(0.0, self.spent - 1 / LOSSES.steps)
 
     def take(self, servers: int) -> bool:
-        """One more replay, of a session over so many servers; false if that is one too many."""
+        """One more replay, of a session over `servers` servers; false if that is one too many."""
         if self.spent + 1 > LOSSES.replays * servers:
             return False
         self.spent += 1

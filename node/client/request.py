@@ -219,7 +219,7 @@ class ServerClaims:
         )
 
     def seconds(self, tokens: int) -> float | None:
-        """What a step of so many tokens (all rows) takes there by the announcement; None if that says nothing."""
+        """What a step of `tokens` tokens (all rows) takes there by the announcement; None if that says nothing."""
         if self.step_seconds <= 0:
             return None
         if self.forward_tokens_per_second <= 0:
@@ -285,11 +285,11 @@ class ServerStream(Generic[Frame]):
         return self._granted.session_epoch
 
     def announced_seconds(self, tokens: int) -> float | None:
-        """What a step of so many tokens (all rows) takes there, as the server announced; None if it said nothing."""
+        """What a step of `tokens` tokens (all rows) takes there, as the server announced; None if it said nothing."""
         return None if self._claims is None else self._claims.seconds(tokens)
 
     def next_sequence(self, nbytes: int = 0) -> int:
-        """The number of the next request, of so many bytes if that is known; they only grow."""
+        """The number of the next request, of `nbytes` bytes if that is known; they only grow."""
         self._sequence += 1
         self._largest = max(self._largest, nbytes)
         return self._sequence

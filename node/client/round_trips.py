@@ -32,7 +32,7 @@ client asks a directory for."""
 
 
 @dataclass(frozen=True)
-class _Measurement:
+class _RoundTrip:
     """Of a round trip that is under way since `begun`; `done` when it is known, or cannot be."""
 
     begun: float
@@ -51,7 +51,7 @@ class RoundTrips:
         self._nursery = nursery
         self._trusted = trusted
         self._rtts: dict[str, tuple[float, float]] = {}  # seconds, and when they were measured
-        self._measures: dict[str, _Measurement] = {}
+        self._measures: dict[str, _RoundTrip] = {}
         self._unmeasured: dict[str, float] = {}  # when a peer did not answer
         self._new = TokenBucket(*NEW)
         self._next_wait = -math.inf  # when a route may wait again for a server that it could do without
@@ -125,7 +125,7 @@ class RoundTrips:
         return now - self._unmeasured.get(peer_id, -math.inf) <= DEADLINES.rtt_retry
 
     async def _until_enough(
-        self, measurement: _Measurement, servers: Sequence[Announcement], scope: trio.CancelScope
+        self, measurement: _RoundTrip, servers: Sequence[Announcement], scope: trio.CancelScope
     ) -> None:
         """Waits for a measurement, and lets `scope` end soon if each block has several measured servers then."""
         await measurement.done.wait()
@@ -135,12 +135,12 @@ class RoundTrips:
             longest = max(self._rtts[server.peer_id][0] for server in measured)
             scope.deadline = min(scope.deadline, trio.current_time() + rtt_patience(longest))
 
-    def _measuring(self, peer_id: str) -> _Measurement:
+    def _measuring(self, peer_id: str) -> _RoundTrip:
         """The measurement of the round trip to a peer that is under way. It goes on when nobody waits for it any more:
         where a connection takes long, through a relay far away, the next look finds it made."""
         measurement = self._measures.get(peer_id)
         if measurement is None:
-            measurement = self._measures[peer_id] = _Measurement(trio.current_time())
+            measurement = self._measures[peer_id] = _RoundTrip(trio.current_time())
             self._nursery.start_soon(self._ping, peer_id, measurement.done)
         return measurement
 

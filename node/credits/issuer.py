@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -55,13 +55,16 @@ class CreditsService:
         swarm.set_handler(CREDITS, wire.CreditsFrame, self._serve, max_header=CREDITS_LIMITS.max_header, max_payload=0)
 
     async def credit(self, query: CreditQuery) -> Credit:
-        return await self._run(lambda: self._ledger.credit(query))
+        async with self._turn():
+            return await trio.to_thread.run_sync(self._ledger.credit, query)
 
     async def clear(self, transfer: Transfer) -> Clearing:
-        return await self._run(lambda: self._ledger.clear(transfer))
+        async with self._turn():
+            return await trio.to_thread.run_sync(self._ledger.clear, transfer)
 
     async def deposit(self, order: DepositOrder) -> bytes:
-        return await self._run(lambda: self._ledger.deposit(order))
+        async with self._turn():
+            return await trio.to_thread.run_sync(self._ledger.deposit, order)
 
     async def _serve(self, stream: CreditsStream) -> None:
         with self._places.take(stream.peer_id, self._swarm.host.origin_of(stream.peer_id)) as place:
@@ -72,8 +75,9 @@ class CreditsService:
             busy = Refusal(wire.ERROR_BUSY, "this validator is asked by too many peers at once: ask again")
             await stream.send(wire.CreditsFrame(error=busy.to_wire()), timeout=ISSUER.idle_timeout)
 
-    async def _run(self, order: Callable[[], T]) -> T:
-        """Carries out an order in a worker thread, because it waits for the disk.
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """For one order, which is carried out in a worker thread, because it waits for the disk.
 
         Raises:
             Refusal: with the reason why it was not carried out.
@@ -83,7 +87,7 @@ class CreditsService:
         self._pending += 1
         try:
             async with self._writing:
-                return await trio.to_thread.run_sync(order)
+                yield
         except NotCleared as error:
             raise Refusal(wire.ERROR_NOT_ALLOWED, str(error)) from None
         except MachineError:

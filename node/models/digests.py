@@ -20,7 +20,7 @@ from ..errors import ModelError
 from .cache_dir import cache_dir
 from .checkpoint import Checkpoint
 from .parts import Part
-from .progress import Progress, no_progress
+from .progress import Progress, ProgressSum, no_progress
 
 _CHUNK = 4 << 20
 _FOLDER = "hashes"
@@ -151,14 +151,14 @@ def _read_into(file: Path, start: int, view: memoryview) -> None:
         raise ModelError(f"Cannot read {file}: {error.strerror}.") from error
 
 
-def _hash_piece(reader: PartReader, piece: int, count: _Count) -> bytes:
+def _hash_piece(reader: PartReader, piece: int, count: ProgressSum) -> bytes:
     data = reader.read(piece)
     count.add(len(data))
     return hashlib.sha256(data).digest()
 
 
 def _hash_parts(readers: Mapping[Part, PartReader], progress: Progress, what: str) -> dict[Part, Tree]:
-    count = _Count(what, sum(reader.nbytes for reader in readers.values()), progress)
+    count = ProgressSum(what, sum(reader.nbytes for reader in readers.values()), progress)
 
     # hashlib lets go of the interpreter's lock, so threads do help
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1), thread_name_prefix="sha256") as pool:
@@ -174,20 +174,6 @@ def _hash_parts(readers: Mapping[Part, PartReader], progress: Progress, what: st
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-
-
-class _Count:
-    """Adds up what several threads have done, and reports it one call at a time."""
-
-    def __init__(self, what: str, total: int, progress: Progress) -> None:
-        self._what, self._total, self._progress = what, total, progress
-        self._done = 0
-        self._lock = threading.Lock()
-
-    def add(self, nbytes: int) -> None:
-        with self._lock:
-            self._done += nbytes
-            self._progress(self._what, self._done, self._total)
 
 
 def _stamp(checkpoint: Checkpoint, part: Part) -> str:

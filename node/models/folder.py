@@ -80,7 +80,7 @@ def open_folder(path: Path, name: str, revision: str | None = None) -> ModelFold
 def check_text_file(name: str, nbytes: int, pattern: str) -> None:
     """
     Raises:
-        ModelError: no file of the kind `pattern`, a key of `TEXT_FILES`, has so many bytes.
+        ModelError: no file of the kind `pattern`, a key of `TEXT_FILES`, has `nbytes` bytes.
     """
     most = TEXT_FILES[pattern]
     if nbytes > most:

@@ -150,7 +150,7 @@ def choose_kernels(text: str) -> Kernels:
 
 
 def key_bytes(cache: CacheDtype, values: int, item: int) -> int:
-    """What a key or value of one head takes, of so many values of `item` bytes each in the dtype that is computed in.
+    """What a key or value of one head takes, of `values` values of `item` bytes each in the dtype that is computed in.
 
     In eight bits: a byte for each, up to an even number, and a bfloat16 scale for each `CACHE_BLOCK` of them.
     """

@@ -30,7 +30,7 @@ _EXAMPLES: Final = {"listen": "/ip4/0.0.0.0/tcp/31330", "announce": "/ip4/203.0.
 
 
 @dataclass(frozen=True)
-class Circuit:
+class CircuitAddress:
     """What a circuit address says of its relay: the peer id, and where it is (a multiaddr without /p2p)."""
 
     relay_id: str
@@ -187,7 +187,7 @@ def is_circuit(addr: Multiaddr) -> bool:
     return any(protocol.name == "p2p-circuit" for protocol in addr.protocols())
 
 
-def circuit_of(addr: Multiaddr) -> Circuit | None:
+def circuit_of(addr: Multiaddr) -> CircuitAddress | None:
     """The relay of an address <relay's address>/p2p/<relay>/p2p-circuit[/p2p/<peer>]; None if it is no such address."""
     names = [protocol.name for protocol in addr.protocols()]
     if names[-1:] == ["p2p"]:
@@ -195,7 +195,7 @@ def circuit_of(addr: Multiaddr) -> Circuit | None:
     if len(names) < 4 or names[-2:] != ["p2p", "p2p-circuit"] or "p2p" in names[:-2]:
         return None
     relay_addr, _, rest = str(addr).partition("/p2p/")
-    return Circuit(rest.partition("/")[0], Multiaddr(relay_addr))
+    return CircuitAddress(rest.partition("/")[0], Multiaddr(relay_addr))
 
 
 def circuit_address(relay_addr: Multiaddr, relay_id: str) -> Multiaddr:

@@ -40,7 +40,7 @@ from .kad_store import (
     open_value,
     server_key,
 )
-from .provider_lookup import LOOKUP, Answer, Contact, Lookup, add, ask, look_up
+from .provider_lookup import LOOKUP, Contact, Lookup, LookupAnswer, add, ask, look_up
 from .routing_table import RoutingTable
 from .standard_protocols import speaks
 from .transport.bandwidth import ByteCount
@@ -160,7 +160,7 @@ class Dht:
         own = [Contact(known.peer_id, tuple(map(str, dialable_among(known.addrs)))) for known in providers]
         return Lookup(key, start, self._host.peer_id, self._origin_of, own)
 
-    async def _ask(self, contact: Contact, question: Message, traffic: ByteCount) -> Answer | None:
+    async def _ask(self, contact: Contact, question: Message, traffic: ByteCount) -> LookupAnswer | None:
         """Asks a peer of a look-up, which is one of the table from then on if it answers."""
         before = self._host.is_connected(contact.peer_id)
         answer = await ask(self._host, contact, question, traffic)
@@ -211,7 +211,7 @@ class Dht:
         found = [] if held is None else [held[0]]
         with trio.CancelScope() as enough:
 
-            async def ask_value(contact: Contact) -> Answer | None:
+            async def ask_value(contact: Contact) -> LookupAnswer | None:
                 answer = await self._ask(contact, question, self._value_traffic)
                 if answer is not None and answer.value is not None:
                     with contextlib.suppress(BadAnnouncement):

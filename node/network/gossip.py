@@ -3,9 +3,9 @@
 Traps of py-libp2p 0.8: pubsub notices only connections that are made after it was attached, so it is attached before
 the node joins; a message is validated before it is seen by us or passed on, in the order of arrival, so the check must
 be quick; the default mesh is made every 120 s; what one neighbour's copy of a message was refused for is held against
-the copies of all others for 300 s; more than so many messages a second from one neighbour are not passed on; a message
-with a key that cannot be read ends it, and the host with it; it starts a task for each message, however many come;
-it sends a message as often as its id is in one request; what it has for a peer that reads nothing may be 32 MiB.
+the copies of all others for 300 s; more than `per_second` messages a second from one neighbour are not passed on; a
+message with a key that cannot be read ends it, and the host with it; it starts a task for each message, however many
+come; it sends a message as often as its id is in one request; what it has for a peer that reads nothing may be 32 MiB.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class GossipLimits:
 GOSSIP: Final = GossipLimits()
 
 _DEGREE, _DEGREE_LOW, _DEGREE_HIGH = 6, 4, 12
-_MAX_LARGE, _LARGE = 64, 4096  # messages of at least so many bytes that are read side by side
+_MAX_LARGE, _LARGE = 64, 4096  # messages that are read side by side, from this number of bytes on
 
 Accept = Callable[[str, str, bytes], bool]
 """(who made it, who handed it on, data) -> whether it is acted on."""
@@ -114,9 +114,9 @@ class _Pubsub(Pubsub):
     """libp2p's, which takes whatever comes as quickly as it comes, and ends with the first message that it cannot read:
     one whose key is none, for example."""
 
-    router: _Router
+    router: _GossipRouter
 
-    def __init__(self, host: Host, router: _Router) -> None:
+    def __init__(self, host: Host, router: _GossipRouter) -> None:
         self._origin_of = host.origin_of
         self._of_peer, self._of_address = Rates(*GOSSIP.of_peer), Rates(*GOSSIP.of_address)
         self._streams: dict[ID, list[trio.CancelScope]] = {}
@@ -238,7 +238,7 @@ def bounded_control(control: rpc_pb2.ControlMessage, topic: str) -> rpc_pb2.Cont
     )
 
 
-class _Router(GossipSub):
+class _GossipRouter(GossipSub):
     """libp2p's, of one topic."""
 
     def __init__(self, topic: str) -> None:
@@ -298,7 +298,7 @@ async def open_gossip(
     what this node published itself. A message that was accepted and not passed on is accepted no second time: it is
     passed on if another neighbour that hands it on may have that.
     """
-    router = _Router(topic)
+    router = _GossipRouter(topic)
     pubsub = _Pubsub(host, router)
     taken: OrderedDict[bytes, None] = OrderedDict()
 

@@ -30,7 +30,7 @@ class BadMessage(ValueError):
 
 
 def parse(data: bytes, *, max_fields: int) -> Message:
-    """The message in `data`, which has at most so many fields.
+    """The message in `data`, which has at most `max_fields` fields.
 
     Raises:
         BadMessage: it has more, or it is malformed.

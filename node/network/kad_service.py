@@ -44,7 +44,7 @@ VALUE_STEP: Final = 512
 
 
 @dataclass(eq=False)
-class Place:
+class TableStream:
     """An open stream of a peer. `waiting` is whether the peer's next request has not come."""
 
     peer_id: str
@@ -53,7 +53,7 @@ class Place:
     waiting: bool = True
 
 
-def to_drop(places: Iterable[Place]) -> Place:
+def to_drop(places: Iterable[TableStream]) -> TableStream:
     """Of too many open streams, the oldest first, the one that has to go: of the address that has most, there of the
     peer that has most, one that is waited for, and of these the oldest."""
     places = list(places)
@@ -73,7 +73,7 @@ class KadService:
         self._table = table
         self._providers = providers
         self._values = values
-        self._places: dict[Place, None] = {}
+        self._places: dict[TableStream, None] = {}
         self._of_peer, self._of_address = Rates(*OF_PEER), Rates(*OF_ADDRESS)
 
     def start(self) -> None:
@@ -91,8 +91,8 @@ class KadService:
         await raw.reset()
 
     @contextlib.contextmanager
-    def _place(self, peer_id: str) -> Iterator[Place]:
-        place = Place(peer_id, self._host.origin_of(peer_id))
+    def _place(self, peer_id: str) -> Iterator[TableStream]:
+        place = TableStream(peer_id, self._host.origin_of(peer_id))
         self._places[place] = None
         if len(self._places) > MAX_STREAMS:
             dropped = to_drop(self._places)
@@ -104,7 +104,7 @@ class KadService:
         finally:
             self._places.pop(place, None)
 
-    async def _answer_all(self, raw: StreamBytes, place: Place) -> None:
+    async def _answer_all(self, raw: StreamBytes, place: TableStream) -> None:
         """Answers a stream's requests one after the other. Raises PeerError or BadMessage at its end."""
         stream = DelimitedStream(raw, place.peer_id, max_message=MAX_REQUEST)
         while True:
@@ -116,7 +116,7 @@ class KadService:
             self._table.add(place.peer_id)
             await stream.send(await self._answer(request, place), timeout=PATIENCE)
 
-    async def _turn(self, raw: StreamBytes, request: Message, place: Place) -> None:
+    async def _turn(self, raw: StreamBytes, request: Message, place: TableStream) -> None:
         """Waits until the peer and its address may ask for so much, and the address has its turn."""
         cost = 1 + len(request.record.value) // VALUE_STEP
         delay = 0.0
@@ -131,7 +131,7 @@ class KadService:
         if scope.cancelled_caught:
             raise BadMessage("too many requests of all")
 
-    async def _answer(self, request: Message, place: Place) -> Message:
+    async def _answer(self, request: Message, place: TableStream) -> Message:
         """Raises BadMessage for a request that has no answer."""
         if request.type == Message.PING:
             return Message(type=Message.PING)
@@ -169,7 +169,7 @@ class KadService:
             if addrs := [addr for addr in provider.addrs if read_addr(addr) is not None]:
                 self._providers.add(request.key, peer_id, addrs)
 
-    async def _keep(self, request: Message, place: Place) -> Record:
+    async def _keep(self, request: Message, place: TableStream) -> Record:
         """The record that is kept, which is the answer (as the specification has it)."""
         key, value = request.key, request.record.value
         if request.record.key != key or not 0 < len(value) <= MAX_VALUE:

@@ -64,7 +64,7 @@ class Contact:
 
 
 @dataclass(frozen=True)
-class Answer:
+class LookupAnswer:
     """What a peer says of a key: who has what it stands for, its value, and which peers are nearer to it."""
 
     providers: tuple[Contact, ...] = ()
@@ -198,7 +198,7 @@ class Lookup:
             turns[origin] += 1
         return sorted(ranked, key=lambda entry: entry[:2])
 
-    def answered(self, peer_id: str, answer: Answer) -> None:
+    def answered(self, peer_id: str, answer: LookupAnswer) -> None:
         """The peer that `next` gave has said this."""
         known = self._known[peer_id]
         origin = self._origin_of(peer_id) or min(known.origins)
@@ -257,7 +257,7 @@ def claimed_origins(contact: Contact) -> set[str]:
 
 
 def nearest_around(key: bytes, peers: Iterable[tuple[str, Iterable[str]]], count: int) -> list[str]:
-    """Of these peers, each with the addresses at which it may be, so many to name to who asks for a key: the nearest at
+    """Of these peers, each with the addresses at which it may be, `count` to name to who asks for a key: the nearest at
     each address, then the second nearest, and so on."""
     turns: Counter[str] = Counter()
     ranked = []
@@ -270,9 +270,9 @@ def nearest_around(key: bytes, peers: Iterable[tuple[str, Iterable[str]]], count
 # --- asking
 
 
-def answer_of(message: Message) -> Answer:
+def answer_of(message: Message) -> LookupAnswer:
     """What a stranger's message says, as far as it can be of use."""
-    return Answer(
+    return LookupAnswer(
         _contacts(message.providerPeers, 4 * LOOKUP.max_providers),
         _contacts(message.closerPeers, 4 * LOOKUP.max_closer),
         message.record.value or None,
@@ -289,7 +289,7 @@ def _contacts(peers: Sequence[Message.Peer], limit: int) -> tuple[Contact, ...]:
     return tuple(found.values())
 
 
-async def ask(host: Host, contact: Contact, question: Message, traffic: ByteCount) -> Answer | None:
+async def ask(host: Host, contact: Contact, question: Message, traffic: ByteCount) -> LookupAnswer | None:
     """What a peer answers; None if it does not do so within some seconds, or speaks no Kademlia.
 
     Counts the bytes of the messages, without what carries them.
@@ -344,7 +344,9 @@ async def add(host: Host, contact: Contact, key: bytes, addrs: Sequence[str], tr
     return False
 
 
-async def look_up(lookup: Lookup, question: Callable[[Contact], Awaitable[Answer | None]], *, timeout: float) -> None:
+async def look_up(
+    lookup: Lookup, question: Callable[[Contact], Awaitable[LookupAnswer | None]], *, timeout: float
+) -> None:
     """Asks whom `lookup` names, some side by side, until it names nobody, for `timeout` seconds at most."""
     changed = trio.Event()
     running = 0

@@ -40,7 +40,7 @@ ONE_BY_ONE: Final = _OneByOne()
 
 
 def origin_of_ip(host: str, prefix: int = 64) -> str:
-    """What counts as one address: an IPv4 address, or the network of so many bits that an IPv6 one is in. Text that is
+    """What counts as one address: an IPv4 address, or the network of `prefix` bits that an IPv6 one is in. Text that is
     no address stands for itself."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
@@ -320,7 +320,7 @@ class Line(Generic[_Item]):
 
 
 @dataclass(eq=False)
-class _Turn:
+class _WaitingTurn:
     given: trio.Event = field(default_factory=trio.Event)
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     since: float = math.inf
@@ -334,8 +334,8 @@ class Turns:
         """`contended`: seconds that a turn may take while others wait."""
         self._at_once = at_once
         self._contended = contended
-        self._running: dict[Hashable, _Turn] = {}
-        self._waiting = Line[_Turn]()
+        self._running: dict[Hashable, _WaitingTurn] = {}
+        self._waiting = Line[_WaitingTurn]()
 
     @asynccontextmanager
     async def turn(self, holder: str) -> AsyncIterator[None]:
@@ -344,7 +344,7 @@ class Turns:
         Raises:
             StreamTimeout: it was taken away, because others wait and this holder is slow.
         """
-        own = _Turn()
+        own = _WaitingTurn()
         self._waiting.join(holder, own)
         self._pass_on()
         try:

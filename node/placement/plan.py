@@ -15,7 +15,7 @@ import numpy as np
 from ...protocols.ids import Span
 from ..swarm.cost import Ints
 from .observed import PlacedServer, describe_spans, gaps, swarm_throughput, upper_bound
-from .search import CostTerms, Rows, SpanSearch, State
+from .search import CostTerms, ServerRows, SpanSearch, State
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def make_plan(
     reloads = np.where(new, 0.0, lengths * np.array([server.reload_weight for server in ordered], float))
     most = charge * float(reloads.sum()) + 1.0 + policy.evenness * policy.level**2 * num_blocks
     terms = CostTerms(scale, policy.level * scale, policy.evenness, charge, 1.0 + most)
-    rows = Rows(np.arange(len(ordered)), lengths, speeds)
+    rows = ServerRows(np.arange(len(ordered)), lengths, speeds)
     everyone = SpanSearch(rows, origin, reloads, movable, num_blocks, terms)
     start = everyone.state(origin)
     rest = start

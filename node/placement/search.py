@@ -55,7 +55,7 @@ class CostTerms:
 
 
 @dataclass(frozen=True)
-class Rows:
+class ServerRows:
     """What servers may hold: `server` int [R], in order, each has one row or more; `length` int [R] in blocks, 0 only
     where it has none yet; `speed` float [R], above 0, what it then adds to each of them. `allowed` bool [R, blocks], by
     start; None: everywhere."""
@@ -65,9 +65,9 @@ class Rows:
     speed: Floats
     allowed: Bools | None = None
 
-    def of(self, which: Ints | slice) -> Rows:
+    def of(self, which: Ints | slice) -> ServerRows:
         allowed = None if self.allowed is None else self.allowed[which]
-        return Rows(self.server[which], self.length[which], self.speed[which], allowed)
+        return ServerRows(self.server[which], self.length[which], self.speed[which], allowed)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class SpanSearch:
     """
 
     def __init__(
-        self, rows: Rows, origin: Ints, reloads: Floats, movable: Ints, num_blocks: int, terms: CostTerms
+        self, rows: ServerRows, origin: Ints, reloads: Floats, movable: Ints, num_blocks: int, terms: CostTerms
     ) -> None:
         self._rows, self._origin, self._reloads = rows, origin, reloads
         self._movable, self._blocks, self._terms = movable, num_blocks, terms

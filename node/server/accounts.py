@@ -212,8 +212,8 @@ class Accounts:
         return place
 
     def note_decode(self, rows: Mapping[str, int], seconds: float, now: float, core: float = 1.0) -> None:
-        """A batch with so many rows of each peer took `seconds`, and ended `now`; for the part `core` of them it had a
-        processor."""
+        """A batch with these numbers of rows of each peer took `seconds`, and ended `now`; for the part `core` of them
+        it had a processor."""
         total = sum(rows.values())
         self._fit.note(total, seconds)
         addresses = set()

@@ -13,7 +13,7 @@ from typing import Final, Literal
 import trio
 
 MOST_OVERTAKING: Final = 3
-"""Who has paid goes ahead of the first who has not so many times in a row; then it is the other's turn."""
+"""This number of times in a row, who has paid goes ahead of the first who has not; then it is the other's turn."""
 
 
 def next_in_line(paid: Sequence[bool], overtaken: int) -> int:
@@ -81,8 +81,8 @@ def _reclaimed(
     capacity: int,
     passes: Sequence[tuple[float, float, float, float]],
 ) -> list[int]:
-    """`passes` over what is held by `names`: seconds idle and of age at least, of who has more than so many shares and
-    such a part of all."""
+    """`passes` over what is held by `names`: seconds idle and of age at least, of who has more than a number of shares
+    and such a part of all."""
     totals = Counter[str]()
     for name, holding in zip(names, held, strict=True):
         totals[name] += holding.amount
@@ -115,7 +115,7 @@ class BudgetFull(Exception):
 
 
 @dataclass
-class _Waiter:
+class _LeaseWaiter:
     amount: int
     paid: bool
     holder: str
@@ -143,7 +143,7 @@ class MemoryBudget:
         self._unit = unit
         self._scale = scale
         self._used = 0
-        self._waiting: list[_Waiter] = []
+        self._waiting: list[_LeaseWaiter] = []
         self._overtaken = 0
         self._looked = -math.inf
         self._lent: dict[Lease, Callable[[], None]] = {}  # the oldest first
@@ -169,7 +169,7 @@ class MemoryBudget:
         """
         if amount > self.capacity:
             raise self._full(amount, f"this server has {self.capacity // self._scale} in all")
-        waiter = _Waiter(amount, paid, holder, address)
+        waiter = _LeaseWaiter(amount, paid, holder, address)
         if self._waiting or not self._make_room(waiter):
             return await self._wait(waiter, timeout)
         return self._leased(waiter)
@@ -178,7 +178,7 @@ class MemoryBudget:
         self._used += amount
         self.on_change(self.free)
 
-    def _leased(self, waiter: _Waiter) -> Lease:
+    def _leased(self, waiter: _LeaseWaiter) -> Lease:
         self._hold(waiter.amount)
         lease = Lease(self, waiter.amount, holder=waiter.holder, address=waiter.address, paid=waiter.paid)
         if waiter.holder:
@@ -188,7 +188,7 @@ class MemoryBudget:
     def _full(self, amount: int, there: str) -> BudgetFull:
         return BudgetFull(f"{amount // self._scale} {self._unit} are wanted, {there}")
 
-    def _make_room(self, waiter: _Waiter) -> bool:
+    def _make_room(self, waiter: _LeaseWaiter) -> bool:
         """Whether so much is free now; takes what is lent, the oldest first, and what is to be taken back, if that is
         enough."""
         amount, holder = waiter.amount, waiter.holder
@@ -205,7 +205,7 @@ class MemoryBudget:
             next(iter(self._lent)).take()
         return True
 
-    def _line(self) -> list[_Waiter]:
+    def _line(self) -> list[_LeaseWaiter]:
         """Those who wait, in order: only whose address would stay within its share, if there are any; of these only who
         would itself, if there are any.
 
@@ -217,7 +217,7 @@ class MemoryBudget:
             line = self._with_share(line, "address") or line
         return self._with_share(line, "holder") or line or self._waiting
 
-    def _with_share(self, line: list[_Waiter], kind: Literal["holder", "address"]) -> list[_Waiter]:
+    def _with_share(self, line: list[_LeaseWaiter], kind: Literal["holder", "address"]) -> list[_LeaseWaiter]:
         """Those whose holder, or address, would still be within an equal share. Strangers choose how many there are, so
         each is looked at once."""
         name_of = attrgetter(kind)
@@ -227,7 +227,7 @@ class MemoryBudget:
         share = self.capacity // max(len(held), 1)
         return [waiter for waiter in line if not name_of(waiter) or held[name_of(waiter)] + waiter.amount <= share]
 
-    async def _wait(self, waiter: _Waiter, timeout: float) -> Lease:
+    async def _wait(self, waiter: _LeaseWaiter, timeout: float) -> Lease:
         self._waiting.append(waiter)
         self._grant()  # whom it overtakes may wait for more than is free
         try:
@@ -247,7 +247,7 @@ class MemoryBudget:
             raise self._full(waiter.amount, f"{self.free // scale} of {self.capacity // scale} are free")
         return waiter.lease
 
-    def _leave(self, waiter: _Waiter) -> None:
+    def _leave(self, waiter: _LeaseWaiter) -> None:
         if waiter.lease is not None:
             waiter.lease.release()
         else:

@@ -32,7 +32,7 @@ from ..blocks.span_adapter import SpanAdapter
 from ..errors import unwrapped
 from ..network.shares import ONE_BY_ONE, Origins
 from .prefixes import PrefixUse
-from .steps import ComputeSession, CoreTime, Step, StepInput, StepOutput, StepRunner, synchronise
+from .steps import ComputeSession, CoreTime, QueuedStep, StepInput, StepOutput, StepRunner, synchronise
 from .tallies import ServerTallies
 
 T = TypeVar("T")
@@ -109,7 +109,7 @@ class ComputeThread:
         self.blocks = blocks
         self._origins = origins
         self.steps = StepRunner(blocks, tallies)
-        self._queue: SimpleQueue[Step | _Call | _PassRequest | None] = SimpleQueue()
+        self._queue: SimpleQueue[QueuedStep | _Call | _PassRequest | None] = SimpleQueue()
         self._passes: deque[_PassRequest] = deque()
         self._resumed: deque[_PassRequest] = deque()
         self._calls: list[_Call] = []  # of clients
@@ -196,7 +196,7 @@ class ComputeThread:
                 ERROR_NOT_FOUND if it was given up; that of `check`.
         """
         pending = _Pending()
-        computing = Step(session, step, partial(self._finish, pending))
+        computing = QueuedStep(session, step, partial(self._finish, pending))
         if client is not None:
             output = await self._unless_lost(pending, computing, client)
         elif check is None:
@@ -207,7 +207,7 @@ class ComputeThread:
         assert isinstance(output, StepOutput)
         return output
 
-    async def _unless_lost(self, pending: _Pending, step: Step, client: StepClient) -> Any:
+    async def _unless_lost(self, pending: _Pending, step: QueuedStep, client: StepClient) -> Any:
         async def watch() -> None:
             await client.wait_lost()
             step.given_up = True
@@ -219,7 +219,7 @@ class ComputeThread:
                 nursery.cancel_scope.cancel()
         return output
 
-    async def _checked(self, pending: _Pending, step: Step, check: StepCheck) -> Any:
+    async def _checked(self, pending: _Pending, step: QueuedStep, check: StepCheck) -> Any:
         self._put(step, pending)
         await pending.begun.wait()
         try:
@@ -247,11 +247,11 @@ class ComputeThread:
             request.abandoned = True
             raise
 
-    async def _result(self, pending: _Pending, item: Step | _Call | _PassRequest) -> Any:
+    async def _result(self, pending: _Pending, item: QueuedStep | _Call | _PassRequest) -> Any:
         self._put(item, pending)
         return await self._outcome(pending)
 
-    def _put(self, item: Step | _Call | _PassRequest, pending: _Pending | None = None) -> None:
+    def _put(self, item: QueuedStep | _Call | _PassRequest, pending: _Pending | None = None) -> None:
         self._depth += pending is None or pending.counts
         self._queue.put(item)
 
@@ -327,7 +327,7 @@ class ComputeThread:
                 item = self._queue.get(block, timeout)
                 if item is None:
                     return False
-                if isinstance(item, Step):
+                if isinstance(item, QueuedStep):
                     self.steps.add(item)
                 elif isinstance(item, _Call):
                     if item.client is None:

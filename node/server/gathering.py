@@ -3,14 +3,14 @@
 After a batch its sessions are answered one after the other, and their clients send the next steps within some
 milliseconds. If the device begins again with the first that is back, the others become a second batch, and the two
 alternate for ever: each reads all weights, for half of the sessions. To wait for the others costs the device that time,
-and saves a batch. Which of both gives more tokens a second follows from what batches of so many rows take
+and saves a batch. Which of both gives more tokens a second follows from what batches of each size take
 (`BatchCost`) and from how long each session has been away after its last answers. `gathering_time`, a pure function,
 decides it anew whenever a step has come; the time that the device has been idle counts against waiting longer, so it
 waits for no longer than a batch takes. Where a prefill waits it does not: all who are quick come back during its chunk.
 
 How long a session is away is smoothed as the timer of RFC 6298, section 2, does it: a mean and a mean deviation. Of
 several that are equally far, the last is expected later than one by itself, as if times were exponential beyond their
-least: so many spreads as the harmonic number of them, less one. A session is expected for four deviations, and not any
+least: the harmonic number of them, less one, in spreads. A session is expected for four deviations, and not any
 longer when those are over. So one that is gone or slow is waited for once at most, and a chain with long links never.
 
 A client may come back quickly for a while and then late, to make others wait in vain. So a peer is waited for no
@@ -34,7 +34,7 @@ from .turns import Shares, Turn, Waiting, most_rows
 class GatheringPolicy:
     """When a batch waits for sessions that are about to come back."""
 
-    worth: float = 1.05  # Waiting has to promise so many times the tokens a second
+    worth: float = 1.05  # Waiting has to promise this multiple of the tokens a second
     few: int = 2  # Turn-around times that have to be known of a session
     spread: float = 1.36  # Mean of an exponential distribution over its mean deviation: e / 2
     least: float = 0.0002  # Seconds of a wait: less than what a thread needs to wake
@@ -52,7 +52,7 @@ _TURN_AROUND: Final = EstimateRule(newest=1 / 8, most=1e9)
 
 
 class Wait(NamedTuple):
-    """A wait of so many seconds for so many steps; 0: a batch begins at once."""
+    """A wait of `seconds` for a number of steps; 0: a batch begins at once."""
 
     seconds: float = 0.0
     steps: int = 0
@@ -98,7 +98,7 @@ def gathering_time(
     best = GATHERING.worth * max((now + others) / (seconds + cost.seconds(others)), now / (max(idle, usual) + seconds))
     wait, order = Wait(), 0.0
     for place, one in enumerate(soon):
-        order += 1 / (len(soon) - place)  # so many spreads until so many of equal ones are here, on average
+        order += 1 / (len(soon) - place)  # spreads until this number of equal ones is here, on average
         due = max(one.due + one.spread * (order - 1), 0.0)
         here += one.rows
         rows = min(here, most)
@@ -159,7 +159,7 @@ class Gathering:
         self._credit: dict[str, float] = {}
         self._ended = 0.0  # when the device last had nothing to do any more
         self._wait: tuple[float, float] | None = None  # since when it waits, and until when at most
-        self._steps = 0  # with so many waiting it is decided anew
+        self._steps = 0  # the number of waiting ones with which it is decided anew
 
     def came(self, session: Hashable, now: float) -> None:
         """A step of the session is there since `now`."""
@@ -171,7 +171,7 @@ class Gathering:
         self._steps = 0
 
     def left(self, steps: int, now: float) -> float:
-        """Seconds left of a wait that has not brought what it is for yet, where so many decode steps wait; else 0."""
+        """Seconds left of a wait that has not brought what it is for yet, where `steps` decode steps wait; else 0."""
         return max(self._wait[1] - now, 0.0) if self._wait is not None and steps < self._steps else 0.0
 
     def answered(self, session: Hashable, peer: str, rows: int, now: float) -> None:
@@ -180,7 +180,7 @@ class Gathering:
         known.rows, known.answered = rows, now
 
     def note_decode(self, rows: Mapping[str, int], seconds: float, now: float) -> None:
-        """A batch with so many rows of each peer took `seconds`, and ended `now`."""
+        """A batch with these numbers of rows of each peer took `seconds`, and ended `now`."""
         self.worked(now)
         total = sum(rows.values())
         for peer, count in rows.items():

@@ -125,7 +125,7 @@ class PrefixStore:
                 kept.move_to_end(name)
 
     def _make_room(self, tokens: int) -> bool:
-        """Whether there is room for so many more; gives blocks up for it."""
+        """Whether there is room for `tokens` more; gives blocks up for it."""
         if tokens > self._room:
             return False
         while self._used + tokens > self._room:

@@ -113,7 +113,7 @@ class StepOutput:
 
 
 @dataclass(eq=False)
-class Step:
+class QueuedStep:
     """A step on its way through the device. `answer` is called once, with its output or why there is none; `begin`
     before the blocks compute a token of it. `given_up`: nobody waits for it any more, and what is not computed of it
     never is; such a step has rolled back and reordered nothing."""
@@ -157,7 +157,7 @@ class StepRunner:
     ) -> None:
         self._blocks = blocks
         self._tallies = tallies or ServerTallies()
-        self._waiting: list[Step] = []
+        self._waiting: list[QueuedStep] = []
         self.accounts = Accounts()
         self._gathering = Gathering()
         self._overtaken = 0  # prefills by those of sessions that have paid
@@ -174,7 +174,7 @@ class StepRunner:
         """Whose steps wait."""
         return {step.session.client for step in self._waiting}
 
-    def add(self, step: Step) -> None:
+    def add(self, step: QueuedStep) -> None:
         """Unpacks a step, which then waits for its turn; answers it at once if that fails."""
         begun, core = time.perf_counter(), CoreTime(self._blocks.device)
         try:
@@ -188,7 +188,7 @@ class StepRunner:
             now = time.perf_counter()
             self.accounts.note_other(step.session.client, now - begun, now, core.part())
 
-    def _unpack(self, step: Step) -> None:
+    def _unpack(self, step: QueuedStep) -> None:
         """Bytes to tensor, and the cache to where the step starts; ERROR_BAD_REQUEST: the cache is untouched."""
         if step.session.closed or step.given_up:
             raise _ended()
@@ -271,7 +271,7 @@ class StepRunner:
             if step.given_up:
                 self.accounts.note_given_up(step.session.client)
 
-    def _decode(self, batch: list[Step]) -> None:
+    def _decode(self, batch: list[QueuedStep]) -> None:
         lengths = [step.session.cache.length for step in batch]
         for step in batch:
             step.begin()
@@ -307,7 +307,7 @@ class StepRunner:
             self._answer(step, output)
             self._gathering.answered(step.session, step.session.peer, step.session.cache.batch, time.perf_counter())
 
-    def _prefill(self, step: Step, chunk: int) -> bool:
+    def _prefill(self, step: QueuedStep, chunk: int) -> bool:
         """Computes the next `chunk` tokens; true once the step is answered."""
         cache, end = step.session.cache, min(step.done + chunk, step.hidden.shape[1])
         chunk = end - step.done
@@ -329,7 +329,7 @@ class StepRunner:
         self._answer(step, torch.cat(step.outputs, 1) if len(step.outputs) > 1 else step.outputs[0])
         return True
 
-    def _answer(self, step: Step, output: torch.Tensor) -> None:
+    def _answer(self, step: QueuedStep, output: torch.Tensor) -> None:
         try:
             packed = _packed(step, output)
         except Exception as error:
@@ -345,7 +345,7 @@ class StepRunner:
             self.prefixes.offer(shared, step.session.cache)
 
 
-def _packed(step: Step, output: torch.Tensor) -> StepOutput:
+def _packed(step: QueuedStep, output: torch.Tensor) -> StepOutput:
     dtype = step.input.tensor.dtype
     if not arrives_finite(output, step.session.codec, DTYPES[dtype]):
         # The cache holds the step by now, so the session ends.

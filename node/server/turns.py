@@ -206,7 +206,7 @@ def _decode_steps(
 
 
 def _most_seconds_behind(first: Mapping[str, int], shares: Shares) -> float | None:
-    """How long a batch with steps of who waits behind others may take, where so many rows `first` wait of these; None:
+    """How long a batch with steps of who waits behind others may take, where `first` rows of these wait; None:
     as long as any."""
     if not shares.behind or shares.cost is None:
         return None
@@ -221,7 +221,7 @@ def _rows_of(waiting: Sequence[Waiting], by_peer: Mapping[str, Sequence[int]]) -
 
 
 def _most_seconds(rows_of: Mapping[str, int], shares: Shares) -> float | None:
-    """How long a batch may take where so many rows of each peer wait; None: as long as it needs."""
+    """How long a batch may take where the rows `rows_of` each peer wait; None: as long as it needs."""
     expected = {peer: rows for peer, rows in (shares.expected or {}).items() if peer not in rows_of}
     if len(rows_of) + len(expected) < 2 or shares.cost is None:
         return None
@@ -234,7 +234,7 @@ def _most_seconds(rows_of: Mapping[str, int], shares: Shares) -> float | None:
 
 
 def most_rows(rows_of: Mapping[str, int], shares: Shares) -> int:
-    """How many rows a batch may have where so many of each peer wait, and no prefill."""
+    """How many rows a batch may have where the rows `rows_of` each peer wait, and no prefill."""
     rows, limit = min(sum(rows_of.values()), TURNS.max_decode_rows), _most_seconds(rows_of, shares)
     if limit is not None and shares.cost is not None:
         while rows > 1 and shares.cost.seconds(rows) > limit:
@@ -272,11 +272,11 @@ class CostFit:
 
 
 def pause(seconds: float, since: float) -> float:
-    """What is left of a pause of so many seconds, which began `since` ago."""
+    """What is left of a pause of `seconds`, which began `since` ago."""
     return max(seconds - since, 0.0)
 
 
 def pass_wait(took: float, since: float, generating: bool) -> float:
-    """Seconds until the next part of a pass may begin, `since` so many after the one before, which took `took`. While
+    """Seconds until the next part of a pass may begin, `since` seconds after the one before, which took `took`. While
     sessions generate they keep half of the time; a step in a chain needs more of it than what it computes."""
     return pause(took, since) if generating else 0.0

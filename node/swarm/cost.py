@@ -201,14 +201,14 @@ CHUNK_TOKENS: Final = (32, 64, 128, 256, 512)
 
 
 def chunk_tokens(tokens: int, token_bytes: int, chain: Sequence[StageCost]) -> int:
-    """Into steps of how many tokens to cut a prompt of so many, each of so many bytes, so that all of it has passed
+    """Into steps of how many tokens to cut a prompt of `tokens`, each of `token_bytes`, so that all of it has passed
     the chain soonest: the smaller, the sooner all servers are at work, and the more often each step's costs are paid.
     """
     return min(CHUNK_TOKENS, key=lambda size: (prefill_seconds(tokens, size, token_bytes, chain), -size))
 
 
 def prefill_seconds(tokens: int, size: int, token_bytes: int, chain: Sequence[StageCost]) -> float:
-    """Seconds for a prompt of so many tokens in steps of `size`.
+    """Seconds for a prompt of `tokens` tokens in steps of `size`.
 
     The first step passes all servers; each further one is there as long after it as the slowest part of the way takes:
     a server's computing, a line, the client, which handles all answers, or waiting for what may be under way.

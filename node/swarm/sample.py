@@ -183,7 +183,7 @@ def in_turn(
     view: SwarmView, looked_at: int, now: float, rng: random.Random | None = None, *, model_version: bytes = b""
 ) -> Iterator[Announcement]:
     """Servers (of a model) that can be dialed, in an order that goes around the sources: whom to ask is not to be
-    decided by who has most keys. Of a large view so many records only are looked at, at random."""
+    decided by who has most keys. Of a large view only `looked_at` records are looked at, at random."""
     rng = rng or random.Random()
     known = list(view.records_of(model_version))
     some = rng.sample(known, min(looked_at, len(known)))

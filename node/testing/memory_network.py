@@ -93,7 +93,7 @@ class Link:
         self.cut()
 
     def freeze(self, noticed: float = NOTICED) -> None:
-        """Nothing comes through and nobody is told, until both notice after so many seconds that nothing comes."""
+        """Nothing comes through and nobody is told, until both notice after `noticed` seconds that nothing comes."""
         self.frozen = True
         for stream in self.live():
             stream.freeze()

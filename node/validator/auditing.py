@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -48,21 +48,20 @@ class Audit:
     bundle: Bundle
 
 
-def choose(receipts: Sequence[Receipt], known: Callable[[Receipt], bool], count: int) -> list[int]:
-    """The indices of `count` receipts at random, of those that this auditor can judge (`known`)."""
-    usable = [number for number, receipt in enumerate(receipts) if known(receipt)]
+def choose(receipts: Sequence[Receipt], model_version: bytes, count: int) -> list[int]:
+    """The indices of `count` receipts at random, of those of this version."""
+    usable = [number for number, receipt in enumerate(receipts) if receipt.model_version == model_version]
     return random.sample(usable, min(count, len(usable)))
 
 
 class ReceiptAuditService:
     """Handles `/petalnode/receipts/1` on a swarm that listens; `next` gives one audit after the other.
 
-    `known` says whether a receipt can be judged here (by its model version, for example); `sample` is how many are
-    taken of a call.
+    Those of the model version that can be judged here; `sample` is how many are taken of a call.
     """
 
-    def __init__(self, swarm: Swarm, known: Callable[[Receipt], bool], *, sample: int = 2) -> None:
-        self._known = known
+    def __init__(self, swarm: Swarm, model_version: bytes, *, sample: int = 2) -> None:
+        self._model_version = model_version
         self._sample = sample
         self._calls: dict[str, deque[float]] = {}
         self._swarm = swarm
@@ -105,7 +104,7 @@ class ReceiptAuditService:
         except ValueError as error:
             raise ProtocolError(f"{stream.peer_id} offers what is no receipt: {error}", stream.peer_id) from None
         signatures = offer.countersignatures
-        for number in choose(receipts, self._known, self._sample):
+        for number in choose(receipts, self._model_version, self._sample):
             receipt = receipts[number]
             if (
                 receipt.client != stream.peer_id

@@ -39,7 +39,7 @@ from ..swarm.swarm import open_swarm
 from ..trust.receipt_log import KEPT_RECEIPTS, ReceiptArchive
 from ..trust.store import TrustStore
 from ..verification.observed import Observed, observed_batch, observed_session
-from ..verification.recomputation import Recomputation, SessionAnswer, SessionQuestion, Step
+from ..verification.recomputation import Recomputation, RecordedStep, SessionAnswer, SessionQuestion
 from .probe_inputs import ProbeModel, draw_kept_tensors
 from .probe_plan import Probe
 
@@ -194,7 +194,7 @@ def _entering(model: ProbeModel, block: int, tokens: torch.Tensor) -> torch.Tens
     if not block:
         return hidden
     recomputation = Recomputation(model.swarm_model.folder.path, dtype_name(model.local.dtype), "none")
-    (answer,) = recomputation.answer([SessionQuestion(Span(0, block), (Step(0, hidden),))])
+    (answer,) = recomputation.answer([SessionQuestion(Span(0, block), (RecordedStep(0, hidden),))])
     assert isinstance(answer, SessionAnswer)
     return answer.outputs[0]
 

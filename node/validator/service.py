@@ -148,7 +148,7 @@ class Validator:
         Only audits find servers that are honest to strangers.
         """
         folder, device = self._model.folder, self._options.judge.device
-        service = ReceiptAuditService(self._swarm, lambda receipt: receipt.model_version == self._model.version)
+        service = ReceiptAuditService(self._swarm, self._model.version)
         while True:
             shared = await service.next()
             try:

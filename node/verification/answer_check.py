@@ -26,7 +26,7 @@ from ..models import ModelFolder, compute_manifest
 from ..models.progress import Progress, no_progress
 from ..models.quantisation import is_exact
 from ..trust.receipt_file import AnswerTokens, SignedReply
-from .recomputation import SessionQuestion, Step
+from .recomputation import RecordedStep, SessionQuestion
 from .signed_answers import SignedAnswers, recompute
 
 Verdict = Literal["yes", "no", "unknown"]
@@ -180,7 +180,7 @@ class _AnswerCheck:
         junctions = {0: hidden}
         for segment in self._segments:
             entering = decode(*encode(hidden, self._codec))
-            question = SessionQuestion(segment, (Step(0, entering),))
+            question = SessionQuestion(segment, (RecordedStep(0, entering),))
             signed = SignedAnswers(*self._numerics(segment), question, self._codec, (b"",))
             _, (hidden,) = recompute(self._folder.path, signed, self._progress)
             junctions[segment.end] = hidden

@@ -12,9 +12,9 @@ from ...protocols.framing import INT8_BLOCK
 from ...protocols.ids import Span
 from ...protocols.tensors import decode
 from ...protocols.training import BatchTerms
-from ..blocks.batch_job import unpack_keep, unpack_request
+from ..blocks.batch_request import unpack_keep, unpack_request
 from ..trust.receipt_log import LoggedBatch, SessionLog
-from .recomputation import Question, SessionQuestion, Step
+from .recomputation import Question, RecordedStep, SessionQuestion
 from .tolerances import Kind, Pass
 
 
@@ -69,9 +69,9 @@ class Observed:
         return Kind(self.dtype, self.quantisation, self.direction, len(self.span), self.codec, self.device, own)
 
 
-def step_of(asked: wire_pb2.Step, hidden: torch.Tensor) -> Step:
+def step_of(asked: wire_pb2.Step, hidden: torch.Tensor) -> RecordedStep:
     """What a server was asked, with these hidden states."""
-    return Step(asked.position, hidden, tuple(asked.reorder), asked.long_factors, tuple(asked.positions))
+    return RecordedStep(asked.position, hidden, tuple(asked.reorder), asked.long_factors, tuple(asked.positions))
 
 
 def observed_session(log: SessionLog, device: str = "") -> Observed | None:
@@ -85,7 +85,7 @@ def observed_session(log: SessionLog, device: str = "") -> Observed | None:
     """
     if log.opening is None or not log.complete or log.granted is None or log.granted.prefix_tokens:
         return None
-    steps: list[Step] = []
+    steps: list[RecordedStep] = []
     claimed: list[torch.Tensor] = []
     receipt = None
     for entry in log.entries:
@@ -123,9 +123,9 @@ def observed_batch(logged: LoggedBatch, device: str = "") -> Observed:
     wire = logged.request.tensors[0]
     terms = BatchTerms(receipt.model_version, span, wire.codec, wire.dtype, receipt.nonce)
     kept = None if logged.keep is None else unpack_keep(logged.keep, list(map(bytearray, logged.kept)))
-    job = unpack_request(logged.protocol, terms, logged.request, list(map(bytearray, logged.inputs)), kept)
+    request = unpack_request(logged.protocol, terms, logged.request, list(map(bytearray, logged.inputs)), kept)
     gradients = {}
-    if logged.keep is not None and job.batch.gradient is not None:
+    if logged.keep is not None and request.batch.gradient is not None:
         others = zip(logged.keep.names, logged.keep.tensors, logged.outputs[1:], strict=True)
         gradients = {name: decode(described, payload) for name, described, payload in others}
     return Observed(
@@ -133,11 +133,11 @@ def observed_batch(logged: LoggedBatch, device: str = "") -> Observed:
         span,
         receipt.dtype,
         receipt.quantisation,
-        job.batch,
+        request.batch,
         (decode(wire, logged.outputs[0]),),
         device,
         wire.codec,
         logged,
         gradients,
-        job.batch.mask if job.batch.mask is not None and bool(job.batch.mask.any()) else None,
+        request.batch.mask if request.batch.mask is not None and bool(request.batch.mask.any()) else None,
     )

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from ...protocols.ids import Span
 from ...protocols.tensors import DTYPES
 from ...protocols.training import LoraName
-from ..blocks.batch_job import gradient_of
+from ..blocks.batch_request import gradient_of
 from ..blocks.passes import Batch, Gradients, SpanPasses, run_through
 from ..blocks.span import PREFILL_CHUNK, BlockSpan, load_span
 from ..errors import BadInput
@@ -57,7 +57,7 @@ RECOMPUTATION: Final = RecomputationLimits()
 
 
 @dataclass(frozen=True)
-class Step:
+class RecordedStep:
     """One step of a session as the server took it.
 
     Attributes:
@@ -78,7 +78,7 @@ class SessionQuestion:
     """The outputs of blocks `span` for `steps`, all steps of a session from its beginning."""
 
     span: Span
-    steps: tuple[Step, ...]
+    steps: tuple[RecordedStep, ...]
     left_padding: tuple[int, ...] = ()
 
 

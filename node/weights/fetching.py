@@ -29,7 +29,7 @@ from ..models.cache_dir import require_space
 from ..models.parts import describe
 from ..models.progress import Progress
 from ..swarm.swarm import Swarm
-from .places import Place, place_to_free
+from .places import FetchPlace, place_to_free
 from .plan import Piece, PiecePlan
 from .store import PeerFolder, part_of_number
 
@@ -43,7 +43,7 @@ class FetchPolicy:
     peers: int = 16
     """Asked at once; others take the places of those that fail."""
     in_flight: int = 8
-    """Pieces that a peer is asked for at once: two, and one more for each that it has brought, up to so many."""
+    """Pieces that a peer is asked for at once: two, and one more for each that it has brought, up to a limit."""
     open: float = 10.0
     piece: float = 120.0
     """Seconds in which the next piece of a peer has to come: peers hand on little while they serve sessions."""
@@ -89,7 +89,7 @@ async def offer_of(swarm: Swarm, peer_id: str, version: bytes, num_blocks: int) 
 
 
 @dataclass(eq=False)
-class _Asked:
+class _AskedPeer:
     """A peer that is asked for pieces; `since` it brought one, or was first asked."""
 
     begun: float = field(default_factory=trio.current_time)
@@ -120,7 +120,7 @@ class Fetch:
         self._progress = progress
         self._plan = PiecePlan({}, random.Random())
         self._changed = trio.Event()
-        self._working: dict[str, _Asked] = {}
+        self._working: dict[str, _AskedPeer] = {}
         self._looks: Counter[str] = Counter()
         self._strikes: Counter[str] = Counter()
         self._rates: dict[str, float] = {}  # what those that were asked brought
@@ -225,7 +225,7 @@ class Fetch:
             return
         self._plan.set_holder(peer, offer.parts)
         if peer not in self._working and offer.parts & self._plan.parts and self._has_place(peer):
-            self._working[peer] = asked = _Asked()
+            self._working[peer] = asked = _AskedPeer()
             nursery.start_soon(self._fetch_from, peer, asked)
         self._notify()
 
@@ -245,21 +245,21 @@ class Fetch:
         self._working.pop(freed.peer).scope.cancel()
         return True
 
-    def _note_rate(self, peer: str, asked: _Asked, now: float) -> None:
+    def _note_rate(self, peer: str, asked: _AskedPeer, now: float) -> None:
         """Of one that had its trial: who was busy when it was asked is as one that was not."""
         if now - asked.begun >= FETCHING.trial:
             self._rates[peer] = asked.rate(now)
 
-    def _place(self, peer: str, rate: float | None, asked: _Asked | None = None, now: float = 0.0) -> Place:
+    def _place(self, peer: str, rate: float | None, asked: _AskedPeer | None = None, now: float = 0.0) -> FetchPlace:
         held, idle = (now - asked.begun, now - asked.since) if asked else (0.0, 0.0)
-        return Place(peer, self._swarm.host.origin_of(peer), self._strikes[peer], rate, held, idle)
+        return FetchPlace(peer, self._swarm.host.origin_of(peer), self._strikes[peer], rate, held, idle)
 
     def _rest(self, peer: str, why: str) -> None:
         self._strikes[peer] += 1
         self._rest_until[peer] = trio.current_time() + min(FETCHING.rest * self._strikes[peer], FETCHING.most_rest)
         self._reasons[peer] = f"{peer}: {why}"
 
-    async def _fetch_from(self, peer: str, asked: _Asked) -> None:
+    async def _fetch_from(self, peer: str, asked: _AskedPeer) -> None:
         try:
             with asked.scope:
                 async with open_weights(self._swarm, peer) as stream:
@@ -278,7 +278,7 @@ class Fetch:
             self._plan.drop(peer)
             self._notify()
 
-    async def _ask(self, peer: str, own: _Asked, stream: WeightsStream) -> None:
+    async def _ask(self, peer: str, own: _AskedPeer, stream: WeightsStream) -> None:
         """Has questions under way as long as there is something to ask for."""
         version = self._folder.manifest.version
         asked: deque[Piece] = deque()
@@ -306,7 +306,7 @@ class Fetch:
                 self._strikes[peer] = max(0, self._strikes[peer] - 1)
                 own.since = trio.current_time()
 
-    async def _take(self, peer: str, own: _Asked, piece: Piece, data: bytes) -> bool:
+    async def _take(self, peer: str, own: _AskedPeer, piece: Piece, data: bytes) -> bool:
         """Whether it is that piece. Writes it, if no other peer has sent it."""
         if not self._plan.is_missing(piece):
             return True

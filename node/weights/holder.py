@@ -203,7 +203,7 @@ class WeightsHolder:
         await stream.send(answer, [data], timeout=HOLDING.send)
 
     async def _turn(self, place: Place, nbytes: int) -> None:
-        """Waits until so many bytes may go to the one that has the place."""
+        """Waits until `nbytes` bytes may go to the one that has the place."""
         self._throttle.set_rate(HOLDING.beside_sessions if self._swarm.host.is_serving else HOLDING.rate)
         await self._throttle.turn(place.origin)
         self._throttle.spend(nbytes)

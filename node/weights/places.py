@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Place:
+class FetchPlace:
     """What is known of a peer that is asked for pieces, or that could be."""
 
     peer: str
@@ -24,7 +24,9 @@ class Place:
     """Seconds without a piece."""
 
 
-def place_to_free(places: Sequence[Place], wanting: Place, *, patience: float, trial: float) -> Place | None:
+def place_to_free(
+    places: Sequence[FetchPlace], wanting: FetchPlace, *, patience: float, trial: float
+) -> FetchPlace | None:
     """The place that goes to the peer `wanting`, when there is no other; None if it has to wait.
 
     Places go, in this order, from who has brought nothing for `patience`, times its failures and one; from the address

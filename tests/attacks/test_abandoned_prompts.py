@@ -13,7 +13,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from petalnode.crypto.identity import Identity, peer_id_to_bytes
 from petalnode.node.blocks.span import PREFILL_CHUNK, BlockSpan
-from petalnode.node.server.steps import Step, StepRunner
+from petalnode.node.server.steps import QueuedStep, StepRunner
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import PeerError
 from tests.attacks.one_server import OneServer, one_server, pushed
@@ -32,7 +32,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     prefill = StepRunner._prefill
 
-    def noting(runner: StepRunner, step: Step, chunk: int) -> bool:
+    def noting(runner: StepRunner, step: QueuedStep, chunk: int) -> bool:
         found.append(step.input.position)
         return prefill(runner, step, chunk)
 
@@ -104,7 +104,7 @@ async def test_no_more_than_a_chunk_is_computed_of_a_long_prompt_that_is_given_u
             await session.stream.reset()
             await wait_all_tasks_blocked()
 
-        def leaving(runner: StepRunner, step: Step, chunk: int) -> bool:
+        def leaving(runner: StepRunner, step: QueuedStep, chunk: int) -> bool:
             done = prefill(runner, step, chunk)
             parts.append(chunk)
             if len(parts) == 1:

@@ -14,7 +14,7 @@ from trio.testing import wait_all_tasks_blocked
 from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.span import BlockSpan
 from petalnode.node.server import turns
-from petalnode.node.server.steps import Step, StepRunner
+from petalnode.node.server.steps import QueuedStep, StepRunner
 from petalnode.node.server.turns import BatchCost, CostFit
 from tests.attacks.one_server import OneServer, one_server
 from tests.swarm.raw import RawSession, values
@@ -29,11 +29,11 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     found: list[list[str]] = []
     decode, prefill = StepRunner._decode, StepRunner._prefill
 
-    def noting_decode(runner: StepRunner, batch: list[Step]) -> None:
+    def noting_decode(runner: StepRunner, batch: list[QueuedStep]) -> None:
         found.append([step.session.peer for step in batch])
         decode(runner, batch)
 
-    def noting_prefill(runner: StepRunner, step: Step, chunk: int) -> bool:
+    def noting_prefill(runner: StepRunner, step: QueuedStep, chunk: int) -> bool:
         found.append([step.session.peer])
         return prefill(runner, step, chunk)
 

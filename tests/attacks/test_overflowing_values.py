@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from petalnode.node.blocks.batch_job import run_job, unpack_request
+from petalnode.node.blocks.batch_request import run_request, unpack_request
 from petalnode.node.blocks.passes import SpanPasses, run_through
 from petalnode.node.models.folder import ModelFolder
-from petalnode.node.server.steps import ComputeSession, Step, StepInput, StepOutput, StepRunner
+from petalnode.node.server.steps import ComputeSession, QueuedStep, StepInput, StepOutput, StepRunner
 from petalnode.node.trust.bundle import batch_bundle, session_bundle
 from petalnode.node.verification.evidence_check import check_evidence
 from petalnode.node.verification.judging import distance, judge_distance, kept_distances
@@ -60,7 +60,7 @@ def ask(server: SigningServer, codec: str, tensor: torch.Tensor, session: Comput
     answers: list[StepOutput | Refusal] = []
     runner = StepRunner(server.blocks)
     described, payload = encode(tensor, codec)
-    runner.add(Step(session, StepInput(session.cache.length, (), described, payload), answers.append))
+    runner.add(QueuedStep(session, StepInput(session.cache.length, (), described, payload), answers.append))
     while not answers:
         runner.run_turn()
     return answers[0]
@@ -92,9 +92,9 @@ def test_a_batch_s_answer_that_is_not_finite_is_refused(coarse: SigningServer, c
     terms = BatchTerms(coarse.version, coarse.span, codec, "float32", bytes(16))
     described, payload = encode(with_value(value), codec)
     request = wire.BatchRequest(sequence=1, tensors=[described])
-    job = unpack_request(FORWARD, terms, request, [bytearray(payload)], None)
+    unpacked = unpack_request(FORWARD, terms, request, [bytearray(payload)], None)
     with pytest.raises(Refusal):
-        run_through(run_job(job, SpanPasses(coarse.blocks, 1 << 30)))
+        run_through(run_request(unpacked, SpanPasses(coarse.blocks, 1 << 30)))
 
 
 # --- the rules

@@ -19,7 +19,7 @@ from multiaddr import Multiaddr
 from petalnode.crypto.identity import Identity
 from petalnode.node.network import kad_store
 from petalnode.node.network.kad_store import LIFETIME, MAX_OF_KEY, FairProviderStore
-from petalnode.node.network.provider_lookup import LOOKUP, Answer, Contact, Lookup, add, answer_of, ask, distance
+from petalnode.node.network.provider_lookup import LOOKUP, Contact, Lookup, LookupAnswer, add, answer_of, ask, distance
 from petalnode.node.network.transport.bandwidth import ByteCount
 from petalnode.node.swarm import provider_records
 from petalnode.node.swarm.provider_records import SEARCH, ProviderRecords, blocks_sought
@@ -66,11 +66,11 @@ class Hostile(Table):
         self.false = (*ours, *false)
         self.peers.update({one.peer_id: one for one in ours})
 
-    async def ask(self, contact: Contact) -> Answer | None:
+    async def ask(self, contact: Contact) -> LookupAnswer | None:
         if contact.peer_id not in self.ours:
             return await super().ask(contact)
         self.asked.append(contact.peer_id)
-        return Answer((), tuple(random.Random(len(self.asked)).sample(self.false, min(20, len(self.false)))))
+        return LookupAnswer((), tuple(random.Random(len(self.asked)).sample(self.false, min(20, len(self.false)))))
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_who_names_endless_providers_is_heard_as_often_as_others() -> None:
     lookup = Lookup(KEY, [*PEERS[:3], peer(3_000_000)], OWN)
     flood = tuple(peer(4_000_000 + number, f"11.202.{number}.1") for number in range(200))
     while (contact := lookup.next()) is not None:
-        lookup.answered(contact.peer_id, Answer((PROVIDER,) if contact in PEERS else flood, ()))
+        lookup.answered(contact.peer_id, LookupAnswer((PROVIDER,) if contact in PEERS else flood, ()))
     providers = list(lookup.providers(random.Random(1)))
     assert PROVIDER in providers[:2] and len(providers) <= 33
 
@@ -269,7 +269,7 @@ async def a_stranger() -> AsyncIterator[Any]:
             lookup = Lookup(key, [PEERS[0]], stranger.peer_id)
             contact = lookup.next()
             assert contact is not None
-            lookup.answered(contact.peer_id, Answer(tuple(map(Contact, listed.get(key, ()))), ()))
+            lookup.answered(contact.peer_id, LookupAnswer(tuple(map(Contact, listed.get(key, ()))), ()))
             return lookup
 
         async def close_opened() -> None:

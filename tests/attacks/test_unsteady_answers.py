@@ -31,8 +31,8 @@ from petalnode.node.verification.recomputation import (
     RECOMPUTATION,
     Noise,
     Recomputation,
+    RecordedStep,
     SessionQuestion,
-    Step,
     last_of,
 )
 from petalnode.node.verification.tolerances import Kind, Tolerance, find_tolerance, noise_of
@@ -200,7 +200,7 @@ def test_ordinary_answers_do_not_depend_on_roundings(folder: ModelFolder, dtype:
     kind = Kind(dtype, quant, blocks=len(SPAN))
     tolerance = find_tolerance(kind)
     assert tolerance is not None
-    question = SessionQuestion(SPAN, (Step(0, hidden(24, seed=5)),))
+    question = SessionQuestion(SPAN, (RecordedStep(0, hidden(24, seed=5)),))
     truth = Recomputation(folder.path, dtype, quant)
     (right,) = map(last_of, truth.answer([question]))
     spread = spread_of(right, [last_of(one) for one in truth.perturbed([question], noise_of(kind), seed=1)[0]])

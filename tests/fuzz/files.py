@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -118,11 +118,9 @@ class _InMemory(RangedFile):
 
     data: bytes = b""
 
-    def stream(
-        self, start: int, end: int, take: Callable[[bytes], object], stop: threading.Event | None = None
-    ) -> None:
+    def stream(self, start: int, end: int, stop: threading.Event | None = None) -> Iterator[bytes]:
         assert 0 <= start <= end <= self.nbytes
-        take(self.data[start:end])
+        yield self.data[start:end]
 
 
 def _read_by_ranges(folder: Path) -> None:

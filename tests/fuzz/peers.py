@@ -175,7 +175,7 @@ def _orders(mutator: Mutator) -> Conversation:
 @asynccontextmanager
 async def _auditor() -> AsyncIterator[Talk]:
     handlers = Handlers()
-    service = ReceiptAuditService(cast(Swarm, handlers.streams), lambda receipt: receipt.model_version == VERSION)
+    service = ReceiptAuditService(cast(Swarm, handlers.streams), VERSION)
     talk = Talk(lambda protocol: handlers.by_protocol[protocol], dict, logged(handlers.streams), OTHER.peer_id)
 
     class Auditor:

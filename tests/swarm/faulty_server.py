@@ -200,7 +200,7 @@ FAULTS: dict[str, Callable[..., Awaitable[None]]] = {
 
 
 class _SpoiledWorks:
-    """A stream of works with one reply on it that is not what the service said."""
+    """A stream of batch requests with one reply on it that is not what the service said."""
 
     gives_gradients = False
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from petalnode.node.client.sharing import auditable
 from petalnode.node.client.swarm_model import SwarmModel, identify_model
 from petalnode.node.errors import NoChainError
 from petalnode.node.models.folder import open_folder
+from petalnode.node.models.manifest import compute_manifest
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import Swarm, open_swarm
 from petalnode.node.trust.receipt_log import ReceiptArchive
@@ -38,10 +39,10 @@ from tests.tiny_models import HIDDEN
 
 
 @asynccontextmanager
-async def auditor_here(peers: Sequence[str] = (), sample: int = 2) -> AsyncIterator[tuple[ReceiptAuditService, str]]:
-    config = SwarmConfig(Identity.generate(), listen=(LOOPBACK,), peers=tuple(peers))
+async def auditor_here(version: bytes) -> AsyncIterator[tuple[ReceiptAuditService, str]]:
+    config = SwarmConfig(Identity.generate(), listen=(LOOPBACK,))
     async with open_swarm(config) as swarm:
-        yield ReceiptAuditService(swarm, lambda receipt: True, sample=sample), swarm.addrs[0]
+        yield ReceiptAuditService(swarm, version), swarm.addrs[0]
 
 
 def run(main: Callable[[], object]) -> None:
@@ -59,7 +60,7 @@ def chunk(tokens: int, seed: int) -> WireTensor:
 def test_a_client_s_answers_are_recomputed_afterwards(shared_swarm: SharedSwarm) -> None:
     async def main() -> None:
         folder = open_folder(shared_swarm.folder, "tiny-llama")
-        async with auditor_here() as (desk, address):
+        async with auditor_here(compute_manifest(folder).version) as (desk, address):
             config = SwarmConfig(Identity.generate(), peers=(shared_swarm.peer,), serve_dht=False)
             async with open_swarm(config) as swarm:
                 model: SwarmModel = await identify_model(swarm, folder)
@@ -144,7 +145,7 @@ def test_an_auditor_takes_no_receipt_of_somebody_else_and_is_not_flooded(signing
     receipt = log.entries[0].receipt
 
     async def main() -> None:
-        async with auditor_here() as (_, address):
+        async with auditor_here(signing_server.version) as (_, address):
             stranger = Identity.generate()
             async with open_swarm(SwarmConfig(stranger, peers=(address,), serve_dht=False)) as swarm:
                 wrong = wire.Offer(

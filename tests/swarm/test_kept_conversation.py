@@ -112,8 +112,11 @@ class Letters:
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(map(chr, tokens))
 
-    def stream(self, write: Any) -> Any:
-        return lambda token: write(chr(token))
+    def stream(self) -> Letters:
+        return self
+
+    def add(self, token: int) -> str:
+        return chr(token)
 
 
 def chatter(file: Path, *answers: list[int | Exception], prompt: str | None = None) -> tuple[Any, FakeConversation]:

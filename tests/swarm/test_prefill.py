@@ -20,7 +20,7 @@ from petalnode.node.client.session.step import PipelineStep
 from petalnode.node.client.session.stream import SessionStream
 from petalnode.node.errors import BadInput
 from petalnode.node.server.requests.session import ServerSession
-from petalnode.node.server.steps import Step, StepRunner
+from petalnode.node.server.steps import QueuedStep, StepRunner
 from petalnode.node.testing.memory_servers import MemoryServer
 from petalnode.protocols import wire_pb2 as wire
 from tests.inspection import session_of
@@ -308,7 +308,7 @@ def test_what_was_sent_of_a_prompt_that_is_given_up_is_not_computed(
         sent.append(step)
         return await send(step, anew)
 
-    def computing(runner: StepRunner, step: Step, chunk: int) -> bool:
+    def computing(runner: StepRunner, step: QueuedStep, chunk: int) -> bool:
         first = runner._blocks.span.start
         computed[first].append(step.input.position)
         if not first:
@@ -416,7 +416,7 @@ def test_a_server_is_killed_with_three_steps_under_way(
         sent[0] += first
         await send(server, step, chunk)
 
-    def computing(runner: StepRunner, step: Step, chunk: int) -> bool:
+    def computing(runner: StepRunner, step: QueuedStep, chunk: int) -> bool:
         if runner._blocks.span.start == 2 * place and not go.is_set():
             begun.set()
             go.wait()

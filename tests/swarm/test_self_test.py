@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from petalnode.node.blocks import machine_check
-from petalnode.node.blocks.machine_check import Answer, ProductSpeed
+from petalnode.node.blocks.machine_check import GreedyAnswer, ProductSpeed
 from petalnode.node.cli.commands import self_test
 from petalnode.node.cli.commands.doctor import Finding
 from petalnode.node.cli.output import Output
@@ -38,8 +38,8 @@ def test_a_machine_that_computes_right_is_told_so_and_nothing_is_left_behind(tmp
     assert not (home / "cache" / "petalnode" / "speeds.json").exists()
 
 
-def answer(*tokens: int, logit: float = 0.5) -> Answer:
-    return Answer(tokens, torch.tensor([0.0, logit]))
+def answer(*tokens: int, logit: float = 0.5) -> GreedyAnswer:
+    return GreedyAnswer(tokens, torch.tensor([0.0, logit]))
 
 
 def test_other_tokens_are_a_fault_and_the_last_bits_of_a_logit_are_none() -> None:

@@ -41,7 +41,7 @@ def server(pool: MemoryPool) -> MemoryServer:
 
 
 class RawWorks:
-    """One stream of works to the server that `ready` speaks of."""
+    """One stream of batch requests to the server that `ready` speaks of."""
 
     def __init__(self, stream: BatchFrames, ready: dict[str, Any]) -> None:
         self.stream = stream
@@ -321,7 +321,7 @@ def test_gradients_that_are_refused(server: MemoryServer, run: Run) -> None:
         await works.work(values(3), gradient_follows=True)
         with pytest.raises(Refusal, match="no gradient"):
             await works.reply()
-        for sequence, gradient, says in ((2, values(3), "no work 2"), (1, NAN, "the gradient")):
+        for sequence, gradient, says in ((2, values(3), "no batch request 2"), (1, NAN, "the gradient")):
             works = await RawWorks.opened(swarm, server.ready, BACKWARD)
             await works.begin(values(3))
             await works.send(wire.BatchFrame(gradient=wire.Gradient(sequence=sequence)), [gradient])

@@ -169,10 +169,25 @@ def without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         return function(*arguments)
 
     monkeypatch.setattr("petalnode.node.client.generation.speculation.trio.to_thread.run_sync", direct)
-    monkeypatch.setattr("petalnode.node.client.generation.speculation.from_chunks", lambda chunks: chunks[0])
     monkeypatch.setattr(
         "petalnode.node.client.generation.speculation.time", SimpleNamespace(perf_counter=trio.current_time)
     )
+
+
+@dataclass(frozen=True)
+class SimulatedText:
+    text: Sequence[int]
+    chain: SimulatedChain
+
+    async def embed(self, tokens: list[int], position: int) -> WireTensor:
+        assert tokens and position + len(tokens) < len(self.text)
+        return cast(WireTensor, Tokens(len(tokens)))
+
+    def logits(self, hidden: WireTensor) -> torch.Tensor:
+        return cast(torch.Tensor, [0] * cast(Tokens, hidden).tokens)
+
+    def compute_seconds(self) -> Sequence[float]:
+        return self.chain.compute
 
 
 async def answered(
@@ -190,13 +205,6 @@ async def answered(
     said: list[int] = []
     going = Answering(list(text[:prompt]), len(text), sampler, said.append)
 
-    async def embed(tokens: list[int], position: int) -> WireTensor:
-        assert tokens and position + len(tokens) < len(text)
-        return cast(WireTensor, Tokens(len(tokens)))
-
-    def head(hidden: torch.Tensor) -> torch.Tensor:
-        return cast(torch.Tensor, [[0] * cast(Tokens, hidden).tokens])
-
     await chain.answered(chain.send(prompt), prompt)
     plan.speed.note_work(prompt, chain.compute, 0.0)
     going.take(text[prompt])
@@ -206,9 +214,9 @@ async def answered(
         draft = plan.choose(lookup.matches(going.tokens), most) if drafts else Draft()
         if draft.tokens or (model is not None and plan.model_depth(most)):
             pipeline = cast(Pipeline, SimulatedPipeline(chain))
-            made, stages = len(going.tokens), lambda: chain.compute
+            made, drafted = len(going.tokens), SimulatedText(text, chain)
             guesses = cast("ModelDrafter | None", model)
-            await Speculation(going, pipeline, plan, lookup, embed, head, stages, MOST_STEP, guesses).run(draft)
+            await Speculation(going, pipeline, plan, lookup, drafted, MOST_STEP, guesses).run(draft)
             if len(going.tokens) > made:
                 continue
         sent = trio.current_time()

@@ -12,7 +12,7 @@ import pytest
 import torch
 import trio
 
-from petalnode.node.blocks.batch_job import BatchJob, run_job
+from petalnode.node.blocks.batch_request import BatchRequest, run_request
 from petalnode.node.blocks.passes import Batch, SpanPasses
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.server.budget import BudgetFull, MemoryBudget
@@ -29,8 +29,8 @@ ALL = Span(0, NUM_BLOCKS)
 HIDDEN_STATES, GRADIENT = torch.randn(2, 2, 20, HIDDEN, generator=torch.Generator().manual_seed(0))
 TENSOR, PAYLOAD = encode(HIDDEN_STATES, "none")
 BATCH = Batch(ALL, HIDDEN_STATES)
-WORK = wire.BatchRequest(sequence=1, tensors=[TENSOR, TENSOR], gradient_follows=True)
-JOB = BatchJob(WORK, replace(BATCH, gradient=GRADIENT), None, b"")
+MESSAGE = wire.BatchRequest(sequence=1, tensors=[TENSOR, TENSOR], gradient_follows=True)
+REQUEST = BatchRequest(MESSAGE, replace(BATCH, gradient=GRADIENT), None, b"")
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ async def late_pass(blocks: BlockSpan) -> AsyncIterator[Any]:
             yield (
                 compute,
                 SpanPasses(blocks, 1 << 40),
-                DeferredBackward(BatchJob(WORK, BATCH, None, payload=bytearray(PAYLOAD))),
+                DeferredBackward(BatchRequest(MESSAGE, BATCH, None, payload=bytearray(PAYLOAD))),
                 budget,
                 lease,
             )
@@ -62,15 +62,15 @@ async def test_a_gradient_that_comes_in_time(blocks: BlockSpan) -> None:
     async with late_pass(blocks) as (compute, passes, late, budget, lease):
         late.lend(lease)
         await late.recompute(compute, passes)
-        late.settle(JOB)
+        late.settle(REQUEST)
         late.give_up("too late for that")
-        job, first = await late.ready()
+        request, first = await late.ready()
         with pytest.raises(BudgetFull):  # it is no longer offered to others
             await budget.acquire(60, 0.01)
         assert not lease.taken  # nobody needed it
-        assert job is JOB and len(first.value.graphs) == NUM_BLOCKS
-        second = await compute.run_pass(run_job(job, passes, first.value), resumed=True)
-        [expected] = (await compute.run_pass(run_job(JOB, passes))).value
+        assert request is REQUEST and len(first.value.graphs) == NUM_BLOCKS
+        second = await compute.run_pass(run_request(request, passes, first.value), resumed=True)
+        [expected] = (await compute.run_pass(run_request(REQUEST, passes))).value
         assert torch.equal(second.value[0], expected)
 
 
@@ -79,13 +79,13 @@ async def test_who_needs_the_memory_takes_it(blocks: BlockSpan) -> None:
         late.lend(lease)
         await late.recompute(compute, passes)
         await budget.acquire(60, 0.01)
-        assert lease.taken and late.job is None  # and nothing else holds it
+        assert lease.taken and late.request is None  # and nothing else holds it
         with pytest.raises(Refusal, match="memory"):
             late.checked()
-        late.settle(JOB)
+        late.settle(REQUEST)
         with pytest.raises(Refusal, match="memory") as caught:
             await late.ready()
-        assert caught.value.code == wire.ERROR_BUSY and "work 1" in caught.value.message
+        assert caught.value.code == wire.ERROR_BUSY and "batch request 1" in caught.value.message
 
 
 async def test_a_gradient_that_does_not_come(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,6 +108,6 @@ async def test_a_first_half_that_fails(blocks: BlockSpan, monkeypatch: pytest.Mo
 
         monkeypatch.setattr(passes, "recompute", too_large)
         await late.recompute(compute, passes)
-        late.settle(JOB)
+        late.settle(REQUEST)
         with pytest.raises(Refusal, match="memory"):
             await late.ready()

@@ -16,7 +16,7 @@ from petalnode.node.blocks.kernels import choice
 from petalnode.node.blocks.kernels.library import ISAS, Library, library
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.verification.observed import Observed
-from petalnode.node.verification.recomputation import SessionQuestion, Step
+from petalnode.node.verification.recomputation import RecordedStep, SessionQuestion
 from petalnode.node.verification.verdicts import Judge
 from petalnode.protocols.ids import Span
 from petalnode.protocols.tensors import decode, encode
@@ -50,7 +50,7 @@ class Conversation:
         self.rows = random.choice((1, 1, 2, 5))
         self._padding = tuple(random.choice((0, 0, 3)) for _ in range(self.rows))
         self.cache: SpanCache = blocks.make_cache(self.rows, LONGEST, list(self._padding))
-        self._steps: list[Step] = []
+        self._steps: list[RecordedStep] = []
         self._claimed: list[torch.Tensor] = []
         self._generator = torch.Generator().manual_seed(random.getrandbits(32))
 
@@ -66,7 +66,7 @@ class Conversation:
         tokens = min(tokens, LONGEST - cache.length)
         scale = random.choice((1e-20, 1e-3, 1.0, 1.0, 30.0))
         hidden = scale * torch.randn(self.rows, tokens, HIDDEN, generator=self._generator)
-        self._steps.append(Step(cache.length, hidden, reorder))
+        self._steps.append(RecordedStep(cache.length, hidden, reorder))
         return hidden
 
     def answered(self, output: torch.Tensor) -> None:

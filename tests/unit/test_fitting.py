@@ -18,7 +18,7 @@ from petalnode.node.models.quantisation import choose_kernels
 from petalnode.node.placement.planning.machines_file import Fleet, Machine, fleet_of, read_machines
 from petalnode.node.placement.planning.model_sizes import (
     WEIGHTS,
-    Host,
+    MachineCapacity,
     ModelSize,
     best_fit,
     fit_of,
@@ -122,13 +122,13 @@ def around(count: int) -> Fleet:
 @given(st.lists(st.floats(1.0, 200.0), min_size=1, max_size=4), st.sampled_from(known_models()))
 def test_what_is_missing_suffices(gigabytes: list[float], model: object) -> None:
     assert isinstance(model, ModelSize)
-    hosts = [Host(str(number), memory * 1e9, 1e11) for number, memory in enumerate(gigabytes)]
+    hosts = [MachineCapacity(str(number), memory * 1e9, 1e11) for number, memory in enumerate(gigabytes)]
     found = best_fit(hosts, around(len(hosts)), model)
     if found.fits:
         assert 0 < found.tokens_per_second <= 1e11 / (model.blocks * model.active_bytes(found.weights)) * 1.0001
         return
     assert found.weights == "Q4_K_M"
-    more = [*hosts, Host("more", found.missing * 1.000001, 1e11)]
+    more = [*hosts, MachineCapacity("more", found.missing * 1.000001, 1e11)]
     assert fit_of(more, around(len(more)), model, "Q4_K_M").fits
     if found.machines:
         like = [*hosts, *[max(hosts, key=lambda host: host.memory)] * found.machines]
@@ -168,16 +168,18 @@ def test_the_weights_of_most_bits_that_fit_and_what_is_missing_in_figures() -> N
     model = known_model("Llama-3.1-8B-Instruct")
     assert model is not None
     for gigabytes, weights in ((20, "bf16"), (10, "Q8_0"), (6, "Q4_K_M")):
-        found = best_fit([Host("one", gigabytes * 1e9, 1e11)], around(1), model)
+        found = best_fit([MachineCapacity("one", gigabytes * 1e9, 1e11)], around(1), model)
         assert (found.fits, found.weights, found.machines) == (True, weights, 0)
         assert found.nbytes == pytest.approx(model.blocks * model.block_parameters * WEIGHTS[weights] / 8)
         assert found.tokens_per_second == pytest.approx(1e11 / found.nbytes, rel=0.05)
         assert found.most_tokens_per_second == pytest.approx(1e11 / found.nbytes, rel=0.05)
     block = model.block_bytes("Q4_K_M")
-    lacking = best_fit([Host("one", 10.5 * block, 1e11), Host("two", 5.2 * block, 1e11)], around(2), model)
+    lacking = best_fit(
+        [MachineCapacity("one", 10.5 * block, 1e11), MachineCapacity("two", 5.2 * block, 1e11)], around(2), model
+    )
     assert (lacking.weights, lacking.machines) == ("Q4_K_M", 2)  # 17 blocks are missing, and the largest holds 10
     assert lacking.missing == pytest.approx(17 * block)
-    nothing = best_fit([Host("one", 0.5 * block, 1e11)], around(1), model)
+    nothing = best_fit([MachineCapacity("one", 0.5 * block, 1e11)], around(1), model)
     assert (nothing.machines, nothing.missing) == (0, pytest.approx(32 * block))
     assert best_fit([], around(0), model).machines == 0
 
@@ -185,7 +187,7 @@ def test_the_weights_of_most_bits_that_fit_and_what_is_missing_in_figures() -> N
 @pytest.mark.parametrize("gigabytes", [0.7, 2, 8, 24, 96])
 def test_this_machine_holds_what_a_server_on_it_would_choose(gigabytes: float) -> None:
     memory = Memory(int(gigabytes * 1e9), int(1.5 * gigabytes * 1e9))
-    here = Host("here", memory.free - memory.reserve, 1e10, computes=True)
+    here = MachineCapacity("here", memory.free - memory.reserve, 1e10, computes=True)
     for model in known_models():
         config = {"num_attention_heads": model.heads, "num_key_value_heads": model.kv_heads, "head_dim": model.head_dim}
         for weights in WEIGHTS:

@@ -20,7 +20,7 @@ from multiaddr import Multiaddr
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.network.kad_messages import KAD, MAX_ANSWER_FIELDS, BadMessage, parse, record_of
-from petalnode.node.network.kad_service import OF_PEER, PATIENCE, Place, to_drop
+from petalnode.node.network.kad_service import OF_PEER, PATIENCE, TableStream, to_drop
 from petalnode.node.network.kad_store import (
     ENTRY_BYTES,
     MAX_VALUE,
@@ -252,8 +252,8 @@ def test_fields_are_counted_with_those_within() -> None:
 # --- streams and rates
 
 
-def place(origin: str, peer: str, *, waiting: bool = True) -> Place:
-    made = Place(peer, origin)
+def place(origin: str, peer: str, *, waiting: bool = True) -> TableStream:
+    made = TableStream(peer, origin)
     made.waiting = waiting
     return made
 

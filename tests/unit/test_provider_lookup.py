@@ -14,9 +14,9 @@ from multiaddr import Multiaddr
 from petalnode.crypto.identity import Identity
 from petalnode.node.network.provider_lookup import (
     LOOKUP,
-    Answer,
     Contact,
     Lookup,
+    LookupAnswer,
     answer_of,
     claimed_origins,
     distance,
@@ -57,14 +57,14 @@ class Table:
         self.dead: set[str] = set()
         self.asked: list[str] = []
 
-    async def ask(self, contact: Contact) -> Answer | None:
+    async def ask(self, contact: Contact) -> LookupAnswer | None:
         await trio.sleep(0.1)
         self.asked.append(contact.peer_id)
         if contact.peer_id in self.dead or contact.peer_id not in self.peers:
             return None
         there = ((one.peer_id, claimed_origins(one)) for one in self.knows[contact.peer_id])
         nearest = nearest_around(KEY, there, 20)
-        return Answer(tuple(self.records.get(contact.peer_id, ())), tuple(map(self.peers.__getitem__, nearest)))
+        return LookupAnswer(tuple(self.records.get(contact.peer_id, ())), tuple(map(self.peers.__getitem__, nearest)))
 
     def look_up(self, start: Sequence[Contact], timeout: float = 60.0) -> Lookup:
         lookup = Lookup(KEY, start, OWN)
@@ -142,7 +142,7 @@ def test_messages_are_read_as_go_and_js_send_them() -> None:
     sent = b"\x0a" + bytes([len(own)]) + own + b"\x12" + bytes([len(addr)]) + addr + b"\x18\x01"
     answer = b"\x08\x03\x12" + bytes([len(KEY)]) + KEY + b"\x50\x00" + b"\x4a" + bytes([len(sent)]) + sent
     answer += b"\x42" + bytes([len(sent)]) + sent
-    assert answer_of(Message.FromString(answer)) == Answer((PROVIDER,), (PROVIDER,))
+    assert answer_of(Message.FromString(answer)) == LookupAnswer((PROVIDER,), (PROVIDER,))
 
 
 def test_where_a_peer_is_said_to_be() -> None:

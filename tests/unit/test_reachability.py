@@ -12,10 +12,10 @@ import trio
 from petalnode.node.network.addresses import Endpoint
 from petalnode.node.network.nat import autonat, upnp
 from petalnode.node.network.nat.reachability import (
+    IpVerdict,
     LocalEndpoints,
     NatStatus,
     ReachabilityInputs,
-    Verdict,
     extra_addrs,
     is_public,
     needs_relays,
@@ -31,8 +31,8 @@ OWN6 = Endpoint(ip_address("2a00:77::10"), 31330)
 OUTER = Endpoint(ip_address("11.77.0.101"), 31330)
 HERE = LocalEndpoints((OWN,), frozenset({OWN.ip}), (ip_network("192.168.1.0/24"),))
 BOTH = LocalEndpoints((OWN, OWN6), frozenset({OWN.ip, OWN6.ip}), HERE.networks)
-NAT = Verdict(NatStatus.CLOSED, (), translated=True, outside=True)
-FIREWALL = Verdict(NatStatus.CLOSED, (), translated=False, outside=True)
+NAT = IpVerdict(NatStatus.CLOSED, (), translated=True, outside=True)
+FIREWALL = IpVerdict(NatStatus.CLOSED, (), translated=False, outside=True)
 RELAY, OTHER = "12D3KooWRelayOne1234", "12D3KooWRelayTwo5678"
 CIRCUITS = {
     RELAY: ("/ip4/11.77.0.10/tcp/31330/p2p/R/p2p-circuit",),
@@ -40,8 +40,8 @@ CIRCUITS = {
 }
 
 
-def open_at(*endpoints: Endpoint, outside: bool = True) -> Verdict:
-    return Verdict(NatStatus.OPEN, endpoints, translated=False, outside=outside)
+def open_at(*endpoints: Endpoint, outside: bool = True) -> IpVerdict:
+    return IpVerdict(NatStatus.OPEN, endpoints, translated=False, outside=outside)
 
 
 def test_unknown_announces_the_interfaces_as_ever() -> None:

@@ -17,9 +17,9 @@ from petalnode.node.verification.recomputation import (
     Noise,
     PassAnswer,
     Recomputation,
+    RecordedStep,
     SessionAnswer,
     SessionQuestion,
-    Step,
 )
 from petalnode.protocols.ids import Span
 from petalnode.protocols.training import LoraName
@@ -50,11 +50,11 @@ def hidden(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
 def test_a_session_with_rollback_and_reorder(folder: Path, dtype: str, quantisation: str, group_bytes: int) -> None:
     wire = torch.bfloat16 if dtype == "bfloat16" else torch.float32
     steps = (
-        Step(0, hidden(2, 9, seed=1, dtype=wire)),
-        Step(9, hidden(2, 1, seed=2, dtype=wire)),
-        Step(10, hidden(2, 1, seed=3, dtype=wire), (1, 1)),
-        Step(7, hidden(2, 4, seed=4, dtype=wire)),
-        Step(11, hidden(2, 1, seed=5, dtype=wire)),
+        RecordedStep(0, hidden(2, 9, seed=1, dtype=wire)),
+        RecordedStep(9, hidden(2, 1, seed=2, dtype=wire)),
+        RecordedStep(10, hidden(2, 1, seed=3, dtype=wire), (1, 1)),
+        RecordedStep(7, hidden(2, 4, seed=4, dtype=wire)),
+        RecordedStep(11, hidden(2, 1, seed=5, dtype=wire)),
     )
     blocks = load_span(folder, SPAN, dtype=dtype, quantisation=quantisation)
     cache = blocks.make_cache(2, 32, [3, 0])
@@ -111,12 +111,12 @@ def test_a_pass_and_its_gradients(folder: Path, group_bytes: int) -> None:
 def test_steps_with_a_hole_between_them_are_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="position 5"):
         Recomputation(folder, "float32", "none").answer(
-            [SessionQuestion(SPAN, (Step(0, hidden(1, 3)), Step(5, hidden(1, 1))))]
+            [SessionQuestion(SPAN, (RecordedStep(0, hidden(1, 3)), RecordedStep(5, hidden(1, 1))))]
         )
 
 
 def test_no_more_weights_are_held_than_may_be(folder: Path) -> None:
-    question = SessionQuestion(SPAN, (Step(0, hidden(1, 2)),))
+    question = SessionQuestion(SPAN, (RecordedStep(0, hidden(1, 2)),))
     alone = Recomputation(folder, "float32", "none", group_bytes=0)
     alone.answer([question])
     pairs = Recomputation(folder, "float32", "none", group_bytes=2 * alone.largest)
@@ -126,7 +126,7 @@ def test_no_more_weights_are_held_than_may_be(folder: Path) -> None:
 
 def test_blocks_that_nobody_asks_for_are_not_loaded(folder: Path) -> None:
     truth = Recomputation(folder, "float32", "none")
-    steps = (Step(0, hidden(1, 2)),)
+    steps = (RecordedStep(0, hidden(1, 2)),)
     first, last, both = truth.answer([SessionQuestion(span, steps) for span in (Span(0, 1), Span(3, 4), Span(0, 1))])
     assert truth.loads == 2
     assert isinstance(first, SessionAnswer) and isinstance(last, SessionAnswer) and isinstance(both, SessionAnswer)
@@ -136,7 +136,7 @@ def test_blocks_that_nobody_asks_for_are_not_loaded(folder: Path) -> None:
 
 def test_a_dtype_that_is_none_is_an_error(folder: Path) -> None:
     with pytest.raises(BadInput, match="nothing is computed in 'float8' here"):
-        Recomputation(folder, "float8", "none").answer([SessionQuestion(SPAN, (Step(0, hidden(1, 2)),))])
+        Recomputation(folder, "float8", "none").answer([SessionQuestion(SPAN, (RecordedStep(0, hidden(1, 2)),))])
 
 
 @pytest.mark.parametrize("scores", [[1e-4, 0.9, 0.0], [1e-4, 1.0, 9e-5]])
@@ -160,7 +160,7 @@ def test_noise_enters_every_block_and_leaves_the_last_one(folder: Path, monkeypa
     monkeypatch.setattr(Noise, "added", count)
     for group_bytes in (0, 1 << 30):
         truth = Recomputation(folder, "float32", "none", group_bytes=group_bytes)
-        for question in (SessionQuestion(SPAN, (Step(0, hidden(1, 2)),)), Batch(SPAN, hidden(1, 2))):
+        for question in (SessionQuestion(SPAN, (RecordedStep(0, hidden(1, 2)),)), Batch(SPAN, hidden(1, 2))):
             changed.clear()
             (noisy,) = truth.perturbed([question], 1e-3)
             assert len(noisy) == 2 * RECOMPUTATION.pairs

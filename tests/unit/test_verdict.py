@@ -8,11 +8,11 @@ from petalnode.node.network.addresses import Endpoint
 from petalnode.node.network.nat.reachability import (
     NO_VERDICT,
     DialBack,
+    IpVerdict,
     LocalEndpoints,
     NatStatus,
     Observation,
     Observer,
-    Verdict,
     candidates,
     carried_over,
     judge,
@@ -61,7 +61,7 @@ def test_nobody_asked() -> None:
 
 def test_reached_at_the_own_address() -> None:
     verdict = judge(4, [reached("198.51.100.1", at(PUBLIC))], place(PUBLIC), NOW)
-    assert verdict == Verdict(NatStatus.OPEN, (at(PUBLIC),), translated=False, outside=True)
+    assert verdict == IpVerdict(NatStatus.OPEN, (at(PUBLIC),), translated=False, outside=True)
 
 
 @pytest.mark.parametrize("addresses", [("10.77.0.10", "10.77.0.101"), (PUBLIC, "203.0.113.9")])
@@ -77,7 +77,7 @@ def test_a_neighbour_proves_nothing_once_an_outsider_has_a_say() -> None:
     assert alone.status is NatStatus.OPEN and not alone.outside
     outsider = seen("203.0.113.1", NAT)
     both = judge(4, [neighbour, outsider], place(HOME), NOW)
-    assert both == Verdict(NatStatus.CLOSED, (), translated=True, outside=True)
+    assert both == IpVerdict(NatStatus.CLOSED, (), translated=True, outside=True)
 
 
 def test_a_foreign_address_proves_a_nat_before_the_dial_back_has_failed() -> None:
@@ -86,7 +86,7 @@ def test_a_foreign_address_proves_a_nat_before_the_dial_back_has_failed() -> Non
 
 def test_a_forwarded_port_opens_the_nat() -> None:
     verdict = judge(4, [reached("203.0.113.1", at(NAT)), seen("203.0.113.2", NAT)], place(HOME), NOW)
-    assert verdict == Verdict(NatStatus.OPEN, (at(NAT),), translated=True, outside=True)
+    assert verdict == IpVerdict(NatStatus.OPEN, (at(NAT),), translated=True, outside=True)
 
 
 def test_an_observer_on_another_ip_in_our_network_that_sees_a_foreign_address_is_an_outsider() -> None:
@@ -125,7 +125,7 @@ def test_friends_in_a_private_network_of_their_own_are_not_the_internet() -> Non
     friends = [reached(f"100.99.0.{n}", at(overlay)) for n in (1, 2)]
     assert judge(4, friends, here, NOW).status is NatStatus.OPEN
     verdict = judge(4, [*friends, failed("203.0.113.1", NAT)], here, NOW)
-    assert verdict == Verdict(NatStatus.CLOSED, (at(overlay),), translated=True, outside=True)
+    assert verdict == IpVerdict(NatStatus.CLOSED, (at(overlay),), translated=True, outside=True)
 
 
 def test_what_was_said_long_ago_does_not_count() -> None:
@@ -144,10 +144,10 @@ def test_who_listens_on_loopback_only_is_not_judged() -> None:
 
 
 def test_a_verdict_is_kept_while_all_are_asked_anew() -> None:
-    open_before = Verdict(NatStatus.OPEN, (at(PUBLIC),), outside=True)
+    open_before = IpVerdict(NatStatus.OPEN, (at(PUBLIC),), outside=True)
     assert carried_over(open_before, NO_VERDICT, settling=True).status is NatStatus.OPEN
     assert carried_over(open_before, NO_VERDICT, settling=False) == NO_VERDICT
-    closed = Verdict(NatStatus.CLOSED, translated=True)
+    closed = IpVerdict(NatStatus.CLOSED, translated=True)
     assert carried_over(open_before, closed, settling=True) == closed
 
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from functools import partial
 
-from petalnode.node.weights.places import Place, place_to_free
+from petalnode.node.weights.places import FetchPlace, place_to_free
 
 HERE, THERE = "192.0.2.1", "192.0.2.2"
 free = partial(place_to_free, patience=15.0, trial=5.0)
 
 
-def holding(rate: float, address: str = "", *, held: float = 60.0, idle: float = 1.0, strikes: int = 0) -> Place:
-    return Place(f"{rate:.0f}", address or f"192.0.2.{rate:.0f}", strikes, rate, held, idle)
+def holding(rate: float, address: str = "", *, held: float = 60.0, idle: float = 1.0, strikes: int = 0) -> FetchPlace:
+    return FetchPlace(f"{rate:.0f}", address or f"192.0.2.{rate:.0f}", strikes, rate, held, idle)
 
 
-def wanting(rate: float | None = None, address: str = THERE, strikes: int = 0) -> Place:
-    return Place("new", address, strikes, rate)
+def wanting(rate: float | None = None, address: str = THERE, strikes: int = 0) -> FetchPlace:
+    return FetchPlace("new", address, strikes, rate)
 
 
 def test_the_slowest_makes_room_for_one_that_was_not_asked() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import trio
 from starlette.datastructures import UploadFile
@@ -99,7 +100,8 @@ class _BatchEndpoints:
             if purpose != "batch":
                 raise ApiError(400, "purpose: only batch is known here", param="purpose", code="invalid_value")
             name = (file.filename or "file")[: UPLOADS.max_name]
-            return await _kept(self._store.add_file, owner, name, purpose, file.file)
+            with _room():
+                return await trio.to_thread.run_sync(self._store.add_file, owner, name, purpose, file.file)
         finally:
             await form.close()
 
@@ -129,7 +131,8 @@ class _BatchEndpoints:
             yield await trio.to_thread.run_sync(self._store.piece, stored.owner, stored.id, start)
 
     async def _file(self, request: Request) -> StoredFile:
-        return await self._found(self._store.file, request, "file")
+        name = request.path_params["name"]
+        return _found(await trio.to_thread.run_sync(self._store.file, request.state.owner, name), "file", name)
 
     # --- batches
 
@@ -153,7 +156,8 @@ class _BatchEndpoints:
         batch = StoredBatch(
             f"batch_{secrets.token_hex(12)}", owner, endpoint, name, "validating", now, {"metadata": metadata(fields)}
         )
-        await _kept(self._store.add_batch, batch)
+        with _room():
+            await trio.to_thread.run_sync(self._store.add_batch, batch)
         self._runner.wake()
         return JSONResponse(batch_object(batch))
 
@@ -162,35 +166,41 @@ class _BatchEndpoints:
         return page(request, [*map(batch_object, found)])
 
     async def batch(self, request: Request) -> Response:
-        return JSONResponse(batch_object(await self._found(self._store.batch, request, "batch")))
+        return JSONResponse(batch_object(await self._batch(request)))
 
     async def cancel(self, request: Request) -> Response:
-        batch = await self._found(self._store.batch, request, "batch")
+        batch = await self._batch(request)
         if batch.status not in OPEN:
             raise ApiError(409, f"the batch is {batch.status}", code="invalid_status")
         if batch.status != "cancelling":
-            await _kept(self._store.set_status, batch.id, "cancelling")
+            with _room():
+                await trio.to_thread.run_sync(self._store.set_status, batch.id, "cancelling")
             self._runner.wake()
         return await self.batch(request)
 
-    async def _found(self, find: Callable[[str, str], T | None], request: Request, kind: str) -> T:
-        """Raises ApiError if this owner has none of this name."""
+    async def _batch(self, request: Request) -> StoredBatch:
         name = request.path_params["name"]
-        found = await trio.to_thread.run_sync(find, request.state.owner, name)
-        if found is None:
-            raise ApiError(404, f"there is no {kind} {name[:100]!r}", code="not_found")
-        return found
+        return _found(await trio.to_thread.run_sync(self._store.batch, request.state.owner, name), "batch", name)
 
 
-async def _kept(function: Callable[..., T], *values: Any) -> T:
+def _found(found: T | None, kind: str, name: str) -> T:
+    """Raises ApiError if this owner has none of this name."""
+    if found is None:
+        raise ApiError(404, f"there is no {kind} {name[:100]!r}", code="not_found")
+    return found
+
+
+@contextmanager
+def _room() -> Iterator[None]:
+    """Says that there is no room for what is to be kept."""
     try:
-        return await trio.to_thread.run_sync(function, *values)
+        yield
     except NoRoom as error:
         raise ApiError(507, str(error), code="no_room") from None
 
 
 async def _bounded(request: Request, most: int) -> AsyncGenerator[bytes, None]:
-    """Raises ApiError behind so many bytes of a file."""
+    """Raises ApiError behind `most` bytes of a file."""
     size = 0
     async for chunk in request.stream():
         size += len(chunk)

@@ -80,7 +80,7 @@ def read_input(
     """The requests of an input file (line, custom_id, body as JSON), and what is wrong with it: one of both.
 
     Args:
-        most: requests; so many empty lines may be there, too.
+        most: requests; as many empty lines may be there, too.
     """
     found: list[tuple[int, str, str]] = []
     faults: list[InputFault] = []

@@ -51,7 +51,7 @@ class BatchLimits:
 
 
 def free_slots(slots: int, interactive: int, working: int) -> int:
-    """How many requests of batches may be begun beside so many interactive ones, and those of batches under way."""
+    """How many requests of batches may be begun beside `interactive` others, and those of batches under way."""
     return max(0, slots - interactive - working)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 import trio
 
-from ...client.chat import Text
+from ...client.chat import Text, TextStream
 from ...client.generation.conversation import Conversation
 from ...client.generation.sampling import Sampler, Sampling
 from ...errors import NoChainError
@@ -27,7 +27,7 @@ from .generation import (
     Finished,
     GenerationRequest,
     HopReport,
-    Piece,
+    TextPiece,
     WaitingFor,
 )
 from .grammar import AnyConstraint, Grammars
@@ -75,7 +75,7 @@ def traffic_of(conversation: Conversation) -> dict[str, tuple[int, int]]:
 
 
 def hops_of(conversation: Conversation, before: Mapping[str, tuple[int, int]]) -> tuple[HopReport, ...]:
-    """The servers of its chain; bytes since there were so many `before`."""
+    """The servers of its chain; bytes beyond those `before`."""
     reports = []
     for hop, (timing, sent, received) in zip(conversation.route, conversation.hops, strict=False):
         old_sent, old_received = before.get(timing.peer_id, (0, 0))
@@ -242,8 +242,7 @@ class Choice:
         self._made = 0
         self._begun = trio.current_time()
         self._logs: list[tuple[SessionLog, int]] = []
-        self._decoded: list[str] = []  # text that is not told of yet
-        self._decode: Callable[[int], object] = self._decoded.append  # type: ignore[assignment]
+        self._decoder: TextStream | None = None
 
     async def run(self) -> None:
         self._begun = trio.current_time()
@@ -287,11 +286,11 @@ class Choice:
             recorder = _LikelihoodSampler(sampling, constraint, wanted.top_logprobs, self._nursery)
             taking = partial(self._take, conversation, recorder, constraint)
             before_answer = prompt[-_BEFORE:] if wanted.continues else ()
-            self._decode = self._parts.text.stream(self._decoded.append, before_answer, special=wanted.shows_special)
+            self._decoder = self._parts.text.stream(before_answer, special=wanted.shows_special)
             tokens += await conversation.answer(prompt, sampling, taking, self._stop, recorder, wanted.pictures)
             cached = 0 if wanted.echo else min(conversation.reused, len(prompt) - 1)  # one is always sent
             if held_back := self._stops.end():
-                self._send.send_nowait(Piece(self._index, held_back))
+                self._send.send_nowait(TextPiece(self._index, held_back))
             full = len(tokens) - len(prompt) >= sampling.max_new_tokens
         reason = "length" if not asked or (full and not self._stop.is_set()) else "stop"
         length, tallies = len(tokens) - len(prompt), self._parts.tallies
@@ -380,10 +379,9 @@ class Choice:
             self.begun.set()
         self._made += 1
         self._note_servers(conversation)
-        self._decode(token)
-        text = self._stops.feed("".join(self._decoded))
-        self._decoded.clear()
-        self._send.send_nowait(Piece(self._index, text, (recorder.last or ChosenToken(token, None),)))
+        assert self._decoder is not None
+        text = self._stops.feed(self._decoder.add(token))
+        self._send.send_nowait(TextPiece(self._index, text, (recorder.last or ChosenToken(token, None),)))
         if self._stops.found is not None or (constraint is not None and constraint.done):
             self._stop.set()
 
@@ -400,7 +398,7 @@ class Choice:
             chosen = [ChosenToken(token, None) for token in prompt]
         self._made += 1
         text = await trio.to_thread.run_sync(self._parts.text.decode, prompt)
-        self._send.send_nowait(Piece(self._index, text, tuple(chosen)))
+        self._send.send_nowait(TextPiece(self._index, text, tuple(chosen)))
 
 
 def _note_likelihoods(

@@ -168,7 +168,7 @@ class ApiTallies:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """What came of one choice: text, and the tokens it is made of (the last ones may still be held back as text)."""
 
     choice: int
@@ -199,7 +199,7 @@ class HopReport:
 
 @dataclass(frozen=True)
 class WaitingFor:
-    """What a choice is held up by: a server that is `lost` (by `reason`), or silent. Others are looked for, for so many
+    """What a choice is held up by: a server that is `lost` (by `reason`), or silent. Others are looked for, for
     `seconds` since that was noticed."""
 
     peer_id: str
@@ -249,7 +249,7 @@ class Failed:
     error: ApiError
 
 
-Event = Piece | AnswerProgress | Finished | Failed
+Event = TextPiece | AnswerProgress | Finished | Failed
 
 
 @dataclass(frozen=True)

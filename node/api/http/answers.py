@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from ...trust.receipt_file import SignedReply
 from ..engine.core import Core
-from ..engine.generation import AnswerProgress, Event, Failed, Finished, GenerationRequest, Piece
+from ..engine.generation import AnswerProgress, Event, Failed, Finished, GenerationRequest, TextPiece
 from ..errors import ApiError, error_response
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class AnswerWriter(Protocol):
     def opening(self) -> list[dict[str, Any]]:
         """The chunks before the first piece."""
 
-    def take(self, piece: Piece) -> list[dict[str, Any]]:
+    def take(self, piece: TextPiece) -> list[dict[str, Any]]:
         """The chunks of a piece."""
 
     def progress(self, now: AnswerProgress) -> list[dict[str, Any]]:
@@ -88,8 +88,8 @@ class AnswersResponse(Response):
             self._chunks(happened)
         return None
 
-    def _chunks(self, happened: Piece | AnswerProgress | Finished) -> list[dict[str, Any]]:
-        if isinstance(happened, Piece):
+    def _chunks(self, happened: TextPiece | AnswerProgress | Finished) -> list[dict[str, Any]]:
+        if isinstance(happened, TextPiece):
             return self._writer.take(happened)
         return self._writer.progress(happened) if isinstance(happened, AnswerProgress) else self._close(happened)
 
@@ -124,11 +124,11 @@ class AnswersResponse(Response):
 async def _waiting(events: trio.MemoryReceiveChannel[Event]) -> list[Event]:
     """The next event with all that has come meanwhile, pieces of one choice merged; empty at the end."""
     found: list[Event] = []
-    pieces: list[Piece] = []
+    pieces: list[TextPiece] = []
     try:
         happened: Event = await events.receive()
         while True:
-            if isinstance(happened, Piece):
+            if isinstance(happened, TextPiece):
                 pieces.append(happened)
             else:
                 found += [*_merged(pieces), happened]
@@ -138,13 +138,15 @@ async def _waiting(events: trio.MemoryReceiveChannel[Event]) -> list[Event]:
         return [*found, *_merged(pieces)]
 
 
-def _merged(pieces: Sequence[Piece]) -> list[Piece]:
+def _merged(pieces: Sequence[TextPiece]) -> list[TextPiece]:
     """Pieces of the same choice as one, in the order in which their choices first came."""
-    found: dict[int, Piece] = {}
+    found: dict[int, TextPiece] = {}
     for piece in pieces:
         before = found.get(piece.choice)
         found[piece.choice] = (
-            piece if before is None else Piece(piece.choice, before.text + piece.text, (*before.tokens, *piece.tokens))
+            piece
+            if before is None
+            else TextPiece(piece.choice, before.text + piece.text, (*before.tokens, *piece.tokens))
         )
     return list(found.values())
 

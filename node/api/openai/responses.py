@@ -16,7 +16,7 @@ from ..engine.generation import (
     ChosenToken,
     Finished,
     Grammar,
-    Piece,
+    TextPiece,
     TextRequest,
     provenance,
 )
@@ -269,7 +269,7 @@ class ResponseWriter:
         begun = self._response("in_progress")
         return [self._event("response.created", response=begun), self._event("response.in_progress", response=begun)]
 
-    def take(self, piece: Piece) -> list[Chunk]:
+    def take(self, piece: TextPiece) -> list[Chunk]:
         return self._add(self._tools.feed(piece.text), piece.tokens)
 
     def close(self, end: Finished) -> list[Chunk]:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ...trust.receipt_file import SignedReply
 from ..engine.choice import progress_fields
-from ..engine.generation import AnswerProgress, ChosenToken, Finished, Piece, TextRequest, provenance
+from ..engine.generation import AnswerProgress, ChosenToken, Finished, TextPiece, TextRequest, provenance
 from ..engine.preparing import PreparedChat
 from ..engine.tools import ToolCall, ToolText
 from ..errors import ApiError
@@ -244,7 +244,7 @@ class ChatWriter(_OpenAIWriter):
         role = {"role": "assistant", "content": "", "refusal": None}
         return [self._chunk(chat_delta(choice, role, None, None, self._of)) for choice in range(len(self._texts))]
 
-    def take(self, piece: Piece) -> list[dict[str, Any]]:
+    def take(self, piece: TextPiece) -> list[dict[str, Any]]:
         text = self._tools[piece.choice].feed(piece.text)
         self._keep(piece.choice, text, piece.tokens)
         if not self._request.stream or not (text or self._request.logprobs):
@@ -287,7 +287,7 @@ class TextWriter(_OpenAIWriter):
     def opening(self) -> list[dict[str, Any]]:
         return []
 
-    def take(self, piece: Piece) -> list[dict[str, Any]]:
+    def take(self, piece: TextPiece) -> list[dict[str, Any]]:
         self._keep(piece.choice, piece.text, piece.tokens)
         if not self._request.stream or not (piece.text or self._request.logprobs):
             return []

@@ -27,7 +27,7 @@ class NotRagged(Exception):
     """This architecture's attention needs something that ragged attention does not do."""
 
 
-class Rows(list[torch.Tensor]):
+class RaggedRows(list[torch.Tensor]):
     """Keys or values of several sessions as these hold them: [rows, heads, their length, width] each.
 
     They are opened a session at a time, so that no more of them is in memory twice.
@@ -52,13 +52,13 @@ class RaggedView(Cache):  # type: ignore[misc]  # transformers is untyped here
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        """Stores [all rows, heads, 1, dim] and returns each session's own keys and values (`Rows`).
+        """Stores [all rows, heads, 1, dim] and returns each session's own keys and values (`RaggedRows`).
 
         A session with left padding comes back as one entry for each row, without its padding.
         """
         form, window = self._caches[0].form, self._caches[0].window(layer_idx)
-        all_keys = Rows(form, key_states.shape[-1], window)
-        all_values = Rows(form, value_states.shape[-1], window)
+        all_keys = RaggedRows(form, key_states.shape[-1], window)
+        all_values = RaggedRows(form, value_states.shape[-1], window)
         taken = 0
         for cache in self._caches:
             rows = cache.batch
@@ -95,7 +95,7 @@ def ragged_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one new token per row on `Rows` of keys and values.
+    """Attention of one new token per row on `RaggedRows` of keys and values.
 
     Query heads that share a key-value head are packed as if they were tokens ([rows, kv heads, group, dim]), so
     that no key is repeated; `enable_gqa` is ten times slower in bfloat16 on CPUs.
@@ -111,7 +111,7 @@ def ragged_attention(
     Raises:
         NotRagged: the model wants more than this.
     """
-    if not isinstance(key, Rows) or query.shape[2] != 1:
+    if not isinstance(key, RaggedRows) or query.shape[2] != 1:
         raise NotRagged("it does not hand on what the cache returned")
     if attention_mask is not None:
         raise NotRagged("it builds an attention mask")

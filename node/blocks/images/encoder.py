@@ -52,7 +52,7 @@ class ImagePrompt:
         return self.embeddings.shape[1]
 
     def placed(self, position: int, rows: int, tokens: int) -> torch.Tensor | None:
-        """The positions of so many tokens of a row behind `position` others, [axes, rows, tokens]; None: counted."""
+        """The positions of `tokens` tokens of a row behind `position` others, [axes, rows, tokens]; None: counted."""
         if self.positions is None:
             return None
         own = self.positions.repeat_interleave(rows // self.positions.shape[1], dim=1)  # beams

@@ -129,7 +129,7 @@ class Change(ctypes.Structure):
     )  # fmt: skip
 
 
-class Step(ctypes.Structure):
+class StepStruct(ctypes.Structure):
     """`struct step`: a decode step of a batch of rows."""
 
     _fields_ = (
@@ -145,7 +145,7 @@ class Range(ctypes.Structure):
     _fields_ = (("start", ctypes.c_void_p), ("bytes", ctypes.c_int64))
 
 
-STRUCTURES: Final = (Matrix, Row, Block, Shape, Change, Step, Range)
+STRUCTURES: Final = (Matrix, Row, Block, Shape, Change, StepStruct, Range)
 """What the library reads of this module's memory, in the order of `petalnode_size`."""
 
 
@@ -311,7 +311,7 @@ def _declare(functions: ctypes.CDLL) -> None:
         "pack": (ctypes.c_int32, (ctypes.c_int32, pointer, number, number, pointer, pointer, pointer)),
         "tile_nf4": (None, (pointer, number, number, pointer)),
         "ask_for": (ctypes.c_int32, (pointer, number)),
-        "step": (None, (ctypes.POINTER(Step), number)),
+        "step": (None, (ctypes.POINTER(StepStruct), number)),
         "rotary": (None, (pointer, number, ctypes.c_float, pointer, number, pointer, pointer)),
         "vectors": (None, (number, number, number, pointer)),
         "step_scratch": (number, (ctypes.POINTER(Shape), number, number, number)),

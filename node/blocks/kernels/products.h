@@ -33,7 +33,7 @@ INLINE const float *NAME(table)(int form) {
     return form == FORM_NF4 ? NF4_TABLE : form == FORM_MXFP4 ? MXFP4_TABLE : IQ4_TABLE;
 }
 
-/* The sums of a tile and the bias, as far as the row has so many outputs. */
+/* The sums of a tile and the bias, as far as the row has outputs. */
 INLINE void NAME(put)(const struct matrix *m, int64_t tile, V sums, float *y) {
     const int64_t first = tile * LANES, left = m->out - first;
     if (left >= LANES) {
@@ -407,7 +407,7 @@ static struct rounded NAME(round_rows)(const struct matrix *const *m, int64_t co
 
 /* --- products of any form --- */
 
-/* Outputs GROUP piece .. GROUP (piece + 1) - 1, as far as there are so many. `rounded`: x, where it is rounded. `next`: the
+/* Outputs GROUP piece .. GROUP (piece + 1) - 1, as far as there are outputs. `rounded`: x, where it is rounded. `next`: the
  * matrix that is multiplied after this one. */
 static void NAME(outputs_of)(const struct matrix *m, int64_t piece, const float *x, int64_t rows, float *y, const float *sums,
                              const struct rounded *rounded, const struct matrix *next) {

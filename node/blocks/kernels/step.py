@@ -24,7 +24,7 @@ from ..cache import BlockCacheSpec, SpanCache
 from ..quantisation.matrix import QuantisedLinear
 from ..quantisation.slots import QuantisedExperts, expert_stacks
 from ..span_adapter import AdapterRows, SpanAdapter
-from .library import Block, Change, Library, Matrix, Row, Shape, Step
+from .library import Block, Change, Library, Matrix, Row, Shape, StepStruct
 from .tiles import LANES, MOST_ROWS, TiledMatrix, rows_of
 
 _MODEL_TYPES: Final = frozenset(
@@ -118,7 +118,7 @@ class SpanStep:
         self._adapters: WeakKeyDictionary[SpanAdapter, _Adapted | None] = WeakKeyDictionary()
 
     def takes(self, caches: Sequence[SpanCache], adapters: Sequence[AdapterRows] = (), tokens: int = 1) -> bool:
-        """Whether so many tokens of each row of these sessions are few enough, and the adapters known."""
+        """Whether `tokens` tokens of each row of these sessions are few enough, and the adapters known."""
         few = tokens * sum(cache.batch for cache in caches) <= MOST_ROWS
         return (few or self._exact) and all(self.knows(use.adapter) for use in adapters)
 
@@ -165,7 +165,7 @@ class SpanStep:
         needed = self._functions.petalnode_step_scratch(shape, count, scores, self.threads)
         if len(self._scratch) < needed:
             self._scratch = torch.empty(2 * needed)
-        step = Step(
+        step = StepStruct(
             ctypes.addressof(self._shape), ctypes.addressof(self._blocks) + first * ctypes.sizeof(Block),
             ctypes.addressof(rows), ctypes.addressof(changes), blocks, count, len(changes), scores, tokens > 1,
             rotations[0].data_ptr(), rotations[1].data_ptr(), output.data_ptr(), self._scratch.data_ptr(),

@@ -126,7 +126,7 @@ static int start_helper(int64_t thread) {
 }
 #endif
 
-/* Claims the helpers for a caller that has use for so many threads, itself included; how many it has. Ends with
+/* Claims the helpers for a caller that has use for this number of threads, itself included; how many it has. Ends with
  * `release_threads` if that is more than one. */
 static int64_t claim_threads(int64_t wanted) {
     if (wanted > MOST_THREADS) wanted = MOST_THREADS;

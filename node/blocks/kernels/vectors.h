@@ -170,7 +170,7 @@ static void steps(void) {
     forget_all();
 }
 
-/* Of so many products, and of these and so many steps, by the kernels in use, into found [2]. One call at a time. */
+/* Of this number of products, and of these and a number of steps, by the kernels in use, into found [2]. One call at a time. */
 EXPORT void petalnode_vectors(uint64_t seed, int64_t products, int64_t rounds, uint64_t *found) {
     state = 0x9e3779b97f4a7c15ull * seed + 1, digest = 0xcbf29ce484222325ull;
     for (int64_t done = 0; done < products; done++) product((int)(done % COUNT(ALL_FORMS)));

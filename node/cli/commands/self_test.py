@@ -41,7 +41,7 @@ from ..process import leaves
 from .doctor import Finding, Verdict, check_network, machine_findings
 
 if TYPE_CHECKING:
-    from ...blocks.machine_check import Answer
+    from ...blocks.machine_check import GreedyAnswer
     from ...swarm.swarm import Swarm
 
 _TIME: Final = 120.0
@@ -205,7 +205,7 @@ def compute_findings() -> Iterator[Finding]:
             )
 
 
-def exactness_findings(folder: Path) -> tuple[Answer | None, list[Finding]]:
+def exactness_findings(folder: Path) -> tuple[GreedyAnswer | None, list[Finding]]:
     """Makes the model, and compares its blocks on every device with plain transformers on that device.
 
     Returns:
@@ -213,7 +213,7 @@ def exactness_findings(folder: Path) -> tuple[Answer | None, list[Finding]]:
     """
     from ...blocks import machine_check
 
-    plain: Answer | None = None
+    plain: GreedyAnswer | None = None
     findings = []
     try:
         machine_check.make_model(folder)
@@ -233,7 +233,7 @@ def exactness_findings(folder: Path) -> tuple[Answer | None, list[Finding]]:
     return plain, findings
 
 
-def _compiled_finding(folder: Path, expected: Answer) -> Finding:
+def _compiled_finding(folder: Path, expected: GreedyAnswer) -> Finding:
     from ...blocks import machine_check
 
     kernels = library()
@@ -250,7 +250,7 @@ def _compiled_finding(folder: Path, expected: Answer) -> Finding:
     return compared("exactness", f"blocks on cpu with compiled kernels ({kernels.isa}, {bits})", found, expected)
 
 
-def compared(check: str, what: str, answer: Answer, expected: Answer) -> Finding:
+def compared(check: str, what: str, answer: GreedyAnswer, expected: GreedyAnswer) -> Finding:
     """Exact is: the same greedy tokens."""
     difference = f"largest difference of a logit {answer.difference(expected):.1e}"
     if answer.tokens == expected.tokens:
@@ -261,7 +261,7 @@ def compared(check: str, what: str, answer: Answer, expected: Answer) -> Finding
     return Finding(check, "problem", text, advice)
 
 
-async def _swarm_finding(folder: Path, plain: Answer, timeout: float) -> Finding:
+async def _swarm_finding(folder: Path, plain: GreedyAnswer, timeout: float) -> Finding:
     limit, step = timeout / _SWARM_SHARE, timeout / _STEP_SHARE
     try:
         with trio.fail_after(limit):
@@ -315,10 +315,10 @@ def _tell_ready(task_status: trio.TaskStatus[str], swarm: Swarm, event: str, **f
         task_status.started(swarm.addrs[0])
 
 
-def _asked(folder: Path, address: str, plain: Answer, step: float) -> Finding:
+def _asked(folder: Path, address: str, plain: GreedyAnswer, step: float) -> Finding:
     import torch
 
-    from ...blocks.machine_check import NEW, PROMPT, Answer, question
+    from ...blocks.machine_check import NEW, PROMPT, GreedyAnswer, question
     from ...client.api.causal_lm import AutoDistributedModelForCausalLM
 
     with AutoDistributedModelForCausalLM.from_pretrained(
@@ -334,7 +334,7 @@ def _asked(folder: Path, address: str, plain: Answer, step: float) -> Finding:
             return_dict_in_generate=True,
         )
         seconds = time.perf_counter() - began
-    answer = Answer(tuple(found.sequences[0, PROMPT:].tolist()), found.logits[-1][0].float().cpu())
+    answer = GreedyAnswer(tuple(found.sequences[0, PROMPT:].tolist()), found.logits[-1][0].float().cpu())
     return compared("swarm", f"two servers on loopback, {seconds / NEW * 1000:.0f} ms a token", answer, plain)
 
 

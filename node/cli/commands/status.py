@@ -57,7 +57,7 @@ def status(
         typer.Option(
             min=0.5,
             metavar="[SECONDS]",
-            help=f"Go on, and look again every so many seconds ({STATUS.watch_seconds} unless given) until Ctrl-C.",
+            help=f"Go on, and look again at this interval ({STATUS.watch_seconds} s unless given) until Ctrl-C.",
         ),
     ] = None,
     *,
@@ -92,7 +92,7 @@ async def _status(model: str | None, join: JoinOptions, watch: float | None) -> 
 
 
 async def _watch(swarm: Swarm, model: str | None, output: Output, seconds: float) -> None:
-    """Shows the swarm again every so many seconds, in the same place where standard output is a terminal."""
+    """Shows the swarm again every `seconds`, in the same place where standard output is a terminal."""
     relays: list[Relay] = []
     asked = -math.inf
     drawn = output.console.is_terminal and not output.as_json

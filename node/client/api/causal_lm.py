@@ -71,18 +71,18 @@ class DistributedModelForCausalLM(DistributedModel):
 
     def inference_session(self, max_length: int) -> InferenceSession:
         """A session for up to `max_length` tokens per row, which `generate` uses until the session is closed."""
-        session = self._blocks.inference_session(max_length, on_exit=self._deactivate)
-        self._active.append(session)
+        session = self._blocks.inference_session(max_length)
+        self._active = [*self._open_sessions(), session]
         return session
 
     @property
     def active_session(self) -> InferenceSession | None:
         """The innermost open session, which `generate` uses."""
+        self._active = self._open_sessions()
         return self._active[-1] if self._active else None
 
-    def _deactivate(self, session: InferenceSession) -> None:
-        if session in self._active:
-            self._active.remove(session)
+    def _open_sessions(self) -> list[InferenceSession]:
+        return [session for session in self._active if not session.is_closed]
 
     @torch.no_grad()
     def generate(

@@ -285,7 +285,7 @@ class BatchDecoding:
             self._batches.paces.note([(len(part.prepared.input_ids), part.session.pace)])
 
     def _run_apart(self, prepared: Prepared, answers: Answers, count: int, options: GenerateOptions) -> None:
-        """In so many sessions at once. Raises the first error of one, after all have ended."""
+        """In `count` sessions at once. Raises the first error of one, after all have ended."""
         rows = len(prepared.input_ids)
         draws = RowDraws(rows)
         plans = self._session.drafting.of_rows(rows) if options.drafts else []

@@ -52,7 +52,6 @@ class InferenceSession:
         *,
         wait: bool = False,
         step_timeout: float | None = None,
-        on_exit: Callable[[InferenceSession], None] | None = None,
         adapter: SessionAdapter | None = None,
     ) -> None:
         if max_length < 1:
@@ -65,11 +64,10 @@ class InferenceSession:
         self._span = span
         self._wait = wait
         self._step_timeout = step_timeout
-        self._on_exit = on_exit
         self.adapter = adapter
         self._stack = AsyncExitStack()
         self._session: Session | None = None
-        self._closed = False
+        self.is_closed = False
         self._lock = threading.Lock()
 
     def __enter__(self) -> InferenceSession:
@@ -157,14 +155,14 @@ class InferenceSession:
                 pictures (M-RoPE). The first step of a session decides whether any has them.
 
         Returns:
-            The same shape, dtype and device; given `outputs`, perhaps of the last tokens only, at least so many.
+            The same shape, dtype and device; given `outputs`, perhaps of the last tokens only, at least this number.
 
         Raises:
             BadInput: a shape or dtype that cannot be sent, or more tokens than max_length.
             SwarmError: no chain covers the blocks, or a server failed.
         """
         with self._lock:
-            if self._closed:
+            if self.is_closed:
                 raise BadInput("this session is closed; open another with inference_session()")
             if outputs is not None and outputs < 1:
                 raise BadInput(f"outputs is {outputs}: give 1 or more, or none for the outputs of all tokens")
@@ -189,7 +187,7 @@ class InferenceSession:
     def call(self, function: Callable[[Session], Awaitable[Any]]) -> Any:
         """Runs `await function(session)` in the trio thread, which may take several steps. Only after a first step."""
         with self._lock:
-            if self._closed or self._session is None:
+            if self.is_closed or self._session is None:
                 raise BadInput("this session is closed, or has had no step yet; open another with inference_session()")
             return self.runtime.call(function, self._session)
 
@@ -249,7 +247,7 @@ class InferenceSession:
             SwarmError: no chain covers the blocks, or a server failed.
         """
         with self._lock:
-            if self._closed:
+            if self.is_closed:
                 raise BadInput("this session is closed; open another with inference_session()")
             source = self._session
             if source is not None and not isinstance(source, ClientSession):
@@ -270,11 +268,9 @@ class InferenceSession:
     def close(self) -> None:
         """Closes the session and frees the caches at the servers. Safe to call twice."""
         with self._lock:
-            if self._closed:
+            if self.is_closed:
                 return
-            self._closed = True
-        if self._on_exit is not None:
-            self._on_exit(self)
+            self.is_closed = True
         if self._session is not None:
             try:
                 self.runtime.call(self._stack.aclose)

@@ -46,7 +46,7 @@ class Prepared:
     """What transformers has prepared for its loop over `input_ids` [rows, tokens]: `arguments` are those of the model.
 
     Attributes:
-        hidden: so many of the first tokens are padding in all rows, and not computed. Processors see them.
+        hidden: number of first tokens that are padding in all rows, and not computed. Processors see them.
     """
 
     model: Any
@@ -161,7 +161,7 @@ class RowDraws:
         return (probabilities / self._drawn(step, vocabulary)[first : first + count]).argmax(-1)
 
     def finish(self, steps: int) -> None:
-        """Leaves torch's generator as so many steps of the batch leave it, all of which some row has come to."""
+        """Leaves torch's generator as `steps` steps of the batch leave it, all of which some row has come to."""
         torch.set_rng_state(self._states[steps])
 
     def _drawn(self, step: int, vocabulary: int) -> torch.Tensor:

@@ -137,7 +137,6 @@ class RemoteSequential(nn.Module):
         max_length: int,
         *,
         adapter: SessionAdapter | None = None,
-        on_exit: Callable[[InferenceSession], None] | None = None,
     ) -> InferenceSession:
         """A session through these blocks, for up to `max_length` tokens per row; see `InferenceSession`."""
         return InferenceSession(
@@ -146,12 +145,11 @@ class RemoteSequential(nn.Module):
             max_length,
             wait=self._wait,
             step_timeout=self._step_timeout,
-            on_exit=on_exit,
             adapter=adapter,
         )
 
     def stages(self, rows: int, length: int) -> tuple[Route, list[float], float]:
-        """As `ServerSelection.stages`, for a session of so many rows and tokens of each."""
+        """As `ServerSelection.stages`, for a session of `rows` rows with `length` tokens each."""
         spec = SessionSpec(b"", self.span, rows, length)
         hops, step_seconds, trip_seconds = self._runtime.call(self._runtime.value.stages, spec)
         return route_of(hops), step_seconds, trip_seconds

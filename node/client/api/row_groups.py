@@ -105,8 +105,8 @@ class Measured:
     Attributes:
         computed: of each server, and with how many rows; empty if nothing is known.
         overhead: of a step that was alone on its way, what none of the servers has computed.
-        rounds: until each of so many rows, in so many sessions, had another token; in sessions of their own with drafts
-            (`DRAFTED`), until a step was answered.
+        rounds: by the numbers of rows and of sessions, until each row had another token; in sessions of their own with
+            drafts (`DRAFTED`), until a step was answered.
     """
 
     computed: tuple[tuple[float, float], ...] = ()
@@ -126,7 +126,7 @@ class Paces:
         return known if time.monotonic() - at <= ROWS.kept_seconds else Measured()
 
     def note(self, sessions: Sequence[tuple[int, Pace]]) -> None:
-        """All rows of a batch were generated at once, in sessions of so many rows each."""
+        """All rows of a batch were generated at once, in sessions of these numbers of rows."""
         route = sessions[0][1].route
         speeds = [rows / pace.seconds for rows, pace in sessions if pace.seconds]
         if len(speeds) < len(sessions) or any(pace.route != route for _, pace in sessions):
@@ -145,7 +145,7 @@ class Paces:
         )
 
     def note_drafted(self, route: Route, rows: int, seconds: float) -> None:
-        """So many rows were generated at once with drafts, each in a session of its own; `seconds` of a step."""
+        """`rows` rows were generated at once with drafts, each in a session of its own; `seconds` of a step."""
         before = self.measured(route)
         self._keep(route, replace(before, rounds={**before.rounds, (rows, DRAFTED): seconds}))
 
@@ -160,8 +160,8 @@ def groups(rows: int, step_seconds: Sequence[float], trip_seconds: float, measur
     """In how many groups `rows` go through servers that say that they take so long for a step of one row.
 
     `trip_seconds`: what a step takes on the way, through all of them and back. `measured`: what earlier batches through
-    the same servers have shown, which counts more. One group, or what was quickest of what was tried with so many rows,
-    unless another number is clearly quicker.
+    the same servers have shown, which counts more. One group, or what was quickest of what was tried with this number
+    of rows, unless another number is clearly quicker.
     """
     if len(step_seconds) < 2:
         return 1
@@ -260,7 +260,7 @@ class Batches:
         return groups(rows, step_seconds, trip_seconds, measured), False
 
     def note_drafted(self, routes: Collection[Route], seconds: Sequence[float], steps: Sequence[int]) -> None:
-        """Rows were made at once with drafts, each in a session of its own, in so many seconds and steps. It says
+        """Rows were made at once with drafts, each in a session of its own, in `seconds` and `steps` steps. It says
         something where there were enough steps and all rows had one chain."""
         if len(routes) == 1 and sum(steps) >= ROWS.enough:
             longest = max(span / max(1, count) for span, count in zip(seconds, steps, strict=True))

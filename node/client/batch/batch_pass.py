@@ -101,7 +101,7 @@ class BatchPass:
         kept: list[tuple[Span, dict[str, WireTensor]]] = []
         gradient = gradients[index]
         *before, last = self.junctions[index]
-        ahead = [_Ahead() for _ in before]
+        ahead = [_EarlyBackward() for _ in before]
         try:
             async with trio.open_nursery() as nursery:
                 for junction, early in zip(before, ahead, strict=True):
@@ -132,7 +132,7 @@ class BatchPass:
             del hops[0]
         return chunk
 
-    async def _begin(self, index: int, junction: Junction, ahead: _Ahead) -> None:
+    async def _begin(self, index: int, junction: Junction, ahead: _EarlyBackward) -> None:
         """Lets the server compute forward again while those behind it go back. A gradient has the form of its input."""
         request = await self._request(junction.hop, index, (junction.entered, junction.entered))
         ahead.settle(await self.client.begin(junction.hop, self.spec.stream, request, self.spec.timeout))
@@ -205,7 +205,7 @@ class BatchPass:
         )
 
 
-class _Ahead:
+class _EarlyBackward:
     """A backward request that may go out ahead of its gradient."""
 
     def __init__(self) -> None:

@@ -23,7 +23,8 @@ LEAST_TOKENS: Final = 256
 _USED_SECONDS: Final = 30.0
 """By which a server that is in a chain already is dearer for the next one."""
 _BEHIND: Final = 20.0
-"""A chain so many times as slow as the best is left out: its one micro-batch would hold up all the others."""
+"""A chain that takes this multiple of the best one's time is left out: its one micro-batch would hold up all the
+others."""
 
 Chain = tuple[Hop, ...]
 

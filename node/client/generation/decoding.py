@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 import trio
@@ -86,13 +86,30 @@ class _Early:
     seconds: float
 
 
+@dataclass(frozen=True)
+class _Drafted:
+    """A text whose drafts are checked in `session`."""
+
+    embedding: Embedding
+    session: ClientSession
+
+    async def embed(self, tokens: list[int], position: int) -> WireTensor:
+        return (await trio.to_thread.run_sync(self.embedding.chunks, tokens, position, self.session))[0]
+
+    def logits(self, hidden: WireTensor) -> torch.Tensor:
+        return self.embedding.model.head(from_chunks([hidden]))[0]
+
+    def compute_seconds(self) -> list[float]:
+        return [timing.compute for timing in self.session.timings]
+
+
 @dataclass(eq=False)
 class Decoding:
     """One text, or rows that go on together, in one session. One call at a time.
 
     Attributes:
         held: the tokens that the session holds.
-        least: so many of the first tokens are sent together or not at all, such as those of a soft prompt.
+        least: number of first tokens that are sent together or not at all, such as those of a soft prompt.
         answering: all answers that this trio thread makes now.
     """
 
@@ -159,7 +176,8 @@ class Decoding:
             sampler.accept(early.token)
             answer.take(early.token)
         elif draft.tokens:
-            await answer.check(partial(self._logits, hidden, 1 + len(draft.tokens)), draft.tokens)
+            token, rows = await trio.to_thread.run_sync(self._first, answer, hidden, 1 + len(draft.tokens))
+            await answer.check(token, rows, draft.tokens)
         else:
             token, self._embedded = await trio.to_thread.run_sync(self._choose, answer, hidden)
             answer.take(token)
@@ -176,9 +194,8 @@ class Decoding:
         if drafter.plan.speed is None or not isinstance(session, ClientSession) or held < len(tokens) - 1:
             return False
         made = len(tokens)
-        embed = partial(self.embedding.chunks, session=session)
         try:
-            await drafter.check(answer, draft, session, embed, self.embedding.model.head)
+            await drafter.check(answer, draft, session, _Drafted(self.embedding, session))
         finally:
             self.held = tokens[: min(session.position, len(tokens) - 1)]  # behind the last one, drafts may be held
         return len(tokens) > made
@@ -240,9 +257,9 @@ class Decoding:
             return self.embedding.chunks(tokens, position, self.session)
         return await trio.to_thread.run_sync(self.embedding.chunks, tokens, position, self.session)
 
-    def _logits(self, hidden: list[WireTensor], count: int) -> torch.Tensor:
-        """Those of the last `count` tokens, [count, vocabulary]."""
-        return self.embedding.model.head(from_chunks(hidden)[:, -count:])[0]
+    def _first(self, answer: Answering, hidden: list[WireTensor], count: int) -> tuple[int, torch.Tensor]:
+        """Of the last `count` tokens, as `Answering.first` has it."""
+        return answer.first(self.embedding.model.head(from_chunks(hidden)[:, -count:])[0])
 
     def _choose(self, answer: Answering, hidden: list[WireTensor]) -> tuple[Token, _Embedded | None]:
         """The next token, made ready to be sent as well, which saves another way to a worker thread and back."""

@@ -175,7 +175,7 @@ class ModelDrafter:
         return self._cache.max_length + self._skipped
 
     def ahead(self, length: int) -> Ahead:
-        """For guesses behind so many tokens, all of which the sampler has chosen. Not while it chooses."""
+        """For guesses behind `length` tokens, all of which the sampler has chosen. Not while it chooses."""
         return Ahead(self._sampler.ahead(), length)
 
     def guess(self, line: Sequence[int], ahead: Ahead) -> int | None:

@@ -41,15 +41,15 @@ class DraftPolicy:
     """What decides whether a draft is worth asking about.
 
     Attributes:
-        long_match: from so many tokens on, a match is no coincidence: its first draft may be twice as long as itself.
-        sure_match, sure_share: so many right drafts after matches this long need no draft model in their place.
+        long_match: tokens from which on a match is no coincidence: its first draft may be twice as long as itself.
+        sure_match, sure_share: this share of right drafts after matches this long needs no draft model in its place.
         sure: drafted tokens for which the first guess of a chance counts.
         remembered: what an observation still counts for after one more.
         least_used: chance that a draft model's guess is used, from which on it waits until those before are checked.
         least_likely: chance that a token that was looked up is right, up to which it is drafted: servers shall not
             compute for nothing.
         model_steps: steps with guesses of a draft model that are under way.
-        sure_model, sure_model_steps: fewer, larger ones, where so many guesses are right.
+        sure_model, sure_model_steps: fewer, larger ones, from which share of right guesses on.
         reading: of a draft model's time for a guess, that each further token takes which it reads with the last one.
         first_break, first_model_break, longest_break: steps after which a kind of draft that gained nothing is tried
             again.
@@ -118,7 +118,7 @@ class DraftCounts:
 @dataclass
 class _Chance:
     """How often drafted tokens were right: a first guess, and what `seen` tokens have shown. `rest`: steps until they
-    are tried again, after so many `breaks`; `due`: they are to be tried once, whatever is known of them.
+    are tried again, after `breaks`; `due`: they are to be tried once, whatever is known of them.
 
     No `Estimate`: it counts successes, of which the first guess weighs as much as some tokens, and no seconds."""
 
@@ -180,7 +180,7 @@ class DraftPlan:
     _chances: dict[int, _Chance] = field(default_factory=_first_chances)
 
     def of_rows(self, rows: int) -> list[DraftPlan]:
-        """Of so many answers to be made at once: what one learns of the text is known to all, and to this plan."""
+        """Of `rows` answers to be made at once: what one learns of the text is known to all, and to this plan."""
         return [DraftPlan(sharing=rows, _chances=self._chances) for _ in range(rows)]
 
     def choose(self, drafts: Iterator[Draft], most: int) -> Draft:
@@ -272,19 +272,19 @@ class DraftPlan:
         return self._best(draft.match, most)[1] >= self._model_rate(most)[1]
 
     def step_tokens(self, tokens: int) -> int:
-        """How many of so many tokens to send in the next step."""
+        """How many of `tokens` tokens to send in the next step."""
         return tokens if self.speed is None else self.speed.step_tokens(tokens)
 
     def _affords(self, tokens: int, size: int | None = None, *, by_model: bool = False) -> bool:
-        """Whether the budget bears that of so many tokens, in steps of this size, none that was drafted is right."""
+        """Whether the budget bears that of `tokens` tokens, in steps of this size, none that was drafted is right."""
         budget = self.model_budget if by_model and self.model_budget is not None else self.budget
         if self.speed is not None:
             return self.speed.risk(tokens, size) <= budget * self.speed.alone
         return self.cost.of(tokens) - self.cost.of(1) <= budget * self.cost.of(1)
 
     def settle(self, tokens: int, gained: float = 0.0, *, by_model: bool = False) -> None:
-        """So many tokens were answered, so many seconds sooner than one after the other, by drafts of the text or of a
-        draft model. Only once a step was noted."""
+        """`tokens` tokens were answered, `gained` seconds sooner than one after the other, by drafts of the text or of
+        a draft model. Only once a step was noted."""
         alone = self._seconds(1)
         allowed, won = _POLICY.allowed_loss * tokens, gained / alone if alone > 0 else 0.0
         if self.model_budget is not None:
@@ -293,13 +293,13 @@ class DraftPlan:
         self.budget = _within(self.budget + allowed + (not by_model) * won)
 
     def _seconds(self, tokens: int) -> float:
-        """Until so many tokens are answered that are sent now."""
+        """Until `tokens` tokens are answered that are sent now."""
         if self.speed is None or not self.speed.is_known:
             return self.cost.of(tokens)
         return self.speed.seconds(tokens)
 
     def note(self, draft: Draft, accepted: int, seconds: float) -> None:
-        """A step with this draft, of which so many tokens were right, took so long."""
+        """A step with this draft, of which `accepted` tokens were right, took `seconds`."""
         alone = self.cost.of(1) if self.cost.is_known else seconds
         self.cost.note(1 + len(draft.tokens), seconds)
         if draft.tokens:
@@ -311,7 +311,7 @@ class DraftPlan:
             self.settle(1)
 
     def note_tokens(self, match: int, drafted: int, accepted: int) -> None:
-        """So many tokens were drafted after a match, and the first `accepted` of them were right."""
+        """`drafted` tokens were drafted after a match, and the first `accepted` of them were right."""
         self.counts = self.counts.plus(accepted=accepted)
         if accepted == drafted:
             self.deepest = max(self.deepest, min(MOST_DRAFTED, drafted))
@@ -331,7 +331,7 @@ class DraftPlan:
             self.speed.sure = self._chances[BY_MODEL].share >= _POLICY.sure_model
 
     def note_guess(self, seconds: float, read: int = 1) -> None:
-        """A draft model has read so many tokens and guessed the next one."""
+        """A draft model has read `read` tokens and guessed the next one."""
         self._chances[BY_MODEL].due = False
         if self.speed is not None:
             self.speed.guesses.note(seconds / (1 + _POLICY.reading * (read - 1)))
@@ -372,12 +372,12 @@ class PipelineSpeed:
         return self.alone > 0 and self.work.is_known
 
     def note_work(self, tokens: int, stages: Sequence[float], head: float) -> None:
-        """A step of so many tokens was computed by each server in so many seconds, and by the head here."""
+        """A step of `tokens` tokens was computed by each server in the seconds of `stages`, and by the head here."""
         self.work.note(tokens, sum(stages) + head)
         self.stage.note(tokens, max([*stages, head]))
 
     def note_alone(self, tokens: int, seconds: float) -> None:
-        """A step of so many tokens, with no other that is wanted under way, took so long. Only after `note_work`."""
+        """A step of `tokens` tokens, with no other that is wanted under way, took `seconds`. Only after `note_work`."""
         seconds = max(seconds - self.delay - (self.work.of(tokens) - self.work.of(1)), 0.1 * seconds)
         if self.delay:  # an estimate: too small a one would make the next drafts look better than they are
             seconds = min(seconds, self.alone or seconds)
@@ -396,8 +396,8 @@ class PipelineSpeed:
         return size
 
     def note_vain(self, steps: Iterable[tuple[int, float]], now: float) -> float:
-        """Steps of so many tokens were sent at these times, and only the first was wanted. Returns the seconds for
-        which the servers are busy with the others when what is sent now comes to them."""
+        """Steps of these numbers of tokens were sent at these times, and only the first was wanted. Returns the seconds
+        for which the servers are busy with the others when what is sent now comes to them."""
         done = 0.0
         for tokens, sent in steps:
             done = max(done, sent) + self.stage.of(tokens)
@@ -405,19 +405,19 @@ class PipelineSpeed:
         return self.delay
 
     def risk(self, tokens: int, size: int | None = None) -> float:
-        """Seconds that are lost if of so many tokens, in steps of this size, only the first is right: until its step is
-        answered, and until the servers are done with the others."""
+        """Seconds that are lost if of `tokens` tokens, in steps of this size, only the first is right: until its step
+        is answered, and until the servers are done with the others."""
         size = min(size or self.step_tokens(tokens), tokens)
         first = self.work.of(size) - self.work.of(1)
         busy = self.sharing * math.ceil(tokens / size) * self.stage.of(size)
         return first + max(0.0, busy - self.alone - first)
 
     def seconds(self, tokens: int) -> float:
-        """Until all of so many tokens are answered."""
+        """Until all of `tokens` tokens are answered."""
         return self._of_steps(tokens, self.step_tokens(tokens))
 
     def step_tokens(self, tokens: int) -> int:
-        """Into steps of how many tokens to cut so many: the answers are all there soonest."""
+        """Into steps of how many tokens to cut `tokens`: the answers are all there soonest."""
         sizes = [size for size in _STEP_SIZES if size < tokens]
         return min((*sizes, tokens), key=lambda size: self._of_steps(tokens, size))
 

@@ -121,7 +121,7 @@ class Sampling:
     """How the next token is chosen. Temperature 0 is greedy; `seed` makes sampling repeatable.
 
     Attributes:
-        top_k: of so many likeliest tokens only; 0 is all.
+        top_k: number of likeliest tokens that are chosen from; 0 is all.
         min_p: only tokens at least so likely, as a part of the likeliest one's probability.
         repetition_penalty: divides the logits of tokens of prompt and answer (CTRL, arXiv 1909.05858, section 4.1).
         presence_penalty, frequency_penalty: subtracted from the logits of tokens of the answer, once and per

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 import trio
 
 from ...errors import PetalnodeError, unwrapped
 from ...swarm.cost import CHUNK_TOKENS
-from ..chunks import from_chunks
 from ..request import WireTensor
 from ..session.compared_session import Session
 from ..session.pipeline import Pipeline
@@ -25,7 +24,7 @@ from .drafting import BY_MODEL, REALIGNED, Draft, DraftPlan, LookupDrafter, Pipe
 from .sampling import Token, TokenSampler
 
 _LONG: Final = 4
-"""From so many tokens on, a match says more than that the text went on as before behind a wrong token."""
+"""From this number of tokens on, a match says more than that the text went on as before behind a wrong token."""
 _EIGHT_TOKENS: Final = (8, 3.7)
 """Times as long as one of one token that a step of eight is taken to be before any was seen, as by the kernels."""
 
@@ -67,11 +66,14 @@ class Answering:
         self.tokens.append(token)
         self.on_token(token)
 
-    async def check(self, head: Callable[[], torch.Tensor], guesses: Sequence[int]) -> list[int]:
-        """The next tokens, from logits [1 + guesses, vocabulary]: as many as were guessed right, and one more. They are
-        taken as they are chosen, which may end the answer."""
+    def first(self, logits: torch.Tensor) -> tuple[int, torch.Tensor]:
+        """The next token, from logits [1 + guesses, vocabulary], and those of the tokens behind it. For any thread."""
+        return self.sampler.next(self.tokens, logits[0]), logits[1:]
+
+    async def check(self, token: int, rows: torch.Tensor, guesses: Sequence[int]) -> list[int]:
+        """The next tokens, of which `first` has given one: as many as were guessed right, and one more. They are taken
+        as they are chosen, which may end the answer."""
         chosen: list[int] = []
-        token, rows = await trio.to_thread.run_sync(self._choose, head)
         for row, guess in zip((*rows, None), (*guesses, None), strict=True):
             chosen.append(token)
             self.take(token)
@@ -80,20 +82,27 @@ class Answering:
             token = await trio.to_thread.run_sync(self.sampler.next, self.tokens, row)
         return chosen
 
-    def _choose(self, head: Callable[[], torch.Tensor]) -> tuple[int, torch.Tensor]:
-        """The next token, and the logits of those behind it; in another thread."""
-        logits = head()
-        return self.sampler.next(self.tokens, logits[0]), logits[1:]
-
 
 @dataclass(frozen=True)
-class _Asked:
+class _SentStep:
     """A step under way: `line[start:end]`; `alone`: nothing else was under way when it was sent, at `sent`."""
 
     start: int
     end: int
     sent: float
     alone: bool
+
+
+class DraftedText(Protocol):
+    """A text in a session whose drafts are checked: what is computed here, and what the servers took."""
+
+    async def embed(self, tokens: list[int], position: int) -> WireTensor: ...
+
+    def logits(self, hidden: WireTensor) -> torch.Tensor:
+        """[tokens, vocabulary]. For any thread."""
+
+    def compute_seconds(self) -> Sequence[float]:
+        """Of the last step, of each server."""
 
 
 @dataclass
@@ -108,14 +117,12 @@ class Speculation:
     pipeline: Pipeline
     plan: DraftPlan
     lookup: LookupDrafter
-    embed: Callable[[list[int], int], Awaitable[WireTensor]]
-    head: Callable[[torch.Tensor], torch.Tensor]
-    compute_seconds: Callable[[], Sequence[float]]
+    text: DraftedText
     most_step_tokens: int
     model: ModelDrafter | None = None
     line: list[int] = field(default_factory=list)
     _sent: int = 0  # of `line`
-    _asked: deque[_Asked] = field(default_factory=deque)
+    _asked: deque[_SentStep] = field(default_factory=deque)
     _draft: Draft = field(default_factory=Draft)  # where what is drafted in `line` was found
     _found: Draft = field(default_factory=Draft)  # that nobody is asked about, as the draft model guesses
     _checked: float = 0.0  # when
@@ -206,10 +213,10 @@ class Speculation:
                 return False
         size = min(self.plan.step_tokens(unsent), self.most_step_tokens)
         start, end = self._sent, self._sent + size
-        asked = _Asked(start, end, trio.current_time(), not self._asked)
+        asked = _SentStep(start, end, trio.current_time(), not self._asked)
         self._sent = end
         self._asked.append(asked)
-        if not await self.pipeline.ask(await self.embed(self.line[start:end], start), start):
+        if not await self.pipeline.ask(await self.text.embed(self.line[start:end], start), start):
             self._asked.pop()
             return False
         drafted = end - max(start, len(self.answer.tokens))
@@ -217,24 +224,23 @@ class Speculation:
             self.plan.counts = self.plan.counts.plus(drafted=drafted, steps=1)
         return True
 
-    async def _check(self, asked: _Asked, hidden: WireTensor) -> None:
+    def _first(self, hidden: WireTensor) -> tuple[float, int, torch.Tensor]:
+        """Seconds for the logits, and what `Answering.first` makes of them; in another thread."""
+        begun = time.perf_counter()
+        logits = self.text.logits(hidden)
+        return time.perf_counter() - begun, *self.answer.first(logits)
+
+    async def _check(self, asked: _SentStep, hidden: WireTensor) -> None:
         """Takes the tokens that follow from an answer; behind a wrong one, nothing that is under way is wanted."""
         answer, now, made = self.answer, trio.current_time(), len(self.answer.tokens)
         guesses = self.line[asked.start + 1 : asked.end]
-        computed: list[float] = []
-
-        def head() -> torch.Tensor:
-            begun = time.perf_counter()
-            logits = self.head(from_chunks([hidden]))[0]
-            computed.append(time.perf_counter() - begun)
-            return logits
-
-        chosen = await answer.check(head, guesses)
-        stages, speed = self.compute_seconds(), self.plan.speed
+        computed, token, rows = await trio.to_thread.run_sync(self._first, hidden)
+        chosen = await answer.check(token, rows, guesses)
+        stages, speed = self.text.compute_seconds(), self.plan.speed
         if speed is not None and stages:
-            speed.note_work(asked.end - asked.start, stages, *computed)
+            speed.note_work(asked.end - asked.start, stages, computed)
             if asked.alone:
-                speed.note_alone(asked.end - asked.start, now - asked.sent + computed[0])
+                speed.note_alone(asked.end - asked.start, now - asked.sent + computed)
             gained = (len(answer.tokens) - made) * speed.alone - (trio.current_time() - self._checked)
             self.plan.counts = self.plan.counts.plus(gained=gained)
             # What is beyond the work for the drafted tokens is of the network, or of somebody else's.
@@ -259,7 +265,7 @@ class Speculation:
                 self._ahead = self.model.ahead(len(answer.tokens)) if self.model is not None else None
 
     def _note(self, guessed: Sequence[int], right: int) -> None:
-        """So many of the drafted tokens were right; what was drafted goes on behind them, or behind the wrong one."""
+        """`right` of the drafted tokens were right; what was drafted goes on behind them, or behind the wrong one."""
         if self._by_model and guessed:
             self.plan.note_tokens(BY_MODEL, len(guessed), right)
         if self._by_model or not guessed:
@@ -366,31 +372,24 @@ class Drafter:
         answer: Answering,
         draft: Draft,
         session: ClientSession,
-        embed: Callable[[list[int], int], list[WireTensor]],
-        head: Callable[[torch.Tensor], torch.Tensor],
+        text: DraftedText,
     ) -> None:
         """Checks this draft and those that follow it in steps that are under way at once, as far as that can be.
 
-        `embed(tokens, position)` and `head(hidden)` compute. The session may hold tokens behind the answer's then.
+        The session, in which `text` is, may hold tokens behind the answer's then.
 
         Raises:
             SwarmError: servers failed, and no others hold their blocks.
         """
         session.position = len(answer.tokens) - 1
-
-        async def embedded(some: list[int], position: int) -> WireTensor:
-            return (await trio.to_thread.run_sync(embed, some, position))[0]
-
-        last = await embedded(answer.tokens[-1:], session.position)
+        last = await text.embed(answer.tokens[-1:], session.position)
         async with session.pipeline() as pipeline:
             checking = Speculation(
                 answer,
                 pipeline,
                 self.plan,
                 self.lookup,
-                embed=embedded,
-                head=head,
-                compute_seconds=lambda: [timing.compute for timing in session.timings],
+                text,
                 # Which are never cut, and are sent without a look at whether the server reads.
                 most_step_tokens=min(
                     session.max_step_tokens, CHUNK_TOKENS[0], max(1, UNWATCHED_BYTES // len(last.payload))

@@ -38,11 +38,11 @@ class SessionSpec:
     """What a session is opened for. Timeouts in seconds.
 
     `push` lets servers send their outputs to each other, those of `trusted` to each other only. `keep`: closing leaves
-    the session at the servers for so many seconds; when only a stream is lost they keep it for a while in any case.
-    `reopen_timeout`: for how long servers are looked for where all that were known are gone; None is `REOPEN_TIMEOUT`.
-    `share`: servers may keep what it computes for sessions of this client that begin alike, and it uses what they have
-    kept, of sessions of the same `prefix_salt`. `original_length`: as `blocks.config` has it. `positions`: steps may
-    say where their tokens stand, which only servers are asked for that know it.
+    the session at the servers for this number of seconds; when only a stream is lost they keep it for a while in any
+    case. `reopen_timeout`: for how long servers are looked for where all that were known are gone; None is
+    `REOPEN_TIMEOUT`. `share`: servers may keep what it computes for sessions of this client that begin alike, and it
+    uses what they have kept, of sessions of the same `prefix_salt`. `original_length`: as `blocks.config` has it.
+    `positions`: steps may say where their tokens stand, which only servers are asked for that know it.
     """
 
     model_version: bytes
@@ -70,7 +70,7 @@ class SessionSpec:
         return hashlib.sha256(self.prefix_salt + peer_id.encode()).digest() if self.prefix_salt else b""
 
     def takes_long_factors(self, length: int) -> bool:
-        """Whether a call that ends at so many tokens of a row, padding included, is one of a long text (longrope)."""
+        """Whether a call that ends at `length` tokens of a row, padding included, is one of a long text (longrope)."""
         return self.original_length is not None and length - min(self.left_padding, default=0) > self.original_length
 
     @property

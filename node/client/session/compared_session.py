@@ -163,7 +163,7 @@ class ComparedSession:
         """Finds chains that share no server, and opens a session at each.
 
         Raises:
-            NoChainError: there are not so many; the text says how many there are.
+            NoChainError: there are not enough; the text says how many there are.
             BadInput: no server takes a session like this.
         """
         routes = await self._plan()

@@ -102,7 +102,7 @@ def partition(candidates: Sequence[RouteCandidate], wanted: Span, count: int) ->
 def disjoint_chains(
     candidates: Sequence[RouteCandidate], wanted: Span, count: int, demand: Demand = ONE_TOKEN
 ) -> list[tuple[Hop, ...]] | None:
-    """`count` chains that share no server, None if there are not so many.
+    """`count` chains that share no server, None if there are fewer.
 
     Each is the cheapest of what those before it left, as long as that leaves enough for those after it.
     """

@@ -219,14 +219,14 @@ class ServerLink:
     trace: HopTrace | None = None
 
     def count(self, tokens: int) -> None:
-        """Notes for the trace that the server has answered a step of so many tokens."""
+        """Notes for the trace that the server has answered a step of `tokens` tokens."""
         if self.trace is not None:
             timing = self.server.timing
             self.trace.add(tokens, waited=timing.total, queue=timing.queue, compute=timing.compute)
             self.trace.bytes_sent, self.trace.bytes_received = self.server.bytes_sent, self.server.bytes_received
 
     def note(self, tokens: int) -> None:
-        """Learns from the last answer, to a step of so many tokens."""
+        """Learns from the last answer, to a step of `tokens` tokens."""
         self.usual.note(max(0.0, self.server.timing.total - self.server.round_trip) / tokens)
 
     async def replay(self, step: Input, epoch: int) -> Input:
@@ -246,7 +246,7 @@ class ServerLink:
         return has_code(error, wire.ERROR_NOT_FOUND) and position >= self.history.end and self.server.is_in_step
 
     def patience(self, chunk: WireTensor, before: int = 0) -> float:
-        """Seconds after which the answer to a step with this input is late, with so many tokens of a row under way
+        """Seconds after which the answer to a step with this input is late, with `before` tokens of a row under way
         before it."""
         tokens = before + chunk.tokens
         announced = self.server.announced_seconds(tokens * chunk.tensor.shape[0])

@@ -217,8 +217,8 @@ class Opening:
         self._notify()
 
     def _gets_on(self, run: _Run, waits_for: Collection[str], patience: float) -> None:
-        """The run has come to a point from which on it waits for these servers, for so many seconds before others are
-        asked; the more are silent already, the less is given to the next."""
+        """The run has come to a point from which on it waits for these servers, for `patience` seconds before others
+        are asked; the more are silent already, the less is given to the next."""
         run.waits_for = set(waits_for)
         silent = sum(other.state.due <= trio.current_time() for other in self._runs)
         run.state = replace(run.state, due=trio.current_time() + patience / (1 + silent), routed=True)

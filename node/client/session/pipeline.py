@@ -300,7 +300,7 @@ class Pipeline:
         return all(self.takes(index, nbytes) for index in range(step.index, end))
 
     def takes(self, index: int, nbytes: int) -> bool:
-        """Whether one more step of so many bytes may be under way at a server."""
+        """Whether one more step of `nbytes` bytes may be under way at a server."""
         server, under_way = self._chain.links[index].server, self.under_way_at(index)
         return not under_way or (sum(under_way) + nbytes <= server.bytes_in_flight and server.spare_credits > 0)
 

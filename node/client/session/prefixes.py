@@ -78,7 +78,7 @@ class Beginning:
         return replace(self, inputs=inputs)
 
     def part(self, block: int, tokens: int) -> list[Input]:
-        """The steps that entered `block`, up to so many tokens; none if they are not known."""
+        """The steps that entered `block`, up to `tokens` tokens; none if they are not known."""
         inputs = self.inputs.get(block, ())
         return [part_of(step, 0, tokens) for step in inputs if step.position < tokens]
 

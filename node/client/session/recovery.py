@@ -188,7 +188,7 @@ class Receive:
 
 @dataclass(frozen=True)
 class Reconnect:
-    """Wait until the session is back at the same server, for so many seconds at most."""
+    """Wait until the session is back at the same server, for these seconds at most."""
 
     head_start: float
 

@@ -22,7 +22,7 @@ from .history import Input, InputHistory, Signer, part_of
 from .link import ServerLink
 
 if TYPE_CHECKING:
-    from ...verification.recomputation import Step
+    from ...verification.recomputation import RecordedStep
 
 log = logging.getLogger(__name__)
 
@@ -94,12 +94,12 @@ def wrong_signers(model: SwarmModel, spec: SessionSpec, histories: Sequence[Inpu
     return wrong
 
 
-def steps_of(inputs: Sequence[Input]) -> tuple[Step, ...]:
+def steps_of(inputs: Sequence[Input]) -> tuple[RecordedStep, ...]:
     """The same for a recomputation."""
-    from ...verification.recomputation import Step
+    from ...verification.recomputation import RecordedStep
     from ..chunks import from_chunks
 
     return tuple(
-        Step(step.position, from_chunks([step.chunk]), step.reorder, step.long_factors, step.chunk.positions)
+        RecordedStep(step.position, from_chunks([step.chunk]), step.reorder, step.long_factors, step.chunk.positions)
         for step in inputs
     )

@@ -140,7 +140,7 @@ class ClientSession:
         return step_limit(self._chain.links)
 
     def chunk_tokens(self, tokens: int, values: int) -> int:
-        """Tokens of a row of each chunk into which so many, of so many values each, are best cut. For any thread."""
+        """Tokens of a row of each chunk into which `tokens`, of `values` values each, are best cut. For any thread."""
         rows, links = self.spec.batch, tuple(self._chain.links)
         if rows * tokens <= CHUNK_TOKENS[0] or not links:
             return self.max_step_tokens
@@ -213,7 +213,7 @@ class ClientSession:
 
     def saved(self) -> SavedSession | None:
         """What another process needs to take this session up; None before it is open, and where its tokens have not the
-        factors that a text of so many takes."""
+        factors that a text of this length takes."""
         links = tuple(
             SavedLink(server.hop.peer_id, server.hop.span.start, server.hop.span.end, server.nonce, server.epoch)
             for server in (link.server for link in self._chain.links)
@@ -237,8 +237,8 @@ class ClientSession:
         long_factors: bool | None = None,
     ) -> list[WireTensor]:
         """Sends chunks of hidden states, in order, through the chain; several are pipelined over the servers. Returns
-        what leaves the last server for each; given `outputs`, only chunks that end in those of the last so many tokens
-        of a row, and what nobody asks for need not travel.
+        what leaves the last server for each; given `outputs`, only chunks that end in those of this number of last
+        tokens of a row, and what nobody asks for need not travel.
 
         `reorder` says for each row whose cache it continues, before the first chunk. Servers that fail are replaced.
         `long_factors`: as `wire.Step` has it, where that does not follow from the end of the chunks.
@@ -286,7 +286,7 @@ class ClientSession:
                 await pipeline.settle()
 
     def _check_usable(self, tokens: int = 0) -> None:
-        """Raises: SwarmError, BadInput: the session is over, or has no room for so many more tokens of a row."""
+        """Raises: SwarmError, BadInput: the session is over, or has no room for `tokens` more tokens of a row."""
         if self._closed:
             raise SwarmError("this session is closed; open another")
         if self._torn:

@@ -27,7 +27,7 @@ from ..gguf.config import ROPE_FACTORS
 from ..gguf.header import ABSENT, CutHeader, read_gguf_header
 from ..part_headers import gguf_header, safetensors_header
 from ..parts import EMBEDDINGS, HEAD, Part
-from ..progress import Progress
+from ..progress import Progress, ProgressSum
 from .gguf_files import write_folder
 from .ranges import PIECE_BYTES, RangedFile, in_threads
 
@@ -43,8 +43,8 @@ _HALVES: Final = ("F16", "BF16")
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """What is asked for at once: so many bytes of a file, and where they go in the file of the part."""
+class _PartRange:
+    """What is asked for at once: bytes of a file, and where they go in the file of the part."""
 
     file: str
     start: int
@@ -178,7 +178,7 @@ class HubParts:
             total = sum(piece.end - piece.start for _, piece in missing)
             before({part.file: part.nbytes for part in coming}, [self.path])
             require_space(self.path, total, f"Downloading {self.name}")
-            count = _Count(f"Downloading parts of {self.name}", total, progress)
+            count = ProgressSum(f"Downloading parts of {self.name}", total, progress)
             in_threads(lambda item, stop: item[0].fetch(item[1], files[item[1].file], count, stop), missing)
             for part in coming:
                 part.finish()
@@ -207,7 +207,7 @@ class _PartFile:
     def nbytes(self) -> int:
         return sum(end - start for _, start, end in self._ranges)
 
-    def _pieces(self) -> list[_Piece]:
+    def _pieces(self) -> list[_PartRange]:
         """Tensors behind each other in a file are asked for together."""
         runs: list[tuple[str, int, int]] = []
         for file, start, end in self._ranges:
@@ -219,11 +219,11 @@ class _PartFile:
         for file, start, end in runs:
             for begin in range(start, end, PIECE_BYTES):
                 stop = min(begin + PIECE_BYTES, end)
-                found.append(_Piece(file, begin, stop, place))
+                found.append(_PartRange(file, begin, stop, place))
                 place += stop - begin
         return found
 
-    def missing(self) -> list[_Piece]:
+    def missing(self) -> list[_PartRange]:
         """The pieces that did not come, or are not what came."""
         said: dict[int, str] = {}
         with suppress(OSError):
@@ -240,19 +240,15 @@ class _PartFile:
                     wanted.append(piece)
         return wanted
 
-    def fetch(self, piece: _Piece, file: RangedFile, count: _Count, stop: threading.Event) -> None:
+    def fetch(self, piece: _PartRange, file: RangedFile, count: ProgressSum, stop: threading.Event) -> None:
         sha, done = hashlib.sha256(), 0
         with self._partial.open("r+b", buffering=1 << 20) as stream:
             stream.seek(piece.place)
-
-            def take(data: bytes) -> None:
-                nonlocal done
+            for data in file.stream(piece.start, piece.end, stop):
                 stream.write(data)
                 sha.update(data)
                 done += len(data)
                 count.add(len(data))
-
-            file.stream(piece.start, piece.end, take, stop)
         if done == piece.end - piece.start:
             with self._lock, self._log.open("a") as log:
                 log.write(f"\n{piece.place} {sha.hexdigest()}\n")  # a line that was cut stays by itself
@@ -268,20 +264,6 @@ class _PartFile:
         self._partial.rename(self.file)
         self._log.unlink()
         sync_one(self.file.parent)
-
-
-class _Count:
-    """Adds up what several threads have done, and reports it one call at a time."""
-
-    def __init__(self, what: str, total: int, progress: Progress) -> None:
-        self._what, self._total, self._progress = what, total, progress
-        self._done = 0
-        self._lock = threading.Lock()
-
-    def add(self, nbytes: int) -> None:
-        with self._lock:
-            self._done += nbytes
-            self._progress(self._what, self._done, self._total)
 
 
 def _sha(data: bytes) -> str:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 import time
 import urllib.error
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import Any, Final, TypeVar
 
 from ...errors import ModelError
-from ..cache_dir import is_disk_error
 from .download import open_url
 
 T = TypeVar("T")
@@ -50,13 +49,12 @@ class RangedFile:
     def read(self, start: int, end: int, stop: threading.Event | None = None) -> bytes:
         """The bytes `start` .. `end` - 1. Raises as `stream`."""
         found = bytearray()
-        self.stream(start, end, found.extend, stop)
+        for data in self.stream(start, end, stop):
+            found += data
         return bytes(found)
 
-    def stream(
-        self, start: int, end: int, take: Callable[[bytes], object], stop: threading.Event | None = None
-    ) -> None:
-        """Calls `take` with these bytes, a few at a time and in order; returns early when `stop` is set.
+    def stream(self, start: int, end: int, stop: threading.Event | None = None) -> Iterator[bytes]:
+        """These bytes, a few at a time and in order; ends early when `stop` is set.
 
         Raises:
             NoRanges: the server does not send parts of files.
@@ -65,31 +63,29 @@ class RangedFile:
         """
         if not 0 <= start <= end <= self.nbytes:
             raise ModelError(f"{self.name} on the hub has {self.nbytes:,} bytes, and was asked for those up to {end:,}")
-        deadline, failures, place = time.monotonic() + _PIECE_SECONDS, 0, [start]
+        deadline, failures, place = time.monotonic() + _PIECE_SECONDS, 0, start
         stop = stop or threading.Event()
-        while place[0] < end and not stop.is_set():
-            before = place[0]
+        while place < end and not stop.is_set():
+            before = place
             try:
-                self._pull(place, end, take, stop, deadline)
+                for data in self._pull(place, end, stop, deadline):
+                    place += len(data)
+                    yield data
                 problem: OSError | HTTPException = ConnectionError(f"the connection broke in {self.name}")
             except (OSError, HTTPException) as error:
-                if is_disk_error(error):
-                    raise
                 self._check(error)
                 problem = error
-            failures = 0 if place[0] > before else failures + 1
+            failures = 0 if place > before else failures + 1
             if failures >= _ATTEMPTS or time.monotonic() > deadline:
                 raise problem
             stop.wait(2.0 ** (failures - 1) if failures else 0)
 
-    def _pull(
-        self, place: list[int], end: int, take: Callable[[bytes], object], stop: threading.Event, deadline: float
-    ) -> None:
-        """Takes what one connection brings; `place` goes along."""
-        with self._open(place[0], end) as response:
-            while data := response.read1(min(_READ, end - place[0])):
-                take(data)
-                place[0] += len(data)
+    def _pull(self, place: int, end: int, stop: threading.Event, deadline: float) -> Iterator[bytes]:
+        """What one connection brings."""
+        with self._open(place, end) as response:
+            while data := response.read1(min(_READ, end - place)):
+                yield data
+                place += len(data)
                 if stop.is_set():
                     return
                 if time.monotonic() > deadline:

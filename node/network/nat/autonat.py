@@ -32,11 +32,11 @@ from ..shares import ShareCount, origin_of_ip
 from ..transport.stream_bytes import StreamBytes
 from .reachability import (
     DialBack,
+    IpVerdict,
     LocalEndpoints,
     NatNode,
     Observation,
     Observer,
-    Verdict,
     candidates,
     counts_as_asked,
     judge,
@@ -53,7 +53,7 @@ class DialBackPolicy:
     dialing: float = 5.0  # seconds that we try to reach a peer, all its addresses side by side
     request: float = 5.0  # seconds for the request to come
     max_dialed: int = 8  # addresses in one dial-back
-    period: float = 60.0  # seconds, in which there are at most so many dial-backs:
+    period: float = 60.0  # seconds, in which these are the most dial-backs:
     per_host: int = 6  # to one IP address, or one /64 of IPv6
     in_all: int = 60
     at_once: int = 16
@@ -203,7 +203,7 @@ class ObservedAddresses:
         self._generation = 0  # what was asked before a move says nothing about after
         self._news = trio.Event()
 
-    def verdict(self, version: int) -> Verdict:
+    def verdict(self, version: int) -> IpVerdict:
         return judge(version, self._observations.values(), self.local, trio.current_time())
 
     def observed(self) -> tuple[Endpoint, ...]:

@@ -119,7 +119,7 @@ class NatStatus(Enum):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class IpVerdict:
     """The judgement for one version of IP.
 
     `reached` are the endpoints at which others got through, the surest first; that may be even where most do not.
@@ -133,17 +133,17 @@ class Verdict:
     outside: bool = False
 
 
-NO_VERDICT: Final = Verdict()
+NO_VERDICT: Final = IpVerdict()
 
 
-def carried_over(held: Verdict, new: Verdict, *, settling: bool) -> Verdict:
+def carried_over(held: IpVerdict, new: IpVerdict, *, settling: bool) -> IpVerdict:
     """The verdict to go by: while all is being asked anew, one that says nothing does not replace one that did."""
     if settling and new.status is NatStatus.UNKNOWN:
-        return Verdict(held.status, (), held.translated, held.outside)
+        return IpVerdict(held.status, (), held.translated, held.outside)
     return new
 
 
-def judge(version: int, observations: Iterable[Observation], local: LocalEndpoints, now: float) -> Verdict:
+def judge(version: int, observations: Iterable[Observation], local: LocalEndpoints, now: float) -> IpVerdict:
     """Judges IP `version` (4 or 6).
 
     A peer of our own networks that reaches us proves nothing about others: it has a say only while nobody from
@@ -181,7 +181,7 @@ def judge(version: int, observations: Iterable[Observation], local: LocalEndpoin
         if observation.reached
     )
     found = set(statuses.values())
-    return Verdict(
+    return IpVerdict(
         status=next((status for status in (NatStatus.CLOSED, NatStatus.OPEN) if status in found), NatStatus.UNKNOWN),
         reached=tuple(endpoint for endpoint, _ in reached.most_common()),
         translated=any(ip not in local.own_ips for ip in publics),
@@ -259,7 +259,7 @@ def whom_to_ask(
 
 
 def counts_as_asked(now: float, failures: int) -> float:
-    """When a peer counts as asked that has not answered now, for so many times in a row: a question that was lost
+    """When a peer counts as asked that has not answered now, for `failures` times in a row: a question that was lost
     on its way, by the only peer perhaps, must not keep a node out of reach for long."""
     return now - _RETRY + min(_FIRST_RETRY * 2.0 ** min(failures - 1, 8), _RETRY)
 
@@ -299,8 +299,8 @@ class ReachabilityInputs:
     """
 
     local: LocalEndpoints
-    ip4: Verdict = NO_VERDICT
-    ip6: Verdict = NO_VERDICT
+    ip4: IpVerdict = NO_VERDICT
+    ip6: IpVerdict = NO_VERDICT
     named: tuple[Endpoint, ...] = ()
     mapped: tuple[Endpoint, ...] = ()
     circuits: dict[str, tuple[str, ...]] = field(default_factory=dict)

@@ -64,8 +64,8 @@ class RelayLimits:
     """The limits of a relay.
 
     Nobody can take everything: one peer has one reservation and at most `circuits_per_peer` circuits of its own; peers
-    of one address (an IPv4 address, or a /56 of IPv6) have so many reservations and circuits together, and no more than
-    is left for others, in all and to each peer; and where
+    of one address (an IPv4 address, or a /56 of IPv6) have this number of reservations and circuits together, and no
+    more than is left for others, in all and to each peer; and where
     circuits have to wait for each other, each peer that dialed some has its turn.
     """
 
@@ -132,7 +132,7 @@ class RelayStats:
 
 
 @dataclass(frozen=True)
-class _Reservation:
+class _GrantedReservation:
     connection: Connection
     expires: float  # seconds since 1970
     origin: str
@@ -216,7 +216,7 @@ class RelayService:
     def __init__(self, host: Host, limits: RelayLimits) -> None:
         self._host = host
         self._limits = limits
-        self._reservations: dict[str, _Reservation] = {}
+        self._reservations: dict[str, _GrantedReservation] = {}
         self._circuits: set[_Circuit] = set()
         self._made = 0
         self._refused = 0
@@ -269,7 +269,7 @@ class RelayService:
             return
         connection = raw.connection
         expires = int(time.time()) + self._limits.reservation_seconds
-        self._reservations[peer_id] = _Reservation(connection, expires, _origin(raw))
+        self._reservations[peer_id] = _GrantedReservation(connection, expires, _origin(raw))
         self._suspect_older(peer_id, connection)
         addrs = [Multiaddr(addr) for addr in self._host.addrs()]
         own = binary_addrs([addr.to_bytes() for addr in addrs if not is_circuit(addr)], _ADDRS_ROOM)
@@ -285,7 +285,7 @@ class RelayService:
             if other != connection:
                 other.suspect()
 
-    def _live(self) -> dict[str, _Reservation]:
+    def _live(self) -> dict[str, _GrantedReservation]:
         now = time.time()
         held = self._reservations
         self._reservations = {

@@ -93,7 +93,7 @@ class RelayPlan:
 
 
 def retry_pause(state: ReservationState, failures: int, held_before: bool) -> float:
-    """Seconds until a relay is tried again after so many `failures` in a row."""
+    """Seconds until a relay is tried again after `failures` in a row."""
     if state is ReservationState.REFUSED:
         first, longest = RELAYS.refused
     else:

@@ -29,7 +29,7 @@ def turn_size(rate: float) -> int:
     return int(min(max(rate * _TURN, _LEAST_TURN), _MOST_TURN))
 
 
-class _Waiter:
+class _TurnWaiter:
     __slots__ = ("is_next",)
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Throttle:
         self._ahead = rate * burst  # urgent ones may go so much ahead of their time
         self._burst = burst
         self._bucket = TokenBucket(rate, rate * burst)
-        self._urgent, self._others = Line[_Waiter](), Line[_Waiter]()
+        self._urgent, self._others = Line[_TurnWaiter](), Line[_TurnWaiter]()
         self._others_served = 0.0  # when one of the others had its turn, or the first of them began to wait
 
     def set_rate(self, rate: float) -> None:
@@ -72,7 +72,7 @@ class Throttle:
             return
         if not self._others:
             self._others_served = trio.current_time()
-        waiter = _Waiter()
+        waiter = _TurnWaiter()
         line, key = (self._urgent, None) if urgent else (self._others, key)
         line.join(key, waiter)
         try:
@@ -84,7 +84,7 @@ class Throttle:
         if not urgent:
             self._others_served = trio.current_time()
 
-    async def _wait_in_line(self, waiter: _Waiter, urgent: bool) -> None:
+    async def _wait_in_line(self, waiter: _TurnWaiter, urgent: bool) -> None:
         while True:
             if self._next() is not waiter:
                 self._wake_next()
@@ -95,7 +95,7 @@ class Throttle:
             else:
                 return
 
-    def _next(self) -> _Waiter | None:
+    def _next(self) -> _TurnWaiter | None:
         line = self._urgent if self._urgent and not self._others_starve() else self._others
         return next((waiter for _, waiter in line), None)
 

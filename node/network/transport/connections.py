@@ -37,7 +37,7 @@ from ..addresses import circuit_of, ip_of, is_circuit, is_dialable, own_networks
 from ..shares import origin_of_ip
 from .address_book import AddressBook, BoundedPeerStore
 from .bandwidth import Bandwidth
-from .dialing import Attempt, FailedAddress, failed, kept, one_per_relay, plan
+from .dialing import DialAttempt, FailedAddress, failed, kept, one_per_relay, plan
 from .limits import LIMITS, WORK, NodeLimits, metered
 from .negotiation import OneAnswer, OneRoundTrip, question
 from .noise import BufferedNoise
@@ -319,7 +319,7 @@ class Network(Libp2pSwarm):
         raise SwarmException(f"cannot connect to {peer_id}: {'; '.join(reasons) or 'no address known'}")
 
     async def _race(
-        self, peer_id: ID, attempts: Sequence[Attempt], failing: dict[Multiaddr, FailedAddress], reasons: list[str]
+        self, peer_id: ID, attempts: Sequence[DialAttempt], failing: dict[Multiaddr, FailedAddress], reasons: list[str]
     ) -> SwarmConn | None:
         winners: list[SwarmConn] = []
         running: dict[Multiaddr, float] = {}

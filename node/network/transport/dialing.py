@@ -2,8 +2,8 @@
 
 Most addresses come from strangers, who may announce what is none of theirs: a service of this machine, its router, the
 metadata service of a cloud, or anybody whom the whole swarm is to dial. So addresses that no person gave, and that
-never answered, are dialed only where the announcing peer can be, and so many a minute. These dials are shared by the
-source of the announcement, since keys cost nothing.
+never answered, are dialed only where the announcing peer can be, and only a limited number a minute. These dials are
+shared by the source of the announcement, since keys cost nothing.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class FailedAddress:
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """An address to try `after` so many seconds, or sooner, once all before it have failed."""
+class DialAttempt:
+    """An address to try `after` seconds, or sooner, once all before it have failed."""
 
     addr: Multiaddr
     after: float
@@ -165,7 +165,7 @@ def one_per_relay(addrs: Sequence[Multiaddr], failing: Mapping[Multiaddr, Failed
 
 def plan(
     addrs: Sequence[Multiaddr], networks: Networks, failing: Mapping[Multiaddr, FailedAddress], now: float
-) -> tuple[list[Attempt], list[Attempt]]:
+) -> tuple[list[DialAttempt], list[DialAttempt]]:
     """The attempts to make, and those to make only when all of them have failed.
 
     Direct addresses come one shortly after the other: those of our own `networks` first, then public ones, then
@@ -180,12 +180,12 @@ def plan(
     return (first, last) if first else (last, [])
 
 
-def _attempts(addrs: Sequence[Multiaddr]) -> list[Attempt]:
+def _attempts(addrs: Sequence[Multiaddr]) -> list[DialAttempt]:
     direct = [addr for addr in addrs if not is_circuit(addr)]
     circuits = [addr for addr in addrs if is_circuit(addr)]
     start = DIALING.circuits_after if direct else 0.0
-    attempts = [Attempt(addr, turn * DIALING.next_after) for turn, addr in enumerate(direct)]
-    attempts += [Attempt(addr, start + turn * DIALING.next_after) for turn, addr in enumerate(circuits)]
+    attempts = [DialAttempt(addr, turn * DIALING.next_after) for turn, addr in enumerate(direct)]
+    attempts += [DialAttempt(addr, start + turn * DIALING.next_after) for turn, addr in enumerate(circuits)]
     return sorted(attempts, key=lambda attempt: attempt.after)
 
 

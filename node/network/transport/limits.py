@@ -290,7 +290,7 @@ class NodeLimits:
         self.streams -= 1
 
     def hold(self, use: PeerUse, address: AddressUse, size: int, granted: bool) -> None:
-        """So many more bytes of the peer are unread, or fewer, on a stream that was granted something, or was not.
+        """`size` more bytes of the peer are unread, or fewer, on a stream that was granted something, or was not.
         Where that is too much, the address that holds the most of these loses its fullest stream: nobody suffers for
         what others send, under however many keys."""
         use.unread += size

@@ -50,7 +50,7 @@ def _part(memory: int, divisor: int, least: int, most: int) -> int:
 
 
 def budgets_of(memory: int) -> Budgets:
-    """What a machine, or a container, with so many bytes of memory has for its peers: a fortieth, all budgets together,
+    """What a machine, or a container, with `memory` bytes has for its peers: a fortieth, all budgets together,
     but enough for one prompt of the largest size, and no more than a core can use."""
     unread = _part(memory, 128, 48, 1024)
     return Budgets(

@@ -53,7 +53,7 @@ class OneRoundTrip(MultiselectClient):
     ) -> TProtocol:
         if len(protocols) != 1 or not isinstance(communicator, MultiselectCommunicator):
             if isinstance(communicator, MultiselectCommunicator):
-                communicator = _Gathering(communicator.read_writer)
+                communicator = _BufferedWrites(communicator.read_writer)
             agreed = await super().select_one_of(protocols, communicator, negotiate_timeout)
             _agreed(communicator, agreed)
             return agreed
@@ -82,7 +82,7 @@ class OneAnswer(Multiselect):
         self, communicator: IMultiselectCommunicator, negotiate_timeout: int = DEFAULT_NEGOTIATE_TIMEOUT
     ) -> tuple[TProtocol | None, StreamHandlerFn | None]:
         assert isinstance(communicator, MultiselectCommunicator)
-        gathering = _Gathering(communicator.read_writer)
+        gathering = _BufferedWrites(communicator.read_writer)
         agreed: tuple[TProtocol | None, StreamHandlerFn | None] = await super().negotiate(gathering, negotiate_timeout)
         await gathering.flush()
         _agreed(communicator, agreed[0])
@@ -112,7 +112,7 @@ async def _read(stream: ReadWriteCloser) -> str:
     return str(said[:-1], errors="replace")
 
 
-class _Gathering(MultiselectCommunicator):
+class _BufferedWrites(MultiselectCommunicator):
     """Keeps what it writes until it would have to wait for the peer. A refusal goes at once.
 
     What it reads is bounded."""

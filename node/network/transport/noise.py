@@ -32,7 +32,7 @@ MAX_PLAINTEXT: Final = 65535 - 16
 # What may wait for the socket before writers have to. Small, so that a decode step behind a prefill waits little.
 _OUT_LIMIT: Final = 256 * 1024
 _OUT_SOFT_LIMIT: Final = 1024 * 1024  # beyond which pings are not answered
-# Window updates, resets and the like do not wait; a peer that has so many of them unread is no peer.
+# Window updates, resets and the like do not wait; a peer that leaves this number of bytes of them unread is no peer.
 OUT_HARD_LIMIT: Final = 16 * 1024 * 1024
 # A peer whose system takes no 64 KiB within this time is as good as gone.
 STALL_LIMIT: Final = 10.0  # seconds

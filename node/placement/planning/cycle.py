@@ -175,7 +175,7 @@ def fastest_walk(problem: Problem, below: float, until: float) -> tuple[tuple[Pl
 
 
 def _left(problem: Problem) -> Floats:
-    """What is left at least when so many blocks are done, the last of them by a machine: float [blocks + 1, N]."""
+    """What is left at least, by the number of blocks done and the machine of the last one: float [blocks + 1, N]."""
     assert problem.home is not None
     size, blocks = len(problem), problem.num_blocks
     left = np.empty((blocks + 1, size))

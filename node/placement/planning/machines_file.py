@@ -94,7 +94,7 @@ class Fleet:
 
     `client_rtts` float [N] are from the client; None where the client may sit beside whichever machine comes first.
     `client_seconds` is its own part of a token, embeddings and head. With `trusted_blocks` above 0, only trusted
-    machines hold so many of the first and of the last blocks, as `swarm.trusted_servers` has it.
+    machines hold this number of the first and of the last blocks, as `swarm.trusted_servers` has it.
     """
 
     machines: tuple[Machine, ...]

@@ -123,7 +123,7 @@ _FLOAT: Final = 4  # bytes of a value of the cache, as a server on a CPU keeps i
 
 
 @dataclass(frozen=True)
-class Host:
+class MachineCapacity:
     """A machine, whatever the model: bytes for blocks, and the bytes of weights that a step reads per second. Where it
     `computes` in the same memory, attention caches and what a prefill takes are beside the blocks."""
 
@@ -169,7 +169,7 @@ class Fit:
         return self.model.blocks * self.model.block_bytes(self.weights)
 
 
-def fit_of(hosts: Sequence[Host], around: Fleet, model: ModelSize, weights: str) -> Fit:
+def fit_of(hosts: Sequence[MachineCapacity], around: Fleet, model: ModelSize, weights: str) -> Fit:
     """Whether a model fits onto `hosts`, and how fast it is there. `around` has the ways between the same machines."""
     block, read = model.block_bytes(weights), model.active_bytes(weights)
     machines = tuple(
@@ -188,7 +188,7 @@ def fit_of(hosts: Sequence[Host], around: Fleet, model: ModelSize, weights: str)
     return Fit(model, weights, 1 / fastest.seconds, busiest.tokens_per_second)
 
 
-def best_fit(hosts: Sequence[Host], around: Fleet, model: ModelSize) -> Fit:
+def best_fit(hosts: Sequence[MachineCapacity], around: Fleet, model: ModelSize) -> Fit:
     """The fit in the weights of most bits that fit; if none do, what is missing of those of fewest."""
     fits = (fit_of(hosts, around, model, weights) for weights in WEIGHTS)
     found = Fit(model, "bf16")
@@ -198,9 +198,9 @@ def best_fit(hosts: Sequence[Host], around: Fleet, model: ModelSize) -> Fit:
     return found
 
 
-def hosts_of(fleet: Fleet, block_bytes: float) -> list[Host]:
-    """The machines of a fleet for a model whose blocks have so many bytes, for other models."""
+def hosts_of(fleet: Fleet, block_bytes: float) -> list[MachineCapacity]:
+    """The machines of a fleet for a model whose blocks have `block_bytes`, for other models."""
     return [
-        Host(machine.name, machine.blocks * block_bytes, block_bytes / max(machine.block_seconds, 1e-9))
+        MachineCapacity(machine.name, machine.blocks * block_bytes, block_bytes / max(machine.block_seconds, 1e-9))
         for machine in fleet.machines
     ]

@@ -22,7 +22,7 @@ from ...swarm import cost
 from ...swarm.cost import Bools, Floats, Ints, throughput_bound
 from ...swarm.routing import Demand, RouteCandidate, chain_seconds, cheapest_chain
 from ...swarm.trusted_servers import TrustedServers
-from ..search import CostTerms, Rows, SpanSearch, State
+from ..search import CostTerms, ServerRows, SpanSearch, State
 from .cycle import PlacedMachine, fastest_walk, spans_of
 from .fastest import fastest_cycle
 from .label_search import MAX_MACHINES, TOLERANCE
@@ -129,7 +129,7 @@ def _score(found: State) -> tuple[float, float]:
     return found.throughput, -found.cost
 
 
-def _rows(room: Ints, block_seconds: Floats, num_blocks: int, first: Ints, pinned: Pinned | None) -> Rows:
+def _rows(room: Ints, block_seconds: Floats, num_blocks: int, first: Ints, pinned: Pinned | None) -> ServerRows:
     """What machines may hold: nothing, as many blocks as at the `first` (int [N], if any), or others that are tried."""
     lengths: list[tuple[int, int]] = []
     for machine, most in enumerate(room.tolist()):
@@ -138,10 +138,10 @@ def _rows(room: Ints, block_seconds: Floats, num_blocks: int, first: Ints, pinne
     server, length = np.array(lengths, np.intp).T
     speed = 1 / (np.maximum(block_seconds, 1e-12)[server] * np.maximum(length, 1))
     if pinned is None:
-        return Rows(server, length, speed)
+        return ServerRows(server, length, speed)
     low, high = pinned.windows[server].T[:, :, None]
     starts = np.arange(num_blocks)
-    return Rows(server, length, speed, (starts >= low) & (starts + length[:, None] <= high))
+    return ServerRows(server, length, speed, (starts >= low) & (starts + length[:, None] <= high))
 
 
 @dataclass(frozen=True)

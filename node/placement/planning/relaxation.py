@@ -62,8 +62,8 @@ class Roots:
 class Bound:
     """Of `roots`: `least` float [R], no cycle of the root costs less; `visits` int [R, N] of the walk that costs it.
 
-    `on` float [Q, K + 1, R, N] is the least from leaving a machine until back at the root, with so many blocks to do,
-    given back at rate q what is done beyond them; `following` is the machine that comes next there, `otherwise` the
+    `on` float [Q, K + 1, R, N] is the least from leaving a machine until back at the root, by the number of blocks to
+    do, given back at rate q what is done beyond them; `following` is the machine that comes next there, `otherwise` the
     same cost if another one has to.
     """
 
@@ -159,7 +159,7 @@ def _visits(ways: _Ways, number: int, root: int, to_do: int) -> Ints:
 
 
 def _given_back(machines: Machines, ways: _Ways) -> tuple[Floats, Ints, Floats]:
-    """`on`, `following` and `otherwise` of `Bound`: the best of doing so many blocks or more."""
+    """`on`, `following` and `otherwise` of `Bound`: the best of doing this number of blocks or more."""
     rates = machines.give_back[:, None, None]
     shape = (len(machines.give_back), *ways.first.shape)
     on, following, otherwise = np.empty(shape), np.empty(shape, np.intp), np.empty(shape)
@@ -168,7 +168,7 @@ def _given_back(machines: Machines, ways: _Ways) -> tuple[Floats, Ints, Floats]:
     )
     on[:, -1], following[:, -1], otherwise[:, -1] = value, name, other
     for to_do in range(machines.blocks - 1, -1, -1):
-        # Either exactly so many, or one more and the pay for one given back.
+        # Either exactly this number, or one more and the pay for one given back.
         value, other = value - rates, other - rates
         exact, exact_name, exact_other = ways.first[to_do], ways.first_next[to_do], ways.second[to_do]
         better = exact < value

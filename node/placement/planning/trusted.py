@@ -144,7 +144,7 @@ def shortest_walk(problem: Problem, allowed: Ints) -> tuple[float, Walk] | None:
     first, behind = np.zeros(size, np.intp), np.zeros(size, np.intp)
     first[: len(allowed)], behind[: len(allowed)] = allowed[:, 0], allowed[:, 1]
     way: Floats = problem.way + np.diag(np.full(size, np.inf))
-    spent = np.full((blocks + 1, size), np.inf)  # with so many blocks done, the last of them there
+    spent = np.full((blocks + 1, size), np.inf)  # by the number of blocks done, the last of them there
     began = np.zeros((blocks + 1, size), np.intp)
     came_from = np.full((blocks + 1, size), home, np.intp)
     for done in range(blocks):

@@ -206,7 +206,7 @@ def check_blocks_fit(
 def check_cache_fits(memory: Memory, left: int, tokens: int, token_bytes: int) -> None:
     """
     Raises:
-        MachineError: an attention cache of so many tokens takes more than the `left` bytes.
+        MachineError: an attention cache of `tokens` tokens takes more than the `left` bytes.
     """
     if tokens * token_bytes > left:
         fitting = max(0, left) // token_bytes
@@ -224,7 +224,7 @@ def cache_bytes_per_block(
     held: CacheDtype = "auto",
 ) -> int:
     """About what `tokens` tokens of attention cache take in one block on average, by a model's `config.json`: of a
-    hybrid, the states that a session keeps of each other block are among them, for a session of so many tokens.
+    hybrid, the states that a session keeps of each other block are among them, for a session of `tokens` tokens.
 
     `item_bytes` of the dtype that is computed in; `held` is what keys and values are kept in.
     """
@@ -300,7 +300,7 @@ def device_memory(device: str) -> Memory:
 
 
 def unused(nbytes: int) -> int:
-    """Of so many bytes that this process will use: those that still count as free, because they are mapped files."""
+    """Of `nbytes` bytes that this process will use: those that still count as free, because they are mapped files."""
     return max(0, nbytes - _private(psutil.Process()))
 
 

@@ -210,7 +210,7 @@ def check_batch(
 ) -> None:
     """Whether a batch fits its stream, which keeps `kept`. `last` is the sequence number before it."""
     if request.sequence != last + 1:
-        raise bad_request(f"work {request.sequence} came after work {last}")
+        raise bad_request(f"batch request {request.sequence} came after batch request {last}")
     if request.gradient_follows and not backward:
         raise bad_request("a forward pass takes no gradient")
     check_request(request, backward, hosted.hidden_size, hosted.max_length)

@@ -19,7 +19,15 @@ from ....protocols.framing import PeerError, StreamTimeout
 from ....protocols.ids import BACKWARD
 from ....protocols.inference import Refusal, bad_request, receipt_to_wire
 from ....protocols.training import KEPT_SETS, BatchFrames, BatchTerms, raw_bytes, receive_pieces, send_in_pieces
-from ...blocks.batch_job import BatchJob, KeptTensors, pack, run_job, unpack_keep, unpack_request, with_gradient
+from ...blocks.batch_request import (
+    BatchRequest,
+    KeptTensors,
+    pack,
+    run_request,
+    unpack_keep,
+    unpack_request,
+    with_gradient,
+)
 from ...blocks.passes import SavedActivations, SpanPasses
 from ...errors import unwrapped
 from ..budget import Lease, MemoryBudget
@@ -45,8 +53,8 @@ class DeferredBackward:
     it takes it. The client then sends the whole request.
     """
 
-    def __init__(self, job: BatchJob) -> None:
-        self.job: BatchJob | None = job  # None once it was given up
+    def __init__(self, request: BatchRequest) -> None:
+        self.request: BatchRequest | None = request  # None once it was given up
         self._recomputed: PassResult[SavedActivations] | None = None
         self._refusal: Refusal | None = None
         self._settled = trio.Event()
@@ -66,40 +74,40 @@ class DeferredBackward:
         """Drops what it holds. Does nothing once the gradient is there."""
         self._recall()
         if not self._settled.is_set():
-            assert self.job is not None
-            what = f"work {self.job.request.sequence} was given up: {why}; send all of it"
+            assert self.request is not None
+            what = f"batch request {self.request.message.sequence} was given up: {why}; send all of it"
             self._refusal = Refusal(wire.ERROR_BUSY, what)
-            self.job = self._recomputed = None
+            self.request = self._recomputed = None
             self._scope.cancel()
             self._settled.set()
 
-    def checked(self) -> BatchJob:
+    def checked(self) -> BatchRequest:
         """
         Raises:
             Refusal: it was given up.
         """
         if self._refusal is not None:
             raise self._refusal
-        assert self.job is not None
-        return self.job
+        assert self.request is not None
+        return self.request
 
-    def settle(self, job: BatchJob) -> None:
+    def settle(self, request: BatchRequest) -> None:
         """The gradient is there. Does nothing if it was given up."""
         if self._recall() and not self._settled.is_set():
-            self.job = job
+            self.request = request
             self._settled.set()
 
     async def recompute(self, compute: ComputeThread, passes: SpanPasses, peer: str = "") -> None:
         """Runs the first half of the pass. Raises nothing; `ready` does."""
         try:
             with self._scope:
-                if self.job is not None:
-                    self._recomputed = await compute.run_pass(passes.recompute(self.job.batch), peer=peer)
+                if self.request is not None:
+                    self._recomputed = await compute.run_pass(passes.recompute(self.request.batch), peer=peer)
         except Refusal as refusal:
             self._refusal = refusal
         self._done.set()
 
-    async def ready(self) -> tuple[BatchJob, PassResult[SavedActivations]]:
+    async def ready(self) -> tuple[BatchRequest, PassResult[SavedActivations]]:
         """The whole batch and its first half, once both are there.
 
         Raises:
@@ -108,12 +116,12 @@ class DeferredBackward:
         with trio.move_on_after(GRADIENT_TIMEOUT):
             await self._settled.wait()
         self.give_up(f"its gradient did not come for {GRADIENT_TIMEOUT:.0f} s")
-        if self.job is not None:
+        if self.request is not None:
             await self._done.wait()
-        job, recomputed = self.checked(), self._recomputed
+        request, recomputed = self.checked(), self._recomputed
         assert recomputed is not None
         self._recomputed = None  # what is kept is free as the second half goes on
-        return job, recomputed
+        return request, recomputed
 
 
 @dataclass(frozen=True)
@@ -126,16 +134,16 @@ class BatchMemory:
 
 
 @dataclass(frozen=True)
-class _Item:
+class _Requested:
     """A request on its way to be computed."""
 
-    batch: BatchJob | DeferredBackward
+    batch: BatchRequest | DeferredBackward
     lease: Lease
 
 
 @dataclass(frozen=True)
-class _Done:
-    job: BatchJob
+class _Computed:
+    request: BatchRequest
     result: PassResult[list[torch.Tensor]]
     lease: Lease
 
@@ -180,8 +188,8 @@ class BatchRequests:
             with unwrapped(PeerError):
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._watch, nursery.cancel_scope)
-                    to_compute, computing = trio.open_memory_channel[_Item | Refusal](CREDITS)
-                    to_answer, answering = trio.open_memory_channel[_Done | Refusal](CREDITS)
+                    to_compute, computing = trio.open_memory_channel[_Requested | Refusal](CREDITS)
+                    to_answer, answering = trio.open_memory_channel[_Computed | Refusal](CREDITS)
                     nursery.start_soon(self._read, to_compute, nursery)
                     nursery.start_soon(self._compute, computing, to_answer)
                     await self._answer(answering)
@@ -202,20 +210,20 @@ class BatchRequests:
             deferred.give_up(why)
         self._deferred.clear()
 
-    async def _read(self, items: trio.MemorySendChannel[_Item | Refusal], nursery: trio.Nursery) -> None:
-        async with items:
+    async def _read(self, requested: trio.MemorySendChannel[_Requested | Refusal], nursery: trio.Nursery) -> None:
+        async with requested:
             try:
                 while (frame := await self._next_frame()) is not None:
-                    item = await self._take_frame(frame)
-                    if item is None:
+                    one = await self._take_frame(frame)
+                    if one is None:
                         continue
-                    if isinstance(item.batch, DeferredBackward):
+                    if isinstance(one.batch, DeferredBackward):
                         peer = self._stream.peer_id
-                        nursery.start_soon(item.batch.recompute, self._context.compute, self._memory.passes, peer)
-                    await items.send(item)
+                        nursery.start_soon(one.batch.recompute, self._context.compute, self._memory.passes, peer)
+                    await requested.send(one)
             except Refusal as refusal:
                 with suppress(trio.BrokenResourceError):
-                    await items.send(refusal)
+                    await requested.send(refusal)
             except trio.BrokenResourceError:
                 pass  # a pass has failed: nobody takes requests any more, and the answering task ends the stream
             finally:
@@ -231,7 +239,7 @@ class BatchRequests:
                 if not self._under_way:
                     return None
 
-    async def _take_frame(self, frame: wire.BatchFrame) -> _Item | None:
+    async def _take_frame(self, frame: wire.BatchFrame) -> _Requested | None:
         """What is to be computed next, if the frame brings that."""
         body = frame.WhichOneof("body")
         if body == "gradient":
@@ -243,7 +251,7 @@ class BatchRequests:
             await self._take_kept(frame.keep)
             return None
         if body != "work":
-            raise bad_request(f"a stream of works takes Keep, Work, Gradient or Close, not {body}")
+            raise bad_request(f"a stream of batch requests takes Keep, BatchRequest, Gradient or Close, not {body}")
         return await self._take_request(frame.work)
 
     async def _take_kept(self, keep: wire.Keep) -> None:
@@ -257,9 +265,9 @@ class BatchRequests:
         self._kept_number = keep.number
         self._kept[keep.number] = await trio.to_thread.run_sync(unpack_keep, keep, payloads), lease
 
-    async def _take_request(self, request: wire.BatchRequest) -> _Item:
+    async def _take_request(self, message: wire.BatchRequest) -> _Requested:
         check_batch(
-            request,
+            message,
             self._terms,
             self._context.hosted,
             {number: kept.keep for number, (kept, _) in self._kept.items()},
@@ -267,27 +275,27 @@ class BatchRequests:
             last=self._sequence,
         )
         if self._under_way >= CREDITS:
-            raise Refusal(wire.ERROR_BUSY, f"{CREDITS} works may be under way at once, not more")
-        kept, _ = self._kept.get(request.kept, (None, None))
-        self._sequence = request.sequence
+            raise Refusal(wire.ERROR_BUSY, f"{CREDITS} batch requests may be under way at once, not more")
+        kept, _ = self._kept.get(message.kept, (None, None))
+        self._sequence = message.sequence
         self._under_way += 1
         self._unanswered += 1
         self._open_requests.add(self._stream.peer_id)
-        lease = await self._reserve(self._memory.requests, batch_bytes(request, kept.keep if kept else None))
-        here = request.tensors[:1] if request.gradient_follows else request.tensors
+        lease = await self._reserve(self._memory.requests, batch_bytes(message, kept.keep if kept else None))
+        here = message.tensors[:1] if message.gradient_follows else message.tensors
         payloads = await receive_pieces(self._stream, [tensor.nbytes for tensor in here], timeout=PIECE_TIMEOUT)
-        job = await trio.to_thread.run_sync(unpack_request, self._protocol, self._terms, request, payloads, kept)
-        if not request.gradient_follows:
-            return _Item(job, lease)
-        deferred = self._deferred[request.sequence] = DeferredBackward(job)
+        request = await trio.to_thread.run_sync(unpack_request, self._protocol, self._terms, message, payloads, kept)
+        if not message.gradient_follows:
+            return _Requested(request, lease)
+        deferred = self._deferred[message.sequence] = DeferredBackward(request)
         deferred.lend(lease)
-        return _Item(deferred, lease)
+        return _Requested(deferred, lease)
 
     async def _take_gradient(self, gradient: wire.Gradient) -> None:
         deferred = self._deferred.get(gradient.sequence)
         if deferred is None:
-            raise bad_request(f"no work {gradient.sequence} waits for its gradient")
-        size = deferred.checked().request.tensors[1].nbytes
+            raise bad_request(f"no batch request {gradient.sequence} waits for its gradient")
+        size = deferred.checked().message.tensors[1].nbytes
         [payload] = await receive_pieces(self._stream, [size], timeout=PIECE_TIMEOUT)
         deferred.settle(await trio.to_thread.run_sync(with_gradient, self._protocol, deferred.checked(), payload))
         self._deferred.pop(gradient.sequence, None)
@@ -302,43 +310,45 @@ class BatchRequests:
         lease.release()
 
     async def _compute(
-        self, items: trio.MemoryReceiveChannel[_Item | Refusal], answers: trio.MemorySendChannel[_Done | Refusal]
+        self,
+        requested: trio.MemoryReceiveChannel[_Requested | Refusal],
+        answers: trio.MemorySendChannel[_Computed | Refusal],
     ) -> None:
-        async with items, answers:
-            async for item in items:
-                if isinstance(item, Refusal):
-                    await answers.send(item)
+        async with requested, answers:
+            async for one in requested:
+                if isinstance(one, Refusal):
+                    await answers.send(one)
                     return
                 try:
-                    job, result = await self._run(item.batch)
+                    request, result = await self._run(one.batch)
                 except Refusal as refusal:
                     await answers.send(refusal)
                     return
-                await answers.send(_Done(job, result, item.lease))
+                await answers.send(_Computed(request, result, one.lease))
 
-    async def _run(self, batch: BatchJob | DeferredBackward) -> tuple[BatchJob, PassResult[list[torch.Tensor]]]:
+    async def _run(self, batch: BatchRequest | DeferredBackward) -> tuple[BatchRequest, PassResult[list[torch.Tensor]]]:
         run_pass = partial(self._context.compute.run_pass, peer=self._stream.peer_id)
         passes = self._memory.passes
-        if isinstance(batch, BatchJob):
-            return batch, await run_pass(run_job(batch, passes))
-        job, first = await batch.ready()
-        second = await run_pass(run_job(job, passes, first.value), resumed=True)
-        return job, replace(second, compute_seconds=first.compute_seconds + second.compute_seconds)
+        if isinstance(batch, BatchRequest):
+            return batch, await run_pass(run_request(batch, passes))
+        request, first = await batch.ready()
+        second = await run_pass(run_request(request, passes, first.value), resumed=True)
+        return request, replace(second, compute_seconds=first.compute_seconds + second.compute_seconds)
 
-    async def _answer(self, answers: trio.MemoryReceiveChannel[_Done | Refusal]) -> None:
+    async def _answer(self, answers: trio.MemoryReceiveChannel[_Computed | Refusal]) -> None:
         async for done in answers:
             if isinstance(done, Refusal):
                 await self._stream.send(wire.BatchFrame(error=done.to_wire()), timeout=PIECE_TIMEOUT)
                 return
-            packed = await trio.to_thread.run_sync(pack, done.job, done.result.value)
-            sequence = done.job.request.sequence
+            packed = await trio.to_thread.run_sync(pack, done.request, done.result.value)
+            sequence = done.request.message.sequence
             kind = "backward" if self._protocol == BACKWARD else "forward"
-            rows, tokens = done.job.request.tensors[0].shape[:2]
+            rows, tokens = done.request.message.tensors[0].shape[:2]
             self._context.tallies.batches[kind] += 1
             self._context.tallies.batch_tokens[kind] += rows * tokens
             reply = wire.BatchReply(
                 sequence=sequence,
-                receipt=receipt_to_wire(self._receipts.sign(sequence, done.job.request_hash, packed.hash)),
+                receipt=receipt_to_wire(self._receipts.sign(sequence, done.request.request_hash, packed.hash)),
                 tensors=packed.tensors,
                 queue_us=round(done.result.queue_seconds * 1e6),
                 compute_us=round(done.result.compute_seconds * 1e6),

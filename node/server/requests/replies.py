@@ -15,8 +15,8 @@ from ....protocols import wire_pb2 as wire
 CREDITS: Final = 8
 """Steps that may be under way at once, so that drafts are checked without waiting for those before them."""
 KEPT_REPLIES: Final = 4
-"""Replies are kept for a client that comes back: so many, and up to `CREDITS` of them as long as all take no more than
-`BYTES_IN_FLIGHT`. A client has no more under way, so that each reply which it may still need is kept."""
+"""Replies are kept for a client that comes back: this number, and up to `CREDITS` of them as long as all take no more
+than `BYTES_IN_FLIGHT`. A client has no more under way, so that each reply which it may still need is kept."""
 BYTES_IN_FLIGHT: Final = 16 << 20
 """Of outputs that wait until they are sent; also what a client is granted, and so no more than it has asked for."""
 INLINE_BYTES: Final = 1 << 16

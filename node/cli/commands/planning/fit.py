@@ -27,7 +27,7 @@ from ....placement.planning.machines_file import DEVICES, MACHINES, SHARED, Flee
 from ....placement.planning.model_sizes import (
     WEIGHTS,
     Fit,
-    Host,
+    MachineCapacity,
     ModelSize,
     best_fit,
     fit_of,
@@ -100,7 +100,7 @@ def say_fit_here(model: str, output: Output) -> None:
     _say(_every_fit([this_machine()], alone(), size_as_here(_named(model), model)), output)
 
 
-def _every_fit(hosts: Sequence[Host], fleet: Fleet, model: ModelSize) -> list[Fit]:
+def _every_fit(hosts: Sequence[MachineCapacity], fleet: Fleet, model: ModelSize) -> list[Fit]:
     """In the weights of the table, and in those that are here, if there are any."""
     return [fit_of(hosts, fleet, model, weights) for weights in (*WEIGHTS, *(["as it is"] if model.stored else []))]
 
@@ -152,7 +152,7 @@ def alone() -> Fleet:
     return Fleet((Machine("here", 0, 1.0),), np.zeros((1, 1)), np.zeros(1))
 
 
-def this_machine() -> Host:
+def this_machine() -> MachineCapacity:
     """What is free here now, and how quick it is: of a known card by its data sheet, else as measured."""
     memory = device_memory("auto")
     if not memory.shared:
@@ -165,9 +165,9 @@ def this_machine() -> Host:
     return _serving("this machine", replace(memory, free=max(0, memory.free - taken)), speed)
 
 
-def _serving(name: str, memory: Memory, bandwidth: float) -> Host:
+def _serving(name: str, memory: Memory, bandwidth: float) -> MachineCapacity:
     """A machine with what is free there once a server runs."""
-    return Host(name, memory.free - memory.reserve, bandwidth, computes=True)
+    return MachineCapacity(name, memory.free - memory.reserve, bandwidth, computes=True)
 
 
 def measured_bandwidth() -> float:
@@ -183,7 +183,7 @@ def measured_bandwidth() -> float:
     return cores * _READ / min(took)
 
 
-def hosts_of_file(path: Path) -> tuple[list[Host], Fleet]:
+def hosts_of_file(path: Path) -> tuple[list[MachineCapacity], Fleet]:
     """
     Raises:
         BadInput: the file cannot be read, or counts in blocks of an unknown size.
@@ -207,7 +207,7 @@ def hosts_of_file(path: Path) -> tuple[list[Host], Fleet]:
     return hosts, fleet
 
 
-async def _of_swarm(join: JoinOptions, output: Output) -> tuple[list[Host], Fleet]:
+async def _of_swarm(join: JoinOptions, output: Output) -> tuple[list[MachineCapacity], Fleet]:
     """Servers with as much memory as they use for blocks now, as quick as they announce.
 
     Raises:

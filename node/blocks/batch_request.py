@@ -36,11 +36,11 @@ class KeptTensors:
 
 
 @dataclass(frozen=True)
-class BatchJob:
+class BatchRequest:
     """A batch request, ready to be computed. While its gradient is on its way it has no hash, but the `payload` of its
     hidden states."""
 
-    request: wire.BatchRequest
+    message: wire.BatchRequest
     batch: Batch
     kept: KeptTensors | None
     request_hash: bytes = b""
@@ -72,52 +72,52 @@ def unpack_keep(keep: wire.Keep, payloads: Sequence[bytearray]) -> KeptTensors:
 def unpack_request(
     protocol: str,
     terms: BatchTerms,
-    request: wire.BatchRequest,
+    message: wire.BatchRequest,
     payloads: Sequence[bytearray],
     kept: KeptTensors | None,
-) -> BatchJob:
+) -> BatchRequest:
     """A checked request with its bytes, which it takes over.
 
     Raises:
         Refusal: values that are not finite.
     """
-    hidden = _finite(request.tensors[0], payloads[0], "the hidden states")
+    hidden = _finite(message.tensors[0], payloads[0], "the hidden states")
     rows, tokens = hidden.shape[:2]
     mask = positions = None
-    if request.mask:
-        bits = torch.frombuffer(bytearray(request.mask), dtype=torch.uint8)
+    if message.mask:
+        bits = torch.frombuffer(bytearray(message.mask), dtype=torch.uint8)
         unpacked = bits.unsqueeze(1).bitwise_right_shift(torch.arange(7, -1, -1, dtype=torch.uint8)) & 1
         mask = unpacked.view(-1)[: rows * tokens].view(rows, tokens).bool()
-    if request.positions:
-        positions = torch.tensor(request.positions, dtype=torch.long).view(-1, rows, tokens)
+    if message.positions:
+        positions = torch.tensor(message.positions, dtype=torch.long).view(-1, rows, tokens)
         positions = positions[0] if len(positions) == 1 else positions
     tensors = kept.tensors if kept else {}
     lora = {parsed: tensor for name, tensor in tensors.items() if (parsed := LoraName.parse(name)) is not None}
     batch = Batch(terms.span, hidden, mask, positions, tensors.get(PROMPTS), lora)
-    if len(payloads) < len(request.tensors):
-        return BatchJob(request, batch, kept, payload=payloads[0])
+    if len(payloads) < len(message.tensors):
+        return BatchRequest(message, batch, kept, payload=payloads[0])
     if len(payloads) > 1:
-        batch = replace(batch, gradient=_finite(request.tensors[1], payloads[1], "the gradient"))
-    return BatchJob(request, batch, kept, _hash(protocol, request, payloads, kept))
+        batch = replace(batch, gradient=_finite(message.tensors[1], payloads[1], "the gradient"))
+    return BatchRequest(message, batch, kept, _hash(protocol, message, payloads, kept))
 
 
-def with_gradient(protocol: str, job: BatchJob, payload: bytearray) -> BatchJob:
-    """The job whose gradient has come.
+def with_gradient(protocol: str, request: BatchRequest, payload: bytearray) -> BatchRequest:
+    """The request with its gradient, which has come.
 
     Raises:
         Refusal: values that are not finite.
     """
-    request_hash = _hash(protocol, job.request, [job.payload, payload], job.kept)
-    batch = replace(job.batch, gradient=_finite(job.request.tensors[1], payload, "the gradient"))
-    return BatchJob(job.request, batch, job.kept, request_hash)
+    request_hash = _hash(protocol, request.message, [request.payload, payload], request.kept)
+    batch = replace(request.batch, gradient=_finite(request.message.tensors[1], payload, "the gradient"))
+    return BatchRequest(request.message, batch, request.kept, request_hash)
 
 
-def _hash(protocol: str, request: wire.BatchRequest, payloads: Sequence[bytearray], kept: KeptTensors | None) -> bytes:
-    return hash_of_batch(protocol, request, hash_of_payloads(payloads), kept.hash if kept else NOTHING_KEPT)
+def _hash(protocol: str, message: wire.BatchRequest, payloads: Sequence[bytearray], kept: KeptTensors | None) -> bytes:
+    return hash_of_batch(protocol, message, hash_of_payloads(payloads), kept.hash if kept else NOTHING_KEPT)
 
 
-def run_job(
-    job: BatchJob, passes: SpanPasses, saved: SavedActivations | None = None
+def run_request(
+    request: BatchRequest, passes: SpanPasses, saved: SavedActivations | None = None
 ) -> PassGenerator[list[torch.Tensor]]:
     """The pass, which ends with the reply's tensors on the CPU, in the dtypes that were asked for.
 
@@ -126,19 +126,19 @@ def run_job(
     Raises:
         Refusal: values that are not finite, of hidden states that are too large for the blocks or the stream.
     """
-    described = list(job.request.tensors[:1])
-    gradient = job.batch.gradient
+    described = list(request.message.tensors[:1])
+    gradient = request.batch.gradient
     if gradient is None:
-        results = [(yield from passes.forward(job.batch))]
+        results = [(yield from passes.forward(request.batch))]
     else:
         if saved is None:
-            gradients = yield from passes.backward(job.batch, gradient)
+            gradients = yield from passes.backward(request.batch, gradient)
         else:
             gradients = yield from passes.resume(saved, gradient)
         results = [gradients.hidden]
-        if job.kept is not None:
-            described += job.kept.keep.tensors
-            results += [gradient_of(gradients, name) for name in job.kept.keep.names]
+        if request.kept is not None:
+            described += request.kept.keep.tensors
+            results += [gradient_of(gradients, name) for name in request.kept.keep.names]
     for result, tensor in zip(results, described, strict=True):
         if not arrives_finite(result, tensor.codec, DTYPES[tensor.dtype]):
             raise bad_request("what the blocks make of this batch is not finite, or too large for the stream")
@@ -154,9 +154,9 @@ def gradient_of(gradients: Gradients, name: str) -> torch.Tensor:
     return gradients.prompts
 
 
-def pack(job: BatchJob, results: Sequence[torch.Tensor]) -> PackedReply:
+def pack(request: BatchRequest, results: Sequence[torch.Tensor]) -> PackedReply:
     """The reply, under the codecs that the request came with."""
-    described = [*job.request.tensors[:1], *(job.kept.keep.tensors if job.kept else ())]
+    described = [*request.message.tensors[:1], *(request.kept.keep.tensors if request.kept else ())]
     packed = [encode(result, tensor.codec) for result, tensor in zip(results, described, strict=False)]
     payloads = [payload for _, payload in packed]
     return PackedReply([tensor for tensor, _ in packed], payloads, hash_of_payloads(payloads))
