@@ -135,11 +135,13 @@ class StepRequest:
     targets: tuple[tuple[bytes, bytes, int], ...]
     long_factors: bool = False
     positions: tuple[int, ...] = ()
+    groups: tuple[int, ...] = ()
 
     def hash(self) -> bytes:
-        """Hash of the canonical form. `long_factors` is a part of it if true, `positions` if there are any."""
-        *values, long_factors, positions = (getattr(self, name) for name in _STEP_FIELDS)
-        placed = ["positions", positions] if positions else []
+        """Hash of the canonical form. `long_factors` is a part of it if true, `positions` and `groups` if there are
+        any."""
+        *values, long_factors, positions, groups = (getattr(self, name) for name in _STEP_FIELDS)
+        placed = [*(["positions", positions] if positions else []), *(["groups", groups] if groups else [])]
         return digest(REQUEST_DOMAIN, *values, *(["long factors"] if long_factors else []), *placed)
 
 

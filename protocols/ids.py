@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 PROTOCOL_VERSION: Final = 1
@@ -161,3 +163,127 @@ def _hash(kind: str, data: bytes) -> bytes:
 
 def _number(kind: str, data: bytes, size: int) -> int:
     return int.from_bytes(_hash(kind, data)[:size], "big") or 1
+
+
+# --- how the tokens of a step are laid out
+
+AXES: Final = 3
+"""Along which M-RoPE counts positions: time, height and width."""
+MAX_GROUP: Final = 1120
+"""Tokens of a group: those of Gemma 4's largest picture. They are computed at once."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Of the tokens of a step.
+
+    Attributes:
+        positions: [axes, rows, tokens], flat; empty: tokens are counted.
+        groups: [rows, tokens], flat: for a token of a group, all of which see each other, how many of it are left, this
+            one included; 0 for a token that sees those before it. Empty: all are such.
+        features: of how many of the first blocks, all of which one server holds. They stand behind the hidden states of
+            each token, which are 1 + `features` times as wide, and are added to what leaves these blocks (DeepStack,
+            arXiv 2406.04334).
+    """
+
+    positions: tuple[int, ...] = ()
+    groups: tuple[int, ...] = ()
+    features: int = 0
+
+    def part(self, rows: int, tokens: int, start: int, end: int) -> Layout:
+        """Of the tokens `start` .. `end` of each row, of so many."""
+        positions, groups = (_columns(numbers, tokens, start, end) for numbers in (self.positions, self.groups))
+        return Layout(positions, groups, self.features)
+
+    def behind(self, blocks: int) -> Layout:
+        """Of what leaves so many blocks."""
+        return Layout(self.positions, self.groups, max(self.features - blocks, 0))
+
+    def is_like(self, other: Layout) -> bool:
+        """Whether the tokens of both may be in one step."""
+        return bool(self.positions) == bool(other.positions) and self.features == other.features
+
+    @classmethod
+    def joined(cls, parts: Sequence[tuple[Layout, int]], rows: int) -> Layout:
+        """Of the tokens of all parts, which have so many of a row, one behind the other."""
+        grouped = any(layout.groups for layout, _ in parts)
+        return cls(
+            _joined([(layout.positions, tokens) for layout, tokens in parts]),
+            _joined([(layout.groups or (0,) * (rows * tokens), tokens) for layout, tokens in parts]) if grouped else (),
+            parts[0][0].features,
+        )
+
+    def column(self, token: int, tokens: int) -> tuple[tuple[int, ...], ...]:
+        """What is said of one token of each row, of so many."""
+        return self.positions[token::tokens], self.groups[token::tokens]
+
+    def cuts(self, rows: int, tokens: int) -> list[int]:
+        """Where no group is cut, in rising order: 0, the ends of groups, tokens outside of them, and `tokens`."""
+        if not self.groups:
+            return list(range(tokens + 1))
+        end, cuts = 0, [0]
+        for token in range(tokens):
+            end = max(end, token + max(1, *self.groups[token::tokens]))
+            if end == token + 1:
+                cuts.append(end)
+        return cuts
+
+    def problem(self, rows: int, tokens: int, max_position: int) -> str | None:
+        """What is wrong with it for a step of so many tokens; None if nothing is."""
+        if self.positions and (len(self.positions) != AXES * rows * tokens or max(self.positions) >= max_position):
+            return f"positions take one number below {max_position} along {AXES} axes for each token"
+        if not self.groups:
+            return None
+        if len(self.groups) != rows * tokens or max(self.groups) > MAX_GROUP:
+            return f"groups take one number of at most {MAX_GROUP} for each token"
+        for row in range(0, rows * tokens, tokens):
+            if any(left > 1 and after != left - 1 for left, after in pairwise([*self.groups[row : row + tokens], 0])):
+                return "a group of tokens that see each other is cut"
+        return None
+
+
+PLAIN: Final = Layout()
+"""Of text."""
+
+
+@dataclass(frozen=True)
+class LayoutNeeds:
+    """What servers have to know for a session with pictures: `positions`, `groups`, and how many of the model's first
+    blocks add features."""
+
+    positions: bool = False
+    groups: bool = False
+    features: int = 0
+
+    def unmet(self, known: LayoutNeeds, span: Span) -> str | None:
+        """What a server of these blocks does not know, None if nothing."""
+        if self.positions and not known.positions:
+            return "positions of pictures"
+        if self.groups and not known.groups:
+            return "groups of tokens that see each other"
+        if span.start < self.features and not (span.start == 0 and known.features == self.features <= span.end):
+            return f"features of pictures, which a server of the first {self.features} blocks adds"
+        return None
+
+    def cover(self, other: LayoutNeeds) -> bool:
+        """Whether a session that was opened with these serves one with the others."""
+        known = (self.positions or not other.positions) and (self.groups or not other.groups)
+        return known and other.features in (0, self.features)
+
+
+TEXT_NEEDS: Final = LayoutNeeds()
+
+
+def next_cut(cuts: Iterable[int], least: int) -> int:
+    """The first of them that is not less."""
+    return next(cut for cut in cuts if cut >= least)
+
+
+def _columns(numbers: tuple[int, ...], tokens: int, start: int, end: int) -> tuple[int, ...]:
+    return tuple(number for row in range(0, len(numbers), tokens) for number in numbers[row + start : row + end])
+
+
+def _joined(parts: Sequence[tuple[tuple[int, ...], int]]) -> tuple[int, ...]:
+    numbers, tokens = parts[0]
+    rows = range(len(numbers) // tokens)
+    return tuple(number for row in rows for part, count in parts for number in part[row * count : (row + 1) * count])

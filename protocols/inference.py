@@ -18,6 +18,11 @@
 - `positions` says where tokens stand along the three axes of M-RoPE (Qwen2-VL, arXiv 2409.12191, section 2.1), where
   that is not their number in the row: among the tokens of a picture, and behind it. A client sends it only to servers
   whose Granted says that they know it.
+- `groups` says which tokens see each other both ways, as those of one picture do in some models: for each token of a
+  group, how many of it are left. A group is never cut: it is in one step, and computed at once. A client sends it only
+  to servers whose Granted says that they know it.
+- Hidden states may have features of pictures behind them (`Layout.features`), for a server that holds all blocks which
+  add any; `Granted.features` says that these are the first so many. Its answer has none.
 - At most `Granted.credits` steps may be in flight.
 - A step that names `targets` has its output pushed to the first of them over `/petalnode/push/1`, beside the reply to
   the client (server-to-server communication of Petals, ACL demo 2023, section 3.2). `Reply.handed_on` says whether that
@@ -43,8 +48,8 @@ from ..crypto.pledge import Pledge
 from ..crypto.receipts import Receipt, SessionRoot, StepRequest
 from . import wire_pb2 as wire
 from .framing import ProtocolError
-from .ids import Span
-from .prefix import AXES, BLOCK_TOKENS, MAX_BLOCKS, MAX_SALT, PREFIX_CODECS, PrefixTerms
+from .ids import Layout, Span
+from .prefix import BLOCK_TOKENS, MAX_BLOCKS, MAX_SALT, PREFIX_CODECS, PrefixTerms
 
 NONCE_BYTES: Final = 16
 EPOCH_BYTES: Final = 16
@@ -207,10 +212,14 @@ def _check_prefix(message: wire.Open) -> None:
         raise bad_request(f"the salt of a prefix takes at most {MAX_SALT} bytes")
 
 
-def check_hidden_states(tensor: wire.Tensor, terms: SessionTerms, hidden_size: int | None = None) -> int:
-    """The tokens of a row in a step of such a session, of a model of this hidden size or of any. Raises Refusal."""
+def check_hidden_states(
+    tensor: wire.Tensor, terms: SessionTerms, hidden_size: int | None = None, features: int = 0
+) -> int:
+    """The tokens of a row in a step of such a session, of a model of this hidden size or of any. `features`: of so many
+    blocks may stand behind hidden states. Raises Refusal."""
     shape = tuple(tensor.shape)
-    if len(shape) != 3 or shape[0] != terms.batch or not shape[1] or shape[2] != (hidden_size or max(shape[2], 1)):
+    widths = {hidden_size, hidden_size * (1 + features)} if hidden_size is not None else {max(shape[-1:], default=1)}
+    if len(shape) != 3 or shape[0] != terms.batch or not shape[1] or not shape[2] or shape[2] not in widths:
         raise bad_request(f"shape {shape} is not [{terms.batch}, tokens, {hidden_size or 'hidden'}]")
     check_format(tensor, terms.codec, terms.dtype, "session")
     return shape[1]
@@ -228,9 +237,8 @@ def check_position(step: wire.Step, tokens: int, terms: SessionTerms, held: int)
         raise bad_request(f"position {step.position} is ahead of the {held} tokens held")
     if step.reorder and (len(step.reorder) != terms.batch or max(step.reorder) >= terms.batch):
         raise bad_request(f"reorder takes a row for each of the {terms.batch} rows")
-    places = AXES * terms.batch * tokens
-    if step.positions and (len(step.positions) != places or max(step.positions) >= MAX_LENGTH):
-        raise bad_request(f"positions take one number below {MAX_LENGTH} along {AXES} axes for each token")
+    if problem := layout_of(step).problem(terms.batch, tokens, MAX_LENGTH):
+        raise bad_request(problem)
     if step.position + tokens > terms.max_length:
         raise Refusal(
             wire.ERROR_TOO_LONG,
@@ -291,6 +299,7 @@ def hash_of_step(step: wire.Step, tensor: wire.Tensor, payload_hash: bytes) -> b
         targets=tuple((target.peer_id, target.nonce, target.sequence) for target in step.targets),
         long_factors=step.long_factors,
         positions=tuple(step.positions),
+        groups=tuple(step.groups),
     ).hash()
 
 
@@ -309,7 +318,13 @@ def pushed_step(step: wire.Step, receipt_hash: bytes) -> wire.Step:
         receipt_only=step.targets[0].receipt_only,
         long_factors=step.long_factors,
         positions=step.positions,
+        groups=step.groups,
     )
+
+
+def layout_of(step: wire.Step) -> Layout:
+    """Of its tokens; the shape of its hidden states says whether there are features."""
+    return Layout(tuple(step.positions), tuple(step.groups))
 
 
 def sha256(payload: bytes | bytearray | memoryview) -> bytes:

@@ -12,17 +12,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 from ..crypto.canonical import digest
-from .ids import Span
+from .ids import PLAIN, Layout, Span
 
 BLOCK_TOKENS: Final = 32
 MAX_BLOCKS: Final = 1024
 """Names in one message: 32,768 tokens of a row."""
 MAX_SALT: Final = 64
-AXES: Final = 3
-"""Along which M-RoPE counts positions: time, height and width."""
 LEAST_SHARED_SALT: Final = 16
 """Bytes of a salt that nobody guesses: by which, where a server allows it, several peers share what it keeps."""
 PREFIX_DOMAIN: Final = "petalnode/prefix/1"
@@ -56,18 +55,16 @@ def token_digests(
     tokens: int,
     *,
     long_factors: bool = False,
-    positions: Sequence[int] = (),
+    layout: Layout = PLAIN,
 ) -> list[bytes]:
     """SHA-256 of each token of hidden states [rows, tokens, hidden] as they stand on the wire, all rows of it.
 
-    Tokens of steps with `long_factors` or `positions` have other ones, since their keys are others.
+    Tokens of steps with `long_factors`, or that are not laid out as text, have other ones, since their keys are others.
+    Those of a group follow from all of it.
     """
-    if positions:
+    if layout.positions or layout.groups:
         plain = token_digests(payload, rows, tokens, long_factors=long_factors)
-        return [
-            digest(PREFIX_DOMAIN, "positions", tuple(positions[token::tokens]), of_values)
-            for token, of_values in enumerate(plain)
-        ]
+        return _laid_out(plain, layout, rows)
     if long_factors:
         return [digest(PREFIX_DOMAIN, "long factors", plain) for plain in token_digests(payload, rows, tokens)]
     view = memoryview(payload)
@@ -80,6 +77,22 @@ def token_digests(
             start = (row * tokens + token) * size
             hashed.update(view[start : start + size])
     return [hashed.digest() for hashed in hashes]
+
+
+def _laid_out(plain: Sequence[bytes], layout: Layout, rows: int) -> list[bytes]:
+    tokens = len(plain)
+    made = []
+    for start, end in pairwise(layout.cuts(rows, tokens)):
+        group = digest(PREFIX_DOMAIN, "tokens", *plain[start:end]) if end > start + 1 else b""
+        for token in range(start, end):
+            positions, groups = layout.column(token, tokens)
+            if group:
+                made.append(digest(PREFIX_DOMAIN, "group", positions, groups, group, plain[token]))
+            elif positions:
+                made.append(digest(PREFIX_DOMAIN, "positions", positions, plain[token]))
+            else:
+                made.append(plain[token])
+    return made
 
 
 class PrefixNames:

@@ -47,9 +47,8 @@ import trio
 from ..crypto.canonical import digest
 from . import wire_pb2 as wire
 from .framing import ITEM_BYTES, MAX_TENSORS, MessageStream
-from .ids import Span
+from .ids import AXES, Span
 from .inference import HASH_BYTES, MAX_BATCH, Refusal, bad_request, opened_span
-from .prefix import AXES
 
 MICRO_BATCH_TOKENS: Final = 1024
 """Rows times positions of one batch request (Petals, NeurIPS 2023, section 4.2, footnote 9)."""

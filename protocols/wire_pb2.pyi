@@ -822,6 +822,8 @@ class Granted(google.protobuf.message.Message):
     BYTES_IN_FLIGHT_FIELD_NUMBER: builtins.int
     LONG_FACTORS_FIELD_NUMBER: builtins.int
     POSITIONS_FIELD_NUMBER: builtins.int
+    GROUPS_FIELD_NUMBER: builtins.int
+    FEATURES_FIELD_NUMBER: builtins.int
     session_epoch: builtins.bytes
     """16 random bytes of the server"""
     cache_tokens: builtins.int
@@ -852,6 +854,10 @@ class Granted(google.protobuf.message.Message):
     """the server knows Step.long_factors"""
     positions: builtins.bool
     """the server knows Step.positions"""
+    groups: builtins.bool
+    """the server knows Step.groups, of blocks in which tokens may see those behind them"""
+    features: builtins.int
+    """how many of its first blocks add features of pictures, which stand behind hidden states"""
     @property
     def pledge(self) -> Global___Pledge:
         """under which the session runs"""
@@ -876,9 +882,11 @@ class Granted(google.protobuf.message.Message):
         bytes_in_flight: builtins.int = ...,
         long_factors: builtins.bool = ...,
         positions: builtins.bool = ...,
+        groups: builtins.bool = ...,
+        features: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["pledge", b"pledge"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes_in_flight", b"bytes_in_flight", "cache_tokens", b"cache_tokens", "codec", b"codec", "credits", b"credits", "dtype", b"dtype", "keep_ms", b"keep_ms", "last_receipt", b"last_receipt", "long_factors", b"long_factors", "max_step_tokens", b"max_step_tokens", "pledge", b"pledge", "position", b"position", "positions", b"positions", "prefix_tokens", b"prefix_tokens", "priority", b"priority", "quantisation", b"quantisation", "sequence", b"sequence", "session_epoch", b"session_epoch"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes_in_flight", b"bytes_in_flight", "cache_tokens", b"cache_tokens", "codec", b"codec", "credits", b"credits", "dtype", b"dtype", "features", b"features", "groups", b"groups", "keep_ms", b"keep_ms", "last_receipt", b"last_receipt", "long_factors", b"long_factors", "max_step_tokens", b"max_step_tokens", "pledge", b"pledge", "position", b"position", "positions", b"positions", "prefix_tokens", b"prefix_tokens", "priority", b"priority", "quantisation", b"quantisation", "sequence", b"sequence", "session_epoch", b"session_epoch"]) -> None: ...
 
 Global___Granted: typing_extensions.TypeAlias = Granted
 
@@ -924,6 +932,7 @@ class Step(google.protobuf.message.Message):
     RECEIPT_ONLY_FIELD_NUMBER: builtins.int
     LONG_FACTORS_FIELD_NUMBER: builtins.int
     POSITIONS_FIELD_NUMBER: builtins.int
+    GROUPS_FIELD_NUMBER: builtins.int
     sequence: builtins.int
     """grows with each request of the session; a repeated one gets the cached reply"""
     position: builtins.int
@@ -947,6 +956,10 @@ class Step(google.protobuf.message.Message):
     def positions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """M-RoPE: of each token along three axes, [axes, rows, tokens]; empty: tokens are counted"""
 
+    @property
+    def groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """[rows, tokens]: of the group that a token is in, whose tokens all see each other, how many are left; 0: none"""
+
     def __init__(
         self,
         *,
@@ -959,8 +972,9 @@ class Step(google.protobuf.message.Message):
         receipt_only: builtins.bool = ...,
         long_factors: builtins.bool = ...,
         positions: collections.abc.Iterable[builtins.int] | None = ...,
+        groups: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["long_factors", b"long_factors", "position", b"position", "positions", b"positions", "previous_receipt", b"previous_receipt", "receipt_only", b"receipt_only", "reorder", b"reorder", "route_epoch", b"route_epoch", "sequence", b"sequence", "targets", b"targets"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["groups", b"groups", "long_factors", b"long_factors", "position", b"position", "positions", b"positions", "previous_receipt", b"previous_receipt", "receipt_only", b"receipt_only", "reorder", b"reorder", "route_epoch", b"route_epoch", "sequence", b"sequence", "targets", b"targets"]) -> None: ...
 
 Global___Step: typing_extensions.TypeAlias = Step
 

@@ -45,6 +45,15 @@ def _patches(generator: torch.Generator, count: int) -> dict[str, torch.Tensor]:
     }
 
 
+def _positioned(generator: torch.Generator, count: int) -> dict[str, torch.Tensor]:
+    """Twelve tokens."""
+    places = torch.cartesian_prod(torch.arange(6), torch.arange(8)).flip(1)
+    return {
+        "pixel_values": torch.rand(count, len(places), 3 * 14 * 14, generator=generator),
+        "image_position_ids": places.expand(count, -1, -1),
+    }
+
+
 def _grid(generator: torch.Generator, count: int) -> dict[str, torch.Tensor]:
     patches = count * GRID[0] * GRID[1]
     return {
@@ -56,14 +65,14 @@ def _grid(generator: torch.Generator, count: int) -> dict[str, torch.Tensor]:
 @dataclass(frozen=True)
 class Family:
     """`vision`, `text`, `outer`: changes of the parts of the tiny configuration. `types`: the argument that says which
-    tokens are those of pictures."""
+    tokens are those of pictures. `beams`: transformers itself searches with pictures."""
 
     picture: Picture = _square
     vision: dict[str, Any] = field(default_factory=dict)
     text: dict[str, Any] = field(default_factory=dict)
     outer: dict[str, Any] = field(default_factory=dict)
     types: str = ""
-    padded: bool = True
+    beams: bool = True
 
 
 def _axes(sections: Sequence[int], **vision: Any) -> Family:
@@ -85,12 +94,49 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe": Family(_grid, types="mm_token_type_ids"),
     "glm4v": _axes([2, 3, 3]),
     "glm4v_moe": _axes([1, 2, 1]),
+    "gemma3": Family(
+        types="token_type_ids",
+        vision={"patch_size": 7},
+        text={"tie_word_embeddings": False},
+        outer={"mm_tokens_per_image": 16, "tie_word_embeddings": False},
+    ),
+    "gemma4": Family(
+        _positioned,
+        types="mm_token_type_ids",
+        vision={
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 16,
+            "pooling_kernel_size": 2,
+            "patch_size": 14,
+            "position_embedding_size": 16,
+        },
+        text={"use_bidirectional_attention": "vision", "tie_word_embeddings": False},
+        outer={"tie_word_embeddings": False, "audio_token_id": 0, "video_token_id": 1},  # transformers pads these
+    ),
+    "qwen3_vl": _axes([2, 3, 3], deepstack_visual_indexes=[0, 1]),
+    "qwen3_vl_moe": _axes([2, 3, 3], deepstack_visual_indexes=[0, 1]),
+    "mistral3": Family(_sized, vision={"patch_size": 7}, outer={"image_token_index": 290}),
+    "llama4": Family(
+        vision={
+            "intermediate_size": 256,
+            "projector_input_dim": 64,
+            "projector_output_dim": 64,
+            "vision_output_dim": 64,
+        },
+        beams=False,
+    ),
 }
 
 
 def save_seeing(kind: str, folder: Path) -> Any:
     """Saves a tiny model of this family, and returns it as transformers loads it."""
     family, config = FAMILIES[kind], tiny_config(kind)
+    if config.vision_config is None:
+        config.vision_config = type(config).sub_configs["vision_config"](**family.vision)
     for part, changes in ((config.vision_config, family.vision), (config.get_text_config(), family.text)):
         for name, value in changes.items():
             setattr(part, name, value)
@@ -115,7 +161,9 @@ def seen(whole: Any, kind: str, texts: Sequence[tuple[int, int]] = ((5, 3),), se
     taken = inspect.signature(features).parameters
     with torch.no_grad():
         made = features(**{name: value for name, value in given.items() if name in taken or "kwargs" in taken})
-    made = getattr(made, "pooler_output", made)
+    made = next(
+        part for name in ("pooler_output", "last_hidden_state") if (part := getattr(made, name, made)) is not None
+    )
     parts = made if isinstance(made, (list, tuple)) else [made]
     count = sum(part.reshape(-1, part.shape[-1]).shape[0] for part in parts) // len(texts)
     begin = [config.vision_start_token_id] if hasattr(config, "vision_start_token_id") else []

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...protocols.prefix import AXES
+from ...protocols.ids import AXES, Layout, next_cut
 from ..models.quantisation import CACHE_BLOCK, CacheDtype, key_bytes
 from .caches.states import STATES, StateRing, StateSpec, StateView
 
@@ -141,6 +141,11 @@ class SpanCache:
         self.left_padding = padding
         self.long_factors = False
         self.positions: torch.Tensor | None = None
+        self._groups = torch.empty(
+            batch, 0, dtype=torch.long
+        )  # of the present step, whose cuts these are, counted from its first token
+        self._cuts: list[int] = []
+        self._begun = 0
         self.specs = tuple(specs)
         self.first = first
         # One allocation for all blocks: big enough that the allocator maps it lazily and gives it back when freed.
@@ -196,8 +201,11 @@ class SpanCache:
         if self.states is not None:
             self.states.mark(self.length, tokens)
 
-    def place(self, tokens: int, positions: Sequence[int]) -> None:
-        """Where the next tokens of each row stand: [axes, batch, tokens], flat; empty: they are counted."""
+    def place(self, tokens: int, layout: Layout) -> None:
+        """How the next tokens of each row, a whole step, are laid out."""
+        self._begun, self._cuts = self.length, layout.cuts(self.batch, tokens) if layout.groups else []
+        self._groups = torch.tensor(layout.groups, dtype=torch.long).view(self.batch, len(layout.groups) // self.batch)
+        positions = layout.positions
         if self.positions is None:
             if not positions:
                 return
@@ -213,6 +221,21 @@ class SpanCache:
         if self.positions is not None:
             return self.positions[:, :, self.length : self.length + tokens]
         return self._counted(self.length, tokens).to(self.memory.device)
+
+    def whole_groups(self, tokens: int) -> int:
+        """How many of the next tokens to compute at once where so many would do: no group is cut."""
+        done = self.length - self._begun
+        return next_cut(self._cuts, done + tokens) - done if self._cuts else tokens
+
+    def groups_of(self, tokens: int) -> torch.Tensor | None:
+        """The groups of all tokens up to the next ones, int64 [batch, length + tokens]: equal numbers are of those that
+        see each other, -1 is of those that see what is before them. None: all do."""
+        done = self.length - self._begun
+        left = self._groups[:, done : done + tokens]
+        if not left.any():
+            return None
+        ids = torch.where(left > 0, left + torch.arange(tokens), -1)
+        return torch.nn.functional.pad(ids, (self.length, 0), value=-1).to(self.memory.device)
 
     def _counted(self, start: int, tokens: int) -> torch.Tensor:
         """The positions of the tokens from `start` on, [batch, tokens]: padding does not count."""

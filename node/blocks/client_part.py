@@ -27,6 +27,7 @@ from .caches.ragged import RAGGED
 from .config import choose_device, original_length
 from .dot import use_dots
 from .images.encoder import ImageEncoder, ImagePrompt
+from .images.layout import TEXT, TokenLayout
 from .kernels.choice import native_kernels
 from .kernels.packing import hold_ends, use_packed_head
 from .outer_layers import OuterLayers
@@ -80,8 +81,9 @@ class SoftPrompt:
         """How many tokens of a row have them."""
         return self.embeddings.shape[0]
 
-    def placed(self, position: int, rows: int, tokens: int) -> None:
-        """All tokens are counted."""
+    def layout(self, position: int, rows: int, tokens: int) -> TokenLayout:
+        """That of text."""
+        return TEXT
 
     def put(self, embedded: torch.Tensor, position: int) -> torch.Tensor:
         """The embeddings [rows, tokens, embedding size] of tokens behind `position` others, with these among them."""
@@ -324,9 +326,10 @@ class ClientModel:
         if self._remote is None:
             raise RuntimeError("nothing is bound to run the blocks: call ClientModel.bind first")
         rows, tokens, size = hidden.shape
-        placed = None if self.prompt is None else self.prompt.placed(call.position, rows, tokens)
-        if placed is not None:
-            call = replace(call, position_ids=placed, is_placed=True)
+        if self.prompt is not None:
+            layout = self.prompt.layout(call.position, rows, tokens)
+            placed = call.position_ids if layout.positions is None else layout.positions
+            call = replace(call, position_ids=placed, layout=layout)
         output = self._remote(hidden, call)
         least = tokens if call.outputs is None else min(tokens, call.outputs)
         if (output.shape[0], *output.shape[2:]) != (rows, size) or not least <= output.shape[1] <= tokens:

@@ -15,6 +15,8 @@ from ..models.folder import scheme_of
 
 _PLAIN_HEADS: Final = frozenset({"aya_vision", "cohere2_vision"})
 """Models with pictures whose head is that of their language part without what this does to logits behind it."""
+_DEEPSTACK: Final = frozenset({"qwen3_vl", "qwen3_vl_moe"})
+"""Models whose first blocks add features of pictures."""
 _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -50,11 +52,24 @@ def read_config(folder: Path) -> PreTrainedConfig:
     # The head is that of the whole model, whose configuration says whether it is the embeddings.
     if getattr(config, "tie_word_embeddings", False):
         text.tie_word_embeddings = True
+    text.deepstack_blocks = deepstack_of(config)
     if config.model_type in _PLAIN_HEADS:
         text.logit_scale = 1.0
     if not getattr(text, "is_encoder_decoder", False) and isinstance(getattr(text, "decoder_layers", None), int):
         text.num_hidden_layers = text.decoder_layers  # BART and its kin mean their encoder by it
     return text
+
+
+def deepstack_of(whole: PreTrainedConfig) -> int:
+    """How many of the first blocks of a model with pictures add features of these (DeepStack, arXiv 2406.04334)."""
+    if whole.model_type not in _DEEPSTACK:
+        return 0
+    return len(whole.vision_config.deepstack_visual_indexes)
+
+
+def deepstack(config: PreTrainedConfig) -> int:
+    """The same by the configuration of the language part, as `read_config` has it."""
+    return int(getattr(config, "deepstack_blocks", 0))
 
 
 def original_length(config: PreTrainedConfig) -> int | None:

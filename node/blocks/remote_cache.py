@@ -9,6 +9,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from ..errors import BadInput
+from .images.layout import TEXT, TokenLayout
 
 
 class RemoteCache(Cache):  # type: ignore[misc]  # transformers is untyped here
@@ -94,7 +95,7 @@ class RemoteCall:
         attention_mask: [batch, position + tokens], 0 at padding; None if nothing is padded.
         position_ids: [batch or 1, tokens], or [axes, batch, tokens]; None counts on, padding included.
         outputs: of how many of the last tokens of a row the output is needed; None: of all.
-        is_placed: whether the position ids are those of a prompt with pictures.
+        layout: of the tokens of a prompt with pictures.
     """
 
     cache: RemoteCache | None
@@ -102,7 +103,7 @@ class RemoteCall:
     attention_mask: torch.Tensor | None
     position_ids: torch.Tensor | None = None
     outputs: int | None = None
-    is_placed: bool = False
+    layout: TokenLayout = TEXT
 
     @property
     def left_padding(self) -> tuple[int, ...] | None:

@@ -242,6 +242,11 @@ def _refuse_outside_inputs(config: PreTrainedConfig) -> None:
             f"models of type {config.model_type!r} feed the token ids into every block (per-layer inputs), "
             "which a server of blocks never sees: petalnode cannot serve them"
         )
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
+        raise ModelError(
+            f"in this {config.model_type!r} model all tokens of a prompt see each other, so that none can be gone on "
+            "with: petalnode cannot serve it"
+        )
     if config.model_type in _NOT_EXACT:
         raise ModelError(f"{config.model_type!r} {_NOT_EXACT[config.model_type]}: petalnode cannot serve it")
     if getattr(config, "is_decoder", None) is False and config.model_type in _ENCODERS:

@@ -6,9 +6,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, cast
 
 import torch
 
@@ -22,7 +21,7 @@ from .architecture import cache_specs, open_skeleton, windows_of
 from .cache import BlockCacheSpec, CacheForm, SessionView, SpanCache
 from .caches.ragged import RaggedView
 from .caches.states import STATE_CHUNK, STATE_TOKENS
-from .config import choose_device
+from .config import choose_device, deepstack
 from .dot import use_dots
 from .kernels.choice import agrees_with_single_steps, find_step, native_kernels
 from .kernels.packing import Packer, tiled_kinds
@@ -33,10 +32,12 @@ from .quantisation.slots import QuantisedExperts
 from .skeleton import Skeleton, cut_config, fill
 from .span_adapter import (
     AdapterRows,
+    Member,
     NotByRow,
     SpanAdapter,
     linear_shapes,
     make_span_adapter,
+    rows_of_adapters,
     with_adapters,
     with_prompts,
 )
@@ -66,6 +67,8 @@ class BlockSpan:
         numerics: how coarsely the weights are held, and what they are multiplied with.
         stack: the blocks themselves, for passes without a cache.
         specs: what each block keeps.
+        takes_groups: whether steps may have groups of tokens that see each other.
+        features: how many of the model's first blocks add features of pictures, which then stand behind hidden states.
         step: decode steps by the compiled kernels, where these know such blocks and are quicker.
         linears: (values in, values out) of the linear layers that adapters may change, by block and path.
     """
@@ -92,6 +95,8 @@ class BlockSpan:
         self.supports_ragged, self._mixes_adapters = False, True
         self.step: SpanStep | None = None
         self.stack, self.specs = stack, tuple(specs)
+        self.takes_groups = stack.takes_groups and not numerics.exact
+        self.features = deepstack(skeleton.config)
         self.linears = {span.start + index: linear_shapes(block) for index, block in enumerate(stack.blocks)}
 
     @property
@@ -181,35 +186,45 @@ class BlockSpan:
         """Runs the next tokens of one session (prefill, a chunk, a step) and keeps them in its cache.
 
         Args:
-            hidden: float [batch, tokens, hidden size] of any dtype and device.
+            hidden: float [batch, tokens, hidden size] of any dtype and device; or so many times as wide as `features`
+                of the session's blocks, and of those behind them, stand behind it. A step with groups is cut by
+                `SpanCache.whole_groups` only.
             adapter: changes the blocks for this session.
 
         Returns:
-            The same shape, dtype and device.
+            The same shape, dtype and device, without the features that were added.
 
         Raises:
             ValueError: another shape, or more tokens than the cache takes.
         """
         self._check(hidden, cache)
-        tokens, entering = hidden.shape[1], hidden.to(self.device, self.dtype)
+        tokens, size = hidden.shape[1], self.hidden_size
+        entering, *features = torch.split(hidden.to(self.device, self.dtype), size, dim=2)
         with cache.replaying() as again:
             if again is not None:
                 entering = torch.cat([again, entering], dim=1)
-            output = self._forward(entering, cache, adapter)[:, -tokens:]
+            output = self._forward(entering, cache, adapter, features)[:, -tokens:]
         cache.advance(tokens, entering)
+        output = torch.cat((output, *features[len(cache.specs) :]), dim=2)
         return output.to(hidden.device, hidden.dtype)
 
-    def _forward(self, hidden: torch.Tensor, cache: SpanCache, adapter: SpanAdapter | None) -> torch.Tensor:
-        tokens = hidden.shape[1]
-        positions, mask = cache.positions_of(tokens), None
+    def _forward(
+        self, hidden: torch.Tensor, cache: SpanCache, adapter: SpanAdapter | None, features: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        tokens, groups = hidden.shape[1], cache.groups_of(hidden.shape[1])
+        positions, mask = cache.positions_of(tokens), cast(Any, None)
         if cache.padded:
             padding = torch.tensor(cache.left_padding, device=self.device).unsqueeze(1)
             mask = (torch.arange(cache.length + tokens, device=self.device) >= padding).long()
         adapter_rows = [AdapterRows(adapter, 0, cache.batch, cache.batch)] if adapter is not None else []
-        if self.step is not None and self._suits(cache, adapter) and self.step.takes([cache], adapter_rows, tokens):
+        text = groups is None and not features and self._suits(cache, adapter)
+        if self.step is not None and text and self.step.takes([cache], adapter_rows, tokens):
             return self.step.run(hidden, [cache], adapter_rows)
-        with with_adapters(adapter_rows), self._prompted(cache, tokens, adapter):
-            view, part = SessionView(cache), self._part(cache)
+        view, part = SessionView(cache), self._part(cache)
+        if groups is not None:
+            mask = self.stack.masks(hidden, view, positions, mask, groups)
+        adding = self.stack.adding(features, cache.first)
+        with with_adapters(adapter_rows), self._prompted(cache, tokens, adapter), adding:
             return self.stack.run(hidden, view, positions, mask, part=part, long_factors=cache.long_factors)
 
     @torch.inference_mode()
@@ -235,13 +250,14 @@ class BlockSpan:
             if hidden.shape[1] != 1:
                 raise ValueError(f"a decode step takes one token for each row, not {hidden.shape[1]}")
         members = [
-            _Member(index, hidden, cache, adapter)
+            Member(index, hidden, cache, adapter)
             for index, ((hidden, cache), adapter) in enumerate(zip(steps, adapters or [None] * len(steps), strict=True))
         ]
         outputs: dict[int, torch.Tensor] = {}
-        together: dict[object, list[_Member]] = {}
+        together: dict[object, list[Member]] = {}
         for member in members:
-            if not self.supports_ragged or self._stands_apart(member.cache, member.adapter):
+            wide = member.hidden.shape[2] != self.hidden_size
+            if wide or not self.supports_ragged or self._stands_apart(member.cache, member.adapter):
                 outputs[member.index] = self.forward(member.hidden, member.cache, member.adapter)
             else:
                 adapter = None if self._mixes_adapters else id(member.adapter)
@@ -259,7 +275,7 @@ class BlockSpan:
                 outputs.update(zip((member.index for member in batch), rest, strict=True))
         return [outputs[index] for index in range(len(steps))]
 
-    def _decode_together(self, batch: list[_Member]) -> dict[int, torch.Tensor]:
+    def _decode_together(self, batch: list[Member]) -> dict[int, torch.Tensor]:
         if any(member.adapter is not None for member in batch):
             batch = sorted(batch, key=lambda member: id(member.adapter))  # each adapter's rows stand together
         caches = [member.cache for member in batch]
@@ -274,10 +290,8 @@ class BlockSpan:
             for part, member in zip(parts, batch, strict=True)
         }
 
-    def _run_together(
-        self, batch: Sequence[_Member], caches: Sequence[SpanCache], hidden: torch.Tensor
-    ) -> torch.Tensor:
-        adapters = _adapter_rows(batch)
+    def _run_together(self, batch: Sequence[Member], caches: Sequence[SpanCache], hidden: torch.Tensor) -> torch.Tensor:
+        adapters = rows_of_adapters(batch)
         placed = caches[0].positions is not None  # as those of all others
         if self.step is not None and not placed and self.step.takes(caches, adapters):
             return self.step.run(hidden, caches, adapters)
@@ -322,35 +336,13 @@ class BlockSpan:
         return range(cache.first, cache.first + len(cache.specs))
 
     def _check(self, hidden: torch.Tensor, cache: SpanCache) -> None:
-        if hidden.dim() != 3 or hidden.shape[0] != cache.batch or hidden.shape[2] != self.hidden_size:
+        widths = {1, 1 + max(self.features - self.span.start - cache.first, 0)}
+        if hidden.dim() != 3 or hidden.shape[0] != cache.batch or hidden.shape[2] / self.hidden_size not in widths:
             raise ValueError(
                 f"hidden states have shape {tuple(hidden.shape)}, not ({cache.batch}, tokens, {self.hidden_size})"
             )
         if cache.length + hidden.shape[1] > cache.max_length or not hidden.shape[1]:
             raise ValueError(f"{hidden.shape[1]} more tokens do not fit: {cache.length} of {cache.max_length} are held")
-
-
-@dataclass(frozen=True)
-class _Member:
-    """One session's step in a batch of decode steps."""
-
-    index: int
-    hidden: torch.Tensor
-    cache: SpanCache
-    adapter: SpanAdapter | None
-
-
-def _adapter_rows(batch: Sequence[_Member]) -> list[AdapterRows]:
-    """The rows of each adapter in the batch, where members of one adapter are neighbours."""
-    rows = sum(member.cache.batch for member in batch)
-    adapter_rows: list[AdapterRows] = []
-    start = 0
-    for adapter, members in groupby(batch, lambda member: member.adapter):
-        end = start + sum(member.cache.batch for member in members)
-        if adapter is not None:
-            adapter_rows.append(AdapterRows(adapter, start, end, rows))
-        start = end
-    return adapter_rows
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
 from ...protocols.training import LORA_PARTS, LoraName
+from .cache import SpanCache
 
 LoraPair = tuple[torch.Tensor, torch.Tensor]
 """A [rank, in] and B [out, rank], any factor included."""
@@ -154,3 +156,26 @@ def _prompt_hook(added: torch.Tensor) -> Any:
         return args, {**kwargs, "hidden_states": kwargs["hidden_states"] + added}
 
     return put
+
+
+@dataclass(frozen=True)
+class Member:
+    """One session's step in a batch of decode steps."""
+
+    index: int
+    hidden: torch.Tensor
+    cache: SpanCache
+    adapter: SpanAdapter | None
+
+
+def rows_of_adapters(batch: Sequence[Member]) -> list[AdapterRows]:
+    """The rows of each adapter in the batch, where members of one adapter are neighbours."""
+    rows = sum(member.cache.batch for member in batch)
+    adapter_rows: list[AdapterRows] = []
+    start = 0
+    for adapter, members in groupby(batch, lambda member: member.adapter):
+        end = start + sum(member.cache.batch for member in members)
+        if adapter is not None:
+            adapter_rows.append(AdapterRows(adapter, start, end, rows))
+        start = end
+    return adapter_rows

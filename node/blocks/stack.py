@@ -7,7 +7,9 @@ Only modules before the first block and after the last are taken out.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +17,12 @@ from torch import nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 
+from ...protocols.ids import PLAIN, Layout
 from .cache import SpanCache
 from .caches.ragged import RAGGED
 from .config import original_length
-from .images.axes import takes_positions
+from .images.groups import GROUPED, masks_of_groups
+from .images.layout import takes_positions
 
 
 class BlockStack:
@@ -30,6 +34,7 @@ class BlockStack:
         blocks: the modules, in their order.
         original_length: as `config.original_length`.
         takes_positions: whether tokens may stand in a picture, and have positions along three axes.
+        takes_groups: whether tokens may be in groups that see each other both ways.
     """
 
     def __init__(self, decoder: PreTrainedModel, blocks: Sequence[nn.Module]) -> None:
@@ -38,6 +43,7 @@ class BlockStack:
         self._implementation = decoder.config._attn_implementation
         self.original_length = original_length(decoder.config)
         self.takes_positions = takes_positions(decoder)
+        self.takes_groups = decoder.config.model_type in GROUPED
         self._rotaries = _growing_rotaries(decoder)
         self._long_factors = False
         for rotary in _rotaries(decoder) if self.original_length is not None else ():
@@ -58,18 +64,17 @@ class BlockStack:
         """
         return any(kind in ("dynamic", "longrope") for kind in _rotary_kinds(self._decoder.config))
 
-    def begin_step(self, cache: SpanCache, tokens: int, long_factors: bool, positions: Sequence[int] = ()) -> None:
+    def begin_step(self, cache: SpanCache, tokens: int, long_factors: bool, layout: Layout = PLAIN) -> None:
         """To be called before the next `tokens` tokens of a row, a whole step, are computed, perhaps in several parts.
 
-        `long_factors`: the step is a part of a text beyond `original_length`, wherever it ends. `positions`: where its
-        tokens stand along three axes, [axes, rows, tokens], flat; empty: they are counted.
+        `long_factors`: the step is a part of a text beyond `original_length`, wherever it ends.
 
         Raises:
-            ValueError: positions of blocks that know no axes.
+            ValueError: a layout that such blocks do not know.
         """
-        if positions and not self.takes_positions:
-            raise ValueError("positions along axes for blocks that count tokens")
-        cache.place(tokens, positions)
+        if (layout.positions and not self.takes_positions) or (layout.groups and not self.takes_groups):
+            raise ValueError("positions along axes or groups of tokens for blocks that know none")
+        cache.place(tokens, layout)
         end = cache.length + tokens - min(cache.left_padding)
         cache.begin_step(tokens)
         cache.long_factors = long_factors or (self.original_length is not None and end > self.original_length)
@@ -90,7 +95,7 @@ class BlockStack:
         hidden: torch.Tensor,
         cache: Cache | None,
         position_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: Any = None,
         *,
         ragged: bool = False,
         part: range | None = None,
@@ -101,7 +106,7 @@ class BlockStack:
         Args:
             cache: None keeps nothing, and lets gradients through.
             position_ids: int64 [rows or 1, tokens], or [axes, rows, tokens].
-            attention_mask: bool or int [rows, tokens held + new], 0 where there is padding.
+            attention_mask: bool or int [rows, tokens held + new], 0 where there is padding; or what `masks` makes.
             ragged: `cache` returns one entry per session; one token per row.
             part: indices of the blocks that compute; the others return their input. None is all.
             long_factors: rotary frequencies are those of a text beyond `original_length`, if the model has such.
@@ -137,6 +142,34 @@ class BlockStack:
         if output is None:
             raise RuntimeError("the decoder did not run its last block")
         return output
+
+    def masks(
+        self,
+        hidden: torch.Tensor,
+        cache: Cache,
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        groups: torch.Tensor,
+    ) -> dict[str, Any]:
+        """What `run` takes in the place of a mask where tokens see each other, as `SpanCache.groups_of` has it."""
+        return masks_of_groups(self._decoder.config, hidden, attention_mask, cache, position_ids, groups)
+
+    @contextmanager
+    def adding(self, features: Sequence[torch.Tensor], first: int) -> Iterator[None]:
+        """Within it, the blocks from the `first` on add these to what leaves them, [rows, tokens, hidden size] each."""
+        hooks = []
+        for block, added in zip(self.blocks[first:], features, strict=False):
+            hooks.append(block.register_forward_hook(partial(self._add, added), prepend=True))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _add(self, features: torch.Tensor, block: nn.Module, args: Any, output: Any) -> Any:
+        if self.is_idle(block):
+            return None
+        return output + features if isinstance(output, torch.Tensor) else (output[0] + features, *output[1:])
 
     def _put_input(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
         # Some decoders scale or normalise their input; the client has done that already.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import torch
 
 from ...protocols.framing import CODECS, INT8_BLOCK, TensorError
-from ...protocols.prefix import AXES
+from ...protocols.ids import next_cut
+from ...protocols.inference import STEP_TOKENS
 from ...protocols.tensors import arrives_finite, decode, encode
+from ..blocks.images.layout import TEXT, TokenLayout
 from ..errors import BadInput, SwarmError
 from ..verification.judging import JUDGING, token_errors
 from .request import WireTensor
@@ -21,27 +23,39 @@ _HEADROOM: Final = 8.0
 """How many times as large as those that were seen values may become under a codec that was chosen for those."""
 
 
-def to_chunks(hidden: torch.Tensor, codec: str, size: int, positions: torch.Tensor | None = None) -> list[WireTensor]:
-    """Cuts hidden states [batch, tokens, hidden] along the tokens, in chunks of up to `size` tokens of a row.
-
-    `positions`: int64 [axes, batch, tokens] of tokens that are not counted.
+def to_chunks(hidden: torch.Tensor, codec: str, size: int, layout: TokenLayout = TEXT) -> list[WireTensor]:
+    """Cuts hidden states [batch, tokens, hidden] along the tokens, in chunks of up to `size` tokens of a row; of more
+    where a group of tokens that see each other would be cut.
 
     Raises:
-        BadInput: another shape, no tokens, or a dtype that does not travel.
+        BadInput: another shape, no tokens, a dtype that does not travel, or a group that is too long.
     """
     if hidden.dim() != 3 or not hidden.numel():
         raise BadInput(f"hidden states have shape [batch, tokens, hidden], not {list(hidden.shape)}")
     size = min(size, max(1, PIPELINE_TOKENS // hidden.shape[0]))
     try:
-        parts = torch.split(hidden, size, dim=1)
-        if positions is None:
-            return [WireTensor(*encode(part, codec)) for part in parts]
-        if positions.shape != (AXES, *hidden.shape[:2]):
-            raise BadInput(f"positions of {list(positions.shape)} for hidden states of {list(hidden.shape)}")
-        placed = [tuple(part.flatten().tolist()) for part in torch.split(positions, size, dim=2)]
-        return [WireTensor(*encode(part, codec), place) for part, place in zip(parts, placed, strict=True)]
+        if layout.is_text:
+            return [WireTensor(*encode(part, codec)) for part in torch.split(hidden, size, dim=1)]
+        layout.check(hidden)
+        chunks, most = [], max(STEP_TOKENS // hidden.shape[0], 1)
+        for start, end in _pieces(layout.on_wire().cuts(*hidden.shape[:2]), size, most):
+            of_chunk = layout.part(start, end - start)
+            described, payload = encode(of_chunk.widened(hidden[:, start:end]), codec)
+            chunks.append(WireTensor(described, payload, of_chunk.on_wire()))
+        return chunks
     except TensorError as error:
         raise BadInput(str(error)) from None
+
+
+def _pieces(cuts: Sequence[int], size: int, most: int) -> Iterator[tuple[int, int]]:
+    start = 0
+    while start < cuts[-1]:
+        end = max(cut for cut in cuts if cut <= start + size)
+        end = end if end > start else next_cut(cuts, start + 1)
+        if end - start > most:
+            raise BadInput(f"{end - start} tokens of pictures see each other: {most} of a row at once are the most")
+        yield start, end
+        start = end
 
 
 def from_chunks(chunks: Sequence[WireTensor]) -> torch.Tensor:

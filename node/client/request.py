@@ -22,7 +22,7 @@ from ...crypto.statement import now_ms
 from ...protocols import wire_pb2 as wire
 from ...protocols.announcement import ANNOUNCEMENT, Announcement
 from ...protocols.framing import MessageStream, PeerError, ProtocolError
-from ...protocols.ids import PROTOCOL_VERSION, Span
+from ...protocols.ids import PLAIN, PROTOCOL_VERSION, Layout, Span
 from ...protocols.inference import (
     EPOCH_BYTES,
     NONCE_BYTES,
@@ -49,12 +49,12 @@ Frame = TypeVar("Frame", wire.InferenceFrame, wire.BatchFrame)
 class WireTensor:
     """A tensor as it stands on the wire; hidden states are [batch, tokens, hidden].
 
-    `positions`: where these tokens stand, as `wire.Step` has it.
+    `layout`: of its tokens.
     """
 
     tensor: wire.Tensor
     payload: bytes | bytearray
-    positions: tuple[int, ...] = ()
+    layout: Layout = PLAIN
 
     @property
     def tokens(self) -> int:

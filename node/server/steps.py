@@ -18,7 +18,8 @@ import torch
 
 from ...protocols import wire_pb2 as wire
 from ...protocols.framing import TensorError
-from ...protocols.inference import Refusal, bad_request, sha256
+from ...protocols.ids import PLAIN, Layout
+from ...protocols.inference import Refusal, bad_request, layout_of, sha256
 from ...protocols.prefix import token_digests
 from ...protocols.tensors import DTYPES, arrives_finite, decode, dtype_name, encode
 from ..blocks.cache import SpanCache
@@ -82,7 +83,7 @@ class StepInput:
     """A checked step: `tensor` describes `payload`, hidden states of [batch, tokens, hidden].
 
     `payload_hash`: what SHA-256 of the payload has to be; empty if it may be anything.
-    `long_factors`, `positions`: as `wire.Step` has them.
+    `long_factors`: as `wire.Step` has it. `layout`: of its tokens.
     """
 
     position: int
@@ -91,12 +92,12 @@ class StepInput:
     payload: bytes
     payload_hash: bytes = b""
     long_factors: bool = False
-    positions: tuple[int, ...] = ()
+    layout: Layout = PLAIN
 
     @classmethod
     def of(cls, step: wire.Step, tensor: wire.Tensor, payload: bytes, payload_hash: bytes) -> StepInput:
-        reorder, positions = tuple(step.reorder), tuple(step.positions)
-        return cls(step.position, reorder, tensor, payload, payload_hash, step.long_factors, positions)
+        reorder, layout = tuple(step.reorder), layout_of(step)
+        return cls(step.position, reorder, tensor, payload, payload_hash, step.long_factors, layout)
 
 
 @dataclass(frozen=True)
@@ -209,11 +210,11 @@ class StepRunner:
         except StatesLost as error:
             raise Refusal(wire.ERROR_NOT_FOUND, str(error)) from None
         cache = step.session.cache
-        self._blocks.stack.begin_step(cache, hidden.shape[1], step.input.long_factors, step.input.positions)
+        self._blocks.stack.begin_step(cache, hidden.shape[1], step.input.long_factors, step.input.layout)
         if step.session.shared is not None:
             rows, tokens = hidden.shape[:2]
             step.digests = token_digests(
-                step.input.payload, rows, tokens, long_factors=cache.long_factors, positions=step.input.positions
+                step.input.payload, rows, tokens, long_factors=cache.long_factors, layout=step.input.layout
             )
 
     def close(self, session: ComputeSession) -> None:
@@ -309,7 +310,8 @@ class StepRunner:
 
     def _prefill(self, step: QueuedStep, chunk: int) -> bool:
         """Computes the next `chunk` tokens; true once the step is answered."""
-        cache, end = step.session.cache, min(step.done + chunk, step.hidden.shape[1])
+        cache = step.session.cache
+        end = step.done + cache.whole_groups(min(chunk, step.hidden.shape[1] - step.done))
         chunk = end - step.done
         begun, core = time.perf_counter(), CoreTime(self._blocks.device)
         try:

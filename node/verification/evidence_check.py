@@ -16,6 +16,7 @@ from ...protocols.framing import TensorError
 from ...protocols.ids import Span
 from ...protocols.inference import Refusal
 from ...protocols.tensors import decode
+from ..blocks.config import deepstack, read_config
 from ..errors import BadInput, PetalnodeError
 from ..models import ModelFolder, compute_manifest
 from ..models.progress import Progress, no_progress
@@ -115,7 +116,8 @@ def _judge(
         PetalnodeError: as `Recomputation.answer`.
     """
     asked = claim.request.tensors if isinstance(claim, LoggedBatch) else [tensor for _, tensor, _ in claim.steps]
-    if claim.receipt.span[1] > folder.num_blocks or any(tensor.shape[-1] != folder.hidden_size for tensor in asked):
+    widths = {folder.hidden_size, folder.hidden_size * (1 + deepstack(read_config(folder.path)))}
+    if claim.receipt.span[1] > folder.num_blocks or any(tensor.shape[-1] not in widths for tensor in asked):
         size = f"{folder.num_blocks} blocks of width {folder.hidden_size}"
         raise NotProven(f"no server takes what was asked of a model with {size}")
     try:

@@ -10,6 +10,7 @@ import torch
 from ...protocols import wire_pb2
 from ...protocols.framing import INT8_BLOCK
 from ...protocols.ids import Span
+from ...protocols.inference import layout_of
 from ...protocols.tensors import decode
 from ...protocols.training import BatchTerms
 from ..blocks.batch_request import unpack_keep, unpack_request
@@ -71,7 +72,7 @@ class Observed:
 
 def step_of(asked: wire_pb2.Step, hidden: torch.Tensor) -> RecordedStep:
     """What a server was asked, with these hidden states."""
-    return RecordedStep(asked.position, hidden, tuple(asked.reorder), asked.long_factors, tuple(asked.positions))
+    return RecordedStep(asked.position, hidden, tuple(asked.reorder), asked.long_factors, layout_of(asked))
 
 
 def observed_session(log: SessionLog, device: str = "") -> Observed | None:

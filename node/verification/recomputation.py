@@ -23,7 +23,7 @@ from typing import Any, Final
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ...protocols.ids import Span
+from ...protocols.ids import PLAIN, Layout, Span
 from ...protocols.tensors import DTYPES
 from ...protocols.training import LoraName
 from ..blocks.batch_request import gradient_of
@@ -61,7 +61,7 @@ class RecordedStep:
     """One step of a session as the server took it.
 
     Attributes:
-        position, long_factors, positions: as `wire.Step` has them.
+        position, long_factors, layout: as `wire.Step` has them.
         reorder: per row, the row whose cache it continues, after the rollback; empty for its own.
         hidden: float [rows, tokens, hidden size], as decoded from the wire.
     """
@@ -70,7 +70,7 @@ class RecordedStep:
     hidden: torch.Tensor
     reorder: tuple[int, ...] = ()
     long_factors: bool = False
-    positions: tuple[int, ...] = ()
+    layout: Layout = PLAIN
 
 
 @dataclass(frozen=True)
@@ -369,13 +369,16 @@ class _RecomputedSession(_SpanRun):
             if step.position != cache.length:
                 raise ValueError(f"a step at position {step.position} of a session that holds {cache.length} tokens")
             entering = self.hidden[index]
-            blocks.stack.begin_step(cache, entering.shape[1], step.long_factors, step.positions)
+            blocks.stack.begin_step(cache, entering.shape[1], step.long_factors, step.layout)
             if entering.shape[1] == 1:
                 self.hidden[index] = blocks.decode([(entering, cache)])[0]
             else:
                 # In the chunks of a server: attention over more tokens at once rounds otherwise.
-                pieces = torch.split(entering, blocks.chunk_tokens(max(1, PREFILL_CHUNK // rows)), dim=1)
-                self.hidden[index] = torch.cat([blocks.forward(piece, cache) for piece in pieces], dim=1)
+                size, made = blocks.chunk_tokens(max(1, PREFILL_CHUNK // rows)), list[torch.Tensor]()
+                while left := step.position + entering.shape[1] - cache.length:
+                    piece = entering[:, -left:][:, : cache.whole_groups(min(size, left))]
+                    made.append(blocks.forward(piece, cache))
+                self.hidden[index] = torch.cat(made, dim=1)
 
     def answer(self) -> SessionAnswer:
         steps = zip(self.hidden, self.question.steps, strict=True)

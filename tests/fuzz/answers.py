@@ -46,7 +46,8 @@ def _session() -> tuple[bytes, dict[str, bytes]]:
     payloads = {}
     for number, (position, tokens, reorder) in enumerate([(0, 3, []), (3, 1, [1, 0]), (2, 1, [])]):
         payloads[f"input.{number}"] = _payload(2, tokens)
-        step = wire.Step(sequence=number + 1, position=position, reorder=reorder, route_epoch=1)
+        groups = [2, 1, 0] * 2 if not number else []
+        step = wire.Step(sequence=number + 1, position=position, reorder=reorder, route_epoch=1, groups=groups)
         tensor = corpus.tensor(2, tokens, _WIDTH, nbytes=len(payloads[f"input.{number}"]))
         receipt = receipt_to_wire(corpus.receipt(sequence=number + 1, adapter=b""))
         evidence.steps.append(wire.EvidenceStep(receipt=receipt, step=step, tensor=tensor))

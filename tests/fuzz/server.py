@@ -187,7 +187,7 @@ def _session() -> tuple[Frame, ...]:
     resume = wire.Resume(nonce=NONCE, session_epoch=EPOCH, answered=2, attempt=1)
     return (
         Frame(first, wire.InferenceFrame(open=opening)),
-        _step(first, 1, 0, 3),
+        _step(first, 1, 0, 3, groups=[0, 2, 1, 3, 2, 1]),
         _step(first, 2, 3, 1, reorder=[1, 0]),
         _step(first, 3, 4, 1, targets=[target]),
         _push(4, 5, 1),

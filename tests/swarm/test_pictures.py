@@ -85,7 +85,8 @@ def test_a_picture_is_seen_as_transformers_sees_it(kind: str, whole: Any, model:
     said = say(whole, given)
     assert torch.equal(say(model, given), said)
     assert torch.equal(say(model, given, prompt_lookup_num_tokens=3), said)
-    assert torch.equal(say(model, given, num_beams=2), say(whole, given, num_beams=2))
+    if FAMILIES[kind].beams:
+        assert torch.equal(say(model, given, num_beams=2), say(whole, given, num_beams=2))
     other = seen(whole, kind, seed=4)["pixel_values"]
     assert not torch.equal(say(model, {**given, "pixel_values": other}), said), "the picture makes no difference"
 

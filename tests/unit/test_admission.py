@@ -75,6 +75,8 @@ def test_the_end_of_the_session_may_be_reached_and_not_passed() -> None:
         (wire.Step(sequence=6, position=10, route_epoch=3, reorder=[0]), [tensor(2, 1, 64)]),
         (wire.Step(sequence=6, position=10, route_epoch=3, reorder=[0, 2]), [tensor(2, 1, 64)]),
         (wire.Step(sequence=6, position=10, route_epoch=3, positions=[7] * 6), [tensor(2, 1, 64)]),
+        (wire.Step(sequence=6, position=10, route_epoch=3, groups=[0, 1]), [tensor(2, 1, 64)]),
+        (RIGHT, [tensor(2, 1, 128)]),
         (RIGHT, []),
         (RIGHT, [tensor(2, 1, 64)] * 2),
         (RIGHT, [tensor(1, 1, 64)]),
@@ -103,6 +105,29 @@ def test_positions_are_one_number_for_each_token_and_axis(positions: list[int]) 
     with pytest.raises(Refusal, match="positions take one number") as caught:
         check(step, [tensor(2, 1, 64)], hosted=seeing)
     assert caught.value.code == BAD
+
+
+@pytest.mark.parametrize("groups", [[2, 1], [2, 1, 0, 0, 0], [3, 2, 0, 0], [2, 1, 0, 2], [2**32 - 1] * 4])
+def test_groups_are_never_cut(groups: list[int]) -> None:
+    seeing, step = replace(HOSTED, takes_groups=True), wire.Step(sequence=6, position=10, route_epoch=3)
+    step.groups[:] = [2, 1, 0, 1]
+    check(step, [tensor(2, 2, 64)], hosted=seeing)
+    step.groups[:] = groups
+    with pytest.raises(Refusal, match="group") as caught:
+        check(step, [tensor(2, 2, 64)], hosted=seeing)
+    assert caught.value.code == BAD
+
+
+def test_features_come_to_a_server_of_all_blocks_that_add_them() -> None:
+    seeing = replace(HOSTED, features=2)
+    for blocks, taken in ((Span(0, 2), True), (Span(0, 1), False), (Span(1, 3), False)):
+        terms = replace(TERMS, span=blocks)
+        check(RIGHT, [tensor(2, 1, 64)], terms, hosted=seeing)
+        if taken:
+            check(RIGHT, [tensor(2, 1, 192)], terms, hosted=seeing)
+        for width in (128, 256) if taken else (128, 192, 256):
+            with pytest.raises(Refusal, match="shape"):
+                check(RIGHT, [tensor(2, 1, width)], terms, hosted=seeing)
 
 
 @given(st.integers(1, 1024))

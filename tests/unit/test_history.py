@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from petalnode.node.client.request import WireTensor
 from petalnode.node.client.session.history import REPLAY_TOKENS, Input, InputHistory
-from petalnode.protocols.prefix import AXES
+from petalnode.protocols.ids import AXES, Layout
 from petalnode.protocols.wire_pb2 import Tensor
 
 HIDDEN = 3
@@ -30,7 +30,9 @@ def chunk(tokens: Sequence[Sequence[int]], codec: str = "none", *, placed: bool 
     payload = np.repeat(cells, HIDDEN * width, axis=1).tobytes()
     shape = [*cells.shape, HIDDEN]
     positions = tuple(token + axis for axis in range(AXES) for row in tokens for token in row) if placed else ()
-    return WireTensor(Tensor(shape=shape, dtype="float32", codec=codec, nbytes=len(payload)), payload, positions)
+    return WireTensor(
+        Tensor(shape=shape, dtype="float32", codec=codec, nbytes=len(payload)), payload, Layout(positions)
+    )
 
 
 def tokens_of(sent: WireTensor) -> list[list[int]]:
@@ -39,9 +41,11 @@ def tokens_of(sent: WireTensor) -> list[list[int]]:
     cells = np.frombuffer(sent.payload, dtype=np.uint8).reshape(rows, tokens, hidden, -1)
     assert (cells == cells[:, :, :1, :1]).all(), "the bytes of one token came apart"
     numbers = cells[:, :, 0, 0].astype(int)
-    if sent.positions:
+    if sent.layout.positions:
         expected = [numbers + axis for axis in range(AXES)]
-        assert np.array_equal(np.array(sent.positions).reshape(AXES, rows, tokens), expected), "positions came apart"
+        assert np.array_equal(np.array(sent.layout.positions).reshape(AXES, rows, tokens), expected), (
+            "positions came apart"
+        )
         numbers += PLACED
     return numbers.tolist()  # type: ignore[no-any-return]
 

@@ -92,6 +92,7 @@ STEP = wire.Step(sequence=1, position=5, reorder=[0], route_epoch=2)
         (wire.Step(sequence=1, position=5, reorder=[0], route_epoch=3), TENSOR, b"h" * 32),
         (wire.Step(sequence=1, position=5, reorder=[0], route_epoch=2, previous_receipt=b"u" * 32), TENSOR, b"h" * 32),
         (wire.Step(sequence=1, position=5, reorder=[0], route_epoch=2, positions=[5] * 6), TENSOR, b"h" * 32),
+        (wire.Step(sequence=1, position=5, reorder=[0], route_epoch=2, groups=[2, 1]), TENSOR, b"h" * 32),
         (STEP, wire.Tensor(shape=[2, 1, 8], dtype="float32", codec="none"), b"h" * 32),
         (STEP, wire.Tensor(shape=[1, 2, 8], dtype="float16", codec="none"), b"h" * 32),
         (STEP, wire.Tensor(shape=[1, 2, 8], dtype="float32", codec="float16"), b"h" * 32),

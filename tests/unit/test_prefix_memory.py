@@ -20,7 +20,7 @@ from petalnode.node.client.session.prefixes import (
     common_prefix,
 )
 from petalnode.node.swarm.routing import Hop
-from petalnode.protocols.ids import Span
+from petalnode.protocols.ids import Layout, Span
 from petalnode.protocols.prefix import token_digests
 from petalnode.protocols.wire_pb2 import Tensor
 
@@ -125,12 +125,12 @@ async def test_of_equal_ones_the_last_counts() -> None:
 
 async def test_tokens_that_stand_elsewhere_in_a_picture_are_others() -> None:
     placed = tuple(range(40)) * 3
-    theirs = replace(chunk(0, 40), positions=placed)
+    theirs = replace(chunk(0, 40), layout=Layout(placed))
     digests: list[list[bytes]] = []
     for place, shared in ((0, 0), (33, 32)):
         moved = list(placed)
         moved[40 + place] += 1  # along the second axis
-        mine = replace(chunk(0, 40), positions=tuple(moved))
+        mine = replace(chunk(0, 40), layout=Layout(tuple(moved)))
         memory = PrefixMemory()
         session = Session(40)
         known = beginning_of({0: [Input(0, (), theirs)]}, 40)
@@ -138,7 +138,7 @@ async def test_tokens_that_stand_elsewhere_in_a_picture_are_others() -> None:
         memory.opened(session)
         found = memory.search(session.spec, [mine])()
         assert found is not None and found.shared == shared
-        digests = [token_digests(one.payload, 1, 40, positions=one.positions) for one in (theirs, mine)]
+        digests = [token_digests(one.payload, 1, 40, layout=one.layout) for one in (theirs, mine)]
         assert [at for at in range(40) if digests[0][at] != digests[1][at]] == [place]
     assert token_digests(theirs.payload, 1, 40) != digests[0]
 

@@ -27,7 +27,7 @@ from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.adapter import TensorDigest, hash_of_adapter, hash_of_block
 from petalnode.protocols.announcement import Announcement, ServerState, sign_announcement
 from petalnode.protocols.framing import varint
-from petalnode.protocols.ids import BACKWARD, Span
+from petalnode.protocols.ids import BACKWARD, Layout, Span
 from petalnode.protocols.inference import hash_of_step, receipt_to_wire, root_of, sha256
 from petalnode.protocols.prefix import PrefixNames, PrefixTerms, token_digests
 from petalnode.protocols.training import hash_of_batch, hash_of_keep, hash_of_payloads
@@ -180,7 +180,7 @@ def _prefix() -> dict[str, Any]:
     payload = bytes(number % 251 for number in range(2 * 65 * 8))  # hidden size 2
     names = PrefixNames(terms.root())
     names.append(token_digests(payload, 2, 65))
-    moved = token_digests(payload, 2, 65, positions=tuple(range(3 * 2 * 65)))
+    moved = token_digests(payload, 2, 65, layout=Layout(tuple(range(3 * 2 * 65))))
     return {
         **asdict(terms),
         "salt": terms.salt,

@@ -16,13 +16,17 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
+from ....protocols.ids import MAX_GROUP, LayoutNeeds
 from ...errors import BadInput, ModelError, memory_needed, reason_of
 from ...models.checkpoint import Checkpoint
+from ..config import deepstack_of
 from ..skeleton import BUILDING, Skeleton, fill
-from .axes import placed
+from .groups import groups_in
+from .layout import TEXT, TokenLayout, placed
 
 _LANGUAGE_PARTS: Final = frozenset({"language_model", "text_model"})
 _HARMLESS: Final = frozenset(
@@ -32,6 +36,7 @@ _HARMLESS: Final = frozenset(
     }
 )
 """What a language part may be called with: what travels, and what concerns its cache and its outputs."""
+_FEATURES: Final = frozenset({"visual_pos_masks", "deepstack_visual_embeds"})
 
 
 @dataclass(frozen=True)
@@ -40,23 +45,40 @@ class ImagePrompt:
 
     Attributes:
         embeddings: [rows, tokens, embedding size]: in the place of those of its tokens.
-        positions: int64 [axes, rows, tokens] where tokens are not counted, but have places in a picture; else None.
+        whole: the layout of all its tokens.
     """
 
     embeddings: torch.Tensor
-    positions: torch.Tensor | None = None
+    whole: TokenLayout = TEXT
 
     @property
     def tokens(self) -> int:
         """Of a row, padding and placeholders of pictures included."""
         return self.embeddings.shape[1]
 
-    def placed(self, position: int, rows: int, tokens: int) -> torch.Tensor | None:
-        """The positions of `tokens` tokens of a row behind `position` others, [axes, rows, tokens]; None: counted."""
-        if self.positions is None:
-            return None
-        own = self.positions.repeat_interleave(rows // self.positions.shape[1], dim=1)  # beams
-        return placed(own, position, tokens)
+    @property
+    def needs(self) -> LayoutNeeds:
+        """What servers have to know for it."""
+        return self.whole.needs
+
+    def layout(self, position: int, rows: int, tokens: int) -> TokenLayout:
+        """Of so many tokens of a row behind `position` others."""
+        whole = self.whole.of_rows(rows)
+        own, behind = whole.part(position, tokens), max(position + tokens - max(self.tokens, position), 0)
+        positions = None if whole.positions is None else placed(whole.positions, position, tokens)
+        if behind == tokens:
+            return TokenLayout(positions)
+        groups, features = own.groups, own.features
+        if behind:
+            groups = None if groups is None else pad(groups, (0, behind))
+            features = None if features is None else pad(features, (0, 0, 0, 0, 0, behind))
+        return TokenLayout(positions, groups, features)
+
+    def bytes_of(self, token: int) -> bytes:
+        """All that a token of the first row is by, its number in the row aside."""
+        own = self.whole.part(token, 1)
+        parts = (self.embeddings[:1, token], own.positions, own.groups, own.features)
+        return b"".join(part.double().cpu().numpy().tobytes() for part in parts if part is not None)
 
     def put(self, embedded: torch.Tensor, position: int) -> torch.Tensor:
         """The embeddings of the tokens from `position` on, of this prompt as far as it goes."""
@@ -152,7 +174,7 @@ class ImageEncoder:
         try:
             model(input_ids=input_ids.to(self._device), attention_mask=mask.to(self._device), **given)
         except _Entered as entered:
-            return _prompt_of(entered.given, kind, input_ids.shape)
+            return _prompt_of(entered.given, self._model.config, mask)
         except (ValueError, RuntimeError, TypeError, IndexError) as error:
             raise BadInput(f"these pictures and tokens do not fit each other: {reason_of(error)}") from error
         raise ModelError(
@@ -165,19 +187,37 @@ class ImageEncoder:
         return value.to(self._device, self._dtype if value.is_floating_point() else value.dtype)
 
 
-def _prompt_of(given: Mapping[str, Any], kind: str, shape: tuple[int, ...]) -> ImagePrompt:
+def _prompt_of(given: Mapping[str, Any], config: Any, mask: torch.Tensor) -> ImagePrompt:
+    refused = f"petalnode takes no pictures for models of type {config.model_type!r}, which"
+    text = config.get_text_config(decoder=True)
+    known = _HARMLESS | (_FEATURES if deepstack_of(config) else frozenset())
     for name, value in given.items():
-        is_map = name == "attention_mask" and isinstance(value, dict)
-        if value is not None and (name not in _HARMLESS or is_map):
-            what = "a mask of its own, in which tokens of a picture see those behind them" if is_map else name
-            raise ModelError(f"a model of type {kind!r} gives its blocks {what}: petalnode takes no pictures for it")
-    positions = given.get("position_ids")
+        if value is not None and name not in known:
+            raise ModelError(f"{refused} give their blocks {name}")
+    embeddings: torch.Tensor = given["inputs_embeds"]
+    if embeddings.shape[:2] != mask.shape:
+        raise ModelError(f"{refused} make other tokens of pictures")
+    positions, masks = given.get("position_ids"), given.get("attention_mask")
+    try:
+        shown = isinstance(masks, dict) or (masks is not None and masks.dim() == 4)
+        groups = groups_in(masks, text, embeddings, mask, positions) if shown else None
+    except ValueError as error:
+        raise ModelError(f"{refused} have masks that are not known here") from error
+    if groups is not None and int(groups.max()) > MAX_GROUP:
+        raise BadInput(f"{int(groups.max())} tokens of a picture see each other: {MAX_GROUP} are the most")
     if positions is not None:
         positions = positions[-3:] if positions.dim() == 3 else None  # before these, some have those of text
-    embeddings: torch.Tensor = given["inputs_embeds"]
-    if embeddings.shape[:2] != shape:
-        raise ModelError(f"a model of type {kind!r} makes other tokens of pictures: petalnode takes no pictures for it")
-    return ImagePrompt(embeddings.clone(), positions)
+    return ImagePrompt(embeddings.clone(), TokenLayout(positions, groups, _features(given, embeddings)))
+
+
+def _features(given: Mapping[str, Any], embeddings: torch.Tensor) -> torch.Tensor | None:
+    """What blocks add: [rows, tokens, blocks, hidden size]."""
+    parts = given.get("deepstack_visual_embeds")
+    if not parts:
+        return None
+    features = embeddings.new_zeros(*embeddings.shape[:2], len(parts), embeddings.shape[2])
+    features[given["visual_pos_masks"]] = torch.stack(list(parts), dim=1).to(features.dtype)
+    return features
 
 
 def _config(folder: Path) -> Any:

@@ -14,12 +14,16 @@ import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ...errors import BadInput, MachineError, ModelError, reason_of
 from ...models.folder import read_config
+
+if TYPE_CHECKING:
+    from .encoder import ImagePrompt
 
 
 @dataclass(frozen=True)
@@ -137,16 +141,19 @@ class PictureTokens:
     values: dict[str, Any]
     token: int
 
-    def named(self, embeddings: Any, positions: Any) -> list[int]:
-        """The tokens, those of pictures with numbers below zero: equal ones are of equal pictures, by what the encoder
-        has made of them."""
+    def named(self, prompt: ImagePrompt) -> list[int]:
+        """The tokens, those of pictures and of groups with numbers below zero: equal ones are of equal pictures, by
+        what the encoder has made of them, and of equal groups."""
         named = list(self.ids)
-        for place, token in enumerate(self.ids):
-            if token == self.token:
-                seen = hashlib.sha256(embeddings[0, place].float().cpu().numpy().tobytes())
-                if positions is not None:
-                    seen.update(positions[:, 0, place].cpu().numpy().tobytes())
-                named[place] = -1 - int.from_bytes(seen.digest()[:6], "big")
+        for start, end in pairwise(prompt.whole.on_wire().cuts(1, prompt.tokens)):
+            seen = hashlib.sha256()
+            for place in range(start, end) if end > start + 1 else ():
+                seen.update(prompt.bytes_of(place))
+            for place in range(start, end):
+                if self.ids[place] == self.token or end > start + 1:
+                    own = seen.copy()
+                    own.update(prompt.bytes_of(place))
+                    named[place] = -1 - int.from_bytes(own.digest()[:6], "big")
         return named
 
 

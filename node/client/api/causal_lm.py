@@ -209,7 +209,7 @@ class DistributedModelForCausalLM(DistributedModel):
             raise BadInput("past_key_values is not supported: use generate(), or inference_session() and its step()")
         if (context.prompts is not None or context.lora) and session.adapter is None:
             raise BadInput("deep prompts and LoRA have to be given when a session is opened: generate without session=")
-        if not call.is_placed:
+        if call.layout.positions is None:
             _check_positions(call, hidden.shape[1])
         if session.position > call.position:
             session.position = call.position
@@ -219,7 +219,7 @@ class DistributedModelForCausalLM(DistributedModel):
             reorder=reorder,
             left_padding=padding,
             outputs=call.outputs,
-            positions=call.position_ids if call.is_placed else None,
+            layout=call.layout,
         )
 
 

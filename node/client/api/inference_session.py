@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from ....protocols.framing import TensorError
-from ....protocols.ids import Span
+from ....protocols.ids import LayoutNeeds, Span
 from ....protocols.tensors import dtype_name
+from ...blocks.images.layout import TEXT, TokenLayout
 from ...errors import BadInput, PetalnodeError
 from ..chunks import from_chunks, to_chunks
 from ..core import SwarmClient
@@ -142,6 +143,7 @@ class InferenceSession:
         left_padding: Sequence[int] = (),
         outputs: int | None = None,
         positions: torch.Tensor | None = None,
+        layout: TokenLayout = TEXT,
     ) -> torch.Tensor:
         """Runs the next tokens of every row through the blocks and keeps them in the servers' caches.
 
@@ -153,6 +155,7 @@ class InferenceSession:
                 then need not travel. None: for all.
             positions: int64 [3, batch, tokens] where they have three axes and tokens are not counted, as those of
                 pictures (M-RoPE). The first step of a session decides whether any has them.
+            layout: in place of positions, all that pictures say of these tokens.
 
         Returns:
             The same shape, dtype and device; given `outputs`, perhaps of the last tokens only, at least this number.
@@ -161,6 +164,7 @@ class InferenceSession:
             BadInput: a shape or dtype that cannot be sent, or more tokens than max_length.
             SwarmError: no chain covers the blocks, or a server failed.
         """
+        laid_out = layout if positions is None else TokenLayout(positions)
         with self._lock:
             if self.is_closed:
                 raise BadInput("this session is closed; open another with inference_session()")
@@ -170,12 +174,13 @@ class InferenceSession:
                 raise BadInput("an inference session does not carry gradients: call it under torch.no_grad()")
             session = self._session
             if session is None:
-                session = self._open(hidden, left_padding, positions is not None)
+                session = self._open(hidden, left_padding, laid_out.needs)
             elif hidden.shape[0] != session.spec.batch:
                 raise BadInput(f"this session has {session.spec.batch} rows, not {hidden.shape[0]}")
-            elif positions is not None and not session.spec.positions:
+            elif not session.spec.layout.cover(laid_out.needs):
                 raise BadInput("this session began without positions: open another for tokens that have them")
-            chunks = to_chunks(hidden, session.spec.codec, session.chunk_tokens(*hidden.shape[1:]), positions)
+            size = session.chunk_tokens(hidden.shape[1], hidden.shape[2] * (1 + laid_out.blocks))
+            chunks = to_chunks(hidden, session.spec.codec, size, laid_out)
             step = session.step
             if isinstance(session, ClientSession):
                 step = partial(session.step, outputs=outputs)
@@ -205,7 +210,7 @@ class InferenceSession:
         await decoding.run(answer, len(answer.tokens) - 1, limit)
         session.position = min(session.position, len(answer.tokens) - 1)
 
-    def _open(self, hidden: torch.Tensor, left_padding: Sequence[int], placed: bool) -> Session:
+    def _open(self, hidden: torch.Tensor, left_padding: Sequence[int], needs: LayoutNeeds) -> Session:
         if hidden.dim() != 3:
             raise BadInput(f"hidden states have shape [batch, tokens, hidden], not {list(hidden.shape)}")
         try:
@@ -221,7 +226,7 @@ class InferenceSession:
             dtype=dtype,
             adapter=self.adapter,
             share=True,
-            positions=placed,
+            layout=needs,
         )
         if self._step_timeout is not None:
             spec = replace(spec, step_timeout=self._step_timeout)

@@ -177,6 +177,8 @@ class DistributedModel:
         """Called by the local model in place of its blocks: hidden [batch, tokens, hidden] to the same shape."""
         if call.cache is not None:
             return self._run_in_session(hidden, call, call.cache)
+        if call.layout.groups is not None or call.layout.features is not None:
+            return self._run_once(hidden, call)
         self._check_factors(call.position_ids)
         context = replace(forward_context(), mask=call.attention_mask, positions=call.position_ids)
         with within(context):
@@ -187,6 +189,19 @@ class DistributedModel:
                 context.block_inputs.append(hidden)
                 hidden = block(hidden)
             return hidden
+
+    def _run_once(self, hidden: torch.Tensor, call: RemoteCall) -> torch.Tensor:
+        """A forward pass with pictures of which only sessions know how they are laid out.
+
+        Raises:
+            BadInput: gradients are wanted.
+        """
+        context = forward_context()
+        trained = context.prompts is not None or context.lora or context.block_inputs is not None
+        if trained or (hidden.requires_grad and torch.is_grad_enabled()):
+            raise BadInput("pictures of this model have no gradients: call it under torch.no_grad(), without adapters")
+        with self._blocks.inference_session(hidden.shape[1]) as session, torch.no_grad():
+            return session.step(hidden, left_padding=call.left_padding or (), layout=call.layout)
 
     def _check_factors(self, positions: torch.Tensor | None) -> None:
         """

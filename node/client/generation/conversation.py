@@ -10,7 +10,7 @@ from typing import Final
 import torch
 import trio
 
-from ....protocols.ids import Span
+from ....protocols.ids import TEXT_NEEDS, Span
 from ....protocols.tensors import dtype_name
 from ...blocks.client_part import ClientModel, SoftPrompt
 from ...blocks.images.encoder import ImagePrompt
@@ -231,9 +231,8 @@ class Conversation:
         if not self._virtual:
             self._embedding = Embedding(self._model, pictures)
         if self._decoding is not None:
-            placed = pictures is not None and pictures.positions is not None
-            if placed and not self._decoding.session.spec.positions:
-                await self.aclose()  # its servers need not know positions
+            if pictures is not None and not self._decoding.session.spec.layout.cover(pictures.needs):
+                await self.aclose()  # its servers need not know so much
                 return
             self._decoding.embedding = self._embedding
             self._decoding.drafter = self._drafter if pictures is None else None
@@ -307,7 +306,7 @@ class Conversation:
                 adapter=self._adapter,
                 share=True,
                 prefix_salt=self.prefix_salt,
-                positions=pictures is not None and pictures.positions is not None,
+                layout=TEXT_NEEDS if pictures is None else pictures.needs,
             )
             saved, self._saved = self._saved, None
             spec = replace(spec, codec=await self._client.chosen_codec(spec, saved))

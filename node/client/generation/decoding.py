@@ -16,6 +16,7 @@ import trio
 
 from ...blocks.client_part import ClientModel, SoftPrompt
 from ...blocks.images.encoder import ImagePrompt
+from ...blocks.images.layout import TEXT
 from ..chunks import PIPELINE_TOKENS, from_chunks, to_chunks
 from ..request import WireTensor
 from ..session.compared_session import Session
@@ -62,10 +63,11 @@ class Embedding:
         prompt = self.prompt
         with nullcontext() if prompt is None or position >= prompt.tokens else self.model.prompted(prompt):
             hidden = self.model.embed(ids, position, mask)
-        placed = None if prompt is None else prompt.placed(position, self.rows, len(tokens))
+        layout = TEXT if prompt is None else prompt.layout(position, self.rows, len(tokens))
         if isinstance(session, SessionSpec):
-            return to_chunks(hidden, session.codec, PIPELINE_TOKENS, placed)
-        return to_chunks(hidden, session.spec.codec, session.chunk_tokens(*hidden.shape[1:]), placed)
+            return to_chunks(hidden, session.codec, PIPELINE_TOKENS, layout)
+        size = session.chunk_tokens(len(tokens), hidden.shape[2] * (1 + layout.blocks))
+        return to_chunks(hidden, session.spec.codec, size, layout)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,11 @@ class PicturePrompts:
         self._lock = threading.Lock()
         self._newest: tuple[tuple[ChatMessage, ...], PicturePrompt] | None = None
 
+    @cached_property
+    def are_taken(self) -> bool:
+        """Whether the model takes any: by its configuration alone."""
+        return self._model.encoder.is_there
+
     def prompt(self, messages: Sequence[dict[str, Any]], most: int | None = None) -> PicturePrompt:
         """The prompt for the next answer to messages, some contents of which are lists of texts and pictures.
 
@@ -56,7 +62,7 @@ class PicturePrompts:
                 f"the prompt has {len(read.ids):,} tokens, those of pictures included: {most:,} are the most"
             )
         seen = self._model.encoder.encode(torch.tensor([read.ids]), None, read.values)
-        return PicturePrompt(tuple(read.named(seen.embeddings, seen.positions)), seen)
+        return PicturePrompt(tuple(read.named(seen)), seen)
 
     def of_turns(self, turns: Sequence[ChatMessage]) -> PicturePrompt | None:
         """The same of turns of a chat; None where they have no pictures. The newest one is kept."""

@@ -6,7 +6,7 @@ import hashlib
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,8 +15,8 @@ import trio
 from ....crypto.evidence import NotProven, check_equivocation
 from ....crypto.receipts import Receipt
 from ....protocols import wire_pb2 as wire
-from ....protocols.framing import MessageStream, all_finite
-from ....protocols.ids import Span
+from ....protocols.framing import MessageStream, all_finite, wire_nbytes
+from ....protocols.ids import PLAIN, TEXT_NEEDS, LayoutNeeds, Span
 from ....protocols.inference import LOOK_BACK, hash_of_step, pushed_step, sha256
 from ...errors import ServerFailed
 from ...swarm.routing import Hop
@@ -42,7 +42,7 @@ class SessionSpec:
     case. `reopen_timeout`: for how long servers are looked for where all that were known are gone; None is
     `REOPEN_TIMEOUT`. `share`: servers may keep what it computes for sessions of this client that begin alike, and it
     uses what they have kept, of sessions of the same `prefix_salt`. `original_length`: as `blocks.config` has it.
-    `positions`: steps may say where their tokens stand, which only servers are asked for that know it.
+    `layout`: what steps may say of their tokens, which only servers are asked for that know it.
     """
 
     model_version: bytes
@@ -63,7 +63,7 @@ class SessionSpec:
     share: bool = False
     prefix_salt: bytes = b""
     original_length: int | None = None
-    positions: bool = False
+    layout: LayoutNeeds = TEXT_NEEDS
 
     def salt_at(self, peer_id: str) -> bytes:
         """What a server is told of `prefix_salt`: of no use at others, so that it cannot ask them in our name."""
@@ -267,7 +267,10 @@ class AnswerChecks(ServerStream[wire.InferenceFrame]):
             raise PushedOther(str(what), self.hop.peer_id, shown)
         self.draining = reply.draining
         self.pushed_steps += reply.pushed
-        return Answer(answer.chunk or WireTensor(answer.asked.tensor, b""), receipt, reply.handed_on)
+        chunk, layout = answer.chunk or WireTensor(answer.asked.tensor, b""), answer.asked.layout
+        if layout != PLAIN:
+            chunk = replace(chunk, layout=layout.behind(len(self.hop.span)))
+        return Answer(chunk, receipt, reply.handed_on)
 
     async def _verify(self, answer: UncheckedAnswer) -> Receipt:
         """Hashes what was sent and came back, and checks the receipt for it."""
@@ -337,8 +340,10 @@ class AnswerChecks(ServerStream[wire.InferenceFrame]):
             raise self._failed(f"it holds {reply.position} tokens after a step that ends at another position")
         if answer is None:
             return
-        tensor, asked = answer.tensor, chunk.tensor
-        if (list(tensor.shape), tensor.dtype, tensor.codec) != (list(asked.shape), asked.dtype, asked.codec):
+        tensor, asked, left = answer.tensor, chunk.tensor, chunk.layout.behind(len(self.hop.span))
+        shape = [*asked.shape[:2], asked.shape[2] * (1 + left.features) // (1 + chunk.layout.features)]
+        if (list(tensor.shape), tensor.dtype, tensor.codec) != (shape, asked.dtype, asked.codec):
             raise self._failed(f"it answered a tensor of {list(asked.shape)} with one of {list(tensor.shape)}")
-        if len(answer.payload) != len(chunk.payload):
-            raise self._failed(f"it answered {len(answer.payload)} bytes for a tensor of {len(chunk.payload)}")
+        nbytes = wire_nbytes(shape, asked.dtype, asked.codec)
+        if len(answer.payload) != nbytes:
+            raise self._failed(f"it answered {len(answer.payload)} bytes for a tensor of {nbytes}")

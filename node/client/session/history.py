@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
-import numpy as np
-
-from ....protocols.prefix import AXES
+from ....protocols.ids import Layout
 from ....protocols.wire_pb2 import Tensor
 from ...swarm.routing import Hop
 from ..request import WireTensor
@@ -132,9 +130,17 @@ def part_of(step: Input, start: int, end: int) -> Input:
     parts = (step.chunk.payload[row + first : row + last] for row in range(0, rows * row_bytes, row_bytes))
     payload = b"".join(parts)
     described = Tensor(shape=[rows, end - start, hidden], dtype=tensor.dtype, codec=tensor.codec, nbytes=len(payload))
-    placed = _placed(step.chunk)
-    positions = placed[:, :, start - step.position : end - step.position].ravel().tolist()
-    return replace(step, position=start, chunk=WireTensor(described, payload, tuple(positions)), answered=b"")
+    layout = step.chunk.layout.part(rows, tokens, start - step.position, end - step.position)
+    return replace(step, position=start, chunk=WireTensor(described, payload, layout), answered=b"")
+
+
+def outside_groups(inputs: Sequence[Input], position: int) -> int:
+    """The last place up to `position` at which no group of tokens that see each other is cut."""
+    for step in inputs:
+        if step.position < position < step.end:
+            cuts = step.chunk.layout.cuts(step.chunk.tensor.shape[0], step.chunk.tokens)
+            return step.position + max(cut for cut in cuts if cut <= position - step.position)
+    return position
 
 
 def _composed(first: tuple[int, ...], then: tuple[int, ...]) -> tuple[int, ...]:
@@ -150,7 +156,7 @@ def _may_follow(group: list[Input], step: Input, max_tokens: int) -> bool:
     return (
         not step.reorder
         and step.long_factors == group[0].long_factors
-        and bool(step.chunk.positions) == bool(group[0].chunk.positions)
+        and step.chunk.layout.is_like(group[0].chunk.layout)
         and step.position == group[-1].end
         and step.chunk.tensor.codec in _MERGED_CODECS
         and tokens <= max_tokens
@@ -172,11 +178,5 @@ def _merge(group: list[Input]) -> Input:
     payload = b"".join(parts)
     tokens = sum(step.chunk.tokens for step in group)
     tensor = Tensor(shape=[rows, tokens, first.shape[2]], dtype=first.dtype, codec=first.codec, nbytes=len(payload))
-    positions = np.concatenate([_placed(step.chunk) for step in group], axis=2).ravel().tolist()
-    return replace(group[0], chunk=WireTensor(tensor, payload, tuple(positions)), answered=b"")
-
-
-def _placed(chunk: WireTensor) -> np.ndarray[Any, Any]:
-    """[axes, rows, tokens]; of no axes where tokens are counted."""
-    rows, tokens = chunk.tensor.shape[:2]
-    return np.array(chunk.positions, np.int64).reshape(AXES if chunk.positions else 0, rows, tokens)
+    layout = Layout.joined([(step.chunk.layout, step.chunk.tokens) for step in group], rows)
+    return replace(group[0], chunk=WireTensor(tensor, payload, layout), answered=b"")

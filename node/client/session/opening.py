@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import trio
 
+from ....protocols.ids import PLAIN
 from ....protocols.inference import session_name
 from ....protocols.prefix import BLOCK_TOKENS
 from ...errors import NoChainError, PetalnodeError, ServerFailed, SwarmError, unwrapped
@@ -21,7 +22,7 @@ from ...swarm.routing import Hop
 from ..deadlines import DEADLINES, Waits, open_patience
 from ..losses import LOSSES
 from ..router import Router, ServerSearch
-from .history import InputHistory
+from .history import InputHistory, outside_groups
 from .link import ServerLink, close_links, step_limit
 from .prefixes import Beginning, beginning_of
 from .recovery import AskOthers, Attempt, next_search_action
@@ -266,8 +267,8 @@ class Opening:
                     prefix=prefix,
                 )
                 entered = self._beginning.part(hop.span.start, server.prefix_tokens)
-                # Of positions along axes evidence shows nothing.
-                if server.prefix_tokens and log is not None and not any(step.chunk.positions for step in entered):
+                # Of layouts evidence shows nothing.
+                if server.prefix_tokens and log is not None and all(step.chunk.layout == PLAIN for step in entered):
                     log.begins_with([(step.chunk.tensor, step.chunk.payload) for step in entered])
                 name = session_name(server.nonce)
                 logger.info(
@@ -294,6 +295,7 @@ class Opening:
             ComputesOther: they do not end in the digests that are on the receipts.
         """
         held = min((link.server.prefix_tokens for link in run.links), default=0)
+        held = min(outside_groups(inputs, held) for inputs in self._beginning.inputs.values()) if held else 0
         for link in run.links:
             kept = self._beginning.part(link.server.hop.span.start, held)
             # What it has of those it has not signed in this session.

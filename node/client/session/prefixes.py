@@ -16,11 +16,12 @@ from weakref import WeakSet
 import numpy as np
 import trio
 
-from ....protocols.prefix import AXES, BLOCK_TOKENS, MAX_BLOCKS, PREFIX_CODECS, PrefixNames, PrefixTerms, token_digests
+from ....protocols.ids import AXES
+from ....protocols.prefix import BLOCK_TOKENS, MAX_BLOCKS, PREFIX_CODECS, PrefixNames, PrefixTerms, token_digests
 from ...swarm.routing import Hop
 from ..request import WireTensor
 from .answers import SessionSpec
-from .history import Input, merged, part_of
+from .history import Input, merged, outside_groups, part_of
 
 REMEMBERED_BYTES: Final = 64 << 20
 """Of hidden states of sessions that have ended; those of 1,024 tokens are 2.4 MB for each server of SmolLM2-135M."""
@@ -60,10 +61,8 @@ class Beginning:
         ).root()
         named = PrefixNames(root)
         for step in inputs:
-            chunk, placed = step.chunk, step.chunk.positions
-            named.append(
-                token_digests(chunk.payload, spec.batch, chunk.tokens, long_factors=step.long_factors, positions=placed)
-            )
+            chunk, long = step.chunk, step.long_factors
+            named.append(token_digests(chunk.payload, spec.batch, chunk.tokens, long_factors=long, layout=chunk.layout))
         return named.names[:MAX_BLOCKS]
 
     @property
@@ -180,24 +179,30 @@ def _shared(spec: SessionSpec, beginning: Beginning, mine: Sequence[Input]) -> i
     theirs = beginning.inputs.get(spec.span.start, ())
     if not theirs or mine[0].chunk.tensor.shape[2] != theirs[0].chunk.tensor.shape[2]:
         return 0
+    width = mine[0].chunk.tensor.shape[2]
+    mine, theirs = ([step for step in steps if step.end <= _end_of(steps, width)] for steps in (mine, theirs))
     size = len(theirs[0].chunk.payload) // theirs[0].chunk.tokens
     if bytes(mine[0].chunk.payload[:size]) != bytes(theirs[0].chunk.payload[:size]):
         return 0  # which is so of most texts that have nothing to do with each other
     left, right = (np.frombuffer(b"".join(step.chunk.payload for step in steps), np.uint8) for steps in (mine, theirs))
     alike = (step.position for step in theirs if step.long_factors != mine[0].long_factors)
-    tokens = min(len(left) // size, next(alike, beginning.tokens), beginning.tokens)
+    tokens = min(len(left) // size, len(right) // size, next(alike, beginning.tokens), beginning.tokens)
     equal = (left[: tokens * size] == right[: tokens * size]).reshape(tokens, size).all(axis=1)
-    one, other = (np.concatenate([_placed(step) for step in steps], axis=1) for steps in (mine, theirs))
+    one, other = (np.concatenate([_laid_out(step) for step in steps], axis=1) for steps in (mine, theirs))
     equal &= (one[:, :tokens] == other[:, :tokens]).all(axis=0)
-    return tokens if equal.all() else int(equal.argmin())
+    return outside_groups(theirs, tokens if equal.all() else int(equal.argmin()))
 
 
-def _placed(step: Input) -> np.ndarray[Any, Any]:
-    """Where the tokens of a step of one row stand, [axes, tokens]; -1 where they are counted."""
-    placed = np.array(step.chunk.positions or [-1], np.int64).reshape(
-        -1, step.chunk.tokens if step.chunk.positions else 1
-    )
-    return np.broadcast_to(placed, (AXES, step.chunk.tokens))
+def _end_of(steps: Sequence[Input], width: int) -> int:
+    """Where the first of them begins whose hidden states are not so wide."""
+    return next((step.position for step in steps if step.chunk.tensor.shape[2] != width), steps[-1].end)
+
+
+def _laid_out(step: Input) -> np.ndarray[Any, Any]:
+    """What is said of the tokens of a step of one row, [axes + 1, tokens]; -1 where positions are counted."""
+    tokens, layout = step.chunk.tokens, step.chunk.layout
+    positions = np.array(layout.positions or [-1] * AXES * tokens, np.int64).reshape(AXES, tokens)
+    return np.concatenate([positions, np.array(layout.groups or [0] * tokens, np.int64).reshape(1, tokens)])
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:

@@ -100,6 +100,6 @@ def steps_of(inputs: Sequence[Input]) -> tuple[RecordedStep, ...]:
     from ..chunks import from_chunks
 
     return tuple(
-        RecordedStep(step.position, from_chunks([step.chunk]), step.reorder, step.long_factors, step.chunk.positions)
+        RecordedStep(step.position, from_chunks([step.chunk]), step.reorder, step.long_factors, step.chunk.layout)
         for step in inputs
     )

@@ -25,7 +25,7 @@ from ..deadlines import DEADLINES, Waits
 from ..request import WireTensor
 from ..router import Router
 from .chain import Chain, Interruption
-from .history import Input, InputHistory
+from .history import Input, InputHistory, outside_groups
 from .link import PathChanges, ServerLink, close_links, step_limit
 from .pipeline import Pipeline
 from .prefixes import Beginning, beginning_of
@@ -118,6 +118,8 @@ class ClientSession:
     def position(self, position: int) -> None:
         if not 0 <= position <= self._position:
             raise BadInput(f"a session that holds {self._position} tokens cannot go to position {position}")
+        if self.spec.layout.groups and outside_groups(self._chain.links[0].history.inputs, position) != position:
+            raise BadInput(f"position {position} is among tokens of a picture that see each other")
         self._position = position
 
     def fit(self, length: int) -> None:

@@ -172,7 +172,8 @@ class PipelineStep:
             targets=targets,
             receipt_only=self._receipt_only and link is last,
             long_factors=self.given.long_factors,
-            positions=self.given.chunk.positions,
+            positions=self.given.chunk.layout.positions,
+            groups=self.given.chunk.layout.groups,
         )
 
     async def receive(self, phase: Phase) -> Signal | None:
@@ -245,8 +246,6 @@ class PipelineStep:
             self.chain.prepare_standby(link)
         self._entered.append((chunk, self._receipt))
         self.chunk, self._receipt = answer.chunk, answer.receipt
-        if chunk.positions:
-            self.chunk = replace(answer.chunk, positions=chunk.positions)
         following = pushed_step(at.asked, answer.receipt.hash()) if at.asked.targets else None
         self.at = Visit("pushed" if following is not None and answer.handed_on else "sending", following)
         self.index += 1

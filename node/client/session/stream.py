@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import trio
@@ -14,7 +13,7 @@ from ....crypto.identity import peer_id_to_bytes
 from ....protocols import wire_pb2 as wire
 from ....protocols.credits import clearing_to_wire
 from ....protocols.framing import PeerError
-from ....protocols.ids import PROTOCOL_VERSION
+from ....protocols.ids import PROTOCOL_VERSION, LayoutNeeds
 from ....protocols.inference import MAX_SEQUENCE, STEP_TOKENS, root_of
 from ...errors import ServerFailed
 from ...models.quantisation import is_exact
@@ -225,8 +224,9 @@ class SessionStream(AnswerChecks):
             raise self._failed(f"it granted codec {granted.codec!r} instead of {self._spec.codec!r}")
         if self._spec.takes_long_factors(self._spec.max_length) and not granted.long_factors:
             raise self._failed(f"its version knows no texts of more than {self._spec.original_length} tokens")
-        if self._spec.positions and not granted.positions:
-            raise self._failed("its version knows no positions of pictures")
+        known = LayoutNeeds(granted.positions, granted.groups, granted.features)
+        if unmet := self._spec.layout.unmet(known, self.hop.span):
+            raise self._failed(f"its version knows no {unmet}")
         return granted
 
     # --- steps
@@ -253,13 +253,14 @@ class SessionStream(AnswerChecks):
             reorder=given.reorder,
             route_epoch=route_epoch,
             long_factors=given.long_factors,
-            positions=chunk.positions,
+            positions=chunk.layout.positions,
+            groups=chunk.layout.groups,
         )
         await self.send(step, chunk)
         answer = await self.receive(step, chunk, self._spec.step_timeout)
         if answer is None:
             raise self.silent(self._spec.step_timeout)
-        return replace(answer, chunk=replace(answer.chunk, positions=chunk.positions))
+        return answer
 
     async def send(self, step: wire.Step, chunk: WireTensor) -> None:
         """Raises StreamLost: the server is gone or does not read."""

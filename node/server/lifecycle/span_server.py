@@ -119,6 +119,8 @@ class SpanServer:
             span=announcement.span,
             hidden_size=blocks.hidden_size,
             takes_positions=blocks.stack.takes_positions,
+            takes_groups=blocks.takes_groups,
+            features=blocks.features,
             dtype=str(blocks.dtype).removeprefix("torch."),
             quantisation=blocks.quantisation,
             max_length=blocks.max_positions,

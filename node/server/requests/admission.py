@@ -49,7 +49,7 @@ PrefixCache = Literal["own", "salted", "off"]
 
 @dataclass(frozen=True)
 class Hosted:
-    """What this server holds and stands for in its receipts."""
+    """What this server holds and stands for in its receipts. `features`: as `BlockSpan.features`."""
 
     model_version: bytes
     model_name: str
@@ -60,6 +60,8 @@ class Hosted:
     quantisation: str
     max_length: int
     takes_positions: bool = False
+    takes_groups: bool = False
+    features: int = 0
 
 
 class PriorityPayments(Protocol):
@@ -149,6 +151,13 @@ def check_step(
     check_position(step, tokens, terms, position)
     if step.positions:
         _check_takes_positions(hosted)
+    if step.groups and not hosted.takes_groups:
+        raise bad_request("groups of tokens that see each other came for blocks in which no token sees those behind it")
+
+
+def layouts_known(hosted: Hosted) -> dict[str, Any]:
+    """What of a Granted says which steps this server knows."""
+    return {"long_factors": True, "positions": True, "groups": hosted.takes_groups, "features": hosted.features}
 
 
 def _check_takes_positions(hosted: Hosted) -> None:
@@ -164,7 +173,8 @@ def check_step_tensors(tensors: Sequence[wire.Tensor], terms: SessionTerms, host
     """
     if len(tensors) != 1:
         raise bad_request(f"a step carries one tensor, not {len(tensors)}")
-    tokens = check_hidden_states(tensors[0], terms, hosted.hidden_size)
+    features = hosted.features if terms.span.start == 0 and hosted.features <= terms.span.end else 0
+    tokens = check_hidden_states(tensors[0], terms, hosted.hidden_size, features)
     _check_bytes(tensors[0], MAX_STEP_BYTES)
     if tokens > step_tokens(terms.batch):
         raise bad_request(f"{tokens} tokens in one step; at most {step_tokens(terms.batch)} were granted")

@@ -26,7 +26,7 @@ from ....protocols.inference import (
 from ..budget import Lease
 from ..steps import ComputeSession, StepInput, StepOutput
 from ..tallies import ServedSession
-from .admission import check_step, check_step_tensors, is_prompt, step_tokens
+from .admission import check_step, check_step_tensors, is_prompt, layouts_known, step_tokens
 from .pushes import PushConnector, Pushes, Upstream
 from .replies import BYTES_IN_FLIGHT, CREDITS, SendQueue, SentReplies, SentReply
 from .request import SEND_TIMEOUT, ReceiptChain, RequestContext, not_held, open_window
@@ -245,8 +245,7 @@ class ServerSession:
             priority=self._paid,
             prefix_tokens=self._begun_at,
             bytes_in_flight=BYTES_IN_FLIGHT,
-            long_factors=True,
-            positions=True,
+            **layouts_known(self._context.hosted),
         )
 
     async def _listen(self, stream: InferenceStream) -> None:

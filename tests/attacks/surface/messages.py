@@ -54,7 +54,7 @@ MESSAGES: Final[Mapping[str, Row]] = {
     "InferenceFrame.step": of(
         CLIENT,
         INFERENCE,
-        "node.server.turns.TURNS.max_decode_rows",
+        "node.server.turns.TURNS.max_decode_rows protocols.ids.MAX_GROUP",
         f"{_A}test_payload_before_permission.py",
         f"{_A}test_encoded_tensors.py",
         f"{_A}test_many_sessions_of_one.py",
