@@ -275,6 +275,7 @@ class _OllamaEndpoints:
         config = core.client.model.folder.config
         family = self._family
         capabilities = ["completion", *(["tools"] if tool_form(core.text.template) is not None else [])]
+        capabilities += ["vision"] if core.takes_pictures else []
         return JSONResponse(
             {
                 "template": core.text.template,

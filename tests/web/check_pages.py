@@ -17,16 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from playwright.sync_api import Browser, BrowserContext, Page, Route, expect, sync_playwright
+from transformers import AutoTokenizer
 
 from petalnode.node.api.engine.core import Core
 from petalnode.node.api.http.admission import Admission, ApiKeys, hash_of_key
+from petalnode.node.blocks.images.pictures import Picture, PictureReader
 from petalnode.node.models import resolve
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
 from petalnode.node.web.pages import page_routes
 from petalnode.node.web.swarm_endpoint import swarm_routes
 from tests.import_graph import ROOT
 from tests.memory_api import MemoryApi, memory_api
+from tests.tiny_pictures import png, save_processor, save_seeing
 
 OUT = ROOT / "build/web-check"
 AXE = OUT / "node_modules/axe-core/axe.min.js"
@@ -73,6 +77,17 @@ def site_of(admission: Admission | None = None) -> Iterator[Site]:
         for server in started:
             assert server.ready
         with memory_api(swarm, folder, admission=admission, pages=pages) as api:
+            yield Site(swarm, api, folder, started)
+
+
+@contextmanager
+def seeing_site(folder: Path) -> Iterator[Site]:
+    """Of a tiny model that takes pictures."""
+    with memory_swarm() as swarm:
+        started = [swarm.start(folder, span) for span in ("0:2", "2:4")]
+        for server in started:
+            assert server.ready
+        with memory_api(swarm, folder, pages=lambda core: [*swarm_routes(core), *page_routes()]) as api:
             yield Site(swarm, api, folder, started)
 
 
@@ -428,6 +443,75 @@ def answer(route: Route, text: str) -> None:
     chunk = {"id": "a", "choices": [{"index": 0, "delta": {"content": text}, "finish_reason": "stop"}]}
     body = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
     route.fulfill(body=body, content_type="text/event-stream")
+
+
+HAND_OVER = """(area, [event, name, kind, bytes]) => {
+  const data = new DataTransfer();
+  data.items.add(new File([Uint8Array.from(bytes)], name, { type: kind }));
+  const given = { bubbles: true, cancelable: true };
+  area.dispatchEvent(event === "paste" ? new ClipboardEvent(event, { ...given, clipboardData: data })
+    : new DragEvent(event, { ...given, dataTransfer: data }));
+}"""
+
+
+def test_pictures_are_chosen_pasted_and_dropped(opened: Opener, tmp_path: Path) -> None:
+    folder = tmp_path / "tiny"
+    whole = save_seeing("qwen2_vl", folder)
+    save_processor(folder)
+    with seeing_site(folder) as site:
+        page = opened(site.url)
+        settle(page, max_tokens=6, temperature=0)
+        sent: list[dict[str, Any]] = []
+        page.on(
+            "request", lambda request: sent.append(request.post_data_json) if "completions" in request.url else None
+        )
+        question, tray = page.get_by_label("Your question"), page.locator(".ask .picture")
+        chosen = [
+            {"name": f"{at}.png", "mimeType": "image/png", "buffer": png(colour=at)} for at in (0xF01020, 0x20F010)
+        ]
+        page.locator("input[type=file]").set_input_files(chosen)
+        expect(tray).to_have_count(2)
+        page.get_by_role("button", name="Remove picture 1").click()
+        expect(tray).to_have_count(1)
+        for event, count in (("paste", 2), ("drop", 3)):
+            question.evaluate(HAND_OVER, [event, "a.png", "image/png", list(png(3000, 1500))])
+            expect(tray).to_have_count(count)
+        question.evaluate(HAND_OVER, ["drop", "a.txt", "text/plain", [65]])
+        expect(page.get_by_role("alert")).to_contain_text("PNG, JPEG")
+        question.evaluate(HAND_OVER, ["paste", "b.png", "image/png", [1, 2, 3]])
+        expect(page.get_by_role("alert")).to_contain_text("could not be opened")
+        expect(tray).to_have_count(3)
+        ask(page, "What is it?")
+        wait_answered(page)
+        content = sent[0]["messages"][0]["content"]
+        parts = [
+            {"type": "image", "image": Picture.of_url(part["image_url"]["url"])} if "image_url" in part else part
+            for part in content
+        ]
+        assert [part["type"] for part in parts] == ["image"] * 3 + ["text"]
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        read = PictureReader(folder, tokenizer).read([{"role": "user", "content": parts}])
+        ids = torch.tensor([read.ids])
+        said = whole.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0, **read.values)
+        text = str(tokenizer.decode(said[0, ids.shape[1] :], skip_special_tokens=True))
+        stored = "() => document.querySelector('pn-page').conversations[0]"
+        nodes = page.evaluate(stored)["nodes"].values()
+        assert [node["content"] for node in nodes if node["role"] == "assistant"] == [text]
+        ask(page, "And now?")  # the pictures stay a part of the conversation
+        wait_answered(page, 2)
+        assert sent[1]["messages"][0]["content"] == content
+        page.reload()
+        page.wait_for_selector("pn-page[data-ready]")
+        expect(page.locator(".message.user .picture canvas[width='56']")).to_have_count(1)
+        expect(page.locator(".message.user .picture")).to_have_count(3)
+        check_axe(page, "pictures")
+
+
+def test_a_model_of_text_is_shown_no_pictures(site: Site, opened: Opener) -> None:
+    page = opened(site.url)
+    expect(page.get_by_role("button", name="Add a picture")).to_be_hidden()
+    page.get_by_label("Your question").evaluate(HAND_OVER, ["paste", "a.png", "image/png", list(png())])
+    expect(page.locator(".ask .picture")).to_have_count(0)
 
 
 HOSTILE = """<script>window.ran = 1</script> <img src="https://evil.example/a.png" onerror="window.ran = 2">

@@ -2,6 +2,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 import { add, branches, exported, imported, mentions, messagesTo, newConversation, path, restored, titleOf, turn } from "../../node/web/static/conversations.js";
+import { chosen, PICTURES } from "../../node/web/static/pictures.js";
 
 function asked() {
   const chat = newConversation(1);
@@ -107,4 +108,35 @@ test("a file that somebody else made gives no chat that is not whole", () => {
   assert.equal(imported(exported([chat]))[0].nodes[answer.id].route, null);
   answer.route = { hops: [], changes: [], receipts: { digest: "ab", count: 1, checked: [{ verdict: "yes" }] } };
   assert.equal(imported(exported([chat]))[0].nodes[answer.id].route.receipts.checked, undefined);
+});
+
+const PICTURE = `data:image/png;base64,${"iVBORw0KGgo".repeat(3)}`;
+
+test("pictures go with their question, and come back from storage if they are some", () => {
+  const chat = newConversation(1);
+  const question = add(chat, null, "user", "", 2, [PICTURE]);
+  const url = { type: "image_url", image_url: { url: PICTURE } };
+  assert.deepEqual(messagesTo(chat, question.id), [{ role: "user", content: [url, { type: "text", text: "" }] }]);
+  assert.equal(chat.title, "A picture");
+  assert.deepEqual(restored(JSON.parse(JSON.stringify(chat))).nodes[question.id].pictures, [PICTURE]);
+  const wrong = ["data:image/svg+xml;base64,AAAA", "https://evil.example/a.png", `${PICTURE}" x`, "data:image/png;base64,", `${PICTURE}${"A".repeat(PICTURES.characters)}`, 7];
+  for (const pictures of [...wrong.map((one) => [PICTURE, one]), Array(9).fill(PICTURE), "x", {}]) {
+    question.pictures = pictures;
+    assert.deepEqual(restored(JSON.parse(JSON.stringify(chat))).nodes[question.id].pictures, []);
+  }
+});
+
+test("files that are no pictures, too large or too many are left out, and the page says why", () => {
+  const file = (type, size = 1000) => ({ type, size });
+  const named = ({ files, why }) => [files.length, why];
+  assert.deepEqual(named(chosen([file("image/png"), file("text/plain")], 0)), [1, ""]);
+  assert.match(chosen([file("image/svg+xml")], 0).why, /PNG, JPEG/);
+  assert.deepEqual(named(chosen([], 0)), [0, ""]);
+  assert.match(chosen([file("image/png", 1 << 30)], 0).why, /32 MB/);
+  assert.deepEqual(named(chosen(Array(9).fill(file("image/jpeg")), 3)), [5, "A chat has 8 pictures at most."]);
+  assert.equal(chosen([file("image/webp")], 9).files.length, 0);
+});
+
+test("a chat full of pictures fits into a request", () => {
+  assert.ok(PICTURES.count * PICTURES.characters < 0.9 * 2 ** 20);
 });

@@ -123,6 +123,11 @@ class Core:
             code="invalid_schema",
         )
 
+    @property
+    def takes_pictures(self) -> bool:
+        """Whether the model takes any."""
+        return self._pictures.are_taken
+
     async def picture_prompt(self, messages: Sequence[dict[str, Any]], model: ServedModel) -> PicturePrompt:
         """As `PicturePrompts.prompt`, for one at a time, within the context of the model."""
         most = self.context(model)

@@ -251,6 +251,7 @@ class _OpenAIEndpoints:
             "created": self._since,
             "owned_by": "petalnode",
             "max_model_len": self._core.context(model),
+            "input_modalities": ["text", *(["image"] if self._core.takes_pictures else [])],
             # As Anthropic's clients read it.
             "type": "model",
             "display_name": model.name,

@@ -4,6 +4,7 @@ import { add, branches, messagesTo, path, turn } from "./conversations.js";
 import { copied, drawn, h, iconButton, keyed, patched } from "./dom.js";
 import { parse } from "./markdown.js";
 import { paintRoute } from "./hops.js";
+import { chosen, read, shown } from "./pictures.js";
 import { followed, named, NO_ROUTE, spoken } from "./route.js";
 import { sentence } from "./text.js";
 
@@ -32,14 +33,23 @@ class Chat extends HTMLElement {
       placeholder: "Ask the swarm",
       oninput: () => this.#grow(this.question),
       onkeydown: (event) => this.#onKey(event),
+      onpaste: (event) => this.#take(event, event.clipboardData),
     });
+    this.pictures = [];
+    this.tray = h("div", { class: "pictures", role: "group", "aria-label": "Pictures of the question", hidden: true });
+    this.file = h("input", { type: "file", accept: "image/*", multiple: true, hidden: true, onchange: () => this.#add(this.file.files) });
+    this.picture = iconButton("picture", "Add a picture", () => this.file.click(), { hidden: true });
     this.send = h("button", { type: "submit", class: "icon send", title: "Send", "aria-label": "Send" }, drawn("send"));
     this.stop = iconButton("stop", "Stop the answer", () => this.stopIn(this.conversation), { class: "icon send stop", hidden: true });
-    const form = h("form", { class: "ask", onsubmit: (event) => this.#submit(event) }, this.question, this.stop, this.send);
+    const row = h("div", { class: "row" }, this.picture, this.file, this.question, this.stop, this.send);
+    const form = h("form", { class: "ask", onsubmit: (event) => this.#submit(event) }, this.tray, row);
+    this.addEventListener("dragover", (event) => this.page.takesPictures && event.preventDefault());
+    this.addEventListener("drop", (event) => this.#take(event, event.dataTransfer));
     this.append(this.scroll, this.live, form);
   }
 
   show(conversation) {
+    if (conversation !== this.conversation) this.#hold([]);
     this.conversation = conversation;
     this.#cards.clear();
     this.#paintAll();
@@ -80,17 +90,52 @@ class Chat extends HTMLElement {
   #submit(event) {
     event.preventDefault();
     const text = this.question.value.trim();
-    if (!text || this.isAnswering(this.conversation)) return;
+    if (!(text || this.pictures.length) || this.isAnswering(this.conversation)) return;
     this.question.value = "";
     this.#grow(this.question);
     this.ask(text);
   }
 
-  /** Asks behind what is shown. */
+  /** Asks behind what is shown, with the pictures that are held. */
   ask(text) {
-    const shown = path(this.conversation);
-    const node = add(this.conversation, shown.length ? shown[shown.length - 1].id : null, "user", text, Date.now());
+    const before = path(this.conversation).at(-1);
+    const node = add(this.conversation, before?.id ?? null, "user", text, Date.now(), this.pictures);
+    this.#hold([]);
     return this.#answer(this.conversation, node.id);
+  }
+
+  // --- pictures
+
+  /** Whether the model takes any. */
+  learntPictures() {
+    this.picture.hidden = !this.page.takesPictures;
+  }
+
+  /** Takes files that were pasted or dropped. */
+  #take(event, { files }) {
+    if (!this.page.takesPictures || !files.length) return;
+    event.preventDefault();
+    this.#add(files);
+  }
+
+  async #add(files) {
+    const { conversation } = this;
+    const asked = path(conversation).reduce((count, node) => count + (node.pictures?.length ?? 0), 0);
+    const { files: taken, why } = chosen(files, this.pictures.length + asked);
+    const found = await Promise.all(taken.map(read));
+    this.file.value = "";
+    if (conversation !== this.conversation) return;
+    this.#hold([...this.pictures, ...found.filter(Boolean)]);
+    const wrong = why || (found.includes(null) && "A picture could not be opened.");
+    this.page.tell(wrong || "");
+    if (!wrong) this.#say(`${this.pictures.length} pictures go with the question.`);
+    this.question.focus();
+  }
+
+  #hold(pictures) {
+    this.pictures = pictures;
+    this.tray.hidden = !pictures.length;
+    this.tray.replaceChildren(...shown(pictures, (index) => this.#hold(pictures.filter((_, at) => at !== index))));
   }
 
   async #answer(conversation, asked) {
@@ -161,24 +206,24 @@ class Chat extends HTMLElement {
   }
 
   #paintAll() {
-    const shown = path(this.conversation);
+    const messages = path(this.conversation);
     const answering = this.isAnswering(this.conversation);
     this.stop.hidden = !answering;
     this.send.hidden = answering;
-    if (!shown.length) {
+    if (!messages.length) {
       this.#cards.clear();
       this.list.replaceChildren(this.#welcome());
       return;
     }
     const kept = new Map();
-    for (const node of shown) kept.set(node.id, this.#cards.get(node.id) ?? this.#card(node));
+    for (const node of messages) kept.set(node.id, this.#cards.get(node.id) ?? this.#card(node));
     this.#cards = kept;
     const wanted = [...kept.values()].map((card) => card.item);
     const present = [...this.list.children];
     if (wanted.length !== present.length || wanted.some((item, index) => item !== present[index])) {
       this.list.replaceChildren(...wanted);
     }
-    for (const node of shown) this.#paint(node);
+    for (const node of messages) this.#paint(node);
   }
 
   #welcome() {
@@ -200,7 +245,8 @@ class Chat extends HTMLElement {
     const route = h("div", { class: "route" });
     const foot = h("div", { class: "foot" });
     const who = node.role === "user" ? "You" : node.model || "Answer";
-    const item = h("li", { class: `message ${node.role}` }, h("h2", { class: "who" }, who), body, route, foot);
+    const pictures = node.pictures?.length ? h("div", { class: "pictures" }, shown(node.pictures)) : null;
+    const item = h("li", { class: `message ${node.role}` }, h("h2", { class: "who" }, who), pictures, body, route, foot);
     return { item, body, route, foot, keys: [], drawn: "" };
   }
 
@@ -271,7 +317,7 @@ class Chat extends HTMLElement {
       if (!text.value.trim() || this.isAnswering(this.conversation)) return;
       card.editing = false;
       card.foot.hidden = false;
-      const edited = add(this.conversation, node.parent, "user", text.value.trim(), Date.now());
+      const edited = add(this.conversation, node.parent, "user", text.value.trim(), Date.now(), node.pictures);
       this.#cards.delete(node.id);
       this.#answer(this.conversation, edited.id);
       this.focusQuestion();

@@ -1,7 +1,10 @@
 // A conversation is a tree of messages: an edited question and an answer made anew are branches. No DOM, no storage.
 //
 // {id, title, created, updated, system, nodes: {ID: node}, top: {chosen}}; a node is {id, parent, role, content, chosen,
-// route, state, created}, its `parent` null for a first message, and `chosen` the child that is shown.
+// route, state, created, pictures}, its `parent` null for a first message, `chosen` the child that is shown, and `pictures`
+// data URLs.
+
+import { kept, withPictures } from "./pictures.js";
 
 const TITLE = 160; // characters; what has no room on a screen is left out there
 
@@ -15,12 +18,13 @@ export function newConversation(now, system = "") {
 }
 
 /** Adds a message behind `parent` (an id, or null) and shows it; returns it. */
-export function add(conversation, parent, role, content, now) {
+export function add(conversation, parent, role, content, now, pictures = []) {
   const node = { id: newId(), parent, role, content, chosen: null, route: null, state: "done", created: now };
+  if (pictures.length) node.pictures = pictures;
   conversation.nodes[node.id] = node;
   holder(conversation, parent).chosen = node.id;
   conversation.updated = now;
-  if (!conversation.title && role === "user") conversation.title = titleOf(content);
+  if (!conversation.title && role === "user") conversation.title = titleOf(content || "A picture");
   return node;
 }
 
@@ -61,8 +65,8 @@ export function turn(conversation, id, step) {
 export function messagesTo(conversation, id) {
   const found = [];
   for (let at = id; at !== null; at = conversation.nodes[at].parent) {
-    const { role, content } = conversation.nodes[at];
-    if (content || role === "user") found.push({ role, content });
+    const { role, content, pictures } = conversation.nodes[at];
+    if (content || role === "user") found.push({ role, content: withPictures(content, pictures) });
   }
   if (conversation.system.trim()) found.push({ role: "system", content: conversation.system });
   return found.reverse();
@@ -93,6 +97,7 @@ export function restored(data) {
     if (node.state === "answering") node.state = "stopped";
     if (node.route && !isRoute(node.route)) node.route = null;
     if (node.route?.receipts) delete node.route.receipts.checked; // whoever made the file can have written it
+    if ("pictures" in node) node.pictures = kept(node.pictures);
   }
   return isTree(data.nodes) && isChild(data.nodes, data.top.chosen, null) ? whole : null;
 }

@@ -48,6 +48,7 @@ const ICONS = {
   close: "M6 6l12 12M18 6L6 18",
   swarm: "M12 4v4M12 16v4M4 12h4M16 12h4M12 12h.01M9 12a3 3 0 1 0 6 0a3 3 0 1 0-6 0",
   chat: "M5 6h14v10H10l-5 4z",
+  picture: "M4 5h16v14H4zM4 16l5-5 5 5M13 15l3-3 4 4M15 9h.01",
 };
 
 /** A picture for a button, hidden from screen readers. */

@@ -226,6 +226,8 @@ class Page extends HTMLElement {
     // The first is the model itself, the others have an adapter.
     const adapters = options.length > 1 ? [h("optgroup", { label: "With an adapter" }, options.slice(1))] : [];
     this.picker.replaceChildren(...options.slice(0, 1), ...adapters);
+    this.takesPictures = this.models[0].input_modalities?.includes("image") ?? false;
+    this.chat.learntPictures();
     const known = this.models.some(({ id }) => id === this.settings.model);
     this.#choose(known ? this.settings.model : this.models[0].id);
   }
