@@ -23,6 +23,7 @@ from petalnode.node.trust.evidence_message import (
     TrustedValidators,
     is_answer_recent,
 )
+from petalnode.node.trust.reputation import REPUTATION
 from petalnode.node.trust.store import TrustStore
 from petalnode.protocols import wire_pb2 as wire
 from tests.node_inspection import held, known_evidence
@@ -175,6 +176,22 @@ def test_a_node_does_not_ban_itself() -> None:
     gossip.on_proven.append(lambda _: pytest.fail("it was told"))
     assert receive(gossip, dated(EvidenceMessage.of(equivocation()), NOW))
     assert not store.bans()
+
+
+def test_the_owner_of_a_server_is_told_once_what_is_said_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    """Strangers, too, can say it, and are not to fill the log."""
+    gossip = EvidenceGossip(LIAR, TrustStore(clock=lambda: NOW), clock=lambda: NOW)
+    for number in range(3):
+        assert receive(gossip, numeric(number), f"author {number}", f"forwarder {number}")
+    (told,) = [record.getMessage() for record in caplog.records if "answered wrong" in record.getMessage()]
+    assert "author 0" in told and "self-test" in told
+
+
+def test_a_first_fault_of_one_bit_is_a_short_ban() -> None:
+    gossip, store = node()
+    gossip.record_proven(equivocation(), recomputed=True, one_bit=True)
+    ban = store.ban_of(LIAR.peer_id)
+    assert ban is not None and ban.source == "one bit" and ban.until == NOW + REPUTATION.one_bit_seconds
 
 
 def test_endorsements_of_validators_whose_evidence_was_refuted_do_not_count() -> None:
