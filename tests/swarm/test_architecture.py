@@ -1,4 +1,4 @@
-"""docs/architecture.md lists the files of a decode step as they run."""
+"""docs/architecture.md lists the files of a decode step, a training step and an API answer as they run."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+import httpx
 import torch
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.testing.memory_servers import memory_swarm
 from tests.import_graph import ROOT
+from tests.memory_api import memory_api
+from tests.swarm.tokenizer import save_tokenizer
 from tests.tiny_models import save_tiny
 
 LOOP = "node/client/generation/decoding.py"
 IN_SOME_MODELS = {"node/blocks/kernels/step.py"}
+IN_WORKERS = {"unpack_request", "pack", "_verify"}
+"""Trio's worker threads may be older than the block, and are not followed then."""
 
 
 @contextmanager
@@ -45,9 +50,10 @@ def calls() -> Iterator[list[tuple[str, str]]]:
         threading.setprofile(None)  # type: ignore[arg-type]  # as its documentation has it
 
 
-def described() -> list[tuple[str, str]]:
-    """(file, function) of each row of the table."""
-    _, _, section = (ROOT / "docs/architecture.md").read_text().partition("\n## One decode step")
+def described(title: str) -> list[tuple[str, str]]:
+    """(file, function) of each row of the table below this title."""
+    _, _, rest = (ROOT / "docs/architecture.md").read_text().partition(f"\n## {title}\n")
+    section, _, _ = rest.partition("\n## ")
     return re.findall(r"^\| `([\w/]+\.py)` \| `(\w+)` \|.*\|$", section, re.MULTILINE)
 
 
@@ -72,7 +78,7 @@ def test_a_decode_step_runs_through_the_files_of_the_table_in_their_order(tmp_pa
             before = len(seen)
             model.generate(ids, max_new_tokens=8, **options)
             ran = seen[before:]
-    rows = described()
+    rows = described("One decode step")
     assert len(rows) > 20
     loop = next(index for index, (file, _) in enumerate(rows) if file == LOOP) + 1
     assert not follow(ran, rows[:loop])
@@ -80,3 +86,33 @@ def test_a_decode_step_runs_through_the_files_of_the_table_in_their_order(tmp_pa
     steps = [at for at, call in enumerate(ran) if call == (LOOP, "_goes_on")]
     step = ran[steps[3] : steps[4]]
     assert not follow(step, [row for row in rows[loop:] if row[0] not in IN_SOME_MODELS])
+
+
+def test_a_training_step_runs_through_the_files_of_its_table_in_their_order(tmp_path: Path) -> None:
+    folder, ids = save_tiny("llama", tmp_path), torch.tensor([[5, 6, 7], [8, 9, 10]])
+    with calls() as seen, memory_swarm() as swarm:
+        assert all(server.ready for server in [swarm.start(folder, blocks) for blocks in ("0:3", "3:6")])
+        with swarm.open_model(AutoDistributedModelForCausalLM, folder) as model:
+            model.get_input_embeddings().requires_grad_()
+            model(ids, labels=ids).loss.backward()  # what is measured once is measured
+            before = len(seen)
+            model(ids, labels=ids).loss.backward()
+            ran = seen[before:]
+    rows = described("One training step")
+    assert len(rows) > 15
+    assert not follow(ran, [row for row in rows if row[1] not in IN_WORKERS])
+
+
+def test_an_answer_of_the_api_runs_through_the_files_of_its_table_in_their_order(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path / "tiny-llama")
+    save_tokenizer(folder)
+    body = {"model": "tiny-llama", "prompt": "hello", "max_tokens": 4, "temperature": 0}
+    with calls() as seen, memory_swarm() as swarm:
+        assert swarm.start(folder, "0:6").ready
+        with memory_api(swarm, folder) as api:
+            before = len(seen)
+            assert httpx.post(f"{api.url}/v1/completions", json=body, timeout=None).status_code == 200
+            ran = seen[before:]
+    rows = described("One answer of the HTTP API")
+    assert len(rows) > 10
+    assert not follow(ran, rows)
