@@ -21,7 +21,7 @@ from petalnode.node.trust.bundle import equivocation_bundle
 from petalnode.node.trust.store import TrustStore
 from petalnode.node.validator.history import History
 from tests.attacks.forger import HONEST
-from tests.unit.test_receipts import RECEIPT
+from tests.receipts import RECEIPT
 
 KEY = "1a" * 32
 

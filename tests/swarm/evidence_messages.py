@@ -14,7 +14,7 @@ from petalnode.node.trust.evidence_message import (
     TrustedValidators,
 )
 from petalnode.node.trust.store import TrustStore
-from tests.unit.test_receipts import RECEIPT
+from tests.receipts import RECEIPT
 
 KEYS = [Identity.from_seed(bytes([number]) * 32) for number in range(1, 9)]
 LIAR, ACCUSER, ANN, BEN, STRANGER = KEYS[:5]

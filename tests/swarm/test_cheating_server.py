@@ -26,8 +26,8 @@ from petalnode.protocols.framing import MessageStream
 from petalnode.protocols.ids import INFERENCE, Span
 from petalnode.protocols.inference import hash_of_step, pledge_to_wire, receipt_to_wire, root_of
 from tests.inspection import skip_reply
+from tests.receipts import RECEIPT
 from tests.swarm.processes import LOOPBACK
-from tests.unit.test_receipts import RECEIPT
 
 OTHER = Identity.from_seed(bytes(range(32)))
 SPEC = SessionSpec(model_version=b"m" * 32, span=Span(0, 2), batch=1, max_length=16)

@@ -27,6 +27,7 @@ from petalnode.node.trust.reputation import REPUTATION
 from petalnode.node.trust.store import TrustStore
 from petalnode.protocols import wire_pb2 as wire
 from tests.node_inspection import held, known_evidence
+from tests.receipts import RECEIPT
 from tests.swarm.evidence_messages import (
     ACCUSER,
     ANN,
@@ -41,7 +42,6 @@ from tests.swarm.evidence_messages import (
     numeric,
     receive,
 )
-from tests.unit.test_receipts import RECEIPT
 
 # --- what a node does with what it hears
 

@@ -12,8 +12,8 @@ from petalnode.crypto.pledge import Pledge
 from petalnode.crypto.receipts import Receipt, SessionRoot
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.inference import pledge_from_wire, pledge_to_wire
+from tests.receipts import CLIENT, OTHER, RECEIPT, SERVER
 from tests.statements import pledge_of, terms_of
-from tests.unit.test_receipts import CLIENT, OTHER, RECEIPT, SERVER
 
 HOLDER = Identity.from_seed(bytes(range(3, 35)))
 PLEDGE = pledge_of(SERVER, HOLDER, span=(0, 10), quantisation="none", from_ms=1000, until_ms=2000)

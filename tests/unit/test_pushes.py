@@ -30,7 +30,7 @@ from petalnode.node.testing import MemoryStream, message_streams, stream_pair
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import StreamClosed
 from petalnode.protocols.inference import Refusal, receipt_to_wire, sha256
-from tests.unit.test_receipts import CLIENT, OTHER, RECEIPT, SERVER
+from tests.receipts import CLIENT, OTHER, RECEIPT, SERVER
 
 pytestmark = pytest.mark.virtual_time
 

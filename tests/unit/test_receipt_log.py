@@ -14,7 +14,7 @@ from petalnode.node.trust.receipt_log import KEPT_RECEIPTS, LoggedBatch, Receipt
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import Span
 from tests.node_inspection import held
-from tests.unit.test_receipts import RECEIPT
+from tests.receipts import RECEIPT
 
 TENSOR = wire.Tensor(shape=[1, 1, 4], dtype="float32", codec="none", nbytes=16)
 
