@@ -30,6 +30,7 @@ from petalnode.node.web.pages import page_routes
 from petalnode.node.web.swarm_endpoint import swarm_routes
 from tests.import_graph import ROOT
 from tests.memory_api import MemoryApi, memory_api
+from tests.swarm.processes import Node, nodes, petalnode
 from tests.tiny_pictures import png, save_processor, save_seeing
 
 OUT = ROOT / "build/web-check"
@@ -571,3 +572,28 @@ def test_the_policy_holds_against_a_fault_of_the_page(site: Site, browser: Brows
     names = ("innerHTML", "eval", "Function", "elsewhere", "inline")
     assert page.evaluate(tried) == dict.fromkeys(names, False)
     context.close()
+
+
+def test_a_made_link_leads_into_the_swarm_and_a_killed_server_is_told(opened: Opener, tmp_path: Path) -> None:
+    """With processes as people have them; how long the page takes to tell is written to build/web-check."""
+    kept = str(resolve("smollm2", need="all").path.parents[1])
+    with nodes(tmp_path) as started:
+        started.env["PETALNODE_CACHE"] = kept
+        servers = [started.server("smollm2", "0:15", "--name", "attic")]
+        servers.append(started.server("smollm2", "15:30", "--name", "cellar", peer=servers[0].address))
+        assert servers[1].ready
+        api = Node("api", "--http-port", "0", "--json", "--peer", servers[0].address, env=started.env)
+        started.running.append(api)
+        page = opened(f"{api.event('ready')['url']}/#swarm")
+        page.get_by_role("button", name="Make a link").click()
+        command = page.locator(".invite .command code").text_content()
+        assert command is not None
+        arguments = [*command.split()[1:], "--chat", "--yes", "--prompt", QUESTION, "--json"]
+        joined = petalnode(*arguments, env=started.env)
+        assert "Paris" in joined.objects[-1]["text"], joined
+        servers[1].kill()
+        began = time.monotonic()
+        expect(page.locator("pn-swarm tbody")).to_contain_text("not answering", timeout=PATIENCE)
+        took = time.monotonic() - began
+        (OUT / "not-answering.txt").write_text(f"{took:.1f} s\n")
+        assert took < 10
