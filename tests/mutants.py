@@ -129,7 +129,7 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
     "node/links/making.py": (*_unit("invite"), "swarm/test_link_makers"),
     "node/placement/planning/model_sizes.py": _unit("fitting"),
     "node/swarm/cost.py": _unit("estimate codec_choice prefill_chunks routing"),
-    "node/client/round_trips.py": (*_unit("routing"), "attacks/test_absent_servers"),
+    "node/client/round_trips.py": (*_unit("round_trips"), "attacks/test_absent_servers"),
     "node/blocks/caches/states.py": (*_unit("state_ring"), "swarm/test_hybrids"),
     "node/client/api/row_groups.py": _unit("row_groups pace"),
     "node/client/api/generating.py": _GENERATED,
