@@ -18,7 +18,7 @@ from libp2p.peer.id import ID
 from libp2p.peer.peer_record import PeerRecord
 
 from petalnode.node.network.host import Host
-from tests.attacks.test_kademlia import LOOPBACK, host, knowing
+from tests.attacks.hosts import LOOPBACK, host, knowing
 from tests.node_inspection import network_of
 
 SECONDS = 0.25

@@ -19,8 +19,8 @@ from petalnode.node.network.host import Host
 from petalnode.node.network.shares import Rates, TokenBucket
 from petalnode.node.network.transport.stream_bytes import StreamBytes
 from petalnode.protocols.framing import varint
+from tests.attacks.hosts import LOOPBACK, TIMEOUT, delimited, host, knowing
 from tests.attacks.stranger.services import gossiped
-from tests.attacks.test_kademlia import LOOPBACK, TIMEOUT, delimited, host, knowing
 from tests.node_inspection import pubsub_of
 
 MESHSUB = "/meshsub/1.1.0"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 
 import pytest
 import trio
-from google.protobuf.message import Message as AnyMessage
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.identity.identify.pb.identify_pb2 import Identify
 from libp2p.kad_dht.pb.kademlia_pb2 import Message, Record
@@ -19,7 +18,7 @@ from multiaddr import Multiaddr
 from petalnode.crypto.identity import Identity
 from petalnode.node.network import kad_service
 from petalnode.node.network.dht import Dht, open_dht
-from petalnode.node.network.host import Host, open_host
+from petalnode.node.network.host import Host
 from petalnode.node.network.kad_messages import MAX_REQUEST_FIELDS, BadMessage, parse
 from petalnode.node.network.kad_store import server_key
 from petalnode.node.network.standard_protocols import IDENTIFY_PUSH
@@ -34,17 +33,10 @@ from petalnode.protocols.announcement import (
 from petalnode.protocols.delimited import DelimitedStream
 from petalnode.protocols.framing import PeerError, varint
 from petalnode.protocols.ids import Span
+from tests.attacks.hosts import LOOPBACK, TIMEOUT, delimited, host, knowing
 
 KAD = "/ipfs/kad/1.0.0"
-LOOPBACK = [Multiaddr("/ip4/127.0.0.1/tcp/0")]
-TIMEOUT = 30.0
 MIB = 1 << 20
-
-
-@asynccontextmanager
-async def host(listen: Sequence[Multiaddr] = ()) -> AsyncIterator[Host]:
-    async with open_host(Identity.generate(), listen=listen, announce=(), psk=None) as opened:
-        yield opened
 
 
 @asynccontextmanager
@@ -52,18 +44,6 @@ async def node() -> AsyncIterator[tuple[Host, Dht]]:
     """The one that is attacked."""
     async with host(LOOPBACK) as opened, open_dht(opened, serve=True) as table:
         yield opened, table
-
-
-@asynccontextmanager
-async def knowing(victim: Host) -> AsyncIterator[Host]:
-    async with host() as opened:
-        opened.remember(victim.peer_id, victim.addrs())
-        yield opened
-
-
-def delimited(message: AnyMessage) -> bytes:
-    data = message.SerializeToString()
-    return varint(len(data)) + data
 
 
 async def answer(stream: StreamBytes, victim: Host, question: Message) -> Message:

@@ -16,7 +16,7 @@ from petalnode.node.network.transport.stream_bytes import StreamBytes
 from petalnode.node.version import __version__
 from petalnode.protocols.delimited import DelimitedStream
 from petalnode.protocols.framing import varint
-from tests.attacks.test_kademlia import LOOPBACK, TIMEOUT, delimited, host, knowing
+from tests.attacks.hosts import LOOPBACK, TIMEOUT, delimited, host, knowing
 
 PING = "/ipfs/ping/1.0.0"
 PUSH = "/ipfs/id/push/1.0.0"

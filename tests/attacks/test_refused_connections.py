@@ -10,7 +10,7 @@ import trio.lowlevel
 
 from petalnode.node.network.transport.limits import LIMITS, WORK, NodeLimits
 from petalnode.node.network.transport.raw_connection import Listener
-from tests.attacks.test_kademlia import LOOPBACK, host
+from tests.attacks.hosts import LOOPBACK, host
 from tests.memory_muxer import run
 from tests.node_inspection import limits_of
 from tests.patience import eventually

@@ -17,7 +17,7 @@ from petalnode.node.network.transport.stream_bytes import StreamBytes
 from petalnode.node.network.transport.yamux import Muxer
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import open_swarm
-from tests.attacks.test_kademlia import LOOPBACK, host, knowing
+from tests.attacks.hosts import LOOPBACK, host, knowing
 from tests.memory_muxer import MemoryRaw, OtherEnd, muxer, run, settled
 from tests.node_inspection import frames_taken, limits_of
 from tests.patience import eventually

@@ -17,7 +17,7 @@ from petalnode.node.network.transport import connections
 from petalnode.node.network.transport.limits import LIMITS, WORK, NodeLimits
 from petalnode.node.network.transport.raw_connection import READ_SIZE, RawConnection
 from petalnode.node.network.transport.websocket import accept
-from tests.attacks.test_kademlia import host
+from tests.attacks.hosts import host
 from tests.memory_muxer import MemoryRaw
 from tests.node_inspection import handshakes_of
 from tests.patience import eventually
