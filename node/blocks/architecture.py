@@ -41,10 +41,13 @@ _CACHE_WINDOW: Final = frozenset({"moshi"})
 """Architectures whose cache drops what is beyond the window, while their masks let a piece of a prompt see all of
 it."""
 
-_CUT_WRONG: Final = frozenset({"mamba", "falcon_mamba", "jamba", "bamba", "recurrent_gemma"})
+_CUT_WRONG: Final = frozenset({"mamba", "falcon_mamba", "recurrent_gemma"})
 """Architectures of which transformers forgets, at the second piece of a prompt, what the first one left."""
+BY_TOKEN: Final = frozenset({"bamba", "jamba"})
+"""Those likewise that take the tokens behind the first piece one by one."""
 _STATES: Final = frozenset(
     (
+        *BY_TOKEN,
         "bailing_hybrid",
         "falcon_h1",
         "granitemoehybrid",

@@ -59,13 +59,13 @@ class RemoteBlocks(nn.Module):
         super().__init__()
         self._client = client
         self.inner = None
-        self.as_tuple = False  # older decoders take `layer(...)[0]`, newer ones the tensor
+        self.parts = 0  # newer decoders take the tensor, older ones `layer(...)[0]`, or a tuple of two
         # By the kind of a block, of the first one here, decoders choose its mask.
         vars(self).update({name: kind for name, kind in vars(first).items() if isinstance(kind, str)})
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         hidden = self._client.run_blocks(hidden_states)
-        return (hidden,) if self.as_tuple else hidden
+        return (hidden, *[None] * (self.parts - 1)) if self.parts else hidden
 
 
 @dataclass(frozen=True)
@@ -155,14 +155,14 @@ class ClientModel:
         ids = torch.full((2, 3), self.any_token, device=self.device)
         config = self._decoder.config
         # With the first no masks are built, which nothing here needs; MPT cannot do without.
-        for implementation, as_tuple in product((RAGGED, config._attn_implementation), (False, True)):
+        for implementation, parts in product((RAGGED, config._attn_implementation), range(3)):
             config._attn_implementation = implementation
-            self.layer.as_tuple = as_tuple
+            self.layer.parts = parts
             try:
                 with torch.no_grad():
                     hidden = self._decode(ids, instead=lambda given: given)
             except Exception as error:  # other architectures break in their own ways
-                _log.debug("no remote blocks with attention %s, tuple %s: %s", implementation, as_tuple, error)
+                _log.debug("no remote blocks with attention %s, a tuple of %d: %s", implementation, parts, error)
                 continue
             if hidden.shape[:2] == ids.shape:
                 self._outer.compare_embeddings()

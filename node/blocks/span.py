@@ -17,7 +17,7 @@ from ..models.checkpoint import Checkpoint
 from ..models.progress import Progress, no_progress
 from ..models.quantisation import EXACT, Kernels, Numerics
 from .activations import layers_that_round, round_inputs
-from .architecture import cache_specs, open_skeleton, windows_of
+from .architecture import BY_TOKEN, cache_specs, open_skeleton, windows_of
 from .cache import BlockCacheSpec, CacheForm, SessionView, SpanCache
 from .caches.ragged import RaggedView
 from .caches.states import STATE_CHUNK, STATE_TOKENS
@@ -67,8 +67,7 @@ class BlockSpan:
         numerics: how coarsely the weights are held, and what they are multiplied with.
         stack: the blocks themselves, for passes without a cache.
         specs: what each block keeps.
-        takes_groups: whether steps may have groups of tokens that see each other.
-        features: how many of the model's first blocks add features of pictures, which then stand behind hidden states.
+        takes_groups, features: whether steps may have groups; how many first blocks add features of pictures.
         step: decode steps by the compiled kernels, where these know such blocks and are quicker.
         linears: (values in, values out) of the linear layers that adapters may change, by block and path.
     """
@@ -88,6 +87,7 @@ class BlockSpan:
         self.dtype, self.device, self.numerics = skeleton.dtype, device, numerics
         self._form = form = CacheForm(numerics.cache, skeleton.dtype)
         self.keeps_states = any(spec.states for spec in specs)
+        self._by_token = skeleton.config.model_type in BY_TOKEN
         self._growing = sum(spec.bytes_per_token(form) for spec in specs)
         self._states = sum(spec.bytes_per_row for spec in specs)
         self.cache_bytes_per_token = self._growing or -(-self._states // STATE_TOKENS)
@@ -198,15 +198,23 @@ class BlockSpan:
             ValueError: another shape, or more tokens than the cache takes.
         """
         self._check(hidden, cache)
-        tokens, size = hidden.shape[1], self.hidden_size
-        entering, *features = torch.split(hidden.to(self.device, self.dtype), size, dim=2)
+        tokens = hidden.shape[1]
+        entering, *features = torch.split(hidden.to(self.device, self.dtype), self.hidden_size, dim=2)
         with cache.replaying() as again:
             if again is not None:
                 entering = torch.cat([again, entering], dim=1)
-            output = self._forward(entering, cache, adapter, features)[:, -tokens:]
+            run = self._one_by_one if self._by_token and cache.length and cache.states else self._forward
+            output = run(entering, cache, adapter, features)[:, -tokens:]
         cache.advance(tokens, entering)
         output = torch.cat((output, *features[len(cache.specs) :]), dim=2)
         return output.to(hidden.device, hidden.dtype)
+
+    def _one_by_one(self, hidden: torch.Tensor, cache: SpanCache, *rest: Any) -> torch.Tensor:
+        outputs = []
+        for token in torch.split(hidden, 1, dim=1):
+            outputs.append(self._forward(token, cache, *rest))
+            cache.length += 1  # which is set back behind a replay
+        return torch.cat(outputs, 1)
 
     def _forward(
         self, hidden: torch.Tensor, cache: SpanCache, adapter: SpanAdapter | None, features: Sequence[torch.Tensor]

@@ -50,7 +50,7 @@ class BlockStack:
             rotary.register_forward_pre_hook(self._lengthen, with_kwargs=True)
             rotary.register_forward_hook(self._shorten)
         self.blocks = tuple(blocks)
-        self._as_tuple = False
+        self._parts = 0  # of the tuple that a block returns; 0: a tensor alone
         self._input: torch.Tensor | None = None
         self._output: torch.Tensor | None = None
         blocks[0].register_forward_pre_hook(self._put_input, with_kwargs=True)
@@ -195,11 +195,11 @@ class BlockStack:
         return "forward" in vars(block)
 
     def _hand_on(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return (hidden_states,) if self._as_tuple else hidden_states
+        return (hidden_states, *[None] * (self._parts - 1)) if self._parts else hidden_states
 
     def _take_output(self, block: nn.Module, args: Any, output: Any) -> None:
         # The first run, while loading, is of all blocks: it shows what form this decoder expects.
-        self._as_tuple = not isinstance(output, torch.Tensor)
+        self._parts = 0 if isinstance(output, torch.Tensor) else len(output)
         self._output = output if isinstance(output, torch.Tensor) else output[0]
 
 
