@@ -56,7 +56,7 @@ def describe(part: Part) -> str:
 
 
 @dataclass(frozen=True)
-class Layout:
+class CheckpointLayout:
     """Where the blocks of a checkpoint stand.
 
     Attributes:
@@ -87,7 +87,7 @@ class Layout:
         return key.removeprefix(self.base)
 
 
-def find_layout(keys: Iterable[str], num_blocks: int) -> Layout:
+def find_layout(keys: Iterable[str], num_blocks: int) -> CheckpointLayout:
     """Finds the list of blocks among checkpoint keys.
 
     Raises:
@@ -120,10 +120,10 @@ def find_layout(keys: Iterable[str], num_blocks: int) -> Layout:
         )
     base = best.removesuffix(".")
     base = base[: base.rfind(".") + 1]
-    return Layout(base, best, num_blocks)
+    return CheckpointLayout(base, best, num_blocks)
 
 
-def group_by_part(keys: Iterable[str], layout: Layout) -> Mapping[Part, tuple[str, ...]]:
+def group_by_part(keys: Iterable[str], layout: CheckpointLayout) -> Mapping[Part, tuple[str, ...]]:
     """The keys of each part, sorted. Every part of the model is there, an empty one too."""
     groups: dict[Part, list[str]] = {part: [] for part in parts_of_need("all", layout.num_blocks)}
     for key in sorted(keys):

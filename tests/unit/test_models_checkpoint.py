@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from petalnode.node.errors import ModelError
 from petalnode.node.models import EMBEDDINGS, HEAD, Checkpoint
-from petalnode.node.models.parts import Layout, find_layout, parts_of_need
+from petalnode.node.models.parts import CheckpointLayout, find_layout, parts_of_need
 from petalnode.protocols.ids import Span
 from tests.tiny_models import ARCHITECTURES, NUM_BLOCKS, save_tiny
 
@@ -66,24 +66,24 @@ def test_a_tensor_stands_where_it_is_said_to(tiny: Callable[[str], Path]) -> Non
     [
         (
             ("model.layers.{}.mlp.experts.0.w1", "model.layers.{}.mlp.experts.1.w1"),
-            Layout("model.", "model.layers.", 2),
+            CheckpointLayout("model.", "model.layers.", 2),
         ),
-        (("h.{}.attn.weight", "wte.weight"), Layout("", "h.", 2)),
+        (("h.{}.attn.weight", "wte.weight"), CheckpointLayout("", "h.", 2)),
         (
             (
                 "language_model.model.layers.{}.q",
                 "vision_tower.encoder.layers.{}.q",
                 "vision_tower.encoder.layers.{}.k",
             ),
-            Layout("language_model.model.", "language_model.model.layers.", 2),
+            CheckpointLayout("language_model.model.", "language_model.model.layers.", 2),
         ),
         (
             ("model.visual.blocks.{}.a", "model.visual.blocks.{}.b", "model.language_model.layers.{}.a"),
-            Layout("model.language_model.", "model.language_model.layers.", 2),
+            CheckpointLayout("model.language_model.", "model.language_model.layers.", 2),
         ),
     ],
 )
-def test_the_list_of_blocks_is_found(keys: tuple[str, ...], layout: Layout) -> None:
+def test_the_list_of_blocks_is_found(keys: tuple[str, ...], layout: CheckpointLayout) -> None:
     assert find_layout([key.format(number) for key in keys for number in range(2)], 2) == layout
 
 
