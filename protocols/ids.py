@@ -191,12 +191,12 @@ class Layout:
     features: int = 0
 
     def part(self, rows: int, tokens: int, start: int, end: int) -> Layout:
-        """Of the tokens `start` .. `end` of each row, of so many."""
+        """Of the tokens `start` .. `end` of each row of `tokens`."""
         positions, groups = (_columns(numbers, tokens, start, end) for numbers in (self.positions, self.groups))
         return Layout(positions, groups, self.features)
 
     def behind(self, blocks: int) -> Layout:
-        """Of what leaves so many blocks."""
+        """Of what leaves the first of these blocks, `blocks` of them."""
         return Layout(self.positions, self.groups, max(self.features - blocks, 0))
 
     def is_like(self, other: Layout) -> bool:
@@ -205,7 +205,7 @@ class Layout:
 
     @classmethod
     def joined(cls, parts: Sequence[tuple[Layout, int]], rows: int) -> Layout:
-        """Of the tokens of all parts, which have so many of a row, one behind the other."""
+        """Of the tokens of all parts, each with its number of tokens of a row, one behind the other."""
         grouped = any(layout.groups for layout, _ in parts)
         return cls(
             _joined([(layout.positions, tokens) for layout, tokens in parts]),
@@ -214,7 +214,7 @@ class Layout:
         )
 
     def column(self, token: int, tokens: int) -> tuple[tuple[int, ...], ...]:
-        """What is said of one token of each row, of so many."""
+        """What is said of one token of each row of `tokens`."""
         return self.positions[token::tokens], self.groups[token::tokens]
 
     def cuts(self, rows: int, tokens: int) -> list[int]:
@@ -229,7 +229,7 @@ class Layout:
         return cuts
 
     def problem(self, rows: int, tokens: int, max_position: int) -> str | None:
-        """What is wrong with it for a step of so many tokens; None if nothing is."""
+        """What is wrong with it for a step of `rows` rows of `tokens`; None if nothing is."""
         if self.positions and (len(self.positions) != AXES * rows * tokens or max(self.positions) >= max_position):
             return f"positions take one number below {max_position} along {AXES} axes for each token"
         if not self.groups:

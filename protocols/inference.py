@@ -22,7 +22,7 @@
   group, how many of it are left. A group is never cut: it is in one step, and computed at once. A client sends it only
   to servers whose Granted says that they know it.
 - Hidden states may have features of pictures behind them (`Layout.features`), for a server that holds all blocks which
-  add any; `Granted.features` says that these are the first so many. Its answer has none.
+  add any; `Granted.features` says how many these are. Its answer has none.
 - At most `Granted.credits` steps may be in flight.
 - A step that names `targets` has its output pushed to the first of them over `/petalnode/push/1`, beside the reply to
   the client (server-to-server communication of Petals, ACL demo 2023, section 3.2). `Reply.handed_on` says whether that
@@ -215,8 +215,8 @@ def _check_prefix(message: wire.Open) -> None:
 def check_hidden_states(
     tensor: wire.Tensor, terms: SessionTerms, hidden_size: int | None = None, features: int = 0
 ) -> int:
-    """The tokens of a row in a step of such a session, of a model of this hidden size or of any. `features`: of so many
-    blocks may stand behind hidden states. Raises Refusal."""
+    """The tokens of a row in a step of such a session, of a model of this hidden size or of any. `features`: for how
+    many blocks features may stand behind hidden states. Raises Refusal."""
     shape = tuple(tensor.shape)
     widths = {hidden_size, hidden_size * (1 + features)} if hidden_size is not None else {max(shape[-1:], default=1)}
     if len(shape) != 3 or shape[0] != terms.batch or not shape[1] or not shape[2] or shape[2] not in widths:

@@ -223,7 +223,7 @@ class SpanCache:
         return self._counted(self.length, tokens).to(self.memory.device)
 
     def whole_groups(self, tokens: int) -> int:
-        """How many of the next tokens to compute at once where so many would do: no group is cut."""
+        """How many of the next tokens to compute at once where `tokens` would do: no group is cut."""
         done = self.length - self._begun
         return next_cut(self._cuts, done + tokens) - done if self._cuts else tokens
 

@@ -186,9 +186,9 @@ class BlockSpan:
         """Runs the next tokens of one session (prefill, a chunk, a step) and keeps them in its cache.
 
         Args:
-            hidden: float [batch, tokens, hidden size] of any dtype and device; or so many times as wide as `features`
-                of the session's blocks, and of those behind them, stand behind it. A step with groups is cut by
-                `SpanCache.whole_groups` only.
+            hidden: float [batch, tokens, hidden size] of any dtype and device; wider by the features that the
+                session's `features` blocks add, which stand behind the values of the hidden size. A step with groups is
+                cut by `SpanCache.whole_groups` only.
             adapter: changes the blocks for this session.
 
         Returns:

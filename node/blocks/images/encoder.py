@@ -62,7 +62,7 @@ class ImagePrompt:
         return self.whole.needs
 
     def layout(self, position: int, rows: int, tokens: int) -> TokenLayout:
-        """Of so many tokens of a row behind `position` others."""
+        """Of `tokens` tokens of a row behind `position` others."""
         whole = self.whole.of_rows(rows)
         own, behind = whole.part(position, tokens), max(position + tokens - max(self.tokens, position), 0)
         positions = None if whole.positions is None else placed(whole.positions, position, tokens)

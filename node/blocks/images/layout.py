@@ -24,7 +24,7 @@ class TokenLayout:
     Attributes:
         positions: int64 [axes, rows, tokens] where tokens are not counted; else None.
         groups: int64 [rows, tokens], as `protocols.ids` has them; None: there are none.
-        features: [rows, tokens, blocks, hidden size], what is added to the outputs of the first so many blocks, 0 at
+        features: [rows, tokens, blocks, hidden size], what is added to the outputs of the first blocks, 0 at
             tokens of text; None: nothing is.
     """
 
@@ -54,7 +54,7 @@ class TokenLayout:
                 raise BadInput(f"a layout of {list(given.shape)} for hidden states of {list(hidden.shape)}")
 
     def part(self, start: int, tokens: int) -> TokenLayout:
-        """Of the tokens from `start` on, so many or as many as there are; without features where all are 0."""
+        """Of `tokens` tokens from `start` on, or of all that there are; without features where all are 0."""
         features = None if self.features is None else self.features[:, start : start + tokens]
         return TokenLayout(
             None if self.positions is None else self.positions[:, :, start : start + tokens],
@@ -63,7 +63,7 @@ class TokenLayout:
         )
 
     def of_rows(self, rows: int) -> TokenLayout:
-        """Each row several times, so that there are so many: those of beams."""
+        """Each row several times, so that there are `rows`: those of beams."""
         given = ((self.positions, 1), (self.groups, 0), (self.features, 0))
         return TokenLayout(
             *(None if one is None else one.repeat_interleave(rows // one.shape[dim], dim=dim) for one, dim in given)
