@@ -105,6 +105,24 @@ def decode(header: WireTensor, payload: bytes | bytearray) -> torch.Tensor:
     return torch.frombuffer(data, dtype=DTYPES[header.codec]).to(dtype).view(shape)
 
 
+def decode_answer(asked: WireTensor, payload: bytes | bytearray) -> torch.Tensor:
+    """A server's answer to hidden states [rows, tokens, width] with the header `asked`: of the same form, but without
+    the features that may stand behind them, so that it may be narrower by a whole number.
+
+    Raises:
+        TensorError: the bytes fit no such answer.
+    """
+    described = WireTensor()
+    described.CopyFrom(asked)
+    if len(asked.shape) == 3 and len(payload) < asked.nbytes:
+        rows, tokens, width = asked.shape
+        for parts in range(2, min(width, 16) + 1):  # of the models that have any, features are of three blocks
+            shape = rows, tokens, width // parts
+            if width % parts == 0 and wire_nbytes(shape, asked.dtype, asked.codec) == len(payload):
+                described.shape[2], described.nbytes = width // parts, len(payload)
+    return decode(described, payload)
+
+
 def _encode_int8(tensor: torch.Tensor) -> bytes:
     # In float32, because in bfloat16 a value just below the maximum rounds to 128 and wraps.
     flat = tensor.reshape(-1).float()

@@ -83,6 +83,13 @@ def _is_damaged(file: Path) -> bool:
         return is_damage(error)
 
 
+def _inode(file: Path) -> int:
+    """Of the file that has this name now; 0 if none has. sqlite says of one that was moved away that the disk fails."""
+    with contextlib.suppress(OSError):
+        return file.stat().st_ino
+    return 0
+
+
 class Database:
     """Base of what a validator keeps in an sqlite file of its own. A context manager.
 
@@ -394,10 +401,11 @@ class TrustStore:
 
     def _tried(self, file: Path, changes: _Changes) -> Path | None:
         """Changes and reads the file, or moves the damaged file away and returns its new name."""
+        place = _inode(file)
         try:
             self._exchange(file, changes)
         except sqlite3.Error as error:
-            if not is_damage(error):
+            if not is_damage(error) and _inode(file) == place:
                 raise
             self._anew = True
             self._dirty_bans.update(self._bans)

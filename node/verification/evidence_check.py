@@ -15,7 +15,7 @@ from ...crypto.evidence import ExchangedTensors, Incomplete, NotProven
 from ...protocols.framing import TensorError
 from ...protocols.ids import Span
 from ...protocols.inference import Refusal
-from ...protocols.tensors import decode
+from ...protocols.tensors import decode, decode_answer
 from ..blocks.config import deepstack, read_config
 from ..errors import BadInput, PetalnodeError
 from ..models import ModelFolder, compute_manifest
@@ -146,6 +146,6 @@ def _observed_session(claim: SessionClaim) -> Observed:
     receipt, last = claim.receipt, claim.steps[-1][1]
     span = Span(*receipt.span)
     question = SessionQuestion(span, tuple(steps), claim.terms.left_padding)
-    output, terms = decode(last, claim.output), claim.terms
+    output, terms = decode_answer(last, claim.output), claim.terms
     counts = no_padding(terms.left_padding, terms.batch, claim.steps[-1][0].position, output.shape[1])
     return Observed("", span, receipt.dtype, receipt.quantisation, question, (output,), codec=last.codec, counts=counts)

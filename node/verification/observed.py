@@ -11,7 +11,7 @@ from ...protocols import wire_pb2
 from ...protocols.framing import INT8_BLOCK
 from ...protocols.ids import Span
 from ...protocols.inference import layout_of
-from ...protocols.tensors import decode
+from ...protocols.tensors import decode, decode_answer
 from ...protocols.training import BatchTerms
 from ..blocks.batch_request import unpack_keep, unpack_request
 from ..trust.receipt_log import LoggedBatch, SessionLog
@@ -95,7 +95,7 @@ def observed_session(log: SessionLog, device: str = "") -> Observed | None:
         receipt = entry.receipt
         hidden, asked = decode(entry.asked, entry.input), entry.step
         steps.append(step_of(asked, hidden))
-        claimed.append(decode(entry.asked, entry.output))
+        claimed.append(decode_answer(entry.asked, entry.output))
     if receipt is None or receipt.adapter:
         return None
     span = Span(*receipt.span)

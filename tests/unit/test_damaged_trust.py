@@ -114,6 +114,27 @@ def test_of_many_that_find_the_damage_one_moves_the_file(file: Path) -> None:
     assert len(again.bans()) == 6
 
 
+def test_a_file_that_another_process_moves_away_meanwhile_is_begun_anew(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sqlite says that the disk fails."""
+    read = TrustStore._read
+
+    def moved(self: TrustStore, connection: sqlite3.Connection) -> None:
+        monkeypatch.setattr(TrustStore, "_read", read)
+        file.rename(file.with_name("elsewhere"))
+        raise sqlite3.OperationalError("disk I/O error")
+
+    store = TrustStore(file)
+    store.ban("new", "it lied", "own")
+    monkeypatch.setattr(TrustStore, "_read", moved)
+    store.read()
+    store.save()
+    again = TrustStore(file)
+    again.read()
+    assert [ban.peer_id for ban in again.bans()] == ["new"] and not aside(file)
+
+
 def test_a_file_that_another_process_has_locked_is_not_damaged(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "STORE", replace(store_module.STORE, busy_seconds=0.05))
     holder = sqlite3.connect(file)

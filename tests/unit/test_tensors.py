@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import CODECS, TensorError, all_finite, wire_nbytes
-from petalnode.protocols.tensors import DTYPES, decode, dtype_name, encode
+from petalnode.protocols.tensors import DTYPES, decode, decode_answer, dtype_name, encode
 
 shapes = st.lists(st.integers(0, 9), min_size=1, max_size=4)
 seeds = st.integers(0, 2**32 - 1)
@@ -167,3 +167,17 @@ def test_what_is_not_finite_is_seen_in_the_bytes(dtype: torch.dtype, codec: str,
     assert all_finite(*encode(tensor, codec))
     tensor[1, 20] = value
     assert not all_finite(*encode(tensor, codec))
+
+
+@pytest.mark.parametrize("codec", ["none", "float16", "int8-block64"])
+def test_an_answer_may_lack_the_features_behind_hidden_states(codec: str) -> None:
+    asked, payload = encode(torch.randn(2, 3, 8 * 4, generator=torch.Generator().manual_seed(1)), codec)
+    asked.nbytes = len(payload)
+    narrow = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(2))
+    header, answer = encode(narrow, codec)
+    header.nbytes = len(answer)
+    assert torch.equal(decode_answer(asked, answer), decode(header, answer))
+    assert torch.equal(decode_answer(asked, payload), decode(asked, payload))
+    for data in (answer[:-1], answer + b"1", b"", payload + b"1"):
+        with pytest.raises(TensorError):
+            decode_answer(asked, data)
