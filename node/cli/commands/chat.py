@@ -100,8 +100,9 @@ def _kept(number: int, output: Output) -> KeptChat:
     return chats[number - 1]
 
 
-def question(prompt: str | None) -> str | None:
+def question(prompt: str | None, example: str = "") -> str | None:
     """The one question to be answered: that of --prompt, and behind it what comes through a pipe; None at a terminal.
+    Where nothing comes, it is the `example`.
 
     Raises:
         BadInput: it is empty, far too long or no text.
@@ -110,7 +111,9 @@ def question(prompt: str | None) -> str | None:
     if prompt is None and piped is None:
         return None
     if prompt is None and not (piped or "").strip():
-        raise BadInput("nothing came through the pipe: there is no question")
+        if not example:
+            raise BadInput("nothing came through the pipe: there is no question")
+        prompt = example
     prompt = "\n\n".join(part for part in (text_given(prompt or "").strip(), (piped or "").strip()) if part)
     if not prompt:
         raise BadInput("--prompt is empty: there is no question")

@@ -75,7 +75,7 @@ async def _demo(servers: int, prompt: str | None, max_new_tokens: int, as_json: 
     from ..conversation.talk import chat_in
     from .chat import question
 
-    prompt = question(prompt) if page is None else None
+    prompt = question(prompt, "What is the capital of France?") if page is None else None
     output = Output(as_json)
     served = None if page is None else await _page(page, output)
     folder = await model_folder(DEFAULT_MODEL, output, need="all")
