@@ -75,3 +75,29 @@ async def test_an_address_holds_few_streams_without_a_protocol() -> None:
         await trio.sleep(1)  # what strangers may ask for is limited; on a clock that jumps
         assert not limits.streams and not limits.of_address(ATTACKER).negotiating
         nursery.cancel_scope.cancel()
+
+
+@pytest.mark.virtual_time
+async def test_a_neighbour_who_takes_a_round_trip_keeps_its_streams() -> None:
+    """As js-libp2p's do, which name a protocol only when they were told that multistream is spoken."""
+    limits, hostile, neighbour = NodeLimits(), Negotiator(), Negotiator()
+    async with (
+        connections(KEYS, ATTACKER, limits) as attackers,
+        muxer(MemoryRaw(origin=ATTACKER), limits=limits, key=4) as beside,
+        trio.open_nursery() as nursery,
+    ):
+        sides = [(hostile, end) for end, _ in attackers]
+        for negotiator, end in [*sides, (neighbour, beside[0])]:
+            nursery.start_soon(negotiator.serve, end, nursery)
+        beside[1].say_bytes(opened(range(1, 11, 2), QUESTION[:20]))
+        await trio.sleep(0.1)  # a round trip: these are the oldest at this address
+        for _, other in attackers:
+            other.say_bytes(opened(range(1, 1 + 2 * STREAMS, 2), QUESTION[:1]))
+        await trio.sleep(1)  # what strangers may ask for is limited; on a clock that jumps
+        assert sum(end.open_streams for end, _ in attackers) == LIMITS.negotiating - 5
+        beside[1].say_bytes(
+            b"".join(HEADER.pack(0, DATA, 0, number, len(QUESTION) - 20) + QUESTION[20:] for number in range(1, 11, 2))
+        )
+        await trio.sleep(1)  # what strangers may ask for is limited; on a clock that jumps
+        assert (neighbour.agreed, neighbour.reset) == (5, 0)
+        nursery.cancel_scope.cancel()

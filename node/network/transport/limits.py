@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 import types
-from collections.abc import Callable, Coroutine, Generator
+from collections import Counter
+from collections.abc import Callable, Coroutine, Generator, Hashable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Final, Protocol, TypeVar
@@ -36,7 +37,8 @@ class TransportLimits:
     streams_of_connection: int = 2048  # Open at once, both ways together
     least_streams: int = 32  # Of a peer, as long as there are any
     negotiating: int = 128
-    """Streams of an address that wait for the peer to name a protocol; beyond that, the oldest of them is reset.
+    """Streams of an address that wait for the peer to name a protocol; beyond that, the oldest of the connection that
+    has the most of them is reset: whoever shares an address behind a NAT or a relay loses none by his neighbour's.
     Each has a task and some hundred objects: thousands made full garbage collections that held the loop for 250 ms."""
     windows_of_peer: int = 64 << 20
     """Bytes that one peer may send on all of its streams beyond what the specification gives to every stream."""
@@ -105,6 +107,10 @@ class Negotiating(Protocol):
     """A stream that a peer has opened, on which no protocol was agreed yet."""
 
     @property
+    def muxed_conn(self) -> Hashable:
+        """The connection that it is on."""
+
+    @property
     def has_unread(self) -> bool:
         """Whether it does not wait for the peer."""
 
@@ -171,11 +177,13 @@ class AddressUse:
         return not self.users and not any(self.unread) and self.recent.amount() < 1.0
 
     def negotiate(self, stream: Negotiating) -> None:
-        """A stream waits for its peer to name a protocol, until `negotiated`. Of too many, the oldest is reset."""
+        """A stream waits for its peer to name a protocol, until `negotiated`. Of too many, one is reset."""
         self.negotiating[stream] = None
         if len(self.negotiating) > LIMITS.negotiating:
-            waiting = next((one for one in self.negotiating if not one.has_unread), stream)
-            waiting.drop("too many streams of this address wait for a protocol to be named")
+            waiting = [one for one in self.negotiating if not one.has_unread] or [stream]
+            counts = Counter(one.muxed_conn for one in waiting)
+            most = max(waiting, key=lambda one: counts[one.muxed_conn])  # the oldest of them
+            most.drop("too many streams of this address wait for a protocol to be named")
 
     def negotiated(self, stream: Negotiating) -> None:
         """A protocol was agreed on, or the stream has ended."""
