@@ -19,7 +19,7 @@ from ..client.chat import ChatMessage, Dialogue, SavedChat, Text, fit, read_dial
 from ..client.deadlines import DEADLINES
 from ..errors import BadInput, ExitCode, MachineError, PetalnodeError, unwrapped
 from .conversation.answers import PlainAnswer, answer_on
-from .conversation.kept import copy, save_dialogue
+from .conversation.kept import asked_so_far, copy, save_dialogue
 from .conversation.reader import read_question
 from .conversation.settings import changed, described, repeats
 from .output import Output
@@ -141,9 +141,8 @@ class Chatter:
     async def loop(self, model_name: str) -> str | None:
         """Answers what is typed, until the end; or to the model that is to go on, which this returns."""
         self.output.say(f"Talking to {model_name}. {_HELP}", style="dim")
-        if count := self.dialogue.questions:
-            asked = "1 question" if count == 1 else f"{count} questions"
-            self.output.say(f"(going on after {asked}; /new starts over)", style="dim")
+        if self.dialogue.questions:
+            self.output.say(f"(going on after {asked_so_far(self.dialogue)}; /new starts over)", style="dim")
         if self.unfinished:
             _, question, answer = self.dialogue.without_newest()
             self.output.say(f"(the last question was not answered to the end; /retry asks it again)\n> {question}")
@@ -221,10 +220,10 @@ class Chatter:
         self.dialogue, self.unfinished = read_dialogue(path), False
         first = self.dialogue.turns[:1]
         self.system = first[0].content if first and first[0].role == "system" else None
-        asked, last = self.dialogue.questions, self.dialogue.turns[-1:]
+        last = self.dialogue.turns[-1:]
         if last and last[0].role == "user":  # /retry asks it
             self.unfinished = True
-        self.output.say(f"({asked} questions; /retry asks the last one again)", style="dim")
+        self.output.say(f"({asked_so_far(self.dialogue)}; /retry asks the last one again)", style="dim")
 
     async def _answer_or_say_why(self, question: str) -> None:
         try:

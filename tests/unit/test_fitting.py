@@ -28,6 +28,7 @@ from petalnode.node.placement.planning.model_sizes import (
     size_by_config,
 )
 from petalnode.node.server.lifecycle.memory import MEMORY_SHARES, Memory, blocks_that_fit, cache_bytes_per_block
+from petalnode.node.swarm.cost import COST
 
 PUBLISHED = {
     "SmolLM2-135M-Instruct": 0.1345,
@@ -171,7 +172,9 @@ def test_the_weights_of_most_bits_that_fit_and_what_is_missing_in_figures() -> N
         found = best_fit([MachineCapacity("one", gigabytes * 1e9, 1e11)], around(1), model)
         assert (found.fits, found.weights, found.machines) == (True, weights, 0)
         assert found.nbytes == pytest.approx(model.blocks * model.block_parameters * WEIGHTS[weights] / 8)
-        assert found.tokens_per_second == pytest.approx(1e11 / found.nbytes, rel=0.05)
+        # One client has its head to read as well, by an ordinary computer.
+        head = model.vocab * model.hidden * WEIGHTS[weights] / 8 / (40e9 * 0.75)
+        assert 1 / found.tokens_per_second == pytest.approx(found.nbytes / 1e11 + head + 0.002, rel=0.02)
         assert found.most_tokens_per_second == pytest.approx(1e11 / found.nbytes, rel=0.05)
     block = model.block_bytes("Q4_K_M")
     lacking = best_fit(
@@ -182,6 +185,25 @@ def test_the_weights_of_most_bits_that_fit_and_what_is_missing_in_figures() -> N
     nothing = best_fit([MachineCapacity("one", 0.5 * block, 1e11)], around(1), model)
     assert (nothing.machines, nothing.missing) == (0, pytest.approx(32 * block))
     assert best_fit([], around(0), model).machines == 0
+
+
+def test_of_a_small_model_the_clients_part_counts() -> None:
+    """As large a part of a token as the blocks; what the client is known to take, or to read, stands instead."""
+    model = known_model("SmolLM2-135M-Instruct")
+    assert model is not None
+    slow = [MachineCapacity("one", 1e9, 1e10)]
+    blocks, head = (nbytes / 1e10 for nbytes in (model.blocks * model.active_bytes("Q8_0"), model.head_bytes("Q8_0")))
+    handling = COST.handling_seconds
+
+    def seconds(fleet: Fleet) -> float:
+        return 1 / fit_of(slow, fleet, model, "Q8_0").tokens_per_second
+
+    assert seconds(around(1)) == pytest.approx(blocks + handling + head + handling)
+    quick = replace(around(1), client_bandwidth=1e11)
+    assert seconds(quick) == pytest.approx(blocks + handling + head / 10 + handling)
+    assert seconds(replace(quick, client_seconds=0.5)) == pytest.approx(blocks + handling + 0.5)
+    found = fit_of(slow, around(1), model, "Q8_0")
+    assert found.most_tokens_per_second == pytest.approx(1 / blocks)  # clients elsewhere have heads of their own
 
 
 @pytest.mark.parametrize("gigabytes", [0.7, 2, 8, 24, 96])

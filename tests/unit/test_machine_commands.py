@@ -60,9 +60,10 @@ def test_a_service_is_installed_and_removed(
         said = capsys.readouterr()
         return code, said.out + said.err
 
-    assert run("service", "remove")[0] == 2
-    assert run("service", "install", "smollm2")[0] == 4  # no systemctl
-    unit.unlink()
+    for command, code in ((("service", "remove"), 2), (("service", "status"), 1), (("logs",), 2)):
+        told = run(*command)
+        assert told[0] == code and "no service is installed: `petalnode service install`" in told[1]
+    assert run("service", "install", "smollm2")[0] == 4 and not unit.exists()  # no systemctl
     for program in ("systemctl", "journalctl"):
         (tmp_path / program).write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/called\n')
         (tmp_path / program).chmod(0o755)

@@ -133,10 +133,15 @@ def copy(text: str) -> str:
     return "copied, if this terminal lets programs do so (OSC 52)"
 
 
+def asked_so_far(dialogue: Dialogue) -> str:
+    """How many questions, in words."""
+    return "1 question" if dialogue.questions == 1 else f"{dialogue.questions} questions"
+
+
 def listed(chats: Sequence[KeptChat]) -> list[str]:
     """A line for each, with its number."""
     return [
         f"{number:3}  {time.strftime('%Y-%m-%d %H:%M', time.localtime(chat.when))}  "
-        f"{chat.saved.model or 'a model'}, {chat.saved.dialogue.questions} questions: {chat.title}"
+        f"{chat.saved.model or 'a model'}, {asked_so_far(chat.saved.dialogue)}: {chat.title}"
         for number, chat in enumerate(chats, 1)
     ]

@@ -93,7 +93,8 @@ class Fleet:
     """Machines with `rtts` float [N, N] in seconds between them, NaN where nobody knows.
 
     `client_rtts` float [N] are from the client; None where the client may sit beside whichever machine comes first.
-    `client_seconds` is its own part of a token, embeddings and head. With `trusted_blocks` above 0, only trusted
+    `client_seconds` is its own part of a token, embeddings and head; `client_bandwidth` the bytes of a head that it
+    reads per second. 0: not known. With `trusted_blocks` above 0, only trusted
     machines hold this number of the first and of the last blocks, as `swarm.trusted_servers` has it.
     """
 
@@ -102,6 +103,7 @@ class Fleet:
     client_rtts: Floats | None = field(default=None, repr=False)
     client_seconds: float = 0.0
     trusted_blocks: int = 0
+    client_bandwidth: float = 0.0
 
     def problem(self, num_blocks: int) -> Problem:
         """The machines, and after them the client, if there is one, as the home.

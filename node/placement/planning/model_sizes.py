@@ -12,7 +12,8 @@ from typing import Any, Final
 
 from ....protocols.inference import STEP_TOKENS
 from ...errors import SwarmError
-from .machines_file import MACHINES, Fleet, Machine
+from ...swarm.cost import COST
+from .machines_file import DEVICES, MACHINES, Fleet, Machine
 from .plans import busiest_plan, fastest_plan
 
 _TABLE: Final = Path(__file__).with_name("models.csv")
@@ -74,6 +75,10 @@ class ModelSize:
     def active_bytes(self, weights: str) -> float:
         """What a decode step reads of a block."""
         return self.active_parameters * WEIGHTS.get(weights, self.stored) / 8
+
+    def head_bytes(self, weights: str) -> float:
+        """What a client reads for each token."""
+        return self.vocab * self.hidden * WEIGHTS.get(weights, self.stored) / 8
 
 
 @cache
@@ -146,7 +151,8 @@ class Fit:
     """How a model goes onto machines, in these weights.
 
     Attributes:
-        tokens_per_second: of one client alone, about; 0 if it does not fit.
+        tokens_per_second: of one client alone with a short conversation, its own part included, about; 0 if it does not
+            fit.
         most_tokens_per_second: of many clients together.
         missing: bytes that all machines together lack; 0 if it fits.
         machines: how many more like the largest would suffice; 0 if it fits.
@@ -179,13 +185,23 @@ def fit_of(hosts: Sequence[MachineCapacity], around: Fleet, model: ModelSize, we
     if lacking > 0:
         largest = max((host.holds(model, weights) for host in hosts), default=0)
         return Fit(model, weights, missing=lacking * block, machines=math.ceil(lacking / largest) if largest else 0)
-    fleet = replace(around, machines=machines)
+    fleet = replace(around, machines=machines, client_seconds=_client_seconds(hosts, around, model, weights))
     try:
         fastest = fastest_plan(fleet, model.blocks, seconds=SEARCH_SECONDS)
         busiest = busiest_plan(fleet, model.blocks)
     except SwarmError:  # trusted machines are too small for the ends
         return Fit(model, weights, missing=block)
     return Fit(model, weights, 1 / fastest.seconds, busiest.tokens_per_second)
+
+
+def _client_seconds(hosts: Sequence[MachineCapacity], around: Fleet, model: ModelSize, weights: str) -> float:
+    """A client's part of a token: it reads its head, and handles the answer and the next step as servers do. Where
+    nothing is known of it, it is as the slowest machine, and no more than an ordinary computer."""
+    if around.client_seconds:
+        return around.client_seconds
+    ordinary = DEVICES["cpu"][1] * 1e9 * MACHINES.bandwidth_share
+    bandwidth = around.client_bandwidth or min([ordinary, *(host.bandwidth for host in hosts)])
+    return model.head_bytes(weights) / bandwidth + COST.handling_seconds
 
 
 def best_fit(hosts: Sequence[MachineCapacity], around: Fleet, model: ModelSize) -> Fit:

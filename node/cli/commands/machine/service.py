@@ -24,6 +24,7 @@ from ...output import Output
 
 _NAME: Final = "petalnode"
 _LABEL: Final = "org.petalnode.serve"
+_NONE: Final = "no service is installed: `petalnode service install` does that"
 _DRAIN: Final = 60  # seconds for sessions to move to other servers
 
 service = typer.Typer(help="A server that runs from log-in on: install, status, remove.", no_args_is_help=True)
@@ -45,6 +46,11 @@ class System:
     remove: tuple[tuple[str, ...], ...]
     logs: tuple[str, ...] = ()
     log: Path | None = None
+
+    @property
+    def is_described(self) -> bool:
+        """Whether the file is there that describes the program; a system without one has to be asked."""
+        return self.file is None or self.file.exists()
 
 
 def system(platform: str, home: Path, log: Path, serve: Sequence[str]) -> System:
@@ -171,24 +177,33 @@ def install(
             folder.parent.mkdir(parents=True, exist_ok=True)
     if found.file is not None:
         write_private(found.file, found.text)
-    for command in found.install:
-        if code := _run(command):
-            raise MachineError(f"`{' '.join(command)}` ended with {code}: the service is not running")
+    try:
+        for command in found.install:
+            if code := _run(command):
+                raise MachineError(f"`{' '.join(command)}` ended with {code}: the service is not installed")
+    except MachineError:
+        if found.file is not None:
+            found.file.unlink(missing_ok=True)
+        raise
     output.say("the server runs from log-in on: `petalnode logs` shows what it says, `service remove` ends it")
 
 
 @service.command()
 def status() -> None:
     """Say whether the service runs."""
-    raise typer.Exit(ExitCode.RESULT_SAYS_NO if _run(_here().status) else ExitCode.DONE)
+    found = _here()
+    if not found.is_described:
+        Output(False).say(_NONE)
+        raise typer.Exit(ExitCode.RESULT_SAYS_NO)
+    raise typer.Exit(ExitCode.RESULT_SAYS_NO if _run(found.status) else ExitCode.DONE)
 
 
 @service.command()
 def remove() -> None:
     """Stop the service, and let it not run again. Models and keys stay."""
     found = _here()
-    if found.file is not None and not found.file.exists():
-        raise BadInput("no service is installed: `petalnode service install` does")
+    if not found.is_described:
+        raise BadInput(_NONE)
     codes = [_run(command) for command in found.remove]
     if found.file is not None:
         found.file.unlink()
@@ -200,6 +215,8 @@ def logs(
 ) -> None:
     """Print what the installed service has said."""
     found = _here()
+    if not found.is_described:
+        raise BadInput(_NONE)
     if found.logs:
         if code := _run((*found.logs, "--lines", str(lines))):
             raise MachineError(f"{found.logs[0]} ended with {code}")
@@ -210,4 +227,4 @@ def logs(
             for line in deque(stream, lines):
                 print(line, end="")
     except FileNotFoundError:
-        raise BadInput("no service has said anything here: `petalnode service install` starts one") from None
+        raise BadInput(_NONE) from None

@@ -122,7 +122,10 @@ def _say(fits: Sequence[Fit], output: Output) -> None:
         output.emit(**_as_json(found))
     if not output.as_json:
         output.table(_table(fits))
-        output.say("sizes and speeds are estimates; embeddings and head, which the client computes, come on top")
+        output.say(
+            "sizes and speeds are estimates, the latter of short conversations on machines that do nothing else; "
+            "embeddings and head, which the client holds, come on top of GB"
+        )
 
 
 def _named(model: str) -> ModelSize:
@@ -228,7 +231,8 @@ async def _of_swarm(join: JoinOptions, output: Output) -> tuple[list[MachineCapa
     answering = [(server, block) for server, block in known if server.peer_id in rtts]
     if not answering:
         raise BadInput("the size of no model that answers in this swarm is known: give --machines FILE")
-    fleet = fleet_of_servers([server for server, _ in answering], rtts)
+    servers = [server for server, _ in answering]
+    fleet = replace(fleet_of_servers(servers, rtts), client_bandwidth=measured_bandwidth())
     both = zip(fleet.machines, answering, strict=True)
     hosts = [hosts_of(Fleet((machine,), np.zeros((1, 1))), block)[0] for machine, (_, block) in both]
     return hosts, fleet
