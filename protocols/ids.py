@@ -165,6 +165,36 @@ def _number(kind: str, data: bytes, size: int) -> int:
     return int.from_bytes(_hash(kind, data)[:size], "big") or 1
 
 
+# --- what goes from block to block
+
+
+@dataclass(frozen=True)
+class Widths:
+    """How many values of a token travel between two blocks of a model.
+
+    Attributes:
+        hidden: of one stream of hidden states.
+        num_blocks: of the model.
+        streams: of hidden states beside each other (AltUp, arXiv 2301.13310).
+        per_block: which a block gets for itself alone (per-layer inputs). Those of all blocks that are still to come
+            stand behind the streams, in the order of the blocks.
+    """
+
+    hidden: int
+    num_blocks: int
+    streams: int = 1
+    per_block: int = 0
+
+    @property
+    def of_streams(self) -> int:
+        """Without what is for single blocks."""
+        return self.streams * self.hidden
+
+    def at(self, block: int) -> int:
+        """What enters the block of this number; behind the last one, what leaves the model's blocks."""
+        return self.of_streams + self.per_block * (self.num_blocks - block)
+
+
 # --- how the tokens of a step are laid out
 
 AXES: Final = 3

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import math
 import sys
+from bisect import bisect_left
+from functools import partial
 from typing import Final
 
 import torch
@@ -107,7 +109,7 @@ def decode(header: WireTensor, payload: bytes | bytearray) -> torch.Tensor:
 
 def decode_answer(asked: WireTensor, payload: bytes | bytearray) -> torch.Tensor:
     """A server's answer to hidden states [rows, tokens, width] with the header `asked`: of the same form, but without
-    the features that may stand behind them, so that it may be narrower by a whole number.
+    what is for single blocks and may stand behind them, so that it may be narrower.
 
     Raises:
         TensorError: the bytes fit no such answer.
@@ -116,11 +118,14 @@ def decode_answer(asked: WireTensor, payload: bytes | bytearray) -> torch.Tensor
     described.CopyFrom(asked)
     if len(asked.shape) == 3 and len(payload) < asked.nbytes:
         rows, tokens, width = asked.shape
-        for parts in range(2, min(width, 16) + 1):  # of the models that have any, features are of three blocks
-            shape = rows, tokens, width // parts
-            if width % parts == 0 and wire_nbytes(shape, asked.dtype, asked.codec) == len(payload):
-                described.shape[2], described.nbytes = width // parts, len(payload)
+        sizes = partial(_nbytes_of, asked, rows, tokens)
+        described.shape[2] = bisect_left(range(1, width), len(payload), key=sizes) + 1
+        described.nbytes = len(payload)
     return decode(described, payload)
+
+
+def _nbytes_of(asked: WireTensor, rows: int, tokens: int, width: int) -> int:
+    return wire_nbytes((rows, tokens, width), asked.dtype, asked.codec)
 
 
 def _encode_int8(tensor: torch.Tensor) -> bytes:

@@ -46,7 +46,7 @@ import trio
 
 from ..crypto.canonical import digest
 from . import wire_pb2 as wire
-from .framing import ITEM_BYTES, MAX_TENSORS, MessageStream
+from .framing import ITEM_BYTES, MAX_TENSORS, MessageStream, wire_nbytes
 from .ids import AXES, Span
 from .inference import HASH_BYTES, MAX_BATCH, Refusal, bad_request, opened_span
 
@@ -150,8 +150,9 @@ def hash_of_payloads(payloads: Iterable[Buffer]) -> bytes:
     return sha.digest()
 
 
-def check_request(request: wire.BatchRequest, backward: bool, hidden_size: int | None, max_length: int) -> None:
-    """Whether a batch has a form that a model of this hidden size, or of any, takes for texts up to `max_length`.
+def check_request(request: wire.BatchRequest, backward: bool, widths: tuple[int, int] | None, max_length: int) -> None:
+    """Whether a batch has a form that blocks take for texts up to `max_length`. `widths` of what enters the first of
+    them and leaves the last; None: any.
 
     Raises:
         Refusal: with what does not fit.
@@ -160,10 +161,11 @@ def check_request(request: wire.BatchRequest, backward: bool, hidden_size: int |
         raise bad_request(f"a {'backward' if backward else 'forward'} pass takes {1 + backward} tensors")
     shape, *gradients = (tuple(tensor.shape) for tensor in request.tensors)
     rows, tokens, hidden = shape if len(shape) == 3 else (0, 0, 0)
-    if not 1 <= rows <= MAX_BATCH or not tokens or hidden != (hidden_size or max(hidden, 1)):
-        raise bad_request(f"shape {shape} is not [rows up to {MAX_BATCH}, tokens, {hidden_size or 'hidden'}]")
-    if gradients and gradients[0] != shape:
-        raise bad_request(f"a gradient of {gradients[0]} is not of the hidden states' shape {shape}")
+    entering, leaving = widths or (max(hidden, 1), gradients[0][-1] if gradients and gradients[0] else 0)
+    if not 1 <= rows <= MAX_BATCH or not tokens or hidden != entering:
+        raise bad_request(f"shape {shape} is not [rows up to {MAX_BATCH}, tokens, {entering if widths else 'hidden'}]")
+    if gradients and (gradients[0] != (rows, tokens, leaving) or not 0 < leaving <= hidden):
+        raise bad_request(f"a gradient of {gradients[0]} is not of what comes of hidden states {shape}")
     if tokens > max_length:
         raise Refusal(wire.ERROR_TOO_LONG, f"the model takes {max_length} tokens, not {tokens}")
     if rows > 1 and rows * tokens > MICRO_BATCH_TOKENS:
@@ -174,6 +176,13 @@ def check_request(request: wire.BatchRequest, backward: bool, hidden_size: int |
     if numbers and (numbers not in (rows * tokens, AXES * rows * tokens) or max(request.positions) >= max_length):
         some = f"one number or {AXES} below {max_length}"
         raise bad_request(f"positions take {some} for each of {rows} x {tokens} tokens")
+
+
+def narrower(tensor: wire.Tensor, values: int) -> wire.Tensor:
+    """The header of the same hidden states without the last `values` of each token."""
+    shape = *tensor.shape[:-1], tensor.shape[-1] - values
+    nbytes = wire_nbytes(shape, tensor.dtype, tensor.codec)
+    return wire.Tensor(shape=shape, dtype=tensor.dtype, codec=tensor.codec, nbytes=nbytes)
 
 
 def check_names(names: Sequence[str], tensors: Sequence[wire.Tensor], what: str) -> None:

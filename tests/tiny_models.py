@@ -15,6 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
+from petalnode.protocols.ids import Span
+
 logging.disable_progress_bar()
 
 NUM_BLOCKS = 6
@@ -277,6 +279,30 @@ _HYBRID_SPECS: dict[str, tuple[str, dict[str, Any]]] = {
 HYBRIDS: tuple[str, ...] = tuple(_HYBRID_SPECS)
 """Those whose blocks keep states beside keys and values."""
 
+_PER_LAYER: dict[str, Any] = {
+    **_HEAD_DIM,
+    "sliding_window": 8,
+    "layer_types": _SLIDING_EVERY_OTHER,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": VOCABULARY,
+}
+_CROSSING_SPECS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma4_per_layer": ("gemma4_text", {**_PER_LAYER, "global_head_dim": 32}),
+    "gemma3n": (
+        "gemma3n_text",
+        {
+            **_PER_LAYER,
+            "laurel_rank": 8,
+            "activation_sparsity_pattern": [0.5] * 3 + [0.0] * 3,
+            "num_kv_shared_layers": 0,
+        },
+    ),
+}
+CROSSING: tuple[str, ...] = tuple(_CROSSING_SPECS)
+"""Those whose blocks get more than the hidden states of the block before."""
+CUTS: dict[str, tuple[Span, ...]] = dict.fromkeys(CROSSING, (Span(0, 2), Span(2, 3), Span(3, 6)))
+"""How three servers hold them."""
+
 _BY_NAME_ONLY: dict[str, tuple[str, dict[str, Any]]] = {
     "phimoe": ("phimoe", {**_LLAMA_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2}),
 }
@@ -301,7 +327,7 @@ def save_tiny(
         dtype: of the saved weights.
         overrides: fields of the configuration, such as num_hidden_layers=2.
     """
-    model_type, fields = (_SPECS | _HYBRID_SPECS | _BY_NAME_ONLY)[architecture]
+    model_type, fields = (_SPECS | _HYBRID_SPECS | _CROSSING_SPECS | _BY_NAME_ONLY)[architecture]
     config = AutoConfig.for_model(model_type, **{**fields, **overrides})
     with torch.random.fork_rng():
         torch.manual_seed(seed)

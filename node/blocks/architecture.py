@@ -178,7 +178,7 @@ def cache_specs(
 ) -> list[BlockCacheSpec]:
     """What each block keeps, found by running one token: no configuration says it for all."""
     recorder = _Recorder(len(windows))
-    hidden = torch.zeros(1, 1, int(skeleton.config.hidden_size), dtype=skeleton.dtype, device=device)
+    hidden = torch.zeros(1, 1, stack.width(), dtype=skeleton.dtype, device=device)
     try:
         stack.run(hidden, recorder, torch.zeros(1, 1, dtype=torch.long, device=device))
     except Exception as error:  # other architectures break in their own ways

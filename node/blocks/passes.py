@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
 
 import torch
+from torch.nn.functional import pad
 
 from ...protocols.ids import Span
 from ...protocols.training import LORA_PARTS, LoraName
@@ -42,13 +43,13 @@ class Batch:
     """What goes through the blocks of `span`, and in a backward pass back.
 
     Attributes:
-        hidden: float [rows, tokens, hidden size] of any dtype and device.
+        hidden: float [rows, tokens, width] of any dtype and device, the width as `BlockStack.width` has it.
         mask: bool [rows, tokens], False at padding; None if there is none.
         positions: int64 [rows, tokens], or [axes, rows, tokens]; None counts each row from 0.
-        prompts: [blocks of the span, 1 or rows, prefix, hidden size], added to the first `prefix` positions of what
-            enters each block (deep prompts: Petals, NeurIPS 2023, appendix G).
+        prompts: [blocks of the span, 1 or rows, prefix, hidden size], added to the first `prefix` positions of each
+            stream that enters a block (deep prompts: Petals, NeurIPS 2023, appendix G).
         lora: by their names, tensors that change linear layers of the span's blocks.
-        gradient: of what comes of it, of the same shape; None in a forward pass, and while it is on its way.
+        gradient: of what comes of it, of its shape; None in a forward pass, and while it is on its way.
     """
 
     span: Span
@@ -121,7 +122,7 @@ class SpanPasses:
         self._saved: weakref.WeakSet[SavedActivations] = weakref.WeakSet()
 
     def forward(self, batch: Batch) -> PassGenerator[torch.Tensor]:
-        """What the blocks make of `batch.hidden`: the same shape, on the span's device and in its dtype."""
+        """What the blocks make of `batch.hidden`, on the span's device and in its dtype."""
         run = _BatchRun(self._span, batch)
         hidden = run.hidden
         for block in range(run.count):
@@ -244,8 +245,9 @@ class _BatchRun:
 
     def _block(self, block: int, hidden: torch.Tensor, inputs: _Inputs) -> torch.Tensor:
         if inputs.prompt is not None:
-            prefix = inputs.prompt.shape[1]
-            hidden = torch.cat([hidden[:, :prefix] + inputs.prompt.to(hidden.dtype), hidden[:, prefix:]], dim=1)
+            prefix, widths = inputs.prompt.shape[1], self._stack.widths
+            prompt = pad(inputs.prompt.repeat(1, 1, widths.streams), (0, hidden.shape[2] - widths.of_streams))
+            hidden = torch.cat([hidden[:, :prefix] + prompt.to(hidden.dtype), hidden[:, prefix:]], dim=1)
         index = self._first + block
         pairs = {
             name.path: (tensor, inputs.lora[replace(name, part=LORA_PARTS[1])])

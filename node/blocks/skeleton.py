@@ -26,11 +26,11 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel
 from transformers.utils import logging
 
-from ...protocols.ids import Span
+from ...protocols.ids import Span, Widths
 from ..errors import ModelError, reason_of
 from ..models.checkpoint import Checkpoint
+from ..models.folder import crossing, scheme_of
 from ..models.folder import read_config as read_raw_config
-from ..models.folder import scheme_of
 from ..models.gguf.weights import GgufWeights
 from .images.language_part import causal_model
 from .kernels.library import library
@@ -82,6 +82,7 @@ class Skeleton:
         dtype: what the model computes in.
         parameters: everything that the whole model wants from a checkpoint, on the meta device.
         tied: the names of those that are others of them.
+        widths: of what travels between blocks.
         takes_pictures: whether these names are those of a model that also takes pictures or sound, and `decoder` is its
             language part; else those of the language part alone.
     """
@@ -93,6 +94,7 @@ class Skeleton:
     dtype: torch.dtype
     parameters: dict[str, Any]
     tied: tuple[str, ...]
+    widths: Widths
     takes_pictures: bool = False
 
     @property
@@ -158,7 +160,10 @@ class _ZeroEmbedding(nn.Module):
 
 
 class _PassThrough(nn.Module):
-    """In the place of a norm or projection that the client applies: returns its input."""
+    """In the place of a norm or projection, or of a list of them, that the client applies: returns its input."""
+
+    def __getitem__(self, index: int) -> _PassThrough:
+        return self
 
     def forward(self, hidden: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> torch.Tensor:
         given = kwargs.get("inputs_embeds") if hidden is None else hidden
@@ -217,7 +222,8 @@ def build(config: PreTrainedConfig, dtype: torch.dtype) -> Skeleton:
     decoder_path, list_name = found[0]
     decoder = cast(PreTrainedModel, model.get_submodule(decoder_path))
     tied = tuple(getattr(model, "all_tied_weights_keys", None) or {})
-    return Skeleton(model, decoder, decoder_path, list_name, dtype, model.state_dict(), tied)
+    widths = Widths(int(config.hidden_size), int(config.num_hidden_layers), *crossing(config.to_dict()))
+    return Skeleton(model, decoder, decoder_path, list_name, dtype, model.state_dict(), tied, widths)
 
 
 def _lists_of_blocks(model: PreTrainedModel, count: int | None) -> list[tuple[str, str]]:
@@ -237,11 +243,6 @@ def _lists_of_blocks(model: PreTrainedModel, count: int | None) -> list[tuple[st
 
 def _refuse_outside_inputs(config: PreTrainedConfig) -> None:
     """Blocks that read more than hidden states cannot run on a server that sees nothing else."""
-    if getattr(config, "hidden_size_per_layer_input", 0):
-        raise ModelError(
-            f"models of type {config.model_type!r} feed the token ids into every block (per-layer inputs), "
-            "which a server of blocks never sees: petalnode cannot serve them"
-        )
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         raise ModelError(
             f"in this {config.model_type!r} model all tokens of a prompt see each other, so that none can be gone on "

@@ -57,7 +57,7 @@ class BlockSpan:
     Attributes:
         span: the blocks, numbered in the whole model.
         num_blocks: blocks of the whole model.
-        hidden_size: values per token between blocks.
+        hidden_size: values per token of a stream of hidden states.
         dtype, device: of the computation.
         cache_bytes_per_token: attention cache of one token of one row, all blocks of the span; of states, if all keep
             nothing else, what counts as a token.
@@ -186,20 +186,20 @@ class BlockSpan:
         """Runs the next tokens of one session (prefill, a chunk, a step) and keeps them in its cache.
 
         Args:
-            hidden: float [batch, tokens, hidden size] of any dtype and device; wider by the features that the
-                session's `features` blocks add, which stand behind the values of the hidden size. A step with groups is
-                cut by `SpanCache.whole_groups` only.
+            hidden: float [batch, tokens, width] of any dtype and device, the width as `BlockStack.width` has it; wider
+                by the features that the session's `features` blocks add, which stand behind. A step with groups is cut
+                by `SpanCache.whole_groups` only.
             adapter: changes the blocks for this session.
 
         Returns:
-            The same shape, dtype and device, without the features that were added.
+            The same rows, tokens, dtype and device, without what was for these blocks alone.
 
         Raises:
             ValueError: another shape, or more tokens than the cache takes.
         """
         self._check(hidden, cache)
         tokens = hidden.shape[1]
-        entering, *features = torch.split(hidden.to(self.device, self.dtype), self.hidden_size, dim=2)
+        entering, *features = torch.split(hidden.to(self.device, self.dtype), self.stack.width(cache.first), dim=2)
         with cache.replaying() as again:
             if again is not None:
                 entering = torch.cat([again, entering], dim=1)
@@ -264,7 +264,7 @@ class BlockSpan:
         outputs: dict[int, torch.Tensor] = {}
         together: dict[object, list[Member]] = {}
         for member in members:
-            wide = member.hidden.shape[2] != self.hidden_size
+            wide = member.hidden.shape[2] != self.stack.width(member.cache.first)
             if wide or not self.supports_ragged or self._stands_apart(member.cache, member.adapter):
                 outputs[member.index] = self.forward(member.hidden, member.cache, member.adapter)
             else:
@@ -344,11 +344,10 @@ class BlockSpan:
         return range(cache.first, cache.first + len(cache.specs))
 
     def _check(self, hidden: torch.Tensor, cache: SpanCache) -> None:
+        width = self.stack.width(cache.first)
         widths = {1, 1 + max(self.features - self.span.start - cache.first, 0)}
-        if hidden.dim() != 3 or hidden.shape[0] != cache.batch or hidden.shape[2] / self.hidden_size not in widths:
-            raise ValueError(
-                f"hidden states have shape {tuple(hidden.shape)}, not ({cache.batch}, tokens, {self.hidden_size})"
-            )
+        if hidden.dim() != 3 or hidden.shape[0] != cache.batch or hidden.shape[2] / width not in widths:
+            raise ValueError(f"hidden states have shape {tuple(hidden.shape)}, not ({cache.batch}, tokens, {width})")
         if cache.length + hidden.shape[1] > cache.max_length or not hidden.shape[1]:
             raise ValueError(f"{hidden.shape[1]} more tokens do not fit: {cache.length} of {cache.max_length} are held")
 
@@ -436,7 +435,7 @@ def load(folder: Path, span: Span, how: Loading) -> BlockSpan:
     use_dots(blocks)
     round_inputs(layers)
     cut_config(skeleton.config, span, num_blocks)
-    stack = BlockStack(skeleton.decoder, blocks)
+    stack = BlockStack(skeleton.decoder, blocks, skeleton.widths, span.start)
     specs = cache_specs(stack, skeleton, windows, target)
     loaded = BlockSpan(span, num_blocks, stack, specs, skeleton, target, numerics)
     # A chunk that attention stays within is no window that moves along, though its cache looks like one.

@@ -10,14 +10,15 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 
-from ...protocols.ids import PLAIN, Layout
+from ...protocols.ids import PLAIN, Layout, Widths
 from .cache import SpanCache
 from .caches.ragged import RAGGED
 from .config import original_length
@@ -26,19 +27,23 @@ from .images.layout import takes_positions
 
 
 class BlockStack:
-    """Runs hidden states through `blocks` by calling the decoder that owns them.
+    """Runs hidden states through `blocks`, from the model's block `first` on, by calling the decoder that owns them.
 
     Not thread-safe.
 
     Attributes:
+        widths: of what travels between blocks.
         blocks: the modules, in their order.
         original_length: as `config.original_length`.
         takes_positions: whether tokens may stand in a picture, and have positions along three axes.
         takes_groups: whether tokens may be in groups that see each other both ways.
     """
 
-    def __init__(self, decoder: PreTrainedModel, blocks: Sequence[nn.Module]) -> None:
+    def __init__(self, decoder: PreTrainedModel, blocks: Sequence[nn.Module], widths: Widths, first: int) -> None:
         self._decoder = decoder
+        self.widths, self._first = widths, first
+        if widths.per_block:
+            cast(Any, decoder).project_per_layer_inputs = _made_by_the_client
         self._takes_positions = "position_ids" in inspect.signature(decoder.forward).parameters
         self._implementation = decoder.config._attn_implementation
         self.original_length = original_length(decoder.config)
@@ -63,6 +68,10 @@ class BlockStack:
         Then sessions of different lengths cannot share a batch.
         """
         return any(kind in ("dynamic", "longrope") for kind in _rotary_kinds(self._decoder.config))
+
+    def width(self, index: int = 0) -> int:
+        """Of what enters the block at this index."""
+        return self.widths.at(self._first + index)
 
     def begin_step(self, cache: SpanCache, tokens: int, long_factors: bool, layout: Layout = PLAIN) -> None:
         """To be called before the next `tokens` tokens of a row, a whole step, are computed, perhaps in several parts.
@@ -101,9 +110,10 @@ class BlockStack:
         part: range | None = None,
         long_factors: bool = False,
     ) -> torch.Tensor:
-        """What the last block makes of `hidden` [rows, tokens, hidden size].
+        """What the last block makes of `hidden` [rows, tokens, width], without what these blocks got for themselves.
 
         Args:
+            hidden: as wide as `widths` has it before the first block that computes.
             cache: None keeps nothing, and lets gradients through.
             position_ids: int64 [rows or 1, tokens], or [axes, rows, tokens].
             attention_mask: bool or int [rows, tokens held + new], 0 where there is padding; or what `masks` makes.
@@ -112,7 +122,14 @@ class BlockStack:
             long_factors: rotary frequencies are those of a text beyond `original_length`, if the model has such.
         """
         arguments: dict[str, Any] = {"position_ids": position_ids} if self._takes_positions else {}
-        self._input = hidden
+        part = range(len(self.blocks)) if part is None else part
+        self._input, ahead = opened(self.widths, hidden)
+        if self.widths.per_block:
+            mine = len(part) * self.widths.per_block
+            own = ahead[:, :, :mine].reshape(*hidden.shape[:2], len(part), self.widths.per_block)
+            ahead = ahead[:, :, mine:]
+            arguments["per_layer_inputs"] = pad(own, (0, 0, part.start, len(self.blocks) - part.stop))
+        embedded = self._input if self.widths.streams == 1 else self._input[0]
         self._long_factors = long_factors and self.original_length is not None
         config = self._decoder.config
         for rotary in self._rotaries:
@@ -120,12 +137,12 @@ class BlockStack:
         if ragged:
             config._attn_implementation = RAGGED
         # Idle blocks stay in the list, because decoders count per-layer settings by their place in it.
-        idle = [] if part is None else [block for index, block in enumerate(self.blocks) if index not in part]
+        idle = [block for index, block in enumerate(self.blocks) if index not in part]
         for block in idle:
             block.forward = self._hand_on
         try:
             self._decoder(
-                inputs_embeds=hidden.detach().clone(),  # some decoders scale it in place
+                inputs_embeds=embedded.detach().clone(),  # some decoders scale it in place
                 attention_mask=attention_mask,
                 past_key_values=cache,
                 use_cache=cache is not None,
@@ -141,7 +158,7 @@ class BlockStack:
                 config._attn_implementation = self._implementation
         if output is None:
             raise RuntimeError("the decoder did not run its last block")
-        return output
+        return closed(self.widths, output, ahead)
 
     def masks(
         self,
@@ -201,6 +218,28 @@ class BlockStack:
         # The first run, while loading, is of all blocks: it shows what form this decoder expects.
         self._parts = 0 if isinstance(output, torch.Tensor) else len(output)
         self._output = output if isinstance(output, torch.Tensor) else output[0]
+
+
+def opened(widths: Widths, travelling: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of what travels between blocks, [rows, tokens, width]: hidden states as blocks take them, [rows, tokens, hidden
+    size] or [streams, rows, tokens, hidden size]; and what is for single blocks."""
+    hidden, ahead = travelling[:, :, : widths.of_streams], travelling[:, :, widths.of_streams :]
+    if widths.streams > 1:
+        apart = hidden.reshape(*hidden.shape[:2], widths.streams, widths.hidden)
+        hidden = apart.permute(2, 0, 1, 3).contiguous()
+    return hidden, ahead
+
+
+def closed(widths: Widths, hidden: torch.Tensor, ahead: torch.Tensor | None) -> torch.Tensor:
+    """What travels: the inverse of `opened`."""
+    if widths.streams > 1:
+        hidden = hidden.permute(1, 2, 0, 3).flatten(2)
+    return hidden if ahead is None or not ahead.shape[2] else torch.cat([hidden, ahead.to(hidden.dtype)], dim=2)
+
+
+def _made_by_the_client(embedded: torch.Tensor, per_block: torch.Tensor) -> torch.Tensor:
+    """In the place of what makes the values for single blocks of tokens."""
+    return per_block
 
 
 def _rotary_kinds(config: Any) -> list[str]:

@@ -274,7 +274,7 @@ class ServerSelection:
             token = 1 / speed if speed > 0 else server.step_seconds
             round_trip, per_byte = self.round_trip(hop.peer_id) or 0.0, self.seconds_per_byte(hop.peer_id)
             costs.append(WireCost(server.step_seconds, token, round_trip, per_byte))
-        return choose_codec(costs, spec.dtype, self.model.folder.hidden_size, errors)
+        return choose_codec(costs, spec.dtype, self.model.folder.widths.at(spec.span.start), errors)
 
     def _wanted(self, spec: SessionSpec) -> str:
         """What a server must hold, for a person."""
@@ -288,7 +288,7 @@ class ServerSelection:
             cache_tokens=spec.batch * spec.max_length,
             max_length=spec.max_length,
             tokens=spec.batch,
-            token_bytes=wire_nbytes((self.model.folder.hidden_size,), spec.dtype, spec.codec),
+            token_bytes=wire_nbytes((self.model.folder.widths.at(spec.span.start),), spec.dtype, spec.codec),
             pushed=spec.push,
         )
 

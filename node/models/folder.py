@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...crypto.bounded_json import BadJson, JsonLimits, parse_json_object
+from ...protocols.ids import Widths
 from ..errors import ModelError
 from .stored_scheme import StoredScheme, stored_scheme
 
@@ -31,6 +32,10 @@ _QUANTISED_FIELDS = {
     "compression_config": "compressed-tensors",
 }
 """Fields by which checkpoints say so, and whose they are if these do not name the method."""
+_CROSSING_FIELDS: Final = ("altup_num_inputs", "hidden_size_per_layer_input")
+_CROSSING: Final = {"gemma3n_text": (4, 256), "gemma4_text": (1, 256)}
+"""What transformers takes for these fields where the configuration of such a model has none."""
+_MOST_STREAMS, _MOST_PER_BLOCK = 16, 4096
 TEXT_FIELDS = ("text_config", "llm_config", "language_config")
 
 
@@ -43,7 +48,7 @@ class ModelFolder:
         path: the folder, absolute.
         config: `config.json` as it is.
         num_blocks: transformer blocks of the whole model.
-        hidden_size: width of the hidden states that travel.
+        hidden_size: width of a stream of hidden states.
         revision: the hub commit that it came from, else None.
         pinned: the first hexadecimal digits of the model version that was asked for, else None.
         asked: what a person called the model, without a version; empty where nobody did.
@@ -57,6 +62,11 @@ class ModelFolder:
     revision: str | None = None
     pinned: str | None = None
     asked: str = field(default="", compare=False)
+
+    @property
+    def widths(self) -> Widths:
+        """Of what travels between blocks."""
+        return Widths(self.hidden_size, self.num_blocks, *crossing(self.config))
 
 
 def open_folder(path: Path, name: str, revision: str | None = None) -> ModelFolder:
@@ -178,6 +188,22 @@ def hidden_size(config: Mapping[str, Any]) -> int:
     if found is None or found < 1:
         raise ModelError(f"it does not say how wide the hidden states are ({', '.join(_HIDDEN_FIELDS)}).")
     return found
+
+
+def crossing(config: Mapping[str, Any]) -> tuple[int, int]:
+    """How many streams of hidden states go from block to block, and how many values of a token each block gets for
+    itself.
+
+    Raises:
+        ModelError: numbers that no model has.
+    """
+    text = _text_config(config)
+    usual = _CROSSING.get(str(text.get("model_type")), (1, 0))
+    found = [_first_integer(text, (name,)) for name in _CROSSING_FIELDS]
+    streams, per_block = (most if one is None else one for one, most in zip(found, usual, strict=True))
+    if not (1 <= streams <= _MOST_STREAMS and 0 <= per_block <= _MOST_PER_BLOCK):
+        raise ModelError(f"{streams} streams of hidden states and {per_block} values for each block are out of range.")
+    return streams, per_block
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -120,10 +120,9 @@ class _SignedStep:
         span, shape = Span(*receipt.span), list(asked.shape)
         if receipt.adapter or step.reorder or step.long_factors or step.positions:
             raise BadInput("answers with adapters, pictures, long factors or several rows are not computed from tokens")
-        if len(shape) != 3 or (shape[0], shape[2]) != (1, folder.hidden_size) or not shape[1]:
-            raise BadInput(
-                f"the receipts tell of tensors of {shape[:8]}, and the model's width is {folder.hidden_size}"
-            )
+        width = folder.widths.at(span.start)
+        if len(shape) != 3 or (shape[0], shape[2]) != (1, width) or not shape[1]:
+            raise BadInput(f"the receipts tell of tensors of {shape[:8]}, and the model's width is {width}")
         if asked.dtype not in DTYPES or not 0 <= span.start < span.end <= folder.num_blocks:
             raise BadInput(f"{folder.name} has no blocks {span} that take {asked.dtype[:40]!r}")
         if asked.codec == "int8-block64" and folder.hidden_size % INT8_BLOCK:

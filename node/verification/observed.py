@@ -135,7 +135,7 @@ def observed_batch(logged: LoggedBatch, device: str = "") -> Observed:
         receipt.dtype,
         receipt.quantisation,
         request.batch,
-        (decode(wire, logged.outputs[0]),),
+        (decode_answer(wire, logged.outputs[0]),),
         device,
         wire.codec,
         logged,

@@ -13,7 +13,7 @@ from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.protocols.ids import Span
 from tests.parity.local_swarm import loaded
 from tests.parity.whole import Whole, whole_of
-from tests.tiny_models import ARCHITECTURES, HYBRIDS, VOCABULARY
+from tests.tiny_models import ARCHITECTURES, CROSSING, HYBRIDS, VOCABULARY
 
 Tiny = Callable[[str], Path]
 
@@ -22,7 +22,7 @@ CUTS = (Span(0, 2), Span(2, 3), Span(3, 6))
 TOLERANCE = 1e-5
 # Their masks or positions are of one length for all rows, or attention changes what it is given.
 SINGLY = ("bloom", "falcon", "deepseek", "llama4", "codegen", "gpt_neo_", "mpt")
-RAGGED = {a for a in ARCHITECTURES if not a.startswith(SINGLY)}
+RAGGED = {a for a in (*ARCHITECTURES, *CROSSING) if not a.startswith(SINGLY)}
 
 
 class Chain:
@@ -58,7 +58,7 @@ def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANC
     assert difference <= tolerance, f"differs by {difference:.2g}"
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *HYBRIDS])
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *HYBRIDS, *CROSSING])
 def test_spans_equal_the_whole_model(architecture: str, tiny: Tiny) -> None:
     folder = tiny(architecture)
     spans = [loaded(folder, cut) for cut in CUTS]
@@ -90,7 +90,7 @@ def test_spans_equal_the_whole_model(architecture: str, tiny: Tiny) -> None:
     close(other.forward(entered), left)
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *HYBRIDS])
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *HYBRIDS, *CROSSING])
 def test_left_padded_rows_equal_the_whole_model(architecture: str, tiny: Tiny) -> None:
     folder = tiny(architecture)
     spans = [loaded(folder, cut) for cut in CUTS]
@@ -109,7 +109,7 @@ def test_left_padded_rows_equal_the_whole_model(architecture: str, tiny: Tiny) -
     close(chain.forward(entered), left)
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *HYBRIDS])
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *HYBRIDS, *CROSSING])
 def test_sessions_decoded_together_equal_sessions_alone(architecture: str, tiny: Tiny) -> None:
     spans = [loaded(tiny(architecture), cut) for cut in CUTS]
     shapes = [(1, 3, None), (2, 11, None), (1, 19, None), (3, 7, [4, 0, 1])]
@@ -117,27 +117,27 @@ def test_sessions_decoded_together_equal_sessions_alone(architecture: str, tiny:
     alone = [Chain(spans, batch, padding) for batch, _, padding in shapes]
     generator = torch.Generator().manual_seed(1)
     for (batch, length, _), first, second in zip(shapes, together, alone, strict=True):
-        hidden = torch.randn(batch, length, spans[0].hidden_size, generator=generator)
+        hidden = torch.randn(batch, length, spans[0].stack.width(), generator=generator)
         first.forward(hidden)
         second.forward(hidden)
     for _ in range(3):
-        hidden = [torch.randn(batch, 1, spans[0].hidden_size, generator=generator) for batch, _, _ in shapes]
+        hidden = [torch.randn(batch, 1, spans[0].stack.width(), generator=generator) for batch, _, _ in shapes]
         for got, chain, state in zip(decode_together(together, hidden), alone, hidden, strict=True):
             close(got, chain.forward(state))
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *HYBRIDS])
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *HYBRIDS, *CROSSING])
 def test_reordered_rows_continue_the_rows_they_were_taken_from(architecture: str, tiny: Tiny) -> None:
     span = load_span(tiny(architecture), Span(1, 4))
     generator = torch.Generator().manual_seed(2)
-    hidden = torch.randn(3, 9, span.hidden_size, generator=generator)
+    hidden = torch.randn(3, 9, span.stack.width(), generator=generator)
     order, padding = [2, 2, 0], [1, 0, 3]
     moved = span.make_cache(3, 12, padding)
     span.forward(hidden, moved)
     moved.reorder(order)
     expected = span.make_cache(3, 12, [padding[row] for row in order])
     span.forward(hidden[order], expected)
-    last = torch.randn(3, 1, span.hidden_size, generator=generator)
+    last = torch.randn(3, 1, span.stack.width(), generator=generator)
     close(span.forward(last, moved), span.forward(last, expected))
 
 

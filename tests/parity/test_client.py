@@ -19,7 +19,7 @@ from petalnode.protocols.ids import Span
 from tests.greedy import prompt
 from tests.parity.local_swarm import open_client
 from tests.parity.whole import whole_of
-from tests.tiny_models import ARCHITECTURES, HYBRIDS, save_tiny
+from tests.tiny_models import ARCHITECTURES, CROSSING, HYBRIDS, save_tiny
 
 Tiny = Callable[[str], Path]
 
@@ -36,7 +36,7 @@ def generate(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, **
     return out
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *HYBRIDS])
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *HYBRIDS, *CROSSING])
 def test_logits_equal(architecture: str, tiny: Tiny) -> None:
     folder = tiny(architecture)
     client, _ = open_client(folder, TWO)
@@ -56,7 +56,7 @@ def test_logits_equal(architecture: str, tiny: Tiny) -> None:
     assert (client.head(left[:, -1:]) - logits[:, -1:]).abs().max() <= LOGITS
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *HYBRIDS])
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *HYBRIDS, *CROSSING])
 def test_greedy_tokens_equal(architecture: str, tiny: Tiny) -> None:
     folder = tiny(architecture)
     client, swarm = open_client(folder, THREE)
@@ -73,7 +73,7 @@ def test_greedy_tokens_equal(architecture: str, tiny: Tiny) -> None:
         assert swarm.calls == [(0, 9)] + [(9 + step, 1) for step in range(9)]
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *HYBRIDS])
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *HYBRIDS, *CROSSING])
 def test_beam_search_equals(architecture: str, tiny: Tiny) -> None:
     folder = tiny(architecture)
     client, _ = open_client(folder, TWO)

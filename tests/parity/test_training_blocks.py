@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,9 +15,11 @@ from transformers.pytorch_utils import Conv1D
 from petalnode.node.blocks.passes import Batch, Gradients, PassGenerator, SpanPasses
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.blocks.span_adapter import linear_shapes
+from petalnode.node.blocks.stack import closed
+from petalnode.node.models.folder import open_folder
 from petalnode.protocols.ids import Span
 from petalnode.protocols.training import LoraName
-from tests.tiny_models import ARCHITECTURES, HIDDEN, HYBRIDS, NUM_BLOCKS, VOCABULARY, load_whole
+from tests.tiny_models import ARCHITECTURES, CROSSING, HIDDEN, HYBRIDS, NUM_BLOCKS, VOCABULARY, load_whole
 
 Tiny = Callable[[str], Path]
 
@@ -52,9 +54,14 @@ class WholeBlocks:
 
     folder: Path
     prompts: torch.Tensor
+    leaves: list[torch.Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.model = load_whole(self.folder).requires_grad_(False)
+        self.widths, decoder = open_folder(self.folder, "tiny").widths, cast(Any, self.model.base_model)
+        if self.widths.per_block:
+            made = decoder.project_per_layer_inputs
+            decoder.project_per_layer_inputs = lambda *args: self._leaf(made(*args))
         blocks = next(m for m in self.model.modules() if isinstance(m, nn.ModuleList) and len(m) == NUM_BLOCKS)
         for number, block in enumerate(blocks):
             block.register_forward_pre_hook(self._entering(number), with_kwargs=True)
@@ -64,17 +71,26 @@ class WholeBlocks:
         def enter(block: nn.Module, args: Any, kwargs: Any) -> Any:
             hidden = args[0] if args else kwargs["hidden_states"]
             if number == 0:
-                self.entered = hidden = hidden.detach().requires_grad_()
-            hidden = torch.cat([hidden[:, :PREFIX] + self.prompts[number], hidden[:, PREFIX:]], dim=1)
+                hidden = self._leaf(hidden)
+            hidden = torch.cat([hidden[..., :PREFIX, :] + self.prompts[number], hidden[..., PREFIX:, :]], dim=-2)
             return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
         return enter
 
+    def _leaf(self, given: torch.Tensor) -> torch.Tensor:
+        self.leaves.append(given.detach().requires_grad_())
+        return self.leaves[-1]
+
     def _leaving(self, block: nn.Module, args: Any, output: Any) -> None:
-        self.left = output if isinstance(output, torch.Tensor) else output[0]
+        self.left = closed(self.widths, output if isinstance(output, torch.Tensor) else output[0], None)
+
+    def entering(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+        """As it travels: the leaves that a run has made, or their gradients."""
+        return closed(self.widths, leaves[-1], None if len(leaves) == 1 else leaves[0].flatten(2))
 
     def run(self, mask: torch.Tensor | None) -> None:
         ids = torch.randint(3, VOCABULARY, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
+        self.leaves.clear()
         self.model(ids, attention_mask=None if mask is None else mask.long(), use_cache=False)
 
 
@@ -102,7 +118,7 @@ def through(spans: Sequence[BlockSpan], batch: Batch, gradient: torch.Tensor, me
     return hidden, Gradients(gradient, torch.cat(found[::-1]) if batch.prompts is not None else None, {})
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *HYBRIDS])
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *HYBRIDS, *CROSSING])
 def test_gradients_equal_the_whole_models(architecture: str, tiny: Tiny) -> None:
     folder = tiny(architecture)
     generator = torch.Generator().manual_seed(1)
@@ -112,13 +128,13 @@ def test_gradients_equal_the_whole_models(architecture: str, tiny: Tiny) -> None
     for mask in MASKS.values():
         whole.run(mask)
         seen = torch.ones(ROWS, TOKENS, 1) if mask is None else mask.unsqueeze(2).float()
-        gradient = torch.randn(ROWS, TOKENS, HIDDEN, generator=generator) * seen
-        expected = torch.autograd.grad(whole.left, [whole.entered, prompts], gradient)
-        batch = Batch(Span(0, 1), whole.entered.detach(), mask, None, prompts.detach())
+        gradient = torch.randn(ROWS, TOKENS, whole.widths.at(NUM_BLOCKS), generator=generator) * seen
+        *of_leaves, of_prompts = torch.autograd.grad(whole.left, [*whole.leaves, prompts], gradient)
+        batch = Batch(Span(0, 1), whole.entering(whole.leaves).detach(), mask, None, prompts.detach())
         left, found = through(spans, batch, gradient, PLENTY)
         close(left * seen, whole.left * seen)
-        close(found.hidden * seen, expected[0] * seen)
-        close(found.prompts, expected[1])
+        close(found.hidden * seen, whole.entering(of_leaves) * seen)
+        close(found.prompts, of_prompts)
         assert torch.isfinite(found.hidden).all()
 
 

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
+from petalnode.node.blocks.stack import closed
+from petalnode.node.models.folder import open_folder
 from tests.tiny_models import NUM_BLOCKS, load_whole
 
 
@@ -26,15 +28,24 @@ class Whole:
 
     def __post_init__(self) -> None:
         self.model = load_whole(self.folder, self.dtype)
+        self.widths, self._per_block = open_folder(self.folder, "tiny").widths, None
+        decoder: Any = self.model.base_model
+        if self.widths.per_block:
+            made = decoder.project_per_layer_inputs
+            decoder.project_per_layer_inputs = lambda *args: self._note(made(*args))
         blocks = next(m for m in self.model.modules() if isinstance(m, nn.ModuleList) and len(m) == NUM_BLOCKS)
         blocks[0].register_forward_pre_hook(self._enter, with_kwargs=True)
         blocks[-1].register_forward_hook(self._leave)
 
+    def _note(self, per_block: torch.Tensor) -> torch.Tensor:
+        self._per_block = per_block.flatten(2)
+        return per_block
+
     def _enter(self, block: nn.Module, args: Any, kwargs: Any) -> None:
-        self.entered.append(args[0] if args else kwargs["hidden_states"])
+        self.entered.append(closed(self.widths, args[0] if args else kwargs["hidden_states"], self._per_block))
 
     def _leave(self, block: nn.Module, args: Any, output: Any) -> None:
-        self.left.append(output if isinstance(output, torch.Tensor) else output[0])
+        self.left.append(closed(self.widths, output if isinstance(output, torch.Tensor) else output[0], None))
 
     def cache(self) -> DynamicCache:
         return DynamicCache(config=self.model.config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from petalnode.node.client.generation.drafting import Draft, DraftPlan
 
@@ -21,3 +22,12 @@ def draft_deep(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(DraftPlan, "choose", choose)
     monkeypatch.setattr(DraftPlan, "step_tokens", lambda plan, tokens: min(tokens, 3))
+
+
+class Few:
+    """A processor with which a random model repeats itself."""
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.clone()
+        scores[:, 5:9] += 20
+        return scores

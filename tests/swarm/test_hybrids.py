@@ -12,7 +12,7 @@ import torch
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
 from tests.greedy import generate, prompt
-from tests.swarm.deep_drafts import draft_deep
+from tests.swarm.deep_drafts import Few, draft_deep
 from tests.swarm.fleet import heard_of
 from tests.tiny_models import HYBRIDS, load_whole, save_tiny
 
@@ -106,15 +106,6 @@ def test_a_server_is_killed_in_the_middle(model: Model, whole: Any, swarm: Memor
             if victim is not None:
                 victim.kill()
         assert torch.equal(generate(model, ids, session=session), generate(whole, ids))
-
-
-class Few:
-    """A processor with which a random model repeats itself."""
-
-    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        scores = scores.clone()
-        scores[:, 5:9] += 20
-        return scores
 
 
 def test_drafts_change_no_token(model: Model, whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:

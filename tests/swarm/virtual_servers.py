@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from petalnode.node.client.core import ClientOptions, SwarmClient, open_client
 from petalnode.node.client.request import WireTensor
 from petalnode.node.client.session.session import ClientSession
 from petalnode.node.client.session.stream import SessionSpec
+from petalnode.node.models.folder import ModelFolder
 from petalnode.node.testing import MemoryNetwork, MemoryNode
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import Announcement, ServerState
@@ -262,7 +263,7 @@ class VirtualSwarm:
         """`options` are those of `ClientOptions`."""
         node: Any = _ClientNode(self)
         self.network.nodes[node.peer_id] = node
-        folder: Any = SimpleNamespace(name="virtual", num_blocks=BLOCKS, hidden_size=HIDDEN, config={})
+        folder = ModelFolder("virtual", Path(), {}, BLOCKS, HIDDEN)
         from petalnode.node.client.swarm_model import SwarmModel
 
         async with open_client(node, SwarmModel(VERSION, folder), ClientOptions(**options)) as client:

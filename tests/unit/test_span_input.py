@@ -97,16 +97,6 @@ def test_configurations_that_cannot_be_used(folder: Path, fields: dict[str, Any]
         load_span(folder, WHOLE)
 
 
-def test_blocks_that_want_token_ids_are_refused(folder: Path) -> None:
-    edit_config(
-        folder, model_type="gemma3n_text", hidden_size_per_layer_input=8, num_hidden_layers=2, laurel_rank=4,
-        vocab_size_per_layer_input=128, num_kv_shared_layers=0, layer_types=["full_attention"] * 2,
-        activation_sparsity_pattern=None, head_dim=16, intermediate_size=[96, 96],
-    )  # fmt: skip
-    with pytest.raises(ModelError, match="per-layer inputs"):
-        load_span(folder, WHOLE)
-
-
 def test_arguments_that_make_no_sense(folder: Path) -> None:
     with pytest.raises(BadInput, match="0:2"):
         load_span(folder, Span(1, 3))

@@ -74,7 +74,6 @@ class Decoder(Protocol):
     stack: BlockStack
     span: Span
     step: SpanStep | None
-    hidden_size: int
     numerics: Numerics
     specs: tuple[BlockCacheSpec, ...]
     dtype: torch.dtype
@@ -203,7 +202,7 @@ def tiny_sessions(span: Decoder, part: Span, count: int = 2) -> list[tuple[torch
     sessions = []
     for batch, length, padding in ((1, 5, None), (2, 3, [2, 0]))[:count]:
         cache = span.make_cache(batch, length + 1, padding, part)
-        hidden = torch.randn(batch, length + 1, span.hidden_size, generator=generator)
+        hidden = torch.randn(batch, length + 1, span.stack.width(part.start - span.span.start), generator=generator)
         span.forward(hidden[:, :length], cache)
         sessions.append((hidden[:, length:], cache))
     return sessions
@@ -231,7 +230,7 @@ def _agrees(span: Decoder, part: Span) -> bool:
     sessions = []
     for batch, length, padding in ((1, 3, None), (2, 2, [1, 0])):
         cache = span.make_cache(batch, length + 1, padding, part)
-        hidden = torch.randn(batch, length + 1, span.hidden_size, generator=generator)
+        hidden = torch.randn(batch, length + 1, span.stack.width(part.start - span.span.start), generator=generator)
         span.forward(hidden[:, :length], cache)
         sessions.append((hidden[:, length:], cache))
     try:

@@ -227,7 +227,8 @@ class RemotePass:
         return _apply(self, gradients, tuple(kept), hidden, *kept.values())
 
     def _check(self, hidden: torch.Tensor, prompts: torch.Tensor | None) -> None:
-        width = self.runtime.value.model.folder.hidden_size
+        widths = self.runtime.value.model.folder.widths
+        width = widths.at(self.span.start)
         if hidden.dim() != 3 or not hidden.numel() or hidden.shape[2] != width:
             raise BadInput(f"hidden states have shape [batch, tokens, {width}], not {list(hidden.shape)}")
         rows, tokens = hidden.shape[:2]
@@ -245,11 +246,11 @@ class RemotePass:
             or prompts.shape[0] != len(self.span)
             or prompts.shape[1] not in (1, rows)
             or not 1 <= prompts.shape[2] <= tokens
-            or prompts.shape[3] != width
+            or prompts.shape[3] != widths.hidden
         ):
             raise BadInput(
-                f"deep prompts have shape [{len(self.span)} blocks, 1 or {rows}, up to {tokens} tokens, {width}], "
-                f"not {list(prompts.shape)}"
+                f"deep prompts have shape [{len(self.span)} blocks, 1 or {rows}, up to {tokens} tokens, "
+                f"{widths.hidden}], not {list(prompts.shape)}"
             )
 
     def forward(
@@ -258,7 +259,9 @@ class RemotePass:
         """The output of the blocks, and the batch that a backward pass starts from."""
         client = self.runtime.value.batches
         try:
-            batch_spec = BatchSpec(self.runtime.value.model.version, self.codec, dtype_name(hidden.dtype))
+            model = self.runtime.value.model
+            per_block = model.folder.widths.per_block
+            batch_spec = BatchSpec(model.version, self.codec, dtype_name(hidden.dtype), per_block)
             for tensor in kept.values():
                 dtype_name(tensor.dtype)
         except TensorError as error:

@@ -15,6 +15,7 @@ from typing import TypeVar
 import trio
 
 from ....protocols.ids import BACKWARD, FORWARD, Span
+from ....protocols.training import narrower
 from ...errors import ServerFailed, SwarmError, unwrapped
 from ...swarm.routing import Hop
 from ..request import MAX_FAILURES, WireTensor, blames_request
@@ -133,8 +134,10 @@ class BatchPass:
         return chunk
 
     async def _begin(self, index: int, junction: Junction, ahead: _EarlyBackward) -> None:
-        """Lets the server compute forward again while those behind it go back. A gradient has the form of its input."""
-        request = await self._request(junction.hop, index, (junction.entered, junction.entered))
+        """Lets the server compute forward again while those behind it go back. A gradient has the form of an output."""
+        entered, own = junction.entered, self.spec.stream.per_block * len(junction.hop.span)
+        gradient = WireTensor(narrower(entered.tensor, own), entered.payload)
+        request = await self._request(junction.hop, index, (entered, gradient))
         ahead.settle(await self.client.begin(junction.hop, self.spec.stream, request, self.spec.timeout))
 
     async def _back(

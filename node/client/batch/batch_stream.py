@@ -13,7 +13,7 @@ import trio
 from ....crypto.receipts import Receipt
 from ....protocols import wire_pb2 as wire
 from ....protocols.framing import PeerError, all_finite
-from ....protocols.ids import BACKWARD, PROTOCOL_VERSION
+from ....protocols.ids import BACKWARD, FORWARD, PROTOCOL_VERSION
 from ....protocols.inference import Refusal
 from ....protocols.training import (
     KEPT_SETS,
@@ -22,6 +22,7 @@ from ....protocols.training import (
     hash_of_batch,
     hash_of_keep,
     hash_of_payloads,
+    narrower,
     receive_pieces,
     send_in_pieces,
 )
@@ -36,11 +37,12 @@ MAX_CREDITS: Final = 64
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """What a stream of batch requests is opened for, whoever the server is."""
+    """What a stream of batch requests is opened for, whoever the server is. `per_block`: as `Widths` has it."""
 
     model_version: bytes
     codec: str = "none"
     dtype: str = "float32"
+    per_block: int = 0
 
 
 @dataclass(frozen=True)
@@ -300,7 +302,8 @@ class BatchStream(ServerStream[wire.BatchFrame]):
         reply = frame.reply
         if frame.WhichOneof("body") != "reply" or reply.sequence != pending.message.sequence:
             raise self._failed("it answered a batch request with something else than its reply")
-        wanted = [request.chunks[0].tensor]
+        own = self._spec.per_block * len(self.hop.span) if self.protocol == FORWARD else 0
+        wanted = [narrower(request.chunks[0].tensor, own)]
         if self.protocol == BACKWARD and request.kept is not None:
             wanted += [chunk.tensor for chunk in request.kept.chunks]
         if list(reply.tensors) != wanted:

@@ -16,7 +16,7 @@ from ....crypto.evidence import NotProven, check_equivocation
 from ....crypto.receipts import Receipt
 from ....protocols import wire_pb2 as wire
 from ....protocols.framing import MessageStream, all_finite, wire_nbytes
-from ....protocols.ids import PLAIN, TEXT_NEEDS, LayoutNeeds, Span
+from ....protocols.ids import PLAIN, TEXT_NEEDS, Layout, LayoutNeeds, Span
 from ....protocols.inference import LOOK_BACK, hash_of_step, pushed_step, sha256
 from ...errors import ServerFailed
 from ...swarm.routing import Hop
@@ -42,7 +42,8 @@ class SessionSpec:
     case. `reopen_timeout`: for how long servers are looked for where all that were known are gone; None is
     `REOPEN_TIMEOUT`. `share`: servers may keep what it computes for sessions of this client that begin alike, and it
     uses what they have kept, of sessions of the same `prefix_salt`. `original_length`: as `blocks.config` has it.
-    `layout`: what steps may say of their tokens, which only servers are asked for that know it.
+    `layout`: what steps may say of their tokens, which only servers are asked for that know it. `per_block`: as
+    `protocols.ids.Widths` has it.
     """
 
     model_version: bytes
@@ -64,6 +65,7 @@ class SessionSpec:
     prefix_salt: bytes = b""
     original_length: int | None = None
     layout: LayoutNeeds = TEXT_NEEDS
+    per_block: int = 0
 
     def salt_at(self, peer_id: str) -> bytes:
         """What a server is told of `prefix_salt`: of no use at others, so that it cannot ask them in our name."""
@@ -226,8 +228,15 @@ class AnswerChecks(ServerStream[wire.InferenceFrame]):
         if not step.targets or answer is None or sha256(answer.payload) != receipt.reply_hash:
             return
         told, asked = answer.tensor, tensor
-        if (list(told.shape), told.dtype, told.codec) == (list(asked.shape), asked.dtype, asked.codec):
+        form = self._shape_of_answer(asked, PLAIN), asked.dtype, asked.codec
+        if (list(told.shape), told.dtype, told.codec) == form:
             log.pushed_on(step.targets[0].nonce, pushed_step(step, receipt.hash()), told, answer.payload)
+
+    def _shape_of_answer(self, asked: wire.Tensor, layout: Layout) -> list[int]:
+        """Without what was for this server's blocks alone."""
+        rows, tokens, width = asked.shape
+        width = width * (1 + layout.behind(len(self.hop.span)).features) // (1 + layout.features)
+        return [rows, tokens, width - self._spec.per_block * len(self.hop.span)]
 
     def _check_copy(self, receipt: Receipt) -> None:
         """A reply that comes once more has to be the one that came."""
@@ -340,8 +349,8 @@ class AnswerChecks(ServerStream[wire.InferenceFrame]):
             raise self._failed(f"it holds {reply.position} tokens after a step that ends at another position")
         if answer is None:
             return
-        tensor, asked, left = answer.tensor, chunk.tensor, chunk.layout.behind(len(self.hop.span))
-        shape = [*asked.shape[:2], asked.shape[2] * (1 + left.features) // (1 + chunk.layout.features)]
+        tensor, asked = answer.tensor, chunk.tensor
+        shape = self._shape_of_answer(asked, chunk.layout)
         if (list(tensor.shape), tensor.dtype, tensor.codec) != (shape, asked.dtype, asked.codec):
             raise self._failed(f"it answered a tensor of {list(asked.shape)} with one of {list(tensor.shape)}")
         nbytes = wire_nbytes(shape, asked.dtype, asked.codec)

@@ -398,7 +398,7 @@ def plan_memory(folder: ModelFolder, options: ServerOptions) -> Sizing:
                 experts,
                 token_bytes=cache_bytes_per_block(folder.config, sizes.item, 1, options.cache_dtype),
                 cache_tokens=options.cache_tokens,
-                hidden_size=folder.hidden_size,
+                hidden_size=folder.widths.at(0),
                 spare=spare,
             )
         else:
@@ -409,7 +409,7 @@ def plan_memory(folder: ModelFolder, options: ServerOptions) -> Sizing:
                 folder.num_blocks,
                 cache_bytes=cache_bytes_per_block(folder.config, sizes.item, tokens, options.cache_dtype),
                 cache_tokens=tokens,
-                hidden_size=folder.hidden_size,
+                hidden_size=folder.widths.at(0),
                 spare=spare,
             )
         if memory.shared:

@@ -111,7 +111,7 @@ def measure_speed(blocks: BlockSpan) -> BlockSpeed:
     part = sample_of(blocks)
     cache = blocks.make_cache(1, tokens + most + 1, part=part)
     try:
-        hidden = torch.zeros(1, tokens, blocks.hidden_size, dtype=blocks.dtype, device=blocks.device)
+        hidden = torch.zeros(1, tokens, blocks.stack.width(), dtype=blocks.dtype, device=blocks.device)
         blocks.forward(hidden[:, :1], cache)  # the first call allocates and warms up
         prefills = []
         for _ in range(SPEED.prefills):

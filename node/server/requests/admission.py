@@ -20,7 +20,7 @@ from ....protocols.adapter import (
     hash_of_adapter,
 )
 from ....protocols.framing import CODECS, ITEM_BYTES, TensorError, wire_nbytes
-from ....protocols.ids import PROTOCOL_VERSION, Span
+from ....protocols.ids import PROTOCOL_VERSION, Span, Widths
 from ....protocols.inference import (
     MAX_STEP_BYTES,
     STEP_TOKENS,
@@ -49,7 +49,8 @@ PrefixCache = Literal["own", "salted", "off"]
 
 @dataclass(frozen=True)
 class Hosted:
-    """What this server holds and stands for in its receipts. `features`: as `BlockSpan.features`."""
+    """What this server holds and stands for in its receipts. `features`: as `BlockSpan.features`. `widths` of what
+    travels between blocks; None: all are of the hidden size."""
 
     model_version: bytes
     model_name: str
@@ -62,6 +63,11 @@ class Hosted:
     takes_positions: bool = False
     takes_groups: bool = False
     features: int = 0
+    widths: Widths | None = None
+
+    def width(self, block: int) -> int:
+        """Of what enters the block of this number."""
+        return self.hidden_size if self.widths is None else self.widths.at(block)
 
 
 class PriorityPayments(Protocol):
@@ -174,7 +180,7 @@ def check_step_tensors(tensors: Sequence[wire.Tensor], terms: SessionTerms, host
     if len(tensors) != 1:
         raise bad_request(f"a step carries one tensor, not {len(tensors)}")
     features = hosted.features if terms.span.start == 0 and hosted.features <= terms.span.end else 0
-    tokens = check_hidden_states(tensors[0], terms, hosted.hidden_size, features)
+    tokens = check_hidden_states(tensors[0], terms, hosted.width(terms.span.start), features)
     _check_bytes(tensors[0], MAX_STEP_BYTES)
     if tokens > step_tokens(terms.batch):
         raise bad_request(f"{tokens} tokens in one step; at most {step_tokens(terms.batch)} were granted")
@@ -223,7 +229,8 @@ def check_batch(
         raise bad_request(f"batch request {request.sequence} came after batch request {last}")
     if request.gradient_follows and not backward:
         raise bad_request("a forward pass takes no gradient")
-    check_request(request, backward, hosted.hidden_size, hosted.max_length)
+    widths = hosted.width(terms.span.start), hosted.width(terms.span.end)
+    check_request(request, backward, widths, hosted.max_length)
     if len(request.positions) > math.prod(request.tensors[0].shape[:2]):
         _check_takes_positions(hosted)
     for tensor in request.tensors:

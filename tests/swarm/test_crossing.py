@@ -1,0 +1,153 @@
+"""Models of which more than hidden states goes from block to block say over several servers what transformers says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from petalnode.node.blocks.stack import BlockStack, closed, opened
+from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
+from petalnode.node.client.generation.conversation import Conversation
+from petalnode.node.client.generation.sampling import Sampling
+from petalnode.node.models.folder import open_folder
+from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
+from petalnode.node.trust.bundle import Bundle, session_bundle
+from petalnode.node.trust.receipt_log import KEPT_RECEIPTS, ReceiptArchive
+from petalnode.node.verification.evidence_check import check_evidence
+from tests.greedy import generate, prompt
+from tests.swarm.deep_drafts import Few, draft_deep
+from tests.swarm.fleet import heard_of
+from tests.swarm.memory_pool import opened as opened_client
+from tests.tiny_models import CROSSING, CUTS, load_whole, save_tiny
+
+Model = DistributedModelForCausalLM
+LONG = 300
+"""Tokens of a prompt that is sent and computed in several pieces."""
+
+
+@pytest.fixture(scope="module", params=CROSSING)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    endless = {"max_position_embeddings": 1024, "eos_token_id": None}
+    return save_tiny(kind, tmp_path_factory.mktemp("crossing") / kind, **endless)
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Any:
+    return load_whole(folder)
+
+
+@pytest.fixture(scope="module")
+def swarm() -> Iterator[MemorySwarm]:
+    with memory_swarm() as swarm:
+        yield swarm
+
+
+@pytest.fixture(scope="module")
+def servers(swarm: MemorySwarm, folder: Path, kind: str) -> list[MemoryServer]:
+    return [swarm.start(folder, str(span)) for span in CUTS[kind]]
+
+
+@pytest.fixture(scope="module")
+def model(swarm: MemorySwarm, servers: list[MemoryServer], folder: Path) -> Iterator[Model]:
+    assert all(server.ready for server in servers)
+    with swarm.open_model(AutoDistributedModelForCausalLM, folder) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+@pytest.mark.parametrize("length", [1, 7, LONG])
+def test_the_same_tokens_come(length: int, options: dict[str, Any], model: Model, whole: Any) -> None:
+    ids = prompt(1, length)
+    with model.inference_session(max_length=LONG + 8) as session:
+        if options:
+            assert torch.equal(generate(model, ids, **options), generate(whole, ids, **options))
+        else:
+            assert torch.equal(generate(model, ids, session=session), generate(whole, ids))
+            assert len(session.route) == 3 and session.recoveries == 0
+
+
+@pytest.mark.parametrize("length", [12, LONG])
+def test_a_padded_batch_says_the_same(length: int, model: Model, whole: Any) -> None:
+    ids = prompt(3, length)
+    mask = (torch.arange(length) >= torch.tensor([0, 5, length - 4])[:, None]).long()
+    assert torch.equal(generate(model, ids, attention_mask=mask), generate(whole, ids, attention_mask=mask))
+
+
+def test_a_session_goes_back_and_its_servers_are_killed(
+    model: Model, whole: Any, swarm: MemorySwarm, folder: Path, servers: list[MemoryServer], kind: str
+) -> None:
+    ids = prompt(2, 9, seed=2)
+    extra = [swarm.start(folder, str(span)) for span in CUTS[kind]]
+    heard_of(model, extra)
+    with model.inference_session(max_length=64) as session:
+        generate(model, ids, session=session, max_new_tokens=10)
+        ids = torch.cat([ids[:, :6], prompt(2, 5, seed=3)], dim=1)
+        for killed in range(len(CUTS[kind])):
+            ids = generate(model, ids, session=session, max_new_tokens=3)
+            for server in extra:
+                if server.peer_id == session.route[killed][0]:
+                    server.kill()
+        assert torch.equal(generate(model, ids, session=session), generate(whole, ids))
+
+
+def test_drafts_change_no_token(model: Model, whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft_deep(monkeypatch)
+    options = {"logits_processor": [Few()], "max_new_tokens": 60}
+    ids = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7]])
+    drafted = generate(model, ids, **options, prompt_lookup_num_tokens=10)
+    assert torch.equal(drafted, generate(whole, ids, **options))
+    assert model.drafts["drafted"] > model.drafts["accepted"] > 0
+
+
+def test_a_batch_without_a_session_has_the_loss_and_the_gradients_of_transformers(model: Model, whole: Any) -> None:
+    ids = prompt(2, 11)
+    losses, gradients = [], []
+    for one in (model, whole):
+        head = one.get_output_embeddings().weight.requires_grad_()
+        head.grad = None
+        loss = one(ids, labels=ids).loss
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append(head.grad)
+        head.requires_grad_(False)
+    assert torch.allclose(*losses, atol=1e-4) and torch.allclose(*gradients, atol=1e-4)
+
+
+async def _shown(swarm: MemorySwarm, folder: Path, ids: list[int], first: int) -> list[Bundle]:
+    """What a client shows of its session with the server whose blocks begin at `first`, up to each step."""
+    async with opened_client(swarm, folder) as (client, local):
+        client.receipts = ReceiptArchive(KEPT_RECEIPTS.shared_bytes)
+        async with aclosing(Conversation(client, local, max_length=64, stop_tokens=())) as conversation:
+            await conversation.answer(ids, Sampling(max_new_tokens=3), lambda _: None)
+        (log,) = [log for log in client.receipts.sessions if log.opening and log.opening.span.start == first]
+        return [session_bundle(client.swarm.identity, log, step) for step in range(len(log.entries))]
+
+
+def test_who_forges_what_blocks_get_for_themselves_is_proven_faulty(
+    model: Model, swarm: MemorySwarm, folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, there, ids = CUTS[kind][1].start, open_folder(folder, "tiny"), prompt(1, 9)[0].tolist()
+    found = [check_evidence(bundle, there) for bundle in swarm.call(_shown, swarm, folder, ids, first)]
+    assert not any(one.proven for one in found) and all(one.signed for one in found), found
+    run = BlockStack.run
+
+    def forged(self: BlockStack, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        inside, ahead = opened(self.widths, run(self, hidden, *args, **kwargs))
+        return closed(self.widths, inside, ahead.roll(1, dims=2))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(BlockStack, "run", forged)
+        bundles = swarm.call(_shown, swarm, folder, ids, first)
+    liar = [check_evidence(bundle, there) for bundle in bundles]
+    assert all(one.proven for one in liar), liar
