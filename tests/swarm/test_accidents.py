@@ -36,6 +36,7 @@ from petalnode.node.cli.model_choice import why_no_device
 from petalnode.node.cli.output import Output
 from petalnode.node.client.api.runtime import TrioThread
 from petalnode.node.errors import BadInput
+from petalnode.node.links.making import LINKS, LinkWishes, make_link
 from petalnode.node.tuning.repository import FolderRepository, HubRepository, repository_of
 from tests.patience import Patience
 from tests.swarm import warm_python
@@ -292,6 +293,12 @@ MISTAKES = {
     "a link that is cut": ("join petalnode:aeacu", "this link is cut, its end is missing: copy all of it"),
     "a link with other signs": ("join petalnode:a!1", "this link has signs that no link has: copy all of it"),
     "no link": ("join somewhere", "this is no link: they begin with petalnode:"),
+    "a link that has ended": ("join {ended}", "this link ended at 2023-11-14 .*petalnode invite"),
+    "a link with another letter": ("join {altered}", "this link was altered, its signature does not hold: ask for it"),
+    "a link into a private swarm": ("chat --peer {private} --prompt hi", "--swarm-key FILE"),
+    "a link of another swarm than the key": ("status --peer {public} --swarm-key {key}", "of the public swarm"),
+    "a link of another private swarm": ("status --peer {private} --swarm-key {key}", "of another private swarm"),
+    "links of two swarms": ("status --peer {public} --peer {open}", "of several swarms"),
     "a link of a newer petalnode": ("join petalnode:77777777", "of a newer petalnode .*: update petalnode"),
     "a link as a model": ("chat petalnode:aeacu --prompt hi --peer {nobody}", "this is a link, and no MODEL"),
     "a model of no known size": ("fit none/such", "the size of none/such is not known: `petalnode fit` lists"),
@@ -306,9 +313,22 @@ MISTAKES = {
     ),
     "hours": ("serve {llama} --between 25:00-07:00", "--between 25:00-07:00"),
     "a shell": ("completion tcsh", "tcsh: give bash, zsh or fish"),
+    "binary input": ("chat {llama}", "what came through the pipe is binary, and no text"),
+    "a conversation that is none": ("chat {llama} --prompt hi --session {texts}", "texts.jsonl"),
     "a temperature": ("chat {llama} --prompt hi --temperature -1", "--temperature"),
     "a rate": ("bootstrap --max-upload fast", "--max-upload fast"),
 }
+
+
+def _links(folder: Path) -> dict[str, str]:
+    """Links of all kinds, and the file of a key that none of them is for."""
+    maker, now, secret = Identity.from_seed(bytes(32)), time.time(), "ab" * 32
+    wishes = {"public": LinkWishes(), "private": LinkWishes(psk=secret), "open": LinkWishes(psk=secret, with_key=True)}
+    made = {name: make_link(wish, (NOBODY,), maker, now)[0] for name, wish in wishes.items()}
+    made["ended"] = make_link(LinkWishes(), (NOBODY,), maker, 1_700_000_000 - LINKS.lifetime)[0]
+    made["altered"] = made["public"][:-3] + ("aaa" if not made["public"].endswith("aaa") else "bbb")
+    make_swarm_key(folder / "key")
+    return made | {"key": str(folder / "key")}
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -339,16 +359,19 @@ def test_a_mistake_is_told_before_the_network_is_asked(
     for ending, text in files.items():
         places[ending] = tmp_path / f"file.{ending}"
         places[ending].write_text(text)
+    links = _links(tmp_path)
     places |= {"nobody": Path(NOBODY), "data": tmp_path / "data.jsonl", "texts": tmp_path / "texts.jsonl"}
     monkeypatch.setattr(trio, "run", lambda *arguments: pytest.fail(f"went on to {arguments[0]}"))
     monkeypatch.setattr(TrioThread, "__init__", lambda *arguments: pytest.fail(f"went on to {arguments[1]}"))
     monkeypatch.setattr(command_line, "app", typer.Typer(callback=lambda: None))
     monkeypatch.delenv("PETALNODE_PEERS", raising=False)
     command, says = MISTAKES[name]
-    arguments = command.format(**places).split()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\x7fELF\0\1")))
+    arguments = command.format(**places, **links).split()
     command_line.register(arguments)
     assert command_line.run(arguments) == (4 if name == "a folder that cannot be" else 2)
-    (line,) = capsys.readouterr().err.splitlines()
+    # A slow machine says what it waits for besides.
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.endswith(" ...")]
     assert line.startswith("petalnode: ") and re.search(says.format(**places), line), line
 
 
