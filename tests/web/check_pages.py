@@ -271,7 +271,7 @@ def test_by_keyboard_alone(site: Site, opened: Opener) -> None:
 def test_a_lost_server_is_shown_and_who_takes_over(opened: Opener) -> None:
     with site_of() as site:
         page = opened(site.url)
-        settle(page, temperature=0, max_tokens=400)
+        settle(page, temperature=0, max_tokens=150)
         ask(page, "Tell me about the history of bridges, in two paragraphs.")
         page.wait_for_selector(".chain.live .hop")
         site.servers[1].kill()

@@ -3,7 +3,7 @@ import { test } from "node:test";
 
 import { EventReader } from "../../node/web/static/client.js";
 import { graph, lanes, slowness, ticks } from "../../node/web/static/layout.js";
-import { bytes, count, milliseconds, reasonFor, reputationOf, sentence, shortPeer, span, stateOf } from "../../node/web/static/text.js";
+import { bytes, count, milliseconds, numbered, reasonFor, reputationOf, sentence, shortPeer, span, stateOf } from "../../node/web/static/text.js";
 import { checkedText, followed, named, NO_ROUTE, spoken, stepMilliseconds } from "../../node/web/static/route.js";
 
 const hop = (peer_id, blocks, last_step_ms = 2) => ({ peer_id, blocks, last_step_ms, bytes_sent: 1, bytes_received: 2 });
@@ -102,6 +102,7 @@ test("numbers for people", () => {
   assert.deepEqual([12, 3456, 7.8e6].map(bytes), ["12 B", "3.5 kB", "7.8 MB"]);
   assert.deepEqual([950, 131072, 2.5e6].map(count), ["950", "131 k", "2.5 M"]);
   assert.equal(shortPeer("12D3KooWabcdef"), "…abcdef");
+  assert.deepEqual([0, 1, 2].map((number) => numbered(number, "token")), ["0 tokens", "1 token", "2 tokens"]);
   assert.equal(span([0, 10]), "0:10");
   const peer = `12D3Koo${"W".repeat(45)}`;
   assert.equal(reasonFor(`server ${peer} (blocks 0:3) failed: the stream to ${peer} is closed`, () => "attic"), "the stream to attic is closed");

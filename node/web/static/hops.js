@@ -1,7 +1,7 @@
 // Draws the route of an answer: you, the servers with their milliseconds, and back; who is lost, and who took over.
 
 import { h } from "./dom.js";
-import { bytes, milliseconds, reasonFor, span } from "./text.js";
+import { bytes, milliseconds, numbered, reasonFor, span } from "./text.js";
 import { checkedText, stepMilliseconds } from "./route.js";
 
 /** Draws the route of the message `node` into `place`. `current` tells servers' names, `receipts` saves and checks them. */
@@ -80,14 +80,14 @@ function below(route, node, name, receipts, opened) {
 }
 
 function summary(route, node) {
-  const parts = [`${route.hops.length} server${route.hops.length === 1 ? "" : "s"}`, `${milliseconds(stepMilliseconds(route))} a step`];
+  const parts = [numbered(route.hops.length, "server"), `${milliseconds(stepMilliseconds(route))} a step`];
   if (route.tokens && node.seconds) parts.push(`${(route.tokens / node.seconds).toFixed(1)} tokens/s`);
   if (route.recoveries) parts.push(`${route.recoveries} recover${route.recoveries === 1 ? "y" : "ies"}`);
   return parts.join(" · ");
 }
 
 function changeText({ at, lost, came }, name) {
-  const when = at ? `after ${at} tokens` : "before the first word";
+  const when = at ? `after ${numbered(at, "token")}` : "before the first word";
   const names = (hops) => hops.map((hop) => `${name(hop.peer)} (${span(hop.blocks)})`).join(", ");
   if (lost.length && came.length) return `Recovered ${when}: ${names(came)} took over from ${names(lost)}.`;
   return `Recovered ${when}${lost.length ? `: ${names(lost)} is back` : ""}.`;
@@ -95,7 +95,7 @@ function changeText({ at, lost, came }, name) {
 
 function proof({ count, digest, checked }, { save, check }) {
   const button = (text, onclick) => h("button", { type: "button", class: "plain small", onclick }, text);
-  const text = `${count} signed receipts, digest ${digest.slice(0, 12)}…`;
+  const text = `${numbered(count, "signed receipt")}, digest ${digest.slice(0, 12)}…`;
   const found = checked ? h("strong", {}, checkedText(checked)) : button("Compute again", check);
   return h("p", { class: "receipts" }, h("span", { title: digest }, text), " ", button("Save receipts", save), " ", found);
 }

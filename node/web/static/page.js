@@ -5,7 +5,7 @@ import { exported, imported, mentions, newConversation } from "./conversations.j
 import { drawn, h, iconButton } from "./dom.js";
 import { askForKey, openSettings } from "./settings.js";
 import { loadKey, loadSettings, saveKey, saveSettings, Storage } from "./storage.js";
-import { sentence, shortPeer } from "./text.js";
+import { numbered, sentence, shortPeer } from "./text.js";
 import "./chat.js";
 import { answering } from "./swarm.js";
 
@@ -178,7 +178,7 @@ class Page extends HTMLElement {
     const newer = found.filter(({ id, updated }) => !here.has(id) || here.get(id) < updated);
     for (const one of newer) await this.storage.put(one);
     await this.#reload();
-    const chats = (number) => `${number} chat${number === 1 ? "" : "s"}`;
+    const chats = (number) => numbered(number, "chat");
     return `${chats(newer.length)} taken in${newer.length < found.length ? `; ${chats(found.length - newer.length)} were here already` : ""}.`;
   }
 

@@ -2,7 +2,7 @@
 
 import { copied, h, iconButton, svg } from "./dom.js";
 import { graph, lanes, ticks } from "./layout.js";
-import { count, milliseconds, reputationOf, sentence, shortPeer, span, stateOf } from "./text.js";
+import { count, milliseconds, numbered, reputationOf, sentence, shortPeer, span, stateOf } from "./text.js";
 
 class Swarm extends HTMLElement {
   connectedCallback() {
@@ -72,7 +72,7 @@ const label = (server) => server.name || shortPeer(server.peer_id);
 export function answering(servers) {
   const silent = servers.filter((server) => server.answers === false).length;
   const there = servers.length - silent;
-  return `${there} server${there === 1 ? "" : "s"}${silent ? `, ${silent} not answering` : ""}`;
+  return `${numbered(there, "server")}${silent ? `, ${silent} not answering` : ""}`;
 }
 
 function headline({ num_blocks: blocks, missing_blocks: missing, servers }) {
@@ -129,7 +129,7 @@ function picture({ num_blocks: blocks, coverage, servers }, width) {
   for (const { block, number, x } of drawing.cover) {
     const level = number === 0 ? "none" : number === 1 ? "one" : "more";
     const square = svg("rect", { x, y: drawing.coverTop, width: cell - 1, height: 20, rx: 3, class: `cover ${level}` });
-    square.append(svg("title", {}, `block ${block}: ${number} server${number === 1 ? "" : "s"}`));
+    square.append(svg("title", {}, `block ${block}: ${numbered(number, "server")}`));
     parts.push(square);
     if (number === 0 && cell > 9) parts.push(svg("text", { x: x + (cell - 1) / 2, y: drawing.coverTop + 15, class: "in-cover" }, "!"));
   }

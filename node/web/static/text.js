@@ -17,6 +17,11 @@ export function count(value) {
   return value >= 1e6 ? `${(value / 1e6).toFixed(1)} M` : value >= 1e4 ? `${(value / 1e3).toFixed(0)} k` : String(value);
 }
 
+/** "1 server", "2 servers". */
+export function numbered(number, noun) {
+  return `${number} ${noun}${number === 1 ? "" : "s"}`;
+}
+
 /** The end of a peer id, by which people tell peers apart. */
 export function shortPeer(peer) {
   return `…${String(peer).slice(-6)}`;
