@@ -165,34 +165,64 @@ def _number(kind: str, data: bytes, size: int) -> int:
     return int.from_bytes(_hash(kind, data)[:size], "big") or 1
 
 
-# --- what goes from block to block
+# --- what is between blocks
 
 
 @dataclass(frozen=True)
-class Widths:
-    """How many values of a token travel between two blocks of a model.
+class Boundaries:
+    """What stands between two blocks of a model, and where servers may part.
 
     Attributes:
-        hidden: of one stream of hidden states.
+        hidden: values of a token in one stream of hidden states.
         num_blocks: of the model.
         streams: of hidden states beside each other (AltUp, arXiv 2301.13310).
-        per_block: which a block gets for itself alone (per-layer inputs). Those of all blocks that are still to come
-            stand behind the streams, in the order of the blocks.
+        per_block: values of a token which a block gets for itself alone (per-layer inputs). Those of all blocks that
+            are still to come stand behind the streams, in the order of the blocks.
+        together: blocks that share keys and values, which one server holds all of; None: there are none.
     """
 
     hidden: int
     num_blocks: int
     streams: int = 1
     per_block: int = 0
+    together: Span | None = None
 
     @property
     def of_streams(self) -> int:
-        """Without what is for single blocks."""
+        """Values of a token without what is for single blocks."""
         return self.streams * self.hidden
 
-    def at(self, block: int) -> int:
-        """What enters the block of this number; behind the last one, what leaves the model's blocks."""
+    def width(self, block: int) -> int:
+        """Of what enters the block of this number; behind the last one, of what leaves the model's blocks."""
         return self.of_streams + self.per_block * (self.num_blocks - block)
+
+    def may_part(self, block: int) -> bool:
+        """Whether one server may end before the block of this number, and another begin with it."""
+        return self.together is None or not self.together.start < block < self.together.end
+
+    def refusal(self, span: Span) -> str | None:
+        """Why no server takes just these blocks, None if one does."""
+        if self.together is None or (self.may_part(span.start) and self.may_part(span.end)):
+            return None
+        first = min(span.start, self.together.start)
+        others = [Span(first, self.together.start)] if first < self.together.start else []
+        either = " or ".join(map(str, [*others, Span(first, max(span.end, self.together.end))]))
+        return (
+            f"blocks {self.together} share keys and values, so that one server holds all of them: {span} cannot be "
+            f"served, take {either}"
+        )
+
+    def usable(self, span: Span) -> Span | None:
+        """What of these blocks, which somebody claims to hold, can be used."""
+        if self.refusal(span) is None or self.together is None:
+            return span
+        return Span(span.start, self.together.start) if span.start < self.together.start else None
+
+    def most(self, count: int) -> int:
+        """How many blocks at most, and no more than `count`, one server may hold, 0 if none."""
+        if self.together is None or count >= len(self.together):
+            return count
+        return min(count, max(self.together.start, self.num_blocks - self.together.end))
 
 
 # --- how the tokens of a step are laid out

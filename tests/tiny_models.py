@@ -286,22 +286,24 @@ _PER_LAYER: dict[str, Any] = {
     "hidden_size_per_layer_input": 12,
     "vocab_size_per_layer_input": VOCABULARY,
 }
+_STREAMS: dict[str, Any] = {
+    **_PER_LAYER,
+    "laurel_rank": 8,
+    "activation_sparsity_pattern": [0.5] * 3 + [0.0] * 3,
+}
 _CROSSING_SPECS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4_per_layer": ("gemma4_text", {**_PER_LAYER, "global_head_dim": 32}),
-    "gemma3n": (
-        "gemma3n_text",
-        {
-            **_PER_LAYER,
-            "laurel_rank": 8,
-            "activation_sparsity_pattern": [0.5] * 3 + [0.0] * 3,
-            "num_kv_shared_layers": 0,
-        },
-    ),
+    "gemma4_shared": ("gemma4_text", {**_PER_LAYER, "global_head_dim": 32, "num_kv_shared_layers": 2}),
+    "gemma3n": ("gemma3n_text", {**_STREAMS, "num_kv_shared_layers": 0}),
+    "gemma3n_shared": ("gemma3n_text", {**_STREAMS, "num_kv_shared_layers": 2}),
 }
 CROSSING: tuple[str, ...] = tuple(_CROSSING_SPECS)
 """Those whose blocks get more than the hidden states of the block before."""
-CUTS: dict[str, tuple[Span, ...]] = dict.fromkeys(CROSSING, (Span(0, 2), Span(2, 3), Span(3, 6)))
-"""How three servers hold them."""
+CUTS: dict[str, tuple[Span, ...]] = {
+    kind: (Span(0, 1), Span(1, 2), Span(2, 6)) if "shared" in kind else (Span(0, 2), Span(2, 3), Span(3, 6))
+    for kind in CROSSING
+}
+"""How three servers hold them: the last two blocks of those with shared keys and values take them of the two before."""
 
 _BY_NAME_ONLY: dict[str, tuple[str, dict[str, Any]]] = {
     "phimoe": ("phimoe", {**_LLAMA_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2}),

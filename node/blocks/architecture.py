@@ -23,6 +23,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from ...protocols.ids import Span
 from ..errors import ModelError, raise_for_memory, reason_of
 from ..models.checkpoint import GGUF_NOTE, Checkpoint
 from ..models.folder import read_config as read_raw_config
@@ -66,6 +67,8 @@ _STATES: Final = frozenset(
     )
 )
 """Architectures whose states go by the calls of transformers' caches alone: tried by `make sweep`."""
+_SHARING: Final = frozenset({"gemma3n_text", "gemma4_text"})
+"""Those whose last blocks take keys and values of earlier ones, which hand them on within a pass."""
 _KEPT: Final = (DynamicLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, DummyLayer)
 _KEPT_OF_WINDOW: Final = (DynamicSlidingWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 """What a block may keep between tokens: transformers' classes, which name it."""
@@ -122,7 +125,11 @@ def windows_of(skeleton: Skeleton) -> list[int | None]:
             f"{named} has, in transformers, other answers to a prompt in one piece than in several, which servers take "
             "it in: petalnode cannot serve it"
         )
-    if "reuse" in (getattr(skeleton.config, "kv_sharing_modes", None) or ()):
+    shared = [block for block, mode in enumerate(getattr(skeleton.config, "kv_sharing_modes", None) or ()) if mode]
+    if shared and (
+        skeleton.config.model_type not in _SHARING
+        or skeleton.boundaries.together != Span(min(shared), skeleton.num_blocks)
+    ):
         raise ModelError(_shares(named))
     windows: list[int | None] = []
     for layer in DynamicCache(config=skeleton.config).layers:

@@ -107,7 +107,7 @@ class ClientModel:
         model: the causal language model; `forward` and `generate` work as in transformers.
         num_blocks: blocks of the whole model.
         hidden_size: values per token of a stream of hidden states.
-        widths: of what travels between blocks.
+        boundaries: of the model's blocks.
         dtype, device: of the weights here.
         layer: the module in the place of the blocks.
         blocks_path: the name of the list of blocks in the model.
@@ -121,8 +121,8 @@ class ClientModel:
     def __init__(self, skeleton: Skeleton, device: torch.device, folder: Path) -> None:
         self.model: Any = skeleton.model  # transformers mixes `generate` in at class level
         self.num_blocks = skeleton.num_blocks
-        self.widths = skeleton.widths
-        self.hidden_size = self.widths.hidden
+        self.boundaries = skeleton.boundaries
+        self.hidden_size = self.boundaries.hidden
         self.dtype = skeleton.dtype
         self.device = device
         self.max_positions: int | None = getattr(skeleton.config, "max_position_embeddings", None)
@@ -142,7 +142,7 @@ class ClientModel:
         self.model.get_input_embeddings().register_forward_hook(self._put_prompts)
         self._prepare_cache = self.model._prepare_cache_for_generation
         self.model._prepare_cache_for_generation = self._prepare_remote_cache
-        if self.widths.per_block:
+        if self.boundaries.per_block:
             self._made_per_block = skeleton.decoder.project_per_layer_inputs
             skeleton.decoder.project_per_layer_inputs = self._note_per_block
         self._outer = OuterLayers(self, self.model, skeleton.decoder, self.layer)
@@ -331,8 +331,8 @@ class ClientModel:
 
     def run_blocks(self, hidden: torch.Tensor) -> torch.Tensor:
         """What leaves the last block, as blocks take it and give it."""
-        per_block = self._here.per_block.flatten(2) if self.widths.per_block else None
-        return opened(self.widths, self._run_blocks(closed(self.widths, hidden, per_block)))[0]
+        per_block = self._here.per_block.flatten(2) if self.boundaries.per_block else None
+        return opened(self.boundaries, self._run_blocks(closed(self.boundaries, hidden, per_block)))[0]
 
     def _run_blocks(self, hidden: torch.Tensor) -> torch.Tensor:
         call: RemoteCall = self._here.call
@@ -341,7 +341,7 @@ class ClientModel:
             return instead(hidden)  # type: ignore[no-any-return]
         if self._remote is None:
             raise RuntimeError("nothing is bound to run the blocks: call ClientModel.bind first")
-        rows, tokens, size = *hidden.shape[:2], self.widths.of_streams
+        rows, tokens, size = *hidden.shape[:2], self.boundaries.of_streams
         if self.prompt is not None:
             layout = self.prompt.layout(call.position, rows, tokens)
             placed = call.position_ids if layout.positions is None else layout.positions

@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import nn
 
-from ...protocols.ids import Widths
+from ...protocols.ids import Boundaries
 from .kernels.packing import TiledLinear
 from .kernels.tiles import MOST_ROWS, TiledMatrix
 from .quantisation.matrix import QuantisedLinear
@@ -26,7 +26,7 @@ _SHORT: Final = 0.004  # seconds
 class WholeModel(Protocol):
     """The model with all that it computes around its blocks."""
 
-    widths: Widths
+    boundaries: Boundaries
 
     def embedded(self, ids: torch.Tensor, position: int = 0, mask: torch.Tensor | None = None) -> torch.Tensor:
         """What the decoder makes of ids at this position, for its blocks."""
@@ -82,7 +82,7 @@ class OuterLayers:
     @torch.no_grad()
     def _compare_head(self) -> bool:
         weight = self._model.get_input_embeddings().weight
-        hidden = torch.randn(1, 2, self._whole.widths.of_streams, generator=torch.Generator().manual_seed(0))
+        hidden = torch.randn(1, 2, self._whole.boundaries.of_streams, generator=torch.Generator().manual_seed(0))
         hidden = hidden.to(weight.device, weight.dtype)
         called: list[nn.Module] = []
         own = threading.get_ident()  # others may use the model meanwhile

@@ -7,18 +7,18 @@ No gradient is ever taken with respect to the weights.
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Generator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Final, TypeVar
 
 import torch
-from torch.nn.functional import pad
 
 from ...protocols.ids import Span
 from ...protocols.training import LORA_PARTS, LoraName
 from .span import BlockSpan
-from .span_adapter import with_lora
+from .span_adapter import with_added, with_lora
 from .stack import BlockStack
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class Gradients:
 
 @dataclass
 class _Graph:
-    """One block with what autograd keeps of it: the leaves that gradients are wanted for, and the output."""
+    """One unit with what autograd keeps of it: the leaves that gradients are wanted for, and the output."""
 
     entered: torch.Tensor
     inputs: _Inputs
@@ -81,15 +81,15 @@ class _Graph:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What one block gets beside hidden states."""
+    """What the blocks of one unit get beside hidden states; prompts by the numbers of their blocks."""
 
-    prompt: torch.Tensor | None
+    prompts: Mapping[int, torch.Tensor]
     lora: Mapping[LoraName, torch.Tensor]
 
     def leaves(self) -> _Inputs:
         """The same, for gradients to be taken for."""
-        prompt = None if self.prompt is None else self.prompt.detach().requires_grad_()
-        return _Inputs(prompt, {name: factor.detach().requires_grad_() for name, factor in self.lora.items()})
+        prompts = {block: prompt.detach().requires_grad_() for block, prompt in self.prompts.items()}
+        return _Inputs(prompts, {name: factor.detach().requires_grad_() for name, factor in self.lora.items()})
 
 
 @dataclass(eq=False)
@@ -207,55 +207,62 @@ class SpanPasses:
 
 
 class _BatchRun:
-    """One batch on the span's device."""
+    """One batch on the span's device, unit by unit: a block each, or the blocks that share keys and values."""
 
     def __init__(self, span: BlockSpan, batch: Batch) -> None:
         device = span.device
         self._stack = span.stack
-        self._first = batch.span.start - span.span.start
-        self.count = len(batch.span)
+        self._start = span.span.start
         self.hidden = batch.hidden.to(device, span.dtype)
         self._mask = None if batch.mask is None else batch.mask.to(device)
         if batch.positions is None:
             self._positions = torch.arange(self.hidden.shape[1], device=device).unsqueeze(0)
         else:
             self._positions = batch.positions.to(device)
-        prompts = [None] * self.count if batch.prompts is None else list(batch.prompts.to(device))
-        lora: dict[int, dict[LoraName, torch.Tensor]] = defaultdict(dict)
-        for name, tensor in batch.lora.items():
-            lora[name.block - batch.span.start][name] = tensor.to(device)
-        self._inputs = [_Inputs(prompt, lora[block]) for block, prompt in enumerate(prompts)]
+        parts = filter(span.stack.boundaries.may_part, range(batch.span.start, batch.span.end + 1))
+        self._units = [range(*unit) for unit in pairwise(parts)]
+        self.count = len(self._units)
+        prompts = {} if batch.prompts is None else dict(enumerate(batch.prompts.to(device), batch.span.start))
+        lora = {name: tensor.to(device) for name, tensor in batch.lora.items()}
+        self._inputs = [
+            _Inputs(
+                {block: prompts[block] for block in unit if block in prompts},
+                {name: tensor for name, tensor in lora.items() if name.block in unit},
+            )
+            for unit in self._units
+        ]
 
     @torch.no_grad()
-    def without_graph(self, block: int, hidden: torch.Tensor) -> torch.Tensor:
-        """What the `block`-th block of the batch's span makes of `hidden`."""
-        return self._block(block, hidden, self._inputs[block])
+    def without_graph(self, unit: int, hidden: torch.Tensor) -> torch.Tensor:
+        """What the `unit`-th unit of the batch's span makes of `hidden`."""
+        return self._run(unit, hidden, self._inputs[unit])
 
     @torch.enable_grad()
-    def with_graph(self, block: int, hidden: torch.Tensor) -> _Graph:
+    def with_graph(self, unit: int, hidden: torch.Tensor) -> _Graph:
         entered = hidden.detach().requires_grad_()
-        inputs = self._inputs[block].leaves()
-        return _Graph(entered, inputs, self._block(block, entered, inputs))
+        inputs = self._inputs[unit].leaves()
+        return _Graph(entered, inputs, self._run(unit, entered, inputs))
 
-    def extend(self, graphs: list[_Graph], blocks: range) -> PassGenerator[None]:
-        """Adds graphs of these blocks, which come behind those that are there. Pauses after each."""
-        for block in blocks:
-            graphs.append(self.with_graph(block, graphs[-1].left.detach()))
+    def extend(self, graphs: list[_Graph], units: range) -> PassGenerator[None]:
+        """Adds graphs of these units, which come behind those that are there. Pauses after each."""
+        for unit in units:
+            graphs.append(self.with_graph(unit, graphs[-1].left.detach()))
             yield
 
-    def _block(self, block: int, hidden: torch.Tensor, inputs: _Inputs) -> torch.Tensor:
-        if inputs.prompt is not None:
-            prefix, widths = inputs.prompt.shape[1], self._stack.widths
-            prompt = pad(inputs.prompt.repeat(1, 1, widths.streams), (0, hidden.shape[2] - widths.of_streams))
-            hidden = torch.cat([hidden[:, :prefix] + prompt.to(hidden.dtype), hidden[:, prefix:]], dim=1)
-        index = self._first + block
-        pairs = {
-            name.path: (tensor, inputs.lora[replace(name, part=LORA_PARTS[1])])
-            for name, tensor in inputs.lora.items()
-            if name.part == LORA_PARTS[0]
-        }
-        with with_lora(self._stack.blocks[index], pairs):
-            return self._stack.run(hidden, None, self._positions, self._mask, part=range(index, index + 1))
+    def _run(self, unit: int, hidden: torch.Tensor, inputs: _Inputs) -> torch.Tensor:
+        blocks = self._units[unit]
+        with ExitStack() as changed:
+            for number, prompt in inputs.prompts.items():
+                changed.enter_context(with_added(self._stack.blocks[number - self._start], prompt, hidden.shape[1]))
+            for number in blocks:
+                pairs = {
+                    name.path: (tensor, inputs.lora[replace(name, part=LORA_PARTS[1])])
+                    for name, tensor in inputs.lora.items()
+                    if name.block == number and name.part == LORA_PARTS[0]
+                }
+                changed.enter_context(with_lora(self._stack.blocks[number - self._start], pairs))
+            part = range(blocks.start - self._start, blocks.stop - self._start)
+            return self._stack.run(hidden, None, self._positions, self._mask, part=part)
 
 
 class _BackwardPass:
@@ -263,7 +270,7 @@ class _BackwardPass:
 
     def __init__(self, run: _BatchRun, gradient: torch.Tensor) -> None:
         self._flowing = gradient.to(run.hidden.device, run.hidden.dtype)
-        self._prompts: list[torch.Tensor] = []
+        self._prompts: dict[int, torch.Tensor] = {}
         self._lora: dict[LoraName, torch.Tensor] = {}
 
     def through(self, graphs: list[_Graph], *, last: bool) -> PassGenerator[None]:
@@ -274,13 +281,12 @@ class _BackwardPass:
                 yield
 
     def _through(self, graph: _Graph) -> None:
-        leaves = [graph.entered, *graph.inputs.lora.values()]
-        if graph.inputs.prompt is not None:
-            leaves.append(graph.inputs.prompt)
+        inputs = graph.inputs
+        leaves = [graph.entered, *inputs.lora.values(), *inputs.prompts.values()]
         self._flowing, *others = torch.autograd.grad(graph.left, leaves, self._flowing, materialize_grads=True)
-        if graph.inputs.prompt is not None:
-            self._prompts.append(others.pop())
-        self._lora.update(zip(graph.inputs.lora, others, strict=True))
+        self._lora.update(zip(inputs.lora, others, strict=False))
+        self._prompts.update(zip(inputs.prompts, others[len(inputs.lora) :], strict=True))
 
     def gradients(self) -> Gradients:
-        return Gradients(self._flowing, torch.stack(self._prompts[::-1]) if self._prompts else None, self._lora)
+        prompts = [gradient for _, gradient in sorted(self._prompts.items())]
+        return Gradients(self._flowing, torch.stack(prompts) if prompts else None, self._lora)

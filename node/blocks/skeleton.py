@@ -26,10 +26,10 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel
 from transformers.utils import logging
 
-from ...protocols.ids import Span, Widths
+from ...protocols.ids import Boundaries, Span
 from ..errors import ModelError, reason_of
 from ..models.checkpoint import Checkpoint
-from ..models.folder import crossing, scheme_of
+from ..models.folder import boundaries_of, scheme_of
 from ..models.folder import read_config as read_raw_config
 from ..models.gguf.weights import GgufWeights
 from .images.language_part import causal_model
@@ -82,9 +82,8 @@ class Skeleton:
         dtype: what the model computes in.
         parameters: everything that the whole model wants from a checkpoint, on the meta device.
         tied: the names of those that are others of them.
-        widths: of what travels between blocks.
-        takes_pictures: whether these names are those of a model that also takes pictures or sound, and `decoder` is its
-            language part; else those of the language part alone.
+        boundaries: of its blocks.
+        takes_pictures: whether `decoder` is the language part of a model that takes pictures or sound, with its names.
     """
 
     model: PreTrainedModel
@@ -94,7 +93,7 @@ class Skeleton:
     dtype: torch.dtype
     parameters: dict[str, Any]
     tied: tuple[str, ...]
-    widths: Widths
+    boundaries: Boundaries
     takes_pictures: bool = False
 
     @property
@@ -207,23 +206,22 @@ def build(config: PreTrainedConfig, dtype: torch.dtype) -> Skeleton:
         ModelError: transformers has no causal language model for it, or its blocks cannot be told.
     """
     _refuse_outside_inputs(config)
-    name = config.model_type
     try:
         with BUILDING, torch.device("meta"):
             model = causal_model(config, dtype)
     except Exception as error:
         raise ModelError(
-            f"transformers cannot build a causal language model of type {name!r}: {reason_of(error)}"
+            f"transformers cannot build a causal language model of type {config.model_type!r}: {reason_of(error)}"
         ) from error
     model.eval()
     found = _lists_of_blocks(model, getattr(config, "num_hidden_layers", None))
     if len(found) != 1:
-        raise ModelError(f"petalnode cannot tell which layers of a {name!r} model are its blocks")
+        raise ModelError(f"petalnode cannot tell which layers of a {config.model_type!r} model are its blocks")
     decoder_path, list_name = found[0]
     decoder = cast(PreTrainedModel, model.get_submodule(decoder_path))
     tied = tuple(getattr(model, "all_tied_weights_keys", None) or {})
-    widths = Widths(int(config.hidden_size), int(config.num_hidden_layers), *crossing(config.to_dict()))
-    return Skeleton(model, decoder, decoder_path, list_name, dtype, model.state_dict(), tied, widths)
+    boundaries = boundaries_of(config.to_dict(), int(config.hidden_size), int(config.num_hidden_layers))
+    return Skeleton(model, decoder, decoder_path, list_name, dtype, model.state_dict(), tied, boundaries)
 
 
 def _lists_of_blocks(model: PreTrainedModel, count: int | None) -> list[tuple[str, str]]:
@@ -265,6 +263,8 @@ def cut_config(config: PreTrainedConfig, span: Span, num_blocks: int) -> None:
         if isinstance(value, (list, tuple)) and len(value) == num_blocks and ("layer" in name or "block" in name):
             setattr(config, name, value[span.start : span.end])
     config.num_hidden_layers = len(span)
+    if span.end < num_blocks:
+        vars(config).update({name: 0 for name in ("num_kv_shared_layers",) if name in vars(config)})
 
 
 def fill(

@@ -206,8 +206,7 @@ class BlockSpan:
             run = self._one_by_one if self._by_token and cache.length and cache.states else self._forward
             output = run(entering, cache, adapter, features)[:, -tokens:]
         cache.advance(tokens, entering)
-        output = torch.cat((output, *features[len(cache.specs) :]), dim=2)
-        return output.to(hidden.device, hidden.dtype)
+        return torch.cat((output, *features[len(cache.specs) :]), dim=2).to(hidden.device, hidden.dtype)
 
     def _one_by_one(self, hidden: torch.Tensor, cache: SpanCache, *rest: Any) -> torch.Tensor:
         outputs = []
@@ -417,6 +416,8 @@ def load(folder: Path, span: Span, how: Loading) -> BlockSpan:
     num_blocks = skeleton.num_blocks
     if span.end > num_blocks:
         raise BadInput(f"{folder} has blocks 0:{num_blocks}, so {span} cannot be served")
+    if refused := skeleton.boundaries.refusal(span):
+        raise BadInput(refused)
     with Checkpoint(folder, num_blocks) as weights:
         windows = windows_of(skeleton)[span.start : span.end]
         blocks = skeleton.keep_only(span)
@@ -435,7 +436,7 @@ def load(folder: Path, span: Span, how: Loading) -> BlockSpan:
     use_dots(blocks)
     round_inputs(layers)
     cut_config(skeleton.config, span, num_blocks)
-    stack = BlockStack(skeleton.decoder, blocks, skeleton.widths, span.start)
+    stack = BlockStack(skeleton.decoder, blocks, skeleton.boundaries, span.start)
     specs = cache_specs(stack, skeleton, windows, target)
     loaded = BlockSpan(span, num_blocks, stack, specs, skeleton, target, numerics)
     # A chunk that attention stays within is no window that moves along, though its cache looks like one.

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 from transformers.pytorch_utils import Conv1D
 
 from ...protocols.training import LORA_PARTS, LoraName
@@ -147,6 +147,17 @@ def with_prompts(prompts: Sequence[tuple[nn.Module, torch.Tensor]], places: torc
             added = torch.where(meant, prompt[places.clamp(0, len(prompt) - 1)], 0)
             hooks.callback(block.register_forward_pre_hook(_prompt_hook(added), with_kwargs=True).remove)
         yield
+
+
+@contextmanager
+def with_added(block: nn.Module, prompt: torch.Tensor, tokens: int) -> Iterator[None]:
+    """Within it, `prompt` [1 or rows, prefix, hidden] is added to the first of `tokens` tokens that enter the block."""
+    hook = _prompt_hook(pad(prompt, (0, 0, 0, tokens - prompt.shape[1])))
+    handle = block.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _prompt_hook(added: torch.Tensor) -> Any:

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 
-from ...protocols.ids import PLAIN, Layout, Widths
+from ...protocols.ids import PLAIN, Boundaries, Layout
 from .cache import SpanCache
 from .caches.ragged import RAGGED
 from .config import original_length
@@ -32,17 +32,19 @@ class BlockStack:
     Not thread-safe.
 
     Attributes:
-        widths: of what travels between blocks.
+        boundaries: of the model's blocks.
         blocks: the modules, in their order.
         original_length: as `config.original_length`.
         takes_positions: whether tokens may stand in a picture, and have positions along three axes.
         takes_groups: whether tokens may be in groups that see each other both ways.
     """
 
-    def __init__(self, decoder: PreTrainedModel, blocks: Sequence[nn.Module], widths: Widths, first: int) -> None:
+    def __init__(
+        self, decoder: PreTrainedModel, blocks: Sequence[nn.Module], boundaries: Boundaries, first: int
+    ) -> None:
         self._decoder = decoder
-        self.widths, self._first = widths, first
-        if widths.per_block:
+        self.boundaries, self._first = boundaries, first
+        if boundaries.per_block:
             cast(Any, decoder).project_per_layer_inputs = _made_by_the_client
         self._takes_positions = "position_ids" in inspect.signature(decoder.forward).parameters
         self._implementation = decoder.config._attn_implementation
@@ -71,7 +73,7 @@ class BlockStack:
 
     def width(self, index: int = 0) -> int:
         """Of what enters the block at this index."""
-        return self.widths.at(self._first + index)
+        return self.boundaries.width(self._first + index)
 
     def begin_step(self, cache: SpanCache, tokens: int, long_factors: bool, layout: Layout = PLAIN) -> None:
         """To be called before the next `tokens` tokens of a row, a whole step, are computed, perhaps in several parts.
@@ -113,7 +115,7 @@ class BlockStack:
         """What the last block makes of `hidden` [rows, tokens, width], without what these blocks got for themselves.
 
         Args:
-            hidden: as wide as `widths` has it before the first block that computes.
+            hidden: as wide as `width` has it before the first block that computes.
             cache: None keeps nothing, and lets gradients through.
             position_ids: int64 [rows or 1, tokens], or [axes, rows, tokens].
             attention_mask: bool or int [rows, tokens held + new], 0 where there is padding; or what `masks` makes.
@@ -123,13 +125,13 @@ class BlockStack:
         """
         arguments: dict[str, Any] = {"position_ids": position_ids} if self._takes_positions else {}
         part = range(len(self.blocks)) if part is None else part
-        self._input, ahead = opened(self.widths, hidden)
-        if self.widths.per_block:
-            mine = len(part) * self.widths.per_block
-            own = ahead[:, :, :mine].reshape(*hidden.shape[:2], len(part), self.widths.per_block)
+        self._input, ahead = opened(self.boundaries, hidden)
+        if self.boundaries.per_block:
+            mine = len(part) * self.boundaries.per_block
+            own = ahead[:, :, :mine].reshape(*hidden.shape[:2], len(part), self.boundaries.per_block)
             ahead = ahead[:, :, mine:]
             arguments["per_layer_inputs"] = pad(own, (0, 0, part.start, len(self.blocks) - part.stop))
-        embedded = self._input if self.widths.streams == 1 else self._input[0]
+        embedded = self._input if self.boundaries.streams == 1 else self._input[0]
         self._long_factors = long_factors and self.original_length is not None
         config = self._decoder.config
         for rotary in self._rotaries:
@@ -158,7 +160,7 @@ class BlockStack:
                 config._attn_implementation = self._implementation
         if output is None:
             raise RuntimeError("the decoder did not run its last block")
-        return closed(self.widths, output, ahead)
+        return closed(self.boundaries, output, ahead)
 
     def masks(
         self,
@@ -220,19 +222,19 @@ class BlockStack:
         self._output = output if isinstance(output, torch.Tensor) else output[0]
 
 
-def opened(widths: Widths, travelling: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def opened(boundaries: Boundaries, travelling: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Of what travels between blocks, [rows, tokens, width]: hidden states as blocks take them, [rows, tokens, hidden
     size] or [streams, rows, tokens, hidden size]; and what is for single blocks."""
-    hidden, ahead = travelling[:, :, : widths.of_streams], travelling[:, :, widths.of_streams :]
-    if widths.streams > 1:
-        apart = hidden.reshape(*hidden.shape[:2], widths.streams, widths.hidden)
+    hidden, ahead = travelling[:, :, : boundaries.of_streams], travelling[:, :, boundaries.of_streams :]
+    if boundaries.streams > 1:
+        apart = hidden.reshape(*hidden.shape[:2], boundaries.streams, boundaries.hidden)
         hidden = apart.permute(2, 0, 1, 3).contiguous()
     return hidden, ahead
 
 
-def closed(widths: Widths, hidden: torch.Tensor, ahead: torch.Tensor | None) -> torch.Tensor:
+def closed(boundaries: Boundaries, hidden: torch.Tensor, ahead: torch.Tensor | None) -> torch.Tensor:
     """What travels: the inverse of `opened`."""
-    if widths.streams > 1:
+    if boundaries.streams > 1:
         hidden = hidden.permute(1, 2, 0, 3).flatten(2)
     return hidden if ahead is None or not ahead.shape[2] else torch.cat([hidden, ahead.to(hidden.dtype)], dim=2)
 

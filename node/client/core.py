@@ -334,7 +334,9 @@ class SwarmClient(ServerSelection):
         spec = replace(spec, model_version=self.model.version, adapter=adapter, trusted=self.trusted, trace=trace)
         original_length = await self.model.original_length()
         spec = replace(spec, reopen_timeout=self._reopen_timeout, original_length=original_length)
-        spec = replace(spec, per_block=self.model.folder.widths.per_block)
+        spec = replace(spec, per_block=self.model.folder.boundaries.per_block)
+        if refused := self.model.folder.boundaries.refusal(spec.span):
+            raise BadInput(refused)
         if spec.codec == "none" and not prompt and source is None:
             spec = replace(spec, codec=await self.chosen_codec(spec, saved))
         spec = replace(spec, prefix_salt=spec.prefix_salt or self.prefix_salt)

@@ -136,19 +136,20 @@ class ServerSelection:
         # Those whose announcements were old have said what they announce now.
         current = {server.peer_id: server for server in self.servers()}
         servers = [current[server.peer_id] for server in servers if server.peer_id in current]
-        now = trio.current_time()
+        now, boundaries = trio.current_time(), self.model.folder.boundaries
         found = []
         for server in servers:
+            span = boundaries.usable(server.span)
             rtt = self.round_trip(server.peer_id)
             suspect = self._suspects.get(server.peer_id, 0.0) > now
             if rtt is None and excluded and self._round_trips.is_under_way(server.peer_id):
                 # It may be well, and this machine busy: to ask it is better than to give up.
                 rtt, suspect = DEADLINES.rtt, True
-            if rtt is not None:
+            if rtt is not None and span is not None:
                 found.append(
                     RouteCandidate(
                         server.peer_id,
-                        server.span,
+                        span,
                         rtt=rtt,
                         step_seconds=server.step_seconds,
                         cache_tokens_free=server.cache_tokens_free,
@@ -161,6 +162,7 @@ class ServerSelection:
                         + self._losses.penalty_seconds(server.peer_id, now)
                         + doubt(server.dtype, server.quantisation, server.device).seconds,
                         max_session_length=server.max_session_length,
+                        together=boundaries.together,
                     )
                 )
         return self.trusted.restrict(found, self.model.num_blocks)
@@ -274,7 +276,7 @@ class ServerSelection:
             token = 1 / speed if speed > 0 else server.step_seconds
             round_trip, per_byte = self.round_trip(hop.peer_id) or 0.0, self.seconds_per_byte(hop.peer_id)
             costs.append(WireCost(server.step_seconds, token, round_trip, per_byte))
-        return choose_codec(costs, spec.dtype, self.model.folder.widths.at(spec.span.start), errors)
+        return choose_codec(costs, spec.dtype, self.model.folder.boundaries.width(spec.span.start), errors)
 
     def _wanted(self, spec: SessionSpec) -> str:
         """What a server must hold, for a person."""
@@ -288,7 +290,7 @@ class ServerSelection:
             cache_tokens=spec.batch * spec.max_length,
             max_length=spec.max_length,
             tokens=spec.batch,
-            token_bytes=wire_nbytes((self.model.folder.widths.at(spec.span.start),), spec.dtype, spec.codec),
+            token_bytes=wire_nbytes((self.model.folder.boundaries.width(spec.span.start),), spec.dtype, spec.codec),
             pushed=spec.push,
         )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...crypto.bounded_json import BadJson, JsonLimits, parse_json_object
-from ...protocols.ids import Widths
+from ...protocols.ids import Boundaries, Span
 from ..errors import ModelError
 from .stored_scheme import StoredScheme, stored_scheme
 
@@ -32,8 +32,8 @@ _QUANTISED_FIELDS = {
     "compression_config": "compressed-tensors",
 }
 """Fields by which checkpoints say so, and whose they are if these do not name the method."""
-_CROSSING_FIELDS: Final = ("altup_num_inputs", "hidden_size_per_layer_input")
-_CROSSING: Final = {"gemma3n_text": (4, 256), "gemma4_text": (1, 256)}
+_CROSSING_FIELDS: Final = ("altup_num_inputs", "hidden_size_per_layer_input", "num_kv_shared_layers")
+_CROSSING: Final = {"gemma3n_text": (4, 256, 15), "gemma4_text": (1, 256, 0)}
 """What transformers takes for these fields where the configuration of such a model has none."""
 _MOST_STREAMS, _MOST_PER_BLOCK = 16, 4096
 TEXT_FIELDS = ("text_config", "llm_config", "language_config")
@@ -64,9 +64,9 @@ class ModelFolder:
     asked: str = field(default="", compare=False)
 
     @property
-    def widths(self) -> Widths:
-        """Of what travels between blocks."""
-        return Widths(self.hidden_size, self.num_blocks, *crossing(self.config))
+    def boundaries(self) -> Boundaries:
+        """Of its blocks."""
+        return boundaries_of(self.config, self.hidden_size, self.num_blocks)
 
 
 def open_folder(path: Path, name: str, revision: str | None = None) -> ModelFolder:
@@ -190,20 +190,33 @@ def hidden_size(config: Mapping[str, Any]) -> int:
     return found
 
 
-def crossing(config: Mapping[str, Any]) -> tuple[int, int]:
-    """How many streams of hidden states go from block to block, and how many values of a token each block gets for
-    itself.
+def boundaries_of(config: Mapping[str, Any], hidden: int, num_blocks: int) -> Boundaries:
+    """Of the blocks of a model with this configuration.
 
     Raises:
         ModelError: numbers that no model has.
     """
     text = _text_config(config)
-    usual = _CROSSING.get(str(text.get("model_type")), (1, 0))
+    usual = _CROSSING.get(str(text.get("model_type")), (1, 0, 0))
     found = [_first_integer(text, (name,)) for name in _CROSSING_FIELDS]
-    streams, per_block = (most if one is None else one for one, most in zip(found, usual, strict=True))
-    if not (1 <= streams <= _MOST_STREAMS and 0 <= per_block <= _MOST_PER_BLOCK):
-        raise ModelError(f"{streams} streams of hidden states and {per_block} values for each block are out of range.")
-    return streams, per_block
+    streams, per_block, sharing = (least if one is None else one for one, least in zip(found, usual, strict=True))
+    if not (1 <= streams <= _MOST_STREAMS and 0 <= per_block <= _MOST_PER_BLOCK and 0 <= sharing < num_blocks):
+        raise ModelError(
+            f"{streams} streams of hidden states, {per_block} values for each block and {sharing} of {num_blocks} "
+            "blocks that share keys and values are out of range."
+        )
+    if not sharing:
+        return Boundaries(hidden, num_blocks, streams, per_block)
+    kinds = text.get("layer_types")
+    own = num_blocks - sharing
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != num_blocks
+        or set(map(str, kinds[own:])) - set(map(str, kinds[:own]))
+    ):
+        raise ModelError("its layer_types do not say whose keys and values the last blocks take.")
+    last = {str(kind): number for number, kind in enumerate(kinds[:own])}
+    return Boundaries(hidden, num_blocks, streams, per_block, Span(min(last.values()), num_blocks))
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from ...protocols.ids import Span
-from ..swarm.cost import Floats
+from ..swarm.cost import Bools, Floats
 from .observed import PlacedServer, coverage, describe_spans, gaps
 from .plan import DEFAULT, PLANNING, Policy, make_plan
 
@@ -106,7 +106,8 @@ def span_for_newcomer(
     throughput most, by a plan that may move others too. `throughput` in steps a second, None: average.
     """
     others = [server for server in servers if server.peer_id != newcomer]
-    first = joining_span(others, num_blocks, count)
+    starts = policy.starts(np.array([count]), num_blocks)
+    first = joining_span(others, num_blocks, count, None if starts is None else starts[0])
     if not others:
         return first
     speeds = sorted(server.throughput for server in others)
@@ -118,23 +119,27 @@ def span_for_newcomer(
     return first if move is None else move.target
 
 
-def weakest_window(throughput: Floats, count: int) -> Span:
+def weakest_window(throughput: Floats, count: int, allowed: Bools | None = None) -> Span:
     """The span of `count` blocks whose sorted throughputs come first in lexicographic order: equation 1.
 
     `throughput` is float [blocks]. So gaps come first and the weakest blocks next; ties go to the lowest start.
+    `allowed` bool [blocks] are the starts in question, if not all, one at least.
     """
     count = min(count, len(throughput))
     values, last = throughput.tolist(), len(throughput) - count
     # The least of all comes first, so only windows with a block that has it are in question.
     lowest = np.flatnonzero(throughput == throughput.min()).tolist()
     starts = {start for low in lowest for start in range(max(low - count + 1, 0), min(low, last) + 1)}
+    if allowed is not None:
+        possible = set(np.flatnonzero(allowed[: last + 1]).tolist())
+        starts = starts & possible or possible
     start = min(sorted(starts), key=lambda start: sorted(values[start : start + count]))
     return Span(start, start + count)
 
 
-def joining_span(servers: Sequence[PlacedServer], num_blocks: int, count: int) -> Span:
-    """Where equation 1 puts a newcomer that holds `count` blocks."""
-    return weakest_window(coverage(servers, num_blocks), count)
+def joining_span(servers: Sequence[PlacedServer], num_blocks: int, count: int, allowed: Bools | None = None) -> Span:
+    """Where equation 1 puts a newcomer that holds `count` blocks, at one of the `allowed` starts."""
+    return weakest_window(coverage(servers, num_blocks), count, allowed)
 
 
 def why_join(others: Sequence[PlacedServer], span: Span, num_blocks: int) -> str:

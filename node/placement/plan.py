@@ -12,26 +12,35 @@ from typing import Final
 
 import numpy as np
 
-from ...protocols.ids import Span
-from ..swarm.cost import Ints
+from ...protocols.ids import Boundaries, Span
+from ..swarm.cost import Bools, Ints
 from .observed import PlacedServer, describe_spans, gaps, swarm_throughput, upper_bound
 from .search import CostTerms, ServerRows, SpanSearch, State
 
 
 @dataclass(frozen=True)
 class Policy:
-    """When a move pays. All shares are of the throughput that no placement exceeds.
+    """What a server may hold, and when a move pays. All shares are of the throughput that no placement exceeds.
 
     `gain`: what a plan has to gain if it reloads two thirds as many blocks as the model has, at usual turnover. Fewer
     blocks need less in proportion; at half the turnover half is enough, since the gain lasts twice as long. Below
     `least_gain` nothing moves, so that noise has no effect. `evenness` weighs how far blocks are below `level`: those
-    are the next to be the slowest.
+    are the next to be the slowest. `boundaries` of the model's blocks, None: servers may part anywhere.
     """
 
     gain: float = 0.2
     least_gain: float = 0.005
     evenness: float = 0.6
     level: float = 1.04
+    boundaries: Boundaries | None = None
+
+    def starts(self, lengths: Ints, num_blocks: int) -> Bools | None:
+        """Where spans of `lengths` int [R] may begin, bool [R, blocks]; None: everywhere."""
+        if self.boundaries is None or self.boundaries.together is None:
+            return None
+        parts = np.array([self.boundaries.may_part(block) for block in range(num_blocks + 1)])
+        ends = np.minimum(np.arange(num_blocks) + lengths[:, None], num_blocks)
+        return np.asarray(parts[:-1] & parts[ends])
 
 
 DEFAULT: Final = Policy()
@@ -47,6 +56,8 @@ class PlanConstants:
     many: int = 100
     """More moves are not compared one by one, which would take too long."""
     equal: float = 1e-9
+    rounds: int = 4
+    """Of placing every server anew where blocks are open and servers may not part anywhere."""
     notable: float = 1.005
     """Throughputs that differ by less than this factor are not told of."""
 
@@ -134,7 +145,7 @@ def make_plan(
     reloads = np.where(new, 0.0, lengths * np.array([server.reload_weight for server in ordered], float))
     most = charge * float(reloads.sum()) + 1.0 + policy.evenness * policy.level**2 * num_blocks
     terms = CostTerms(scale, policy.level * scale, policy.evenness, charge, 1.0 + most)
-    rows = ServerRows(np.arange(len(ordered)), lengths, speeds)
+    rows = ServerRows(np.arange(len(ordered)), lengths, speeds, policy.starts(lengths, num_blocks))
     everyone = SpanSearch(rows, origin, reloads, movable, num_blocks, terms)
     start = everyone.state(origin)
     rest = start
@@ -142,7 +153,10 @@ def make_plan(
         rest = SpanSearch(rows, origin, reloads, np.flatnonzero(new), num_blocks, terms).run(start)
     best = everyone.run(rest, rest.throughput)
     if best.empty:
-        filled = everyone.run(everyone.state(tiled(origin, lengths, movable, num_blocks)))
+        if rows.allowed is None:
+            filled = everyone.run(everyone.state(tiled(origin, lengths, movable, num_blocks)))
+        else:
+            filled = everyone.settle(best, movable, PLANNING.rounds)
         best = min(best, filled, key=lambda state: state.cost)
     order, after = in_order(everyone, everyone.state(np.where(new, best.starts, origin)), best.starts)
     less = after.empty == rest.empty and after.throughput < rest.throughput * (1 - 1e-9)

@@ -120,7 +120,7 @@ class _SignedStep:
         span, shape = Span(*receipt.span), list(asked.shape)
         if receipt.adapter or step.reorder or step.long_factors or step.positions:
             raise BadInput("answers with adapters, pictures, long factors or several rows are not computed from tokens")
-        width = folder.widths.at(span.start)
+        width = folder.boundaries.width(span.start)
         if len(shape) != 3 or (shape[0], shape[2]) != (1, width) or not shape[1]:
             raise BadInput(f"the receipts tell of tensors of {shape[:8]}, and the model's width is {width}")
         if asked.dtype not in DTYPES or not 0 <= span.start < span.end <= folder.num_blocks:

@@ -116,9 +116,10 @@ def _judge(
         PetalnodeError: as `Recomputation.answer`.
     """
     asked = claim.request.tensors if isinstance(claim, LoggedBatch) else [tensor for _, tensor, _ in claim.steps]
-    width = folder.widths.at(claim.receipt.span[0])
+    width = folder.boundaries.width(claim.receipt.span[0])
     widths = {width, width * (1 + deepstack(read_config(folder.path)))}
-    if claim.receipt.span[1] > folder.num_blocks or any(tensor.shape[-1] not in widths for tensor in asked):
+    beyond = claim.receipt.span[1] > folder.num_blocks or folder.boundaries.refusal(Span(*claim.receipt.span))
+    if beyond or any(tensor.shape[-1] not in widths for tensor in asked):
         size = f"{folder.num_blocks} blocks of width {width}"
         raise NotProven(f"no server takes what was asked of a model with {size}")
     try:

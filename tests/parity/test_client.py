@@ -19,7 +19,7 @@ from petalnode.protocols.ids import Span
 from tests.greedy import prompt
 from tests.parity.local_swarm import open_client
 from tests.parity.whole import whole_of
-from tests.tiny_models import ARCHITECTURES, CROSSING, HYBRIDS, save_tiny
+from tests.tiny_models import ARCHITECTURES, CROSSING, CUTS, HYBRIDS, save_tiny
 
 Tiny = Callable[[str], Path]
 
@@ -39,7 +39,7 @@ def generate(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, **
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *HYBRIDS, *CROSSING])
 def test_logits_equal(architecture: str, tiny: Tiny) -> None:
     folder = tiny(architecture)
-    client, _ = open_client(folder, TWO)
+    client, _ = open_client(folder, CUTS.get(architecture, TWO))
     whole = whole_of(folder)
     ids = prompt(2, 14)
     entered, left, logits = whole.step(ids, None)
@@ -59,7 +59,7 @@ def test_logits_equal(architecture: str, tiny: Tiny) -> None:
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *HYBRIDS, *CROSSING])
 def test_greedy_tokens_equal(architecture: str, tiny: Tiny) -> None:
     folder = tiny(architecture)
-    client, swarm = open_client(folder, THREE)
+    client, swarm = open_client(folder, CUTS.get(architecture, THREE))
     model = whole_of(folder).model
     ids, mask = prompt(3, 9), (torch.arange(9) >= torch.tensor([0, 4, 1])[:, None]).long()
     options: dict[str, Any] = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
@@ -76,7 +76,7 @@ def test_greedy_tokens_equal(architecture: str, tiny: Tiny) -> None:
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *HYBRIDS, *CROSSING])
 def test_beam_search_equals(architecture: str, tiny: Tiny) -> None:
     folder = tiny(architecture)
-    client, _ = open_client(folder, TWO)
+    client, _ = open_client(folder, CUTS.get(architecture, TWO))
     ids = prompt(2, 7)
     options = {"num_beams": 3, "num_return_sequences": 2, "do_sample": False}
     assert torch.equal(generate(client.model, ids, **options), generate(whole_of(folder).model, ids, **options))

@@ -37,7 +37,6 @@ REFUSED = {
     **dict.fromkeys(("hy_v4", "glm_moe_dsa", "deepseek_v32", "minimax"), STATE),
     "recurrent_gemma": CUT,
     **dict.fromkeys(("rwkv", "xlstm", "xlnet", "mamba", "falcon_mamba", "openai-gpt"), OWN),
-    "gemma3n_text": "use the attention cache of others",
     **dict.fromkeys(("cpmant", "longcat_flash"), "cannot tell which layers"),
     **dict.fromkeys(("bart", "bert"), "decoder-only"),
 }

@@ -58,8 +58,8 @@ class WholeBlocks:
 
     def __post_init__(self) -> None:
         self.model = load_whole(self.folder).requires_grad_(False)
-        self.widths, decoder = open_folder(self.folder, "tiny").widths, cast(Any, self.model.base_model)
-        if self.widths.per_block:
+        self.boundaries, decoder = open_folder(self.folder, "tiny").boundaries, cast(Any, self.model.base_model)
+        if self.boundaries.per_block:
             made = decoder.project_per_layer_inputs
             decoder.project_per_layer_inputs = lambda *args: self._leaf(made(*args))
         blocks = next(m for m in self.model.modules() if isinstance(m, nn.ModuleList) and len(m) == NUM_BLOCKS)
@@ -82,11 +82,11 @@ class WholeBlocks:
         return self.leaves[-1]
 
     def _leaving(self, block: nn.Module, args: Any, output: Any) -> None:
-        self.left = closed(self.widths, output if isinstance(output, torch.Tensor) else output[0], None)
+        self.left = closed(self.boundaries, output if isinstance(output, torch.Tensor) else output[0], None)
 
     def entering(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         """As it travels: the leaves that a run has made, or their gradients."""
-        return closed(self.widths, leaves[-1], None if len(leaves) == 1 else leaves[0].flatten(2))
+        return closed(self.boundaries, leaves[-1], None if len(leaves) == 1 else leaves[0].flatten(2))
 
     def run(self, mask: torch.Tensor | None) -> None:
         ids = torch.randint(3, VOCABULARY, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
@@ -100,6 +100,11 @@ def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANC
     assert difference <= tolerance, f"differs by {difference:.2g}"
 
 
+def units(span: BlockSpan, part: Span) -> int:
+    """Of blocks that are computed at once."""
+    return sum(map(span.stack.boundaries.may_part, range(part.start, part.end)))
+
+
 def through(spans: Sequence[BlockSpan], batch: Batch, gradient: torch.Tensor, memory: int) -> tuple[torch.Tensor, Any]:
     """What leaves the last span, and the gradients of what enters the first and of all prompts."""
     parts = []
@@ -108,11 +113,11 @@ def through(spans: Sequence[BlockSpan], batch: Batch, gradient: torch.Tensor, me
         prompts = None if batch.prompts is None else batch.prompts[part.start : part.end]
         parts.append(replace(batch, span=part, hidden=hidden, prompts=prompts))
         hidden, pauses = drive(SpanPasses(span, memory).forward(parts[-1]))
-        assert pauses == len(part) - 1
+        assert pauses == units(span, part) - 1
     found = []
     for span, part in zip(reversed(spans), reversed(parts), strict=True):
         gradients, pauses = drive(SpanPasses(span, memory).backward(part, gradient))
-        assert pauses >= 2 * len(part.span) - 1  # at least between any two blocks, both ways
+        assert pauses >= 2 * units(span, part.span) - 1  # at least between any two blocks, both ways
         gradient = gradients.hidden
         found.append(gradients.prompts)
     return hidden, Gradients(gradient, torch.cat(found[::-1]) if batch.prompts is not None else None, {})
@@ -128,7 +133,7 @@ def test_gradients_equal_the_whole_models(architecture: str, tiny: Tiny) -> None
     for mask in MASKS.values():
         whole.run(mask)
         seen = torch.ones(ROWS, TOKENS, 1) if mask is None else mask.unsqueeze(2).float()
-        gradient = torch.randn(ROWS, TOKENS, whole.widths.at(NUM_BLOCKS), generator=generator) * seen
+        gradient = torch.randn(ROWS, TOKENS, whole.boundaries.width(NUM_BLOCKS), generator=generator) * seen
         *of_leaves, of_prompts = torch.autograd.grad(whole.left, [*whole.leaves, prompts], gradient)
         batch = Batch(Span(0, 1), whole.entering(whole.leaves).detach(), mask, None, prompts.detach())
         left, found = through(spans, batch, gradient, PLENTY)

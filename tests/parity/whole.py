@@ -28,9 +28,9 @@ class Whole:
 
     def __post_init__(self) -> None:
         self.model = load_whole(self.folder, self.dtype)
-        self.widths, self._per_block = open_folder(self.folder, "tiny").widths, None
+        self.boundaries, self._per_block = open_folder(self.folder, "tiny").boundaries, None
         decoder: Any = self.model.base_model
-        if self.widths.per_block:
+        if self.boundaries.per_block:
             made = decoder.project_per_layer_inputs
             decoder.project_per_layer_inputs = lambda *args: self._note(made(*args))
         blocks = next(m for m in self.model.modules() if isinstance(m, nn.ModuleList) and len(m) == NUM_BLOCKS)
@@ -42,10 +42,10 @@ class Whole:
         return per_block
 
     def _enter(self, block: nn.Module, args: Any, kwargs: Any) -> None:
-        self.entered.append(closed(self.widths, args[0] if args else kwargs["hidden_states"], self._per_block))
+        self.entered.append(closed(self.boundaries, args[0] if args else kwargs["hidden_states"], self._per_block))
 
     def _leave(self, block: nn.Module, args: Any, output: Any) -> None:
-        self.left.append(closed(self.widths, output if isinstance(output, torch.Tensor) else output[0], None))
+        self.left.append(closed(self.boundaries, output if isinstance(output, torch.Tensor) else output[0], None))
 
     def cache(self) -> DynamicCache:
         return DynamicCache(config=self.model.config)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from petalnode.node.server.requests.admission import STEP_TOKENS, Hosted, check_step, check_terms, step_tokens
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.ids import Span, Widths
+from petalnode.protocols.ids import Boundaries, Span
 from petalnode.protocols.inference import MAX_LENGTH, Refusal, SessionTerms
 
 HOSTED = Hosted(b"m" * 32, "tiny", 8, Span(2, 6), 64, "float32", "none", 128)
@@ -163,7 +163,7 @@ def test_whatever_comes_is_a_refusal_or_right(step: wire.Step, tensors: list[wir
 
 def test_a_step_is_as_wide_as_what_goes_to_its_first_block() -> None:
     """Two streams, and five values for each block of 8 that is still to come."""
-    wide = replace(HOSTED, widths=Widths(64, 8, 2, 5))
+    wide = replace(HOSTED, boundaries=Boundaries(64, 8, 2, 5))
     for first, width in ((2, 158), (3, 153), (5, 143)):
         terms = replace(TERMS, span=Span(first, 6))
         check(RIGHT, [tensor(2, 1, width)], terms, hosted=wide)

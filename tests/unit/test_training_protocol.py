@@ -17,7 +17,7 @@ from petalnode.node.server.requests.admission import Hosted, batch_bytes, check_
 from petalnode.node.testing import run_autojumping
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MAX_TENSORS, MessageStream
-from petalnode.protocols.ids import BACKWARD, FORWARD, Span, Widths
+from petalnode.protocols.ids import BACKWARD, FORWARD, Boundaries, Span
 from petalnode.protocols.inference import Refusal
 from petalnode.protocols.training import (
     KEPT_SETS,
@@ -213,7 +213,10 @@ def check(message: wire.BatchRequest, backward: bool = False) -> None:
 
 
 def test_a_gradient_is_as_wide_as_what_leaves_the_last_block() -> None:
-    wide, entering = replace(HOSTED, widths=Widths(64, 8, per_block=5)), tensor(2, 9, 64 + 5 * (8 - TERMS.span.start))
+    wide, entering = (
+        replace(HOSTED, boundaries=Boundaries(64, 8, per_block=5)),
+        tensor(2, 9, 64 + 5 * (8 - TERMS.span.start)),
+    )
     for width in range(60, 110):
         gradient = tensor(2, 9, width)
         if width == 64 + 5 * (8 - TERMS.span.end):

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from ....protocols.ids import MAX_GROUP, LayoutNeeds, Widths
+from ....protocols.ids import MAX_GROUP, Boundaries, LayoutNeeds
 from ...errors import BadInput, ModelError, memory_needed, reason_of
 from ...models.checkpoint import Checkpoint
 from ..config import deepstack_of
@@ -264,7 +264,7 @@ def _load(folder: Path, dtype: torch.dtype, device: torch.device, embeddings: nn
     gone = {name for name in parameters if name.startswith((f"{path}.", f"{head}."))}
     model.all_tied_weights_keys = {}
     blocks = int(config.get_text_config(decoder=True).num_hidden_layers)
-    skeleton = Skeleton(model, part, path, "layers", dtype, parameters, (), Widths(0, blocks), takes_pictures=True)
+    skeleton = Skeleton(model, part, path, "layers", dtype, parameters, (), Boundaries(0, blocks), takes_pictures=True)
     with Checkpoint(folder, blocks) as weights:
         fill(skeleton, weights, lambda block: block is None, device, gone)
     model.get_submodule(path).embed_tokens = embeddings

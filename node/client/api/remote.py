@@ -227,8 +227,10 @@ class RemotePass:
         return _apply(self, gradients, tuple(kept), hidden, *kept.values())
 
     def _check(self, hidden: torch.Tensor, prompts: torch.Tensor | None) -> None:
-        widths = self.runtime.value.model.folder.widths
-        width = widths.at(self.span.start)
+        boundaries = self.runtime.value.model.folder.boundaries
+        width = boundaries.width(self.span.start)
+        if refused := boundaries.refusal(self.span):
+            raise BadInput(refused)
         if hidden.dim() != 3 or not hidden.numel() or hidden.shape[2] != width:
             raise BadInput(f"hidden states have shape [batch, tokens, {width}], not {list(hidden.shape)}")
         rows, tokens = hidden.shape[:2]
@@ -246,11 +248,11 @@ class RemotePass:
             or prompts.shape[0] != len(self.span)
             or prompts.shape[1] not in (1, rows)
             or not 1 <= prompts.shape[2] <= tokens
-            or prompts.shape[3] != widths.hidden
+            or prompts.shape[3] != boundaries.hidden
         ):
             raise BadInput(
                 f"deep prompts have shape [{len(self.span)} blocks, 1 or {rows}, up to {tokens} tokens, "
-                f"{widths.hidden}], not {list(prompts.shape)}"
+                f"{boundaries.hidden}], not {list(prompts.shape)}"
             )
 
     def forward(
@@ -260,7 +262,7 @@ class RemotePass:
         client = self.runtime.value.batches
         try:
             model = self.runtime.value.model
-            per_block = model.folder.widths.per_block
+            per_block = model.folder.boundaries.per_block
             batch_spec = BatchSpec(model.version, self.codec, dtype_name(hidden.dtype), per_block)
             for tensor in kept.values():
                 dtype_name(tensor.dtype)

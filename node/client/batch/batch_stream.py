@@ -37,7 +37,7 @@ MAX_CREDITS: Final = 64
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """What a stream of batch requests is opened for, whoever the server is. `per_block`: as `Widths` has it."""
+    """What a stream of batch requests is opened for, whoever the server is. `per_block`: as `Boundaries` has it."""
 
     model_version: bytes
     codec: str = "none"

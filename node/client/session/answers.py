@@ -43,7 +43,7 @@ class SessionSpec:
     `REOPEN_TIMEOUT`. `share`: servers may keep what it computes for sessions of this client that begin alike, and it
     uses what they have kept, of sessions of the same `prefix_salt`. `original_length`: as `blocks.config` has it.
     `layout`: what steps may say of their tokens, which only servers are asked for that know it. `per_block`: as
-    `protocols.ids.Widths` has it.
+    `protocols.ids.Boundaries` has it.
     """
 
     model_version: bytes

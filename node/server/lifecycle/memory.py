@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -398,7 +398,7 @@ def plan_memory(folder: ModelFolder, options: ServerOptions) -> Sizing:
                 experts,
                 token_bytes=cache_bytes_per_block(folder.config, sizes.item, 1, options.cache_dtype),
                 cache_tokens=options.cache_tokens,
-                hidden_size=folder.widths.at(0),
+                hidden_size=folder.boundaries.width(0),
                 spare=spare,
             )
         else:
@@ -409,9 +409,27 @@ def plan_memory(folder: ModelFolder, options: ServerOptions) -> Sizing:
                 folder.num_blocks,
                 cache_bytes=cache_bytes_per_block(folder.config, sizes.item, tokens, options.cache_dtype),
                 cache_tokens=tokens,
-                hidden_size=folder.widths.at(0),
+                hidden_size=folder.boundaries.width(0),
                 spare=spare,
             )
+            sizing = _parted(sizing, folder)
         if memory.shared:
             claim(sizing.nbytes)
     return sizing
+
+
+def _parted(sizing: Sizing, folder: ModelFolder) -> Sizing:
+    """The most of these blocks that one server may hold.
+
+    Raises:
+        MachineError: none, since blocks that it has to hold together do not fit.
+    """
+    count, together = folder.boundaries.most(sizing.count), folder.boundaries.together
+    if count == sizing.count:
+        return sizing
+    if not count:
+        raise MachineError(
+            f"blocks {together} of {folder.name} share keys and values, so that one server holds all of them, and "
+            f"{sizing.reason}"
+        )
+    return replace(sizing, count=count, reason=f"{count} blocks, since {together} are held together; {sizing.reason}")

@@ -103,6 +103,16 @@ def check_blocks(options: ServerOptions, folder: ModelFolder) -> None:
         )
     if options.num_blocks is not None and not 1 <= options.num_blocks <= folder.num_blocks:
         raise BadInput(f"--num-blocks {options.num_blocks}: {folder.name} has {folder.num_blocks} blocks")
+    boundaries = folder.boundaries
+    if options.blocks is not None and (refused := boundaries.refusal(options.blocks)):
+        raise BadInput(f"--blocks {options.blocks}: {refused}")
+    if options.num_blocks is not None and boundaries.most(options.num_blocks) < options.num_blocks:
+        most = boundaries.most(options.num_blocks)
+        few = f"at most {most}, or at least" if most else "at least"
+        raise BadInput(
+            f"--num-blocks {options.num_blocks}: blocks {boundaries.together} of {folder.name} share keys and values, "
+            f"so that one server holds all of them: take {few} {len(boundaries.together or ())}"
+        )
 
 
 def read_adapters(folders: Sequence[Path], model_version: bytes, model: str) -> list[Adapter]:

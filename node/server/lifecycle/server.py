@@ -63,12 +63,13 @@ async def run_server(swarm: Swarm, options: ServerOptions, parts: ServerParts, s
         serve_transfers(swarm)
         hand_on(swarm, source.manifest, source.folder, options.share_weights)
         gain = DEFAULT.gain if options.gain is None else options.gain
+        policy = replace(DEFAULT, gain=gain, boundaries=folder.boundaries)
         context = ServerContext(
             swarm,
             options,
             parts,
             source,
-            PlacementState(swarm, source.manifest.version, folder.num_blocks, replace(DEFAULT, gain=gain)),
+            PlacementState(swarm, source.manifest.version, folder.num_blocks, policy),
             _speed_key(source, options),
             tuple(adapters),
         )

@@ -118,7 +118,7 @@ class SpanServer:
             num_blocks=context.folder.num_blocks,
             span=announcement.span,
             hidden_size=blocks.hidden_size,
-            widths=blocks.stack.widths,
+            boundaries=blocks.stack.boundaries,
             takes_positions=blocks.stack.takes_positions,
             takes_groups=blocks.takes_groups,
             features=blocks.features,

@@ -20,7 +20,7 @@ from ....protocols.adapter import (
     hash_of_adapter,
 )
 from ....protocols.framing import CODECS, ITEM_BYTES, TensorError, wire_nbytes
-from ....protocols.ids import PROTOCOL_VERSION, Span, Widths
+from ....protocols.ids import PROTOCOL_VERSION, Boundaries, Span
 from ....protocols.inference import (
     MAX_STEP_BYTES,
     STEP_TOKENS,
@@ -49,8 +49,8 @@ PrefixCache = Literal["own", "salted", "off"]
 
 @dataclass(frozen=True)
 class Hosted:
-    """What this server holds and stands for in its receipts. `features`: as `BlockSpan.features`. `widths` of what
-    travels between blocks; None: all are of the hidden size."""
+    """What this server holds and stands for in its receipts. `features`: as `BlockSpan.features`. `boundaries` of
+    its blocks; None: what travels is of the hidden size."""
 
     model_version: bytes
     model_name: str
@@ -63,11 +63,11 @@ class Hosted:
     takes_positions: bool = False
     takes_groups: bool = False
     features: int = 0
-    widths: Widths | None = None
+    boundaries: Boundaries | None = None
 
     def width(self, block: int) -> int:
         """Of what enters the block of this number."""
-        return self.hidden_size if self.widths is None else self.widths.at(block)
+        return self.hidden_size if self.boundaries is None else self.boundaries.width(block)
 
 
 class PriorityPayments(Protocol):
@@ -113,6 +113,8 @@ def check_hosted(model_version: bytes, span: Span, codec: str, dtype: str, hoste
         )
     if not hosted.span.covers(span):
         raise Refusal(wire.ERROR_SPAN_NOT_HOSTED, f"blocks {span} are wanted, {hosted.span} are here")
+    if hosted.boundaries is not None and (refused := hosted.boundaries.refusal(span)):
+        raise Refusal(wire.ERROR_SPAN_NOT_HOSTED, refused)
     if codec not in CODECS:
         raise Refusal(wire.ERROR_UNSUPPORTED, f"unknown codec {codec!r}; known are {', '.join(CODECS)}")
     if dtype not in ITEM_BYTES:

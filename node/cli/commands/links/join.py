@@ -23,6 +23,7 @@ from ....models.sources.alias import ALIASES
 from ....network.nat.relay import RelayLimits
 from ....placement.joining import span_for_newcomer, why_join
 from ....placement.observed import observe_servers
+from ....placement.plan import DEFAULT
 from ....server.lifecycle.memory import plan_memory, size
 from ....server.lifecycle.options import ServerOptions
 from ....server.lifecycle.pausing import PausePolicy
@@ -186,7 +187,8 @@ async def _look(join: JoinOptions, wishes: JoinWishes, output: Output) -> Prospe
         sizing = None if folder is None else await trio.to_thread.run_sync(plan_memory, folder, options)
         count = sizing.count if sizing is not None else wishes.num_blocks or num_blocks
         seen = observe_servers(swarm.view.servers(version, now=time.time()), num_blocks, swarm.peer_id)
-        span = span_for_newcomer(seen.servers, swarm.peer_id, None, count, num_blocks)
+        policy = DEFAULT if folder is None else replace(DEFAULT, boundaries=folder.boundaries)
+        span = span_for_newcomer(seen.servers, swarm.peer_id, None, count, num_blocks, policy=policy)
         reason = why_join(seen.servers, span, num_blocks)
         memory = 0 if sizing is None else sizing.nbytes
         return replace(found, span=span, reason=reason, fetch=_missing(asked, remote, span), memory=memory)

@@ -1,0 +1,150 @@
+"""Models whose blocks share keys and values, or get values for themselves: where servers part, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from petalnode.node.errors import BadInput, MachineError, ModelError, NoChainError
+from petalnode.node.models.folder import ModelFolder, boundaries_of
+from petalnode.node.placement.joining import span_for_newcomer
+from petalnode.node.placement.observed import PlacedServer, gaps
+from petalnode.node.placement.plan import DEFAULT, make_plan
+from petalnode.node.server.lifecycle.memory import Sizing, _parted
+from petalnode.node.server.lifecycle.options import ServerOptions, check_blocks
+from petalnode.node.server.requests.admission import Hosted, check_terms
+from petalnode.node.swarm.routing import Demand, Hop, RouteCandidate, cheapest_chain
+from petalnode.protocols.ids import Boundaries, Span
+from petalnode.protocols.inference import Refusal, SessionTerms
+from tests.unit.test_routing import ALL, BLOCKS, all_chains, asks, cost, swarms
+
+KINDS = ["sliding_attention", "full_attention"] * 4
+SHARING: dict[str, Any] = {
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 8,
+    "hidden_size": 64,
+    "hidden_size_per_layer_input": 12,
+    "num_kv_shared_layers": 3,
+    "layer_types": KINDS,
+}
+EIGHT = boundaries_of(SHARING, 64, 8)
+"""Blocks 5 to 7 take keys and values of 3 and 4."""
+
+
+def test_what_a_configuration_says() -> None:
+    assert Boundaries(64, 8, 1, 12, Span(3, 8)) == EIGHT
+    assert [EIGHT.width(block) for block in (0, 3, 8)] == [160, 124, 64]
+    inside = {"model_type": "gemma4", "text_config": SHARING}
+    assert ModelFolder("it", Path(), inside, 8, 64).boundaries == EIGHT
+    usual = {"model_type": "gemma3n_text", "num_hidden_layers": 30, "layer_types": ["a", "a", "a", "a", "b"] * 6}
+    assert boundaries_of(usual, 64, 30) == Boundaries(64, 30, 4, 256, Span(13, 30))
+    assert boundaries_of({"num_hidden_layers": 8}, 64, 8) == Boundaries(64, 8)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_kv_shared_layers": 8},
+        {"num_kv_shared_layers": -1},
+        {"layer_types": KINDS[:7]},
+        {"layer_types": None},
+        {"layer_types": [*["full_attention"] * 7, "other"]},
+        {"hidden_size_per_layer_input": -3},
+        {"hidden_size_per_layer_input": 1 << 40},
+        {"altup_num_inputs": 0},
+        {"altup_num_inputs": 1000},
+    ],
+)
+def test_configurations_of_no_model(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ModelError):
+        boundaries_of({**SHARING, **wrong}, 64, 8)
+
+
+@pytest.mark.parametrize(
+    ("span", "words"),
+    [
+        (Span(0, 4), "take 0:3 or 0:8"),
+        (Span(1, 7), "take 1:3 or 1:8"),
+        (Span(4, 8), "take 3:8"),
+        (Span(5, 6), "take 3:8"),
+    ],
+)
+def test_who_cuts_elsewhere_is_told_where(span: Span, words: str) -> None:
+    folder = ModelFolder("tiny", Path(), SHARING, 8, 64)
+    with pytest.raises(BadInput, match=words):
+        check_blocks(ServerOptions("tiny", blocks=span), folder)
+    hosted = Hosted(b"m" * 32, "tiny", 8, Span(0, 8), 64, "float32", "none", 128, boundaries=EIGHT)
+    terms = SessionTerms(b"m" * 32, span, 16, 1, (), "none", b"n" * 16, 1, "float32")
+    with pytest.raises(Refusal, match=words):
+        check_terms(terms, hosted)
+    for fit in (Span(0, 3), Span(1, 3), Span(3, 8), Span(2, 8), Span(0, 8)):
+        check_blocks(ServerOptions("tiny", blocks=fit), folder)
+        check_terms(replace(terms, span=fit), hosted)
+
+
+def test_how_many_blocks_a_server_takes() -> None:
+    folder = ModelFolder("tiny", Path(), SHARING, 8, 64)
+    assert [EIGHT.most(count) for count in range(1, 9)] == [1, 2, 3, 3, 5, 6, 7, 8]
+    assert [_parted(Sizing(count, "why", 5), folder).count for count in (2, 4, 5)] == [2, 3, 5]
+    with pytest.raises(BadInput, match="at most 3, or at least 5"):
+        check_blocks(ServerOptions("tiny", num_blocks=4), folder)
+    all_of_one = {**SHARING, "num_kv_shared_layers": 7, "layer_types": ["full_attention"] * 8}
+    with pytest.raises(MachineError, match="0:8 of tiny share"):
+        _parted(Sizing(6, "why", 5), ModelFolder("tiny", Path(), all_of_one, 8, 64))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([1, 2, 3, 5, 6, 8]), st.floats(0.5, 20)), min_size=1, max_size=8))
+def test_servers_part_where_the_model_allows_it(wishes: list[tuple[int, float]]) -> None:
+    policy = replace(DEFAULT, boundaries=EIGHT)
+    servers: list[PlacedServer] = []
+    for number, (count, speed) in enumerate(wishes):
+        span = span_for_newcomer(servers, f"s{number}", speed, count, 8, policy=policy)
+        assert len(span) == count and EIGHT.refusal(span) is None
+        servers.append(PlacedServer(f"s{number}", span, speed))
+    plan = make_plan(servers, 8, policy=policy)
+    assert all(EIGHT.refusal(move.target) is None for move in plan.moves)
+    # Who holds the shared blocks is there, and others enough for the rest.
+    counts = [count for count, _ in wishes]
+    if 8 in counts or (5 in counts and sum(count for count in counts if count <= 3) >= 3 and min(counts) == 1):
+        left = {move.peer_id: move.target for move in plan.moves}
+        assert not gaps([replace(one, span=left.get(one.peer_id, one.span)) for one in servers], 8)
+
+
+def server(name: str, start: int, end: int, step: float = 1.0) -> RouteCandidate:
+    return RouteCandidate(name, Span(start, end), 0.0, step, 1000, together=EIGHT.together)
+
+
+def test_no_chain_changes_the_server_among_shared_blocks() -> None:
+    """Though half of the blocks would be quicker elsewhere."""
+    quick, slow = server("quick", 0, 8, 1.0), server("slow", 0, 8, 100.0)
+    assert cheapest_chain([slow, quick], Span(0, 8)) == (Hop("quick", Span(0, 8)),)
+    tail, head = server("tail", 2, 8), server("head", 0, 3)
+    chain = cheapest_chain([tail, head], Span(0, 8))
+    assert [hop.peer_id for hop in chain] == ["head", "tail"] and chain[1].span.start in (2, 3)
+    assert EIGHT.usable(Span(2, 6)) == Span(2, 3) and EIGHT.usable(Span(4, 8)) is None
+    with pytest.raises(NoChainError, match="3:8"):
+        cheapest_chain([head, replace(tail, span=Span(2, 3))], Span(0, 8))
+
+
+@settings(max_examples=100, deadline=None)
+@given(swarms(), st.integers(0, 4), asks)
+def test_no_other_chain_that_is_possible_is_cheaper(candidates: list[RouteCandidate], first: int, ask: Demand) -> None:
+    boundaries = Boundaries(64, BLOCKS, together=Span(first, BLOCKS))
+    usable = [(candidate, boundaries.usable(candidate.span)) for candidate in candidates]
+    servers = [replace(one, span=span, together=boundaries.together) for one, span in usable if span is not None]
+    chains = all_chains(servers, ALL)
+    possible = [chain for chain in chains if all(boundaries.may_part(hop.span.start) for hop in chain)]
+    if not possible:
+        with pytest.raises(NoChainError):
+            cheapest_chain(servers, ALL, ask)
+        return
+    chain = cheapest_chain(servers, ALL, ask)
+    assert all(boundaries.may_part(hop.span.start) for hop in chain)
+    least = min(cost(chain, servers, ask) for chain in possible)
+    assert cost(chain, servers, ask) == pytest.approx(least, rel=1e-12, abs=1e-9)
