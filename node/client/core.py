@@ -135,6 +135,7 @@ class SwarmClient(ServerSelection):
         totals: of all sessions, those of variants included.
         on_session: is called with each session that has ended, for traces.
         prefixes: what sessions may begin with.
+        reopen_timeout: that of `ClientOptions`, for sessions that are opened from now on.
         prefix_salt: of sessions that name none; at servers that allow it, who knows it shares what they keep.
         answering: the conversations that are being answered, those of variants included.
     """
@@ -150,7 +151,7 @@ class SwarmClient(ServerSelection):
         super().__init__(swarm, model, nursery, options)
         self._adapter = adapter
         self._codec = options.codec
-        self._reopen_timeout = options.reopen_timeout
+        self.reopen_timeout = options.reopen_timeout
         self._uncoded: ClientSession | None = None  # the last one that was opened without a codec
         self._junctions: list[WireTensor] = []  # of such a session, until they are measured
         self._codec_errors: dict[str, float] = {}
@@ -333,7 +334,7 @@ class SwarmClient(ServerSelection):
         trace = None if self.on_session is None else SessionTrace(self.model.name)
         spec = replace(spec, model_version=self.model.version, adapter=adapter, trusted=self.trusted, trace=trace)
         original_length = await self.model.original_length()
-        spec = replace(spec, reopen_timeout=self._reopen_timeout, original_length=original_length)
+        spec = replace(spec, reopen_timeout=self.reopen_timeout, original_length=original_length)
         spec = replace(spec, per_block=self.model.folder.boundaries.per_block)
         if refused := self.model.folder.boundaries.refusal(spec.span):
             raise BadInput(refused)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import trio
@@ -55,11 +55,32 @@ class ServerLimits:
     trusted: TrustedServers | None = None
 
 
+@dataclass(frozen=True)
+class FixedRoute:
+    """The only chain of a client, which fails where another client would look for other servers.
+
+    Attributes:
+        failures: by peer id, why servers were left out.
+    """
+
+    hops: tuple[Hop, ...]
+    failures: dict[str, SwarmError] = field(default_factory=dict)
+
+    def without(self, excluded: Collection[str]) -> tuple[Hop, ...]:
+        """Its hops. Raises NoChainError: one of them is excluded."""
+        if isinstance(excluded, Mapping):
+            self.failures.update(excluded)
+        if any(hop.peer_id in excluded for hop in self.hops):
+            raise NoChainError("a server of the only chain has failed", ())
+        return self.hops
+
+
 class ServerSelection:
     """Measures the servers of `model` and chooses among them; `swarm` is where they announce themselves.
 
     Attributes:
         trusted: who may compute the first and the last blocks.
+        fixed: the chain of all sessions, if none is to be looked for.
     """
 
     def __init__(
@@ -70,6 +91,7 @@ class ServerSelection:
         limits: ServerLimits = ServerLimits(),
     ) -> None:
         self.trusted = limits.trusted or TrustedServers()
+        self.fixed: FixedRoute | None = None
         self.swarm = swarm
         self.model = model
         self._nursery = nursery
@@ -176,6 +198,11 @@ class ServerSelection:
         """Seconds to this server and back, as they were measured last; None if they never were, or it is silent."""
         return self._round_trips.of(peer_id)
 
+    @property
+    def suspected(self) -> Collection[str]:
+        """Peer ids of all that have failed or said no."""
+        return self._suspects.keys()
+
     def suspect(self, peer_id: str, seconds: float = DEADLINES.suspect) -> None:
         """Notes that a server failed or said no: others are preferred for so long."""
         self._suspects[peer_id] = max(self._suspects.get(peer_id, 0.0), trio.current_time() + seconds)
@@ -215,6 +242,8 @@ class ServerSelection:
             NoChainError: naming the blocks that nobody holds.
             BadInput: a session of this length is more than the servers of the model take.
         """
+        if self.fixed is not None:
+            return self.fixed.without(excluded)
         candidates = await self.candidates(excluded, spec.adapter)
         # Of all servers, those that are excluded or silent now as well: what remains may be a stranger's only.
         longest = max((server.max_session_length for server in self.servers()), default=spec.max_length)
@@ -239,8 +268,10 @@ class ServerSelection:
         Raises:
             NoChainError: nobody else holds them.
         """
-        candidates = await self.candidates({route[index].peer_id, *excluded}, spec.adapter)
-        found = second_best(route, index, candidates, self.demand(spec))
+        found = None
+        if self.fixed is None:
+            candidates = await self.candidates({route[index].peer_id, *excluded}, spec.adapter)
+            found = second_best(route, index, candidates, self.demand(spec))
         if found is None:
             blocks = route[index].span
             raise NoChainError(f"nobody else holds blocks {blocks}", tuple(range(blocks.start, blocks.end)))

@@ -243,7 +243,7 @@ def most_rows(rows_of: Mapping[str, int], shares: Shares) -> int:
 
 
 class CostFit:
-    """What batches have taken, by their rows: a line through all, and what those of a size lately took by itself."""
+    """What batches have taken, by their rows: a line through all, and an `Estimate` for each size of the last ones."""
 
     def __init__(self) -> None:
         self._line = LineEstimate(TURNS.kept)

@@ -7,12 +7,12 @@ classes do the talking, so a probe is a user in all but its purpose; only the ch
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from random import Random
-from typing import Any, Final
+from typing import Final
 
 import torch
 import trio
@@ -23,16 +23,16 @@ from ...protocols.tensors import decode, dtype_name, encode
 from ..client.api.remote import SpanTensors
 from ..client.batch.batch_stream import BatchSpec, KeptSet, MicroBatch
 from ..client.chunks import to_chunks
-from ..client.core import SwarmClient
+from ..client.core import SwarmClient, open_client
 from ..client.deadlines import DEADLINES
 from ..client.generation.decoding import Decoding, Embedding
 from ..client.generation.sampling import Sampler, Sampling
 from ..client.generation.speculation import Answering
 from ..client.request import WireTensor
+from ..client.server_selection import FixedRoute
 from ..client.session.compared_session import Session
 from ..client.session.stream import SessionSpec
-from ..client.swarm_model import SwarmModel
-from ..errors import NoChainError, ServerFailed, SwarmError
+from ..errors import ServerFailed, SwarmError
 from ..swarm.config import SwarmConfig
 from ..swarm.routing import Hop
 from ..swarm.swarm import open_swarm
@@ -72,32 +72,6 @@ class Probed:
         return [*(observed for observed in sessions if observed is not None), *batches]
 
 
-class _RoutedClient(SwarmClient):
-    """A client with a fixed route, which fails where another client would look for other servers."""
-
-    def __init__(self, swarm: Any, model: SwarmModel, nursery: trio.Nursery, route: Sequence[Hop]) -> None:
-        super().__init__(swarm, model, nursery)
-        self._route = tuple(route)
-        self.failures: dict[str, SwarmError] = {}
-
-    async def route(
-        self, spec: SessionSpec, excluded: Collection[str] = (), *, again: Sequence[Hop] = (), held: int = 0
-    ) -> tuple[Hop, ...]:
-        if isinstance(excluded, Mapping):
-            self.failures.update(excluded)
-        if any(hop.peer_id in excluded for hop in self._route):
-            raise NoChainError("a server of the probe's chain has failed", ())
-        return self._route
-
-    async def standby(
-        self, spec: SessionSpec, route: Sequence[Hop], index: int, excluded: Collection[str] = ()
-    ) -> tuple[Hop, ...]:
-        raise NoChainError("a probe has no standbys", ())
-
-    def suspect(self, peer_id: str, seconds: float = DEADLINES.suspect) -> None:
-        self.failures.setdefault(peer_id, ServerFailed(f"server {peer_id} failed", peer_id))
-
-
 async def run_probe(config: SwarmConfig, model: ProbeModel, probe: Probe) -> Probed:
     """Joins under a new key, carries out `probe`, leaves, and returns the result.
 
@@ -116,22 +90,21 @@ async def run_probe(config: SwarmConfig, model: ProbeModel, probe: Probe) -> Pro
         devices = {
             server.peer_id: server.device for server in swarm.view.servers(model.swarm_model.version, now=time.time())
         }
-        async with trio.open_nursery() as nursery:
-            client = _RoutedClient(swarm, model.swarm_model, nursery, probe.route)
-            client.receipts = archive
-            nursery.start_soon(client.candidates)
+        async with open_client(swarm, model.swarm_model) as client:
+            client.receipts, client.fixed = archive, FixedRoute(tuple(probe.route))
             with trio.move_on_after(PROBE_TIMEOUT) as scope:
                 try:
                     await (_chat if probe.kind == "chat" else _train)(client, model, probe)
                 except ServerFailed as error:
                     failures[error.peer_id] = error
                 except SwarmError as error:
-                    failures.update({hop.peer_id: error for hop in probe.route if not client.failures})
-            failures = {**client.failures, **failures}
+                    if not client.fixed.failures and not client.suspected:
+                        failures.update({hop.peer_id: error for hop in probe.route})
+            suspected = {peer: ServerFailed(f"server {peer} failed", peer) for peer in client.suspected}
+            failures = {**suspected, **client.fixed.failures, **failures}
             if scope.cancelled_caught:
                 late = SwarmError(f"the probe was not done after {PROBE_TIMEOUT:.0f} s")
                 failures.update({hop.peer_id: late for hop in probe.route if hop.peer_id not in failures})
-            nursery.cancel_scope.cancel()
     return Probed(probe, archive, devices, failures)
 
 

@@ -115,7 +115,11 @@ class Measured:
 
 
 class Paces:
-    """What the generations of a model have taken, by the chain. Those of long ago are forgotten."""
+    """What the generations of a model have taken, by the chain. Those of long ago are forgotten.
+
+    No `Estimate`: each figure is the mean of a whole answer's steps already, and ways that were tried minutes apart are
+    compared. So the newest one counts alone.
+    """
 
     def __init__(self) -> None:
         self._known: OrderedDict[Route, tuple[float, Measured]] = OrderedDict()

@@ -343,7 +343,8 @@ def _within(budget: float) -> float:
 
 @dataclass
 class PipelineSpeed:
-    """What steps cost that are under way side by side, through servers that work at the same time.
+    """What steps cost that are under way side by side, through servers that work at the same time: by an `Estimate` of
+    a lone step and lines by size of all others, what a draft of any length takes.
 
     Attributes:
         work: seconds of computing of a step by its tokens, all servers and the head together.
