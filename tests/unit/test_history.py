@@ -214,6 +214,14 @@ def test_a_reorder_starts_a_step_of_its_own() -> None:
     ]
 
 
+def test_a_long_step_is_cut_where_the_session_has_gone_back_to() -> None:
+    """Servers whose blocks keep states cannot go back into the middle of it."""
+    history = InputHistory()
+    history.append(Input(0, (), chunk([[*range(20)]])))
+    (step,) = history.replay(9, 512)
+    assert tokens_of(step.chunk) == [[*range(9)]]
+
+
 def test_nothing_is_replayed_to_a_session_without_tokens() -> None:
     history = InputHistory()
     assert history.replay(0, 512) == []

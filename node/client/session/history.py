@@ -91,12 +91,16 @@ class InputHistory:
         return self._inputs
 
     def needed(self, position: int) -> list[Input]:
-        """The steps that rebuild a cache of `position` tokens (the last may go beyond: the next step rolls back)."""
+        """The steps that rebuild a cache of `position` tokens. A last one that cannot be cut there goes beyond, and the
+        next step rolls back, which is not possible everywhere: blocks that keep states go back a few tokens only."""
         if position == 0:
             return []
         # A reorder behind `position` has moved the rows before it too, which no rollback undoes.
         last = [index for index, step in enumerate(self._inputs) if step.position < position or step.reorder]
-        return self._inputs[: last[-1] + 1] if last else []
+        steps = self._inputs[: last[-1] + 1] if last else []
+        if steps and steps[-1].position < position:
+            steps[-1] = part_of(steps[-1], 0, position)
+        return steps
 
     def replay(self, position: int, max_tokens: int, start: int = 0) -> list[Input]:
         """`needed` from the token number `start` on, merged for quickness."""
