@@ -7,12 +7,15 @@ import sys
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.swarm import warm_python
+
+if TYPE_CHECKING:
+    from petalnode.node.blocks.kernels.library import Library
 
 # How fast this machine happens to be is no property of the code, and every run tries the same examples: a failure by
 # others would have nothing to do with the change that it stops. `--hypothesis-profile random` looks for such.
@@ -40,6 +43,33 @@ def levels_of_loggers() -> Iterator[None]:
     yield
     for logger, level in zip(loggers, before, strict=True):
         logger.setLevel(level)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What is kept of models between runs, in a folder of the test."""
+    monkeypatch.setenv("PETALNODE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is, no server is left because it is slow."""
+    from petalnode.node.client.session.link import ServerLink
+
+    monkeypatch.setattr(ServerLink, "patience", lambda self, chunk, before=0: 1e6)
+
+
+@pytest.fixture
+def kernels() -> Iterator[Library]:
+    """The compiled kernels, of which a test may select others."""
+    from petalnode.node.blocks.kernels.library import library
+
+    found = library()
+    if found is None:
+        pytest.skip("the kernels are not built (make setup, with a C compiler)")
+    yield found
+    found.select(found.isa)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -29,11 +29,11 @@ def _groups(weight: torch.Tensor, size: int) -> torch.Tensor:
 
 def fp8(weight: torch.Tensor, name: str, block: tuple[int, int]) -> Made:
     rows, width = weight.shape
-    count = (-(-rows // block[0]), -(-width // block[1]))
-    scale = torch.rand(count) * 0.01 + 0.001
-    wide = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :width]
-    held = (weight / wide).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return {"weight": held, name: scale}, held.float() * wide
+    high, wide = min(block[0], rows), min(block[1], width)
+    scale = torch.rand(-(-rows // high), -(-width // wide)) * 0.01 + 0.001
+    scales = scale.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :width]
+    held = (weight / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {"weight": held, name: scale}, held.float() * scales
 
 
 def whole(weight: torch.Tensor, bits: int, size: int, *, symmetric: bool, dtype: torch.dtype) -> Any:

@@ -1,4 +1,5 @@
-"""Runs tests that are `async def` in trio: in virtual time where the marker `virtual_time` says so."""
+"""Runs tests that are `async def` in trio: in virtual time where the marker `virtual_time` says so, and where they ask
+for `raw_node` in the loop of that node."""
 
 from __future__ import annotations
 
@@ -22,6 +23,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     fixtures = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    if "raw_node" in fixtures:
+        pyfuncitem._request.getfixturevalue("run")(lambda _: pyfuncitem.obj(**fixtures))
+        return True
     virtual = pyfuncitem.get_closest_marker("virtual_time") is not None
 
     async def test() -> None:

@@ -183,8 +183,9 @@ async def slowly(*_: object) -> Any:
     await trio.sleep_forever()
 
 
-def test_a_key_may_send_two_files_at_once(tmp_path: Path) -> None:
-    async def main() -> None:
+async def test_a_key_may_send_two_files_at_once(tmp_path: Path) -> None:
+    with closing(BatchStore(tmp_path / "batches")) as store:
+        routes = batch_routes(BatchRunner(store))
         upload = next(route.endpoint for route in routes if isinstance(route, Route) and route.path == "/v1/files")
         headers = [(b"content-type", b"multipart/form-data; boundary=x")]
 
@@ -202,10 +203,6 @@ def test_a_key_may_send_two_files_at_once(tmp_path: Path) -> None:
                 with pytest.raises(ApiError, match="2 files of this key are being uploaded"):
                     await send("alice")
                 nursery.cancel_scope.cancel()
-
-    with closing(BatchStore(tmp_path / "batches")) as store:
-        routes = batch_routes(BatchRunner(store))
-        trio.run(main)
 
 
 def test_a_batch_begins_beside_the_last_request_of_another(tmp_path: Path) -> None:

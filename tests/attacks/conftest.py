@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.models import compute_manifest
 from petalnode.node.models.folder import ModelFolder, open_folder
+from petalnode.node.testing.memory_servers import MemorySwarm, memory_swarm
 from petalnode.protocols.ids import Span
 from tests.signing_server import SigningServer
 from tests.tiny_models import NUM_BLOCKS, save_tiny
+
+
+@pytest.fixture
+def swarm() -> Iterator[MemorySwarm]:
+    """A network in memory; nobody is there yet."""
+    with memory_swarm() as started:
+        yield started
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from petalnode.node.network.transport.yamux import Muxer
 from petalnode.node.swarm.directory import Directory
 from petalnode.node.swarm.streams import MessageStreams
 from petalnode.node.swarm.versions import VERSIONS, manifests_to_ask
-from petalnode.node.testing import message_streams, run_autojumping
+from petalnode.node.testing import message_streams
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import Announcement, ServerState, freshened, sign_announcement
 from petalnode.protocols.directory import MAX_HEADER
@@ -85,7 +85,8 @@ async def test_a_page_of_forged_announcements_holds_up_nobody_else() -> None:
     assert turns >= 1000 // 32
 
 
-def test_questions_of_many_keys_have_the_turns_of_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.virtual_time
+async def test_questions_of_many_keys_have_the_turns_of_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page costs far more to make than to ask for. Each step of a task takes 0.5 ms here."""
     clock = itertools.count()
     monkeypatch.setattr(time, "thread_time", lambda: next(clock) * STEP)
@@ -102,37 +103,33 @@ def test_questions_of_many_keys_have_the_turns_of_one_address(monkeypatch: pytes
                 stream = StreamBytes(NetStream(await ours.accept_stream(), None, None))
                 nursery.start_soon(stream.metered, partial(handlers[DIRECTORY], stream, str(ours.peer_id)))
 
-    async def main() -> None:
-        nonlocal quiet, hostile
-        asked, limits = directory(), NodeLimits()
-        asked.own = sign_announcement(HONEST, freshened(announcement(b"v" * 32, HONEST), now=time.time(), lifetime=60))
-        streams.set_handler(DIRECTORY, wire.DirectoryFrame, asked.serve, max_payload=0)
-        async with AsyncExitStack() as stack:
-            nursery = await stack.enter_async_context(trio.open_nursery())
-            others = []
-            for number, origin in enumerate([*["203.0.113.7"] * KEYS, "198.51.100.1"]):
-                pair = muxer(MemoryRaw(origin=origin), limits=limits, key=10 + number)
-                ours, other = await stack.enter_async_context(pair)
-                nursery.start_soon(serve, ours)
-                others.append(other)
-            for other in others[:-1]:
-                for stream in range(1, 21, 2):
-                    other.open(stream)
-                    other.send(stream, pages)
-            await trio.sleep(0.5)
-            others[-1].open(1)
-            others[-1].send(1, frame_bytes(wire.DirectoryFrame(ping=wire.Ping(payload=b"x"))))
-            await trio.sleep(0.1)
-            quiet = answers(others[-1])
-            await trio.sleep(2.4)
-            # Opening streams takes a part of it; each page one step or more.
-            hostile = sum(map(answers, others[:-1]))
-            nursery.cancel_scope.cancel()
-
     def answers(other: OtherEnd) -> int:
         return sum(kind == DATA and length > 0 for kind, _, _, length, _ in other.frames())
 
-    run_autojumping(main)
+    asked, limits = directory(), NodeLimits()
+    asked.own = sign_announcement(HONEST, freshened(announcement(b"v" * 32, HONEST), now=time.time(), lifetime=60))
+    streams.set_handler(DIRECTORY, wire.DirectoryFrame, asked.serve, max_payload=0)
+    async with AsyncExitStack() as stack:
+        nursery = await stack.enter_async_context(trio.open_nursery())
+        others = []
+        for number, origin in enumerate([*["203.0.113.7"] * KEYS, "198.51.100.1"]):
+            pair = muxer(MemoryRaw(origin=origin), limits=limits, key=10 + number)
+            ours, other = await stack.enter_async_context(pair)
+            nursery.start_soon(serve, ours)
+            others.append(other)
+        for other in others[:-1]:
+            for stream in range(1, 21, 2):
+                other.open(stream)
+                other.send(stream, pages)
+        await trio.sleep(0.5)
+        others[-1].open(1)
+        others[-1].send(1, frame_bytes(wire.DirectoryFrame(ping=wire.Ping(payload=b"x"))))
+        await trio.sleep(0.1)
+        quiet = answers(others[-1])
+        await trio.sleep(2.4)
+        # Opening streams takes a part of it; each page one step or more.
+        hostile = sum(map(answers, others[:-1]))
+        nursery.cancel_scope.cancel()
     assert quiet == 1, "who is quiet goes first"
     assert 100 < hostile <= 3.5 * 0.25 / STEP
 

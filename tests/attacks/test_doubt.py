@@ -169,7 +169,7 @@ def test_what_the_accused_has_not_signed_says_nothing_of_it(
     assert verdict.verdict == "ok" and verdict.peer_id == server.identity.peer_id
 
 
-def test_only_two_receipts_of_its_own_make_a_failed_server_faulty(
+async def test_only_two_receipts_of_its_own_make_a_failed_server_faulty(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, server: SigningServer
 ) -> None:
     """Whatever else is wrong with its answers, its neighbours may have made it so."""
@@ -191,20 +191,17 @@ def test_only_two_receipts_of_its_own_make_a_failed_server_faulty(
     monkeypatch.setattr(service_module, "run_probe", run_probe)
     monkeypatch.setattr(Validator, "servers", servers)
     swarm = Listener()
-
-    async def main() -> list[Verdict]:
-        with History(tmp_path / "history.sqlite") as history:
-            options = service_module.ValidatorOptions(
-                config=None,  # type: ignore[arg-type]
-                model=SimpleNamespace(swarm_model=SimpleNamespace(version=VERSION, num_blocks=3)),  # type: ignore[arg-type]
-                judge=SimpleNamespace(device="cpu", compare=lambda seen: []),  # type: ignore[arg-type]
-                history=history,
-                on_verdict=lambda verdict: None,
-                accuser=ATTACKER,
-            )
-            return await Validator(swarm, options).once()  # type: ignore[arg-type]
-
-    found = {verdict.peer_id: verdict.verdict for verdict in trio.run(main)}
+    with History(tmp_path / "history.sqlite") as history:
+        options = service_module.ValidatorOptions(
+            config=None,  # type: ignore[arg-type]
+            model=SimpleNamespace(swarm_model=SimpleNamespace(version=VERSION, num_blocks=3)),  # type: ignore[arg-type]
+            judge=SimpleNamespace(device="cpu", compare=lambda seen: []),  # type: ignore[arg-type]
+            history=history,
+            on_verdict=lambda verdict: None,
+            accuser=ATTACKER,
+        )
+        given = await Validator(swarm, options).once()  # type: ignore[arg-type]
+    found = {verdict.peer_id: verdict.verdict for verdict in given}
     assert found == {liar: "faulty", other: "inconclusive"}
     (published,) = swarm.published
     assert published.accused == liar and check_evidence(published, None).proven

@@ -146,22 +146,20 @@ def test_servers_that_have_computed_for_this_node_do_not_lead_it_elsewhere(part:
     assert identified(asked_for, (false, 9), trust=trust).version == false.version
 
 
-def test_a_version_is_remembered_once_it_has_computed(part: Path, manifest: Manifest) -> None:
+@pytest.mark.virtual_time
+async def test_a_version_is_remembered_once_it_has_computed(part: Path, manifest: Manifest) -> None:
     folder = resolve(part, need="client")
     held = held_weights(folder, "client")
-
-    async def main() -> tuple[bytes | None, bytes | None]:
-        async with trio.open_nursery() as nursery:
-            network = MemoryNetwork(nursery)
-            (server,) = announce(network, manifest)
-            swarm = cast(Swarm, network.node())
-            client = SwarmClient(swarm, await identify_model(swarm, folder), nursery)
-            before = swarm.trust.version_used(held)
-            client.note_tokens(server.peer_id, 1)
-            nursery.cancel_scope.cancel()
-            return before, swarm.trust.version_used(held)
-
-    assert run_autojumping(main) == (None, manifest.version)
+    async with trio.open_nursery() as nursery:
+        network = MemoryNetwork(nursery)
+        (server,) = announce(network, manifest)
+        swarm = cast(Swarm, network.node())
+        client = SwarmClient(swarm, await identify_model(swarm, folder), nursery)
+        before = swarm.trust.version_used(held)
+        client.note_tokens(server.peer_id, 1)
+        nursery.cancel_scope.cancel()
+        found = before, swarm.trust.version_used(held)
+    assert found == (None, manifest.version)
 
 
 def test_what_was_used_with_other_weights_does_not_count(part: Path, manifest: Manifest) -> None:

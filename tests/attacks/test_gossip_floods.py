@@ -243,10 +243,7 @@ async def test_what_waits_for_a_neighbour_has_a_bound_in_bytes() -> None:
     assert not queue.push(large) and await queue.pop() is None
 
 
-def test_an_error_beside_the_gossip_is_not_lost() -> None:
-    async def main() -> None:
+async def test_an_error_beside_the_gossip_is_not_lost() -> None:
+    with pytest.RaisesGroup(ValueError, flatten_subgroups=True, allow_unwrapped=True):
         async with node():
             raise ValueError("of the block")
-
-    with pytest.RaisesGroup(ValueError, flatten_subgroups=True, allow_unwrapped=True):
-        trio.run(main)

@@ -16,34 +16,30 @@ ALL = [attack for attacks in HTTP_ATTACKS.values() for attack in attacks]
 
 
 @pytest.mark.parametrize("attack", ALL, ids=lambda attack: attack.__name__)
-def test_an_attack_sends_what_it_says(attack: Attack) -> None:
-    async def main() -> bytes:
-        came = bytearray()
-        heard = trio.Event()
+async def test_an_attack_sends_what_it_says(attack: Attack) -> None:
+    came = bytearray()
+    heard = trio.Event()
 
-        async def take(stream: trio.SocketStream) -> None:
-            if SOURCE is not None:
-                assert stream.socket.getpeername()[0] == SOURCE
-            async for part in stream:
-                came.extend(part)
-                heard.set()
-                if b"\r\n\r\n" in came and attack is not slow_headers:
-                    return
+    async def take(stream: trio.SocketStream) -> None:
+        if SOURCE is not None:
+            assert stream.socket.getpeername()[0] == SOURCE
+        async for part in stream:
+            came.extend(part)
+            heard.set()
+            if b"\r\n\r\n" in came and attack is not slow_headers:
+                return
 
-        async with open_keys(1, (SOURCE,), seed=1) as [key], trio.open_nursery() as nursery:
-            [listener] = await nursery.start(partial(trio.serve_tcp, take, 0, host="127.0.0.1"))
-            port = listener.socket.getsockname()[1]
-            served = {"http": ["127.0.0.1", port], "api_key": "pn-own", "model": "m"}
-            nursery.start_soon(keep_up, attack, key, Victim("", served))
-            with trio.fail_after(60):
-                await heard.wait()
-                while attack is not slow_headers and b"\r\n\r\n" not in came:  # noqa: ASYNC110  (nobody tells)
-                    await trio.sleep(0.01)
-            nursery.cancel_scope.cancel()
-        return bytes(came)
-
-    came = trio.run(main)
-    head, complete, _ = came.partition(b"\r\n\r\n")
+    async with open_keys(1, (SOURCE,), seed=1) as [key], trio.open_nursery() as nursery:
+        [listener] = await nursery.start(partial(trio.serve_tcp, take, 0, host="127.0.0.1"))
+        port = listener.socket.getsockname()[1]
+        served = {"http": ["127.0.0.1", port], "api_key": "pn-own", "model": "m"}
+        nursery.start_soon(keep_up, attack, key, Victim("", served))
+        with trio.fail_after(60):
+            await heard.wait()
+            while attack is not slow_headers and b"\r\n\r\n" not in came:  # noqa: ASYNC110  (nobody tells)
+                await trio.sleep(0.01)
+        nursery.cancel_scope.cancel()
+    head, complete, _ = bytes(came).partition(b"\r\n\r\n")
     assert head.startswith(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:")
     assert bool(complete) == (attack is not slow_headers)
     assert (b"Bearer pn-own" in head) == (attack.__name__ != "without_key")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from petalnode.node.blocks.stack import BlockStack, _rotaries
 from petalnode.node.client.sharing import auditable
 from petalnode.node.models.folder import ModelFolder, open_folder
 from petalnode.node.server import steps
-from petalnode.node.testing.memory_servers import MemorySwarm, memory_swarm
+from petalnode.node.testing.memory_servers import MemorySwarm
 from petalnode.node.trust.bundle import Bundle, session_bundle
 from petalnode.node.trust.receipt_log import KEPT_RECEIPTS, ReceiptArchive
 from petalnode.node.verification.evidence_check import check_evidence
@@ -36,12 +36,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
     return open_folder(
         save_tiny("phi3", folder, max_position_embeddings=2048, eos_token_id=None, **FIELDS["phi3"]), "phi3"
     )
-
-
-@pytest.fixture
-def swarm() -> Iterator[MemorySwarm]:
-    with memory_swarm() as swarm:
-        yield swarm
 
 
 def shown(swarm: MemorySwarm, model: ModelFolder, text: list[int], *, kept: bool) -> Bundle:

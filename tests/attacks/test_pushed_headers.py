@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from petalnode.crypto.identity import peer_id_to_bytes
-from petalnode.node.client.session.link import ServerLink
 from petalnode.node.server.requests.pushes import Pushes
 from petalnode.node.server.steps import StepOutput
-from petalnode.node.testing.memory_servers import MemorySwarm, memory_swarm
+from petalnode.node.testing.memory_servers import MemorySwarm
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.inference import receipt_from_wire
 from tests.attacks.test_two_answers import LIAR, OTHERS, STRANGER, Lies, generated, signed_again
@@ -24,16 +23,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny("llama", tmp_path_factory.mktemp("headers") / "model")
 
 
-@pytest.fixture
-def swarm() -> Iterator[MemorySwarm]:
-    with memory_swarm() as started:
-        yield started
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However busy the machine is, no server is left because it is slow."""
-    monkeypatch.setattr(ServerLink, "patience", lambda self, chunk, before=0: 1e6)
+pytestmark = pytest.mark.usefixtures("patient")
 
 
 def long(step: wire.Step) -> None:

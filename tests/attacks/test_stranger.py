@@ -47,15 +47,13 @@ async def test_an_attack_is_carried_out_and_others_are_served(name: str) -> None
         nursery.cancel_scope.cancel()
 
 
-def test_keys_take_their_addresses_in_turns() -> None:
-    async def main() -> list[str | None]:
-        async with open_keys(5, ("127.0.0.2", "127.0.0.3"), seed=1) as keys:
-            return [key.source for key in keys]
-
-    assert Counter(trio.run(main)) == {"127.0.0.2": 3, "127.0.0.3": 2}
+async def test_keys_take_their_addresses_in_turns() -> None:
+    async with open_keys(5, ("127.0.0.2", "127.0.0.3"), seed=1) as keys:
+        found = [key.source for key in keys]
+    assert Counter(found) == {"127.0.0.2": 3, "127.0.0.3": 2}
 
 
-def test_an_attack_begins_again_when_it_is_broken_off() -> None:
+async def test_an_attack_begins_again_when_it_is_broken_off() -> None:
     """What a victim does about it ends one try; a mistake in the attack itself is no victim's doing."""
     tries = 0
 
@@ -64,10 +62,7 @@ def test_an_attack_begins_again_when_it_is_broken_off() -> None:
         tries += 1
         raise TypeError if tries == 3 else ConnectionResetError
 
-    async def main() -> None:
+    with pytest.RaisesGroup(TypeError, flatten_subgroups=True, allow_unwrapped=True):
         async with open_keys(1, (None,), seed=1) as (key,):
             await keep_up(broken_off, key, Victim("/ip4/127.0.0.1/tcp/1"))
-
-    with pytest.RaisesGroup(TypeError, flatten_subgroups=True, allow_unwrapped=True):
-        trio.run(main)
     assert tries == 3

@@ -18,7 +18,7 @@ from petalnode.node.network.transport.yamux import Muxer
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import open_swarm
 from tests.attacks.hosts import LOOPBACK, host, knowing
-from tests.memory_muxer import MemoryRaw, OtherEnd, muxer, run, settled
+from tests.memory_muxer import MemoryRaw, OtherEnd, muxer, settled
 from tests.node_inspection import frames_taken, limits_of
 from tests.patience import eventually
 
@@ -89,10 +89,10 @@ async def flooded(
         nursery.cancel_scope.cancel()
 
 
-def test_many_keys_of_an_address_have_the_turns_of_one() -> None:
+@pytest.mark.virtual_time
+async def test_many_keys_of_an_address_have_the_turns_of_one() -> None:
     counted = FramesPerPass()
-
-    async def main() -> None:
+    with frames_taken(counted.note):
         trio.lowlevel.add_instrument(counted)
         limits = NodeLimits()
         async with (
@@ -106,23 +106,17 @@ def test_many_keys_of_an_address_have_the_turns_of_one() -> None:
             # A pair of frames is the opening of a stream, whatever the number of keys.
             pairs = (counted.total - first) / 2
             assert pairs <= 5.5 * WORK.per_second / (WORK.stream + 2)
-
-    with frames_taken(counted.note):
-        run(main)
     assert counted.most <= 2 * KEYS * (WORK.at_once // WORK.stream + 1)
 
 
-def test_pings_of_many_keys_have_the_turns_of_one_address() -> None:
+@pytest.mark.virtual_time
+async def test_pings_of_many_keys_have_the_turns_of_one_address() -> None:
     counted = FramesPerPass()
-
-    async def main() -> None:
+    with frames_taken(counted.note):
         trio.lowlevel.add_instrument(counted)
         async with flooded(PINGS, NodeLimits(), counted) as (first, _):
             await trio.sleep(0.9)
             assert counted.total - first <= 1.5 * WORK.per_second
-
-    with frames_taken(counted.note):
-        run(main)
     assert counted.most <= KEYS * WORK.at_once + 1
 
 

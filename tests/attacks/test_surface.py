@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trio
 from google.protobuf.descriptor import Descriptor
 
 from petalnode.crypto.identity import Identity
@@ -73,15 +72,12 @@ def test_bounds_tests_and_targets_are_there(name: str) -> None:
     assert row.tests or row.fuzz, "no test sends the worst"
 
 
-def test_every_protocol_has_a_row() -> None:
+async def test_every_protocol_has_a_row() -> None:
     """What libp2p registers by itself, too."""
-
-    async def main() -> set[str]:
-        async with open_swarm(SwarmConfig(Identity.generate(), listen=(LOOPBACK,), gossip=True)) as swarm:
-            return {str(protocol) for protocol in swarm.host.libp2p.multiselect.handlers}
-
     ours = {value for value in vars(ids).values() if isinstance(value, str) and value.startswith("/petalnode/")}
-    assert trio.run(main) | ours == set(PROTOCOLS)
+    async with open_swarm(SwarmConfig(Identity.generate(), listen=(LOOPBACK,), gossip=True)) as swarm:
+        found = {str(protocol) for protocol in swarm.host.libp2p.multiselect.handlers}
+    assert found | ours == set(PROTOCOLS)
     assert set(SPOKEN) == set(PROTOCOLS), "the attackers do not send garbage on all of them"
 
 

@@ -16,13 +16,12 @@ import torch
 from petalnode.crypto.identity import Identity
 from petalnode.crypto.receipts import Receipt
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
-from petalnode.node.client.session.link import ServerLink
 from petalnode.node.client.session.recovery import Misled, Recover, Send, StepState, next_action
 from petalnode.node.server.requests import session as session_module
 from petalnode.node.server.requests.pushes import Pushes
 from petalnode.node.server.requests.session import ServerSession
 from petalnode.node.server.steps import StepOutput
-from petalnode.node.testing.memory_servers import MemorySwarm, memory_swarm
+from petalnode.node.testing.memory_servers import MemorySwarm
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.inference import receipt_from_wire, receipt_to_wire, sha256
 from tests.inspection import Said, alter_answers, client_of, identity_of, session_of
@@ -36,12 +35,6 @@ TOKENS = 40
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny("llama", tmp_path_factory.mktemp("two-answers") / "model")
-
-
-@pytest.fixture
-def swarm() -> Iterator[MemorySwarm]:
-    with memory_swarm() as started:
-        yield started
 
 
 @dataclass
@@ -84,10 +77,7 @@ def banned(model: Any) -> set[str]:
     return {ban.peer_id for ban in client_of(model).swarm.trust.bans()}
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However busy the machine is, no server is left because it is slow."""
-    monkeypatch.setattr(ServerLink, "patience", lambda self, chunk, before=0: 1e6)
+pytestmark = pytest.mark.usefixtures("patient")
 
 
 def generated(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import trio
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.identity.identify.pb.identify_pb2 import Identify
 from libp2p.identity.update import update_peerstore_from_identify
@@ -16,11 +15,8 @@ NOWHERE = Multiaddr("/ip4/0.0.0.0/tcp/4001")
 KNOWN = Multiaddr("/ip4/203.0.113.7/tcp/4001")
 
 
-def test_what_identify_brings_replaces_the_address_that_worked() -> None:
-    async def main() -> list[Multiaddr]:
-        store = PeerStore()
-        store.add_addr(PEER, KNOWN, 3600)
-        await update_peerstore_from_identify(store, PEER, Identify(listen_addrs=[NOWHERE.to_bytes()]))
-        return store.addrs(PEER)
-
-    assert trio.run(main) == [NOWHERE], CURED
+async def test_what_identify_brings_replaces_the_address_that_worked() -> None:
+    store = PeerStore()
+    store.add_addr(PEER, KNOWN, 3600)
+    await update_peerstore_from_identify(store, PEER, Identify(listen_addrs=[NOWHERE.to_bytes()]))
+    assert store.addrs(PEER) == [NOWHERE], CURED

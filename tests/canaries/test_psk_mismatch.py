@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import trio
 from libp2p.security.pnet.psk_conn import PskConn
 
 CURED = "py-libp2p has cured it: docs/decisions/yamux-and-noise.md says what can be thrown away"
@@ -25,14 +24,11 @@ class Pipe:
 
 
 @pytest.mark.parametrize("other", ["6b" * 32, None])
-def test_a_peer_with_another_key_is_not_told_apart(other: str | None) -> None:
-    async def main() -> bytes:
+async def test_a_peer_with_another_key_is_not_told_apart(other: str | None) -> None:
+    try:
         pipe: Any = Pipe()
         await (pipe if other is None else PskConn(pipe, other)).write(GREETING)
-        return await PskConn(pipe, "6a" * 32).read()
-
-    try:
-        read = trio.run(main)
+        read = await PskConn(pipe, "6a" * 32).read()
     except Exception as error:
         pytest.fail(f"{CURED}: {error!r}")
     assert read and read != GREETING

@@ -26,19 +26,17 @@ def swarm_that_knows(addr: str) -> Swarm:
     return swarm
 
 
-def test_a_dial_that_succeeds_at_once_waits_for_the_next_attempt_all_the_same() -> None:
-    async def main() -> float:
-        swarm = swarm_that_knows("/ip4/203.0.113.7/tcp/4001")
+@pytest.mark.virtual_time
+async def test_a_dial_that_succeeds_at_once_waits_for_the_next_attempt_all_the_same() -> None:
+    swarm = swarm_that_knows("/ip4/203.0.113.7/tcp/4001")
 
-        async def connected(*_: Any, **__: Any) -> object:
-            return object()
+    async def connected(*_: Any, **__: Any) -> object:
+        return object()
 
-        swarm._dial_with_retry = connected  # type: ignore[method-assign, assignment]
-        begun = trio.current_time()
-        assert len(await swarm.dial_peer(PEER)) == 1
-        return trio.current_time() - begun
-
-    waited = trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    swarm._dial_with_retry = connected  # type: ignore[method-assign, assignment]
+    begun = trio.current_time()
+    assert len(await swarm.dial_peer(PEER)) == 1
+    waited = trio.current_time() - begun
     assert waited == pytest.approx(0.25), CURED
 
 

@@ -1,41 +1,44 @@
-"""The digests of tests/parity/digests.c on this processor and on an emulated ARM one: `make same-bits`."""
+"""The digests of vectors.h by the compiled kernels, and by those for ARM on an emulated one: `make same-bits`."""
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
-from petalnode.node.blocks.kernels.library import FLAGS, compiler
+from petalnode.node.blocks.kernels.library import FLAGS, ISAS, Library, library
 
 SOURCE = Path(__file__).with_name("digests.c")
 
 
-def build(compiler: str, program: Path, *more: str) -> None:
+def digests(kernels: Library, seed: int, products: int, steps: int) -> dict[str, tuple[str, str]]:
+    """Of products, and of these and the steps, by instruction set; the last one stays selected."""
+    made: dict[str, tuple[str, str]] = {}
+    for isa in filter(kernels.select, ISAS):
+        found = (ctypes.c_uint64 * 2)()
+        kernels.functions.petalnode_vectors(seed, products, steps, ctypes.byref(found))
+        made[isa] = f"{found[0]:016x}", f"{found[1]:016x}"
+    return made
+
+
+def emulated(seed: int, products: int, steps: int) -> dict[str, tuple[str, str]]:
+    """The same of an ARM processor, which digests.c prints."""
     flags = [flag for flag in FLAGS if flag not in ("-fPIC", "-shared")]
-    subprocess.run([compiler, *flags, *more, str(SOURCE), "-o", str(program)], check=True)
-
-
-def digests(command: Sequence[str | Path], seed: int, products: int, steps: int) -> dict[str, tuple[str, str]]:
-    """Of products, and of these and the steps, by instruction set."""
-    run = subprocess.run([*command, str(seed), str(products), str(steps)], capture_output=True, text=True, check=True)
-    return {name: (first, last) for name, first, last in map(str.split, run.stdout.splitlines())}
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "arm"
+        subprocess.run(["aarch64-linux-gnu-gcc", *flags, "-static", str(SOURCE), "-o", str(program)], check=True)
+        command = ["qemu-aarch64", str(program), str(seed), str(products), str(steps)]
+        run = subprocess.run(command, capture_output=True, text=True, check=True)
+    return {f"{name} (arm64)": (first, last) for name, first, last in map(str.split, run.stdout.splitlines())}
 
 
 def main(products: int, steps: int) -> None:
-    own = compiler()
-    if own is None:
-        sys.exit("there is no C compiler (cc, gcc, clang, or what CC names)")
-    with tempfile.TemporaryDirectory() as folder:
-        here, arm = Path(folder) / "here", Path(folder) / "arm"
-        build(own, here)
-        build("aarch64-linux-gnu-gcc", arm, "-static")
-        found = {
-            **digests([here], 1, products, steps),
-            **{f"{name} (arm64)": both for name, both in digests(["qemu-aarch64", arm], 1, products, steps).items()},
-        }
+    kernels = library()
+    if kernels is None:
+        sys.exit("the kernels are not built (make setup, with a C compiler)")
+    found = digests(kernels, 1, products, steps) | emulated(1, products, steps)
     for name, (first, last) in found.items():
         print(f"{name:20} {first} {last}")
     kept = {both for name, both in found.items() if not name.startswith("plain ") and name != "plain"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -11,7 +10,7 @@ import torch
 
 from petalnode.node.blocks.cache import SpanCache
 from petalnode.node.blocks.kernels import choice
-from petalnode.node.blocks.kernels.library import ISAS, Library, library
+from petalnode.node.blocks.kernels.library import ISAS, Library
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.errors import MachineError
 from petalnode.protocols.ids import Span
@@ -20,15 +19,6 @@ from tests.tiny_models import save_tiny
 
 SPAN = Span(1, 4)
 LENGTH = 150  # more than one chunk of a prompt
-
-
-@pytest.fixture
-def kernels() -> Iterator[Library]:
-    found = library()
-    if found is None:
-        pytest.skip("the kernels are not built (make setup, with a C compiler)")
-    yield found
-    found.select(found.isa)
 
 
 def exact(folder: Path, numerics: str = "none") -> BlockSpan:

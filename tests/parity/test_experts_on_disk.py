@@ -27,9 +27,7 @@ needs_kernels = pytest.mark.skipif(
 PROMPT, EXPERTS, CHOSEN = 40, 4, 2
 
 
-@pytest.fixture(autouse=True)
-def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PETALNODE_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture

@@ -26,9 +26,7 @@ KERNELS = ("torch", *(["native"] if library.library() is not None else []))
 TOKENS = 12
 
 
-@pytest.fixture(autouse=True)
-def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PETALNODE_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def as_transformers_reads(file: Path, config: Any) -> Any:

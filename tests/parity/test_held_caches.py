@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from petalnode.node.blocks.kernels import choice
-from petalnode.node.blocks.kernels.library import ISAS, library
+from petalnode.node.blocks.kernels.library import ISAS, Library
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.errors import MachineError
 from petalnode.protocols.ids import Span
@@ -29,23 +28,12 @@ def loaded(folder: Path, form: str) -> tuple[torch.Tensor, BlockSpan, BlockSpan]
     return exact, *pair(folder, SPAN, f"none/cache={form}")
 
 
-@pytest.fixture
-def restored() -> Iterator[None]:
-    found = library()
-    before = found.isa if found is not None else ""
-    yield
-    if found is not None:
-        found.select(before)
-
-
-@needs_kernels
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["llama", "qwen2_sliding", "gemma3", "gpt2"])
-def test_steps_are_those_of_torch_on_every_processor(name: str, form: str, tmp_path: Path, restored: None) -> None:
+def test_steps_are_those_of_torch_on_every_processor(name: str, form: str, tmp_path: Path, kernels: Library) -> None:
     """A last bit may decide how a value is rounded, but few of them are: not a third of what all roundings make."""
     exact, by_torch, native = loaded(saved(name, tmp_path / "model"), form)
-    kernels = library()
-    assert native.step is not None and kernels is not None
+    assert native.step is not None
     expected = all_of(conversation(by_torch))
     rounding = off(expected, exact)
     assert 1e-3 < rounding < 0.05

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,9 +10,11 @@ import pytest
 from tests.swarm.processes import Node, Nodes, nodes
 
 if TYPE_CHECKING:
+    from petalnode.node.swarm.swarm import Swarm
     from petalnode.node.testing.memory_servers import MemorySwarm
     from tests.swarm.memory_pool import MemoryPool
     from tests.swarm.raw import Run
+    from tests.swarm.relays import RelayNode
 
 CONTEXT = 4096
 """Positions of the tiny Llama: long enough that an answer can be interrupted."""
@@ -112,11 +114,34 @@ def served_in_memory(models: Path) -> Iterator[ServedInMemory]:
 
 
 @pytest.fixture(scope="module")
-def pool(models: Path) -> Iterator[MemoryPool]:
-    """Servers of tiny-llama in this process; none yet."""
+def folder(models: Path) -> Path:
+    """The model of a test, unless its file has another."""
+    return models / "tiny-llama"
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Any:
+    """The same by plain transformers."""
+    from tests.tiny_models import load_whole
+
+    return load_whole(folder)
+
+
+@pytest.fixture(scope="module")
+def swarm() -> Iterator[MemorySwarm]:
+    """A network in memory; nobody is there yet."""
+    from petalnode.node.testing.memory_servers import memory_swarm
+
+    with memory_swarm() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def pool(folder: Path) -> Iterator[MemoryPool]:
+    """Servers of `folder` in this process; none yet."""
     from tests.swarm.memory_pool import memory_pool
 
-    with memory_pool(models / "tiny-llama") as started:
+    with memory_pool(folder) as started:
         yield started
 
 
@@ -127,6 +152,21 @@ def run(pool: MemoryPool) -> Iterator[Run]:
 
     with raw_runs(pool) as runs:
         yield runs
+
+
+@pytest.fixture(scope="module")
+def raw_node(run: Run) -> Swarm:
+    """The node of `run`; an `async def` test that asks for it runs there."""
+    return run.node
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., RelayNode]]:
+    """Starts relays."""
+    from tests.swarm.relays import relay_nodes
+
+    with relay_nodes() as start:
+        yield start
 
 
 @pytest.fixture(scope="session")

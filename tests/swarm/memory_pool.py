@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
-
-import trio
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.client_part import ClientModel, load_client
@@ -21,7 +19,7 @@ from petalnode.node.testing import MemoryNode, memory_network, stream_pair
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
 from tests.swarm import false_blocks
 from tests.swarm.faulty_server import spoil
-from tests.swarm.raw import TIMEOUT, Run
+from tests.swarm.raw import Run
 
 
 class MemoryPool:
@@ -76,16 +74,8 @@ def memory_pool(folder: Path, kind: type[MemoryNode] = MemoryNode) -> Iterator[M
 def raw_runs(pool: MemoryPool) -> Iterator[Run]:
     """As `raw_client`, on a node of the pool's network. Its streams hold what sockets and muxer hold together."""
     node: Any = pool.swarm.change(lambda network: network.node())
-
-    def run(main: Callable[[Any], Awaitable[None]]) -> None:
-        async def bounded() -> None:
-            with trio.fail_after(2 * TIMEOUT):
-                await main(node)
-
-        pool.swarm.call(bounded)
-
     with patch.object(memory_network, "stream_pair", partial(stream_pair, window=16 << 20)):
-        yield run
+        yield Run(node, pool.swarm)
 
 
 def started(swarm: MemorySwarm, folder: Path, *blocks: str) -> list[MemoryServer]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import trio
 
@@ -16,6 +17,9 @@ from petalnode.node.swarm.swarm import Swarm, open_swarm
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream
 from petalnode.protocols.ids import INFERENCE
+
+if TYPE_CHECKING:
+    from petalnode.node.testing.memory_servers import MemorySwarm
 
 TIMEOUT = 120.0
 HIDDEN = 64
@@ -28,23 +32,27 @@ async def raw_swarm(address: str) -> AsyncIterator[Swarm]:
         yield swarm
 
 
-Run = Callable[[Callable[[Swarm], Awaitable[None]]], None]
+@dataclass(frozen=True)
+class Run:
+    """Runs async functions on a node, in its loop: that of `caller`."""
+
+    node: Swarm
+    caller: TrioThread[Any] | MemorySwarm
+
+    def __call__(self, main: Callable[[Swarm], Awaitable[None]]) -> None:
+        async def bounded() -> None:
+            with trio.fail_after(2 * TIMEOUT):
+                await main(self.node)
+
+        self.caller.call(bounded)
 
 
 @contextmanager
 def raw_client(address: str) -> Iterator[Run]:
-    """A function that runs async functions on one node that has joined at `address`."""
+    """On a node that has joined at `address`."""
     runtime = TrioThread(raw_swarm(address), "raw-client")
-
-    def run(main: Callable[[Swarm], Awaitable[None]]) -> None:
-        async def bounded() -> None:
-            with trio.fail_after(2 * TIMEOUT):
-                await main(runtime.value)
-
-        runtime.call(bounded)
-
     try:
-        yield run
+        yield Run(runtime.value, runtime)
     finally:
         runtime.close()
 

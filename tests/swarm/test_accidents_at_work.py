@@ -277,22 +277,19 @@ def test_a_clock_that_is_wrong_by_an_hour(hours: int, person: Person) -> None:
     assert f"this machine's clock is 3600 s {'ahead of' if hours > 0 else 'behind'} that of" in err[-1]
 
 
-def test_a_signal_does_not_wait_for_the_hashes_of_a_model(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_signal_does_not_wait_for_the_hashes_of_a_model(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, over = threading.Event(), threading.Event()
 
     def hash_for_minutes(*_: object) -> None:
         begun.set()
         over.wait()
 
-    async def main() -> None:
+    monkeypatch.setattr(swarm_model, "compute_manifest", hash_for_minutes)
+    try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(swarm_model.identify_model, None, resolve(str(models / "tiny-llama")))
             await trio.to_thread.run_sync(begun.wait)
             nursery.cancel_scope.cancel()
-
-    monkeypatch.setattr(swarm_model, "compute_manifest", hash_for_minutes)
-    try:
-        trio.run(main)
     finally:
         over.set()
 

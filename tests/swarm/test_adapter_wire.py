@@ -112,74 +112,63 @@ OFFERS: dict[str, tuple[Any, str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", OFFERS)
-def test_an_adapter_that_cannot_be_is_refused(name: str, server: MemoryServer, run: Run) -> None:
+async def test_an_adapter_that_cannot_be_is_refused(name: str, server: MemoryServer, raw_node: Swarm) -> None:
     code, says, fields = OFFERS[name]
     fields = dict(fields)
     if fields.pop("size", None):
         fields["tensors"][0].nbytes = 4
-
-    async def main(swarm: Swarm) -> None:
-        stream, said = await bring(swarm, server.ready, adapter(), **fields)
-        assert said.WhichOneof("body") == "error", said
-        assert said.error.code == code and says in said.error.message
-        with pytest.raises(PeerError):
-            await answer(stream)
-
-    run(main)
+    stream, said = await bring(raw_node, server.ready, adapter(), **fields)
+    assert said.WhichOneof("body") == "error", said
+    assert said.error.code == code and says in said.error.message
+    with pytest.raises(PeerError):
+        await answer(stream)
     assert server.alive
 
 
-def test_other_tensors_than_those_of_the_hash_are_refused(server: MemoryServer, run: Run) -> None:
-    async def main(swarm: Swarm) -> None:
-        for content, says in (
-            (adapter(2.0), "not those of its hash"),
-            (adapter(float("nan")), "NaN"),
-            (one_infinite(), "NaN"),
-        ):
-            mine = adapter()
-            blocks = [wire.AdapterBlock(block=block, hash=value) for block, value in mine.blocks]
-            _, said = await bring(swarm, server.ready, content, hash=mine.hash, blocks=blocks)
-            assert said.error.code == BAD and says in said.error.message
-
-    run(main)
+async def test_other_tensors_than_those_of_the_hash_are_refused(server: MemoryServer, raw_node: Swarm) -> None:
+    for content, says in (
+        (adapter(2.0), "not those of its hash"),
+        (adapter(float("nan")), "NaN"),
+        (one_infinite(), "NaN"),
+    ):
+        mine = adapter()
+        blocks = [wire.AdapterBlock(block=block, hash=value) for block, value in mine.blocks]
+        _, said = await bring(raw_node, server.ready, content, hash=mine.hash, blocks=blocks)
+        assert said.error.code == BAD and says in said.error.message
 
 
-def test_it_is_held_as_long_as_the_stream_and_its_sessions(server: MemoryServer, run: Run) -> None:
+async def test_it_is_held_as_long_as_the_stream_and_its_sessions(server: MemoryServer, raw_node: Swarm) -> None:
     mine = adapter()
+    session = await RawSession.connect(raw_node, server.ready)
+    refused = await session.open(adapter=mine.hash)
+    assert refused.error.code == UNSUPPORTED and mine.hash.hex()[:12] in refused.error.message
 
-    async def main(swarm: Swarm) -> None:
-        session = await RawSession.connect(swarm, server.ready)
-        refused = await session.open(adapter=mine.hash)
-        assert refused.error.code == UNSUPPORTED and mine.hash.hex()[:12] in refused.error.message
-
-        stream, said = await bring(swarm, server.ready, mine)
-        assert said.adapter_state.held
-        again, said = await bring(swarm, server.ready, mine)  # it is here: no pieces are asked for
-        assert said.adapter_state.held
-        session = await RawSession.opened(swarm, server.ready, adapter=mine.hash)
-        for opened in (stream, again):
-            await opened.send(wire.BatchFrame(close=wire.Close()), timeout=TIMEOUT)
-            await opened.close()
-        plain = await RawSession.opened(swarm, server.ready)
-        frame, (changed,) = await session.step(1, 0, values(3))
-        assert receipt_from_wire(frame.reply.receipt).adapter == mine.hash
-        frame, (unchanged,) = await plain.step(1, 0, values(3))
-        assert receipt_from_wire(frame.reply.receipt).adapter == b""
-        assert changed != unchanged
-        second = await RawSession.opened(swarm, server.ready, adapter=mine.hash)  # the first session holds it
-        for opened in (session, second, plain):
-            await opened.close()
-        with trio.fail_after(TIMEOUT):
-            while True:
-                late = await RawSession.connect(swarm, server.ready)
-                frame = await late.open(adapter=mine.hash)
-                if frame.WhichOneof("body") == "error":
-                    break
-                await late.close()
-                await trio.sleep(0.05)
-        assert frame.error.code == UNSUPPORTED
-
-    run(main)
+    stream, said = await bring(raw_node, server.ready, mine)
+    assert said.adapter_state.held
+    again, said = await bring(raw_node, server.ready, mine)  # it is here: no pieces are asked for
+    assert said.adapter_state.held
+    session = await RawSession.opened(raw_node, server.ready, adapter=mine.hash)
+    for opened in (stream, again):
+        await opened.send(wire.BatchFrame(close=wire.Close()), timeout=TIMEOUT)
+        await opened.close()
+    plain = await RawSession.opened(raw_node, server.ready)
+    frame, (changed,) = await session.step(1, 0, values(3))
+    assert receipt_from_wire(frame.reply.receipt).adapter == mine.hash
+    frame, (unchanged,) = await plain.step(1, 0, values(3))
+    assert receipt_from_wire(frame.reply.receipt).adapter == b""
+    assert changed != unchanged
+    second = await RawSession.opened(raw_node, server.ready, adapter=mine.hash)  # the first session holds it
+    for opened in (session, second, plain):
+        await opened.close()
+    with trio.fail_after(TIMEOUT):
+        while True:
+            late = await RawSession.connect(raw_node, server.ready)
+            frame = await late.open(adapter=mine.hash)
+            if frame.WhichOneof("body") == "error":
+                break
+            await late.close()
+            await trio.sleep(0.05)
+    assert frame.error.code == UNSUPPORTED
 
 
 def test_it_is_nobody_else_s(pool: MemoryPool, server: MemoryServer, run: Run) -> None:

@@ -19,11 +19,6 @@ FRIEND = Identity.from_seed(b"f" * 32)
 
 
 @pytest.fixture(scope="module")
-def folder(models: Path) -> Path:
-    return models / "tiny-llama"
-
-
-@pytest.fixture(scope="module")
 def private(node_starter: Nodes, folder: Path) -> Iterator[Node]:
     """The whole model, for FRIEND and another one."""
     other = Identity.from_seed(b"g" * 32)

@@ -57,71 +57,62 @@ def chunk(tokens: int, seed: int) -> WireTensor:
     return WireTensor(*encode(torch.randn(1, tokens, HIDDEN, generator=torch.Generator().manual_seed(seed)), "none"))
 
 
-def test_a_client_s_answers_are_recomputed_afterwards(shared_swarm: SharedSwarm) -> None:
-    async def main() -> None:
-        folder = open_folder(shared_swarm.folder, "tiny-llama")
-        async with auditor_here(compute_manifest(folder).version) as (desk, address):
-            config = SwarmConfig(Identity.generate(), peers=(shared_swarm.peer,), serve_dht=False)
-            async with open_swarm(config) as swarm:
-                model: SwarmModel = await identify_model(swarm, folder)
-                async with open_client(swarm, model, ClientOptions(share_receipts=[address])) as client:
-                    spec = SessionSpec(model.version, Span(0, 6), batch=1, max_length=30)
-                    async with client.session(spec) as session:
-                        await session.step([chunk(5, 0)])
-                        session.position = 3
-                        await session.step([chunk(1, 1)])
-                        servers = {hop.peer_id for hop in session.route}
-                # It was shown when the client ended.
-                audits = [await desk.next() for _ in range(2)]
-            assert len({audit.receipt.signature for audit in audits}) == 2
-            for audit in audits:
-                assert audit.client == config.identity.peer_id and audit.bundle.accused in servers
-                outcome = await trio.to_thread.run_sync(check_evidence, audit.bundle, folder)
-                assert not outcome.proven and 0 <= outcome.error <= outcome.tolerance, outcome
-
-    run(main)
-
-
-def test_who_does_not_share_keeps_nothing(shared_swarm: SharedSwarm) -> None:
-    async def main() -> None:
-        folder = open_folder(shared_swarm.folder, "tiny-llama")
+async def test_a_client_s_answers_are_recomputed_afterwards(shared_swarm: SharedSwarm) -> None:
+    folder = open_folder(shared_swarm.folder, "tiny-llama")
+    async with auditor_here(compute_manifest(folder).version) as (desk, address):
         config = SwarmConfig(Identity.generate(), peers=(shared_swarm.peer,), serve_dht=False)
         async with open_swarm(config) as swarm:
-            model = await identify_model(swarm, folder)
-            async with open_client(swarm, model) as client:
+            model: SwarmModel = await identify_model(swarm, folder)
+            async with open_client(swarm, model, ClientOptions(share_receipts=[address])) as client:
                 spec = SessionSpec(model.version, Span(0, 6), batch=1, max_length=30)
                 async with client.session(spec) as session:
                     await session.step([chunk(5, 0)])
-                    assert auditable(client.receipts) == []
-                assert not client.receipts.sessions
+                    session.position = 3
+                    await session.step([chunk(1, 1)])
+                    servers = {hop.peer_id for hop in session.route}
+            # It was shown when the client ended.
+            audits = [await desk.next() for _ in range(2)]
+        assert len({audit.receipt.signature for audit in audits}) == 2
+        for audit in audits:
+            assert audit.client == config.identity.peer_id and audit.bundle.accused in servers
+            outcome = await trio.to_thread.run_sync(check_evidence, audit.bundle, folder)
+            assert not outcome.proven and 0 <= outcome.error <= outcome.tolerance, outcome
 
-    run(main)
 
-
-def test_servers_that_are_banned_or_pledge_too_little_are_not_used(shared_swarm: SharedSwarm) -> None:
-    async def main() -> None:
-        folder = open_folder(shared_swarm.folder, "tiny-llama")
-        config = SwarmConfig(Identity.generate(), peers=(shared_swarm.peer,), serve_dht=False)
-        async with open_swarm(config) as swarm:
-            model = await identify_model(swarm, folder)
+async def test_who_does_not_share_keeps_nothing(shared_swarm: SharedSwarm) -> None:
+    folder = open_folder(shared_swarm.folder, "tiny-llama")
+    config = SwarmConfig(Identity.generate(), peers=(shared_swarm.peer,), serve_dht=False)
+    async with open_swarm(config) as swarm:
+        model = await identify_model(swarm, folder)
+        async with open_client(swarm, model) as client:
             spec = SessionSpec(model.version, Span(0, 6), batch=1, max_length=30)
-            async with (
-                open_client(swarm, model, ClientOptions(require_pledge=0)) as client,
-                client.session(spec) as session,
-            ):
+            async with client.session(spec) as session:
                 await session.step([chunk(5, 0)])
-                (first, *_) = (hop.peer_id for hop in session.route)
-                assert 0 < swarm.trust.reputation(first) < 0.01
-            async with open_client(swarm, model, ClientOptions(require_pledge=1)) as client:
-                with pytest.raises(NoChainError, match="pledges less than 1 points"):
-                    await client.route(spec)
-            async with open_client(swarm, model) as client:
-                client.accuse(first, "its receipt is forged")
-                with pytest.raises(NoChainError, match="its receipt is forged") as caught:
-                    await client.route(spec)
-                assert caught.value.missing == (0, 1)
+                assert auditable(client.receipts) == []
+            assert not client.receipts.sessions
 
-    run(main)
+
+async def test_servers_that_are_banned_or_pledge_too_little_are_not_used(shared_swarm: SharedSwarm) -> None:
+    folder = open_folder(shared_swarm.folder, "tiny-llama")
+    config = SwarmConfig(Identity.generate(), peers=(shared_swarm.peer,), serve_dht=False)
+    async with open_swarm(config) as swarm:
+        model = await identify_model(swarm, folder)
+        spec = SessionSpec(model.version, Span(0, 6), batch=1, max_length=30)
+        async with (
+            open_client(swarm, model, ClientOptions(require_pledge=0)) as client,
+            client.session(spec) as session,
+        ):
+            await session.step([chunk(5, 0)])
+            (first, *_) = (hop.peer_id for hop in session.route)
+            assert 0 < swarm.trust.reputation(first) < 0.01
+        async with open_client(swarm, model, ClientOptions(require_pledge=1)) as client:
+            with pytest.raises(NoChainError, match="pledges less than 1 points"):
+                await client.route(spec)
+        async with open_client(swarm, model) as client:
+            client.accuse(first, "its receipt is forged")
+            with pytest.raises(NoChainError, match="its receipt is forged") as caught:
+                await client.route(spec)
+            assert caught.value.missing == (0, 1)
 
 
 @pytest.fixture(scope="module")
@@ -140,32 +131,26 @@ async def offer(swarm: Swarm, address: str, message: wire.Offer) -> wire.Evidenc
         return frame
 
 
-def test_an_auditor_takes_no_receipt_of_somebody_else_and_is_not_flooded(signing_server: SigningServer) -> None:
+async def test_an_auditor_takes_no_receipt_of_somebody_else_and_is_not_flooded(signing_server: SigningServer) -> None:
     log = signing_server.session([(0, torch.randn(1, 2, HIDDEN), ())])
     receipt = log.entries[0].receipt
-
-    async def main() -> None:
-        async with auditor_here(signing_server.version) as (_, address):
-            stranger = Identity.generate()
-            async with open_swarm(SwarmConfig(stranger, peers=(address,), serve_dht=False)) as swarm:
-                wrong = wire.Offer(
-                    receipts=[receipt_to_wire(receipt)], countersignatures=[countersign(stranger, receipt)]
-                )
-                with pytest.raises(PeerError):
-                    await offer(swarm, address, wrong)
-            async with open_swarm(SwarmConfig(signing_server.client, peers=(address,), serve_dht=False)) as swarm:
-                with pytest.raises(PeerError):
-                    await offer(swarm, address, wire.Offer(receipts=[receipt_to_wire(receipt)]))
-                right = wire.Offer(
-                    receipts=[receipt_to_wire(receipt)],
-                    countersignatures=[countersign(signing_server.client, receipt)],
-                )
-                bodies = [
-                    (await offer(swarm, address, right)).WhichOneof("body") for _ in range(AUDITS.calls_per_minute + 2)
-                ]
-                assert bodies[0] == "pick" and bodies[-1] == "close"
-
-    run(main)
+    async with auditor_here(signing_server.version) as (_, address):
+        stranger = Identity.generate()
+        async with open_swarm(SwarmConfig(stranger, peers=(address,), serve_dht=False)) as swarm:
+            wrong = wire.Offer(receipts=[receipt_to_wire(receipt)], countersignatures=[countersign(stranger, receipt)])
+            with pytest.raises(PeerError):
+                await offer(swarm, address, wrong)
+        async with open_swarm(SwarmConfig(signing_server.client, peers=(address,), serve_dht=False)) as swarm:
+            with pytest.raises(PeerError):
+                await offer(swarm, address, wire.Offer(receipts=[receipt_to_wire(receipt)]))
+            right = wire.Offer(
+                receipts=[receipt_to_wire(receipt)],
+                countersignatures=[countersign(signing_server.client, receipt)],
+            )
+            bodies = [
+                (await offer(swarm, address, right)).WhichOneof("body") for _ in range(AUDITS.calls_per_minute + 2)
+            ]
+            assert bodies[0] == "pick" and bodies[-1] == "close"
 
 
 def test_a_session_that_is_not_all_here_is_not_offered(signing_server: SigningServer) -> None:

@@ -14,7 +14,7 @@ from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM,
 from petalnode.node.errors import BadInput
 from petalnode.node.testing.memory_servers import memory_swarm
 from tests.greedy import prompt
-from tests.tiny_models import load_whole, save_tiny
+from tests.tiny_models import save_tiny
 
 Model = DistributedModelForCausalLM
 LOGITS = 1e-4
@@ -34,11 +34,6 @@ def model(folder: Path) -> Iterator[Model]:
             server.ready  # noqa: B018  (waits)
         with swarm.open_model(AutoDistributedModelForCausalLM, folder) as opened:
             yield opened
-
-
-@pytest.fixture(scope="module")
-def whole(folder: Path) -> Any:
-    return load_whole(folder)
 
 
 @pytest.mark.parametrize("use_cache", [None, False])

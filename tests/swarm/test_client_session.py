@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,18 +25,11 @@ from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.testing.memory_servers import MemoryServer
 from petalnode.protocols.ids import Span
 from petalnode.protocols.inference import STEP_TOKENS
-from tests.swarm.memory_pool import MemoryPool, memory_pool
+from tests.swarm.memory_pool import MemoryPool
 from tests.tiny_models import HIDDEN, NUM_BLOCKS
 
 SPEC = SessionSpec(b"", Span(0, NUM_BLOCKS), batch=1, max_length=64)
 Main = Callable[[SwarmClient], Awaitable[None]]
-
-
-@pytest.fixture(scope="module")
-def pool(models: Path) -> Iterator[MemoryPool]:
-    torch.set_num_threads(1)
-    with memory_pool(models / "tiny-llama") as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

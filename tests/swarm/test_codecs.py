@@ -25,7 +25,7 @@ from petalnode.node.swarm.config import SwarmConfig
 from petalnode.protocols.ids import Span
 from tests.inspection import call, client_of, session_of
 from tests.swarm.memory_pool import MemoryPool, memory_pool
-from tests.tiny_models import HIDDEN, NUM_BLOCKS, VOCABULARY, load_whole
+from tests.tiny_models import HIDDEN, NUM_BLOCKS, VOCABULARY
 
 ROUNDING = {"none": 1e-4, "float16": 5e-3, "bfloat16": 4e-2, "int8": 8e-2}
 """Of what comes out of three servers, relative to it."""
@@ -45,11 +45,6 @@ def pool(folder: Path) -> Iterator[MemoryPool]:
         for server in started.servers:
             server.ready  # noqa: B018  (waits)
         yield started
-
-
-@pytest.fixture(scope="module")
-def whole(folder: Path) -> Any:
-    return load_whole(folder)
 
 
 def opened(pool: MemoryPool, folder: Path, **options: Any) -> Any:

@@ -164,27 +164,23 @@ def test_what_was_earned_is_still_there_when_the_validator_comes_back(points: Po
     assert (after.points, after.sequence) == (before.points, before.sequence)
 
 
-def test_only_the_holder_is_told_what_it_has(points: PointsSwarm) -> None:
+async def test_only_the_holder_is_told_what_it_has(points: PointsSwarm) -> None:
     issuer, holder = peer_id_to_bytes(ISSUER.peer_id), peer_id_to_bytes(Identity.generate().peer_id)
     forged = wire.CreditQuery(issuer=issuer, holder=holder, time_ms=time.time_ns() // 1_000_000, signature=bytes(64))
     bad = {wire.ERROR_BAD_REQUEST: wire.CreditsFrame(query=wire.CreditQuery(issuer=b"x"))}
     bad[wire.ERROR_NOT_ALLOWED] = wire.CreditsFrame(query=forged)
-
-    async def main() -> None:
-        async with client(points) as swarm:
-            peer, addr = parse_peer(points.validator_address)
-            swarm.host.remember(peer, [addr])
-            async with swarm.open_stream(peer, CREDITS, wire.CreditsFrame, timeout=20) as stream:
-                for code, frame in bad.items():
-                    await stream.send(frame, timeout=20)
-                    answer, _ = await stream.receive(timeout=20)
-                    assert answer.error.code == code
-            stranger = Wallet(swarm, Identity.generate(), points.validator_address)
-            assert (await stranger.credit()).points == 0
-            with pytest.raises(SwarmError, match="0 are there"):
-                await stranger.transfer(ISSUER.peer_id, 1)
-
-    trio.run(main)
+    async with client(points) as swarm:
+        peer, addr = parse_peer(points.validator_address)
+        swarm.host.remember(peer, [addr])
+        async with swarm.open_stream(peer, CREDITS, wire.CreditsFrame, timeout=20) as stream:
+            for code, frame in bad.items():
+                await stream.send(frame, timeout=20)
+                answer, _ = await stream.receive(timeout=20)
+                assert answer.error.code == code
+        stranger = Wallet(swarm, Identity.generate(), points.validator_address)
+        assert (await stranger.credit()).points == 0
+        with pytest.raises(SwarmError, match="0 are there"):
+            await stranger.transfer(ISSUER.peer_id, 1)
 
 
 async def opening(swarm: Swarm, points: PointsSwarm, tokens: int, clearing: Clearing | None = None) -> RawSession:
@@ -208,14 +204,8 @@ async def in_line(swarm: Swarm, points: PointsSwarm) -> None:
         assert (await refused.open(max_length=1)).error.code == wire.ERROR_CACHE_FULL
 
 
-def test_who_has_paid_is_admitted_first_at_a_busy_server(points: PointsSwarm) -> None:
+async def test_who_has_paid_is_admitted_first_at_a_busy_server(points: PointsSwarm) -> None:
     order: list[str] = []
-
-    async def main() -> None:
-        async with client(points) as stranger:
-            payer = await funded(stranger, points, price(1, CACHE))
-            async with client(points, payer) as owner:
-                await scenario(owner, stranger, payer)
 
     async def scenario(owner: Swarm, stranger: Swarm, payer: Identity) -> None:
         clearing = await Wallet(owner, payer, points.validator_address).transfer(points.server.peer_id, price(1, CACHE))
@@ -239,91 +229,86 @@ def test_who_has_paid_is_admitted_first_at_a_busy_server(points: PointsSwarm) ->
             nursery.start_soon(take, "the same payment again", again, False)
             await holder.close()
 
-    trio.run(main)
+    async with client(points) as stranger:
+        payer = await funded(stranger, points, price(1, CACHE))
+        async with client(points, payer) as owner:
+            await scenario(owner, stranger, payer)
     assert order == ["second, paid", "first, for nothing", "the same payment again"]
 
 
-def test_chat_pays_a_busy_server_and_no_other(points: PointsSwarm) -> None:
+async def test_chat_pays_a_busy_server_and_no_other(points: PointsSwarm) -> None:
     key = points.nodes.home / "payer.key"
     chat = ("chat", str(points.folder), "--peer", points.server.address, "--prompt", "hi", "--max-new-tokens", "3")
     paying = (*chat, "--json", "--identity", str(key), "--credits", points.validator_address)
     refused = petalnode(*chat, "--credits", points.validator_address, env=points.nodes.env)
     assert refused.code == 2 and "--identity FILE" in refused.err
+    async with client(points) as stranger:
+        payer = await funded(stranger, points, CACHE)
+        payer.save(key)
+        wallet = Wallet(stranger, payer, points.validator_address)
+        before = (await wallet.credit()).points
+        assert before == CACHE
 
-    async def main() -> None:
-        async with client(points) as stranger:
-            payer = await funded(stranger, points, CACHE)
-            payer.save(key)
-            wallet = Wallet(stranger, payer, points.validator_address)
-            before = (await wallet.credit()).points
-            assert before == CACHE
+        async def until_announced(free: int) -> None:
+            while True:
+                view = await stranger.refresh(timeout=10)
+                (found,) = [
+                    server for server in view.servers(now=time.time()) if server.peer_id == points.server.peer_id
+                ]
+                if found.cache_tokens_free == free:
+                    break
+                await trio.sleep(0.1)
+            assert found.credits_of == (ISSUER.peer_id,)
 
-            async def until_announced(free: int) -> None:
-                while True:
-                    view = await stranger.refresh(timeout=10)
-                    (found,) = [
-                        server for server in view.servers(now=time.time()) if server.peer_id == points.server.peer_id
-                    ]
-                    if found.cache_tokens_free == free:
-                        break
-                    await trio.sleep(0.1)
-                assert found.credits_of == (ISSUER.peer_id,)
+        async def run_chat() -> None:
+            outcome = await trio.to_thread.run_sync(lambda: petalnode(*paying, env=points.nodes.env))
+            assert outcome.code == 0, outcome
 
-            async def run_chat() -> None:
-                outcome = await trio.to_thread.run_sync(lambda: petalnode(*paying, env=points.nodes.env))
-                assert outcome.code == 0, outcome
-
-            await until_announced(CACHE)  # the sessions of before have gone
-            await run_chat()
-            assert (await wallet.credit()).points == before, "nothing is paid where there is room"
-            holder = await opening(stranger, points, CACHE)
-            await granted(holder)
-            await until_announced(0)
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(run_chat)
-                await until(wallet, lambda points: points < before)
-                await holder.close()
-            assert 0 < (await wallet.credit()).points < before
-
-    trio.run(main)
+        await until_announced(CACHE)  # the sessions of before have gone
+        await run_chat()
+        assert (await wallet.credit()).points == before, "nothing is paid where there is room"
+        holder = await opening(stranger, points, CACHE)
+        await granted(holder)
+        await until_announced(0)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run_chat)
+            await until(wallet, lambda points: points < before)
+            await holder.close()
+        assert 0 < (await wallet.credit()).points < before
 
 
-def test_a_killed_validator_has_cleared_once(points: PointsSwarm) -> None:
+async def test_a_killed_validator_has_cleared_once(points: PointsSwarm) -> None:
     """Killed while it clears, and started again: every transfer that was sent again is cleared, and only once."""
     recipient = Identity.generate()
+    async with client(points) as swarm:
+        wallet = Wallet(swarm, await funded(swarm, points, CACHE), points.validator_address)
+        before = await wallet.credit()
+        cleared = 0
+        killed, seventh = False, trio.Event()
 
-    async def main() -> None:
-        async with client(points) as swarm:
-            wallet = Wallet(swarm, await funded(swarm, points, CACHE), points.validator_address)
-            before = await wallet.credit()
-            cleared = 0
-            killed, seventh = False, trio.Event()
+        async def spend(count: int) -> None:
+            nonlocal cleared
+            for _ in range(count):
+                try:
+                    await wallet.transfer(recipient.peer_id, 1)
+                except SwarmError:
+                    assert killed
+                    return
+                cleared += 1
+                if cleared == 7:
+                    seventh.set()
 
-            async def spend(count: int) -> None:
-                nonlocal cleared
-                for _ in range(count):
-                    try:
-                        await wallet.transfer(recipient.peer_id, 1)
-                    except SwarmError:
-                        assert killed
-                        return
-                    cleared += 1
-                    if cleared == 7:
-                        seventh.set()
-
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(spend, before.points)
-                await seventh.wait()
-                killed = True
-                points.validator.process.kill()
-            await trio.to_thread.run_sync(points.restart_validator, "100000")
-            await spend(3)  # the first of them is what was not answered, once more
-            credit = await wallet.credit()
-            assert cleared >= 10
-            assert before.points - credit.points == credit.sequence - before.sequence == cleared
-            assert (await Wallet(swarm, recipient, points.validator_address).credit()).points == cleared
-
-    trio.run(main)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(spend, before.points)
+            await seventh.wait()
+            killed = True
+            points.validator.process.kill()
+        await trio.to_thread.run_sync(points.restart_validator, "100000")
+        await spend(3)  # the first of them is what was not answered, once more
+        credit = await wallet.credit()
+        assert cleared >= 10
+        assert before.points - credit.points == credit.sequence - before.sequence == cleared
+        assert (await Wallet(swarm, recipient, points.validator_address).credit()).points == cleared
     with Ledger(points.ledger, ISSUER) as ledger:
         issued, held, void = ledger.totals()
     assert issued == held + void
@@ -338,15 +323,14 @@ def equivocation(server: Identity) -> Bundle:
     return equivocation_bundle(ACCUSER, server.peer_id, first.signed(server), second.signed(server))
 
 
-def test_a_pledge_is_backed_by_what_the_server_has_earned_and_lost_by_a_fault(points: PointsSwarm, home: Path) -> None:
+async def test_a_pledge_is_backed_by_what_the_server_has_earned_and_lost_by_a_fault(
+    points: PointsSwarm, home: Path
+) -> None:
     """A server that holds points, with a pledge; then a fault of it is proved."""
     deposit = 50
 
-    async def give() -> Identity:
-        async with client(points) as swarm:
-            return await funded(swarm, points, 2 * deposit)
-
-    pledger = trio.run(give)
+    async with client(points) as swarm:
+        pledger = await funded(swarm, points, 2 * deposit)
     pledger.save(home / "pledger.key")
     pledging = points.nodes.server(
         points.folder,
@@ -355,32 +339,28 @@ def test_a_pledge_is_backed_by_what_the_server_has_earned_and_lost_by_a_fault(po
         peer=points.validator_address,
     )
     pledging.ready  # noqa: B018  (waits)
+    config = SwarmConfig(ACCUSER, peers=(points.validator_address,), serve_dht=False, gossip=True)
+    with trio.fail_after(600):
+        async with open_swarm(config) as swarm:
+            while True:
+                view = await swarm.refresh(timeout=10)
+                found = [server for server in view.servers(now=time.time()) if server.peer_id == pledging.peer_id]
+                pledge = found[0].pledge if found else None
+                if pledge is not None and pledge.holder:
+                    break
+                await trio.sleep(0.2)
+            assert pledge.is_signed and pledge.backed([ISSUER.peer_id]) == deposit
+            assert pledge.backed([ACCUSER.peer_id]) == 0
+            credit = await Wallet(swarm, pledger, points.validator_address).credit()
+            assert credit.deposit == deposit
 
-    async def main() -> None:
-        config = SwarmConfig(ACCUSER, peers=(points.validator_address,), serve_dht=False, gossip=True)
-        with trio.fail_after(600):
-            async with open_swarm(config) as swarm:
-                while True:
-                    view = await swarm.refresh(timeout=10)
-                    found = [server for server in view.servers(now=time.time()) if server.peer_id == pledging.peer_id]
-                    pledge = found[0].pledge if found else None
-                    if pledge is not None and pledge.holder:
-                        break
-                    await trio.sleep(0.2)
-                assert pledge.is_signed and pledge.backed([ISSUER.peer_id]) == deposit
-                assert pledge.backed([ACCUSER.peer_id]) == 0
-                credit = await Wallet(swarm, pledger, points.validator_address).credit()
-                assert credit.deposit == deposit
-
-                accuser = Wallet(swarm, ACCUSER, points.validator_address)
-                assert (await accuser.credit()).points == 0
-                while ISSUER.peer_id not in swarm.gossip.peers():  # noqa: ASYNC110  (told by no event)
-                    await trio.sleep(0.1)
-                await swarm.publish_evidence(equivocation(pledger), recomputed=False)
-                await until(accuser, lambda points: points > 0)
-                assert (await accuser.credit()).points == deposit // LEDGER.forfeit_share
-                after = await Wallet(swarm, pledger, points.validator_address).credit()
-                assert (after.deposit, after.points) == (0, credit.points)
-
-    trio.run(main)
+            accuser = Wallet(swarm, ACCUSER, points.validator_address)
+            assert (await accuser.credit()).points == 0
+            while ISSUER.peer_id not in swarm.gossip.peers():  # noqa: ASYNC110  (told by no event)
+                await trio.sleep(0.1)
+            await swarm.publish_evidence(equivocation(pledger), recomputed=False)
+            await until(accuser, lambda points: points > 0)
+            assert (await accuser.credit()).points == deposit // LEDGER.forfeit_share
+            after = await Wallet(swarm, pledger, points.validator_address).credit()
+            assert (after.deposit, after.points) == (0, credit.points)
     pledging.stop()

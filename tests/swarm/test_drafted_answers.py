@@ -29,7 +29,7 @@ from petalnode.node.client.session.pipeline import Pipeline
 from petalnode.node.client.swarm_model import identify_model
 from petalnode.node.models.sources.resolve import resolve
 from petalnode.node.swarm.config import SwarmConfig
-from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
+from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm
 from petalnode.node.trust.bundle import session_bundle
 from petalnode.node.trust.receipt_log import KEPT_RECEIPTS, ReceiptArchive, SessionLog
 from petalnode.node.verification.evidence_check import check_evidence
@@ -107,12 +107,6 @@ class Chain:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     return save_tiny("llama", tmp_path_factory.mktemp("drafted"), max_position_embeddings=512)
-
-
-@pytest.fixture(scope="module")
-def swarm() -> Iterator[MemorySwarm]:
-    with memory_swarm() as swarm:
-        yield swarm
 
 
 @pytest.fixture(scope="module")

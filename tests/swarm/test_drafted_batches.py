@@ -14,7 +14,7 @@ from petalnode.node.client.api import row_groups
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
 from petalnode.node.client.api.row_groups import DRAFTED, Measured, Paces
 from petalnode.node.client.generation.drafting import Draft, DraftPlan, PipelineSpeed
-from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
+from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm
 from tests.swarm.deep_drafts import draft_deep
 from tests.tiny_models import load_whole, save_tiny
 
@@ -32,12 +32,6 @@ SAMPLED = {"do_sample": True, "temperature": 1.5, "top_k": 3, "repetition_penalt
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     return save_tiny("llama", tmp_path_factory.mktemp("batches"), max_position_embeddings=512)
-
-
-@pytest.fixture(scope="module")
-def swarm() -> Iterator[MemorySwarm]:
-    with memory_swarm() as swarm:
-        yield swarm
 
 
 @pytest.fixture(scope="module")

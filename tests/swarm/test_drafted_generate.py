@@ -15,7 +15,7 @@ from petalnode.node.client.api.generating import Assistant
 from petalnode.node.client.api.tuning import LoraTuning, PromptTuning
 from petalnode.node.client.generation.drafting import Draft, DraftPlan, PipelineSpeed
 from petalnode.node.errors import BadInput
-from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
+from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm
 from tests.swarm.deep_drafts import draft_deep
 from tests.swarm.tokenizer import save_tokenizer
 from tests.tiny_models import load_whole, save_tiny
@@ -29,12 +29,6 @@ PROMPT = [5, 6, 7, 8, 9, 5, 6, 7]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     return save_tiny("llama", tmp_path_factory.mktemp("generated"), max_position_embeddings=512)
-
-
-@pytest.fixture(scope="module")
-def swarm() -> Iterator[MemorySwarm]:
-    with memory_swarm() as swarm:
-        yield swarm
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from petalnode.node.testing.memory_servers import MemoryServer
 from tests.greedy import generate, prompt
 from tests.inspection import client_of
 from tests.swarm.fleet import At, Fleet, Model
-from tests.swarm.memory_pool import MemoryPool, memory_pool
-from tests.tiny_models import HIDDEN, load_whole, save_tiny
+from tests.swarm.memory_pool import MemoryPool
+from tests.tiny_models import HIDDEN, save_tiny
 
 TOLERANCE = 2e-4
 ONE_WAY = 0.05
@@ -33,17 +33,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     torch.set_num_threads(1)
     endless = {"max_position_embeddings": 1024, "eos_token_id": None}
     return save_tiny(request.param, tmp_path_factory.mktemp("hybrid") / request.param, **endless)
-
-
-@pytest.fixture(scope="module")
-def whole(folder: Path) -> Any:
-    return load_whole(folder)
-
-
-@pytest.fixture(scope="module")
-def pool(folder: Path) -> Iterator[MemoryPool]:
-    with memory_pool(folder) as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

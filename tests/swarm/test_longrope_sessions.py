@@ -192,6 +192,7 @@ def test_a_server_of_an_older_version_is_not_used_for_long_texts(
     with swarm.open_model(AutoDistributedModelForCausalLM, folder) as model:
         found = model.generate(ids, **given(ids, BORDER - 20))
         assert found[0, 20:].tolist() == expected(folder, ids[0].tolist(), BORDER - 20)
+        client_of(model).reopen_timeout = 0.2
         with pytest.raises(NoChainError, match=f"no texts of more than {BORDER} tokens"):
             model.generate(ids, **given(ids, BORDER))
         assert model.generate(ids, **given(ids, 3)).shape == (1, 23)

@@ -31,7 +31,6 @@ from tests.swarm.fleet import CACHE, At, Model, heard_of
 from tests.swarm.processes import Nodes, until
 from tests.swarm.server_pool import PooledServer, ServerPool, server_pool
 from tests.swarm.tcp_proxy import Line, line_to
-from tests.tiny_models import load_whole
 
 generate = partial(greedy.generate, max_new_tokens=12)
 
@@ -121,12 +120,6 @@ def over(lines: Lines) -> Lines:
     for line in lines.all():
         line.mend()
     return lines
-
-
-@pytest.fixture(scope="module")
-def whole(models: Path) -> Any:
-    torch.set_num_threads(1)
-    return load_whole(models / "tiny-llama")
 
 
 @pytest.mark.parametrize("position", [0, 1, 2])

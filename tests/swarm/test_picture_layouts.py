@@ -25,6 +25,7 @@ from petalnode.node.testing.memory_servers import MemorySwarm, memory_swarm
 from petalnode.node.trust.bundle import Bundle, session_bundle
 from petalnode.node.trust.receipt_log import KEPT_RECEIPTS, ReceiptArchive
 from petalnode.node.verification.evidence_check import check_evidence
+from tests.inspection import client_of
 from tests.swarm.memory_pool import opened, started
 from tests.tiny_pictures import FAMILIES, save_seeing, seen
 
@@ -143,6 +144,7 @@ def test_servers_that_know_no_such_pictures_are_not_asked(
         options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
         text = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
         assert torch.equal(model.generate(**text, **options), whole.generate(**text, **options))
+        client_of(model).reopen_timeout = 0.2
         with pytest.raises(NoChainError, match=f"knows no {field}"):
             model.generate(**given, **options)
 
@@ -152,8 +154,7 @@ def test_a_server_that_holds_only_a_part_of_the_blocks_that_add_features_is_not_
 ) -> None:
     whole = save_seeing("qwen3_vl", tmp_path)
     started(swarm, tmp_path, "0:1", "1:4")
-    with (
-        swarm.open_model(AutoDistributedModelForCausalLM, tmp_path) as model,
-        pytest.raises(NoChainError, match="a server of the first 2 blocks"),
-    ):
-        model.generate(**seen(whole, "qwen3_vl"), max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+    with swarm.open_model(AutoDistributedModelForCausalLM, tmp_path) as model:
+        client_of(model).reopen_timeout = 0.2
+        with pytest.raises(NoChainError, match="a server of the first 2 blocks"):
+            model.generate(**seen(whole, "qwen3_vl"), max_new_tokens=NEW, do_sample=False, pad_token_id=0)

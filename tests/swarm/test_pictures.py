@@ -13,10 +13,11 @@ from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.errors import BadInput, NoChainError
 from petalnode.node.server.requests.session import ServerSession
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
+from tests.inspection import client_of
 from tests.tiny_models import save_tiny
 from tests.tiny_pictures import FAMILIES, save_seeing, seen
 
-NEW = 8
+NEW = 6
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -33,12 +34,6 @@ def folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def whole(kind: str, folder: Path) -> Any:
     return save_seeing(kind, folder)
-
-
-@pytest.fixture(scope="module")
-def swarm() -> Iterator[MemorySwarm]:
-    with memory_swarm() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")
@@ -162,5 +157,6 @@ def test_servers_that_know_no_positions_are_not_asked(monkeypatch: pytest.Monkey
         with swarm.open_model(AutoDistributedModelForCausalLM, tmp_path) as model:
             text = {name: given[name] for name in ("input_ids", "attention_mask")}
             assert torch.equal(say(model, text), say(whole, text))
+            client_of(model).reopen_timeout = 0.2
             with pytest.raises(NoChainError, match="knows no positions"):
                 say(model, given)

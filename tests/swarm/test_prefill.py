@@ -13,7 +13,6 @@ import trio
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.client.request import WireTensor
-from petalnode.node.client.session.link import ServerLink
 from petalnode.node.client.session.pipeline import Pipeline
 from petalnode.node.client.session.recovery import Signal
 from petalnode.node.client.session.step import PipelineStep
@@ -45,11 +44,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path) -> Any:
-    return load_whole(folder)
-
-
-@pytest.fixture(scope="module")
 def pool(folder: Path) -> Iterator[MemoryPool]:
     with memory_pool(folder) as pool:
         for blocks in SPANS * 2:
@@ -62,10 +56,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("petalnode.node.client.chunks.PIPELINE_TOKENS", CHUNK)
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However busy the machine is, no server is left because it is slow."""
-    monkeypatch.setattr(ServerLink, "patience", lambda self, chunk, before=0: 1e6)
+pytestmark = pytest.mark.usefixtures("patient")
 
 
 @pytest.fixture

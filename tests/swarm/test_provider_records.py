@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-import pytest
 import trio
 
 from petalnode.crypto.identity import Identity
@@ -20,16 +18,9 @@ from tests.node_inspection import table_of
 from tests.patience import eventually
 from tests.slowness import Slowness
 from tests.swarm.processes import LOOPBACK
-from tests.swarm.relays import RelayNode, relay_nodes
 
 VERSION, BLOCKS = b"\x5f" * 32, 30
 FIRST, LAST = (blocks_key(VERSION.hex(), number) for number in (0, 7))
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., RelayNode]]:
-    with relay_nodes() as start:
-        yield start
 
 
 def config(*peers: str, **options) -> SwarmConfig:

@@ -58,38 +58,35 @@ async def met_at_a_relay(
 
 
 @pytest.mark.parametrize(("version", "address"), [(4, "127.0.0.1"), (6, "::1")])
-def test_a_port_is_dialed_from_until_the_other_side_opens(version: int, address: str) -> None:
-    async def main() -> None:
-        theirs = free_port()
-        async with trio.open_nursery() as nursery, hole_punching.own_port(version, None) as port:
-            reached: list[trio.SocketStream] = []
-
-            async def dial() -> None:
-                reached.append(await hole_punching.dial_from(port, Endpoint(ip_address(address), theirs)))
-
-            nursery.start_soon(dial)
-            await trio.sleep(0.2)
-            assert not reached
-            (listener,) = await trio.open_tcp_listeners(theirs, host=address)
-            with trio.fail_after(60):
-                stream = await listener.accept()
-            assert stream.socket.getpeername()[1] == port
-            await stream.aclose()
-            await listener.aclose()
-        await reached[0].aclose()
-        async with hole_punching.own_port(version, 31330) as listened_on:
-            assert listened_on == 31330
-        family = socket.AF_INET6 if version == 6 else socket.AF_INET
-        with (
-            socket.create_server((address, 0), family=family) as taken,
-            trio.fail_after(60),
-            pytest.raises(OSError, match="in use"),  # which no repetition changes
-        ):
-            await hole_punching.dial_from(taken.getsockname()[1], Endpoint(ip_address(address), theirs))
-
+async def test_a_port_is_dialed_from_until_the_other_side_opens(version: int, address: str) -> None:
     if version == 6 and not has_ipv6():
         pytest.skip("no IPv6 here")
-    trio.run(main)
+    theirs = free_port()
+    async with trio.open_nursery() as nursery, hole_punching.own_port(version, None) as port:
+        reached: list[trio.SocketStream] = []
+
+        async def dial() -> None:
+            reached.append(await hole_punching.dial_from(port, Endpoint(ip_address(address), theirs)))
+
+        nursery.start_soon(dial)
+        await trio.sleep(0.2)
+        assert not reached
+        (listener,) = await trio.open_tcp_listeners(theirs, host=address)
+        with trio.fail_after(60):
+            stream = await listener.accept()
+        assert stream.socket.getpeername()[1] == port
+        await stream.aclose()
+        await listener.aclose()
+    await reached[0].aclose()
+    async with hole_punching.own_port(version, 31330) as listened_on:
+        assert listened_on == 31330
+    family = socket.AF_INET6 if version == 6 else socket.AF_INET
+    with (
+        socket.create_server((address, 0), family=family) as taken,
+        trio.fail_after(60),
+        pytest.raises(OSError, match="in use"),  # which no repetition changes
+    ):
+        await hole_punching.dial_from(taken.getsockname()[1], Endpoint(ip_address(address), theirs))
 
 
 def has_ipv6() -> bool:

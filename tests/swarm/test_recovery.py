@@ -25,28 +25,11 @@ from tests.swarm.faulty_server import FAULTS, order
 from tests.swarm.fleet import POSITIONS, At, Fleet, Model, Tap, opened_for
 from tests.swarm.lonely_swarm import Expected, Lonely
 from tests.swarm.memory_pool import MemoryPool, memory_pool
-from tests.tiny_models import HIDDEN, NUM_BLOCKS, load_whole
+from tests.tiny_models import HIDDEN, NUM_BLOCKS
 
 LONG = 800
 """Tokens of a prompt that is sent in four chunks and replayed in two steps."""
 TOLERANCE = 1e-4
-
-
-@pytest.fixture(scope="module")
-def folder(models: Path) -> Path:
-    return models / "tiny-llama"
-
-
-@pytest.fixture(scope="module")
-def pool(folder: Path) -> Iterator[MemoryPool]:
-    with memory_pool(folder) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def whole(folder: Path) -> Any:
-    torch.set_num_threads(1)
-    return load_whole(folder)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
 
 import pytest
 import trio
@@ -18,14 +17,8 @@ from petalnode.protocols.circuit import HOP, VOUCHER_DOMAIN, ask_connection, ask
 from petalnode.protocols.delimited import DelimitedStream
 from tests.swarm.processes import LOOPBACK
 from tests.swarm.relay_node import ECHO
-from tests.swarm.relays import RelayNode, echoed, host_here, relay_here, relay_nodes
+from tests.swarm.relays import echoed, host_here, relay_here
 from tests.swarm.stock_node import PAYLOAD
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., RelayNode]]:
-    with relay_nodes() as start:
-        yield start
 
 
 async def test_we_meet_at_a_foreign_relay(start):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import trio
@@ -13,13 +13,7 @@ from petalnode.crypto.identity import Identity
 from petalnode.node.network.host import Host
 from tests.slowness import Slowness
 from tests.swarm.relay_node import ECHO
-from tests.swarm.relays import RelayNode, echoed, host_here, known, relay_nodes, stats_of, until
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., RelayNode]]:
-    with relay_nodes() as start:
-        yield start
+from tests.swarm.relays import RelayNode, echoed, host_here, known, stats_of, until
 
 
 def relay_and_target(start: Callable[..., RelayNode]) -> tuple[RelayNode, RelayNode]:

@@ -107,18 +107,14 @@ def test_parts_of_a_swarm_meet_in_a_node_that_remembers_both(nodes: Nodes, memor
     run_once(config(memory, bootstrap.addr, listen=(LOOPBACK,)), one.peer_id, other.peer_id)
 
 
-def test_a_node_that_was_told_its_swarm_stays_out_of_others_that_it_remembers(nodes: Nodes, memory: Path) -> None:
+async def test_a_node_that_was_told_its_swarm_stays_out_of_others_that_it_remembers(nodes: Nodes, memory: Path) -> None:
     one, other = nodes.start(blocks=[0, 4]).ready(), nodes.start(blocks=[4, 8]).ready()
-    run_once(config(memory, one.addr), one.peer_id)
-
-    async def main() -> None:
-        async with open_swarm(config(memory, other.addr, listen=(LOOPBACK,))) as swarm:
-            await sees(swarm, other.peer_id)
-            with trio.move_on_after(2):
-                await sees(swarm, one.peer_id)
-            assert swarm.connected() == [other.peer_id] and swarm.view.get(one.peer_id, time.time()) is None
-
-    trio.run(main)
+    await trio.to_thread.run_sync(run_once, config(memory, one.addr), one.peer_id)
+    async with open_swarm(config(memory, other.addr, listen=(LOOPBACK,))) as swarm:
+        await sees(swarm, other.peer_id)
+        with trio.move_on_after(2):
+            await sees(swarm, one.peer_id)
+        assert swarm.connected() == [other.peer_id] and swarm.view.get(one.peer_id, time.time()) is None
 
 
 @pytest.mark.parametrize("way", ["peers", "remembered"])
@@ -150,21 +146,17 @@ def test_a_node_that_loses_everybody_comes_back(way: str, nodes: Nodes, memory: 
     print(f"back after {trio.run(main):.1f} s")
 
 
-def test_what_cannot_be_dialed_is_not_remembered(nodes: Nodes, memory: Path) -> None:
+async def test_what_cannot_be_dialed_is_not_remembered(nodes: Nodes, memory: Path) -> None:
     """A client that came in from somewhere, as most of a meeting point's peers do."""
-
-    async def main() -> None:
-        async with open_swarm(config(memory, listen=(LOOPBACK,))) as swarm:
-            await trio.to_thread.run_sync(lambda: nodes.start(blocks=[0, 4], peers=swarm.addrs).ready())
-            async with open_swarm(SwarmConfig(identity=Identity.generate(), peers=tuple(swarm.addrs))) as client:
-                assert client.is_connected(swarm.peer_id)
-                with trio.fail_after(PATIENCE):
-                    while len(swarm.view.servers(now=time.time())) < 1:
-                        await swarm.wait_changed()
-                clients.append(client.peer_id)
-
     clients: list[str] = []
-    trio.run(main)
+    async with open_swarm(config(memory, listen=(LOOPBACK,))) as swarm:
+        await trio.to_thread.run_sync(lambda: nodes.start(blocks=[0, 4], peers=swarm.addrs).ready())
+        async with open_swarm(SwarmConfig(identity=Identity.generate(), peers=tuple(swarm.addrs))) as client:
+            assert client.is_connected(swarm.peer_id)
+            with trio.fail_after(PATIENCE):
+                while len(swarm.view.servers(now=time.time())) < 1:
+                    await swarm.wait_changed()
+            clients.append(client.peer_id)
     assert len(PeerStore(memory).load()) == 2  # the server, and the node itself
     assert not {record.peer_id for record in PeerStore(memory).load()} & set(clients)
 

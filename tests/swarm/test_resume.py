@@ -58,122 +58,104 @@ async def opened(swarm: Swarm, server: MemoryServer, **fields: Any) -> RawSessio
 
 
 @pytest.mark.parametrize("old", ["lost", "alive"])
-def test_a_session_goes_on_where_it_was(old: str, server: MemoryServer, run: Run) -> None:
-    async def main(swarm: Swarm) -> None:
-        whole = await opened(swarm, server)
-        await whole.step(1, 0, values(3))
-        _, expected = await whole.step(2, 3, values(1, seed=1))
-        await whole.close()
-        session = await opened(swarm, server)
-        frame, _ = await session.step(1, 0, values(3))
-        if old == "lost":
-            await session.stream.reset()
-        following, answer = await resumed(swarm, session, answered=1, attempt=1)
-        granted = answer.granted
-        receipt = receipt_from_wire(frame.reply.receipt)
-        assert (granted.position, granted.sequence, granted.last_receipt) == (3, 1, receipt.hash())
-        assert granted.session_epoch == session.granted.session_epoch and granted.keep_ms == KEEP
-        with pytest.raises(PeerError):
-            await session.receive()  # the old stream is over
-        frame, payloads = await following.step(2, 3, values(1, seed=1))
-        assert payloads == expected
-        assert receipt_from_wire(frame.reply.receipt).previous_receipt == receipt.hash()
-        await following.close()
-
-    run(main)
+async def test_a_session_goes_on_where_it_was(old: str, server: MemoryServer, raw_node: Swarm) -> None:
+    whole = await opened(raw_node, server)
+    await whole.step(1, 0, values(3))
+    _, expected = await whole.step(2, 3, values(1, seed=1))
+    await whole.close()
+    session = await opened(raw_node, server)
+    frame, _ = await session.step(1, 0, values(3))
+    if old == "lost":
+        await session.stream.reset()
+    following, answer = await resumed(raw_node, session, answered=1, attempt=1)
+    granted = answer.granted
+    receipt = receipt_from_wire(frame.reply.receipt)
+    assert (granted.position, granted.sequence, granted.last_receipt) == (3, 1, receipt.hash())
+    assert granted.session_epoch == session.granted.session_epoch and granted.keep_ms == KEEP
+    with pytest.raises(PeerError):
+        await session.receive()  # the old stream is over
+    frame, payloads = await following.step(2, 3, values(1, seed=1))
+    assert payloads == expected
+    assert receipt_from_wire(frame.reply.receipt).previous_receipt == receipt.hash()
+    await following.close()
 
 
 @pytest.mark.parametrize("wait", [True, False], ids=["done before", "under way"])
-def test_replies_that_were_lost_come_again_in_their_order(wait: bool, server: MemoryServer, run: Run) -> None:
+async def test_replies_that_were_lost_come_again_in_their_order(
+    wait: bool, server: MemoryServer, raw_node: Swarm
+) -> None:
     """The steps are on their way, computing, or done when the Resume overtakes their replies."""
-
-    async def main(swarm: Swarm) -> None:
-        session = await opened(swarm, server)
-        frame, _ = await session.step(1, 0, values(3))
-        receipts = [receipt_from_wire(frame.reply.receipt)]
-        for sequence in (2, 3, 4):
-            await session.send_step(sequence, sequence + 1, values(1, seed=sequence))
-        if wait:
-            for _ in range(3):
-                await session.receive()
-        following, answer = await resumed(swarm, session, answered=1, attempt=1)
-        for sequence in range(answer.granted.sequence + 1, 5):
-            # What the server has not got is sent again; what it gets twice is answered twice with the same.
-            await following.send_step(sequence, sequence + 1, values(1, seed=sequence))
-        while len(receipts) < 4:
-            frame, _ = await following.receive()
-            if frame.reply.sequence <= receipts[-1].sequence:
-                continue
-            receipt = receipt_from_wire(frame.reply.receipt)
-            assert receipt.sequence == len(receipts) + 1
-            assert receipt.previous_receipt == receipts[-1].hash()
-            receipts.append(receipt)
-        if wait:
-            assert answer.granted.sequence == 4 and answer.granted.position == 6
-        await following.close()
-
-    run(main)
+    session = await opened(raw_node, server)
+    frame, _ = await session.step(1, 0, values(3))
+    receipts = [receipt_from_wire(frame.reply.receipt)]
+    for sequence in (2, 3, 4):
+        await session.send_step(sequence, sequence + 1, values(1, seed=sequence))
+    if wait:
+        for _ in range(3):
+            await session.receive()
+    following, answer = await resumed(raw_node, session, answered=1, attempt=1)
+    for sequence in range(answer.granted.sequence + 1, 5):
+        # What the server has not got is sent again; what it gets twice is answered twice with the same.
+        await following.send_step(sequence, sequence + 1, values(1, seed=sequence))
+    while len(receipts) < 4:
+        frame, _ = await following.receive()
+        if frame.reply.sequence <= receipts[-1].sequence:
+            continue
+        receipt = receipt_from_wire(frame.reply.receipt)
+        assert receipt.sequence == len(receipts) + 1
+        assert receipt.previous_receipt == receipts[-1].hash()
+        receipts.append(receipt)
+    if wait:
+        assert answer.granted.sequence == 4 and answer.granted.position == 6
+    await following.close()
 
 
-def test_a_process_that_does_not_ask_for_old_replies_gets_none(server: MemoryServer, run: Run) -> None:
-    async def main(swarm: Swarm) -> None:
-        session = await opened(swarm, server)
-        await session.step(1, 0, values(3))
-        following, _ = await resumed(swarm, session)
-        frame, _ = await following.step(2, 3, values(1))
-        assert frame.reply.sequence == 2
-        await following.close()
-
-    run(main)
+async def test_a_process_that_does_not_ask_for_old_replies_gets_none(server: MemoryServer, raw_node: Swarm) -> None:
+    session = await opened(raw_node, server)
+    await session.step(1, 0, values(3))
+    following, _ = await resumed(raw_node, session)
+    frame, _ = await following.step(2, 3, values(1))
+    assert frame.reply.sequence == 2
+    await following.close()
 
 
-def test_a_resume_that_comes_late_takes_nothing_over(server: MemoryServer, run: Run) -> None:
-    async def main(swarm: Swarm) -> None:
-        session = await opened(swarm, server)
-        await session.step(1, 0, values(3))
-        following, _ = await resumed(swarm, session, answered=1, attempt=2)
-        for late in (1, 2):
-            _, answer = await resumed(swarm, session, answered=1, attempt=late)
-            assert answer.error.code == wire.ERROR_BAD_REQUEST
-        frame, _ = await following.step(2, 3, values(1))
-        assert frame.reply.sequence == 2
-        await following.close()
-
-    run(main)
+async def test_a_resume_that_comes_late_takes_nothing_over(server: MemoryServer, raw_node: Swarm) -> None:
+    session = await opened(raw_node, server)
+    await session.step(1, 0, values(3))
+    following, _ = await resumed(raw_node, session, answered=1, attempt=2)
+    for late in (1, 2):
+        _, answer = await resumed(raw_node, session, answered=1, attempt=late)
+        assert answer.error.code == wire.ERROR_BAD_REQUEST
+    frame, _ = await following.step(2, 3, values(1))
+    assert frame.reply.sequence == 2
+    await following.close()
 
 
-def test_many_streams_one_after_the_other(server: MemoryServer, run: Run) -> None:
-    async def main(swarm: Swarm) -> None:
-        whole = await opened(swarm, server)
-        expected = [(await whole.step(n, n - 1, values(1, seed=n)))[1] for n in range(1, 21)]
-        await whole.close()
-        session = await opened(swarm, server)
-        for number in range(1, 21):
-            _, payloads = await session.step(number, number - 1, values(1, seed=number))
-            assert payloads == expected[number - 1]
-            session, answer = await resumed(swarm, session, answered=number, attempt=number)
-            assert answer.granted.sequence == number
-        await session.close()
-
-    run(main)
+async def test_many_streams_one_after_the_other(server: MemoryServer, raw_node: Swarm) -> None:
+    whole = await opened(raw_node, server)
+    expected = [(await whole.step(n, n - 1, values(1, seed=n)))[1] for n in range(1, 21)]
+    await whole.close()
+    session = await opened(raw_node, server)
+    for number in range(1, 21):
+        _, payloads = await session.step(number, number - 1, values(1, seed=number))
+        assert payloads == expected[number - 1]
+        session, answer = await resumed(raw_node, session, answered=number, attempt=number)
+        assert answer.granted.sequence == number
+    await session.close()
 
 
-def test_what_the_old_stream_says_later_is_not_heard(server: MemoryServer, run: Run) -> None:
+async def test_what_the_old_stream_says_later_is_not_heard(server: MemoryServer, raw_node: Swarm) -> None:
     """Also not a goodbye: it is the new stream's session now."""
-
-    async def main(swarm: Swarm) -> None:
-        session = await opened(swarm, server)
-        await session.step(1, 0, values(3))
-        following, _ = await resumed(swarm, session, answered=1, attempt=1)
-        try:
-            await session.close()
-        except PeerError:
-            pass  # its end is known here already
-        frame, _ = await following.step(2, 3, values(1))
-        assert frame.reply.position == 4
-        await following.close()
-
-    run(main)
+    session = await opened(raw_node, server)
+    await session.step(1, 0, values(3))
+    following, _ = await resumed(raw_node, session, answered=1, attempt=1)
+    try:
+        await session.close()
+    except PeerError:
+        pass  # its end is known here already
+    frame, _ = await following.step(2, 3, values(1))
+    assert frame.reply.position == 4
+    await following.close()
 
 
 def test_only_its_own_client_can_take_a_session_up(pool: MemoryPool, server: MemoryServer, run: Run) -> None:
@@ -204,16 +186,13 @@ def test_only_its_own_client_can_take_a_session_up(pool: MemoryPool, server: Mem
         other(steal)
 
 
-def test_an_error_ends_the_session_wherever_it_is(server: MemoryServer, run: Run) -> None:
-    async def main(swarm: Swarm) -> None:
-        session = await opened(swarm, server)
-        await session.step(1, 0, values(3))
-        frame, _ = await session.step(2, 9, values(1))
-        assert frame.error.code == wire.ERROR_BAD_REQUEST
-        _, answer = await resumed(swarm, session, answered=1)
-        assert answer.error.code == wire.ERROR_NOT_FOUND
-
-    run(main)
+async def test_an_error_ends_the_session_wherever_it_is(server: MemoryServer, raw_node: Swarm) -> None:
+    session = await opened(raw_node, server)
+    await session.step(1, 0, values(3))
+    frame, _ = await session.step(2, 9, values(1))
+    assert frame.error.code == wire.ERROR_BAD_REQUEST
+    _, answer = await resumed(raw_node, session, answered=1)
+    assert answer.error.code == wire.ERROR_NOT_FOUND
 
 
 # --- pushes
@@ -226,27 +205,24 @@ def pushed_step(swarm: Swarm, session: RawSession, sequence: int, position: int,
 
 
 @pytest.mark.parametrize("moment", ["while nobody listens", "beside the resume"])
-def test_a_push_that_comes_in_between_is_answered_on_the_next_stream(
-    moment: str, server: MemoryServer, run: Run
+async def test_a_push_that_comes_in_between_is_answered_on_the_next_stream(
+    moment: str, server: MemoryServer, raw_node: Swarm
 ) -> None:
-    async def main(swarm: Swarm) -> None:
-        session = await opened(swarm, server)
-        await session.step(1, 0, values(3))
-        swarm.host.remember(server.peer_id, server.ready["addrs"])
-        pusher = await swarm.new_stream(server.peer_id, PUSH, wire.PushFrame, timeout=TIMEOUT)
-        payload = values(1, seed=5)
-        if moment == "while nobody listens":
-            await session.stream.reset()
-        await pusher.send(pushed_step(swarm, session, 2, 3, payload), [payload], timeout=TIMEOUT)
-        following, _ = await resumed(swarm, session, answered=1, attempt=1)
-        frame, _ = await following.receive()
-        assert frame.reply.sequence == 2 and frame.reply.pushed and frame.reply.position == 4
-        frame, _ = await following.step(3, 4, values(1))
-        assert frame.reply.sequence == 3
-        await pusher.close()
-        await following.close()
-
-    run(main)
+    session = await opened(raw_node, server)
+    await session.step(1, 0, values(3))
+    raw_node.host.remember(server.peer_id, server.ready["addrs"])
+    pusher = await raw_node.new_stream(server.peer_id, PUSH, wire.PushFrame, timeout=TIMEOUT)
+    payload = values(1, seed=5)
+    if moment == "while nobody listens":
+        await session.stream.reset()
+    await pusher.send(pushed_step(raw_node, session, 2, 3, payload), [payload], timeout=TIMEOUT)
+    following, _ = await resumed(raw_node, session, answered=1, attempt=1)
+    frame, _ = await following.receive()
+    assert frame.reply.sequence == 2 and frame.reply.pushed and frame.reply.position == 4
+    frame, _ = await following.step(3, 4, values(1))
+    assert frame.reply.sequence == 3
+    await pusher.close()
+    await following.close()
 
 
 @pytest.fixture(scope="module")
@@ -308,61 +284,49 @@ def small_server(pool: MemoryPool) -> MemoryServer:
     return started
 
 
-def test_the_cache_of_who_is_lost_goes_to_whoever_needs_it(small_server: MemoryServer, run: Run) -> None:
-    async def main(swarm: Swarm) -> None:
-        kept = await opened(swarm, small_server, max_length=150)
-        await kept.step(1, 0, values(3))
-        await announced_free(swarm, small_server, TOKENS - 150)
-        await kept.stream.reset()
-        small = await opened(swarm, small_server, max_length=50, wait_ms=30_000)
-        following, answer = await resumed(swarm, kept, answered=1, attempt=1)
-        assert answer.granted.sequence == 1  # that there was room for: nothing was taken
-        await following.stream.reset()
-        large = await opened(swarm, small_server, max_length=100, wait_ms=30_000)
-        _, answer = await resumed(swarm, kept, answered=1, attempt=2)
-        assert answer.error.code == wire.ERROR_NOT_FOUND
-        frame, _ = await large.step(1, 0, values(3))
-        assert frame.reply.position == 3
-        await small.close()
-        await large.close()
-        await announced_free(swarm, small_server, TOKENS)
-
-    run(main)
+async def test_the_cache_of_who_is_lost_goes_to_whoever_needs_it(small_server: MemoryServer, raw_node: Swarm) -> None:
+    kept = await opened(raw_node, small_server, max_length=150)
+    await kept.step(1, 0, values(3))
+    await announced_free(raw_node, small_server, TOKENS - 150)
+    await kept.stream.reset()
+    small = await opened(raw_node, small_server, max_length=50, wait_ms=30_000)
+    following, answer = await resumed(raw_node, kept, answered=1, attempt=1)
+    assert answer.granted.sequence == 1  # that there was room for: nothing was taken
+    await following.stream.reset()
+    large = await opened(raw_node, small_server, max_length=100, wait_ms=30_000)
+    _, answer = await resumed(raw_node, kept, answered=1, attempt=2)
+    assert answer.error.code == wire.ERROR_NOT_FOUND
+    frame, _ = await large.step(1, 0, values(3))
+    assert frame.reply.position == 3
+    await small.close()
+    await large.close()
+    await announced_free(raw_node, small_server, TOKENS)
 
 
-def test_who_waits_for_cache_gets_it_when_a_client_is_lost(small_server: MemoryServer, run: Run) -> None:
-    async def main(swarm: Swarm) -> None:
-        kept = await opened(swarm, small_server, max_length=150)
-        waiting = await RawSession.connect(swarm, small_server.ready)
-        await waiting.send_open(max_length=100, wait_ms=40_000)
-        await kept.stream.reset()
-        frame, _ = await waiting.receive()
-        assert frame.granted.cache_tokens == 100
-        await waiting.close()
-
-    run(main)
+async def test_who_waits_for_cache_gets_it_when_a_client_is_lost(small_server: MemoryServer, raw_node: Swarm) -> None:
+    kept = await opened(raw_node, small_server, max_length=150)
+    waiting = await RawSession.connect(raw_node, small_server.ready)
+    await waiting.send_open(max_length=100, wait_ms=40_000)
+    await kept.stream.reset()
+    frame, _ = await waiting.receive()
+    assert frame.granted.cache_tokens == 100
+    await waiting.close()
 
 
-def test_nobody_is_kept_for_ever(small_server: MemoryServer, run: Run) -> None:
-    async def main(swarm: Swarm) -> None:
-        session = await opened(swarm, small_server, max_length=150, keep_ms=200)
-        await announced_free(swarm, small_server, TOKENS - 150)
-        await session.stream.reset()
-        await announced_free(swarm, small_server, TOKENS)
-        _, answer = await resumed(swarm, session)
-        assert answer.error.code == wire.ERROR_NOT_FOUND
-
-    run(main)
+async def test_nobody_is_kept_for_ever(small_server: MemoryServer, raw_node: Swarm) -> None:
+    session = await opened(raw_node, small_server, max_length=150, keep_ms=200)
+    await announced_free(raw_node, small_server, TOKENS - 150)
+    await session.stream.reset()
+    await announced_free(raw_node, small_server, TOKENS)
+    _, answer = await resumed(raw_node, session)
+    assert answer.error.code == wire.ERROR_NOT_FOUND
 
 
-def test_a_session_that_is_not_to_be_kept_can_still_be_moved(server: MemoryServer, run: Run) -> None:
-    async def main(swarm: Swarm) -> None:
-        session = await opened(swarm, server, keep_ms=0)
-        await session.step(1, 0, values(3))
-        following, answer = await resumed(swarm, session, answered=1, attempt=1)
-        assert answer.granted.position == 3
-        with trio.fail_after(TIMEOUT):
-            await following.step(2, 3, values(1))
-        await following.close()
-
-    run(main)
+async def test_a_session_that_is_not_to_be_kept_can_still_be_moved(server: MemoryServer, raw_node: Swarm) -> None:
+    session = await opened(raw_node, server, keep_ms=0)
+    await session.step(1, 0, values(3))
+    following, answer = await resumed(raw_node, session, answered=1, attempt=1)
+    assert answer.granted.position == 3
+    with trio.fail_after(TIMEOUT):
+        await following.step(2, 3, values(1))
+    await following.close()

@@ -58,21 +58,18 @@ async def announced_free(swarm: Swarm, server: Node | MemoryServer, expected: in
             await trio.sleep(0.1)
 
 
-def test_free_tokens_fall_by_rows_times_length_and_come_back(run: Run, lone_server: Node) -> None:
-    async def main(swarm: Swarm) -> None:
-        await announced_free(swarm, lone_server, TOKENS)
-        outer = await RawSession.opened(swarm, lone_server.ready, max_length=50)
-        assert outer.granted.cache_tokens == 50
-        await announced_free(swarm, lone_server, TOKENS - 50)
-        inner = await RawSession.opened(swarm, lone_server.ready, max_length=25, batch=4)
-        assert inner.granted.cache_tokens == 100
-        await announced_free(swarm, lone_server, TOKENS - 150)
-        await inner.close()
-        await announced_free(swarm, lone_server, TOKENS - 50)
-        await outer.stream.reset()
-        await announced_free(swarm, lone_server, TOKENS)
-
-    run(main)
+async def test_free_tokens_fall_by_rows_times_length_and_come_back(raw_node: Swarm, lone_server: Node) -> None:
+    await announced_free(raw_node, lone_server, TOKENS)
+    outer = await RawSession.opened(raw_node, lone_server.ready, max_length=50)
+    assert outer.granted.cache_tokens == 50
+    await announced_free(raw_node, lone_server, TOKENS - 50)
+    inner = await RawSession.opened(raw_node, lone_server.ready, max_length=25, batch=4)
+    assert inner.granted.cache_tokens == 100
+    await announced_free(raw_node, lone_server, TOKENS - 150)
+    await inner.close()
+    await announced_free(raw_node, lone_server, TOKENS - 50)
+    await outer.stream.reset()
+    await announced_free(raw_node, lone_server, TOKENS)
 
 
 def test_status_shows_what_is_free(run: Run, lone_server: Node, node_starter: Nodes) -> None:
@@ -101,32 +98,26 @@ async def queued(swarm: Swarm, server: Node, tokens: int) -> None:
             await session.close()
 
 
-def test_who_waits_is_granted_when_the_first_closes(run: Run, lone_server: Node) -> None:
-    async def main(swarm: Swarm) -> None:
-        first = await RawSession.opened(swarm, lone_server.ready, max_length=150)
-        second = await RawSession.connect(swarm, lone_server.ready)
-        await second.send_open(max_length=100, wait_ms=40_000)
-        await queued(swarm, lone_server, 40)
-        with pytest.raises(StreamTimeout):
-            await second.stream.receive(timeout=0.01)
-        await first.close()
-        frame, _ = await second.receive()
-        assert frame.granted.cache_tokens == 100
-        await second.close()
-
-    run(main)
+async def test_who_waits_is_granted_when_the_first_closes(raw_node: Swarm, lone_server: Node) -> None:
+    first = await RawSession.opened(raw_node, lone_server.ready, max_length=150)
+    second = await RawSession.connect(raw_node, lone_server.ready)
+    await second.send_open(max_length=100, wait_ms=40_000)
+    await queued(raw_node, lone_server, 40)
+    with pytest.raises(StreamTimeout):
+        await second.stream.receive(timeout=0.01)
+    await first.close()
+    frame, _ = await second.receive()
+    assert frame.granted.cache_tokens == 100
+    await second.close()
 
 
-def test_who_waits_too_long_is_refused(run: Run, lone_server: Node) -> None:
-    async def main(swarm: Swarm) -> None:
-        first = await RawSession.opened(swarm, lone_server.ready, max_length=150)
-        second = await RawSession.connect(swarm, lone_server.ready)
-        answer = await second.open(max_length=51, wait_ms=200)
-        assert answer.error.code == wire.ERROR_CACHE_FULL
-        assert "50 of 200" in answer.error.message
-        await first.close()
-
-    run(main)
+async def test_who_waits_too_long_is_refused(raw_node: Swarm, lone_server: Node) -> None:
+    first = await RawSession.opened(raw_node, lone_server.ready, max_length=150)
+    second = await RawSession.connect(raw_node, lone_server.ready)
+    answer = await second.open(max_length=51, wait_ms=200)
+    assert answer.error.code == wire.ERROR_CACHE_FULL
+    assert "50 of 200" in answer.error.message
+    await first.close()
 
 
 HOLDER = """
@@ -158,35 +149,30 @@ def holder(node_starter: Nodes, server: Node, tokens: int, how: str) -> Running:
     return process
 
 
-def test_a_killed_client_s_cache_is_free_at_once(run: Run, lone_server: Node, node_starter: Nodes) -> None:
-    process = holder(node_starter, lone_server, 150, "granted")
-
-    async def main(swarm: Swarm) -> None:
-        await announced_free(swarm, lone_server, TOKENS - 150)
-        waiting = await RawSession.connect(swarm, lone_server.ready)
-        await waiting.send_open(max_length=TOKENS, wait_ms=30_000)
-        process.kill()
-        frame, _ = await waiting.receive()
-        assert frame.granted.cache_tokens == TOKENS, frame
-        await waiting.close()
-
-    run(main)
+async def test_a_killed_client_s_cache_is_free_at_once(raw_node: Swarm, lone_server: Node, node_starter: Nodes) -> None:
+    process = await trio.to_thread.run_sync(holder, node_starter, lone_server, 150, "granted")
+    await announced_free(raw_node, lone_server, TOKENS - 150)
+    waiting = await RawSession.connect(raw_node, lone_server.ready)
+    await waiting.send_open(max_length=TOKENS, wait_ms=30_000)
+    process.kill()
+    frame, _ = await waiting.receive()
+    assert frame.granted.cache_tokens == TOKENS, frame
+    await waiting.close()
 
 
-def test_a_client_that_dies_in_the_queue_loses_its_place(run: Run, lone_server: Node, node_starter: Nodes) -> None:
-    async def main(swarm: Swarm) -> None:
-        first = await RawSession.opened(swarm, lone_server.ready, max_length=150)
-        process = await trio.to_thread.run_sync(holder, node_starter, lone_server, 100, "waiting")
-        await queued(swarm, lone_server, 40)
-        second = await RawSession.connect(swarm, lone_server.ready)
-        await second.send_open(max_length=40, wait_ms=30_000)
-        await trio.to_thread.run_sync(process.kill)
-        frame, _ = await second.receive()
-        assert frame.granted.cache_tokens == 40, frame
-        await second.close()
-        await first.close()
-
-    run(main)
+async def test_a_client_that_dies_in_the_queue_loses_its_place(
+    raw_node: Swarm, lone_server: Node, node_starter: Nodes
+) -> None:
+    first = await RawSession.opened(raw_node, lone_server.ready, max_length=150)
+    process = await trio.to_thread.run_sync(holder, node_starter, lone_server, 100, "waiting")
+    await queued(raw_node, lone_server, 40)
+    second = await RawSession.connect(raw_node, lone_server.ready)
+    await second.send_open(max_length=40, wait_ms=30_000)
+    await trio.to_thread.run_sync(process.kill)
+    frame, _ = await second.receive()
+    assert frame.granted.cache_tokens == 40, frame
+    await second.close()
+    await first.close()
 
 
 def test_the_python_api_says_that_the_cache_is_full(model: DistributedModelForCausalLM) -> None:
@@ -198,18 +184,17 @@ def test_the_python_api_says_that_the_cache_is_full(model: DistributedModelForCa
         session.step(torch.zeros(3, 1, 64))
 
 
-def test_chat_with_a_server_that_is_full(run: Run, lone_server: Node, node_starter: Nodes, models: Path) -> None:
-    async def main(swarm: Swarm) -> None:
-        session = await RawSession.opened(swarm, lone_server.ready, max_length=TOKENS)
-        outcome = await trio.to_thread.run_sync(
-            lambda: petalnode(
-                *("chat", "--prompt", "hi", "--max-new-tokens", "5", "--peer", lone_server.address),
-                env=node_starter.env,
-                cwd=models,
-            )
+async def test_chat_with_a_server_that_is_full(
+    raw_node: Swarm, lone_server: Node, node_starter: Nodes, models: Path
+) -> None:
+    session = await RawSession.opened(raw_node, lone_server.ready, max_length=TOKENS)
+    outcome = await trio.to_thread.run_sync(
+        lambda: petalnode(
+            *("chat", "--prompt", "hi", "--max-new-tokens", "5", "--peer", lone_server.address),
+            env=node_starter.env,
+            cwd=models,
         )
-        assert outcome.code == 3, outcome
-        assert "cache tokens are wanted, 0 of 200 are free" in outcome.err and "Traceback" not in outcome.err, outcome
-        await session.close()
-
-    run(main)
+    )
+    assert outcome.code == 3, outcome
+    assert "cache tokens are wanted, 0 of 200 are free" in outcome.err and "Traceback" not in outcome.err, outcome
+    await session.close()

@@ -23,25 +23,13 @@ from petalnode.protocols.ids import BACKWARD, FORWARD
 from tests.inspection import client_of
 from tests.swarm.faulty_server import WORK_FAULTS, order
 from tests.swarm.fleet import Model, opened_for
-from tests.swarm.memory_pool import MemoryPool, memory_pool
+from tests.swarm.memory_pool import MemoryPool
 from tests.swarm.plain_tuning import PlainTuning
 from tests.tiny_models import HIDDEN, VOCABULARY, load_whole
 
 TOLERANCE = 1e-4
 ROWS, TOKENS, PREFIX = 24, 40, 4
 MICRO_BATCHES = 5
-
-
-@pytest.fixture(scope="module")
-def folder(models: Path) -> Path:
-    return models / "tiny-llama"
-
-
-@pytest.fixture(scope="module")
-def pool(folder: Path) -> Iterator[MemoryPool]:
-    torch.set_num_threads(1)
-    with memory_pool(folder) as started:
-        yield started
 
 
 @pytest.fixture(autouse=True)

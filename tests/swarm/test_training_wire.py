@@ -148,15 +148,12 @@ def _the_server_lives_on(server: MemoryServer, run: Run) -> Iterator[None]:
         ({"nonce": b""}, BAD, "nonce"),
     ],
 )
-def test_openings_that_are_refused(
-    protocol: str, fields: dict[str, Any], code: int, says: str, server: MemoryServer, run: Run
+async def test_openings_that_are_refused(
+    protocol: str, fields: dict[str, Any], code: int, says: str, server: MemoryServer, raw_node: Swarm
 ) -> None:
-    async def main(swarm: Swarm) -> None:
-        with pytest.raises(Refusal, match=says) as caught:
-            await RawWorks.opened(swarm, server.ready, protocol, **fields)
-        assert caught.value.code == code
-
-    run(main)
+    with pytest.raises(Refusal, match=says) as caught:
+        await RawWorks.opened(raw_node, server.ready, protocol, **fields)
+    assert caught.value.code == code
 
 
 NAN = torch.full((3, HIDDEN), float("nan")).numpy().tobytes()
@@ -176,30 +173,23 @@ FORWARDS: dict[str, tuple[int, str, tuple[bytes, ...], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", FORWARDS)
-def test_works_that_are_refused(case: str, server: MemoryServer, run: Run) -> None:
+async def test_works_that_are_refused(case: str, server: MemoryServer, raw_node: Swarm) -> None:
     code, says, payloads, fields = FORWARDS[case]
+    works = await RawWorks.opened(raw_node, server.ready, FORWARD)
+    await works.work(*payloads, **fields)
+    with pytest.raises(Refusal, match=says) as caught:
+        await works.reply()
+    assert caught.value.code == code
+    with pytest.raises(PeerError):  # and the stream is over
+        await works.stream.receive(timeout=TIMEOUT)
 
-    async def main(swarm: Swarm) -> None:
-        works = await RawWorks.opened(swarm, server.ready, FORWARD)
-        await works.work(*payloads, **fields)
-        with pytest.raises(Refusal, match=says) as caught:
+
+async def test_a_gradient_that_is_refused(server: MemoryServer, raw_node: Swarm) -> None:
+    for gradient, says in ((NAN, "gradient"), (values(4), "gradient of")):
+        works = await RawWorks.opened(raw_node, server.ready, BACKWARD)
+        await works.work(values(3), gradient)
+        with pytest.raises(Refusal, match=says):
             await works.reply()
-        assert caught.value.code == code
-        with pytest.raises(PeerError):  # and the stream is over
-            await works.stream.receive(timeout=TIMEOUT)
-
-    run(main)
-
-
-def test_a_gradient_that_is_refused(server: MemoryServer, run: Run) -> None:
-    async def main(swarm: Swarm) -> None:
-        for gradient, says in ((NAN, "gradient"), (values(4), "gradient of")):
-            works = await RawWorks.opened(swarm, server.ready, BACKWARD)
-            await works.work(values(3), gradient)
-            with pytest.raises(Refusal, match=says):
-                await works.reply()
-
-    run(main)
 
 
 @pytest.mark.parametrize(
@@ -212,154 +202,125 @@ def test_a_gradient_that_is_refused(server: MemoryServer, run: Run) -> None:
         (2 * NAN, [2, 1, 3, HIDDEN], {}, BAD, "NaN"),
     ],
 )
-def test_what_is_not_kept(
-    payload: bytes, shape: list[int], how: dict[str, Any], code: int, says: str, server: MemoryServer, run: Run
+async def test_what_is_not_kept(
+    payload: bytes, shape: list[int], how: dict[str, Any], code: int, says: str, server: MemoryServer, raw_node: Swarm
 ) -> None:
-    async def main(swarm: Swarm) -> None:
-        works = await RawWorks.opened(swarm, server.ready, FORWARD)
-        await works.keep(payload, shape, **how)
-        with pytest.raises(Refusal, match=says) as caught:
-            await works.reply()
-        assert caught.value.code == code
-
-    run(main)
+    works = await RawWorks.opened(raw_node, server.ready, FORWARD)
+    await works.keep(payload, shape, **how)
+    with pytest.raises(Refusal, match=says) as caught:
+        await works.reply()
+    assert caught.value.code == code
 
 
-def test_the_answers_before_an_error_are_given(server: MemoryServer, run: Run) -> None:
-    async def main(swarm: Swarm) -> None:
-        works = await RawWorks.opened(swarm, server.ready, FORWARD)
-        for sequence in (1, 2):
-            await works.work(values(3), sequence=sequence)
-        await works.work(NAN, sequence=3)
-        for sequence in (1, 2):
-            assert (await works.reply())[0].sequence == sequence
-        with pytest.raises(Refusal, match="NaN"):
-            await works.reply()
-
-    run(main)
+async def test_the_answers_before_an_error_are_given(server: MemoryServer, raw_node: Swarm) -> None:
+    works = await RawWorks.opened(raw_node, server.ready, FORWARD)
+    for sequence in (1, 2):
+        await works.work(values(3), sequence=sequence)
+    await works.work(NAN, sequence=3)
+    for sequence in (1, 2):
+        assert (await works.reply())[0].sequence == sequence
+    with pytest.raises(Refusal, match="NaN"):
+        await works.reply()
 
 
-def test_more_works_than_credits_are_refused(server: MemoryServer, run: Run) -> None:
-    async def main(swarm: Swarm) -> None:
-        works = await RawWorks.opened(swarm, server.ready, BACKWARD)
-        answers: list[int] = []
+async def test_more_works_than_credits_are_refused(server: MemoryServer, raw_node: Swarm) -> None:
+    works = await RawWorks.opened(raw_node, server.ready, BACKWARD)
+    answers: list[int] = []
 
-        async def flood() -> None:
-            # All at once and each of them long, so that the fifth is there before the first is done.
-            with suppress(PeerError):
-                for sequence in range(1, 13):
-                    await works.work(values(1500), values(1500), sequence=sequence)
-            while True:
-                answers.append((await works.reply())[0].sequence)
+    async def flood() -> None:
+        # All at once and each of them long, so that the fifth is there before the first is done.
+        with suppress(PeerError):
+            for sequence in range(1, 13):
+                await works.work(values(1500), values(1500), sequence=sequence)
+        while True:
+            answers.append((await works.reply())[0].sequence)
 
-        with pytest.raises(Refusal, match="at once") as caught:
-            await flood()
-        assert caught.value.code == wire.ERROR_BUSY
-        assert answers == list(range(1, len(answers) + 1)) and works.granted.credits <= len(answers) < 12
-
-    run(main)
+    with pytest.raises(Refusal, match="at once") as caught:
+        await flood()
+    assert caught.value.code == wire.ERROR_BUSY
+    assert answers == list(range(1, len(answers) + 1)) and works.granted.credits <= len(answers) < 12
 
 
-def test_receipts_are_for_what_was_asked_and_answered(server: MemoryServer, run: Run) -> None:
-    async def main(swarm: Swarm) -> None:
-        works = await RawWorks.opened(swarm, server.ready, BACKWARD)
-        assert (works.granted.dtype, works.granted.quantisation) == ("float32", "none")
-        prompts = values(2 * 2)
-        keep = await works.keep(prompts, [2, 1, 2, HIDDEN])
-        kept = hash_of_keep(keep, hash_of_payloads([prompts]))
-        previous = NO_RECEIPT
-        for sequence, number in ((1, 0), (2, 1), (3, 1)):
-            hidden, gradient = values(5), values(5, seed=sequence)
-            work = await works.work(hidden, gradient, sequence=sequence, kept=number)
-            reply, payloads = await works.reply()
-            receipt = receipt_from_wire(reply.receipt)
-            expected = hash_of_batch(
-                BACKWARD, work, hash_of_payloads([hidden, gradient]), kept if number else NOTHING_KEPT
-            )
-            assert receipt.is_signed_by(server.peer_id) and receipt.client == swarm.peer_id
-            assert receipt.request_hash == expected
-            assert receipt.reply_hash == hash_of_payloads(payloads)
-            assert (receipt.sequence, receipt.previous_receipt) == (sequence, previous)
-            assert (receipt.nonce, receipt.session_epoch) == (works.nonce, works.granted.session_epoch)
-            assert receipt.span == (2, 4)
-            assert [list(tensor.shape) for tensor in reply.tensors] == [[1, 5, HIDDEN], [2, 1, 2, HIDDEN]][: 1 + number]
-            previous = receipt.hash()
-
-    run(main)
+async def test_receipts_are_for_what_was_asked_and_answered(server: MemoryServer, raw_node: Swarm) -> None:
+    works = await RawWorks.opened(raw_node, server.ready, BACKWARD)
+    assert (works.granted.dtype, works.granted.quantisation) == ("float32", "none")
+    prompts = values(2 * 2)
+    keep = await works.keep(prompts, [2, 1, 2, HIDDEN])
+    kept = hash_of_keep(keep, hash_of_payloads([prompts]))
+    previous = NO_RECEIPT
+    for sequence, number in ((1, 0), (2, 1), (3, 1)):
+        hidden, gradient = values(5), values(5, seed=sequence)
+        work = await works.work(hidden, gradient, sequence=sequence, kept=number)
+        reply, payloads = await works.reply()
+        receipt = receipt_from_wire(reply.receipt)
+        expected = hash_of_batch(BACKWARD, work, hash_of_payloads([hidden, gradient]), kept if number else NOTHING_KEPT)
+        assert receipt.is_signed_by(server.peer_id) and receipt.client == raw_node.peer_id
+        assert receipt.request_hash == expected
+        assert receipt.reply_hash == hash_of_payloads(payloads)
+        assert (receipt.sequence, receipt.previous_receipt) == (sequence, previous)
+        assert (receipt.nonce, receipt.session_epoch) == (works.nonce, works.granted.session_epoch)
+        assert receipt.span == (2, 4)
+        assert [list(tensor.shape) for tensor in reply.tensors] == [[1, 5, HIDDEN], [2, 1, 2, HIDDEN]][: 1 + number]
+        previous = receipt.hash()
 
 
-def test_gradients_may_come_later_and_in_any_order(server: MemoryServer, run: Run) -> None:
+async def test_gradients_may_come_later_and_in_any_order(server: MemoryServer, raw_node: Swarm) -> None:
     hidden, gradients = values(5), [values(5, seed=seed) for seed in (1, 2)]
-
-    async def main(swarm: Swarm) -> None:
-        works = await RawWorks.opened(swarm, server.ready, BACKWARD)
-        assert works.granted.gradient_may_follow
-        for sequence, gradient in enumerate(gradients, start=1):
-            await works.work(hidden, gradient, sequence=sequence)
-        expected = [await works.reply() for _ in gradients]
-        works = await RawWorks.opened(swarm, server.ready, BACKWARD)
-        sent = [await works.begin(hidden, sequence=sequence) for sequence in (1, 2)]
-        for sequence in (2, 1):
-            frame = wire.BatchFrame(gradient=wire.Gradient(sequence=sequence))
-            await works.send(frame, [gradients[sequence - 1]])
-        for work, gradient, (_, right) in zip(sent, gradients, expected, strict=True):
-            reply, payloads = await works.reply()
-            assert payloads == right and reply.sequence == work.sequence
-            receipt = receipt_from_wire(reply.receipt)
-            assert receipt.is_signed_by(server.peer_id)
-            assert receipt.request_hash == hash_of_batch(
-                BACKWARD, work, hash_of_payloads([hidden, gradient]), NOTHING_KEPT
-            )
-
-    run(main)
+    works = await RawWorks.opened(raw_node, server.ready, BACKWARD)
+    assert works.granted.gradient_may_follow
+    for sequence, gradient in enumerate(gradients, start=1):
+        await works.work(hidden, gradient, sequence=sequence)
+    expected = [await works.reply() for _ in gradients]
+    works = await RawWorks.opened(raw_node, server.ready, BACKWARD)
+    sent = [await works.begin(hidden, sequence=sequence) for sequence in (1, 2)]
+    for sequence in (2, 1):
+        frame = wire.BatchFrame(gradient=wire.Gradient(sequence=sequence))
+        await works.send(frame, [gradients[sequence - 1]])
+    for work, gradient, (_, right) in zip(sent, gradients, expected, strict=True):
+        reply, payloads = await works.reply()
+        assert payloads == right and reply.sequence == work.sequence
+        receipt = receipt_from_wire(reply.receipt)
+        assert receipt.is_signed_by(server.peer_id)
+        assert receipt.request_hash == hash_of_batch(BACKWARD, work, hash_of_payloads([hidden, gradient]), NOTHING_KEPT)
 
 
-def test_gradients_that_are_refused(server: MemoryServer, run: Run) -> None:
-    async def main(swarm: Swarm) -> None:
-        works = await RawWorks.opened(swarm, server.ready, FORWARD)
-        assert not works.granted.gradient_may_follow
-        await works.work(values(3), gradient_follows=True)
-        with pytest.raises(Refusal, match="no gradient"):
+async def test_gradients_that_are_refused(server: MemoryServer, raw_node: Swarm) -> None:
+    works = await RawWorks.opened(raw_node, server.ready, FORWARD)
+    assert not works.granted.gradient_may_follow
+    await works.work(values(3), gradient_follows=True)
+    with pytest.raises(Refusal, match="no gradient"):
+        await works.reply()
+    for sequence, gradient, says in ((2, values(3), "no batch request 2"), (1, NAN, "the gradient")):
+        works = await RawWorks.opened(raw_node, server.ready, BACKWARD)
+        await works.begin(values(3))
+        await works.send(wire.BatchFrame(gradient=wire.Gradient(sequence=sequence)), [gradient])
+        with pytest.raises(Refusal) as caught:
             await works.reply()
-        for sequence, gradient, says in ((2, values(3), "no batch request 2"), (1, NAN, "the gradient")):
-            works = await RawWorks.opened(swarm, server.ready, BACKWARD)
-            await works.begin(values(3))
-            await works.send(wire.BatchFrame(gradient=wire.Gradient(sequence=sequence)), [gradient])
-            with pytest.raises(Refusal) as caught:
-                await works.reply()
-            assert says in caught.value.message or "given up" in caught.value.message
-
-    run(main)
+        assert says in caught.value.message or "given up" in caught.value.message
 
 
-def test_kept_tensors_are_dropped_when_newer_ones_come(server: MemoryServer, run: Run) -> None:
-    async def main(swarm: Swarm) -> None:
-        works = await RawWorks.opened(swarm, server.ready, FORWARD)
-        for number in range(1, 6):
-            await works.keep(values(4, seed=number), [2, 1, 2, HIDDEN], number)
-        await works.work(values(5), kept=5)
-        await works.work(values(5), kept=2, sequence=2)
-        first, second = [(await works.reply())[1] for _ in range(2)]
-        assert first != second
-        await works.work(values(5), kept=1, sequence=3)
-        with pytest.raises(Refusal, match="nothing is kept under number 1"):
-            await works.reply()
-
-    run(main)
+async def test_kept_tensors_are_dropped_when_newer_ones_come(server: MemoryServer, raw_node: Swarm) -> None:
+    works = await RawWorks.opened(raw_node, server.ready, FORWARD)
+    for number in range(1, 6):
+        await works.keep(values(4, seed=number), [2, 1, 2, HIDDEN], number)
+    await works.work(values(5), kept=5)
+    await works.work(values(5), kept=2, sequence=2)
+    first, second = [(await works.reply())[1] for _ in range(2)]
+    assert first != second
+    await works.work(values(5), kept=1, sequence=3)
+    with pytest.raises(Refusal, match="nothing is kept under number 1"):
+        await works.reply()
 
 
-def test_a_client_that_leaves_in_the_middle_of_a_work_costs_nothing(server: MemoryServer, run: Run) -> None:
-    async def main(swarm: Swarm) -> None:
-        for pieces in (0, 1):
-            works = await RawWorks.opened(swarm, server.ready, FORWARD)
-            payload = values(5)
-            tensor = wire.Tensor(shape=[1, 5, HIDDEN], dtype="float32", codec="none", nbytes=len(payload))
-            await works.stream.send(
-                wire.BatchFrame(work=wire.BatchRequest(sequence=1, tensors=[tensor])), timeout=TIMEOUT
-            )
-            for _ in range(pieces):
-                piece = wire.BatchFrame(piece=wire.Piece(), tensors=[wire.Tensor(nbytes=100)])
-                await works.stream.send(piece, [payload[:100]], timeout=TIMEOUT)
-            await works.stream.reset()
-
-    run(main)
+async def test_a_client_that_leaves_in_the_middle_of_a_work_costs_nothing(
+    server: MemoryServer, raw_node: Swarm
+) -> None:
+    for pieces in (0, 1):
+        works = await RawWorks.opened(raw_node, server.ready, FORWARD)
+        payload = values(5)
+        tensor = wire.Tensor(shape=[1, 5, HIDDEN], dtype="float32", codec="none", nbytes=len(payload))
+        await works.stream.send(wire.BatchFrame(work=wire.BatchRequest(sequence=1, tensors=[tensor])), timeout=TIMEOUT)
+        for _ in range(pieces):
+            piece = wire.BatchFrame(piece=wire.Piece(), tensors=[wire.Tensor(nbytes=100)])
+            await works.stream.send(piece, [payload[:100]], timeout=TIMEOUT)
+        await works.stream.reset()

@@ -65,29 +65,26 @@ async def test_first_come_first_served_also_for_large_ones() -> None:
     assert budget.free == 100 - 6 - 3
 
 
-def test_who_gives_up_makes_way_for_the_next() -> None:
-    async def main() -> None:
-        budget = MemoryBudget(100)
-        await budget.acquire(50, 0)
-        granted = trio.Event()
-
-        async def small() -> None:
-            await budget.acquire(50, 1000)
-            granted.set()
-
-        async with trio.open_nursery() as nursery:
-            with trio.move_on_after(5):
-                nursery.start_soon(small_after, small, nursery)
-                await budget.acquire(80, 1000)
-            with trio.fail_after(1):
-                await granted.wait()
-        assert budget.free == 0 and budget.waiting == 0
-
+async def test_who_gives_up_makes_way_for_the_next() -> None:
     async def small_after(small: Callable[[], object], nursery: trio.Nursery) -> None:
         await trio.testing.wait_all_tasks_blocked()
         nursery.start_soon(small)  # type: ignore[arg-type]
 
-    run(main)
+    budget = MemoryBudget(100)
+    await budget.acquire(50, 0)
+    granted = trio.Event()
+
+    async def small() -> None:
+        await budget.acquire(50, 1000)
+        granted.set()
+
+    async with trio.open_nursery() as nursery:
+        with trio.move_on_after(5):
+            nursery.start_soon(small_after, small, nursery)
+            await budget.acquire(80, 1000)
+        with trio.fail_after(1):
+            await granted.wait()
+    assert budget.free == 0 and budget.waiting == 0
 
 
 async def test_a_grant_in_the_instant_of_the_cancellation_is_given_back() -> None:

@@ -20,10 +20,7 @@ from petalnode.node.server.lifecycle.memory import (
 GIB = 1 << 30
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PETALNODE_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def group(folder: Path, limit: str, used: int, inactive: int, *, old: bool = False) -> None:

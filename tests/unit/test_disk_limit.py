@@ -47,12 +47,6 @@ def model(folder: Path, nbytes: int, used: float) -> Path:
     return folder
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PETALNODE_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 def test_imported_models_and_quantised_blocks_are_kept_within_the_limit(cache: Path) -> None:
     old = model(cache / "models" / "old", 1000, 1e9)
     used = model(cache / "models" / "used", 1000, 1e9)

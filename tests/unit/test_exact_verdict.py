@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 
 from petalnode.node.blocks.cache import SpanCache
 from petalnode.node.blocks.kernels import choice
-from petalnode.node.blocks.kernels.library import ISAS, Library, library
+from petalnode.node.blocks.kernels.library import ISAS, Library
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.verification.observed import Observed
 from petalnode.node.verification.recomputation import RecordedStep, SessionQuestion
@@ -25,15 +24,6 @@ from tests.tiny_models import HIDDEN, save_tiny
 SPAN = Span(1, 3)
 LONGEST = 90
 EXACT = "none/exact-1"
-
-
-@pytest.fixture
-def kernels() -> Iterator[Library]:
-    found = library()
-    if found is None:
-        pytest.skip("the kernels are not built (make setup, with a C compiler)")
-    yield found
-    found.select(found.isa)
 
 
 @pytest.fixture

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream, ProtocolError, StreamClosed, StreamTimeout
 
+pytestmark = pytest.mark.virtual_time
+
 PEER = "12D3KooWPeer"
 Frame = wire.InferenceFrame
 
@@ -96,46 +98,37 @@ def test_messages_arrive_as_they_were_sent(messages):
     run(main)
 
 
-def test_a_small_message_is_one_write_and_a_large_one_is_cut_into_full_pieces():
-    async def main():
-        a, b = ends()
-        sender, receiver = MessageStream(a, Frame, PEER), MessageStream(b, Frame, PEER)
-        await sender.send(step(1, [2048]), [bytes(2048)], timeout=1)
-        assert len(a.writes) == 1
-        a.writes.clear()
-        await sender.send(step(2, [200_000]), [bytes(200_000)], timeout=1)
-        assert a.writes[:-1] == [65477] * 3
-        for _ in range(2):
-            await receiver.receive(timeout=1)
-
-    run(main)
+async def test_a_small_message_is_one_write_and_a_large_one_is_cut_into_full_pieces():
+    a, b = ends()
+    sender, receiver = MessageStream(a, Frame, PEER), MessageStream(b, Frame, PEER)
+    await sender.send(step(1, [2048]), [bytes(2048)], timeout=1)
+    assert len(a.writes) == 1
+    a.writes.clear()
+    await sender.send(step(2, [200_000]), [bytes(200_000)], timeout=1)
+    assert a.writes[:-1] == [65477] * 3
+    for _ in range(2):
+        await receiver.receive(timeout=1)
 
 
-def test_payloads_may_be_views_of_any_item_size():
-    async def main():
-        a, b = streams()
-        floats = memoryview(bytes(range(64))).cast("f")
-        await a.send(step(1, [0]), [floats], timeout=1)
-        _, payloads = await b.receive(timeout=1)
-        assert payloads == [bytes(range(64))]
-
-    run(main)
+async def test_payloads_may_be_views_of_any_item_size():
+    a, b = streams()
+    floats = memoryview(bytes(range(64))).cast("f")
+    await a.send(step(1, [0]), [floats], timeout=1)
+    _, payloads = await b.receive(timeout=1)
+    assert payloads == [bytes(range(64))]
 
 
-def test_payloads_that_do_not_fit_the_header_are_our_mistake():
-    async def main():
-        a, _ = streams(max_payload=100)
-        with pytest.raises(ValueError, match="1 payloads for 0 tensors"):
-            await a.send(Frame(), [b"x"], timeout=1)
-        frame = step(1, [0])
-        frame.tensors[0].nbytes = 5
-        with pytest.raises(ValueError, match="1 bytes for a tensor of 5"):
-            await a.send(frame, [b"x"], timeout=1)
-        with pytest.raises(ValueError, match="this stream takes"):
-            await a.send(step(1, [0]), [bytes(101)], timeout=1)
-        await a.send(step(1, [0]), [b"x"], timeout=1)  # nothing of that hurt the stream
-
-    run(main)
+async def test_payloads_that_do_not_fit_the_header_are_our_mistake():
+    a, _ = streams(max_payload=100)
+    with pytest.raises(ValueError, match="1 payloads for 0 tensors"):
+        await a.send(Frame(), [b"x"], timeout=1)
+    frame = step(1, [0])
+    frame.tensors[0].nbytes = 5
+    with pytest.raises(ValueError, match="1 bytes for a tensor of 5"):
+        await a.send(frame, [b"x"], timeout=1)
+    with pytest.raises(ValueError, match="this stream takes"):
+        await a.send(step(1, [0]), [bytes(101)], timeout=1)
+    await a.send(step(1, [0]), [b"x"], timeout=1)  # nothing of that hurt the stream
 
 
 @pytest.mark.parametrize(
@@ -148,45 +141,36 @@ def test_payloads_that_do_not_fit_the_header_are_our_mistake():
         (b"\x80", "cut short"),
     ],
 )
-def test_garbage_is_a_protocol_error_and_resets(sent, what):
-    async def main():
-        a, b = ends()
-        stream = MessageStream(b, Frame, PEER, max_header=1000)
-        await a.write(sent)
-        await a.close()
-        for _ in range(2):
-            with pytest.raises(ProtocolError, match=what):
-                await stream.receive(timeout=1)
-        assert b.was_reset
-
-    run(main)
+async def test_garbage_is_a_protocol_error_and_resets(sent, what):
+    a, b = ends()
+    stream = MessageStream(b, Frame, PEER, max_header=1000)
+    await a.write(sent)
+    await a.close()
+    for _ in range(2):
+        with pytest.raises(ProtocolError, match=what):
+            await stream.receive(timeout=1)
+    assert b.was_reset
 
 
-def test_an_announced_payload_is_refused_before_it_comes():
-    async def main():
-        a, b = ends()
-        frame = step(1, [0])
-        frame.tensors[0].nbytes = 2**60
-        data = frame.SerializeToString()
-        await a.write(bytes([len(data)]) + data)
-        with pytest.raises(ProtocolError, match="allowed"):
-            await MessageStream(b, Frame, PEER).receive(timeout=1)
-
-    run(main)
+async def test_an_announced_payload_is_refused_before_it_comes():
+    a, b = ends()
+    frame = step(1, [0])
+    frame.tensors[0].nbytes = 2**60
+    data = frame.SerializeToString()
+    await a.write(bytes([len(data)]) + data)
+    with pytest.raises(ProtocolError, match="allowed"):
+        await MessageStream(b, Frame, PEER).receive(timeout=1)
 
 
-def test_a_payload_that_is_cut_short_is_a_protocol_error():
-    async def main():
-        a, b = ends()
-        frame = step(1, [0])
-        frame.tensors[0].nbytes = 10
-        data = frame.SerializeToString()
-        await a.write(bytes([len(data)]) + data + b"12345")
-        await a.close()
-        with pytest.raises(ProtocolError, match="cut short"):
-            await MessageStream(b, Frame, PEER).receive(timeout=1)
-
-    run(main)
+async def test_a_payload_that_is_cut_short_is_a_protocol_error():
+    a, b = ends()
+    frame = step(1, [0])
+    frame.tensors[0].nbytes = 10
+    data = frame.SerializeToString()
+    await a.write(bytes([len(data)]) + data + b"12345")
+    await a.close()
+    with pytest.raises(ProtocolError, match="cut short"):
+        await MessageStream(b, Frame, PEER).receive(timeout=1)
 
 
 @settings(max_examples=200, deadline=None)
@@ -204,82 +188,67 @@ def test_no_bytes_raise_anything_but_peer_errors(data):
     run(main)
 
 
-def test_a_clean_end_is_stream_closed_after_the_last_message():
-    async def main():
-        a, b = streams()
-        await a.send(step(7, []), timeout=1)
-        await a.close()
-        frame, _ = await b.receive(timeout=1)
-        assert frame.step.sequence == 7
-        with pytest.raises(StreamClosed, match=PEER):
-            await b.receive(timeout=1)
-        with pytest.raises(StreamClosed, match="closed on this side"):
-            await a.send(step(8, []), timeout=1)
-
-    run(main)
+async def test_a_clean_end_is_stream_closed_after_the_last_message():
+    a, b = streams()
+    await a.send(step(7, []), timeout=1)
+    await a.close()
+    frame, _ = await b.receive(timeout=1)
+    assert frame.step.sequence == 7
+    with pytest.raises(StreamClosed, match=PEER):
+        await b.receive(timeout=1)
+    with pytest.raises(StreamClosed, match="closed on this side"):
+        await a.send(step(8, []), timeout=1)
 
 
-def test_a_receive_that_is_cancelled_in_the_middle_of_a_message_loses_nothing():
-    async def main():
-        a, b = ends()
-        sender_frame = step(3, [0])
-        sender_frame.tensors[0].nbytes = 6
-        data = sender_frame.SerializeToString()
-        wire_bytes = bytes([len(data)]) + data + b"abcdef"
-        stream = MessageStream(b, Frame, PEER)
-        for byte in wire_bytes[:-1]:
-            await a.write(bytes([byte]))
-            with pytest.raises(StreamTimeout):
-                await stream.receive(timeout=0.1)
-        await a.write(wire_bytes[-1:])
-        frame, payloads = await stream.receive(timeout=0.1)
-        assert frame.step.sequence == 3
-        assert payloads == [b"abcdef"]
-
-    run(main)
+async def test_a_receive_that_is_cancelled_in_the_middle_of_a_message_loses_nothing():
+    a, b = ends()
+    sender_frame = step(3, [0])
+    sender_frame.tensors[0].nbytes = 6
+    data = sender_frame.SerializeToString()
+    wire_bytes = bytes([len(data)]) + data + b"abcdef"
+    stream = MessageStream(b, Frame, PEER)
+    for byte in wire_bytes[:-1]:
+        await a.write(bytes([byte]))
+        with pytest.raises(StreamTimeout):
+            await stream.receive(timeout=0.1)
+    await a.write(wire_bytes[-1:])
+    frame, payloads = await stream.receive(timeout=0.1)
+    assert frame.step.sequence == 3
+    assert payloads == [b"abcdef"]
 
 
-def test_a_send_that_nobody_reads_times_out_and_resets():
-    async def main():
-        a, _ = ends(lockstep=True)
-        stream = MessageStream(a, Frame, PEER)
-        with pytest.raises(StreamTimeout, match="did not read"):
-            await stream.send(step(1, [10]), [bytes(10)], timeout=2)
-        assert a.was_reset
-        with pytest.raises(StreamClosed, match="middle of a message"):
-            await stream.send(step(2, []), timeout=2)
-
-    run(main)
+async def test_a_send_that_nobody_reads_times_out_and_resets():
+    a, _ = ends(lockstep=True)
+    stream = MessageStream(a, Frame, PEER)
+    with pytest.raises(StreamTimeout, match="did not read"):
+        await stream.send(step(1, [10]), [bytes(10)], timeout=2)
+    assert a.was_reset
+    with pytest.raises(StreamClosed, match="middle of a message"):
+        await stream.send(step(2, []), timeout=2)
 
 
-def test_waiting_for_another_task_that_sends_does_not_reset():
-    async def main():
-        a, b = ends(lockstep=True)
-        stream = MessageStream(a, Frame, PEER)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(lambda: stream.send(step(1, [10]), [bytes(10)], timeout=math.inf))
-            await trio.testing.wait_all_tasks_blocked()
-            with pytest.raises(StreamTimeout):
-                await stream.send(step(2, []), timeout=1)
-            assert not a.was_reset
-            frame, _ = await MessageStream(b, Frame, PEER).receive(timeout=1)
-            assert frame.step.sequence == 1
-
-    run(main)
+async def test_waiting_for_another_task_that_sends_does_not_reset():
+    a, b = ends(lockstep=True)
+    stream = MessageStream(a, Frame, PEER)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(lambda: stream.send(step(1, [10]), [bytes(10)], timeout=math.inf))
+        await trio.testing.wait_all_tasks_blocked()
+        with pytest.raises(StreamTimeout):
+            await stream.send(step(2, []), timeout=1)
+        assert not a.was_reset
+        frame, _ = await MessageStream(b, Frame, PEER).receive(timeout=1)
+        assert frame.step.sequence == 1
 
 
-def test_messages_of_several_senders_are_not_mixed():
-    async def main():
-        a, b = streams()
-        async with trio.open_nursery() as nursery:
-            for number in range(8):
-                payload = bytes([number]) * 150_000
-                nursery.start_soon(lambda n=number, p=payload: a.send(step(n, [0]), [p], timeout=9))
-            seen = set()
-            for _ in range(8):
-                frame, payloads = await b.receive(timeout=9)
-                assert payloads == [bytes([frame.step.sequence]) * 150_000]
-                seen.add(frame.step.sequence)
-        assert seen == set(range(8))
-
-    run(main)
+async def test_messages_of_several_senders_are_not_mixed():
+    a, b = streams()
+    async with trio.open_nursery() as nursery:
+        for number in range(8):
+            payload = bytes([number]) * 150_000
+            nursery.start_soon(lambda n=number, p=payload: a.send(step(n, [0]), [p], timeout=9))
+        seen = set()
+        for _ in range(8):
+            frame, payloads = await b.receive(timeout=9)
+            assert payloads == [bytes([frame.step.sequence]) * 150_000]
+            seen.add(frame.step.sequence)
+    assert seen == set(range(8))

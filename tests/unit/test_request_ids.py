@@ -17,7 +17,7 @@ from petalnode.node.api.http.admission import Admission, AdmissionMiddleware
 
 
 @pytest.mark.parametrize(("path", "header"), [("/v1/messages", "request-id"), ("/v1/completions", "x-request-id")])
-def test_each_request_has_an_id_that_its_tasks_know_and_no_other(path: str, header: str) -> None:
+async def test_each_request_has_an_id_that_its_tasks_know_and_no_other(path: str, header: str) -> None:
     seen: list[str] = []
     both = trio.Event()
 
@@ -36,31 +36,23 @@ def test_each_request_has_an_id_that_its_tasks_know_and_no_other(path: str, head
         Starlette(routes=[Route("/{path:path}", endpoint, methods=["POST"])]), Admission(hosts=())
     )
     answers: list[httpx.Response] = []
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(middleware), base_url="http://api") as client:
 
-    async def main() -> str:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(middleware), base_url="http://api") as client:
+        async def ask() -> None:
+            answers.append(await client.post(path))
 
-            async def ask() -> None:
-                answers.append(await client.post(path))
-
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(ask)
-                nursery.start_soon(ask)
-        return REQUEST_ID.get()
-
-    assert not trio.run(main).startswith("req_")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            nursery.start_soon(ask)
+    assert not REQUEST_ID.get().startswith("req_")
     ids = [response.headers[header] for response in answers]
     assert [response.json()["id"] for response in answers] == ids
     assert sorted(seen) == sorted(ids) and len(set(ids)) == 2
 
 
-def test_who_is_refused_has_an_id_too() -> None:
-    async def main() -> httpx.Response:
-        middleware: Any = AdmissionMiddleware(Starlette(), Admission(hosts=("127.0.0.1",)))
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(middleware), base_url="http://evil") as client:
-            refused = await client.post("/v1/completions")
-        assert not REQUEST_ID.get().startswith("req_"), "what is logged afterwards is of no request"
-        return refused
-
-    refused = trio.run(main)
+async def test_who_is_refused_has_an_id_too() -> None:
+    middleware: Any = AdmissionMiddleware(Starlette(), Admission(hosts=("127.0.0.1",)))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(middleware), base_url="http://evil") as client:
+        refused = await client.post("/v1/completions")
+    assert not REQUEST_ID.get().startswith("req_"), "what is logged afterwards is of no request"
     assert refused.status_code == 403 and refused.headers["x-request-id"].startswith("req_")

@@ -55,29 +55,26 @@ def deposit(ledger: Ledger, sequence: int) -> None:
     ledger.deposit(DepositOrder(ISSUER.peer_id, SERVER.peer_id, 40, NOW + 1000, sequence).signed(SERVER))
 
 
-def test_a_fault_costs_the_deposit_once_whoever_brings_it(ledger: Ledger) -> None:
+async def test_a_fault_costs_the_deposit_once_whoever_brings_it(ledger: Ledger) -> None:
     ledger.issue(SERVER.peer_id, 100)
     deposit(ledger, 1)
     rewards = Rewards(ledger)
-
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(rewards.take_deposits)
-            rewards.proven(equivocation(ACCUSER))
-            await booked(ACCUSER, 10)
-            deposit(ledger, 2)
-            # The same fault under another name, and told the other way round.
-            rewards.proven(resigned(equivocation(ACCUSER), OTHER))
-            rewards.proven(equivocation(OTHER, b"3"))
-            await booked(OTHER, 10)
-            nursery.cancel_scope.cancel()
 
     async def booked(who: Identity, points: int) -> None:
         with trio.fail_after(30):
             while ledger.credit_of(who.peer_id).points < points:  # noqa: ASYNC110  (of another thread)
                 await trio.sleep(0.01)
 
-    trio.run(main)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(rewards.take_deposits)
+        rewards.proven(equivocation(ACCUSER))
+        await booked(ACCUSER, 10)
+        deposit(ledger, 2)
+        # The same fault under another name, and told the other way round.
+        rewards.proven(resigned(equivocation(ACCUSER), OTHER))
+        rewards.proven(equivocation(OTHER, b"3"))
+        await booked(OTHER, 10)
+        nursery.cancel_scope.cancel()
     assert ledger.credit_of(ACCUSER.peer_id).points == 10
     assert ledger.credit_of(OTHER.peer_id).points == 10, "one of the two was another fault"
     assert ledger.totals() == (100, 40, 60)

@@ -37,10 +37,7 @@ NAME = "tiny"
 OFFER = Offer(frozenset(), "model.layers.", "model.", ("lm_head.weight",))
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PETALNODE_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 class Source:

@@ -53,22 +53,19 @@ def all_pieces(folder: ModelFolder) -> Iterator[tuple[int, int]]:
             yield block + 1, piece
 
 
-def test_two_processes_of_a_machine_fetch_once(folder: ModelFolder, manifest: Manifest) -> None:
+@pytest.mark.virtual_time
+async def test_two_processes_of_a_machine_fetch_once(folder: ModelFolder, manifest: Manifest) -> None:
     asked = Asked()
     said: list[str] = []
-
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            network = MemoryNetwork(nursery)
-            hands_on(network, folder, manifest, asked, slowly)
-            one, two = [cast(Swarm, network.node(Identity.generate())) for _ in range(2)]
-            async with trio.open_nursery() as fetching:
-                for swarm in (one, two):
-                    remote = await find_remote_model(swarm, NAME, no_progress)
-                    fetching.start_soon(remote.fetch, BLOCKS, lambda what, *_: said.append(what))
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
+    async with trio.open_nursery() as nursery:
+        network = MemoryNetwork(nursery)
+        hands_on(network, folder, manifest, asked, slowly)
+        one, two = [cast(Swarm, network.node(Identity.generate())) for _ in range(2)]
+        async with trio.open_nursery() as fetching:
+            for swarm in (one, two):
+                remote = await find_remote_model(swarm, NAME, no_progress)
+                fetching.start_soon(remote.fetch, BLOCKS, lambda what, *_: said.append(what))
+        nursery.cancel_scope.cancel()
     assert sorted(asked.pieces) == sorted(all_pieces(folder))
     assert any(what.startswith("Waiting for process") and NAME in what for what in said)
 
@@ -96,7 +93,8 @@ def test_a_process_that_writes_nothing_is_named(folder: ModelFolder, manifest: M
     assert FETCHING.lonely < waited[0] < FETCHING.lonely + 10
 
 
-def test_two_machines_hand_on_to_each_other_before_they_have_all(
+@pytest.mark.virtual_time
+async def test_two_machines_hand_on_to_each_other_before_they_have_all(
     empty_machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each begins with other parts, and takes from the other what that has completed."""
@@ -104,36 +102,32 @@ def test_two_machines_hand_on_to_each_other_before_they_have_all(
     manifest = compute_manifest(folder)
     asked = Asked()
     found: list[ModelFolder] = []
+    async with trio.open_nursery() as nursery:
+        network = MemoryNetwork(nursery)
+        hands_on(network, folder, manifest, asked, slowly)
 
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            network = MemoryNetwork(nursery)
-            hands_on(network, folder, manifest, asked, slowly)
+        async def fetch(remote: RemoteModel) -> None:
+            found.append(await remote.fetch(BLOCKS, no_progress))
 
-            async def fetch(remote: RemoteModel) -> None:
-                found.append(await remote.fetch(BLOCKS, no_progress))
-
-            remotes = []
-            for number in range(2):
-                machine = tmp_path / f"machine-{number}"
-                machine.mkdir()
-                (machine / "hashes").symlink_to(empty_machine / "hashes")  # by path: they may share these
-                monkeypatch.setenv("PETALNODE_CACHE", str(machine))
-                node = network.node(Identity.from_seed(bytes([number + 1]) * 32))
-                remotes.append(await find_remote_model(cast(Swarm, node), NAME, no_progress))
-                WeightsHolder(cast(Swarm, node), manifest, remotes[-1].stored.model_folder()).start()
-                node.announce(
-                    Announcement(
-                        node.peer_id, manifest.version, NAME, NUM_BLOCKS, BLOCKS, ServerState.JOINING,
-                        sequence=time.time_ns(), expires=time.time() + 3600,
-                    )
-                )  # fmt: skip
-            async with trio.open_nursery() as fetching:
-                for remote in remotes:
-                    fetching.start_soon(fetch, remote)
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
+        remotes = []
+        for number in range(2):
+            machine = tmp_path / f"machine-{number}"
+            machine.mkdir()
+            (machine / "hashes").symlink_to(empty_machine / "hashes")  # by path: they may share these
+            monkeypatch.setenv("PETALNODE_CACHE", str(machine))
+            node = network.node(Identity.from_seed(bytes([number + 1]) * 32))
+            remotes.append(await find_remote_model(cast(Swarm, node), NAME, no_progress))
+            WeightsHolder(cast(Swarm, node), manifest, remotes[-1].stored.model_folder()).start()
+            node.announce(
+                Announcement(
+                    node.peer_id, manifest.version, NAME, NUM_BLOCKS, BLOCKS, ServerState.JOINING,
+                    sequence=time.time_ns(), expires=time.time() + 3600,
+                )
+            )  # fmt: skip
+        async with trio.open_nursery() as fetching:
+            for remote in remotes:
+                fetching.start_soon(fetch, remote)
+        nursery.cancel_scope.cancel()
     assert found[0].path != found[1].path
     for one in found:
         verify_part(one, manifest, BLOCKS)

@@ -35,86 +35,76 @@ from tests.tiny_models import NUM_BLOCKS
 from tests.weights_network import hands_on
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("reading", [True, False])
-def test_places_are_shared_and_idle_ones_given_up(reading: bool, folder: ModelFolder, manifest: Manifest) -> None:
+async def test_places_are_shared_and_idle_ones_given_up(reading: bool, folder: ModelFolder, manifest: Manifest) -> None:
     """Many keys at one address hold places in silence, or do not read the pieces that they asked for; a newcomer
     elsewhere gets one at once."""
     query = wire.WeightsFrame(query=wire.WeightsQuery(model_version=manifest.version))
     piece = wire.WeightsFrame(piece_query=wire.PieceQuery(model_version=manifest.version, part=1))
-
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            network = MemoryNetwork(nursery)
-            server, _ = hands_on(network, folder, manifest)
-            hoarders = [network.node(Identity.generate()) for _ in range(holder.HOLDING.places * 2)]
-            for node in hoarders:
-                network.origins[node.peer_id] = "192.0.2.1"
-                stream = await node.new_stream(server.peer_id, WEIGHTS, wire.WeightsFrame, timeout=5.0)
-                for _ in range(4):
-                    await stream.send(query if reading else piece, timeout=5.0)
-            await trio.sleep(10.0)
-            newcomer = network.node(Identity.generate())
-            network.origins[newcomer.peer_id] = "192.0.2.2"
-            async with newcomer.open_stream(server.peer_id, WEIGHTS, wire.WeightsFrame, timeout=5.0) as stream:
-                await stream.send(query, timeout=5.0)
-                answer, _ = await stream.receive(timeout=5.0)
-                assert answer.HasField("offer")
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
+    async with trio.open_nursery() as nursery:
+        network = MemoryNetwork(nursery)
+        server, _ = hands_on(network, folder, manifest)
+        hoarders = [network.node(Identity.generate()) for _ in range(holder.HOLDING.places * 2)]
+        for node in hoarders:
+            network.origins[node.peer_id] = "192.0.2.1"
+            stream = await node.new_stream(server.peer_id, WEIGHTS, wire.WeightsFrame, timeout=5.0)
+            for _ in range(4):
+                await stream.send(query if reading else piece, timeout=5.0)
+        await trio.sleep(10.0)
+        newcomer = network.node(Identity.generate())
+        network.origins[newcomer.peer_id] = "192.0.2.2"
+        async with newcomer.open_stream(server.peer_id, WEIGHTS, wire.WeightsFrame, timeout=5.0) as stream:
+            await stream.send(query, timeout=5.0)
+            answer, _ = await stream.receive(timeout=5.0)
+            assert answer.HasField("offer")
+        nursery.cancel_scope.cancel()
 
 
-def test_questions_about_the_model_read_no_weights(
+@pytest.mark.virtual_time
+async def test_questions_about_the_model_read_no_weights(
     folder: ModelFolder, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of what was not hashed before nothing is offered: no stranger has a model read."""
     monkeypatch.setenv("PETALNODE_CACHE", str(folder.path.parent / "another-cache"))
-
-    async def main() -> Offer:
-        async with trio.open_nursery() as nursery:
-            network = MemoryNetwork(nursery)
-            server, _ = hands_on(network, folder, manifest)
-            asker = network.node(Identity.generate())
-            async with asker.open_stream(server.peer_id, WEIGHTS, wire.WeightsFrame, timeout=5.0) as stream:
-                await stream.send(
-                    wire.WeightsFrame(query=wire.WeightsQuery(model_version=manifest.version)), timeout=5.0
-                )
-                answer, _ = await stream.receive(timeout=5.0)
-                nursery.cancel_scope.cancel()
-        return Offer.from_wire(answer.offer, NUM_BLOCKS)
-
-    found = run_autojumping(main)
+    async with trio.open_nursery() as nursery:
+        network = MemoryNetwork(nursery)
+        server, _ = hands_on(network, folder, manifest)
+        asker = network.node(Identity.generate())
+        async with asker.open_stream(server.peer_id, WEIGHTS, wire.WeightsFrame, timeout=5.0) as stream:
+            await stream.send(wire.WeightsFrame(query=wire.WeightsQuery(model_version=manifest.version)), timeout=5.0)
+            answer, _ = await stream.receive(timeout=5.0)
+            nursery.cancel_scope.cancel()
+    found = Offer.from_wire(answer.offer, NUM_BLOCKS)
     assert found.parts == {NUM_BLOCKS + 2}  # the tokenizer
 
 
-def test_questions_without_end_look_at_the_disk_once(
+@pytest.mark.virtual_time
+async def test_questions_without_end_look_at_the_disk_once(
     folder: ModelFolder, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked: list[object] = []
     honest = holder.known_trees
     monkeypatch.setattr(holder, "known_trees", lambda *given: looked.append(given) or honest(*given))
     version = manifest.version
-
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            network = MemoryNetwork(nursery)
-            server, _ = hands_on(network, folder, manifest)
-            asker = network.node(Identity.generate())
-            async with open_weights(cast(Swarm, asker), server.peer_id) as stream:
-                for number in range(200):
-                    for frame in (
-                        wire.WeightsFrame(query=wire.WeightsQuery(model_version=version)),
-                        wire.WeightsFrame(tree_query=wire.TreeQuery(model_version=version, part=number % 8)),
-                    ):
-                        await stream.send(frame, timeout=5.0)
-                        await stream.receive(timeout=5.0)
-                    await trio.sleep(0.1)
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
+    async with trio.open_nursery() as nursery:
+        network = MemoryNetwork(nursery)
+        server, _ = hands_on(network, folder, manifest)
+        asker = network.node(Identity.generate())
+        async with open_weights(cast(Swarm, asker), server.peer_id) as stream:
+            for number in range(200):
+                for frame in (
+                    wire.WeightsFrame(query=wire.WeightsQuery(model_version=version)),
+                    wire.WeightsFrame(tree_query=wire.TreeQuery(model_version=version, part=number % 8)),
+                ):
+                    await stream.send(frame, timeout=5.0)
+                    await stream.receive(timeout=5.0)
+                await trio.sleep(0.1)
+        nursery.cancel_scope.cancel()
     assert len(looked) == 1
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize(
     "question",
     [
@@ -128,48 +118,44 @@ def test_questions_without_end_look_at_the_disk_once(
         wire.WeightsFrame(),
     ],
 )
-def test_what_is_not_here_is_an_error_and_the_stream_goes_on(
+async def test_what_is_not_here_is_an_error_and_the_stream_goes_on(
     question: wire.WeightsFrame, folder: ModelFolder, manifest: Manifest
 ) -> None:
     body = question.WhichOneof("body")
     asked = type(question).FromString(question.SerializeToString())
     if body in ("tree_query", "piece_query") and getattr(asked, body).part in (99, 1):
         getattr(asked, body).model_version = manifest.version
-
-    async def main() -> wire.WeightsFrame:
-        async with trio.open_nursery() as nursery:
-            network = MemoryNetwork(nursery)
-            server, _ = hands_on(network, folder, manifest)
-            asker = network.node(Identity.generate())
-            async with open_weights(cast(Swarm, asker), server.peer_id) as stream:
-                await stream.send(asked, timeout=5.0)
-                answer, _ = await stream.receive(timeout=5.0)
-                assert await ask_offer(stream, manifest.version, NUM_BLOCKS, timeout=5.0) is not None
-                wanted = [(99, bytes(32)), (1, manifest.blocks[0])]
-                assert (await ask_trees(stream, manifest.version, wanted, timeout=5.0)).keys() == {1}
-            nursery.cancel_scope.cancel()
-        return answer
-
-    assert run_autojumping(main).WhichOneof("body") == "error"
+    async with trio.open_nursery() as nursery:
+        network = MemoryNetwork(nursery)
+        server, _ = hands_on(network, folder, manifest)
+        asker = network.node(Identity.generate())
+        async with open_weights(cast(Swarm, asker), server.peer_id) as stream:
+            await stream.send(asked, timeout=5.0)
+            answer, _ = await stream.receive(timeout=5.0)
+            assert await ask_offer(stream, manifest.version, NUM_BLOCKS, timeout=5.0) is not None
+            wanted = [(99, bytes(32)), (1, manifest.blocks[0])]
+            assert (await ask_trees(stream, manifest.version, wanted, timeout=5.0)).keys() == {1}
+        nursery.cancel_scope.cancel()
+    assert answer.WhichOneof("body") == "error"
 
 
-def test_a_question_with_tensors_ends_the_stream_before_they_are_read(folder: ModelFolder, manifest: Manifest) -> None:
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            network = MemoryNetwork(nursery)
-            server, _ = hands_on(network, folder, manifest)
-            asker = network.node(Identity.generate())
-            async with open_weights(cast(Swarm, asker), server.peer_id) as stream:
-                frame = wire.WeightsFrame(
-                    query=wire.WeightsQuery(model_version=manifest.version), tensors=[wire.Tensor(nbytes=100_000)]
-                )
-                with suppress(PeerError):
-                    await stream.send(frame, [bytes(100_000)], timeout=5.0)
-                with pytest.raises(PeerError):
-                    await stream.receive(timeout=5.0)
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
+@pytest.mark.virtual_time
+async def test_a_question_with_tensors_ends_the_stream_before_they_are_read(
+    folder: ModelFolder, manifest: Manifest
+) -> None:
+    async with trio.open_nursery() as nursery:
+        network = MemoryNetwork(nursery)
+        server, _ = hands_on(network, folder, manifest)
+        asker = network.node(Identity.generate())
+        async with open_weights(cast(Swarm, asker), server.peer_id) as stream:
+            frame = wire.WeightsFrame(
+                query=wire.WeightsQuery(model_version=manifest.version), tensors=[wire.Tensor(nbytes=100_000)]
+            )
+            with suppress(PeerError):
+                await stream.send(frame, [bytes(100_000)], timeout=5.0)
+            with pytest.raises(PeerError):
+                await stream.receive(timeout=5.0)
+        nursery.cancel_scope.cancel()
 
 
 def test_sessions_go_before_uploads(folder: ModelFolder, manifest: Manifest) -> None:
@@ -219,27 +205,26 @@ def test_sessions_go_before_trees(folder: ModelFolder, manifest: Manifest, monke
     assert run_autojumping(main, True) > 18.0
 
 
-def test_what_changed_on_the_disk_is_offered_no_more(folder: ModelFolder, manifest: Manifest, tmp_path: Path) -> None:
+@pytest.mark.virtual_time
+async def test_what_changed_on_the_disk_is_offered_no_more(
+    folder: ModelFolder, manifest: Manifest, tmp_path: Path
+) -> None:
     """Who asked for it in vain would ask again for ever."""
     copied = replace(folder, path=Path(shutil.copytree(folder.path, tmp_path / "copy" / folder.path.name)))
     part_digests(Checkpoint(copied.path), parts_of_need("all", NUM_BLOCKS))
     version = manifest.version
-
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            network = MemoryNetwork(nursery)
-            server, _ = hands_on(network, copied, manifest)
-            asker = network.node(Identity.generate())
-            async with open_weights(cast(Swarm, asker), server.peer_id) as stream:
-                before = await ask_offer(stream, version, NUM_BLOCKS, timeout=5.0)
-                assert before is not None and 1 in before.parts
-                file = copied.path / "model.safetensors"
-                file.write_bytes(bytes(file.stat().st_size))
-                await ask_piece(stream, version, 1, 0, timeout=5.0)
-                assert await receive_piece(stream, timeout=5.0) is None
-                await trio.sleep(1.0)
-                after = await ask_offer(stream, version, NUM_BLOCKS, timeout=5.0)
-                assert after is not None and after.parts == before.parts - {1}
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
+    async with trio.open_nursery() as nursery:
+        network = MemoryNetwork(nursery)
+        server, _ = hands_on(network, copied, manifest)
+        asker = network.node(Identity.generate())
+        async with open_weights(cast(Swarm, asker), server.peer_id) as stream:
+            before = await ask_offer(stream, version, NUM_BLOCKS, timeout=5.0)
+            assert before is not None and 1 in before.parts
+            file = copied.path / "model.safetensors"
+            file.write_bytes(bytes(file.stat().st_size))
+            await ask_piece(stream, version, 1, 0, timeout=5.0)
+            assert await receive_piece(stream, timeout=5.0) is None
+            await trio.sleep(1.0)
+            after = await ask_offer(stream, version, NUM_BLOCKS, timeout=5.0)
+            assert after is not None and after.parts == before.parts - {1}
+        nursery.cancel_scope.cancel()

@@ -21,12 +21,17 @@ TEXTS = NUM_BLOCKS + 2
 """The number of the tokenizer's files among the parts."""
 
 
+def failed(answer: wire.WeightsFrame, code: wire.ErrorCode) -> list[bytes]:
+    """Makes an error of `answer`."""
+    answer.Clear()
+    answer.error.code = code
+    return []
+
+
 def refused(asked: wire.WeightsFrame, answer: wire.WeightsFrame, payloads: list[bytes]) -> list[bytes]:
     """Says that it does not have what it offered, once it is asked for that."""
     if late_tree(asked) or late_piece(asked) or late_text(asked):
-        answer.Clear()
-        answer.error.code = wire.ERROR_NOT_FOUND
-        return []
+        return failed(answer, wire.ERROR_NOT_FOUND)
     return payloads
 
 
@@ -98,11 +103,8 @@ def test_who_was_busy_at_first_takes_the_place_of_one_that_brings_little(
     begun = 0.0
 
     def busy(asked: wire.WeightsFrame, answer: wire.WeightsFrame, payloads: list[bytes]) -> list[bytes]:
-        if late_piece(asked) and trio.current_time() - begun < 1.5 * FETCHING.patience:
-            answer.Clear()
-            answer.error.code = wire.ERROR_BUSY
-            return []
-        return payloads
+        is_busy = late_piece(asked) and trio.current_time() - begun < 1.5 * FETCHING.patience
+        return failed(answer, wire.ERROR_BUSY) if is_busy else payloads
 
     def setting(network: MemoryNetwork, asker: MemoryNode) -> None:
         nonlocal begun
@@ -128,9 +130,7 @@ def test_who_is_busy_for_long_is_asked_again(folder: ModelFolder, manifest: Mani
     def busy(asked: wire.WeightsFrame, answer: wire.WeightsFrame, payloads: list[bytes]) -> list[bytes]:
         if 5.0 < trio.current_time() - begun < 120.0:
             refusals.append(trio.current_time())
-            answer.Clear()
-            answer.error.code = wire.ERROR_BUSY
-            return []
+            return failed(answer, wire.ERROR_BUSY)
         return payloads
 
     def setting(network: MemoryNetwork, asker: MemoryNode) -> None:
