@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -57,7 +58,7 @@ async def measured(swarm: Swarm, servers: Sequence[Announcement], output: Output
 
 
 _READ: Final = 64 << 20  # bytes that each core reads, to see how quick the memory is
-_TRIES: Final = 5
+_TRIES: Final = 25
 _UNIT: Final = 1e6
 _HELD: Final = {"none": "bf16", "int8": "Q8_0", "nf4": "Q4_K_M"}
 """What the quantisations that servers announce take about as much memory as."""
@@ -123,8 +124,8 @@ def _say(fits: Sequence[Fit], output: Output) -> None:
     if not output.as_json:
         output.table(_table(fits))
         output.say(
-            "sizes and speeds are estimates, the latter of short conversations on machines that do nothing else; "
-            "embeddings and head, which the client holds, come on top of GB"
+            "sizes and speeds are estimates, the latter of short conversations; embeddings and head, which the client "
+            "holds, come on top of GB"
         )
 
 
@@ -174,16 +175,18 @@ def _serving(name: str, memory: Memory, bandwidth: float) -> MachineCapacity:
 
 
 def measured_bandwidth() -> float:
-    """Bytes per second that all cores together read from memory."""
+    """Bytes per second that a decode step reads from memory: its part of what all cores together read in the mean,
+    beside whatever else they do now."""
     cores = min(16, psutil.cpu_count(logical=False) or 1)
     pieces = [np.ones(_READ // 8) for _ in range(cores)]
     took = []
     with ThreadPoolExecutor(cores) as pool:
-        for _ in range(_TRIES):  # the first one meets pages that are not there yet; others may compute beside
+        for _ in range(_TRIES):
             began = time.perf_counter()
             list(pool.map(np.max, pieces))
             took.append(time.perf_counter() - began)
-    return cores * _READ / min(took)
+    # The first one meets pages that are not there yet.
+    return cores * _READ / statistics.mean(took[1:]) * MACHINES.bandwidth_share
 
 
 def hosts_of_file(path: Path) -> tuple[list[MachineCapacity], Fleet]:
