@@ -305,8 +305,21 @@ CUTS: dict[str, tuple[Span, ...]] = {
 }
 """How three servers hold them: the last two blocks of those with shared keys and values take them of the two before."""
 
+_ROUTED: dict[str, Any] = {"moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 2}
 _BY_NAME_ONLY: dict[str, tuple[str, dict[str, Any]]] = {
     "phimoe": ("phimoe", {**_LLAMA_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "glm4_moe": ("glm4_moe", {**_HEAD_DIM, **_ROUTED, "n_shared_experts": 1, "first_k_dense_replace": 2}),
+    "mimo_v2_flash": (
+        "mimo_v2_flash",
+        {
+            **_HEAD_DIM,
+            **_ROUTED,
+            "v_head_dim": 12,
+            "sliding_window": 8,
+            "layer_types": ["full_attention", *["sliding_attention"] * (NUM_BLOCKS - 1)],
+            "mlp_layer_types": ["dense", "dense", *["sparse"] * (NUM_BLOCKS - 2)],
+        },
+    ),
 }
 """Those that only some tests ask for."""
 

@@ -31,7 +31,7 @@ from .images.layout import TEXT, TokenLayout
 from .kernels.choice import native_kernels
 from .kernels.packing import hold_ends, use_packed_head
 from .outer_layers import OuterLayers
-from .remote_cache import RemoteCache, RemoteCall
+from .remote_cache import RemoteCache, RemoteCall, positions
 from .skeleton import BlockList, Skeleton, fill
 from .span_adapter import linear_shapes
 from .stack import closed, opened
@@ -116,9 +116,11 @@ class ClientModel:
         max_positions: tokens that the architecture can tell apart, None if it says nothing.
         original_length: as `config.original_length`.
         encoder: of pictures, if the model takes any.
+        folder: that it was loaded from.
     """
 
     def __init__(self, skeleton: Skeleton, device: torch.device, folder: Path) -> None:
+        self.folder = folder
         self.model: Any = skeleton.model  # transformers mixes `generate` in at class level
         self.num_blocks = skeleton.num_blocks
         self.boundaries = skeleton.boundaries
@@ -236,13 +238,18 @@ class ClientModel:
 
     @torch.no_grad()
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What `logits_of` makes the logits of; both together are `head`. Only where that `is_short`."""
+        """What `logits_of` makes the logits of. Only where it `has_plain_head`."""
         return self._outer.normed(hidden.to(self.device, self.dtype))
 
     @torch.no_grad()
     def logits_of(self, normed: torch.Tensor) -> torch.Tensor:
         """Logits [batch, tokens, vocabulary]. Other threads of Python can run beside most of it."""
         return self._outer.logits_of(normed)
+
+    @property
+    def has_plain_head(self) -> bool:
+        """Whether `normed` and `logits_of` together are `head`."""
+        return self._outer.heads()
 
     @property
     def is_short(self) -> bool:
@@ -352,6 +359,7 @@ class ClientModel:
             raise RuntimeError(f"remote blocks made {tuple(output.shape)} of {tuple(hidden.shape)}")
         if call.cache is not None:
             call.cache.advance(hidden.shape[1])
+            call.cache.last = output
         return output.to(hidden.device, hidden.dtype)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -405,14 +413,6 @@ class ClientModel:
         if self.original_length is None or tokens > self.original_length + padding:
             return limit
         return min(limit, self.original_length + padding + 1)
-
-
-def positions(tokens: int, position: int, mask: torch.Tensor | None) -> torch.Tensor:
-    """Position ids [rows or 1, tokens] as transformers' `generate` makes them: padding does not count."""
-    if mask is None:
-        return torch.arange(position, position + tokens).unsqueeze(0)
-    counted = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
-    return counted[:, -tokens:]
 
 
 @memory_needed("Loading embeddings and head")

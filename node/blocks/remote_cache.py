@@ -17,7 +17,10 @@ class RemoteCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
     Attributes:
         session: whatever the owner of the remote blocks wants to find again at the next step.
+        last: what left the blocks in the last step, [rows, tokens, hidden size]; of a prompt, for its last tokens.
     """
+
+    last: torch.Tensor
 
     def __init__(self, session: Any = None) -> None:
         super().__init__(layers=[])
@@ -120,3 +123,11 @@ class RemoteCall:
         if not torch.equal(kept, expected):
             raise BadInput("an attention mask may only hide tokens at the left of each row: pad on the left")
         return tuple(padding.tolist()) if bool(padding.any()) else None
+
+
+def positions(tokens: int, position: int, mask: torch.Tensor | None) -> torch.Tensor:
+    """Position ids [rows or 1, tokens] as transformers' `generate` makes them: padding does not count."""
+    if mask is None:
+        return torch.arange(position, position + tokens).unsqueeze(0)
+    counted = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
+    return counted[:, -tokens:]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -101,12 +101,13 @@ class Checkpoint:
     Args:
         folder: in Hugging Face layout.
         num_blocks: of the whole model; read from `config.json` if not given.
+        drafts: whether the parts are those of manifests in which a head that predicts further tokens counts.
 
     Raises:
         ModelError: if there are no usable weights; names the file and what to do.
     """
 
-    def __init__(self, folder: Path, num_blocks: int | None = None) -> None:
+    def __init__(self, folder: Path, num_blocks: int | None = None, *, drafts: bool = True) -> None:
         self.folder = folder.absolute()
         self._headers: dict[str, Mapping[str, StoredTensor]] = {}
         self._open = ExitStack()
@@ -124,7 +125,8 @@ class Checkpoint:
         if num_blocks is None:
             num_blocks = blocks_in(read_config(self.folder))
         try:
-            self.layout = find_layout(self.file_of, num_blocks)
+            layout = find_layout(self.file_of, num_blocks)
+            self.layout = replace(layout, drafts=drafts and layout.drafts)
         except ModelError as error:
             raise ModelError(f"{self.folder}: {error}") from None
 

@@ -197,7 +197,11 @@ def verify_part(folder: ModelFolder, manifest: Manifest, need: Need, progress: P
     parts = parts_of_need(need, folder.num_blocks)
     if not parts:
         return
-    digests = part_digests(Checkpoint(folder.path, folder.num_blocks), parts, progress, f"Checking {folder.name}")
+    checkpoint = Checkpoint(folder.path, folder.num_blocks)
+    digests = dict(part_digests(checkpoint, parts, progress, f"Checking {folder.name}"))
+    if checkpoint.layout.drafts and digests.get(EMBEDDINGS, manifest.embeddings) != manifest.embeddings:
+        older = Checkpoint(folder.path, folder.num_blocks, drafts=False)
+        digests |= part_digests(older, (EMBEDDINGS,), progress, f"Checking {folder.name}")
     differing = [part for part, found in digests.items() if found != manifest.digest_of(part)]
     if differing:
         raise ModelError(

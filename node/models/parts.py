@@ -27,6 +27,9 @@ _HEAD_MODULES = frozenset(
     }
 )
 _LANGUAGE_WORDS = ("language", "text")
+COPIES: Final = ("embed_tokens.", "shared_head.head.")
+"""What a head that predicts further tokens may have once more."""
+_PLAIN = (".weight", ".bias", "_bias")
 
 
 def parts_of_need(need: Need, num_blocks: int) -> tuple[Part, ...]:
@@ -62,19 +65,25 @@ class CheckpointLayout:
     Attributes:
         base: what stands before the list and before its neighbours: "model.", "transformer.", or nothing.
         blocks: what stands before a block's number: "model.layers.", "h."
-        num_blocks: how many blocks the model has. Higher numbers (extra prediction layers) are not the model's.
+        num_blocks: how many blocks the model has. Higher numbers are not the model's.
+        drafts: whether the first of these is a head that predicts the token after the next one (DeepSeek-V3, arXiv
+            2412.19437, section 2.2): then it belongs to the embeddings, without the copies of these and of the head.
     """
 
     base: str
     blocks: str
     num_blocks: int
+    drafts: bool = False
 
     def part_of(self, key: str) -> Part | None:
         """The part that holds `key`; None for what the model itself does not use."""
         if key.startswith(self.blocks):
-            number = key[len(self.blocks) :].partition(".")[0]
+            number, _, rest = key[len(self.blocks) :].partition(".")
+            if number.isdecimal() and int(number) >= self.num_blocks:
+                drafts = self.drafts and int(number) == self.num_blocks and not rest.startswith(COPIES)
+                return EMBEDDINGS if drafts else None
             if number.isdecimal():
-                return int(number) if int(number) < self.num_blocks else None
+                return int(number)
         module = self.local_name(key).partition(".")[0]
         return HEAD if module in _HEAD_MODULES else EMBEDDINGS
 
@@ -82,7 +91,7 @@ class CheckpointLayout:
         """`key` without what depends on how the model was wrapped when it was saved, or on the block's number."""
         if key.startswith(self.blocks):
             number, dot, rest = key[len(self.blocks) :].partition(".")
-            if dot and number.isdecimal():
+            if dot and number.isdecimal() and int(number) < self.num_blocks:
                 return rest
         return key.removeprefix(self.base)
 
@@ -93,6 +102,7 @@ def find_layout(keys: Iterable[str], num_blocks: int) -> CheckpointLayout:
     Raises:
         ModelError: if there is none, or if it lacks some of the blocks.
     """
+    keys = tuple(keys)
     lists: dict[str, set[int]] = {}
     sizes: dict[str, int] = {}
     for key in keys:
@@ -107,10 +117,10 @@ def find_layout(keys: Iterable[str], num_blocks: int) -> CheckpointLayout:
         raise ModelError("no numbered list of blocks among its tensors: it is no transformer checkpoint.")
     wanted = range(num_blocks)
 
-    def fitness(prefix: str) -> tuple[int, bool, int, int]:
+    def fitness(prefix: str) -> tuple[int, bool, bool, int, int]:
         held = sum(number in lists[prefix] for number in wanted)
         language = any(word in prefix for word in _LANGUAGE_WORDS)
-        return held, language, -prefix.count("."), sizes[prefix]
+        return held, "mtp." not in prefix, language, -prefix.count("."), sizes[prefix]
 
     best = max(lists, key=fitness)
     missing = [number for number in wanted if number not in lists[best]]
@@ -120,7 +130,9 @@ def find_layout(keys: Iterable[str], num_blocks: int) -> CheckpointLayout:
         )
     base = best.removesuffix(".")
     base = base[: base.rfind(".") + 1]
-    return CheckpointLayout(base, best, num_blocks)
+    behind = [key for key in keys if key.startswith(f"{best}{num_blocks}.")]
+    drafts = f"{best}{num_blocks}.eh_proj.weight" in behind and all(key.endswith(_PLAIN) for key in behind)
+    return CheckpointLayout(base, best, num_blocks, drafts)
 
 
 def group_by_part(keys: Iterable[str], layout: CheckpointLayout) -> Mapping[Part, tuple[str, ...]]:

@@ -241,18 +241,24 @@ class WeightsHolder:
         if self._texts is not None:
             trees[num_blocks + 2], sources[num_blocks + 2] = self._texts.tree, self._texts
         layout = checkpoint.layout
-        bare = (
-            key for part in ("embeddings", "head") for key in checkpoint.parts[part] if not key.startswith(layout.base)
-        )
         self._offer = Offer(
             frozenset(sources),
             layout.blocks,
             layout.base,
-            tuple(sorted(bare)),
+            bare_names(checkpoint),
             b"" if self._texts is None else self._texts.tree.digest,
             self._restricted,
         )
         self._trees, self._sources = trees, sources
+
+
+def bare_names(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """What `WeightsOffer.bare` says of the checkpoint."""
+    ends = (*checkpoint.parts["embeddings"], *checkpoint.parts["head"])
+    bare = {key for key in ends if not key.startswith(checkpoint.layout.base)}
+    if len(bare) > WEIGHTS_LIMITS.max_bare:
+        bare = {key.partition(".")[0] + "." for key in bare}
+    return tuple(sorted(bare))
 
 
 def _read(source: PartReader | _Texts, tree: Tree, piece: int) -> bytes | bytearray | None:

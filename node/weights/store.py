@@ -194,7 +194,8 @@ class PeerFolder:
             offer = Offer(frozenset(), blocks="blk.")
         if 0 < number <= self.num_blocks:
             return [f"{offer.blocks}{number - 1}.{name}" for name in names]
-        return [name if name in offer.bare else f"{offer.base}{name}" for name in names]
+        first = tuple(name for name in offer.bare if name.endswith("."))
+        return [name if name in offer.bare or name.startswith(first) else f"{offer.base}{name}" for name in names]
 
     def file(self, number: int) -> Path:
         """Where a part stands as soon as it is complete."""

@@ -145,6 +145,9 @@ class SimulatedModel:
         self._held = list(line)
         return self._seconds * (1 + 0.25 * (unread - 1)) * (10 if len(line) in self._slow else 1)
 
+    def note(self, line: Sequence[int], hidden: object) -> None:
+        """It reads tokens alone."""
+
     def ahead(self, length: int) -> object:
         return object()
 

@@ -17,6 +17,7 @@ from petalnode.node.models import Manifest, ModelFolder, compute_manifest, resol
 from petalnode.node.models.manifest import MAX_WIRE_BYTES, canonical_architecture
 from petalnode.protocols.ids import Span
 from petalnode.protocols.wire_pb2 import Manifest as WireManifest
+from tests.own_heads import save_with_head
 from tests.tiny_models import NUM_BLOCKS, save_tiny
 
 DIGEST = bytes(range(32))
@@ -78,6 +79,30 @@ def test_one_changed_bit_changes_the_version_and_is_located(tmp_path: Path, llam
     assert version(other) != manifest.version
     with pytest.raises(ModelError, match=f": {part} differs"):
         verify_part(opened(other), manifest, "all")
+
+
+def test_a_head_for_further_tokens_counts_and_manifests_without_it_stay_valid(tmp_path: Path) -> None:
+    """Its copies of the embeddings and the head do not count: nothing reads them."""
+    folder = save_with_head("deepseek_v3", tmp_path / "with")
+    manifest = compute_manifest(opened(folder))
+    bare, copied, other = (shutil.copytree(folder, tmp_path / name) for name in ("bare", "copied", "other"))
+    weights, place = load_file(folder / "model.safetensors"), f"model.layers.{NUM_BLOCKS}."
+    copies = {
+        f"{place}{name}": weights["lm_head.weight"].clone()
+        for name in ("embed_tokens.weight", "shared_head.head.weight")
+    }
+    without = {key: weight for key, weight in weights.items() if not key.startswith(place)}
+    save_file(weights | copies, copied / "model.safetensors", {"format": "pt"})
+    save_file(without, bare / "model.safetensors", {"format": "pt"})
+    change(other, f"{place}hnorm.weight")
+    assert version(copied) == manifest.version and len({manifest.version, version(bare), version(other)}) == 3
+    with pytest.raises(ModelError, match="the embeddings differs"):
+        verify_part(opened(other), manifest, "client")
+    for need in ("client", "all"):
+        verify_part(opened(folder), compute_manifest(opened(bare)), need)
+    change(folder, "model.embed_tokens.weight")
+    with pytest.raises(ModelError, match="the embeddings differs"):
+        verify_part(opened(folder), compute_manifest(opened(bare)), "client")
 
 
 def test_a_node_answers_for_its_own_part_only(tmp_path: Path, llama: Path) -> None:

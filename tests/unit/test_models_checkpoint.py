@@ -92,6 +92,17 @@ def test_layers_beyond_the_last_block_are_not_the_models(tmp_path: Path) -> None
     assert [layout.part_of(f"model.layers.{number}.weight") for number in range(4)] == [0, 1, 2, None]
 
 
+def test_of_a_head_for_further_tokens_what_is_not_quantised_belongs_to_the_embeddings() -> None:
+    keys = [f"model.layers.{number}.mlp.weight" for number in range(3)]
+    head = ["model.layers.2.eh_proj.weight", "model.layers.2.embed_tokens.weight", "model.layers.3.eh_proj.weight"]
+    layout = find_layout([*keys, *head], 2)
+    assert [layout.part_of(key) for key in (keys[2], *head)] == [EMBEDDINGS, EMBEDDINGS, None, None]
+    assert layout.local_name(keys[2]) == "layers.2.mlp.weight" and layout.local_name(keys[1]) == "mlp.weight"
+    assert find_layout([*keys, *head, "model.layers.2.mlp.weight_scale_inv"], 2).part_of(head[0]) is None
+    apart = find_layout(["mtp.layers.0.mlp.weight", "mtp.fc.weight", keys[0]], 1)
+    assert (apart.blocks, apart.part_of("mtp.layers.0.mlp.weight")) == ("model.layers.", EMBEDDINGS)
+
+
 def test_missing_blocks_are_listed() -> None:
     with pytest.raises(ModelError, match=r"says 5 blocks, but under 'h\.' it lacks blocks 1, 4"):
         find_layout(["h.0.w", "h.2.w", "h.3.w", "wte.weight"], 5)

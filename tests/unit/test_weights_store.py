@@ -19,7 +19,7 @@ from petalnode.node.models.checkpoint import Checkpoint
 from petalnode.node.models.digests import PartReader, known_trees, part_trees
 from petalnode.node.models.folder import open_folder
 from petalnode.node.models.parts import parts_of_need
-from petalnode.node.weights.holder import may_hand_on, read_texts
+from petalnode.node.weights.holder import bare_names, may_hand_on, read_texts
 from petalnode.node.weights.store import (
     PeerFolder,
     config_of,
@@ -29,7 +29,8 @@ from petalnode.node.weights.store import (
     safetensors_header,
 )
 from petalnode.protocols.ids import Span
-from petalnode.protocols.weights import PIECE_BYTES, Offer, Tree, TreeEntry
+from petalnode.protocols.weights import PIECE_BYTES, WEIGHTS_LIMITS, Offer, Tree, TreeEntry
+from tests.own_heads import save_with_head
 from tests.tiny_gguf import write_tiny_gguf
 from tests.tiny_models import NUM_BLOCKS, save_tiny
 
@@ -108,6 +109,24 @@ def test_parts_of_a_gguf_file(tmp_path: Path, kind: str) -> None:
         source.put(folder, number)
     assert compute_manifest(found).version == source.manifest.version
     assert found.config["dtype"] == source.folder.config["dtype"]
+
+
+@pytest.mark.parametrize("architecture", ["deepseek_v3", "qwen3_next", "mimo_v2_flash"])
+def test_a_head_for_further_tokens_comes_with_the_embeddings(architecture: str, tmp_path: Path) -> None:
+    """Which are as they were at the peer only with it: who hands on other weights of it is noticed."""
+    fields = {"num_experts": 24} if architecture == "qwen3_next" else {}
+    source = Source(save_with_head(architecture, tmp_path / "source", **fields))
+    layout, bare = source.checkpoint.layout, bare_names(source.checkpoint)
+    assert len(bare) <= WEIGHTS_LIMITS.max_bare
+    folder = source.opened(Offer(frozenset(), layout.blocks, layout.base, bare))
+    assert not folder.put(0, 0, bytes(byte ^ 1 for byte in source.pieces(0)[0]))
+    for number in (0, NUM_BLOCKS + 1):
+        source.put(folder, number)
+    found = Checkpoint(folder.path, NUM_BLOCKS)
+    behind = ("mtp.", f"layers.{NUM_BLOCKS}.")
+    keys = {key for key in found.parts[EMBEDDINGS] if any(part in key for part in behind)}
+    assert len(keys) > 8 and keys == {key for key in source.checkpoint.keys if any(part in key for part in behind)}
+    verify_part(folder.model_folder(), source.manifest, "client")
 
 
 def test_what_was_half_written_is_checked_again(source: Source) -> None:

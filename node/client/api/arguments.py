@@ -36,7 +36,6 @@ _NOT_IN_A_SESSION: Final = {
     "output_attentions": "servers do not return the weights of their attention",
     "guidance_scale": "it would need a second session, for the negative prompt",
     "assistant_early_exit": _OWN_BLOCKS,
-    "use_mtp": _OWN_BLOCKS,
     "dola_layers": _OWN_BLOCKS,
     "cache_implementation": _OWN_CACHE,
     "cache_config": _OWN_CACHE,

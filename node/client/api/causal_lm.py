@@ -9,11 +9,11 @@ import torch
 
 from ....protocols.adapter import PROMPTS
 from ....protocols.framing import TensorError
-from ...blocks.client_part import positions
-from ...blocks.remote_cache import RemoteCache, RemoteCall
+from ...blocks.remote_cache import RemoteCache, RemoteCall, positions
 from ...errors import BadInput
 from ...models.adapter import Adapter
 from ..generation.drafting import DraftCounts
+from ..generation.own_head import own_head
 from ..session_adapter import SessionAdapter
 from .arguments import check_generate, take_images
 from .generating import BatchDecoding, GenerateOptions, take_draft_options, takes_loop, with_loop
@@ -97,8 +97,9 @@ class DistributedModelForCausalLM(DistributedModel):
             session: keeps the attention caches from call to call; by default the active session, else a new one for
                 this call. Give the whole sequence: tokens that the session already holds are not sent again, and
                 tokens that differ are rolled back.
-            prompt_lookup_num_tokens, assistant_model: as in transformers, for tokens that are guessed from the text, or
-                by a smaller model on this machine as well, and checked several at once. The answer is the same, with
+            prompt_lookup_num_tokens, assistant_model, use_mtp: as in transformers, for tokens that are guessed from the
+                text, or by a smaller model on this machine or the model's own head for the token after the next one as
+                well, and checked several at once. The answer is the same, with
                 the same seed too. How many are guessed follows from measurements, not from the number given. Rows of
                 a batch take drafts each for itself where that is quicker than one batch without.
 
@@ -123,6 +124,8 @@ class DistributedModelForCausalLM(DistributedModel):
                 raise BadInput("session= cannot be combined with a soft prompt, whose tokens a session does not know")
             return self.soft_prompt.generate(input_ids, **kwargs)
         options = take_draft_options(kwargs, self.transformers_model)
+        if options.own_head and own_head(self._local) is None:
+            raise BadInput("use_mtp: this model has no head for further tokens that can be used here; leave it out")
         if kwargs.get("use_cache") is False:
             return self.transformers_model.generate(input_ids, **kwargs)
         if self.remote_blocks is not self._blocks:

@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Sequence
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -30,8 +30,9 @@ from ...blocks.images.encoder import ImagePrompt
 from ...blocks.remote_cache import RemoteCache
 from ...errors import BadInput, unwrapped
 from ..generation.decoding import Embedding
-from ..generation.draft_model import PREFILL_TOKENS
+from ..generation.draft_model import PREFILL_TOKENS, DraftReader
 from ..generation.drafting import DraftCounts, LookupDrafter
+from ..generation.own_head import own_reader
 from ..generation.sampling import Token
 from ..generation.speculation import Answering, Drafter
 from .inference_session import InferenceSession
@@ -49,10 +50,11 @@ _ANY_LENGTH: Final = 1 << 20
 @dataclass(frozen=True)
 class GenerateOptions:
     """What `generate` was asked for: whether there are drafts; a model on this machine that guesses them, beside what
-    is looked up in the text; and what transformers hands on to no `custom_generate`."""
+    is looked up in the text, or `own_head` of the model; and what transformers hands on to no `custom_generate`."""
 
     drafts: bool = False
     assistant: Any = None
+    own_head: bool = False
     streamer: Any = None
 
 
@@ -64,25 +66,29 @@ def take_draft_options(kwargs: dict[str, Any], model: Any) -> GenerateOptions:
     """
     lookup, assistant = kwargs.pop("prompt_lookup_num_tokens", None), kwargs.pop("assistant_model", None)
     config = kwargs.get("generation_config") or model.generation_config
-    if getattr(config, "prompt_lookup_num_tokens", None) is not None:
+    own = kwargs.pop("use_mtp", None)
+    if getattr(config, "prompt_lookup_num_tokens", None) is not None or getattr(config, "use_mtp", None):
         lookup = config.prompt_lookup_num_tokens if lookup is None else lookup
+        own = config.use_mtp if own is None else own
         kwargs["generation_config"] = config = deepcopy(config)
-        config.prompt_lookup_num_tokens = None
-    if lookup is None and assistant is None:
+        config.prompt_lookup_num_tokens = config.use_mtp = None
+    if lookup is None and assistant is None and not own:
         return GenerateOptions(streamer=kwargs.get("streamer"))
     if lookup is not None and (isinstance(lookup, bool) or not isinstance(lookup, int) or lookup < 1):
         raise BadInput(f"prompt_lookup_num_tokens is {lookup}: give 1 or more, or leave it out for no drafts")
     if (kwargs.get("num_beams") or getattr(config, "num_beams", None) or 1) > 1:
         raise BadInput(
-            "beam search takes no drafts: leave out num_beams, or prompt_lookup_num_tokens and assistant_model"
+            "beam search takes no drafts: leave out num_beams, or prompt_lookup_num_tokens, assistant_model and use_mtp"
         )
     if kwargs.get("use_cache") is False:
         raise BadInput("drafts are checked in a session: leave out use_cache=False, or the drafts")
     if kwargs.get("custom_generate") is not None:
         raise BadInput("custom_generate decides itself what is asked: leave it out, or the drafts")
+    if assistant is not None and own:
+        raise BadInput("assistant_model and use_mtp each name what guesses: leave out one of them")
     if assistant is not None:
         _check_assistant(assistant, model)
-    return GenerateOptions(True, assistant, kwargs.get("streamer"))
+    return GenerateOptions(True, assistant, bool(own), kwargs.get("streamer"))
 
 
 def takes_loop(kwargs: dict[str, Any], model: Any) -> bool:
@@ -156,6 +162,7 @@ class Part:
     Attributes:
         tokens: of the text, from the first that is not hidden on.
         skipped: those at its beginning that a draft model does not know.
+        reader: of what guesses beside the text.
     """
 
     local: ClientModel
@@ -165,6 +172,7 @@ class Part:
     options: GenerateOptions
     tokens: list[Token] = field(default_factory=list)
     skipped: int = 0
+    reader: DraftReader | None = None
 
     @torch.no_grad()
     def begin(self) -> Embedding:
@@ -183,6 +191,11 @@ class Part:
         pictures = prompt if isinstance(prompt, ImagePrompt) else None
         embedding = Embedding(self.local, pictures, None if whole else mask, len(ids))
         self.skipped = (0 if prompt is None else prompt.tokens) + embedding.padding
+        if self.options.assistant is not None:
+            self.reader = Assistant(self.options.assistant)
+        elif self.options.own_head and (reader := own_reader(self.local, self.session.max_length)) is not None:
+            reader.note(self.tokens[self.skipped : -1], given["past_key_values"].last[0])
+            self.reader = reader
         return embedding
 
     async def extend(self, embedding: Embedding) -> None:
@@ -191,8 +204,7 @@ class Part:
             return
         session, options, drafter = self.session, self.options, None
         if options.drafts:
-            reader = Assistant(options.assistant) if options.assistant is not None else None
-            drafter = Drafter(session.drafting, LookupDrafter(), reader, self.skipped)
+            drafter = Drafter(session.drafting, LookupDrafter(), self.reader, self.skipped)
         length = int(self.prepared.config.max_length) - self.prepared.hidden
         answer = Answering(self.tokens, length, self.sampler, session.note_step)
         await session.decode(answer, length, embedding, drafter)
@@ -246,7 +258,7 @@ class BatchDecoding:
         padding = config._pad_token_tensor
         answers = Answers(len(input_ids), 0 if padding is None else int(padding), self._options.streamer)
         count, drafts = self._cut(prepared)
-        options = GenerateOptions(drafts, self._options.assistant)
+        options = replace(self._options, drafts=drafts, own_head=drafts and self._options.own_head)
         if count == 1:
             sampler = ProcessorSampler(prepared, answers)
             self._run_together(Part(self._local, self._session, prepared, sampler, options))

@@ -171,8 +171,11 @@ class Decoding:
             self.held = sent
         else:
             sampler.prepare(draw=False)
-            hidden = await self._step(sent, chunks, 1 + len(draft.tokens))
+            reads = min(drafter.reads, sum(chunk.tokens for chunk in chunks)) if drafter is not None else 0
+            hidden = await self._step(sent, chunks, max(1 + len(draft.tokens), reads))
         answered = trio.current_time()
+        if drafter is not None:
+            drafter.note_hidden(sent, hidden)
         if early is not None and early.follows.payload is hidden[-1].payload:
             answered -= early.seconds
             sampler.accept(early.token)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 import torch
 
@@ -17,6 +17,7 @@ from ...blocks.span import BlockSpan, load_span
 from ...errors import BadInput
 from ...models.folder import ModelFolder
 from ..chat import Text, same_tokens
+from ..request import WireTensor
 from .sampling import AheadSampler, TokenSampler
 
 MOST_DRAFTED: Final = 96
@@ -103,6 +104,16 @@ class DraftReader(Protocol):
         """The logits [vocabulary] after at most `max_length` tokens; None if it has to be called again to read more."""
 
 
+@runtime_checkable
+class HiddenReader(DraftReader, Protocol):
+    """One that also reads what leaves the last block of the model of the swarm, of a prompt for `reads` tokens."""
+
+    reads: int
+
+    def note(self, tokens: Sequence[int], hidden: Sequence[WireTensor] | torch.Tensor) -> None:
+        """What left it for the last of `tokens`: [tokens, hidden size], or as it came. For any thread."""
+
+
 class DraftCache:
     """What a draft model has read of one conversation. Its calls compute: they belong into a worker thread.
 
@@ -173,6 +184,11 @@ class ModelDrafter:
     def max_length(self) -> int:
         """Tokens of the longest line."""
         return self._cache.max_length + self._skipped
+
+    def note(self, line: Sequence[int], hidden: Sequence[WireTensor]) -> None:
+        """The servers have answered for the last tokens of `line`."""
+        if isinstance(self._cache, HiddenReader):
+            self._cache.note(line[self._skipped :], hidden)
 
     def ahead(self, length: int) -> Ahead:
         """For guesses behind `length` tokens, all of which the sampler has chosen. Not while it chooses."""

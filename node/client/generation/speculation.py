@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 import trio
@@ -19,7 +19,7 @@ from ..session.pipeline import Pipeline
 from ..session.prefixes import common_prefix
 from ..session.session import ClientSession
 from ..session.step import UNWATCHED_BYTES
-from .draft_model import Ahead, DraftReader, ModelDrafter
+from .draft_model import Ahead, DraftReader, HiddenReader, ModelDrafter
 from .drafting import BY_MODEL, REALIGNED, Draft, DraftPlan, LookupDrafter, PipelineSpeed
 from .sampling import Token, TokenSampler
 
@@ -236,6 +236,8 @@ class Speculation:
         guesses = self.line[asked.start + 1 : asked.end]
         computed, token, rows = await trio.to_thread.run_sync(self._first, hidden)
         chosen = await answer.check(token, rows, guesses)
+        if self.model is not None:
+            self.model.note(self.line[: asked.end], [hidden])
         stages, speed = self.text.compute_seconds(), self.plan.speed
         if speed is not None and stages:
             speed.note_work(asked.end - asked.start, stages, computed)
@@ -346,6 +348,16 @@ class Drafter:
         """Whether the draft model is to guess on."""
         most = answer.limit - len(answer.tokens) - 1
         return self.reader is not None and self.plan.model_depth(most) > 0
+
+    @property
+    def reads(self) -> int:
+        """Of how many last tokens of a prompt it is to be known what left the last block."""
+        return self.reader.reads if isinstance(self.reader, HiddenReader) else 0
+
+    def note_hidden(self, tokens: Sequence[Any], hidden: Sequence[WireTensor]) -> None:
+        """The servers have answered for the last of `tokens`."""
+        if isinstance(self.reader, HiddenReader):
+            self.reader.note(tokens[self.skipped :], hidden)
 
     def note_speed(self, session: Session | None, tokens: int, head: float) -> None:
         """Learns how the servers' time grows with the tokens of a step; `head`: seconds of choosing a token of it."""
