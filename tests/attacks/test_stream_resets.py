@@ -205,7 +205,8 @@ async def test_steps_of_a_session_are_quiet_and_a_flood_on_its_stream_is_not(fra
 
 
 async def test_what_serves_a_stream_counts_for_its_address_until_something_is_granted() -> None:
-    """By processor time, whatever the handler does."""
+    """By processor time, whatever the handler does; then little of it. Who opens sessions again and again, each of which
+    costs 5 ms, would wait behind the loudest otherwise."""
     spent = []
     async with host(LOOPBACK) as victim, knowing(victim) as attacker:
         use = limits_of(victim).of_address("127.0.0.1")
@@ -214,16 +215,16 @@ async def test_what_serves_a_stream_counts_for_its_address_until_something_is_gr
             for grants in (False, True):
                 if grants:
                     raw.grant()
-                before, until = use.recent.amount(), time.thread_time() + 0.05
+                until = time.thread_time() + 0.05
                 while time.thread_time() < until:
                     pass
                 await trio.lowlevel.checkpoint()
-                spent.append(use.recent.amount() - before)
+                spent.append(use.recent.amount())
 
         victim.set_stream_handler("/busy/1", serve)
         await attacker.open_stream(victim.peer_id, "/busy/1")
         await eventually(lambda: len(spent) == 2, "the stream is served")
-    assert spent[0] > 2500 and spent[1] < 500
+    assert spent[0] > 2500 and WORK.granted_part / 2 < spent[1] / spent[0] < 2 * WORK.granted_part
 
 
 async def test_handshakes_are_work_of_their_address() -> None:

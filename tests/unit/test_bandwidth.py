@@ -114,6 +114,23 @@ async def test_urgent_ones_do_not_starve_the_rest():
     assert passed["small"] > 10 * passed["large"]
 
 
+async def test_urgent_ones_take_turns_by_key():
+    throttle, passed = Throttle(RATE), Counter()
+
+    async def ask(key):
+        while True:
+            await throttle.turn(key, urgent=True)
+            throttle.spend(10_000)
+            passed[key] += 1
+
+    with trio.move_on_after(20):
+        async with trio.open_nursery() as nursery:
+            for _ in range(9):
+                nursery.start_soon(ask, "many")
+            nursery.start_soon(ask, "one")
+    assert passed["one"] > 0.8 * passed["many"]
+
+
 async def test_who_gives_up_waiting_holds_up_nobody():
     throttle, order = Throttle(RATE), []
     throttle.spend(2 * RATE)

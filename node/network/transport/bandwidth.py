@@ -73,7 +73,7 @@ class Throttle:
         if not self._others:
             self._others_served = trio.current_time()
         waiter = _TurnWaiter()
-        line, key = (self._urgent, None) if urgent else (self._others, key)
+        line = self._urgent if urgent else self._others
         line.join(key, waiter)
         try:
             await self._wait_in_line(waiter, urgent)

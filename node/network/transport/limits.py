@@ -87,7 +87,8 @@ class WorkShares:
     """Bytes on streams that were granted nothing for which a unit is counted: receiving and deciphering them."""
     quiet: int = 1000  # Units of an address lately, below which what it sends goes before what the others send
     granted_part: float = 1 / 8
-    """Of a frame on such a stream, which counts for being quiet: sessions send many, a flood many more."""
+    """Of a frame on such a stream, and of the work that led there, which counts for being quiet: sessions send many and
+    open often, a flood does so much more."""
 
 
 WORK: Final = WorkShares()
@@ -244,7 +245,12 @@ class NodeLimits:
         self.work.spend(units)
         if not use.is_quiet:
             self._loud.spend(units)
-        use.recent.add(units - granted + WORK.granted_part * granted)
+        use.recent.add(units)
+        self.granted(use, granted)
+
+    def granted(self, use: AddressUse, units: float) -> None:
+        """So many of the units that it took lately were for what it is granted."""
+        use.recent.add((WORK.granted_part - 1) * units)
 
     def admit(self, origin: str) -> bool:
         """Whether another connection of this address is worth a task. Counts the work of accepting or refusing it."""
@@ -330,8 +336,9 @@ def metered(
     work: Coroutine[Any, Any, R], limits: NodeLimits, address: AddressUse, stream: MeteredStream | None = None
 ) -> Generator[Any, Any, R]:
     """Does `work`, and counts the processor time of each of its steps for the address: but not while the stream, if it
-    is for one, waits for its turn or was granted something."""
+    is for one, waits for its turn or was granted something. What was counted before that was for it."""
     step: Callable[[], Any] = partial(work.send, None)
+    asking = None if stream is None else Recent()
     while True:
         begun = time.thread_time()
         try:
@@ -341,7 +348,13 @@ def metered(
             return done
         finally:
             if stream is None or not (stream.waits_turn or stream.granted):
-                limits.worked(address, WORK.step + (time.thread_time() - begun) * WORK.units_of_second)
+                units = WORK.step + (time.thread_time() - begun) * WORK.units_of_second
+                limits.worked(address, units)
+                if asking is not None:
+                    asking.add(units)
+            elif stream.granted and asking is not None:
+                limits.granted(address, asking.amount())
+                asking = None
         try:
             step = partial(work.send, (yield asked))
         except BaseException as error:
