@@ -205,8 +205,8 @@ async def test_steps_of_a_session_are_quiet_and_a_flood_on_its_stream_is_not(fra
 
 
 async def test_what_serves_a_stream_counts_for_its_address_until_something_is_granted() -> None:
-    """By processor time, whatever the handler does; then little of it. Who opens sessions again and again, each of which
-    costs 5 ms, would wait behind the loudest otherwise."""
+    """By processor time, whatever the handler does; then little of it. Who opens sessions again and again, for 5 ms
+    each, would wait behind the loudest otherwise."""
     spent = []
     async with host(LOOPBACK) as victim, knowing(victim) as attacker:
         use = limits_of(victim).of_address("127.0.0.1")
