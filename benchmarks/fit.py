@@ -1,6 +1,6 @@
 """What `petalnode fit` says of models and machines, against what servers on such machines then hold.
 
-    sudo python benchmarks/fit.py [--json] [--tokens N] [--folder DIR]
+    sudo python benchmarks/fit.py [--json] [--tokens N] [--folder DIR] [--machines SET ..] [--models MODEL ..]
 
 A machine is a control group with so much memory; all of them share this machine's processors. The servers start one
 after the other, without `--blocks`, and choose what fits. Needs root and 6 GB of disk. With `--folder` the models are
@@ -142,17 +142,21 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--tokens", type=int, default=24, help="of an answer; 0: none is asked for")
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--machines", nargs="+", choices=SETS, default=list(SETS))
+    parser.add_argument("--models", nargs="+", choices=("smollm2", *MADE), default=["smollm2", *MADE])
     asked = parser.parse_args()
     found = []
     with tempfile.TemporaryDirectory() as temporary:
         folder, kept = Path(temporary), asked.folder or Path(temporary)
-        models = {"smollm2": str(resolve("smollm2").path)}
-        for name, (shape, *options) in MADE.items():
+        models = {"smollm2": str(resolve("smollm2").path)} if "smollm2" in asked.models else {}
+        for name in [name for name in MADE if name in asked.models]:
+            shape, *options = MADE[name]
             models[name] = str(kept / f"{name.replace(' ', '-')}.gguf")
             made = [sys.executable, str(Path(__file__).with_name("make_gguf.py")), shape, models[name], *options]
             if not Path(models[name]).exists():
                 subprocess.run(made, check=True, capture_output=True)
-        for where, sizes in SETS.items():
+        for where in asked.machines:
+            sizes = SETS[where]
             for name, model in models.items():
                 with computers(sizes, folder) as machines:
                     said = fit_says(machines, sizes, model, folder)
