@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,15 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     from petalnode.node.client.session.link import ServerLink
 
     monkeypatch.setattr(ServerLink, "patience", lambda self, chunk, before=0: 1e6)
+
+
+@pytest.fixture
+def briefly_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers keep sessions whose stream was lost for half a second: so long a client waits for one that is gone."""
+    from petalnode.node.client.session import link, stream
+
+    for module in (link, stream):
+        monkeypatch.setattr(module, "DEADLINES", replace(module.DEADLINES, path_keep=0.5, keep_grace=0.5))
 
 
 @pytest.fixture

@@ -132,6 +132,7 @@ def test_a_session_whose_servers_always_fail_is_not_filled_for_ever(
         assert sum(sessions.granted.values()) <= 2 * LOSSES.replays
 
 
+@pytest.mark.usefixtures("briefly_kept")
 def test_who_fails_whenever_a_session_is_brought_to_it_is_asked_few_times(
     pool: MemoryPool, folder: Path, tmp_path: Path
 ) -> None:

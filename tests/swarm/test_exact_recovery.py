@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from petalnode.node.client.deadlines import DEADLINES
 from petalnode.node.errors import SwarmError
 from petalnode.node.testing.memory_servers import MemoryServer
 from tests.inspection import call, client_of, session_of
@@ -112,7 +113,12 @@ def test_honest_servers_end_in_the_digests_of_the_one_that_was_lost(parts: Parts
 
 
 @pytest.mark.parametrize("has_weights", [True, False])
-def test_a_liar_that_is_gone_does_not_have_honest_ones_punished(parts: Parts, has_weights: bool) -> None:
+def test_a_liar_that_is_gone_does_not_have_honest_ones_punished(
+    parts: Parts, has_weights: bool, request: pytest.FixtureRequest
+) -> None:
+    """Where nobody can tell who is wrong, a session may still come back for so long as its server keeps it."""
+    if not has_weights:
+        request.getfixturevalue("briefly_kept")
     beside, liar = parts.start("0:3"), parts.lying("3:6")
     others = [parts.start("3:6"), parts.start("3:6")]
     order(parts.control, blocks="bit")
@@ -121,6 +127,7 @@ def test_a_liar_that_is_gone_does_not_have_honest_ones_punished(parts: Parts, ha
     with preferring(parts, parts.folder if has_weights else parts.part, [beside, liar], others) as model:
         with pytest.raises(SwarmError, match=said):
             generated(model, lambda: liar, avoided)
+        assert client_of(model).totals.waits.by_cause["race"].longest < DEADLINES.path_keep
         assert banned(model) == ({liar.peer_id} if has_weights else set())
         assert not avoided - {liar.peer_id}
         assert answer(model, COUNT) == parts.expected()  # asked again

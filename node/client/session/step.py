@@ -39,6 +39,7 @@ from .recovery import (
     StreamEnded,
     next_action,
 )
+from .replacement import AnsweredWrong
 
 UNWATCHED_BYTES: Final = 1 << 16
 """Of a step that is sent without a look at how long that takes: it fits the least window of a stream (256 KiB)."""
@@ -371,7 +372,8 @@ class PipelineStep:
     async def _race(self) -> StepEvent:
         """Reconnects and replaces side by side; the first that succeeds goes on.
 
-        A person waits: a session that its server keeps for longer than others are looked for is not waited for.
+        A person waits: a session that its server keeps for longer than others are looked for is not waited for, nor one
+        whose answers so far were wrong.
         """
         won: list[StepEvent] = []
         reconnector = self.chain.reconnector(self.link)
@@ -387,7 +389,9 @@ class PipelineStep:
         async def take_others() -> None:
             if await self._replace() is Signal.REPLACED:
                 won.insert(0, Signal.REPLACED)  # the links have changed already
-                nursery.cancel_scope.cancel()
+            elif not isinstance(self._impossible, AnsweredWrong):
+                return
+            nursery.cancel_scope.cancel()
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(reconnect)
