@@ -115,7 +115,7 @@ FAMILIES: dict[str, Family] = {
             "position_embedding_size": 16,
         },
         text={"use_bidirectional_attention": "vision", "tie_word_embeddings": False},
-        outer={"tie_word_embeddings": False, "audio_token_id": 0, "video_token_id": 1},  # transformers pads these
+        outer={"tie_word_embeddings": False, "audio_token_id": 0, "video_token_id": 0},  # transformers pads these
     ),
     "qwen3_vl": _axes([2, 3, 3], deepstack_visual_indexes=[0, 1]),
     "qwen3_vl_moe": _axes([2, 3, 3], deepstack_visual_indexes=[0, 1]),

@@ -148,7 +148,7 @@ class ClientModel:
             self._made_per_block = skeleton.decoder.project_per_layer_inputs
             skeleton.decoder.project_per_layer_inputs = self._note_per_block
         self._outer = OuterLayers(self, self.model, skeleton.decoder, self.layer)
-        self.encoder = ImageEncoder(folder, self.dtype, device, self.model.get_input_embeddings())
+        self.encoder = ImageEncoder(folder, self.dtype, device, self.model.get_input_embeddings(), skeleton.decoder)
         self.original_length = original_length(skeleton.config)
         self._prepare_inputs = self.model.prepare_inputs_for_generation
         if self.original_length is not None:
@@ -333,6 +333,8 @@ class ClientModel:
 
     def _note_per_block(self, *args: Any) -> torch.Tensor:
         made: torch.Tensor = self._made_per_block(*args)
+        if isinstance(self.prompt, ImagePrompt):
+            made = self.prompt.put_per_block(made, self._here.call.position)
         self._here.per_block = made
         return made
 

@@ -82,7 +82,9 @@ def open_folder(path: Path, name: str, revision: str | None = None) -> ModelFold
         for file in path.glob(pattern):
             check_text_file(str(file), file.stat().st_size if file.is_file() else 0, pattern)
     try:
-        return ModelFolder(name, path, config, num_blocks(config), hidden_size(config), revision)
+        found = ModelFolder(name, path, config, num_blocks(config), hidden_size(config), revision)
+        boundaries_of(config, found.hidden_size, found.num_blocks)
+        return found
     except ModelError as error:
         raise ModelError(f"{path / 'config.json'}: {error}") from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,6 +49,7 @@ from tests.node_inspection import held, logged
 from tests.tiny_models import HIDDEN, NUM_BLOCKS, save_tiny
 
 CACHE_TOKENS: Final = 10_000
+CROSSING: Final = "gemma4_shared"
 MACHINE: Final = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=256 << 20))
 """In place of psutil."""
 
@@ -112,20 +114,21 @@ class _NobodyNext:
 
 
 @cache
-def blocks() -> BlockSpan:
+def blocks(kind: str = "llama") -> BlockSpan:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        save_tiny("llama", Path(folder))
+        save_tiny(kind, Path(folder))
         return load_span(Path(folder), Span(0, NUM_BLOCKS))
 
 
 @asynccontextmanager
-async def opened() -> AsyncIterator[Talk]:
+async def opened(kind: str = "llama") -> AsyncIterator[Talk]:
     """A server as `SpanServer` puts it together."""
-    handlers = Handlers()
-    compute = InPlace(blocks())
+    handlers, of_kind = Handlers(), blocks(kind)
+    compute = InPlace(of_kind)
     compute.start()
     hosted = Hosted(VERSION, "tiny", NUM_BLOCKS, Span(0, NUM_BLOCKS), HIDDEN, "float32", "none", 256)
+    hosted = replace(hosted, takes_groups=of_kind.takes_groups, boundaries=of_kind.stack.boundaries)
     context = RequestContext(hosted, compute, SERVER, pledger=partial(corpus.pledge_of, SERVER))
     cache_budget = MemoryBudget(CACHE_TOKENS)
     with (
@@ -167,13 +170,13 @@ async def opened() -> AsyncIterator[Talk]:
 # --- valid conversations
 
 
-def _hidden(rows: int, tokens: int, scale: float = 1.0) -> tuple[wire.Tensor, bytes]:
-    values = torch.randn(rows, tokens, HIDDEN, generator=torch.Generator().manual_seed(7)) * scale
+def _hidden(rows: int, tokens: int, width: int = HIDDEN) -> tuple[wire.Tensor, bytes]:
+    values = torch.randn(rows, tokens, width, generator=torch.Generator().manual_seed(7))
     return encode(values, "none")
 
 
-def _step(stream: str, sequence: int, position: int, tokens: int, **fields: Any) -> Frame:
-    tensor, payload = _hidden(2, tokens)
+def _step(stream: str, sequence: int, position: int, tokens: int, width: int = HIDDEN, **fields: Any) -> Frame:
+    tensor, payload = _hidden(2, tokens, width)
     step = wire.Step(**{"sequence": sequence, "position": position, "route_epoch": 1} | fields)
     return Frame(stream, wire.InferenceFrame(step=step, tensors=[tensor]), payload)
 
@@ -196,6 +199,24 @@ def _session() -> tuple[Frame, ...]:
         Frame(second, wire.InferenceFrame(resume=resume)),
         _step(second, 6, 3, 1),
         Frame(second, wire.InferenceFrame(close=wire.Close())),
+    )
+
+
+@cache
+def _crossing() -> tuple[Frame, ...]:
+    """At blocks whose tokens see each other in groups, get values for themselves and share keys and values."""
+    stream, opening, boundaries = f"{ids.INFERENCE} 1", corpus.opening(), blocks(CROSSING).stack.boundaries
+    opening.ClearField("upstream")
+    opening.span.start = 2
+    width = boundaries.width(2)
+    return (
+        Frame(stream, wire.InferenceFrame(open=opening)),
+        _step(stream, 1, 0, 4, width, groups=[0, 2, 1, 0, 3, 2, 1, 0]),
+        _step(stream, 2, 4, 1, width, reorder=[1, 0]),
+        _step(stream, 3, 5, 6, width, groups=[*[6, 5, 4, 3, 2, 1], *[2, 1] * 3]),
+        _step(stream, 4, 4, 2, width),
+        _step(stream, 5, 6, 1, boundaries.width(0)),
+        Frame(stream, wire.InferenceFrame(close=wire.Close())),
     )
 
 
@@ -316,6 +337,10 @@ def _sessions_of(mutator: Mutator) -> Conversation:
     return conversation(mutator, _session(), _signed_push, shares=0.15)
 
 
+def _crossing_of(mutator: Mutator) -> Conversation:
+    return conversation(mutator, _crossing(), shares=0.15)
+
+
 def _batches_of(mutator: Mutator) -> Conversation:
     protocol = mutator.random.choice((ids.FORWARD, ids.BACKWARD, ids.BACKWARD))
     return conversation(mutator, _batches(protocol), shares=0.12)
@@ -330,6 +355,7 @@ LONGEST: Final = 2400.0
 
 TARGETS: Final[tuple[Target, ...]] = (
     Target("sessions and pushes", 3, _sessions_of, opened, LONGEST, peak=16 << 20),
+    Target("sessions with groups", 2, _crossing_of, partial(opened, CROSSING), LONGEST, peak=16 << 20),
     Target("batches", 2, _batches_of, opened, LONGEST, peak=16 << 20),
     Target("adapters from clients", 2, _adapters_of, opened, LONGEST, peak=16 << 20),
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from petalnode.node.blocks.client_part import load_client
@@ -109,6 +110,25 @@ def test_the_language_part_of_a_model_that_sees_pictures(tmp_path: Path) -> None
         span = load_span(tmp_path, cut)
         hidden = span.forward(hidden, span.make_cache(2, 16))
     assert (client.head(hidden) - expected).abs().max() <= 1e-5
+
+
+@torch.no_grad()
+def test_the_language_part_of_gemma3n_whose_encoders_are_not_here(tmp_path: Path) -> None:
+    """transformers builds those only with a library that petalnode does without."""
+    alone = save_tiny("gemma3n_shared", tmp_path / "alone")
+    weights = load_file(alone / "model.safetensors")
+    seen = {name.replace("model.", "model.language_model.", 1): weight for name, weight in weights.items()}
+    seen |= {f"model.{name}.weight": torch.ones(3) for name in ("vision_tower.timm_model.conv", "embed_audio.norm")}
+    save_file(seen, tmp_path / "model.safetensors")
+    outer = {"model_type": "gemma3n", "text_config": json.loads((alone / "config.json").read_text())}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    ids = torch.randint(3, VOCABULARY, (2, 11))
+    client = load_client(tmp_path)
+    hidden = client.embed(ids)
+    for cut in (Span(0, 1), Span(1, 6)):
+        span = load_span(tmp_path, cut)
+        hidden = span.forward(hidden, span.make_cache(2, 16))
+    assert torch.equal(client.head(hidden), load_whole(alone)(ids).logits)
 
 
 @torch.no_grad()

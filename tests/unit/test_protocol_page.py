@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,23 @@ def test_prefix_names() -> None:
     assert digest(domain, ["long factors", hashes[0]]).hex() == vector["with long factors"]
     of_first = [tokens * row_and_axis for row_and_axis in range(3 * 2)]
     assert digest(domain, ["positions", of_first, hashes[0]]).hex() == vector["with positions 0 to 389"]
+    whole = digest(domain, ["tokens", *hashes[1:4]])
+    for at in range(5):
+        positions, numbers = [at + tokens * row for row in range(6)], list(bytes.fromhex(vector["groups"])[at::tokens])
+        in_group = digest(domain, ["group", [], numbers, whole, hashes[at]])
+        assert (in_group if 0 < at < 4 else hashes[at]).hex() == vector["with groups"][at]
+        placed = digest(domain, ["positions", positions, hashes[at]])
+        in_group = digest(domain, ["group", positions, numbers, whole, hashes[at]])
+        assert (in_group if 0 < at < 4 else placed).hex() == vector["with groups and positions"][at]
+
+
+def test_a_step_that_says_how_its_tokens_are_laid_out() -> None:
+    vector = MESSAGES["laid out step"]
+    step = wire.Step.FromString(bytes.fromhex(vector["step"]))
+    payload = hashlib.sha256(b"".join(struct.pack("<f", number) for number in range(24))).digest()
+    said = ["long factors", "positions", list(step.positions), "groups", list(step.groups)]
+    fields = [step.sequence, step.position, [], step.route_epoch, [1, 3, 8], "float32", "none", payload, b"", []]
+    assert digest("petalnode/request/1", [*fields, *said]).hex() == vector["hash"]
 
 
 def test_adapter() -> None:

@@ -191,7 +191,27 @@ def _prefix() -> dict[str, Any]:
         "names": names.names,
         "with long factors": token_digests(payload, 2, 65, long_factors=True)[0],
         "with positions 0 to 389": moved[0],
+        **_grouped(payload),
     }
+
+
+def _grouped(payload: bytes) -> dict[str, Any]:
+    """Of tokens 1 and 2 of the first row, and 2 and 3 of the second: together one group of three."""
+    groups = [0] * 130
+    groups[1:3] = groups[65 + 2 : 65 + 4] = 2, 1
+    positions = tuple(range(3 * 2 * 65))
+    return {
+        "groups": bytes(groups),
+        "with groups": token_digests(payload, 2, 65, layout=Layout(groups=tuple(groups)))[:5],
+        "with groups and positions": token_digests(payload, 2, 65, layout=Layout(positions, tuple(groups)))[:5],
+    }
+
+
+def _laid_out_step() -> dict[str, Any]:
+    """The request hash of a step that says all that can be said of its tokens."""
+    tensor, payload = tensors.encode(torch.arange(24, dtype=torch.float32).reshape(1, 3, 8), "none")
+    step = wire.Step(sequence=4, position=2, route_epoch=7, long_factors=True, positions=range(2, 11), groups=[3, 2, 1])
+    return {"step": step.SerializeToString(deterministic=True), "hash": hash_of_step(step, tensor, sha256(payload))}
 
 
 def _adapter() -> dict[str, Any]:
@@ -318,6 +338,7 @@ def message_vectors() -> dict[str, Any]:
         "adapter": _adapter(),
         "credits": _credits(),
         "session": session,
+        "laid out step": _laid_out_step(),
         "evidence": _evidence(receipt),
     }
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,6 +33,7 @@ _HARMLESS: Final = frozenset(
     {
         *("inputs_embeds", "position_ids", "attention_mask", "past_key_values", "use_cache", "return_dict"),
         *("output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep", "labels"),
+        "per_layer_inputs",
     }
 )
 """What a language part may be called with: what travels, and what concerns its cache and its outputs."""
@@ -46,10 +47,13 @@ class ImagePrompt:
     Attributes:
         embeddings: [rows, tokens, embedding size]: in the place of those of its tokens.
         whole: the layout of all its tokens.
+        per_block: [rows, tokens, blocks, values]: likewise in the place of what each block gets for itself alone, where
+            they get such.
     """
 
     embeddings: torch.Tensor
     whole: TokenLayout = TEXT
+    per_block: torch.Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -77,14 +81,23 @@ class ImagePrompt:
     def bytes_of(self, token: int) -> bytes:
         """All that a token of the first row is by, its number in the row aside."""
         own = self.whole.part(token, 1)
-        parts = (self.embeddings[:1, token], own.positions, own.groups, own.features)
+        per_block = None if self.per_block is None else self.per_block[:1, token]
+        parts = (self.embeddings[:1, token], own.positions, own.groups, own.features, per_block)
         return b"".join(part.double().cpu().numpy().tobytes() for part in parts if part is not None)
 
     def put(self, embedded: torch.Tensor, position: int) -> torch.Tensor:
         """The embeddings of the tokens from `position` on, of this prompt as far as it goes."""
-        own = self.embeddings[:, position : position + embedded.shape[1]].to(embedded.device, embedded.dtype)
-        own = own.repeat_interleave(embedded.shape[0] // len(own), dim=0)  # beams
-        return torch.cat([own, embedded[:, own.shape[1] :]], dim=1)
+        return _put(self.embeddings, embedded, position)
+
+    def put_per_block(self, made: torch.Tensor, position: int) -> torch.Tensor:
+        """The same for what is for single blocks, [rows, tokens, blocks, values]."""
+        return made if self.per_block is None else _put(self.per_block, made, position)
+
+
+def _put(whole: torch.Tensor, made: torch.Tensor, position: int) -> torch.Tensor:
+    own = whole[:, position : position + made.shape[1]].to(made.device, made.dtype)
+    own = own.repeat_interleave(made.shape[0] // len(own), dim=0)  # beams
+    return torch.cat([own, made[:, own.shape[1] :]], dim=1)
 
 
 class _Entered(Exception):
@@ -98,10 +111,11 @@ class _Entered(Exception):
 class _Entrance(nn.Module):
     """In the place of a language part."""
 
-    def __init__(self, part: Any, embeddings: nn.Module) -> None:
+    def __init__(self, part: Any, embeddings: nn.Module, decoder: Any) -> None:
         super().__init__()
         self.config = part.config
         self.embed_tokens = embeddings
+        self._decoder = [decoder]  # which has no weights here
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed_tokens
@@ -110,7 +124,7 @@ class _Entrance(nn.Module):
         raise _Entered(kwargs)
 
     def get_per_layer_inputs(self, *args: Any) -> Any:
-        raise _Entered({"per_layer_inputs": args})
+        return self._decoder[0].get_per_layer_inputs(*args)
 
 
 class ImageEncoder:
@@ -118,10 +132,14 @@ class ImageEncoder:
 
     Args:
         embeddings: the language part's, of tokens.
+        decoder: the language part.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, embeddings: nn.Module) -> None:
+    def __init__(
+        self, folder: Path, dtype: torch.dtype, device: torch.device, embeddings: nn.Module, decoder: Any
+    ) -> None:
         self._folder = folder
+        self._decoder = decoder
         self._dtype = dtype
         self._device = device
         self._embeddings = embeddings
@@ -163,7 +181,7 @@ class ImageEncoder:
 
     def _load(self) -> None:
         if self._model is None:
-            self._model = _load(self._folder, self._dtype, self._device, self._embeddings)
+            self._model = _load(self._folder, self._dtype, self._device, self._embeddings, self._decoder)
 
     def _encode(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, images: Mapping[str, Any]
@@ -177,7 +195,11 @@ class ImageEncoder:
         try:
             model(input_ids=input_ids.to(self._device), attention_mask=mask.to(self._device), **given)
         except _Entered as entered:
-            return _prompt_of(entered.given, self._model.config, mask)
+            prompt, per_block = _prompt_of(entered.given, model.config, mask), entered.given.get("per_layer_inputs")
+            made = (
+                per_block if per_block is None else self._decoder.project_per_layer_inputs(prompt.embeddings, per_block)
+            )
+            return replace(prompt, per_block=made)
         except (ValueError, RuntimeError, TypeError, IndexError) as error:
             raise BadInput(f"these pictures and tokens do not fit each other: {reason_of(error)}") from error
         raise ModelError(
@@ -232,8 +254,8 @@ def _takes_pictures(config: Any) -> bool:
 
 
 @memory_needed("Loading the encoder of pictures")
-def _load(folder: Path, dtype: torch.dtype, device: torch.device, embeddings: nn.Module) -> Any:
-    """The whole model without its language part, whose embeddings are these.
+def _load(folder: Path, dtype: torch.dtype, device: torch.device, embeddings: nn.Module, decoder: Any) -> Any:
+    """The whole model without its language part, which is `decoder` and whose embeddings are these.
 
     Raises:
         ModelError: it takes no pictures, or its files do not fit it.
@@ -258,7 +280,7 @@ def _load(folder: Path, dtype: torch.dtype, device: torch.device, embeddings: nn
     parameters = model.state_dict()
     part = model.get_submodule(path)
     head = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), path)
-    model.set_submodule(path, _Entrance(part, nn.Identity()))
+    model.set_submodule(path, _Entrance(part, nn.Identity(), decoder))
     if not head.startswith(path):
         model.set_submodule(head, nn.Identity())
     gone = {name for name in parameters if name.startswith((f"{path}.", f"{head}."))}
