@@ -9,6 +9,7 @@ import pytest
 
 from tests.swarm.conftest import SharedSwarm
 from tests.swarm.processes import environment, petalnode
+from tests.tiny_models import save_tiny
 
 MACHINES = {
     "model": {"blocks": 6},
@@ -54,6 +55,12 @@ def test_a_plan_for_a_file_of_machines(machines: Path, home: Path) -> None:
     assert fastest["tokens_per_second"] < busiest["tokens_per_second"] <= busiest["most_tokens_per_second"]
     table = petalnode("plan", "--machines", str(machines), env=environment(home))
     assert table.code == 0 and "there is no faster chain" in table.out and "attic" in table.out, table
+
+
+def test_a_plan_says_that_it_does_not_know_shared_blocks(machines: Path, tmp_path: Path, home: Path) -> None:
+    folder = save_tiny("gemma4_shared", tmp_path / "model")
+    outcome = petalnode("plan", str(folder), "--machines", str(machines), env=environment(home))
+    assert outcome.code == 0 and "blocks 2:6 of model share keys and values" in outcome.err, outcome
 
 
 def test_a_plan_with_trusted_machines_at_both_ends(tmp_path: Path, home: Path) -> None:

@@ -96,6 +96,11 @@ def _model(
         open_skeleton(folder.path)
         num_blocks = num_blocks or folder.num_blocks
         block_bytes = block_bytes or _block_bytes(folder)
+        if (together := folder.boundaries.together) is not None:
+            output.note(
+                f"blocks {together} of {folder.name} share keys and values, so one machine has to hold all of them: "
+                "the plans below do not know that"
+            )
     if num_blocks is not None and num_blocks > MACHINES.max_blocks:
         raise BadInput(f"{model} has {num_blocks} blocks; a plan can have at most {MACHINES.max_blocks}")
     if num_blocks is None:
