@@ -97,6 +97,14 @@ def test_it_begins_where_the_hidden_states_do(folder: Path) -> None:
     assert read(late, [*text, 5, 6, 7, 8]).isfinite().all()
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
+def test_what_a_server_says_makes_no_guess_that_cannot_be_sampled(value: float, folder: Path) -> None:
+    reader = reader_of(folder)
+    reader.note([5, 6, 7], torch.full((3, HIDDEN), value))
+    for line in ([5, 6, 7, 8], [5, 6, 7, 8, 9]):
+        assert read(reader, line).isfinite().all()
+
+
 def without(file: Path, name: str) -> None:
     tensors = load_file(file)
     save_file({key: value for key, value in tensors.items() if not key.endswith(name)}, file, {"format": "pt"})

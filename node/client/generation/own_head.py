@@ -28,7 +28,7 @@ from ...blocks.client_part import ClientModel
 from ...blocks.skeleton import Skeleton, build, fill
 from ...blocks.span import BlockSpan
 from ...blocks.stack import BlockStack
-from ...errors import ModelError, PetalnodeError
+from ...errors import ModelError, reason_of
 from ...models.checkpoint import Checkpoint
 from ...models.folder import read_config, scheme_of
 from ...models.parts import COPIES
@@ -176,8 +176,8 @@ def own_head(part: ClientModel) -> OwnHead | None:
         if part not in _LOADED:
             try:
                 _LOADED[part] = _load(part)
-            except PetalnodeError as error:
-                _log.warning("no drafts by the own head of the model in %s: %s", part.folder, error)
+            except Exception as error:  # transformers breaks in its own ways, and answers come all the same
+                _log.warning("no drafts by the own head of the model in %s: %s", part.folder, reason_of(error))
                 _LOADED[part] = None
         return _LOADED[part]
 
@@ -240,8 +240,14 @@ class OwnReader:
                 if end - place == PREFILL_TOKENS and end <= last:
                     return None
                 place = end
-            self._outputs = {at: output for at, output in self._outputs.items() if at > last - MOST_DRAFTED}
-            return self._part.logits_of(self._outputs[last].view(1, 1, -1))[0, 0]
+            self._forget(last - MOST_DRAFTED)
+            return torch.nan_to_num(self._part.logits_of(self._outputs[last].view(1, 1, -1))[0, 0])
+
+    def _forget(self, end: int) -> None:
+        """What was read of positions before `end` is in the cache, and no draft goes back so far."""
+        self._outputs = {place: output for place, output in self._outputs.items() if place >= end}
+        with self._noting:
+            self._known = {place: found for place, found in self._known.items() if place >= end}
 
     def _go_back(self, tokens: Sequence[int], known: Mapping[int, Any], last: int) -> int:
         """Takes out of the cache what is of other tokens, of guesses where more is known by now, and the last position;
