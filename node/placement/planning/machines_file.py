@@ -42,7 +42,7 @@ class MachinesLimits:
     bandwidth_share: float = 0.75
     """Part of the memory's bandwidth that a decode step reaches, which reads every weight once and does little else. Of
     the devices in table 2 of the Berkeley report (EECS-2024-111): A100 0.70, RTX 3090 0.84, A10G 0.76. The compiled
-    kernels reach 0.56 to 0.97 of what two cores of a Xeon read (matrices of 4 to 16 bits)."""
+    kernels reach 0.56 to 0.96 of what two cores of a Xeon read (matrices of 4 to 16 bits)."""
 
 
 MACHINES: Final = MachinesLimits()
