@@ -118,7 +118,8 @@ def _judge(
     asked = claim.request.tensors if isinstance(claim, LoggedBatch) else [tensor for _, tensor, _ in claim.steps]
     width = folder.boundaries.width(claim.receipt.span[0])
     widths = {width, width * (1 + deepstack(read_config(folder.path)))}
-    beyond = claim.receipt.span[1] > folder.num_blocks or folder.boundaries.refusal(Span(*claim.receipt.span))
+    start, end = claim.receipt.span
+    beyond = not start < end <= folder.num_blocks or folder.boundaries.refusal(Span(start, end))
     if beyond or any(tensor.shape[-1] not in widths for tensor in asked):
         size = f"{folder.num_blocks} blocks of width {width}"
         raise NotProven(f"no server takes what was asked of a model with {size}")

@@ -305,7 +305,7 @@ NOT_TAKEN: dict[str, tuple[str, dict[str, Any]]] = {
     "two tensors": ("takes 1 tensors", {"tensors": [tensor(2, 3, HIDDEN)] * 2}),
     "no gradient": ("takes 2 tensors", {"protocol": BACKWARD, "tensors": [tensor(2, 3, HIDDEN)]}),
     "another gradient": (
-        "hidden states' shape",
+        "not of what comes of hidden states",
         {"protocol": BACKWARD, "tensors": [tensor(2, 3, HIDDEN), tensor(2, 4, HIDDEN)]},
     ),
     "two dimensions": ("is not .rows up to", {"shape": (2, 3)}),

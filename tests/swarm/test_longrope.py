@@ -122,8 +122,8 @@ def test_drafts(length: int, served: Served, monkeypatch: pytest.MonkeyPatch) ->
     repeating = prompt(1, 5).repeat(1, 1 + length // 5)[:, :length]
     few = {"sequence_bias": {(token,): 25.0 for token in range(5, 8)}}  # so that the answer repeats itself
     for options in ({}, few):
-        served.same(repeating, 25, drafts=True, **options)
-        served.same(torch.cat([torch.zeros(1, 6, dtype=torch.long), repeating], dim=1), 25, drafts=True, **options)
+        served.same(repeating, 40, drafts=True, **options)
+        served.same(torch.cat([torch.zeros(1, 6, dtype=torch.long), repeating], dim=1), 40, drafts=True, **options)
     assert served.model.drafts["accepted"] > 5
 
 

@@ -35,7 +35,7 @@ from petalnode.protocols.announcement import (
 )
 from petalnode.protocols.directory import MAX_HEADER
 from petalnode.protocols.framing import MessageStream, PeerError
-from petalnode.protocols.ids import Span
+from petalnode.protocols.ids import Boundaries, Span
 from tests.directories import a_directory, announcer_of
 
 pytestmark = pytest.mark.virtual_time
@@ -310,7 +310,8 @@ async def test_servers_that_have_announced_themselves_long_ago_and_are_gone_cost
     records = [held(number, age, span=Span(0, BLOCKS)) for number in range(20)]
     there = {record.content.peer_id for record in records[::2]}
     async with trio.open_nursery() as nursery:
-        model: Any = SimpleNamespace(version=MODEL, num_blocks=BLOCKS)
+        folder = SimpleNamespace(boundaries=Boundaries(64, BLOCKS))
+        model: Any = SimpleNamespace(version=MODEL, num_blocks=BLOCKS, folder=folder)
         swarm: Any = Pinged(records, there)
         selection = ServerSelection(swarm, model, nursery)
         begun = trio.current_time()

@@ -16,8 +16,8 @@ CREDITS, ADAPTER = "as /petalnode/credits/1", "as /petalnode/adapter/1"
 
 
 def of(by: str, protocol: str, entries: str = "", *tests: str, fuzz: str = "", size: str = "") -> Row:
-    """A message that its protocol bounds, but for what is given."""
-    return Row(by, size or protocol, protocol, entries or protocol, tests, (fuzz,) if fuzz else ())
+    """A message that its protocol bounds, but for what is given; `fuzz` may name several targets."""
+    return Row(by, size or protocol, protocol, entries or protocol, tests, tuple(fuzz.split(", ")) if fuzz else ())
 
 
 _A: Final = "tests/attacks/"
@@ -58,7 +58,7 @@ MESSAGES: Final[Mapping[str, Row]] = {
         f"{_A}test_payload_before_permission.py",
         f"{_A}test_encoded_tensors.py",
         f"{_A}test_many_sessions_of_one.py",
-        fuzz="tensor",
+        fuzz="tensor, sessions with groups",
     ),
     "InferenceFrame.reply": of(
         SERVER, INFERENCE, "", f"{_A}test_claimed_compute.py", f"{_A}test_two_answers.py", fuzz="answers to steps"
