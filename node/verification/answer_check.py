@@ -125,7 +125,8 @@ class _SignedStep:
             raise BadInput(f"the receipts tell of tensors of {shape[:8]}, and the model's width is {width}")
         if asked.dtype not in DTYPES or not 0 <= span.start < span.end <= folder.num_blocks:
             raise BadInput(f"{folder.name} has no blocks {span} that take {asked.dtype[:40]!r}")
-        if asked.codec == "int8-block64" and folder.hidden_size % INT8_BLOCK:
+        widths = map(folder.boundaries.width, receipt.span)
+        if asked.codec == "int8-block64" and any(width % INT8_BLOCK for width in widths):
             raise BadInput("under this codec a token depends on those beside it")
         return cls(reply.peer_id, receipt, step, asked, answer)
 

@@ -115,12 +115,15 @@ def _judge(
         NotProven: no server takes what was asked.
         PetalnodeError: as `Recomputation.answer`.
     """
-    asked = claim.request.tensors if isinstance(claim, LoggedBatch) else [tensor for _, tensor, _ in claim.steps]
-    width = folder.boundaries.width(claim.receipt.span[0])
-    widths = {width, width * (1 + deepstack(read_config(folder.path)))}
     start, end = claim.receipt.span
+    width, leaving = folder.boundaries.width(start), folder.boundaries.width(end)
+    if isinstance(claim, LoggedBatch):
+        asked = zip(claim.request.tensors, ({width}, {leaving}), strict=False)  # hidden states, and a gradient
+    else:
+        features = width * (1 + deepstack(read_config(folder.path)))
+        asked = ((tensor, {width, features}) for _, tensor, _ in claim.steps)
     beyond = not start < end <= folder.num_blocks or folder.boundaries.refusal(Span(start, end))
-    if beyond or any(tensor.shape[-1] not in widths for tensor in asked):
+    if beyond or any(tensor.shape[-1] not in widths for tensor, widths in asked):
         size = f"{folder.num_blocks} blocks of width {width}"
         raise NotProven(f"no server takes what was asked of a model with {size}")
     try:

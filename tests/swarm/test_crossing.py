@@ -10,17 +10,21 @@ from typing import Any
 import pytest
 import torch
 
+from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.stack import BlockStack, closed, opened
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
 from petalnode.node.client.generation.conversation import Conversation
 from petalnode.node.client.generation.sampling import Sampling
 from petalnode.node.errors import BadInput
 from petalnode.node.models.folder import open_folder
+from petalnode.node.models.manifest import compute_manifest
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
-from petalnode.node.trust.bundle import Bundle, session_bundle
+from petalnode.node.trust.bundle import Bundle, batch_bundle, session_bundle
 from petalnode.node.trust.receipt_log import KEPT_RECEIPTS, ReceiptArchive
 from petalnode.node.verification.evidence_check import check_evidence
+from petalnode.protocols.ids import Span
 from tests.greedy import generate, prompt
+from tests.signing_server import SigningServer, Spoil, honest, spoiled
 from tests.swarm.deep_drafts import Few, draft_deep
 from tests.swarm.fleet import heard_of
 from tests.swarm.memory_pool import opened as opened_client
@@ -41,17 +45,6 @@ def folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     endless = {"max_position_embeddings": 1024, "eos_token_id": None}
     return save_tiny(kind, tmp_path_factory.mktemp("crossing") / kind, **endless)
-
-
-@pytest.fixture(scope="module")
-def whole(folder: Path) -> Any:
-    return load_whole(folder)
-
-
-@pytest.fixture(scope="module")
-def swarm() -> Iterator[MemorySwarm]:
-    with memory_swarm() as swarm:
-        yield swarm
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +145,17 @@ def test_who_forges_what_blocks_get_for_themselves_is_proven_faulty(
         bundles = swarm.call(_shown, swarm, folder, ids, first)
     liar = [check_evidence(bundle, there) for bundle in bundles]
     assert all(one.proven for one in liar), liar
+
+
+@pytest.mark.parametrize("spoil", [honest, spoiled])
+def test_who_spoils_a_gradient_is_proven_faulty(folder: Path, kind: str, spoil: Spoil) -> None:
+    """The gradient that comes in is narrower than the hidden states, by what blocks got for themselves."""
+    there, span = open_folder(folder, "tiny"), Span(CUTS[kind][1].start, CUTS[kind][1].end)
+    server = SigningServer(folder, compute_manifest(there).version, span)
+    entering, leaving = (torch.randn(1, 5, there.boundaries.width(block)) for block in (span.start, span.end))
+    shown = batch_bundle(Identity.generate(), server.work(entering, leaving, spoil=spoil))
+    outcome = check_evidence(Bundle.from_bytes(shown.to_bytes()), there)
+    assert outcome.signed and outcome.proven == (spoil is spoiled), outcome
 
 
 def test_servers_choose_blocks_that_one_may_hold(tmp_path: Path) -> None:

@@ -249,9 +249,8 @@ def _batch_memory(context: RequestContext) -> BatchMemory:
     at least), what streams keep, and what autograd keeps of a pass."""
     free, device = psutil.virtual_memory().available, context.compute.blocks.device
     on_device = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free
-    largest = (
-        4 * MICRO_BATCH_TOKENS * context.hosted.width(context.hosted.span.start) * 4
-    )  # a backward pass and its reply, in float32
+    width = context.hosted.width(context.hosted.span.start)
+    largest = 4 * MICRO_BATCH_TOKENS * width * 4  # a backward pass and its reply, in float32
     return BatchMemory(
         MemoryBudget(max(int(BATCH_SHARE * free), 2 * largest), "MiB for batches", 1 << 20),
         MemoryBudget(int(KEPT_SHARE * free), "MiB for tensors that are kept", 1 << 20),
