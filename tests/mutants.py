@@ -135,7 +135,7 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
     "node/client/api/generating.py": _GENERATED,
     "node/client/api/processors.py": (*_unit("row_groups"), *_GENERATED),
     "node/client/generation/decoding.py": (*_GENERATED, "swarm/test_longrope"),
-    "node/client/generation/own_head.py": ("parity/test_own_heads", "swarm/test_own_heads"),
+    "node/client/generation/mtp_head.py": ("parity/test_mtp_heads", "swarm/test_mtp_heads"),
     "node/client/api/arguments.py": ("unit/test_call_arguments", "swarm/test_call_arguments"),
     "node/blocks/config.py": (
         *_unit("block_config"),

@@ -101,7 +101,7 @@ class Checkpoint:
     Args:
         folder: in Hugging Face layout.
         num_blocks: of the whole model; read from `config.json` if not given.
-        drafts: whether the parts are those of manifests in which a head that predicts further tokens counts.
+        drafts: whether the parts are those of manifests in which an MTP head counts.
 
     Raises:
         ModelError: if there are no usable weights; names the file and what to do.

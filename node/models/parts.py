@@ -28,7 +28,7 @@ _HEAD_MODULES = frozenset(
 )
 _LANGUAGE_WORDS = ("language", "text")
 COPIES: Final = ("embed_tokens.", "shared_head.head.")
-"""What a head that predicts further tokens may have once more."""
+"""What an MTP head may have once more."""
 _PLAIN = (".weight", ".bias", "_bias")
 
 

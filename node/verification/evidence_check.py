@@ -118,10 +118,10 @@ def _judge(
     start, end = claim.receipt.span
     width, leaving = folder.boundaries.width(start), folder.boundaries.width(end)
     if isinstance(claim, LoggedBatch):
-        asked = zip(claim.request.tensors, ({width}, {leaving}), strict=False)  # hidden states, and a gradient
+        asked = list(zip(claim.request.tensors, ({width}, {leaving}), strict=False))  # hidden states, and a gradient
     else:
         features = width * (1 + deepstack(read_config(folder.path)))
-        asked = ((tensor, {width, features}) for _, tensor, _ in claim.steps)
+        asked = [(tensor, {width, features}) for _, tensor, _ in claim.steps]
     beyond = not start < end <= folder.num_blocks or folder.boundaries.refusal(Span(start, end))
     if beyond or any(tensor.shape[-1] not in widths for tensor, widths in asked):
         size = f"{folder.num_blocks} blocks of width {width}"

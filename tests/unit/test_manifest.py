@@ -17,7 +17,7 @@ from petalnode.node.models import Manifest, ModelFolder, compute_manifest, resol
 from petalnode.node.models.manifest import MAX_WIRE_BYTES, canonical_architecture
 from petalnode.protocols.ids import Span
 from petalnode.protocols.wire_pb2 import Manifest as WireManifest
-from tests.own_heads import save_with_head
+from tests.mtp_heads import save_with_head
 from tests.tiny_models import NUM_BLOCKS, save_tiny
 
 DIGEST = bytes(range(32))

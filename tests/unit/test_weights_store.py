@@ -30,7 +30,7 @@ from petalnode.node.weights.store import (
 )
 from petalnode.protocols.ids import Span
 from petalnode.protocols.weights import PIECE_BYTES, WEIGHTS_LIMITS, Offer, Tree, TreeEntry
-from tests.own_heads import save_with_head
+from tests.mtp_heads import save_with_head
 from tests.tiny_gguf import write_tiny_gguf
 from tests.tiny_models import NUM_BLOCKS, save_tiny
 

@@ -79,7 +79,7 @@ class ApiOptions(ServerChoice):
         str,
         typer.Option(
             metavar="auto|none|MODEL",
-            help="Guess tokens from the text so far, and by the model's own head for further tokens or a smaller MODEL "
+            help="Guess tokens from the text so far, and by the model's MTP head or a smaller MODEL "
             "that runs here, as `petalnode chat` does.",
         ),
     ] = "auto"

@@ -47,7 +47,7 @@ class ChatOptions(ServerChoice):
         str,
         typer.Option(
             metavar="auto|none|MODEL",
-            help="auto: guess tokens from the text so far, and by the model's own head for further tokens if it has "
+            help="auto: guess tokens from the text so far, and by the model's MTP head if it has "
             "one, and have the servers check several at once where that is quicker; the answer is the same. MODEL: "
             "have this model, a smaller one with the same tokenizer that runs here, guess too. none: one token after "
             "the other.",

@@ -13,7 +13,7 @@ from ...blocks.remote_cache import RemoteCache, RemoteCall, positions
 from ...errors import BadInput
 from ...models.adapter import Adapter
 from ..generation.drafting import DraftCounts
-from ..generation.own_head import own_head
+from ..generation.mtp_head import mtp_head
 from ..session_adapter import SessionAdapter
 from .arguments import check_generate, take_images
 from .generating import BatchDecoding, GenerateOptions, take_draft_options, takes_loop, with_loop
@@ -98,7 +98,7 @@ class DistributedModelForCausalLM(DistributedModel):
                 this call. Give the whole sequence: tokens that the session already holds are not sent again, and
                 tokens that differ are rolled back.
             prompt_lookup_num_tokens, assistant_model, use_mtp: as in transformers, for tokens that are guessed from the
-                text, or by a smaller model on this machine or the model's own head for the token after the next one as
+                text, or by a smaller model on this machine or the model's MTP head for the token after the next one as
                 well, and checked several at once. The answer is the same, with
                 the same seed too. How many are guessed follows from measurements, not from the number given. Rows of
                 a batch take drafts each for itself where that is quicker than one batch without.
@@ -124,8 +124,8 @@ class DistributedModelForCausalLM(DistributedModel):
                 raise BadInput("session= cannot be combined with a soft prompt, whose tokens a session does not know")
             return self.soft_prompt.generate(input_ids, **kwargs)
         options = take_draft_options(kwargs, self.transformers_model)
-        if options.own_head and own_head(self._local) is None:
-            raise BadInput("use_mtp: this model has no head for further tokens that can be used here; leave it out")
+        if options.mtp_head and mtp_head(self._local) is None:
+            raise BadInput("use_mtp: this model has no MTP head that can be used here; leave it out")
         if kwargs.get("use_cache") is False:
             return self.transformers_model.generate(input_ids, **kwargs)
         if self.remote_blocks is not self._blocks:

@@ -32,7 +32,7 @@ from ...errors import BadInput, unwrapped
 from ..generation.decoding import Embedding
 from ..generation.draft_model import PREFILL_TOKENS, DraftReader
 from ..generation.drafting import DraftCounts, LookupDrafter
-from ..generation.own_head import own_reader
+from ..generation.mtp_head import mtp_reader
 from ..generation.sampling import Token
 from ..generation.speculation import Answering, Drafter
 from .inference_session import InferenceSession
@@ -50,11 +50,11 @@ _ANY_LENGTH: Final = 1 << 20
 @dataclass(frozen=True)
 class GenerateOptions:
     """What `generate` was asked for: whether there are drafts; a model on this machine that guesses them, beside what
-    is looked up in the text, or `own_head` of the model; and what transformers hands on to no `custom_generate`."""
+    is looked up in the text, or `mtp_head` of the model; and what transformers hands on to no `custom_generate`."""
 
     drafts: bool = False
     assistant: Any = None
-    own_head: bool = False
+    mtp_head: bool = False
     streamer: Any = None
 
 
@@ -193,7 +193,7 @@ class Part:
         self.skipped = (0 if prompt is None else prompt.tokens) + embedding.padding
         if self.options.assistant is not None:
             self.reader = Assistant(self.options.assistant)
-        elif self.options.own_head and (reader := own_reader(self.local, self.session.max_length)) is not None:
+        elif self.options.mtp_head and (reader := mtp_reader(self.local, self.session.max_length)) is not None:
             reader.note(self.tokens[self.skipped : -1], given["past_key_values"].last[0])
             self.reader = reader
         return embedding
@@ -258,7 +258,7 @@ class BatchDecoding:
         padding = config._pad_token_tensor
         answers = Answers(len(input_ids), 0 if padding is None else int(padding), self._options.streamer)
         count, drafts = self._cut(prepared)
-        options = replace(self._options, drafts=drafts, own_head=drafts and self._options.own_head)
+        options = replace(self._options, drafts=drafts, mtp_head=drafts and self._options.mtp_head)
         if count == 1:
             sampler = ProcessorSampler(prepared, answers)
             self._run_together(Part(self._local, self._session, prepared, sampler, options))

@@ -30,7 +30,7 @@ from ..session_adapter import SessionAdapter
 from .decoding import Decoding, Embedding
 from .draft_model import DraftCache, DraftModel
 from .drafting import DraftPlan, LookupDrafter
-from .own_head import own_reader
+from .mtp_head import mtp_reader
 from .sampling import Sampler, Sampling
 from .speculation import Answering, Drafter
 
@@ -53,8 +53,8 @@ class Conversation:
         soft_prompt: [virtual tokens, embedding size], which stands before all of it and counts beyond max_length.
         adapter: changes the blocks; by default the client's.
         drafts: whether to ask the servers about tokens that are guessed from the text, beside the next one, where that
-            is quicker. The answer is the same. Where the text does not, the model's own head guesses if it has one
-            (`own_head`), or the model that is given, which has the tokenizer of the model.
+            is quicker. The answer is the same. Where the text does not, the model's MTP head guesses if it has one
+            (`mtp_head`), or the model that is given, which has the tokenizer of the model.
 
     Attributes:
         prefix_salt: only with conversations of the same one it shares what servers keep of its beginning.
@@ -313,7 +313,7 @@ class Conversation:
             saved, self._saved = self._saved, None
             spec = replace(spec, codec=await self._client.chosen_codec(spec, saved))
             if self._drafter is not None and self._drafts is True:
-                self._drafter.reader = await trio.to_thread.run_sync(own_reader, self._model, self.max_length)
+                self._drafter.reader = await trio.to_thread.run_sync(mtp_reader, self._model, self.max_length)
             embed = self._embedding.chunks
             prompt = [] if saved is not None else await trio.to_thread.run_sync(embed, tokens, 0, spec)
             opened = self._client.session(spec, saved=saved, prompt=prompt)

@@ -1,6 +1,6 @@
-"""Tokens a step with drafts by a model's own head, which was trained for a minute on what the model says.
+"""Tokens a step with drafts by a model's MTP head, which was trained for a minute on what the model says.
 
-    python benchmarks/own_head.py [--json] [--model-seconds 120] [--seconds 60] [--tokens 64] [--rtt 50]
+    python benchmarks/mtp_head.py [--json] [--model-seconds 120] [--seconds 60] [--tokens 64] [--rtt 50]
 
 The made model has the shape of Qwen3.5 (four blocks of 128 values, gated delta rule and full attention, tokens are
 bytes) and is trained on the pages of `docs/` for `--model-seconds`. Its head for the token after the next one begins as
@@ -32,7 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from petalnode.node.blocks.client_part import ClientModel, load_client
 from petalnode.node.client.generation.conversation import Conversation
 from petalnode.node.client.generation.drafting import Draft, DraftPlan, PipelineSpeed
-from petalnode.node.client.generation.own_head import OwnHead, own_head
+from petalnode.node.client.generation.mtp_head import MtpHead, mtp_head
 from petalnode.node.client.generation.sampling import Sampling
 from petalnode.node.testing.memory_network import Link
 from petalnode.node.testing.memory_servers import MemorySwarm, memory_swarm
@@ -100,7 +100,7 @@ def made_model(folder: Path, seconds: float) -> tuple[Any, dict[str, Any]]:
     return model, {"steps": steps, "loss": round(last, 3), "bytes": len(text)}
 
 
-def train_head(model: Any, part: ClientModel, head: OwnHead, seconds: float) -> dict[str, Any]:
+def train_head(model: Any, part: ClientModel, head: MtpHead, seconds: float) -> dict[str, Any]:
     """On samples of the model, a new batch for every twenty steps; making them is part of the time."""
     layers = (head.enorm, head.hnorm, head.eh_proj, head.norm, *head.blocks.stack.blocks)
     parameters = [parameter.requires_grad_() for layer in layers for parameter in layer.parameters()]
@@ -187,7 +187,7 @@ def main() -> None:
         folder = Path(scratch)
         model, found = made_model(folder, options.model_seconds)
         part = load_client(folder)
-        head = own_head(part)
+        head = mtp_head(part)
         assert head is not None
         before = measure(folder, part, options, (2,))
         trained = train_head(model, part, head, options.seconds)

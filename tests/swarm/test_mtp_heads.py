@@ -1,4 +1,4 @@
-"""Answers drafted by a model's own head for further tokens are those without; most is drafted where it is right."""
+"""Answers drafted by a model's MTP head are those without; most is drafted where it is right."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from petalnode.node.client.generation.sampling import Sampling
 from petalnode.node.errors import BadInput
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
 from tests.greedy import generate, prompt
-from tests.own_heads import HEADS, save_with_head
+from tests.mtp_heads import HEADS, save_with_head
 from tests.swarm.memory_pool import opened
 from tests.tiny_models import load_whole, save_tiny
 
@@ -73,7 +73,7 @@ def test_a_model_without_a_head_cannot_be_asked_for_its_drafts(swarm: MemorySwar
     folder = save_tiny("llama", tmp_path)
     servers = serve(swarm, folder)
     with swarm.open_model(AutoDistributedModelForCausalLM, folder) as model:
-        with pytest.raises(BadInput, match="use_mtp: this model has no head"):
+        with pytest.raises(BadInput, match="use_mtp: this model has no MTP head"):
             generate(model, prompt(1, 4), use_mtp=True)
         assert torch.equal(generate(model, prompt(1, 4), use_mtp=False), generate(model, prompt(1, 4)))
     for server in servers:

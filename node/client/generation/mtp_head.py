@@ -1,4 +1,4 @@
-"""Drafts by a model's own head for the token after the next one, which stands behind its last block.
+"""Drafts by a model's MTP head for the token after the next one, which stands behind its last block.
 
 Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): what left the last block at a token, behind the
 final norm, and the embedding of the token that follows go, each normed, through a projection and one block of the
@@ -54,7 +54,7 @@ _KINDS: Final = {"mimo_v2_flash": {"layer_types": "sliding_attention", "mlp_laye
 
 
 @dataclass(frozen=True)
-class OwnHeadLimits:
+class MtpLimits:
     """What is kept and asked for.
 
     Attributes:
@@ -68,11 +68,11 @@ class OwnHeadLimits:
     free_share: float = 0.5
 
 
-_LIMITS: Final = OwnHeadLimits()
+_LIMITS: Final = MtpLimits()
 
 
 @dataclass(eq=False)
-class OwnHead:
+class MtpHead:
     """The head's layers. Several conversations take turns."""
 
     enorm: nn.Module
@@ -133,7 +133,7 @@ def _one_block(whole: Skeleton) -> Skeleton:
     return build(config, whole.dtype)
 
 
-def _load(part: ClientModel) -> OwnHead | None:
+def _load(part: ClientModel) -> MtpHead | None:
     with Checkpoint(part.folder) as checkpoint:
         keys = _tensors(checkpoint)
         if not keys:
@@ -162,14 +162,14 @@ def _load(part: ClientModel) -> OwnHead | None:
     stack = BlockStack(skeleton.decoder, blocks, skeleton.boundaries, 0)
     specs = cache_specs(stack, skeleton, windows, part.device)
     loaded = BlockSpan(span, 1, stack, specs, skeleton, part.device, Numerics())
-    return OwnHead(norms[0], norms[1], project, norms[2], loaded)
+    return MtpHead(norms[0], norms[1], project, norms[2], loaded)
 
 
-_LOADED: Final[WeakKeyDictionary[ClientModel, OwnHead | None]] = WeakKeyDictionary()
+_LOADED: Final[WeakKeyDictionary[ClientModel, MtpHead | None]] = WeakKeyDictionary()
 _LOADING: Final = threading.Lock()
 
 
-def own_head(part: ClientModel) -> OwnHead | None:
+def mtp_head(part: ClientModel) -> MtpHead | None:
     """The head of the model of which `part` is, loaded when this is asked for the first time; None if it has none, or
     one that cannot be used, which is said once. For worker threads."""
     with _LOADING:
@@ -177,25 +177,25 @@ def own_head(part: ClientModel) -> OwnHead | None:
             try:
                 _LOADED[part] = _load(part)
             except Exception as error:  # transformers breaks in its own ways, and answers come all the same
-                _log.warning("no drafts by the own head of the model in %s: %s", part.folder, reason_of(error))
+                _log.warning("no drafts by the MTP head of the model in %s: %s", part.folder, reason_of(error))
                 _LOADED[part] = None
         return _LOADED[part]
 
 
-def own_reader(part: ClientModel, max_length: int) -> OwnReader | None:
+def mtp_reader(part: ClientModel, max_length: int) -> MtpReader | None:
     """For a conversation of up to `max_length` tokens; None where the model has no such head. For worker threads."""
-    head = own_head(part)
-    return None if head is None else OwnReader(part, head, max_length)
+    head = mtp_head(part)
+    return None if head is None else MtpReader(part, head, max_length)
 
 
-class OwnReader:
+class MtpReader:
     """What the head has read of one conversation, as `DraftReader`.
 
     Its cache begins where what left the last block is known: of a part of a prompt that servers had kept it is not, nor
     of one that nobody asked for. Rotary positions count from there, which makes no difference: only distances matter.
     """
 
-    def __init__(self, part: ClientModel, head: OwnHead, max_length: int) -> None:
+    def __init__(self, part: ClientModel, head: MtpHead, max_length: int) -> None:
         self._part, self._head = part, head
         self.max_length, self.reads = min(max_length, head.blocks.max_positions), _LIMITS.prompt
         self._cache = head.blocks.make_cache(1, self.max_length)

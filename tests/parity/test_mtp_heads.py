@@ -1,4 +1,4 @@
-"""A model's own head for further tokens computes what transformers' does, and follows its text back and forth."""
+"""A model's MTP head computes what transformers' does, and follows its text back and forth."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from transformers.modeling_layers import MtpModel
 
 from petalnode.node.blocks.client_part import load_client
 from petalnode.node.client.generation.draft_model import PREFILL_TOKENS
-from petalnode.node.client.generation.own_head import OwnReader, own_head, own_reader
+from petalnode.node.client.generation.mtp_head import MtpReader, mtp_head, mtp_reader
 from tests.greedy import prompt
-from tests.own_heads import HEADS, save_with_head
+from tests.mtp_heads import HEADS, save_with_head
 from tests.tiny_models import HIDDEN, NUM_BLOCKS, load_whole, save_tiny
 
 LENGTH = PREFILL_TOKENS + 20
 
 
-def reader_of(folder: Path) -> OwnReader:
-    reader = own_reader(load_client(folder), 256)
+def reader_of(folder: Path) -> MtpReader:
+    reader = mtp_reader(load_client(folder), 256)
     assert reader is not None
     return reader
 
 
-def read(reader: OwnReader, line: list[int]) -> torch.Tensor:
+def read(reader: MtpReader, line: list[int]) -> torch.Tensor:
     while (logits := reader.read(line)) is None:
         pass
     return logits
@@ -129,11 +129,11 @@ def test_a_head_that_does_not_fit_is_left_out(
     damage(folder / "model.safetensors", name.split("|")[architecture == "qwen3_next"])
     part = load_client(folder)
     with caplog.at_level(logging.WARNING):
-        assert own_head(part) is None and own_head(part) is None
-    (said,) = [record.getMessage() for record in caplog.records if "own head" in record.getMessage()]
+        assert mtp_head(part) is None and mtp_head(part) is None
+    (said,) = [record.getMessage() for record in caplog.records if "MTP head" in record.getMessage()]
     assert "\n" not in said
     assert part.head(torch.zeros(1, 1, HIDDEN)).isfinite().all()
 
 
 def test_models_without_a_head_say_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert own_head(load_client(save_tiny("llama", tmp_path))) is None and not caplog.records
+    assert mtp_head(load_client(save_tiny("llama", tmp_path))) is None and not caplog.records
