@@ -106,7 +106,7 @@ compat: setup $(COMPAT)/.ready
 # The JavaScript client (clients/js) over servers, in Node and in Debian's Chromium. 500 MB on the first run, so no part of `test`.
 interop: setup build/interop/.ready
 	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; }
-	$(BIN)/pytest -n 0 tests/interop/check_client.py
+	$(BIN)/pytest -n 0 tests/interop/check_*.py
 
 build/interop/.ready: clients/js/package-lock.json clients/js/package.json | setup
 	$(BIN)/python packaging/install_locked.py more

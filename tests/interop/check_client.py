@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -38,6 +39,13 @@ def built() -> None:
         shutil.copytree(ROOT / "clients/js" / part, BUILT / part, dirs_exist_ok=True)
     bundle = ["examples/page.js", "--bundle", "--minify", "--outfile=page/page.js"]
     subprocess.run([NODE, "node_modules/esbuild/bin/esbuild", *bundle], cwd=BUILT, check=True, capture_output=True)
+
+
+def test_its_functions_give_the_test_vectors() -> None:
+    shutil.copy(Path(__file__).with_name("vectors.test.mjs"), BUILT)
+    env = os.environ | {"DOCS": str(ROOT / "docs")}
+    done = subprocess.run([NODE, "--test", "vectors.test.mjs"], cwd=BUILT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 class Client(Running):

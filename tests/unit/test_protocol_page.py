@@ -211,20 +211,40 @@ def test_clearing() -> None:
     check_signature(VALIDATOR, domain, message, vector["signature"])
 
 
-def test_a_session_from_open_to_close() -> None:
-    """Each message as it stands on the stream, and the receipt of its only step."""
+def framed(name: str, kind: Any) -> tuple[list[Any], list[bytes]]:
+    """The headers and payloads of messages as they stand on the stream."""
     frames, payloads = [], []
-    for said in MESSAGES["session"]:
+    for said in MESSAGES[name]:
         data, size, shift = bytes.fromhex(said["bytes"]), 0, 0
         while True:
             size |= (data[0] & 127) << shift
             more, data, shift = data[0] >> 7, data[1:], shift + 7
             if not more:
                 break
-        frames.append(wire.InferenceFrame.FromString(data[:size]))
+        frames.append(kind.FromString(data[:size]))
         payloads.append(data[size:])
         assert [tensor.nbytes for tensor in frames[-1].tensors] == ([len(payloads[-1])] if payloads[-1] else [])
         assert frames[-1].WhichOneof("body") == said["message"]
+    return frames, payloads
+
+
+def test_weights_are_handed_on() -> None:
+    """What is held, a tree by which the manifest's digest follows, and a piece whose hash is in the tree."""
+    frames, payloads = framed("weights", wire.WeightsFrame)
+    assert [said["from"] for said in MESSAGES["weights"]] == ["asker", "holder"] * 3
+    asked, offer, tree = frames[0].query, frames[1].offer, frames[3].tree
+    assert asked.model_version.hex() == MESSAGES["model"]["version"]
+    assert [number for number in range(8) if offer.parts[0] >> number & 1] == [0, 1, 2]
+    tensors = [[one.name, one.dtype, list(one.shape), one.nbytes] for one in tree.tensors]
+    found = digest("petalnode/model/part/2", [tree.form, tensors, tree.pieces])
+    assert found == wire.Manifest.FromString(bytes.fromhex(MESSAGES["model"]["manifest"])).embeddings
+    piece = frames[4].piece_query.piece
+    assert hashlib.sha256(payloads[5]).digest() == tree.pieces[32 * piece : 32 * piece + 32]
+
+
+def test_a_session_from_open_to_close() -> None:
+    """Each message as it stands on the stream, and the receipt of its only step."""
+    frames, payloads = framed("session", wire.InferenceFrame)
     opened, granted, step, reply = frames[0].open, frames[1].granted, frames[2].step, frames[3].reply
     (tensor,), receipt, span = frames[2].tensors, reply.receipt, [opened.span.start, opened.span.end]
     root = [CLIENT, opened.nonce, granted.session_epoch, opened.model_version, span, opened.batch, []]

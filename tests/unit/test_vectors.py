@@ -146,19 +146,36 @@ def _tree(*entries: TreeEntry) -> tuple[Tree, bytes]:
     return Tree("safetensors", tuple(sorted(entries, key=lambda entry: entry.name)), pieces), data
 
 
+_CONFIG = {"model_type": "llama", "hidden_size": 4, "rope_theta": 10000.0, "_name_or_path": "x", "torch_dtype": "f"}
+
+
+def _embeddings() -> tuple[Tree, bytes]:
+    """More than one piece."""
+    return _tree(TreeEntry("embed_tokens.weight", "BF16", (131_080, 4), 1_048_640))
+
+
+def _block() -> Tree:
+    return _tree(TreeEntry("mlp.weight", "F32", (2, 4), 32), TreeEntry("attn.weight", "F32", (4, 4), 64))[0]
+
+
+def _head() -> Tree:
+    return _tree(TreeEntry("norm.weight", "F32", (4,), 16))[0]
+
+
+def _manifest() -> Manifest:
+    embeddings, _ = _embeddings()
+    return Manifest(canonical_architecture(_CONFIG), embeddings.digest, (_block().digest,), _head().digest)
+
+
 def _model() -> dict[str, Any]:
-    """Of one block, with more than one piece of embeddings."""
-    block, _ = _tree(TreeEntry("mlp.weight", "F32", (2, 4), 32), TreeEntry("attn.weight", "F32", (4, 4), 64))
-    embeddings, data = _tree(TreeEntry("embed_tokens.weight", "BF16", (131_080, 4), 1_048_640))
-    head, _ = _tree(TreeEntry("norm.weight", "F32", (4,), 16))
-    config = {"model_type": "llama", "hidden_size": 4, "rope_theta": 10000.0, "_name_or_path": "x", "torch_dtype": "f"}
-    manifest = Manifest(canonical_architecture(config), embeddings.digest, (block.digest,), head.digest)
+    embeddings, data = _embeddings()
+    manifest = _manifest()
     return {
-        "config.json": config,
+        "config.json": _CONFIG,
         "config": manifest.config.decode(),
         "parts": [
             {"tree": tree.to_wire().SerializeToString(deterministic=True), "digest": tree.digest}
-            for tree in (embeddings, block, head)
+            for tree in (embeddings, _block(), _head())
         ],
         "embeddings": {"bytes": len(data), "first piece": sha256(data[:PIECE_BYTES]), "last": data[PIECE_BYTES:]},
         "manifest": manifest.to_wire(),
@@ -295,18 +312,34 @@ def _session() -> tuple[list[dict[str, Any]], Receipt]:
         ("server", wire.InferenceFrame(reply=reply, tensors=[answer_tensor]), answer),
         ("client", wire.InferenceFrame(close=wire.Close()), b""),
     )
-    exchange = [
-        {"from": side, "message": frame.WhichOneof("body"), "bytes": _framed(frame, payload)}
-        for side, frame, payload in messages
-    ]
-    return exchange, receipt
+    return [_framed(*message) for message in messages], receipt
 
 
-def _framed(frame: wire.InferenceFrame, payload: bytes) -> bytes:
+def _framed(side: str, frame: wire.InferenceFrame | wire.WeightsFrame, payload: bytes = b"") -> dict[str, Any]:
+    """A message as it stands on the stream, and which side sends it."""
     for tensor in frame.tensors:
         tensor.nbytes = len(payload)
     header = frame.SerializeToString(deterministic=True)
-    return varint(len(header)) + header + payload
+    return {"from": side, "message": frame.WhichOneof("body"), "bytes": varint(len(header)) + header + payload}
+
+
+def _weights() -> list[dict[str, Any]]:
+    """What is held of the version, the tree of its embeddings, and their last piece."""
+    tree, data = _embeddings()
+    version = _manifest().version
+    asked = wire.WeightsQuery(model_version=version)
+    offer = wire.WeightsOffer(parts=b"\x07", blocks="model.layers.", base="model.", bare=["lm_head.weight"])
+    tree_query = wire.TreeQuery(model_version=version)
+    piece_query = wire.PieceQuery(model_version=version, piece=1)
+    piece = wire.WeightsFrame(piece=wire.WeightsPiece(), tensors=[wire.Tensor()])
+    return [
+        _framed("asker", wire.WeightsFrame(query=asked)),
+        _framed("holder", wire.WeightsFrame(offer=offer)),
+        _framed("asker", wire.WeightsFrame(tree_query=tree_query)),
+        _framed("holder", wire.WeightsFrame(tree=tree.to_wire())),
+        _framed("asker", wire.WeightsFrame(piece_query=piece_query)),
+        _framed("holder", piece, data[PIECE_BYTES:]),
+    ]
 
 
 def _evidence(receipt: Receipt) -> dict[str, Any]:
@@ -338,6 +371,7 @@ def message_vectors() -> dict[str, Any]:
         "adapter": _adapter(),
         "credits": _credits(),
         "session": session,
+        "weights": _weights(),
         "laid out step": _laid_out_step(),
         "evidence": _evidence(receipt),
     }

@@ -22,7 +22,7 @@ function statement (domain, message, fields) {
   return { bytes, hash: () => digest(domain, bytes, message.signature) }
 }
 
-function receiptOf (receipt) {
+export function receiptOf (receipt) {
   const { span } = receipt
   return statement('petalnode/receipt/1', receipt, [
     receipt.protocolVersion, receipt.modelVersion, [span?.start ?? 0, span?.end ?? 0], receipt.dtype, receipt.quantisation,
@@ -31,7 +31,7 @@ function receiptOf (receipt) {
   ])
 }
 
-function pledgeOf (pledge) {
+export function pledgeOf (pledge) {
   return statement('petalnode/pledge/1', pledge, [
     peerText(pledge.server), pledge.modelVersion, [pledge.span.start, pledge.span.end], pledge.dtype, pledge.quantisation, pledge.deposit,
     pledge.fromMs, pledge.untilMs, pledge.holder.length > 0 ? peerText(pledge.holder) : '', pledge.voucher

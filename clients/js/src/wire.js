@@ -19,7 +19,7 @@ export const ANNOUNCEMENT = [
   [11, 'string', 'dtype'], [12, 'string', 'quantisation'], [13, 'uint', 'cacheTokensFree'], [14, 'uint', 'cacheTokens'],
   [15, 'uint', 'queueDepth'], [17, 'bytes', 'addrs', 'many'], [21, 'uint', 'maxSessionLength']
 ]
-const SIGNED_ANNOUNCEMENT = [[1, 'bytes', 'announcement'], [2, 'bytes', 'signature']]
+export const SIGNED_ANNOUNCEMENT = [[1, 'bytes', 'announcement'], [2, 'bytes', 'signature']]
 const RECEIPT = [
   [1, 'uint', 'protocolVersion'], [2, 'bytes', 'modelVersion'], [3, SPAN, 'span'], [4, 'string', 'dtype'], [5, 'string', 'quantisation'],
   [6, 'bytes', 'client'], [7, 'bytes', 'nonce'], [8, 'bytes', 'sessionEpoch'], [9, 'uint', 'sequence'], [10, 'bytes', 'requestHash'],

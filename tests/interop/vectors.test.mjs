@@ -1,0 +1,218 @@
+// The test vectors of docs/ come out of the JavaScript client's functions, and of docs/protocol.md where it has none.
+// `node --test vectors.test.mjs`, beside the client's `src`; the environment's DOCS is the folder of the vectors.
+import assert from 'node:assert/strict'
+import { readFileSync } from 'node:fs'
+import { test } from 'node:test'
+import { base58btc } from 'multiformats/bases/base58'
+import { canonical, concat, digest, hex, isSigned, peerText, sha256 } from './src/canonical.js'
+import { readAnnouncement } from './src/directory.js'
+import { halfToFloat } from './src/ends.js'
+import { pledgeOf, receiptOf } from './src/session.js'
+import { INFERENCE, MANIFEST, SIGNED_ANNOUNCEMENT, WEIGHTS, decode, encode, readVarint } from './src/wire.js'
+
+const read = name => JSON.parse(readFileSync(`${process.env.DOCS}/${name}-vectors.json`, 'utf8'))
+const old = read('receipt')
+const said = read('message')
+const bytes = text => Uint8Array.from(text.match(/../g) ?? [], pair => parseInt(pair, 16))
+const peer = text => base58btc.baseDecode(text)
+const [server, client, validator] = old.keys.map(key => key.peer_id)
+const signed = (who, domain, message, signature) => assert.ok(isSigned(peer(who), domain, message, bytes(signature)))
+const f32 = values => new Uint8Array(Float32Array.from(values).buffer)
+const [, MANIFEST_FIELDS] = MANIFEST.find(([, , name]) => name === 'manifest')
+const [, TREE] = WEIGHTS.find(([, , name]) => name === 'tree')
+
+function frames (vector, schema) {
+  return vector.map(({ message, bytes: text }) => {
+    const data = bytes(text)
+    const [size, from] = readVarint(data, 0, 4)
+    const header = data.subarray(from, from + Number(size))
+    const frame = decode(schema, header)
+    const body = Object.keys(frame).find(name => name !== 'tensors')
+    assert.equal(body.replace(/[A-Z]/, letter => `_${letter.toLowerCase()}`), message)
+    const payload = data.subarray(from + Number(size))
+    assert.equal(payload.length, frame.tensors.reduce((sum, tensor) => sum + tensor.nbytes, 0))
+    return { body: frame[body], tensors: frame.tensors, payload, header, frame }
+  })
+}
+
+test('canonical bytes', () => {
+  const { domain, bytes: expected, sha256: hash } = old.canonical
+  const fields = [-1, 'ä', Uint8Array.of(0), [2, []]]
+  assert.equal(hex(canonical(domain, ...fields)), expected)
+  assert.equal(hex(digest(domain, ...fields)), hash)
+})
+
+test('receipt and pledge', () => {
+  const { receipt, pledge } = old
+  const span = ([start, end]) => ({ start, end })
+  const toReceipt = receiptOf({
+    protocolVersion: receipt.protocol_version, modelVersion: bytes(receipt.model_version), span: span(receipt.span), dtype: receipt.dtype,
+    quantisation: receipt.quantisation, client: peer(receipt.client), nonce: bytes(receipt.nonce), sessionEpoch: bytes(receipt.session_epoch),
+    sequence: receipt.sequence, requestHash: bytes(receipt.request_hash), replyHash: bytes(receipt.reply_hash),
+    previousReceipt: bytes(receipt.previous_receipt), upstreamReceipt: bytes(receipt.upstream_receipt), timeMs: receipt.time_ms,
+    adapter: bytes(receipt.adapter), signature: bytes(receipt.signature)
+  })
+  const toPledge = pledgeOf({
+    server: peer(pledge.server), modelVersion: bytes(pledge.model_version), span: span(pledge.span), dtype: pledge.dtype,
+    quantisation: pledge.quantisation, deposit: pledge.deposit, fromMs: pledge.from_ms, untilMs: pledge.until_ms,
+    holder: peer(pledge.holder), voucher: bytes(pledge.voucher), signature: bytes(pledge.signature)
+  })
+  for (const [domain, vector, made] of [['receipt', receipt, toReceipt], ['pledge', pledge, toPledge]]) {
+    assert.equal(hex(made.bytes), vector.canonical)
+    assert.equal(hex(made.hash()), vector.hash)
+    signed(server, `petalnode/${domain}/1`, made.bytes, vector.signature)
+  }
+  signed(client, 'petalnode/countersignature/1', bytes(receipt.hash), receipt.countersignature)
+  signed(validator, 'petalnode/deposit/1', canonical('petalnode/deposit/1', server, pledge.deposit, pledge.until_ms), pledge.voucher)
+  assert.equal(hex(sha256(bytes(receipt.answer))), receipt.reply_hash)
+})
+
+test('session root, requests of a step and of a batch', () => {
+  const { session: s, request: r, work: w } = old
+  const root = digest(
+    'petalnode/session/1', s.client, bytes(s.nonce), bytes(s.session_epoch), bytes(s.model_version), s.span, s.batch, s.left_padding, s.codec,
+    s.dtype, bytes(s.adapter), bytes(s.pledge)
+  )
+  assert.equal(hex(root), s.root)
+  assert.equal(hex(sha256(bytes(r.payload))), r.payload_hash)
+  const targets = r.targets.map(([who, nonce, number]) => [bytes(who), bytes(nonce), number])
+  const step = [r.sequence, r.position, r.reorder, r.route_epoch, r.shape, r.dtype, r.codec, bytes(r.payload_hash), bytes(r.upstream_receipt)]
+  assert.equal(hex(digest('petalnode/request/1', ...step, targets)), r.hash)
+  const tensor = [[2, 1, 8], 'float32', 'none']
+  const all = payloads => sha256(concat(payloads.map(bytes)))
+  const kept = digest('petalnode/keep/1', w.keep.names, [tensor], all(w.keep.payloads))
+  assert.equal(hex(kept), w.keep.hash)
+  const batch = [w.protocol, w.sequence, [tensor, tensor], bytes(w.mask), w.positions, all(w.payloads), kept]
+  assert.equal(hex(digest('petalnode/work/1', ...batch)), w.hash)
+})
+
+test('announcement', () => {
+  const record = decode(SIGNED_ANNOUNCEMENT, bytes(said.announcement.signed))
+  assert.equal(hex(record.announcement), said.announcement.announcement)
+  const read = readAnnouncement(record, 1_700_000_010_000)
+  assert.deepEqual([read.peer, read.modelName, read.span, read.state], [server, 'smollm2', { start: 3, end: 9 }, 2])
+  assert.equal(readAnnouncement(record, 1_700_000_060_000), undefined) // it has ended
+  record.announcement[60] ^= 1
+  assert.equal(readAnnouncement(record, 1_700_000_010_000), undefined)
+})
+
+test('manifest, parts and version', () => {
+  const { model } = said
+  const digests = model.parts.map(part => {
+    const { form, tensors, pieces } = decode(TREE, bytes(part.tree))
+    const found = digest('petalnode/model/part/2', form, tensors.map(one => [one.name, one.dtype, one.shape, one.nbytes]), pieces)
+    assert.equal(hex(found), part.digest)
+    return found
+  })
+  const manifest = decode(MANIFEST_FIELDS, bytes(model.manifest))
+  assert.deepEqual([manifest.embeddings, ...manifest.blocks, manifest.head].map(hex), digests.map(hex))
+  assert.equal(new TextDecoder().decode(manifest.config), model.config)
+  assert.equal(hex(digest('petalnode/model/1', manifest.config, manifest.embeddings, manifest.blocks, manifest.head)), model.version)
+})
+
+test('weights are handed on', () => {
+  const [asked, offer, , tree, question, piece] = frames(said.weights, WEIGHTS)
+  assert.equal(hex(asked.body.modelVersion), said.model.version)
+  assert.deepEqual([[...offer.body.parts], offer.body.blocks, offer.body.bare], [[7], 'model.layers.', ['lm_head.weight']])
+  assert.equal(hex(encode(TREE, tree.body)), said.model.parts[0].tree)
+  const at = 32 * question.body.piece
+  assert.equal(hex(sha256(piece.payload)), hex(tree.body.pieces.subarray(at, at + 32)))
+})
+
+test('a session from Open to Close', () => {
+  const all = frames(said.session, INFERENCE)
+  const [open, granted, step, reply] = all
+  // What the client sends is written as petalnode writes it.
+  for (const { frame, header } of [open, step, all[4]]) assert.equal(hex(encode(INFERENCE, frame)), hex(header))
+  const { nonce, modelVersion, span } = open.body
+  const blocks = [span.start, span.end]
+  const root = digest('petalnode/session/1', client, nonce, granted.body.sessionEpoch, modelVersion, blocks, 1, [], 'none', 'float32', bytes(''), bytes(''))
+  const [tensor] = step.tensors
+  const request = digest(
+    'petalnode/request/1', step.body.sequence, step.body.position, [], step.body.routeEpoch, tensor.shape, tensor.dtype, tensor.codec,
+    sha256(step.payload), bytes(''), []
+  )
+  const { receipt } = reply.body
+  assert.deepEqual([receipt.requestHash, receipt.replyHash, receipt.previousReceipt].map(hex), [request, sha256(reply.payload), root].map(hex))
+  assert.equal(peerText(receipt.client), client)
+  signed(server, 'petalnode/receipt/1', receiptOf(receipt).bytes, hex(receipt.signature))
+})
+
+test('names of a prefix', () => {
+  const { prefix: p } = said
+  const domain = 'petalnode/prefix/1'
+  let name = digest(domain, bytes(p.model_version), p.span, p.batch, [], p.codec, p.dtype, bytes(p.adapter), bytes(p.salt))
+  assert.equal(hex(name), p.root)
+  const payload = bytes(p.payload)
+  const size = payload.length / 2 / p.tokens
+  const token = at => sha256(concat([0, 1].map(row => payload.subarray((row * p.tokens + at) * size, (row * p.tokens + at + 1) * size))))
+  const hashes = Array.from({ length: p.tokens }, (_, at) => token(at))
+  p.names.forEach((expected, block) => {
+    name = digest(domain, name, concat(hashes.slice(32 * block, 32 * block + 32)))
+    assert.equal(hex(name), expected)
+  })
+  assert.equal(hex(digest(domain, 'long factors', hashes[0])), p['with long factors'])
+  const places = at => Array.from({ length: 6 }, (_, axis) => at + p.tokens * axis)
+  assert.equal(hex(digest(domain, 'positions', places(0), hashes[0])), p['with positions 0 to 389'])
+  const groups = bytes(p.groups)
+  const whole = digest(domain, 'tokens', ...hashes.slice(1, 4))
+  for (let at = 0; at < 5; at++) {
+    const numbers = [groups[at], groups[at + p.tokens]]
+    const inGroup = positions => digest(domain, 'group', positions, numbers, whole, hashes[at])
+    const isIn = at > 0 && at < 4
+    assert.equal(hex(isIn ? inGroup([]) : hashes[at]), p['with groups'][at])
+    assert.equal(hex(isIn ? inGroup(places(at)) : digest(domain, 'positions', places(at), hashes[at])), p['with groups and positions'][at])
+  }
+})
+
+test('adapter', () => {
+  const { adapter } = said
+  const blocks = adapter.blocks.map(([number]) => {
+    const of = adapter.tensors.filter(tensor => tensor.name.startsWith(`${number}.`)) // sorted by name as they stand
+    return [number, digest('petalnode/adapter-block/1', of.map(one => [one.name, one.shape, one.dtype, bytes(one.sha256)]))]
+  })
+  assert.deepEqual(blocks.map(([number, hash]) => [number, hex(hash)]), adapter.blocks)
+  assert.equal(hex(digest('petalnode/adapter/1', blocks)), adapter.hash)
+})
+
+const CREDITS = {
+  credit: ['issuer', 'issuer, holder, points, deposit, deposit_until_ms, sequence, time_ms'],
+  'credit-query': ['holder', 'issuer, holder, time_ms'],
+  'credit-transfer': ['spender', 'issuer, spender, recipient, points, sequence, until_ms'],
+  'credit-deposit': ['server', 'issuer, server, points, until_ms, sequence']
+}
+
+test('points', () => {
+  for (const [name, [signer, names]] of Object.entries(CREDITS)) {
+    const [vector, domain] = [said.credits[name], `petalnode/${name}/1`]
+    const message = canonical(domain, ...names.split(', ').map(field => vector[field]))
+    assert.equal(hex(message), vector.canonical)
+    signed(vector[signer], domain, message, vector.signature)
+    assert.equal(hex(digest(domain, message, bytes(vector.signature))), vector.hash)
+  }
+  const clearing = said.credits['credit-clearing']
+  const domain = 'petalnode/credit-clearing/1'
+  signed(validator, domain, canonical(domain, bytes(said.credits['credit-transfer'].hash), clearing.time_ms), clearing.signature)
+})
+
+test('evidence', () => {
+  const { evidence } = said
+  const statement = bytes(evidence.statement)
+  assert.equal(hex(digest('petalnode/evidence/1', statement)), evidence.id)
+  signed(evidence.accuser, 'petalnode/evidence/1', statement, evidence.signature)
+})
+
+test('codecs', () => {
+  for (const { codec, shape: [count], payload: text, means } of said.codecs) {
+    const payload = bytes(text)
+    const view = new DataView(payload.buffer)
+    const blocks = Math.ceil(count / 64)
+    const value = {
+      none: at => view.getFloat32(4 * at, true),
+      float16: at => halfToFloat(view.getUint16(2 * at, true)),
+      bfloat16: at => new DataView(Uint32Array.of(view.getUint16(2 * at, true) << 16).buffer).getFloat32(0, true),
+      'int8-block64': at => view.getInt8(2 * blocks + at) * halfToFloat(view.getUint16(2 * Math.floor(at / 64), true))
+    }[codec]
+    assert.equal(hex(f32(Array.from({ length: count }, (_, at) => value(at)))), means, codec)
+  }
+})
