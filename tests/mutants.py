@@ -90,7 +90,7 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
         *("swarm/test_client_session", "swarm/test_recovery", "swarm/test_progress", "swarm/test_moving"),
         *("swarm/test_compared_chains", "swarm/test_longrope", "swarm/test_longrope_sessions"),
     ),
-    "node/cli/conversation/*": (*_unit("terminal_chat"), "attacks/test_terminal_escapes"),
+    "node/cli/conversation/*": (*_unit("terminal_chat"), "attacks/test_terminal_escapes", "swarm/test_talk"),
     "node/cli/dialogue.py": (*_unit("terminal_chat strangers"), "swarm/test_kept_conversation"),
     "node/client/chat.py": (*_unit("terminal_chat dialogue"), "swarm/test_kept_conversation"),
     "node/api/*": (
@@ -160,8 +160,8 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
     ),
     "node/server/accounts.py": _unit("turns backlogged gathering"),
     "node/server/compute_thread.py": (
-        *_unit("compute_order deferred_backward"),
-        *("attacks/test_batches_of_many_keys", "swarm/test_training_wire"),
+        *_unit("compute_order compute_rests deferred_backward"),
+        *("attacks/test_batches_of_many_keys", "attacks/test_abandoned_prompts", "attacks/test_kept_prefixes"),
     ),
     "node/swarm/streams.py": (
         *_unit("received_bytes"),

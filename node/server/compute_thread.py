@@ -314,7 +314,7 @@ class ComputeThread:
         elif passes:
             wait = self._continue_pass(passes)
         else:
-            wait = 0.0 if called else self.steps.accounts.rest(time.perf_counter())
+            wait = self.steps.accounts.rest(time.perf_counter())
         return 0.0 if self._calls and called else wait
 
     def _drain_queue(self, wait: float = 0.0) -> bool:

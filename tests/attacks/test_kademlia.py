@@ -192,6 +192,27 @@ async def test_a_thousand_requests_in_one_frame_are_answered_at_a_steady_rate(mo
     assert 0 < answered <= 55
 
 
+async def test_keys_of_one_address_share_its_rate_whatever_they_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kad_service, "OF_ADDRESS", (0.1, 50.0))
+    kinds = (Message.PING, Message.FIND_NODE, Message.GET_VALUE, Message.GET_PROVIDERS, Message.ADD_PROVIDER)
+    answered = 0
+
+    async def flood(attacker: Host, victim: Host) -> None:
+        nonlocal answered
+        stream = await attacker.open_stream(victim.peer_id, KAD)
+        messages = DelimitedStream(stream, victim.peer_id, max_message=MIB)
+        await stream.write(b"".join(delimited(Message(type=kind, key=b"k")) for kind in kinds) * 20)
+        with suppress(PeerError):
+            while True:
+                await messages.receive(Message, timeout=TIMEOUT)
+                answered += 1
+
+    async with node() as (victim, _), knowing(victim) as one, knowing(victim) as other, trio.open_nursery() as nursery:
+        for attacker in (one, other):
+            nursery.start_soon(flood, attacker, victim)
+    assert 50 <= answered <= 55
+
+
 async def test_silent_streams_keep_nobody_out() -> None:
     async with node() as (victim, _), knowing(victim) as attacker, knowing(victim) as honest:
         silent = [await attacker.open_stream(victim.peer_id, KAD) for _ in range(140)]

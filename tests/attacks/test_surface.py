@@ -18,7 +18,7 @@ from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import open_swarm
 from petalnode.protocols import ids, standard_pb2, wire_pb2
 from tests.attacks.stranger.catalogue import ATTACKS, SPOKEN
-from tests.attacks.surface.files import FILES
+from tests.attacks.surface.files import FILES, READ_BY
 from tests.attacks.surface.http import FIELDS, ROUTES
 from tests.attacks.surface.messages import MESSAGES
 from tests.attacks.surface.protocols import CONNECTION, PROTOCOLS
@@ -121,6 +121,29 @@ def test_every_target_of_the_fuzzing_is_in_a_row() -> None:
 
 def test_every_attack_of_the_catalogue_is_in_a_row() -> None:
     assert set(ATTACKS) == {attack for row in ROWS.values() for attack in row.attack}
+
+
+_READERS = re.compile(
+    r"json\.loads?|parse_json(_object)?|csv\.\w+|tomllib\.loads?|safe_open|load_file|Image\.open|zipfile\.ZipFile|tarfile\.open"
+    r"|sqlite3\.connect|struct\.unpack\w*|pickle\.loads?|torch\.load|np\.load|yaml\.\w+|plistlib\.loads?|\w*ElementTree\.\w+"
+)
+
+
+def reading_modules() -> set[str]:
+    """Those that call what reads a format."""
+    files = [file for room in ("node", "protocols", "crypto") for file in (ROOT / room).rglob("*.py")]
+    return {
+        str(file.relative_to(ROOT))
+        for file in files
+        for call in ast.walk(ast.parse(file.read_text()))
+        if isinstance(call, ast.Call) and _READERS.fullmatch(ast.unparse(call.func))
+    }
+
+
+def test_every_module_that_reads_a_format_says_whose_it_is() -> None:
+    assert reading_modules() == set(READ_BY)
+    for module, whose in READ_BY.items():
+        assert all(name in NAMED or name.startswith("none: ") for name in whose), module
 
 
 def routes() -> set[str]:

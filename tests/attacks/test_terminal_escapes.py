@@ -149,6 +149,15 @@ def test_markdown_hides_nothing_that_the_model_wrote() -> None:
     assert "http://192.0.2.1/five" in shown_text
 
 
+def test_what_has_come_of_an_answer_is_seen_before_its_end() -> None:
+    with at_terminal("xterm") as terminal:
+        answer = answer_on(Output(False))
+        answer.write("one ")
+        answer.refresh()
+        assert "one" in terminal.getvalue()
+        answer.finish()
+
+
 def test_a_panel_that_is_drawn_again() -> None:
     """rich's own control sequences pass, those of a text do not."""
     with at_terminal("xterm") as terminal, Live(console=Output(False).console, auto_refresh=False) as live:

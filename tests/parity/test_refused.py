@@ -34,7 +34,7 @@ STATE = "keeps more than attention keys and values"
 CUT = "other answers to a prompt in one piece than in several"
 OWN = "has no cache of attention keys and values as other decoders have"
 REFUSED = {
-    **dict.fromkeys(("hy_v4", "glm_moe_dsa", "deepseek_v32", "minimax"), STATE),
+    **dict.fromkeys(("hy_v4", "glm_moe_dsa", "deepseek_v32", "minimax", "zamba", "zaya"), STATE),
     "recurrent_gemma": CUT,
     **dict.fromkeys(("rwkv", "xlstm", "xlnet", "mamba", "falcon_mamba", "openai-gpt"), OWN),
     **dict.fromkeys(("cpmant", "longcat_flash"), "cannot tell which layers"),

@@ -17,6 +17,7 @@ import trio.testing
 
 from petalnode.node.blocks.passes import Batch, PassGenerator, SpanPasses
 from petalnode.node.blocks.span import BlockSpan, load_span
+from petalnode.node.server import compute_thread
 from petalnode.node.server.compute_thread import ComputeThread, PassResult
 from petalnode.node.server.gathering import Gathering
 from petalnode.node.server.steps import ComputeSession, StepInput
@@ -127,13 +128,68 @@ async def test_a_step_runs_at_the_next_pause_of_a_pass(blocks: BlockSpan, monkey
 
 
 async def test_passes_run_one_after_the_other(blocks: BlockSpan) -> None:
+    """Also where the second one is that of a peer who has had less."""
     log: list[str] = []
     async with computing(blocks) as compute:
         first, second = (Watched(log, backward(blocks), name).bind() for name in ("a", "b"))
         async with trio.open_nursery() as nursery:
-            first.at_pause = {0: lambda: nursery.start_soon(compute.run_pass, second.run())}
-            await compute.run_pass(first.run())
+            first.at_pause = {0: lambda: nursery.start_soon(partial(compute.run_pass, second.run(), peer="b"))}
+            await compute.run_pass(first.run(), peer="a")
     assert log.index("a done") < log.index("b 0")
+
+
+async def test_a_pass_has_its_own_result_however_late_it_is_looked_at(blocks: BlockSpan) -> None:
+    """The device is waited for at each pause."""
+    begun = time.perf_counter()
+    done: dict[str, PassResult[str]] = {}
+    ended = threading.Event()
+
+    def passing(name: str) -> PassGenerator[str]:
+        yield
+        if name == "second":
+            ended.set()
+        return name
+
+    async with computing(blocks) as compute:
+
+        async def run(name: str) -> None:
+            done[name] = await compute.run_pass(passing(name))
+
+        async with trio.open_nursery() as nursery:
+            for name in ("first", "second"):
+                nursery.start_soon(run, name)
+            while not ended.is_set():
+                await trio.lowlevel.checkpoint()
+                ended.wait(0.01)  # this loop stands still meanwhile
+        seconds = time.perf_counter() - begun
+    assert {name: result.value for name, result in done.items()} == {"first": "first", "second": "second"}
+    assert all(0 <= one.queue_seconds <= seconds - one.compute_seconds for one in done.values())
+
+
+async def test_the_device_has_done_a_part_of_a_pass_before_a_step_is_next(
+    blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+    monkeypatch.setattr(compute_thread, "synchronise", lambda device: log.append(f"all of {device.type} is done"))
+    async with computing(blocks) as compute:
+        await compute.run_pass(Watched(log, backward(blocks)).bind().run())
+    assert log[:4] == ["pass 0", "all of cpu is done", "pass 1", "all of cpu is done"]
+
+
+async def test_the_thread_is_gone_when_stop_returns(blocks: BlockSpan) -> None:
+    compute, log = ComputeThread(blocks), list[str]()
+    compute.start()
+
+    def slow() -> None:
+        time.sleep(0.1)
+        log.append("done")
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(compute.call, slow)
+        await trio.testing.wait_all_tasks_blocked()
+        await compute.stop()
+        assert log == ["done"]
+        nursery.cancel_scope.cancel()
 
 
 async def test_the_second_half_of_a_pass_goes_before_others(blocks: BlockSpan) -> None:
@@ -227,6 +283,19 @@ async def test_a_check_runs_while_the_blocks_compute(blocks: BlockSpan, monkeypa
         assert compute.depth == 0
 
 
+async def test_a_check_takes_no_time_of_who_waits_before_its_step(blocks: BlockSpan) -> None:
+    checked, go = threading.Event(), threading.Event()
+    async with computing(blocks) as compute:
+        session = await compute.open(terms(20))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(compute.call, partial(go.wait, TIMEOUT))
+            nursery.start_soon(compute.step, session, step(0), Check(checked.set))
+            await trio.testing.wait_all_tasks_blocked()
+            assert not checked.is_set()
+            go.set()
+        assert checked.is_set()
+
+
 @pytest.mark.parametrize("tokens", [1, 4])
 async def test_what_a_check_refuses_leaves_the_session_as_it_was(tokens: int, blocks: BlockSpan) -> None:
     def refuse() -> None:
@@ -280,6 +349,30 @@ async def test_a_batch_that_waits_for_a_step_begins_when_it_comes(
                 nursery.start_soon(compute.step, session, step(0))
                 await compute.call(lambda: None)  # calls do not wait for the batch
     assert batches == [3]
+
+
+async def test_a_batch_that_waits_for_steps_takes_no_time_and_holds_up_no_calls(
+    blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    async with computing(blocks) as compute:
+        sessions = [await compute.open(terms(20)) for _ in range(2)]
+        gather(monkeypatch, 2)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(compute.step, sessions[0], step(0))
+            begun = await compute.call(time.thread_time)
+            await trio.sleep(0.3)
+            assert await compute.call(time.thread_time) - begun < 0.1
+            go = threading.Event()
+            nursery.start_soon(compute.call, partial(go.wait, TIMEOUT))
+            await trio.testing.wait_all_tasks_blocked()
+            async with trio.open_nursery() as calls:
+                for peer in ("one", "two"):
+                    calls.start_soon(compute.call, partial(done.append, peer), peer)
+                await trio.testing.wait_all_tasks_blocked()
+                go.set()
+            assert sorted(done) == ["one", "two"]
+            nursery.start_soon(compute.step, sessions[1], step(0))
 
 
 async def test_a_session_that_is_closed_while_its_step_waits_for_others_has_its_answer(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import trio.testing
 
 from petalnode.node.blocks.passes import PassGenerator
 from petalnode.node.blocks.span import BlockSpan, load_span
+from petalnode.node.server import accounts
 from petalnode.node.server.compute_thread import ComputeThread
 from petalnode.protocols.ids import Span
 from petalnode.protocols.inference import Refusal
@@ -116,6 +118,67 @@ async def test_who_is_backlogged_rests_and_is_served_later(kind: str, blocks: Bl
 
         async def attempt() -> bool:
             return await beside_who_generates(compute, ask) == ["light", "heavy"]
+
+        await until(attempt)()
+
+
+@pytest.mark.parametrize("kind", ["call", "pass", "pass after a part"])
+async def test_the_thread_rests_too(kind: str, blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in processor time of the thread, which looks neither at calls nor at passes that have to wait."""
+    resting = [True]
+
+    def rests(*_: Any) -> float:
+        return 60.0 if resting[0] else 0.0
+
+    async with computing(blocks) as compute:
+        if kind == "pass after a part":
+            monkeypatch.setattr(compute.steps, "pass_wait", rests)
+        else:
+            next_of = compute.steps.accounts.next_of
+            monkeypatch.setattr(compute.steps.accounts, "next_of", lambda *of: None if resting[0] else next_of(*of))
+            monkeypatch.setattr(compute.steps.accounts, "rest", rests)
+        async with trio.open_nursery() as nursery:
+            if kind == "call":
+                nursery.start_soon(compute.call, lambda: None, "heavy")
+            else:
+                nursery.start_soon(compute.run_pass, parts(2))
+            begun = await compute.call(time.thread_time)
+            await trio.sleep(0.3)
+            assert await compute.call(time.thread_time) - begun < 0.1
+            resting[0] = False
+            await compute.call(lambda: None)
+
+
+async def test_who_has_had_more_by_calls_is_behind_who_has_had_less(blocks: BlockSpan) -> None:
+    order: list[str] = []
+
+    def work(peer: str, seconds: float) -> None:
+        time.sleep(seconds)
+        order.append(peer)
+
+    async with computing(blocks) as compute:
+        go = threading.Event()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(compute.call, partial(go.wait, 60))
+            for peer, seconds in (("more", 0.1), ("more", 0.1), ("less", 0.001), ("less", 0.001)):
+                nursery.start_soon(compute.call, partial(work, peer, seconds), peer)
+                await trio.testing.wait_all_tasks_blocked()
+            go.set()
+    assert order == ["more", "less", "less", "more"]
+
+
+async def test_who_has_work_whenever_a_turn_begins_is_backlogged(
+    blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though none of it is left when the turn ends."""
+    monkeypatch.setattr(accounts, "BACKLOG", replace(accounts.BACKLOG, lately=0.01))
+    async with computing(blocks) as compute:
+
+        async def attempt() -> bool:
+            compute.steps.accounts.note_decode({"light": 1}, 0.001, time.perf_counter())
+            await compute.run_pass(parts(1), peer="heavy")
+            behind: frozenset[str] = await compute.call(lambda: compute.steps.accounts.behind(time.perf_counter()))
+            return behind == {"heavy"}
 
         await until(attempt)()
 

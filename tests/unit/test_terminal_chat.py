@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import os
+import pty
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.cli.commands.chat import question
-from petalnode.node.cli.conversation import kept
+from petalnode.node.cli.conversation import kept, reader
 from petalnode.node.cli.conversation.answers import finished_blocks
-from petalnode.node.cli.conversation.kept import kept_chat, kept_chats, listed, save_dialogue
-from petalnode.node.cli.conversation.reader import is_open_block, question_of
+from petalnode.node.cli.conversation.kept import asked_so_far, copy, kept_chat, kept_chats, listed, save_dialogue
+from petalnode.node.cli.conversation.reader import QuestionReader, is_open_block, question_of, read_question
 from petalnode.node.cli.conversation.settings import changed, described, for_a_person, model_settings, repeats
 from petalnode.node.cli.conversation.talk import session_room
+from petalnode.node.cli.terminal import LineReader
 from petalnode.node.client.chat import ChatMessage, Dialogue, SavedChat, read_dialogue
 from petalnode.node.client.generation.sampling import Sampling
 from petalnode.node.errors import BadInput
 from petalnode.protocols.announcement import Announcement, ServerState
 from petalnode.protocols.ids import Span
+from tests.swarm.terminals import Terminal
 
 
 @pytest.mark.parametrize(
@@ -54,6 +64,7 @@ def test_three_quotation_marks_are_around_a_block(text: str, is_open: bool, aske
         ("```\na\n\nb\n```\n\nend\n", "```\na\n\nb\n```\n\n"),
         ("````\n```\n\nb\n", ""),
         ("1. a\n\n2. b\n\n", ""),
+        ("one\n\n- a\n", "one\n\n"),
         ("1. a\n\n2. b\n\nend\n", "1. a\n\n2. b\n\n"),
         ("- a\n\n  more of it\n\n- b\n", ""),
         ("one\n\n    code\n", ""),
@@ -61,6 +72,109 @@ def test_three_quotation_marks_are_around_a_block(text: str, is_open: bool, aske
 )
 def test_a_block_is_finished_when_another_one_has_begun(text: str, finished: str) -> None:
     assert finished_blocks(text) == (finished, text.removeprefix(finished))
+
+
+class Typed(LineReader):
+    """Lines of somebody who then leaves."""
+
+    def __init__(self, *lines: str) -> None:
+        super().__init__()
+        self._lines = list(lines)
+
+    async def read(self, prompt: str) -> str | None:
+        await trio.lowlevel.checkpoint()
+        return self._lines.pop(0) if self._lines else None
+
+
+@pytest.mark.parametrize(
+    ("lines", "asked"),
+    [
+        (["hello", "more"], "hello"),
+        (['"""one', "two", '"""', "more"], "one\ntwo"),
+        (['"""one', "two"], "one\ntwo"),
+        ([], None),
+    ],
+)
+async def test_a_block_is_read_to_its_end(lines: list[str], asked: str | None) -> None:
+    assert await read_question(Typed(*lines), "> ") == asked
+
+
+@contextmanager
+def person() -> Iterator[Terminal]:
+    """At a pseudo-terminal that is this process's standard input and output."""
+    from prompt_toolkit.application import create_app_session
+
+    ours, theirs = pty.openpty()
+    here: Any = SimpleNamespace(pid=os.getpid(), poll=lambda: 0, wait=lambda *_: 0)
+    screen = Terminal(ours, here)
+    with (
+        open(theirs) as typed,
+        open(os.dup(theirs), "w") as shown,
+        patch.multiple("sys", stdin=typed, stdout=shown),
+        patch.dict(os.environ, TERM="xterm"),
+        patch.object(reader, "_LEAVING", 600.0),
+        create_app_session(),
+    ):
+        yield screen
+    screen.close()
+
+
+CTRL_C, ENTER, PROMPT = "\x03", "\r", ">\x08"
+WARNING = "Ctrl-C again or Ctrl-D leaves"
+
+
+async def see(screen: Terminal, text: str) -> None:
+    await trio.to_thread.run_sync(screen.until, text)
+
+
+async def test_ctrl_c_clears_a_line_twice_it_leaves_and_a_letter_takes_the_first_one_back() -> None:
+    asked: list[str | None] = []
+
+    async def ask(reader: QuestionReader) -> None:
+        asked.append(await reader.read("> "))
+
+    with person() as screen:
+        before = screen.modes()
+        questions = QuestionReader(["an earlier question"])
+        with questions:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ask, questions)
+                await see(screen, PROMPT)
+                screen.type(f"half{CTRL_C}")
+                await see(screen, WARNING)
+                screen.type("x")
+                await see(screen, "x")
+                screen.type(CTRL_C)
+                await see(screen, WARNING)
+                screen.type(f"whole{ENTER}")
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ask, questions)
+                await see(screen, PROMPT)
+                screen.type(f"\x1b[A\x1b[A{ENTER}")  # up, over the newest question
+            assert asked == ["whole", "an earlier question"]
+            with pytest.RaisesGroup(KeyboardInterrupt):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(ask, questions)
+                    await see(screen, PROMPT)
+                    screen.type(CTRL_C)
+                    await see(screen, WARNING)
+                    screen.type(CTRL_C)
+        assert len(asked) == 2 and screen.modes() == before
+        assert "\x1b[6n" not in screen.shown  # asked where its cursor is, a terminal answers as if that were typed
+
+
+async def test_a_question_that_nobody_waits_for_any_more_leaves_the_terminal_as_it_was() -> None:
+    with person() as screen:
+        before = screen.modes()
+        questions = QuestionReader()
+        with questions:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(questions.read, "> ")
+                await see(screen, PROMPT)
+                screen.type("half")
+                await see(screen, "half")
+                nursery.cancel_scope.cancel()
+        assert screen.modes() == before
 
 
 @given(st.text("a \n`-1.~", max_size=40))
@@ -142,6 +256,33 @@ def test_conversations_are_kept_the_newest_first_and_as_many_as_may_be(
         assert saved.dialogue.questions == 2 and path == found[1].path
     long = replace(found[0], saved=chat_of("word\n" * 100))
     assert len(long.title) == kept.KEPT.title and long.title.endswith("…")
+
+
+def test_a_number_of_questions_is_said_in_words() -> None:
+    assert [asked_so_far(chat_of(*"?" * count).dialogue) for count in (0, 1, 2)] == [
+        "0 questions",
+        "1 question",
+        "2 questions",
+    ]
+
+
+def test_an_answer_goes_to_the_clipboard_by_a_program_that_works_else_by_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "OSC 52" in copy("né")
+    assert base64.b64encode("né".encode()).decode() in capsys.readouterr().out
+    with pytest.raises(BadInput, match="/save FILE"):
+        copy("a" * (kept.KEPT.clipboard + 1))
+    for name, script in (
+        ("wl-copy", "exit 1"),
+        ("xclip", f"while read -r line; do echo $line; done > {tmp_path}/held"),
+    ):
+        program = tmp_path / name
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+        assert ("OSC 52" if name == "wl-copy" else "xclip") in copy("one\ntwo\n")
+    assert (tmp_path / "held").read_text() == "one\ntwo\n"
 
 
 def test_what_is_written_can_be_read_and_nothing_else(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from typing import Final
 
 from .row import FILE, PEER, Row
 
-OWN: Final = "none: a file of the person's own"
 CHOSEN: Final = "none: examples that a person has chosen, as many as fit in memory"
 BY_TRANSFORMERS: Final = "none: read by transformers, from a model that a person has chosen"
 FILES: Final[Mapping[str, Row]] = {
@@ -132,16 +131,16 @@ FILES: Final[Mapping[str, Row]] = {
     ),
     "saved conversation": Row(
         FILE,
-        OWN,
-        OWN,
-        OWN,
-        ("tests/swarm/test_kept_conversation.py",),
+        "node.client.chat._FILE",
+        "node.client.chat._FILE",
+        "node.client.chat._FILE",
+        ("tests/swarm/test_kept_conversation.py", "tests/unit/test_terminal_chat.py"),
         ("saved conversation", "conversation of others"),
     ),
     "generation settings": Row(
         FILE,
-        "node.models.folder._CONFIG_LIMITS",
-        "node.models.folder._CONFIG_LIMITS",
+        "node.cli.conversation.settings._LIMITS",
+        "node.cli.conversation.settings._LIMITS",
         "none: seven numbers are looked for",
         ("tests/unit/test_terminal_chat.py",),
         ("generation settings",),
@@ -185,3 +184,52 @@ FILES: Final[Mapping[str, Row]] = {
         ("tests/unit/test_models_alias.py",),
     ),
 }
+
+WRITTEN: Final = "none: a file of this program, written on this machine"
+BOUNDED: Final = "none: what a request or an answer has within its bounds"
+SHIPPED: Final = "none: a file of this package, or of its installer"
+SETTLED: Final = "none: read before, with the bounds of its row"
+READ_BY: Final[Mapping[str, tuple[str, ...]]] = {
+    "crypto/bounded_json.py": (BOUNDED,),
+    "crypto/safetensors_header.py": ("safetensors of a model", "adapter", "bundle of evidence"),
+    "crypto/swarm_key.py": (BOUNDED,),
+    "node/api/anthropic.py": (BOUNDED,),
+    "node/api/batches/runner.py": (BOUNDED,),
+    "node/api/batches/store.py": (WRITTEN,),
+    "node/api/engine/grammar.py": (BOUNDED,),
+    "node/api/fields.py": ("POST /v1/chat/completions",),
+    "node/api/ollama.py": (BOUNDED,),
+    "node/api/openai/responses.py": (BOUNDED,),
+    "node/blocks/images/pictures.py": ("picture",),
+    "node/blocks/quantisation/quantiser.py": (SETTLED,),
+    "node/cli/commands/demo.py": (WRITTEN,),
+    "node/cli/commands/machine/update.py": (SHIPPED,),
+    "node/cli/control.py": (WRITTEN,),
+    "node/cli/conversation/settings.py": ("generation settings",),
+    "node/cli/deferred.py": (WRITTEN,),
+    "node/client/chat.py": ("saved conversation",),
+    "node/models/adapter.py": ("adapter",),
+    "node/models/adapter_note.py": ("note of an adapter",),
+    "node/models/checkpoint.py": ("safetensors of a model",),
+    "node/models/digests.py": (WRITTEN,),
+    "node/models/disk_limit.py": (WRITTEN,),
+    "node/models/folder.py": ("config.json",),
+    "node/models/gguf/header.py": ("GGUF",),
+    "node/models/manifest.py": ("manifest",),
+    "node/models/sources/alias.py": ("page of packaged models", SHIPPED),
+    "node/models/sources/hub_parts.py": (WRITTEN, SETTLED),
+    "node/placement/planning/machines_file.py": ("machine file",),
+    "node/placement/planning/model_sizes.py": (SHIPPED,),
+    "node/server/lifecycle/memory.py": (WRITTEN,),
+    "node/server/lifecycle/speed.py": (WRITTEN,),
+    "node/swarm/peer_file.py": ("remembered peers",),
+    "node/trust/receipt_file.py": ("file of receipts",),
+    "node/trust/store.py": (WRITTEN,),
+    "node/tuning/adapter_files.py": ("adapter",),
+    "node/tuning/dataset.py": ("dataset",),
+    "node/tuning/trainer.py": (WRITTEN,),
+    "node/validator/history.py": (WRITTEN,),
+    "node/verification/tolerances.py": (SHIPPED,),
+    "node/weights/store.py": ("config.json",),
+}
+"""Modules that read a format, and what of it is a stranger's."""

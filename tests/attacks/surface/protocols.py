@@ -17,7 +17,6 @@ MESSAGES: Final = "node.network.kad_messages"
 KADEMLIA: Final = "node.network.kad_service"
 GOSSIP: Final = "node.network.gossip"
 STANDARD: Final = "node.network.standard_protocols"
-BUDGET: Final = "node.server.budget"
 
 
 CONNECTION: Final[Mapping[str, Row]] = {
