@@ -178,7 +178,7 @@ def _writer(
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(VOCABULARY)
-    _add_tokenizer(writer)
+    add_tokenizer(writer)
     return writer
 
 
@@ -200,7 +200,7 @@ def _shapes(blocks: int, hidden: int, feed_forward: int) -> dict[str, tuple[int,
     return shapes
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
+def add_tokenizer(writer: gguf.GGUFWriter) -> None:
     pieces = ["<unk>", "<s>", "</s>", *_byte_pieces(), *("th", "he", "in", "an", "\u0120t", "\u0120th", "\u0120the")]
     pieces += [f"<unused{number}>" for number in range(VOCABULARY - len(pieces))]
     special = gguf.TokenType.CONTROL

@@ -219,7 +219,8 @@ def packable(stored: FewBits, skeleton: Skeleton, number: int, block: nn.Module)
     slots = matrix_slots(block)
     for slot in slots:
         kind = stored.kind(skeleton.parameter(number, slot.parameter))
-        form = None if kind is None or slot.transposed else held_as(kind, slot.shape)
+        turned = slot.transposed and not isinstance(stored, GgufWeights)
+        form = None if kind is None or turned else held_as(kind, slot.shape)
         if form is not None:
             found[slot] = form
     return whole_modules(slots, found)

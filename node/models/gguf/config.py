@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...errors import ModelError
-from .header import read_gguf_header
+from .architectures import ARCHITECTURES, architecture_config, named, rope_scaling_of
+from .header import GgufHeader, read_gguf_header
 from .stored import stored_values
 
 # One divisor for each rotary frequency. llama.cpp stores the frequency scaling of Llama 3.1 and its successors so, and
@@ -20,10 +21,14 @@ _LOW, _HIGH, _CONTEXT = 1.0, 4.0, 8192
 _TOLERANCE: Final = 1e-4
 _ALWAYS_TIED: Final = ("falcon", "bloom")
 _LEFT_OUT: Final = (
-    (("qwen2_moe", "qwen3_moe"), "expert_feed_forward_length", "moe_intermediate_size"),
+    (("qwen3_moe",), "expert_feed_forward_length", "moe_intermediate_size"),
     (("qwen3", "qwen3_moe", "llama", "mistral"), "attention.key_length", "head_dim"),
 )
 """What transformers does not read of the metadata, by types of model: the key, and the field of the configuration."""
+_SCALED_BY_WIDTH: Final = (("gemma2", 46), ("gemma3_text", 62))
+"""The models of 27 billion, by their blocks: their attention is scaled otherwise, and files do not say so."""
+_BROKEN: Final = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, StopIteration)
+"""What comes of a header that lacks keys, or has others than it should; NotImplementedError too."""
 _INSTEAD: Final = "Use the model's safetensors folder."
 
 
@@ -36,14 +41,19 @@ def read_gguf_config(files: Sequence[Path]) -> dict[str, Any]:
     Raises:
         ModelError: transformers cannot read this architecture from GGUF.
     """
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    file, metadata = files[0], read_gguf_header(files[0]).metadata
-    architecture = metadata.get("general.architecture")
+    file, header = files[0], read_gguf_header(files[0])
+    metadata, architecture = header.metadata, header.metadata.get("general.architecture")
+    tensors = {tensor.name: (part, tensor) for part in files for tensor in read_gguf_header(part).tensors}
     try:
-        config = dict(load_gguf_checkpoint(str(file), return_tensors=False)["config"])
-    except (ValueError, KeyError, NotImplementedError, IndexError) as error:
+        if named(header) in ARCHITECTURES:
+            config = architecture_config(header, tensors)
+        else:
+            config = _as_transformers_reads(file, header)
+        if int(config.get("num_hidden_layers", 0)) > len(tensors):
+            raise ValueError(f"{config['num_hidden_layers']:,} blocks of {len(tensors):,} tensors")
+    except _BROKEN as error:
         raise ModelError(
             f"{file} has architecture {architecture!r}, which transformers cannot read from GGUF ({error}). {_INSTEAD}"
         ) from error
@@ -52,14 +62,13 @@ def read_gguf_config(files: Sequence[Path]) -> dict[str, Any]:
     if name is None:
         raise ModelError(f"{file} has architecture {architecture!r}, which is no decoder-only language model.")
     config["architectures"] = [name]
-    tensors = {tensor.name: (part, tensor) for part in files for tensor in read_gguf_header(part).tensors}
     if architecture not in _ALWAYS_TIED:
         config["tie_word_embeddings"] = "output.weight" not in tensors  # transformers looks into one part alone
     for model_types, key, name in _LEFT_OUT:
         value = metadata.get(f"{architecture}.{key}")
         if config["model_type"] in model_types and isinstance(value, int):
             config[name] = value
-    if ROPE_FACTORS in tensors:
+    if ROPE_FACTORS in tensors and config["model_type"] != "gemma4_text":
         try:
             scaling = rope_scaling(stored_values(*tensors[ROPE_FACTORS]).tolist(), config)
         except ValueError as error:
@@ -67,6 +76,25 @@ def read_gguf_config(files: Sequence[Path]) -> dict[str, Any]:
         if scaling is not None:
             config["rope_scaling"] = scaling
     return config
+
+
+def _as_transformers_reads(file: Path, header: GgufHeader) -> dict[str, Any]:
+    """With what it leaves out of scalings."""
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    config = dict(load_gguf_checkpoint(str(file), return_tensors=False)["config"]) | rope_scaling_of(header)
+    if (config["model_type"], config.get("num_hidden_layers")) in _SCALED_BY_WIDTH:
+        config["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"]
+    return config
+
+
+def is_read_anew(header: GgufHeader) -> bool:
+    """Whether earlier versions made another configuration of it, or none."""
+    metadata = header.metadata
+    architecture = str(metadata.get("general.architecture"))
+    blocks, kind = metadata.get(f"{architecture}.block_count"), architecture.replace("gemma3", "gemma3_text")
+    wide = (kind, blocks) in _SCALED_BY_WIDTH
+    return wide or named(header) in ARCHITECTURES or bool(rope_scaling_of(header))
 
 
 def rope_scaling(factors: Sequence[float], config: Mapping[str, Any]) -> dict[str, Any] | None:

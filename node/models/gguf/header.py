@@ -13,7 +13,7 @@ import mmap
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -60,12 +60,13 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """Metadata without arrays (of those, only the length is kept), the tensors in the file's order, and where the
-    header ends."""
+    """Metadata, with the lengths of arrays, the tensors in the file's order, and where the header ends. `arrays`: those
+    of numbers that are as short as a list of blocks."""
 
     metadata: Mapping[str, Scalar]
     tensors: tuple[GgufTensor, ...]
     end: int
+    arrays: Mapping[str, tuple[Scalar, ...]] = field(default_factory=dict)
 
 
 def gguf_parts(file: Path) -> tuple[Path, ...]:
@@ -131,6 +132,7 @@ class _Reader:
         self._view, self._file, self._size, self._modified = view, file, size, modified
         self._place = 4
         self._entries = 0
+        self._short: tuple[Scalar, ...] = ()  # what was read last as a short array of numbers
 
     def header(self) -> GgufHeader:
         version, tensor_count, metadata_count = self._take("IQQ")
@@ -138,10 +140,14 @@ class _Reader:
             raise ModelError(f"{self._file} has GGUF version {version}; versions 2 and 3 can be read.")
         self._bound(metadata_count, _MAX_KEYS, "keys")
         self._bound(tensor_count, _MAX_TENSORS, "tensors")
-        metadata = {}
+        metadata: dict[str, Scalar] = {}
+        arrays: dict[str, tuple[Scalar, ...]] = {}
         for _ in range(metadata_count):
             key = self._string()
+            self._short = ()
             metadata[key] = self._value(self._take("I")[0])
+            if self._short:
+                arrays[key] = self._short
         table = [self._table_entry() for _ in range(tensor_count)]
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 1 <= alignment <= _MAX_HEADER_BYTES:
@@ -154,7 +160,7 @@ class _Reader:
                 f"{self._file} is truncated: its tensors end at {end:,} bytes, the file has {self._size:,}. {_AGAIN}"
             )
         self._check_places(tensors)
-        return GgufHeader(metadata, tensors, origin)
+        return GgufHeader(metadata, tensors, origin, arrays)
 
     def _check_places(self, tensors: tuple[GgufTensor, ...]) -> None:
         """That each tensor has bytes, and a name, of its own."""
@@ -202,7 +208,9 @@ class _Reader:
         element, count = self._take("IQ")
         self._entries += count
         self._bound(self._entries, _MAX_ENTRIES, "entries of arrays")
-        if element in _SCALARS:
+        if element in _SCALARS and count <= _MAX_KEYS:
+            self._short = self._take(f"{count}{_SCALARS[element]}")
+        elif element in _SCALARS:
             self._skip(count * struct.calcsize(f"<{_SCALARS[element]}"))
         else:
             for _ in range(count):

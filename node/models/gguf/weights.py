@@ -1,7 +1,8 @@
 """The weights of GGUF files as parameters of a transformers model: which rows of which tensors each is made of.
 
-Names and layouts are transformers' own reading of GGUF. Where it only puts rows in another order, or those of several
-tensors behind each other, a parameter can be had in the bytes of the file; else its values are opened and converted.
+Names and layouts are those of `placement`, or transformers' own reading of GGUF. Where rows are only put in another
+order, or those of several tensors behind each other, a parameter can be had in the bytes of the file; else its values
+are opened and converted.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 from ...errors import ModelError
+from .architectures import ARCHITECTURES, named
 from .config import ROPE_FACTORS
 from .header import GgufTensor, read_gguf_header
+from .placement import Placement, is_of_blocks
 from .stored import open_rows, row_count, stored_rows, stored_values
 
 if TYPE_CHECKING:
@@ -87,7 +90,7 @@ class GgufWeights:
         if order is None or len({tensor.shape[-1] for _, tensor in of}) != 1:
             return None
         shape = (*order.shape, of[0][1].shape[-1])
-        return of[0][1].kind if shape == self.parameters.get(name, shape) else None
+        return of[0][1].kind if shape == self._held_as(name, shape) else None
 
     def stored(self, name: str, expert: int | None = None) -> np.ndarray:
         """The bytes of the parameter's rows, or of one matrix of a stack: uint8 [rows, bytes of a row], contiguous.
@@ -132,7 +135,7 @@ class GgufWeights:
         order, kind = self._order(name), self.kind(name)
         if kind in _SIXTEEN_BITS:
             dtype = torch.float16 if kind == "F16" else torch.bfloat16
-            return torch.from_numpy(self.stored(name)).view(dtype).reshape(self._shape(name))
+            return self._turned(torch.from_numpy(self.stored(name)).view(dtype).reshape(self._shape(name)), name)
         if order is None:
             arrays = {tensor.name: stored_values(file, tensor) for file, tensor in self.sources[name]}
             return self._placed(arrays, name)
@@ -145,7 +148,7 @@ class GgufWeights:
         rows = order.reshape(-1)
         if not bool((np.diff(rows) == 1).all()):
             found = found[rows]
-        return torch.from_numpy(found).reshape(self._shape(name))
+        return self._turned(torch.from_numpy(found).reshape(self._shape(name)), name)
 
     def dtype(self) -> str:
         """The smallest type that holds every value of the file exactly, if the file itself uses it; else float32.
@@ -166,13 +169,25 @@ class GgufWeights:
         """The model's, or the file's where the model has none."""
         order = self._order(name)
         assert order is not None
-        return self.parameters.get(name) or (*order.shape, self.sources[name][0][1].shape[-1])
+        return self._held_as(name, (*order.shape, self.sources[name][0][1].shape[-1]))
+
+    def _held_as(self, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
+        """The model's shape, its matrices turned to [.., out, in]."""
+        shape = self.parameters.get(name) or default
+        if self._placement is not None and self._placement.is_transposed(name):
+            return (*shape[:-2], shape[-1], shape[-2])
+        return shape
+
+    def _turned(self, values: torch.Tensor, name: str) -> torch.Tensor:
+        """The parameter, of its matrices [.., out, in]."""
+        turned = self._placement is not None and self._placement.is_transposed(name)
+        return values.transpose(-1, -2).contiguous() if turned else values
 
     def _tensors(self) -> Iterator[tuple[Path, GgufTensor]]:
-        """All but the rotary frequencies, which are in the configuration."""
+        """All but the rotary frequencies, which are in the configuration, and heads for drafts."""
         for file in self.files:
             for tensor in read_gguf_header(file).tensors:
-                if tensor.name != ROPE_FACTORS:
+                if tensor.name != ROPE_FACTORS and (self._placement is None or is_of_blocks(tensor.name, self._blocks)):
                     yield file, tensor
 
     @cached_property
@@ -206,10 +221,14 @@ class GgufWeights:
         return order
 
     def _placed(self, arrays: Mapping[str, np.ndarray], name: str) -> torch.Tensor:
-        """What transformers makes of the tensors of parameter `name`."""
+        """What is made of the tensors of parameter `name`: by our table, or as transformers does."""
         import numpy as np
         import torch
 
+        if self._placement is not None:
+            whole = torch.from_numpy(np.ascontiguousarray(self._placement.placed(arrays, name)))
+            shape = self._held_as(name, tuple(whole.shape))
+            return self._turned(whole.reshape(shape), name) if whole.numel() == _count(shape) else whole
         placed: dict[str, torch.Tensor] = {}
         for tensor, values in arrays.items():
             result = self._processor.process(
@@ -218,6 +237,12 @@ class GgufWeights:
             if result.name is not None:  # else the processor has put it there itself
                 placed[name] = torch.from_numpy(np.ascontiguousarray(result.weights))
         return placed[name]
+
+    @cached_property
+    def _placement(self) -> Placement | None:
+        """None where transformers reads the file itself."""
+        architecture = named(read_gguf_header(self.files[0]))
+        return Placement(architecture, self.config, self.parameters) if architecture in ARCHITECTURES else None
 
     @cached_property
     def _processor(self) -> Any:
@@ -231,6 +256,8 @@ class GgufWeights:
         """From a tensor's name to the parameter's."""
         from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
 
+        if self._placement is not None:
+            return self._placement.names(self._blocks)
         try:
             found: dict[str, str] = get_gguf_hf_weights_map(self._outer(), self._processor)
         except NotImplementedError as error:

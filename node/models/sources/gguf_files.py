@@ -21,7 +21,8 @@ from ...errors import ModelError, reason_of
 from ..cache_dir import cache_dir, import_once, imported_folder, require_space
 from ..checkpoint import write_gguf_note
 from ..folder import ModelFolder, open_folder
-from ..gguf.config import read_gguf_config
+from ..gguf.architectures import ARCHITECTURES, named
+from ..gguf.config import is_read_anew, read_gguf_config
 from ..gguf.header import gguf_parts, read_gguf_header
 from ..gguf.weights import GgufWeights
 from ..progress import Progress
@@ -60,6 +61,8 @@ def _key(files: Sequence[Path]) -> str:
         with resolved.open("rb") as stream:
             header = stream.read(read_gguf_header(file).end)
         sha.update(os.fsencode(resolved) + b"\0" + hashlib.sha256(header).digest())
+        if is_read_anew(read_gguf_header(file)):
+            sha.update(b"anew")
     return packaged_key(sha.hexdigest())
 
 
@@ -108,10 +111,12 @@ def _weights(files: Sequence[Path], config: Mapping[str, Any]) -> GgufWeights:
 
 
 def _write_tokenizer(file: Path, folder: Path) -> None:
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    ours = named(read_gguf_header(file)) in ARCHITECTURES  # which transformers would refuse for the model, not for this
+    kind = PreTrainedTokenizerFast if ours else AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name, local_files_only=True)
+        tokenizer = kind.from_pretrained(str(file.parent), gguf_file=file.name, local_files_only=True)
     except (ValueError, KeyError, NotImplementedError) as error:
         raise ModelError(f"{file} has a tokenizer that transformers cannot read from GGUF ({error}).") from error
     tokenizer.save_pretrained(folder)

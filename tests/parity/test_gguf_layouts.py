@@ -1,0 +1,68 @@
+"""GGUF files of the architectures in our own table, written as llama.cpp's converters do, against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from petalnode.node.blocks.client_part import load_client
+from petalnode.node.blocks.kernels import library
+from petalnode.node.blocks.kernels.tiles import TiledMatrix
+from petalnode.node.blocks.quantisation.slots import QuantisedExperts
+from petalnode.node.blocks.span import load_span
+from petalnode.node.models import resolve
+from petalnode.node.models.gguf.architectures import ARCHITECTURES
+from petalnode.protocols.ids import Span
+from tests.llama_cpp_layout import BLOCKS, LAYOUTS, write_layout
+from tests.parity.test_gguf import TOKENS, logits
+
+pytestmark = pytest.mark.usefixtures("cache")
+DRAFTS = ("glm4moe", "qwen35moe")
+"""Of which the file has a block more, a head for drafts, which is left out."""
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(3, 300, (1, TOKENS), generator=torch.Generator().manual_seed(5))
+
+
+def served(folder: Path, kernels: Any) -> torch.Tensor:
+    options: Any = {"dtype": "float32", "device": "cpu", "kernels": kernels}
+    spans = [load_span(folder, part, **options) for part in (Span(0, 1), Span(1, BLOCKS))]
+    return logits(load_client(folder, **options), spans, tokens())
+
+
+def off(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+def test_every_architecture_of_the_table_is_tried() -> None:
+    tried = {kind.partition(" ")[0] for kind in LAYOUTS}
+    assert tried == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+@torch.inference_mode()
+def test_answers_are_those_of_the_model_that_was_converted(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "model.gguf"
+    model = write_layout(file, kind, drafts=kind in DRAFTS)
+    expected, found = model(tokens()).logits, served(resolve(file).path, "torch")
+    assert off(found, expected) < 1e-5
+    assert torch.equal(found.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.skipif(library.library() is None, reason="the kernels are not built (make setup, with a C compiler)")
+@pytest.mark.parametrize("kind", ["deepseek2", "gemma4 of experts", "gpt-oss", "qwen35moe"])
+@torch.inference_mode()
+def test_experts_stay_in_the_bits_of_the_file(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "model.gguf"
+    write_layout(file, kind, "Q8_0")
+    folder = resolve(file).path
+    assert off(served(folder, "native"), served(folder, "torch")) < 1e-5
+    block = load_span(folder, Span(BLOCKS - 1, BLOCKS), dtype="float32", device="cpu", kernels="native").stack.blocks[0]
+    experts = [module for module in block.modules() if isinstance(module, QuantisedExperts)]
+    assert experts
+    for matrix in (*experts[0].up, *experts[0].down):
+        assert isinstance(matrix, TiledMatrix) and matrix.form == "q8_half"
