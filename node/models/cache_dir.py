@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -47,6 +49,21 @@ def cache_dir() -> Path:
             "can be written."
         ) from error
     return root
+
+
+def keep_json(file: Path, value: object) -> None:
+    """Puts `value` into a file of the cache, whole or not at all. That it cannot be written is no error.
+
+    What a process that was killed an hour ago or earlier left unfinished in the folder is removed.
+    """
+    with suppress(OSError):
+        file.parent.mkdir(exist_ok=True)
+        for unfinished in file.parent.glob("*.tmp"):
+            if time.time() - unfinished.stat().st_mtime > 3600:
+                unfinished.unlink(missing_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False) as stream:
+            json.dump(value, stream)
+        Path(stream.name).replace(file)
 
 
 def check_writable(folder: Path, purpose: str, advice: str = _CACHE_ADVICE) -> Path:

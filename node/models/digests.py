@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
@@ -17,7 +16,7 @@ from pathlib import Path
 from ...crypto.canonical import digest
 from ...protocols.weights import PIECE_BYTES, Tree, TreeEntry, count_pieces
 from ..errors import ModelError
-from .cache_dir import cache_dir
+from .cache_dir import cache_dir, keep_json
 from .checkpoint import Checkpoint
 from .parts import Part
 from .progress import Progress, ProgressSum, no_progress
@@ -214,14 +213,7 @@ class DigestCache:
 
     def _add(self, new: Mapping[str, tuple[str, bytes]]) -> None:
         entries = {**self._load(), **{name: [stamp, sha.hex()] for name, (stamp, sha) in new.items()}}
-        # A cache that cannot be written must not stop a node that is otherwise ready.
-        with suppress(OSError):
-            self._file.parent.mkdir(exist_ok=True)
-            with tempfile.NamedTemporaryFile(
-                "w", dir=self._file.parent, prefix=self._file.stem, suffix=".tmp", delete=False
-            ) as stream:
-                json.dump({"format": _FORMAT, "hashes": entries}, stream)
-            Path(stream.name).replace(self._file)
+        keep_json(self._file, {"format": _FORMAT, "hashes": entries})
 
     def _load(self) -> dict[str, list[str]]:
         try:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -78,6 +79,15 @@ def test_the_file_does_not_grow_for_ever(cache: Path) -> None:
     assert recall_speed(replace(KEY, threads=229), now=1e9 + 230) == SPEED
     assert recall_speed(replace(KEY, threads=0), now=1e9 + 230) is None
     assert sorted(file.name for file in cache.iterdir()) == ["speeds.json"]
+
+
+def test_what_killed_processes_left_is_removed(cache: Path) -> None:
+    left, being_written = cache / "left.tmp", cache / "being-written.tmp"
+    left.touch()
+    being_written.touch()
+    os.utime(left, (1e9, 1e9))
+    keep_speed(KEY, SPEED)
+    assert not left.exists() and being_written.exists()
 
 
 def test_large_blocks_are_measured_by_a_few_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

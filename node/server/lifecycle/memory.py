@@ -7,7 +7,6 @@ import gc
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ import psutil
 from ....protocols.inference import STEP_TOKENS
 from ...errors import MachineError
 from ...models import ModelFolder
-from ...models.cache_dir import cache_dir
+from ...models.cache_dir import cache_dir, keep_json
 from ...models.folder import TEXT_FIELDS
 from ...models.quantisation import CacheDtype, key_bytes
 from ...network.transport.memory import group_limits
@@ -316,12 +315,8 @@ def claim(nbytes: int) -> None:
     That it cannot be written is no error: then the others go by what is in use.
     """
     process = psutil.Process()
-    with suppress(OSError):
-        folder = cache_dir() / _CLAIMS
-        folder.mkdir(exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False) as stream:
-            json.dump({"started": process.create_time(), "bytes": nbytes}, stream)
-        Path(stream.name).replace(folder / f"{process.pid}.json")
+    file = cache_dir() / _CLAIMS / f"{process.pid}.json"
+    keep_json(file, {"started": process.create_time(), "bytes": nbytes})
 
 
 def claimed_by_others() -> int:

@@ -9,7 +9,6 @@ import os
 import platform
 import random
 import statistics
-import tempfile
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from ....crypto.canonical import digest
-from ...models.cache_dir import cache_dir
+from ...models.cache_dir import cache_dir, keep_json
 from ...swarm.cost import COST
 
 if TYPE_CHECKING:
@@ -145,11 +144,7 @@ def keep_speed(key: SpeedKey, speed: BlockSpeed, now: float | None = None) -> No
     entries = _load()
     entries[key.name()] = time.time() if now is None else now, *astuple(speed)
     latest = sorted(entries.items(), key=lambda entry: entry[1])[-SPEED.kept :]
-    with suppress(OSError):
-        file = cache_dir() / _FILE
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=_FILE, suffix=".tmp", delete=False) as stream:
-            json.dump({"format": SPEED.format, "speeds": dict(latest)}, stream)
-        Path(stream.name).replace(file)
+    keep_json(cache_dir() / _FILE, {"format": SPEED.format, "speeds": dict(latest)})
 
 
 def _load() -> dict[str, tuple[float, ...]]:
