@@ -21,7 +21,7 @@ from ..errors import BadInput, ExitCode, PetalnodeError, unwrapped
 from ..models.sources.alias import ALIASES
 from ..swarm.routing import describe_blocks
 from ..swarm.versions import VERSIONS, SeveralVersions
-from ..swarm.view import is_online
+from ..swarm.view import coverage_of, is_online
 from .output import Output
 from .process import interrupted, say_error, shown, start
 
@@ -128,7 +128,7 @@ async def choose_model(
     output.say(f"this swarm serves {what}:")
     for number, (version, (name, num_blocks)) in enumerate(order, 1):
         online = [server for server in servers if server.model_version == version and is_online(server, num_blocks)]
-        lacking = [block for block in range(num_blocks) if not any(block in server.span for server in online)]
+        lacking = [block for block, servers_of in enumerate(coverage_of(online, num_blocks)) if not servers_of]
         names = [server.public_name or f"…{server.peer_id[-8:]}" for server in online[: VERSIONS.named]]
         missing = f"; {describe_blocks(lacking)} missing" if lacking else ""
         typed, who = f"{name}@{version.hex()[: VERSIONS.digits]}", ", ".join(names) or "nobody"

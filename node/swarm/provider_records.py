@@ -37,6 +37,7 @@ from ..network.dht import SHARDS, Dht
 from ..network.provider_lookup import Contact
 from .directory import Directory
 from .streams import MessageStreams
+from .view import coverage_of
 
 log = logging.getLogger(__name__)
 
@@ -135,9 +136,8 @@ def directories_sought() -> list[Sought]:
 def missing(servers: Iterable[Announcement]) -> bool:
     """Whether some block of the model has no server among these of one version."""
     servers = [server for server in servers if server.state is ServerState.ONLINE]
-    held = {block for server in servers for block in range(server.span.start, server.span.end)}
     sizes = Counter(server.num_blocks for server in servers)
-    return not sizes or len(held) < sizes.most_common(1)[0][0]
+    return not sizes or 0 in coverage_of(servers, sizes.most_common(1)[0][0])
 
 
 @dataclass

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from ...protocols.announcement import (
 )
 from ...protocols.directory import DIRECTORY_LIMITS, size_in_page
 from ...protocols.framing import PeerError
-from .view import Origin, SwarmView, nobody
+from .view import Origin, SwarmView, coverage_of, nobody
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,7 @@ class SamplePolicy:
     servers: int = 64
     """Announcements that a client asks for: some 30 KiB, and six servers for each of 30 blocks if each has three."""
     several: int = 3  # servers of a block
+    even: int = 16  # servers of a block, up to which each block gets as many as the others
     large: int = 16  # a record of more than this part of the bytes comes after smaller ones
     looked_at: int = 8  # times as many as are wanted, before those that fit best are taken
     network_works: float = 120.0  # seconds since anybody answered after which a failure says nothing of the peer
@@ -114,6 +115,7 @@ class SamplePolicy:
 
 
 SAMPLING: Final = SamplePolicy()
+_ONE_MORE: Final = bytes((*range(1, 256), 255))
 T = TypeVar("T")
 
 
@@ -130,10 +132,10 @@ def sampled(
     """At most `limit` of `records`, of `max_bytes` together, in no order: all of them if they are not more.
 
     First one for each block of each model that anybody online has, then a second one for each, and so on. Whose turn
-    it is goes around the sources (at which a server announced itself, else who passed its announcement on last): all
-    keys of one address are chosen as often as one server with an address of its own. Servers whose next announcement
-    is overdue, or that are known to be `is_unreached` (of a peer id), come only for blocks that few others have. `now`
-    in seconds since 1970.
+    it is goes around the sources (at which a server announced itself, else who passed its announcement on
+    last): all keys of one address are chosen as often as one server with an address of its own. Servers whose next
+    announcement is overdue, or that are known to be `is_unreached` (of a peer id), come only for blocks that few
+    others have. `now` in seconds since 1970.
     """
     records, rng = list(records), rng or random.Random()
     if len(records) <= limit:
@@ -147,17 +149,42 @@ def sampled(
         if content.state is ServerState.ONLINE and not is_expired(content, now):
             late = is_overdue(content.sequence / 1e9, content.expires, now) or is_unreached(content.peer_id)
             (doubtful if late else sure).append(record)
-    held: Counter[tuple[bytes, int]] = Counter()
+    coverage = _Coverage()
     chosen: list[SignedAnnouncement] = []
     blocks = {record.content.model_version: record.content.num_blocks for record in records}
-    others = _take(_in_turn(sure, origins, rng), chosen, held, limit, 1, sum(blocks.values()))
-    spare = _take(_in_turn(doubtful, origins, rng), chosen, held, limit, 1)
-    target = 1
-    while others and len(chosen) < limit:
-        target += 1
-        others = _take(iter(others), chosen, held, limit, target)
-    _take(iter(spare), chosen, held, limit, SAMPLING.several)
+    others = _take(_in_turn(sure, origins, rng), chosen, coverage, limit, range(1), sum(blocks.values()))
+    spare = _take(_in_turn(doubtful, origins, rng), chosen, coverage, limit, range(1))
+    for count in range(1, SAMPLING.even):
+        others = _take(iter(others), chosen, coverage, limit, range(count, count + 1))
+    for record in others[: limit - len(chosen)]:
+        coverage.add(record.content)
+        chosen.append(record)
+    _take(iter(spare), chosen, coverage, limit, range(SAMPLING.several))
     return _within(chosen, max_bytes)
+
+
+class _Coverage:
+    """How many chosen servers have each block, up to 255. Announcements may claim thousands of blocks each, so it is
+    counted and compared a span at a time."""
+
+    def __init__(self) -> None:
+        self._counts: dict[bytes, bytearray] = {}
+        self.covered = 0  # blocks that somebody has
+
+    def has_one_of(self, counts: range, content: Announcement) -> bool:
+        """Whether so many servers have one of its blocks."""
+        held = self._of(content)
+        return any(held.find(count, content.span.start, content.span.end) >= 0 for count in counts)
+
+    def add(self, content: Announcement) -> None:
+        counts, span = self._of(content), slice(content.span.start, content.span.end)
+        self.covered += counts[span].count(0)
+        counts[span] = counts[span].translate(_ONE_MORE)
+
+    def _of(self, content: Announcement) -> bytearray:
+        counts = self._counts.setdefault(content.model_version, bytearray())
+        counts.extend(bytes(max(0, content.span.end - len(counts))))
+        return counts
 
 
 def _within(records: Iterable[SignedAnnouncement], most: int) -> list[SignedAnnouncement]:
@@ -175,8 +202,7 @@ def known_well(view: SwarmView, model_version: bytes, *, now: float) -> bool:
     if not model_version:
         return len(view.records) >= SAMPLING.servers
     servers = [one for one in view.servers(model_version, now=now) if one.state is ServerState.ONLINE]
-    held = Counter(block for one in servers for block in range(one.span.start, one.span.end))
-    return bool(servers) and all(held[block] >= SAMPLING.several for block in range(servers[0].num_blocks))
+    return bool(servers) and min(coverage_of(servers, servers[0].num_blocks)) >= SAMPLING.several
 
 
 def in_turn(
@@ -195,23 +221,21 @@ def in_turn(
 def _take(
     order: Iterator[SignedAnnouncement],
     chosen: list[SignedAnnouncement],
-    held: Counter[tuple[bytes, int]],
+    coverage: _Coverage,
     limit: int,
-    target: int,
+    counts: range,
     there: int = 0,
 ) -> list[SignedAnnouncement]:
-    """Chooses those that have a block which fewer than `target` chosen ones have; returns some of the others. Stops
+    """Chooses those that have a block which one of `counts` chosen ones have; returns some of the others. Stops
     when somebody has each of the blocks that are `there` and there are enough others."""
     others: list[SignedAnnouncement] = []
     for record in order:
-        content = record.content
-        blocks = [(content.model_version, block) for block in range(content.span.start, content.span.end)]
-        if len(chosen) < limit and any(held[block] < target for block in blocks):
+        if len(chosen) < limit and coverage.has_one_of(counts, record.content):
             chosen.append(record)
-            held.update(blocks)
+            coverage.add(record.content)
         elif len(others) < SAMPLING.looked_at * limit:
             others.append(record)
-        if len(chosen) >= limit or (0 < there <= len(held) and len(others) == SAMPLING.looked_at * limit):
+        if len(chosen) >= limit or (0 < there <= coverage.covered and len(others) == SAMPLING.looked_at * limit):
             break
     return others
 

@@ -19,11 +19,19 @@ from petalnode.node.network.transport.muxed_stream import DATA
 from petalnode.node.network.transport.stream_bytes import StreamBytes
 from petalnode.node.network.transport.yamux import Muxer
 from petalnode.node.swarm.directory import Directory
+from petalnode.node.swarm.sample import SAMPLING, sampled
 from petalnode.node.swarm.streams import MessageStreams
 from petalnode.node.swarm.versions import VERSIONS, manifests_to_ask
+from petalnode.node.swarm.view import SwarmView
 from petalnode.node.testing import message_streams
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.announcement import Announcement, ServerState, freshened, sign_announcement
+from petalnode.protocols.announcement import (
+    Announcement,
+    ServerState,
+    SignedAnnouncement,
+    freshened,
+    sign_announcement,
+)
 from petalnode.protocols.directory import MAX_HEADER
 from petalnode.protocols.framing import MessageStream, varint
 from petalnode.protocols.ids import DIRECTORY, Span
@@ -33,6 +41,7 @@ from tests.memory_muxer import MemoryRaw, OtherEnd, muxer
 
 Stream = MessageStream[wire.DirectoryFrame]
 KEYS, STEP = 20, 0.0005
+PEERS = [Identity.from_seed(number.to_bytes(32, "big")).peer_id for number in range(1200)]
 
 
 def streams() -> tuple[Stream, Stream]:
@@ -148,3 +157,19 @@ def test_servers_that_are_connected_are_asked_first() -> None:
     false = [announcement(b"f" * 32) for _ in range(9)]
     here, elsewhere = announcement(b"r" * 32), announcement(b"r" * 32)
     assert manifests_to_ask([*false, elsewhere, here], connected={here.peer_id})[0] == [here, elsewhere]
+
+
+@pytest.mark.parametrize("limit", [SAMPLING.servers, 1000])
+@pytest.mark.parametrize("own_model", [False, True])
+def test_a_sample_of_announcements_with_thousands_of_blocks_costs_milliseconds(own_model: bool, limit: int) -> None:
+    """Each block was counted for each announcement and each place of the sample: 19 s for one question."""
+    view = SwarmView()
+    for number in range(len(PEERS)):
+        version = number.to_bytes(32, "big") if own_model else b"m" * 32
+        plain = Announcement(PEERS[number], version, "model", 4096, Span(0, 4096), ServerState.ONLINE)
+        content = freshened(plain, now=time.time(), lifetime=60)
+        record = SignedAnnouncement(content, bytes(300), number.to_bytes(64, "big"))
+        view = view.merge([record], time.time(), source=f"source {number % 16}", met=True)
+    start = time.thread_time()
+    assert len(sampled(view.page(b"", b""), view.origins, limit, time.time())) == limit
+    assert time.thread_time() - start < 0.5
