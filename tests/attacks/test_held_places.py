@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack, ExitStack, suppress
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from petalnode.node.credits.issuer import ISSUER
+from petalnode.crypto.credits import CreditQuery
+from petalnode.crypto.statement import now_ms
+from petalnode.node.credits.issuer import ISSUER, CreditsService
+from petalnode.node.credits.ledger import Ledger
 from petalnode.node.network.transport.places import PATIENCE, Place, Places, given_up
 from petalnode.node.server.requests.request import LEAST_OPEN, OpenCount
 from petalnode.node.swarm.streams import SHARES
-from petalnode.node.testing import MemoryNetwork
+from petalnode.node.testing import MemoryNetwork, MemoryNode
 from petalnode.node.validator.auditing import AUDITS
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.framing import MessageStream, StreamClosed
+from petalnode.protocols.credits import ask_credit
+from petalnode.protocols.framing import MessageStream, PeerError, StreamClosed
+from petalnode.protocols.ids import CREDITS
 from petalnode.protocols.inference import Refusal
 from tests.origins import At
 
@@ -146,6 +153,31 @@ async def test_keys_of_one_address_leave_streams_of_a_protocol_for_others() -> N
                     await refused.receive(timeout=1)
             await wait_all_tasks_blocked()
         nursery.cancel_scope.cancel()
+
+
+async def test_an_issuer_answers_beside_keys_that_ask_nothing(tmp_path: Path) -> None:
+    """They hold a stream each for as long as it lets them, and open another one."""
+
+    async def silent(attacker: MemoryNode) -> None:
+        while True:
+            with suppress(PeerError):
+                stream = await attacker.new_stream(issuer.peer_id, CREDITS, wire.CreditsFrame, timeout=1)
+                await stream.receive(timeout=2 * ISSUER.idle_timeout)
+            await trio.sleep(0.1)
+
+    async with trio.open_nursery() as nursery:
+        network = MemoryNetwork(nursery)
+        issuer, honest, *attackers = [network.node() for _ in range(2 + 2 * ISSUER.max_streams)]
+        network.origins = {attacker.peer_id: "10.0.0.1" for attacker in attackers}
+        with Ledger(tmp_path / "ledger.sqlite", issuer.identity) as ledger:
+            CreditsService(cast(Any, issuer), ledger)
+            for attacker in attackers:
+                nursery.start_soon(silent, attacker)
+            await trio.sleep(5)
+            query = CreditQuery(issuer.peer_id, honest.peer_id, now_ms()).signed(honest.identity)
+            async with honest.open_stream(issuer.peer_id, CREDITS, wire.CreditsFrame, timeout=1) as stream:
+                assert (await ask_credit(stream, query, timeout=5)).points == 0
+            nursery.cancel_scope.cancel()
 
 
 async def test_keys_of_one_address_leave_requests_for_others() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -139,8 +139,6 @@ async def test_passes_run_one_after_the_other(blocks: BlockSpan) -> None:
 
 
 async def test_a_pass_has_its_own_result_however_late_it_is_looked_at(blocks: BlockSpan) -> None:
-    """The device is waited for at each pause."""
-    begun = time.perf_counter()
     done: dict[str, PassResult[str]] = {}
     ended = threading.Event()
 
@@ -161,9 +159,7 @@ async def test_a_pass_has_its_own_result_however_late_it_is_looked_at(blocks: Bl
             while not ended.is_set():
                 await trio.lowlevel.checkpoint()
                 ended.wait(0.01)  # this loop stands still meanwhile
-        seconds = time.perf_counter() - begun
     assert {name: result.value for name, result in done.items()} == {"first": "first", "second": "second"}
-    assert all(0 <= one.queue_seconds <= seconds - one.compute_seconds for one in done.values())
 
 
 async def test_the_device_has_done_a_part_of_a_pass_before_a_step_is_next(
@@ -355,14 +351,21 @@ async def test_a_batch_that_waits_for_steps_takes_no_time_and_holds_up_no_calls(
     blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
+    looks: list[int] = []
+
+    def time(_: object, waiting: Sequence[object], *rest: object) -> float:
+        looks.append(len(waiting))
+        return 0.0 if len(waiting) == 2 else 2 * TIMEOUT
+
+    monkeypatch.setattr(Gathering, "time", time)
     async with computing(blocks) as compute:
         sessions = [await compute.open(terms(20)) for _ in range(2)]
-        gather(monkeypatch, 2)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(compute.step, sessions[0], step(0))
-            begun = await compute.call(time.thread_time)
+            await compute.call(lambda: None)
             await trio.sleep(0.3)
-            assert await compute.call(time.thread_time) - begun < 0.1
+            await compute.call(lambda: None)
+            assert looks and looks[-1] == 1 and len(looks) < 10
             go = threading.Event()
             nursery.start_soon(compute.call, partial(go.wait, TIMEOUT))
             await trio.testing.wait_all_tasks_blocked()

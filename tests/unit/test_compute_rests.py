@@ -66,8 +66,10 @@ async def test_a_pass_rests_as_long_as_it_took_while_somebody_generates(blocks: 
             nonlocal position
             position = 2 if position == 0 else position + 1
             await compute.step(session, step(position))
+            begun = time.perf_counter()
             done = await compute.run_pass(parts(4))
             assert done.value == "pass" and done.compute_seconds >= 4 * PART
+            assert done.queue_seconds + done.compute_seconds <= time.perf_counter() - begun
             return done.queue_seconds >= 2.5 * PART
 
         await until(attempt)()
@@ -124,29 +126,40 @@ async def test_who_is_backlogged_rests_and_is_served_later(kind: str, blocks: Bl
 
 @pytest.mark.parametrize("kind", ["call", "pass", "pass after a part"])
 async def test_the_thread_rests_too(kind: str, blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted in processor time of the thread, which looks neither at calls nor at passes that have to wait."""
-    resting = [True]
+    """It looks a few times at calls and passes that have to wait, and not again and again."""
+    looks: list[bool] = []
+    resting = True
 
     def rests(*_: Any) -> float:
-        return 60.0 if resting[0] else 0.0
+        looks.append(resting)
+        return 600.0 if resting else 0.0
 
     async with computing(blocks) as compute:
         if kind == "pass after a part":
             monkeypatch.setattr(compute.steps, "pass_wait", rests)
         else:
             next_of = compute.steps.accounts.next_of
-            monkeypatch.setattr(compute.steps.accounts, "next_of", lambda *of: None if resting[0] else next_of(*of))
+            monkeypatch.setattr(compute.steps.accounts, "next_of", lambda *of: None if resting else next_of(*of))
             monkeypatch.setattr(compute.steps.accounts, "rest", rests)
         async with trio.open_nursery() as nursery:
             if kind == "call":
                 nursery.start_soon(compute.call, lambda: None, "heavy")
             else:
                 nursery.start_soon(compute.run_pass, parts(2))
-            begun = await compute.call(time.thread_time)
-            await trio.sleep(0.3)
-            assert await compute.call(time.thread_time) - begun < 0.1
-            resting[0] = False
             await compute.call(lambda: None)
+            await trio.sleep(0.3)
+            await compute.call(lambda: None)
+            assert 0 < len(looks) < 10
+            resting = False
+            await compute.call(lambda: None)
+
+
+async def test_what_a_call_raises_is_raised_where_it_was_asked_for(blocks: BlockSpan) -> None:
+    async with computing(blocks) as compute:
+        for peer in (None, "peer"):
+            with pytest.raises(ZeroDivisionError):
+                await compute.call(lambda: 1 // 0, peer)
+        assert await compute.call(lambda: 7) == 7 and compute.depth == 0
 
 
 async def test_who_has_had_more_by_calls_is_behind_who_has_had_less(blocks: BlockSpan) -> None:

@@ -182,6 +182,10 @@ def test_the_weights_of_most_bits_that_fit_and_what_is_missing_in_figures() -> N
     )
     assert (lacking.weights, lacking.machines) == ("Q4_K_M", 2)  # 17 blocks are missing, and the largest holds 10
     assert lacking.missing == pytest.approx(17 * block)
+    one = best_fit([MachineCapacity(name, 15.6 * block, 1e11) for name in ("one", "two")], around(2), model)
+    assert (one.missing, one.machines) == (pytest.approx(2 * block), 1)
+    one = best_fit([MachineCapacity("one", 31.5 * block, 1e11)], around(1), model)
+    assert (one.missing, one.machines) == (pytest.approx(block), 1)
     nothing = best_fit([MachineCapacity("one", 0.5 * block, 1e11)], around(1), model)
     assert (nothing.machines, nothing.missing) == (0, pytest.approx(32 * block))
     assert best_fit([], around(0), model).machines == 0
