@@ -123,15 +123,19 @@ async def _ask(key: Key, victim: Victim, data: bytes) -> None:
 
 
 def announced(server: Identity, victim: Victim, key: Key) -> SignedAnnouncement:
-    """A server that is not there, quick, of the model that the victim serves."""
+    """A server that is not there, quick, of the model that the victim serves, or of one of very many blocks."""
     blocks = int(victim.served.get("num_blocks", 8))
     start = key.random.randrange(blocks)
+    model = bytes.fromhex(victim.served.get("model_version", "11" * 32)), victim.served.get("model", "model")
+    span = Span(start, key.random.randint(start + 1, blocks))
+    if key.random.random() < 0.5:
+        model, blocks = (b"m" * 32, "large"), ANNOUNCEMENT.max_blocks
+        span = Span(0, blocks)
     content = Announcement(
         server.peer_id,
-        bytes.fromhex(victim.served.get("model_version", "11" * 32)),
-        victim.served.get("model", "model"),
+        *model,
         blocks,
-        Span(start, key.random.randint(start + 1, blocks)),
+        span,
         ServerState.ONLINE,
         step_seconds=0.0005,
         cache_tokens_free=100_000,
@@ -181,6 +185,8 @@ async def directory_questions(key: Key, victim: Victim) -> None:
     frames = (
         wire.DirectoryFrame(query=wire.DirectoryQuery(limit=10_000)),
         wire.DirectoryFrame(query=wire.DirectoryQuery(model_version=version, limit=10_000, after=b"\0")),
+        wire.DirectoryFrame(query=wire.DirectoryQuery(limit=64, sample=True)),
+        wire.DirectoryFrame(query=wire.DirectoryQuery(limit=1000, sample=True)),
         wire.DirectoryFrame(ping=wire.Ping(payload=bytes(32))),
         wire.DirectoryFrame(node_query=wire.NodeQuery()),
     )
