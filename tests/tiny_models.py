@@ -309,6 +309,7 @@ _ROUTED: dict[str, Any] = {"moe_intermediate_size": 32, "n_routed_experts": 8, "
 _BY_NAME_ONLY: dict[str, tuple[str, dict[str, Any]]] = {
     "phimoe": ("phimoe", {**_LLAMA_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "glm4_moe": ("glm4_moe", {**_HEAD_DIM, **_ROUTED, "n_shared_experts": 1, "first_k_dense_replace": 2}),
+    "dots1": ("dots1", {**_HEAD_DIM, **_ROUTED, "n_shared_experts": 1}),
     "mimo_v2_flash": (
         "mimo_v2_flash",
         {

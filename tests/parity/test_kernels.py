@@ -36,8 +36,13 @@ needs_kernels = pytest.mark.skipif(
 SPAN = Span(1, 4)
 KNOWN = (
     "llama", "mistral", "qwen2", "qwen2_sliding", "qwen3", "phi3", "phi3_partial", "gemma2", "gemma3", "gpt2",
-    "mixtral", "qwen3_moe",
+    "mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "dots1",
 )  # fmt: skip
+ROUTED = {
+    "glm4_moe": {"use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 2.5},
+    "dots1": {"first_k_dense_replace": 2, "norm_topk_prob": False},
+}
+"""With DeepSeek's router: groups, a bias that only chooses, shares that add up or do not; an expert for all tokens."""
 FEW_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]}
 
 
@@ -62,6 +67,8 @@ def saved(name: str, folder: Path) -> Path:
     """A tiny model of `save_tiny`, or of a family that is close to one of these."""
     if name == "phi3_partial":
         return save_tiny("phi3", folder, num_attention_heads=2, num_key_value_heads=1, partial_rotary_factor=0.5)
+    if name in ROUTED:
+        return save_tiny(name, folder, n_group=2, topk_group=1, **ROUTED[name])
     if name == "qwen3_moe":
         fields = {**_SPECS["qwen3"][1], **FEW_EXPERTS, "norm_topk_prob": False}
         with pytest.MonkeyPatch.context() as patch:
@@ -157,7 +164,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(tmp_path: Path, quantisatio
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt2", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt2", "qwen3_moe", "gpt_oss", "glm4_moe"])
 def test_steps_do_not_depend_on_the_number_of_threads(name: str, tmp_path: Path) -> None:
     blocks = load_span(saved(name, tmp_path / "model"), SPAN, dtype="float32", device="cpu", kernels="native")
     assert blocks.step is not None
@@ -234,7 +241,7 @@ def test_more_rows_than_the_kernels_take_go_to_torch(tmp_path: Path) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", ["bloom", "granite", "gpt_oss", "falcon"])
+@pytest.mark.parametrize("name", ["bloom", "granite", "deepseek_v3", "falcon"])
 def test_other_blocks_go_to_torch(name: str, tmp_path: Path) -> None:
     by_torch, native = pair(save_tiny(name, tmp_path / "model"))
     assert native.step is None
@@ -376,7 +383,7 @@ def test_the_model_version_does_not_depend_on_the_form(tmp_path: Path) -> None:
 @needs_kernels
 @pytest.mark.parametrize(
     ("name", "quantisation"),
-    [("llama", "int8"), ("llama", "nf4"), ("phi3", "int8"), ("gpt2", "nf4"), ("mixtral", "int8")],
+    [("llama", "int8"), ("llama", "nf4"), ("phi3", "int8"), ("gpt2", "nf4"), ("mixtral", "int8"), ("gpt_oss", "int8")],
 )
 def test_quantised_weights_by_the_kernels(tmp_path: Path, name: str, quantisation: str) -> None:
     wide = {} if name == "gpt2" else {"intermediate_size": 128}  # whole blocks of NF4

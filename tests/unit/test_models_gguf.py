@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging as standard_logging
 import math
 import os
+import struct
 import sys
 from pathlib import Path
 
@@ -388,4 +389,15 @@ def test_a_header_that_no_model_can_be_built_from_is_said(tmp_path: Path) -> Non
     extra = {"blk.0.attn_q.weight": np.zeros((64, 64), np.float32)}
     file = write_tiny_gguf(tmp_path / "tiny.gguf", heads=7, without="blk.0.attn_q.weight", extra=extra)
     with pytest.raises(ModelError, match=r"tiny\.gguf(: transformers cannot build the 'llama' model| holds 'model)"):
+        resolve(file)
+
+
+@pytest.mark.parametrize("blocks", [BLOCKS * 9 + 4, 1 << 31])
+def test_more_blocks_than_tensors_are_refused_before_a_model_is_built(tmp_path: Path, blocks: int) -> None:
+    file = write_tiny_gguf(tmp_path / "tiny.gguf")
+    key = b"llama.block_count" + struct.pack("<I", 4)
+    data = file.read_bytes()
+    assert data.count(key + struct.pack("<I", BLOCKS)) == 1
+    file.write_bytes(data.replace(key + struct.pack("<I", BLOCKS), key + struct.pack("<I", blocks)))
+    with pytest.raises(ModelError, match=rf"{blocks:,} blocks of {BLOCKS * 9 + 3} tensors"):
         resolve(file)

@@ -66,7 +66,7 @@
 #endif
 
 #define LANES 16
-#define INTERFACE_VERSION 10 /* of this file towards library.py */
+#define INTERFACE_VERSION 11 /* of this file towards library.py */
 #define MOST_ROWS 8 /* that are multiplied at a time */
 #define AHEAD 8 /* tokens, whose keys are fetched */
 #define PANEL 16 /* tokens, whose keys or values are opened at a time */
@@ -153,26 +153,37 @@ struct range {
 };
 
 /* One block. What may be NULL, and then is not there: biases, norms of queries and keys, norms of what attention and MLP
- * give, the gate's codes. With `experts`, these are in place of gate, up and down. */
+ * give, the gate's codes. With `experts`, gate, up and down are those of an expert that all tokens share, or not there.
+ * `sinks`: of each head, a score beside those of the tokens; `favours`: of each expert, what is added before experts are
+ * chosen, and not to their shares. */
 struct block {
     const float *input_norm, *input_bias, *output_norm, *output_bias, *query_norm, *key_norm, *attention_norm, *mlp_norm;
+    const float *sinks, *favours;
     int64_t window;          /* tokens that are looked at, 0: all */
     int32_t rotary, experts; /* which of the tables of cosines and sines; how many */
     float scale;             /* of the scores of attention */
     int32_t each;            /* ranges of an expert */
     struct matrix query, key, value, output, gate, up, down, router;
-    const struct matrix *expert; /* [experts][3]: gate, up, down */
+    const struct matrix *expert; /* [experts][3]: gate, up, down; no `up`: the gate's outputs are both in turns */
     const struct range *ranges;  /* [experts][each]: where these stand in mapped files; NULL: in memory */
 };
 
 enum activation { ACTIVATION_NONE = 0, ACTIVATION_SILU = 1, ACTIVATION_GELU_TANH = 2 };
 
-/* `inner`: the most outputs of a gate; `chosen`: experts of a token, whose shares are made to add up to one or not;
- * `held`: enum held. */
+/* What an expert's share is: the router's softmax, or that of the chosen ones alone, or a logistic function of its output. */
+enum routing { ROUTING_SOFTMAX = 0, ROUTING_CHOSEN = 1, ROUTING_SIGMOID = 2 };
+
+/* `inner`: the most outputs of a gate; `chosen`: experts of a token, whose shares are made to add up to one or not, of
+ * `kept` of `groups` of experts; `held`: enum held. */
 struct shape {
     int32_t hidden, heads, kv_heads, head_dim, inner, rotary_dim, activation, chosen, shares_add_up, held;
+    int32_t routing, groups, kept;
     float eps, softcap; /* 0: none */
+    float routed_scale, alpha, limit; /* of the shares; of the activation of experts without `up` */
 };
+
+#define LARGEST __builtin_inff()
+#define MOST_CHOSEN 64 /* experts of a token, or groups */
 
 enum layer { LAYER_QUERY, LAYER_KEY, LAYER_VALUE, LAYER_OUTPUT, LAYER_GATE, LAYER_UP, LAYER_DOWN };
 

@@ -41,7 +41,7 @@ HEADERS: Final = (
     "threads.h",
     "vectors.h",
 )
-INTERFACE: Final = 10
+INTERFACE: Final = 11
 """As in kernels.c: goes up whenever a function or structure there changes."""
 ISA_VARIABLE: Final = "PETALNODE_KERNELS_ISA"
 """One of `ISAS`, in place of the best that the processor has: for comparisons. `none`: no kernels."""
@@ -99,7 +99,7 @@ class Block(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
             "input_norm", "input_bias", "output_norm", "output_bias", "query_norm", "key_norm", "attention_norm",
-            "mlp_norm",
+            "mlp_norm", "sinks", "favours",
         )),
         ("window", ctypes.c_int64), ("rotary", ctypes.c_int32), ("experts", ctypes.c_int32),
         ("scale", ctypes.c_float), ("each", ctypes.c_int32),
@@ -114,9 +114,9 @@ class Shape(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int32) for name in (
             "hidden", "heads", "kv_heads", "head_dim", "inner", "rotary_dim", "activation", "chosen", "shares_add_up",
-            "held",
+            "held", "routing", "groups", "kept",
         )),
-        ("eps", ctypes.c_float), ("softcap", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("eps", "softcap", "routed_scale", "alpha", "limit")),
     )  # fmt: skip
 
 
@@ -156,7 +156,7 @@ class Vectors:
     seed: int = 1
     products: int = 95
     steps: int = 24
-    digest: int = 0xC22062CB0BC87C8E
+    digest: int = 0x334EB011FBC52F99
 
 
 VECTORS: Final = Vectors()

@@ -61,11 +61,14 @@ INLINE void NAME(rotate)(float *x, const float *cosines, const float *sines, int
     }
 }
 
-static void NAME(softmax)(float *scores, int64_t count) {
+/* `sink`: one score more, of which nothing comes; or NULL. */
+static void NAME(softmax)(float *scores, int64_t count, const float *sink) {
     float most = scores[0], sum = 0.0f;
     for (int64_t index = 1; index < count; index++) most = scores[index] > most ? scores[index] : most;
+    if (sink && *sink > most) most = *sink;
     for (int64_t index = 0; index < count; index++) scores[index] = exponential(scores[index] - most);
     for (int64_t index = 0; index < count; index++) sum += scores[index];
+    if (sink) sum += exponential(*sink - most);
     for (int64_t index = 0; index < count; index++) scores[index] /= sum;
 }
 
@@ -143,21 +146,21 @@ INLINE void NAME(add_values)(const float *shares, int64_t all, int64_t heads, co
         }
 }
 
-static void NAME(soften)(float *scores, int64_t heads, int64_t tokens, float softcap) {
+static void NAME(soften)(float *scores, int64_t heads, int64_t tokens, float softcap, const float *sinks) {
     if (softcap > 0.0f)
         for (int64_t index = 0; index < heads * tokens; index++)
             scores[index] = softcap * hyperbolic_tangent(scores[index] / softcap);
-    for (int64_t head = 0; head < heads; head++) NAME(softmax)(scores + head * tokens, tokens);
+    for (int64_t head = 0; head < heads; head++) NAME(softmax)(scores + head * tokens, tokens, sinks ? sinks + head : NULL);
 }
 
 /* Query heads of one row over keys and values of one head, `tokens` of each as they are held; `scores`: heads * tokens, and
  * a panel behind them. */
 INLINE void NAME(attend)(const struct shape *s, const float *query, int64_t heads, const uint8_t *keys,
-                         const uint8_t *values, int64_t tokens, float scale, float *scores, float *out) {
+                         const uint8_t *values, int64_t tokens, float scale, const float *sinks, float *scores, float *out) {
     const int64_t dim = s->head_dim, bytes = key_bytes(s->held, dim);
     if (s->held == HELD_F32) {
         NAME(score_keys)(query, heads, (const float *)keys, (const float *)values, tokens, dim, scale, scores, tokens);
-        NAME(soften)(scores, heads, tokens, s->softcap);
+        NAME(soften)(scores, heads, tokens, s->softcap, sinks);
         NAME(add_values)(scores, tokens, heads, (const float *)values, tokens, dim, 1, out);
         return;
     }
@@ -167,7 +170,7 @@ INLINE void NAME(attend)(const struct shape *s, const float *query, int64_t head
         NAME(open_keys)(s->held, keys + first * bytes, count, dim, panel);
         NAME(score_keys)(query, heads, panel, NULL, count, dim, scale, scores + first, tokens);
     }
-    NAME(soften)(scores, heads, tokens, s->softcap);
+    NAME(soften)(scores, heads, tokens, s->softcap, sinks);
     for (int64_t first = 0; first < tokens; first += PANEL) {
         const int64_t count = tokens - first < PANEL ? tokens - first : PANEL;
         NAME(open_keys)(s->held, values + first * bytes, count, dim, panel);
@@ -232,7 +235,7 @@ static void NAME(attend_piece)(const void *job, int64_t piece, int64_t thread) {
     int64_t first = h.row->padding < length ? h.row->padding : length;
     if (b->window && length + 1 - b->window > first) first = length + 1 - b->window;
     NAME(attend)(w->s, h.query, h.group, h.keys + first * h.bytes, h.keys + h.half + first * h.bytes, length + 1 - first,
-                 b->scale, w->scores + thread * w->score_count, h.attended);
+                 b->scale, b->sinks ? b->sinks + piece % w->s->kv_heads * h.group : NULL, w->scores + thread * w->score_count, h.attended);
 }
 
 static void NAME(attention_piece)(const void *job, int64_t piece, int64_t thread) {
@@ -307,28 +310,81 @@ static void NAME(adapt)(const struct NAME(state) *w, const struct change *change
     }
 }
 
-/* --- experts (Fedus et al. 2021; as Mixtral and Qwen3-MoE choose them) --- */
+/* --- experts (Fedus et al. 2021; as Mixtral, Qwen3-MoE, gpt-oss and DeepSeek-V3 choose them) --- */
+
+/* The largest of `count` values, of equal ones the first. */
+INLINE int64_t NAME(largest)(const float *values, int64_t count) {
+    int64_t best = 0;
+    for (int64_t index = 1; index < count; index++)
+        if (values[index] > values[best]) best = index;
+    return best;
+}
+
+/* Leaves of `choice` the groups whose two largest values have the largest sums. */
+static void NAME(keep_groups)(const struct shape *s, float *choice, int64_t all) {
+    float sums[MOST_CHOSEN];
+    const int64_t size = all / s->groups;
+    for (int64_t group = 0; group < s->groups; group++) {
+        const float *own = choice + group * size;
+        float first = -LARGEST, second = -LARGEST;
+        for (int64_t e = 0; e < size; e++)
+            if (own[e] > first) second = first, first = own[e];
+            else if (own[e] > second) second = own[e];
+        sums[group] = first + second;
+    }
+    for (int64_t left = s->kept; left; left--) sums[NAME(largest)(sums, s->groups)] = -LARGEST;
+    for (int64_t e = 0; e < all; e++)
+        if (sums[e / size] != -LARGEST) choice[e] = -LARGEST;
+}
+
+/* Of one row the router's outputs, made shares: 0 or more of the chosen experts, -1 of the others. `choice` [experts]. */
+static void NAME(route)(const struct shape *s, const struct block *b, float *share, float *choice) {
+    const int64_t all = b->experts;
+    int64_t picked[MOST_CHOSEN];
+    float own[MOST_CHOSEN], total = 0.0f;
+    if (s->routing == ROUTING_SOFTMAX) NAME(softmax)(share, all, NULL);
+    else if (s->routing == ROUTING_SIGMOID)
+        for (int64_t e = 0; e < all; e++) share[e] = 1.0f / (1.0f + exponential(-share[e]));
+    for (int64_t e = 0; e < all; e++) choice[e] = b->favours ? share[e] + b->favours[e] : share[e];
+    if (s->groups > 1) NAME(keep_groups)(s, choice, all);
+    for (int64_t k = 0; k < s->chosen; k++) {
+        picked[k] = NAME(largest)(choice, all);
+        choice[picked[k]] = -LARGEST;
+        own[k] = share[picked[k]];
+        if (s->routing == ROUTING_CHOSEN) own[k] = exponential(own[k] - share[picked[0]]);
+        total += own[k];
+    }
+    for (int64_t e = 0; e < all; e++) share[e] = -1.0f;
+    for (int64_t k = 0; k < s->chosen; k++) share[picked[k]] = own[k] / (s->shares_add_up ? total : 1.0f) * s->routed_scale;
+}
+
+/* What `up` [rows][half] is of gates and ups in turns, `both` [rows][2 half] (gpt-oss). */
+static void NAME(clamped)(const struct shape *s, const float *both, int64_t count, float *up) {
+    for (int64_t index = 0; index < count; index++) {
+        float gate = both[2 * index], more = both[2 * index + 1];
+        gate = gate > s->limit ? s->limit : gate;
+        more = more > s->limit ? s->limit : more < -s->limit ? -s->limit : more;
+        up[index] = (more + 1.0f) * (gate / (1.0f + exponential(-s->alpha * gate)));
+    }
+}
+
+/* Adds to `added` what the expert makes of `normed` that all tokens share. */
+static void NAME(shared_expert)(const struct NAME(state) *w) {
+    const struct block *b = w->b;
+    NAME(linear)(w, (struct NAME(linears)){.m = {&b->gate, &b->up}, .x = w->normed, .rows = w->number, .count = 2,
+                                           .y = {w->gate, w->up}, .activation = w->s->activation, .next = &b->down});
+    NAME(linear)(w, (struct NAME(linears)){.m = {&b->down}, .x = w->gate, .rows = w->number, .count = 1,
+                                           .y = {w->attended}, .next = w->following, .target = w->added});
+}
 
 /* What the chosen experts make of `normed`, into `added`. An expert's weights are read once for all rows that chose it. */
 static void NAME(experts)(const struct NAME(state) *w) {
     const struct shape *s = w->s;
     const struct block *b = w->b;
     const int64_t all = b->experts, hidden = s->hidden, number = w->number;
-    float *shares = w->scores, *given = w->query, *made = w->attended; /* free by now, and large enough */
+    float *shares = w->scores, *choice = shares + number * all, *given = w->query, *made = w->attended; /* free by now, and large enough */
     NAME(multiply)(&b->router, w->normed, number, shares, w->sums, 1);
-    for (int64_t r = 0; r < number; r++) {
-        float *share = shares + r * all, total = 0.0f;
-        NAME(softmax)(share, all);
-        for (int64_t left = s->chosen; left; left--) { /* a chosen share is marked by its sign */
-            int64_t best = -1;
-            for (int64_t e = 0; e < all; e++)
-                if (!(float_bits(share[e]) >> 31) && (best < 0 || share[e] > share[best])) best = e;
-            total += share[best];
-            share[best] = -share[best];
-        }
-        for (int64_t e = 0; e < all; e++)
-            share[e] = float_bits(share[e]) >> 31 ? -share[e] / (s->shares_add_up ? total : 1.0f) : -1.0f;
-    }
+    for (int64_t r = 0; r < number; r++) NAME(route)(s, b, shares + r * all, choice);
     ask_for_experts(b, shares, number, w->counts);
     memset(w->added, 0, number * hidden * sizeof(float));
     for (int64_t e = 0; e < all; e++) {
@@ -337,9 +393,11 @@ static void NAME(experts)(const struct NAME(state) *w) {
         for (int64_t r = 0; r < number; r++)
             if (shares[r * all + e] >= 0.0f) memcpy(given + hidden * count++, w->normed + r * hidden, hidden * sizeof(float));
         if (!count) continue;
-        NAME(linear)(w, (struct NAME(linears)){.m = {of, of + 1}, .x = given, .rows = count, .count = 2,
-                                               .y = {w->gate, w->up}, .activation = s->activation, .next = of + 2});
-        NAME(linear)(w, (struct NAME(linears)){.m = {of + 2}, .x = w->gate, .rows = count, .count = 1, .y = {made},
+        const int apart = of[1].codes != NULL;
+        NAME(linear)(w, (struct NAME(linears)){.m = {of, of + 1}, .x = given, .rows = count, .count = 1 + apart, .y = {w->gate, w->up},
+                                               .activation = apart ? s->activation : ACTIVATION_NONE, .next = of + 2});
+        if (!apart) NAME(clamped)(s, w->gate, count * of[2].in, w->up);
+        NAME(linear)(w, (struct NAME(linears)){.m = {of + 2}, .x = apart ? w->gate : w->up, .rows = count, .count = 1, .y = {made},
                                                .next = of + 2});
         count = 0;
         for (int64_t r = 0; r < number; r++) {
@@ -384,6 +442,7 @@ static void NAME(one_block)(const struct NAME(state) *w, const struct change *ch
     NAME(norm_rows)(s, w->hidden, b->output_norm, b->output_bias, number, w->normed);
     if (b->experts) {
         NAME(experts)(w);
+        if (b->up.codes) NAME(shared_expert)(w);
         NAME(take_over)(w, b->mlp_norm);
         return;
     }

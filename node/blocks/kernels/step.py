@@ -28,7 +28,10 @@ from .library import Block, Change, Library, Matrix, Row, Shape, StepStruct
 from .tiles import LANES, MOST_ROWS, TiledMatrix, rows_of
 
 _MODEL_TYPES: Final = frozenset(
-    {"llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "gpt2", "mixtral", "qwen3_moe"}
+    {
+        *("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "gpt2", "mixtral", "qwen3_moe"),
+        *("gpt_oss", "glm4_moe", "dots1"),
+    }
 )
 _ACTIVATIONS: Final = {"silu": 1, "gelu_pytorch_tanh": 2, "gelu_new": 2}
 _HELD: Final[dict[CacheDtype, int]] = {"auto": 0, "float32": 0, "bfloat16": 1, "int8": 2}
@@ -37,6 +40,8 @@ _TOGETHER: Final = 128
 """Rows that are computed at once, where there are more: their memory is bounded, and the bits are the same."""
 _FORM_F32: Final = 0
 _FORM_F32_COLUMNS: Final = 10
+_ROUTING: Final = {"gpt_oss": 1, "glm4_moe": 2, "dots1": 2}
+"""As `enum routing` counts them, where it is not the first."""
 _LAYERS: Final = ("query", "key", "value", "output", "gate", "up", "down")
 """As `enum layer` counts them."""
 
@@ -101,6 +106,8 @@ class SpanStep:
         self._layers: dict[nn.Module, tuple[int, int]] = {}  # whole modules, to block and layer
         self._shape = Shape(hidden=int(config.hidden_size), activation=_ACTIVATIONS[activation], held=_HELD[held])
         self._shape.head_dim, self._shape.kv_heads = specs[0].key_dim, specs[0].heads
+        self._shape.routing, self._shape.groups = _ROUTING.get(config.model_type, 0), 1
+        self._shape.routed_scale = 1.0
         kinds: list[str | None] = []
         for index, (block, spec) in enumerate(zip(blocks, specs, strict=True)):
             kind = _rotary_kind(block, config)
@@ -179,7 +186,7 @@ class SpanStep:
         group = self._blocks[0].query.out // (self._shape.kv_heads * self._shape.head_dim)
         experts = max(block.experts for block in self._blocks)
         adapted = max((change.rows * (change.down.out + change.up.out) for change in changes), default=0)
-        return int(max(group * (longest + LANES), rows * experts, adapted))
+        return int(max(group * (longest + LANES), (rows + 1) * experts, adapted))
 
     def _rotations(self, positions: torch.Tensor) -> torch.Tensor:
         """Cosines and sines [2, tables, rows, rotated dim] of int64 [rows]."""
@@ -234,6 +241,8 @@ class SpanStep:
         if attention is None:
             raise Unsuitable("attention of another kind")
         described.scale = float(attention.scaling)
+        sinks = getattr(attention, "sinks", None)
+        described.sinks = None if sinks is None else self._pointer(sinks)
         self._shape.softcap = float(getattr(attention, "attn_logit_softcapping", None) or 0.0)
         self._describe_norms(described, block)
         self._describe_attention(index, attention)
@@ -295,36 +304,73 @@ class SpanStep:
         self._shape.inner = max(self._shape.inner, described.up.out)
 
     def _describe_experts(self, described: Block, mlp: Any, experts: Any) -> None:
-        router = mlp.gate
+        router = _submodule(mlp, "gate") or mlp.router
         ups, downs = self._expert_matrices(experts)
         described.experts = len(ups)
         described.router = Matrix(_FORM_F32, *router.weight.shape, router.weight.shape[1], self._pointer(router.weight))
+        if getattr(router, "bias", None) is not None:
+            described.router.bias = self._pointer(router.bias)
+        favours = getattr(router, "e_score_correction_bias", None)
+        described.favours = None if favours is None else self._pointer(favours)
         array = (Matrix * (3 * len(ups)))()
-        half = ups[0].out // 2
+        half = downs[0].in_
+        self._describe_activation(experts)
         for number, (up, down) in enumerate(zip(ups, downs, strict=True)):
-            array[3 * number : 3 * number + 3] = [rows_of(up, 0, half), rows_of(up, half, half), down]
+            parts = [up, Matrix()] if self._shape.limit else [rows_of(up, 0, half), rows_of(up, half, half)]
+            array[3 * number : 3 * number + 3] = [*parts, down]
         self._kept.append(array)
         described.expert = ctypes.addressof(array)
         if isinstance(experts, QuantisedExperts) and experts.ranges is not None:
             described.each, described.ranges = experts.each, ctypes.addressof(experts.ranges)
             self._kept.append(experts.ranges)
-        self._shape.inner = max(self._shape.inner, half)
+        self._shape.inner = max(self._shape.inner, 2 * half if self._shape.limit else half)
+        self._describe_shared(described, mlp)
         self._shape.chosen = int(router.top_k)
         self._shape.shares_add_up = bool(getattr(router, "norm_topk_prob", True))
+        self._shape.routed_scale = float(getattr(router, "routed_scaling_factor", 1.0))
+        self._shape.groups = int(getattr(router, "num_group", None) or 1)
+        self._shape.kept = int(getattr(router, "topk_group", None) or 1)
+        if max(self._shape.chosen, self._shape.groups) > 64 or len(ups) % self._shape.groups:
+            raise Unsuitable("more experts of a token than MOST_CHOSEN of kernels.c")
+
+    def _describe_activation(self, experts: Any) -> None:
+        original = experts.original[0] if isinstance(experts, QuantisedExperts) else experts
+        limit = getattr(original, "limit", None)
+        if limit is not None:
+            self._shape.alpha, self._shape.limit = float(original.alpha), float(limit)
+
+    def _describe_shared(self, described: Block, mlp: Any) -> None:
+        """The expert that all tokens share, if there is one."""
+        shared = _submodule(mlp, "shared_experts")
+        if shared is None:
+            return
+        described.gate, described.up = self._matrix(shared.gate_proj), self._matrix(shared.up_proj)
+        described.down = self._matrix(shared.down_proj)
+        self._shape.inner = max(self._shape.inner, described.up.out)
 
     def _expert_matrices(self, experts: Any) -> tuple[list[Matrix], list[Matrix]]:
         """Gates and ups, one behind the other, and downs, by expert."""
         if isinstance(experts, QuantisedExperts):
-            if any(experts._parameters):  # biases
-                raise Unsuitable("experts of another kind")
-            return [self._tiled(one) for one in experts.up], [self._tiled(one) for one in experts.down]
-        names, more = expert_stacks(experts), len(list(experts.parameters())) > 2
-        if names != ("gate_up_proj", "down_proj") or experts.is_transposed or more:
-            raise Unsuitable("experts of another kind")
-        stacks = [getattr(experts, name) for name in names]
-        return tuple(  # type: ignore[return-value]
-            [Matrix(_FORM_F32, *one.shape, one.shape[1], self._pointer(one)) for one in stack] for stack in stacks
-        )
+            found = [self._tiled(one) for one in experts.up], [self._tiled(one) for one in experts.down]
+        else:
+            found = self._float_experts(experts)
+        for name, matrices in zip(("gate_up_proj_bias", "down_proj_bias"), found, strict=True):
+            biases = experts._parameters.get(name)
+            for expert, matrix in enumerate(matrices if biases is not None else ()):
+                matrix.bias = self._pointer(biases[expert])
+        return found
+
+    def _float_experts(self, experts: Any) -> tuple[list[Matrix], list[Matrix]]:
+        stacks = [getattr(experts, name) for name in expert_stacks(experts)]
+        form = _FORM_F32_COLUMNS if experts.is_transposed else _FORM_F32
+        found: list[list[Matrix]] = []
+        for stack in stacks:
+            across = stack.shape[2]
+            sizes = (across, stack.shape[1]) if experts.is_transposed else tuple(stack.shape[1:])
+            if experts.is_transposed and across % LANES:
+                raise Unsuitable("sizes that are no multiples of a vector")
+            found.append([Matrix(form, *sizes, across, self._pointer(one)) for one in stack])
+        return found[0], found[1]
 
     def _put(self, index: int, field: str, module: Any) -> None:
         setattr(self._blocks[index], field, self._matrix(module))

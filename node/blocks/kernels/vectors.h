@@ -116,11 +116,14 @@ static void steps(void) {
     enum { BLOCKS = 2, ROWS = 2, TOKENS = 9, LONGEST = 40, PROMPT = 5 };
     const int64_t heads = 2 << below(2), dim = 32 << below(2), shared = 1 << below(2), hidden = 256, inner = 256 << below(2);
     const int64_t held = below(3), kv = heads / shared, experts = below(3) ? 0 : 4, biased = below(2), rounds = below(4) == 0;
+    const int64_t in_turns = experts && below(2), shared_one = experts && below(2);
     const int64_t turned = below(2) ? dim : dim / 2, gated = experts || below(4), activation = 1 + below(2);
     struct shape shape = {.hidden = 256, .heads = (int32_t)heads, .kv_heads = (int32_t)kv, .head_dim = (int32_t)dim,
-                          .inner = (int32_t)inner, .rotary_dim = (int32_t)turned, .activation = (int32_t)activation,
+                          .inner = (int32_t)(in_turns ? 2 * inner : inner), .rotary_dim = (int32_t)turned, .activation = (int32_t)activation,
                           .chosen = 2, .shares_add_up = (int32_t)below(2), .held = (int32_t)held, .eps = 1e-6f,
-                          .softcap = below(3) ? 0.0f : 30.0f};
+                          .softcap = below(3) ? 0.0f : 30.0f, .routing = (int32_t)below(3),
+                          .groups = 1 + (int32_t)below(2), .kept = 1, .routed_scale = below(2) ? 1.0f : 2.5f,
+                          .alpha = 1.702f, .limit = 7.0f};
     struct block blocks[BLOCKS];
     struct matrix expert[BLOCKS][12];
     for (int index = 0; index < BLOCKS; index++) {
@@ -128,6 +131,7 @@ static void steps(void) {
                           .experts = (int32_t)experts, .scale = 0.125f};
         if (biased) b.input_bias = floats(hidden, 0), b.output_bias = floats(hidden, 0);
         if (below(2)) b.query_norm = floats(dim, 0), b.key_norm = floats(dim, 0);
+        if (below(2)) b.sinks = floats(heads, 0);
         if (below(2)) b.attention_norm = floats(hidden, 0), b.mlp_norm = floats(hidden, 0);
         b.query = layer(heads * dim, hidden, rounds, (int)biased), b.key = layer(kv * dim, hidden, rounds, (int)biased);
         b.value = layer(kv * dim, hidden, rounds, (int)biased), b.output = layer(hidden, heads * dim < 256 ? 256 : heads * dim, rounds, 0);
@@ -135,9 +139,16 @@ static void steps(void) {
         b.output.rounds = rounds;
         if (experts) {
             b.router = matrix(FORM_F32, experts, hidden, 0, 0);
-            for (int e = 0; e < 12; e++) expert[index][e] = e % 3 < 2 ? layer(inner, hidden, rounds, 0) : layer(hidden, inner, rounds, 0);
+            if (below(2)) b.favours = floats(experts, 0);
+            if (biased) b.router.bias = floats(experts + LANES, 0);
+            for (int e = 0; e < 12; e++) {
+                if (in_turns && e % 3 == 1) expert[index][e] = (struct matrix){.form = FORM_F32};
+                else if (e % 3 < 2) expert[index][e] = layer(in_turns ? 2 * inner : inner, hidden, rounds, (int)biased);
+                else expert[index][e] = layer(hidden, inner, rounds, (int)biased);
+            }
             b.expert = expert[index];
-        } else {
+        }
+        if (!experts || shared_one) {
             if (gated) b.gate = layer(inner, hidden, rounds, 0);
             b.up = layer(inner, hidden, rounds, 0), b.down = layer(hidden, inner, rounds, 0);
         }
@@ -147,7 +158,7 @@ static void steps(void) {
     for (int r = 0; r < ROWS; r++)
         rows[r] = (struct row){.memory = memory(BLOCKS * 2 * kv * LONGEST * key_bytes((int32_t)held, dim)), .batch = 1,
                                .max_length = LONGEST, .padding = r ? 2 : 0};
-    const int64_t threads = 1 + below(2), most_scores = most(heads * LONGEST, PROMPT * (experts + 1)) + LANES;
+    const int64_t threads = 1 + below(2), most_scores = most(heads * LONGEST, (PROMPT + 1) * (experts + 1)) + LANES;
     float *scratch = floats(petalnode_step_scratch(&shape, PROMPT, most_scores, threads) + LANES, 0);
     int64_t counts[2] = {0, 0};
     for (int token = 0; token < TOKENS; token++) {
