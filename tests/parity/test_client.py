@@ -39,7 +39,7 @@ def generate(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, **
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *HYBRIDS, *CROSSING])
 def test_logits_equal(architecture: str, tiny: Tiny) -> None:
     folder = tiny(architecture)
-    client, _ = open_client(folder, CUTS.get(architecture, TWO))
+    client, _ = open_client(folder, CUTS.get(architecture, THREE))
     whole = whole_of(folder)
     ids = prompt(2, 14)
     entered, left, logits = whole.step(ids, None)
@@ -76,7 +76,7 @@ def test_greedy_tokens_equal(architecture: str, tiny: Tiny) -> None:
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *HYBRIDS, *CROSSING])
 def test_beam_search_equals(architecture: str, tiny: Tiny) -> None:
     folder = tiny(architecture)
-    client, _ = open_client(folder, CUTS.get(architecture, TWO))
+    client, _ = open_client(folder, CUTS.get(architecture, THREE))
     ids = prompt(2, 7)
     options = {"num_beams": 3, "num_return_sequences": 2, "do_sample": False}
     assert torch.equal(generate(client.model, ids, **options), generate(whole_of(folder).model, ids, **options))

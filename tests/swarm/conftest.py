@@ -44,7 +44,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def lasting_nodes(home: Path) -> Iterator[Nodes]:
+    """Starts those that several files use."""
+    with nodes(home) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
 def node_starter(home: Path) -> Iterator[Nodes]:
+    """Those that it starts end with the file: an idle node takes a hundredth of a core."""
     with nodes(home) as started:
         yield started
 
@@ -64,10 +72,10 @@ class SharedSwarm:
 
 
 @pytest.fixture(scope="session")
-def shared_swarm(node_starter: Nodes, models: Path) -> SharedSwarm:
-    peer: str = node_starter.meeting_point().event("ready")["addrs"][0]
+def shared_swarm(lasting_nodes: Nodes, models: Path) -> SharedSwarm:
+    peer: str = lasting_nodes.meeting_point().event("ready")["addrs"][0]
     started = [
-        node_starter.server(models / name, blocks, "--cache-tokens", "100000", peer=peer)
+        lasting_nodes.server(models / name, blocks, "--cache-tokens", "100000", peer=peer)
         for name, blocks in (
             ("tiny-llama", "0:2"),
             ("tiny-llama", "2:4"),
@@ -170,8 +178,8 @@ def start() -> Iterator[Callable[..., RelayNode]]:
 
 
 @pytest.fixture(scope="session")
-def lone_server(node_starter: Nodes, models: Path, shared_swarm: SharedSwarm) -> Node:
+def lone_server(lasting_nodes: Nodes, models: Path, shared_swarm: SharedSwarm) -> Node:
     """The whole of tiny-llama on one server in a swarm of its own, with room for 200 cache tokens."""
-    node = node_starter.server(models / "tiny-llama", "0:6", "--cache-tokens", "200")
+    node = lasting_nodes.server(models / "tiny-llama", "0:6", "--cache-tokens", "200")
     node.ready  # noqa: B018
     return node

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from queue import Empty, Queue
 from typing import IO, Any, TypeVar
@@ -24,6 +25,8 @@ LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 START_TIMEOUT = 120.0
 STOP_TIMEOUT = 40.0
 _MEETING_POINT = Path(__file__).with_name("announcer.py")
+_NUMBERS = count()
+"""Of nodes: no two under one home have the same key."""
 
 
 def environment(home: Path, **extra: str) -> dict[str, str]:
@@ -281,7 +284,7 @@ class Nodes:
         return self._kept(Running([sys.executable, "-c", code, *arguments], self.env))
 
     def _started(self, command: str, *options: str) -> Node:
-        own = {"--listen": LOOPBACK, "--identity": str(self.home / f"node-{len(self.running)}.key")}
+        own = {"--listen": LOOPBACK, "--identity": str(self.home / f"node-{next(_NUMBERS)}.key")}
         added = [part for name, value in own.items() if name not in options for part in (name, value)]
         return self._kept(Node(command, "--json", *added, *options, env=self.env))
 
@@ -293,6 +296,7 @@ class Nodes:
         for process in self.running:
             if process.process.poll() is None:
                 process.close_stdin()
+                process.process.send_signal(signal.SIGCONT)  # a frozen one would not hear the next
                 process.process.terminate()
         for process in self.running:
             try:

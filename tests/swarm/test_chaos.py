@@ -1,4 +1,4 @@
-"""Servers come, die, freeze and leave while four clients generate, in an order by chance that a seed gives again.
+"""Servers come, die, freeze and leave while two clients generate, in an order by chance that a seed gives again.
 
 PETALNODE_CHAOS_SECONDS=300 PETALNODE_CHAOS_SEED=7 PETALNODE_CHAOS_CLIENTS=8 pytest -s tests/swarm/test_chaos.py
 """
@@ -18,7 +18,7 @@ from tests.swarm.server_pool import ServerPool, server_pool
 
 SECONDS = float(os.environ.get("PETALNODE_CHAOS_SECONDS", "12"))
 SEED = int(os.environ.get("PETALNODE_CHAOS_SEED", "1"))
-CLIENTS = int(os.environ.get("PETALNODE_CHAOS_CLIENTS", "4"))
+CLIENTS = int(os.environ.get("PETALNODE_CHAOS_CLIENTS", "2"))
 
 
 @pytest.fixture(scope="module")

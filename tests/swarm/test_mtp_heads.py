@@ -23,7 +23,7 @@ from tests.mtp_heads import HEADS, save_with_head
 from tests.swarm.memory_pool import opened
 from tests.tiny_models import load_whole, save_tiny
 
-LENGTH = 40
+LENGTH = 30
 ENDLESS = {"max_position_embeddings": 1024, "eos_token_id": None}
 
 

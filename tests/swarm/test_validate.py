@@ -84,7 +84,7 @@ def suspected(node_starter: Nodes, home: Path, models: Path) -> Iterator[Suspect
         yield made
 
 
-def validated(swarm: SuspectSwarm, file: Path, seed: int = 0, evidence: Path | None = None) -> dict[str, Verdict]:
+def validated(swarm: SuspectSwarm, file: Path, seed: int = 4, evidence: Path | None = None) -> dict[str, Verdict]:
     """One round, by peer id."""
     memory = swarm.memory
     assert memory is not None
