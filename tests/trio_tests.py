@@ -1,10 +1,11 @@
 """Runs tests that are `async def` in trio: in virtual time where the marker `virtual_time` says so, and where they ask
-for `raw_node` in the loop of that node."""
+for `raw_node` in the loop of that node. Of a test of Hypothesis, each example runs so."""
 
 from __future__ import annotations
 
 import inspect
-from typing import Final
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
 
 import pytest
 import trio
@@ -20,17 +21,25 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    virtual = pyfuncitem.get_closest_marker("virtual_time") is not None
+    examples = getattr(pyfuncitem.obj, "hypothesis", None)
+    if examples is not None and inspect.iscoroutinefunction(examples.inner_test):
+        test = examples.inner_test
+        examples.inner_test = lambda **given: _run(test, given, virtual)
+        return None
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     fixtures = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
     if "raw_node" in fixtures:
         pyfuncitem._request.getfixturevalue("run")(lambda _: pyfuncitem.obj(**fixtures))
-        return True
-    virtual = pyfuncitem.get_closest_marker("virtual_time") is not None
-
-    async def test() -> None:
-        with trio.fail_after(_LONGEST if virtual else float("inf")):
-            await pyfuncitem.obj(**fixtures)
-
-    (run_autojumping if virtual else trio.run)(test)
+    else:
+        _run(pyfuncitem.obj, fixtures, virtual)
     return True
+
+
+def _run(test: Callable[..., Awaitable[object]], given: dict[str, Any], virtual: bool) -> None:
+    async def bounded() -> None:
+        with trio.fail_after(_LONGEST if virtual else float("inf")):
+            await test(**given)
+
+    (run_autojumping if virtual else trio.run)(bounded)

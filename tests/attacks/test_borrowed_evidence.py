@@ -34,35 +34,33 @@ def endorsed(bundle: Bundle) -> EvidenceMessage:
     return EvidenceMessage.of(bundle, [mine])
 
 
-def hear(swarm: Listener, folder: ModelFolder, *messages: EvidenceMessage, until: Callable[[], bool]) -> None:
+async def hear(swarm: Listener, folder: ModelFolder, *messages: EvidenceMessage, until: Callable[[], bool]) -> None:
     """An endorser hears the attacker's messages."""
-
-    async def main() -> None:
-        endorser = Endorser(swarm, folder)  # type: ignore[arg-type]
-        with trio.fail_after(60):
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(endorser.run)
-                for number, message in enumerate(messages):
-                    swarm.hear(message, ATTACKER.peer_id if not number else VALIDATOR.peer_id)
-                    while any(outcome is None for outcome in endorser.checked.values()):  # noqa: ASYNC110
-                        await trio.sleep(0.01)
-                while not until():  # noqa: ASYNC110  (what it waits for tells nobody)
+    endorser = Endorser(swarm, folder)  # type: ignore[arg-type]
+    with trio.fail_after(60):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(endorser.run)
+            for number, message in enumerate(messages):
+                swarm.hear(message, ATTACKER.peer_id if not number else VALIDATOR.peer_id)
+                while any(outcome is None for outcome in endorser.checked.values()):  # noqa: ASYNC110
                     await trio.sleep(0.01)
-                nursery.cancel_scope.cancel()
+            while not until():  # noqa: ASYNC110  (what it waits for tells nobody)
+                await trio.sleep(0.01)
+            nursery.cancel_scope.cancel()
 
-    trio.run(main)
 
-
-def test_another_name_for_the_accused_is_the_author_s_lie(folder: ModelFolder, genuine: Bundle) -> None:
+async def test_another_name_for_the_accused_is_the_author_s_lie(folder: ModelFolder, genuine: Bundle) -> None:
     swarm = Listener(genuine=genuine)
     borrowed = replace(EvidenceMessage.of(genuine), bundle=None, accused=VICTIM.peer_id)
-    hear(swarm, folder, borrowed, endorsed(genuine), until=lambda: bool(swarm.published))
+    await hear(swarm, folder, borrowed, endorsed(genuine), until=lambda: bool(swarm.published))
     assert [ban.peer_id for ban in swarm.trust.bans()] == [ATTACKER.peer_id]
 
 
 @pytest.mark.parametrize("name", ["input.0", "output"])
 @pytest.mark.parametrize("missing", [False, True])
-def test_exchanged_tensors_are_the_author_s_lie(folder: ModelFolder, genuine: Bundle, name: str, missing: bool) -> None:
+async def test_exchanged_tensors_are_the_author_s_lie(
+    folder: ModelFolder, genuine: Bundle, name: str, missing: bool
+) -> None:
     """The accuser's signature does not cover them. The evidence itself may still come from another peer."""
     swarm = Listener()
     payloads = dict(genuine.payloads)
@@ -72,7 +70,7 @@ def test_exchanged_tensors_are_the_author_s_lie(folder: ModelFolder, genuine: Bu
     message = endorsed(genuine)
     borrowed = replace(message, bundle=replace(genuine, payloads=payloads))
     borrowed = EvidenceMessage.from_bytes(borrowed.to_bytes(), genuine.evidence.time_ms / 1000)
-    hear(swarm, folder, borrowed, message, until=lambda: bool(swarm.published))
+    await hear(swarm, folder, borrowed, message, until=lambda: bool(swarm.published))
     assert [ban.peer_id for ban in swarm.trust.bans()] == [ATTACKER.peer_id]
 
 

@@ -113,47 +113,45 @@ def test_evidence_about_a_kind_that_nobody_has_measured_proves_nothing(
 # --- audits
 
 
-def audited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: ModelFolder, *bundles: Bundle) -> list[Verdict]:
+async def audited(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: ModelFolder, *bundles: Bundle
+) -> list[Verdict]:
     """What a validator finds that is shown these receipts."""
     found: list[Verdict] = []
+    done = trio.Event()
+    waiting = list(bundles)
 
-    async def main() -> None:
-        done = trio.Event()
-        waiting = list(bundles)
+    class Shared:
+        def __init__(self, *_: object) -> None:
+            pass
 
-        class Shared:
-            def __init__(self, *_: object) -> None:
-                pass
+        async def next(self) -> Audit:
+            if not waiting:
+                done.set()
+                await trio.sleep_forever()
+            bundle = waiting.pop(0)
+            return Audit(ATTACKER.peer_id, SimpleNamespace(span=(1, 4)), bundle)  # type: ignore[arg-type]
 
-            async def next(self) -> Audit:
-                if not waiting:
-                    done.set()
-                    await trio.sleep_forever()
-                bundle = waiting.pop(0)
-                return Audit(ATTACKER.peer_id, SimpleNamespace(span=(1, 4)), bundle)  # type: ignore[arg-type]
-
-        monkeypatch.setattr(service_module, "ReceiptAuditService", Shared)
-        model: Any = SimpleNamespace(swarm_model=SimpleNamespace(folder=folder, version=VERSION))
-        judge: Any = SimpleNamespace(device="cpu")
-        with History(tmp_path / "history.sqlite") as history:
-            options = service_module.ValidatorOptions(
-                config=None,  # type: ignore[arg-type]
-                model=model,
-                judge=judge,
-                history=history,
-                on_verdict=found.append,
-            )
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(Validator(Listener(), options).audit)  # type: ignore[arg-type]
-                await done.wait()
-                nursery.cancel_scope.cancel()
-            assert not history.seconds_since(VERSION), "an audit delays probes"
-
-    trio.run(main)
+    monkeypatch.setattr(service_module, "ReceiptAuditService", Shared)
+    model: Any = SimpleNamespace(swarm_model=SimpleNamespace(folder=folder, version=VERSION))
+    judge: Any = SimpleNamespace(device="cpu")
+    with History(tmp_path / "history.sqlite") as history:
+        options = service_module.ValidatorOptions(
+            config=None,  # type: ignore[arg-type]
+            model=model,
+            judge=judge,
+            history=history,
+            on_verdict=found.append,
+        )
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(Validator(Listener(), options).audit)  # type: ignore[arg-type]
+            await done.wait()
+            nursery.cancel_scope.cancel()
+        assert not history.seconds_since(VERSION), "an audit delays probes"
     return found
 
 
-def test_what_the_accused_has_not_signed_says_nothing_of_it(
+async def test_what_the_accused_has_not_signed_says_nothing_of_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, server: SigningServer, folder: ModelFolder
 ) -> None:
     genuine = session_bundle(ATTACKER, server.session([(0, hidden(5), ())]), 0)
@@ -165,7 +163,7 @@ def test_what_the_accused_has_not_signed_says_nothing_of_it(
         evidence.accused = peer_id_to_bytes(Identity.generate().peer_id)
 
     unsigned = [altered(genuine, change) for change in (sign_it_oneself, say_another)]
-    (verdict,) = audited(monkeypatch, tmp_path, folder, *unsigned, genuine)
+    (verdict,) = await audited(monkeypatch, tmp_path, folder, *unsigned, genuine)
     assert verdict.verdict == "ok" and verdict.peer_id == server.identity.peer_id
 
 

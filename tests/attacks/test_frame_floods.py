@@ -52,7 +52,7 @@ class FramesPerTurn(trio.abc.Instrument):
 @pytest.mark.parametrize(
     "frames", [OPENED_AND_RESET, PINGS, OF_NO_STREAM], ids=["opened and reset", "pings", "of no stream"]
 )
-def test_others_are_served_and_the_flooder_is_dropped(
+async def test_others_are_served_and_the_flooder_is_dropped(
     frames: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     slow = replace(limits.LIMITS, frames_per_second=1, opened_per_second=1)  # as on a machine of any speed
@@ -60,7 +60,8 @@ def test_others_are_served_and_the_flooder_is_dropped(
     counted = FramesPerTurn()
     caplog.set_level(logging.INFO)
 
-    async def main() -> None:
+    trio.lowlevel.add_instrument(counted)
+    with frames_taken(counted.note):
         async with three_nodes() as (node, honest, attacker):
             unharmed = connection_lost(node.host, honest.peer_id)
 
@@ -82,9 +83,6 @@ def test_others_are_served_and_the_flooder_is_dropped(
                 nursery.cancel_scope.cancel()
             assert not unharmed.is_set()
             assert await honest.measure_rtt(node.peer_id, timeout=TIMEOUT) < TIMEOUT
-
-    with frames_taken(counted.note):
-        trio.run(main, instruments=[counted])
     assert 0 < counted.most <= AT_ONCE
     assert any("than any session needs" in record.getMessage() for record in caplog.records)
 

@@ -54,12 +54,13 @@ async def echoed(swarm: Swarm, peer_id: str, nbytes: int) -> None:
         assert len(payload) == nbytes
 
 
-def test_payloads_that_never_end_take_no_more_than_a_share() -> None:
+async def test_payloads_that_never_end_take_no_more_than_a_share() -> None:
     """Each stream announces the largest message and sends all of it but the last byte."""
     nearly_all = bytes(MAX_PAYLOAD - 1)
     header = header_of(Frame(tensors=[wire.Tensor(nbytes=MAX_PAYLOAD)]))
 
-    async def main() -> int:
+    tracemalloc.start()
+    try:
         async with (
             open_swarm(SwarmConfig(Identity.generate(), listen=("/ip4/127.0.0.1/tcp/0",))) as node,
             open_swarm(SwarmConfig(Identity.generate(), peers=tuple(node.addrs))) as honest,
@@ -85,11 +86,6 @@ def test_payloads_that_never_end_take_no_more_than_a_share() -> None:
                 assert node.received.of("127.0.0.1", attacker.peer_id) == MAX_PAYLOAD
                 taken, _ = tracemalloc.get_traced_memory()
                 nursery.cancel_scope.cancel()
-            return taken
-
-    tracemalloc.start()
-    try:
-        taken = trio.run(main)
     finally:
         tracemalloc.stop()
     # A bytearray that grows has an eighth more than it needs; the libraries' own is some MiB.

@@ -11,7 +11,6 @@ import trio.lowlevel
 from petalnode.node.network.transport.limits import LIMITS, WORK, NodeLimits
 from petalnode.node.network.transport.raw_connection import Listener
 from tests.attacks.hosts import LOOPBACK, host
-from tests.memory_muxer import run
 from tests.node_inspection import limits_of
 from tests.patience import eventually
 
@@ -64,21 +63,18 @@ class Dialed:
         self.closed += 1
 
 
-def test_refused_connections_start_no_task_and_leave_the_loop_to_others() -> None:
+@pytest.mark.virtual_time
+async def test_refused_connections_start_no_task_and_leave_the_loop_to_others() -> None:
     passes = Passes()
     with socket.socket() as made:
         dialed = Dialed(made, 100_000)
-
-        async def main() -> None:
-            trio.lowlevel.add_instrument(passes)
-            listener = Listener(made, Refusing(passes))
-            listener._listening = dialed  # type: ignore[assignment]
-            before = passes.tasks
-            with trio.move_on_after(2.0):
-                await listener.accept()
-            assert passes.tasks == before
-
-        run(main)
+        trio.lowlevel.add_instrument(passes)
+        listener = Listener(made, Refusing(passes))
+        listener._listening = dialed  # type: ignore[assignment]
+        before = passes.tasks
+        with trio.move_on_after(2.0):
+            await listener.accept()
+        assert passes.tasks == before
     assert dialed.closed == passes.total
     assert passes.most <= 2 * LIMITS.refused_at_once
     assert 1.8 * LIMITS.refused_per_second < passes.total < 2.2 * LIMITS.refused_per_second

@@ -11,7 +11,7 @@ import trio
 from petalnode.crypto.identity import Identity
 from petalnode.node.models.folder import ModelFolder
 from petalnode.node.network.transport.places import Place
-from petalnode.node.testing import message_streams, run_autojumping
+from petalnode.node.testing import message_streams
 from petalnode.node.trust.bundle import Bundle, session_bundle
 from petalnode.node.trust.evidence_gossip import fetch_bundle
 from petalnode.node.trust.evidence_message import EvidenceMessage, TrustedValidators
@@ -36,25 +36,21 @@ def genuine(server: SigningServer) -> Bundle:
 # --- one fetch
 
 
-def fetched_from(sender: Callable[[EvidenceStream], Awaitable[None]]) -> float:
+async def fetched_from(sender: Callable[[EvidenceStream], Awaitable[None]]) -> float:
     """Seconds until the fetch from this sender is given up."""
+    ours, theirs = message_streams(wire.EvidenceFrame, "honest", "attacker")
 
-    async def main() -> float:
-        ours, theirs = message_streams(wire.EvidenceFrame, "honest", "attacker")
+    async def send() -> None:
+        await theirs.receive(timeout=10)
+        await sender(theirs)
 
-        async def send() -> None:
-            await theirs.receive(timeout=10)
-            await sender(theirs)
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(send)
-            begun = trio.current_time()
-            with pytest.raises(StreamTimeout):
-                await fetch_bundle(ours, bytes(32))
-            nursery.cancel_scope.cancel()
-        return trio.current_time() - begun
-
-    return run_autojumping(main)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(send)
+        begun = trio.current_time()
+        with pytest.raises(StreamTimeout):
+            await fetch_bundle(ours, bytes(32))
+        nursery.cancel_scope.cancel()
+    return trio.current_time() - begun
 
 
 async def send_slowly(stream: EvidenceStream, piece: int, pause: float) -> None:
@@ -65,15 +61,16 @@ async def send_slowly(stream: EvidenceStream, piece: int, pause: float) -> None:
         await stream.send(frame, [bytes(piece)], timeout=1000)
 
 
-def test_a_byte_now_and_then_is_no_fetch() -> None:
+async def test_a_byte_now_and_then_is_no_fetch() -> None:
     """Each piece comes in time; all of them would take 60 years."""
-    assert fetched_from(lambda stream: send_slowly(stream, 1, 29)) <= 60
+    assert await fetched_from(lambda stream: send_slowly(stream, 1, 29)) <= 60
 
 
-def test_a_rate_below_the_least_is_given_up_soon_after_it_has_fallen_below() -> None:
+async def test_a_rate_below_the_least_is_given_up_soon_after_it_has_fallen_below() -> None:
     """Not at the end: what is too slow at the beginning will not be there in time."""
     assert (
-        fetched_from(lambda stream: send_slowly(stream, PIECE_BYTES, 2 * PIECE_BYTES / EVIDENCE_SIZES.min_rate)) <= 90
+        await fetched_from(lambda stream: send_slowly(stream, PIECE_BYTES, 2 * PIECE_BYTES / EVIDENCE_SIZES.min_rate))
+        <= 90
     )
 
 

@@ -23,7 +23,9 @@ OWN = "http://127.0.0.1:8000"
 KEYED = ApiKeys({hash_of_key("pn-right"): "alice"})
 
 
-def ask(admission: Admission, method: str = "POST", path: str = "/v1/completions", **headers: str) -> httpx.Response:
+async def ask(
+    admission: Admission, method: str = "POST", path: str = "/v1/completions", **headers: str
+) -> httpx.Response:
     """The response to a request with these headers, whose endpoint tells the owner of the key."""
 
     async def endpoint(request: Request) -> JSONResponse:
@@ -32,43 +34,39 @@ def ask(admission: Admission, method: str = "POST", path: str = "/v1/completions
     middleware: Any = AdmissionMiddleware(
         Starlette(routes=[Route("/{path:path}", endpoint, methods=["GET", "POST"])]), admission
     )
-
-    async def main() -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(middleware), base_url=OWN) as client:
-            return await client.request(method, path, headers=headers)
-
-    return trio.run(main)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(middleware), base_url=OWN) as client:
+        return await client.request(method, path, headers=headers)
 
 
-def test_a_page_of_another_origin_is_not_answered() -> None:
+async def test_a_page_of_another_origin_is_not_answered() -> None:
     for origin in ("https://evil.example", "null", "http://127.0.0.1:9000", "http://localhost:8000.evil.example"):
-        refused = ask(Admission(), Origin=origin)
+        refused = await ask(Admission(), Origin=origin)
         assert refused.status_code == 403, origin
         assert "access-control-allow-origin" not in refused.headers
-        assert ask(Admission(), "OPTIONS", Origin=origin).status_code == 403
+        assert (await ask(Admission(), "OPTIONS", Origin=origin)).status_code == 403
 
 
-def test_a_page_whose_name_is_made_to_mean_this_machine_is_not_answered() -> None:
+async def test_a_page_whose_name_is_made_to_mean_this_machine_is_not_answered() -> None:
     for host in ("evil.example:8000", "127.0.0.1.evil.example", "", "[::1"):
-        assert ask(Admission(), Host=host).status_code == 403, host
-        assert ask(Admission(), Host=host, Origin=f"http://{host}").status_code == 403
+        assert (await ask(Admission(), Host=host)).status_code == 403, host
+        assert (await ask(Admission(), Host=host, Origin=f"http://{host}")).status_code == 403
     for host in ("127.0.0.1:8000", "localhost", "[::1]:8000"):
-        assert ask(Admission(), Host=host).status_code == 200, host
-        assert ask(Admission(), Host=host, Origin=f"http://{host}").status_code == 200
+        assert (await ask(Admission(), Host=host)).status_code == 200, host
+        assert (await ask(Admission(), Host=host, Origin=f"http://{host}")).status_code == 200
 
 
-def test_the_page_of_the_server_itself_and_those_that_were_asked_for_are_answered() -> None:
-    assert ask(Admission(), Origin=OWN).status_code == 200
+async def test_the_page_of_the_server_itself_and_those_that_were_asked_for_are_answered() -> None:
+    assert (await ask(Admission(), Origin=OWN)).status_code == 200
     asked_for = Admission(origins=("https://chat.example",))
-    answered = ask(asked_for, Origin="https://chat.example")
+    answered = await ask(asked_for, Origin="https://chat.example")
     assert answered.headers["access-control-allow-origin"] == "https://chat.example"
-    assert ask(asked_for, Origin="https://chat.example.evil").status_code == 403
-    preflight = ask(asked_for, "OPTIONS", Origin="https://chat.example")
+    assert (await ask(asked_for, Origin="https://chat.example.evil")).status_code == 403
+    preflight = await ask(asked_for, "OPTIONS", Origin="https://chat.example")
     assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (204, "https://chat.example")
-    assert ask(Admission(origins=("*",)), Origin="https://any.example").status_code == 200
+    assert (await ask(Admission(origins=("*",)), Origin="https://any.example")).status_code == 200
 
 
-def test_without_its_key_nobody_is_answered_whatever_the_origin() -> None:
+async def test_without_its_key_nobody_is_answered_whatever_the_origin() -> None:
     keyed = Admission(KEYED, origins=("*",), hosts=())
     for headers in (
         {},
@@ -77,11 +75,11 @@ def test_without_its_key_nobody_is_answered_whatever_the_origin() -> None:
         {"Authorization": "Bearer "},
         {"Authorization": f"Bearer {hash_of_key('pn-right')}"},
     ):
-        refused = ask(keyed, **headers)
+        refused = await ask(keyed, **headers)
         assert refused.status_code == 401, headers
         assert refused.json()["error"]["code"] == "invalid_api_key"
-        assert ask(keyed, "GET", "/v1/models", **headers).status_code == 401
-    answered = ask(keyed, Authorization="Bearer pn-right", Origin="https://any.example", Host="swarm.example")
+        assert (await ask(keyed, "GET", "/v1/models", **headers)).status_code == 401
+    answered = await ask(keyed, Authorization="Bearer pn-right", Origin="https://any.example", Host="swarm.example")
     assert answered.json() == {"owner": "alice"}
 
 

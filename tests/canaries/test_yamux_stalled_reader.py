@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import trio
-import trio.testing
 from libp2p.network.config import ConnectionConfig
 from libp2p.stream_muxer.exceptions import MuxedStreamError
 from libp2p.stream_muxer.yamux.yamux import YamuxStream
@@ -14,21 +13,18 @@ from libp2p.stream_muxer.yamux.yamux import YamuxStream
 CURED = "py-libp2p has cured it: docs/decisions/yamux-and-noise.md says what can be thrown away"
 
 
-def test_a_reader_that_pauses_for_5_seconds_ends_the_write() -> None:
-    async def main() -> None:
-        connection: Any = object()
-        stream = YamuxStream(1, connection, True)
-        stream.send_window = 0
-        with trio.move_on_after(60):
-            with pytest.raises(MuxedStreamError):
-                await stream.write(b"more than the reader has taken")
-            assert trio.current_time() - begun < 10, CURED
-            return
-        pytest.fail(CURED)
-
-    clock = trio.testing.MockClock(autojump_threshold=0)
-    begun = clock.current_time()
-    trio.run(main, clock=clock)
+@pytest.mark.virtual_time
+async def test_a_reader_that_pauses_for_5_seconds_ends_the_write() -> None:
+    connection: Any = object()
+    stream = YamuxStream(1, connection, True)
+    stream.send_window = 0
+    begun = trio.current_time()
+    with trio.move_on_after(60):
+        with pytest.raises(MuxedStreamError):
+            await stream.write(b"more than the reader has taken")
+        assert trio.current_time() - begun < 10, CURED
+        return
+    pytest.fail(CURED)
 
 
 def test_nobody_watches_whether_the_peer_is_alive() -> None:

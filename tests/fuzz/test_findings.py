@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from petalnode.node.network.standard_protocols import keep_identified
 from petalnode.node.network.transport.muxed_stream import HEADER, RST, SYN, WINDOW_UPDATE
 from petalnode.node.network.transport.negotiation import question
 from petalnode.node.placement.planning.machines_file import read_machines
-from petalnode.node.testing import run_autojumping, stream_pair
+from petalnode.node.testing import stream_pair
 from petalnode.node.tuning.adapter_files import check_adapter
 from petalnode.node.tuning.dataset import read_dataset
 from petalnode.protocols import standard_pb2 as standard
@@ -144,91 +144,84 @@ def test_what_is_no_conversation_is_refused(tmp_path: Path, text: str) -> None:
         pass
 
 
-def virtually(main: Callable[[], Awaitable[None]]) -> None:
+@pytest.fixture
+def in_place() -> Iterator[None]:
+    """What threads would do is done by the loop."""
     with without_threads():
-        run_autojumping(main)
+        yield
 
 
-def test_a_status_that_is_no_text_is_read() -> None:
+@pytest.mark.virtual_time
+@pytest.mark.usefixtures("in_place")
+async def test_a_status_that_is_no_text_is_read() -> None:
     """Old protobuf lets bytes through where a text is due; they raised in the task that looks after reachability."""
-
-    async def main() -> None:
-        raw, other = stream_pair()
-        answer = standard.AutoNat(type=standard.AutoNat.DIAL_RESPONSE)
-        answer.dial_response.status = standard.AutoNat.OK
-        text = b"\x12\x02\xff\xfe"  # field 2 of the response
-        inner = answer.dial_response.SerializeToString() + text
-        await other.write(frame(b"\x08\x01\x1a" + bytes([len(inner)]) + inner))
-        stream = DelimitedStream(raw, "peer")
-        answered = await ask_dial_back(stream, corpus.SERVER.peer_id, ["/ip4/1.2.3.4/tcp/1"], timeout=1.0)
-        assert answered.status is DialStatus.OK and answered.text == "\ufffd\ufffd"
-
-    virtually(main)
+    raw, other = stream_pair()
+    answer = standard.AutoNat(type=standard.AutoNat.DIAL_RESPONSE)
+    answer.dial_response.status = standard.AutoNat.OK
+    text = b"\x12\x02\xff\xfe"  # field 2 of the response
+    inner = answer.dial_response.SerializeToString() + text
+    await other.write(frame(b"\x08\x01\x1a" + bytes([len(inner)]) + inner))
+    stream = DelimitedStream(raw, "peer")
+    answered = await ask_dial_back(stream, corpus.SERVER.peer_id, ["/ip4/1.2.3.4/tcp/1"], timeout=1.0)
+    assert answered.status is DialStatus.OK and answered.text == "\ufffd\ufffd"
 
 
-def test_a_refusal_of_a_pass_is_what_the_client_is_told() -> None:
+@pytest.mark.virtual_time
+@pytest.mark.usefixtures("in_place")
+async def test_a_refusal_of_a_pass_is_what_the_client_is_told() -> None:
     """It was told that the server had failed, and every server would have been tried."""
 
     def refused() -> Generator[None, None, None]:
         yield
         raise bad_request("too large")
 
-    async def main() -> None:
-        thread = InPlace(blocks())
-        thread.start()
-        with pytest.raises(Refusal, match="too large"):
-            await thread.run_pass(refused())
-
-    virtually(main)
+    thread = InPlace(blocks())
+    thread.start()
+    with pytest.raises(Refusal, match="too large"):
+        await thread.run_pass(refused())
 
 
+@pytest.mark.virtual_time
+@pytest.mark.usefixtures("in_place")
 @pytest.mark.parametrize("last", range(7))
-def test_a_connection_that_ends_while_it_is_made_is_forgotten(last: int) -> None:
+async def test_a_connection_that_ends_while_it_is_made_is_forgotten(last: int) -> None:
     """It stayed in libp2p's list for ever, and a node with 4,096 of them would have taken no connection any more."""
-
-    async def main() -> None:
-        async with handshakes() as hosts:
-            for _ in range(3):
-                await hosts.feed(Tampered({}, (None, None), last))
-            assert set(hosts.held().values()) == {0}
-
-    virtually(main)
+    async with handshakes() as hosts:
+        for _ in range(3):
+            await hosts.feed(Tampered({}, (None, None), last))
+        assert set(hosts.held().values()) == {0}
 
 
-def test_who_opens_streams_and_resets_them_fills_no_memory() -> None:
-    async def main() -> None:
-        async with muxer() as (ours, other):
-            for _ in range(30):
-                if ours.lost is None:  # it may be cut off
-                    other.say_bytes(HEADER.pack(0, WINDOW_UPDATE, SYN | RST, 1, 0) * 100)
-                    await settled()
-            assert held_back(ours) < 2048
+@pytest.mark.virtual_time
+@pytest.mark.usefixtures("in_place")
+async def test_who_opens_streams_and_resets_them_fills_no_memory() -> None:
+    async with muxer() as (ours, other):
+        for _ in range(30):
+            if ours.lost is None:  # it may be cut off
+                other.say_bytes(HEADER.pack(0, WINDOW_UPDATE, SYN | RST, 1, 0) * 100)
+                await settled()
+        assert held_back(ours) < 2048
 
-    virtually(main)
 
-
+@pytest.mark.virtual_time
+@pytest.mark.usefixtures("in_place")
 @pytest.mark.parametrize("protocol", [IDENTIFY, "/ipfs/id/push/1.0.0", "/ipfs/ping/1.0.0"])
-def test_streams_of_libp2ps_own_protocols_end_though_the_peer_leaves_them_open(protocol: str) -> None:
-    async def main() -> None:
-        async with node_host("nat") as host:
-            with trio.fail_after(100):
-                await host.feed(Opened(((1, question(protocol) + frame(b"")),), 0, DIRECT))
-
-    virtually(main)
+async def test_streams_of_libp2ps_own_protocols_end_though_the_peer_leaves_them_open(protocol: str) -> None:
+    async with node_host("nat") as host:
+        with trio.fail_after(100):
+            await host.feed(Opened(((1, question(protocol) + frame(b"")),), 0, DIRECT))
 
 
-def test_little_of_what_a_peer_says_of_itself_is_kept() -> None:
+@pytest.mark.virtual_time
+@pytest.mark.usefixtures("in_place")
+async def test_little_of_what_a_peer_says_of_itself_is_kept() -> None:
     """Of each key that had ever connected, it was 1 MiB."""
-
-    async def main() -> None:
-        store, peer_id = PeerStore(), ID.from_string(corpus.ATTACKER.peer_id)
-        addrs = [Multiaddr(f"/ip4/203.0.113.7/tcp/{port}").to_bytes() for port in range(1, 1000)]
-        said = Identify(listen_addrs=[b"\xa5\x03" * 400, *addrs], protocols=["x" * 1000, *map(str, range(1000))])
-        await keep_identified(store, peer_id, said)
-        assert len(store.addrs(peer_id)) == 32
-        assert len(store.get_protocols(peer_id)) == 128
-
-    virtually(main)
+    store, peer_id = PeerStore(), ID.from_string(corpus.ATTACKER.peer_id)
+    addrs = [Multiaddr(f"/ip4/203.0.113.7/tcp/{port}").to_bytes() for port in range(1, 1000)]
+    said = Identify(listen_addrs=[b"\xa5\x03" * 400, *addrs], protocols=["x" * 1000, *map(str, range(1000))])
+    await keep_identified(store, peer_id, said)
+    assert len(store.addrs(peer_id)) == 32
+    assert len(store.get_protocols(peer_id)) == 128
 
 
 def write(folder: Path, stated: dict[str, Any], held: dict[str, tuple[str, tuple[int, ...], bytes]]) -> None:

@@ -199,38 +199,33 @@ async def test_a_pledge_of_another_time_is_not_taken_and_no_lie(name: str) -> No
     assert isinstance(caught.value, ServerCheated) == lie
 
 
-def talk(cheat: Cheat | None, claims: ServerClaims | None = None, log: SessionLog | None = None) -> None:
-    async def main() -> None:
-        identity = Identity.generate()
-        with trio.fail_after(60):
-            async with open_swarm(SwarmConfig(identity, listen=(LOOPBACK,))) as server:
-                server.set_handler(INFERENCE, wire.InferenceFrame, answering(identity, cheat))  # type: ignore[arg-type]
-                config = SwarmConfig(Identity.generate(), peers=tuple(server.addrs), serve_dht=False)
-                async with open_swarm(config) as client:
-                    stream = await client.new_stream(server.peer_id, INFERENCE, wire.InferenceFrame, timeout=60)
-                    session = SessionStream(
-                        stream, Hop(server.peer_id, SPEC.span), SPEC, client.peer_id, claims=claims, log=log
-                    )
-                    await session.open(1, None, None)
-                    chunk = WireTensor(
-                        wire.Tensor(shape=[1, 1, 4], dtype="float32", codec="none", nbytes=16), bytes(16)
-                    )
-                    assert (await session.exchange(Input(0, (), chunk), 1)).chunk.payload == bytes(16)
-                    if cheat is None:
+async def talk(cheat: Cheat | None, claims: ServerClaims | None = None, log: SessionLog | None = None) -> None:
+    identity = Identity.generate()
+    with trio.fail_after(60):
+        async with open_swarm(SwarmConfig(identity, listen=(LOOPBACK,))) as server:
+            server.set_handler(INFERENCE, wire.InferenceFrame, answering(identity, cheat))  # type: ignore[arg-type]
+            config = SwarmConfig(Identity.generate(), peers=tuple(server.addrs), serve_dht=False)
+            async with open_swarm(config) as client:
+                stream = await client.new_stream(server.peer_id, INFERENCE, wire.InferenceFrame, timeout=60)
+                session = SessionStream(
+                    stream, Hop(server.peer_id, SPEC.span), SPEC, client.peer_id, claims=claims, log=log
+                )
+                await session.open(1, None, None)
+                chunk = WireTensor(wire.Tensor(shape=[1, 1, 4], dtype="float32", codec="none", nbytes=16), bytes(16))
+                assert (await session.exchange(Input(0, (), chunk), 1)).chunk.payload == bytes(16)
+                if cheat is None:
+                    await session.exchange(Input(1, (), chunk), 1)
+                else:
+                    with pytest.raises(ServerFailed) as caught:
                         await session.exchange(Input(1, (), chunk), 1)
-                    else:
-                        with pytest.raises(ServerFailed) as caught:
-                            await session.exchange(Input(1, (), chunk), 1)
-                        assert caught.value.peer_id == server.peer_id
-                        assert isinstance(caught.value, ServerCheated) == (name_of(cheat) not in HONEST_MISTAKES)
-                    await session.close()
-
-    trio.run(main)
+                    assert caught.value.peer_id == server.peer_id
+                    assert isinstance(caught.value, ServerCheated) == (name_of(cheat) not in HONEST_MISTAKES)
+                await session.close()
 
 
-def test_an_honest_server_is_believed_and_its_receipts_kept() -> None:
+async def test_an_honest_server_is_believed_and_its_receipts_kept() -> None:
     log = SessionLog("server", keeps_tensors=True)
-    talk(None, CLAIMS, log)
+    await talk(None, CLAIMS, log)
     assert log.complete and log.opening is not None and log.granted is not None
     assert [entry.receipt.sequence for entry in log.entries] == [1, 2]
     assert [entry.step and entry.step.position for entry in log.entries] == [0, 1]
@@ -256,11 +251,11 @@ def test_a_reply_that_comes_again_has_to_be_the_same(signer: bool) -> None:
 
 
 @pytest.mark.parametrize("promised", [{"dtype": "bfloat16"}, {"quantisation": "nf4"}])
-def test_a_server_is_held_to_what_it_announced(promised: dict[str, str]) -> None:
+async def test_a_server_is_held_to_what_it_announced(promised: dict[str, str]) -> None:
     with pytest.raises(ServerCheated, match="announces"):
-        talk(None, replace(CLAIMS, **promised))  # type: ignore[arg-type]
+        await talk(None, replace(CLAIMS, **promised))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", CHEATS)
-def test_a_cheating_server_is_not_believed(name: str) -> None:
-    talk(CHEATS[name])
+async def test_a_cheating_server_is_not_believed(name: str) -> None:
+    await talk(CHEATS[name])

@@ -17,7 +17,7 @@ from petalnode.node.models import compute_manifest
 from petalnode.node.models.folder import ModelFolder, open_folder
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import Swarm, open_swarm
-from petalnode.node.testing import message_streams, run_autojumping
+from petalnode.node.testing import message_streams
 from petalnode.node.trust import evidence_gossip
 from petalnode.node.trust.bundle import Bundle, session_bundle
 from petalnode.node.trust.evidence_gossip import EvidenceGossip, fetch_bundle
@@ -46,58 +46,56 @@ from tests.swarm.evidence_messages import (
 from tests.swarm.processes import LOOPBACK
 from tests.tiny_models import HIDDEN, save_tiny
 
-pytestmark = pytest.mark.virtual_time
-
 # --- evidence that is fetched
 
 
-def fetched(gossip: EvidenceGossip, *ids: bytes) -> list[Bundle | str]:
+async def fetched(gossip: EvidenceGossip, *ids: bytes) -> list[Bundle | str]:
     """What a node answers to one who asks for these one after the other; the reason where it has not."""
+    ours, theirs = message_streams(wire.EvidenceFrame, "asking", "asked")
+    answers: list[Bundle | str] = []
 
-    async def main() -> list[Bundle | str]:
-        ours, theirs = message_streams(wire.EvidenceFrame, "asking", "asked")
-        answers: list[Bundle | str] = []
+    async def serve() -> None:
+        await gossip.serve(theirs)
+        await theirs.reset()
 
-        async def serve() -> None:
-            await gossip.serve(theirs)
-            await theirs.reset()
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(serve)
-            for evidence_id in ids:
-                try:
-                    answers.append(await fetch_bundle(ours, evidence_id))
-                except (PeerError, Refusal) as error:
-                    answers.append(str(error))
-            nursery.cancel_scope.cancel()
-        return answers
-
-    return run_autojumping(main)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(serve)
+        for evidence_id in ids:
+            try:
+                answers.append(await fetch_bundle(ours, evidence_id))
+            except (PeerError, Refusal) as error:
+                answers.append(str(error))
+        nursery.cancel_scope.cancel()
+    return answers
 
 
-def test_evidence_is_handed_out_by_its_id_and_so_often_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.virtual_time
+async def test_evidence_is_handed_out_by_its_id_and_so_often_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     gossip, _ = node()
     bundle = equivocation()
     gossip.record_proven(bundle, recomputed=False)
-    missing, found = fetched(gossip, b"x" * 32, bundle.id)
+    missing, found = await fetched(gossip, b"x" * 32, bundle.id)
     assert found == bundle and "not here" in str(missing)
     monkeypatch.setattr(evidence_gossip, "HELD", replace(evidence_gossip.HELD, fetches_per_stream=2))
-    assert fetched(gossip, bundle.id, bundle.id, bundle.id)[2] != bundle
+    assert (await fetched(gossip, bundle.id, bundle.id, bundle.id))[2] != bundle
 
 
-def test_what_comes_with_a_message_is_handed_out_too() -> None:
+@pytest.mark.virtual_time
+async def test_what_comes_with_a_message_is_handed_out_too() -> None:
     gossip, _ = node()
     bundle = equivocation()
     assert receive(gossip, dated(EvidenceMessage.of(bundle), NOW))
-    assert fetched(gossip, bundle.id) == [bundle]
+    assert await fetched(gossip, bundle.id) == [bundle]
 
 
+@pytest.mark.virtual_time
 async def test_a_stream_for_evidence_that_asks_for_something_else_is_over() -> None:
     ours, theirs = message_streams(wire.EvidenceFrame, "asking", "asked")
     await ours.send(wire.EvidenceFrame(close=wire.Close()), timeout=1)
     await node()[0].serve(theirs)  # returns
 
 
+@pytest.mark.virtual_time
 async def test_other_evidence_than_was_asked_for_is_not_taken() -> None:
     ours, theirs = message_streams(wire.EvidenceFrame, "asking", "asked")
     async with trio.open_nursery() as nursery:
@@ -106,7 +104,8 @@ async def test_other_evidence_than_was_asked_for_is_not_taken() -> None:
             await fetch_bundle(ours, b"x" * 32)
 
 
-def test_what_a_node_hands_out_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.virtual_time
+async def test_what_a_node_hands_out_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     bundles = [equivocation(nonce=bytes([number]) * 16) for number in range(4)]
     size = len(bundles[0].to_bytes())
     monkeypatch.setattr(evidence_gossip, "HELD", replace(evidence_gossip.HELD, max_held_bytes=2 * size))
@@ -115,13 +114,13 @@ def test_what_a_node_hands_out_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
         gossip.record_proven(bundle, recomputed=False)
     gossip.record_proven(bundles[1], recomputed=False)  # the last one now
     gossip.record_proven(bundles[3], recomputed=False)
-    answers = fetched(gossip, *(bundle.id for bundle in bundles))
+    answers = await fetched(gossip, *(bundle.id for bundle in bundles))
     assert [answer in bundles for answer in answers] == [False, True, False, True]
     less = replace(evidence_gossip.EVIDENCE_SIZES, max_shared=size - 1)
     monkeypatch.setattr(evidence_gossip, "EVIDENCE_SIZES", less)
     gossip, _ = node()
     gossip.record_proven(bundles[0], recomputed=False)
-    assert "not here" in str(fetched(gossip, bundles[0].id)[0])
+    assert "not here" in str((await fetched(gossip, bundles[0].id))[0])
 
 
 # --- real nodes
@@ -144,51 +143,38 @@ async def nodes(*stores: TrustStore) -> AsyncIterator[Sequence[Swarm]]:
         yield started
 
 
-def run(main: Callable[[], object]) -> None:
-    async def bounded() -> None:
-        with trio.fail_after(600):  # of a test that hangs
-            await main()  # type: ignore[misc]
-
-    trio.run(bounded)
-
-
 async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110  (what it waits for tells nobody)
-        await trio.sleep(0.05)
+    with trio.fail_after(600):  # of a test that hangs
+        while not condition():  # noqa: ASYNC110  (what it waits for tells nobody)
+            await trio.sleep(0.05)
 
 
-def test_evidence_reaches_nodes_that_are_not_connected_to_its_finder() -> None:
-    async def main() -> None:
-        stores = [TrustStore() for _ in range(3)]
-        async with nodes(*stores) as (_, finder, other):
-            await until(lambda: bool(finder.gossip.peers()) and bool(other.gossip.peers()))
-            bundle = equivocation()
-            await finder.publish_evidence(bundle, recomputed=False)
-            await until(lambda: all(store.is_banned(LIAR.peer_id) for store in stores))
-            fetched = await finder.fetch_evidence(other.peer_id, bundle.id, addrs=other.addrs, timeout=10)
-            assert fetched == bundle
-            with pytest.raises((PeerError, Refusal)):
-                await finder.fetch_evidence(other.peer_id, b"x" * 32, timeout=10)
-
-    run(main)
+async def test_evidence_reaches_nodes_that_are_not_connected_to_its_finder() -> None:
+    stores = [TrustStore() for _ in range(3)]
+    async with nodes(*stores) as (_, finder, other):
+        await until(lambda: bool(finder.gossip.peers()) and bool(other.gossip.peers()))
+        bundle = equivocation()
+        await finder.publish_evidence(bundle, recomputed=False)
+        await until(lambda: all(store.is_banned(LIAR.peer_id) for store in stores))
+        fetched = await finder.fetch_evidence(other.peer_id, bundle.id, addrs=other.addrs, timeout=10)
+        assert fetched == bundle
+        with pytest.raises((PeerError, Refusal)):
+            await finder.fetch_evidence(other.peer_id, b"x" * 32, timeout=10)
 
 
-def test_a_node_that_lies_about_a_server_convinces_nobody() -> None:
-    async def main() -> None:
-        stores = [TrustStore() for _ in range(3)]
-        async with nodes(*stores) as (_, liar, other):
-            await until(lambda: bool(liar.gossip.peers()) and bool(other.gossip.peers()))
-            await liar.publish_evidence(equivocation(real=False), recomputed=True)
-            for number in range(20):
-                await liar.publish_evidence(equivocation(BEN, bytes([number]) * 16, real=False), recomputed=True)
-            true = equivocation(STRANGER)
-            await other.publish_evidence(true, recomputed=False)
-            await until(lambda: stores[0].is_banned(STRANGER.peer_id))
-            await trio.sleep(0.2)
-            assert [ban.peer_id for ban in stores[0].bans()] == [STRANGER.peer_id]
-            assert [ban.peer_id for ban in stores[2].bans()] == [STRANGER.peer_id]
-
-    run(main)
+async def test_a_node_that_lies_about_a_server_convinces_nobody() -> None:
+    stores = [TrustStore() for _ in range(3)]
+    async with nodes(*stores) as (_, liar, other):
+        await until(lambda: bool(liar.gossip.peers()) and bool(other.gossip.peers()))
+        await liar.publish_evidence(equivocation(real=False), recomputed=True)
+        for number in range(20):
+            await liar.publish_evidence(equivocation(BEN, bytes([number]) * 16, real=False), recomputed=True)
+        true = equivocation(STRANGER)
+        await other.publish_evidence(true, recomputed=False)
+        await until(lambda: stores[0].is_banned(STRANGER.peer_id))
+        await trio.sleep(0.2)
+        assert [ban.peer_id for ban in stores[0].bans()] == [STRANGER.peer_id]
+        assert [ban.peer_id for ban in stores[2].bans()] == [STRANGER.peer_id]
 
 
 def test_time_is_what_the_clock_says() -> None:
@@ -209,36 +195,32 @@ def hidden(tokens: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(1, tokens, HIDDEN, generator=torch.Generator().manual_seed(seed))
 
 
-def test_validators_recompute_what_they_hear_and_convince_who_trusts_them(folder: ModelFolder) -> None:
+async def test_validators_recompute_what_they_hear_and_convince_who_trusts_them(folder: ModelFolder) -> None:
     """A large bundle is fetched by its id, recomputed and endorsed; a liar's is refuted, and he loses trust."""
     server = SigningServer(folder.path, compute_manifest(folder).version, Span(1, 3))
     honest = SigningServer(folder.path, server.version, server.span)
     steps = [(0, hidden(98), ()), (98, hidden(1, 1), ())]  # 25 KB: too much for gossip
-
-    async def main() -> None:
-        stores = [TrustStore() for _ in range(4)]
-        async with nodes(*stores) as (client, finder, other, liar):
-            for participant in (finder, other):
-                stores[0].trusted = TrustedValidators(
-                    {finder.peer_id: "ann", other.peer_id: "ben", liar.peer_id: "carl"}, 2
-                )
-                await until(lambda participant=participant: bool(participant.gossip.peers()))
-            await until(lambda: bool(liar.gossip.peers()))
-            endorser = Endorser(other, folder)
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(endorser.run)
-                found = session_bundle(finder.identity, server.session(steps, spoil=spoiled), 1)
-                await finder.publish_evidence(found, recomputed=True)
-                await until(lambda: stores[0].is_banned(server.identity.peer_id))
-                ban = stores[0].ban_of(server.identity.peer_id)
-                assert ban is not None and ban.source == "validators"
-                false = session_bundle(liar.identity, honest.session(steps), 1)
-                await liar.publish_evidence(false, recomputed=True)
-                await until(lambda: endorser.checked.get(false.id) is not None)
-                await until(lambda: stores[2].is_banned(liar.peer_id))
-                assert not stores[2].is_banned(honest.identity.peer_id)
-                assert not stores[0].is_banned(honest.identity.peer_id)
-                nursery.cancel_scope.cancel()
-            assert client.trust is stores[0]
-
-    run(main)
+    stores = [TrustStore() for _ in range(4)]
+    async with nodes(*stores) as (client, finder, other, liar):
+        for participant in (finder, other):
+            stores[0].trusted = TrustedValidators(
+                {finder.peer_id: "ann", other.peer_id: "ben", liar.peer_id: "carl"}, 2
+            )
+            await until(lambda participant=participant: bool(participant.gossip.peers()))
+        await until(lambda: bool(liar.gossip.peers()))
+        endorser = Endorser(other, folder)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(endorser.run)
+            found = session_bundle(finder.identity, server.session(steps, spoil=spoiled), 1)
+            await finder.publish_evidence(found, recomputed=True)
+            await until(lambda: stores[0].is_banned(server.identity.peer_id))
+            ban = stores[0].ban_of(server.identity.peer_id)
+            assert ban is not None and ban.source == "validators"
+            false = session_bundle(liar.identity, honest.session(steps), 1)
+            await liar.publish_evidence(false, recomputed=True)
+            await until(lambda: endorser.checked.get(false.id) is not None)
+            await until(lambda: stores[2].is_banned(liar.peer_id))
+            assert not stores[2].is_banned(honest.identity.peer_id)
+            assert not stores[0].is_banned(honest.identity.peer_id)
+            nursery.cancel_scope.cancel()
+        assert client.trust is stores[0]

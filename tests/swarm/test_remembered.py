@@ -118,7 +118,7 @@ async def test_a_node_that_was_told_its_swarm_stays_out_of_others_that_it_rememb
 
 
 @pytest.mark.parametrize("way", ["peers", "remembered"])
-def test_a_node_that_loses_everybody_comes_back(way: str, nodes: Nodes, memory: Path) -> None:
+async def test_a_node_that_loses_everybody_comes_back(way: str, nodes: Nodes, memory: Path) -> None:
     options = {"seed": secrets.token_hex(32), "listen": f"/ip4/127.0.0.1/tcp/{free_port()}", "ttl": 2.0}
 
     def start() -> Node:
@@ -126,24 +126,21 @@ def test_a_node_that_loses_everybody_comes_back(way: str, nodes: Nodes, memory: 
 
     server = start()
     if way == "remembered":
-        run_once(config(memory, server.addr), server.peer_id)
+        await trio.to_thread.run_sync(run_once, config(memory, server.addr), server.peer_id)
     peers = [server.addr] if way == "peers" else []
 
-    async def main() -> float:
-        async with open_swarm(config(memory, *peers, announcement_ttl=2.0)) as swarm:
-            await sees(swarm, server.peer_id)
-            assert swarm.joined == JoinResult(way, server.peer_id)
-            server.kill()
-            with trio.fail_after(PATIENCE):
-                # Until it is forgotten as well, so that the announcement cannot be what leads back.
-                while swarm.is_connected(server.peer_id) or swarm.view.get(server.peer_id, time.time()):  # noqa: ASYNC110
-                    await trio.sleep(0.05)
-            assert await trio.to_thread.run_sync(start)
-            back = time.perf_counter()
-            await sees(swarm, server.peer_id)
-            return time.perf_counter() - back
-
-    print(f"back after {trio.run(main):.1f} s")
+    async with open_swarm(config(memory, *peers, announcement_ttl=2.0)) as swarm:
+        await sees(swarm, server.peer_id)
+        assert swarm.joined == JoinResult(way, server.peer_id)
+        server.kill()
+        with trio.fail_after(PATIENCE):
+            # Until it is forgotten as well, so that the announcement cannot be what leads back.
+            while swarm.is_connected(server.peer_id) or swarm.view.get(server.peer_id, time.time()):  # noqa: ASYNC110
+                await trio.sleep(0.05)
+        assert await trio.to_thread.run_sync(start)
+        back = time.perf_counter()
+        await sees(swarm, server.peer_id)
+        print(f"back after {time.perf_counter() - back:.1f} s")
 
 
 async def test_what_cannot_be_dialed_is_not_remembered(nodes: Nodes, memory: Path) -> None:

@@ -8,7 +8,6 @@ import pytest
 import trio
 from hypothesis import given
 from hypothesis import strategies as st
-from trio.testing import MockClock
 
 from petalnode.node.network.shares import TokenBucket
 from petalnode.node.network.transport.bandwidth import Throttle, turn_size
@@ -18,27 +17,19 @@ pytestmark = pytest.mark.virtual_time
 RATE = 1_000_000
 
 
-def run(main):
-    trio.run(main, clock=MockClock(autojump_threshold=0))
-
-
 @given(
     st.integers(1_000, 10**9),
     st.lists(st.tuples(st.floats(0, 10), st.integers(1, 10**7), st.booleans()), min_size=1, max_size=50),
 )
-def test_no_more_passes_than_the_rate_and_a_burst(rate, asked):
+async def test_no_more_passes_than_the_rate_and_a_burst(rate, asked):
     """Whoever waits as long as it is told passes no faster than the rate in the long run."""
-
-    async def main() -> None:
-        bucket, begun, passed, largest = TokenBucket(rate, rate / 4), trio.current_time(), 0, 0
-        for pause, size, urgent in asked:
-            await trio.sleep(pause)
-            await trio.sleep(bucket.delay(-rate / 4 if urgent else 0.0))
-            bucket.take_ahead(size)
-            passed, largest = passed + size, max(largest, size)
-        assert passed <= rate * (trio.current_time() - begun + 1) + largest + 1
-
-    run(main)
+    bucket, begun, passed, largest = TokenBucket(rate, rate / 4), trio.current_time(), 0, 0
+    for pause, size, urgent in asked:
+        await trio.sleep(pause)
+        await trio.sleep(bucket.delay(-rate / 4 if urgent else 0.0))
+        bucket.take_ahead(size)
+        passed, largest = passed + size, max(largest, size)
+    assert passed <= rate * (trio.current_time() - begun + 1) + largest + 1
 
 
 async def test_a_transfer_takes_as_long_as_the_limit_says():

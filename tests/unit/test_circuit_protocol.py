@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from trio.testing import wait_all_tasks_blocked
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.testing import run_autojumping, stream_pair
+from petalnode.node.testing import stream_pair
 from petalnode.protocols import standard_pb2 as pb
 from petalnode.protocols.circuit import (
     CircuitLimit,
@@ -41,29 +41,25 @@ def ends() -> tuple[DelimitedStream, DelimitedStream]:
     return DelimitedStream(left, RELAY), DelimitedStream(right, PEER)
 
 
-def converse(asking, answering):
+async def converse(asking, answering):
     """Runs both sides; returns what each returned or raised."""
     results = {}
 
-    async def main() -> None:
-        left, right = ends()
+    async def side(name, function, stream):
+        try:
+            results[name] = await function(stream)
+        except PeerError as error:
+            results[name] = error
 
-        async def side(name, function, stream):
-            try:
-                results[name] = await function(stream)
-            except PeerError as error:
-                results[name] = error
-
-        with trio.fail_after(10):
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(side, "asked", asking, left)
-                nursery.start_soon(side, "answered", answering, right)
-
-    run_autojumping(main)
+    left, right = ends()
+    with trio.fail_after(10):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(side, "asked", asking, left)
+            nursery.start_soon(side, "answered", answering, right)
     return results["asked"], results["answered"]
 
 
-def test_a_reservation_is_asked_for_and_granted():
+async def test_a_reservation_is_asked_for_and_granted():
     terms = Terms(1_800_000_000, (b"\x04\x7f\x00\x00\x01\x06\x00\x01",), b"signed", CircuitLimit(3600, 1 << 40))
 
     async def grant(stream):
@@ -71,10 +67,10 @@ def test_a_reservation_is_asked_for_and_granted():
         await answer_reserved(stream, terms, timeout=5)
         return request
 
-    assert converse(lambda stream: ask_reservation(stream, timeout=5), grant) == (terms, HopRequest(None))
+    assert await converse(lambda stream: ask_reservation(stream, timeout=5), grant) == (terms, HopRequest(None))
 
 
-def test_a_circuit_is_asked_for_and_not_a_byte_behind_the_answer_is_taken():
+async def test_a_circuit_is_asked_for_and_not_a_byte_behind_the_answer_is_taken():
     async def ask(stream):
         limit = await ask_connection(stream, PEER, timeout=5)
         return limit, await raw_of(stream).read(100)
@@ -85,34 +81,34 @@ def test_a_circuit_is_asked_for_and_not_a_byte_behind_the_answer_is_taken():
         await raw_of(stream).write(b"the peer speaks")
         return request
 
-    assert converse(ask, connect) == ((CircuitLimit(60, 0), b"the peer speaks"), HopRequest(PEER))
+    assert await converse(ask, connect) == ((CircuitLimit(60, 0), b"the peer speaks"), HopRequest(PEER))
 
 
 @pytest.mark.parametrize("status", [pb.RESERVATION_REFUSED, pb.PERMISSION_DENIED, pb.NO_RESERVATION])
-def test_a_refusal_says_why(status):
+async def test_a_refusal_says_why(status):
     async def refuse(stream):
         await receive_hop(stream, timeout=5)
         await answer_refused(stream, status, timeout=5)
 
-    refused, _ = converse(lambda stream: ask_reservation(stream, timeout=5), refuse)
+    refused, _ = await converse(lambda stream: ask_reservation(stream, timeout=5), refuse)
     assert isinstance(refused, RelayRefused)
     assert refused.status == status
     assert RELAY in str(refused)
 
 
-def test_the_target_is_asked_and_may_refuse():
+async def test_the_target_is_asked_and_may_refuse():
     async def accept(stream):
         source = await receive_stop(stream, timeout=5)
         await answer_stop(stream, pb.OK, timeout=5)
         return source
 
-    assert converse(lambda stream: ask_stop(stream, RELAY, CircuitLimit(), timeout=5), accept) == (None, RELAY)
+    assert await converse(lambda stream: ask_stop(stream, RELAY, CircuitLimit(), timeout=5), accept) == (None, RELAY)
 
     async def decline(stream):
         await receive_stop(stream, timeout=5)
         await answer_stop(stream, pb.RESOURCE_LIMIT_EXCEEDED, timeout=5)
 
-    refused, _ = converse(lambda stream: ask_stop(stream, RELAY, CircuitLimit(), timeout=5), decline)
+    refused, _ = await converse(lambda stream: ask_stop(stream, RELAY, CircuitLimit(), timeout=5), decline)
     assert refused.status == pb.RESOURCE_LIMIT_EXCEEDED
 
 
@@ -127,12 +123,12 @@ def test_the_target_is_asked_and_may_refuse():
         (receive_stop, pb.StopMessage(type=pb.StopMessage.CONNECT), pb.MALFORMED_MESSAGE),
     ],
 )
-def test_a_request_that_is_none_is_answered_and_given_up(receive, said, status):
+async def test_a_request_that_is_none_is_answered_and_given_up(receive, said, status):
     async def ask(stream):
         await stream.send(said, timeout=5)
         return await stream.receive(type(said), timeout=5)
 
-    answer, error = converse(ask, lambda stream: receive(stream, timeout=5))
+    answer, error = await converse(ask, lambda stream: receive(stream, timeout=5))
     assert answer.status == status
     assert isinstance(error, ProtocolError)
 
@@ -146,37 +142,34 @@ def test_a_request_that_is_none_is_answered_and_given_up(receive, said, status):
         pb.HopMessage(type=pb.HopMessage.STATUS, status=pb.OK),  # no reservation in it
     ],
 )
-def test_an_answer_that_is_none_is_not_taken_for_one(said):
+async def test_an_answer_that_is_none_is_not_taken_for_one(said):
     async def answer(stream):
         await receive_hop(stream, timeout=5)
         await stream.send(said, timeout=5)
 
-    error, _ = converse(lambda stream: ask_reservation(stream, timeout=5), answer)
+    error, _ = await converse(lambda stream: ask_reservation(stream, timeout=5), answer)
     assert isinstance(error, PeerError)
 
 
-def test_a_target_that_asks_has_not_accepted():
+async def test_a_target_that_asks_has_not_accepted():
     async def answer(stream):
         await receive_stop(stream, timeout=5)
         await stream.send(pb.StopMessage(type=pb.StopMessage.CONNECT, status=pb.OK), timeout=5)
 
-    error, _ = converse(lambda stream: ask_stop(stream, RELAY, CircuitLimit(), timeout=5), answer)
+    error, _ = await converse(lambda stream: ask_stop(stream, RELAY, CircuitLimit(), timeout=5), answer)
     assert isinstance(error, ProtocolError)
 
 
 @given(st.binary(max_size=200), st.sampled_from([receive_hop, receive_stop]))
-def test_nonsense_is_the_peers_error_and_never_more(said, receive):
-    async def main() -> None:
-        left, right = stream_pair()
-        await left.write(said)
-        await left.close()
-        with trio.fail_after(5):
-            try:
-                await receive(DelimitedStream(right, PEER), timeout=3)
-            except PeerError:
-                pass
-
-    run_autojumping(main)
+async def test_nonsense_is_the_peers_error_and_never_more(said, receive):
+    left, right = stream_pair()
+    await left.write(said)
+    await left.close()
+    with trio.fail_after(5):
+        try:
+            await receive(DelimitedStream(right, PEER), timeout=3)
+        except PeerError:
+            pass
 
 
 async def test_a_message_that_is_too_long_is_refused_before_it_is_read():

@@ -11,7 +11,7 @@ import trio
 from petalnode.crypto.identity import Identity
 from petalnode.node.errors import SwarmError
 from petalnode.node.swarm.directory import Directory
-from petalnode.node.testing import message_streams, run_autojumping
+from petalnode.node.testing import message_streams
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import (
     Announcement,
@@ -43,51 +43,48 @@ def announcement(identity: Identity) -> SignedAnnouncement:
     return sign_announcement(identity, freshened(content, now=time.time(), lifetime=45))
 
 
-def refreshing(silent: int, check: Callable[[Directory, float], None], *, asked_answers: bool = True) -> None:
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            there = a_directory(ASKED)
-            there.merge(announced(silent))
+async def refreshing(silent: int, check: Callable[[Directory, float], None], *, asked_answers: bool = True) -> None:
+    async with trio.open_nursery() as nursery:
+        there = a_directory(ASKED)
+        there.merge(announced(silent))
 
-            async def serve(stream: MessageStream[wire.DirectoryFrame]) -> None:
-                try:
-                    await there.serve(stream)
-                except PeerError:
-                    await stream.reset()
-
-            async def open_stream(peer_id: str, timeout: float) -> MessageStream[wire.DirectoryFrame]:
-                if peer_id != ASKED.peer_id or not asked_answers:
-                    await trio.sleep_forever()
-                ours, theirs = message_streams(wire.DirectoryFrame, ME.peer_id, ASKED.peer_id)
-                nursery.start_soon(serve, theirs)
-                return ours
-
-            here = a_directory(ME, open_stream, [ASKED.peer_id])
-            begun = trio.current_time()
+        async def serve(stream: MessageStream[wire.DirectoryFrame]) -> None:
             try:
-                await here.refresh(nursery, model_version=b"", timeout=TIMEOUT)
-            finally:
-                check(here, trio.current_time() - begun)
-                nursery.cancel_scope.cancel()
+                await there.serve(stream)
+            except PeerError:
+                await stream.reset()
 
-    run_autojumping(main)
+        async def open_stream(peer_id: str, timeout: float) -> MessageStream[wire.DirectoryFrame]:
+            if peer_id != ASKED.peer_id or not asked_answers:
+                await trio.sleep_forever()
+            ours, theirs = message_streams(wire.DirectoryFrame, ME.peer_id, ASKED.peer_id)
+            nursery.start_soon(serve, theirs)
+            return ours
+
+        here = a_directory(ME, open_stream, [ASKED.peer_id])
+        begun = trio.current_time()
+        try:
+            await here.refresh(nursery, model_version=b"", timeout=TIMEOUT)
+        finally:
+            check(here, trio.current_time() - begun)
+            nursery.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize("silent", [1, 6, 30])
-def test_peers_that_others_name_and_that_are_silent_are_not_waited_for_long(silent: int) -> None:
+async def test_peers_that_others_name_and_that_are_silent_are_not_waited_for_long(silent: int) -> None:
     def check(here: Directory, seconds: float) -> None:
         assert len(here.view.records) == silent
         assert seconds <= TIMEOUT / 2
 
-    refreshing(silent, check)
+    await refreshing(silent, check)
 
 
-def test_where_nobody_answers_that_is_said_in_time() -> None:
+async def test_where_nobody_answers_that_is_said_in_time() -> None:
     def check(here: Directory, seconds: float) -> None:
         assert seconds == pytest.approx(TIMEOUT)
 
     with pytest.raises(BaseExceptionGroup) as caught:
-        refreshing(3, check, asked_answers=False)
+        await refreshing(3, check, asked_answers=False)
     assert caught.group_contains(SwarmError, match="no peer has answered")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 import pytest
 import trio
 
@@ -10,30 +12,25 @@ from petalnode.node.errors import ServerFailed, SwarmError, unwrapped
 FAILURE = ServerFailed("it is gone", "a")
 
 
-def test_an_error_among_tasks_is_raised_as_it_is() -> None:
-    async def main() -> None:
-        with unwrapped(ServerFailed):
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(trio.sleep_forever)
-                raise FAILURE
+async def fail_beside(other: Callable[[], Awaitable[None]]) -> None:
+    with unwrapped(ServerFailed):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(other)
+            raise FAILURE
 
+
+async def test_an_error_among_tasks_is_raised_as_it_is() -> None:
     with pytest.raises(ServerFailed) as caught:
-        trio.run(main)
+        await fail_beside(trio.sleep_forever)
     assert caught.value is FAILURE
 
 
-def test_two_kinds_of_errors_stay_a_group() -> None:
-    async def main() -> None:
-        async def fail() -> None:
-            raise SwarmError("another")
-
-        with unwrapped(ServerFailed):
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(fail)
-                raise FAILURE
+async def test_two_kinds_of_errors_stay_a_group() -> None:
+    async def fail() -> None:
+        raise SwarmError("another")
 
     with pytest.raises(ExceptionGroup):
-        trio.run(main)
+        await fail_beside(fail)
 
 
 async def test_who_cancels_in_the_moment_of_an_error_gets_no_group() -> None:

@@ -73,29 +73,22 @@ def step(sequence: int, sizes: list[int]) -> Frame:
     return Frame(step=wire.Step(sequence=sequence), tensors=tensors)
 
 
-def run(main, *args):
-    return trio.run(main, *args, clock=trio.testing.MockClock(autojump_threshold=0))
-
-
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 200_000), max_size=4), min_size=1, max_size=4))
-def test_messages_arrive_as_they_were_sent(messages):
-    async def main():
-        a, b = streams()
-        async with trio.open_nursery() as nursery:
+async def test_messages_arrive_as_they_were_sent(messages):
+    a, b = streams()
+    async with trio.open_nursery() as nursery:
 
-            async def send_all() -> None:
-                for number, sizes in enumerate(messages):
-                    await a.send(step(number, sizes), [bytes([number]) * size for size in sizes], timeout=9)
-
-            nursery.start_soon(send_all)
+        async def send_all() -> None:
             for number, sizes in enumerate(messages):
-                frame, payloads = await b.receive(timeout=9)
-                assert frame.step.sequence == number
-                assert payloads == [bytes([number]) * size for size in sizes]
-                assert [tensor.nbytes for tensor in frame.tensors] == sizes
+                await a.send(step(number, sizes), [bytes([number]) * size for size in sizes], timeout=9)
 
-    run(main)
+        nursery.start_soon(send_all)
+        for number, sizes in enumerate(messages):
+            frame, payloads = await b.receive(timeout=9)
+            assert frame.step.sequence == number
+            assert payloads == [bytes([number]) * size for size in sizes]
+            assert [tensor.nbytes for tensor in frame.tensors] == sizes
 
 
 async def test_a_small_message_is_one_write_and_a_large_one_is_cut_into_full_pieces():
@@ -175,17 +168,14 @@ async def test_a_payload_that_is_cut_short_is_a_protocol_error():
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=200))
-def test_no_bytes_raise_anything_but_peer_errors(data):
-    async def main():
-        a, b = ends()
-        await a.write(data)
-        await a.close()
-        stream = MessageStream(b, Frame, PEER)
-        with contextlib.suppress(ProtocolError, StreamClosed):
-            while True:
-                await stream.receive(timeout=1)
-
-    run(main)
+async def test_no_bytes_raise_anything_but_peer_errors(data):
+    a, b = ends()
+    await a.write(data)
+    await a.close()
+    stream = MessageStream(b, Frame, PEER)
+    with contextlib.suppress(ProtocolError, StreamClosed):
+        while True:
+            await stream.receive(timeout=1)
 
 
 async def test_a_clean_end_is_stream_closed_after_the_last_message():

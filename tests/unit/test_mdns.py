@@ -230,7 +230,7 @@ class Neighbourhood:
         self.members.add(peer_id)
 
 
-def neighbourhood(
+async def neighbourhood(
     monkeypatch: pytest.MonkeyPatch,
     node: Neighbourhood,
     near: Sequence[tuple[str, bool]],
@@ -247,38 +247,38 @@ def neighbourhood(
             found(peer_id, ["/ip4/10.0.0.2/tcp/2"], theirs)
         asked.set()
 
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            parts: Any = node
-            discovery = Discovery(parts, parts, parts, nursery, looking(listens, named))
-            await discovery.join()
-            await trio.sleep(20)
-            nursery.cancel_scope.cancel()
-
     monkeypatch.setattr(discovery_module, "run_mdns", run_mdns)
-    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    async with trio.open_nursery() as nursery:
+        parts: Any = node
+        discovery = Discovery(parts, parts, parts, nursery, looking(listens, named))
+        await discovery.join()
+        await trio.sleep(20)
+        nursery.cancel_scope.cancel()
     return told
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("theirs", [False, True])
-def test_who_was_told_a_swarm_calls_on_neighbours_of_that_swarm_only(
+async def test_who_was_told_a_swarm_calls_on_neighbours_of_that_swarm_only(
     monkeypatch: pytest.MonkeyPatch, theirs: bool
 ) -> None:
     """An unrelated node of the same network would bring its models, and the two swarms would be one."""
     node = Neighbourhood(members=[B, "member"])
     node.company = [B]
     near = [("stranger", theirs), ("member", theirs)]
-    assert neighbourhood(monkeypatch, node, near, named=[B]) == [True]
+    assert await neighbourhood(monkeypatch, node, near, named=[B]) == [True]
     assert node.met == ["member"]
 
 
-def test_who_was_told_no_swarm_leaves_those_alone_who_were(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.virtual_time
+async def test_who_was_told_no_swarm_leaves_those_alone_who_were(monkeypatch: pytest.MonkeyPatch) -> None:
     node = Neighbourhood()
-    assert neighbourhood(monkeypatch, node, [("theirs", True), ("one", False), ("other", False)]) == [False]
+    assert await neighbourhood(monkeypatch, node, [("theirs", True), ("one", False), ("other", False)]) == [False]
     assert sorted(node.met) == ["one", "other"]  # and these are one swarm from now on, as ever
 
 
-def test_a_server_that_has_begun_a_swarm_does_not_bring_it_into_one_that_was_named(
+@pytest.mark.virtual_time
+async def test_a_server_that_has_begun_a_swarm_does_not_bring_it_into_one_that_was_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However long it stays alone: it was there before the other one appeared."""
@@ -290,33 +290,31 @@ def test_a_server_that_has_begun_a_swarm_does_not_bring_it_into_one_that_was_nam
         await trio.sleep(30)
         found(late[0][0], ["/ip4/10.0.0.2/tcp/2"], True)
 
-    assert returning(monkeypatch, node, run_mdns, listens=True) == []
-    assert returning(monkeypatch, Neighbourhood(), run_mdns, listens=False) == ["theirs"]
+    assert await returning(monkeypatch, node, run_mdns, listens=True) == []
+    assert await returning(monkeypatch, Neighbourhood(), run_mdns, listens=False) == ["theirs"]
 
 
-def returning(monkeypatch: pytest.MonkeyPatch, node: Neighbourhood, run_mdns: Any, *, listens: bool) -> list[str]:
+async def returning(monkeypatch: pytest.MonkeyPatch, node: Neighbourhood, run_mdns: Any, *, listens: bool) -> list[str]:
     """Whom a node that stays alone has called on within five minutes."""
 
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            parts: Any = node
-            discovery = Discovery(parts, parts, parts, nursery, looking(listens))
-            await discovery.join()
-            nursery.start_soon(discovery.run)
-            await trio.sleep(300)
-            nursery.cancel_scope.cancel()
-
     monkeypatch.setattr(discovery_module, "run_mdns", run_mdns)
-    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    async with trio.open_nursery() as nursery:
+        parts: Any = node
+        discovery = Discovery(parts, parts, parts, nursery, looking(listens))
+        await discovery.join()
+        nursery.start_soon(discovery.run)
+        await trio.sleep(300)
+        nursery.cancel_scope.cancel()
     return node.met
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("listens", [False, True])
-def test_who_finds_no_other_swarm_joins_one_that_was_named_to_its_nodes(
+async def test_who_finds_no_other_swarm_joins_one_that_was_named_to_its_nodes(
     monkeypatch: pytest.MonkeyPatch, listens: bool
 ) -> None:
     node = Neighbourhood(silent=["gone"])
-    neighbourhood(monkeypatch, node, [("theirs", True), ("gone", False)], listens=listens)
+    await neighbourhood(monkeypatch, node, [("theirs", True), ("gone", False)], listens=listens)
     assert node.met == ["gone", "theirs"] and node.company == ["theirs"]
 
 

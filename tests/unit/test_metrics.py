@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import h11
@@ -37,7 +36,6 @@ from petalnode.node.network.transport.bandwidth import OTHER_PROTOCOLS, Traffic
 from petalnode.node.server.tallies import Distribution, ServerTallies, Serving
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import open_swarm
-from petalnode.node.testing import run_autojumping
 from petalnode.protocols.ids import DIRECTORY, Span
 from tests.import_graph import ROOT
 from tests.memory_muxer import muxer, settled
@@ -285,48 +283,45 @@ async def test_a_loop_that_stands_still_is_noticed() -> None:
 # --- the page
 
 
-def asked(request: bytes, hosts: frozenset[str] = LOOPBACK) -> tuple[int, str, bytes]:
+async def asked(request: bytes, hosts: frozenset[str] = LOOPBACK) -> tuple[int, str, bytes]:
     """Status, content type and body of the answer."""
     metrics = Metrics(ClientMetrics(waited()))
-
-    async def main() -> tuple[int, str, bytes]:
-        ours, theirs = trio.testing.memory_stream_pair()
-        client = h11.Connection(h11.CLIENT)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(HttpServer(MetricsApplication(metrics, hosts), HttpLimits()).serve, theirs)
-            method, target = request.split()
-            head = h11.Request(method=method, target=target.split(b"@")[0], headers=[("Host", target.split(b"@")[1])])
-            await ours.send_all(client.send(head) or b"")
-            await ours.send_all(client.send(h11.EndOfMessage()) or b"")
-            status, kind, body = 0, "", b""
-            while not isinstance(event := client.next_event(), h11.EndOfMessage):
-                if event is h11.NEED_DATA:
-                    client.receive_data(bytes(await ours.receive_some(1 << 16)))
-                elif isinstance(event, h11.Response):
-                    status, kind = event.status_code, dict(event.headers)[b"content-type"].decode()
-                elif isinstance(event, h11.Data):
-                    body += bytes(event.data)
-            await ours.aclose()
-            return status, kind, body
-
-    waiting: Callable[[], Awaitable[tuple[int, str, bytes]]] = main
-    return run_autojumping(waiting)
+    ours, theirs = trio.testing.memory_stream_pair()
+    client = h11.Connection(h11.CLIENT)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(HttpServer(MetricsApplication(metrics, hosts), HttpLimits()).serve, theirs)
+        method, target = request.split()
+        head = h11.Request(method=method, target=target.split(b"@")[0], headers=[("Host", target.split(b"@")[1])])
+        await ours.send_all(client.send(head) or b"")
+        await ours.send_all(client.send(h11.EndOfMessage()) or b"")
+        status, kind, body = 0, "", b""
+        while not isinstance(event := client.next_event(), h11.EndOfMessage):
+            if event is h11.NEED_DATA:
+                client.receive_data(bytes(await ours.receive_some(1 << 16)))
+            elif isinstance(event, h11.Response):
+                status, kind = event.status_code, dict(event.headers)[b"content-type"].decode()
+            elif isinstance(event, h11.Data):
+                body += bytes(event.data)
+        await ours.aclose()
+        return status, kind, body
 
 
-def test_the_page_has_the_metrics_and_nothing_else() -> None:
-    status, kind, body = asked(b"GET /metrics@127.0.0.1:9100")
+@pytest.mark.virtual_time
+async def test_the_page_has_the_metrics_and_nothing_else() -> None:
+    status, kind, body = await asked(b"GET /metrics@127.0.0.1:9100")
     assert (status, kind) == (200, "text/plain; version=0.0.4; charset=utf-8")
     assert values(body.decode())["petalnode_client_recoveries_total"] == 7
-    assert asked(b"HEAD /metrics@localhost") == (200, kind, b"")
+    assert await asked(b"HEAD /metrics@localhost") == (200, kind, b"")
     for request in (b"GET /@localhost", b"GET /metrics/x@localhost", b"POST /metrics@localhost"):
-        assert asked(request)[0] == 404
+        assert (await asked(request))[0] == 404
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("host", [b"evil.example", b"127.0.0.1.evil.example:9100", b"[", b"::1"])
-def test_a_web_page_that_calls_itself_this_machine_reads_nothing(host: bytes) -> None:
-    status, _, body = asked(b"GET /metrics@" + host)
+async def test_a_web_page_that_calls_itself_this_machine_reads_nothing(host: bytes) -> None:
+    status, _, body = await asked(b"GET /metrics@" + host)
     assert status == 403 and b"petalnode_" not in body
-    assert asked(b"GET /metrics@" + host, frozenset())[0] == 200
+    assert (await asked(b"GET /metrics@" + host, frozenset()))[0] == 200
 
 
 async def test_a_port_that_is_taken_is_told_in_one_line() -> None:

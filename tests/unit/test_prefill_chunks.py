@@ -8,7 +8,6 @@ import pytest
 import trio
 
 from petalnode.node.swarm.cost import CHUNK_TOKENS, COST, StageCost, chunk_tokens, prefill_seconds
-from petalnode.node.testing import run_autojumping
 
 TOKENS, TOKEN_BYTES = 2048, 4 * 576
 MEGABYTE = 1 << 20
@@ -102,44 +101,40 @@ class Chain:
             self.nursery.start_soon(self.later, self.stages[index].round_trip / 2, self.into[index], step)
 
 
-def simulated(stages: list[StageCost], size: int) -> float:
-    took: list[float] = []
-
-    async def main() -> None:
-        begun = trio.current_time()
-        async with trio.open_nursery() as nursery:
-            chain = Chain(stages, size, nursery)
-            send, receive = trio.open_memory_channel[int](chain.steps)
-            for step in range(chain.steps):
-                send.send_nowait(step)
-            nursery.start_soon(chain.send, 0, receive)
-            for index in range(len(stages)):
-                nursery.start_soon(chain.server, index)
-                nursery.start_soon(chain.collect, index)
-        took.append(trio.current_time() - begun)
-
-    run_autojumping(main)
-    return took[0]
+async def simulated(stages: list[StageCost], size: int) -> float:
+    begun = trio.current_time()
+    async with trio.open_nursery() as nursery:
+        chain = Chain(stages, size, nursery)
+        send, receive = trio.open_memory_channel[int](chain.steps)
+        for step in range(chain.steps):
+            send.send_nowait(step)
+        nursery.start_soon(chain.send, 0, receive)
+        for index in range(len(stages)):
+            nursery.start_soon(chain.server, index)
+            nursery.start_soon(chain.collect, index)
+    return trio.current_time() - begun
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("kind", CHAINS)
-def test_the_chosen_size_is_about_the_quickest(kind: str) -> None:
+async def test_the_chosen_size_is_about_the_quickest(kind: str) -> None:
     chain = CHAINS[kind]
-    found = {size: simulated(chain, size) for size in CHUNK_TOKENS}
+    found = {size: await simulated(chain, size) for size in CHUNK_TOKENS}
     for size, seconds in found.items():
         assert prefill_seconds(TOKENS, size, TOKEN_BYTES, chain) == pytest.approx(seconds, rel=0.12)
     assert found[chunk_tokens(TOKENS, TOKEN_BYTES, chain)] <= 1.05 * min(found.values())
 
 
-def test_far_servers_that_push_are_near_what_computing_and_one_trip_take() -> None:
+@pytest.mark.virtual_time
+async def test_far_servers_that_push_are_near_what_computing_and_one_trip_take() -> None:
     """And take about half of what they took, one step of 256 tokens at a time, where computing is not most of it."""
     for step, token, of_before in ((0.005, 0.001, 0.85), (0.002, 0.0001, 0.52)):
         chain = [StageCost(step, token, 0.05, None, k > 0, 16 * MEGABYTE, 8) for k in range(3)]
         older = [StageCost(stage.step, stage.token, stage.round_trip, None) for stage in chain]
         size = chunk_tokens(TOKENS, TOKEN_BYTES, chain)
-        seconds, computing = simulated(chain, size), token * TOKENS + step * TOKENS / size
+        seconds, computing = await simulated(chain, size), token * TOKENS + step * TOKENS / size
         assert seconds <= 1.3 * (computing + 4 * 0.05 / 2)
-        assert seconds <= of_before * simulated(older, 256)
+        assert seconds <= of_before * await simulated(older, 256)
 
 
 def test_whatever_servers_announce_a_size_is_chosen() -> None:

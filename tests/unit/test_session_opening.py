@@ -15,7 +15,6 @@ from petalnode.node.client.deadlines import DEADLINES
 from petalnode.node.client.request import ServerClaims, ServerRefused, StreamLost
 from petalnode.node.client.session.stream import SessionStream
 from petalnode.node.errors import ServerCheated, ServerFailed
-from petalnode.node.testing import run_autojumping
 from petalnode.node.trust.receipt_log import SessionLog
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import PeerError
@@ -96,35 +95,31 @@ async def test_a_grant_that_cannot_be_is_a_failure(granted: dict[str, Any], why:
         assert not isinstance(caught.value, ServerCheated | StreamLost)
 
 
-def opening_against(*frames: wire.InferenceFrame, claims: ServerClaims | None = None) -> ServerFailed:
+async def opening_against(*frames: wire.InferenceFrame, claims: ServerClaims | None = None) -> ServerFailed:
     """What a client makes of these answers to Open."""
-
-    async def main() -> ServerFailed:
-        server = Server()
-        for frame in frames:
-            await server.say(frame)
-        if not frames:
-            await server.stream.close()
-        with pytest.raises(ServerFailed) as caught:
-            await session_with(server, claims=claims).open(1, None, None)
-        assert caught.value.peer_id == SERVER.peer_id
-        return caught.value
-
-    return run_autojumping(main)
+    server = Server()
+    for frame in frames:
+        await server.say(frame)
+    if not frames:
+        await server.stream.close()
+    with pytest.raises(ServerFailed) as caught:
+        await session_with(server, claims=claims).open(1, None, None)
+    assert caught.value.peer_id == SERVER.peer_id
+    return caught.value
 
 
-def test_answers_that_are_no_grant() -> None:
-    refused = opening_against(wire.InferenceFrame(error=wire.Error(code=wire.ERROR_CACHE_FULL, message="full")))
+async def test_answers_that_are_no_grant() -> None:
+    refused = await opening_against(wire.InferenceFrame(error=wire.Error(code=wire.ERROR_CACHE_FULL, message="full")))
     assert isinstance(refused, ServerRefused) and refused.code == wire.ERROR_CACHE_FULL and "full" in str(refused)
-    other = opening_against(wire.InferenceFrame(reply=wire.Reply()))
+    other = await opening_against(wire.InferenceFrame(reply=wire.Reply()))
     assert "something else than a grant" in str(other) and not isinstance(other, ServerCheated | StreamLost)
-    assert isinstance(opening_against(), StreamLost)
+    assert isinstance(await opening_against(), StreamLost)
 
 
-def test_a_grant_that_is_not_what_was_announced_is_a_lie() -> None:
+async def test_a_grant_that_is_not_what_was_announced_is_a_lie() -> None:
     grant = wire.InferenceFrame(granted=wire.Granted(**GRANT))
     claims = ServerClaims(SPEC.model_version, Span(0, 4), "bfloat16", "none")
-    assert isinstance(opening_against(grant, claims=claims), ServerCheated)
+    assert isinstance(await opening_against(grant, claims=claims), ServerCheated)
     now = now_ms()
     pledge = pledge_of(SERVER, OTHER, span=(0, 4), quantisation="none", from_ms=now - 1000, until_ms=now + 60_000)
     for broken in (
@@ -133,87 +128,80 @@ def test_a_grant_that_is_not_what_was_announced_is_a_lie() -> None:
         replace(pledge, model_version=SPEC.model_version, dtype="float32", deposit=1),
     ):
         granted = wire.Granted(**GRANT, pledge=pledge_to_wire(broken))
-        assert isinstance(opening_against(wire.InferenceFrame(granted=granted)), ServerCheated)
+        assert isinstance(await opening_against(wire.InferenceFrame(granted=granted)), ServerCheated)
 
 
 # --- taking a session up
 
 
-def resuming(granted: dict[str, Any]) -> tuple[int, SessionStream]:
-    async def main() -> tuple[int, SessionStream]:
-        server = Server()
-        session = session_with(server, nonce=b"n" * 16)
-        answer = wire.Granted(**{**GRANT, "position": 30, "sequence": 9, "last_receipt": b"r" * 32, **granted})
-        await server.say(wire.InferenceFrame(granted=answer))
-        position = await session.resume(EPOCH)
-        frame = await server.hear()
-        assert frame.resume.nonce == b"n" * 16 and frame.resume.session_epoch == EPOCH
-        assert not frame.resume.HasField("answered")
-        chunk = chunk_of()
-        server.previous, server.opened.nonce = b"r" * 32, b"n" * 16
-        step = await asked(session, chunk, 30)
-        assert step.sequence == granted.get("sequence", 9) + 1
-        await server.answer(step, chunk)
-        assert (await received(session, step, chunk)).chunk.payload == chunk.payload
-        return position, session
-
-    return run_autojumping(main)
+async def resuming(granted: dict[str, Any]) -> tuple[int, SessionStream]:
+    server = Server()
+    session = session_with(server, nonce=b"n" * 16)
+    answer = wire.Granted(**{**GRANT, "position": 30, "sequence": 9, "last_receipt": b"r" * 32, **granted})
+    await server.say(wire.InferenceFrame(granted=answer))
+    position = await session.resume(EPOCH)
+    frame = await server.hear()
+    assert frame.resume.nonce == b"n" * 16 and frame.resume.session_epoch == EPOCH
+    assert not frame.resume.HasField("answered")
+    chunk = chunk_of()
+    server.previous, server.opened.nonce = b"r" * 32, b"n" * 16
+    step = await asked(session, chunk, 30)
+    assert step.sequence == granted.get("sequence", 9) + 1
+    await server.answer(step, chunk)
+    assert (await received(session, step, chunk)).chunk.payload == chunk.payload
+    return position, session
 
 
-def test_a_session_of_an_earlier_process_goes_on_where_it_was() -> None:
-    position, session = resuming({})
+async def test_a_session_of_an_earlier_process_goes_on_where_it_was() -> None:
+    position, session = await resuming({})
     assert position == 30 and session.epoch == EPOCH
     with pytest.raises(ServerFailed, match="another session, or at no step"):
-        resuming({"session_epoch": b"x" * 16})
+        await resuming({"session_epoch": b"x" * 16})
     with pytest.raises(ServerFailed, match="another session, or at no step"):
-        resuming({"sequence": MAX_SEQUENCE + 1})
-    resuming({"sequence": MAX_SEQUENCE - 1})
+        await resuming({"sequence": MAX_SEQUENCE + 1})
+    await resuming({"sequence": MAX_SEQUENCE - 1})
 
 
-def moving(granted: dict[str, Any], unanswered: int = 1) -> list[str]:
+async def moving(granted: dict[str, Any], unanswered: int = 1) -> list[str]:
     """A session of one answered step and some that are not goes on over another stream; what came of it."""
-
-    async def main() -> list[str]:
-        server, following = Server(), Server()
-        session = session_with(server)
-        await opened(server, session)
-        chunk = chunk_of()
-        first = await asked(session, chunk)
-        await server.answer(first, chunk)
-        await received(session, first, chunk)
-        steps = [await asked(session, chunk, position) for position in range(1, 1 + unanswered)]
-        answer = {"sequence": 1, "last_receipt": server.previous} | granted
-        await following.say(wire.InferenceFrame(granted=wire.Granted(**GRANT | answer)))
-        try:
-            await session.take_up(following.ours)
-        except ServerFailed as error:
-            assert session.uses(server.ours) and session.generation == 0
-            with pytest.raises(PeerError):
-                await following.hear()  # it was reset
-            await server.answer(steps[0], chunk)  # and the old one serves as before
-            await received(session, steps[0], chunk)
-            return ["cheated" if isinstance(error, ServerCheated) else "failed"]
-        asked_for = (await following.hear()).resume
-        assert (asked_for.answered, asked_for.attempt, asked_for.session_epoch) == (1, 1, EPOCH)
-        assert session.uses(following.ours) and session.generation == 1 and session.held == answer["sequence"]
+    server, following = Server(), Server()
+    session = session_with(server)
+    await opened(server, session)
+    chunk = chunk_of()
+    first = await asked(session, chunk)
+    await server.answer(first, chunk)
+    await received(session, first, chunk)
+    steps = [await asked(session, chunk, position) for position in range(1, 1 + unanswered)]
+    answer = {"sequence": 1, "last_receipt": server.previous} | granted
+    await following.say(wire.InferenceFrame(granted=wire.Granted(**GRANT | answer)))
+    try:
+        await session.take_up(following.ours)
+    except ServerFailed as error:
+        assert session.uses(server.ours) and session.generation == 0
         with pytest.raises(PeerError):
-            await server.hear()  # the old one was reset
-        following.previous, following.opened = server.previous, server.opened
-        for step in steps:
-            if step.sequence <= session.held:  # the server has it, and answers it here
-                await following.answer(step, chunk)
-                await received(session, step, chunk)
-            else:
-                with pytest.raises(StreamLost, match="was lost with a stream"):
-                    await session.receive(step, chunk, 5.0)
-        again = Server()
-        answer = GRANT | answer | {"last_receipt": session_end(session)}
-        await again.say(wire.InferenceFrame(granted=wire.Granted(**answer)))
-        await session.take_up(again.ours)
-        assert (await again.hear()).resume.attempt == 2 and session.generation == 2
-        return ["moved"]
-
-    return run_autojumping(main)
+            await following.hear()  # it was reset
+        await server.answer(steps[0], chunk)  # and the old one serves as before
+        await received(session, steps[0], chunk)
+        return ["cheated" if isinstance(error, ServerCheated) else "failed"]
+    asked_for = (await following.hear()).resume
+    assert (asked_for.answered, asked_for.attempt, asked_for.session_epoch) == (1, 1, EPOCH)
+    assert session.uses(following.ours) and session.generation == 1 and session.held == answer["sequence"]
+    with pytest.raises(PeerError):
+        await server.hear()  # the old one was reset
+    following.previous, following.opened = server.previous, server.opened
+    for step in steps:
+        if step.sequence <= session.held:  # the server has it, and answers it here
+            await following.answer(step, chunk)
+            await received(session, step, chunk)
+        else:
+            with pytest.raises(StreamLost, match="was lost with a stream"):
+                await session.receive(step, chunk, 5.0)
+    again = Server()
+    answer = GRANT | answer | {"last_receipt": session_end(session)}
+    await again.say(wire.InferenceFrame(granted=wire.Granted(**answer)))
+    await session.take_up(again.ours)
+    assert (await again.hear()).resume.attempt == 2 and session.generation == 2
+    return ["moved"]
 
 
 def session_end(session: SessionStream) -> bytes:
@@ -221,10 +209,10 @@ def session_end(session: SessionStream) -> bytes:
     return session._last_receipt
 
 
-def test_a_session_goes_on_over_another_stream() -> None:
-    assert moving({}) == ["moved"]
-    assert moving({"sequence": 2}) == ["moved"]
-    assert moving({"sequence": 2, "last_receipt": b"x" * 32}) == ["moved"]  # of a reply that is still to come
+async def test_a_session_goes_on_over_another_stream() -> None:
+    assert await moving({}) == ["moved"]
+    assert await moving({"sequence": 2}) == ["moved"]
+    assert await moving({"sequence": 2, "last_receipt": b"x" * 32}) == ["moved"]  # of a reply that is still to come
 
 
 @pytest.mark.parametrize(
@@ -237,5 +225,7 @@ def test_a_session_goes_on_over_another_stream() -> None:
         ({"codec": "float16"}, "failed"),
     ],
 )
-def test_a_server_that_does_not_go_on_where_it_was_keeps_the_old_stream(granted: dict[str, Any], outcome: str) -> None:
-    assert moving(granted) == [outcome]
+async def test_a_server_that_does_not_go_on_where_it_was_keeps_the_old_stream(
+    granted: dict[str, Any], outcome: str
+) -> None:
+    assert await moving(granted) == [outcome]

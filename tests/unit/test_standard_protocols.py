@@ -16,6 +16,7 @@ from libp2p.relay.circuit_v2.pb import dcutr_pb2
 from multiaddr import Multiaddr
 
 from petalnode.crypto.identity import Identity, peer_id_to_bytes
+from petalnode.node.errors import unwrapped
 from petalnode.node.testing import stream_pair
 from petalnode.protocols import standard_pb2 as standard
 from petalnode.protocols.delimited import DelimitedStream
@@ -36,25 +37,16 @@ US, THEM = Identity.generate().peer_id, Identity.generate().peer_id
 ADDRS = ("/ip4/203.0.113.5/tcp/31330", "/ip6/2a00:77::1/tcp/1")
 
 
-def converse(
+async def converse(
     one: Callable[[DelimitedStream], Awaitable[Any]], other: Callable[[DelimitedStream], Awaitable[Any]]
 ) -> Any:
     """What `one` returns of its talk with `other`."""
-
-    async def main() -> Any:
-        ends = stream_pair()
+    ends = stream_pair()
+    with unwrapped(PeerError):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(other, DelimitedStream(ends[1], US))
-            try:
-                return await one(DelimitedStream(ends[0], THEM)), None
-            except PeerError as error:
-                return None, error
-            finally:
-                nursery.cancel_scope.cancel()
-
-    result, error = trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
-    if error is not None:
-        raise error
+            result = await one(DelimitedStream(ends[0], THEM))
+            nursery.cancel_scope.cancel()
     return result
 
 
@@ -65,6 +57,7 @@ def binary(addrs: tuple[str, ...]) -> list[bytes]:
 # --- AutoNAT
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize(
     "answer",
     [
@@ -73,14 +66,14 @@ def binary(addrs: tuple[str, ...]) -> list[bytes]:
         DialAnswer(DialStatus.DIAL_REFUSED, "busy"),
     ],
 )
-def test_a_dial_back_is_asked_for_and_answered(answer: DialAnswer) -> None:
+async def test_a_dial_back_is_asked_for_and_answered(answer: DialAnswer) -> None:
     asked = []
 
     async def decide(peer_id: str, addrs: tuple[str, ...]) -> DialAnswer:
         asked.append((peer_id, addrs))
         return answer
 
-    heard = converse(
+    heard = await converse(
         lambda stream: ask_dial_back(stream, US, ADDRS, timeout=5),
         lambda stream: answer_dial_back(stream, decide, timeout=5),
     )
@@ -106,6 +99,7 @@ def test_autonat_messages_are_libp2ps() -> None:
 HERE = standard.AutoNat.Dial(peer=standard.AutoNat.PeerInfo(id=peer_id_to_bytes(US), addrs=[]))
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize(
     "asked",
     [
@@ -116,7 +110,7 @@ HERE = standard.AutoNat.Dial(peer=standard.AutoNat.PeerInfo(id=peer_id_to_bytes(
     ],
     ids=["an answer", "both", "no peer", "nothing"],
 )
-def test_what_is_no_request_is_answered_as_such(asked: standard.AutoNat) -> None:
+async def test_what_is_no_request_is_answered_as_such(asked: standard.AutoNat) -> None:
     async def nonsense(stream: DelimitedStream) -> standard.AutoNat:
         await stream.send(asked, timeout=5)
         return await stream.receive(standard.AutoNat, timeout=5)
@@ -124,11 +118,12 @@ def test_what_is_no_request_is_answered_as_such(asked: standard.AutoNat) -> None
     async def never(peer_id: str, addrs: tuple[str, ...]) -> DialAnswer:
         raise AssertionError
 
-    answer = converse(nonsense, lambda stream: answer_dial_back(stream, never, timeout=5))
+    answer = await converse(nonsense, lambda stream: answer_dial_back(stream, never, timeout=5))
     assert answer.dial_response.status == DialStatus.BAD_REQUEST
     assert "no request" in answer.dial_response.status_text
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize(
     "said",
     [
@@ -140,22 +135,23 @@ def test_what_is_no_request_is_answered_as_such(asked: standard.AutoNat) -> None
     ],
     ids=["no status", "a question"],
 )
-def test_an_answer_without_a_status_says_nothing(said: standard.AutoNat) -> None:
+async def test_an_answer_without_a_status_says_nothing(said: standard.AutoNat) -> None:
     async def answer(stream: DelimitedStream) -> None:
         await stream.receive(standard.AutoNat, timeout=5)
         await stream.send(said, timeout=5)
 
-    found = converse(lambda stream: ask_dial_back(stream, US, ADDRS, timeout=5), answer)
+    found = await converse(lambda stream: ask_dial_back(stream, US, ADDRS, timeout=5), answer)
     assert found == DialAnswer(DialStatus.INTERNAL_ERROR, "the answer says nothing")
 
 
-def test_an_unreadable_address_in_an_answer_is_left_out() -> None:
+@pytest.mark.virtual_time
+async def test_an_unreadable_address_in_an_answer_is_left_out() -> None:
     async def answer(stream: DelimitedStream) -> None:
         await stream.receive(standard.AutoNat, timeout=5)
         response = standard.AutoNat.DialResponse(status=standard.AutoNat.OK, addr=b"\xff\xff", status_text="a\x00b")
         await stream.send(standard.AutoNat(type=standard.AutoNat.DIAL_RESPONSE, dial_response=response), timeout=5)
 
-    assert converse(lambda stream: ask_dial_back(stream, US, ADDRS, timeout=5), answer) == DialAnswer(
+    assert await converse(lambda stream: ask_dial_back(stream, US, ADDRS, timeout=5), answer) == DialAnswer(
         DialStatus.OK, "ab", None
     )
 
@@ -163,21 +159,23 @@ def test_an_unreadable_address_in_an_answer_is_left_out() -> None:
 # --- identify
 
 
-def test_identify_is_read() -> None:
+@pytest.mark.virtual_time
+async def test_identify_is_read() -> None:
     async def answer(stream: DelimitedStream) -> None:
         message = identify_pb2.Identify(
             agent_version="x", listen_addrs=binary(ADDRS), observed_addr=binary(ADDRS)[0], protocols=["/a", "/b"]
         )
         await stream.send(message, timeout=5)
 
-    identified = converse(lambda stream: ask_identify(stream, timeout=5), answer)
+    identified = await converse(lambda stream: ask_identify(stream, timeout=5), answer)
     assert (identified.observed, identified.addrs, identified.protocols) == (ADDRS[0], ADDRS, ("/a", "/b"))
 
 
 # --- DCUtR
 
 
-def test_two_agree_on_when_to_dial() -> None:
+@pytest.mark.virtual_time
+async def test_two_agree_on_when_to_dial() -> None:
     heard = []
 
     async def second(stream: DelimitedStream) -> None:
@@ -190,7 +188,7 @@ def test_two_agree_on_when_to_dial() -> None:
         await trio.testing.wait_all_tasks_blocked()
         return result
 
-    addrs, rtt = converse(first, second)
+    addrs, rtt = await converse(first, second)
     assert addrs == ADDRS[:1] and 0 <= rtt < 1 and heard == [ADDRS]
 
 
@@ -202,18 +200,20 @@ def test_punch_messages_are_libp2ps() -> None:
     assert standard.HolePunch(type=standard.HolePunch.SYNC).SerializeToString() == theirs.SerializeToString()
 
 
-def test_who_gives_the_sign_too_early_is_not_dialed() -> None:
+@pytest.mark.virtual_time
+async def test_who_gives_the_sign_too_early_is_not_dialed() -> None:
     async def hasty(stream: DelimitedStream) -> None:
         await give_sign(stream, timeout=5)
 
     with pytest.raises(ProtocolError, match="no addresses"):
-        converse(lambda stream: exchange_second(stream, ADDRS, timeout=5), hasty)
+        await converse(lambda stream: exchange_second(stream, ADDRS, timeout=5), hasty)
 
 
 # --- the framing that all share
 
 
-def test_nothing_behind_a_message_is_taken() -> None:
+@pytest.mark.virtual_time
+async def test_nothing_behind_a_message_is_taken() -> None:
     async def both(stream: DelimitedStream) -> None:
         await stream.send(standard.HolePunch(type=standard.HolePunch.SYNC), timeout=5)
         await raw_of(stream).write(b"what follows")
@@ -222,11 +222,12 @@ def test_nothing_behind_a_message_is_taken() -> None:
         await stream.receive(standard.HolePunch, timeout=5)
         return await raw_of(stream).read(100)
 
-    assert converse(one, both) == b"what follows"
+    assert await converse(one, both) == b"what follows"
 
 
+@pytest.mark.virtual_time
 @given(st.binary(max_size=40))
-def test_garbage_never_raises_anything_but_a_peers_error(garbage: bytes) -> None:
+async def test_garbage_never_raises_anything_but_a_peers_error(garbage: bytes) -> None:
     async def send(stream: DelimitedStream) -> None:
         await raw_of(stream).write(garbage or b"\0")
         await raw_of(stream).close()
@@ -237,18 +238,20 @@ def test_garbage_never_raises_anything_but_a_peers_error(garbage: bytes) -> None
         except PeerError:
             return None
 
-    converse(receive, send)
+    await converse(receive, send)
 
 
-def test_a_message_too_long_is_refused_before_it_is_read() -> None:
+@pytest.mark.virtual_time
+async def test_a_message_too_long_is_refused_before_it_is_read() -> None:
     async def send(stream: DelimitedStream) -> None:
         await raw_of(stream).write(b"\x81\x20")  # 4097 bytes to come
         await trio.sleep_forever()
 
     with pytest.raises(ProtocolError, match="4097 bytes; 4096 are allowed"):
-        converse(lambda stream: stream.receive(standard.AutoNat, timeout=5), send)
+        await converse(lambda stream: stream.receive(standard.AutoNat, timeout=5), send)
 
 
-def test_an_ended_stream_is_told_as_such() -> None:
+@pytest.mark.virtual_time
+async def test_an_ended_stream_is_told_as_such() -> None:
     with pytest.raises(StreamClosed):
-        converse(lambda stream: stream.receive(standard.AutoNat, timeout=5), lambda stream: stream.close())
+        await converse(lambda stream: stream.receive(standard.AutoNat, timeout=5), lambda stream: stream.close())

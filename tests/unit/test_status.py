@@ -14,7 +14,7 @@ from petalnode.crypto.identity import Identity
 from petalnode.node.cli.app import with_values
 from petalnode.node.cli.commands import status
 from petalnode.node.cli.output import Output
-from petalnode.node.testing import MemoryNetwork, run_autojumping
+from petalnode.node.testing import MemoryNetwork
 from petalnode.node.testing.memory_network import MemoryNode
 from petalnode.protocols.announcement import Announcement, ServerState
 from petalnode.protocols.framing import StreamClosed
@@ -81,39 +81,37 @@ class Node(MemoryNode):
         raise StreamClosed("it knows nothing of that", peer_id)
 
 
-def watched(output: Output, seconds: float, looks: int) -> None:
+async def watched(output: Output, seconds: float, looks: int) -> None:
     """Watches a swarm in which nobody serves at first, then one server, and then two."""
-
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            network = MemoryNetwork(nursery, Node)
-            servers = [network.node(Identity.generate()) for _ in range(2)]
-            watching: Any = network.node()
-            nursery.start_soon(status._watch, watching, None, output, seconds)
-            for number in range(looks):
-                await trio.sleep(seconds / 2)
-                if number < len(servers):
-                    own = servers[number]
-                    own.announce(server(own.peer_id, Span(3 * number, 3 * number + 3), name=f"number{number}"))
-                await trio.sleep(seconds / 2)
-            nursery.cancel_scope.cancel()
-
-    run_autojumping(main)
+    async with trio.open_nursery() as nursery:
+        network = MemoryNetwork(nursery, Node)
+        servers = [network.node(Identity.generate()) for _ in range(2)]
+        watching: Any = network.node()
+        nursery.start_soon(status._watch, watching, None, output, seconds)
+        for number in range(looks):
+            await trio.sleep(seconds / 2)
+            if number < len(servers):
+                own = servers[number]
+                own.announce(server(own.peer_id, Span(3 * number, 3 * number + 3), name=f"number{number}"))
+            await trio.sleep(seconds / 2)
+        nursery.cancel_scope.cancel()
 
 
-def test_json_has_a_line_for_each_look(capsys: pytest.CaptureFixture[str]) -> None:
-    watched(Output(True), 5.0, 3)
+@pytest.mark.virtual_time
+async def test_json_has_a_line_for_each_look(capsys: pytest.CaptureFixture[str]) -> None:
+    await watched(Output(True), 5.0, 3)
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["model"] for line in lines[:3]] == ["", "tiny-llama", "tiny-llama"]
     assert [line["coverage"] for line in lines[:3]] == [[], [1, 1, 1, 0, 0, 0], [1] * 6]
     assert all(line["time"] > 1.7e9 and line["relays"] == [] for line in lines)
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "pipe"])
-def test_the_picture_changes_in_its_place_or_is_drawn_again(terminal: bool) -> None:
+async def test_the_picture_changes_in_its_place_or_is_drawn_again(terminal: bool) -> None:
     output, written = Output(False), io.StringIO()
     output.console = Console(file=written, force_terminal=terminal, width=100, height=30, soft_wrap=True)
-    watched(output, 2.0, 3)
+    await watched(output, 2.0, 3)
     text = written.getvalue()
     assert text.index("nobody serves a model") < text.index("number0") < text.index("number1")
     assert ("\x1b[1A" in text) == terminal  # the cursor goes up over the picture before
