@@ -24,8 +24,7 @@ import typer
 
 from ...crypto.identity import make_private_folder, write_private
 from ..errors import BadInput, MachineError
-from ..server.lifecycle.pausing import Hours, Pause, PausePolicy, watch_machine
-from ..server.lifecycle.presence import untouched_seconds
+from ..server.lifecycle.pausing import Hours, Pause, PausePolicy, untouched_seconds, watch_machine
 from .output import Output
 
 Wish = Literal["pause", "resume", "stop"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby, pairwise
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -26,10 +27,40 @@ from ..models import ModelFolder, compute_manifest
 from ..models.progress import Progress, no_progress
 from ..models.quantisation import is_exact
 from ..trust.receipt_file import AnswerTokens, SignedReply
-from .recomputation import RecordedStep, SessionQuestion
-from .signed_answers import SignedAnswers, recompute
+from .recomputation import Recomputation, RecordedStep, SessionAnswer, SessionQuestion
 
 Verdict = Literal["yes", "no", "unknown"]
+
+
+@dataclass(frozen=True)
+class SignedAnswers:
+    """What one server has signed in a session.
+
+    Attributes:
+        digests: for each step of the question, SHA-256 of the answer as it travelled under `codec`; empty where that is
+            not known.
+    """
+
+    dtype: str
+    quantisation: str
+    question: SessionQuestion
+    codec: str
+    digests: tuple[bytes, ...]
+
+
+def recompute(
+    folder: Path, signed: SignedAnswers, progress: Progress = no_progress
+) -> tuple[int | None, tuple[torch.Tensor, ...]]:
+    """The first step whose digest is wrong, None if all are right; and the right answers, before the codec.
+
+    Raises:
+        PetalnodeError: as `Recomputation.answer`.
+    """
+    (found,) = Recomputation(folder, signed.dtype, signed.quantisation, "cpu", progress).answer([signed.question])
+    assert isinstance(found, SessionAnswer)
+    digests = zip(signed.digests, found.outputs, strict=True)
+    right = (not digest or sha256(encode(output, signed.codec)[1]) == digest for digest, output in digests)
+    return next((index for index, is_right in enumerate(right) if not is_right), None), found.outputs
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,13 @@ from petalnode.node.server.lifecycle.pausing import (
     Pause,
     PausePolicy,
     PauseState,
+    by_logind,
+    by_registry,
     next_state,
     on_mains,
     reasons,
     watch_machine,
 )
-from petalnode.node.server.lifecycle.presence import by_logind, by_registry
 
 BUSY = PausePolicy(busy_above=0.5)
 MAINS = PausePolicy(only_on_mains=True)

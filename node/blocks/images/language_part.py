@@ -39,7 +39,6 @@ class LanguagePart(PreTrainedModel, GenerationMixin):  # type: ignore[misc]  # t
         past_key_values: Any = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
-        use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
@@ -50,7 +49,7 @@ class LanguagePart(PreTrainedModel, GenerationMixin):  # type: ignore[misc]  # t
             position_ids=position_ids,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
+            **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(output.last_hidden_state[:, kept])

@@ -72,8 +72,8 @@ def wrong_signers(model: SwarmModel, spec: SessionSpec, histories: Sequence[Inpu
     """The servers of these histories that have signed other answers than own weights give; none where the weights are
     not here. Takes as long as the recomputation: not for the trio thread."""
     # A client that recomputes nothing starts without torch: 1 s.
+    from ...verification.answer_check import SignedAnswers, recompute
     from ...verification.recomputation import SessionQuestion
-    from ...verification.signed_answers import SignedAnswers, recompute
 
     wrong = set()
     try:
