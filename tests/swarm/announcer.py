@@ -65,6 +65,7 @@ async def main(options: dict) -> None:
         peers=tuple(options.get("peers", ())),
         psk=options.get("psk"),
         announcement_ttl=options.get("ttl", 45.0),
+        bootstrap_deadline=100.0,  # twenty may start at once on a busy machine
     )
     async with open_swarm(config) as swarm:
         if options.get("role") == "echo":
