@@ -55,7 +55,8 @@ export interface Token {
   id: number
   /** What is new of the answer's text; empty where a letter is not complete. */
   text: string
-  route: Array<{ peer: string, blocks: [number, number] }>
+  /** `relayed`: not directly, as servers behind NAT are reached. */
+  route: Array<{ peer: string, blocks: [number, number], relayed: boolean }>
   /** Servers that were replaced so far. */
   recoveries: number
   /** Servers that signed something else than what they were asked and answered. */

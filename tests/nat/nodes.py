@@ -23,20 +23,10 @@ LISTEN = "/ip4/0.0.0.0/tcp/31330"
 LISTEN6 = "/ip6/::/tcp/31330"
 
 
-class LightNode(ReadyNode):
-    """A node of the swarm that computes nothing and does what it is told: see light_node.py for the commands.
+class ToldNode(ReadyNode):
+    """A node that takes {"number", "do", "with"} on its standard input, and answers {"number", "result" or "error"}."""
 
-    `program` is the module that is run, with its arguments before the options.
-    """
-
-    def __init__(
-        self,
-        host: Host,
-        home: Path,
-        options: dict[str, Any],
-        program: Sequence[str] = ("tests.nat.light_node",),
-    ) -> None:
-        command = host.command([sys.executable, "-m", *program, json.dumps(options)])
+    def __init__(self, command: Sequence[str], home: Path) -> None:
         super().__init__(command, environment(home), _ROOT)
         self._numbers = itertools.count(1)
         self._passed: list[dict[str, Any]] = []
@@ -87,8 +77,24 @@ class LightNode(ReadyNode):
             self._passed.append(line)
 
 
+class LightNode(ToldNode):
+    """A node of the swarm that computes nothing and does what it is told: see light_node.py for the commands.
+
+    `program` is the module that is run, with its arguments before the options.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        home: Path,
+        options: dict[str, Any],
+        program: Sequence[str] = ("tests.nat.light_node",),
+    ) -> None:
+        super().__init__(host.command([sys.executable, "-m", *program, json.dumps(options)]), home)
+
+
 class NodeRefused(Exception):
-    """A command that a light node could not carry out, with its reason."""
+    """A command that a node could not carry out, with its reason."""
 
 
 class LabNodes:

@@ -1,4 +1,5 @@
-// What the client computes: token embeddings, and final norm and head, in float32 (docs/protocol.md#tensors).
+// What the client computes: token embeddings, and final norm and head, in float32 (docs/protocol.md#a-client-step-by-step).
+import { Rows } from './rows.js'
 
 const LLAMA_LIKE = new Set(['llama', 'mistral', 'mixtral', 'qwen2', 'qwen2_moe', 'qwen3', 'qwen3_moe', 'smollm3', 'granite', 'granitemoe', 'gemma', 'gemma2'])
 
@@ -58,10 +59,12 @@ export class Ends {
     this._embed = floats(named(embeddings, 'embed_tokens.weight', 'token_embd.weight'))
     this._norm = floats(named(head, 'norm.weight', 'output_norm.weight'))
     const own = named(head, 'lm_head.weight', 'output.weight')
-    // Tied heads have no tensor of their own, or one that counts for nothing.
-    this._head = own === undefined || (text.tie_word_embeddings && !gguf) ? this._embed : floats(own)
     if (this._embed === undefined || this._norm?.length !== this.hidden) throw new Error('embeddings or norm are missing')
-    this.vocabulary = this._head.length / this.hidden
+    // Tied heads have no tensor of their own, or one that counts for nothing.
+    const isTied = own === undefined || (text.tie_word_embeddings && !gguf)
+    this._head = new Rows(isTied ? this._embed : floats(own), this.hidden)
+    if (isTied) this._embed = this._head.values
+    this.vocabulary = this._head.count
     this._epsilon = text.rms_norm_eps ?? 1e-6
     const isGemma = text.model_type.startsWith('gemma')
     if (isGemma && !gguf) this._norm = this._norm.map(weight => 1 + weight)
@@ -80,7 +83,7 @@ export class Ends {
     return this._scale === 1 ? out : out.map(value => value * this._scale)
   }
 
-  /** The logits that follow the last token of the last block's output. */
+  /** The logits that follow the last token of the last block's output, until the next call. */
   logits (output) {
     const n = this.hidden
     const last = output.subarray(output.length - n)
@@ -89,20 +92,11 @@ export class Ends {
     const factor = 1 / Math.sqrt(squares / n + this._epsilon)
     const normed = new Float32Array(n)
     for (let at = 0; at < n; at++) normed[at] = Math.fround(last[at] * factor) * this._norm[at]
-    const logits = new Float32Array(this.vocabulary)
-    const head = this._head
-    for (let row = 0, from = 0; row < logits.length; row++, from += n) {
-      let a = 0
-      let b = 0
-      let at = 0
-      for (; at + 1 < n; at += 2) {
-        a += head[from + at] * normed[at]
-        b += head[from + at + 1] * normed[at + 1]
-      }
-      if (at < n) a += head[from + at] * normed[at]
-      const value = (a + b) / this._divisor
-      logits[row] = this._cap === undefined ? value : this._cap * Math.tanh(value / this._cap)
-    }
-    return logits
+    const products = this._head.times(normed)
+    if (this._divisor === 1 && this._cap === undefined) return products
+    return products.map(product => {
+      const value = product / this._divisor
+      return this._cap === undefined ? value : this._cap * Math.tanh(value / this._cap)
+    })
   }
 }

@@ -15,6 +15,7 @@ import { deadline } from './framing.js'
 import { readLink } from './link.js'
 import { choose, numbers } from './sampling.js'
 import { Session } from './session.js'
+import { readStored, store } from './storage.js'
 import { transports } from './transports.js'
 import { fetchManifest, fetchPart } from './weights.js'
 
@@ -24,6 +25,7 @@ export { readLink }
 
 const FRESH = 10_000 // milliseconds for which what was said of servers is used again
 const DIALING = 15 // seconds
+const JOINING = 4 // turns, where no peer answers in time
 const PRIVATE = /^\/(ip4\/(10|127|169\.254|192\.168|172\.(1[6-9]|2\d|3[01])|0)\.|ip6\/(::|fe80|f[cd]))/i
 
 export class Client {
@@ -57,12 +59,16 @@ export class Client {
       services: { identify: identify() }
     })
     const client = new Client(node, addrs, said)
-    try {
-      await client.servers(undefined, true, signal)
-      return client
-    } catch (error) {
-      await client.close()
-      throw error
+    for (let turn = 1; ; turn++) {
+      try {
+        await client.servers(undefined, true, signal)
+        return client
+      } catch (error) {
+        // A machine that is busy may be late once; one that refuses says so at once.
+        if (turn < JOINING && error.isLate && !signal?.aborted) continue
+        await client.close()
+        throw error
+      }
     }
   }
 
@@ -78,11 +84,18 @@ export class Client {
     return await this._node.dialProtocol(id, protocol, options)
   }
 
+  /** Whether streams to a peer run through a relay. */
+  isRelayed (peer) {
+    const connections = this._node.getConnections(peerIdFromString(peer))
+    return connections.every(({ remoteAddr }) => remoteAddr.toString().includes('/p2p-circuit'))
+  }
+
   /** The servers that the swarm knows of, of one model version or of all; asked anew if `anew`, or after 10 s. */
   async servers (version, anew = false, signal) {
     if (anew || Date.now() - this._known > FRESH) {
       const reasons = []
       let answered = 0
+      let isLate = false
       for (const peer of [...this._peers, ...this._servers.values()]) {
         try {
           for (const [id, said] of await askDirectory((at, protocol) => this.open(at, protocol, signal), peer, signal)) {
@@ -92,9 +105,12 @@ export class Client {
         } catch (error) {
           signal?.throwIfAborted()
           reasons.push(error.message)
+          isLate ||= /time/i.test(error.name)
         }
       }
-      if (answered === 0) throw new Error(`no peer of the swarm answers: ${reasons.join('; ') || 'no address was given'}`)
+      if (answered === 0) {
+        throw Object.assign(new Error(`no peer of the swarm answers: ${reasons.join('; ') || 'no address was given'}`), { isLate })
+      }
       for (const [id, said] of this._servers) if (said.expiresMs < Date.now() - 10_000) this._servers.delete(id)
       this._known = Date.now()
     }
@@ -128,8 +144,15 @@ export class Client {
     const count = manifest.blocks.length
     // The digest of the tokenizer is only the word of who gives it: the peers that the person named come first.
     const part = (number, expected) => fetchPart(open, [...this._peers, ...servers], bytes, number, expected, onProgress, signal)
-    const embeddings = await part(0, () => manifest.embeddings)
-    const head = await part(count + 1, () => manifest.head)
+    const own = async (number, digest) => {
+      const stored = await readStored(bytes, number, digest)
+      if (stored !== undefined) return stored
+      const fetched = await part(number, () => digest)
+      await store(bytes, number, fetched)
+      return fetched
+    }
+    const embeddings = await own(0, manifest.embeddings)
+    const head = await own(count + 1, manifest.head)
     const texts = await part(count + 2, offer => offer.texts)
     return new Model(this, { ...found, versionBytes: bytes }, manifest.config, new Ends(manifest.config, embeddings, head), texts)
   }
@@ -178,7 +201,7 @@ export class Model {
         const id = choose(this.ends.logits(output), sampling, random)
         if (stopIds.includes(id)) return
         answer.push(id)
-        const whole = this.tokenizer?.decode(answer, { skip_special_tokens: true }) ?? ''
+        const whole = this.tokenizer?.decode(answer, { skip_special_tokens: true, clean_up_tokenization_spaces: false }) ?? ''
         // The bytes of a letter may come in several tokens.
         const text = whole.endsWith('\ufffd') ? '' : whole.slice(told.length)
         told += text

@@ -8,7 +8,7 @@ const STEP_TOKENS = 256
 const OPENING = 30 // seconds
 const AGAIN = 20 // seconds after which a server that failed is asked again
 const STEP = 60 // seconds
-const SEARCH = 60 // seconds until nobody was found for some blocks
+const SEARCH = 180 // seconds until nobody was found for some blocks
 const CLOCKS = 10_000 // milliseconds
 const NOTHING = new Uint8Array(0)
 /** Refusals that another server may not repeat; after the others the request itself is wrong. */
@@ -53,6 +53,7 @@ class Hop {
     const stream = await client.open(this.server, '/petalnode/inference/1', signal)
     this._messages = new Messages(stream, INFERENCE, this.server.peer)
     this._client = client
+    this.relayed = client.isRelayed(this.server.peer)
     this._terms = terms
     this._nonce = crypto.getRandomValues(new Uint8Array(16))
     const open = {
@@ -161,7 +162,7 @@ export class Session {
   }
 
   get route () {
-    return this._hops.map(hop => ({ peer: hop.server.peer, blocks: [hop.start, hop.end] }))
+    return this._hops.map(({ server, start, end, relayed }) => ({ peer: server.peer, blocks: [start, end], relayed }))
   }
 
   /** Hidden states of new tokens through all blocks. */
@@ -188,7 +189,8 @@ export class Session {
     signal?.throwIfAborted()
     hop.abandon(error)
     const until = error instanceof Cheated ? Infinity : Date.now() + AGAIN * 1000
-    this._failed.set(hop.server.peer, { why: error.message, until })
+    const why = error.message.includes(hop.server.peer) ? error.message : `${hop.server.peer}: ${error.message}`
+    this._failed.set(hop.server.peer, { why, until })
     if (error instanceof Cheated) this.cheated.push(hop.server.peer)
     if (error instanceof Refused && FINAL.has(error.code)) throw error
   }
@@ -201,9 +203,7 @@ export class Session {
       const excluded = new Set([...this._failed].filter(([, { until }]) => until > Date.now()).map(([peer]) => peer))
       const chain = chooseChain(servers, start, end, excluded)
       if (chain === undefined) {
-        if (Date.now() > until) {
-          throw new Error(`no server holds blocks ${start} .. ${end}. Tried: ${[...this._failed.values()].map(({ why }) => why).join('; ') || 'nobody'}`)
-        }
+        if (Date.now() > until) throw this._nobody(start, end)
         await new Promise(resolve => setTimeout(resolve, 1000))
         signal?.throwIfAborted()
         continue
@@ -224,9 +224,14 @@ export class Session {
       } catch (error) {
         for (const hop of hops) if (hop !== failing) hop.abandon(error)
         this._fail(failing, error, signal)
-        if (Date.now() > until) throw error
+        if (Date.now() > until) throw this._nobody(start, end)
       }
     }
+  }
+
+  _nobody (start, end) {
+    const tried = [...this._failed.values()].map(({ why }) => why).join('; ')
+    return new Error(`no server is to be had for blocks ${start} .. ${end}. Tried: ${tried || 'nobody'}`)
   }
 
   async close () {

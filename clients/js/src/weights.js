@@ -7,7 +7,6 @@ const PIECE = 1 << 20
 const AHEAD = 4 // questions under way
 const MAX_TEXTS = 64 << 20
 
-
 /** The first of the peers that `ask` succeeds with; throws with what each of them said. */
 async function first (peers, what, ask) {
   const reasons = []
@@ -37,6 +36,16 @@ export async function fetchManifest (open, peers, version, signal) {
   })
 }
 
+export function treeDigest ({ form, tensors, pieces }) {
+  return digest('petalnode/model/part/2', form, tensors.map(one => [one.name, one.dtype, one.shape, one.nbytes]), pieces)
+}
+
+/** The tensors of a part, whose bytes stand one behind the other. */
+export function tensorsOf (tree, data) {
+  let at = 0
+  return tree.tensors.map(tensor => ({ ...tensor, data: data.subarray(at, at += tensor.nbytes) }))
+}
+
 /** The names and bytes of a part, whose digest is `expected(offer)`: of embeddings 0, of norm and head n + 1, of texts n + 2. */
 export async function fetchPart (open, peers, version, part, expected, onProgress, signal) {
   return await first(peers, `part ${part}`, async peer => {
@@ -47,10 +56,7 @@ export async function fetchPart (open, peers, version, part, expected, onProgres
       if (!((offer.parts[part >> 3] ?? 0) >> (part & 7) & 1)) throw new Error(`${peer} does not hold it`)
       await messages.send({ treeQuery: { modelVersion: version, part } }, [], deadline(10, signal))
       const { tree } = await messages.receive(deadline(30, signal))
-      const fields = tree.tensors.map(tensor => [tensor.name, tensor.dtype, tensor.shape, tensor.nbytes])
-      if (!isEqual(digest('petalnode/model/part/2', tree.form, fields, tree.pieces), expected(offer))) {
-        throw new Error(`${peer} has another tree of it`)
-      }
+      if (!isEqual(treeDigest(tree), expected(offer))) throw new Error(`${peer} has another tree of it`)
       const size = tree.tensors.reduce((sum, tensor) => sum + tensor.nbytes, 0)
       if (tree.form === 'text' && size > MAX_TEXTS) throw new Error('texts that are too large')
       const data = new Uint8Array(size)
@@ -67,9 +73,7 @@ export async function fetchPart (open, peers, version, part, expected, onProgres
         data.set(bytes, piece * PIECE)
         onProgress?.({ part, bytes: piece * PIECE + bytes.length, of: size })
       }
-      let at = 0
-      const tensors = tree.tensors.map(tensor => ({ ...tensor, data: data.subarray(at, at += tensor.nbytes) }))
-      return { form: tree.form, tensors }
+      return { form: tree.form, tensors: tensorsOf(tree, data), tree, data }
     } finally {
       await messages.close()
     }

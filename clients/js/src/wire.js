@@ -37,11 +37,12 @@ export const MANIFEST = [
   [3, ERROR, 'error'], TENSORS
 ]
 const TREE_TENSOR = [[1, 'string', 'name'], [2, 'string', 'dtype'], [3, 'uint', 'shape', 'many'], [4, 'uint', 'nbytes']]
+export const PART_TREE = [[1, 'string', 'form'], [2, TREE_TENSOR, 'tensors', 'many'], [3, 'bytes', 'pieces']]
 export const WEIGHTS = [
   [1, [[1, 'bytes', 'modelVersion']], 'query'],
   [2, [[1, 'bytes', 'parts'], [2, 'string', 'blocks'], [3, 'string', 'base'], [4, 'string', 'bare', 'many'], [5, 'bytes', 'texts']], 'offer'],
   [3, [[1, 'bytes', 'modelVersion'], [2, 'uint', 'part']], 'treeQuery'],
-  [4, [[1, 'string', 'form'], [2, TREE_TENSOR, 'tensors', 'many'], [3, 'bytes', 'pieces']], 'tree'],
+  [4, PART_TREE, 'tree'],
   [5, [[1, 'bytes', 'modelVersion'], [2, 'uint', 'part'], [3, 'uint', 'piece']], 'pieceQuery'],
   [6, [], 'piece'], [7, ERROR, 'error'], TENSORS
 ]

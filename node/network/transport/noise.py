@@ -11,10 +11,13 @@ from collections import deque
 from typing import Final
 
 import trio
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
 from libp2p.abc import ConnectionType, IRawConnection, ISecureConn
 from libp2p.crypto import serialization
 from libp2p.crypto.exceptions import CryptographyError
-from libp2p.crypto.keys import KeyType
+from libp2p.crypto.keys import KeyType, PublicKey
 from libp2p.crypto.rsa import RSAPublicKey
 from libp2p.io.exceptions import ConnectionClosedError
 from libp2p.peer import envelope
@@ -51,8 +54,41 @@ class ShortRsaKey(RSAPublicKey):
         return super().from_bytes(key_bytes)
 
 
+class EcdsaKey(PublicKey):
+    """A key of P-256, which py-libp2p does not read: a point behind the beginning that all of them have.
+
+    Raises:
+        CryptographyError: it begins otherwise, or is no point of the curve.
+    """
+
+    _BEGINNING: Final = bytes.fromhex("3059301306072a8648ce3d020106082a8648ce3d030107034200")
+
+    def __init__(self, data: bytes) -> None:
+        self._data, point = data, data[-65:]
+        try:
+            if data[:-65] != self._BEGINNING:
+                raise ValueError("it is not of the curve P-256")
+            self._key = ec.EllipticCurvePublicKey.from_encoded_point(ec.SECP256R1(), point)
+        except ValueError as error:
+            raise CryptographyError(f"an ECDSA key that is not understood: {error}") from error
+
+    def to_bytes(self) -> bytes:
+        return self._data
+
+    def get_type(self) -> KeyType:
+        return KeyType.ECDSA
+
+    def verify(self, data: bytes, signature: bytes) -> bool:
+        try:
+            self._key.verify(signature, data, ec.ECDSA(SHA256()))
+        except InvalidSignature:
+            return False
+        return True
+
+
 # All keys are read here: of handshakes, peer ids, identify and messages by gossip; then those of signed peer records.
 serialization.key_type_to_public_key_deserializer[KeyType.RSA.value] = ShortRsaKey.from_bytes
+serialization.key_type_to_public_key_deserializer[KeyType.ECDSA.value] = EcdsaKey
 envelope.RSAPublicKey = ShortRsaKey
 
 
