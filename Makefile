@@ -19,7 +19,7 @@ FUZZ ?= 1000000
 
 # Tests start Python dozens of times: what it has compiled is for the next one, whatever the person's shell says.
 unexport PYTHONDONTWRITEBYTECODE
-# `make sweep WRITE=1` writes the table of docs/models.md.
+# `make sweep WRITE=1` writes the table of docs/models.md, `make sweep ONLY="llama qwen3"` tries these types alone.
 WRITE ?=
 # Of `make same-bits`.
 PRODUCTS ?= 2000
@@ -79,7 +79,7 @@ fuzz: setup
 
 # Every causal model that transformers knows, tiny, over two servers: docs/models.md has the table. Half an hour.
 sweep: setup
-	nice -n 19 $(BIN)/python -W ignore -m tests.sweep --jobs $(JOBS) $(if $(WRITE),--write)
+	nice -n 19 $(BIN)/python -W ignore -m tests.sweep --jobs $(JOBS) $(if $(WRITE),--write) $(ONLY)
 
 # The pages of docs/ as a site, in build/site; a link that leads nowhere, or a page that would look otherwise here, is an error.
 docs: $(VENV)/.docs
