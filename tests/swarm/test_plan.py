@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.swarm.conftest import SharedSwarm
 from tests.swarm.processes import environment, petalnode
@@ -57,10 +58,26 @@ def test_a_plan_for_a_file_of_machines(machines: Path, home: Path) -> None:
     assert table.code == 0 and "there is no faster chain" in table.out and "attic" in table.out, table
 
 
-def test_a_plan_says_that_it_does_not_know_shared_blocks(machines: Path, tmp_path: Path, home: Path) -> None:
+def test_a_plan_leaves_blocks_that_share_keys_and_values_on_one_machine(
+    machines: Path, tmp_path: Path, home: Path
+) -> None:
+    """The fast machine has room for three blocks: it would hold the last three, and here it holds the first two."""
     folder = save_tiny("gemma4_shared", tmp_path / "model")
+    fast = {**MACHINES["machines"][1], "blocks": 3}
+    near = MACHINES | {"rtt_ms": {"home": {"office": 10}}}
+    machines.write_text(json.dumps(near | {"machines": [MACHINES["machines"][0], fast]}))
+    outcome = petalnode("plan", str(folder), "--machines", str(machines), "--json", env=environment(home))
+    assert outcome.code == 0, outcome
+    (plan,) = outcome.objects
+    assert plan["together"] == [2, 6] and plan["fastest"]["proved"]
+    for kind in ("fastest", "busiest"):
+        held = [(machine["name"], machine["blocks"]) for machine in plan[kind]["machines"]]
+        assert held == [("fast", [0, 2]), ("attic", [2, 6])], kind
+    ends = [tensor.nbytes for name, tensor in load_file(folder / "model.safetensors").items() if ".layers." not in name]
+    assert plan["client_bytes"] == sum(ends)
+    machines.write_text(json.dumps(near | {"machines": [fast, {**fast, "name": "slow", "region": "home"}]}))
     outcome = petalnode("plan", str(folder), "--machines", str(machines), env=environment(home))
-    assert outcome.code == 0 and "blocks 2:6 of model share keys and values" in outcome.err, outcome
+    assert outcome.code == 3 and "one machine holds all 4 of them; the largest has room for 3" in outcome.err, outcome
 
 
 def test_a_plan_with_trusted_machines_at_both_ends(tmp_path: Path, home: Path) -> None:

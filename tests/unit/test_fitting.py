@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from petalnode.node.blocks.architecture import block_sizes
 from petalnode.node.cli.commands.planning.fit import hosts_of_file, size_as_here
@@ -29,6 +30,8 @@ from petalnode.node.placement.planning.model_sizes import (
 )
 from petalnode.node.server.lifecycle.memory import MEMORY_SHARES, Memory, blocks_that_fit, cache_bytes_per_block
 from petalnode.node.swarm.cost import COST
+from petalnode.protocols.ids import Boundaries, Span
+from tests.mtp_heads import save_with_head
 
 PUBLISHED = {
     "SmolLM2-135M-Instruct": 0.1345,
@@ -163,6 +166,35 @@ def test_weights_that_are_here_count_as_a_server_holds_them(tmp_path: Path) -> N
     size = size_as_here(ModelSize("tiny", 2, 64, 4, 4, 16, 128, 100, True), str(tmp_path))
     held = max(block_sizes(tmp_path, "auto", "none", choose_kernels("auto")).held)
     assert size.block_bytes("as it is") == pytest.approx(held)
+
+
+def test_what_a_client_holds_has_the_mtp_head_and_per_layer_embeddings_in_it(tmp_path: Path) -> None:
+    config = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 1000}
+    plain = size_by_config("x", config)
+    drafting = size_by_config("x", config | {"num_nextn_predict_layers": 1})
+    layered = size_by_config("x", config, Boundaries(64, 4, per_block=8))
+    assert plain is not None and drafting is not None and layered is not None
+    assert plain.client_bytes("bf16") == 2 * 2 * 1000 * 64
+    assert drafting.client_bytes("bf16") - plain.client_bytes("bf16") == 2 * (plain.block_parameters + 2 * 64 * 64)
+    assert layered.client_bytes("bf16") - plain.client_bytes("bf16") == 2 * 1000 * 4 * 8
+    folder = save_with_head("qwen3_next", tmp_path)
+    stored = {key: tensor.nbytes for key, tensor in load_file(folder / "model.safetensors").items()}
+    size = size_by_config("x", json.loads((folder / "config.json").read_text()))
+    assert size is not None and any(key.startswith("mtp.") for key in stored)
+    ends = sum(count for key, count in stored.items() if not key.startswith("model.layers."))
+    assert size_as_here(size, str(folder)).client_bytes("as it is") == ends
+
+
+def test_blocks_that_share_keys_and_values_need_one_machine_with_room_for_all_of_them() -> None:
+    model = known_model("Qwen3-8B")
+    assert model is not None
+    shared = replace(model, boundaries=Boundaries(model.hidden, 36, together=Span(20, 36)))
+    block = model.block_bytes("bf16")
+    hosts = [MachineCapacity(f"m{number}", 12.5 * block, 1e11) for number in range(3)]
+    assert fit_of(hosts, around(3), model, "bf16").fits
+    found = fit_of(hosts, around(3), shared, "bf16")
+    assert found.missing == pytest.approx(4 * block) and not found.machines
+    assert fit_of([replace(hosts[0], memory=16.5 * block), *hosts[:2]], around(3), shared, "bf16").fits
 
 
 def test_the_weights_of_most_bits_that_fit_and_what_is_missing_in_figures() -> None:

@@ -1,4 +1,5 @@
-"""Plans with trusted machines for the first and the last blocks: against all placements, and as the router has it."""
+"""Plans with trusted machines for the first and the last blocks, or blocks that go together: against all placements,
+and as the router has it."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from petalnode.node.errors import NoChainError, SwarmError
@@ -19,12 +20,12 @@ from petalnode.node.placement.planning.cycle import PlacedMachine
 from petalnode.node.placement.planning.machines_file import Fleet, Machine, fleet_of, read_machines
 from petalnode.node.placement.planning.plans import FleetPlan, busiest_plan, expected, fastest_plan
 from petalnode.node.swarm.cost import COST
-from petalnode.protocols.ids import Span
+from petalnode.protocols.ids import Boundaries, Span
 
 BLOCKS = 4
 
 
-def some_fleet(seed: int, *, client: bool, trusted_blocks: int) -> Fleet:
+def some_fleet(seed: int, *, client: bool, trusted_blocks: int, shared: int | None) -> Fleet:
     """Three machines, two or three of them trusted."""
     chance = np.random.default_rng(seed)
     rtts = chance.random((3, 3))
@@ -36,7 +37,9 @@ def some_fleet(seed: int, *, client: bool, trusted_blocks: int) -> Fleet:
         Machine(f"m{number}", int(blocks), float(block_seconds), trusted=bool(trusted))
         for number, (blocks, block_seconds, trusted) in enumerate(zip(room, seconds, own, strict=True))
     )
-    return Fleet(machines, rtts, chance.random(3) if client else None, 0.01, trusted_blocks)
+    boundaries = None if shared is None else Boundaries(8, BLOCKS, together=Span(shared, BLOCKS))
+    clients = chance.random(3) if client else None
+    return Fleet(machines, rtts, clients, 0.01, trusted_blocks, boundaries=boundaries)
 
 
 def placements(fleet: Fleet) -> Iterator[list[PlacedMachine]]:
@@ -45,7 +48,8 @@ def placements(fleet: Fleet) -> Iterator[list[PlacedMachine]]:
     choices: list[list[Span | None]] = []
     for machine in fleet.machines:
         low, high = (0, BLOCKS) if machine.trusted else (ends, BLOCKS - ends)
-        spans = itertools.combinations(range(low, high + 1), 2)
+        places = (at for at in range(low, high + 1) if fleet.boundaries is None or fleet.boundaries.may_part(at))
+        spans = itertools.combinations(places, 2)
         choices.append([None, *(Span(start, end) for start, end in spans if end - start <= machine.blocks)])
     for spans in itertools.product(*choices):
         yield [PlacedMachine(number, span) for number, span in enumerate(spans) if span is not None]
@@ -58,7 +62,10 @@ def expectations(fleet: Fleet) -> Iterator[FleetPlan]:
 
 
 def kept(fleet: Fleet, plan: FleetPlan) -> bool:
-    """Whether the ends are on trusted machines only."""
+    """Whether the ends are on trusted machines only, and what goes together is on one."""
+    cuts = {at for entry in (*plan.placed, *plan.route) for at in (entry.span.start, entry.span.end)}
+    if fleet.boundaries is not None and not all(map(fleet.boundaries.may_part, cuts)):
+        return False
     ends = {*range(fleet.trusted_blocks), *range(BLOCKS - fleet.trusted_blocks, BLOCKS)}
     return all(
         fleet.machines[entry.machine].trusted or not ends & set(range(entry.span.start, entry.span.end))
@@ -66,13 +73,16 @@ def kept(fleet: Fleet, plan: FleetPlan) -> bool:
     )
 
 
-@settings(max_examples=15, deadline=None)
-@given(st.integers(0, 2**32), st.booleans(), st.integers(1, 2))
-def test_no_placement_with_trusted_ends_is_faster_or_busier(seed: int, client: bool, trusted_blocks: int) -> None:
-    fleet = some_fleet(seed, client=client, trusted_blocks=trusted_blocks)
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32), st.booleans(), st.integers(0, 2), st.none() | st.integers(0, BLOCKS - 1))
+def test_no_placement_that_is_allowed_is_faster_or_busier(
+    seed: int, client: bool, trusted_blocks: int, shared: int | None
+) -> None:
+    assume(trusted_blocks or shared is not None)
+    fleet = some_fleet(seed, client=client, trusted_blocks=trusted_blocks, shared=shared)
     plans = list(expectations(fleet))
     if not plans:
-        with pytest.raises(SwarmError, match="trusted"):
+        with pytest.raises(SwarmError, match=r"trusted|one machine"):
             fastest_plan(fleet, BLOCKS)
         return
     fastest, busiest = fastest_plan(fleet, BLOCKS, seconds=60), busiest_plan(fleet, BLOCKS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, Final
 
 import trio
@@ -14,16 +13,16 @@ from rich.table import Table
 from ....protocols.announcement import Announcement
 from ...client.deadlines import DEADLINES
 from ...errors import BadInput, ExitCode, ModelError
-from ...models import Checkpoint, resolve, split_version
+from ...models import resolve, split_version
 from ...models.inventory import LocalModel, damaged_parts, find_local, local_models, remove_local
-from ...models.parts import EMBEDDINGS, HEAD, describe
+from ...models.parts import describe
 from ...placement.planning.model_sizes import WEIGHTS, ModelSize, fit_of, known_model, size_by_config
 from ...swarm.routing import describe_blocks
 from ...swarm.view import coverage_of, is_online
 from ..join import JoinOptions, joined, joins_swarm
 from ..output import Output, ProgressBars
 from ..process import one_line
-from .planning.fit import alone, in_words, this_machine
+from .planning.fit import alone, in_words, stored_bytes, this_machine
 
 models = typer.Typer(help="The models on this disk: list, verify, remove; and what one needs, here and of a swarm.")
 _Json = Annotated[bool, typer.Option("--json", help="One JSON object per line on standard output.")]
@@ -152,26 +151,10 @@ def _size_of(name: str, here: Sequence[LocalModel], output: Output) -> tuple[Mod
         if size is None:
             raise
     else:
-        size, blocks = size_by_config(name, folder.config), folder.num_blocks
-        block_bytes, ends = _stored_bytes(folder.path, folder.num_blocks)
+        size, blocks = size_by_config(name, folder.config, folder.boundaries), folder.num_blocks
+        block_bytes, ends = stored_bytes(folder.path, folder.num_blocks)
     blocks = blocks or (size.blocks if size is not None else 0)
     return size, facts | {"num_blocks": blocks, "block_bytes": block_bytes, "client_bytes": ends}
-
-
-def _stored_bytes(path: Path, num_blocks: int) -> tuple[int | None, int | None]:
-    """Of the largest block, and of what a client needs, as far as these are here; no guess is made."""
-    try:
-        checkpoint = Checkpoint(path, num_blocks)
-    except ModelError:
-        return None, None
-    blocks: list[int] = []
-    ends: list[int] = []
-    for part in checkpoint.parts:
-        try:
-            (ends if part in (EMBEDDINGS, HEAD) else blocks).append(checkpoint.nbytes(part))
-        except ModelError:
-            continue
-    return max(blocks, default=None), sum(ends) if len(ends) == 2 else None
 
 
 async def _in_swarm(

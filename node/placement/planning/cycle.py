@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from ....protocols.ids import Span
+from ....protocols.ids import Boundaries, Span
 from ...errors import BadInput
 from ...swarm.cost import Floats, Ints
 from .label_search import TOLERANCE
@@ -31,7 +31,7 @@ class Problem:
     `capacity` int [N] is how many blocks each could hold, `block_seconds` float [N] what one block of a decode step
     takes there, `way` float [N, N] the seconds that a token's hidden state needs from one to another; it need be
     neither symmetric nor a metric, and its diagonal is not used. With `home`, every cycle starts at that machine, which
-    has no capacity: the client sits there.
+    has no capacity: the client sits there. `boundaries` of the blocks; None: machines may part anywhere.
 
     Raises:
         BadInput: arrays that do not fit together; a time that is negative or no number.
@@ -42,6 +42,7 @@ class Problem:
     way: Floats = field(repr=False)
     num_blocks: int
     home: int | None = None
+    boundaries: Boundaries | None = None
 
     def __post_init__(self) -> None:
         size = len(self.capacity)

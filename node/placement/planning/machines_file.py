@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ....protocols.ids import Span
+from ....protocols.ids import Boundaries, Span
 from ...errors import BadInput
 from ...swarm import cost
 from ...swarm.cost import COST, Floats, bounded
@@ -95,8 +95,8 @@ class Fleet:
 
     `client_rtts` float [N] are from the client; None where the client may sit beside whichever machine comes first.
     `client_seconds` is its own part of a token, embeddings and head; `client_bandwidth` the bytes of a head that it
-    reads per second. 0: not known. With `trusted_blocks` above 0, only trusted
-    machines hold this number of the first and of the last blocks, as `swarm.trusted_servers` has it.
+    reads per second. 0: not known. With `trusted_blocks` above 0, only trusted machines hold this number of the first
+    and of the last blocks (`swarm.trusted_servers`). `boundaries` of the blocks; None: machines may part anywhere.
     """
 
     machines: tuple[Machine, ...]
@@ -105,6 +105,7 @@ class Fleet:
     client_seconds: float = 0.0
     trusted_blocks: int = 0
     client_bandwidth: float = 0.0
+    boundaries: Boundaries | None = None
 
     def problem(self, num_blocks: int) -> Problem:
         """The machines, and after them the client, if there is one, as the home.
@@ -131,6 +132,7 @@ class Fleet:
             way=ways,
             num_blocks=num_blocks,
             home=size if home else None,
+            boundaries=self.boundaries,
         )
 
     def detours(self, problem: Problem) -> Floats:

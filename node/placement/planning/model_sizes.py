@@ -5,11 +5,12 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+from ....protocols.ids import Boundaries
 from ....protocols.inference import STEP_TOKENS
 from ...errors import SwarmError
 from ...swarm.cost import COST
@@ -30,14 +31,16 @@ _FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     "vocab": ("vocab_size",),
     "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
     "active": ("num_experts_per_tok",),
+    "mtp": ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers"),
 }
 
 
 @dataclass(frozen=True)
 class ModelSize:
     """What a model's size follows from. `width` is that of the MLP, or of each of the `experts`, of which a token uses
-    `active`; `tied`: embeddings and head are one matrix. `stored`: bits of a weight of the file or folder that is here,
-    as a server holds it; 0 if there is none."""
+    `active`; `tied`: embeddings and head are one matrix. `mtp`: heads that predict the token after the next one, of
+    which a client holds the first. `stored`: bits of a weight of the file or folder that is here, as a server holds it,
+    and `stored_ends` bytes of what a client holds of it; 0 if there is none. `boundaries` of its blocks, if known."""
 
     name: str
     blocks: int
@@ -50,7 +53,10 @@ class ModelSize:
     tied: bool
     experts: int = 0
     active: int = 0
+    mtp: int = 0
     stored: float = 0.0
+    stored_ends: int = 0
+    boundaries: Boundaries | None = None
 
     @property
     def _attention(self) -> int:
@@ -67,7 +73,12 @@ class ModelSize:
 
     @property
     def parameters(self) -> int:
-        return self.blocks * self.block_parameters + self.vocab * self.hidden * (1 if self.tied else 2)
+        return self.blocks * self.block_parameters + self._ends
+
+    @property
+    def _ends(self) -> int:
+        per_block = 0 if self.boundaries is None else self.boundaries.per_block
+        return self.vocab * (self.hidden * (1 if self.tied else 2) + self.blocks * per_block)
 
     def block_bytes(self, weights: str) -> float:
         return self.block_parameters * WEIGHTS.get(weights, self.stored) / 8
@@ -75,6 +86,13 @@ class ModelSize:
     def active_bytes(self, weights: str) -> float:
         """What a decode step reads of a block."""
         return self.active_parameters * WEIGHTS.get(weights, self.stored) / 8
+
+    def client_bytes(self, weights: str) -> float:
+        """What a client holds: embeddings, head, and an MTP head, which is a block and a projection."""
+        if self.stored_ends and weights not in WEIGHTS:
+            return self.stored_ends
+        held = self._ends + (self.block_parameters + 2 * self.hidden**2 if self.mtp else 0)
+        return held * WEIGHTS.get(weights, self.stored) / 8
 
     def head_bytes(self, weights: str) -> float:
         """What a client reads for each token."""
@@ -86,12 +104,13 @@ def known_models() -> tuple[ModelSize, ...]:
     """The models of the table, the smallest first; models.csv has the source."""
     with _TABLE.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
-    numbers = [field.name for field in fields(ModelSize) if field.name not in ("name", "tied", "stored")]
-    found = [
-        ModelSize(row["name"], tied=row["tied"] == "1", **{number: int(row[number]) for number in numbers})
-        for row in rows
-    ]
+    found = [_of_row(row) for row in rows]
     return tuple(sorted(found, key=lambda model: model.parameters))
+
+
+def _of_row(row: Mapping[str, str]) -> ModelSize:
+    numbers: dict[str, Any] = {name: int(row.get(name, 0)) for name in _FIELDS}
+    return ModelSize(row["name"], tied=row["tied"] == "1", **numbers)
 
 
 def known_model(name: str) -> ModelSize | None:
@@ -100,13 +119,13 @@ def known_model(name: str) -> ModelSize | None:
     return next((one for one in known_models() if wanted in (one.name.lower(), one.name.lower().split("/")[1])), None)
 
 
-def size_by_config(name: str, config: Mapping[str, Any]) -> ModelSize | None:
+def size_by_config(name: str, config: Mapping[str, Any], boundaries: Boundaries | None = None) -> ModelSize | None:
     """The size that a model's config.json tells; None if it does not tell enough. It is a stranger's: any value is
-    taken for a number only if it is one."""
+    taken for a number only if it is one. `boundaries` of its blocks, if known."""
     for part in ("text_config", "llm_config", "language_config"):
         if isinstance(config.get(part), Mapping):
             config = config[part]
-    found = {field: _number(config, names) for field, names in _FIELDS.items()}
+    found: dict[str, Any] = {field: _number(config, names) for field, names in _FIELDS.items()}
     found["kv_heads"] = found["kv_heads"] or found["heads"]
     found["head_dim"] = found["head_dim"] or found["hidden"] // max(1, found["heads"])
     found["width"] = found["width"] or 4 * found["hidden"]
@@ -115,7 +134,7 @@ def size_by_config(name: str, config: Mapping[str, Any]) -> ModelSize | None:
         found["width"] = _number(config, _FIELDS["width"][1:]) or 4 * found["hidden"]
     if not all(found[field] for field in ("blocks", "hidden", "heads", "vocab")):
         return None
-    return ModelSize(name, tied=config.get("tie_word_embeddings") is True, **found)
+    return ModelSize(name, tied=config.get("tie_word_embeddings") is True, boundaries=boundaries, **found)
 
 
 def _number(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
@@ -178,14 +197,17 @@ class Fit:
 def fit_of(hosts: Sequence[MachineCapacity], around: Fleet, model: ModelSize, weights: str) -> Fit:
     """Whether a model fits onto `hosts`, and how fast it is there. `around` has the ways between the same machines."""
     block, read = model.block_bytes(weights), model.active_bytes(weights)
-    machines = tuple(
-        Machine(host.name, min(model.blocks, host.holds(model, weights)), read / host.bandwidth) for host in hosts
-    )
-    lacking = model.blocks - sum(machine.blocks for machine in machines)
+    rooms = [min(model.blocks, host.holds(model, weights)) for host in hosts]
+    shared = (model.boundaries and model.boundaries.together) or ()
+    usable = [room if model.boundaries is None else model.boundaries.most(room) for room in rooms]
+    lacking, largest = model.blocks - sum(usable), max(rooms, default=0)
+    if largest < len(shared):  # more machines like these do not help
+        return Fit(model, weights, missing=max(lacking, len(shared) - largest) * block)
     if lacking > 0:
-        largest = max((host.holds(model, weights) for host in hosts), default=0)
         return Fit(model, weights, missing=lacking * block, machines=math.ceil(lacking / largest) if largest else 0)
-    fleet = replace(around, machines=machines, client_seconds=_client_seconds(hosts, around, model, weights))
+    machines = tuple(Machine(host.name, room, read / host.bandwidth) for host, room in zip(hosts, rooms, strict=True))
+    seconds = _client_seconds(hosts, around, model, weights)
+    fleet = replace(around, machines=machines, client_seconds=seconds, boundaries=model.boundaries)
     try:
         fastest = fastest_plan(fleet, model.blocks, seconds=SEARCH_SECONDS)
         busiest = busiest_plan(fleet, model.blocks)

@@ -16,18 +16,19 @@ from typing import Final
 import numpy as np
 
 from ....protocols.announcement import Announcement
-from ....protocols.ids import Span
+from ....protocols.ids import Boundaries, Span
 from ...errors import SwarmError
 from ...swarm import cost
 from ...swarm.cost import Bools, Floats, Ints, throughput_bound
 from ...swarm.routing import Demand, RouteCandidate, chain_seconds, cheapest_chain
 from ...swarm.trusted_servers import TrustedServers
+from ..plan import Policy
 from ..search import CostTerms, ServerRows, SpanSearch, State
 from .cycle import PlacedMachine, fastest_walk, spans_of
 from .fastest import fastest_cycle
 from .label_search import MAX_MACHINES, TOLERANCE
 from .machines_file import Fleet, Machine
-from .trusted import fastest_pinned, windows
+from .trusted import fastest_pinned, together_in, windows
 
 
 @dataclass(frozen=True)
@@ -70,12 +71,19 @@ class BlockSpread:
 @dataclass(frozen=True)
 class Pinned:
     """Where machines may be: `windows` int [N, 2], the first block and the one behind the last; the machines `own`
-    bool [N] alone hold `closed` of the blocks; `spans` is a placement without a gap to begin with, by machine."""
+    bool [N] alone hold `closed` of the blocks; `spans` is a placement without a gap to begin with, by machine.
+    `boundaries` of the blocks; None: machines may part anywhere."""
 
     windows: Ints
     own: Bools
     closed: int
     spans: Mapping[int, Span]
+    boundaries: Boundaries | None = None
+
+    @property
+    def together(self) -> int:
+        """How many blocks one machine holds all or none of."""
+        return len((self.boundaries and self.boundaries.together) or ())
 
 
 def most_throughput(
@@ -92,7 +100,8 @@ def most_throughput(
         raise SwarmError(f"the machines together hold {room.sum()} of {num_blocks} blocks")
     bound = throughput_bound(room, block_seconds, num_blocks)
     if pinned is not None:
-        bound = min(bound, throughput_bound(room * pinned.own, block_seconds, pinned.closed))
+        for able, count in ((pinned.own, pinned.closed), (room >= pinned.together, pinned.together)):
+            bound = min(bound, throughput_bound(room * able, block_seconds, count)) if count else bound
     # One behind the other: bad, but without a gap, and all that there is where there is just room enough.
     ends = np.minimum(np.cumsum(room), num_blocks)
     first = np.stack([np.concatenate([[0], ends[:-1]]), ends], axis=1)
@@ -134,14 +143,17 @@ def _rows(room: Ints, block_seconds: Floats, num_blocks: int, first: Ints, pinne
     lengths: list[tuple[int, int]] = []
     for machine, most in enumerate(room.tolist()):
         tried = np.linspace(1, most, min(most, PLAN_EFFORT.max_sizes)).round().astype(int).tolist()
-        lengths += [(machine, length) for length in dict.fromkeys([0, int(first[machine]), *tried])]
+        shared = [pinned.together] if pinned is not None and 0 < pinned.together <= most else []
+        lengths += [(machine, length) for length in dict.fromkeys([0, int(first[machine]), *shared, *tried])]
     server, length = np.array(lengths, np.intp).T
     speed = 1 / (np.maximum(block_seconds, 1e-12)[server] * np.maximum(length, 1))
     if pinned is None:
         return ServerRows(server, length, speed)
     low, high = pinned.windows[server].T[:, :, None]
     starts = np.arange(num_blocks)
-    return ServerRows(server, length, speed, (starts >= low) & (starts + length[:, None] <= high))
+    allowed = (starts >= low) & (starts + length[:, None] <= high)
+    whole = Policy(boundaries=pinned.boundaries).starts(length, num_blocks)
+    return ServerRows(server, length, speed, allowed if whole is None else allowed & whole)
 
 
 @dataclass(frozen=True)
@@ -176,7 +188,7 @@ def fastest_plan(fleet: Fleet, num_blocks: int, *, seconds: float = 1.0, known: 
         SwarmError: the machines cannot hold the model.
     """
     deadline = time.monotonic() + seconds
-    if fleet.trusted_blocks:
+    if fleet.trusted_blocks or together_in(fleet):
         pinned = fastest_pinned(fleet, num_blocks, deadline)
         found = expected(fleet, [PlacedMachine(*entry) for entry in spans_of(pinned.walk).items()], num_blocks)
         for other in known:
@@ -230,7 +242,7 @@ def busiest_plan(fleet: Fleet, num_blocks: int) -> FleetPlan:
         SwarmError: the machines cannot hold the model.
     """
     capacity = np.array([machine.blocks for machine in fleet.machines], np.intp)
-    pinned = _pinned(fleet, num_blocks) if fleet.trusted_blocks else None
+    pinned = _pinned(fleet, num_blocks) if fleet.trusted_blocks or together_in(fleet) else None
     spread = most_throughput(capacity, fleet.block_seconds(), num_blocks, pinned)
     placed = [PlacedMachine(machine, span) for machine, span in enumerate(spread.spans) if span is not None]
     found = expected(fleet, placed, num_blocks)
@@ -240,7 +252,8 @@ def busiest_plan(fleet: Fleet, num_blocks: int) -> FleetPlan:
 def _pinned(fleet: Fleet, num_blocks: int) -> Pinned:
     walk = fastest_pinned(fleet, num_blocks, -math.inf).walk
     own = np.array([machine.trusted for machine in fleet.machines])
-    return Pinned(windows(fleet, num_blocks), own, min(2 * fleet.trusted_blocks, num_blocks), spans_of(walk))
+    closed = min(2 * fleet.trusted_blocks, num_blocks)
+    return Pinned(windows(fleet, num_blocks), own, closed, spans_of(walk), fleet.boundaries)
 
 
 def fleet_of_servers(servers: Sequence[Announcement], client_rtts: Mapping[str, float]) -> Fleet:
@@ -313,6 +326,7 @@ def _routed(
                 step_seconds=float(times[entry.machine] * len(entry.span)),
                 cache_tokens_free=0,
                 rtts={name: float(fleet.rtts[entry.machine, other]) for name, other in names.items()},
+                together=together_in(fleet),
             )
             for entry in placed
         ),

@@ -1,8 +1,9 @@
-"""The fastest chain with trusted machines for the first and the last blocks, as `chat --trusted` would take it.
+"""The fastest chain where not every machine may hold all blocks: with trusted machines for the first and the last ones,
+as `chat --trusted` would take it, or with blocks that one machine has to hold together.
 
-The rules are those of `swarm/trusted_servers.py`: only trusted machines hold blocks at both ends, and none of them
-pushes to another machine that is not trusted. So the ways are no metric, and a machine may be worth a second visit (the
-first blocks, others' machines, the last blocks), if it can hold all blocks from its first to its last.
+The rules of trusted machines are those of `swarm/trusted_servers.py`: only they hold blocks at both ends, and none of
+them pushes to another machine that is not trusted. So the ways are no metric, and a machine may be worth a second visit
+(the first blocks, others' machines, the last blocks), if it can hold all blocks from its first to its last.
 
 A bound is the shortest walk without memory of what a machine has computed before: a dynamic programme over the blocks.
 Where it visits a machine twice, further apart than what that can hold, one of two blocks cannot be there: with each
@@ -44,11 +45,26 @@ def windows(fleet: Fleet, num_blocks: int) -> Ints:
     return np.array([whole if machine.trusted or not ends else middle for machine in fleet.machines], np.intp)
 
 
-def check_trusted(fleet: Fleet, num_blocks: int) -> None:
+def together_in(fleet: Fleet) -> Span | None:
+    """Blocks of which one machine holds all or none."""
+    return None if fleet.boundaries is None else fleet.boundaries.together
+
+
+def check_room(fleet: Fleet, num_blocks: int) -> None:
     """
     Raises:
-        SwarmError: the trusted machines cannot hold the first and the last blocks; says what they hold.
+        SwarmError: the trusted machines cannot hold the first and the last blocks, or no machine those that go
+            together; says what they hold.
     """
+    most = max((machine.blocks for machine in fleet.machines), default=0)
+    together = together_in(fleet)
+    if together is not None and most < len(together):
+        raise SwarmError(
+            f"blocks {together} share keys and values, so that one machine holds all {len(together)} of them; "
+            f"the largest has room for {most}: add memory, or take a smaller model or fewer bits a weight"
+        )
+    if not fleet.trusted_blocks:
+        return
     room = [min(machine.blocks, num_blocks) for machine in fleet.machines if machine.trusted]
     needed = min(2 * fleet.trusted_blocks, num_blocks)
     if sum(room) < needed:
@@ -64,15 +80,18 @@ def check_trusted(fleet: Fleet, num_blocks: int) -> None:
 
 
 def fastest_pinned(fleet: Fleet, num_blocks: int, until: float) -> Found:
-    """The walk of least time from the client and back; without a client, from the first machine, which is trusted.
+    """The walk of least time from the client and back; without a client, from the first machine.
 
     Raises:
         SwarmError: there is none, or none was found before the time was over.
     """
-    check_trusted(fleet, num_blocks)
+    check_room(fleet, num_blocks)
     if fleet.client_rtts is not None:
         return _best([fleet], num_blocks, until)
-    firsts = [number for number, machine in enumerate(fleet.machines) if machine.trusted and machine.blocks]
+    whoever = not fleet.trusted_blocks
+    firsts = [
+        number for number, machine in enumerate(fleet.machines) if machine.blocks and (machine.trusted or whoever)
+    ]
     own = [np.where(np.arange(len(fleet.machines)) == first, 0.0, fleet.rtts[first]) for first in firsts]
     return _best([replace(fleet, client_rtts=rtts) for rtts in own], num_blocks, until)
 
@@ -89,9 +108,12 @@ def _best(fleets: list[Fleet], num_blocks: int, until: float) -> Found:
             made += 1
             heapq.heappush(waiting, (found[0], -made, problem, allowed, found[1]))
 
-    for fleet in fleets:
-        put(fleet.problem(num_blocks), windows(fleet, num_blocks))
     bound: float | None = None
+    for fleet in fleets:
+        if waiting and time.monotonic() > until:
+            bound = 0.0  # of the others nothing is known
+            break
+        put(fleet.problem(num_blocks), windows(fleet, num_blocks))
     while waiting:
         if bound is None and time.monotonic() > until:
             bound = waiting[0][0]
@@ -104,9 +126,15 @@ def _best(fleets: list[Fleet], num_blocks: int, until: float) -> Found:
         for branch in branches:
             put(problem, branch)
     raise SwarmError(
-        f"no placement has trusted machines for the first and the last {fleets[0].trusted_blocks} blocks and room for "
-        f"all {num_blocks}: add machines or memory, or mark more of them as trusted"
+        f"no placement has {_asked(fleets[0])} and room for all {num_blocks} blocks: add machines or memory"
+        f"{', or mark more of them as trusted' if fleets[0].trusted_blocks else ''}"
     )
+
+
+def _asked(fleet: Fleet) -> str:
+    trusted = f"trusted machines for the first and the last {fleet.trusted_blocks} blocks"
+    together = f"one machine for blocks {together_in(fleet)}"
+    return " and ".join([trusted] * bool(fleet.trusted_blocks) + [together] * bool(together_in(fleet)))
 
 
 def _newest(waiting: list[tuple[float, int, Problem, Ints, Walk]]) -> int:
@@ -136,11 +164,12 @@ def _branches(problem: Problem, allowed: Ints, walk: Walk) -> tuple[Ints, ...]:
 
 def shortest_walk(problem: Problem, allowed: Ints) -> tuple[float, Walk] | None:
     """The walk of least seconds from `home` and back, with each machine's visits within `allowed`, as many as it likes
-    but no longer than it has room for; None if there is none."""
+    but no longer than it has room for, and between blocks where machines may part; None if there is none."""
     assert problem.home is not None
     home, blocks, size = problem.home, problem.num_blocks, len(problem)
     seconds = problem.block_seconds
     room = problem.capacity.copy()
+    parts = np.array([problem.boundaries is None or problem.boundaries.may_part(at) for at in range(blocks + 1)])
     first, behind = np.zeros(size, np.intp), np.zeros(size, np.intp)
     first[: len(allowed)], behind[: len(allowed)] = allowed[:, 0], allowed[:, 1]
     way: Floats = problem.way + np.diag(np.full(size, np.inf))
@@ -157,7 +186,7 @@ def shortest_walk(problem: Problem, allowed: Ints) -> tuple[float, Walk] | None:
         ends = np.minimum(np.minimum(done + room, behind), blocks)
         can = np.flatnonzero((first <= done) & (ends > done) & np.isfinite(entered))
         for entering in can:
-            to = np.arange(done + 1, ends[entering] + 1)
+            to = done + 1 + np.flatnonzero(parts[done + 1 : ends[entering] + 1])
             costs = entered[entering] + (to - done) * seconds[entering]
             better = costs < spent[to, entering]
             spent[to[better], entering] = costs[better]

@@ -22,7 +22,8 @@ from .....protocols.framing import PeerError
 from ....client.deadlines import DEADLINES
 from ....client.round_trips import measure_rtts
 from ....errors import BadInput, ModelError, PetalnodeError
-from ....models import resolve
+from ....models import Checkpoint, resolve
+from ....models.parts import EMBEDDINGS, HEAD
 from ....models.quantisation import choose_kernels
 from ....placement.planning.machines_file import DEVICES, MACHINES, SHARED, Fleet, Machine, fleet_of, read_machines
 from ....placement.planning.model_sizes import (
@@ -115,7 +116,24 @@ def size_as_here(size: ModelSize, model: str) -> ModelSize:
         held = max(block_sizes(folder.path, "auto", "none", choose_kernels("auto")).held)
     except PetalnodeError:
         return size
-    return replace(size, stored=8 * held / size.block_parameters)
+    ends = stored_bytes(folder.path, folder.num_blocks)[1] or 0
+    return replace(size, stored=8 * held / size.block_parameters, stored_ends=ends)
+
+
+def stored_bytes(path: Path, num_blocks: int) -> tuple[int | None, int | None]:
+    """Of the largest block, and of what a client needs, as far as these are here; no guess is made."""
+    try:
+        checkpoint = Checkpoint(path, num_blocks)
+    except ModelError:
+        return None, None
+    blocks: list[int] = []
+    ends: list[int] = []
+    for part in checkpoint.parts:
+        try:
+            (ends if part in (EMBEDDINGS, HEAD) else blocks).append(checkpoint.nbytes(part))
+        except ModelError:
+            continue
+    return max(blocks, default=None), sum(ends) if len(ends) == 2 else None
 
 
 def _say(fits: Sequence[Fit], output: Output) -> None:
@@ -124,8 +142,8 @@ def _say(fits: Sequence[Fit], output: Output) -> None:
     if not output.as_json:
         output.table(_table(fits))
         output.say(
-            "sizes and speeds are estimates, the latter of short conversations; embeddings and head, which the client "
-            "holds, come on top of GB"
+            "sizes and speeds are estimates, the latter of short conversations; what the client holds (embeddings, "
+            "head, an MTP head) comes on top of GB"
         )
 
 
@@ -140,7 +158,7 @@ def _named(model: str) -> ModelSize:
             folder = resolve(model, need="config", offline=True)
         except ModelError:
             folder = None
-        found = None if folder is None else size_by_config(folder.name, folder.config)
+        found = None if folder is None else size_by_config(folder.name, folder.config, folder.boundaries)
     if found is None:
         raise BadInput(
             f"the size of {model} is not known: `petalnode fit` lists the models of the table; others have to be here"
@@ -262,7 +280,7 @@ def in_words(found: Fit) -> str:
 def _table(fits: Sequence[Fit]) -> Table:
     table = Table()
     table.add_column("model")
-    for name in ("10⁹ weights", "in", "GB", "tokens/s", "for many"):
+    for name in ("10⁹ weights", "in", "GB", "client's GB", "tokens/s", "for many"):
         table.add_column(name, justify="right")
     table.add_column("")
     for found in fits:
@@ -272,6 +290,7 @@ def _table(fits: Sequence[Fit]) -> Table:
             f"{found.model.parameters / 1e9:.1f}",
             found.weights,
             f"{found.nbytes / 1e9:.1f}",
+            f"{found.model.client_bytes(found.weights) / 1e9:.1f}",
             *speeds,
             in_words(found),
         )
@@ -289,6 +308,7 @@ def _as_json(found: Fit) -> dict[str, object]:
         "parameters": found.model.parameters,
         "weights": found.weights,
         "bytes": round(found.nbytes),
+        "client_bytes": round(found.model.client_bytes(found.weights)),
         "fits": found.fits,
         "tokens_per_second": round(found.tokens_per_second, 2),
         "most_tokens_per_second": round(found.most_tokens_per_second, 2),

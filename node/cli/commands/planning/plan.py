@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,18 +12,19 @@ import typer
 from rich.table import Table
 
 from .....protocols.announcement import Announcement, ServerState
-from .....protocols.ids import Span
+from .....protocols.ids import Boundaries, Span
 from ....client.deadlines import DEADLINES
 from ....errors import BadInput, ModelError, NoChainError, SwarmError
-from ....models import Checkpoint, ModelFolder, resolve
+from ....models import resolve
 from ....placement.planning.machines_file import MACHINES, Fleet, MachinesFile, fleet_of, read_machines
 from ....placement.planning.model_sizes import known_model
 from ....placement.planning.plans import FleetPlan, busiest_plan, fastest_plan, fleet_of_servers, present_plan
+from ....placement.planning.trusted import together_in
 from ...join import JoinOptions, joined, joins_swarm
 from ...model_choice import is_named, served_by
 from ...output import Output, ProgressBars
 from ...terminal import choose_model
-from .fit import measured, say_fit_here
+from .fit import measured, say_fit_here, stored_bytes
 
 
 @joins_swarm
@@ -73,20 +75,35 @@ def plan(
             say_fit_here(model, output)
         return
     file = read_machines(machines)
-    blocks, size = _model(model, file, num_blocks, None if block_mb is None else block_mb * 1e6, output)
-    fleet = fleet_of(file, blocks, size, trusted_blocks)
-    _print(output, model or str(machines), fleet, blocks, seconds)
+    planned = _model(model, file, num_blocks, None if block_mb is None else block_mb * 1e6, output)
+    fleet = fleet_of(file, planned.num_blocks, planned.block_bytes, trusted_blocks)
+    _print(output, planned, replace(fleet, boundaries=planned.boundaries), seconds)
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A model, and what is known of it: bytes of a block, those that a client holds, where machines may part."""
+
+    name: str
+    num_blocks: int
+    block_bytes: float | None = None
+    client_bytes: float | None = None
+    boundaries: Boundaries | None = None
 
 
 def _model(
     model: str | None, file: MachinesFile, num_blocks: int | None, block_bytes: float | None, output: Output
-) -> tuple[int, float | None]:
-    """(number of blocks, bytes of a block if known): from the options, else the file, else the model."""
+) -> _Planned:
+    """From the options, else the file, else the model."""
+    boundaries, ends = None, None
     num_blocks = num_blocks or file.num_blocks
     block_bytes = block_bytes or file.block_bytes
     known = None if model is None else known_model(model)
     if known is not None:
         num_blocks, block_bytes = num_blocks or known.blocks, block_bytes or known.block_bytes("bf16")
+        ends = known.client_bytes("bf16")
+    elif model is not None and num_blocks is not None and block_bytes is not None:
+        return replace(_known_here(model, num_blocks), block_bytes=block_bytes)
     if model is not None and (num_blocks is None or block_bytes is None):
         bars = ProgressBars(output.errors)
         folder = resolve(model, need="config", progress=bars)
@@ -95,26 +112,27 @@ def _model(
 
         open_skeleton(folder.path)
         num_blocks = num_blocks or folder.num_blocks
-        block_bytes = block_bytes or _block_bytes(folder)
-        if (together := folder.boundaries.together) is not None:
-            output.note(
-                f"blocks {together} of {folder.name} share keys and values, so one machine has to hold all of them: "
-                "the plans below do not know that"
-            )
+        stored, ends = stored_bytes(folder.path, folder.num_blocks)
+        block_bytes = block_bytes or stored
+        boundaries = folder.boundaries if num_blocks == folder.num_blocks else None
     if num_blocks is not None and num_blocks > MACHINES.max_blocks:
         raise BadInput(f"{model} has {num_blocks} blocks; a plan can have at most {MACHINES.max_blocks}")
     if num_blocks is None:
         raise BadInput(
             'how many blocks has the model? Name a MODEL, or give --num-blocks, or "model": {"blocks": ..} in the file'
         )
-    return num_blocks, block_bytes
+    return _Planned(model or str(file.path), num_blocks, block_bytes, ends, boundaries)
 
 
-def _block_bytes(folder: ModelFolder) -> float | None:
+def _known_here(name: str, num_blocks: int) -> _Planned:
+    """What the files of a model tell that are on this machine, if any are."""
     try:
-        return float(sum(tensor.nbytes for tensor in Checkpoint(folder.path, folder.num_blocks).tensors(0)))
-    except ModelError:
-        return None  # the weights are elsewhere
+        folder = resolve(name, need="config", offline=True)
+    except (ModelError, BadInput):
+        return _Planned(name, num_blocks)
+    if folder.num_blocks != num_blocks:
+        return _Planned(name, num_blocks)
+    return _Planned(name, num_blocks, None, stored_bytes(folder.path, num_blocks)[1], folder.boundaries)
 
 
 async def _plan_swarm(model: str | None, seconds: float, join: JoinOptions, output: Output) -> None:
@@ -141,18 +159,15 @@ async def _plan_swarm(model: str | None, seconds: float, join: JoinOptions, outp
             answering = [server for server in servers if server.peer_id in rtts]
             if not answering:
                 raise SwarmError(f"no server of {name} answers: try again in a while")
-            fleet = fleet_of_servers(answering, rtts)
-            await trio.to_thread.run_sync(_print, output, name, fleet, num_blocks, seconds, answering)
+            planned = await trio.to_thread.run_sync(_known_here, name, num_blocks)
+            fleet = replace(fleet_of_servers(answering, rtts), boundaries=planned.boundaries)
+            await trio.to_thread.run_sync(_print, output, planned, fleet, seconds, answering)
 
 
 def _print(
-    output: Output,
-    model: str,
-    fleet: Fleet,
-    num_blocks: int,
-    seconds: float,
-    servers: list[Announcement] | None = None,
+    output: Output, model: _Planned, fleet: Fleet, seconds: float, servers: list[Announcement] | None = None
 ) -> None:
+    num_blocks, together = model.num_blocks, together_in(fleet)
     present = _present(fleet, num_blocks) if servers is not None else None
     busiest = busiest_plan(fleet, num_blocks)
     known = [plan for plan in (present, busiest) if plan is not None]
@@ -160,8 +175,10 @@ def _print(
     plans = {"now": present, "fastest": fastest, "busiest": busiest}
     peers = None if servers is None else [server.peer_id for server in servers]
     output.emit(
-        model=model,
+        model=model.name,
         num_blocks=num_blocks,
+        **({"client_bytes": round(model.client_bytes)} if model.client_bytes else {}),
+        **({"together": [together.start, together.end]} if together else {}),
         **({"trusted_blocks": fleet.trusted_blocks} if fleet.trusted_blocks else {}),
         **{name: _as_json(plan, fleet, peers) for name, plan in plans.items() if plan is not None},
     )
@@ -169,7 +186,7 @@ def _print(
         return
     if servers is not None:
         told = "not all blocks are served" if present is None else _expectation(present)
-        output.say(f"{model}, {num_blocks} blocks, as it is served now: {told}")
+        output.say(f"{model.name}, {num_blocks} blocks, as it is served now: {told}")
         output.say("a plan below moves blocks among these servers; each could hold as many as it does now")
         output.say("")
     if fleet.trusted_blocks:
@@ -177,14 +194,20 @@ def _print(
             f"the first and the last {fleet.trusted_blocks} blocks are for trusted machines (*); "
             "their outputs go to others through the client"
         )
+    if together:
+        output.say(f"one machine holds all of the blocks {together}, which share keys and values")
     output.say(f"least time per token: {_expectation(fastest)}", style="bold")
     output.say(_how_good(fastest))
     output.table(_table(fastest, fleet))
     output.say(f"most tokens a second: {_expectation(busiest)}", style="bold")
     output.say(f"no placement of these machines gives more than {busiest.most_tokens_per_second or 0.0:.1f} tokens/s")
     output.table(_table(busiest, fleet))
+    if model.client_bytes:
+        output.say(
+            f"the client holds {model.client_bytes / 1e9:.2g} GB: embeddings, head, and an MTP head if there is one"
+        )
     if not fleet.client_seconds:
-        output.say("embeddings and head, which the client computes, come on top")
+        output.say("embeddings and head, which the client computes, come on top of the times")
 
 
 def _present(fleet: Fleet, num_blocks: int) -> FleetPlan | None:
