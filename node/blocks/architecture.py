@@ -30,6 +30,7 @@ from ..models.folder import read_config as read_raw_config
 from ..models.folder import scheme_of
 from ..models.quantisation import Kernels, Quantisation, held_bytes
 from .cache import BlockCacheSpec
+from .caches.pages import lets_go
 from .caches.states import StateRing, StateView, specs_of
 from .config import choose_device, choose_dtype, read_config
 from .kernels.choice import native_kernels
@@ -199,7 +200,8 @@ def cache_specs(
         states = specs_of(recorder.states, block)
         if seen is not None:
             keys, values = seen
-            specs.append(BlockCacheSpec(keys.shape[1], keys.shape[3], values.shape[3], window, states))
+            forgets = window is not None and lets_go(device)
+            specs.append(BlockCacheSpec(keys.shape[1], keys.shape[3], values.shape[3], window, states, forgets))
         elif states or type(layers[block]) is DummyLayer:
             specs.append(BlockCacheSpec(0, 0, 0, None, states))
         else:

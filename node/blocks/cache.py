@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from ...protocols.ids import AXES, Layout, next_cut
+from ...protocols.inference import STEP_TOKENS
 from ..models.quantisation import CACHE_BLOCK, CacheDtype, key_bytes
-from .caches.states import STATES, StateRing, StateSpec, StateView
+from .caches.pages import WINDOWS, let_go
+from .caches.states import STATES, StateRing, StatesLost, StateSpec, StateView
 
 _LEAST = 1e-30  # blocks of nothing larger become zeros in eight bits: no scale is subnormal, which may count as zero
 
@@ -26,6 +28,7 @@ class BlockCacheSpec:
         key_dim, value_dim: values per head.
         window: tokens a query may look back at, its own included; None is all of them.
         states: of its convolutions and its linear attention.
+        forgets: whether the memory of tokens far behind the window is given back while the session goes on.
     """
 
     heads: int
@@ -33,14 +36,17 @@ class BlockCacheSpec:
     value_dim: int
     window: int | None
     states: tuple[StateSpec, ...] = ()
+    forgets: bool = False
 
     def bytes_per_token(self, form: CacheForm) -> int:
         return self.heads * (form.width(self.key_dim) + form.width(self.value_dim)) * form.dtype.itemsize
 
-    @property
-    def bytes_per_row(self) -> int:
-        """Of its states, those of the past included that a session keeps."""
-        return STATES * sum(state.nbytes for state in self.states)
+    def bytes_per_row(self, form: CacheForm, max_length: int, batch: int) -> int:
+        """At the most, of a session of `max_length` tokens in each of `batch` rows; states of the past are among it."""
+        tokens = max_length
+        if self.forgets and self.window is not None:
+            tokens = min(tokens, self.window + WINDOWS.back + WINDOWS.at_once + max(STEP_TOKENS // batch, 1))
+        return tokens * self.bytes_per_token(form) + STATES * sum(state.nbytes for state in self.states)
 
 
 @dataclass(frozen=True)
@@ -100,8 +106,8 @@ class CacheForm:
 class SpanCache:
     """Buffers for `max_length` tokens of `batch` rows, allocated once; memory is used as tokens come in.
 
-    Sliding-window blocks keep the whole history too: only so can a session be rolled back exactly. Of blocks with
-    states (`caches/states.py`) a few of the past are kept, and an older position cannot be gone back to.
+    Of blocks with windows (`caches/pages.py`) or states (`caches/states.py`) only the last tokens or a few states are
+    kept, and an older position cannot be gone back to.
 
     Not thread-safe: the compute thread owns it.
 
@@ -110,7 +116,7 @@ class SpanCache:
         max_length: tokens that a row can hold.
         length: tokens that every row holds now.
         left_padding: per row, how many of its first tokens are padding that nothing attends to.
-        nbytes: size of the buffers and of the states that may be kept, 0 once freed.
+        nbytes: of keys, values and states that may be kept at once, 0 once freed.
         states: of the blocks; None where they keep none.
         form: how keys and values are held.
         memory: all buffers behind one another: for each block keys, then values, of [batch, heads, max_length, width].
@@ -151,7 +157,9 @@ class SpanCache:
         # One allocation for all blocks: big enough that the allocator maps it lazily and gives it back when freed.
         self.form = form
         in_buffers = batch * max_length * sum(spec.bytes_per_token(form) for spec in specs)
-        self.nbytes = in_buffers + batch * sum(spec.bytes_per_row for spec in specs)
+        self.nbytes = batch * sum(spec.bytes_per_row(form, max_length, batch) for spec in specs)
+        self._reach = max((spec.window or 0 for spec in specs if spec.forgets), default=0)
+        self._forgotten = 0  # tokens, where there is such a window
         self.states = StateRing() if any(spec.states for spec in specs) else None
         self.memory = memory = torch.empty(in_buffers // form.dtype.itemsize, dtype=form.dtype, device=device)
         self._keys: list[torch.Tensor] = []
@@ -196,8 +204,18 @@ class SpanCache:
         spec = self.specs[block - self.first]
         return self.form.opened(keys, spec.key_dim), self.form.opened(values, spec.value_dim)
 
+    def keep_all(self) -> None:
+        """No memory of tokens behind a window is given back, so that every rollback of another's session can be."""
+        self._reach = 0
+
     def begin_step(self, tokens: int) -> None:
         """The next `tokens` tokens of a row are one step, which may be computed in several parts."""
+        end = self.length - self._reach - WINDOWS.back
+        if self._reach and end >= self._forgotten + WINDOWS.at_once:
+            for spec, *buffers in zip(self.specs, self._keys, self._values, strict=True):
+                for buffer in buffers if spec.forgets else ():
+                    let_go(buffer, max(self._forgotten - WINDOWS.at_once, 0), end)
+            self._forgotten = end
         if self.states is not None:
             self.states.mark(self.length, tokens)
 
@@ -276,9 +294,15 @@ class SpanCache:
         """
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot roll back to {length} tokens: {self.length} are held")
+        if length and max(length + 1 - self._reach, 0) < self._forgotten:
+            raise StatesLost(
+                f"keys and values that {length} tokens look at are not kept: send again what led there, from the first "
+                "token on"
+            )
         if self.states is not None:
             self.states.rollback(length)
         self.length = length
+        self._forgotten = min(self._forgotten, length)
 
     def read(self, start: int, end: int) -> torch.Tensor:
         """A copy of what is held for the tokens `start` .. `end` of every row, for `restore`: flat, in the dtype of the
@@ -287,7 +311,7 @@ class SpanCache:
         Raises:
             ValueError: not all of them are held, or there are states, which are of all tokens before.
         """
-        if self.states is not None or not 0 <= start < end <= self.length:
+        if self.states is not None or not self._forgotten <= start < end <= self.length:
             raise ValueError(f"tokens {start} .. {end} are wanted: {self.length} are held")
         return torch.cat([buffer[:, :, start:end].reshape(-1) for buffer in (*self._keys, *self._values)])
 
@@ -327,8 +351,9 @@ class SpanCache:
         device = self._keys[0].device
         into = torch.tensor(moved, device=device)
         source = torch.tensor([rows[row] for row in moved], device=device)
-        for buffer in (*self._keys, *self._values):
-            held = buffer.narrow(2, 0, self.length)
+        for spec, buffer in zip(self.specs * 2, (*self._keys, *self._values), strict=True):
+            first = self._forgotten if spec.forgets else 0
+            held = buffer.narrow(2, first, self.length - first)
             held.index_copy_(0, into, held.index_select(0, source))
 
     def free(self) -> None:

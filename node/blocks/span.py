@@ -88,9 +88,9 @@ class BlockSpan:
         self._form = form = CacheForm(numerics.cache, skeleton.dtype)
         self.keeps_states = any(spec.states for spec in specs)
         self._by_token = skeleton.config.model_type in BY_TOKEN
-        self._growing = sum(spec.bytes_per_token(form) for spec in specs)
-        self._states = sum(spec.bytes_per_row for spec in specs)
-        self.cache_bytes_per_token = self._growing or -(-self._states // STATE_TOKENS)
+        growing = sum(spec.bytes_per_token(form) for spec in specs)
+        states = sum(spec.bytes_per_row(form, 0, 1) for spec in specs)
+        self.cache_bytes_per_token = growing or -(-states // STATE_TOKENS)
         self.max_positions = int(getattr(skeleton.config, "max_position_embeddings", None) or _UNBOUNDED_POSITIONS)
         self.supports_ragged, self._mixes_adapters = False, True
         self.step: SpanStep | None = None
@@ -168,9 +168,9 @@ class BlockSpan:
         return SpanCache(specs, batch, max_length, self._form, self.device, left_padding, first)
 
     def cache_tokens(self, batch: int, max_length: int) -> int:
-        """What a session reserves, states of its rows included."""
-        nbytes = batch * (max_length * self._growing + self._states)
-        return -(-nbytes // self.cache_bytes_per_token) if self.keeps_states else batch * max_length
+        """What a session reserves: all that its rows keep at once."""
+        nbytes = batch * sum(spec.bytes_per_row(self._form, max_length, batch) for spec in self.specs)
+        return -(-nbytes // self.cache_bytes_per_token)
 
     def chunk_tokens(self, tokens: int) -> int:
         """How many to compute at once where `tokens` of a row would do: delta rules round by where a prompt is cut."""
