@@ -174,6 +174,7 @@ async def test_a_question_that_nobody_waits_for_any_more_leaves_the_terminal_as_
                 screen.type("half")
                 await see(screen, "half")
                 nursery.cancel_scope.cancel()
+        await trio.to_thread.run_sync(questions._idle.wait, 60.0)  # prompt_toolkit has left, at the latest
         assert screen.modes() == before
 
 
