@@ -13,6 +13,7 @@ import itertools
 import json
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -178,6 +179,7 @@ KINDS: Final = {"chromium": chromium, "firefox": firefox}
 
 
 def main(options: dict[str, str]) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that the browser ends as well
     with ExitStack() as stack:
         tab = stack.enter_context(KINDS[options["kind"]]())
         print(json.dumps({"event": "ready", "peer_id": "", "addrs": []}), flush=True)
