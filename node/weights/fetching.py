@@ -328,6 +328,4 @@ class Fetch:
                 await trio.to_thread.run_sync(self._folder.finish, piece[0])
             self._unfinished.discard(piece[0])
         self._progress(f"Fetching {self._folder.name} from {len(self._working)} peers", self._done, self._total)
-        if complete or not self._plan.parts:
-            self._notify()
         return True

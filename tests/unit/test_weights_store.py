@@ -306,6 +306,16 @@ def test_headers_that_cannot_be() -> None:
         gguf_header(tree("gguf llama", ("a", "Q99", (32,), 4)).entries, ["a"], "llama")
 
 
+def test_a_model_that_lacks_a_block_is_refused_before_its_weights_come(source: Source) -> None:
+    trees = {number: tree for number, tree in source.trees.items() if number != 2}
+    with pytest.raises(ModelError, match="lacks block 1"):
+        PeerFolder.create(NAME, source.manifest, trees, OFFER, no_progress)
+
+
+def test_few_bare_names_are_told_as_they_are(source: Source) -> None:
+    assert bare_names(source.checkpoint) == OFFER.bare
+
+
 def test_parts_of_different_forms_are_no_model(source: Source) -> None:
     trees = {**source.trees, 2: replace(source.trees[2], form="gguf llama")}
     with pytest.raises(ModelError, match="different ways"):

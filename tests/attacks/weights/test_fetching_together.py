@@ -57,6 +57,13 @@ def all_pieces(folder: ModelFolder) -> Iterator[tuple[int, int]]:
 async def test_two_processes_of_a_machine_fetch_once(folder: ModelFolder, manifest: Manifest) -> None:
     asked = Asked()
     said: list[str] = []
+    told: list[tuple[int, int | None]] = []
+
+    def note(what: str, done: int, total: int | None) -> None:
+        if what.startswith("Fetching"):
+            told.append((done, total))
+        said.append(what)
+
     async with trio.open_nursery() as nursery:
         network = MemoryNetwork(nursery)
         hands_on(network, folder, manifest, asked, slowly)
@@ -64,14 +71,16 @@ async def test_two_processes_of_a_machine_fetch_once(folder: ModelFolder, manife
         async with trio.open_nursery() as fetching:
             for swarm in (one, two):
                 remote = await find_remote_model(swarm, NAME, no_progress)
-                fetching.start_soon(remote.fetch, BLOCKS, lambda what, *_: said.append(what))
+                fetching.start_soon(remote.fetch, BLOCKS, note)
         nursery.cancel_scope.cancel()
     assert sorted(asked.pieces) == sorted(all_pieces(folder))
+    assert told == sorted(told) and told[-1][0] == told[-1][1] > 0
     assert any(what.startswith("Waiting for process") and NAME in what for what in said)
 
 
 def test_a_process_that_writes_nothing_is_named(folder: ModelFolder, manifest: Manifest) -> None:
     async def main() -> float:
+        await trio.sleep(FETCHING.lonely)  # it counts from the time when this process has to wait
         with unwrapped(PetalnodeError):
             async with trio.open_nursery() as nursery:
                 network = MemoryNetwork(nursery)
