@@ -20,6 +20,7 @@ from petalnode.node.blocks.architecture import (
     windows_of,
 )
 from petalnode.node.blocks.cache import BlockCacheSpec
+from petalnode.node.blocks.caches.pages import lets_go
 from petalnode.node.blocks.client_part import load_client
 from petalnode.node.blocks.config import original_length
 from petalnode.node.blocks.span import load_span
@@ -135,7 +136,10 @@ def test_what_a_block_keeps_of_a_token_is_found_by_running_it(tmp_path: Path) ->
     windows = windows_of(skeleton)
     assert windows == [8, None] * 3
     found: Any = load_span(tmp_path / "model", Span(1, 4))
-    assert found.make_cache(1, 10).specs == tuple(BlockCacheSpec(2, 16, 16, window) for window in (None, 8, None))
+    forgets = lets_go(torch.device("cpu"))
+    windowed = BlockCacheSpec(2, 16, 16, 8, forgets=forgets)
+    everything = BlockCacheSpec(2, 16, 16, None)
+    assert found.make_cache(1, 10).specs == (everything, windowed, everything)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,8 @@ NEW = 6
 
 
 @pytest.fixture
-def swarm() -> Iterator[MemorySwarm]:
+def swarm(cache: Path) -> Iterator[MemorySwarm]:
+    """Servers without speeds of earlier runs: by these a client chooses how much of what is kept it takes."""
     torch.set_num_threads(1)
     with memory_swarm() as swarm:
         yield swarm

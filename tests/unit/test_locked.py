@@ -91,7 +91,8 @@ def test_what_npm_installs_is_there_by_its_hash() -> None:
         wanted = json.loads((folder / "package.json").read_text())["dependencies"]
         packages = json.loads((folder / "package-lock.json").read_text())["packages"]
         assert packages.pop("")["dependencies"] == wanted
-        assert {name.removeprefix("node_modules/"): one["version"] for name, one in packages.items()} == wanted
+        versions = {name.removeprefix("node_modules/"): one["version"] for name, one in packages.items()}
+        assert wanted.items() <= versions.items()
         assert all(one["integrity"].startswith("sha512-") and "resolved" not in one for one in packages.values())
 
 
