@@ -36,6 +36,9 @@ from petalnode.node.client.generation.mtp_head import MtpHead, mtp_head
 from petalnode.node.client.generation.sampling import Sampling
 from petalnode.node.testing.memory_network import Link
 from petalnode.node.testing.memory_servers import MemorySwarm, memory_swarm
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from tests.swarm.memory_pool import opened
 
 HIDDEN, BATCH, LENGTH = 128, 16, 96

@@ -132,10 +132,10 @@ def sampled(
     """At most `limit` of `records`, of `max_bytes` together, in no order: all of them if they are not more.
 
     First one for each block of each model that anybody online has, then a second one for each, and so on. Whose turn
-    it is goes around the sources (at which a server announced itself, else who passed its announcement on
-    last): all keys of one address are chosen as often as one server with an address of its own. Servers whose next
-    announcement is overdue, or that are known to be `is_unreached` (of a peer id), come only for blocks that few
-    others have. `now` in seconds since 1970.
+    it is goes around the sources (at which a server announced itself, else who passed its announcement on last): all
+    keys of one address are chosen as often as one server with an address of its own. Servers whose next announcement
+    is overdue, or that are known to be `is_unreached` (of a peer id), come only for blocks that few others have. `now`
+    in seconds since 1970.
     """
     records, rng = list(records), rng or random.Random()
     if len(records) <= limit:
