@@ -3,7 +3,7 @@
     python benchmarks/caches.py [--json] [--model smollm2] [--held 128 1024 4096] [--rows 1] [--threads 1] [--rounds 3]
         [--kernels native] [--perplexity 2048]
 
-A step of all blocks in float32, weights as the model has them, in sessions that hold so many tokens. The forms take
+A step of all blocks in float32, weights as the model has them, in sessions that hold a number of tokens. The forms take
 turns; times are the best, of the wall clock and (in brackets) of the processor. `error` is the relative rms difference
 of hidden states from float32 keys and values. Perplexity is that of English Wikipedia (see perplexity.py), token by
 token in rows of 16.

@@ -5,7 +5,7 @@
 
 Server processes of a tiny model on loopback, each block always with one that is well, and clients that generate with
 greedy search, beams, padded batches and rollbacks; every answer is compared with that of plain transformers. Beside
-them so many processes that only use a core. Exits with an error if a token is wrong, an answer hangs, or a session, a
+them processes that only use a core. Exits with an error if a token is wrong, an answer hangs, or a session, a
 cache, a stream, a connection, a task, a file or a thread is left, or the clients' memory grows after the first five
 minutes.
 

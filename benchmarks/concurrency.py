@@ -122,7 +122,7 @@ async def _client(stack: AsyncExitStack, folder: str, peer: str) -> SwarmClient:
 async def _session(
     client: SwarmClient, asked: dict[str, Any], ready: trio.Event, go: trio.Event, found: list[dict[str, Any]]
 ) -> None:
-    """A prompt, and tokens one after the other, until there are so many or the time is over."""
+    """A prompt, and tokens one after the other, until there are enough or the time is over."""
     prompt, tokens, seconds = asked["prompt"], asked["tokens"], asked.get("seconds", math.inf)
     spec = SessionSpec(model_version=b"", span=Span(0, BLOCKS), batch=1, max_length=prompt + (tokens or 2000))
     values = torch.randn(1, prompt, asked["hidden"]) / 10

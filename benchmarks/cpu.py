@@ -192,7 +192,7 @@ def use_threads(blocks: BlockSpan, threads: int) -> None:
 
 
 def fill(cache: SpanCache, tokens: int) -> None:
-    """Random keys and values for so many tokens."""
+    """Random keys and values for some tokens."""
     random = torch.Generator().manual_seed(1)
     for block, spec in enumerate(cache.specs, cache.first):
         keys = torch.randn(cache.batch, spec.heads, tokens, spec.key_dim, generator=random)
@@ -237,7 +237,7 @@ def measure_transformers(model: Any, way: Way) -> None:
 
 
 def run_llama_cpp(folder: Path, gguf: Path, threads: int, tokens: int, prompt: int) -> dict[str, list[float]]:
-    """Milliseconds (of the wall clock, of the processor) of a `prompt` of so many tokens, the least of those of a
+    """Milliseconds (of the wall clock, of the processor) of a `prompt` of that length, the least of those of a
     `step` behind it, and, of the wall clock, of `all` steps in order. In its own process, the model loaded."""
     script = folder / "petalnode_benchmark.mjs"
     script.write_text(LLAMA_CPP)

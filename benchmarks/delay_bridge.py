@@ -68,7 +68,7 @@ class DelayNetwork:
         return {(source, target): count for source, target, count in self._ask("count")}
 
     def set_delay(self, one_way: float) -> None:
-        """From now on every host is so many seconds from every other."""
+        """From now on every host is these seconds from every other."""
         self._ask(f"delay {one_way}")
 
     def _ask(self, line: str) -> list[tuple[int, int, int]]:

@@ -74,7 +74,7 @@ PIECES = PROMPT * 64 // 256 + DECODED
 GROUPS = (1, 2, 5, 10, 20)
 ROWS = 64
 OTHERS = 40
-"""Probes of an honest server that are not in sessions of so many rows."""
+"""Probes of an honest server that are not in sessions of this number of rows."""
 FAULTS: tuple[tuple[str, str, float, float], ...] = (
     # name, what the server does, amount, share of probes that it answers wrongly
     ("noise 0.5 %", "noise", 0.005, 1.0),

@@ -12,7 +12,7 @@ constants of `node/swarm`; lifetimes, rounds and renewals are what `refresh_rate
 
 - A server has a tenth to a third of its model's 30 blocks, and leaves with 10 % an hour without a word; another comes
   for it. It has an address of its own. A simulated server begins with what a newcomer is given at nine peers.
-- The attacker has so many times as many keys as there are servers, at so many addresses. It announces half of them for
+- The attacker has a multiple of the servers' number of keys, at a number of addresses. It announces half of them for
   honest models and half for versions that it makes up, for an hour each, at every simulated node, 20 a second from each
   address, and again within the hour; to each of them at most twice as many as a view holds, others to each. Whoever
   asks one of its keys gets as many of them, and as many bytes, as it takes. Nobody is there.

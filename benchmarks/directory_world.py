@@ -94,7 +94,7 @@ class Server:
         return self.last
 
     def earlier(self, age: float, now: float, pace: RefreshRate) -> SignedAnnouncement:
-        """One that it has made about so many seconds ago."""
+        """One that it has made some seconds ago."""
         return self.record(now - age, pace.lifetime)
 
     def record(self, now: float, lifetime: float = ANNOUNCEMENT.max_lifetime) -> SignedAnnouncement:
@@ -213,7 +213,7 @@ class World:
         return paces[len(paces) // 2]
 
     def push_all(self, seconds: float) -> None:
-        """What the simulated nodes are sent in so many seconds by servers that announce themselves."""
+        """What the simulated nodes are sent in a number of seconds by servers that announce themselves."""
         pace = self._servers_pace()
         pushes = announcer.PUSHING.peers + 1  # and the bootstrap node
         size = size_of(wire.DirectoryFrame(publish=self.servers[0].current(self.now, pace).to_wire()))

@@ -191,7 +191,7 @@ def tree(text: Text, follow: Place | None, chances: Chances, size: int, width: i
 
 
 def steps(texts: Sequence[Answer], chances: Chances, size: int, width: int, least: float) -> Counter[int]:
-    """How many steps of so many rows all answers take."""
+    """How many steps of `rows` rows all answers take."""
     taken: Counter[int] = Counter()
     for prompt, answer in texts:
         text, follow, made = Text(prompt), None, 0

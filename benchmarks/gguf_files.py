@@ -106,7 +106,7 @@ class Answer:
 
 
 def answer(model: Any, servers: Sequence[ServerProcess], prompt: list[int], tokens: int) -> Answer:
-    """Asks for so many tokens as chat does."""
+    """Asks for tokens as chat does."""
     came = [0.0]
     given: list[int] = []
     used: list[list[float]] = []

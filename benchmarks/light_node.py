@@ -48,7 +48,7 @@ class Commands(light_node.Commands):
         return sum(self._swarm.view.get(peer, now) is not None for peer in peers)
 
     async def flood(self, keys: int, version: str, num_blocks: int) -> float:
-        """Signs announcements of so many keys, all of them of this model and quick, and hands them to whoever asks for
+        """Signs announcements of many keys, all of them of this model and quick, and hands them to whoever asks for
         what it knows; returns the seconds that took. It pays for nothing else."""
         begun = time.perf_counter()
         host = self._swarm.addrs[0].split("/")[2]

@@ -22,7 +22,7 @@ servers of min(t, z) b >= 70 z; `mean_share` the mean of the minutes' own shares
 that reassigns everything for nothing whenever anybody came or went; the best there is lies between oracle and bound.
 `blocks_per_day` are all blocks of the servers that moved, `new_blocks_per_day` those of them that they did not hold
 before; what newcomers load is not counted. `zero_time` is the share of minutes in which some block had no server. Under
-`loading`, loading a block takes so many seconds, in which a server that joins or moves serves nothing.
+`loading`, loading a block takes these seconds, in which a server that joins or moves serves nothing.
 """
 
 from __future__ import annotations

@@ -13,12 +13,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-READY_TIMEOUT = 120.0
 STOP_TIMEOUT = 15.0
 
 
 class ServerProcess:
-    """One `petalnode serve` on loopback with so many compute threads; ends when `stop` closes its standard input.
+    """One `petalnode serve` on loopback with `threads` compute threads; ends when `stop` closes its standard input.
 
     `prefix` is put before the command line, to run it elsewhere; `host` is the address there. `program` is what Python
     runs.

@@ -66,7 +66,7 @@ from petalnode.protocols.ids import Span
 LENGTHS = (128, 2048)
 ROW_TOKENS = 128
 COLUMNS = ("128", "2048", "1", "batch")
-"""Steps/s at these sequence lengths, and tokens/s of so many rows."""
+"""Steps/s at these sequence lengths, and tokens/s of these numbers of rows."""
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ TOKENS = {"nanogpt": 64, "nanollama": 24, "tinyllama": 8}
 
 
 def config_of(name: str, blocks: int) -> PreTrainedConfig:
-    """The thesis's sections 3.3 and 3.5, with so many blocks and a small vocabulary."""
+    """The thesis's sections 3.3 and 3.5, with some blocks and a small vocabulary."""
     if name == "nanogpt":
         return GPT2Config(vocab_size=65, n_positions=1024, n_embd=384, n_layer=blocks, n_head=6)
     hidden, inner, heads = {"nanollama": (1024, 2816, 16), "tinyllama": (2048, 5632, 32)}[name]
@@ -139,7 +139,7 @@ def nodes_of(folder: Path | str, blocks: int, count: int, share: float) -> Itera
 
 
 def generate(model: Any, rows: int, tokens: int) -> tuple[float, torch.Tensor]:
-    """Seconds for so many tokens of each row behind the first one, and all tokens."""
+    """Seconds for the tokens of each row behind the first one, and all tokens."""
     prompt = torch.randint(5, 60, (rows, PROMPT), generator=torch.Generator().manual_seed(0))
     options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     seconds = []
@@ -284,7 +284,7 @@ def requests(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def choices_per_second(client: httpx.Client, count: int, tokens: int) -> float:
-    """Tokens/s of one request with so many choices."""
+    """Tokens/s of one request with several choices."""
     asked = {"prompt": "Once upon a time", "max_tokens": tokens, "n": count, "seed": 1, "ignore_eos": True}
     begun = time.perf_counter()
     answer = client.post("/v1/completions", json=asked).raise_for_status().json()
@@ -292,7 +292,7 @@ def choices_per_second(client: httpx.Client, count: int, tokens: int) -> float:
 
 
 def batch_per_second(client: httpx.Client, count: int, tokens: int) -> float:
-    """Tokens/s of a batch of so many requests, from its creation to its end."""
+    """Tokens/s of a batch of requests, from its creation to its end."""
     lines = [
         json.dumps(
             {

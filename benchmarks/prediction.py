@@ -3,7 +3,7 @@
     python benchmarks/prediction.py [--json] [--rtts 0 10 50] [--servers 2 3] [--model h512] [--tokens 48] [--rounds 5]
 
 Servers are processes of their own with one compute thread each. With a round trip of 0 they are on loopback; with any
-other, each and the client are on hosts of their own that are so many milliseconds apart (`delay_bridge.py`, which needs
+other, each and the client are on hosts of their own that are some milliseconds apart (`delay_bridge.py`, which needs
 root). `predicted` is what the router reckons, and `petalnode plan` says: the servers' announced decode steps, the
 measured round trips, and a millisecond in which each server handles a step, as they are known before the round.
 `measured` is the median of a decode step's time at the client, without embeddings and head, which are the same whatever

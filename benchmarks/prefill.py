@@ -9,11 +9,11 @@ server, through the client, in chunks of 256 tokens, as servers that grant no `b
 pushed, with several chunks under way; of the last server only receipts travel, but of the chunk with the last token.
 `outputs` is the same with all of the last server's outputs. All in turn, the median of the rounds.
 
-`--rate` gives every host a line of so many Mbit/s each way; with a larger `--hidden` more has to travel.
+`--rate` gives every host a line of this many Mbit/s each way; with a larger `--hidden` more has to travel.
 
 `bound` is the computing of the server that takes longest, as the servers report it for this prompt, and one trip: n + 1
 half round trips. Processes share the cores of this machine: `bound here` has the computing of all servers divided by
-the cores in its place where that is longer. `--pace MS` has servers sleep until they have taken so many milliseconds
+the cores in its place where that is longer. `--pace MS` has servers sleep until they have taken MS milliseconds
 for each token, as servers on machines of their own would take without taking anything from each other; 0: they compute
 as fast as they can.
 """

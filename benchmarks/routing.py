@@ -4,7 +4,7 @@
 
 Servers lie at random in a square that light in fibre takes 100 ms to cross (there and back), the client among them;
 spans have 1 to `--longest` blocks and begin anywhere, steps take 2 to 20 ms per block. With measured pairs, each server
-knows its round trips to so many servers that can follow it (64 is all that an announcement carries). `standby` is the
+knows its round trips to `measured` that can follow it (64 is all that an announcement carries). `standby` is the
 second-best for every hop of the chain together. What goes in is built beforehand; every call starts from nothing.
 `cpu` is processor time, which other processes on the machine disturb less than the clock. `step` is how long a decode
 step takes over the chain that was found, with the true round trips, also those that nobody measured.

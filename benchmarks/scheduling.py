@@ -67,7 +67,7 @@ def ours(problem: Problem, seconds: float) -> tuple[float, float]:
 
 
 def random_orders(problem: Problem, count: int) -> tuple[float, float]:
-    """The best of so many orders of all machines, each filled as far as it goes."""
+    """The best of some orders of all machines, each filled as far as it goes."""
     chance = np.random.default_rng(0)
     best = math.inf
     for _ in range(count):
@@ -247,7 +247,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("--testbeds", type=int, nargs="+", default=[1, 2, 3, 4], choices=(1, 2, 3, 4))
-    parser.add_argument("--seeds", type=int, default=16, help="the first so many of each testbed")
+    parser.add_argument("--seeds", type=int, default=16, help="how many of each testbed, from the first")
     parser.add_argument("--no-ilp", action="store_true", help="leave the integer programme out, which takes long")
     parser.add_argument("--ilp-limits", type=float, nargs="+", default=[4, 16], metavar="S")
     parser.add_argument("--ours", type=float, nargs="+", default=[0.1, 1], metavar="S", help="time limits of petalnode")

@@ -11,7 +11,7 @@ random Llama with 6 blocks. A client generates all the time; each answer is comp
     partition   the network is cut: 2 bootstrap nodes, 2 servers with all blocks and half of the light nodes on one side
     healed      the cut is gone; until every node knows all servers again (`known_after_s`)
     replaced    all bootstrap nodes are killed, and three new ones with new keys and addresses join at light nodes
-    flood       a node hands out announcements of so many keys, all of the model that is served, quick and not there
+    flood       a node hands out announcements of many keys, all of the model that is served, quick and not there
 
 In each phase but the first new clients join: one on each side of the cut, one through a new bootstrap node, one in the
 flood. `first_s` is from their start to their first token. `up` and `down` are KB/s of a node's sockets and `cpu` is

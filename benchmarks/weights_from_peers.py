@@ -4,7 +4,7 @@
         [--killed] [--liar]
 
 One node has the model, `--empty` others have nothing and fetch all of it at the same time; they hand on what they have
-by then. Each is a process on a host of its own, whose line carries so many Mbit/s each way (`tc`, token bucket).
+by then. Each is a process on a host of its own, whose line carries a number of Mbit/s each way (`tc`, token bucket).
 `share` is the model's size through the time from the first question to the last part on the disk, against the line.
 With `--killed` a second node that has the model is killed when half of it has come; with `--liar` one more hands on
 false pieces.

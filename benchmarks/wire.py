@@ -5,7 +5,7 @@
         [--prompt 256] [--tokens 8] [--rounds 3]
 
 The first table encodes and decodes float32 hidden states: GB/s of the float32 values, medians, and seconds per value of
-both together. For the second, servers and the client are processes on hosts of their own, whose lines carry so many
+both together. For the second, servers and the client are processes on hosts of their own, whose lines carry a number of
 Mbit/s each way (`delay_bridge.py`, which needs root). `first token` is from the opening of a session to the answer to
 its prompt, `ms/token` the decode steps after it, without the client's embeddings and head; the codecs take turns, and
 the middle round counts. `chosen` is what `auto` took, after a session in which it measured. Bytes are whole frames: of
@@ -101,7 +101,7 @@ def client(folder: str, addr: str) -> None:
 
 
 def lines(mbit: float, model: Path, num_blocks: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All codecs over lines of so many Mbit/s."""
+    """All codecs over lines of a number of Mbit/s."""
     results: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     with (
         delay_network(options.servers + 1, options.rtt / 2000, mbit) as network,

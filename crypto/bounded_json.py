@@ -1,6 +1,6 @@
 """JSON that a stranger wrote, read within bounds: its length, its number of values and its depth are looked at first.
 
-`json.loads` takes 160 ns and more for each `[]` and keeps the interpreter for all of the text, so 18 MiB of `[],[],`
+`json.loads` takes 160 ns and more for each `[]`, and keeps the interpreter for all of the text. So 18 MiB of `[],[],`
 stop every thread of a node for 3 s. Here, what holds more than it may is refused as soon as that is counted.
 """
 

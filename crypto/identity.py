@@ -1,7 +1,7 @@
 """A node's identity: an Ed25519 key, whose public half is the peer id; its file, and other private files.
 
-A libp2p peer id of an Ed25519 key contains the whole public key (an identity multihash), so whoever knows the
-peer id can check the node's signatures without asking anyone.
+A libp2p peer id of an Ed25519 key contains the whole public key (an identity multihash). So whoever knows the peer id
+can check the node's signatures without asking anyone.
 """
 
 from __future__ import annotations
@@ -181,8 +181,8 @@ def _check_peer_id(data: bytes) -> None:
 def held_identity(path: Path | None, role: str, data_dir: Path) -> Iterator[Identity]:
     """Loads an identity, makes it at first use, and keeps every other process from using it meanwhile.
 
-    Without `path` it is `data_dir/<role>.key`, or, where another process holds that, `<role>-2.key` and so on,
-    so that several nodes on one machine keep an identity each from run to run.
+    Without `path` it is `data_dir/<role>.key`, or `<role>-2.key` and so on where another process holds that. So several
+    nodes on one machine keep an identity each from run to run.
 
     Raises:
         IdentityLocked: if another process holds the file given by `path`.

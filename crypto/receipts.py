@@ -20,7 +20,7 @@ REQUEST_DOMAIN: Final = "petalnode/request/1"
 COUNTERSIGNATURE_DOMAIN: Final = "petalnode/countersignature/1"
 SESSION_DOMAIN: Final = "petalnode/session/1"
 NO_RECEIPT: Final = bytes(32)
-"""Stands where a stream of works has no previous receipt yet; a session's first receipt refers to its `SessionRoot`."""
+"""Stands where a batch stream has no previous receipt yet; a session's first receipt refers to its `SessionRoot`."""
 
 
 @dataclass(frozen=True)

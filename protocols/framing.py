@@ -1,7 +1,7 @@
 """A framed message with tensors on a stream: the only module that reads and writes the bytes of a stream.
 
-On the wire a message is one varint length, one protobuf header of that length, and directly behind it the raw
-bytes of the tensors that the header lists in its `tensors`, in that order.
+On the wire a message is one varint length and one protobuf header of that length. Directly behind it are the raw bytes
+of the tensors that the header lists in its `tensors`, in that order.
 """
 
 from __future__ import annotations

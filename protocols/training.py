@@ -169,7 +169,7 @@ def check_request(request: wire.BatchRequest, backward: bool, widths: tuple[int,
     if tokens > max_length:
         raise Refusal(wire.ERROR_TOO_LONG, f"the model takes {max_length} tokens, not {tokens}")
     if rows > 1 and rows * tokens > MICRO_BATCH_TOKENS:
-        raise Refusal(wire.ERROR_TOO_LONG, f"{rows} x {tokens} tokens in one work; {MICRO_BATCH_TOKENS} are allowed")
+        raise Refusal(wire.ERROR_TOO_LONG, f"{rows} x {tokens} tokens in a request; {MICRO_BATCH_TOKENS} are allowed")
     if request.mask and len(request.mask) != mask_bytes(shape):
         raise bad_request(f"a mask of {len(request.mask)} bytes does not fit {rows} x {tokens} tokens")
     numbers = len(request.positions)

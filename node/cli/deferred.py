@@ -2,8 +2,8 @@
 
 libp2p imports all its transports, QUIC and TLS among them, and transformers all its ways to distribute a model: a third
 of the processor time of a start (benchmarks/RESULTS.md). Here a package runs its `__init__` when it is asked for a name
-that is none of its modules, and a name of a module stands for the class or function, which is imported when it is
-called, looked into or inherited from. Processes of commands do this; the Python API imports all as usual.
+that is none of its modules. A name of a module stands for the class or function. That is imported when it is called,
+looked into or inherited from. Processes of commands do this; the Python API imports all as usual.
 """
 
 from __future__ import annotations

@@ -134,8 +134,8 @@ def rtt_patience(known: float | None) -> float:
 def push_patience(round_trip: float, nbytes: int) -> float:
     """Seconds after which a step of `nbytes` that one server should have pushed to the next is taken for lost.
 
-    The client does not know the way between the servers, and makes room for one that is a few times as long as its own
-    to the second of them (`round_trip`, in seconds).
+    The client does not know the way between the servers. It makes room for a few times its own way to the second of
+    them (`round_trip`, in seconds).
     """
     return DEADLINES.push_patience + 4 * min(round_trip, 1.0) + nbytes / PATIENCE.poor_line
 

@@ -73,7 +73,7 @@ class LossRecord:
 @dataclass
 class ReplayBudget:
     """How often a session may still be filled anew: some times at once, and once more for every few steps that are
-    answered, so that servers which answer one step each do not make it compute its history for ever."""
+    answered. So servers which answer one step each do not make it compute its history for ever."""
 
     spent: float = 0.0
 

@@ -409,9 +409,9 @@ class ServerStream(Generic[Frame]):
 class OutstandingReplies:
     """Counts how often each step was asked of a server, and its replies; no more of them than that may come. Pure.
 
-    A server answers a step that it has done once more when its client sends it again, be it that another server had
-    pushed it already or that a stream was lost. A reply beyond that is one that nobody asked for: it may stand in the
-    place of the one that is due, and a client that went on waiting would be held up by it.
+    A server answers a step once more when its client sends it again. That happens where another server had pushed it
+    already, or a stream was lost. A reply beyond that is one that nobody asked for: it may stand in the place of the
+    one that is due, and a client that went on waiting would be held up by it.
     """
 
     def __init__(self) -> None:

@@ -68,12 +68,11 @@ class RoundTrips:
     async def measure(self, servers: Sequence[Announcement], *, patient: bool, choosy: bool) -> None:
         """Measures round trips that are old or unknown, and waits for some of the unknown ones.
 
-        Where a step waits for the route (it is not `patient`), or where measured servers hold all blocks, nobody waits
-        twice for the same measurement, nor for a peer that was silent when it was measured last; in the second case it
-        is not even asked again so soon, and others are waited for only now and then. Whoever announces servers that
-        are not there would else delay every session.
-        With `choosy` not any server of a block will do, so that measured ones never suffice.
-        Servers that were announced long ago may be gone: they are waited for as long as others do not suffice.
+        A step may wait for the route (it is not `patient`), or measured servers may hold all blocks. Then nobody waits
+        twice for the same measurement, nor for a peer that was silent the last time; in the second case it is not even
+        asked again so soon, and others are waited for only now and then. Whoever announces servers that are not there
+        would else delay every session. With `choosy` not any server of a block will do, so that measured ones never
+        suffice. Servers that were announced long ago may be gone: they are waited for as long as others do not suffice.
         """
         now = trio.current_time()
         spans = [server.span for server in servers if server.peer_id in self._rtts]

@@ -235,8 +235,8 @@ class ServerSelection:
     async def route(
         self, spec: SessionSpec, excluded: Collection[str] = (), *, again: Sequence[Hop] = (), held: int = 0
     ) -> tuple[Hop, ...]:
-        """The cheapest chain for `spec` without the `excluded` servers, or that of `again`, which may have kept `held`
-        tokens of it, where that is the quicker one for the whole session.
+        """The cheapest chain for `spec` without the `excluded` servers. It is that of `again`, which may have kept
+        `held` tokens, where that is quicker for the whole session.
 
         Raises:
             NoChainError: naming the blocks that nobody holds.

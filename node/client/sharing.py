@@ -47,7 +47,7 @@ SHARING: Final = SharingPolicy()
 
 @dataclass(frozen=True)
 class Shown:
-    """An answer that an auditor may pick: step `index` of a session, or a work."""
+    """An answer that an auditor may pick: step `index` of a session, or a batch request."""
 
     receipt: Receipt
     source: SessionLog | LoggedBatch

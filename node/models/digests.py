@@ -44,10 +44,9 @@ def part_trees(
 ) -> Mapping[Part, Tree]:
     """What the digest of each of `parts` is made of: its tensors' names, dtypes and shapes, and hashes of pieces.
 
-    The name of a tensor is its key without the wrapper's prefix and without the block's number, so it makes
-    no difference how the checkpoint was sharded or whether it was saved with or without its base model's
-    prefix. What was hashed before is kept for as long as path, sizes and times of the files are the same; `anew`
-    reads it all the same, and keeps nothing.
+    The name of a tensor is its key without the wrapper's prefix and without the block's number. So it makes no
+    difference how the checkpoint was sharded, or whether it has its base model's prefix. What was hashed before is kept
+    for as long as path, sizes and times of the files are the same; `anew` reads it all the same, and keeps nothing.
 
     Raises:
         ModelError: if a file is missing, malformed, or changes while it is read.

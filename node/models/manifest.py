@@ -5,7 +5,7 @@ and head (see `canonical_architecture` and `part_digests`). It is a few kilobyte
 has the whole model, and lets a node that holds a part of the model check that part.
 
 A folder may have it as a file (`MANIFEST_FILE`), next to the weights: who publishes a model, on the hub or elsewhere,
-so says which version its repository is at a commit, and who has only a part of the weights need not ask strangers.
+says by it which version its repository is at a commit. Who has only a part of the weights need not ask strangers.
 """
 
 from __future__ import annotations

@@ -223,7 +223,7 @@ def _ids(lists: Iterable[rpc_pb2.ControlIHave] | Iterable[rpc_pb2.ControlIWant])
 
 def bounded_control(control: rpc_pb2.ControlMessage, topic: str) -> rpc_pb2.ControlMessage:
     """What counts of a neighbour's control message: libp2p keeps a time for each topic that a PRUNE, GRAFT or IHAVE
-    names, dials the peers that a PRUNE names, and sends a message as often as an IWANT names it."""
+    names. It dials the peers that a PRUNE names, and sends a message as often as an IWANT names it."""
     has = _ids(have for have in control.ihave[: GOSSIP.max_control] if have.topicID == topic)
     wanted = _ids(control.iwant[: GOSSIP.max_control])
     return rpc_pb2.ControlMessage(

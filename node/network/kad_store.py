@@ -1,9 +1,9 @@
 """What this node keeps for others in Kademlia, with bounds that no number of keys fills.
 
-Values are signed announcements and the list of the swarm's models. libp2p's own store keeps values of 1 MiB with
-whatever else a record carries, 50,000 of them of anybody, and looks through all of them for the oldest once it is full.
-Of provider records it takes any number of keys with any number of addresses, keeps the first twenty providers of a key,
-and lets nobody else in for two days.
+Values are signed announcements and the list of the swarm's models. libp2p's own store keeps 50,000 values of 1 MiB of
+anybody, with whatever else a record carries. Once it is full, it looks through all of them for the oldest. Of provider
+records it takes any number of keys with any number of addresses. It keeps the first twenty providers of a key, and lets
+nobody else in for two days.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Iterative look-ups as of Maymounkov and Mazieres 2002 (section 2.3), but going a
 nothing, so the nearest peer of each address comes before the second nearest one of any. In a network in which each peer
 has an address of its own that is Kademlia's order. `Lookup` decides; `look_up` asks over a host.
 
-py-libp2p's own look-up keeps what strangers answer as if it were known here, waits for the slowest peer of each three,
-and ends at the first twenty providers that anybody names.
+py-libp2p's own look-up keeps what strangers answer as if it were known here. It waits for the slowest peer of each
+three, and ends at the first twenty providers that anybody names.
 """
 
 from __future__ import annotations

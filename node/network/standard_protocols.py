@@ -1,7 +1,7 @@
 """What every node of libp2p answers: pings, and what a peer says of itself, asked or when that changes (identify push).
 
-libp2p's own handlers take 32 bytes of a frame for a ping, 2,000 of a large frame, and parse 1 MiB of what a peer says
-of itself, whenever it comes.
+libp2p's own handlers take each 32 bytes of a frame for a ping, 2,000 of a large frame. They parse 1 MiB of what a peer
+says of itself, whenever it comes.
 """
 
 from __future__ import annotations

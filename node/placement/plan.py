@@ -93,8 +93,8 @@ class PlacementPlan:
         """What is left of the plan now that the servers are these; None if a new plan is due.
 
         The plan stays valid as long as the servers are those that it was made for, at about the throughput that they
-        had, each at its old span or at the plan's target. So every server that made the plan completes it, and half of
-        a swap causes no new plan. A completed plan is None.
+        had. Each may be at its old span or at the plan's target. So every server that made the plan completes it, and
+        half of a swap causes no new plan. A completed plan is None.
         """
         now = {server.peer_id: server for server in servers}
         if len(now) != len(self.made_for):

@@ -13,9 +13,9 @@ several that are equally far, the last is expected later than one by itself, as 
 least: the harmonic number of them, less one, in spreads. A session is expected for four deviations, and not any
 longer when those are over. So one that is gone or slow is waited for once at most, and a chain with long links never.
 
-A client may come back quickly for a while and then late, to make others wait in vain. So a peer is waited for no
-longer than its credit, which is half of the device's time that its own steps took, less what was waited for it in
-vain. By any number of identities he wastes at most that part of what he could use by asking for steps.
+A client may come back quickly for a while and then late, to make others wait in vain. So a peer is waited for no longer
+than its credit. That is half of the device's time that its own steps took, less what was waited for it in vain. By any
+number of identities he wastes at most that part of what he could use by asking for steps.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which of the waiting steps are computed next: a fair share of the device for each address, and there for each peer.
 
-Every turn runs waiting decode steps as one ragged batch (the largest single gain when several people talk to one
-server), and after it at most one chunk of one prefill, so that nobody's next token waits for more than that of
-somebody's long prompt. `next_turn`, a pure function, decides it.
+Every turn runs waiting decode steps as one ragged batch: the largest single gain when several people talk to one
+server. After it comes at most one chunk of one prefill. So nobody's next token waits for more than that of somebody's
+long prompt. `next_turn`, a pure function, decides it.
 
 A peer with many sessions makes everybody's batch longer. What others may do to a peer is bounded by what each could
 ask for by itself: of A addresses, one of which has P peers, a batch takes at most A x P times as long as the steps of

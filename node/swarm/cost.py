@@ -55,8 +55,8 @@ class EstimateRule:
     Attributes:
         newest: weight of the newest one. With a fifth, ten answers are nine tenths of what is known, so that a server
             that became slow is known to be so.
-        most: times the estimate for which one observation counts at most, so that a server that stood still for a
-            moment does not make the next silence longer by the same.
+        most: times the estimate for which one observation counts at most. A server that stood still for a moment does
+            not make the next silence longer by the same.
         least: seconds that always count in full: the noise of a busy machine is as long.
     """
 

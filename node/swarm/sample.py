@@ -172,7 +172,7 @@ class _Coverage:
         self.covered = 0  # blocks that somebody has
 
     def has_one_of(self, counts: range, content: Announcement) -> bool:
-        """Whether so many servers have one of its blocks."""
+        """Whether as many servers as are asked for have one of its blocks."""
         held = self._of(content)
         return any(held.find(count, content.span.start, content.span.end) >= 0 for count in counts)
 

@@ -8,7 +8,7 @@ replacements, compared chains and batches are all planned from such candidates, 
 and `permits` is asked again before a stream to a server is opened.
 
 Trusted servers do not push to others (`may_push`): the receipt that comes with a push has the hash of the pusher's
-input, and that of a decode step is one of as many embeddings as the model has tokens, which are soon tried. The client
+input. In a decode step that is one of as many embeddings as the model has tokens, which are soon tried. The client
 sends such an output itself, and names the receipt by a hash that covers two numbers which nobody else knows.
 """
 

@@ -220,8 +220,8 @@ class KnownMakers:
 
 
 class ForwardingShares:
-    """What a node passes on of others, `EVIDENCE_LIMITS.forwarded` messages at most, divided so that those who make
-    many, under however many keys, and those who hand on many, leave room for others."""
+    """What a node passes on of others, `EVIDENCE_LIMITS.forwarded` messages at most. Those who make many, under however
+    many keys, and those who hand on many, leave room for others."""
 
     def __init__(self) -> None:
         limits, period = EVIDENCE_LIMITS, EVIDENCE_LIMITS.rate_seconds

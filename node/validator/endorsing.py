@@ -73,7 +73,7 @@ def next_notice(
 ) -> Notice | None:
     """What to take up next. `busy` are the authors that evidence is being fetched from: one piece at a time of each.
 
-    What needs no fetch comes first (and alone, without `fetches`), then what the authors have that are `trusted`, then
+    What needs no fetch comes first (and alone, without `fetches`), then what the `trusted` authors have. Then comes
     that of those from which the fewest fetches have failed, the oldest first.
     """
     ready = [

@@ -1,12 +1,12 @@
 """Whether an answer is right: a server's claim against a recomputation. Pure functions of tensors.
 
 Honest servers differ in the last bits: batches, kernels, devices and dtypes change the order of sums. So a claim is
-judged by its distance from the recomputed answer, token by token, against a tolerance that was measured on honest
-servers of the same dtype, quantisation and kinds of devices. Two distances count: that of the worst token, which finds
-errors at one place, and the root mean square over all tokens, which finds small errors everywhere.
+judged by its distance from the recomputed answer, token by token. The tolerance was measured on honest servers of the
+same dtype, quantisation and kinds of devices. Two distances count: that of the worst token, which finds errors at one
+place, and the root mean square over all tokens, which finds small errors everywhere.
 
 Weights of fewer bits than declared are found by direction. An honest bfloat16 server is off by about as much as one
-that secretly holds int8 weights, but the latter is off towards what int8 weights give, which a validator can compute.
+that secretly holds int8 weights. But the latter is off towards what int8 weights give, which a validator can compute.
 The error is projected on that direction over all values of all tokens (a matched filter). This finds weights that were
 quantised as petalnode does it; others may escape.
 

@@ -1,11 +1,11 @@
 """Recomputes what a span of blocks must return, from one's own weights, with few of them in memory at a time.
 
 The blocks are loaded one after the other, by memory map, and every question passes through a block before the next one
-is loaded, so a validator needs no machine that could serve the model. (Of a small model as many blocks at once as fit
+is loaded. So a validator needs no machine that could serve the model. (Of a small model as many blocks at once as fit
 into `RECOMPUTATION.group_bytes`, because finding a block's weights takes longer than computing with it.) The peak of
-memory is these weights, the attention cache of one question for them, and the activations of all questions. The
-blocks are those of servers (`node.blocks`): an honest server of the same kind gives the same bits, one of another
-kind rounds otherwise.
+memory is these weights, the attention cache of one question for them, and the activations of all questions. The blocks
+are those of servers (`node.blocks`): an honest server of the same kind gives the same bits, one of another kind rounds
+otherwise.
 
 How far otherwise depends on what is asked: a token that two experts suit equally well, or values that cancel, can make
 a rounding decide about all of an answer. `Recomputation.perturbed` finds out, by noise in place of roundings.
@@ -129,10 +129,10 @@ def kept_gradients(answer: Answer, names: Collection[str]) -> dict[str, torch.Te
 class Noise(TorchFunctionMode):
     """Noise in place of the roundings of another processor, while this context is entered.
 
-    What enters each block, and what leaves the last one, changes by normally distributed noise of relative size
-    `size` (of the value itself, or of the token's mean absolute value where that is more, and never less than what a
-    processor may take for zero). Scores by which `torch.topk` chooses experts change as much as all blocks together
-    would make them, several times; only the choice changes, and not the scores.
+    What enters each block, and what leaves the last one, changes by normally distributed noise of relative size `size`
+    (of the value, or of the token's mean absolute value where that is more; at least what a processor may take for
+    zero). Scores by which `torch.topk` chooses experts change as much as all blocks together would make them, several
+    times; only the choice changes, and not the scores.
 
     Args:
         pair: which of the pairs; decides which experts are raised and which are lowered.

@@ -97,11 +97,11 @@ class DistributedModelForCausalLM(DistributedModel):
             session: keeps the attention caches from call to call; by default the active session, else a new one for
                 this call. Give the whole sequence: tokens that the session already holds are not sent again, and
                 tokens that differ are rolled back.
-            prompt_lookup_num_tokens, assistant_model, use_mtp: as in transformers, for tokens that are guessed from the
-                text, or by a smaller model on this machine or the model's MTP head for the token after the next one as
-                well, and checked several at once. The answer is the same, with
-                the same seed too. How many are guessed follows from measurements, not from the number given. Rows of
-                a batch take drafts each for itself where that is quicker than one batch without.
+            prompt_lookup_num_tokens, assistant_model, use_mtp: as in transformers, for tokens that are guessed and
+                checked several at once. They come from the text, and from a smaller model on this machine or the
+                model's MTP head as well. The answer is the same, with the same seed too. How many are guessed follows
+                from measurements, not from the number given. Rows of a batch take drafts each for itself where that is
+                quicker than one batch without.
 
         Returns:
             What transformers returns: token ids [batch x returned sequences, tokens], or its output object.

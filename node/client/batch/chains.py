@@ -92,8 +92,8 @@ def stages_of(
 def cut(rows: int, most: int) -> list[int]:
     """Rows of each micro-batch of a batch: `most` at most, and of the first and the last half as many.
 
-    All servers but one of a chain have nothing to do until the first one has come through to them, and again while the
-    last one is at the others. So these are small; in between, larger ones use a processor better.
+    Servers of a chain have nothing to do until the first one has come through to them. Nor have they while the last one
+    is at the others. So these are small; in between, larger ones use a processor better.
     """
     if rows <= most:
         return [rows]

@@ -5,8 +5,8 @@ after it; the chain answers for all of them at once, and the draft is kept as fa
 draft is a single guess for each place, so that comparing it with the token that the sampler chooses there *is* the
 rejection rule of section 2.3, whatever the sampling: the answer is the same as without drafts, with the same seed.
 
-Where the servers push to each other a draft is cut into several steps that are under way at once, so that all servers
-work and the way is waited for once. Whether a text or a draft model is asked for a draft follows from what each has
+Where the servers push to each other, a draft is cut into several steps that are under way at once. Then all servers
+work, and the way is waited for once. Whether a text or a draft model is asked for a draft follows from what each has
 shown, and each has a budget of its own for being wrong.
 Pure: no clock, no network.
 """

@@ -195,9 +195,9 @@ def tolerance_between(
     """How far chains of these `devices` ("" for an unknown one) may be apart after `blocks` blocks; None if nobody has
     measured it.
 
-    Activations that travel in a coarser dtype than the servers compute in, or under a codec, are rounded between them,
-    at other places in each of the chains of up to `hops` servers. Where nothing is, chains of the exact kind
-    (docs/exact.md) are not apart at all.
+    Activations may travel in a coarser dtype than the servers compute in, or under a codec. Then they are rounded
+    between servers, at other places in each of the chains of up to `hops` servers. Where nothing is, chains of the
+    exact kind (docs/exact.md) are not apart at all.
     """
     if is_exact(weights.quantisation) and (hops == 1 or (codec, activations) == ("none", weights.dtype)):
         return NO_TOLERANCE

@@ -49,8 +49,8 @@ class PathChanges:
 class SessionReconnector:
     """Carries out `recovery.next_path_action` for one server of a session, in the background; `run` is its task.
 
-    A lost stream is replaced by another one to the same server as soon as it can be reached again, whether a step is
-    under way or not, for as long as the server keeps the session. A relayed stream is replaced by a direct one as soon
+    A lost stream is replaced by another one as soon as the server can be reached again, whether a step is under way or
+    not. That is tried for as long as the server keeps the session. A relayed stream is replaced by a direct one as soon
     as there is a direct connection, and only between two steps, which hold `between_steps`.
 
     Attributes:

@@ -1,11 +1,11 @@
 """A session of a client: a chain of servers that keep the attention caches, any of which may die.
 
 Fault-tolerant generation of Petals (NeurIPS 2023, section 3.2, algorithms 1 and 2): the client keeps the inputs of
-every junction (`history`), and when a server fails it routes the blocks that are missing over others, replays the
-inputs into them and goes on at the same position (`chain`). Servers that are slow or about to stop are replaced in the
-same way, but by a standby that is prepared in the background while they still work. Where only the way to a server has
-failed, or a better one is found, a reconnector takes the session up on another stream. What is done when is decided in
-`recovery`, and carried out by `step`.
+every junction (`history`). When a server fails it routes the missing blocks over others, replays the inputs into them
+and goes on at the same position (`chain`). Servers that are slow or about to stop are replaced in the same way, but by
+a standby that is prepared in the background while they still work. Where only the way to a server has failed, or a
+better one is found, a reconnector takes the session up on another stream. What is done when is decided in `recovery`,
+and carried out by `step`.
 """
 
 from __future__ import annotations

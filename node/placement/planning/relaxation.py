@@ -1,8 +1,8 @@
 """A lower bound on what a cycle costs, from walks that may visit a machine more than once.
 
-A cycle starts at its root and passes every other machine at most once. Without that rule the best way on depends on no
-more than where a token is and how many blocks are still to do, and a dynamic programme finds it. Two things make the
-bound tight (both are known from routing vehicles: Christofides, Mingozzi and Toth, 1981):
+A cycle starts at its root and passes every other machine at most once. Without that rule the best way on depends only
+on where a token is and how many blocks are still to do. A dynamic programme finds it. Two things make the bound tight
+(both are known from routing vehicles: Christofides, Mingozzi and Toth, 1981):
 
 - A walk may not turn back at once, u - v - u. For that the best two ways on by different next machines are kept.
 - A machine that the best walk visits more than once becomes dearer (a Lagrange multiplier). Each price is taken off the

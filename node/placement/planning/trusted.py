@@ -2,8 +2,8 @@
 as `chat --trusted` would take it, or with blocks that one machine has to hold together.
 
 The rules of trusted machines are those of `swarm/trusted_servers.py`: only they hold blocks at both ends, and none of
-them pushes to another machine that is not trusted. So the ways are no metric, and a machine may be worth a second visit
-(the first blocks, others' machines, the last blocks), if it can hold all blocks from its first to its last.
+them pushes to another machine that is not trusted. So the ways are no metric, and a machine may be worth a second
+visit: the first blocks, others' machines, the last blocks. It has to hold all blocks from its first to its last.
 
 A bound is the shortest walk without memory of what a machine has computed before: a dynamic programme over the blocks.
 Where it visits a machine twice, further apart than what that can hold, one of two blocks cannot be there: with each

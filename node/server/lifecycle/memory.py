@@ -133,8 +133,8 @@ def fit_blocks(
     hidden_size: int = 0,
     spare: int = 0,
 ) -> Sizing:
-    """What blocks of these sizes, chosen by a person, will take. Where they do not fit, but do with a part of their
-    `experts` (bytes of each block), the experts are left on the disk, and memory keeps those that were used last.
+    """What blocks of these sizes, chosen by a person, will take. They may fit only with a part of their `experts`
+    (bytes of each block). Then the experts are left on the disk, and memory keeps those that were used last.
 
     Raises:
         MachineError: as `check_blocks_fit`.
@@ -278,8 +278,8 @@ def has_accelerator(device: str) -> bool:
 def device_memory(device: str) -> Memory:
     """Of the device of this name (auto: of the one that is chosen).
 
-    That of a CPU is what programs can have without swapping, within the limit of a container, and without what other
-    servers on this machine have claimed, but not used yet.
+    That of a CPU is what programs can have without swapping, within the limit of a container. What other servers on
+    this machine have claimed, but not used yet, is left out.
     """
     if has_accelerator(device):
         import torch

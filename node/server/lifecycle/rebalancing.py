@@ -1,7 +1,7 @@
 """When a server takes its blocks, and when it changes them (rebalancing, as Petals calls it).
 
-Newcomers that see one another agree before they load: each computes where all of them go, announces its own target, and
-loads when every rival has confirmed that it knows the target, and those before it have announced what was computed.
+Newcomers that see one another agree before they load: each computes where all of them go, and announces its own target.
+It loads when every rival has confirmed that it knows the target, and those before it have announced what was computed.
 
 Every server makes the same plan (node/placement) from its view. A server that finds itself in it waits for a random
 time, refreshes its view, announces its target, waits until others know that, and refreshes once more. Of two moves that

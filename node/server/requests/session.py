@@ -46,7 +46,7 @@ class ServerSession:
     Steps come from two sides, the client's stream and pushes, and are taken one at a time in order of arrival. When the
     stream is lost the session waits for its client to take it up on another one, unless somebody needs the cache. A
     client may also take it up while the stream still lives, to move it: replies that were lost with the old stream are
-    sent again on the new one, those that come later go there, and no step is taken from the old one any more.
+    sent again on the new one. Those that come later go there, and no step is taken from the old one any more.
     """
 
     _context: RequestContext
@@ -202,8 +202,8 @@ class ServerSession:
     async def _attend(self, stream: InferenceStream) -> None:
         """Takes steps from `stream`, until it ends or another one takes its place.
 
-        The session is over when the client has closed it or broken the protocol, when the client is lost and the
-        session is not to be kept, and when others need its cache.
+        The session is over when the client has closed it or broken the protocol, and when others need its cache. So it
+        is when the client is lost and the session is not to be kept.
         """
         if self._over:
             raise not_held()
