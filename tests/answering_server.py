@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from petalnode.crypto.statement import now_ms
 from petalnode.node.client.request import WireTensor
 from petalnode.node.client.session.stream import Answer, SessionSpec, SessionStream
 from petalnode.node.swarm.routing import Hop
-from petalnode.node.testing import message_streams, run_autojumping
+from petalnode.node.testing import message_streams
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import PROTOCOL_VERSION, Span
 from petalnode.protocols.inference import (
@@ -118,16 +119,13 @@ async def opened(server: Server, session: SessionStream, **granted: Any) -> None
         await session.open(1, None, None)
 
 
-def talk(main: Callable[[Server, SessionStream], Awaitable[None]], **options: Any) -> None:
-    """Runs `main` with a session that is open."""
-
-    async def run() -> None:
-        server = Server()
-        session = session_with(server, **options)
-        await opened(server, session)
-        await main(server, session)
-
-    run_autojumping(run)
+@asynccontextmanager
+async def talking(**options: Any) -> AsyncIterator[tuple[Server, SessionStream]]:
+    """A server, and a session with it that is open."""
+    server = Server()
+    session = session_with(server, **options)
+    await opened(server, session)
+    yield server, session
 
 
 async def asked(session: SessionStream, chunk: WireTensor, position: int = 0, **fields: Any) -> wire.Step:

@@ -1,14 +1,17 @@
-"""Runs tests that are `async def` in trio: in virtual time where the marker `virtual_time` says so, and where they ask
-for `raw_node` in the loop of that node. Of a test of Hypothesis, each example runs so."""
+"""Runs tests that are `async def` in trio: in virtual time where the marker `virtual_time` says so, by `mock_clock`
+where they ask for it, and where they ask for `raw_node` in the loop of that node. Of a test of Hypothesis, each example
+runs so."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Final
 
 import pytest
 import trio
+from trio.testing import MockClock
 
 from petalnode.node.testing import run_autojumping
 
@@ -17,6 +20,12 @@ _LONGEST: Final = 86400.0  # seconds of virtual time: what waits for ever fails 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "virtual_time: trio's clock jumps to the next deadline when all tasks wait")
+
+
+@pytest.fixture
+def mock_clock() -> MockClock:
+    """Time passes only when the test says so."""
+    return MockClock()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -30,7 +39,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     fixtures = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
-    if "raw_node" in fixtures:
+    if "mock_clock" in pyfuncitem.funcargs:
+        trio.run(partial(pyfuncitem.obj, **fixtures), clock=pyfuncitem.funcargs["mock_clock"])
+    elif "raw_node" in fixtures:
         pyfuncitem._request.getfixturevalue("run")(lambda _: pyfuncitem.obj(**fixtures))
     else:
         _run(pyfuncitem.obj, fixtures, virtual)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,17 +35,6 @@ ROWS = {"batch": 10, "max_length": 100}
 """1,000 of the 10,000 cache tokens of the server."""
 
 
-def with_server(blocks: BlockSpan, main: Callable[[OneServer, MockClock], Awaitable[None]]) -> None:
-    """Time passes only when the test says so."""
-    clock = MockClock()
-
-    async def run() -> None:
-        async with one_server(blocks) as server:
-            await main(server, clock)
-
-    trio.run(run, clock=clock)
-
-
 async def opened(server: OneServer, client: Identity, count: int = 1, **terms: Any) -> list[RawSession]:
     sessions = [server.session(client) for _ in range(count)]
     for session in sessions:
@@ -65,22 +53,20 @@ async def serves(session: RawSession) -> bool:
     return frame.HasField("reply")
 
 
-def test_one_alone_may_use_everything(blocks: BlockSpan) -> None:
-    async def main(server: OneServer, clock: MockClock) -> None:
+async def test_one_alone_may_use_everything(blocks: BlockSpan, mock_clock: MockClock) -> None:
+    async with one_server(blocks) as server:
         sessions = await opened(server, HOG, 10)
-        clock.jump(2 * LONG_IDLE)
+        mock_clock.jump(2 * LONG_IDLE)
         assert await refused(server, HOG)
         assert [await serves(session) for session in sessions] == [True] * 10
 
-    with_server(blocks, main)
 
-
-def test_what_is_idle_goes_to_who_waits(blocks: BlockSpan) -> None:
-    async def main(server: OneServer, clock: MockClock) -> None:
+async def test_what_is_idle_goes_to_who_waits(blocks: BlockSpan, mock_clock: MockClock) -> None:
+    async with one_server(blocks) as server:
         hoarded = await opened(server, HOG, 10)
-        clock.jump(IDLE / 2)
+        mock_clock.jump(IDLE / 2)
         assert all([await serves(session) for session in hoarded[1:]])
-        clock.jump(IDLE / 2 + 1)
+        mock_clock.jump(IDLE / 2 + 1)
         (honest,) = await opened(server, HONEST)
         frame, _ = await hoarded[0].receive()
         assert frame.error.code == wire.ERROR_CACHE_FULL
@@ -88,16 +74,14 @@ def test_what_is_idle_goes_to_who_waits(blocks: BlockSpan) -> None:
         frame, _ = await hoarded[1].step(2, 1, values(1, rows=10))
         assert frame.HasField("reply")
 
-    with_server(blocks, main)
 
-
-def test_who_keeps_everything_busy_keeps_no_more_than_half(blocks: BlockSpan) -> None:
-    async def main(server: OneServer, clock: MockClock) -> None:
+async def test_who_keeps_everything_busy_keeps_no_more_than_half(blocks: BlockSpan, mock_clock: MockClock) -> None:
+    async with one_server(blocks) as server:
         hoarded = await opened(server, HOG, 10)
         assert await refused(server, HONEST)
         steps = int(LONG_IDLE / IDLE) + 2
         for step in range(steps):
-            clock.jump(IDLE - 1)
+            mock_clock.jump(IDLE - 1)
             for session in hoarded:
                 frame, _ = await session.step(step + 1, step, values(1, rows=10))
                 assert frame.HasField("reply")
@@ -109,18 +93,14 @@ def test_who_keeps_everything_busy_keeps_no_more_than_half(blocks: BlockSpan) ->
             taken += frame.error.code == wire.ERROR_CACHE_FULL
         assert taken == 5
 
-    with_server(blocks, main)
 
-
-def test_who_is_within_its_share_loses_nothing(blocks: BlockSpan) -> None:
-    async def main(server: OneServer, clock: MockClock) -> None:
+async def test_who_is_within_its_share_loses_nothing(blocks: BlockSpan, mock_clock: MockClock) -> None:
+    async with one_server(blocks) as server:
         (modest,) = await opened(server, HONEST)
         await opened(server, HOG, 9)
-        clock.jump(LONG_IDLE - 1)
+        mock_clock.jump(LONG_IDLE - 1)
         await opened(server, OTHER, 3)
         assert await serves(modest)
-
-    with_server(blocks, main)
 
 
 async def test_a_request_under_way_is_not_interrupted() -> None:

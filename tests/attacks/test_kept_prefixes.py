@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 import torch
 import trio
-from trio.testing import MockClock
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.span import BlockSpan
@@ -19,18 +17,11 @@ from petalnode.protocols.prefix import BLOCK_TOKENS, MAX_BLOCKS, MAX_SALT, Prefi
 from tests.attacks.one_server import OneServer, one_server
 from tests.swarm.raw import RawSession, values
 
+pytestmark = pytest.mark.usefixtures("mock_clock")
+
 OWNER, STRANGER, HOG = Identity.generate(), Identity.generate(), Identity.generate()
 CAPACITY = 10_000
 """Cache tokens of the server."""
-
-
-def with_server(blocks: BlockSpan, main: Callable[[OneServer], Awaitable[None]], **options: Any) -> None:
-    async def run() -> None:
-        async with one_server(blocks, **options) as server:
-            await main(server)
-
-    torch.set_num_threads(1)
-    trio.run(run, clock=MockClock())
 
 
 async def opened(server: OneServer, client: Identity, names: list[bytes], **how: Any) -> RawSession:
@@ -74,19 +65,16 @@ async def ended(server: OneServer, session: RawSession) -> None:
         await trio.lowlevel.checkpoint()
 
 
-def test_a_stranger_who_knows_the_text_learns_nothing(blocks: BlockSpan) -> None:
-    async def main(server: OneServer) -> None:
+async def test_a_stranger_who_knows_the_text_learns_nothing(blocks: BlockSpan) -> None:
+    async with one_server(blocks) as server:
         names = await left_by(server, OWNER, 70)
         assert await held(server, STRANGER, names) == 0
         assert await held(server, OWNER, names) == 64
 
-    with_server(blocks, main)
 
-
-def test_blocks_of_different_texts_and_terms_are_not_put_together(blocks: BlockSpan) -> None:
+async def test_blocks_of_different_texts_and_terms_are_not_put_together(blocks: BlockSpan) -> None:
     """A server would sign for what nobody can recompute."""
-
-    async def main(server: OneServer) -> None:
+    async with one_server(blocks) as server:
         names = await left_by(server, OWNER, 64)
         text = await left_by(server, OWNER, 64, seed=1)
         salted = await left_by(server, OWNER, 64, salt=b"another")
@@ -99,11 +87,9 @@ def test_blocks_of_different_texts_and_terms_are_not_put_together(blocks: BlockS
         assert await held(server, OWNER, names, batch=2) == 0
         assert await held(server, OWNER, names, left_padding=[1]) == 0
 
-    with_server(blocks, main)
 
-
-def test_a_claimed_name_is_not_believed(blocks: BlockSpan) -> None:
-    async def main(server: OneServer) -> None:
+async def test_a_claimed_name_is_not_believed(blocks: BlockSpan) -> None:
+    async with one_server(blocks) as server:
         victim = names_of(await opened(server, OWNER, []), values(64, seed=1))
         liar = await opened(server, OWNER, victim)
         assert liar.granted.prefix_tokens == 0
@@ -112,11 +98,9 @@ def test_a_claimed_name_is_not_believed(blocks: BlockSpan) -> None:
         assert await held(server, OWNER, victim) == 0
         assert await held(server, OWNER, names_of(liar, values(64, seed=2))) == 64
 
-    with_server(blocks, main)
 
-
-def test_what_was_rolled_back_or_changed_places_is_not_kept_under_its_old_name(blocks: BlockSpan) -> None:
-    async def main(server: OneServer) -> None:
+async def test_what_was_rolled_back_or_changed_places_is_not_kept_under_its_old_name(blocks: BlockSpan) -> None:
+    async with one_server(blocks) as server:
         session = await opened(server, OWNER, [], batch=2)
         first, second = values(40, rows=2), values(40, rows=2, seed=1)
         plain = await opened(server, STRANGER, [], batch=2)
@@ -136,11 +120,9 @@ def test_what_was_rolled_back_or_changed_places_is_not_kept_under_its_old_name(b
         third.append(token_digests(second, 2, 40) + token_digests(values(40, rows=2, seed=2), 2, 40))
         assert await held(server, OWNER, third.names, batch=2) == 32
 
-    with_server(blocks, main)
 
-
-def test_whoever_reserves_gets_the_room(blocks: BlockSpan) -> None:
-    async def main(server: OneServer) -> None:
+async def test_whoever_reserves_gets_the_room(blocks: BlockSpan) -> None:
+    async with one_server(blocks) as server:
         names = await left_by(server, OWNER, 160)
         assert server.service.cache.free == CAPACITY
         hungry = server.session(STRANGER)
@@ -148,11 +130,9 @@ def test_whoever_reserves_gets_the_room(blocks: BlockSpan) -> None:
         await ended(server, hungry)
         assert await held(server, OWNER, names) == 0
 
-    with_server(blocks, main)
 
-
-def test_a_flood_of_texts_costs_who_sends_it(blocks: BlockSpan) -> None:
-    async def main(server: OneServer) -> None:
+async def test_a_flood_of_texts_costs_who_sends_it(blocks: BlockSpan) -> None:
+    async with one_server(blocks) as server:
         names = await left_by(server, OWNER, 96)
         first = await left_by(server, HOG, 160, seed=100)
         for seed in range(int(SHARE * CAPACITY) // 160 + 2):
@@ -160,8 +140,6 @@ def test_a_flood_of_texts_costs_who_sends_it(blocks: BlockSpan) -> None:
         assert await server.service.context.compute.call(server.kept_tokens) <= SHARE * CAPACITY
         assert await held(server, OWNER, names) == 96
         assert await held(server, HOG, first) == 0
-
-    with_server(blocks, main)
 
 
 @pytest.mark.parametrize(
@@ -174,27 +152,22 @@ def test_a_flood_of_texts_costs_who_sends_it(blocks: BlockSpan) -> None:
     ],
     ids=["many", "short", "long", "salt"],
 )
-def test_a_prefix_that_cannot_be_is_refused(blocks: BlockSpan, prefix: wire.Prefix) -> None:
-    async def main(server: OneServer) -> None:
+async def test_a_prefix_that_cannot_be_is_refused(blocks: BlockSpan, prefix: wire.Prefix) -> None:
+    async with one_server(blocks) as server:
         answer = await server.session(OWNER).open(prefix=prefix, max_length=6 * BLOCK_TOKENS - 1)
         assert answer.error.code == wire.ERROR_BAD_REQUEST
 
-    with_server(blocks, main)
 
-
-def test_who_does_not_want_to_be_kept_is_not(blocks: BlockSpan) -> None:
-    async def main(server: OneServer) -> None:
+async def test_who_does_not_want_to_be_kept_is_not(blocks: BlockSpan) -> None:
+    async with one_server(blocks) as server:
         names = await left_by(server, OWNER, 64, keep=False)
         assert await held(server, OWNER, names) == 0
         assert await server.service.context.compute.call(server.kept_tokens) == 0
 
-    with_server(blocks, main)
 
-
-def test_clients_share_only_by_a_salt_that_nobody_guesses_at_a_server_that_allows_it(blocks: BlockSpan) -> None:
+async def test_clients_share_only_by_a_salt_that_nobody_guesses_at_a_server_that_allows_it(blocks: BlockSpan) -> None:
     salt = b"sixteen bytes at" + bytes(16)
-
-    async def main(server: OneServer) -> None:
+    async with one_server(blocks, prefix_cache="salted") as server:
         names = await left_by(server, OWNER, 64, salt=salt)
         assert await held(server, STRANGER, names, salt=salt) == 64
         assert await held(server, STRANGER, names) == await held(server, STRANGER, names, salt=bytes(32)) == 0
@@ -202,13 +175,9 @@ def test_clients_share_only_by_a_salt_that_nobody_guesses_at_a_server_that_allow
         assert await held(server, STRANGER, short, salt=b"guessed") == 0
         assert await held(server, OWNER, short, salt=b"guessed") == 64
 
-    with_server(blocks, main, prefix_cache="salted")
 
-
-def test_a_server_may_keep_nothing(blocks: BlockSpan) -> None:
-    async def main(server: OneServer) -> None:
+async def test_a_server_may_keep_nothing(blocks: BlockSpan) -> None:
+    async with one_server(blocks, prefix_cache="off") as server:
         names = await left_by(server, OWNER, 64)
         assert await held(server, OWNER, names) == 0
         assert await server.service.context.compute.call(server.kept_tokens) == 0
-
-    with_server(blocks, main, prefix_cache="off")

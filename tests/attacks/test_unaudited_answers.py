@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import pytest
 
-from petalnode.node.client.session.stream import SessionStream
 from petalnode.node.errors import ServerCheated
 from petalnode.node.trust.receipt_log import SessionLog
 from petalnode.protocols import wire_pb2 as wire
-from tests.answering_server import SERVER, Server, asked, chunk_of, received, talk
+from tests.answering_server import SERVER, asked, chunk_of, received, talking
+
+pytestmark = pytest.mark.virtual_time
 
 
-def test_a_receipt_for_something_else_than_was_sent_is_found_where_nobody_waits_for_the_answer() -> None:
-    async def main(server: Server, session: SessionStream) -> None:
+async def test_a_receipt_for_something_else_than_was_sent_is_found_where_nobody_waits_for_the_answer() -> None:
+    async with talking(log=SessionLog(SERVER.peer_id, keeps_tensors=True)) as (server, session):
         chunk = chunk_of()
         early, late = await asked(session, chunk), await asked(session, chunk, 1)
         await server.answer(early, chunk, signed={"request_hash": b"x" * 32})
@@ -21,20 +22,18 @@ def test_a_receipt_for_something_else_than_was_sent_is_found_where_nobody_waits_
         with pytest.raises(ServerCheated, match="for something else than it was asked"):
             await received(session, late, chunk)
 
-    talk(main, log=SessionLog(SERVER.peer_id, keeps_tensors=True))
-
 
 @pytest.mark.parametrize("pushed_on", [False, True])
 @pytest.mark.parametrize("upstream", [b"b" * 32, b"o" * 32], ids=["the receipt of that", "another receipt"])
-def test_who_signs_for_another_push_of_a_step_that_nobody_waits_for_is_blamed_only_where_that_is_sure(
+async def test_who_signs_for_another_push_of_a_step_that_nobody_waits_for_is_blamed_only_where_that_is_sure(
     upstream: bytes, pushed_on: bool
 ) -> None:
     """An honest server that was pushed something else by the one before it is not; what it did is not audited then.
 
     The one before has signed for the payload only, not for what it says of the step.
     """
-
-    async def main(server: Server, session: SessionStream) -> None:
+    log = SessionLog(SERVER.peer_id, keeps_tensors=True)
+    async with talking(log=log) as (server, session):
         chunk, other = chunk_of(), chunk_of(9.0, 9.0, 9.0, 9.0)
         pushed = wire.Step(sequence=session.target().sequence, route_epoch=1, previous_receipt=b"b" * 32)
         log.asked(pushed, chunk.tensor, chunk.payload)
@@ -47,6 +46,3 @@ def test_who_signs_for_another_push_of_a_step_that_nobody_waits_for_is_blamed_on
         else:
             await received(session, late, chunk)
             assert [entry.step for entry in log.entries] == [None, late] and not log.complete
-
-    log = SessionLog(SERVER.peer_id, keeps_tensors=True)
-    talk(main, log=log)

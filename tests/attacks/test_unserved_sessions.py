@@ -3,27 +3,16 @@ something on them was answered."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-
-import trio
 from trio.testing import wait_all_tasks_blocked
 
 from petalnode.crypto.identity import Identity, peer_id_to_bytes
 from petalnode.node.blocks.span import BlockSpan
 from petalnode.node.testing import MemoryStream
 from petalnode.protocols import wire_pb2 as wire
+from tests.attacks.held_prompts import CLIENT, KEEP, NEVER, PUSHER, TOKENS, begins, held_up
 from tests.attacks.one_server import VERSION, OneServer, one_server, pushed
-from tests.attacks.test_abandoned_prompts import CLIENT, KEEP, NEVER, PUSHER, TOKENS, begins, held_up
 from tests.swarm.raw import TIMEOUT, RawSession, values
 from tests.tiny_models import NUM_BLOCKS
-
-
-def with_server(blocks: BlockSpan, main: Callable[[OneServer], Awaitable[None]]) -> None:
-    async def run() -> None:
-        async with one_server(blocks) as server:
-            await main(server)
-
-    trio.run(run)
 
 
 def connected(server: OneServer, client: Identity = CLIENT) -> tuple[RawSession, MemoryStream]:
@@ -31,8 +20,8 @@ def connected(server: OneServer, client: Identity = CLIENT) -> tuple[RawSession,
     return RawSession(stream, {"blocks": [0, NUM_BLOCKS], "model_version": VERSION.hex()}), end
 
 
-def test_a_session_counts_as_a_stranger_until_a_step_is_answered(blocks: BlockSpan) -> None:
-    async def main(server: OneServer) -> None:
+async def test_a_session_counts_as_a_stranger_until_a_step_is_answered(blocks: BlockSpan) -> None:
+    async with one_server(blocks) as server:
         session, end = connected(server)
         assert (await session.open()).HasField("granted") and not end.granted
         refused, _ = await session.step(1, 0, values(TOKENS), dtype="float99")
@@ -43,11 +32,9 @@ def test_a_session_counts_as_a_stranger_until_a_step_is_answered(blocks: BlockSp
         await wait_all_tasks_blocked()
         assert end.granted
 
-    with_server(blocks, main)
 
-
-def test_who_gives_up_a_prompt_counts_as_a_stranger_again(blocks: BlockSpan) -> None:
-    async def main(server: OneServer) -> None:
+async def test_who_gives_up_a_prompt_counts_as_a_stranger_again(blocks: BlockSpan) -> None:
+    async with one_server(blocks) as server:
         session, end = connected(server)
         await session.open(keep_ms=KEEP)
         await session.step(1, 0, values(TOKENS))
@@ -65,11 +52,9 @@ def test_who_gives_up_a_prompt_counts_as_a_stranger_again(blocks: BlockSpan) -> 
         await wait_all_tasks_blocked()
         assert end.granted
 
-    with_server(blocks, main)
 
-
-def test_who_pushes_counts_as_a_stranger_until_a_push_is_taken(blocks: BlockSpan) -> None:
-    async def main(server: OneServer) -> None:
+async def test_who_pushes_counts_as_a_stranger_until_a_push_is_taken(blocks: BlockSpan) -> None:
+    async with one_server(blocks) as server:
         session, _ = connected(server)
         await session.open(upstream=peer_id_to_bytes(PUSHER.peer_id))
         payload = values(TOKENS)
@@ -83,5 +68,3 @@ def test_who_pushes_counts_as_a_stranger_until_a_push_is_taken(blocks: BlockSpan
         assert (await session.receive())[0].HasField("reply")
         await wait_all_tasks_blocked()
         assert end.granted
-
-    with_server(blocks, main)

@@ -5,7 +5,8 @@ All in virtual time (`virtual_servers.py`), as usual and five times slower than 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -42,12 +43,19 @@ SLOW = pytest.mark.parametrize("slow", [1.0, 5.0], ids=["as usual", "five times 
 QUICK, USUAL = 0.001, 0.02
 """Seconds for a token that servers announce: routes prefer the quick ones."""
 
-Main = Callable[[VirtualSwarm], Awaitable[None]]
 
-
-def chain_of_three(swarm: VirtualSwarm) -> None:
+def start_three(swarm: VirtualSwarm) -> None:
     for blocks in ("0:2", "2:4", "4:6"):
         swarm.start(blocks, announced=QUICK)
+
+
+@asynccontextmanager
+async def chain_of_three(**options: Any) -> AsyncIterator[tuple[VirtualSwarm, SwarmClient, Talk]]:
+    """Three servers, and a client with a session over them."""
+    async with virtual_swarm() as swarm:
+        start_three(swarm)
+        async with swarm.client() as client, talk(client, **options) as talking:
+            yield swarm, client, talking
 
 
 def silent_and_well(swarm: VirtualSwarm, silence: Callable[[VirtualServer], object], blocks: str = "2:4") -> None:
@@ -71,19 +79,17 @@ def no_replay(server: VirtualServer) -> None:
 async def test_six_silent_candidates_and_one_that_is_well(
     silence: Callable[[VirtualServer], object], slow: float
 ) -> None:
-    async with virtual_swarm() as swarm:
-        chain_of_three(swarm)
-        async with swarm.client() as client, talk(client) as talking:
-            silent_and_well(swarm, silence)
-            await measured(client, swarm)
-            swarm.slow_down(client, slow)
-            swarm.of(talking.session, 1).fall_silent()
-            await talking.step()
-            assert talking.slowest <= LONGEST
-            assert talking.session.recoveries == 1
-            for _ in range(3):
-                assert await talking.step() <= 2.0
-            await all_caches_free(swarm, talking)
+    async with chain_of_three() as (swarm, client, talking):
+        silent_and_well(swarm, silence)
+        await measured(client, swarm)
+        swarm.slow_down(client, slow)
+        swarm.of(talking.session, 1).fall_silent()
+        await talking.step()
+        assert talking.slowest <= LONGEST
+        assert talking.session.recoveries == 1
+        for _ in range(3):
+            assert await talking.step() <= 2.0
+        await all_caches_free(swarm, talking)
 
 
 @pytest.mark.virtual_time
@@ -95,7 +101,7 @@ async def test_candidates_that_can_neither_be_pinged_nor_dialed(slow: float) -> 
             swarm.mute.add(server.peer_id)
             swarm.unreachable.add(server.peer_id)
 
-        chain_of_three(swarm)
+        start_three(swarm)
         async with swarm.client() as client, talk(client) as talking:
             silent_and_well(swarm, cut_off)
             swarm.slow_down(client, slow)
@@ -108,33 +114,29 @@ async def test_candidates_that_can_neither_be_pinged_nor_dialed(slow: float) -> 
 @SLOW
 async def test_candidates_that_were_well_when_they_were_measured(slow: float) -> None:
     """Their round trips are known and old, and their machines are gone from the network without a word."""
-    async with virtual_swarm() as swarm:
-        chain_of_three(swarm)
-        async with swarm.client() as client, talk(client) as talking:
-            silent_and_well(swarm, lambda server: None)
-            await measured(client, swarm)
-            gone = [*swarm.servers[3:9], swarm.of(talking.session, 1)]
-            swarm.mute.update(server.peer_id for server in gone)
-            swarm.unreachable.update(server.peer_id for server in gone)
-            await trio.sleep(100)
-            swarm.slow_down(client, slow)
-            gone[-1].fall_silent()
-            await talking.step()
-            assert talking.slowest <= LONGEST
+    async with chain_of_three() as (swarm, client, talking):
+        silent_and_well(swarm, lambda server: None)
+        await measured(client, swarm)
+        gone = [*swarm.servers[3:9], swarm.of(talking.session, 1)]
+        swarm.mute.update(server.peer_id for server in gone)
+        swarm.unreachable.update(server.peer_id for server in gone)
+        await trio.sleep(100)
+        swarm.slow_down(client, slow)
+        gone[-1].fall_silent()
+        await talking.step()
+        assert talking.slowest <= LONGEST
 
 
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("place", [0, 1, 2])
 async def test_a_frozen_server_costs_as_little_wherever_it_stands(place: int) -> None:
-    async with virtual_swarm() as swarm:
-        chain_of_three(swarm)
-        async with swarm.client() as client, talk(client) as talking:
-            for blocks in ("0:2", "2:4", "4:6"):
-                swarm.start(blocks, announced=USUAL).seconds = QUICK
-            await measured(client, swarm)
-            swarm.of(talking.session, place).fall_silent()
-            assert await talking.step() <= 0.8
-            assert talking.session.recoveries == 1
+    async with chain_of_three() as (swarm, client, talking):
+        for blocks in ("0:2", "2:4", "4:6"):
+            swarm.start(blocks, announced=USUAL).seconds = QUICK
+        await measured(client, swarm)
+        swarm.of(talking.session, place).fall_silent()
+        assert await talking.step() <= 0.8
+        assert talking.session.recoveries == 1
 
 
 @pytest.mark.virtual_time
@@ -142,47 +144,41 @@ async def test_a_frozen_server_costs_as_little_wherever_it_stands(place: int) ->
 @pytest.mark.parametrize("push", [True, False])
 @pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (0, 1, 2)])
 async def test_servers_fall_silent_while_a_step_is_pushed(frozen: tuple[int, ...], push: bool, slow: float) -> None:
-    async with virtual_swarm() as swarm:
-        chain_of_three(swarm)
-        async with swarm.client() as client, talk(client, push=push) as talking:
-            for blocks in ("0:2", "2:4", "4:6"):
-                swarm.start(blocks, announced=USUAL)
-            swarm.slow_down(client, slow)
-            for server in [swarm.of(talking.session, position) for position in frozen]:
-                server.fall_silent()
-            await talking.step()
-            assert talking.slowest <= LONGEST
-            assert talking.session.recoveries == len(frozen)
+    async with chain_of_three(push=push) as (swarm, client, talking):
+        for blocks in ("0:2", "2:4", "4:6"):
+            swarm.start(blocks, announced=USUAL)
+        swarm.slow_down(client, slow)
+        for server in [swarm.of(talking.session, position) for position in frozen]:
+            server.fall_silent()
+        await talking.step()
+        assert talking.slowest <= LONGEST
+        assert talking.session.recoveries == len(frozen)
 
 
 @pytest.mark.virtual_time
 @SLOW
 async def test_a_server_stops_reading_in_the_middle_of_a_long_prompt(slow: float) -> None:
-    async with virtual_swarm() as swarm:
-        chain_of_three(swarm)
-        async with swarm.client() as client, talk(client) as talking:
-            swarm.start("2:4", announced=USUAL)
-            swarm.slow_down(client, slow)
-            swarm.of(talking.session, 1).reads = False
-            await talking.step(1500)
-            assert talking.slowest <= LONGEST + 3 * 512 * 3 * slow * USUAL / 10
+    async with chain_of_three() as (swarm, client, talking):
+        swarm.start("2:4", announced=USUAL)
+        swarm.slow_down(client, slow)
+        swarm.of(talking.session, 1).reads = False
+        await talking.step(1500)
+        assert talking.slowest <= LONGEST + 3 * 512 * 3 * slow * USUAL / 10
 
 
 @pytest.mark.virtual_time
 @SLOW
 async def test_replacements_fall_silent_in_the_middle_of_a_long_prompt(slow: float) -> None:
-    async with virtual_swarm() as swarm:
-        chain_of_three(swarm)
-        async with swarm.client() as client, talk(client) as talking:
-            for left in (3, 4):
-                swarm.start("2:4", announced=QUICK).answers_left = left
-            swarm.start("2:4", announced=USUAL)
-            swarm.slow_down(client, slow)
-            swarm.of(talking.session, 1).answers_left = 1
-            await talking.step(2000)
-            assert talking.session.recoveries >= 2  # a replacement may be overtaken before it is one
-            waits = talking.session.waits.by_cause
-            assert max(waits[cause].longest for cause in ("late", "replace", "switch") if cause in waits) <= LONGEST
+    async with chain_of_three() as (swarm, client, talking):
+        for left in (3, 4):
+            swarm.start("2:4", announced=QUICK).answers_left = left
+        swarm.start("2:4", announced=USUAL)
+        swarm.slow_down(client, slow)
+        swarm.of(talking.session, 1).answers_left = 1
+        await talking.step(2000)
+        assert talking.session.recoveries >= 2  # a replacement may be overtaken before it is one
+        waits = talking.session.waits.by_cause
+        assert max(waits[cause].longest for cause in ("late", "replace", "switch") if cause in waits) <= LONGEST
 
 
 @pytest.mark.virtual_time
@@ -202,98 +198,88 @@ async def test_a_new_session_meets_silent_servers_only_but_for_one(slow: float) 
 @pytest.mark.virtual_time
 @SLOW
 async def test_directories_answer_late_and_a_server_comes(slow: float) -> None:
-    async with virtual_swarm() as swarm:
-        chain_of_three(swarm)
-        async with swarm.client() as client, talk(client) as talking:
-            coming = swarm.start("2:4", told=False)
-            swarm.slow_down(client, slow)
-            swarm.look_seconds = 60.0
-            swarm.of(talking.session, 1).fall_silent()
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(talking.step)
-                await trio.sleep(3)
-                coming.announce()
-                come = trio.current_time()
-            assert trio.current_time() - come <= LONGEST
-            assert talking.session.recoveries == 1
+    async with chain_of_three() as (swarm, client, talking):
+        coming = swarm.start("2:4", told=False)
+        swarm.slow_down(client, slow)
+        swarm.look_seconds = 60.0
+        swarm.of(talking.session, 1).fall_silent()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(talking.step)
+            await trio.sleep(3)
+            coming.announce()
+            come = trio.current_time()
+        assert trio.current_time() - come <= LONGEST
+        assert talking.session.recoveries == 1
 
 
 @pytest.mark.virtual_time
 @SLOW
 async def test_a_server_comes_while_all_others_are_silent(slow: float) -> None:
     """The look for others does not wait for those that were asked."""
-    async with virtual_swarm() as swarm:
-        chain_of_three(swarm)
-        async with swarm.client() as client, talk(client) as talking:
-            for _ in range(3):
-                swarm.start("2:4", announced=QUICK).fall_silent()
-            coming = swarm.start("2:4", told=False)
-            await measured(client, swarm)
-            swarm.slow_down(client, slow)
-            swarm.of(talking.session, 1).fall_silent()
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(talking.step)
-                await trio.sleep(12)
-                looks = swarm.looks
-                coming.announce()
-                come = trio.current_time()
-            assert looks >= 4
-            assert trio.current_time() - come <= LONGEST
+    async with chain_of_three() as (swarm, client, talking):
+        for _ in range(3):
+            swarm.start("2:4", announced=QUICK).fall_silent()
+        coming = swarm.start("2:4", told=False)
+        await measured(client, swarm)
+        swarm.slow_down(client, slow)
+        swarm.of(talking.session, 1).fall_silent()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(talking.step)
+            await trio.sleep(12)
+            looks = swarm.looks
+            coming.announce()
+            come = trio.current_time()
+        assert looks >= 4
+        assert trio.current_time() - come <= LONGEST
 
 
 @pytest.mark.virtual_time
 async def test_a_server_that_answers_no_ping_is_a_last_resort() -> None:
     """As one on a busy machine, or this machine being busy."""
-    async with virtual_swarm() as swarm:
-        chain_of_three(swarm)
-        async with swarm.client() as client, talk(client) as talking:
-            swarm.mute.add(swarm.start("2:4").peer_id)
-            swarm.of(talking.session, 1).fall_silent()
-            assert await talking.step() <= LONGEST
+    async with chain_of_three() as (swarm, _, talking):
+        swarm.mute.add(swarm.start("2:4").peer_id)
+        swarm.of(talking.session, 1).fall_silent()
+        assert await talking.step() <= LONGEST
 
 
 @pytest.mark.virtual_time
 async def test_a_search_among_silent_servers_ends() -> None:
-    async with virtual_swarm() as swarm:
-        chain_of_three(swarm)
-        async with swarm.client() as client, talk(client) as talking:
-            for _ in range(3):
-                swarm.start("2:4").fall_silent()
-            await measured(client, swarm)
-            lost = swarm.of(talking.session, 1)
-            lost.fall_silent()
-            swarm.network.remove(lost.node)
-            begun = trio.current_time()
-            with pytest.raises(NoChainError):
-                await talking.step()
-            assert 30 <= trio.current_time() - begun <= 45
+    async with chain_of_three() as (swarm, client, talking):
+        for _ in range(3):
+            swarm.start("2:4").fall_silent()
+        await measured(client, swarm)
+        lost = swarm.of(talking.session, 1)
+        lost.fall_silent()
+        swarm.network.remove(lost.node)
+        begun = trio.current_time()
+        with pytest.raises(NoChainError):
+            await talking.step()
+        assert 30 <= trio.current_time() - begun <= 45
 
 
 @pytest.mark.virtual_time
 @SLOW
 async def test_a_standby_that_was_ready_falls_silent(slow: float) -> None:
-    async with virtual_swarm() as swarm:
-        chain_of_three(swarm)
-        async with swarm.client() as client, talk(client) as talking:
-            standby = swarm.start("2:4", announced=QUICK)
-            swarm.slow_down(client, slow)
-            leaving = swarm.of(talking.session, 1)
-            leaving.draining = True
-            await talking.step()
-            link = talking.session.links[1]
-            await eventually(lambda: link.standby_ready, "a standby is ready")
-            swarm.start("2:4", announced=USUAL)
-            standby.fall_silent()
-            await talking.step()
-            leaving.fall_silent()
-            await talking.step()
-            assert talking.slowest <= LONGEST
+    async with chain_of_three() as (swarm, client, talking):
+        standby = swarm.start("2:4", announced=QUICK)
+        swarm.slow_down(client, slow)
+        leaving = swarm.of(talking.session, 1)
+        leaving.draining = True
+        await talking.step()
+        link = talking.session.links[1]
+        await eventually(lambda: link.standby_ready, "a standby is ready")
+        swarm.start("2:4", announced=USUAL)
+        standby.fall_silent()
+        await talking.step()
+        leaving.fall_silent()
+        await talking.step()
+        assert talking.slowest <= LONGEST
 
 
 @pytest.mark.virtual_time
 async def test_what_one_step_found_silent_no_other_step_asks() -> None:
     async with virtual_swarm() as swarm:
-        chain_of_three(swarm)
+        start_three(swarm)
         async with swarm.client() as client, talk(client) as first, talk(client) as second:
             silent_and_well(swarm, VirtualServer.fall_silent)
             await measured(client, swarm)
@@ -311,38 +297,34 @@ async def test_what_one_step_found_silent_no_other_step_asks() -> None:
 
 @pytest.mark.virtual_time
 async def test_a_server_that_stood_still_once_is_not_given_longer_the_next_time() -> None:
-    async with virtual_swarm() as swarm:
-        chain_of_three(swarm)
-        async with swarm.client() as client, talk(client) as talking:
-            server = swarm.of(talking.session, 1)
-            usual = server.seconds
-            server.seconds = 30.0
-            await talking.step()
-            server.seconds = usual
-            for blocks in ("0:2", "2:4", "4:6"):
-                swarm.start(blocks, announced=USUAL)
-            await talking.step()
-            swarm.of(talking.session, 1).fall_silent()
-            assert await talking.step() <= LONGEST
+    async with chain_of_three() as (swarm, _, talking):
+        server = swarm.of(talking.session, 1)
+        usual = server.seconds
+        server.seconds = 30.0
+        await talking.step()
+        server.seconds = usual
+        for blocks in ("0:2", "2:4", "4:6"):
+            swarm.start(blocks, announced=USUAL)
+        await talking.step()
+        swarm.of(talking.session, 1).fall_silent()
+        assert await talking.step() <= LONGEST
 
 
 @pytest.mark.virtual_time
 async def test_waits_are_counted_by_cause() -> None:
-    async with virtual_swarm() as swarm:
-        chain_of_three(swarm)
-        async with swarm.client() as client, talk(client) as talking:
-            silent_and_well(swarm, VirtualServer.fall_silent)
-            await measured(client, swarm)
-            swarm.of(talking.session, 1).fall_silent()
-            await talking.step()
-            waits = talking.session.waits.fields()
-            assert {"step", "send", "answer", "late", "switch", "route", "open", "replay", "turn"} <= set(waits)
-            step = waits["step"]
-            assert step["count"] == 6 and step["max_ms"] == pytest.approx(1000 * talking.slowest, abs=1)
-            assert sum(step["buckets"].values()) == 6
-            # What a step waits for one after another is what it waits for.
-            parts = ("send", "answer", "push", "late", "switch", "reconnect", "race", "replace")
-            assert sum(waits[part]["total_ms"] for part in parts if part in waits) == pytest.approx(step["total_ms"])
+    async with chain_of_three() as (swarm, client, talking):
+        silent_and_well(swarm, VirtualServer.fall_silent)
+        await measured(client, swarm)
+        swarm.of(talking.session, 1).fall_silent()
+        await talking.step()
+        waits = talking.session.waits.fields()
+        assert {"step", "send", "answer", "late", "switch", "route", "open", "replay", "turn"} <= set(waits)
+        step = waits["step"]
+        assert step["count"] == 6 and step["max_ms"] == pytest.approx(1000 * talking.slowest, abs=1)
+        assert sum(step["buckets"].values()) == 6
+        # What a step waits for one after another is what it waits for.
+        parts = ("send", "answer", "push", "late", "switch", "reconnect", "race", "replace")
+        assert sum(waits[part]["total_ms"] for part in parts if part in waits) == pytest.approx(step["total_ms"])
 
 
 @pytest.mark.virtual_time
@@ -350,7 +332,7 @@ async def test_waits_are_counted_by_cause() -> None:
 async def test_nothing_is_left_of_those_that_were_asked(slow: float) -> None:
     """No task of the client, no stream and no session at a server that is well."""
     async with virtual_swarm() as swarm:
-        chain_of_three(swarm)
+        start_three(swarm)
         async with swarm.client() as client:
             for factor in (slow, 1.0, 1.0):
                 async with talk(client) as talking:
@@ -368,14 +350,12 @@ async def test_nothing_is_left_of_those_that_were_asked(slow: float) -> None:
 @pytest.mark.virtual_time
 async def test_what_came_before_this_process_cannot_be_given_to_another_server() -> None:
     """Of a session that was taken up, not all inputs are known."""
-    async with virtual_swarm() as swarm:
-        chain_of_three(swarm)
-        async with swarm.client() as client, talk(client) as talking:
-            swarm.start("2:4", announced=USUAL)
-            talking.session.links[1].history.start = 3
-            swarm.of(talking.session, 1).node.end()
-            with pytest.raises(HistoryLost, match="what it held before this process started is not known here"):
-                await talking.step()
+    async with chain_of_three() as (swarm, _, talking):
+        swarm.start("2:4", announced=USUAL)
+        talking.session.links[1].history.start = 3
+        swarm.of(talking.session, 1).node.end()
+        with pytest.raises(HistoryLost, match="what it held before this process started is not known here"):
+            await talking.step()
 
 
 # --- chains that are compared

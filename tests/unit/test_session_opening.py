@@ -37,7 +37,7 @@ from tests.answering_server import (
     opened,
     received,
     session_with,
-    talk,
+    talking,
 )
 from tests.statements import pledge_of
 
@@ -68,14 +68,12 @@ async def test_what_is_asked_for_is_what_the_session_is_for() -> None:
     assert session.priority and session.kept == 200.0
 
 
-def test_a_session_without_neighbours_and_points_names_none() -> None:
-    async def main(server: Server, session: SessionStream) -> None:
+async def test_a_session_without_neighbours_and_points_names_none() -> None:
+    async with talking() as (server, session):
         assert not server.opened.upstream and not server.opened.downstream and not server.opened.HasField("clearing")
         assert server.opened.keep_ms == round(DEADLINES.path_keep * 1000)
         assert not session.priority and session.kept == 5.0 and session.max_step_tokens == 8
         assert session.direct and session.uses(server.ours) and not session.uses(server.stream)
-
-    talk(main)
 
 
 @pytest.mark.parametrize(

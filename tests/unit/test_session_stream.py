@@ -16,7 +16,7 @@ from petalnode.crypto.identity import peer_id_to_bytes
 from petalnode.crypto.receipts import Receipt
 from petalnode.node.client.request import PushedOther, ServerRefused, StreamLost, WireTensor
 from petalnode.node.client.session.history import Input
-from petalnode.node.client.session.stream import Answer, SessionStream
+from petalnode.node.client.session.stream import Answer
 from petalnode.node.errors import ServerCheated, ServerFailed
 from petalnode.node.trust.receipt_log import ReceiptArchive, SessionLog
 from petalnode.protocols import wire_pb2 as wire
@@ -36,14 +36,17 @@ from tests.answering_server import (
     asked,
     chunk_of,
     received,
-    talk,
+    talking,
 )
+
+pytestmark = pytest.mark.virtual_time
 
 # --- steps
 
 
-def test_an_answer_is_checked_and_told_of() -> None:
-    async def main(server: Server, session: SessionStream) -> None:
+async def test_an_answer_is_checked_and_told_of() -> None:
+    log = SessionLog(SERVER.peer_id, keeps_tensors=True)
+    async with talking(log=log) as (server, session):
         chunk, output = chunk_of(tokens=2), chunk_of(5.0, 6.0, 7.0, 8.0, 9.0, 1.0, 2.0, 3.0, tokens=2)
         step = await asked(session, chunk)
         frame, (payload,) = await server.stream.receive(timeout=1)
@@ -72,13 +75,10 @@ def test_an_answer_is_checked_and_told_of() -> None:
         assert first.receipt == receipt and first.output == output.payload
         assert second.step == step and second.input == chunk.payload and log.complete
 
-    log = SessionLog(SERVER.peer_id, keeps_tensors=True)
-    talk(main, log=log)
-
 
 @pytest.mark.parametrize("begins", [True, False], ids=["beside a thread", "alone"])
-def test_an_answer_is_shown_early_and_given_only_when_it_is_checked(begins: bool) -> None:
-    async def main(server: Server, session: SessionStream) -> None:
+async def test_an_answer_is_shown_early_and_given_only_when_it_is_checked(begins: bool) -> None:
+    async with talking() as (server, session):
         shown: list[bytes] = []
 
         async def early(step: wire.Step, chunk: WireTensor) -> Answer:
@@ -104,13 +104,10 @@ def test_an_answer_is_shown_early_and_given_only_when_it_is_checked(begins: bool
             await early(step, chunk)
         assert len(shown) == 2
 
-    talk(main)
 
-
-def test_a_large_answer_is_checked_as_well() -> None:
+async def test_a_large_answer_is_checked_as_well() -> None:
     """Off the trio thread."""
-
-    async def main(server: Server, session: SessionStream) -> None:
+    async with talking() as (server, session):
         tokens = 1 << 13
         payload = bytes(16 * tokens)
         tensor = wire.Tensor(shape=[1, tokens, 4], dtype="float32", codec="none", nbytes=len(payload))
@@ -124,11 +121,9 @@ def test_a_large_answer_is_checked_as_well() -> None:
         with pytest.raises(ServerFailed, match="NaN or infinity"):
             await session.receive(step, chunk, 5.0)
 
-    talk(main)
 
-
-def test_where_a_receipt_is_enough_it_is_checked_by_itself() -> None:
-    async def main(server: Server, session: SessionStream) -> None:
+async def test_where_a_receipt_is_enough_it_is_checked_by_itself() -> None:
+    async with talking(log=SessionLog(SERVER.peer_id, keeps_tensors=True)) as (server, session):
         chunk = chunk_of()
         step = await asked(session, chunk, receipt_only=True)
         receipt = await server.answer(step, chunk, chunk_of(5.0, 6.0, 7.0, 8.0), receipt_alone=True)
@@ -139,13 +134,10 @@ def test_where_a_receipt_is_enough_it_is_checked_by_itself() -> None:
         with pytest.raises(ServerCheated, match="something else than what was sent"):
             await session.receive(step, chunk, 5.0)
 
-    talk(main, log=SessionLog(SERVER.peer_id, keeps_tensors=True))
 
-
-def test_a_receipt_names_the_adapter() -> None:
+async def test_a_receipt_names_the_adapter() -> None:
     adapter: Any = SimpleNamespace(hash=b"a" * 32)
-
-    async def main(server: Server, session: SessionStream) -> None:
+    async with talking(spec=replace(SPEC, adapter=adapter)) as (server, session):
         chunk = chunk_of()
         step = await asked(session, chunk)
         await server.answer(step, chunk, signed={"adapter": adapter.hash})
@@ -155,14 +147,10 @@ def test_a_receipt_names_the_adapter() -> None:
         with pytest.raises(ServerCheated):
             await session.receive(step, chunk, 5.0)
 
-    talk(main, spec=replace(SPEC, adapter=adapter))
 
-
-def failing(answer: Callable[[Server, wire.Step, WireTensor], Awaitable[object]]) -> ServerFailed:
+async def failing(answer: Callable[[Server, wire.Step, WireTensor], Awaitable[object]]) -> ServerFailed:
     """The error of the second step of a session, which is answered so."""
-    errors: list[ServerFailed] = []
-
-    async def main(server: Server, session: SessionStream) -> None:
+    async with talking(log=SessionLog(SERVER.peer_id)) as (server, session):
         chunk = chunk_of()
         step = await asked(session, chunk)
         await server.answer(step, chunk)
@@ -171,11 +159,8 @@ def failing(answer: Callable[[Server, wire.Step, WireTensor], Awaitable[object]]
         await answer(server, step, chunk)
         with pytest.raises(ServerFailed) as caught:
             await session.receive(step, chunk, 5.0)
-        errors.append(caught.value)
-
-    talk(main, log=SessionLog(SERVER.peer_id))
-    assert errors[0].peer_id == SERVER.peer_id
-    return errors[0]
+    assert caught.value.peer_id == SERVER.peer_id
+    return caught.value
 
 
 def other(**fields: Any) -> WireTensor:
@@ -197,8 +182,8 @@ def other(**fields: Any) -> WireTensor:
         (other(payload=bytes(12)), "answered 12 bytes for a tensor of 16"),
     ],
 )
-def test_an_answer_of_no_use_is_a_failure_and_no_lie(output: WireTensor, why: str) -> None:
-    error = failing(lambda server, step, chunk: server.answer(step, chunk, output))
+async def test_an_answer_of_no_use_is_a_failure_and_no_lie(output: WireTensor, why: str) -> None:
+    error = await failing(lambda server, step, chunk: server.answer(step, chunk, output))
     assert why in str(error) and not isinstance(error, ServerCheated)
 
 
@@ -211,20 +196,20 @@ def test_an_answer_of_no_use_is_a_failure_and_no_lie(output: WireTensor, why: st
         ({"position": 3}, "holds 3 tokens after a step"),
     ],
 )
-def test_an_answer_to_something_else_is_a_failure_and_no_lie(fields: dict[str, Any], why: str) -> None:
+async def test_an_answer_to_something_else_is_a_failure_and_no_lie(fields: dict[str, Any], why: str) -> None:
     async def answer(server: Server, step: wire.Step, chunk: WireTensor) -> None:
         if fields.get("sequence") == 1:  # the reply to the first step, as it was
             fields["receipt"] = receipt_to_wire(replace(server.receipt(step, chunk, b""), sequence=1).signed(SERVER))
         await server.answer(step, chunk, **fields)
 
-    error = failing(answer)
+    error = await failing(answer)
     if fields.get("sequence") == 1:
         assert isinstance(error, ServerCheated)  # it is not the one that came
     else:
         assert why in str(error) and not isinstance(error, ServerCheated)
 
 
-def test_other_frames_are_no_answer() -> None:
+async def test_other_frames_are_no_answer() -> None:
     chunk = chunk_of()
     frames: list[tuple[wire.InferenceFrame, list[bytes], str]] = [
         (wire.InferenceFrame(reply=wire.Reply(sequence=2)), [], "something else than one reply"),
@@ -238,19 +223,18 @@ def test_other_frames_are_no_answer() -> None:
         (wire.InferenceFrame(reply=wire.Reply(sequence=2), tensors=[wire.Tensor(nbytes=17)]), [bytes(17)], "17 bytes"),
     ]
     for frame, payloads, why in frames:
-        error = failing(lambda server, step, chunk: server.say(frame, *payloads))  # noqa: B023
+        error = await failing(lambda server, step, chunk: server.say(frame, *payloads))  # noqa: B023
         assert why in str(error) and not isinstance(error, ServerCheated | StreamLost)
         assert isinstance(error, ServerRefused) == frame.HasField("error")
     assert chunk.tokens == 1
 
 
-def test_a_server_that_is_gone_or_does_not_read_is_lost_and_one_that_is_late_is_waited_for() -> None:
+async def test_a_server_that_is_gone_or_does_not_read_is_lost_and_one_that_is_late_is_waited_for() -> None:
     async def close(server: Server, step: wire.Step, chunk: WireTensor) -> None:
         await server.stream.reset()
 
-    assert isinstance(failing(close), StreamLost)
-
-    async def main(server: Server, session: SessionStream) -> None:
+    assert isinstance(await failing(close), StreamLost)
+    async with talking() as (server, session):
         chunk = chunk_of()
         step = await asked(session, chunk)
         assert await session.receive(step, chunk, 4.0) is None
@@ -265,30 +249,24 @@ def test_a_server_that_is_gone_or_does_not_read_is_lost_and_one_that_is_late_is_
             await asked(session, chunk, 1)
         assert session.bytes_sent == 32  # not what did not leave
 
-    talk(main)
 
-
-def test_answers_that_nobody_waits_for_are_skipped_and_stay_in_the_chain() -> None:
-    async def main(server: Server, session: SessionStream) -> None:
+async def test_answers_that_nobody_waits_for_are_skipped_and_stay_in_the_chain() -> None:
+    log = SessionLog(SERVER.peer_id)
+    async with talking(log=log) as (server, session):
         chunk = chunk_of()
         steps = [await asked(session, chunk, position) for position in range(3)]
         for step in steps:
             await server.answer(step, chunk)
         answer = await received(session, steps[2], chunk)
         assert answer.receipt.sequence == 3 and session.bytes_received == 48
-
-    log = SessionLog(SERVER.peer_id)
-    talk(main, log=log)
     assert [entry.receipt.sequence for entry in log.entries] == [1, 2, 3] and log.complete
 
 
-def skipping(
+async def skipping(
     spoil: Callable[[Server, wire.Step, WireTensor], Awaitable[object]], log: SessionLog | None = None
 ) -> ServerFailed | None:
     """What comes of a session in which the answer to a step that nobody waits for any more is this."""
-    outcome: list[ServerFailed] = []
-
-    async def main(server: Server, session: SessionStream) -> None:
+    async with talking(log=log) as (server, session):
         chunk = chunk_of()
         early, late = await asked(session, chunk), await asked(session, chunk, 1)
         await spoil(server, early, chunk)
@@ -296,16 +274,14 @@ def skipping(
         try:
             await received(session, late, chunk)
         except ServerFailed as error:
-            outcome.append(error)
-
-    talk(main, log=log)
-    return outcome[0] if outcome else None
+            return error
+    return None
 
 
-def test_what_is_skipped_is_signed_in_its_order_and_comes_as_often_as_it_was_asked() -> None:
-    assert skipping(lambda server, step, chunk: server.answer(step, chunk)) is None
+async def test_what_is_skipped_is_signed_in_its_order_and_comes_as_often_as_it_was_asked() -> None:
+    assert await skipping(lambda server, step, chunk: server.answer(step, chunk)) is None
     for signed in ({"previous_receipt": b"x" * 32}, {"signer": OTHER}):
-        error = skipping(lambda server, step, chunk: server.answer(step, chunk, signed=signed))  # noqa: B023
+        error = await skipping(lambda server, step, chunk: server.answer(step, chunk, signed=signed))  # noqa: B023
         assert isinstance(error, ServerCheated) and "do not follow" in str(error)
 
     async def twice(server: Server, step: wire.Step, chunk: WireTensor) -> None:
@@ -315,7 +291,7 @@ def test_what_is_skipped_is_signed_in_its_order_and_comes_as_often_as_it_was_ask
         await server.answer(step, chunk, signed={"time_ms": receipt.time_ms})
 
     for log in (None, SessionLog(SERVER.peer_id)):
-        error = skipping(twice, log)
+        error = await skipping(twice, log)
         assert "more often than it was asked" in str(error) and not isinstance(error, ServerCheated)
 
     async def two_answers(server: Server, step: wire.Step, chunk: WireTensor) -> None:
@@ -324,7 +300,7 @@ def test_what_is_skipped_is_signed_in_its_order_and_comes_as_often_as_it_was_ask
         server.previous = before
         await server.answer(step, chunk, signed={"time_ms": receipt.time_ms, "reply_hash": b"x" * 32})
 
-    error = skipping(two_answers, SessionLog(SERVER.peer_id))
+    error = await skipping(two_answers, SessionLog(SERVER.peer_id))
     assert isinstance(error, ServerCheated) and error.proof is not None
     assert [receipt.reply_hash == b"x" * 32 for receipt in error.proof] == [False, True]
 
@@ -332,7 +308,7 @@ def test_what_is_skipped_is_signed_in_its_order_and_comes_as_often_as_it_was_ask
 # --- steps that the server before has pushed
 
 
-def pushing(
+async def pushing(
     shown: Callable[[Receipt], wire.Receipt | None],
     *,
     targeted: bool = True,
@@ -340,9 +316,7 @@ def pushing(
 ) -> ServerFailed:
     """A server signs for what it was pushed, which is not what the server before it answered to the client. `signs`:
     which receipt the client names to it, and which it signs for."""
-    errors: list[ServerFailed] = []
-
-    async def main(server: Server, session: SessionStream) -> None:
+    async with talking(log=SessionLog(SERVER.peer_id, keeps_tensors=True)) as (server, session):
         chunk, lie = chunk_of(), chunk_of(9.0, 9.0, 9.0, 9.0)
         before = replace(server.receipt(wire.Step(sequence=1), chunk, b""), upstream_receipt=b"").signed(BEFORE)
         pushed = replace(before, reply_hash=sha256(lie.payload)).signed(BEFORE)
@@ -355,14 +329,12 @@ def pushing(
         await server.answer(told, lie, pushed=True, position=1, **extra)
         with pytest.raises(ServerFailed) as caught:
             await session.receive(step, chunk, 5.0)
-        errors.append(caught.value)
-
-    talk(main, log=SessionLog(SERVER.peer_id, keeps_tensors=True))
-    return errors[0]
+    return caught.value
 
 
-def test_a_step_that_the_server_before_pushed_is_logged_with_what_it_took() -> None:
-    async def main(server: Server, session: SessionStream) -> None:
+async def test_a_step_that_the_server_before_pushed_is_logged_with_what_it_took() -> None:
+    log = SessionLog(SERVER.peer_id, keeps_tensors=True)
+    async with talking(log=log) as (server, session):
         chunk = chunk_of()
         assert session.target().sequence == 1
         step = wire.Step(sequence=1, position=0, route_epoch=1, previous_receipt=b"b" * 32)
@@ -371,16 +343,12 @@ def test_a_step_that_the_server_before_pushed_is_logged_with_what_it_took() -> N
         (entry,) = log.entries
         assert (entry.receipt, entry.step, entry.input, log.complete) == (receipt, step, chunk.payload, True)
 
-    log = SessionLog(SERVER.peer_id, keeps_tensors=True)
-    talk(main, log=log)
 
-
-def test_what_a_server_pushed_for_a_step_that_nobody_waits_for_is_what_the_next_one_was_asked() -> None:
+async def test_what_a_server_pushed_for_a_step_that_nobody_waits_for_is_what_the_next_one_was_asked() -> None:
     archive = ReceiptArchive(shared_bytes=1 << 20)
     first, second = archive.session(SERVER.peer_id), archive.session(OTHER.peer_id)
     second.begin(wire.Open(nonce=b"n" * 16), wire.Granted())
-
-    async def main(server: Server, session: SessionStream) -> None:
+    async with talking(log=first) as (server, session):
         chunk, output = chunk_of(), chunk_of(5.0, 6.0, 7.0, 8.0)
         target = wire.PushTarget(peer_id=peer_id_to_bytes(OTHER.peer_id), nonce=b"n" * 16, sequence=7)
         early = await asked(session, chunk, targets=[target])
@@ -391,24 +359,22 @@ def test_what_a_server_pushed_for_a_step_that_nobody_waits_for_is_what_the_next_
         assert second.waiting(7) == (pushed_step(early, receipt.hash()), output.tensor, output.payload)
         assert second.waiting(late.sequence) is None and first.complete
 
-    talk(main, log=first)
 
-
-def test_a_server_that_was_pushed_something_else_shows_by_whom() -> None:
-    error = pushing(receipt_to_wire)
+async def test_a_server_that_was_pushed_something_else_shows_by_whom() -> None:
+    error = await pushing(receipt_to_wire)
     assert isinstance(error, PushedOther) and error.upstream is not None
     assert error.upstream.is_signed_by(BEFORE.peer_id)
-    assert isinstance(pushing(lambda receipt: None), PushedOther)
-    same = pushing(lambda receipt: None, signs=lambda before, pushed: (before.hash(), before.hash()))
+    assert isinstance(await pushing(lambda receipt: None), PushedOther)
+    same = await pushing(lambda receipt: None, signs=lambda before, pushed: (before.hash(), before.hash()))
     assert isinstance(same, PushedOther), "what the server before it says of the step is not signed"
 
 
-def test_a_push_that_nobody_can_have_made_is_a_lie() -> None:
-    assert isinstance(pushing(receipt_to_wire, targeted=False), ServerCheated)
-    other = pushing(lambda receipt: receipt_to_wire(replace(receipt, time_ms=1).signed(BEFORE)))
+async def test_a_push_that_nobody_can_have_made_is_a_lie() -> None:
+    assert isinstance(await pushing(receipt_to_wire, targeted=False), ServerCheated)
+    other = await pushing(lambda receipt: receipt_to_wire(replace(receipt, time_ms=1).signed(BEFORE)))
     assert isinstance(other, ServerCheated) and "is not the one that it signed for" in str(other)
     for named in (True, False):  # it names no receipt, or one though there is no server before it
-        error = pushing(
+        error = await pushing(
             receipt_to_wire,
             signs=lambda before, pushed: (before.hash(), b"") if named else (b"", pushed.hash()),  # noqa: B023
         )
@@ -416,10 +382,13 @@ def test_a_push_that_nobody_can_have_made_is_a_lie() -> None:
 
 
 @pytest.mark.parametrize(("batch", "receipt_only", "misled"), [(1, False, False), (2, False, True), (1, True, True)])
-def test_who_may_have_been_pushed_other_rows_for_a_step_that_nobody_waits_for_is_misled(
+async def test_who_may_have_been_pushed_other_rows_for_a_step_that_nobody_waits_for_is_misled(
     batch: int, receipt_only: bool, misled: bool
 ) -> None:
-    async def main(server: Server, session: SessionStream) -> None:
+    async with talking(log=SessionLog(SERVER.peer_id, keeps_tensors=True), spec=replace(SPEC, batch=batch)) as (
+        server,
+        session,
+    ):
         chunk = chunk_of()
         early = await asked(session, chunk, previous_receipt=b"b" * 32, receipt_only=receipt_only)
         late = await asked(session, chunk)
@@ -428,23 +397,18 @@ def test_who_may_have_been_pushed_other_rows_for_a_step_that_nobody_waits_for_is
         await received(session, late, chunk)
         assert session.misled == misled
 
-    talk(main, log=SessionLog(SERVER.peer_id, keeps_tensors=True), spec=replace(SPEC, batch=batch))
 
-
-def test_a_push_names_the_server_its_session_and_a_number_of_its_own() -> None:
-    async def main(server: Server, session: SessionStream) -> None:
+async def test_a_push_names_the_server_its_session_and_a_number_of_its_own() -> None:
+    async with talking(nonce=b"n" * 16) as (_, session):
         targets = [session.target() for _ in range(2)]
         assert [target.sequence for target in targets] == [1, 2] and session.next_sequence() == 3
         assert {target.peer_id for target in targets} == {peer_id_to_bytes(SERVER.peer_id)}
         assert {target.nonce for target in targets} == {b"n" * 16}
 
-    talk(main, nonce=b"n" * 16)
 
-
-def test_an_output_that_was_pushed_before_is_pushed_no_second_time() -> None:
+async def test_an_output_that_was_pushed_before_is_pushed_no_second_time() -> None:
     """Who signs for it makes it up: an honest server refuses it."""
-
-    async def main(server: Server, session: SessionStream) -> None:
+    async with talking() as (server, session):
         chunk = chunk_of()
         first, second, third = (
             server.receipt(wire.Step(sequence=number), chunk, bytes([number]), signer=BEFORE) for number in (1, 2, 3)
@@ -461,26 +425,19 @@ def test_an_output_that_was_pushed_before_is_pushed_no_second_time() -> None:
         with pytest.raises(ServerCheated, match="for an earlier one once more"):
             await session.receive(step, chunk, 5.0)
 
-    talk(main)
-
 
 # --- leaving
 
 
-def test_who_closes_a_session_says_so_and_who_leaves_it_does_not() -> None:
-    async def main(server: Server, session: SessionStream) -> None:
+async def test_who_closes_a_session_says_so_and_who_leaves_it_does_not() -> None:
+    async with talking() as (server, session):
         await session.close()
         assert (await server.hear()).WhichOneof("body") == "close"
         with pytest.raises(PeerError):
             await server.hear()
-
-    talk(main)
-
-    async def leaving(server: Server, session: SessionStream) -> None:
+    async with talking() as (server, session):
         await session.leave()
         with pytest.raises(PeerError):
             await server.hear()
         await session.wait_lost()
         await session.close()  # never raises
-
-    talk(leaving)

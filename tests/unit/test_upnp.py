@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from ipaddress import ip_address
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -12,7 +14,8 @@ import trio
 
 from petalnode.node.network.addresses import Endpoint
 from petalnode.node.network.nat.upnp import Mapping, Upnp, retry_pause
-from petalnode.node.testing import run_autojumping
+
+pytestmark = pytest.mark.virtual_time
 
 HOME, OUTSIDE = "192.168.1.2", "11.0.0.1"
 
@@ -52,29 +55,27 @@ def mapping(port: int, internal: int) -> Mapping:
     return Mapping(Endpoint(ip_address(OUTSIDE), port), Endpoint(ip_address(HOME), internal))
 
 
-def keeping(monkeypatch: pytest.MonkeyPatch, port: int, main: Any) -> None:
-    """Runs `main(upnp)` on virtual time while it keeps the port mapped."""
+@asynccontextmanager
+async def keeping(port: int) -> AsyncIterator[Upnp]:
+    """Keeps the port mapped, by a router that is not there yet."""
 
     async def at_once(call: Any, *arguments: Any, **_: Any) -> Any:
         await trio.lowlevel.checkpoint()
         return call(*arguments)
 
     Router.there, Router.endless, Router.taken, Router.mapped = False, False, set(), {}
-    monkeypatch.setitem(sys.modules, "miniupnpc", SimpleNamespace(UPnP=Router))
-    monkeypatch.setattr(trio.to_thread, "run_sync", at_once)
-
-    async def run() -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(sys.modules, "miniupnpc", SimpleNamespace(UPnP=Router))
+        patched.setattr(trio.to_thread, "run_sync", at_once)
         async with trio.open_nursery() as nursery:
             upnp = Upnp()
             nursery.start_soon(upnp.run, port)
-            await main(upnp)
+            yield upnp
             nursery.cancel_scope.cancel()
 
-    run_autojumping(run)
 
-
-def test_a_port_is_asked_for_again_renewed_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main(upnp: Upnp) -> None:
+async def test_a_port_is_asked_for_again_renewed_and_given_back() -> None:
+    async with keeping(4000) as upnp:
         await trio.sleep(14)
         changed = upnp.changed
         Router.there = True
@@ -95,26 +96,21 @@ def test_a_port_is_asked_for_again_renewed_and_given_back(monkeypatch: pytest.Mo
         await trio.sleep(16)
         assert upnp.mapping == mapping(4001, 4000)
         Router.mapped = {4001: (HOME, 4000, 3600)}
-
-    keeping(monkeypatch, 4000, main)
     assert Router.mapped == {}, "given back"
 
 
-def test_a_router_that_knows_no_lease_and_is_gone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main(upnp: Upnp) -> None:
+async def test_a_router_that_knows_no_lease_and_is_gone_at_the_end() -> None:
+    async with keeping(65534) as upnp:
         Router.there = Router.endless = True
         Router.taken = {65534}
         await trio.sleep(16)
         assert upnp.mapping == mapping(65535, 65534) and Router.mapped == {65535: (HOME, 65534, 0)}
         Router.there = False
 
-    keeping(monkeypatch, 65534, main)
 
-
-def test_a_router_that_gives_nothing_is_asked_ever_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_router_that_gives_nothing_is_asked_ever_less_often() -> None:
     assert [retry_pause(failures) for failures in (1, 2, 3, 4, 5, 1000)] == [15, 60, 240, 900, 900, 900]
-
-    async def main(upnp: Upnp) -> None:
+    async with keeping(4000) as upnp:
         Router.there, Router.taken = True, {4000, 4001, 4002}
         await trio.sleep(15 + 60 + 240 + 1)
         assert upnp.mapping is None and not Router.mapped, "a port far from ours is somebody else's"
@@ -123,5 +119,3 @@ def test_a_router_that_gives_nothing_is_asked_ever_less_often(monkeypatch: pytes
         assert upnp.mapping is None
         await trio.sleep(100)
         assert upnp.mapping == mapping(4002, 4000)
-
-    keeping(monkeypatch, 4000, main)
