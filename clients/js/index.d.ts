@@ -33,7 +33,12 @@ export interface Progress { part: number, bytes: number, of: number }
 export class Client {
   static join (options: JoinOptions): Promise<Client>
   readonly peerId: string
-  models (): Promise<FoundModel[]>
+  /** What the link means. */
+  readonly wanted: { model?: string, version?: string }
+  /** Those of a name, and a version that begins so; or all. */
+  models (of?: { model?: string, version?: string }): Promise<FoundModel[]>
+  /** How bytes to a peer travel; null where it is not connected. */
+  pathTo (peer: string): 'direct' | 'relay' | null
   /** By name or the first digits of the version; else the link's, or the only one. Everything is checked against the version. */
   load (options?: { model?: string, version?: string, onProgress?: (progress: Progress) => void, signal?: AbortSignal }): Promise<Model>
   close (): Promise<void>
@@ -48,15 +53,19 @@ export interface GenerateOptions {
   seed?: number
   /** Tokens that end the answer; the model's by default. */
   stopIds?: number[]
+  /** Tokens that stand in the text already are tried in one step (prompt look-up); the answer is the same. On by default. */
+  drafts?: boolean
   signal?: AbortSignal
+  /** Which server is missed in the middle of an answer, while others for its blocks are looked for. */
+  onWaiting?: (missed: { peer: string, blocks: [number, number], reason: string }) => void
 }
 
 export interface Token {
   id: number
   /** What is new of the answer's text; empty where a letter is not complete. */
   text: string
-  /** `relayed`: not directly, as servers behind NAT are reached. */
-  route: Array<{ peer: string, blocks: [number, number], relayed: boolean }>
+  /** `relayed`: not directly, as servers behind NAT are reached. `ms` of the last step; bytes of tensors each way. */
+  route: Array<{ peer: string, blocks: [number, number], relayed: boolean, ms: number, sent: number, received: number }>
   /** Servers that were replaced so far. */
   recoveries: number
   /** Servers that signed something else than what they were asked and answered. */
@@ -69,7 +78,18 @@ export class Model {
   readonly numBlocks: number
   readonly config: Record<string, unknown>
   readonly endIds: number[]
+  /** By the model's chat template; throws where it does not take these messages. */
+  prompt (messages: Array<{ role: string, content: string }>): number[]
   generate (prompt: string | Iterable<number>, options?: GenerateOptions): AsyncGenerator<Token, void, void>
+  /** Answers that go on from each other. */
+  conversation (): Conversation
+}
+
+/** What servers hold already of a prompt is not sent again. One answer at a time. */
+export class Conversation {
+  /** The prompt is the whole text so far. */
+  generate (prompt: string | Iterable<number>, options?: GenerateOptions): AsyncGenerator<Token, void, void>
+  close (): Promise<void>
 }
 
 /** A server signed something else than what it was asked and answered. */

@@ -1,4 +1,4 @@
-"""The JavaScript client and its page, made of what stands in clients/js."""
+"""The JavaScript client and its pages, made of what stands in clients/js."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tests.import_graph import ROOT
 BUILT: Final = ROOT / "build/interop"
 NODE: Final = str(Path(ROOT_DIR) / "bin/node")
 PAGE: Final = BUILT / "page"
+CHAT: Final = BUILT / "chat-page"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -23,9 +24,13 @@ def built() -> None:
 
 
 def bundle() -> None:
-    """The client as it is now, beside the packages that it needs, and the page made of it."""
-    for part in ("src", "examples"):
+    """The client as it is now, beside the packages that it needs, and the pages made of it."""
+    for part in ("src", "examples", "chat"):
         shutil.copytree(ROOT / "clients/js" / part, BUILT / part, dirs_exist_ok=True)
-    command = [NODE, "node_modules/esbuild/bin/esbuild", "examples/page.js", "--bundle", "--minify"]
-    subprocess.run([*command, f"--outfile={PAGE}/page.js"], cwd=BUILT, check=True, capture_output=True)
+    for source, made in (("examples/page.js", PAGE / "page.js"), ("chat/main.js", CHAT / "web/page.js")):
+        command = [NODE, "node_modules/esbuild/bin/esbuild", source, "--bundle", "--minify", f"--outfile={made}"]
+        subprocess.run(command, cwd=BUILT, check=True, capture_output=True)
     shutil.copy(ROOT / "clients/js/examples/page.html", PAGE)
+    shutil.copy(ROOT / "clients/js/chat/index.html", CHAT)
+    for name in ("page.css", "icon.svg"):
+        shutil.copy(ROOT / "node/web/static" / name, CHAT / "web")

@@ -4,7 +4,7 @@
 
 Two servers on loopback hold the default model. The Python client, Node and the browser's page take turns; each has
 joined and has its weights, and has generated once before. `first` is from the prompt to the first token, in seconds,
-and `token` milliseconds of each one after it: the median of the rounds. Prints one JSON object. `make
+and `token` milliseconds of each one after it, without drafts: the median of the rounds. Prints one JSON object. `make
 build/interop/.ready` comes before it.
 """
 
@@ -54,7 +54,7 @@ class Python:
 
 class InNode:
     def __init__(self, started: Nodes, peer: str, ids: list[int]) -> None:
-        given = {"peers": [peer], "prompt": ids, "times": 100, "options": {"stopIds": []}}
+        given = {"peers": [peer], "prompt": ids, "times": 100, "options": {"stopIds": [], "drafts": False}}
         (BUILT / "generate.mjs").write_text(Path(__file__).with_name("generate.mjs").read_text())
         self._process = Running([NODE, "generate.mjs", json.dumps(given)], started.env, BUILT)
         started.running.append(self._process)
@@ -83,6 +83,7 @@ class InTab:
     def round(self, tokens: int) -> tuple[float, float]:
         for name, value in (("prompt", PROMPT), ("count", str(tokens))):
             self._run(f"document.getElementById('{name}').value = {value!r}")
+        self._run("document.getElementById('drafts').checked = false")
         self._run("document.getElementById('go').click()")
         until(lambda: bool(self._said().get("done") or self._said().get("failed")), "the end of the answer")
         said = self._said()

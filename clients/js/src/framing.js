@@ -79,6 +79,16 @@ export class Messages {
     }
   }
 
+  /** Whether something comes before the signal; nothing is taken. */
+  async arrives (signal) {
+    try {
+      while (this._size === 0) await this._more(signal)
+      return true
+    } catch {
+      return false
+    }
+  }
+
   async close () {
     await this._stream.close().catch(() => {})
   }

@@ -1,6 +1,7 @@
 // A client of petalnode swarms, from docs/protocol.md: joins, fetches what a client needs, and generates over other people's machines.
 import { noise } from '@chainsafe/libp2p-noise'
 import { yamux } from '@chainsafe/libp2p-yamux'
+import { Template } from '@huggingface/jinja'
 import { Tokenizer } from '@huggingface/tokenizers'
 import { circuitRelayTransport } from '@libp2p/circuit-relay-v2'
 import { identify } from '@libp2p/identify'
@@ -9,12 +10,11 @@ import { preSharedKey } from '@libp2p/pnet'
 import { multiaddr } from '@multiformats/multiaddr'
 import { createLibp2p } from 'libp2p'
 import { hex } from './canonical.js'
+import { Conversation, MOST_NEW } from './conversation.js'
 import { ONLINE, askDirectory } from './directory.js'
 import { Ends } from './ends.js'
 import { deadline } from './framing.js'
 import { readLink } from './link.js'
-import { choose, numbers } from './sampling.js'
-import { Session } from './session.js'
 import { readStored, store } from './storage.js'
 import { transports } from './transports.js'
 import { fetchManifest, fetchPart } from './weights.js'
@@ -24,6 +24,7 @@ export { Refused } from './framing.js'
 export { readLink }
 
 const FRESH = 10_000 // milliseconds for which what was said of servers is used again
+const STALE = 60_000 // and for which it is still used while it is asked anew
 const DIALING = 15 // seconds
 const JOINING = 4 // turns, where no peer answers in time
 const PRIVATE = /^\/(ip4\/(10|127|169\.254|192\.168|172\.(1[6-9]|2\d|3[01])|0)\.|ip6\/(::|fe80|f[cd]))/i
@@ -34,7 +35,9 @@ export class Client {
     this._peers = peers // multiaddrs by which it joined
     this._servers = new Map()
     this._known = 0
-    this._wanted = wanted
+    this.distrusted = new Set() // peers that signed what is not so: sessions leave them out
+    /** What the link means, { model, version }; empty without one. */
+    this.wanted = wanted
     this.peerId = node.peerId.toString()
   }
 
@@ -58,7 +61,7 @@ export class Client {
       connectionGater: { denyDialMultiaddr: addr => !isPrivate && PRIVATE.test(addr.toString()) },
       services: { identify: identify() }
     })
-    const client = new Client(node, addrs, said)
+    const client = new Client(node, addrs, { model: said?.model, version: said?.modelVersion })
     for (let turn = 1; ; turn++) {
       try {
         await client.servers(undefined, true, signal)
@@ -84,43 +87,52 @@ export class Client {
     return await this._node.dialProtocol(id, protocol, options)
   }
 
-  /** Whether streams to a peer run through a relay. */
-  isRelayed (peer) {
+  /** How bytes to a peer travel: 'direct', 'relay', or null where it is not connected. */
+  pathTo (peer) {
     const connections = this._node.getConnections(peerIdFromString(peer))
-    return connections.every(({ remoteAddr }) => remoteAddr.toString().includes('/p2p-circuit'))
+    const isRelayed = ({ remoteAddr }) => remoteAddr.toString().includes('/p2p-circuit')
+    return connections.length === 0 ? null : connections.every(isRelayed) ? 'relay' : 'direct'
   }
 
-  /** The servers that the swarm knows of, of one model version or of all; asked anew if `anew`, or after 10 s. */
+  /** The servers that the swarm knows of, of one model version or of all; asked anew if `anew`, or after a minute. */
   async servers (version, anew = false, signal) {
-    if (anew || Date.now() - this._known > FRESH) {
-      const reasons = []
-      let answered = 0
-      let isLate = false
-      for (const peer of [...this._peers, ...this._servers.values()]) {
-        try {
-          for (const [id, said] of await askDirectory((at, protocol) => this.open(at, protocol, signal), peer, signal)) {
-            if (!(this._servers.get(id)?.sequence > said.sequence)) this._servers.set(id, said)
-          }
-          if (++answered === 2) break
-        } catch (error) {
-          signal?.throwIfAborted()
-          reasons.push(error.message)
-          isLate ||= /time/i.test(error.name)
-        }
-      }
-      if (answered === 0) {
-        throw Object.assign(new Error(`no peer of the swarm answers: ${reasons.join('; ') || 'no address was given'}`), { isLate })
-      }
-      for (const [id, said] of this._servers) if (said.expiresMs < Date.now() - 10_000) this._servers.delete(id)
-      this._known = Date.now()
-    }
+    const age = Date.now() - this._known
+    if (anew || age > STALE) await this._refresh(signal)
+    else if (age > FRESH) this._refreshing ??= this._refresh().catch(() => {}).finally(() => { this._refreshing = undefined })
     return [...this._servers.values()].filter(said => version === undefined || said.version === version)
   }
 
-  /** The models of the swarm: { name, version, numBlocks, servers, missing }, `missing` being blocks that nobody holds. */
-  async models () {
+  async _refresh (signal) {
+    const reasons = []
+    let answered = 0
+    let isLate = false
+    for (const peer of [...this._peers, ...this._servers.values()]) {
+      try {
+        for (const [id, said] of await askDirectory((at, protocol) => this.open(at, protocol, signal), peer, signal)) {
+          if (!(this._servers.get(id)?.sequence > said.sequence)) this._servers.set(id, said)
+        }
+        if (++answered === 2) break
+      } catch (error) {
+        signal?.throwIfAborted()
+        reasons.push(error.message)
+        isLate ||= /time/i.test(error.name)
+      }
+    }
+    if (answered === 0) {
+      throw Object.assign(new Error(`no peer of the swarm answers: ${reasons.join('; ') || 'no address was given'}`), { isLate })
+    }
+    for (const [id, said] of this._servers) if (said.expiresMs < Date.now() - 10_000) this._servers.delete(id)
+    this._known = Date.now()
+  }
+
+  /**
+   * The models of the swarm of this name, and a version that begins so: { name, version, numBlocks, servers, missing }, `missing` being
+   * blocks that nobody holds.
+   */
+  async models ({ model: name, version = '' } = {}) {
     const found = new Map()
-    for (const server of await this.servers()) {
+    const isMeant = server => (!name || server.modelName === name) && server.version.startsWith(version)
+    for (const server of (await this.servers()).filter(isMeant)) {
       const model = found.get(server.version) ?? { name: server.modelName, version: server.version, numBlocks: server.numBlocks, servers: [] }
       model.servers.push({ peer: server.peer, blocks: [server.span.start, server.span.end], online: server.state === ONLINE })
       found.set(server.version, model)
@@ -133,8 +145,8 @@ export class Client {
   }
 
   /** Fetches and checks what a client needs of a model: by its name, or the first digits of its version; or the link's; or the only one. */
-  async load ({ model = this._wanted?.model, version = this._wanted?.modelVersion, onProgress, signal } = {}) {
-    const models = (await this.models()).filter(found => (!model || found.name === model) && (!version || found.version.startsWith(version)))
+  async load ({ model = this.wanted.model, version = this.wanted.version, onProgress, signal } = {}) {
+    const models = await this.models({ model, version })
     if (models.length !== 1) throw new Error(`the swarm has ${models.length} such models: ${models.map(found => `${found.name}@${found.version.slice(0, 12)}`).join(', ')}`)
     const [found] = models
     const servers = await this.servers(found.version)
@@ -172,45 +184,53 @@ export class Model {
     this.numBlocks = found.numBlocks
     this.config = config
     this.ends = ends
-    const read = name => {
+    const textOf = name => {
       const file = texts.tensors.find(tensor => tensor.name === name)
-      return file && JSON.parse(new TextDecoder().decode(file.data))
+      return file && new TextDecoder().decode(file.data)
     }
+    const read = name => JSON.parse(textOf(name) ?? 'null')
     const tokenizer = read('tokenizer.json')
-    this.tokenizer = tokenizer && new Tokenizer(tokenizer, read('tokenizer_config.json') ?? {})
-    const eos = read('tokenizer_config.json')?.eos_token
-    const ofTokenizer = eos && this.tokenizer ? this.tokenizer.encode(eos.content ?? eos, { add_special_tokens: false }).ids : []
-    this.endIds = [read('generation_config.json')?.eos_token_id ?? ofTokenizer].flat()
+    const about = read('tokenizer_config.json') ?? {}
+    this.tokenizer = tokenizer && new Tokenizer(tokenizer, about)
+    const specials = Object.entries(about).filter(([name]) => name.endsWith('_token')).map(([name, token]) => [name, token?.content ?? token])
+    this._specials = Object.fromEntries(specials.filter(([, token]) => typeof token === 'string'))
+    const [eos, given] = [this._specials.eos_token, read('generation_config.json')?.eos_token_id]
+    const ofTokenizer = eos && this.tokenizer ? this.tokenizer.encode(eos, { add_special_tokens: false }).ids : []
+    this.endIds = [...new Set([given ?? [], ofTokenizer].flat())]
+    const named = [about.chat_template ?? []].flat()
+    const template = textOf('chat_template.jinja') ?? named.find(({ name }) => name === 'default')?.template ?? named[0]
+    this._template = typeof template === 'string' ? template : undefined
+  }
+
+  /** The ids by which the model answers messages, { role, content }. One without a chat template goes on from their texts. */
+  prompt (messages) {
+    if (messages.some(({ content }) => typeof content !== 'string')) throw new Error('this client hands on no pictures')
+    if (this._template === undefined) return this.tokenizer.encode(messages.map(({ content }) => content).join('\n')).ids
+    try {
+      const text = new Template(this._template).render({ ...this._specials, messages, add_generation_prompt: true })
+      return this.tokenizer.encode(text, { add_special_tokens: false }).ids
+    } catch (error) {
+      throw new Error(`the model's chat template does not take these messages: ${error.message}`)
+    }
   }
 
   /**
-   * The tokens that follow a text or ids, one at a time: { id, text, route, recoveries }. `text` is what is new of the answer.
-   * Options: maxNewTokens, temperature, topK, topP, seed, stopIds, signal.
+   * The tokens that follow a text or ids, one at a time: { id, text, route, recoveries, cheated }. `text` is what is new of the answer.
+   * Options: maxNewTokens, temperature, topK, topP, seed, stopIds, drafts, signal, onWaiting.
    */
-  async * generate (prompt, { maxNewTokens = 256, seed, stopIds = this.endIds, signal, ...sampling } = {}) {
+  async * generate (prompt, options = {}) {
     const ids = typeof prompt === 'string' ? this.tokenizer.encode(prompt).ids : Array.from(prompt)
-    if (ids.length === 0) throw new Error('there is nothing to go on from')
-    const random = seed === undefined ? Math.random : numbers(seed)
-    const session = new Session(this._client, this, ids.length + maxNewTokens)
-    const answer = []
-    let told = ''
+    const conversation = new Conversation(this._client, this, ids.length + (options.maxNewTokens ?? MOST_NEW))
     try {
-      let next = ids
-      for (let count = 0; count < maxNewTokens; count++) {
-        const output = await session.forward(this.ends.embed(next), signal)
-        const id = choose(this.ends.logits(output), sampling, random)
-        if (stopIds.includes(id)) return
-        answer.push(id)
-        const whole = this.tokenizer?.decode(answer, { skip_special_tokens: true, clean_up_tokenization_spaces: false }) ?? ''
-        // The bytes of a letter may come in several tokens.
-        const text = whole.endsWith('\ufffd') ? '' : whole.slice(told.length)
-        told += text
-        yield { id, text, route: session.route, recoveries: session.recoveries, cheated: session.cheated }
-        next = [id]
-      }
+      yield * conversation.generate(ids, options)
     } finally {
-      await session.close()
+      await conversation.close()
     }
+  }
+
+  /** Answers that go on from each other, over one session; `close` ends it. */
+  conversation () {
+    return new Conversation(this._client, this)
   }
 }
 

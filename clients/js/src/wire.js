@@ -17,7 +17,7 @@ export const ANNOUNCEMENT = [
   [1, 'bytes', 'peerId'], [2, 'big', 'sequence'], [3, 'uint', 'expiresMs'], [4, 'bytes', 'modelVersion'], [5, 'string', 'modelName'],
   [6, 'uint', 'numBlocks'], [7, SPAN, 'span'], [8, 'uint', 'state'], [9, 'uint', 'stepUs'], [10, 'uint', 'forwardTokensPerSecond'],
   [11, 'string', 'dtype'], [12, 'string', 'quantisation'], [13, 'uint', 'cacheTokensFree'], [14, 'uint', 'cacheTokens'],
-  [15, 'uint', 'queueDepth'], [17, 'bytes', 'addrs', 'many'], [21, 'uint', 'maxSessionLength']
+  [15, 'uint', 'queueDepth'], [17, 'bytes', 'addrs', 'many'], [20, 'string', 'publicName'], [21, 'uint', 'maxSessionLength']
 ]
 export const SIGNED_ANNOUNCEMENT = [[1, 'bytes', 'announcement'], [2, 'bytes', 'signature']]
 const RECEIPT = [
@@ -49,15 +49,21 @@ export const WEIGHTS = [
 export const INFERENCE = [
   [1, [
     [1, 'uint', 'protocolVersion'], [2, 'bytes', 'modelVersion'], [3, SPAN, 'span'], [4, 'uint', 'maxLength'], [5, 'uint', 'batch'],
-    [7, 'string', 'codec'], [9, 'bytes', 'nonce'], [10, 'uint', 'routeEpoch'], [13, 'uint', 'waitMs'], [14, 'string', 'activationDtype'],
-    [15, 'uint', 'keepMs']
+    [7, 'string', 'codec'], [9, 'bytes', 'nonce'], [10, 'uint', 'routeEpoch'], [11, 'bytes', 'upstream'], [12, 'bytes', 'downstream'],
+    [13, 'uint', 'waitMs'], [14, 'string', 'activationDtype'], [15, 'uint', 'keepMs']
   ], 'open'],
   [2, [
     [1, 'bytes', 'sessionEpoch'], [2, 'uint', 'cacheTokens'], [3, 'string', 'codec'], [4, 'string', 'dtype'], [5, 'string', 'quantisation'],
     [6, 'uint', 'credits'], [7, 'uint', 'maxStepTokens'], [12, PLEDGE, 'pledge']
   ], 'granted'],
-  [3, [[1, 'uint', 'sequence'], [2, 'uint', 'position'], [4, 'uint', 'routeEpoch']], 'step'],
-  [4, [[1, 'uint', 'sequence'], [2, 'uint', 'position'], [3, RECEIPT, 'receipt'], [8, 'uint', 'draining']], 'reply'],
+  [3, [
+    [1, 'uint', 'sequence'], [2, 'uint', 'position'], [4, 'uint', 'routeEpoch'], [5, 'bytes', 'previousReceipt'],
+    [6, [[1, 'bytes', 'peerId'], [2, 'bytes', 'nonce'], [3, 'uint', 'sequence']], 'targets', 'many']
+  ], 'step'],
+  [4, [
+    [1, 'uint', 'sequence'], [2, 'uint', 'position'], [3, RECEIPT, 'receipt'], [7, 'uint', 'handedOn'], [8, 'uint', 'draining'],
+    [9, RECEIPT, 'upstream']
+  ], 'reply'],
   [5, ERROR, 'error'], [6, [], 'close'], TENSORS
 ]
 export const INVITE = [

@@ -22,6 +22,19 @@ export class EventReader {
 }
 
 export class Client {
+  /** What its key is, for a person. */
+  keyed = {
+    name: "API key",
+    a: "a key",
+    missing: "This server answers only who has a key.",
+    wrong: "The server does not know this key.",
+    made: "Made with: petalnode api --new-api-key NAME --api-key-file FILE",
+    note: "Only if this petalnode was started with keys.",
+  };
+
+  /** What the models behind the first are. */
+  others = "With an adapter";
+
   /** `base` is the page's address; `key()` the API key or "". */
   constructor(base, key) {
     this.base = base;

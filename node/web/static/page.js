@@ -16,7 +16,7 @@ class Page extends HTMLElement {
   async connectedCallback() {
     this.settings = loadSettings();
     this.key = loadKey();
-    this.client = new Client(document.baseURI, () => this.key);
+    this.client ??= new Client(document.baseURI, () => this.key); // or what clients/js/chat asks
     this.names = new Map();
     this.models = [];
     this.conversations = [];
@@ -223,9 +223,8 @@ class Page extends HTMLElement {
       return this.tell(error.message, () => this.#loadModels());
     }
     const options = this.models.map(({ id }) => h("option", { value: id }, id));
-    // The first is the model itself, the others have an adapter.
-    const adapters = options.length > 1 ? [h("optgroup", { label: "With an adapter" }, options.slice(1))] : [];
-    this.picker.replaceChildren(...options.slice(0, 1), ...adapters);
+    const others = options.length > 1 ? [h("optgroup", { label: this.client.others }, options.slice(1))] : [];
+    this.picker.replaceChildren(...options.slice(0, 1), ...others);
     this.takesPictures = this.models[0].input_modalities?.includes("image") ?? false;
     this.chat.learntPictures();
     const known = this.models.some(({ id }) => id === this.settings.model);
@@ -240,7 +239,7 @@ class Page extends HTMLElement {
 
   async #askKey() {
     const given = await askForKey(this, Boolean(this.key));
-    if (!given) return this.tell("This server needs an API key: open Settings to enter one.");
+    if (!given) return this.tell(`${this.client.keyed.missing} Open Settings to enter one.`);
     this.#setKey(given);
   }
 
@@ -285,7 +284,7 @@ class Page extends HTMLElement {
     } catch (error) {
       this.lost = error.status !== 401;
       this.links.swarm.classList.add("bad");
-      this.swarmLine.textContent = this.lost ? "Swarm: no answer" : "Swarm: needs a key";
+      this.swarmLine.textContent = this.lost ? "Swarm: no answer" : `Swarm: needs ${this.client.keyed.a}`;
       this.swarm.fail(error.message);
     }
     clearTimeout(this.timer);

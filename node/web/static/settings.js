@@ -49,12 +49,12 @@ function keyFields(page) {
 
 export function askForKey(page, wrong) {
   const { key, remember, kept } = keyFields(page);
-  const why = wrong ? "The server does not know this key." : "This server answers only who has a key.";
+  const { name, made, missing, wrong: unknown } = page.client.keyed;
   return asked(
-    "API key",
-    [h("p", {}, why), field("Key", key, "Made with: petalnode api --new-api-key NAME --api-key-file FILE"), kept],
+    name,
+    [h("p", {}, wrong ? unknown : missing), field(name, key, made), kept],
     () => ({ key: key.value.trim(), remember: remember.checked }),
-    "Use this key",
+    "Use it",
   );
 }
 
@@ -102,7 +102,7 @@ export function openSettings(page) {
       ),
       field("Colours", theme),
       chats,
-      field("API key", key, "Only if this petalnode was started with keys."),
+      field(page.client.keyed.name, key, page.client.keyed.note),
       kept,
       h("p", { class: "note" }, KEYS),
     ],

@@ -56,7 +56,7 @@ class Swarm extends HTMLElement {
     this.body.replaceChildren(
       h("section", { class: "facts" }, facts(swarm)),
       swarm.help ? help(swarm.help) : "",
-      this.#invite(),
+      this.page.client.invite ? this.#invite() : "",
       h("section", {}, h("h2", {}, "Blocks"), picture(swarm, width), legend()),
       h("section", {}, h("h2", {}, "Servers"), table(swarm.servers)),
       h("section", {}, h("h2", {}, "Round trips"), trips(swarm, width)),

@@ -1,0 +1,122 @@
+"""The chat page on a static host, over the JavaScript client, in Chromium and Firefox: `make interop`.
+
+Pictures of it come into build/interop.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from tests.interop.built import BUILT, CHAT, built
+from tests.interop.check_client import SHARED, expected
+from tests.nat.nodes import ToldNode
+from tests.swarm.conftest import home, node_starter
+from tests.swarm.processes import Nodes, Running, petalnode, until
+from tests.swarm.test_websocket import WS
+from tests.swarm.tokenizer import save_tokenizer
+from tests.tiny_models import save_tiny
+
+__all__ = ["built", "home", "node_starter"]
+pytestmark = pytest.mark.timeout(3600)
+COUNT: Final = 60
+MAX_PAGE: Final = 1_500_000  # bytes
+FILES: Final = {"", "page.js", "page.css", "icon.svg", "favicon.ico"}
+NODES: Final = "Object.values(document.querySelector('pn-chat')?.conversation?.nodes ?? {})"
+
+
+class ChatPage:
+    """The page in a tab, with the settings of who wants the likeliest token."""
+
+    def __init__(self, nodes: Nodes, kind: str) -> None:
+        serve = [sys.executable, "-m", "http.server", "0", "--bind", "127.0.0.1", "--directory", str(CHAT)]
+        web = Running(serve, nodes.env)
+        command = [sys.executable, "-m", "tests.interop.browser", json.dumps({"kind": kind})]
+        self.tab: Final = ToldNode(command, nodes.home)
+        nodes.running += [web, self.tab]
+        assert self.tab.ready
+        self.host: Final = f"http://127.0.0.1:{web.line().split(' port ')[1].split()[0]}/"
+
+    def open(self, query: str = "") -> None:
+        self.tab.ask("open", url=self.host + query)
+
+    def run(self, expression: str) -> Any:
+        return self.tab.ask("run", expression=expression)
+
+    def ask(self, question: str) -> None:
+        self.run(f"document.getElementById('question').value = {question!r}")
+        self.run("document.querySelector('form.ask').requestSubmit()")
+
+    def answers(self) -> list[dict[str, Any]]:
+        """In their order, as the page keeps them."""
+        found: list[dict[str, Any]] = self.run(NODES)
+        return [node for node in found if node["role"] == "assistant"]
+
+    def answer(self, number: int) -> dict[str, Any]:
+        """Once it is complete."""
+        until(lambda: len(self.answers()) > number and self.answers()[number]["state"] != "answering", "the answer")
+        found = self.answers()[number]
+        assert found["state"] == "done", found
+        return found
+
+    def asked_by_http(self) -> list[str]:
+        return [url for url in self.tab.ask("asked") if not url.startswith("ws:")]
+
+
+@pytest.mark.parametrize("kind", ["chromium", "firefox"])
+def test_the_chat_page_answers_by_a_link_without_petalnode_api(node_starter: Nodes, tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "tiny-llama"
+    save_tokenizer(save_tiny("llama", folder, max_position_embeddings=4096, eos_token_id=None))
+    relay = node_starter.bootstrap("--listen", WS)
+    at = ("--listen", WS, *SHARED)
+    servers = [node_starter.server(folder, blocks, *at, peer=relay.address) for blocks in ("0:3", "3:6", "3:6")]
+    named = {server.peer_id: server for server in servers}
+    made = petalnode("invite", "--peer", relay.address, "--json", env=node_starter.env, timeout=240)
+    assert made.code == 0, made
+    page = ChatPage(node_starter, kind)
+    page.open()
+    until(lambda: bool(page.run("document.querySelector('dialog')?.textContent ?? ''")), "that it asks for a link")
+    settings = json.dumps({"temperature": 0, "max_tokens": COUNT})
+    page.run(f"localStorage.setItem('petalnode-settings', {settings!r})")
+    page.open("?#" + made.objects[0]["link"])
+    until(lambda: page.run("document.querySelector('pn-page')?.dataset.ready") == "", "that it has joined")
+    assert page.run("location.hash") == "#chat"  # the link, which may have a swarm's key, stands there no longer
+    loaded = page.asked_by_http()
+    page.ask("how does it go on?")
+    until(lambda: any(node["route"]["tokens"] >= 8 for node in page.answers()), "eight tokens")
+    lost = page.answers()[0]["route"]["hops"][-1]["peer"]
+    named[lost].kill()
+    first = page.answer(0)
+    page.ask("and then?")
+    second = page.answer(1)
+    page.tab.ask("picture", path=str(BUILT / f"chat-{kind}.png"))
+    assert [first["route"]["recoveries"], second["route"]["recoveries"]] == [1, 0]
+    assert [change["lost"][0]["peer"] for change in first["route"]["changes"]] == [lost]
+    assert {hop["peer"] for hop in second["route"]["hops"]} == set(named) - {lost}
+    said = [("user", "how does it go on?"), ("assistant", first["content"]), ("user", "and then?")]
+    assert first["content"] == by_transformers(folder, said[:1])
+    assert second["content"] == by_transformers(folder, said)
+    swarm = page.run("document.querySelector('pn-swarm').known")
+    assert swarm["num_blocks"] == 6 and swarm["model"] == "tiny-llama"
+    assert {server["peer_id"] for server in swarm["servers"]} >= set(named) - {lost}
+    assert page.asked_by_http() == loaded
+    assert {url.removeprefix(page.host).partition("?")[0].rpartition("/")[2] for url in loaded} <= FILES
+
+
+def by_transformers(folder: Path, said: list[tuple[str, str]]) -> str:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": role, "content": content} for role, content in said]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    return str(tokenizer.decode(expected(folder, torch.tensor([ids]), COUNT), skip_special_tokens=True))
+
+
+def test_the_chat_page_with_its_code_is_small() -> None:
+    size = sum(file.stat().st_size for file in CHAT.rglob("*") if file.is_file())
+    print(f"{size} bytes")
+    assert size < MAX_PAGE
