@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import trio
 
@@ -150,17 +150,27 @@ def sampled(
             late = is_overdue(content.sequence / 1e9, content.expires, now) or is_unreached(content.peer_id)
             (doubtful if late else sure).append(record)
     coverage = _Coverage()
-    chosen: list[SignedAnnouncement] = []
+    chosen: list[_Place] = []
     blocks = {record.content.model_version: record.content.num_blocks for record in records}
-    others = _take(_in_turn(sure, origins, rng), chosen, coverage, limit, range(1), sum(blocks.values()))
-    spare = _take(_in_turn(doubtful, origins, rng), chosen, coverage, limit, range(1))
+    places = map(coverage.place, _in_turn(sure, origins, rng))
+    others = _take(places, chosen, coverage, limit, range(1), sum(blocks.values()))
+    spare = _take(map(coverage.place, _in_turn(doubtful, origins, rng)), chosen, coverage, limit, range(1))
     for count in range(1, SAMPLING.even):
-        others = _take(iter(others), chosen, coverage, limit, range(count, count + 1))
-    for record in others[: limit - len(chosen)]:
-        coverage.add(record.content)
-        chosen.append(record)
-    _take(iter(spare), chosen, coverage, limit, range(SAMPLING.several))
-    return _within(chosen, max_bytes)
+        others = _take(others, chosen, coverage, limit, range(count, count + 1))
+    for place in others[: limit - len(chosen)]:
+        coverage.add(place)
+        chosen.append(place)
+    _take(spare, chosen, coverage, limit, range(SAMPLING.several))
+    return _within((place.record for place in chosen), max_bytes)
+
+
+class _Place(NamedTuple):
+    """A record, and its blocks in `counts`: how many chosen servers have each block of its model."""
+
+    record: SignedAnnouncement
+    counts: bytearray
+    start: int
+    end: int
 
 
 class _Coverage:
@@ -171,20 +181,17 @@ class _Coverage:
         self._counts: dict[bytes, bytearray] = {}
         self.covered = 0  # blocks that somebody has
 
-    def has_one_of(self, counts: range, content: Announcement) -> bool:
-        """Whether as many servers as are asked for have one of its blocks."""
-        held = self._of(content)
-        return any(held.find(count, content.span.start, content.span.end) >= 0 for count in counts)
+    def place(self, record: SignedAnnouncement) -> _Place:
+        span = record.content.span
+        counts = self._counts.setdefault(record.content.model_version, bytearray())
+        if len(counts) < span.end:
+            counts.extend(bytes(span.end - len(counts)))
+        return _Place(record, counts, span.start, span.end)
 
-    def add(self, content: Announcement) -> None:
-        counts, span = self._of(content), slice(content.span.start, content.span.end)
+    def add(self, place: _Place) -> None:
+        counts, span = place.counts, slice(place.start, place.end)
         self.covered += counts[span].count(0)
         counts[span] = counts[span].translate(_ONE_MORE)
-
-    def _of(self, content: Announcement) -> bytearray:
-        counts = self._counts.setdefault(content.model_version, bytearray())
-        counts.extend(bytes(max(0, content.span.end - len(counts))))
-        return counts
 
 
 def _within(records: Iterable[SignedAnnouncement], most: int) -> list[SignedAnnouncement]:
@@ -219,24 +226,32 @@ def in_turn(
 
 
 def _take(
-    order: Iterator[SignedAnnouncement],
-    chosen: list[SignedAnnouncement],
+    order: Iterable[_Place],
+    chosen: list[_Place],
     coverage: _Coverage,
     limit: int,
     counts: range,
     there: int = 0,
-) -> list[SignedAnnouncement]:
+) -> list[_Place]:
     """Chooses those that have a block which one of `counts` chosen ones have; returns some of the others. Stops
-    when somebody has each of the blocks that are `there` and there are enough others."""
-    others: list[SignedAnnouncement] = []
-    for record in order:
-        if len(chosen) < limit and coverage.has_one_of(counts, record.content):
-            chosen.append(record)
-            coverage.add(record.content)
-        elif len(others) < SAMPLING.looked_at * limit:
-            others.append(record)
-        if len(chosen) >= limit or (0 < there <= coverage.covered and len(others) == SAMPLING.looked_at * limit):
+    when somebody has each of the blocks that are `there` and there are enough others. Directories do this for every
+    question, some thousand times each."""
+    others: list[_Place] = []
+    most = SAMPLING.looked_at * limit
+    for place in order:
+        if len(chosen) >= limit:
             break
+        _, held, start, end = place
+        for count in counts:
+            if held.find(count, start, end) >= 0:
+                chosen.append(place)
+                coverage.add(place)
+                break
+        else:
+            if len(others) < most:
+                others.append(place)
+            elif 0 < there <= coverage.covered:
+                break
     return others
 
 

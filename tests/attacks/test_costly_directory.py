@@ -14,7 +14,7 @@ import trio
 from libp2p.network.stream.net_stream import NetStream
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.network.transport.limits import NodeLimits
+from petalnode.node.network.transport.limits import NodeLimits, metered
 from petalnode.node.network.transport.muxed_stream import DATA
 from petalnode.node.network.transport.stream_bytes import StreamBytes
 from petalnode.node.network.transport.yamux import Muxer
@@ -173,3 +173,22 @@ def test_a_sample_of_announcements_with_thousands_of_blocks_costs_milliseconds(o
     start = time.thread_time()
     assert len(sampled(view.page(b"", b""), view.origins, limit, time.time())) == limit
     assert time.thread_time() - start < 0.5
+
+
+@pytest.mark.virtual_time
+async def test_what_others_have_announced_makes_nobody_loud_who_asks_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 1,500 false announcements one question takes 15 ms; sessions of its address then waited for seconds."""
+    clock = itertools.count()
+    monkeypatch.setattr(time, "thread_time", lambda: next(clock) * 0.015)
+    use = NodeLimits().of_address("192.0.2.1")
+
+    async def ask() -> None:
+        pass  # one step
+
+    for _ in range(10):
+        await metered(ask(), NodeLimits(), use)
+        assert use.is_quiet
+        await trio.sleep(5)
+    for _ in range(6):
+        await metered(ask(), NodeLimits(), use)
+    assert not use.is_quiet

@@ -89,6 +89,11 @@ class WorkShares:
     granted_part: float = 1 / 8
     """Of a frame on such a stream, and of the work that led there, which counts for being quiet: sessions send many and
     open often, a flood does so much more."""
+    long_step: float = 300.0
+    """Units of a step that are more than what was asked says: what others have announced makes a directory's answer
+    long. Of few of these only that part counts, or one question would make all of an address loud for a second."""
+    long_steps: float = 0.5  # a second, of an address
+    long_at_once: int = 4
 
 
 WORK: Final = WorkShares()
@@ -158,6 +163,7 @@ class AddressUse:
         unread: bytes that came from it and were not read yet, on streams that were granted nothing, and on others.
         negotiating: its streams on which no protocol was agreed yet, the oldest first.
         recent: the units of work that it took lately.
+        long_steps: those that do not count in full for it.
     """
 
     def __init__(self, origin: str) -> None:
@@ -167,6 +173,7 @@ class AddressUse:
         self.connections: list[Unread] = []
         self.unread = [0, 0]
         self.recent = Recent()
+        self.long_steps = TokenBucket(WORK.long_steps, WORK.long_at_once)
 
     @property
     def is_quiet(self) -> bool:
@@ -175,7 +182,8 @@ class AddressUse:
     @property
     def may_be_forgotten(self) -> bool:
         """Whether a new one would have about the same values."""
-        return not self.users and not any(self.unread) and self.recent.amount() < 1.0
+        spent = any(self.unread) or self.recent.amount() >= 1.0 or not self.long_steps.may_be_forgotten
+        return not self.users and not spent
 
     def negotiate(self, stream: Negotiating) -> None:
         """A stream waits for its peer to name a protocol, until `negotiated`. Of too many, one is reset."""
@@ -241,7 +249,7 @@ class NodeLimits:
         await self.work.turn(use.origin, urgent=quiet)
 
     def worked(self, use: AddressUse, units: float, granted: float = 0.0) -> None:
-        """`granted` are those of the units that went on streams that were granted something."""
+        """`granted` are those of the units that went on streams that were granted something, or are not its fault."""
         self.work.spend(units)
         if not use.is_quiet:
             self._loud.spend(units)
@@ -349,7 +357,10 @@ def metered(
         finally:
             if stream is None or not (stream.waits_turn or stream.granted):
                 units = WORK.step + (time.thread_time() - begun) * WORK.units_of_second
-                limits.worked(address, units)
+                excused = units > WORK.long_step and not address.long_steps.delay(1)
+                if excused:
+                    address.long_steps.take_ahead(1)
+                limits.worked(address, units, units if excused else 0.0)
                 if asking is not None:
                     asking.add(units)
             elif stream.granted and asking is not None:
