@@ -39,7 +39,7 @@ def bundle() -> None:
 
 
 def invited(invite: Callable[[], Outcome]) -> str:
-    """The link that `petalnode invite` makes; it gives up a peer that does not answer within 5 s, which a busy machine may not."""
+    """The link that `petalnode invite` makes. It gives up a peer after 5 s; a busy machine may take longer."""
     made: list[dict[str, str]] = []
 
     def is_made() -> bool:
