@@ -3,8 +3,9 @@
     python benchmarks/exact.py [--json] [MODEL ...] [--pairs 20] [--threads N]
 
 MODEL: folder, .gguf file or alias; by default smollm2. Both are loaded on a CPU as `serve` does, with weights as the
-checkpoint has them. Steps of one and of eight sessions that hold 128 tokens, and a prompt of 256. `ratio` is the median
-of the exact one's time over the other's in the same pair, with the quartiles.
+checkpoint has them. Steps of one and of eight sessions that hold 128 tokens, and a prompt of 256; and what a validator
+takes to recompute a session of 32 tokens and 96 steps, the weights from the disk. `ratio` is the median of the exact
+one's time over the other's in the same pair, with the quartiles.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import json
 import os
 import statistics
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 from cpu import HELD, PROMPT, fill, timed, use_threads
@@ -22,7 +24,11 @@ from cpu import HELD, PROMPT, fill, timed, use_threads
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.models import resolve
 from petalnode.node.models.quantisation import Numerics
+from petalnode.node.verification.recomputation import Recomputation, RecordedStep, SessionQuestion
 from petalnode.protocols.ids import Span
+
+FIRST: Final = 32
+CHECK: Final = f"check of {HELD}"
 
 
 def works(blocks: BlockSpan) -> dict[str, Callable[[], object]]:
@@ -37,6 +43,15 @@ def works(blocks: BlockSpan) -> dict[str, Callable[[], object]]:
         found[f"{count} session{'s' * (count > 1)}"] = lambda caches=caches: _step(blocks, hidden, caches)
     found[f"prompt of {PROMPT}"] = lambda: (blocks.forward(hidden, prompted), prompted.rollback(0))
     return found
+
+
+def check(folder: Path, blocks: BlockSpan) -> Callable[[], object]:
+    """What a validator computes of a session that such a server has had."""
+    hidden = torch.randn(1, HELD, blocks.hidden_size, generator=torch.Generator().manual_seed(0))
+    parts = torch.split(hidden, [FIRST, *[1] * (HELD - FIRST)], dim=1)
+    steps = [RecordedStep(position, part) for position, part in zip((0, *range(FIRST, HELD)), parts, strict=True)]
+    truth = Recomputation(folder, str(blocks.dtype).removeprefix("torch."), blocks.quantisation)
+    return lambda: truth.answer([SessionQuestion(blocks.span, tuple(steps))])
 
 
 def _step(blocks: BlockSpan, hidden: torch.Tensor, caches: list[Any]) -> None:
@@ -63,9 +78,11 @@ def compare(name: str, pairs: int, threads: int) -> dict[str, Any]:
     for blocks in spans.values():
         use_threads(blocks, threads)
     timings = {kind: works(blocks) for kind, blocks in spans.items()}
+    for kind, blocks in spans.items():
+        timings[kind][CHECK] = check(folder.path, blocks)
     found: dict[str, Any] = {"model": folder.name, "dtype": str(spans["default"].dtype), "threads": threads}
     for what in timings["default"]:
-        count = pairs if what.endswith("sessions") or "prompt" in what else 3 * pairs
+        count = {"1 session": 3 * pairs, CHECK: min(4, pairs)}.get(what, pairs)
         for kind in kinds:
             timings[kind][what]()
         taken: dict[str, list[float]] = {kind: [] for kind in kinds}

@@ -25,6 +25,7 @@ from ..models.adapter import check_adapter_files
 from ..models.sources.alias import ALIASES
 from ..swarm.swarm import Swarm
 from ..swarm.versions import VERSIONS
+from ..weights.on_demand import OnDemandFolder
 from ..weights.remote_model import find_instead
 from .node_report import nobody_serves
 from .output import Output, ProgressBars
@@ -243,6 +244,28 @@ async def folder_from_peers(swarm: Swarm, model: str, output: Output, need: Need
         remote = await find_instead(swarm, model, bars, why)
         output.note(f"fetching {remote.name} ({remote.version.hex()[:12]}) from peers of the swarm")
         return await remote.fetch(need, bars)
+    finally:
+        bars.stop()
+
+
+async def on_demand_folder(model: str, output: Output, swarm: Swarm, max_disk: int) -> ModelFolder:
+    """The folder of a model if all of it is on this machine; else one whose blocks come from peers of `swarm` while
+    they are needed, within `max_disk` bytes.
+
+    Raises:
+        ModelError, SwarmError, MachineError: as `folder_from_peers`.
+        BadInput: `max_disk` is too little for a block.
+    """
+    find = partial(resolve, model, need="all", offline=True)
+    try:
+        return await trio.to_thread.run_sync(find, abandon_on_cancel=True)
+    except ModelError as error:
+        why = error
+    bars = ProgressBars(output.errors)
+    try:
+        remote = await find_instead(swarm, model, bars, why)
+        output.note(f"fetching blocks of {remote.name} ({remote.version.hex()[:12]}) from peers as they are recomputed")
+        return await OnDemandFolder.of(remote, max_disk, bars)
     finally:
         bars.stop()
 

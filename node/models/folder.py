@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -67,6 +68,10 @@ class ModelFolder:
     def boundaries(self) -> Boundaries:
         """Of its blocks."""
         return boundaries_of(self.config, self.hidden_size, self.num_blocks)
+
+    def held(self, blocks: Span) -> AbstractContextManager[None]:
+        """While it is entered, the weights of these blocks are here, if they ever are."""
+        return nullcontext()
 
 
 def open_folder(path: Path, name: str, revision: str | None = None) -> ModelFolder:

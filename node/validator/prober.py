@@ -166,7 +166,7 @@ def _entering(model: ProbeModel, block: int, tokens: torch.Tensor) -> torch.Tens
     hidden = model.local.embed(tokens)
     if not block:
         return hidden
-    recomputation = Recomputation(model.swarm_model.folder.path, dtype_name(model.local.dtype), "none")
+    recomputation = Recomputation(model.swarm_model.folder, dtype_name(model.local.dtype), "none")
     (answer,) = recomputation.answer([SessionQuestion(Span(0, block), (RecordedStep(0, hidden),))])
     assert isinstance(answer, SessionAnswer)
     return answer.outputs[0]

@@ -13,31 +13,32 @@ a rounding decide about all of an answer. `Recomputation.perturbed` finds out, b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import SystemRandom
-from typing import Any, Final
+from typing import Final
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from ...protocols.ids import PLAIN, Layout, Span
 from ...protocols.tensors import DTYPES
 from ...protocols.training import LoraName
 from ..blocks.batch_request import gradient_of
+from ..blocks.cache import SpanCache
 from ..blocks.passes import Batch, Gradients, SpanPasses, run_through
 from ..blocks.span import PREFILL_CHUNK, BlockSpan, load_span
-from ..errors import BadInput
+from ..errors import BadInput, ModelError
 from ..models.checkpoint import Checkpoint
-from ..models.folder import num_blocks, read_config
+from ..models.folder import ModelFolder, num_blocks, read_config
 from ..models.progress import Progress, no_progress
+from .noise import Noise
 
 
 @dataclass(frozen=True)
 class RecomputationLimits:
-    """How much is recomputed at once, and how noise is made."""
+    """How much is recomputed at once."""
 
     group_bytes: int = 64 << 20
     """Of weights, as they are in the files, that are loaded at once; a larger block is loaded alone."""
@@ -46,11 +47,6 @@ class RecomputationLimits:
     """Pairs of perturbed recomputations: the noise of one, and its opposite. Of any two among 64 experts, one has the
     other's noise reversed in one of them at least, so that no tie between two is left as it is."""
     perturbed_at_once: int = 8  # Questions: the activations of each are in memory as often as it is recomputed
-    zero: float = 1e-30
-    """Values up to this may be zero on another processor: their products with scales of quantised weights are
-    subnormal."""
-    tie: float = 4.0  # Noise of the scores by which experts are chosen, as a multiple of that of all blocks together
-    probability: float = 3.0  # Relative noise of a score that is a probability, for a relative noise of 1 of the logits
 
 
 RECOMPUTATION: Final = RecomputationLimits()
@@ -126,85 +122,13 @@ def kept_gradients(answer: Answer, names: Collection[str]) -> dict[str, torch.Te
     return {name: gradient_of(answer.gradients, name) for name in names}
 
 
-class Noise(TorchFunctionMode):
-    """Noise in place of the roundings of another processor, while this context is entered.
-
-    What enters each block, and what leaves the last one, changes by normally distributed noise of relative size `size`
-    (of the value, or of the token's mean absolute value where that is more; at least what a processor may take for
-    zero). Scores by which `torch.topk` chooses experts change as much as all blocks together would make them, several
-    times; only the choice changes, and not the scores.
-
-    Args:
-        pair: which of the pairs; decides which experts are raised and which are lowered.
-        sign: 1 or -1, of the whole noise.
-    """
-
-    def __init__(self, size: float, blocks: int, seed: int, pair: int, sign: int) -> None:
-        super().__init__()
-        self._size = size
-        self._choice = RECOMPUTATION.tie * size * blocks**0.5
-        self._pair = pair
-        self._sign = sign
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def added(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor`, float [..., hidden size], with noise."""
-        exact = tensor.to("cpu", torch.float64)
-        values = exact.detach().abs()
-        scale = torch.maximum(values, values.mean(-1, keepdim=True)) * self._size
-        scale = scale.clamp(min=max(RECOMPUTATION.zero, torch.finfo(tensor.dtype).tiny))
-        noise = torch.randn(tensor.shape, generator=self._generator, dtype=torch.float64)
-        return (exact + self._sign * scale * noise).to(tensor.device, tensor.dtype)
-
-    @contextmanager
-    def within(self, loaded: BlockSpan) -> Iterator[None]:
-        """Adds the noise to what enters these blocks."""
-
-        def enter(block: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            if loaded.stack.is_idle(block):  # a pass runs one block at a time, and all others hand on what they get
-                return given, named
-            if given:
-                return (self.added(given[0]), *given[1:]), named
-            return given, {**named, "hidden_states": self.added(named["hidden_states"])}
-
-        with ExitStack() as stack:
-            for block in loaded.stack.blocks:
-                stack.callback(block.register_forward_pre_hook(enter, with_kwargs=True).remove)
-            stack.enter_context(self)
-            yield
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        named = dict(kwargs or {})
-        if func not in (torch.topk, torch.Tensor.topk):
-            return func(*args, **named)
-        scores = args[0] if args else named.pop("input")
-        axis = args[2] if len(args) > 2 else named.get("dim", -1)
-        chosen = func(self._shaken(scores, axis), *args[1:], **named).indices
-        return torch.return_types.topk((scores.gather(axis, chosen), chosen))
-
-    def _shaken(self, scores: torch.Tensor, axis: int) -> torch.Tensor:
-        exact = scores.detach().to("cpu", torch.float64).movedim(axis, -1)
-        if float(exact.min()) >= 0.0 and float(exact.max()) <= 1.0:
-            scale = RECOMPUTATION.probability * exact
-        else:
-            finite = torch.where(torch.isfinite(exact), exact, 0.0)
-            scale = finite.std(-1, correction=0, keepdim=True).expand(exact.shape)
-        raised = torch.arange(exact.shape[-1]) >> self._pair & 1
-        turned = torch.randint(0, 2, (*exact.shape[:-1], 1), generator=self._generator)  # so that ties combine
-        signs = self._sign * (1 - 2 * (raised ^ turned))
-        shaken: torch.Tensor = exact + signs * self._choice * scale
-        return shaken.movedim(-1, axis).to(scores.device)
-
-
 class Recomputation:
     """Answers questions as a server that computes in `dtype` with weights held as `quantisation`.
 
     Not thread-safe; runs in a worker thread.
 
     Args:
-        folder: a model folder with the weights of the blocks that are asked for.
+        folder: with the weights of the blocks that are asked for, or one that has them while they are held.
         dtype: float32, bfloat16 or float16.
         quantisation: none, int8 or nf4.
         device: where to compute.
@@ -217,7 +141,7 @@ class Recomputation:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | ModelFolder,
         dtype: str,
         quantisation: str,
         device: str = "cpu",
@@ -226,7 +150,8 @@ class Recomputation:
     ) -> None:
         self.loads = 0
         self.largest = 0
-        self._folder = folder
+        self._source = folder
+        self._folder = folder if isinstance(folder, Path) else folder.path
         self._dtype = dtype
         self._quantisation = quantisation
         self._device = device
@@ -257,6 +182,7 @@ class Recomputation:
 
         Raises:
             ModelError: weights are missing or damaged.
+            SwarmError: they come from peers, and nobody hands them on.
             BadInput: blocks outside the model, or an unknown dtype or quantisation.
             MachineError: the device is not there.
         """
@@ -266,21 +192,23 @@ class Recomputation:
         wanted = {block for question in questions for block in range(question.span.start, question.span.end)}
         groups = self._groups(wanted)
         for group in groups:
-            loaded = self._load(group)
-            for run in runs:
-                if run.question.span.overlaps(group):
-                    with run.disturbed(loaded):
-                        run.go_through(loaded)
-            del loaded
+            with self._held(group):
+                loaded = self._load(group)
+                for run in runs:
+                    if run.question.span.overlaps(group):
+                        with run.disturbed(loaded):
+                            run.go_through(loaded)
+                del loaded
         backward = [run for run in runs if isinstance(run, _Backward)]
         for group in reversed(groups):
             going = [run for run in backward if run.question.span.overlaps(group)]
             if going:
-                loaded = self._load(group)
-                for run in going:
-                    with run.disturbed(loaded):
-                        run.go_back(loaded)
-                del loaded
+                with self._held(group):
+                    loaded = self._load(group)
+                    for run in going:
+                        with run.disturbed(loaded):
+                            run.go_back(loaded)
+                    del loaded
         return [run.answer() for run in runs]
 
     def _groups(self, wanted: Collection[int]) -> list[Span]:
@@ -288,7 +216,7 @@ class Recomputation:
         if not wanted:
             return []
         with Checkpoint(self._folder, num_blocks(read_config(self._folder))) as weights:
-            sizes = {block: weights.opened_nbytes(block) for block in wanted}
+            sizes = {block: self._size(weights, block) for block in wanted}
         groups: list[Span] = []
         room = 0
         for block in sorted(wanted):
@@ -299,6 +227,15 @@ class Recomputation:
                 groups.append(Span(block, block + 1))
                 room = self._group_bytes - sizes[block]
         return groups
+
+    def _size(self, weights: Checkpoint, block: int) -> int:
+        try:
+            return weights.opened_nbytes(block)
+        except ModelError:  # it is not here yet, or not at all: it is loaded alone
+            return self._group_bytes
+
+    def _held(self, group: Span) -> AbstractContextManager[None]:
+        return nullcontext() if isinstance(self._source, Path) else self._source.held(group)
 
     def _started(self, question: Question) -> _RecomputedSession | _Forward | _Backward:
         dtype = DTYPES.get(self._dtype)
@@ -362,28 +299,51 @@ class _RecomputedSession(_SpanRun):
         part = _common(self.question.span, blocks.span)
         cache = blocks.make_cache(rows, length, list(self.question.left_padding) or None, part)
         cache.keep_all()  # servers on other systems do
-        for index, step in enumerate(steps):
+        alone = [[index] for index in range(len(steps))]
+        for together in _in_one_piece(steps) if blocks.numerics.exact else alone:
+            step, sizes = steps[together[0]], [steps[index].hidden.shape[1] for index in together]
             if step.position < cache.length:
                 cache.rollback(step.position)
             if step.reorder:
                 cache.reorder(step.reorder)
             if step.position != cache.length:
                 raise ValueError(f"a step at position {step.position} of a session that holds {cache.length} tokens")
-            entering = self.hidden[index]
+            entering = torch.cat([self.hidden[index] for index in together], dim=1)
             blocks.stack.begin_step(cache, entering.shape[1], step.long_factors, step.layout)
-            if entering.shape[1] == 1:
-                self.hidden[index] = blocks.decode([(entering, cache)])[0]
-            else:
-                # In the chunks of a server: attention over more tokens at once rounds otherwise.
-                size, made = blocks.chunk_tokens(max(1, PREFILL_CHUNK // rows)), list[torch.Tensor]()
-                while left := step.position + entering.shape[1] - cache.length:
-                    piece = entering[:, -left:][:, : cache.whole_groups(min(size, left))]
-                    made.append(blocks.forward(piece, cache))
-                self.hidden[index] = torch.cat(made, dim=1)
+            outputs = torch.split(self._computed(blocks, cache, entering), sizes, dim=1)
+            for index, output in zip(together, outputs, strict=True):
+                self.hidden[index] = output
+
+    @staticmethod
+    def _computed(blocks: BlockSpan, cache: SpanCache, entering: torch.Tensor) -> torch.Tensor:
+        if entering.shape[1] == 1:
+            return blocks.decode([(entering, cache)])[0]
+        # In the chunks of a server: attention over more tokens at once rounds otherwise.
+        end, made = cache.length + entering.shape[1], list[torch.Tensor]()
+        size = blocks.chunk_tokens(max(1, PREFILL_CHUNK // entering.shape[0]))
+        while left := end - cache.length:
+            piece = entering[:, -left:][:, : cache.whole_groups(min(size, left))]
+            made.append(blocks.forward(piece, cache))
+        return torch.cat(made, dim=1)
 
     def answer(self) -> SessionAnswer:
         steps = zip(self.hidden, self.question.steps, strict=True)
         return SessionAnswer(tuple(self.left(hidden).to("cpu", step.hidden.dtype) for hidden, step in steps))
+
+
+def _in_one_piece(steps: Sequence[RecordedStep]) -> list[list[int]]:
+    """The indices of steps that follow each other. A token of the exact kind does not depend on the pieces in which a
+    text comes, and many at once take a fraction of the time."""
+    found: list[list[int]] = []
+    end = -1
+    for index, step in enumerate(steps):
+        plain = not step.reorder and step.layout == PLAIN and step.long_factors == steps[index - 1].long_factors
+        if plain and step.position == end and steps[index - 1].layout == PLAIN:
+            found[-1].append(index)
+        else:
+            found.append([index])
+        end = step.position + step.hidden.shape[1]
+    return found
 
 
 @dataclass

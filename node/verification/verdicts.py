@@ -12,7 +12,8 @@ import torch
 
 from ...protocols.ids import Span
 from ...protocols.tensors import decode, encode
-from ..errors import MachineError, PetalnodeError
+from ..errors import MachineError, PetalnodeError, SwarmError
+from ..models import ModelFolder
 from ..models.progress import Progress, no_progress
 from ..models.quantisation import EXACT, is_exact, within_tolerance
 from .judging import (
@@ -90,7 +91,8 @@ class Compared:
         tolerance: for answers of this kind; None if nobody measured it.
         perturbed: the same as `recomputed` with noise, where the answer looks faulty; None where it does not.
         kept_perturbed: how far the gradients of kept tensors with noise are from those without.
-        exact: the verdict by equality, of answers that were recomputed to the bit; the rest is not looked into then.
+        exact: the verdict by equality, of answers that were recomputed to the bit, or that on an answer which could not
+            be recomputed; the rest is not looked into then.
     """
 
     observed: Observed
@@ -145,13 +147,13 @@ class Judge:
     """Recomputes and compares. Runs in a worker thread, one call at a time.
 
     Args:
-        folder: the model with all weights of the blocks that are judged.
+        folder: the model with all weights of the blocks that are judged, or one that has them while they are held.
         device: where to recompute.
         coarser: whether to look for weights of fewer bits than declared.
     """
 
     def __init__(
-        self, folder: Path, device: str = "cpu", *, coarser: bool = True, progress: Progress = no_progress
+        self, folder: Path | ModelFolder, device: str = "cpu", *, coarser: bool = True, progress: Progress = no_progress
     ) -> None:
         self._folder = folder
         self.device = device
@@ -171,6 +173,8 @@ class Judge:
             try:
                 answers.update(self._recompute(observed, indices, dtype, quantisation))
                 to_the_bit.update(indices if is_exact(quantisation) else ())
+            except SwarmError as error:
+                unchecked.update(dict.fromkeys(indices, f"it cannot be recomputed: {error}"))
             except MachineError as error:
                 if not is_exact(quantisation):
                     raise
@@ -178,11 +182,7 @@ class Judge:
         found = [
             _compared(seen, answers[index], self.device, index in to_the_bit)
             if index in answers
-            else Compared(
-                seen,
-                seen.judged(torch.cat(seen.claimed, dim=1)),
-                exact=Judgement("inconclusive", unchecked[index], 0.0, 0.0),
-            )
+            else _undecided(seen, unchecked[index])
             for index, seen in enumerate(observed)
         ]
         if self._coarser:
@@ -191,7 +191,11 @@ class Judge:
             index for index, one in enumerate(found) if one.exact is None and self.verdict(one).verdict == "faulty"
         ]
         for indices in _alike([observed[index].kind(self.device) for index in suspects], suspects):
-            self._add_noise(found, answers, indices)
+            try:
+                self._add_noise(found, answers, indices)
+            except SwarmError as error:
+                for index in indices:
+                    found[index] = _undecided(observed[index], f"it cannot be recomputed: {error}")
         return found
 
     def _try_coarser(self, observed: Sequence[Observed], found: list[Compared]) -> None:
@@ -289,6 +293,11 @@ def _compared(observed: Observed, answer: Answer, device: str, to_the_bit: bool)
         claimed = torch.cat(observed.claimed, dim=1)
         exact = judge_bits(claimed, torch.cat(arrived, dim=1)[:, -claimed.shape[1] :])
     return Compared(observed, recomputed, kept=kept, tolerance=find_tolerance(observed.kind(device)), exact=exact)
+
+
+def _undecided(observed: Observed, why: str) -> Compared:
+    claimed = observed.judged(torch.cat(observed.claimed, dim=1))
+    return Compared(observed, claimed, exact=Judgement("inconclusive", why, 0.0, 0.0))
 
 
 def worst_of(verdicts: Iterable[Verdict], blocks: Span) -> Verdict:

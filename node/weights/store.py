@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -296,6 +296,13 @@ class PeerFolder:
             sync_one(self.path)
         part = part_of_number(number, self.num_blocks)
         note_trees(Checkpoint(self.path, self.num_blocks), {part: self.trees[number]})
+
+    def remove(self, numbers: Collection[int]) -> None:
+        """Takes parts from the disk again. One that a process has open stays usable for it, or stays at all, as the
+        system has it."""
+        for number in numbers:
+            with suppress(OSError):
+                self.file(number).unlink()
 
     def _write(self, number: int, place: int, data: bytes) -> None:
         partial = self._partial(number)

@@ -26,10 +26,10 @@ from petalnode.node.verification.judging import (
     judge_steady,
     spread_of,
 )
+from petalnode.node.verification.noise import Noise
 from petalnode.node.verification.observed import Observed, observed_session
 from petalnode.node.verification.recomputation import (
     RECOMPUTATION,
-    Noise,
     Recomputation,
     RecordedStep,
     SessionQuestion,

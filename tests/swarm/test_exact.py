@@ -9,11 +9,12 @@ import httpx
 import pytest
 
 from petalnode.node.models import resolve
+from petalnode.node.models.checkpoint import Checkpoint
 from petalnode.node.trust.bundle import Bundle
 from petalnode.node.verification.evidence_check import check_evidence
 from tests.swarm.faulty_server import order
 from tests.swarm.memory_pool import memory_pool
-from tests.swarm.processes import Nodes, petalnode
+from tests.swarm.processes import Nodes, environment, petalnode
 from tests.swarm.server_pool import server_pool
 from tests.swarm.test_validate import SuspectSwarm, validated
 
@@ -48,9 +49,15 @@ def answered(url: str, to: Path) -> Path:
     return to
 
 
+def room_for_a_block(folder: Path) -> str:
+    """The least that may be said of the disk of a machine that fetches block after block."""
+    held = Checkpoint(folder)
+    return str(sum(map(held.nbytes, ("embeddings", "head", 0))))
+
+
 def test_the_commands(node_starter: Nodes, home: Path, models: Path, tmp_path: Path) -> None:
-    """`serve --exact`, of processes with different instructions, `status`, `validate`, `verify-evidence` and
-    `verify-receipts`."""
+    """`serve --exact`, of processes with different instructions, `status`, `validate`, also on a machine that has no
+    block and room for one, `verify-evidence` and `verify-receipts`."""
     folder, control, env = models / "tiny-llama", home / "one-bit.json", node_starter.env
     peer: str = node_starter.meeting_point().event("ready")["addrs"][0]
     with server_pool(home / "exact", folder, peer) as pool:
@@ -78,6 +85,14 @@ def test_the_commands(node_starter: Nodes, home: Path, models: Path, tmp_path: P
         assert wrong["proven"], said
         options = ("--once", "--json", "--peer", peer, "--evidence-dir", str(tmp_path))
         said = petalnode("validate", str(folder), *options, env=other, timeout=170)
+        bare = environment(tmp_path / "bare")
+        options = ("--once", "--json", "--peer", honest.ready["addrs"][0], "--max-disk", room_for_a_block(folder))
+        poor = petalnode("validate", folder.name, *options, env=bare, timeout=170)
+    assert poor.code == 1, poor
+    found = {line["peer_id"]: line["verdict"] for line in poor.objects}
+    assert found == {suspect.peer_id: "faulty", honest.peer_id: "ok"}, poor
+    parts = (Path(bare["PETALNODE_CACHE"]) / "models").glob("peers-*/part-*.safetensors")
+    assert len(list(parts)) == 3  # embeddings, head and one block
     verdicts = {line["peer_id"]: line for line in said.objects}
     guilty = verdicts[suspect.peer_id]
     assert said.code == 1 and guilty["verdict"] == "faulty" and guilty["tolerance"] == 0, said

@@ -3,103 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from random import Random
 
 import pytest
 import torch
 
-from petalnode.node.blocks.cache import SpanCache
 from petalnode.node.blocks.kernels import choice
-from petalnode.node.blocks.kernels.library import ISAS, Library
-from petalnode.node.blocks.span import BlockSpan, load_span
-from petalnode.node.verification.observed import Observed
-from petalnode.node.verification.recomputation import RecordedStep, SessionQuestion
+from petalnode.node.blocks.kernels.library import Library
+from petalnode.node.verification.judging import judge_bits
 from petalnode.node.verification.verdicts import Judge
-from petalnode.protocols.ids import Span
-from petalnode.protocols.tensors import decode, encode
+from tests.exact_sessions import served
 from tests.tiny_models import HIDDEN, save_tiny
-
-SPAN = Span(1, 3)
-LONGEST = 90
-EXACT = "none/exact-1"
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PETALNODE_CACHE", str(tmp_path / "cache"))
     return save_tiny("llama", tmp_path / "model")
-
-
-class Conversation:
-    """A session at an honest server, with steps as they come: prompts, tokens, drafts, rollbacks, reorders."""
-
-    def __init__(self, blocks: BlockSpan, random: Random, codec: str = "none") -> None:
-        self._blocks, self._random, self._codec = blocks, random, codec
-        self.rows = random.choice((1, 1, 2, 5))
-        self._padding = tuple(random.choice((0, 0, 3)) for _ in range(self.rows))
-        self.cache: SpanCache = blocks.make_cache(self.rows, LONGEST, list(self._padding))
-        self._steps: list[RecordedStep] = []
-        self._claimed: list[torch.Tensor] = []
-        self._generator = torch.Generator().manual_seed(random.getrandbits(32))
-
-    def next(self) -> torch.Tensor:
-        """The next step's input; the cache is where it starts."""
-        random, cache = self._random, self.cache
-        if cache.length and (random.random() < 0.1 or cache.length > LONGEST - 20):
-            cache.rollback(random.randrange(cache.length))
-        reorder = tuple(random.randrange(self.rows) for _ in range(self.rows)) if random.random() < 0.05 else ()
-        if reorder:
-            cache.reorder(reorder)
-        tokens = random.choice((1, 1, 1, 1, 1, 4, 19)) if cache.length else random.randint(4, 60)
-        tokens = min(tokens, LONGEST - cache.length)
-        scale = random.choice((1e-20, 1e-3, 1.0, 1.0, 30.0))
-        hidden = scale * torch.randn(self.rows, tokens, HIDDEN, generator=self._generator)
-        self._steps.append(RecordedStep(cache.length, hidden, reorder))
-        return hidden
-
-    def answered(self, output: torch.Tensor) -> None:
-        self._claimed.append(decode(*encode(output, self._codec)))
-
-    def prefilled(self, hidden: torch.Tensor) -> None:
-        """In pieces of any sizes."""
-        parts, left = [], hidden
-        while left.shape[1]:
-            size = self._random.randint(1, left.shape[1])
-            parts.append(self._blocks.forward(left[:, :size], self.cache))
-            left = left[:, size:]
-        self.answered(torch.cat(parts, dim=1))
-
-    @property
-    def observed(self) -> Observed:
-        question = SessionQuestion(SPAN, tuple(self._steps), self._padding)
-        return Observed("server", SPAN, "float32", EXACT, question, tuple(self._claimed), "cpu", self._codec)
-
-
-def exact_blocks(folder: Path, _: str = "") -> BlockSpan:
-    return load_span(folder, SPAN, device="cpu", dtype="float32", quantisation=EXACT)
-
-
-def served(folder: Path, kernels: Library, random: Random, rounds: int, codec: str = "none") -> list[Observed]:
-    """What honest servers of every kind of instructions here answered, some sessions in one batch."""
-    seen = []
-    for blocks in map(partial(exact_blocks, folder), filter(kernels.select, ISAS[1:])):
-        talks = [Conversation(blocks, random, codec) for _ in range(6)]
-        for _ in range(rounds):
-            together = []
-            for talk in random.sample(talks, random.randint(1, len(talks))):
-                hidden = talk.next()
-                if hidden.shape[1] > 1:
-                    talk.prefilled(hidden)
-                else:
-                    together.append((hidden, talk))
-            outputs = blocks.decode([(hidden, talk.cache) for hidden, talk in together]) if together else []
-            for (_, talk), output in zip(together, outputs, strict=True):
-                talk.answered(output)
-        seen += [talk.observed for talk in talks]
-    kernels.select(kernels.isa)
-    return seen
 
 
 def test_an_honest_server_is_right_to_the_bit_over_thousands_of_steps(folder: Path, kernels: Library) -> None:
@@ -128,6 +49,17 @@ def test_one_bit_convicts(folder: Path, kernels: Library, codec: str) -> None:
         assert verdict.one_bit and "memory" in verdict.reason
     worse = [replace(one, claimed=tuple(-answer for answer in one.claimed)) for one in lying]
     assert not any(verdict.one_bit for verdict in judge.verdicts(worse))
+
+
+def test_every_bit_of_an_answer_counts(folder: Path, kernels: Library) -> None:
+    right = served(folder, kernels, Random(3), rounds=1)[0].claimed[0][:, :3]
+    assert judge_bits(right.clone(), right).result == "ok"
+    for value in range(right.numel()):
+        for bit in range(32):
+            claimed = right.clone()
+            claimed.view(torch.int32).view(-1)[value] ^= 1 << bit if bit < 31 else -(1 << 31)
+            judged = judge_bits(claimed, right)
+            assert judged.result == "faulty" and judged.one_bit, (value, bit)
 
 
 def test_nobody_is_called_faulty_where_the_kernels_are_missing(

@@ -12,9 +12,9 @@ import torch
 from petalnode.node.blocks.passes import Batch, SpanPasses
 from petalnode.node.blocks.span import load_span
 from petalnode.node.errors import BadInput
+from petalnode.node.verification.noise import Noise
 from petalnode.node.verification.recomputation import (
     RECOMPUTATION,
-    Noise,
     PassAnswer,
     Recomputation,
     RecordedStep,

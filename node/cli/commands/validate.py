@@ -22,13 +22,15 @@ from ...client.swarm_model import identify_model
 from ...errors import BadInput, ExitCode, ModelError
 from ...models import resolve
 from ...models.cache_dir import check_writable
+from ...models.disk_limit import parse_size
 from ...models.sources.resolve import DEFAULT_MODEL
 from ...network.nat.relay import RelayLimits
 from ...swarm.swarm import Swarm
 from ...trust.bundle import Bundle
+from ...weights.on_demand import OnDemandFolder
 from ..join import JoinOptions, joined, joins_swarm
 from ..metrics import MetricsOptions, add_node, metrics_served
-from ..model_choice import check_device, check_model, linked_model, model_folder, served_model
+from ..model_choice import check_device, check_model, linked_model, model_folder, on_demand_folder, served_model
 from ..output import Output, ProgressBars, whole_figures
 from ..process import say_error
 from ..terminal import StopSignal
@@ -61,6 +63,13 @@ class ValidateOptions:
     issue_points: Annotated[
         bool, typer.Option("--issue-points", help="Keep a ledger and issue points to servers for verified work.")
     ] = False
+    max_disk: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Size limit of the model cache, such as 5G: blocks come from peers as they are recomputed.",
+        ),
+    ] = None
 
 
 @joins_swarm
@@ -87,6 +96,8 @@ def validate(
             say_error(f"others on this machine can look into {folder}, {told}: chmod 700 {folder}", "warning")
         check_writable(folder, f"Saving evidence in {folder}", "Make room there, or give another --evidence-dir.")
     check_device(options.device)
+    if options.max_disk is not None:
+        parse_size(options.max_disk, "--max-disk")
     model = linked_model(model, join.target)
     check_model(model)
     raise typer.Exit(trio.run(_validate, model, options, join, metrics_options))
@@ -129,14 +140,15 @@ async def _validate(
                 from ...monitoring.metrics import VerdictMetrics
 
                 metrics.register(VerdictMetrics(table.verdicts))
-            probe_model = await _probe_model(swarm, model, output)
+            probe_model = await _probe_model(swarm, model, output, options.max_disk)
             folder = probe_model.swarm_model.folder
+            has_all = not isinstance(folder, OnDemandFolder)  # or a stranger's word would have it fetch a model
             rewards: Rewards | None = None
             if options.issue_points:
                 rewards = await _issue_points(swarm, identity, data_dir, stack)
                 nursery.start_soon(rewards.take_deposits)
             if not options.once:
-                _say_ready(output, swarm, options.issue_points)
+                _say_ready(output, swarm, audits=has_all, issue_points=options.issue_points)
             # The probes come from nodes that look like clients: each with a key of its own, and without a port.
             config = join.config(Identity.generate(), listens=False, data_dir=data_dir, relay_limits=RelayLimits())
             history = stack.enter_context(History(data_dir / "validator" / "history.sqlite"))
@@ -146,7 +158,7 @@ async def _validate(
                 ValidatorOptions(
                     config=replace(config, listen=(), announce=()),
                     model=probe_model,
-                    judge=Judge(folder.path, device),
+                    judge=Judge(folder, device),
                     history=history,
                     on_verdict=table.on_verdict,
                     on_judged=rewards.verified if rewards is not None else None,
@@ -157,8 +169,9 @@ async def _validate(
             if options.once:
                 found = await validator.once()
             else:
-                nursery.start_soon(validator.audit)
-                nursery.start_soon(Endorser(swarm, folder, device=device).run)
+                if has_all:
+                    nursery.start_soon(validator.audit)
+                    nursery.start_soon(Endorser(swarm, folder, device=device).run)
                 await validator.run(options.interval)
         finished = True
         nursery.cancel_scope.cancel()
@@ -167,11 +180,15 @@ async def _validate(
     return int(ExitCode.RESULT_SAYS_NO if any(verdict.verdict == "faulty" for verdict in found) else ExitCode.DONE)
 
 
-async def _probe_model(swarm: Swarm, model: str | None, output: Output) -> ProbeModel:
+async def _probe_model(swarm: Swarm, model: str | None, output: Output, max_disk: str | None) -> ProbeModel:
     from ...blocks.client_part import load_client
     from ...validator.probe_inputs import ProbeModel
 
-    folder = await model_folder(model or await served_model(swarm, output), output, need="all", swarm=swarm)
+    named = model or await served_model(swarm, output)
+    if max_disk is None:
+        folder = await model_folder(named, output, need="all", swarm=swarm)
+    else:
+        folder = await on_demand_folder(named, output, swarm, parse_size(max_disk, "--max-disk"))
     # First, as it refuses what cannot be served: to identify a model all of it may have to be read.
     local = await trio.to_thread.run_sync(lambda: load_client(folder.path, device="cpu"), abandon_on_cancel=True)
     bars = ProgressBars(output.errors)
@@ -198,9 +215,9 @@ async def _issue_points(swarm: Swarm, identity: Identity, data_dir: Path, stack:
     return rewards
 
 
-def _say_ready(output: Output, swarm: Swarm, issue_points: bool) -> None:
+def _say_ready(output: Output, swarm: Swarm, *, audits: bool, issue_points: bool) -> None:
     output.emit(event="ready", peer_id=swarm.peer_id, addrs=list(swarm.addrs))
-    for address in swarm.addrs[:1]:
+    for address in swarm.addrs[:1] if audits else ():
         output.say(f"to have your answers audited:  petalnode chat --share-receipts {address}")
     if issue_points:
         output.say(f"to accept the points of this validator:  petalnode serve --trust-validator {swarm.peer_id}")
