@@ -11,7 +11,7 @@ import trio
 
 from ...protocols.framing import PeerError
 from ..errors import SwarmError
-from ..links.making import LinkWishes, near_link
+from ..links.making import LinkWishes, join_command, near_link
 from ..swarm.discovery import JoinResult
 from ..swarm.swarm import Swarm
 from .join import JoinOptions
@@ -82,11 +82,7 @@ def how_joined_json(joined: JoinResult | None) -> dict[str, str] | None:
 
 def join_by(join: JoinOptions, address: str) -> str:
     """The options with which somebody else joins through this node at that address."""
-    return f"--peer {address}{_key_option(join)}"
-
-
-def _key_option(join: JoinOptions) -> str:
-    return "" if join.psk is None else f" --swarm-key {join.key_file or 'FILE'}"
+    return f"--peer {address}" + ("" if join.psk is None else f" --swarm-key {join.key_file or 'FILE'}")
 
 
 def say_link(swarm: Swarm, join: JoinOptions, output: Output, model: str = "", version: bytes = b"") -> None:
@@ -94,7 +90,7 @@ def say_link(swarm: Swarm, join: JoinOptions, output: Output, model: str = "", v
     not in it: what is printed may be kept in a log."""
     link = near_link(swarm, LinkWishes(model, version, join.psk))
     if link:
-        output.say(f"to invite somebody:  petalnode join {link}{_key_option(join)}")
+        output.say(f"to invite somebody:  {join_command(link, join.psk)}")
         output.emit(event="link", link=link)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -153,12 +153,17 @@ def make_link(wishes: LinkWishes, addrs: Sequence[str], identity: Identity, now:
     return to_link(invite, identity), invite
 
 
-def near_link(swarm: Swarm, wishes: LinkWishes, *, without: str = "") -> str:
+def near_link(swarm: Swarm, wishes: LinkWishes, *, without: Collection[str] = ()) -> str:
     """A link through this node and the peers that it joined by and is connected to, but not `without`; nobody is asked.
     "" if nobody is left."""
-    living = {peer_id: addrs for peer_id, addrs in near_addrs(swarm).items() if peer_id != without}
+    living = {peer_id: addrs for peer_id, addrs in near_addrs(swarm).items() if peer_id not in without}
     addrs = choose_addrs(living)
     return make_link(wishes, addrs, swarm.identity, time.time())[0] if addrs else ""
+
+
+def join_command(link: str, psk: str | None) -> str:
+    """What somebody else types to join by a link that has not got the key of the private swarm; "" without a link."""
+    return f"petalnode join {link}{'' if psk is None else ' --swarm-key FILE'}" if link else ""
 
 
 async def link_now(swarm: Swarm, wishes: LinkWishes, identity: Identity) -> tuple[str, Invite]:

@@ -18,7 +18,7 @@ from ..api.engine.core import Core
 from ..client.round_trips import measure_rtts
 from ..errors import SwarmError
 from ..links.format import check_word
-from ..links.making import LinkWishes, link_now, near_link, qr_code, where_from
+from ..links.making import LinkWishes, join_command, link_now, near_link, qr_code, where_from
 from ..network.addresses import parse_peer
 from ..version import __version__
 from .swarm_report import KnownServer, LastVerdict, Path, SwarmState, swarm_report
@@ -55,11 +55,6 @@ def swarm_routes(core: Core, *, peers: Sequence[str] = (), verdicts: Verdicts = 
     ]
 
 
-def _key_option(psk: str | None) -> str:
-    """Behind a link of a private swarm, which has not got the key."""
-    return "" if psk is None else " --swarm-key FILE"
-
-
 class _InviteEndpoint:
     """However often it is asked, a link is made every 15 s at most. The key of a private swarm is in none."""
 
@@ -87,7 +82,7 @@ class _InviteEndpoint:
         rows = ["".join("01"[bool(module)] for module in row) for row in qr_code(link).matrix]
         return {
             "link": link,
-            "command": f"petalnode join {link}{_key_option(swarm.psk)}",
+            "command": join_command(link, swarm.psk),
             "check_word": word,
             "expires": invite.expires,
             "reached_from": where_from(invite.addrs) or "anywhere",
@@ -151,7 +146,8 @@ class _SwarmEndpoint:
     def _state(self, verdicts: Mapping[str, LastVerdict]) -> SwarmState:
         client, now = self._core.client, time.time()
         swarm, version = client.swarm, client.model.version
-        link = near_link(swarm, LinkWishes(self._core.base.name, version, swarm.psk))
+        silent = [peer_id for peer_id, answers in self._answers.items() if not answers]
+        link = near_link(swarm, LinkWishes(self._core.base.name, version, swarm.psk), without=silent)
         servers = tuple(
             KnownServer(
                 said,
@@ -170,7 +166,7 @@ class _SwarmEndpoint:
             num_blocks=client.model.num_blocks,
             servers=servers,
             self_id=swarm.peer_id,
-            join=f"petalnode join {link}{_key_option(swarm.psk)}" if link else "",
+            join=join_command(link, swarm.psk),
             peers=[peer for peer in self._peers if self._is_there(parse_peer(peer)[0])],
             now=now,
             software_version=__version__,

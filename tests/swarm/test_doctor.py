@@ -19,6 +19,7 @@ def test_a_healthy_node_in_a_swarm_is_told_so(node_starter: Nodes) -> None:
     assert (verdicts["swarm"], verdicts["clock"]) == ("ok", "ok"), outcome
     assert verdicts["reachability"] == "warning", outcome  # on loopback nobody else can reach it
     assert outcome.code == ("problem" in verdicts.values()), outcome
+    assert "petalnode fit" in outcome.err.splitlines()[-1], outcome
 
 
 def test_a_swarm_that_does_not_answer_is_a_problem_with_advice(node_starter: Nodes) -> None:

@@ -52,8 +52,8 @@ async def test_a_link_leads_through_this_node_and_the_peer_that_it_joined_by() -
         assert near_addrs(guest) == {first.peer_id: first.addrs}
         wishes = LinkWishes("org/model", VERSION, lifetime=1000.0)
         assert read(near_link(guest, wishes)).addrs == tuple(first.addrs)
-        assert near_link(guest, wishes, without=first.peer_id) == ""
-        assert read(near_link(second, wishes, without=first.peer_id)).addrs == tuple(second.addrs)
+        assert near_link(guest, wishes, without=(first.peer_id,)) == ""
+        assert read(near_link(second, wishes, without=(first.peer_id,))).addrs == tuple(second.addrs)
         link, said = await link_now(guest, wishes, identity)
         assert read(link) == said and said.addrs == tuple(first.addrs)
         assert said.maker == identity.peer_id and said.model_argument == f"org/model@{VERSION[:16].hex()}"

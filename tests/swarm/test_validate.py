@@ -222,6 +222,7 @@ def test_the_service_finds_who_is_honest_to_strangers(suspected: SuspectSwarm, t
     try:
         trio.run(talk, swarm, client, None)  # so that the server knows it
         auditor = validator.address
+        assert validator.event("link")["link"].startswith("petalnode:")
 
         def audited(least: int) -> bool:
             verdicts.extend(validator.events_so_far())

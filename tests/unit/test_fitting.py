@@ -34,6 +34,7 @@ from petalnode.protocols.ids import Boundaries, Span
 from tests.mtp_heads import save_with_head
 
 PUBLISHED = {
+    "smollm2": 0.1345,
     "SmolLM2-135M-Instruct": 0.1345,
     "TinyLlama-1.1B-Chat-v1.0": 1.1,
     "Qwen3-0.6B": 0.596,

@@ -260,6 +260,8 @@ def test_what_a_model_needs_here(disk: Path, tiny: Path, command: Command) -> No
     assert found["here"][0]["name"] == "org/tiny" and any(fit["fits"] for fit in found["estimates"])
 
     assert command("show", "./nothing")[0] == 2
+    code, (alias,), _ = command("show", "smollm2", "--json")  # nothing is fetched for it
+    assert code == 0 and alias["num_blocks"] == 30 and not alias["here"] and len(alias["estimates"]) == 3
 
 
 def test_what_a_swarm_has_of_a_model() -> None:

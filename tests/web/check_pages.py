@@ -337,7 +337,12 @@ def test_an_answer_with_all_that_markdown_has(site: Site, opened: Opener, size: 
     expect(page.locator(".t-keyword").first).to_have_text("def")
     page.locator(".messages-scroll").evaluate("it => { it.scrollTop = 0; }")
     check_axe(page, f"{size}-{scheme}-markdown")
+    rule = "cell => getComputedStyle(cell).borderBottomWidth"
+    assert page.locator(".message.assistant tbody tr").last.locator("td").first.evaluate(rule) == "0px"
+    width = "it => it.getBoundingClientRect().width"
+    asked = page.locator(".message.user .body").evaluate(width)
     page.get_by_role("button", name="Edit this question").click()
+    assert page.get_by_label("Edit your question").evaluate(width) >= asked
     check_axe(page, f"{size}-{scheme}-editing")
 
 

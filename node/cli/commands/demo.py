@@ -23,7 +23,7 @@ import typer
 from ....crypto.identity import Identity
 from ....protocols.ids import Span
 from ...errors import BadInput, MachineError
-from ...links.making import LinkWishes, near_link
+from ...links.making import LinkWishes, join_command, near_link
 from ...models.sources.resolve import DEFAULT_MODEL
 from ...swarm.config import SwarmConfig
 from ...swarm.swarm import Swarm, open_swarm
@@ -97,8 +97,7 @@ async def _demo(servers: int, prompt: str | None, max_new_tokens: int, as_json: 
                         starting.start_soon(_start, nursery, output, *server)
             if scope.cancelled_caught:
                 raise MachineError(f"the servers were not ready within {READY_TIMEOUT:.0f} s")
-            link = near_link(swarm, LinkWishes())
-            output.say(f"to join it from this machine:  petalnode join {link}")
+            output.say(f"to join it from this machine:  {join_command(near_link(swarm, LinkWishes()), None)}")
             if page is not None and served is not None:
                 await _serve_page(swarm, folder, page, *served, output)
             else:

@@ -13,7 +13,7 @@ from rich.table import Table
 from ....protocols.announcement import Announcement
 from ...client.deadlines import DEADLINES
 from ...errors import BadInput, ExitCode, ModelError
-from ...models import resolve, split_version
+from ...models import ALIASES, resolve, split_version
 from ...models.inventory import LocalModel, damaged_parts, find_local, local_models, remove_local
 from ...models.parts import describe
 from ...placement.planning.model_sizes import WEIGHTS, ModelSize, fit_of, known_model, size_by_config
@@ -141,9 +141,9 @@ def _size_of(name: str, here: Sequence[LocalModel], output: Output) -> tuple[Mod
     try:
         bars = ProgressBars(output.errors)
         try:
-            folder = resolve(
-                str(here[0].path) if here and not here[0].complaint else name, need="config", progress=bars
-            )
+            known = str(here[0].path) if here and not here[0].complaint else name
+            # The configuration of an alias comes with its weights.
+            folder = resolve(known, need="config", progress=bars, offline=split_version(name)[0] in ALIASES)
         finally:
             bars.stop()
     except ModelError:

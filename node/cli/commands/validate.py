@@ -31,6 +31,7 @@ from ...weights.on_demand import OnDemandFolder
 from ..join import JoinOptions, joined, joins_swarm
 from ..metrics import MetricsOptions, add_node, metrics_served
 from ..model_choice import check_device, check_model, linked_model, model_folder, on_demand_folder, served_model
+from ..node_report import say_link
 from ..output import Output, ProgressBars, whole_figures
 from ..process import say_error
 from ..terminal import StopSignal
@@ -149,6 +150,7 @@ async def _validate(
                 nursery.start_soon(rewards.take_deposits)
             if not options.once:
                 _say_ready(output, swarm, audits=has_all, issue_points=options.issue_points)
+                say_link(swarm, join, output, folder.name, probe_model.swarm_model.version)
             # The probes come from nodes that look like clients: each with a key of its own, and without a port.
             config = join.config(Identity.generate(), listens=False, data_dir=data_dir, relay_limits=RelayLimits())
             history = stack.enter_context(History(data_dir / "validator" / "history.sqlite"))

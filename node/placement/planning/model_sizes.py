@@ -13,6 +13,7 @@ from typing import Any, Final
 from ....protocols.ids import Boundaries
 from ....protocols.inference import STEP_TOKENS
 from ...errors import SwarmError
+from ...models import ALIASES
 from ...swarm.cost import COST
 from .machines_file import DEVICES, MACHINES, Fleet, Machine
 from .plans import busiest_plan, fastest_plan
@@ -114,7 +115,9 @@ def _of_row(row: Mapping[str, str]) -> ModelSize:
 
 
 def known_model(name: str) -> ModelSize | None:
-    """The model of the table that is called so, with or without its publisher."""
+    """The model of the table that is called so, with or without its publisher, or that of an alias."""
+    if name in ALIASES:
+        return size_by_config(name, ALIASES[name].config)
     wanted = name.lower()
     return next((one for one in known_models() if wanted in (one.name.lower(), one.name.lower().split("/")[1])), None)
 

@@ -218,7 +218,8 @@ def _missing(asked: str, remote: RemoteModel | None, need: Need) -> int | None:
     with suppress(ModelError):
         resolve(asked, need=need, offline=True)
         return 0
-    return None if remote is None else remote.missing(need)
+    alias = ALIASES.get(split_version(asked)[0])
+    return remote.missing(need) if remote is not None else alias and alias.nbytes
 
 
 def _say_prospect(output: Output, prospect: Prospect) -> None:

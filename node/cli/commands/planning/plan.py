@@ -15,7 +15,7 @@ from .....protocols.announcement import Announcement, ServerState
 from .....protocols.ids import Boundaries, Span
 from ....client.deadlines import DEADLINES
 from ....errors import BadInput, ModelError, NoChainError, SwarmError
-from ....models import resolve
+from ....models import ALIASES, resolve
 from ....placement.planning.machines_file import MACHINES, Fleet, MachinesFile, fleet_of, read_machines
 from ....placement.planning.model_sizes import known_model
 from ....placement.planning.plans import FleetPlan, busiest_plan, fastest_plan, fleet_of_servers, present_plan
@@ -98,7 +98,7 @@ def _model(
     boundaries, ends = None, None
     num_blocks = num_blocks or file.num_blocks
     block_bytes = block_bytes or file.block_bytes
-    known = None if model is None else known_model(model)
+    known = None if model is None or model in ALIASES else known_model(model)  # an alias is planned as it is stored
     if known is not None:
         num_blocks, block_bytes = num_blocks or known.blocks, block_bytes or known.block_bytes("bf16")
         ends = known.client_bytes("bf16")
