@@ -69,11 +69,6 @@ _TYPING: Final = (
 )
 
 
-def _fields(interruption: Interruption) -> dict[str, Any]:
-    """What the events of a lost server have in common."""
-    return _hop(interruption.hop)
-
-
 def _hop(hop: Hop) -> dict[str, Any]:
     return {"peer_id": hop.peer_id, "blocks": [hop.span.start, hop.span.end]}
 
@@ -357,7 +352,7 @@ class Chatter:
             interruption, now = self.conversation.interruption, trio.current_time()
             if told is not None and told.lost and interruption is None:
                 seconds = round(now - told.since, 1)
-                fields = {"event": "server-replaced", **_fields(told), "seconds": seconds}
+                fields = {"event": "server-replaced", **_hop(told.hop), "seconds": seconds}
                 self._tell_progress(f"going on after {seconds} s", **fields)
                 told = None
             if (
@@ -385,7 +380,7 @@ class Chatter:
             f"lost a server: {reason}\nThe answer waits up to {interruption.waits:.0f} s until it is back, or "
             f"{another} serves blocks {hop.span}. What would help: {advice}",
             event="server-lost",
-            **_fields(interruption),
+            **_hop(hop),
             reason=interruption.reason,
             waits_seconds=interruption.waits,
             advice=advice,

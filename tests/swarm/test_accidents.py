@@ -300,6 +300,7 @@ MISTAKES = {
     "a link of another private swarm": ("status --peer {private} --swarm-key {key}", "of another private swarm"),
     "links of two swarms": ("status --peer {public} --peer {open}", "of several swarms"),
     "a link of a newer petalnode": ("join petalnode:77777777", "of a newer petalnode .*: update petalnode"),
+    "a link and an address": ("join petalnode:aeacu --peer {nobody}", "takes the link by itself: leave --peer out"),
     "a link as a model": ("chat petalnode:aeacu --prompt hi --peer {nobody}", "this is a link, and no MODEL"),
     "a model of no known size": ("fit none/such", "the size of none/such is not known: `petalnode fit` lists"),
     "a file of machines": ("fit --machines {empty}/none", "{empty}/none"),
