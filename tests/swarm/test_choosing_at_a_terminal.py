@@ -40,6 +40,7 @@ def test_a_plan_is_made_for_the_model_that_is_chosen(shared_swarm: SharedSwarm, 
 
 
 def test_one_of_several_versions_is_chosen_by_its_number(tmp_path: Path) -> None:
+    """Of two swarms that know nothing of each other."""
     with announcers.Nodes() as nodes:
         first, second = (
             nodes.start(blocks=[0, 4], num_blocks=4, model_name="twice", model_version=digits * 32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -159,11 +160,16 @@ def test_what_fits_is_told_without_a_network(machines: Path, tmp_path: Path, hom
     assert counted.code == 2 and "block_mb" in counted.err, counted
 
 
-def test_this_machine_and_files_on_it_without_a_swarm(shared_swarm: SharedSwarm, home: Path) -> None:
+def test_this_machine_and_files_on_it_without_a_swarm(shared_swarm: SharedSwarm, home: Path, tmp_path: Path) -> None:
     here = petalnode("fit", "smollm2", "--json", env=environment(home))
     assert here.code == 0 and here.objects[0]["tokens_per_second"] > 0, here
     plan = petalnode("plan", str(shared_swarm.folder), env=environment(home))
     assert plan.code == 0 and "tiny-llama" in plan.out and "fits" in plan.out, plan
+    kept = shutil.copytree(shared_swarm.folder, tmp_path / "cache" / "petalnode" / "models" / "peers-one-1")
+    (kept / "name").write_text("org/tiny")
+    plan = petalnode("plan", "--json", env=environment(tmp_path))
+    assert plan.code == 0 and plan.objects[-1]["model"] == "org/tiny", plan
+    assert plan.objects[-1]["weights"] == "as it is" and plan.objects[-1]["fits"], plan
 
 
 def test_a_swarm_fits_what_its_servers_could_hold(shared_swarm: SharedSwarm, home: Path) -> None:

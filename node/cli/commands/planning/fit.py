@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -97,9 +97,17 @@ def fit(
         _say(_every_fit(hosts, fleet, models[0]), output)
 
 
-def say_fit_here(model: str, output: Output) -> None:
-    """Says how one model fits on this machine. Raises BadInput if its size is not known."""
-    _say(_every_fit([this_machine()], alone(), size_as_here(_named(model), model)), output)
+def say_fit_here(models: Mapping[str, str], output: Output) -> None:
+    """Says how models fit on this machine, given by what each is called and what it is found by. Those whose size is
+    not known are left out; BadInput if it is the only one."""
+    host, fits = this_machine(), list[Fit]()
+    for name, found_by in models.items():
+        known = _size_in(found_by) if len(models) > 1 else _named(found_by)
+        if known is None:
+            continue
+        size = size_as_here(known, found_by)
+        fits += _every_fit([host], alone(), size if name == found_by else replace(size, name=name))
+    _say(fits, output)
 
 
 def _every_fit(hosts: Sequence[MachineCapacity], fleet: Fleet, model: ModelSize) -> list[Fit]:

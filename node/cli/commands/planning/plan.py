@@ -16,6 +16,7 @@ from .....protocols.ids import Boundaries, Span
 from ....client.deadlines import DEADLINES
 from ....errors import BadInput, ModelError, NoChainError, SwarmError
 from ....models import ALIASES, resolve
+from ....models.inventory import local_models
 from ....placement.planning.machines_file import MACHINES, Fleet, MachinesFile, fleet_of, read_machines
 from ....placement.planning.model_sizes import known_model
 from ....placement.planning.plans import FleetPlan, busiest_plan, fastest_plan, fleet_of_servers, present_plan
@@ -69,10 +70,11 @@ def plan(
             trio.run(_plan_swarm, model, seconds, join, output)
         except (SwarmError, BadInput) as error:
             searched = isinstance(error, SwarmError) or not join.searches
-            if join.peers or model is None or not searched:
+            here = {one.name: str(one.path) for one in local_models() if one.whole} if model is None else {model: model}
+            if join.peers or not here or not searched:
                 raise
             output.note(f"{error}. On this machine alone:")
-            say_fit_here(model, output)
+            say_fit_here(here, output)
         return
     file = read_machines(machines)
     planned = _model(model, file, num_blocks, None if block_mb is None else block_mb * 1e6, output)
