@@ -1,1 +1,1 @@
-"""Which server should hold which blocks: pure decisions from what the swarm announces. May use `swarm`."""
+"""Which server should hold which blocks: pure decisions from what the swarm announces. May use `models` and `swarm`."""

@@ -218,8 +218,10 @@ def _missing(asked: str, remote: RemoteModel | None, need: Need) -> int | None:
     with suppress(ModelError):
         resolve(asked, need=need, offline=True)
         return 0
+    if remote is not None:
+        return remote.missing(need)
     alias = ALIASES.get(split_version(asked)[0])
-    return remote.missing(need) if remote is not None else alias and alias.nbytes
+    return None if alias is None else alias.nbytes
 
 
 def _say_prospect(output: Output, prospect: Prospect) -> None:
