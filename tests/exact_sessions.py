@@ -105,7 +105,7 @@ def served(folder: Path, kernels: Library, random: Random, rounds: int, codec: s
 
 
 def main() -> None:
-    from tests.parity.test_kernels import KNOWN, saved
+    from tests.parity.kernel_spans import KNOWN, saved
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("steps", type=int)

@@ -29,7 +29,7 @@ class Hub:
         cut: file name -> bytes after which the connection breaks, once.
         gets: (file name, first byte asked for) of every GET of a file.
         sent: file name -> bytes of it that were sent.
-        elsewhere: whether the hub redirects to addresses that hold for so many GETs.
+        elsewhere: whether the hub redirects to addresses that hold for a number of GETs.
         gated: what the hub says of that: False, "auto" or "manual".
         uploaded: repositories that were made here, by their ids, and their files.
     """

@@ -230,8 +230,6 @@ _IDLE: Final = 10.0
 _LARGEST_FILE: Final = 1 << 30
 """Bytes of a file that a mutant may write: one that writes for ever would fill the disk."""
 _BROKEN: Final = 77
-_OUTCOMES: Final = {0: "survived", _BROKEN: "broken", -signal.SIGXCPU: "timed out", -signal.SIGKILL: "timed out"}
-"""By exit codes; with every other one the tests have noticed the mutant."""
 Key = tuple[str, str]
 """A file and the qualified name of a function."""
 

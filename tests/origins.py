@@ -19,7 +19,7 @@ class At:
 
 @dataclass(frozen=True)
 class Backed:
-    """Models with servers at so many addresses; all others at `others`."""
+    """Models with servers at a number of addresses; all others at `others`."""
 
     versions: Mapping[bytes, int]
     others: int = 0

@@ -42,9 +42,9 @@ def worked(pid: int) -> float:
 
 
 class Patience:
-    """Is over once a process has made no progress for so many seconds: it neither worked nor wrote anything.
+    """Is over once a process has made no progress for some seconds: it neither worked nor wrote anything.
 
-    Where the system does not tell (it is not Linux), after so many seconds.
+    Where the system does not tell (it is not Linux), after these seconds.
     """
 
     def __init__(self, seconds: float, pid: int, written: Callable[[], int] = int, working: float = WORKING) -> None:
@@ -71,7 +71,7 @@ async def eventually(condition: Callable[[], Any], what: str, seconds: float = L
     """Asks again and again, by a plain or an async function, until `condition` holds: for what no event tells.
 
     Raises:
-        AssertionError: neither this process nor any that it started has worked in earnest for so many seconds.
+        AssertionError: neither this process nor any that it started has worked in earnest for these seconds.
     """
     patience = Patience(seconds, os.getpid(), working=0.5)
     while True:

@@ -27,7 +27,7 @@ class Session:
 
 
 class Serving:
-    """A server of cost `cost`, and peers with sessions of so many rows that ask for the next token a second after the
+    """A server of cost `cost`, and peers with sessions of some rows that ask for the next token a second after the
     one before, or as many as `think` says, or when a function of how many they have had says. Each has an
     address of its own, if `addresses` has none.
 

@@ -21,7 +21,7 @@ from tests.sweep.configs import fill, tiny_config
 SIDE = 28  # pixels, of pictures of a fixed size
 GRID = (4, 6)  # patches, of the others: six tokens
 Picture = Callable[[torch.Generator, int], dict[str, torch.Tensor]]
-"""What a processor makes of so many pictures."""
+"""What a processor makes of some pictures."""
 
 
 def _square(generator: torch.Generator, count: int) -> dict[str, torch.Tensor]:
@@ -151,7 +151,7 @@ def save_seeing(kind: str, folder: Path) -> Any:
 
 
 def seen(whole: Any, kind: str, texts: Sequence[tuple[int, int]] = ((5, 3),), seed: int = 3) -> dict[str, Any]:
-    """Arguments for `generate`: per row a text with a picture in it, which has so many tokens before and behind it.
+    """Arguments for `generate`: per row a text with a picture in it, with some tokens before and behind it.
     Shorter rows are padded at the left."""
     family, generator = FAMILIES[kind], torch.Generator().manual_seed(seed)
     given: dict[str, Any] = dict(family.picture(generator, len(texts)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,19 +10,16 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from petalnode.crypto.identity import Identity, peer_id_to_bytes
+from petalnode.crypto.identity import peer_id_to_bytes
 from petalnode.node.blocks.span import PREFILL_CHUNK, BlockSpan
 from petalnode.node.server.steps import QueuedStep, StepRunner
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import PeerError
+from tests.attacks.held_prompts import CLIENT, KEEP, NEVER, PUSHER, TOKENS, begins, held_up
 from tests.attacks.one_server import OneServer, one_server, pushed
 from tests.swarm.raw import TIMEOUT, RawSession, values
 
-CLIENT, PUSHER = Identity.generate(), Identity.generate()
-TOKENS = 8
-KEEP = 60_000
 TURN_TIMEOUT = "petalnode.node.server.requests.session.TURN_TIMEOUT"
-NEVER = 1e6
 
 
 @pytest.fixture
@@ -44,31 +40,6 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 async def a_server(blocks: BlockSpan) -> AsyncIterator[Any]:
     async with one_server(blocks) as server:
         yield server
-
-
-@asynccontextmanager
-async def held_up(server: OneServer) -> AsyncIterator[None]:
-    """Nothing is computed within this block. It ends when what has come to the compute thread is done, and the sessions
-    have had the time to bring more."""
-    compute, go = server.service.context.compute, threading.Event()
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(compute.call, go.wait)
-        try:
-            yield
-        finally:
-            go.set()
-    for _ in range(10):
-        while compute.depth:
-            await wait_all_tasks_blocked()
-        await wait_all_tasks_blocked()
-
-
-async def begins(server: OneServer) -> None:
-    """Returns once one step, and no more, has come to the compute thread, which is held up."""
-    while server.service.context.compute.depth < 2:
-        await wait_all_tasks_blocked()
-    await wait_all_tasks_blocked()
-    assert server.service.context.compute.depth == 2
 
 
 @pytest.mark.parametrize("keep", [0, KEEP])
@@ -138,7 +109,7 @@ async def opened(server: OneServer) -> RawSession:
 
 
 async def push(server: OneServer, session: RawSession, count: int) -> None:
-    """`PUSHER` hands on so many parts of a prompt, and hears nothing."""
+    """`PUSHER` hands on some parts of a prompt, and hears nothing."""
     stream = server.pusher(PUSHER)
     for number in range(count):
         payload = values(TOKENS)

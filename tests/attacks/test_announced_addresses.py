@@ -4,9 +4,7 @@ metadata service of a cloud, or somebody whom all nodes are to dial."""
 from __future__ import annotations
 
 import errno
-import socket
 from collections.abc import Iterator
-from contextlib import AbstractAsyncContextManager
 from functools import partial
 from ipaddress import ip_address, ip_network
 
@@ -18,7 +16,7 @@ from multiaddr import Multiaddr
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.network.addresses import Endpoint, dialable
-from petalnode.node.network.host import Host, open_host
+from petalnode.node.network.host import Host
 from petalnode.node.network.nat.hole_punching import dialed_of, targets
 from petalnode.node.network.nat.reachability import LocalEndpoints
 from petalnode.node.network.transport import connections
@@ -26,6 +24,7 @@ from petalnode.node.network.transport.address_book import AddressBook
 from petalnode.node.network.transport.dialing import DialBudget, DialContext, is_permitted, may_dial
 from petalnode.node.network.transport.raw_connection import Path
 from petalnode.node.swarm.view import Origin, SwarmView
+from tests.attacks.trap import Trap, victim
 from tests.swarm.relays import host_here
 
 HOME = DialContext([ip_network("192.168.1.0/24"), ip_network("127.0.0.0/8"), ip_network("fd00:1::/64")])
@@ -83,37 +82,11 @@ def test_who_punches_is_not_sent_elsewhere_either() -> None:
 # --- a node, and what it dials
 
 
-class Trap:
-    """A service of the victim's machine."""
-
-    def __init__(self) -> None:
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self._socket.setblocking(False)
-        self.addr = f"/ip4/127.0.0.1/tcp/{self._socket.getsockname()[1]}"
-
-    @property
-    def was_dialed(self) -> bool:
-        try:
-            self._socket.accept()[0].close()
-        except BlockingIOError:
-            return False
-        return True
-
-    def close(self) -> None:
-        self._socket.close()
-
-
 @pytest.fixture
 def trap() -> Iterator[Trap]:
     made = Trap()
     yield made
     made.close()
-
-
-def victim() -> AbstractAsyncContextManager[Host]:
-    """A node that others can dial, on all interfaces."""
-    listen = [Multiaddr("/ip4/0.0.0.0/tcp/0")]
-    return open_host(Identity.generate(), listen=listen, announce=[], psk=None)
 
 
 async def refusal(host: Host, peer_id: str = ATTACKER) -> str:

@@ -1,4 +1,4 @@
-"""A server that says that a work took it a year: how long its next answers are waited for follows from what it says."""
+"""A server that says that a batch request took it a year: how long its next answers are waited for follows from it."""
 
 from __future__ import annotations
 

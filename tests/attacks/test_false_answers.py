@@ -74,7 +74,7 @@ class Bank:
 
     async def clear(self, transfer: Transfer) -> Clearing:
         if self.lies:
-            raise Refusal(wire.ERROR_NOT_ALLOWED, "there are not so many points")
+            raise Refusal(wire.ERROR_NOT_ALLOWED, "the points do not suffice")
         clearing = Clearing(transfer, 5)
         return replace(clearing, signature=self.signer.sign(Clearing.DOMAIN, clearing.canonical_bytes()))
 
@@ -104,7 +104,7 @@ def test_what_an_issuer_has_signed_is_taken() -> None:
     assert (credit.points, credit.holder, credit.is_signed) == (7, HOLDER.peer_id, True)
     assert clearing.transfer == TRANSFER and clearing.is_signed
     assert voucher == sign_voucher(ISSUER, HOLDER.peer_id, 50, 1000)
-    with pytest.raises(Refusal, match="not so many"):
+    with pytest.raises(Refusal, match="do not suffice"):
         ask(ask_clearing, TRANSFER, serving(Bank(points=9)))
 
 

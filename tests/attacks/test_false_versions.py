@@ -78,7 +78,7 @@ def identified(
     proven: Sequence[Manifest] = (),
     trust: TrustStore | None = None,
 ) -> SwarmModel:
-    """As a client finds it where these versions have so many servers, one of each `proven` one known from before, and
+    """As a client finds it where these versions have some servers, one of each `proven` one known from before, and
     `trust` is what it remembers."""
 
     async def main() -> SwarmModel:

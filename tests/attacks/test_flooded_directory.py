@@ -87,7 +87,7 @@ def test_servers_that_announce_themselves_stay_beside_a_flood_of_many_addresses(
 
 @pytest.mark.parametrize(("addresses", "least"), [(1, 100), (4, 100), (16, 240 * 4 // 20)])
 def test_what_others_pass_on_stays_in_proportion_to_how_many_they_are(addresses: int, least: int) -> None:
-    """Four honest peers pass on the same servers; the attacker has so many addresses, all with different keys. A full
+    """Four honest peers pass on the same servers; the attacker has some addresses, all with different keys. A full
     view has room for 240: four sources of twenty keep a fifth of that."""
     view = SwarmView()
     for address in range(addresses):

@@ -354,7 +354,7 @@ def test_no_server_takes_such_a_batch(name: str) -> None:
 
 KEPT = {"protocol": BACKWARD, "keep": keeping(LORA)}
 BATCH_LIES: dict[str, tuple[Change, type[NotProven], str]] = {
-    "another work": (
+    "another batch request": (
         lambda evidence, payloads: setattr(evidence.work.work, "sequence", 2),
         NotProven,
         "the work is not what",

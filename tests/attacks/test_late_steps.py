@@ -23,7 +23,7 @@ def late_once_in(every: int, phase: int, late: float) -> Callable[[int], float]:
 
 
 def served(identities: int, sessions: int, every: int, late: float, *, gathers: bool = True) -> Serving:
-    """An honest peer with a session, beside so many of the attacker's identities and sessions of each."""
+    """An honest peer with a session, beside a number of the attacker's identities and sessions of each."""
     attackers = {f"attacker {number}": [1] * sessions for number in range(identities)}
     thinks: dict[str, float | Callable[[int], float]] = {"honest": 0.001}
     for number, name in enumerate(attackers):

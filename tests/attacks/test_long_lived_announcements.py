@@ -171,7 +171,7 @@ async def test_long_answers_cost_time_not_traffic(answer: int) -> None:
 
 @pytest.mark.parametrize(("behind", "counts"), [(-3000.0, False), (1000.0, True), (2500.0, True), (4000.0, False)])
 def test_a_clock_that_is_wrong_harms_its_owner_only(behind: float, counts: bool) -> None:
-    """A server whose clock is `behind` by so many seconds in a large swarm."""
+    """A server whose clock is `behind` by some seconds in a large swarm."""
     now = time.time()
     content = freshened(plain(HONEST.peer_id), now=now - behind, lifetime=ANNOUNCEMENT.max_lifetime)
     record = sign_announcement(HONEST, content)

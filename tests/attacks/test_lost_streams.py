@@ -49,7 +49,7 @@ async def _read(stream: MuxedStream, name: str, ends: EndsPerPass) -> None:
 async def read_streams(
     ends: EndsPerPass, nursery: trio.Nursery, limits: NodeLimits, *, keys: int, streams: int, origin: str = ATTACKER
 ) -> AsyncIterator[list[tuple[Muxer, OtherEnd]]]:
-    """Connections of so many keys at this address, with so many streams each that somebody reads."""
+    """Connections of some keys at this address, with some streams each that somebody reads."""
     async with AsyncExitStack() as stack:
         made = [
             await stack.enter_async_context(muxer(MemoryRaw(origin=origin), limits=limits, key=10 + number))

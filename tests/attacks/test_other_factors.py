@@ -21,8 +21,9 @@ from petalnode.protocols.inference import terms_of
 from petalnode.protocols.prefix import PrefixNames, token_digests
 from tests.attacks.forger import altered
 from tests.greedy import prompt
-from tests.swarm.test_longrope import BORDER, FIELDS
-from tests.swarm.test_prefix_cache import answer, opened
+from tests.swarm.longrope_models import BORDER, FIELDS
+from tests.swarm.memory_pool import opened
+from tests.swarm.prefix_answers import answer
 from tests.tiny_models import save_tiny
 
 LONG, SHORT = (prompt(1, length, seed=8)[0].tolist() for length in (100, 36))

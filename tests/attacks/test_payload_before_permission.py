@@ -16,12 +16,11 @@ from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.directory import MAX_HEADER
 from petalnode.protocols.framing import MAX_PAYLOAD, StreamClosed
 from petalnode.protocols.ids import DIRECTORY, MANIFEST
+from tests.attacks.granted_session import CLIENT, STRANGER, TIMEOUT, UPSTREAM
 from tests.attacks.one_server import OneServer, header_of, one_server, pushed
 from tests.swarm.raw import RawSession, values
 from tests.tiny_models import HIDDEN
 
-CLIENT, UPSTREAM, STRANGER = Identity.generate(), Identity.generate(), Identity.generate()
-TIMEOUT = 120.0
 LARGE = wire.Tensor(shape=[1, MAX_PAYLOAD // (4 * HIDDEN), HIDDEN], dtype="float32", codec="none", nbytes=MAX_PAYLOAD)
 
 

@@ -34,10 +34,10 @@ from petalnode.protocols.announcement import (
 )
 from petalnode.protocols.framing import MessageStream
 from petalnode.protocols.ids import DIRECTORY, Span, blocks_key
-from tests.attacks.test_announced_addresses import Trap, victim
+from tests.attacks.trap import Trap, victim
 from tests.directory_node import DirectoryNode
 from tests.origins import At
-from tests.unit.test_provider_lookup import KEY, OWN, PEERS, PROVIDER, Table, peer
+from tests.unit.provider_table import KEY, OWN, PEERS, PROVIDER, Table, peer
 
 # --- ids near a key
 

@@ -10,8 +10,8 @@ from petalnode.node.network.nat import hole_punching
 from petalnode.protocols.delimited import DelimitedStream
 from petalnode.protocols.framing import PeerError, StreamClosed
 from petalnode.protocols.nat_traversal import PUNCH, exchange_first
+from tests.swarm.met_at_a_relay import met_at_a_relay
 from tests.swarm.relays import until
-from tests.swarm.test_punching import met_at_a_relay
 
 ADDRS = ["/ip4/203.0.113.5/tcp/1"]
 

@@ -14,7 +14,7 @@ from petalnode.node.server.steps import StepOutput
 from petalnode.node.testing.memory_servers import MemorySwarm
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.inference import receipt_from_wire
-from tests.attacks.test_two_answers import LIAR, OTHERS, STRANGER, Lies, generated, signed_again
+from tests.attacks.two_answers import LIAR, OTHERS, STRANGER, Lies, generated, signed_again
 from tests.tiny_models import save_tiny
 
 

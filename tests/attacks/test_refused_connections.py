@@ -45,7 +45,7 @@ class Refusing(NodeLimits):
 
 
 class Dialed:
-    """A listening socket, to which somebody has connected so many times, `BlockingIOError` after that."""
+    """A listening socket, to which somebody has connected some times, `BlockingIOError` after that."""
 
     def __init__(self, made: socket.socket, connections: int) -> None:
         self._made, self.connections, self.closed = made, connections, 0

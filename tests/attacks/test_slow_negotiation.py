@@ -13,7 +13,7 @@ from petalnode.node.network.transport.muxed_stream import DATA, HEADER, SYN, Mux
 from petalnode.node.network.transport.negotiation import question
 from petalnode.node.network.transport.yamux import Muxer
 from petalnode.protocols.ids import INFERENCE
-from tests.attacks.test_stream_resets import ATTACKER, HONEST, connections
+from tests.attacks.muxed_connections import ATTACKER, HONEST, connections
 from tests.memory_muxer import MemoryRaw, OtherEnd, muxer
 
 KEYS, STREAMS = 10, 100

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,12 +20,12 @@ from petalnode.node.network.transport.yamux import Muxer
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import open_swarm
 from tests.attacks.hosts import LOOPBACK, host, knowing
+from tests.attacks.muxed_connections import ATTACKER, HONEST, connections
 from tests.memory_muxer import MemoryRaw, OtherEnd, muxer, settled
 from tests.node_inspection import frames_taken, limits_of
 from tests.patience import eventually
 
 KEYS = 57
-ATTACKER, HONEST = "203.0.113.7", "198.51.100.1"
 PAIRS = 800
 OPENED_AND_RESET = b"".join(
     HEADER.pack(0, WINDOW_UPDATE, flags, stream_id, 0)
@@ -47,15 +47,6 @@ class FramesPerPass(trio.abc.Instrument):
 
     def before_io_wait(self, timeout: float) -> None:
         self.most, self.now = max(self.most, self.now), 0
-
-
-@asynccontextmanager
-async def connections(keys: int, origin: str, limits: NodeLimits) -> AsyncIterator[list[tuple[Muxer, OtherEnd]]]:
-    async with AsyncExitStack() as stack:
-        yield [
-            await stack.enter_async_context(muxer(MemoryRaw(origin=origin), limits=limits, key=10 + number))
-            for number in range(keys)
-        ]
 
 
 async def _accept(ours: Muxer) -> None:

@@ -16,14 +16,14 @@ from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import open_swarm
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream
+from tests.attacks.granted_session import CLIENT, STRANGER, TIMEOUT, UPSTREAM
 from tests.attacks.one_server import one_server, pushed
-from tests.attacks.test_payload_before_permission import CLIENT, STRANGER, TIMEOUT, UPSTREAM
 from tests.memory_muxer import MemoryRaw, muxer, settled
 from tests.node_inspection import limits_of, raw_of
 from tests.patience import eventually
 from tests.swarm.raw import RawSession, values
 
-KIB, MIB = 1 << 10, 1 << 20
+KIB = 1 << 10
 STALLED = "/petalnode/test/stalled/1"
 PIECE = 64 * KIB
 KEYS, STREAMS = 4, 100

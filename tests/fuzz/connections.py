@@ -43,9 +43,9 @@ from petalnode.protocols import standard_pb2 as standard
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import DOMAIN
 from petalnode.protocols.circuit import HOP, STOP
-from tests.attacks.test_websocket import BINARY, CLOSE, CONTINUATION, PONG, TEXT, UPGRADE
-from tests.attacks.test_websocket import PING as WEB_PING
-from tests.attacks.test_websocket import frame as websocket_frame
+from tests.attacks.websocket_frames import BINARY, CLOSE, CONTINUATION, PONG, TEXT, UPGRADE
+from tests.attacks.websocket_frames import PING as WEB_PING
+from tests.attacks.websocket_frames import frame as websocket_frame
 from tests.fuzz import corpus
 from tests.fuzz.corpus import ATTACKER, OTHER, SERVER
 from tests.fuzz.harness import Target

@@ -333,7 +333,6 @@ def _read_machines(folder: Path) -> None:
         fleet_of(read, read.num_blocks or 8, read.block_bytes).problem(read.num_blocks or 8)
 
 
-_KEY: Final = bytes.fromhex("08011240") + corpus.ATTACKER.seed + corpus.ATTACKER.public_key
 _MESSAGES: Final = {
     "messages": [
         {"role": "system", "content": "short"},

@@ -275,8 +275,6 @@ _DIALED: Final = standard.AutoNat(
     dial_response=standard.AutoNat.DialResponse(status=standard.AutoNat.OK, status_text="ok", addr=_ADDR),
 )
 _SHORT: Final = 4096
-_PONG: Final = wire.DirectoryFrame(ping=wire.Ping(payload=b"\0"))
-
 TARGETS: Final[tuple[Target, ...]] = (
     Target("questions to a node", 8, _to_node, _node, 400.0, peak=4 << 20),
     Target("orders for points", 1, _orders, _issuer, 4000.0),

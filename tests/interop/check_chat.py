@@ -18,8 +18,7 @@ from tests.interop.built import BUILT, CHAT, built, invited
 from tests.interop.check_client import SHARED, expected
 from tests.nat.nodes import ToldNode
 from tests.swarm.conftest import home, node_starter
-from tests.swarm.processes import Nodes, Running, petalnode, until
-from tests.swarm.test_websocket import WS
+from tests.swarm.processes import WS, Nodes, Running, petalnode, until
 from tests.swarm.tokenizer import save_tokenizer
 from tests.tiny_models import save_tiny
 

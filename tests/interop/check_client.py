@@ -19,8 +19,7 @@ from tests.import_graph import ROOT
 from tests.interop.built import BUILT, NODE, built
 from tests.swarm import faulty_server
 from tests.swarm.conftest import home, models, node_starter
-from tests.swarm.processes import LOOPBACK, Nodes, ReadyNode, Running
-from tests.swarm.test_websocket import WS
+from tests.swarm.processes import LOOPBACK, WS, Nodes, ReadyNode, Running
 from tests.tiny_models import load_whole
 
 __all__ = ["built", "home", "models", "node_starter"]

@@ -65,7 +65,7 @@ class Commands:
         return [dataclasses.asdict(path) for path in self._swarm.host.paths(self._found(peer)[0])]
 
     async def wait_paths(self, peer: str, number: int) -> None:
-        """Until there are just so many connections to a peer."""
+        """Until there are just `count` connections to a peer."""
         while len(self._swarm.host.paths(self._found(peer)[0])) != number:  # noqa: ASYNC110 (nothing tells)
             await trio.sleep(0.05)
 

@@ -14,7 +14,8 @@ from time import monotonic
 
 import pytest
 
-from tests.nat.clients import PROMPT, Client
+from tests.nat.clients import Client
+from tests.nat.expected import Expected
 from tests.nat.lab import Host, Kind, Nat, open_lab, why_not
 from tests.nat.nodes import LISTEN, LabNodes, lab_nodes
 from tests.swarm.processes import Node
@@ -72,31 +73,6 @@ def world(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wo
         )
         whole_id, half_ids = whole.event("ready")["peer_id"], [half.peer_id for half in halves]
         yield World(nodes, relay, relay_host, home, cafe, laptop, phone, whole_id, half_ids, go)
-
-
-class Expected:
-    """What plain transformers generates after PROMPT."""
-
-    def __init__(self, folder: Path) -> None:
-        import torch
-
-        from tests.tiny_models import load_whole
-
-        torch.set_num_threads(1)
-        self._model = load_whole(folder)
-        self._known: list[int] = []
-
-    def __call__(self, ids: Sequence[int]) -> list[int]:
-        """The first tokens, as many as `ids`."""
-        import torch
-
-        if len(self._known) < len(ids):
-            length = max(len(ids), 2 * len(self._known))
-            out = self._model.generate(
-                torch.tensor([PROMPT]), max_new_tokens=length - len(PROMPT), do_sample=False, pad_token_id=0
-            )
-            self._known = out[0].tolist()
-        return self._known[: len(ids)]
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.nat.clients import Client
+from tests.nat.expected import Expected
 from tests.nat.lab import Kind, Lab
 from tests.nat.nodes import LISTEN, LabNodes
-from tests.nat.test_sessions import Expected
 from tests.swarm.tokenizer import save_tokenizer
 from tests.tiny_models import save_tiny
 

@@ -14,7 +14,7 @@ from petalnode.node.blocks.kernels.library import ISAS, Library
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.errors import MachineError
 from petalnode.protocols.ids import Span
-from tests.parity.test_kernels import KNOWN, lora, saved, values
+from tests.parity.kernel_spans import KNOWN, lora, saved, values
 from tests.tiny_models import save_tiny
 
 SPAN = Span(1, 4)

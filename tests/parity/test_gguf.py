@@ -16,14 +16,14 @@ from petalnode.node.blocks.kernels import library
 from petalnode.node.blocks.kernels.tiles import TiledMatrix
 from petalnode.node.blocks.quantisation.matrix import QuantisedLinear
 from petalnode.node.blocks.quantisation.slots import QuantisedExperts
-from petalnode.node.blocks.span import BlockSpan, load_span
+from petalnode.node.blocks.span import load_span
 from petalnode.node.models import resolve
 from petalnode.protocols.ids import Span
+from tests.parity.gguf_logits import TOKENS, logits
 from tests.tiny_gguf import ARCHITECTURES, BLOCKS, write_model_gguf
 
 logging.disable_progress_bar()
 KERNELS = ("torch", *(["native"] if library.library() is not None else []))
-TOKENS = 12
 
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -34,18 +34,6 @@ def as_transformers_reads(file: Path, config: Any) -> Any:
     model.load_state_dict(load_gguf_checkpoint(file, return_tensors=True, model_to_load=model)["tensors"], strict=False)
     model.tie_weights()
     return model.float().eval()
-
-
-def logits(client: Any, spans: list[BlockSpan], ids: torch.Tensor) -> torch.Tensor:
-    """Of a prompt but for its last two tokens, then of one token at a time."""
-    caches = [span.make_cache(1, ids.shape[1]) for span in spans]
-    found = []
-    for start, end in ((0, TOKENS - 2), (TOKENS - 2, TOKENS - 1), (TOKENS - 1, TOKENS)):
-        hidden = client.embed(ids[:, start:end], start)
-        for span, cache in zip(spans, caches, strict=True):
-            hidden = span.forward(hidden, cache) if start == 0 else span.decode([(hidden, cache)])[0]
-        found.append(client.head(hidden))
-    return torch.cat(found, 1)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

@@ -17,7 +17,7 @@ from petalnode.node.models import resolve
 from petalnode.node.models.gguf.architectures import ARCHITECTURES
 from petalnode.protocols.ids import Span
 from tests.llama_cpp_layout import BLOCKS, LAYOUTS, write_layout
-from tests.parity.test_gguf import TOKENS, logits
+from tests.parity.gguf_logits import TOKENS, logits
 
 pytestmark = pytest.mark.usefixtures("cache")
 DRAFTS = ("glm4moe", "qwen35moe")

@@ -12,7 +12,7 @@ from petalnode.node.blocks.kernels.library import ISAS, Library
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.errors import MachineError
 from petalnode.protocols.ids import Span
-from tests.parity.test_kernels import SPAN, Script, conversation, needs_kernels, off, pair, saved, values
+from tests.parity.kernel_spans import SPAN, Script, conversation, needs_kernels, off, pair, saved, values
 from tests.tiny_models import save_tiny
 
 FORMS = ("bfloat16", "int8")

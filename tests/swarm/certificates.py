@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 
 def certificate(folder: Path, days: int = 30) -> tuple[Path, Path]:
-    """The files of one that nobody has signed but itself, for so many days from now on."""
+    """The files of one that nobody has signed but itself, for some days from now on."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "swarm.example")])
     now = datetime.datetime.now(datetime.UTC)

@@ -18,7 +18,7 @@ from tests.swarm.server_pool import PooledServer
 
 Model = DistributedModelForCausalLM
 CACHE = ("--cache-tokens", "60000")
-"""Of servers that are processes; those in memory have so many by default."""
+"""Of servers that are processes; those in memory have this number by default."""
 POSITIONS = ("0:2", "2:4", "4:6")
 
 

@@ -21,6 +21,7 @@ from tests.patience import LONGEST_PAUSE, Patience
 from tests.swarm import warm_python
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+WS, TLS = f"{LOOPBACK}/ws", f"{LOOPBACK}/tls/ws"
 # Seconds without any progress of the process that is waited for.
 START_TIMEOUT = 120.0
 STOP_TIMEOUT = 40.0

@@ -112,7 +112,7 @@ class Terminal:
 def terminal(
     *arguments: str, env: Mapping[str, str], cwd: Path, size: tuple[int, int] | None = None
 ) -> Iterator[Terminal]:
-    """`petalnode ARGUMENTS` at a terminal of so many columns and lines; None for a size that nobody has set."""
+    """`petalnode ARGUMENTS` at a terminal of that number of columns and lines; None for a size that nobody has set."""
     ours, theirs = pty.openpty()
     if size is not None:
         fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", size[1], size[0], 0, 0))

@@ -12,8 +12,8 @@ from petalnode.node.blocks.span import load_span
 from petalnode.node.client.core import SwarmClient
 from petalnode.node.client.session.stream import SessionSpec
 from petalnode.protocols.ids import Span
+from tests.swarm.memory_client import a_client, hidden, step
 from tests.swarm.memory_pool import memory_pool
-from tests.swarm.test_client_session import a_client, hidden, step
 from tests.tiny_models import NUM_BLOCKS
 
 SPEC = SessionSpec(b"", Span(0, NUM_BLOCKS), batch=1, max_length=64)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,17 +12,14 @@ import trio
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.span import load_span
-from petalnode.node.client.chunks import from_chunks, to_chunks
-from petalnode.node.client.core import SwarmClient, open_client
+from petalnode.node.client.core import SwarmClient
 from petalnode.node.client.session.session import ClientSession, SavedSession
 from petalnode.node.client.session.stream import SessionSpec
-from petalnode.node.client.swarm_model import identify_model
 from petalnode.node.errors import BadInput, SwarmError
-from petalnode.node.models import resolve
-from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.testing.memory_servers import MemoryServer
 from petalnode.protocols.ids import Span
 from petalnode.protocols.inference import STEP_TOKENS
+from tests.swarm.memory_client import a_client, hidden, step
 from tests.swarm.memory_pool import MemoryPool
 from tests.tiny_models import HIDDEN, NUM_BLOCKS
 
@@ -47,12 +42,12 @@ def expected(models: Path) -> Callable[..., torch.Tensor]:
 
     def compute(*steps: tuple[torch.Tensor, int, tuple[int, ...]]) -> torch.Tensor:
         cache = blocks.make_cache(steps[0][0].shape[0], 128, None)
-        for hidden, position, reorder in steps:
+        for given, position, reorder in steps:
             if position < cache.length:
                 cache.rollback(position)
             if reorder:
                 cache.reorder(reorder)
-            out = blocks.forward(hidden, cache)
+            out = blocks.forward(given, cache)
         return out
 
     return compute
@@ -65,23 +60,6 @@ def run(pool: MemoryPool, models: Path, main: Main, identity: Identity | None = 
                 await main(client)
 
     pool.swarm.call(bounded)
-
-
-@asynccontextmanager
-async def a_client(pool: MemoryPool, models: Path, identity: Identity | None) -> Any:
-    folder = resolve(str(models / "tiny-llama"))
-    async with pool.swarm.network.open_swarm(SwarmConfig(identity or Identity.generate())) as node:
-        model = await identify_model(node, folder)
-        async with open_client(node, model) as client:
-            yield client
-
-
-def hidden(tokens: int, seed: int = 0, rows: int = 1) -> torch.Tensor:
-    return torch.randn(rows, tokens, HIDDEN, generator=torch.Generator().manual_seed(seed))
-
-
-async def step(session: ClientSession, states: torch.Tensor, reorder: tuple[int, ...] = (), size: int = 64) -> Any:
-    return from_chunks(await session.step(to_chunks(states, "none", size), reorder))
 
 
 def close_to(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -6,8 +6,6 @@ says. They are in memory, but for those that the command talks to.
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,23 +13,21 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.errors import BadInput, NoChainError, SwarmError
 from petalnode.node.testing.memory_servers import MemoryServer
-from tests.inspection import call, client_of, session_of
+from tests.inspection import session_of
+from tests.swarm.compared_answers import PROMPT, answer, banned, set_back, without_blocks
 from tests.swarm.false_blocks import load_now
 from tests.swarm.faulty_server import order
-from tests.swarm.fleet import CACHE, Model, opened_for
+from tests.swarm.fleet import CACHE, opened_for
 from tests.swarm.memory_pool import MemoryPool, memory_pool
 from tests.swarm.processes import Nodes, petalnode
 from tests.swarm.server_pool import server_pool
-from tests.tiny_models import VOCABULARY, load_whole
+from tests.tiny_models import load_whole
 
-PROMPT = torch.randint(3, VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(3))
 PEER = f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.generate().peer_id}"
 
 
@@ -85,41 +81,8 @@ def chains(started: Chains) -> Iterator[Chains]:
     order(started.control)
 
 
-def without_blocks(folder: Path, to: Path) -> Path:
-    """What a client needs of a model folder, and no more: the file with the blocks is not there."""
-    shutil.copytree(folder, to)
-    (file,) = to.glob("*.safetensors")
-    with safe_open(file, "pt") as tensors:
-        files = {name: f"{'blocks' if '.layers.' in name else 'ends'}.safetensors" for name in tensors.keys()}  # noqa: SIM118
-        ends = {name: tensors.get_tensor(name) for name, file_name in files.items() if file_name == "ends.safetensors"}
-    save_file(ends, to / "ends.safetensors", {"format": "pt"})
-    (to / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    file.unlink()
-    return to
-
-
-def answer(model: Any, count: int = 8) -> list[int]:
-    out = model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), max_new_tokens=count, do_sample=False)
-    tokens: list[int] = out[0].tolist()
-    return tokens
-
-
 def compared(chains: Chains, servers: Sequence[MemoryServer], count: int, folder: Path | None = None) -> Any:
     return opened_for(servers, folder or chains.folder, chains.pool, compare_chains=count)
-
-
-def set_back(model: Model, *servers: MemoryServer) -> None:
-    """Makes others be preferred to these."""
-
-    async def suspect() -> None:
-        for server in servers:
-            client_of(model).suspect(server.peer_id)
-
-    call(model, suspect)
-
-
-def banned(model: Model) -> set[str]:
-    return {ban.peer_id for ban in client_of(model).swarm.trust.bans()}
 
 
 def test_honest_chains_agree(chains: Chains) -> None:

@@ -119,7 +119,7 @@ async def until(wallet: Wallet, enough: Callable[[int], bool]) -> None:
 
 
 async def funded(swarm: Swarm, points: PointsSwarm, amount: int) -> Identity:
-    """Somebody new whom the server has given so many of its points."""
+    """Somebody new whom the server has given some of its points."""
     payer = Identity.generate()
     await Wallet(swarm, points.earner, points.validator_address).transfer(payer.peer_id, amount)
     return payer

@@ -26,11 +26,11 @@ import typer.main
 
 from petalnode.crypto.identity import held_identity
 from petalnode.node.cli import app as command_line
+from tests.doc_pages import PAGES, name_of
 from tests.import_graph import ROOT
 from tests.peft_adapters import save_lora
 from tests.swarm.certificates import certificate
 from tests.swarm.processes import Node, Nodes, environment
-from tests.unit.test_docs import PAGES, name_of
 
 MODEL: Final = "tiny-llama"
 STANDS_FOR: Final = {

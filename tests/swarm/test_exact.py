@@ -16,7 +16,7 @@ from tests.swarm.faulty_server import order
 from tests.swarm.memory_pool import memory_pool
 from tests.swarm.processes import Nodes, environment, petalnode
 from tests.swarm.server_pool import server_pool
-from tests.swarm.test_validate import SuspectSwarm, validated
+from tests.swarm.suspects import SuspectSwarm, validated
 
 
 def test_a_bit_convicts_and_the_honest_pass(home: Path, models: Path, tmp_path: Path) -> None:

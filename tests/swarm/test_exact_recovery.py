@@ -18,10 +18,10 @@ from petalnode.node.client.deadlines import DEADLINES
 from petalnode.node.errors import SwarmError
 from petalnode.node.testing.memory_servers import MemoryServer
 from tests.inspection import call, client_of, session_of
+from tests.swarm.compared_answers import PROMPT, answer, banned, set_back, without_blocks
 from tests.swarm.faulty_server import order
 from tests.swarm.fleet import At, Model, opened_for
 from tests.swarm.memory_pool import MemoryPool, memory_pool
-from tests.swarm.test_compared_chains import PROMPT, answer, banned, set_back, without_blocks
 from tests.tiny_models import load_whole
 
 COUNT = 12

@@ -25,8 +25,8 @@ from petalnode.protocols import wire_pb2 as wire
 from tests.greedy import prompt
 from tests.inspection import client_of, session_of
 from tests.swarm.deep_drafts import draft_deep
+from tests.swarm.longrope_models import BORDER, FIELDS, given, padded
 from tests.swarm.memory_pool import opened, started
-from tests.swarm.test_longrope import BORDER, FIELDS, given, padded
 from tests.tiny_models import load_whole, save_tiny
 
 

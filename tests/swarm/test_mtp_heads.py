@@ -105,7 +105,7 @@ def test_conversations_say_the_same(architecture: str, swarm: MemorySwarm, tmp_p
     when one of them dies."""
     folder = save_with_head(architecture, tmp_path, forgets=True, **ENDLESS)
     servers = serve(swarm, folder)
-    prompts = [prompt(1, 600)[0].tolist(), prompt(1, 30, seed=2)[0].tolist()]
+    prompts = [prompt(1, 300)[0].tolist(), prompt(1, 30, seed=2)[0].tolist()]
 
     async def run() -> None:
         async with opened(swarm, folder) as (client, local):
@@ -114,8 +114,8 @@ def test_conversations_say_the_same(architecture: str, swarm: MemorySwarm, tmp_p
                 drafted, counts, _ = await chat(client, local, prompts, sampling)
                 assert drafted == plain and not none.drafted and counts.accepted > 0.7 * 2 * LENGTH
                 again, counts, reused = await chat(client, local, prompts[:1], sampling)
-                assert again == plain[: 600 + LENGTH] and counts.accepted > 0.7 * LENGTH
-                assert reused > 500 or architecture == "qwen3_next"  # of whose states servers keep nothing
+                assert again == plain[: 300 + LENGTH] and counts.accepted > 0.7 * LENGTH
+                assert reused > 200 or architecture == "qwen3_next"  # of whose states servers keep nothing
             servers.extend(await trio.to_thread.run_sync(serve, swarm, folder))
             made: list[str] = []
 

@@ -14,10 +14,8 @@ import trio
 from petalnode.crypto.evidence import ACCUSATION_DOMAIN
 from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.cache import SpanCache
-from petalnode.node.blocks.client_part import ClientModel
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.client.api.inference_session import InferenceSession
-from petalnode.node.client.core import SwarmClient
 from petalnode.node.client.generation.conversation import Conversation
 from petalnode.node.client.generation.sampling import Sampling
 from petalnode.node.client.sharing import auditable
@@ -29,6 +27,7 @@ from petalnode.node.trust.receipt_log import KEPT_RECEIPTS, ReceiptArchive
 from petalnode.node.verification.evidence_check import check_evidence
 from petalnode.protocols import wire_pb2 as wire
 from tests.swarm.memory_pool import opened, started
+from tests.swarm.prefix_answers import answer
 from tests.tiny_models import VOCABULARY, load_whole, save_tiny
 
 PREFIX = torch.randint(3, VOCABULARY, (1, 100), generator=torch.Generator().manual_seed(1))[0].tolist()
@@ -45,17 +44,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def swarm() -> Iterator[MemorySwarm]:
     with memory_swarm() as swarm:
         yield swarm
-
-
-async def answer(
-    client: SwarmClient, local: ClientModel, prompt: Sequence[int], tokens: int = 5, salt: bytes = b""
-) -> tuple[list[int], int]:
-    """The next tokens by a conversation of its own, and how many of the prompt were not computed for it."""
-    conversation = Conversation(client, local, max_length=200, stop_tokens=())
-    conversation.prefix_salt = salt
-    async with aclosing(conversation):
-        found = await conversation.answer(prompt, Sampling(max_new_tokens=tokens), lambda _: None)
-        return found, conversation.reused
 
 
 def expected(folder: Path, prompt: Sequence[int], tokens: int = 5) -> list[int]:

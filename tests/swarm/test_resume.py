@@ -19,9 +19,9 @@ from petalnode.protocols.framing import PeerError
 from petalnode.protocols.ids import PUSH, Span
 from petalnode.protocols.inference import receipt_from_wire
 from tests.attacks.one_server import OneServer, one_server, pushed
+from tests.swarm.free_tokens import TOKENS, announced_free
 from tests.swarm.memory_pool import MemoryPool, raw_runs
 from tests.swarm.raw import TIMEOUT, RawSession, Run, values
-from tests.swarm.test_server_cache import TOKENS, announced_free
 from tests.tiny_models import NUM_BLOCKS, save_tiny
 
 KEEP = 60_000
@@ -233,7 +233,7 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> BlockSpan:
 
 
 async def test_a_reply_that_is_ready_while_the_stream_changes_comes_once(blocks: BlockSpan) -> None:
-    """The reply is made so many turns of the event loop after the Resume was sent, that some fall into its midst."""
+    """The reply is made some turns of the event loop after the Resume was sent, that some fall into its midst."""
 
     async def once(server: OneServer, turns: int) -> None:
         compute, go = server.service.context.compute, trio.Event()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,13 +11,11 @@ import trio
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
 from petalnode.node.errors import SwarmError
 from petalnode.node.swarm.swarm import Swarm
-from petalnode.node.testing.memory_servers import MemoryServer
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import StreamTimeout
+from tests.swarm.free_tokens import TOKENS, announced_free
 from tests.swarm.processes import Node, Nodes, Running, petalnode
 from tests.swarm.raw import TIMEOUT, RawSession, Run, raw_client
-
-TOKENS = 200  # what `lone_server` has
 
 
 @pytest.fixture(scope="module")
@@ -44,18 +41,6 @@ def _all_free_before_and_after(run: Run, lone_server: Node) -> Iterator[None]:
     run(everything)
     yield
     run(everything)
-
-
-async def announced_free(swarm: Swarm, server: Node | MemoryServer, expected: int) -> None:
-    """Returns once the server announces so many free tokens."""
-    with trio.fail_after(TIMEOUT):
-        while True:
-            view = await swarm.refresh(timeout=10)
-            (found,) = [announced for announced in view.servers(now=time.time()) if announced.peer_id == server.peer_id]
-            if found.cache_tokens_free == expected:
-                assert found.cache_tokens == TOKENS
-                return
-            await trio.sleep(0.1)
 
 
 async def test_free_tokens_fall_by_rows_times_length_and_come_back(raw_node: Swarm, lone_server: Node) -> None:

@@ -40,7 +40,7 @@ def server(pool: MemoryPool) -> MemoryServer:
     return started
 
 
-class RawWorks:
+class RawBatchStream:
     """One stream of batch requests to the server that `ready` speaks of."""
 
     def __init__(self, stream: BatchFrames, ready: dict[str, Any]) -> None:
@@ -50,12 +50,12 @@ class RawWorks:
         self._ready = ready
 
     @classmethod
-    async def opened(cls, swarm: Swarm, ready: dict[str, Any], protocol: str, **fields: Any) -> RawWorks:
+    async def opened(cls, swarm: Swarm, ready: dict[str, Any], protocol: str, **fields: Any) -> RawBatchStream:
         swarm.host.remember(ready["peer_id"], ready["addrs"])
         stream = await swarm.new_stream(ready["peer_id"], protocol, wire.BatchFrame, timeout=TIMEOUT)
-        works = cls(stream, ready)
-        await works.open(**fields)
-        return works
+        batches = cls(stream, ready)
+        await batches.open(**fields)
+        return batches
 
     async def open(self, **fields: Any) -> None:
         start, end = fields.pop("span", self._ready["blocks"])
@@ -81,7 +81,7 @@ class RawWorks:
         await self.send(wire.BatchFrame(keep=keep), [payload])
         return keep
 
-    async def work(self, *payloads: bytes, sequence: int = 1, **fields: Any) -> wire.BatchRequest:
+    async def ask(self, *payloads: bytes, sequence: int = 1, **fields: Any) -> wire.BatchRequest:
         shape = fields.pop("shape", None)
         tensors = [
             wire.Tensor(
@@ -92,18 +92,18 @@ class RawWorks:
             )
             for payload in payloads
         ]
-        work = wire.BatchRequest(sequence=sequence, tensors=tensors, **fields)
-        await self.send(wire.BatchFrame(work=work), payloads)
-        return work
+        request = wire.BatchRequest(sequence=sequence, tensors=tensors, **fields)
+        await self.send(wire.BatchFrame(work=request), payloads)
+        return request
 
     async def begin(self, hidden: bytes, sequence: int = 1) -> wire.BatchRequest:
-        """Sends a work without its gradient."""
+        """Sends a request without its gradient."""
         tensor = wire.Tensor(
             shape=[1, len(hidden) // (4 * HIDDEN), HIDDEN], dtype="float32", codec="none", nbytes=len(hidden)
         )
-        work = wire.BatchRequest(sequence=sequence, tensors=[tensor, tensor], gradient_follows=True)
-        await self.send(wire.BatchFrame(work=work), [hidden])
-        return work
+        request = wire.BatchRequest(sequence=sequence, tensors=[tensor, tensor], gradient_follows=True)
+        await self.send(wire.BatchFrame(work=request), [hidden])
+        return request
 
     async def reply(self) -> tuple[wire.BatchReply, list[bytearray]]:
         frame, _ = await self.stream.receive(timeout=TIMEOUT)
@@ -123,11 +123,11 @@ def _the_server_lives_on(server: MemoryServer, run: Run) -> Iterator[None]:
     yield
 
     async def main(swarm: Swarm) -> None:
-        works = await RawWorks.opened(swarm, server.ready, BACKWARD)
-        await works.work(values(3), values(3, seed=1))
-        _, payloads = await works.reply()
+        batches = await RawBatchStream.opened(swarm, server.ready, BACKWARD)
+        await batches.ask(values(3), values(3, seed=1))
+        _, payloads = await batches.reply()
         _right_answers.append(payloads)
-        await works.send(wire.BatchFrame(close=wire.Close()))
+        await batches.send(wire.BatchFrame(close=wire.Close()))
 
     run(main)
     assert server.alive
@@ -152,7 +152,7 @@ async def test_openings_that_are_refused(
     protocol: str, fields: dict[str, Any], code: int, says: str, server: MemoryServer, raw_node: Swarm
 ) -> None:
     with pytest.raises(Refusal, match=says) as caught:
-        await RawWorks.opened(raw_node, server.ready, protocol, **fields)
+        await RawBatchStream.opened(raw_node, server.ready, protocol, **fields)
     assert caught.value.code == code
 
 
@@ -175,21 +175,21 @@ FORWARDS: dict[str, tuple[int, str, tuple[bytes, ...], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", FORWARDS)
 async def test_works_that_are_refused(case: str, server: MemoryServer, raw_node: Swarm) -> None:
     code, says, payloads, fields = FORWARDS[case]
-    works = await RawWorks.opened(raw_node, server.ready, FORWARD)
-    await works.work(*payloads, **fields)
+    batches = await RawBatchStream.opened(raw_node, server.ready, FORWARD)
+    await batches.ask(*payloads, **fields)
     with pytest.raises(Refusal, match=says) as caught:
-        await works.reply()
+        await batches.reply()
     assert caught.value.code == code
     with pytest.raises(PeerError):  # and the stream is over
-        await works.stream.receive(timeout=TIMEOUT)
+        await batches.stream.receive(timeout=TIMEOUT)
 
 
 async def test_a_gradient_that_is_refused(server: MemoryServer, raw_node: Swarm) -> None:
     for gradient, says in ((NAN, "gradient"), (values(4), "gradient of")):
-        works = await RawWorks.opened(raw_node, server.ready, BACKWARD)
-        await works.work(values(3), gradient)
+        batches = await RawBatchStream.opened(raw_node, server.ready, BACKWARD)
+        await batches.ask(values(3), gradient)
         with pytest.raises(Refusal, match=says):
-            await works.reply()
+            await batches.reply()
 
 
 @pytest.mark.parametrize(
@@ -205,60 +205,62 @@ async def test_a_gradient_that_is_refused(server: MemoryServer, raw_node: Swarm)
 async def test_what_is_not_kept(
     payload: bytes, shape: list[int], how: dict[str, Any], code: int, says: str, server: MemoryServer, raw_node: Swarm
 ) -> None:
-    works = await RawWorks.opened(raw_node, server.ready, FORWARD)
-    await works.keep(payload, shape, **how)
+    batches = await RawBatchStream.opened(raw_node, server.ready, FORWARD)
+    await batches.keep(payload, shape, **how)
     with pytest.raises(Refusal, match=says) as caught:
-        await works.reply()
+        await batches.reply()
     assert caught.value.code == code
 
 
 async def test_the_answers_before_an_error_are_given(server: MemoryServer, raw_node: Swarm) -> None:
-    works = await RawWorks.opened(raw_node, server.ready, FORWARD)
+    batches = await RawBatchStream.opened(raw_node, server.ready, FORWARD)
     for sequence in (1, 2):
-        await works.work(values(3), sequence=sequence)
-    await works.work(NAN, sequence=3)
+        await batches.ask(values(3), sequence=sequence)
+    await batches.ask(NAN, sequence=3)
     for sequence in (1, 2):
-        assert (await works.reply())[0].sequence == sequence
+        assert (await batches.reply())[0].sequence == sequence
     with pytest.raises(Refusal, match="NaN"):
-        await works.reply()
+        await batches.reply()
 
 
 async def test_more_works_than_credits_are_refused(server: MemoryServer, raw_node: Swarm) -> None:
-    works = await RawWorks.opened(raw_node, server.ready, BACKWARD)
+    batches = await RawBatchStream.opened(raw_node, server.ready, BACKWARD)
     answers: list[int] = []
 
     async def flood() -> None:
         # All at once and each of them long, so that the fifth is there before the first is done.
         with suppress(PeerError):
             for sequence in range(1, 13):
-                await works.work(values(1500), values(1500), sequence=sequence)
+                await batches.ask(values(1500), values(1500), sequence=sequence)
         while True:
-            answers.append((await works.reply())[0].sequence)
+            answers.append((await batches.reply())[0].sequence)
 
     with pytest.raises(Refusal, match="at once") as caught:
         await flood()
     assert caught.value.code == wire.ERROR_BUSY
-    assert answers == list(range(1, len(answers) + 1)) and works.granted.credits <= len(answers) < 12
+    assert answers == list(range(1, len(answers) + 1)) and batches.granted.credits <= len(answers) < 12
 
 
 async def test_receipts_are_for_what_was_asked_and_answered(server: MemoryServer, raw_node: Swarm) -> None:
-    works = await RawWorks.opened(raw_node, server.ready, BACKWARD)
-    assert (works.granted.dtype, works.granted.quantisation) == ("float32", "none")
+    batches = await RawBatchStream.opened(raw_node, server.ready, BACKWARD)
+    assert (batches.granted.dtype, batches.granted.quantisation) == ("float32", "none")
     prompts = values(2 * 2)
-    keep = await works.keep(prompts, [2, 1, 2, HIDDEN])
+    keep = await batches.keep(prompts, [2, 1, 2, HIDDEN])
     kept = hash_of_keep(keep, hash_of_payloads([prompts]))
     previous = NO_RECEIPT
     for sequence, number in ((1, 0), (2, 1), (3, 1)):
         hidden, gradient = values(5), values(5, seed=sequence)
-        work = await works.work(hidden, gradient, sequence=sequence, kept=number)
-        reply, payloads = await works.reply()
+        request = await batches.ask(hidden, gradient, sequence=sequence, kept=number)
+        reply, payloads = await batches.reply()
         receipt = receipt_from_wire(reply.receipt)
-        expected = hash_of_batch(BACKWARD, work, hash_of_payloads([hidden, gradient]), kept if number else NOTHING_KEPT)
+        expected = hash_of_batch(
+            BACKWARD, request, hash_of_payloads([hidden, gradient]), kept if number else NOTHING_KEPT
+        )
         assert receipt.is_signed_by(server.peer_id) and receipt.client == raw_node.peer_id
         assert receipt.request_hash == expected
         assert receipt.reply_hash == hash_of_payloads(payloads)
         assert (receipt.sequence, receipt.previous_receipt) == (sequence, previous)
-        assert (receipt.nonce, receipt.session_epoch) == (works.nonce, works.granted.session_epoch)
+        assert (receipt.nonce, receipt.session_epoch) == (batches.nonce, batches.granted.session_epoch)
         assert receipt.span == (2, 4)
         assert [list(tensor.shape) for tensor in reply.tensors] == [[1, 5, HIDDEN], [2, 1, 2, HIDDEN]][: 1 + number]
         previous = receipt.hash()
@@ -266,61 +268,65 @@ async def test_receipts_are_for_what_was_asked_and_answered(server: MemoryServer
 
 async def test_gradients_may_come_later_and_in_any_order(server: MemoryServer, raw_node: Swarm) -> None:
     hidden, gradients = values(5), [values(5, seed=seed) for seed in (1, 2)]
-    works = await RawWorks.opened(raw_node, server.ready, BACKWARD)
-    assert works.granted.gradient_may_follow
+    batches = await RawBatchStream.opened(raw_node, server.ready, BACKWARD)
+    assert batches.granted.gradient_may_follow
     for sequence, gradient in enumerate(gradients, start=1):
-        await works.work(hidden, gradient, sequence=sequence)
-    expected = [await works.reply() for _ in gradients]
-    works = await RawWorks.opened(raw_node, server.ready, BACKWARD)
-    sent = [await works.begin(hidden, sequence=sequence) for sequence in (1, 2)]
+        await batches.ask(hidden, gradient, sequence=sequence)
+    expected = [await batches.reply() for _ in gradients]
+    batches = await RawBatchStream.opened(raw_node, server.ready, BACKWARD)
+    sent = [await batches.begin(hidden, sequence=sequence) for sequence in (1, 2)]
     for sequence in (2, 1):
         frame = wire.BatchFrame(gradient=wire.Gradient(sequence=sequence))
-        await works.send(frame, [gradients[sequence - 1]])
-    for work, gradient, (_, right) in zip(sent, gradients, expected, strict=True):
-        reply, payloads = await works.reply()
-        assert payloads == right and reply.sequence == work.sequence
+        await batches.send(frame, [gradients[sequence - 1]])
+    for request, gradient, (_, right) in zip(sent, gradients, expected, strict=True):
+        reply, payloads = await batches.reply()
+        assert payloads == right and reply.sequence == request.sequence
         receipt = receipt_from_wire(reply.receipt)
         assert receipt.is_signed_by(server.peer_id)
-        assert receipt.request_hash == hash_of_batch(BACKWARD, work, hash_of_payloads([hidden, gradient]), NOTHING_KEPT)
+        assert receipt.request_hash == hash_of_batch(
+            BACKWARD, request, hash_of_payloads([hidden, gradient]), NOTHING_KEPT
+        )
 
 
 async def test_gradients_that_are_refused(server: MemoryServer, raw_node: Swarm) -> None:
-    works = await RawWorks.opened(raw_node, server.ready, FORWARD)
-    assert not works.granted.gradient_may_follow
-    await works.work(values(3), gradient_follows=True)
+    batches = await RawBatchStream.opened(raw_node, server.ready, FORWARD)
+    assert not batches.granted.gradient_may_follow
+    await batches.ask(values(3), gradient_follows=True)
     with pytest.raises(Refusal, match="no gradient"):
-        await works.reply()
+        await batches.reply()
     for sequence, gradient, says in ((2, values(3), "no batch request 2"), (1, NAN, "the gradient")):
-        works = await RawWorks.opened(raw_node, server.ready, BACKWARD)
-        await works.begin(values(3))
-        await works.send(wire.BatchFrame(gradient=wire.Gradient(sequence=sequence)), [gradient])
+        batches = await RawBatchStream.opened(raw_node, server.ready, BACKWARD)
+        await batches.begin(values(3))
+        await batches.send(wire.BatchFrame(gradient=wire.Gradient(sequence=sequence)), [gradient])
         with pytest.raises(Refusal) as caught:
-            await works.reply()
+            await batches.reply()
         assert says in caught.value.message or "given up" in caught.value.message
 
 
 async def test_kept_tensors_are_dropped_when_newer_ones_come(server: MemoryServer, raw_node: Swarm) -> None:
-    works = await RawWorks.opened(raw_node, server.ready, FORWARD)
+    batches = await RawBatchStream.opened(raw_node, server.ready, FORWARD)
     for number in range(1, 6):
-        await works.keep(values(4, seed=number), [2, 1, 2, HIDDEN], number)
-    await works.work(values(5), kept=5)
-    await works.work(values(5), kept=2, sequence=2)
-    first, second = [(await works.reply())[1] for _ in range(2)]
+        await batches.keep(values(4, seed=number), [2, 1, 2, HIDDEN], number)
+    await batches.ask(values(5), kept=5)
+    await batches.ask(values(5), kept=2, sequence=2)
+    first, second = [(await batches.reply())[1] for _ in range(2)]
     assert first != second
-    await works.work(values(5), kept=1, sequence=3)
+    await batches.ask(values(5), kept=1, sequence=3)
     with pytest.raises(Refusal, match="nothing is kept under number 1"):
-        await works.reply()
+        await batches.reply()
 
 
 async def test_a_client_that_leaves_in_the_middle_of_a_work_costs_nothing(
     server: MemoryServer, raw_node: Swarm
 ) -> None:
     for pieces in (0, 1):
-        works = await RawWorks.opened(raw_node, server.ready, FORWARD)
+        batches = await RawBatchStream.opened(raw_node, server.ready, FORWARD)
         payload = values(5)
         tensor = wire.Tensor(shape=[1, 5, HIDDEN], dtype="float32", codec="none", nbytes=len(payload))
-        await works.stream.send(wire.BatchFrame(work=wire.BatchRequest(sequence=1, tensors=[tensor])), timeout=TIMEOUT)
+        await batches.stream.send(
+            wire.BatchFrame(work=wire.BatchRequest(sequence=1, tensors=[tensor])), timeout=TIMEOUT
+        )
         for _ in range(pieces):
             piece = wire.BatchFrame(piece=wire.Piece(), tensors=[wire.Tensor(nbytes=100)])
-            await works.stream.send(piece, [payload[:100]], timeout=TIMEOUT)
-        await works.stream.reset()
+            await batches.stream.send(piece, [payload[:100]], timeout=TIMEOUT)
+        await batches.stream.reset()

@@ -13,10 +13,10 @@ from multiaddr import Multiaddr
 from petalnode.node.errors import BadInput
 from petalnode.node.network.transport.websocket import Certificate
 from tests.swarm.certificates import certificate
+from tests.swarm.processes import TLS, WS
 from tests.swarm.relay_node import ECHO
 from tests.swarm.relays import echoed, host_here, relay_here, reserve
 
-WS, TLS = "/ip4/127.0.0.1/tcp/0/ws", "/ip4/127.0.0.1/tcp/0/tls/ws"
 SIZES = (1, 16 * 1024, 5_000_000)
 
 

@@ -9,9 +9,8 @@ import torch
 from petalnode import AutoDistributedModelForCausalLM
 from tests.greedy import prompt
 from tests.swarm.certificates import certificate
-from tests.swarm.processes import Nodes, petalnode
+from tests.swarm.processes import TLS, WS, Nodes, petalnode
 from tests.swarm.tcp_proxy import line_to
-from tests.swarm.test_websocket import TLS, WS
 from tests.tiny_models import load_whole
 
 TOKENS = 16

@@ -238,7 +238,7 @@ class VirtualSwarm:
         self.looks = 0
 
     def start(self, blocks: str, *, announced: float = STEP_SECONDS, told: bool = True) -> VirtualServer:
-        """A server of these blocks that announces so many seconds for a token; routes prefer the quick ones."""
+        """A server of these blocks that announces its seconds for a token; routes prefer the quick ones."""
         server = VirtualServer(self.network, blocks)
         self.servers.append(server)
         for other in self.servers:
@@ -253,7 +253,7 @@ class VirtualSwarm:
         return next(server for server in self.servers if server.peer_id == session.route[position].peer_id)
 
     def slow_down(self, client: SwarmClient, factor: float) -> None:
-        """Everything takes so many times as long from now on: servers, and the way to those that are opened yet."""
+        """Everything takes a multiple of its time from now on: servers, and the way to those that are opened yet."""
         for server in self.servers:
             server.seconds *= factor
             self.network.link(client.peer_id, server.peer_id).delay = 0.01 * factor
@@ -310,7 +310,7 @@ class Talk:
         self._random = np.random.default_rng(0)
 
     async def step(self, tokens: int = 1) -> float:
-        """Seconds that a step of so many tokens took; its output is what all blocks make of all tokens so far."""
+        """Seconds that a step of some tokens took; its output is what all blocks make of all tokens so far."""
         hidden = self._random.standard_normal((tokens, HIDDEN)).astype(np.float32)
         begun = trio.current_time()
         chunks = [

@@ -30,7 +30,7 @@ MOST_STEP = 28  # tokens
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds of the way between two hosts, and of a step at each of so many servers: `fixed` and `each` per token. The
+    """Seconds of the way between two hosts, and of a step at each server: `fixed` and `each` per token. The
     answers to the steps with the numbers `late` come 0.2 s later, whatever the chain is asked."""
 
     one_way: float
@@ -126,8 +126,8 @@ class Oracle:
 
 
 class SimulatedModel:
-    """In the place of a `ModelDrafter`: guesses what the text says, but for one token in so many. A guess takes so many
-    seconds, a quarter of that more for each further token that has to be read, and ten times as long at the places
+    """In the place of a `ModelDrafter`: guesses what the text says, but for every `wrong_in`-th token. A guess takes
+    `seconds`, a quarter of that more for each further token that has to be read, and ten times as long at the places
     `slow`."""
 
     max_length = 1 << 20

@@ -45,7 +45,7 @@ class Device:
         self._part = 0.0, 0.0
 
     def run(self, seconds: float) -> Counter[str]:
-        """What was served in so many seconds from now on."""
+        """What was served in the next seconds."""
         before, until = self.served.copy(), self.now + seconds
         while self.now < until:
             there = [asker for asker in self._askers if asker.coming <= self.now]

@@ -21,7 +21,7 @@ from petalnode.node.server.requests.admission import Hosted, check_terms
 from petalnode.node.swarm.routing import Demand, Hop, RouteCandidate, cheapest_chain
 from petalnode.protocols.ids import Boundaries, Span
 from petalnode.protocols.inference import Refusal, SessionTerms
-from tests.unit.test_routing import ALL, BLOCKS, all_chains, asks, cost, swarms
+from tests.unit.plain_chains import ALL, BLOCKS, all_chains, asks, cost, swarms
 
 KINDS = ["sliding_attention", "full_attention"] * 4
 SHARING: dict[str, Any] = {

@@ -209,7 +209,7 @@ class _CountedName(str):
 
 
 async def work_of_a_queue(length: int) -> int:
-    """How often names are looked up while so many peers wait for two looks at what is idle, and give up."""
+    """How often names are looked up while peers wait for two looks at what is idle, and give up."""
     budget = MemoryBudget(100_000)
     for number in range(20):
         await budget.acquire(5_000, 0, holder=f"h{number}", address=f"a{number % 3}")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,15 +19,11 @@ from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.server import compute_thread
 from petalnode.node.server.compute_thread import ComputeThread, PassResult
 from petalnode.node.server.gathering import Gathering
-from petalnode.node.server.steps import ComputeSession, StepInput
+from petalnode.node.server.steps import ComputeSession
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.ids import Span
-from petalnode.protocols.inference import Refusal, SessionTerms
-from petalnode.protocols.tensors import encode
+from petalnode.protocols.inference import Refusal
 from tests.tiny_models import HIDDEN, NUM_BLOCKS, save_tiny
-
-ALL = Span(0, NUM_BLOCKS)
-TIMEOUT = 60.0
+from tests.unit.computing import ALL, TIMEOUT, computing, step, terms
 
 
 @pytest.fixture(scope="module")
@@ -75,26 +70,6 @@ class Watched:
 def backward(blocks: BlockSpan) -> PassGenerator[Any]:
     hidden, gradient = torch.randn(2, 2, 20, HIDDEN, generator=torch.Generator().manual_seed(0))
     return SpanPasses(blocks, 1 << 40).backward(Batch(ALL, hidden), gradient)
-
-
-def terms(max_length: int) -> SessionTerms:
-    return SessionTerms(bytes(32), ALL, max_length, 1, (), "none", bytes(16), 0, "float32")
-
-
-def step(position: int, tokens: int = 1) -> StepInput:
-    tensor, payload = encode(torch.zeros(1, tokens, HIDDEN), "none")
-    return StepInput(position, (), tensor, payload)
-
-
-@asynccontextmanager
-async def computing(blocks: BlockSpan) -> AsyncIterator[Any]:
-    compute = ComputeThread(blocks)
-    compute.start()
-    try:
-        with trio.fail_after(TIMEOUT):
-            yield compute
-    finally:
-        await compute.stop()
 
 
 async def test_a_step_runs_at_the_next_pause_of_a_pass(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +297,7 @@ async def test_what_a_check_refuses_goes_before_a_payload_that_cannot_be_used(bl
 
 
 def gather(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-    """No batch begins before so many steps wait."""
+    """No batch begins before this number of steps waits."""
     monkeypatch.setattr(Gathering, "time", lambda _, waiting, *rest: 0.0 if len(waiting) >= steps else 2 * TIMEOUT)
 
 

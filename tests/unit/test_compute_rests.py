@@ -21,7 +21,7 @@ from petalnode.node.server.compute_thread import ComputeThread
 from petalnode.protocols.ids import Span
 from petalnode.protocols.inference import Refusal
 from tests.tiny_models import NUM_BLOCKS, save_tiny
-from tests.unit.test_compute_order import computing, step, terms
+from tests.unit.computing import computing, step, terms
 
 PART = 0.03
 """Seconds of a part of a pass."""
@@ -34,7 +34,7 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> BlockSpan:
 
 
 def parts(count: int, log: list[str] | None = None, name: str = "pass") -> PassGenerator[str]:
-    """A pass of so many parts, which end with the name."""
+    """A pass of several parts, which end with the name."""
     for part in range(count):
         if part:
             yield

@@ -11,14 +11,10 @@ import typer.main
 
 from docs.draw_rooms import PICTURE, arrows, draw
 from petalnode.node.cli import app as command_line
+from tests.doc_pages import PAGES, name_of
 from tests.import_graph import ROOM_ORDER, ROOT, import_graph, module_files, room_graph
 
-PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 TEXTS = [*PAGES, ROOT / "CHANGELOG.md"]  # which may name what is gone
-
-
-def name_of(page: Path) -> str:
-    return page.relative_to(ROOT).as_posix()
 
 
 def code(page: Path) -> list[str]:

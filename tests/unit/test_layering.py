@@ -113,6 +113,12 @@ def test_a_room_knows_nothing_of(folder: str) -> None:
     assert not wrong
 
 
+def test_no_test_imports_from_another_test_file() -> None:
+    files = [path for path in (ROOT / "tests").rglob("*.py") if "sweep" not in path.parts]
+    wrong = [one for file in files for one in imports(file) if one.module.rpartition(".")[2].startswith("test_")]
+    assert not wrong
+
+
 def test_torch_enters_the_protocols_by_the_tensors_only() -> None:
     having = {
         path.name

@@ -20,7 +20,7 @@ runs = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6)), min_size=1, max
 
 
 def grouped(*spans: tuple[int, int]) -> tuple[int, ...]:
-    """A row: so many tokens of text, then a group of so many, and so on."""
+    """A row: tokens of text, then a group of tokens, and so on."""
     return tuple(left for text, size in spans for left in [*[0] * text, *range(size, 0, -1)])
 
 

@@ -21,11 +21,7 @@ from petalnode.node.errors import MachineError
 from petalnode.protocols.credits import CREDITS_LIMITS
 from tests.import_graph import ROOT
 from tests.swarm import warm_python
-
-ISSUER = Identity.from_seed(b"i" * 32)
-PEERS = tuple(Identity.from_seed(bytes([number]) * 32) for number in range(4))
-START = 1_800_000_000_000
-A, B = PEERS[0], PEERS[1]
+from tests.unit.transfers import ISSUER, PEERS, START, A, B, transfer
 
 
 class Clock:
@@ -46,12 +42,6 @@ def clock() -> Clock:
 def ledger(tmp_path: Path, clock: Clock) -> Iterator[Ledger]:
     with Ledger(tmp_path / "ledger.sqlite", ISSUER, clock) as opened:
         yield opened
-
-
-def transfer(
-    spender: Identity, recipient: str, points: int, sequence: int, until_ms: int = START + 60_000, issuer: str = ""
-) -> Transfer:
-    return Transfer(issuer or ISSUER.peer_id, spender.peer_id, recipient, points, sequence, until_ms).signed(spender)
 
 
 def order(server: Identity, points: int, sequence: int, until_ms: int = START + 60_000) -> DepositOrder:
@@ -267,8 +257,9 @@ def test_points_are_neither_made_nor_lost(acts: list[tuple[str, ...]]) -> None:
 _SPEND = """
 import sys
 from pathlib import Path
-from tests.unit.test_ledger import A, B, ISSUER, Ledger, transfer
 import time
+from petalnode.node.credits.ledger import Ledger
+from tests.unit.transfers import A, B, ISSUER, transfer
 with Ledger(Path(sys.argv[1]), ISSUER) as ledger:
     sequence = ledger.credit_of(A.peer_id).sequence
     print("ready", flush=True)

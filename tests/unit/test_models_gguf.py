@@ -9,7 +9,6 @@ import struct
 import sys
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -28,6 +27,7 @@ from petalnode.node.models.gguf.header import read_gguf_header
 from petalnode.node.models.gguf.stored import stored_rows
 from tests.swarm import warm_python
 from tests.tiny_gguf import BLOCKS, CHAT_TEMPLATE, VOCABULARY, write_tiny_gguf
+from tests.unit.gguf_parts import split
 
 logging.disable_progress_bar()
 
@@ -308,31 +308,6 @@ def test_the_header_gives_every_tensor_its_place(tmp_path: Path) -> None:
     norm = tensors["blk.1.ffn_norm.weight"]
     assert np.all(np.frombuffer(file.read_bytes()[norm.start : norm.start + norm.nbytes], "<f4") == 1.25)
     assert tensors["blk.0.ffn_down.weight"].shape == (64, 96)
-
-
-def split(file: Path, folder: Path, *, names: str = "model-{:05}-of-00003.gguf", count: int = 3) -> list[Path]:
-    """The model of a file in three parts, as llama.cpp's gguf-split makes them."""
-    reader = gguf.GGUFReader(file)
-    parts = []
-    for number in range(count):
-        parts.append(folder / names.format(number + 1))
-        writer = gguf.GGUFWriter(parts[-1], "llama")
-        for name, held in reader.fields.items() if number == 0 else ():
-            if name.startswith("GGUF.") or name == "general.architecture":
-                continue
-            kind = held.types[0]
-            writer.add_key_value(
-                name, held.contents(), kind, held.types[1] if kind == gguf.GGUFValueType.ARRAY else None
-            )
-        writer.add_uint16("split.no", number)
-        writer.add_uint16("split.count", count)
-        for tensor in reader.tensors[number::count]:
-            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-    return parts
 
 
 def test_a_model_in_parts_is_that_of_the_whole_file(tmp_path: Path) -> None:

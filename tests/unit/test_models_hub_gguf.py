@@ -13,8 +13,8 @@ from petalnode.node.models import compute_manifest, resolve
 from petalnode.node.models.sources.hub_files import choose_gguf, kind_of, name_of
 from tests.model_hub import COMMIT, Hub, serve_hub
 from tests.tiny_gguf import BLOCKS, write_tiny_gguf
-from tests.unit.test_models_gguf import split
-from tests.unit.test_models_hub import Person
+from tests.unit.gguf_parts import split
+from tests.unit.hub_person import Person
 
 FILE = "tiny-Q4_1.gguf"
 

@@ -26,11 +26,11 @@ from petalnode.node.models.progress import no_progress
 from petalnode.node.models.sources import hub_parts, ranges
 from petalnode.node.models.sources.hub_parts import HubParts
 from petalnode.node.weights.holder import may_hand_on
-from tests.attacks.test_lying_hub import Server
+from tests.attacks.lying_hub import Server
 from tests.model_hub import COMMIT, Hub, serve_hub
 from tests.tiny_gguf import write_tiny_gguf
 from tests.tiny_models import NUM_BLOCKS, save_tiny
-from tests.unit.test_models_hub import Person
+from tests.unit.hub_person import Person
 
 WEIGHTS = "model.safetensors"
 

@@ -36,7 +36,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Process:
 
 
 def patience_lasts(process: Process, then: Callable[[float], None], seconds: float = 2 * SECONDS) -> bool:
-    """Whether it is not over within so many seconds, in which `then` happens every 0.05 s."""
+    """Whether it is not over within the seconds in which `then` happens every 0.05 s."""
     patience = Patience(SECONDS, 0, lambda: process.written)
     while process.now < seconds:
         process.now += 0.05

@@ -41,7 +41,7 @@ MAINS = PausePolicy(only_on_mains=True)
 
 
 def after(policy: PausePolicy, uses: list[tuple[float, MachineUse]], state: PauseState | None = None) -> list[str]:
-    """Why a server is paused in the end, when the machine was used like this, each for so many seconds, a look each."""
+    """Why a server is paused in the end, when the machine was used like this, each for some seconds, a look each."""
     state, now = state or PauseState(), 0.0
     for seconds, use in uses:
         for _ in range(round(seconds)):

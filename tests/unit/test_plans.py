@@ -25,7 +25,7 @@ BLOCKS = 8
 
 
 def fleet_of(seed: int, *, client: bool, known: float = 1.0) -> Fleet:
-    """Machines with room for all blocks; of the pairs, so many are `known`."""
+    """Machines with room for all blocks; some of the pairs are `known`."""
     chance = np.random.default_rng(seed)
     size = int(chance.integers(2, 8))
     room = chance.integers(1, 6, size)

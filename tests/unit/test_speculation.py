@@ -146,7 +146,7 @@ def test_a_draft_model_guesses_while_its_guesses_are_checked(no_threads: None, w
 
 
 def never_twice(tokens: int) -> tuple[list[int], int]:
-    """No two of so many tokens are the same: nothing can be looked up."""
+    """No two of the tokens are the same: nothing can be looked up."""
     return list(range(0, 2 * tokens, 2)), 60
 
 

@@ -35,7 +35,7 @@ from petalnode.protocols.training import (
     send_in_pieces,
     send_pieces,
 )
-from tests.unit.test_framing import PEER, ends
+from tests.unit.memory_ends import PEER, ends
 
 HOSTED = Hosted(b"m" * 32, "tiny", 8, Span(2, 6), 64, "float32", "none", 128)
 TERMS = BatchTerms(b"m" * 32, Span(2, 5), "none", "float32", b"n" * 16)

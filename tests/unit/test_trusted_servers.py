@@ -16,7 +16,7 @@ from petalnode.node.errors import BadInput, NoChainError
 from petalnode.node.swarm.routing import Demand, Hop, RouteCandidate, cheapest_chain, second_best
 from petalnode.node.swarm.trusted_servers import TRUSTED_BLOCKS, TrustedServers, trusted_servers
 from petalnode.protocols.ids import Span
-from tests.unit.test_routing import ALL, BLOCKS, NAMES, all_chains, check_shape, cost, server, swarms
+from tests.unit.plain_chains import ALL, BLOCKS, NAMES, all_chains, check_shape, cost, server, swarms
 
 trusting = st.builds(TrustedServers, st.frozensets(st.sampled_from(NAMES), min_size=1), st.integers(1, BLOCKS))
 FLOAT = Weights("float32", "none")

@@ -32,8 +32,6 @@ from tests.memory_muxer import DIRECT, MemoryRaw, muxer, read, settled
 
 pytestmark = pytest.mark.virtual_time
 
-MIB = 1 << 20
-
 
 async def test_frames_may_be_cut_anywhere() -> None:
     async with muxer() as (ours, other):

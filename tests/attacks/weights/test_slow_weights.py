@@ -63,7 +63,7 @@ def trickled(asked: wire.WeightsFrame) -> float:
 
 
 def took(folder: ModelFolder, manifest: Manifest, liars: int, late: Late, need: Need) -> float:
-    """Seconds for what a machine needs, of so many liars and one that is honest and answers after all of them."""
+    """Seconds for what a machine needs, of some liars and one that is honest and answers after all of them."""
 
     def setting(network: MemoryNetwork, asker: MemoryNode) -> None:
         for _ in range(liars):

@@ -1,0 +1,109 @@
+"""A server that signs another answer than it has sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from petalnode.crypto.identity import Identity
+from petalnode.crypto.receipts import Receipt
+from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
+from petalnode.node.server.requests.pushes import Pushes
+from petalnode.node.server.steps import StepOutput
+from petalnode.node.testing.memory_servers import MemorySwarm
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.inference import receipt_from_wire, receipt_to_wire, sha256
+from tests.inspection import client_of, session_of
+from tests.tiny_models import load_whole
+
+LIAR = Identity.from_seed(bytes(range(21, 53)))
+STRANGER = Identity.from_seed(bytes(range(22, 54)))
+TOKENS = 40
+
+
+@dataclass
+class Lies:
+    """What the liar pushes in the place of what it answers. `told`: how often; `most`: how often at most."""
+
+    receipt: Callable[[Receipt, Receipt | None], Receipt]
+    shown: Callable[[wire.Reply], None] = lambda reply: None
+    most: int = 1
+    told: int = 0
+    active: bool = False
+    before: Receipt | None = None
+
+
+@contextmanager
+def lying(lies: Lies) -> Iterator[None]:
+    send = Pushes.send
+
+    async def lie(self: Pushes, peer: bytes, push: wire.Push, output: StepOutput) -> bool:
+        receipt = receipt_from_wire(push.receipt)
+        before, lies.before = lies.before, receipt
+        ready = self._known.get(peer) is not None and self._known[peer].stream is not None
+        if not (lies.active and ready and lies.told < lies.most and receipt.is_signed_by(LIAR.peer_id)):
+            return await send(self, peer, push, output)
+        lies.told += 1
+        payload = bytes(len(output.payload))
+        said = lies.receipt(replace(receipt, reply_hash=sha256(payload)), before)
+        other = wire.Push(client=push.client, nonce=push.nonce, step=push.step, receipt=receipt_to_wire(said))
+        other.step.previous_receipt = said.hash()
+        return await send(self, peer, other, replace(output, payload=payload))
+
+    Pushes.send = lie  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Pushes.send = send  # type: ignore[method-assign]
+
+
+def banned(model: Any) -> set[str]:
+    return {ban.peer_id for ban in client_of(model).swarm.trust.bans()}
+
+
+def generated(
+    swarm: MemorySwarm, folder: Path, lies: Lies, done: Callable[[], bool] | None = None, rows: int = 1
+) -> tuple[set[str], list[str], int]:
+    """Who is banned, the route in the end, and the recoveries; the answer has to be that of plain transformers.
+
+    Generates until `done`: until all lies are told, if that is None. A push comes when its stream is open.
+    """
+    liar = swarm.start(folder, "0:3", identity=LIAR)
+    honest = swarm.start(folder, "3:6", identity=STRANGER)
+    assert liar.ready and honest.ready
+    prompt = torch.randint(3, 100, (rows, 9), generator=torch.Generator().manual_seed(3))
+    options: Any = {"do_sample": False, "pad_token_id": 0}
+    expected = load_whole(folder).generate(prompt, max_new_tokens=TOKENS, min_new_tokens=TOKENS, **options)
+    with (
+        lying(lies),
+        swarm.open_model(AutoDistributedModelForCausalLM, folder) as model,
+        model.inference_session(200) as session,
+    ):
+        first = model.generate(prompt, session=session, max_new_tokens=2, min_new_tokens=2, **options)
+        assert swarm.start(folder, "0:3").ready and swarm.start(folder, "3:6").ready
+        lies.active = True
+        more = TOKENS - 2
+        while True:
+            output = model.generate(first, session=session, max_new_tokens=more, min_new_tokens=more, **options)
+            assert torch.equal(output, expected)
+            if lies.told == lies.most if done is None else done():
+                break
+            session.position = first.shape[1] - 1
+            session.tokens = first[:, : session.position].tolist()
+        return banned(model), [hop.peer_id for hop in session_of(session).route], session.recoveries
+
+
+def signed_again(receipt: Receipt, before: Receipt | None) -> Receipt:
+    return receipt.signed(LIAR)
+
+
+OTHERS: dict[str, Callable[[Receipt, Receipt | None], Receipt]] = {
+    "for another step": lambda receipt, before: replace(receipt, sequence=receipt.sequence + 100).signed(LIAR),
+    "for another session": lambda receipt, before: replace(receipt, session_epoch=bytes(16)).signed(LIAR),
+    "after another receipt": lambda receipt, before: replace(receipt, previous_receipt=bytes(32)).signed(LIAR),
+}
