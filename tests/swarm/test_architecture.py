@@ -1,22 +1,26 @@
-"""docs/architecture.md lists the files of a decode step, a training step and an API answer as they run."""
+"""docs/architecture.md lists the files of a decode step, a training step, an answer of the API and a probe
+as they run."""
 
 from __future__ import annotations
 
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 import httpx
+import pytest
 import torch
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
-from petalnode.node.testing.memory_servers import memory_swarm
+from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
 from tests.import_graph import ROOT
 from tests.memory_api import memory_api
+from tests.swarm.suspects import SuspectSwarm, validated
 from tests.swarm.tokenizer import save_tokenizer
 from tests.tiny_models import save_tiny
 
@@ -54,7 +58,9 @@ def described(title: str) -> list[tuple[str, str]]:
     """(file, function) of each row of the table below this title."""
     _, _, rest = (ROOT / "docs/architecture.md").read_text().partition(f"\n## {title}\n")
     section, _, _ = rest.partition("\n## ")
-    return re.findall(r"^\| `([\w/]+\.py)` \| `(\w+)` \|.*\|$", section, re.MULTILINE)
+    rows = re.findall(r"^\| `([\w/]+\.py)` \| `(\w+)` \|.*\|$", section, re.MULTILINE)
+    assert len(rows) > 10
+    return rows
 
 
 def follow(ran: list[tuple[str, str]], rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -68,18 +74,39 @@ def follow(ran: list[tuple[str, str]], rows: list[tuple[str, str]]) -> list[tupl
     return missing
 
 
-def test_a_decode_step_runs_through_the_files_of_the_table_in_their_order(tmp_path: Path) -> None:
-    folder, ids = save_tiny("llama", tmp_path), torch.tensor([[5, 6, 7]])
-    options = {"do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+@dataclass(frozen=True)
+class Traced:
+    """A swarm of two servers for a model, whose calls are noted."""
+
+    seen: list[tuple[str, str]]
+    swarm: MemorySwarm
+    servers: tuple[MemoryServer, MemoryServer]
+    folder: Path
+
+    def ran(self, run: Callable[[], object]) -> list[tuple[str, str]]:
+        """The calls of a second run: what is measured once is measured then."""
+        run()
+        before = len(self.seen)
+        run()
+        return self.seen[before:]
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
+    folder = save_tiny("llama", tmp_path_factory.mktemp("traced") / "tiny-llama")
+    save_tokenizer(folder)
     with calls() as seen, memory_swarm() as swarm:
-        assert all(server.ready for server in [swarm.start(folder, blocks) for blocks in ("0:3", "3:6")])
-        with swarm.open_model(AutoDistributedModelForCausalLM, folder) as model:
-            model.generate(ids, max_new_tokens=3, **options)  # what is measured once is measured
-            before = len(seen)
-            model.generate(ids, max_new_tokens=8, **options)
-            ran = seen[before:]
+        servers = swarm.start(folder, "0:3"), swarm.start(folder, "3:6")
+        assert all(server.ready for server in servers)
+        yield Traced(seen, swarm, servers, folder)
+
+
+def test_a_decode_step_runs_as_its_table_says(traced: Traced) -> None:
+    ids = torch.tensor([[5, 6, 7]])
+    options = {"do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    with traced.swarm.open_model(AutoDistributedModelForCausalLM, traced.folder) as model:
+        ran = traced.ran(lambda: model.generate(ids, max_new_tokens=8, **options))
     rows = described("One decode step")
-    assert len(rows) > 20
     loop = next(index for index, (file, _) in enumerate(rows) if file == LOOP) + 1
     assert not follow(ran, rows[:loop])
     # A function that waits is noted each time that it goes on; this one never waits.
@@ -88,31 +115,24 @@ def test_a_decode_step_runs_through_the_files_of_the_table_in_their_order(tmp_pa
     assert not follow(step, [row for row in rows[loop:] if row[0] not in IN_SOME_MODELS])
 
 
-def test_a_training_step_runs_through_the_files_of_its_table_in_their_order(tmp_path: Path) -> None:
-    folder, ids = save_tiny("llama", tmp_path), torch.tensor([[5, 6, 7], [8, 9, 10]])
-    with calls() as seen, memory_swarm() as swarm:
-        assert all(server.ready for server in [swarm.start(folder, blocks) for blocks in ("0:3", "3:6")])
-        with swarm.open_model(AutoDistributedModelForCausalLM, folder) as model:
-            model.get_input_embeddings().requires_grad_()
-            model(ids, labels=ids).loss.backward()  # what is measured once is measured
-            before = len(seen)
-            model(ids, labels=ids).loss.backward()
-            ran = seen[before:]
-    rows = described("One training step")
-    assert len(rows) > 15
-    assert not follow(ran, [row for row in rows if row[1] not in IN_WORKERS])
+def test_a_training_step_runs_as_its_table_says(traced: Traced) -> None:
+    ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    with traced.swarm.open_model(AutoDistributedModelForCausalLM, traced.folder) as model:
+        model.get_input_embeddings().requires_grad_()
+        ran = traced.ran(lambda: model(ids, labels=ids).loss.backward())
+    assert not follow(ran, [row for row in described("One training step") if row[1] not in IN_WORKERS])
 
 
-def test_an_answer_of_the_api_runs_through_the_files_of_its_table_in_their_order(tmp_path: Path) -> None:
-    folder = save_tiny("llama", tmp_path / "tiny-llama")
-    save_tokenizer(folder)
+def test_an_answer_of_the_api_runs_as_its_table_says(traced: Traced) -> None:
     body = {"model": "tiny-llama", "prompt": "hello", "max_tokens": 4, "temperature": 0}
-    with calls() as seen, memory_swarm() as swarm:
-        assert swarm.start(folder, "0:6").ready
-        with memory_api(swarm, folder) as api:
-            before = len(seen)
-            assert httpx.post(f"{api.url}/v1/completions", json=body, timeout=None).status_code == 200
-            ran = seen[before:]
-    rows = described("One answer of the HTTP API")
-    assert len(rows) > 10
-    assert not follow(ran, rows)
+    before = len(traced.seen)
+    with memory_api(traced.swarm, traced.folder) as api:
+        assert httpx.post(f"{api.url}/v1/completions", json=body, timeout=None).status_code == 200
+    assert not follow(traced.seen[before:], described("One answer of the HTTP API"))
+
+
+def test_a_probe_runs_as_its_table_says(traced: Traced, tmp_path: Path) -> None:
+    before = len(traced.seen)
+    swarm = SuspectSwarm(traced.folder, tmp_path / "none.json", *traced.servers, memory=traced.swarm)
+    assert {verdict.verdict for verdict in validated(swarm, tmp_path / "history.sqlite").values()} == {"ok"}
+    assert not follow(traced.seen[before:], [row for row in described("One probe") if row[1] not in IN_WORKERS])
