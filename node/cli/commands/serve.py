@@ -55,119 +55,176 @@ STOP_GRACE = 10.0
 """Seconds after --drain-timeout in which a server that was ready retracts its announcement."""
 
 
-@joins_swarm
-def serve(
-    model: Annotated[
-        str | None,
-        typer.Argument(help=f"Folder, .gguf file, hub id or alias. Default: the link's, else {DEFAULT_MODEL}."),
-    ] = None,
+@dataclass(frozen=True)
+class HostingOptions:
+    """The options of `petalnode serve` alone."""
+
     blocks: Annotated[
         str | None,
         typer.Option(metavar="A:B", help="Host blocks A to B-1. Default: choose them by what the swarm lacks."),
-    ] = None,
+    ] = None
     num_blocks: Annotated[
         str, typer.Option(metavar="auto|N", help="How many blocks to host; auto: as many as fit in memory.")
-    ] = "auto",
-    device: Annotated[str, typer.Option(help="Device to compute on: auto, cpu, cuda, cuda:N or mps.")] = "auto",
+    ] = "auto"
+    device: Annotated[str, typer.Option(help="Device to compute on: auto, cpu, cuda, cuda:N or mps.")] = "auto"
     dtype: Annotated[
         str, typer.Option(help="Type to compute in: auto (that of the checkpoint), float32, bfloat16 or float16.")
-    ] = "auto",
+    ] = "auto"
     quant: Annotated[
         str, typer.Option(metavar="none|int8|nf4", help="Quantisation of the weights, to save memory.")
-    ] = "none",
+    ] = "none"
     activations: Annotated[
         str,
         typer.Option(
             metavar="float32|int8",
             help="What weights are multiplied with: int8 is quicker on a CPU, and announced.",
         ),
-    ] = "float32",
+    ] = "float32"
     cache_dtype: Annotated[
         str,
         typer.Option(
             metavar="auto|float32|bfloat16|int8",
             help="What the attention cache holds; auto: the type computed in. Fewer bits hold more tokens; announced.",
         ),
-    ] = "auto",
+    ] = "auto"
     kernels: Annotated[
         str,
         typer.Option(
             metavar="auto|native|torch",
             help="What multiplies a few rows on a CPU in float32: torch, the compiled kernels, or the quicker one.",
         ),
-    ] = "auto",
+    ] = "auto"
     exact: Annotated[
         bool,
         typer.Option("--exact", help="Compute the same bits as all exact servers, by the compiled kernels; announced."),
-    ] = False,
+    ] = False
     cache_tokens: Annotated[
         int | None,
         typer.Option(min=1, help="Size of the attention cache, in tokens through all blocks held here."),
-    ] = None,
+    ] = None
     prefix_cache: Annotated[
         str,
         typer.Option(
             metavar="own|salted|off",
             help="For whom to keep what was computed: its client, all clients that know its salt, or nobody.",
         ),
-    ] = "own",
+    ] = "own"
     throughput: Annotated[
         str, typer.Option(metavar="auto|F", help="Decode steps per second to announce; auto: measure.")
-    ] = "auto",
-    name: Annotated[str, typer.Option(help="Name of this server in `petalnode status`.")] = "",
+    ] = "auto"
+    name: Annotated[str, typer.Option(help="Name of this server in `petalnode status`.")] = ""
     drain_timeout: Annotated[
         float,
         typer.Option(
             min=0, metavar="S", help="On Ctrl-C or SIGTERM, wait up to S seconds for sessions to move to other servers."
         ),
-    ] = 30.0,
+    ] = 30.0
     rebalance: Annotated[
         str,
         typer.Option(
             metavar="P%|off",
             help="Change blocks when a plan raises the throughput of the swarm by P percent; off: never.",
         ),
-    ] = "20%",
+    ] = "20%"
     pledge: Annotated[
         int,
         typer.Option(min=0, metavar="POINTS", help="Pledge POINTS, which are lost if a fault is proved."),
-    ] = 0,
+    ] = 0
     deposit_at: Annotated[
         str | None,
         typer.Option(
             metavar="MULTIADDR",
             help="Validator that holds the points of --pledge as a deposit, so that clients count them.",
         ),
-    ] = None,
+    ] = None
     max_disk: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE",
             help="Size limit of the model cache, such as 50G; least recently used models go first.",
         ),
-    ] = None,
+    ] = None
     allow_client: Annotated[
         list[str] | None,
         typer.Option(metavar="PEER", help="Serve only this client (`chat --identity FILE` prints its id); repeatable."),
-    ] = None,
+    ] = None
     adapter: Annotated[
         list[Path] | None,
         typer.Option(metavar="PATH", help="Offer this LoRA adapter (a peft folder) under its name; repeatable."),
-    ] = None,
+    ] = None
     share_weights: Annotated[
         str,
         typer.Option(
             metavar="auto|on|off",
             help="Hand the weights on to peers that lack them; auto: unless the hub gates the model, or may.",
         ),
-    ] = "auto",
+    ] = "auto"
     until_eof: Annotated[
         bool, typer.Option("--until-eof", help="Stop when standard input is closed: for programs that start servers.")
-    ] = False,
+    ] = False
     plain: Annotated[
         bool, typer.Option("--plain", help="At a terminal, print lines only, and no panel that is kept up to date.")
-    ] = False,
+    ] = False
+
+    def checked(self, model: str) -> ServerOptions:
+        """What the server is told, once all of it can be done here."""
+        _check_numbers({"--cache-tokens": self.cache_tokens, "--pledge": self.pledge})
+        dtype = self.dtype
+        if dtype not in _DTYPES:
+            raise BadInput(f"--dtype {dtype}: use {', '.join(_DTYPES)}")
+        options = ServerOptions(
+            model=model,
+            blocks=_span(self.blocks),
+            num_blocks=_count(self.num_blocks),
+            device="cpu" if self.exact else self.device,
+            dtype="float32" if self.exact else dtype,
+            quant=choose_quantisation(self.quant),
+            activations=choose_activations(self.activations),
+            cache_dtype=choose_cache_dtype(self.cache_dtype),
+            kernels="native" if self.exact else choose_kernels(self.kernels),
+            exact=self.exact,
+            cache_tokens=self.cache_tokens,
+            prefix_cache=choose_prefix_cache(self.prefix_cache),
+            throughput=_throughput(self.throughput),
+            name=_name(self.name),
+            drain_timeout=self.drain_timeout,
+            allow_clients=_clients(self.allow_client),
+            gain=_gain(self.rebalance),
+            pledge=self.pledge,
+            max_disk=None if self.max_disk is None else parse_size(self.max_disk, "--max-disk"),
+            adapters=tuple(self.adapter or ()),
+            share_weights=choose_share(self.share_weights),
+        )
+        if self.activations != "float32" and dtype not in ("auto", "float32"):
+            raise BadInput(
+                f"--activations {self.activations} computes in float32: --dtype {dtype} cannot be had with it"
+            )
+        if self.cache_dtype != "auto" and dtype not in ("auto", "float32"):
+            raise BadInput(f"--cache-dtype {self.cache_dtype} computes in float32: leave it out with --dtype {dtype}")
+        if self.blocks is not None and options.num_blocks is not None:
+            raise BadInput("--blocks and --num-blocks both choose the blocks: give one of them")
+        if self.exact:
+            _check_exact(dtype, self.device, self.kernels)
+        if self.kernels == "native" and library() is None:
+            raise MachineError(NOT_HERE)
+        found = check_model(model)
+        if found is not None:
+            check_blocks(options, found)
+        for folder in options.adapters:
+            check_adapter_files(folder)
+        if options.adapters:
+            check_adapters(options.adapters, found)
+        return options
+
+
+@joins_swarm
+def serve(
+    model: Annotated[
+        str | None,
+        typer.Argument(help=f"Folder, .gguf file, hub id or alias. Default: the link's, else {DEFAULT_MODEL}."),
+    ] = None,
     *,
+    hosting: HostingOptions,
     donor_options: DonorOptions,
     relay_options: RelayOptions,
     metrics_options: MetricsOptions,
@@ -176,53 +233,11 @@ def serve(
     """Host blocks of a model for the swarm."""
     join.check()
     model = linked_model(model, join.target) or DEFAULT_MODEL
-    check_device(device)
-    _check_numbers({"--cache-tokens": cache_tokens, "--pledge": pledge})
+    check_device(hosting.device)
     policy = donor_options.policy()
-    if dtype not in _DTYPES:
-        raise BadInput(f"--dtype {dtype}: use {', '.join(_DTYPES)}")
-    options = ServerOptions(
-        model=model,
-        blocks=_span(blocks),
-        num_blocks=_count(num_blocks),
-        device="cpu" if exact else device,
-        dtype="float32" if exact else dtype,
-        quant=choose_quantisation(quant),
-        activations=choose_activations(activations),
-        cache_dtype=choose_cache_dtype(cache_dtype),
-        kernels="native" if exact else choose_kernels(kernels),
-        exact=exact,
-        cache_tokens=cache_tokens,
-        prefix_cache=choose_prefix_cache(prefix_cache),
-        throughput=_throughput(throughput),
-        name=_name(name),
-        drain_timeout=drain_timeout,
-        allow_clients=_clients(allow_client),
-        gain=_gain(rebalance),
-        pledge=pledge,
-        max_disk=None if max_disk is None else parse_size(max_disk, "--max-disk"),
-        adapters=tuple(adapter or ()),
-        share_weights=choose_share(share_weights),
-    )
-    if activations != "float32" and dtype not in ("auto", "float32"):
-        raise BadInput(f"--activations {activations} computes in float32: --dtype {dtype} cannot be had with it")
-    if cache_dtype != "auto" and dtype not in ("auto", "float32"):
-        raise BadInput(f"--cache-dtype {cache_dtype} computes in float32: leave it out with --dtype {dtype}")
-    if blocks is not None and options.num_blocks is not None:
-        raise BadInput("--blocks and --num-blocks both choose the blocks: give one of them")
-    if exact:
-        _check_exact(dtype, device, kernels)
-    if kernels == "native" and library() is None:
-        raise MachineError(NOT_HERE)
-    found = check_model(model)
-    if found is not None:
-        check_blocks(options, found)
-    for folder in options.adapters:
-        check_adapter_files(folder)
-    if options.adapters:
-        check_adapters(options.adapters, found)
-    limits, deposit = relay_options.limits(), _deposit_at(deposit_at, pledge)
-    trio.run(run_serve, ServeOptions(options, join, limits, metrics_options, policy, deposit, until_eof, plain))
+    options = hosting.checked(model)
+    limits, deposit = relay_options.limits(), _deposit_at(hosting.deposit_at, hosting.pledge)
+    trio.run(run_serve, ServeOptions(options, join, limits, metrics_options, policy, deposit, hosting))
 
 
 @dataclass(frozen=True)
@@ -235,8 +250,7 @@ class ServeOptions:
     metrics: MetricsOptions
     policy: PausePolicy
     deposit_at: str | None = None
-    until_eof: bool = False
-    plain: bool = False
+    hosting: HostingOptions = HostingOptions()
 
 
 async def _enforce_stop(
@@ -262,7 +276,7 @@ async def run_serve(asked: ServeOptions) -> None:
         report = ServerReport(output, join, bars, nursery)
         cancelled = trio.CancelScope()
         nursery.start_soon(_enforce_stop, stop, report, options.drain_timeout, cancelled)
-        if asked.until_eof:
+        if asked.hosting.until_eof:
             nursery.start_soon(stop.watch_stdin)
         with cancelled:
             async with (
@@ -276,7 +290,7 @@ async def run_serve(asked: ServeOptions) -> None:
                 payments = partial(PaymentVerifier, identity.peer_id)
                 wallet = None if asked.deposit_at is None else Wallet(swarm, identity, asked.deposit_at)
                 panel = None
-                if output.console.is_terminal and not join.json and not asked.plain:
+                if output.console.is_terminal and not join.json and not asked.hosting.plain:
                     panel = ServerPanel(output.console, swarm, tallies, pause, wallet)
                 report.begin(swarm, control, panel)
                 add_server(metrics, swarm, tallies)
