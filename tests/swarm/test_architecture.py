@@ -11,10 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
+from unittest.mock import patch
 
 import httpx
 import pytest
 import torch
+import trio
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
@@ -26,13 +29,11 @@ from tests.tiny_models import save_tiny
 
 LOOP = "node/client/generation/decoding.py"
 IN_SOME_MODELS = {"node/blocks/kernels/step.py"}
-IN_WORKERS = {"unpack_request", "pack", "_verify"}
-"""Trio's worker threads may be older than the block, and are not followed then."""
 
 
 @contextmanager
 def calls() -> Iterator[list[tuple[str, str]]]:
-    """(file, function) of all calls of this project's functions, in all threads that begin in the block."""
+    """(file, function) of all calls of this project's functions, in threads that begin in the block and in trio's."""
     seen: list[tuple[str, str]] = []
     files: dict[str, str] = {}
 
@@ -45,10 +46,23 @@ def calls() -> Iterator[list[tuple[str, str]]]:
             if files[name]:
                 seen.append((files[name], frame.f_code.co_name))
 
+    in_thread = trio.to_thread.run_sync
+
+    async def run_sync(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        def followed(*given: Any) -> Any:
+            sys.setprofile(note)  # the thread may be older than the block
+            try:
+                return function(*given)
+            finally:
+                sys.setprofile(None)
+
+        return await in_thread(followed, *args, **options)
+
     threading.setprofile(note)
     sys.setprofile(note)
     try:
-        yield seen
+        with patch.object(trio.to_thread, "run_sync", run_sync):
+            yield seen
     finally:
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]  # as its documentation has it
@@ -120,7 +134,7 @@ def test_a_training_step_runs_as_its_table_says(traced: Traced) -> None:
     with traced.swarm.open_model(AutoDistributedModelForCausalLM, traced.folder) as model:
         model.get_input_embeddings().requires_grad_()
         ran = traced.ran(lambda: model(ids, labels=ids).loss.backward())
-    assert not follow(ran, [row for row in described("One training step") if row[1] not in IN_WORKERS])
+    assert not follow(ran, described("One training step"))
 
 
 def test_an_answer_of_the_api_runs_as_its_table_says(traced: Traced) -> None:
@@ -135,4 +149,4 @@ def test_a_probe_runs_as_its_table_says(traced: Traced, tmp_path: Path) -> None:
     before = len(traced.seen)
     swarm = SuspectSwarm(traced.folder, tmp_path / "none.json", *traced.servers, memory=traced.swarm)
     assert {verdict.verdict for verdict in validated(swarm, tmp_path / "history.sqlite").values()} == {"ok"}
-    assert not follow(traced.seen[before:], [row for row in described("One probe") if row[1] not in IN_WORKERS])
+    assert not follow(traced.seen[before:], described("One probe"))
