@@ -179,6 +179,8 @@ class Boundaries:
         per_block: values of a token which a block gets for itself alone (per-layer inputs). Those of all blocks that
             are still to come stand behind the streams, in the order of the blocks.
         together: blocks that share keys and values, which one server holds all of; None: there are none.
+        carried: blocks before this number get beside hidden states what entered the first block (Zamba, arXiv
+            2405.16712). It travels behind the streams.
     """
 
     hidden: int
@@ -186,6 +188,7 @@ class Boundaries:
     streams: int = 1
     per_block: int = 0
     together: Span | None = None
+    carried: int = 0
 
     @property
     def of_streams(self) -> int:
@@ -194,7 +197,12 @@ class Boundaries:
 
     def width(self, block: int) -> int:
         """Of what enters the block of this number; behind the last one, of what leaves the model's blocks."""
-        return self.of_streams + self.per_block * (self.num_blocks - block)
+        carried = self.hidden if block < self.carried else 0
+        return self.of_streams + carried + self.per_block * (self.num_blocks - block)
+
+    def left_by(self, span: Span) -> int:
+        """By how much narrower leaves these blocks what enters them."""
+        return self.width(span.start) - self.width(span.end)
 
     def may_part(self, block: int) -> bool:
         """Whether one server may end before the block of this number, and another begin with it."""
@@ -224,6 +232,9 @@ class Boundaries:
             return count
         return min(count, max(self.together.start, self.num_blocks - self.together.end))
 
+
+ALIKE: Final = Boundaries(0, 0)
+"""Of blocks between which nothing but hidden states goes."""
 
 # --- how the tokens of a step are laid out
 

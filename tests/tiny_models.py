@@ -151,6 +151,27 @@ _SPECS: dict[str, tuple[str, dict[str, Any]]] = {
             "v_head_dim": 12,
         },
     ),
+    "deepseek_v32": (
+        "deepseek_v32",
+        {
+            **_LLAMA_LIKE,
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 2,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 24,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 12,
+            "index_topk": 4,
+            "index_n_heads": 8,
+            "index_head_dim": 16,
+        },
+    ),
     "bloom": (
         "bloom",
         {**_IDS, "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "n_layer": NUM_BLOCKS, "n_head": 4},
@@ -279,6 +300,16 @@ _HYBRID_SPECS: dict[str, tuple[str, dict[str, Any]]] = {
 HYBRIDS: tuple[str, ...] = tuple(_HYBRID_SPECS)
 """Those whose blocks keep states beside keys and values."""
 
+_WHOLE_SPECS: dict[str, tuple[str, dict[str, Any]]] = {
+    "jamba": ("jamba", {**_LLAMA_LIKE, "num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1}),
+    "bamba": ("bamba", {**_LLAMA_LIKE, **_MAMBA, "mamba_chunk_size": 8, "attn_layer_indices": [1, 4]}),
+    "minimax": ("minimax", {**_HEAD_DIM, "block_size": 8, "num_local_experts": 4}),
+    "recurrent_gemma": ("recurrent_gemma", {**_LLAMA_LIKE, "attention_window_size": 8}),
+}
+WHOLE: tuple[str, ...] = tuple(_WHOLE_SPECS)
+"""Those likewise that transformers computes otherwise, or in a cache of their own, behind the first piece of a prompt:
+compared by the tokens of a whole answer."""
+
 _PER_LAYER: dict[str, Any] = {
     **_HEAD_DIM,
     "sliding_window": 8,
@@ -296,6 +327,17 @@ _CROSSING_SPECS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4_shared": ("gemma4_text", {**_PER_LAYER, "global_head_dim": 32, "num_kv_shared_layers": 2}),
     "gemma3n": ("gemma3n_text", {**_STREAMS, "num_kv_shared_layers": 0}),
     "gemma3n_shared": ("gemma3n_text", {**_STREAMS, "num_kv_shared_layers": 2}),
+    "zamba2": (
+        "zamba2",
+        {
+            **_LLAMA_LIKE,
+            "layers_block_type": ["linear_attention", "hybrid", "linear_attention"] * 2,
+            "n_mamba_heads": 4,
+            "mamba_d_state": 16,
+            "chunk_size": 8,
+            "adapter_rank": 8,
+        },
+    ),
 }
 CROSSING: tuple[str, ...] = tuple(_CROSSING_SPECS)
 """Those whose blocks get more than the hidden states of the block before."""
@@ -343,7 +385,7 @@ def save_tiny(
         dtype: of the saved weights.
         overrides: fields of the configuration, such as num_hidden_layers=2.
     """
-    model_type, fields = (_SPECS | _HYBRID_SPECS | _CROSSING_SPECS | _BY_NAME_ONLY)[architecture]
+    model_type, fields = (_SPECS | _HYBRID_SPECS | _WHOLE_SPECS | _CROSSING_SPECS | _BY_NAME_ONLY)[architecture]
     config = AutoConfig.for_model(model_type, **{**fields, **overrides})
     with torch.random.fork_rng():
         torch.manual_seed(seed)

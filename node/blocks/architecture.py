@@ -15,6 +15,7 @@ import torch
 from transformers.cache_utils import (
     DummyLayer,
     DynamicCache,
+    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -43,9 +44,9 @@ _CACHE_WINDOW: Final = frozenset({"moshi"})
 """Architectures whose cache drops what is beyond the window, while their masks let a piece of a prompt see all of
 it."""
 
-_CUT_WRONG: Final = frozenset({"mamba", "falcon_mamba", "recurrent_gemma"})
+_CUT_WRONG: Final = frozenset({"mamba", "falcon_mamba"})
 """Architectures of which transformers forgets, at the second piece of a prompt, what the first one left."""
-BY_TOKEN: Final = frozenset({"bamba", "jamba"})
+BY_TOKEN: Final = frozenset({"bamba", "jamba", "recurrent_gemma"})
 """Those likewise that take the tokens behind the first piece one by one."""
 _STATES: Final = frozenset(
     (
@@ -58,6 +59,7 @@ _STATES: Final = frozenset(
         "lfm2",
         "lfm2_moe",
         "lfm3",
+        "minimax",
         "nemotron_h",
         "olmo_hybrid",
         "qwen3_5",
@@ -65,9 +67,13 @@ _STATES: Final = frozenset(
         "qwen3_5_moe_text",
         "qwen3_5_text",
         "qwen3_next",
+        "zamba",
+        "zamba2",
     )
 )
 """Architectures whose states go by the calls of transformers' caches alone: tried by `make sweep`."""
+_INDEXED: Final = frozenset({"axk2", "deepseek_v32", "glm_moe_dsa"})
+"""Those whose blocks choose the tokens for attention, each by an index of its own."""
 _SHARING: Final = frozenset({"gemma3n_text", "gemma4_text"})
 """Those whose last blocks take keys and values of earlier ones, which hand them on within a pass."""
 _KEPT: Final = (DynamicLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, DummyLayer)
@@ -146,7 +152,7 @@ def windows_of(skeleton: Skeleton) -> list[int | None]:
                     f"{named} with a window of {windows[-1]} tokens has, in transformers, other answers to a longer "
                     "prompt in one piece than in several: petalnode cannot serve it"
                 )
-        elif type(layer) in _KEPT:
+        elif type(layer) in _KEPT or (type(layer) is DynamicIndexedLayer and _is_indexed(skeleton.config, named)):
             windows.append(None)
         else:
             raise ModelError(
@@ -154,6 +160,14 @@ def windows_of(skeleton: Skeleton) -> list[int | None]:
                 f"({type(layer).__name__}): petalnode cannot serve it yet"
             )
     return windows
+
+
+def _is_indexed(config: Any, named: str) -> bool:
+    if set(getattr(config, "indexer_types", None) or ()) - {"full"}:
+        raise ModelError(
+            f"some blocks of {named} look at the tokens that another one has chosen: petalnode cannot serve it yet"
+        )
+    return config.model_type in _INDEXED
 
 
 def _shares(named: str) -> str:
@@ -166,12 +180,17 @@ class _Recorder(StateView):
     def __init__(self, count: int) -> None:
         super().__init__(StateRing())
         self.seen: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * count
+        self.index_dims = [0] * count
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.seen[layer_idx] = (key_states, value_states)
         return key_states, value_states
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        self.index_dims[layer_idx] = indexer_key_states.shape[2]
+        return indexer_key_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -201,7 +220,8 @@ def cache_specs(
         if seen is not None:
             keys, values = seen
             forgets = window is not None and lets_go(device)
-            specs.append(BlockCacheSpec(keys.shape[1], keys.shape[3], values.shape[3], window, states, forgets))
+            dims = keys.shape[1], keys.shape[3], values.shape[3]
+            specs.append(BlockCacheSpec(*dims, window, states, forgets, recorder.index_dims[block]))
         elif states or type(layers[block]) is DummyLayer:
             specs.append(BlockCacheSpec(0, 0, 0, None, states))
         else:

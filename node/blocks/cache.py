@@ -3,9 +3,11 @@ what a model of transformers sees as its cache."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from ...protocols.ids import AXES, Layout, next_cut
 from ...protocols.inference import STEP_TOKENS
 from ..models.quantisation import CACHE_BLOCK, CacheDtype, key_bytes
 from .caches.pages import WINDOWS, let_go
-from .caches.states import STATES, StateRing, StatesLost, StateSpec, StateView
+from .caches.states import SNAPSHOT, STATE_CHUNK, STATES, StateRing, States, StatesLost, StateSpec, StateView
 
 _LEAST = 1e-30  # blocks of nothing larger become zeros in eight bits: no scale is subnormal, which may count as zero
 
@@ -29,6 +31,8 @@ class BlockCacheSpec:
         window: tokens a query may look back at, its own included; None is all of them.
         states: of its convolutions and its linear attention.
         forgets: whether the memory of tokens far behind the window is given back while the session goes on.
+        index_dim: values of the key by which a token is chosen for attention (DeepSeek Sparse Attention, arXiv
+            2512.02556); 0: all tokens get it.
     """
 
     heads: int
@@ -37,9 +41,16 @@ class BlockCacheSpec:
     window: int | None
     states: tuple[StateSpec, ...] = ()
     forgets: bool = False
+    index_dim: int = 0
+
+    @property
+    def buffers(self) -> tuple[tuple[int, int], ...]:
+        """(heads, values per head) of what is kept of a token: key, value, and the key of its index if there is one."""
+        index = ((1, self.index_dim),) if self.index_dim else ()
+        return ((self.heads, self.key_dim), (self.heads, self.value_dim), *index)
 
     def bytes_per_token(self, form: CacheForm) -> int:
-        return self.heads * (form.width(self.key_dim) + form.width(self.value_dim)) * form.dtype.itemsize
+        return sum(heads * form.width(dim) for heads, dim in self.buffers) * form.dtype.itemsize
 
     def bytes_per_row(self, form: CacheForm, max_length: int, batch: int) -> int:
         """At the most, of a session of `max_length` tokens in each of `batch` rows; states of the past are among it."""
@@ -119,7 +130,8 @@ class SpanCache:
         nbytes: of keys, values and states that may be kept at once, 0 once freed.
         states: of the blocks; None where they keep none.
         form: how keys and values are held.
-        memory: all buffers behind one another: for each block keys, then values, of [batch, heads, max_length, width].
+        memory: all buffers behind one another: for each block keys, then values, of [batch, heads, max_length, width],
+            then keys of its index likewise.
         specs: of the blocks that the session runs through, one each.
         first: number of the first of them within the hosted span; `write` and `window` count from the span's start.
         long_factors: as `BlockStack.run`, of the step that is computed now.
@@ -162,20 +174,24 @@ class SpanCache:
         self._forgotten = 0  # tokens, where there is such a window
         self.states = StateRing() if any(spec.states for spec in specs) else None
         self.memory = memory = torch.empty(in_buffers // form.dtype.itemsize, dtype=form.dtype, device=device)
-        self._keys: list[torch.Tensor] = []
-        self._values: list[torch.Tensor] = []
+        self._held: list[list[torch.Tensor]] = [[] for _ in specs]  # for each block as `spec.buffers` has it
         taken = 0
-        for spec in specs:
-            for buffers, dim in ((self._keys, spec.key_dim), (self._values, spec.value_dim)):
+        for spec, buffers in zip(specs, self._held, strict=True):
+            for heads, dim in spec.buffers:
                 width = form.width(dim)
-                count = batch * spec.heads * max_length * width
-                buffers.append(memory[taken : taken + count].view(batch, spec.heads, max_length, width))
+                count = batch * heads * max_length * width
+                buffers.append(memory[taken : taken + count].view(batch, heads, max_length, width))
                 taken += count
 
     @property
     def padded(self) -> bool:
         """Whether any row has left padding."""
         return any(self.left_padding)
+
+    @property
+    def lacks_states(self) -> bool:
+        """Whether the states behind the last token are yet to be computed."""
+        return self.states is not None and (not self.length or self.states.begin(self.length) is not None)
 
     def window(self, block: int) -> int | None:
         """The window of the `block`-th block of the span."""
@@ -190,14 +206,21 @@ class SpanCache:
         Raises:
             ValueError: it would not fit.
         """
-        start, end = self.length, self.length + keys.shape[2]
+        return self._put(block, 0, keys), self._put(block, 1, values)
+
+    def _put(self, block: int, place: int, given: torch.Tensor) -> torch.Tensor:
+        """Puts them into the buffer at this place of `BlockCacheSpec.buffers`, and returns all that it holds then."""
+        end = self.length + given.shape[2]
         if end > self.max_length or not self.nbytes:
             raise ValueError(f"{end} tokens do not fit into a cache of {self.max_length if self.nbytes else 0}")
-        held_keys = self._keys[block - self.first].narrow(2, 0, end)
-        held_values = self._values[block - self.first].narrow(2, 0, end)
-        self.form.put(keys, held_keys.narrow(2, start, end - start))
-        self.form.put(values, held_values.narrow(2, start, end - start))
-        return held_keys, held_values
+        held = self._held[block - self.first][place].narrow(2, 0, end)
+        self.form.put(given, held.narrow(2, self.length, given.shape[2]))
+        return held
+
+    def write_index(self, block: int, keys: torch.Tensor) -> torch.Tensor:
+        """As `write`, of the block's index: keys [batch, tokens, dim] in, the values of all of them out."""
+        dim = self.specs[block - self.first].index_dim
+        return self.form.opened(self._put(block, 2, keys.unsqueeze(1)), dim).squeeze(1)
 
     def opened(self, block: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Parts of what `write` returned for this block, [..., dim]; copies unless the dtype is computed in."""
@@ -212,7 +235,7 @@ class SpanCache:
         """The next `tokens` tokens of a row are one step, which may be computed in several parts."""
         end = self.length - self._reach - WINDOWS.back
         if self._reach and end >= self._forgotten + WINDOWS.at_once:
-            for spec, *buffers in zip(self.specs, self._keys, self._values, strict=True):
+            for spec, buffers in zip(self.specs, self._held, strict=True):
                 for buffer in buffers if spec.forgets else ():
                     let_go(buffer, max(self._forgotten - WINDOWS.at_once, 0), end)
             self._forgotten = end
@@ -241,8 +264,11 @@ class SpanCache:
         return self._counted(self.length, tokens).to(self.memory.device)
 
     def whole_groups(self, tokens: int) -> int:
-        """How many of the next tokens to compute at once where `tokens` would do: no group is cut."""
+        """How many of the next tokens to compute at once where `tokens` would do: no group is cut, and states come to
+        where later sessions may begin."""
         done = self.length - self._begun
+        if self.states is not None and self.length % STATE_CHUNK == 0:
+            tokens = min(tokens, SNAPSHOT - self.length % SNAPSHOT)
         return next_cut(self._cuts, done + tokens) - done if self._cuts else tokens
 
     def groups_of(self, tokens: int) -> torch.Tensor | None:
@@ -309,27 +335,32 @@ class SpanCache:
         memory.
 
         Raises:
-            ValueError: not all of them are held, or there are states, which are of all tokens before.
+            ValueError: not all of them are held.
         """
-        if self.states is not None or not self._forgotten <= start < end <= self.length:
+        if not self._forgotten <= start < end <= self.length:
             raise ValueError(f"tokens {start} .. {end} are wanted: {self.length} are held")
-        return torch.cat([buffer[:, :, start:end].reshape(-1) for buffer in (*self._keys, *self._values)])
+        return torch.cat([buffer[:, :, start:end].reshape(-1) for buffer in chain(*self._held)])
 
-    def restore(self, parts: Sequence[torch.Tensor], tokens: int) -> None:
-        """Begins with what `read` gave of caches of the same blocks, rows and dtype: parts of `tokens` tokens each.
+    def restore(
+        self, parts: Sequence[torch.Tensor], tokens: int, snapshots: Mapping[int, States] = MappingProxyType({})
+    ) -> None:
+        """Begins with what `read` gave of caches of the same blocks, rows and dtype: parts of `tokens` tokens each; and
+        where there are states with `snapshots` of their ring, of which the last is at the end of the parts.
 
         Raises:
             ValueError: something is held already, or they do not fit.
         """
         if self.length or tokens * len(parts) > self.max_length or not self.nbytes:
             raise ValueError(f"{len(parts)} x {tokens} tokens cannot begin a cache of {self.max_length}")
-        buffers = (*self._keys, *self._values)
+        buffers = list(chain(*self._held))
         sizes = [tokens * buffer.numel() // self.max_length for buffer in buffers]
         for number, part in enumerate(parts):
             for buffer, values in zip(buffers, torch.split(part, sizes), strict=True):
                 into = buffer[:, :, number * tokens : (number + 1) * tokens]
                 into.copy_(values.view(into.shape))
         self.length = tokens * len(parts)
+        if self.states is not None:
+            self.states.restore(snapshots)
 
     def reorder(self, rows: Sequence[int]) -> None:
         """Row r continues what row `rows[r]` held: beam search drops rows and doubles others.
@@ -348,19 +379,19 @@ class SpanCache:
             return
         if self.states is not None:
             self.states.reorder(rows)
-        device = self._keys[0].device
+        device = self.memory.device
         into = torch.tensor(moved, device=device)
         source = torch.tensor([rows[row] for row in moved], device=device)
-        for spec, buffer in zip(self.specs * 2, (*self._keys, *self._values), strict=True):
+        for spec, buffers in zip(self.specs, self._held, strict=True):
             first = self._forgotten if spec.forgets else 0
-            held = buffer.narrow(2, first, self.length - first)
-            held.index_copy_(0, into, held.index_select(0, source))
+            for buffer in buffers:
+                held = buffer.narrow(2, first, self.length - first)
+                held.index_copy_(0, into, held.index_select(0, source))
 
     def free(self) -> None:
         """Gives the memory back at once; the cache holds nothing afterwards and takes nothing more."""
         self.memory = self.memory.new_empty(0)
-        self._keys = [buffer.new_empty(0) for buffer in self._keys]
-        self._values = [buffer.new_empty(0) for buffer in self._values]
+        self._held = [[] for _ in self.specs]
         self.length = 0
         self.nbytes = 0
         self.positions = None
@@ -383,6 +414,10 @@ class SessionView(StateView):
         window = self._cache.window(layer_idx)
         first = 0 if window is None else max(self._cache.length - window + 1, 0)
         return self._cache.opened(layer_idx, keys[:, :, first:], values[:, :, first:])
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """Stores [batch, tokens, dim] and returns those of all tokens."""
+        return self._cache.write_index(layer_idx, indexer_key_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._cache.length

@@ -161,10 +161,9 @@ class ClientModel:
     def finish(self) -> None:
         """Once the weights are here: finds out in which form the decoder wants its layer's output; ModelError: none."""
         ids = torch.full((2, 3), self.any_token, device=self.device)
-        config = self._decoder.config
         # With the first no masks are built, which nothing here needs; MPT cannot do without.
-        for implementation, parts in product((RAGGED, config._attn_implementation), range(3)):
-            config._attn_implementation = implementation
+        for implementation, parts in product((RAGGED, self._decoder.config._attn_implementation), range(3)):
+            self._decoder.config._attn_implementation = implementation
             self.layer.parts = parts
             try:
                 with torch.no_grad():
@@ -340,8 +339,9 @@ class ClientModel:
 
     def run_blocks(self, hidden: torch.Tensor) -> torch.Tensor:
         """What leaves the last block, as blocks take it and give it."""
-        per_block = self._here.per_block.flatten(2) if self.boundaries.per_block else None
-        return opened(self.boundaries, self._run_blocks(closed(self.boundaries, hidden, per_block)))[0]
+        carried = hidden if self.boundaries.carried else None
+        ahead = self._here.per_block.flatten(2) if self.boundaries.per_block else carried
+        return opened(self.boundaries, self._run_blocks(closed(self.boundaries, hidden, ahead)))[0]
 
     def _run_blocks(self, hidden: torch.Tensor) -> torch.Tensor:
         call: RemoteCall = self._here.call

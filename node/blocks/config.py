@@ -17,6 +17,18 @@ _PLAIN_HEADS: Final = frozenset({"aya_vision", "cohere2_vision"})
 """Models with pictures whose head is that of their language part without what this does to logits behind it."""
 _DEEPSTACK: Final = frozenset({"qwen3_vl", "qwen3_vl_moe"})
 """Models whose first blocks add features of pictures."""
+_ENCODERS: Final = frozenset(
+    (
+        *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
+        *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl"),
+    )
+)
+"""Those that are decoders where the configuration says so."""
+_REFUSED: Final = {
+    "deepseek_v4": "chooses experts of its first blocks by the ids of tokens, which no server is sent",
+    "roformer": "feeds positions to every block, which a server makes otherwise",
+    "whisper": "answers otherwise than in transformers where rows are padded",
+}
 _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -131,3 +143,29 @@ def choose_dtype(dtype: str, config: PreTrainedConfig) -> torch.dtype:
     if isinstance(said, str):
         said = _DTYPES.get(said.removeprefix("torch."))
     return said if said in _DTYPES.values() else torch.float32
+
+
+def refuse_outside_inputs(config: PreTrainedConfig) -> None:
+    """
+    Raises:
+        ModelError: its blocks read more than hidden states, so that a server that sees nothing else cannot run them.
+    """
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
+        raise ModelError(
+            f"in this {config.model_type!r} model all tokens of a prompt see each other, so that none can be gone on "
+            "with: petalnode cannot serve it"
+        )
+    if getattr(config, "ple_layer_ids", None):
+        raise ModelError(
+            f"{config.model_type!r} looks up embeddings of the ids of tokens in its blocks, which no server is sent: "
+            "petalnode cannot serve it"
+        )
+    if config.model_type in _REFUSED:
+        raise ModelError(f"{config.model_type!r} {_REFUSED[config.model_type]}: petalnode cannot serve it")
+    if getattr(config, "is_decoder", None) is False and config.model_type in _ENCODERS:
+        raise ModelError(
+            f"this {config.model_type!r} model is an encoder, in which tokens see those behind them (is_decoder is "
+            "false): petalnode serves decoder-only models"
+        )
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        raise ModelError(f"{config.model_type!r} has cross-attention: petalnode serves decoder-only models")

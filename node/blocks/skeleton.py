@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -32,6 +32,8 @@ from ..models.checkpoint import Checkpoint
 from ..models.folder import boundaries_of, scheme_of
 from ..models.folder import read_config as read_raw_config
 from ..models.gguf.weights import GgufWeights
+from .caches.own_states import keep_states_in_caches
+from .config import refuse_outside_inputs
 from .images.language_part import causal_model
 from .kernels.library import library
 from .kernels.tiles import STORED, TiledMatrix, held_as
@@ -39,17 +41,6 @@ from .quantisation.stored import StoredQuantised
 
 _OPENED_ROWS: Final = 256  # of a matrix, at a time
 _FILLS_BLOCKS: Final = frozenset({"falcon_h1"})
-_ENCODERS: Final = frozenset(
-    (
-        *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
-        *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl"),
-    )
-)
-"""Those that are decoders where the configuration says so."""
-_NOT_EXACT: Final = {
-    "roformer": "feeds positions to every block, which a server makes otherwise",
-    "whisper": "answers otherwise than in transformers where rows are padded",
-}
 _OTHER_PART = re.compile(r"^(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\.")
 _LANGUAGE_PART = re.compile(r"^(model\.)?(language_model|text_model)\.")
 
@@ -81,7 +72,7 @@ class Skeleton:
         list_name: the path of the list of blocks in `decoder`.
         dtype: what the model computes in.
         parameters: everything that the whole model wants from a checkpoint, on the meta device.
-        tied: the names of those that are others of them.
+        tied: of those that are others of them, their names and whose they are.
         boundaries: of its blocks.
         takes_pictures: whether `decoder` is the language part of a model that takes pictures or sound, with its names.
     """
@@ -92,7 +83,7 @@ class Skeleton:
     list_name: str
     dtype: torch.dtype
     parameters: dict[str, Any]
-    tied: tuple[str, ...]
+    tied: Mapping[str, str]
     boundaries: Boundaries
     takes_pictures: bool = False
 
@@ -115,6 +106,8 @@ class Skeleton:
         return list(cast(nn.ModuleList, self.decoder.get_submodule(self.list_name)))
 
     def set_blocks(self, blocks: nn.Module) -> None:
+        kept = {name: source for name, source in self.tied.items() if self.block_of(name) is None}
+        self.model.all_tied_weights_keys = kept if self.model.all_tied_weights_keys else {}
         owner, _, name = self.list_name.rpartition(".")
         setattr(self.decoder.get_submodule(owner), name, blocks)
 
@@ -130,6 +123,9 @@ class Skeleton:
                 for name in names & vars(module).keys():
                     number = getattr(module, name)
                     setattr(module, name, number - span.start if type(number) is int else number)
+                own = vars(module).get("layer_dic")  # Zamba2's, whose blocks look up in it what is theirs alone
+                if own is not None:
+                    vars(module)["layer_dic"] = {number - span.start: place for number, place in own.items()}
         _strip(self.model, self.decoder_path, self.list_name)
         self.model.all_tied_weights_keys = {}
         self.set_blocks(BlockList(dict(zip(range(span.start, span.end), blocks, strict=True))))
@@ -145,6 +141,10 @@ class Skeleton:
             return None
         number = parameter.removeprefix(self._blocks_prefix).partition(".")[0]
         return int(number) if number.isdecimal() else None
+
+    def copies_in_blocks(self, parameter: str) -> list[str]:
+        """The parameters of blocks that are this one, which another block has."""
+        return [name for name, source in self.tied.items() if source == parameter and self.block_of(name) is not None]
 
     @property
     def _blocks_prefix(self) -> str:
@@ -177,7 +177,7 @@ def _names_of_numbers(blocks: list[nn.Module]) -> set[str]:
     for number, block in enumerate(blocks):
         for module in block.modules():
             for name, value in vars(module).items():
-                if type(value) is int and "layer" in name:
+                if type(value) is int and "layer" in name and value >= 0:
                     fits[name] = fits.get(name, True) and value == number
     return {name for name, fit in fits.items() if fit}
 
@@ -205,7 +205,7 @@ def build(config: PreTrainedConfig, dtype: torch.dtype) -> Skeleton:
     Raises:
         ModelError: transformers has no causal language model for it, or its blocks cannot be told.
     """
-    _refuse_outside_inputs(config)
+    refuse_outside_inputs(config)
     try:
         with BUILDING, torch.device("meta"):
             model = causal_model(config, dtype)
@@ -219,9 +219,11 @@ def build(config: PreTrainedConfig, dtype: torch.dtype) -> Skeleton:
         raise ModelError(f"petalnode cannot tell which layers of a {config.model_type!r} model are its blocks")
     decoder_path, list_name = found[0]
     decoder = cast(PreTrainedModel, model.get_submodule(decoder_path))
-    tied = tuple(getattr(model, "all_tied_weights_keys", None) or {})
+    tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
     boundaries = boundaries_of(config.to_dict(), int(config.hidden_size), int(config.num_hidden_layers))
-    return Skeleton(model, decoder, decoder_path, list_name, dtype, model.state_dict(), tied, boundaries)
+    skeleton = Skeleton(model, decoder, decoder_path, list_name, dtype, model.state_dict(), tied, boundaries)
+    keep_states_in_caches(decoder, skeleton.blocks)
+    return skeleton
 
 
 def _lists_of_blocks(model: PreTrainedModel, count: int | None) -> list[tuple[str, str]]:
@@ -237,24 +239,6 @@ def _lists_of_blocks(model: PreTrainedModel, count: int | None) -> list[tuple[st
             inside.append((owner, path.removeprefix(owner).lstrip(".")))
     own = [place for place in inside if "." not in place[1]]
     return own or (inside if getattr(model.config, "is_decoder", False) else [])
-
-
-def _refuse_outside_inputs(config: PreTrainedConfig) -> None:
-    """Blocks that read more than hidden states cannot run on a server that sees nothing else."""
-    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
-        raise ModelError(
-            f"in this {config.model_type!r} model all tokens of a prompt see each other, so that none can be gone on "
-            "with: petalnode cannot serve it"
-        )
-    if config.model_type in _NOT_EXACT:
-        raise ModelError(f"{config.model_type!r} {_NOT_EXACT[config.model_type]}: petalnode cannot serve it")
-    if getattr(config, "is_decoder", None) is False and config.model_type in _ENCODERS:
-        raise ModelError(
-            f"this {config.model_type!r} model is an encoder, in which tokens see those behind them (is_decoder is "
-            "false): petalnode serves decoder-only models"
-        )
-    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
-        raise ModelError(f"{config.model_type!r} has cross-attention: petalnode serves decoder-only models")
 
 
 def cut_config(config: PreTrainedConfig, span: Span, num_blocks: int) -> None:
@@ -293,9 +277,10 @@ def fill(
         return weights.slice(key) if quantised is None else _OpenedQuantised(quantised, key)
 
     chosen = {
-        name: lazily(key)
+        name if used == place else used: lazily(key)
         for key, name, place in _places(skeleton, keys if stored is None else tuple(stored.sources), mapping)
-        if wanted(skeleton.block_of(place)) and place not in there
+        for used in (place, *skeleton.copies_in_blocks(place))
+        if wanted(skeleton.block_of(used)) and used not in there
     }
     load = LoadStateDictConfig(
         dtype=skeleton.dtype,

@@ -283,14 +283,12 @@ class BlockSpan:
         return [outputs[index] for index in range(len(steps))]
 
     def _decode_together(self, batch: list[Member]) -> dict[int, torch.Tensor]:
-        if any(member.adapter is not None for member in batch):
-            batch = sorted(batch, key=lambda member: id(member.adapter))  # each adapter's rows stand together
+        batch = sorted(batch, key=lambda member: id(member.adapter))  # each adapter's rows stand together
         caches = [member.cache for member in batch]
         given = [member.hidden.to(self.device, self.dtype) for member in batch]
-        hidden = given[0] if len(given) == 1 else torch.cat(given)
-        output = self._run_together(batch, caches, hidden)
-        for cache in caches:
-            cache.advance(1)
+        output = self._run_together(batch, caches, given[0] if len(given) == 1 else torch.cat(given))
+        for cache, entered in zip(caches, given, strict=True):
+            cache.advance(1, entered)
         parts = torch.split(output, [cache.batch for cache in caches])
         return {
             member.index: part.to(member.hidden.device, member.hidden.dtype)
@@ -304,8 +302,10 @@ class BlockSpan:
             return self.step.run(hidden, caches, adapters)
         positions = torch.cat([cache.positions_of(1) for cache in caches], dim=1 if placed else 0)
         with with_adapters(adapters):
-            part = self._part(caches[0])
-            return self.stack.run(hidden, RaggedView(caches), positions, ragged=True, part=part)
+            view, part = RaggedView(caches), self._part(caches[0])
+            output = self.stack.run(hidden, view, positions, ragged=True, part=part)
+        view.part_states()
+        return output
 
     def _suits(self, cache: SpanCache, adapter: SpanAdapter | None) -> bool:
         """Whether the next tokens are counted, get no prompts added, and are no padding, of which transformers makes
@@ -321,7 +321,7 @@ class BlockSpan:
         """Whether a session is not computed with others: what torch has to do for it is not done for exact ones."""
         exact = self.step if self.numerics.exact else None
         unknown = adapter is not None and exact is not None and not exact.knows(adapter)
-        return unknown or self._among_prompts(cache, adapter)
+        return unknown or cache.lacks_states or self._among_prompts(cache, adapter)
 
     def _prompted(self, cache: SpanCache, tokens: int, adapter: SpanAdapter | None) -> AbstractContextManager[None]:
         """The next tokens with deep prompts, where these have any for them and the session's blocks."""
@@ -441,9 +441,9 @@ def load(folder: Path, span: Span, how: Loading) -> BlockSpan:
     loaded = BlockSpan(span, num_blocks, stack, specs, skeleton, target, numerics)
     # A chunk that attention stays within is no window that moves along, though its cache looks like one.
     chunked = getattr(skeleton.config, "attention_chunk_size", None) is not None
-    one_by_one = chunked or stack.depends_on_length or loaded.keeps_states
+    one_by_one = chunked or stack.depends_on_length or any(spec.index_dim for spec in specs)
     loaded.supports_ragged = not one_by_one and agrees_with_single_steps(loaded)
-    if native is not None and loaded.supports_ragged:
+    if native is not None and loaded.supports_ragged and not loaded.keeps_states:
         loaded.step = find_step(loaded, skeleton.config, native, always=kernels == "native")
     if numerics.exact and loaded.step is None:
         raise MachineError(f"{EXACT} is not defined for blocks like those of {folder.name}: leave --exact out")

@@ -131,7 +131,10 @@ class BlockStack:
             own = ahead[:, :, :mine].reshape(*hidden.shape[:2], len(part), self.boundaries.per_block)
             ahead = ahead[:, :, mine:]
             arguments["per_layer_inputs"] = pad(own, (0, 0, part.start, len(self.blocks) - part.stop))
-        embedded = self._input if self.boundaries.streams == 1 else self._input[0]
+        embedded = (self._input if self.boundaries.streams == 1 else self._input[0]).detach()
+        if self._first + part.start < self.boundaries.carried:
+            embedded = ahead
+            ahead = ahead[:, :, : self.boundaries.width(self._first + part.stop) - self.boundaries.of_streams]
         self._long_factors = long_factors and self.original_length is not None
         config = self._decoder.config
         for rotary in self._rotaries:
@@ -144,7 +147,7 @@ class BlockStack:
             block.forward = self._hand_on
         try:
             self._decoder(
-                inputs_embeds=embedded.detach().clone(),  # some decoders scale it in place
+                inputs_embeds=embedded.clone(),  # some decoders scale it in place
                 attention_mask=attention_mask,
                 past_key_values=cache,
                 use_cache=cache is not None,

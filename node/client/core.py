@@ -335,7 +335,7 @@ class SwarmClient(ServerSelection):
         spec = replace(spec, model_version=self.model.version, adapter=adapter, trusted=self.trusted, trace=trace)
         original_length = await self.model.original_length()
         spec = replace(spec, reopen_timeout=self.reopen_timeout, original_length=original_length)
-        spec = replace(spec, per_block=self.model.folder.boundaries.per_block)
+        spec = replace(spec, boundaries=self.model.folder.boundaries)
         if refused := self.model.folder.boundaries.refusal(spec.span):
             raise BadInput(refused)
         if spec.codec == "none" and not prompt and source is None:

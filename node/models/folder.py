@@ -11,6 +11,7 @@ from typing import Any, Final
 from ...crypto.bounded_json import BadJson, JsonLimits, parse_json_object
 from ...protocols.ids import Boundaries, Span
 from ..errors import ModelError
+from .parts import Need, Part, parts_of_need
 from .stored_scheme import StoredScheme, stored_scheme
 
 MAX_BLOCKS = 4096
@@ -72,6 +73,19 @@ class ModelFolder:
     def held(self, blocks: Span) -> AbstractContextManager[None]:
         """While it is entered, the weights of these blocks are here, if they ever are."""
         return nullcontext()
+
+    def parts(self, need: Need) -> tuple[Part, ...]:
+        """The parts that `need` asks for: as `parts_of_need`, with those whose weights its blocks use as well.
+
+        Raises:
+            ModelError: if a span passes the end of the model.
+        """
+        parts = parts_of_need(need, self.num_blocks)
+        if not isinstance(need, Span):
+            return parts
+        sharing, kept = _weights_shared(_text_config(self.config), self.num_blocks)
+        used = {sharing[place % kept] for place, block in enumerate(sharing) if block in need}
+        return tuple(sorted(used.union(range(need.start, need.end))))
 
 
 def open_folder(path: Path, name: str, revision: str | None = None) -> ModelFolder:
@@ -212,8 +226,9 @@ def boundaries_of(config: Mapping[str, Any], hidden: int, num_blocks: int) -> Bo
             f"{streams} streams of hidden states, {per_block} values for each block and {sharing} of {num_blocks} "
             "blocks that share keys and values are out of range."
         )
+    shared, _ = _weights_shared(text, num_blocks)
     if not sharing:
-        return Boundaries(hidden, num_blocks, streams, per_block)
+        return Boundaries(hidden, num_blocks, streams, per_block, carried=max(shared, default=-1) + 1)
     kinds = text.get("layer_types")
     own = num_blocks - sharing
     if (
@@ -224,6 +239,20 @@ def boundaries_of(config: Mapping[str, Any], hidden: int, num_blocks: int) -> Bo
         raise ModelError("its layer_types do not say whose keys and values the last blocks take.")
     last = {str(kind): number for number, kind in enumerate(kinds[:own])}
     return Boundaries(hidden, num_blocks, streams, per_block, Span(min(last.values()), num_blocks))
+
+
+def _weights_shared(text: Mapping[str, Any], num_blocks: int) -> tuple[list[int], int]:
+    """Blocks that use some weights in turns, and how many of the first have them.
+
+    Raises:
+        ModelError: the configuration does not say which.
+    """
+    if text.get("model_type") not in ("zamba", "zamba2"):
+        return [], 1
+    kinds, kept = text.get("layers_block_type"), text.get("num_mem_blocks", 1)
+    if not isinstance(kinds, list) or len(kinds) != num_blocks or not isinstance(kept, int) or kept < 1:
+        raise ModelError("its layers_block_type and num_mem_blocks do not say which blocks share weights.")
+    return [number for number, kind in enumerate(kinds) if kind == "hybrid"], kept
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -194,7 +194,7 @@ def verify_part(folder: ModelFolder, manifest: Manifest, need: Need, progress: P
             f"{folder.path / 'config.json'} describes another architecture than the swarm's model "
             f"{manifest.version.hex()[:12]} has. Use the folder or revision that the swarm was started with."
         )
-    parts = parts_of_need(need, folder.num_blocks)
+    parts = folder.parts(need)
     if not parts:
         return
     checkpoint = Checkpoint(folder.path, folder.num_blocks)
@@ -257,7 +257,7 @@ def held_weights(folder: ModelFolder, need: Need, progress: Progress = no_progre
     Raises:
         ModelError: if a part is missing, truncated or malformed; names the file.
     """
-    parts = parts_of_need(need, folder.num_blocks)
+    parts = folder.parts(need)
     digests: Mapping[Part, bytes] = {}
     if parts:
         digests = part_digests(Checkpoint(folder.path, folder.num_blocks), parts, progress, f"Checking {folder.name}")

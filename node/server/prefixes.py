@@ -3,7 +3,8 @@
 A block is kept under its name, which the server makes of the inputs that it was sent (`protocols/prefix.py`), apart for
 each owner: who asks learns nothing of what others have asked, not by the time that an answer takes either. A session
 that begins with kept blocks gets copies of them, since the kernels and attention want a session's keys in one piece; so
-nobody changes what another one reads. Copying 1,024 tokens takes a hundredth of computing them.
+nobody changes what another one reads. Copying 1,024 tokens takes a hundredth of computing them. Where blocks of the
+model keep states, some kept blocks have those at their end, and a session begins behind one of these.
 
 All of it is within the room of the cache that no session has reserved, and gives way as soon as one wants it.
 """
@@ -19,6 +20,7 @@ import torch
 
 from ...protocols.prefix import BLOCK_TOKENS, PrefixNames
 from ..blocks.cache import SpanCache
+from ..blocks.caches.states import STATE_TOKENS, STATES, States
 
 SHARE: Final = 0.5
 """Of the cache, that kept blocks may have at most."""
@@ -27,11 +29,22 @@ SHARE: Final = 0.5
 @dataclass(frozen=True)
 class KeptBlock:
     """`digests` of its tokens, of which its name is made; `values` as `SpanCache.read` gives them; `tokens` of all
-    rows."""
+    rows, and as how many its `states` count, which are those at its end, if any are kept."""
 
     digests: tuple[bytes, ...]
     values: torch.Tensor
     tokens: int
+    states: States | None = None
+
+    @classmethod
+    def of(cls, digests: tuple[bytes, ...], cache: SpanCache, end: int) -> KeptBlock:
+        """What `cache` holds of the `BLOCK_TOKENS` tokens before `end`."""
+        values, tokens = cache.read(end - BLOCK_TOKENS, end), BLOCK_TOKENS * cache.batch
+        states = None if cache.states is None else cache.states.snapshots.get(end)
+        if states is not None:
+            nbytes = sum(state.nbytes for state in states.values())
+            tokens += -(-nbytes * tokens // values.nbytes) if values.nbytes else STATE_TOKENS // STATES * cache.batch
+        return cls(digests, values, tokens, states)
 
 
 @dataclass
@@ -83,7 +96,7 @@ class PrefixStore:
         terms, are not put together, whatever their names are.
         """
         kept = self._of(use.scope)
-        found: list[torch.Tensor] = []
+        found: list[KeptBlock] = []
         for name in wanted[: cache.max_length // BLOCK_TOKENS]:
             block = kept.get(name)
             if block is None:
@@ -92,8 +105,12 @@ class PrefixStore:
             if use.names.names[-1] != name:
                 use.names.rollback(len(found) * BLOCK_TOKENS)
                 break
-            found.append(block.values)
-        cache.restore(found, BLOCK_TOKENS)
+            found.append(block)
+        while cache.states is not None and found and found[-1].states is None:
+            found.pop()
+        use.names.rollback(len(found) * BLOCK_TOKENS)
+        states = {end * BLOCK_TOKENS: block.states for end, block in enumerate(found, 1) if block.states is not None}
+        cache.restore([block.values for block in found], BLOCK_TOKENS, states)
         use.take_offered()
         self._touch(use.scope, wanted[: len(found)])
 
@@ -102,17 +119,16 @@ class PrefixStore:
         fresh = use.take_offered()
         if not use.keeps or not fresh:
             return
-        names, tokens = use.names.names, BLOCK_TOKENS * cache.batch
+        names = use.names.names
         for number in fresh:
             if names[number] in self._of(use.scope):
                 continue
-            if not self._make_room(tokens) or (number and names[number - 1] not in self._of(use.scope)):
+            block = KeptBlock.of(use.names.digests_of(number), cache, (number + 1) * BLOCK_TOKENS)
+            if not self._make_room(block.tokens) or (number and names[number - 1] not in self._of(use.scope)):
                 break
-            start = number * BLOCK_TOKENS
-            block = KeptBlock(use.names.digests_of(number), cache.read(start, start + BLOCK_TOKENS), tokens)
             self._scopes.setdefault(use.scope, OrderedDict())[names[number]] = block
-            self._tokens[use.scope] = self._tokens.get(use.scope, 0) + tokens
-            self._used += tokens
+            self._tokens[use.scope] = self._tokens.get(use.scope, 0) + block.tokens
+            self._used += block.tokens
         self._touch(use.scope, names)
 
     def _of(self, scope: str) -> OrderedDict[bytes, KeptBlock]:

@@ -197,7 +197,7 @@ async def _train(client: SwarmClient, model: ProbeModel, probe: Probe) -> None:
     random = Random(probe.seed)
     tokens = model.rows(random, probe.rows, min(probe.new_tokens, model.local.max_positions or probe.new_tokens))
     hidden = await trio.to_thread.run_sync(_entering, model, probe.span.start, tokens)
-    spec = BatchSpec(model.swarm_model.version, "none", dtype_name(hidden.dtype), model.local.boundaries.per_block)
+    spec = BatchSpec(model.swarm_model.version, "none", dtype_name(hidden.dtype), model.local.boundaries)
     chunk = WireTensor(*encode(hidden, "none"))
     tensors = draw_kept_tensors(probe.kind, model.local.linears, model.local.hidden_size, random, hidden.shape[1])
     span_tensors = SpanTensors(Span(0, model.local.num_blocks), tensors)

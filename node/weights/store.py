@@ -26,7 +26,6 @@ from ..models.folder import TEXT_FILES, open_folder
 from ..models.gguf.header import ABSENT
 from ..models.manifest import MANIFEST_FILE, MAX_CONFIG_BYTES, MAX_FILE_BYTES, canonical_architecture, write_manifest
 from ..models.part_headers import gguf_header, safetensors_header
-from ..models.parts import parts_of_need
 from ..models.progress import Progress
 from ..models.sources.hub_parts import NAME_FILE, RESTRICTED
 
@@ -216,7 +215,7 @@ class PeerFolder:
         Raises:
             ModelError: a span passes the end of the model.
         """
-        numbers = (number_of_part(part, self.num_blocks) for part in parts_of_need(need, self.num_blocks))
+        numbers = (number_of_part(part, self.num_blocks) for part in self.model_folder().parts(need))
         return [number for number in numbers if not self.has(number)]
 
     @contextmanager

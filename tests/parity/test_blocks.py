@@ -22,7 +22,7 @@ USUAL = (Span(0, 2), Span(2, 3), Span(3, 6))
 TOLERANCE = 1e-5
 # Their masks or positions are of one length for all rows, or attention changes what it is given.
 SINGLY = ("bloom", "falcon", "deepseek", "llama4", "codegen", "gpt_neo_", "mpt")
-RAGGED = {a for a in (*ARCHITECTURES, *CROSSING) if not a.startswith(SINGLY)}
+RAGGED = {*HYBRIDS, *(a for a in (*ARCHITECTURES, *CROSSING) if not a.startswith(SINGLY))}
 
 
 class Chain:
@@ -62,8 +62,7 @@ def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANC
 def test_spans_equal_the_whole_model(architecture: str, tiny: Tiny) -> None:
     folder = tiny(architecture)
     spans = [loaded(folder, cut) for cut in CUTS.get(architecture, USUAL)]
-    assert all(span.supports_ragged == (architecture in RAGGED) for span in spans if architecture not in HYBRIDS)
-    assert not any(span.supports_ragged and span.keeps_states for span in spans)
+    assert all(span.supports_ragged == (architecture in RAGGED) for span in spans)
     whole = whole_of(folder)
     ids = tokens(2, 24)
     cache, chain, other = whole.cache(), Chain(spans, batch=2), Chain(spans, batch=2)
@@ -123,7 +122,8 @@ def test_sessions_decoded_together_equal_sessions_alone(architecture: str, tiny:
     for _ in range(3):
         hidden = [torch.randn(batch, 1, spans[0].stack.width(), generator=generator) for batch, _, _ in shapes]
         for got, chain, state in zip(decode_together(together, hidden), alone, hidden, strict=True):
-            close(got, chain.forward(state))
+            # States carry on what a batch rounds otherwise.
+            close(got, chain.forward(state), 5 * TOLERANCE if architecture in HYBRIDS else TOLERANCE)
 
 
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *HYBRIDS, *CROSSING])

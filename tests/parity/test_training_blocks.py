@@ -70,6 +70,8 @@ class WholeBlocks:
     def _entering(self, number: int) -> Callable[[nn.Module, Any, Any], Any]:
         def enter(block: nn.Module, args: Any, kwargs: Any) -> Any:
             hidden = args[0] if args else kwargs["hidden_states"]
+            if self.boundaries.carried:
+                args = (hidden, self._leaf(hidden) if number == 0 else self.leaves[0], *args[2:])
             if number == 0:
                 hidden = self._leaf(hidden)
             hidden = torch.cat([hidden[..., :PREFIX, :] + self.prompts[number], hidden[..., PREFIX:, :]], dim=-2)

@@ -42,7 +42,8 @@ class Whole:
         return per_block
 
     def _enter(self, block: nn.Module, args: Any, kwargs: Any) -> None:
-        self.entered.append(closed(self.boundaries, args[0] if args else kwargs["hidden_states"], self._per_block))
+        hidden = args[0] if args else kwargs["hidden_states"]
+        self.entered.append(closed(self.boundaries, hidden, hidden if self.boundaries.carried else self._per_block))
 
     def _leave(self, block: nn.Module, args: Any, output: Any) -> None:
         self.left.append(closed(self.boundaries, output if isinstance(output, torch.Tensor) else output[0], None))

@@ -12,10 +12,15 @@ from petalnode.node.client.generation.sampling import Sampling
 
 
 async def answer(
-    client: SwarmClient, local: ClientModel, prompt: Sequence[int], tokens: int = 5, salt: bytes = b""
+    client: SwarmClient,
+    local: ClientModel,
+    prompt: Sequence[int],
+    tokens: int = 5,
+    salt: bytes = b"",
+    length: int = 200,
 ) -> tuple[list[int], int]:
     """The next tokens by a conversation of its own, and how many of the prompt were not computed for it."""
-    conversation = Conversation(client, local, max_length=200, stop_tokens=())
+    conversation = Conversation(client, local, max_length=length, stop_tokens=())
     conversation.prefix_salt = salt
     async with aclosing(conversation):
         found = await conversation.answer(prompt, Sampling(max_new_tokens=tokens), lambda _: None)

@@ -14,7 +14,7 @@ from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm
 from tests.greedy import generate, prompt
 from tests.swarm.deep_drafts import Few, draft_deep
 from tests.swarm.fleet import heard_of
-from tests.tiny_models import HYBRIDS, save_tiny
+from tests.tiny_models import HYBRIDS, WHOLE, save_tiny
 
 Model = DistributedModelForCausalLM
 TOLERANCE = 2e-4
@@ -22,7 +22,7 @@ LONG = 300
 """Tokens of a prompt that servers compute in several pieces."""
 
 
-@pytest.fixture(scope="module", params=HYBRIDS)
+@pytest.fixture(scope="module", params=[*HYBRIDS, *WHOLE])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     endless = {"max_position_embeddings": 1024, "eos_token_id": None}

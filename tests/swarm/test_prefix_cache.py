@@ -67,6 +67,27 @@ def test_a_second_session_begins_with_what_the_first_has_left(swarm: MemorySwarm
     swarm.call(main)
 
 
+@pytest.mark.parametrize("kind", ["qwen3_5", "nemotron_h", "jamba"])
+def test_a_session_with_states_begins_behind_the_last_that_are_kept(
+    kind: str, swarm: MemorySwarm, tmp_path: Path
+) -> None:
+    folder = save_tiny(kind, tmp_path / "model", max_position_embeddings=1024, eos_token_id=None)
+    servers = started(swarm, folder, "0:2", "2:4", "4:6")
+    text = torch.randint(3, VOCABULARY, (1, 600), generator=torch.Generator().manual_seed(2))[0].tolist()
+
+    async def main() -> None:
+        async with opened(swarm, folder) as (client, local):
+            assert await answer(client, local, text, length=700) == (expected(folder, text), 0)
+            computed = [server.tallies.prefill.tokens for server in servers]
+            for shared, reused in ((590, 512), (511, 256), (200, 0)):
+                other = [*text[:shared], 5, 6, 7]
+                assert await answer(client, local, other, length=700) == (expected(folder, other), reused)
+                computed = [total + shared + 3 - reused for total in computed]
+                assert [server.tallies.prefill.tokens for server in servers] == computed
+
+    swarm.call(main)
+
+
 def test_another_process_of_the_same_client_finds_it_at_a_server_of_all_blocks(
     swarm: MemorySwarm, folder: Path
 ) -> None:

@@ -46,6 +46,34 @@ def test_what_a_configuration_says() -> None:
     assert boundaries_of({"num_hidden_layers": 8}, 64, 8) == Boundaries(64, 8)
 
 
+ZAMBA: dict[str, Any] = {
+    "model_type": "zamba2",
+    "num_hidden_layers": 8,
+    "hidden_size": 64,
+    "layers_block_type": ["linear_attention", "hybrid"] * 3 + ["linear_attention"] * 2,
+    "num_mem_blocks": 2,
+}
+
+
+def test_what_entered_the_first_block_travels_to_the_last_that_reads_it() -> None:
+    found = boundaries_of(ZAMBA, 64, 8)
+    assert [found.width(block) for block in (0, 5, 6, 8)] == [128, 128, 64, 64]
+    assert found.left_by(Span(2, 7)) == 64 and found.left_by(Span(1, 4)) == found.left_by(Span(6, 8)) == 0
+
+
+def test_who_serves_a_block_gets_the_weights_that_it_shares() -> None:
+    folder = ModelFolder("tiny", Path(), ZAMBA, 8, 64)
+    assert folder.parts(Span(4, 6)) == (1, 4, 5) and folder.parts(Span(3, 5)) == (3, 4)
+    assert folder.parts(Span(6, 8)) == (6, 7) and folder.parts("config") == ()
+    assert folder.parts(Span(0, 8)) == tuple(range(8))
+
+
+@pytest.mark.parametrize("wrong", [{"num_mem_blocks": 0}, {"num_mem_blocks": "1"}, {"layers_block_type": ["hybrid"]}])
+def test_shared_weights_of_no_model(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match="which blocks share weights"):
+        boundaries_of({**ZAMBA, **wrong}, 64, 8)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from petalnode.node.blocks.caches.states import STATES, WINDOW, StateRing, StatesLost, StateView
+from petalnode.node.blocks.caches.states import (
+    SNAPSHOT,
+    STATES,
+    WINDOW,
+    JoinedStates,
+    StateRing,
+    StatesLost,
+    StateView,
+)
 
 NAME = (0, "recurrent", 0)
 
@@ -138,3 +146,53 @@ def test_a_convolution_sees_what_came_before(size: int | None) -> None:
     kept = view.get_conv_state(0)
     assert kept is not None
     assert torch.equal(kept, values[..., 6:10])
+
+
+def test_another_session_begins_with_the_states_of_a_long_step() -> None:
+    first, other = Sum(), Sum()
+    first.step(*range(3 * SNAPSHOT + 10), parts=4)
+    assert not first.ring.snapshots  # no part ends there
+    first.back(0)
+    for _ in range(3):
+        first.step(*[1.0] * SNAPSHOT)
+        assert list(first.ring.snapshots) == [first.length]
+    first.back(0)
+    first.step(*[1.0] * 4 * SNAPSHOT, parts=4)
+    kept = {position: dict(states) for position, states in first.ring.snapshots.items()}
+    assert list(kept) == [3 * SNAPSHOT, 4 * SNAPSHOT]
+    first.check()
+    for position in kept:
+        other = Sum()
+        other.ring.restore(kept)
+        other.entered = torch.ones(1, 4 * SNAPSHOT, 1)
+        other.back(position)
+        assert float(other.step(0.5)) == position + 0.5
+    with pytest.raises(StatesLost):
+        other.ring.rollback(SNAPSHOT)
+    assert float(kept[3 * SNAPSHOT][NAME]) == 3 * SNAPSHOT  # nobody has changed them
+
+
+def test_the_states_of_several_sessions_go_through_one_step() -> None:
+    sessions = [Sum(rows) for rows in (1, 3, 2)]
+    for number, session in enumerate(sessions):
+        session.step(*[1.0 + number] * 4)
+    joined = JoinedStates([session.ring for session in sessions], [1, 3, 2])
+    state = joined.get(NAME)
+    assert state is not None and state.flatten().tolist() == [4, 8, 8, 8, 12, 12]
+    state += 1  # as models do, in place
+    joined.put((0, "conv", 0), torch.zeros(6, 2))
+    assert not any(session.ring.computed() for session in sessions)
+    joined.part()
+    for session in sessions:
+        session.ring.commit(5, torch.ones(session.entered.shape[0], 1, 1))
+    assert [session.ring.last(NAME)[0].item() for session in sessions] == [5, 9, 13]  # type: ignore[index]
+    sessions[0].ring.rollback(4)
+    assert sessions[0].ring.last(NAME).item() == 4  # type: ignore[union-attr]
+
+
+def test_a_session_without_states_is_not_joined_with_others() -> None:
+    first = Sum()
+    first.step(1.0)
+    with pytest.raises(ValueError, match="computed alone"):
+        JoinedStates([first.ring, Sum().ring], [1, 1]).get(NAME)
+    assert JoinedStates([Sum().ring, Sum().ring], [1, 1]).get(NAME) is None

@@ -49,7 +49,7 @@ def test_what_is_behind_the_window_is_let_go_and_nothing_changes(span: BlockSpan
     page = mmap.PAGESIZE // (16 * 4)  # tokens of a head; one that is shared with another head stays
     far = LENGTH - PIECE - WINDOW - WINDOWS.back - WINDOWS.at_once
     for block, spec in enumerate(span.specs):
-        for buffer in (cache._keys[block], cache._values[block]):
+        for buffer in cache._held[block]:
             assert bool(buffer[:, :, page : far - page].any()) is not spec.forgets
             assert buffer[:, :, far + WINDOWS.at_once : cache.length].any(-1).all()
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers.cache_utils import Cache
 from transformers.modeling_utils import AttentionInterface
 
 from ..cache import CacheForm, SpanCache
+from .states import JoinedStates, StateView
 
 RAGGED = "petalnode_ragged"
 
@@ -42,12 +42,19 @@ class RaggedRows(list[torch.Tensor]):
         return self.form.opened(held, self.dim)
 
 
-class RaggedView(Cache):  # type: ignore[misc]  # transformers is untyped here
+class RaggedView(StateView):
     """The caches of several sessions as one cache that takes one token for every row of all of them."""
 
     def __init__(self, caches: Sequence[SpanCache]) -> None:
-        super().__init__(layers=[])
+        rings = [cache.states for cache in caches if cache.states is not None]
+        self._joined = JoinedStates(rings, [cache.batch for cache in caches]) if rings else None
+        super().__init__(self._joined)
         self._caches = caches
+
+    def part_states(self) -> None:
+        """After the step: gives each session the states of its rows."""
+        if self._joined is not None:
+            self._joined.part()
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

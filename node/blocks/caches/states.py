@@ -10,7 +10,7 @@ many parts it is computed in, and only when it is done: one that fails leaves no
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,6 +21,8 @@ STATES: Final = 4
 WINDOW: Final = 64
 """Tokens that a session can go back at least, unless a longer step is among them: then to the start of that step."""
 
+SNAPSHOT: Final = 256
+"""Tokens from one position to the next whose states later sessions may begin with."""
 STATE_TOKENS: Final = 512
 """As how many cache tokens the states of a row count, in a span whose blocks keep nothing else."""
 STATE_CHUNK: Final = 64
@@ -28,6 +30,7 @@ STATE_CHUNK: Final = 64
 
 StateName = tuple[int, str, int]
 """The block's place in the hosted span, "conv" or "recurrent", and the number of the state among those of its kind."""
+States = Mapping[StateName, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,15 @@ class _Kept:
 
 
 class StateRing:
-    """The states of one session. Not thread-safe: the compute thread owns it."""
+    """The states of one session. Not thread-safe: the compute thread owns it.
+
+    Attributes:
+        snapshots: of the step that was computed last, states by their positions, which are multiples of `SNAPSHOT`: no
+            more than fit beside the others into what is counted for a session. Nobody changes them.
+    """
 
     def __init__(self) -> None:
+        self.snapshots: dict[int, States] = {}
         self._kept = [_Kept(0, {})]
         self._next: dict[StateName, torch.Tensor] = {}
         self._step = range(0)
@@ -83,6 +92,10 @@ class StateRing:
             self._next[name] = self._kept[-1].states[name].clone()
         return self._next.get(name)
 
+    def last(self, name: StateName) -> torch.Tensor | None:
+        """A state as the last step has left it, which nobody may change."""
+        return self._kept[-1].states.get(name)
+
     def put(self, name: StateName, state: torch.Tensor) -> None:
         self._next[name] = state
 
@@ -94,7 +107,7 @@ class StateRing:
 
     def mark(self, position: int, tokens: int) -> None:
         """What is computed of the next `tokens` tokens, behind `position`, is one step."""
-        self._step = range(position, position + tokens)
+        self._step, self.snapshots = range(position, position + tokens), {}
 
     def begin(self, position: int) -> torch.Tensor | None:
         """What is to be computed once more, ahead of what follows behind `position`, where a rollback led."""
@@ -111,6 +124,10 @@ class StateRing:
         last.entered = entered.clone() if entered.shape[1] <= WINDOW else None
         self._kept.append(_Kept(position, {**last.states, **self._next}))
         self._next = {}
+        if position % SNAPSHOT == 0:
+            self.snapshots[position] = self._kept[-1].states
+            while len(self.snapshots) > STATES - 2:
+                del self.snapshots[min(self.snapshots)]
         if last.position in self._step[1:]:
             self._join(len(self._kept) - 2)
         elif len(self._kept) > STATES:
@@ -134,6 +151,11 @@ class StateRing:
             raise StatesLost(
                 f"the states at {position} tokens are not kept: send again what led there, from the first token on"
             )
+
+    def restore(self, snapshots: Mapping[int, States]) -> None:
+        """Begins with `snapshots` of other sessions, at the last of their positions."""
+        self._kept += [_Kept(position, dict(states)) for position, states in sorted(snapshots.items())]
+        del self._kept[:-STATES]
 
     def reorder(self, rows: Sequence[int]) -> None:
         """Row r continues what row `rows[r]` held."""
@@ -162,15 +184,44 @@ class StateRing:
             del self._kept[0]
 
 
+class JoinedStates:
+    """Those of several sessions, row behind row, for one step of one token of all of them."""
+
+    def __init__(self, rings: Sequence[StateRing], rows: Sequence[int]) -> None:
+        self._rings, self._rows = rings, list(rows)
+        self._joined: dict[StateName, torch.Tensor] = {}
+
+    def get(self, name: StateName) -> torch.Tensor | None:
+        if name not in self._joined:
+            states = [state for ring in self._rings if (state := ring.last(name)) is not None]
+            if states and len(states) < len(self._rings):
+                raise ValueError("a session without states among others: it has to be computed alone")
+            if states:
+                self._joined[name] = torch.cat(states)
+        return self._joined.get(name)
+
+    def put(self, name: StateName, state: torch.Tensor) -> None:
+        self._joined[name] = state
+
+    def computed(self) -> dict[StateName, torch.Tensor]:
+        return self._joined
+
+    def part(self) -> None:
+        """Gives each session what its rows have come to."""
+        for name, joined in self._joined.items():
+            for ring, state in zip(self._rings, torch.split(joined, self._rows), strict=True):
+                ring.put(name, state.clone())
+
+
 class StateView(Cache):  # type: ignore[misc]  # transformers is untyped here
     """The states as transformers' models see them; as `LinearAttentionLayer` of its caches, but for many at once."""
 
-    def __init__(self, states: StateRing | None) -> None:
+    def __init__(self, states: StateRing | JoinedStates | None) -> None:
         super().__init__(layers=[])
         self._states = states
 
     @property
-    def _ring(self) -> StateRing:
+    def _ring(self) -> StateRing | JoinedStates:
         if self._states is None:
             raise ValueError("this session's blocks keep no states")
         return self._states
@@ -209,6 +260,18 @@ class StateView(Cache):  # type: ignore[misc]  # transformers is untyped here
         state = recurrent_states.to(recurrent_states.dtype if before is None else before.dtype)
         self._ring.put(name, state)
         return state
+
+    def keep(self, layer_idx: int, kind: str, state: torch.Tensor) -> None:
+        """Keeps a state as a whole."""
+        self._ring.put((layer_idx, kind, 0), state)
+
+    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
+        """As `MiniMaxCache` has it."""
+        return self.get_recurrent_state(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
+        """As `MiniMaxCache` has it."""
+        self.keep(layer_idx, "recurrent", linear_cache)
 
     @property
     def states(self) -> dict[StateName, torch.Tensor]:

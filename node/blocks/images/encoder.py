@@ -286,7 +286,7 @@ def _load(folder: Path, dtype: torch.dtype, device: torch.device, embeddings: nn
     gone = {name for name in parameters if name.startswith((f"{path}.", f"{head}."))}
     model.all_tied_weights_keys = {}
     blocks = int(config.get_text_config(decoder=True).num_hidden_layers)
-    skeleton = Skeleton(model, part, path, "layers", dtype, parameters, (), Boundaries(0, blocks), takes_pictures=True)
+    skeleton = Skeleton(model, part, path, "layers", dtype, parameters, {}, Boundaries(0, blocks), takes_pictures=True)
     with Checkpoint(folder, blocks) as weights:
         fill(skeleton, weights, lambda block: block is None, device, gone)
     model.get_submodule(path).embed_tokens = embeddings

@@ -262,8 +262,7 @@ class RemotePass:
         client = self.runtime.value.batches
         try:
             model = self.runtime.value.model
-            per_block = model.folder.boundaries.per_block
-            batch_spec = BatchSpec(model.version, self.codec, dtype_name(hidden.dtype), per_block)
+            batch_spec = BatchSpec(model.version, self.codec, dtype_name(hidden.dtype), model.folder.boundaries)
             for tensor in kept.values():
                 dtype_name(tensor.dtype)
         except TensorError as error:

@@ -135,7 +135,7 @@ class BatchPass:
 
     async def _begin(self, index: int, junction: Junction, ahead: _EarlyBackward) -> None:
         """Lets the server compute forward again while those behind it go back. A gradient has the form of an output."""
-        entered, own = junction.entered, self.spec.stream.per_block * len(junction.hop.span)
+        entered, own = junction.entered, self.spec.stream.boundaries.left_by(junction.hop.span)
         gradient = WireTensor(narrower(entered.tensor, own), entered.payload)
         request = await self._request(junction.hop, index, (entered, gradient))
         ahead.settle(await self.client.begin(junction.hop, self.spec.stream, request, self.spec.timeout))

@@ -13,7 +13,7 @@ import trio
 from ....crypto.receipts import Receipt
 from ....protocols import wire_pb2 as wire
 from ....protocols.framing import PeerError, all_finite
-from ....protocols.ids import BACKWARD, FORWARD, PROTOCOL_VERSION
+from ....protocols.ids import ALIKE, BACKWARD, FORWARD, PROTOCOL_VERSION, Boundaries
 from ....protocols.inference import Refusal
 from ....protocols.training import (
     KEPT_SETS,
@@ -37,12 +37,12 @@ MAX_CREDITS: Final = 64
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """What a stream of batch requests is opened for, whoever the server is. `per_block`: as `Boundaries` has it."""
+    """What a stream of batch requests is opened for, whoever the server is. `boundaries`: of the model's blocks."""
 
     model_version: bytes
     codec: str = "none"
     dtype: str = "float32"
-    per_block: int = 0
+    boundaries: Boundaries = ALIKE
 
 
 @dataclass(frozen=True)
@@ -302,7 +302,7 @@ class BatchStream(ServerStream[wire.BatchFrame]):
         reply = frame.reply
         if frame.WhichOneof("body") != "reply" or reply.sequence != pending.message.sequence:
             raise self._failed("it answered a batch request with something else than its reply")
-        own = self._spec.per_block * len(self.hop.span) if self.protocol == FORWARD else 0
+        own = self._spec.boundaries.left_by(self.hop.span) if self.protocol == FORWARD else 0
         wanted = [narrower(request.chunks[0].tensor, own)]
         if self.protocol == BACKWARD and request.kept is not None:
             wanted += [chunk.tensor for chunk in request.kept.chunks]

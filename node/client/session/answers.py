@@ -16,7 +16,7 @@ from ....crypto.evidence import NotProven, check_equivocation
 from ....crypto.receipts import Receipt
 from ....protocols import wire_pb2 as wire
 from ....protocols.framing import MessageStream, all_finite, wire_nbytes
-from ....protocols.ids import PLAIN, TEXT_NEEDS, Layout, LayoutNeeds, Span
+from ....protocols.ids import ALIKE, PLAIN, TEXT_NEEDS, Boundaries, Layout, LayoutNeeds, Span
 from ....protocols.inference import LOOK_BACK, hash_of_step, pushed_step, sha256
 from ...errors import ServerFailed
 from ...swarm.routing import Hop
@@ -42,8 +42,8 @@ class SessionSpec:
     case. `reopen_timeout`: for how long servers are looked for where all that were known are gone; None is
     `REOPEN_TIMEOUT`. `share`: servers may keep what it computes for sessions of this client that begin alike, and it
     uses what they have kept, of sessions of the same `prefix_salt`. `original_length`: as `blocks.config` has it.
-    `layout`: what steps may say of their tokens, which only servers are asked for that know it. `per_block`: as
-    `protocols.ids.Boundaries` has it.
+    `layout`: what steps may say of their tokens, which only servers are asked for that know it. `boundaries`: of the
+    model's blocks.
     """
 
     model_version: bytes
@@ -65,7 +65,7 @@ class SessionSpec:
     prefix_salt: bytes = b""
     original_length: int | None = None
     layout: LayoutNeeds = TEXT_NEEDS
-    per_block: int = 0
+    boundaries: Boundaries = ALIKE
 
     def salt_at(self, peer_id: str) -> bytes:
         """What a server is told of `prefix_salt`: of no use at others, so that it cannot ask them in our name."""
@@ -236,7 +236,7 @@ class AnswerChecks(ServerStream[wire.InferenceFrame]):
         """Without what was for this server's blocks alone."""
         rows, tokens, width = asked.shape
         width = width * (1 + layout.behind(len(self.hop.span)).features) // (1 + layout.features)
-        return [rows, tokens, width - self._spec.per_block * len(self.hop.span)]
+        return [rows, tokens, width - self._spec.boundaries.left_by(self.hop.span)]
 
     def _check_copy(self, receipt: Receipt) -> None:
         """A reply that comes once more has to be the one that came."""

@@ -22,7 +22,7 @@ from ..digests import sha256_of
 from ..disk_limit import BeforeDownload, no_disk_limit
 from ..folder import TEXT_FILES, ModelFolder, check_text_file, open_folder
 from ..manifest import MANIFEST_FILE, MAX_FILE_BYTES
-from ..parts import Need, Part, find_layout, parts_of_need
+from ..parts import Need, Part, find_layout
 from ..progress import Progress
 from .download import download
 from .hub_files import choose_gguf, kind_of, name_of
@@ -140,7 +140,7 @@ def _download_needed(
         raise ModelError(f"{remote.model_id!r} is no transformers model: it has no {_CONFIG}.")
     path = _small_file(remote, _CONFIG, progress).parent
     folder = open_folder(path, remote.model_id)
-    parts = parts_of_need(need, folder.num_blocks)
+    parts = folder.parts(need)
     if 0 < remote.files.get(MANIFEST_FILE, 0) <= MAX_FILE_BYTES:
         _small_file(remote, MANIFEST_FILE, progress)
     if need in ("client", "all"):
@@ -205,7 +205,7 @@ def _gguf_parts(
         parts.create(name, about, list(files.values()), (), progress, restricted=not remote.for_everybody)
         parts.restrict(not remote.for_everybody)
         folder = open_folder(parts.path, name, remote.commit)
-        needed = parts_of_need(need, folder.num_blocks)
+        needed = folder.parts(need)
         if needed:
             parts.fetch(needed, files, progress, before_download)
     return folder
@@ -240,7 +240,7 @@ def _kept_gguf(model_id: str, revision: str, wanted: str, need: Need, cache: Pat
     try:
         first = next(name for name in kept if wanted in (name, kind_of(name)) or kind_of(name) == wanted.upper())
         folder = open_folder(kept[first], (kept[first] / NAME_FILE).read_text(), commit)
-        Checkpoint(folder.path, folder.num_blocks).check(parts_of_need(need, folder.num_blocks))
+        Checkpoint(folder.path, folder.num_blocks).check(folder.parts(need))
     except StopIteration:
         raise ModelError(f"'{model_id}:{wanted}' is not on this machine, and {why}. Try again later.") from None
     except ModelError as error:
@@ -338,10 +338,10 @@ def _from_cache(model_id: str, revision: str, name: str, need: Need, cache: Path
         with suppress(ModelError):
             folder = open_folder(by_parts, name, path.name)
             if need != "config":
-                Checkpoint(by_parts, folder.num_blocks).check(parts_of_need(need, folder.num_blocks))
+                Checkpoint(by_parts, folder.num_blocks).check(folder.parts(need))
                 return folder
     folder = open_folder(path, name, path.name)
-    parts = parts_of_need(need, folder.num_blocks)
+    parts = folder.parts(need)
     try:
         if parts:
             Checkpoint(path, folder.num_blocks).check(parts)

@@ -12,7 +12,7 @@ from ...errors import ModelError
 from ..checkpoint import Checkpoint
 from ..disk_limit import BeforeDownload, no_disk_limit
 from ..folder import ModelFolder, open_folder
-from ..parts import Need, parts_of_need
+from ..parts import Need
 from ..progress import Progress, no_progress
 from .alias import ALIASES, import_alias
 from .gguf_files import open_gguf
@@ -132,14 +132,14 @@ def _open_file(path: Path, progress: Progress) -> ModelFolder:
 
 def _checked(folder: ModelFolder, need: Need) -> ModelFolder:
     """Checks that the weights that are needed are there and whole, before anybody builds on them."""
-    parts = parts_of_need(need, folder.num_blocks)
+    parts = folder.parts(need)
     if parts:
         Checkpoint(folder.path, folder.num_blocks).check(parts)
     return folder
 
 
 def _checked_import(folder: ModelFolder, need: Need) -> ModelFolder:
-    parts_of_need(need, folder.num_blocks)  # a span that passes the end is no fault of the folder
+    folder.parts(need)  # a span that passes the end is no fault of the folder
     try:
         return _checked(folder, need)
     except ModelError as error:

@@ -242,12 +242,14 @@ def cache_bytes_per_block(
     kinds = config.get("layer_types") or config.get("layers_block_type")
     if not isinstance(kinds, list) or not {"linear_attention", "mamba", "conv"}.intersection(map(str, kinds)):
         return growing
-    having = sum("attention" in str(kind) and kind != "linear_attention" for kind in kinds) / len(kinds)
+    having = sum(kind == "hybrid" or "attention" in str(kind).removeprefix("linear_attention") for kind in kinds)
+    having /= len(kinds)
     delta = _number(config, "linear_num_value_heads") * _number(config, "linear_key_head_dim")
     delta *= _number(config, "linear_value_head_dim")
-    mamba = _number(config, "mamba_num_heads", "mamba_n_heads") * _number(config, "mamba_head_dim", "mamba_d_head")
+    mamba = _number(config, "mamba_num_heads", "mamba_n_heads", "n_mamba_heads")
+    mamba *= _number(config, "mamba_head_dim", "mamba_d_head", "mamba_headdim")
     mamba *= _number(config, "ssm_state_size", "mamba_d_state")
-    states = STATES * 4 * max(delta, mamba) if tokens > 1 else 0
+    states = STATES * 4 * (max(delta, mamba) or heads * width * width) if tokens > 1 else 0
     return int(having * growing + (1 - having) * states)
 
 

@@ -125,7 +125,7 @@ class RequestService:
                     self._on_change()
                     scope = prefix_scope(stream.peer_id, terms.salt, self.context.prefix_cache)
                     shared = None
-                    if terms.shares and scope is not None and not self.context.compute.blocks.keeps_states:
+                    if terms.shares and scope is not None:
                         shared = PrefixUse(scope, PrefixNames(terms.prefix_root), terms.keeps)
                     compute = await self.context.compute.open(terms, stream.peer_id, adapter, paid, shared)
                     keep = min(frame.open.keep_ms / 1000, MAX_KEEP)
