@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -190,7 +189,6 @@ class SpanCache:
 
     @property
     def lacks_states(self) -> bool:
-        """Whether the states behind the last token are yet to be computed."""
         return self.states is not None and (not self.length or self.states.begin(self.length) is not None)
 
     def window(self, block: int) -> int | None:
@@ -311,6 +309,12 @@ class SpanCache:
                 raise ValueError("states follow from what entered the blocks, of a cache that is not freed")
             self.states.commit(self.length, entered)
 
+    def count_alone(self) -> None:
+        """Within `replaying`, which sets `length` back: a token was computed alone. Models mask no padding there."""
+        if self.states is not None and self.padded:
+            self.states.blank([row for row, padding in enumerate(self.left_padding) if self.length < padding])
+        self.length += 1
+
     def rollback(self, length: int) -> None:
         """Forgets all tokens from `length` on.
 
@@ -341,9 +345,7 @@ class SpanCache:
             raise ValueError(f"tokens {start} .. {end} are wanted: {self.length} are held")
         return torch.cat([buffer[:, :, start:end].reshape(-1) for buffer in chain(*self._held)])
 
-    def restore(
-        self, parts: Sequence[torch.Tensor], tokens: int, snapshots: Mapping[int, States] = MappingProxyType({})
-    ) -> None:
+    def restore(self, parts: Sequence[torch.Tensor], tokens: int, snapshots: Mapping[int, States]) -> None:
         """Begins with what `read` gave of caches of the same blocks, rows and dtype: parts of `tokens` tokens each; and
         where there are states with `snapshots` of their ring, of which the last is at the end of the parts.
 

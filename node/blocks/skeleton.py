@@ -243,6 +243,11 @@ def _lists_of_blocks(model: PreTrainedModel, count: int | None) -> list[tuple[st
 
 def cut_config(config: PreTrainedConfig, span: Span, num_blocks: int) -> None:
     """Lets the decoder's own loop over its blocks see the span as if it were a whole model."""
+    kind = type(config)
+    counted = [name for name in ("layer_types", "layers_block_type") if isinstance(vars(kind).get(name), property)]
+    if counted:  # by the numbers of the blocks in the whole model
+        cut = {name: getattr(config, name)[span.start : span.end] for name in counted}
+        config.__class__ = type(kind.__name__, (kind,), cut)
     for name, value in list(vars(config).items()):
         if isinstance(value, (list, tuple)) and len(value) == num_blocks and ("layer" in name or "block" in name):
             setattr(config, name, value[span.start : span.end])

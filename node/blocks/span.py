@@ -212,7 +212,7 @@ class BlockSpan:
         outputs = []
         for token in torch.split(hidden, 1, dim=1):
             outputs.append(self._forward(token, cache, *rest))
-            cache.length += 1  # which is set back behind a replay
+            cache.count_alone()
         return torch.cat(outputs, 1)
 
     def _forward(

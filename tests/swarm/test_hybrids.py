@@ -45,7 +45,9 @@ def model(swarm: MemorySwarm, servers: list[MemoryServer], folder: Path) -> Iter
 @pytest.mark.parametrize("length", [1, 7, LONG])
 def test_the_same_tokens_come(length: int, options: dict[str, Any], model: Model, whole: Any) -> None:
     ids = prompt(1, length)
-    assert torch.equal(generate(model, ids, **options), generate(whole, ids, **options))
+    # In transformers, beams that change places leave the states of these where they are.
+    cached = {"use_cache": False} if options and whole.config.model_type in ("minimax", "recurrent_gemma") else {}
+    assert torch.equal(generate(model, ids, **options), generate(whole, ids, **options, **cached))
 
 
 @pytest.mark.parametrize("length", [12, LONG])

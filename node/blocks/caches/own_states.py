@@ -44,13 +44,13 @@ def _both(own: type, wanted: type) -> type:
 
 def _take_states(recurrent: Any, args: Any, kwargs: dict[str, Any]) -> None:
     cache, place = kwargs.get("past_key_values"), recurrent.layer_idx
-    recurrent.conv1d_state = None if cache is None else cache.get_conv_state(place)
-    recurrent.rg_lru.recurrent_states = None if cache is None else cache.get_recurrent_state(place)
+    recurrent.conv1d_state = None if cache is None else cache.kept(place, "inputs")
+    recurrent.rg_lru.recurrent_states = None if cache is None else cache.kept(place, "recurrent")
 
 
 def _put_states(recurrent: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     cache = kwargs.get("past_key_values")
     if cache is not None:
-        cache.keep(recurrent.layer_idx, "conv", recurrent.conv1d_state.clone())
+        cache.keep(recurrent.layer_idx, "inputs", recurrent.conv1d_state.clone())
         cache.keep(recurrent.layer_idx, "recurrent", recurrent.rg_lru.recurrent_states)
     recurrent.conv1d_state = recurrent.rg_lru.recurrent_states = None

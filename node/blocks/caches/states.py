@@ -29,7 +29,8 @@ STATE_CHUNK: Final = 64
 """Tokens of a piece of a gated delta rule."""
 
 StateName = tuple[int, str, int]
-"""The block's place in the hosted span, "conv" or "recurrent", and the number of the state among those of its kind."""
+"""The block's place in the hosted span, what it is ("conv", "recurrent", or "inputs": what has entered a convolution,
+padding too), and the number of the state among those of its kind."""
 States = Mapping[StateName, torch.Tensor]
 
 
@@ -102,6 +103,12 @@ class StateRing:
     def computed(self) -> dict[StateName, torch.Tensor]:
         """What was put since the last `begin`."""
         return self._next
+
+    def blank(self, rows: Sequence[int]) -> None:
+        """As if nothing had entered these rows."""
+        for (_, kind, _), state in self._next.items():
+            if kind != "inputs":
+                state[list(rows)] = 0
 
     # --- for a session
 
@@ -260,6 +267,9 @@ class StateView(Cache):  # type: ignore[misc]  # transformers is untyped here
         state = recurrent_states.to(recurrent_states.dtype if before is None else before.dtype)
         self._ring.put(name, state)
         return state
+
+    def kept(self, layer_idx: int, kind: str) -> torch.Tensor | None:
+        return self._ring.get((layer_idx, kind, 0))
 
     def keep(self, layer_idx: int, kind: str, state: torch.Tensor) -> None:
         """Keeps a state as a whole."""
