@@ -312,6 +312,13 @@ struct byte_choice {
 typedef float four_floats __attribute__((vector_size(16)));
 typedef int32_t four_ints __attribute__((vector_size(16)));
 typedef uint32_t four_words __attribute__((vector_size(16)));
+typedef int8_t sixteen_bytes __attribute__((vector_size(16)));
+typedef int16_t eight_shorts __attribute__((vector_size(16)));
+#if defined(__clang__)
+#define SHUFFLE(type, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(type, a, b, ...) __builtin_shuffle(a, b, (type){__VA_ARGS__})
+#endif
 #define EACH for (int lane = 0; lane < LANES; lane++)
 #define FOUR UNROLL for (int part = 0; part < 4; part++)
 #define AS_FLOATS(ints) __builtin_convertvector(ints, four_floats)

@@ -29,12 +29,17 @@ INLINE V NAME(brain)(const uint16_t *p) {
     }
     return r;
 }
+/* Each byte becomes the highest one of a word, which is shifted down. */
 INLINE V NAME(bytes)(const int8_t *p) {
-    V r;
-    FOUR {
-        const int8_t *q = p + 4 * part;
-        r.v[part] = AS_FLOATS(((four_ints){q[0], q[1], q[2], q[3]}));
-    }
+    sixteen_bytes all, zero = {0};
+    memcpy(&all, p, sizeof all);
+    const eight_shorts low = (eight_shorts)SHUFFLE(sixteen_bytes, zero, all, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const eight_shorts high = (eight_shorts)SHUFFLE(sixteen_bytes, zero, all, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    const eight_shorts none = {0};
+    V r = {{AS_FLOATS((four_ints)SHUFFLE(eight_shorts, none, low, 0, 8, 1, 9, 2, 10, 3, 11) >> 24),
+            AS_FLOATS((four_ints)SHUFFLE(eight_shorts, none, low, 4, 12, 5, 13, 6, 14, 7, 15) >> 24),
+            AS_FLOATS((four_ints)SHUFFLE(eight_shorts, none, high, 0, 8, 1, 9, 2, 10, 3, 11) >> 24),
+            AS_FLOATS((four_ints)SHUFFLE(eight_shorts, none, high, 4, 12, 5, 13, 6, 14, 7, 15) >> 24)}};
     return r;
 }
 INLINE I NAME(words)(const uint32_t *p) { I r; memcpy(r.v, p, sizeof r.v); return r; }
