@@ -361,7 +361,7 @@ def metered(
                 if excused:
                     address.long_steps.take_ahead(1)
                 limits.worked(address, units, units if excused else 0.0)
-                if asking is not None:
+                if asking is not None and not excused:
                     asking.add(units)
             elif stream.granted and asking is not None:
                 limits.granted(address, asking.amount())
