@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.swarm.processes import LOOPBACK, Node, Nodes, environment, petalnode, until
+from tests.swarm.processes import LOOPBACK, Node, Nodes, environment, nodes, petalnode, until
 
 
 @pytest.fixture(scope="module")
@@ -55,17 +55,19 @@ def test_a_friend_joins_and_both_answer_together(half: Node, link: str, models: 
     assert status.code == 0 and len(status.objects[0]["servers"]) == 2, status
 
 
-def test_qr_codes_and_what_a_person_reads(half: Node, node_starter: Nodes, tmp_path: Path) -> None:
-    by_address, env = ("--peer", half.address), node_starter.env | {"PETALNODE_REMEMBER": "1"}
-    # Without an address, the swarm of a server of one's own.
-    for name, where in (("code.svg", ()), ("code.png", by_address), ("code.txt", by_address)):
-        file = tmp_path / name
-        outcome = petalnode("invite", *where, "--qr", str(file), "--valid", "30m", env=env)
-        assert outcome.code == 0 and file.stat().st_size > 500, outcome
-    assert "check word: " in outcome.out and "this machine only" in outcome.err, outcome
-    wrong = petalnode("invite", "--peer", half.address, "--qr", str(tmp_path / "code.doc"), env=node_starter.env)
-    assert wrong.code == 2 and "code.doc" in wrong.err, wrong
-    assert petalnode("invite", "--peer", half.address, "--valid", "soon", env=node_starter.env).code == 2
+def test_qr_codes_and_what_a_person_reads(models: Path, tmp_path: Path) -> None:
+    with nodes(tmp_path / "own") as own:  # where no other server is remembered
+        server = own.server(models / "tiny-llama", "0:3")
+        by_address, env = ("--peer", server.address), own.env | {"PETALNODE_REMEMBER": "1"}
+        # Without an address, the swarm of a server of one's own.
+        for name, where in (("code.svg", ()), ("code.png", by_address), ("code.txt", by_address)):
+            file = tmp_path / name
+            outcome = petalnode("invite", *where, "--qr", str(file), "--valid", "30m", env=env)
+            assert outcome.code == 0 and file.stat().st_size > 500, outcome
+        assert "check word: " in outcome.out and "this machine only" in outcome.err, outcome
+        wrong = petalnode("invite", *by_address, "--qr", str(tmp_path / "code.doc"), env=env)
+        assert wrong.code == 2 and "code.doc" in wrong.err, wrong
+        assert petalnode("invite", *by_address, "--valid", "soon", env=env).code == 2
 
 
 def test_no_link_names_a_peer_that_is_gone(models: Path, half: Node, node_starter: Nodes) -> None:
