@@ -141,7 +141,7 @@ def test_a_batch_goes_on_after_a_restart(served: Served, tmp_path: Path) -> None
         assert [found[name]["status_code"] for name in ("1", "2")] == [200, 200]
 
 
-def test_a_batch_that_is_cancelled_keeps_what_it_has(served: Served, tmp_path: Path) -> None:
+def test_batch_that_is_cancelled_keeps_what_it_has(served: Served, tmp_path: Path) -> None:
     with running(served, tmp_path / "batches", BatchLimits(slots=1)) as api, of(api) as client:
         unending = {"logit_bias": {"127": -100}, "max_tokens": 900}
         long = [request(str(number), **unending) for number in range(100)]
@@ -205,7 +205,7 @@ async def test_a_key_may_send_two_files_at_once(tmp_path: Path) -> None:
                 nursery.cancel_scope.cancel()
 
 
-def test_a_batch_begins_beside_the_last_request_of_another(tmp_path: Path) -> None:
+def test_batch_begins_beside_last_request_of_another(tmp_path: Path) -> None:
     looks = 0
     both, count = trio.Event(), 0
 
@@ -251,7 +251,7 @@ def test_a_batch_begins_beside_the_last_request_of_another(tmp_path: Path) -> No
         assert told["response"]["status_code"] == 500
 
 
-def test_the_file_is_for_one_process_and_of_one_kind(tmp_path: Path) -> None:
+def test_file_is_for_one_process_and_one_kind(tmp_path: Path) -> None:
     store = BatchStore(tmp_path / "batches")
     with pytest.raises(MachineError, match="another process"):
         BatchStore(tmp_path / "batches")
@@ -301,7 +301,7 @@ def test_the_disk_is_bounded_and_shared(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_full_disk_at_the_end_of_a_batch_ends_nothing_else(
+def test_full_disk_at_a_batchs_end_stops_nothing(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is no room for an answer, and not even for the word that there is none."""

@@ -60,7 +60,7 @@ def settled(api: MemoryApi) -> None:
 
 
 @pytest.mark.parametrize("after", ["request", "tokens"])
-def test_an_abandoned_answer_stops_and_gives_its_caches_back(after: str, alone: MemoryApi) -> None:
+def test_abandoned_answer_stops_and_gives_its_caches_back(after: str, alone: MemoryApi) -> None:
     with ask_endless(alone) as connection:
         if after == "tokens":
             received = b""
@@ -72,7 +72,7 @@ def test_an_abandoned_answer_stops_and_gives_its_caches_back(after: str, alone: 
     assert answer.status_code == 200
 
 
-def test_the_requests_that_are_left_make_room_for_others(alone: MemoryApi) -> None:
+def test_requests_that_are_left_make_room_for_others(alone: MemoryApi) -> None:
     for _ in range(3):  # each time as many as there may be
         connections = [ask_endless(alone) for _ in range(4)]
         for connection in connections:
@@ -118,7 +118,7 @@ def test_other_places_and_methods(alone: MemoryApi) -> None:
     assert httpx.get(f"{alone.url}/v1/chat/completions", timeout=None).status_code == 405
 
 
-def test_a_body_without_end_is_refused_at_its_limit(alone: MemoryApi) -> None:
+def test_body_without_end_is_refused_at_its_limit(alone: MemoryApi) -> None:
     def endless() -> Iterator[bytes]:
         for _ in range(BODY_BYTES // 1000 + 2):
             yield b" " * 1000
@@ -127,7 +127,7 @@ def test_a_body_without_end_is_refused_at_its_limit(alone: MemoryApi) -> None:
     assert answer.status_code == 413
 
 
-def test_a_slow_reader_gets_all_of_it_in_the_end(alone: MemoryApi) -> None:
+def test_slow_reader_gets_all_of_it_in_end(alone: MemoryApi) -> None:
     """The answer is made at the servers' speed, and what is not read waits as text."""
     with ask_endless(alone, max_tokens=200) as connection:
         assert connection.recv(1) == b"H"
@@ -165,7 +165,7 @@ def spare_swarm(api_model: Path) -> Iterator[tuple[MemorySwarm, list[Any]]]:
         yield swarm, started
 
 
-def test_answers_go_on_when_a_server_dies_and_end_in_503_when_none_is_left(
+def test_answers_survive_dead_servers_or_end_in_503(
     spare_swarm: tuple[MemorySwarm, list[Any]], api_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     swarm, servers = spare_swarm
@@ -198,7 +198,7 @@ def test_answers_go_on_when_a_server_dies_and_end_in_503_when_none_is_left(
         assert int(raised.value.response.headers["retry-after"]) > 0
 
 
-def test_servers_that_are_gone_are_looked_for_once_and_for_as_long_as_the_person_says(
+def test_lost_servers_are_sought_as_the_person_says(
     spare_swarm: tuple[MemorySwarm, list[Any]], api_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not a second time, after idle conversations have given their room to the answer."""
@@ -225,7 +225,7 @@ def test_servers_that_are_gone_are_looked_for_once_and_for_as_long_as_the_person
     assert [error.gone for error in given_up] == [True]
 
 
-def test_the_other_streams_say_the_same_when_clients_and_servers_are_killed(
+def test_other_streams_go_on_when_others_are_killed(
     spare_swarm: tuple[MemorySwarm, list[Any]], api_model: Path
 ) -> None:
     """Greedy and sampled. `benchmarks/api_chaos.py` is the same with processes."""

@@ -49,7 +49,7 @@ def refused(answer: httpx.Response, param: str | None = None) -> str:
     return str(error["code"])
 
 
-def test_a_form_that_takes_for_ever_holds_up_nobody_else(hurried: MemoryApi, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_form_holds_up_nobody_else(hurried: MemoryApi, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library cannot be interrupted: its thread is left behind, and others get no more than a bound of them."""
     go, begun = threading.Event(), []
     grammars = hurried.core.grammars
@@ -95,7 +95,7 @@ def test_hostile_forms(name: str, api: MemoryApi) -> None:
     assert refused(ask(api, **FORMS[name])) in ("invalid_schema", "invalid_value", "invalid_json")
 
 
-def test_a_form_that_explodes_while_the_answer_is_made(api: MemoryApi) -> None:
+def test_form_that_explodes_while_answer_is_made(api: MemoryApi) -> None:
     """Within the library's own limits: refused as the client's fault, and nothing stays behind."""
     answer = ask(api, guided_regex="((a{0,100}){0,100}){0,100}", max_tokens=40)
     assert answer.status_code == 200 or refused(answer) == "invalid_schema"
@@ -167,7 +167,7 @@ def test_every_endpoint_takes_nonsense(path: str, api: MemoryApi) -> None:
         assert answer.json()["error"]["message"]
 
 
-def test_a_body_of_100_megabytes_is_not_waited_for(api: MemoryApi) -> None:
+def test_body_of_100_megabytes_is_not_waited_for(api: MemoryApi) -> None:
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {100 << 20}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", api.port)) as connection:
         connection.sendall(head.encode())

@@ -44,7 +44,7 @@ def test_an_adapter_is_a_model_of_its_own(served: Served, tmp_path: Path) -> Non
         assert "held-by-nobody" in raised.value.message
 
 
-async def test_many_conversations_at_once_say_what_each_says_alone(api: MemoryApi, client: Any) -> None:
+async def test_many_conversations_say_what_each_says_alone(api: MemoryApi, client: Any) -> None:
     asked: dict[str, Any] = {"model": MODEL, "max_tokens": 12, "temperature": 0}
     prompts = [f"conversation {number}: {'abcdefghijkl'[number:]}" for number in range(12)]
     alone = [client.completions.create(prompt=prompt, **asked).choices[0].text for prompt in prompts]

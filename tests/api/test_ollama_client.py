@@ -59,12 +59,12 @@ def test_embeddings_are_those_of_openai(other: ollama.Client, api: MemoryApi) ->
         other.embed(MODEL, "some", dimensions=8)
 
 
-def test_whether_the_process_answers_needs_no_key_and_no_swarm(api: MemoryApi) -> None:
+def test_health_needs_no_key_and_no_swarm(api: MemoryApi) -> None:
     with urlopen(f"{api.url}/health") as answer:
         assert json.load(answer) == {"status": "ok"}
 
 
-def test_other_machines_are_told_an_address_that_they_can_dial() -> None:
+def test_other_machines_are_told_a_dialable_address() -> None:
     assert lan_urls("127.0.0.1", "http://127.0.0.1:8000") == []
     found = lan_urls("0.0.0.0", "http://0.0.0.0:8000")
     assert found and all(url.endswith(":8000") and "0.0.0.0" not in url for url in found)
@@ -95,7 +95,7 @@ def test_a_text_by_the_template_and_without(other: ollama.Client, client: Any) -
     assert other.generate(model=MODEL).done_reason == "load"
 
 
-def test_an_answer_has_the_form_that_is_asked_for(other: ollama.Client) -> None:
+def test_answer_has_form_that_is_asked_for(other: ollama.Client) -> None:
     schema = {
         "type": "object",
         "properties": {"ok": {"type": "boolean"}},

@@ -141,7 +141,7 @@ def test_a_completion_by_text_and_by_tokens(client: Any, api: MemoryApi, python_
     assert "".join(piece.choices[0].text for piece in pieces) == expected
 
 
-def test_echo_with_the_likelihood_of_each_token_of_the_prompt(client: Any, api: MemoryApi, whole: Any) -> None:
+def test_echo_with_likelihood_of_each_token_of_prompt(client: Any, api: MemoryApi, whole: Any) -> None:
     """What evaluation harnesses ask for: a prompt as token ids, scored, with one token behind it."""
     prompt = ids_of(api, "the quick brown fox jumps over the lazy dog " * 4)
     assert len(prompt) > 128  # more than one piece of logits
@@ -195,7 +195,7 @@ def test_a_seed_gives_the_same_answer_again(client: Any) -> None:
     assert several[0] == ask(1)[0]
 
 
-def test_several_choices_of_one_prompt_share_what_servers_compute_for_it(client: Any, api: MemoryApi) -> None:
+def test_several_choices_share_what_their_prompt_computed(client: Any, api: MemoryApi) -> None:
     assert leaders_of([[1] * 40, [2] * 40, [1] * 40, [1] * 20, [1] * 20, [1] * 40]) == [0, 1, 0, 3, 4, 0]
     before = api.core.tallies.tokens["cached"]
     asked = {"model": MODEL, "prompt": "several of this " * 8, "max_tokens": 4, "temperature": 0}
@@ -219,7 +219,7 @@ def test_sampling_options_reach_the_sampler(client: Any, api: MemoryApi) -> None
     assert len(set(apart)) >= len(set(plain))
 
 
-def test_stop_strings_end_an_answer_and_are_left_out(client: Any) -> None:
+def test_stop_strings_end_answer_and_are_left_out(client: Any) -> None:
     asked: dict[str, Any] = {"model": MODEL, "prompt": "abc", "max_tokens": 24, "temperature": 0}
     text = client.completions.create(**asked).choices[0].text
     stop = text[6:9]
@@ -332,7 +332,7 @@ def test_an_answer_follows_its_schema(client: Any) -> None:
         assert answer.choices[0].finish_reason == "stop"
 
 
-def test_an_answer_follows_an_expression_or_is_one_of_some(client: Any) -> None:
+def test_answer_follows_expression_or_is_one_of_some(client: Any) -> None:
     asked: dict[str, Any] = {"model": MODEL, "messages": ASKED, "temperature": 1.0, "seed": 1}
     number = client.chat.completions.create(**asked, extra_body={"guided_regex": "[0-9]{3}-[ab]"})
     text = number.choices[0].message.content
@@ -361,7 +361,7 @@ TOOLS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look_up"}}])
-def test_a_tool_is_called_with_arguments_of_its_schema(choice: Any, stream: bool, client: Any) -> None:
+def test_tool_is_called_with_arguments_of_its_schema(choice: Any, stream: bool, client: Any) -> None:
     asked: dict[str, Any] = {
         "model": MODEL, "messages": ASKED, "tools": TOOLS, "tool_choice": choice, "temperature": 0,
         "parallel_tool_calls": False, "stream": stream,

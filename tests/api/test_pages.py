@@ -50,7 +50,7 @@ def directives(response: httpx.Response) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("path", ["/", *(f"/web/{file.name}" for file in sorted(STATIC.iterdir()))])
-def test_every_file_comes_with_the_policy_and_its_type(site: MemoryApi, path: str) -> None:
+def test_every_file_comes_with_policy_and_its_type(site: MemoryApi, path: str) -> None:
     found = get(site, path)
     name = path.rpartition("/")[2] or INDEX
     assert found.status_code == 200
@@ -66,7 +66,7 @@ def test_every_file_comes_with_the_policy_and_its_type(site: MemoryApi, path: st
     assert not re.search(r"unsafe|https?:|\*|data:|blob:", found.headers["content-security-policy"])
 
 
-def test_a_file_that_has_not_changed_is_not_sent_again(site: MemoryApi) -> None:
+def test_unchanged_file_is_not_sent_again(site: MemoryApi) -> None:
     first = get(site, "/web/page.js")
     again = get(site, "/web/page.js", **{"If-None-Match": first.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
@@ -95,14 +95,14 @@ def test_nothing_else_is_sent(site: MemoryApi, path: str) -> None:
     assert found.json()["error"]["code"] == "unknown_url"
 
 
-def test_the_pages_need_no_key_and_the_swarm_does(site: MemoryApi) -> None:
+def test_pages_need_no_key_and_swarm_does(site: MemoryApi) -> None:
     assert get(site, "/").status_code == 200
     assert get(site, "/v1/petalnode/swarm").status_code == 401
     assert get(site, "/v1/petalnode/swarm", Authorization=f"Bearer {KEY}").status_code == 200
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
-def test_the_page_may_ask_also_behind_a_proxy_with_tls(site: MemoryApi, scheme: str) -> None:
+def test_page_may_ask_also_behind_proxy_with_tls(site: MemoryApi, scheme: str) -> None:
     host = site.url.removeprefix("http://")
     key = f"Bearer {KEY}"
     assert get(site, "/v1/models", Authorization=key, Origin=f"{scheme}://{host}").status_code == 200

@@ -46,7 +46,7 @@ def chunks(api: MemoryApi, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 yield json.loads(line[6:])
 
 
-def test_a_missed_server_is_told_while_it_is_missed_and_then_who_took_over(api_model: Path) -> None:
+def test_missed_server_is_told_at_once(api_model: Path) -> None:
     with memory_swarm() as swarm:
         held: list[Announcement] = []
 
@@ -87,7 +87,7 @@ def test_a_missed_server_is_told_while_it_is_missed_and_then_who_took_over(api_m
             assert again["choices"][0]["text"] == text
 
 
-def test_who_does_not_ask_is_told_at_the_end_only(api: MemoryApi, served: Served) -> None:
+def test_who_asks_for_nothing_is_told_last(api: MemoryApi, served: Served) -> None:
     with openai.OpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0, timeout=None) as client:
         told = [chunk.to_dict() for chunk in client.completions.create(**asked(), stream=True)]
         assert [("x_petalnode" in chunk) for chunk in told] == [False] * (len(told) - 1) + [True]
@@ -100,7 +100,7 @@ def test_who_does_not_ask_is_told_at_the_end_only(api: MemoryApi, served: Served
     assert text == "".join(choice["text"] for chunk in told for choice in chunk["choices"])
 
 
-def test_what_no_server_covers_has_its_status_all_the_same(api_model: Path) -> None:
+def test_uncovered_model_has_its_status_all_the_same(api_model: Path) -> None:
     with memory_swarm() as swarm:
         server = swarm.start(api_model, "0:3", cache_tokens=100_000)
         assert server.ready

@@ -41,7 +41,7 @@ def file(answered: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path) -> Pat
     return path
 
 
-def test_an_answer_has_a_receipt_of_each_server_for_each_step(
+def test_answer_has_each_servers_receipt_for_each_step(
     answered: tuple[dict[str, Any], dict[str, Any]], file: Path
 ) -> None:
     answer, receipts = answered

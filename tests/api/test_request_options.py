@@ -90,7 +90,7 @@ def test_chains_are_compared(two: TwoChains) -> None:
     assert raised.value.code == "model_unavailable"
 
 
-def test_drafts_change_nothing_but_what_is_told_of_them(two: TwoChains, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_change_nothing_but_their_own_counts(two: TwoChains, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither tokens nor their log-probabilities, nor where a stop ends the answer."""
 
     def deepest(plan: object, drafts: Iterator[Draft], most: int) -> Draft:

@@ -178,7 +178,7 @@ def keyed(served: Served) -> Iterator[MemoryApi]:
         yield running
 
 
-def test_responses_are_found_by_the_key_that_asked_only(keyed: MemoryApi) -> None:
+def test_responses_are_found_by_key_that_asked_only(keyed: MemoryApi) -> None:
     def of(key: str) -> Any:
         return openai.OpenAI(base_url=f"{keyed.url}/v1", api_key=key, max_retries=0, timeout=None)
 
@@ -197,7 +197,7 @@ def stored(text: str) -> StoredResponse:
     return StoredResponse({"output": text}, (), ())
 
 
-def test_the_store_is_bounded_and_who_has_most_loses_first() -> None:
+def test_store_is_bounded_and_largest_owner_loses_first() -> None:
     size = stored("x" * 100).size
     store = ResponseStore(max_bytes=10 * size, max_responses=8)
     store.keep("bob", "b", stored("x" * 100))

@@ -57,7 +57,7 @@ def test_strange_values(path: str, asking: httpx.Client, caplog: pytest.LogCaptu
     assert not caplog.records
 
 
-def test_numbers_that_are_as_small_or_large_as_can_be(asking: httpx.Client) -> None:
+def test_numbers_as_small_or_large_as_can_be(asking: httpx.Client) -> None:
     chat: dict[str, Any] = {"model": "tiny-llama", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
     limits = {
         "temperature": (5e-324, 1e-300, 1e-30, 99),

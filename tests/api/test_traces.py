@@ -48,7 +48,7 @@ def test_the_environment_says_where_traces_go(variables: dict[str, str], names: 
     assert exporters_of(variables) == names
 
 
-def test_the_nonces_of_a_session_stand_for_one_trace() -> None:
+def test_nonces_of_session_stand_for_one_trace() -> None:
     seed = new_seed()
     nonces = {traced_nonce(seed) for _ in range(8)}
     found = [trace_ids(nonce) for nonce in nonces]
@@ -63,7 +63,7 @@ def test_the_nonces_of_a_session_stand_for_one_trace() -> None:
         assert 0 < ids.trace < 1 << 128 and ids.trace != found[0].trace
 
 
-def test_without_the_extra_the_node_says_what_is_missing(
+def test_without_extra_node_says_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def made() -> bool:
@@ -83,7 +83,7 @@ def test_without_the_extra_the_node_says_what_is_missing(
         assert caplog.messages[-1] == MISSING
 
 
-def test_nothing_of_it_is_imported_unless_it_is_asked_for() -> None:
+def test_nothing_of_it_is_imported_unasked() -> None:
     code = (
         "import sys, petalnode.node.monitoring.traces as traces\n"
         "assert traces.exporters_of({}) == ()\n"
@@ -123,7 +123,7 @@ def wait_for(spans: Spans, *names: str, count: int) -> list[ReadableSpan]:
     return spans.named(*names)
 
 
-def test_a_request_and_its_session_at_client_and_servers(
+def test_request_and_its_session_at_client_and_servers(
     watched: tuple[MemoryApi, list[MemoryServer], Spans],
 ) -> None:
     api, servers, spans = watched
@@ -179,7 +179,7 @@ def test_routes_have_names_and_nobody_chooses_others(watched: tuple[MemoryApi, l
     assert all(span.parent is None for span in named)
 
 
-def test_a_client_without_traces_gets_one_at_each_server(
+def test_client_without_traces_gets_one_at_each_server(
     watched: tuple[MemoryApi, list[MemoryServer], Spans], api_model: Path
 ) -> None:
     api, _, spans = watched

@@ -43,9 +43,7 @@ async def a_server(blocks: BlockSpan) -> AsyncIterator[Any]:
 
 
 @pytest.mark.parametrize("keep", [0, KEEP])
-async def test_what_a_client_sent_before_it_broke_off_is_not_computed(
-    keep: int, blocks: BlockSpan, computed: list[int]
-) -> None:
+async def test_bytes_before_a_break_off_are_not_computed(keep: int, blocks: BlockSpan, computed: list[int]) -> None:
     async with a_server(blocks) as server:
         session = server.session(CLIENT)
         assert (await session.open(keep_ms=keep)).HasField("granted")
@@ -59,9 +57,7 @@ async def test_what_a_client_sent_before_it_broke_off_is_not_computed(
     assert computed == []
 
 
-async def test_no_more_than_a_chunk_is_computed_of_a_long_prompt_that_is_given_up(
-    blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_one_chunk_is_computed_of_an_abandoned_prompt(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
     """The session has what it had before, and takes the same prompt again."""
     tokens, rows = 200, 2
     prompt, parts, prefill = values(tokens, rows), list[int](), StepRunner._prefill
@@ -117,7 +113,7 @@ async def push(server: OneServer, session: RawSession, count: int) -> None:
         await stream.send(frame, [payload], timeout=NEVER)
 
 
-async def test_what_was_pushed_into_a_closed_session_is_not_computed(blocks: BlockSpan, computed: list[int]) -> None:
+async def test_pushes_into_a_closed_session_are_not_computed(blocks: BlockSpan, computed: list[int]) -> None:
     async with a_server(blocks) as server:
         session = await opened(server)
         async with held_up(server):
@@ -129,7 +125,7 @@ async def test_what_was_pushed_into_a_closed_session_is_not_computed(blocks: Blo
 
 
 @pytest.mark.parametrize("patience", [0.0, NEVER], ids=["comes too late", "comes back"])
-async def test_what_is_pushed_for_a_client_that_is_away_waits_for_it(
+async def test_pushes_for_a_client_that_is_away_wait(
     patience: float, blocks: BlockSpan, computed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TURN_TIMEOUT, patience)
@@ -150,7 +146,7 @@ async def test_what_is_pushed_for_a_client_that_is_away_waits_for_it(
     assert computed == ([TOKENS * number for number in range(4)] if patience else [0])
 
 
-async def test_one_token_is_computed_for_a_client_that_is_away(blocks: BlockSpan) -> None:
+async def test_one_token_is_computed_for_an_absent_client(blocks: BlockSpan) -> None:
     """It costs little, and a generation goes on the sooner when the connection is back."""
     async with a_server(blocks) as server:
         session = await opened(server)

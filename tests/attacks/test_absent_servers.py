@@ -68,7 +68,7 @@ def routes_find_who_is_there(swarm: MemorySwarm, folder: ModelFolder, timeout: f
     return server.peer_id
 
 
-def test_servers_that_are_not_there_are_not_waited_for_where_others_hold_all_blocks(
+def test_absent_servers_are_not_awaited_where_others_suffice(
     folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only as long as the way to a server that is no farther than those that are known may take."""
@@ -89,7 +89,7 @@ class Refused(MemoryNode):
         return await super().measure_rtt(peer_id, timeout=timeout)
 
 
-def test_servers_that_were_not_there_are_not_asked_again_at_each_session(folder: ModelFolder) -> None:
+def test_absent_servers_are_not_asked_again_each_session(folder: ModelFolder) -> None:
     Refused.asked.clear()
     torch.set_num_threads(1)
     with memory_swarm(Refused) as swarm:
@@ -98,7 +98,7 @@ def test_servers_that_were_not_there_are_not_asked_again_at_each_session(folder:
     assert 0 < len(absent) == len(set(absent)) <= ABSENT
 
 
-def test_of_thousands_of_servers_that_are_not_there_few_are_asked(folder: ModelFolder) -> None:
+def test_few_of_thousands_of_absent_servers_are_asked(folder: ModelFolder) -> None:
     """All of them were dialed at a session's start, and again every 15 s, for as long as their announcements last."""
     Refused.asked.clear()
     torch.set_num_threads(1)

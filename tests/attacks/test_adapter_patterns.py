@@ -64,7 +64,7 @@ def test_other_patterns_are_not_run(options: dict[str, Any], tmp_path: Path) -> 
     assert time.process_time() - begun < LIMIT
 
 
-def test_many_keys_and_a_long_name_take_no_longer(tmp_path: Path) -> None:
+def test_many_keys_and_long_name_take_no_longer(tmp_path: Path) -> None:
     keys = {f"layer_{number}": 8 for number in range(50_000)}
     long = "base_model.model." + "a." * 100_000 + "layers.1.self_attn.q_proj"
     folder = adapter(tmp_path, {"alpha_pattern": keys | {"q_proj": 16}}, long)

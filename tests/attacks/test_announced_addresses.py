@@ -36,7 +36,7 @@ ATTACKER, RELAY = Identity.generate().peer_id, Identity.generate().peer_id
 
 
 @pytest.mark.parametrize("ip", ["11.0.0.7", "2a00::7", "192.168.1.7", "fd00:1::7", "198.51.100.7", "::ffff:11.0.0.7"])
-def test_public_addresses_and_those_of_the_own_network_are_dialed(ip: str) -> None:
+def test_public_and_own_networks_addresses_are_dialed(ip: str) -> None:
     assert may_dial(ip_address(ip), HOME)
 
 
@@ -56,16 +56,16 @@ HIDDEN = [
 
 
 @pytest.mark.parametrize("ip", [*FOREIGN, *HIDDEN])
-def test_none_is_dialed_that_only_somebody_else_could_be_at(ip: str) -> None:
+def test_addresses_only_others_could_have_are_not_dialed(ip: str) -> None:
     """However it is written: in IPv6, or in the ranges that are translated to IPv4."""
     assert not may_dial(ip_address(ip), HOME)
 
 
-def test_a_swarm_on_one_machine_dials_loopback_and_nothing_more() -> None:
+def test_swarm_on_one_machine_dials_loopback_only() -> None:
     assert [ip for ip in FOREIGN if may_dial(ip_address(ip), HERE)] == ["127.0.0.1", "127.9.9.9", "::1"]
 
 
-def test_names_and_circuits_are_judged_when_it_is_known_where_they_lead() -> None:
+def test_names_and_circuits_are_judged_where_they_lead() -> None:
     assert is_permitted(Multiaddr("/dns4/victim.example/tcp/1"), HOME)
     assert is_permitted(Multiaddr(f"/ip4/127.0.0.1/tcp/1/p2p/{RELAY}/p2p-circuit"), HOME)
 
@@ -120,7 +120,7 @@ async def test_nor_as_a_relay(trap: Trap) -> None:
         assert not trap.was_dialed
 
 
-async def test_what_a_person_gave_is_dialed_wherever_it_leads() -> None:
+async def test_what_person_gave_is_dialed_wherever_it_leads() -> None:
     dialed = trio.Event()
 
     async def serve(stream: trio.SocketStream) -> None:
@@ -136,7 +136,7 @@ async def test_what_a_person_gave_is_dialed_wherever_it_leads() -> None:
         nursery.cancel_scope.cancel()
 
 
-async def test_a_client_of_a_swarm_on_this_machine_dials_what_it_learns_there() -> None:
+async def test_client_of_a_local_swarm_dials_its_finds() -> None:
     """It was given one address of loopback, and that peer was there."""
     async with host_here(listens=True) as known, host_here(listens=True) as other, host_here() as client:
         client.learn(other.peer_id, other.addrs())
@@ -153,7 +153,7 @@ class Unconnected:
         return ()
 
 
-def test_a_private_network_is_opened_by_a_connection_that_this_node_made_there() -> None:
+def test_own_connection_opens_a_private_network() -> None:
     """To an address that a person gave, since no other is dialed there; who comes from there opens nothing."""
     book = AddressBook(Unconnected(), on_loopback=False)
     peer, office = ID.from_string(ATTACKER), Multiaddr("/ip4/10.200.0.7/tcp/1")
@@ -167,7 +167,7 @@ def test_a_private_network_is_opened_by_a_connection_that_this_node_made_there()
 # --- how often
 
 
-def test_one_announcer_and_one_target_have_so_many_dials_a_minute() -> None:
+def test_announcers_and_targets_have_a_rate_of_dials() -> None:
     budget = DialBudget()
     hosts = [f"11.0.{number // 256}.{number % 256}" for number in range(1000)]
     assert sum(budget.take("announcer", host, 0.0) for host in hosts) == 48
@@ -193,7 +193,7 @@ def test_keys_of_one_source_leave_dials_for_others() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_a_swarm_of_false_announcements_leaves_dials_for_a_server_from_elsewhere() -> None:
+async def test_false_announcements_leave_dials_for_a_distant_server() -> None:
     """The source is that of the announcement: the address of the server itself, else who passed it on last."""
     book = AddressBook(Unconnected(), on_loopback=False)
     keys = [Identity.from_seed(bytes([number]) * 32).peer_id for number in range(31)]
@@ -218,7 +218,7 @@ def test_who_answers_uses_nothing_up() -> None:
         budget.give_back("peer", "11.0.0.1")
 
 
-async def test_a_swarm_of_false_announcements_sends_a_node_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_swarm_of_false_announcements_sends_node_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred keys announce a victim's ports; an honest peer elsewhere is dialed all the same."""
     dialed: list[str] = []
 

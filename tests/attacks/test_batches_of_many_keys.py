@@ -62,7 +62,7 @@ async def opening(compute: ComputeThread, peer: str, found: list[str]) -> None:
 
 
 @pytest.mark.parametrize("request_of", [batch, opening])
-def test_requests_of_many_keys_wait_for_those_of_other_addresses(
+def test_requests_of_many_keys_wait_for_other_addresses(
     request_of: Callable[[ComputeThread, str, list[str]], Awaitable[object]],
     order: Callable[[Callable[[ComputeThread, str, list[str]], Awaitable[object]]], list[str]],
 ) -> None:
@@ -72,7 +72,7 @@ def test_requests_of_many_keys_wait_for_those_of_other_addresses(
 
 
 @pytest.mark.parametrize("passes", [True, False])
-async def test_requests_of_who_has_left_are_dropped_before_their_turn(blocks: BlockSpan, passes: bool) -> None:
+async def test_requests_of_who_left_are_dropped_unserved(blocks: BlockSpan, passes: bool) -> None:
     found: list[str] = []
     compute, go = ComputeThread(blocks), threading.Event()
     compute.start()

@@ -49,7 +49,7 @@ async def hear(swarm: Listener, folder: ModelFolder, *messages: EvidenceMessage,
             nursery.cancel_scope.cancel()
 
 
-async def test_another_name_for_the_accused_is_the_author_s_lie(folder: ModelFolder, genuine: Bundle) -> None:
+async def test_another_name_for_accused_is_author_s_lie(folder: ModelFolder, genuine: Bundle) -> None:
     swarm = Listener(genuine=genuine)
     borrowed = replace(EvidenceMessage.of(genuine), bundle=None, accused=VICTIM.peer_id)
     await hear(swarm, folder, borrowed, endorsed(genuine), until=lambda: bool(swarm.published))
@@ -74,7 +74,7 @@ async def test_exchanged_tensors_are_the_author_s_lie(
     assert [ban.peer_id for ban in swarm.trust.bans()] == [ATTACKER.peer_id]
 
 
-def test_who_hands_out_evidence_hands_out_what_it_has_checked(genuine: Bundle) -> None:
+def test_who_hands_out_evidence_has_checked_it(genuine: Bundle) -> None:
     """Tensors that others have exchanged neither replace those that this node serves, nor stay in their place."""
     gossip = EvidenceGossip(HONEST, TrustStore())
     borrowed = replace(genuine, payloads={})

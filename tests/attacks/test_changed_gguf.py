@@ -49,7 +49,7 @@ def test_what_is_served_stays_as_it_was_checked(file: Path) -> None:
     assert torch.equal(answer(blocks), before)
 
 
-def test_a_file_that_changes_while_it_is_read_is_not_used(file: Path) -> None:
+def test_file_that_changes_while_read_is_not_used(file: Path) -> None:
     held = read_gguf_header(file).tensors[4]
     with file.open("r+b") as stream:
         stream.seek(-7, os.SEEK_END)
@@ -59,7 +59,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_used(file: Path) -> None:
         stored_rows(file, held, 0, 4)
 
 
-def test_other_weights_under_the_same_header_are_another_version(file: Path) -> None:
+def test_other_weights_under_same_header_are_another_version(file: Path) -> None:
     folder = resolve(file)
     manifest = compute_manifest(folder)
     data = bytearray(file.read_bytes())

@@ -41,7 +41,7 @@ class Answers:
 
 
 @pytest.mark.parametrize("says", [[YEAR] * 4, [0.5, YEAR, YEAR, YEAR], [0.0, YEAR, 0.0, YEAR]])
-async def test_the_next_answers_are_waited_for_no_longer_than_honest_work_would_be(says: list[float]) -> None:
+async def test_next_answers_are_awaited_as_honest_work_takes(says: list[float]) -> None:
     nbytes = wire_nbytes(SHAPE, "float32", "none")
     tensor = WireTensor(Tensor(shape=SHAPE, dtype="float32", codec="none", nbytes=nbytes), bytes(nbytes))
     answers: Any = Answers(list(says))

@@ -29,7 +29,7 @@ def wanted(version: bytes, length: int) -> SessionSpec:
     return SessionSpec(version, Span(0, NUM_BLOCKS), 1, length)
 
 
-def test_others_are_waited_for_where_only_a_stranger_is_left_who_takes_no_length(folder: ModelFolder) -> None:
+def test_others_are_waited_for_where_a_stranger_remains(folder: ModelFolder) -> None:
     """While honest servers are silent, their sessions' routes find a stranger's servers alone: no person's mistake."""
     torch.set_num_threads(1)
 

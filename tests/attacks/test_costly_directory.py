@@ -67,7 +67,7 @@ def announcement(version: bytes, identity: Identity | None = None) -> Announceme
     return Announcement(peer_id, version, "model", 10, Span(0, 1), ServerState.ONLINE)
 
 
-async def test_a_page_of_forged_announcements_holds_up_nobody_else() -> None:
+async def test_page_of_forged_announcements_holds_up_nobody_else() -> None:
     """Checking a signature takes 0.1 ms, and a page has room for thousands of them."""
     record = sign_announcement(HONEST, freshened(announcement(b"v" * 32, HONEST), now=time.time(), lifetime=60))
     forged = wire.SignedAnnouncement(announcement=record.announcement, signature=bytes(64))
@@ -95,7 +95,7 @@ async def test_a_page_of_forged_announcements_holds_up_nobody_else() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_questions_of_many_keys_have_the_turns_of_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_questions_of_many_keys_have_one_addresss_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page costs far more to make than to ask for. Each step of a task takes 0.5 ms here."""
     clock = itertools.count()
     monkeypatch.setattr(time, "thread_time", lambda: next(clock) * STEP)
@@ -143,7 +143,7 @@ async def test_questions_of_many_keys_have_the_turns_of_one_address(monkeypatch:
     assert 100 < hostile <= 3.5 * 0.25 / STEP
 
 
-def test_servers_that_do_not_exist_delay_the_search_for_a_manifest_so_long_only() -> None:
+def test_made_up_servers_delay_a_manifest_little() -> None:
     """The version of most servers first, and of each version few servers: they all have the same manifest."""
     real = [announcement(b"r" * 32) for _ in range(10)]
     false = [announcement(number.to_bytes(32, "big")) for number in range(1000)]
@@ -161,7 +161,7 @@ def test_servers_that_are_connected_are_asked_first() -> None:
 
 @pytest.mark.parametrize("limit", [SAMPLING.servers, 1000])
 @pytest.mark.parametrize("own_model", [False, True])
-def test_a_sample_of_announcements_with_thousands_of_blocks_costs_milliseconds(own_model: bool, limit: int) -> None:
+def test_sample_of_huge_announcements_costs_milliseconds(own_model: bool, limit: int) -> None:
     """Each block was counted for each announcement and each place of the sample: 19 s for one question."""
     view = SwarmView()
     for number in range(len(PEERS)):
@@ -176,7 +176,7 @@ def test_a_sample_of_announcements_with_thousands_of_blocks_costs_milliseconds(o
 
 
 @pytest.mark.virtual_time
-async def test_what_others_have_announced_makes_nobody_loud_who_asks_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_announcements_of_others_make_no_seldom_asker_loud(monkeypatch: pytest.MonkeyPatch) -> None:
     """With 1,500 false announcements one question takes 15 ms; sessions of its address then waited for seconds."""
     clock = itertools.count()
     monkeypatch.setattr(time, "thread_time", lambda: next(clock) * 0.015)

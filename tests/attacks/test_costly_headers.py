@@ -66,7 +66,7 @@ COSTLY = {
 
 
 @pytest.mark.parametrize("name", COSTLY)
-async def test_evidence_that_is_costly_to_read_is_refused_beside_the_event_loop(name: str, slowness: Slowness) -> None:
+async def test_costly_evidence_is_refused_beside_the_event_loop(name: str, slowness: Slowness) -> None:
     """Before, 18 MiB of arrays held the loop of whoever fetched them for 3 s, and 8 MiB of receipts took 700 MiB."""
     data = COSTLY[name]()
     assert len(data) <= EVIDENCE_SIZES.max_shared
@@ -103,7 +103,7 @@ class Longest(trio.abc.Instrument):
         self.seconds = max(self.seconds, time.thread_time() - self._begun)
 
 
-def test_as_many_tensors_as_evidence_may_have_are_read() -> None:
+def test_tensors_are_read_up_to_evidences_limit() -> None:
     names = {f"input.{n}": {"dtype": "U8", "shape": [1], "data_offsets": [n, n + 1]} for n in range(19_999)}
     statement = wire.Evidence(version=1, kind="answer", accused=peer_id_to_bytes(ATTACKER.peer_id)).SerializeToString()
     found = Bundle.from_bytes(stating(statement, **names) + bytes(19_999))

@@ -59,7 +59,7 @@ class Liar:
         return self._shown
 
 
-async def test_a_handshake_with_a_long_key_ends_at_once() -> None:
+async def test_handshake_with_long_key_ends_at_once() -> None:
     async def connect(attacker: Host, victim: Host) -> None:
         for security in network_of(attacker).upgrader.security_multistream.transports.values():
             own: Any = security

@@ -72,7 +72,7 @@ def test_a_measured_gpu_pays_nothing() -> None:
     assert doubt("float16", "none", "abacus", (row,)) == UNPROVEN
 
 
-def test_a_server_that_counts_with_an_abacus_comes_last_and_earns_nothing(tmp_path: Path) -> None:
+def test_server_with_an_abacus_earns_nothing(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path / "model")
 
     def with_an_abacus(node: MemoryNode) -> None:
@@ -100,9 +100,7 @@ def test_a_server_that_counts_with_an_abacus_comes_last_and_earns_nothing(tmp_pa
             assert trust.reputation(honest.peer_id) > 0.0 == trust.reputation(other.peer_id)
 
 
-def test_evidence_about_a_kind_that_nobody_has_measured_proves_nothing(
-    server: SigningServer, folder: ModelFolder
-) -> None:
+def test_evidence_about_an_unmeasured_kind_proves_nothing(server: SigningServer, folder: ModelFolder) -> None:
     """A processor that is as honest may round otherwise. What the accuser says of the device does not count."""
     bundle = session_bundle(ATTACKER, server.session([(0, hidden(5), ())], spoil=spoiled), 0)
     for device in ("", "cpu"):
@@ -151,7 +149,7 @@ async def audited(
     return found
 
 
-async def test_what_the_accused_has_not_signed_says_nothing_of_it(
+async def test_unsigned_statements_say_nothing_of_the_accused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, server: SigningServer, folder: ModelFolder
 ) -> None:
     genuine = session_bundle(ATTACKER, server.session([(0, hidden(5), ())]), 0)
@@ -167,7 +165,7 @@ async def test_what_the_accused_has_not_signed_says_nothing_of_it(
     assert verdict.verdict == "ok" and verdict.peer_id == server.identity.peer_id
 
 
-async def test_only_two_receipts_of_its_own_make_a_failed_server_faulty(
+async def test_only_two_own_receipts_make_a_server_faulty(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, server: SigningServer
 ) -> None:
     """Whatever else is wrong with its answers, its neighbours may have made it so."""
@@ -223,7 +221,7 @@ def asked(peer_id: str, span: Span, entering: torch.Tensor, left: torch.Tensor) 
 
 
 @pytest.mark.parametrize(("change", "steady", "banned"), [(0.0, True, True), (1e-3, True, False), (0.0, False, False)])
-def test_most_chains_ban_nobody_for_what_came_into_its_blocks(change: float, steady: bool, banned: bool) -> None:
+def test_most_chains_ban_nobody_for_their_inputs(change: float, steady: bool, banned: bool) -> None:
     """A server before it can choose a change within tolerance of which blocks that compute right make much."""
     middle, end = hidden(3, seed=1), hidden(3, seed=2)
     moved, wrong = middle * (1 + change), end * 1.5

@@ -56,7 +56,7 @@ STEPS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-async def test_a_step_under_a_codec_that_cannot_be_is_refused(name: str, blocks: BlockSpan) -> None:
+async def test_step_under_codec_that_cannot_be_is_refused(name: str, blocks: BlockSpan) -> None:
     with trio.fail_after(600):  # of a test that hangs
         async with one_server(blocks) as server:
             session = server.session(Identity.generate())
@@ -87,7 +87,7 @@ async def test_the_largest_scales_compute_or_are_refused(dtype: str, blocks: Blo
 @pytest.mark.parametrize("value", [1e-8, 1.0, 500.0, 65000.0, 65536.0, 3e38, -3e38])
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bytes_that_are_called_finite_are_finite_as_they_are_read(dtype: str, codec: str, value: float) -> None:
+def test_bytes_called_finite_are_finite_as_read(dtype: str, codec: str, value: float) -> None:
     """As a server may answer: bfloat16 and the scales of int8 hold more than float16 does."""
     values = torch.full((1, 2, 70), value)
     payload = (
@@ -120,7 +120,7 @@ def worst_for_int8() -> torch.Tensor:
     return values
 
 
-def test_no_codec_rounds_by_more_than_is_allowed_for() -> None:
+def test_no_codec_rounds_by_more_than_allowed() -> None:
     worst = dict.fromkeys(CODECS, 0.0)
     for tensor in (hidden(200), outliers(20, 30.0), outliers(20, 3000.0), worst_for_int8()):
         for codec in CODECS:
@@ -132,7 +132,7 @@ def test_no_codec_rounds_by_more_than_is_allowed_for() -> None:
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("size", [1.0, 30.0, 3000.0])
-def test_an_honest_server_is_not_blamed_for_a_codec(
+def test_honest_server_is_not_blamed_for_codec(
     codec: str, size: float, server: SigningServer, folder: ModelFolder
 ) -> None:
     """What a validator recomputes begins with what arrived, and ends with what the codec makes of it."""

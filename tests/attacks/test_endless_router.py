@@ -11,7 +11,7 @@ from petalnode.node.network.nat import upnp
 from petalnode.node.network.nat.upnp import Upnp
 
 
-async def test_questions_to_a_router_that_never_ends_take_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_endless_router_questions_take_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = threading.Event()
     asked = []
 

@@ -20,7 +20,7 @@ ROWS, LENGTH = 60, 100
 """6,000 of the 10,000 cache tokens that there are."""
 
 
-async def test_the_cache_of_an_evicted_session_is_freed_before_its_room_is_used(
+async def test_evicted_sessions_cache_is_freed_before_its_reuse(
     blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
@@ -78,7 +78,7 @@ async def test_an_evicted_session_is_over(blocks: BlockSpan) -> None:
             assert frame.error.code == wire.ERROR_NOT_FOUND
 
 
-async def test_only_a_later_attempt_of_the_same_client_takes_a_session_up(blocks: BlockSpan) -> None:
+async def test_only_a_later_attempt_of_the_client_resumes(blocks: BlockSpan) -> None:
     with trio.fail_after(60):
         async with one_server(blocks) as server:
             client = Identity.generate()
@@ -108,9 +108,7 @@ async def test_only_a_later_attempt_of_the_same_client_takes_a_session_up(blocks
             assert frame.reply.sequence == 3 and frame.reply.position == 3
 
 
-async def test_a_client_that_is_lost_while_it_takes_its_session_up_holds_no_cache(
-    blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_client_lost_while_resuming_holds_no_cache(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(session: ServerSession) -> wire.Granted:
         raise StreamClosed("the client is gone", "client")
 
@@ -133,7 +131,7 @@ async def test_a_client_that_is_lost_while_it_takes_its_session_up_holds_no_cach
             assert answer.HasField("granted")
 
 
-async def test_a_session_that_is_not_to_be_kept_ends_with_its_stream(blocks: BlockSpan) -> None:
+async def test_unkept_session_ends_with_its_stream(blocks: BlockSpan) -> None:
     with trio.fail_after(60):
         async with one_server(blocks) as server:
             session = server.session(Identity.generate())

@@ -188,7 +188,7 @@ def test_a_bundle_arrives(size: int) -> None:
         (pieces(10, b"", bytes(10)), "before its end"),
     ],
 )
-def test_what_is_no_bundle_as_announced_is_not_taken(theirs: End, why: str) -> None:
+def test_bundle_unlike_its_announcement_is_not_taken(theirs: End, why: str) -> None:
     with pytest.raises(ProtocolError, match=why):
         receive(100, theirs)
     assert receive(100, pieces(100, bytes(50), bytes(50))) == bytes(100)
@@ -229,7 +229,7 @@ def test_an_auditor_picks_what_was_offered() -> None:
 # --- the speed of a way
 
 
-def test_the_speed_of_a_way_is_that_of_its_bytes() -> None:
+def test_speed_of_way_is_that_of_its_bytes() -> None:
     async def theirs(stream: Stream) -> None:
         await answer_transfer(stream, timeout=TIMEOUT)
 
@@ -275,7 +275,7 @@ def test_nobody_sends_more_than_a_measurement_takes(wanted: int, answered: int) 
     assert converse(wire.TransferFrame, ours, theirs) == answered
 
 
-def test_an_order_of_nobody_or_of_nothing_is_refused_and_the_next_one_answered() -> None:
+def test_order_of_nobody_is_refused_alone() -> None:
     async def orders(stream: Stream) -> list[str]:
         bodies = []
         nobody = {"issuer": b"\xff", "holder": b"\xff"}

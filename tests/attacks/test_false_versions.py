@@ -103,7 +103,7 @@ def test_the_only_version_that_fits_is_taken(part: Path, manifest: Manifest) -> 
     assert identified(resolve(part, need="client"), (manifest, 1)).version == manifest.version
 
 
-def test_a_lower_version_is_not_taken_for_its_place_in_byte_order(part: Path, manifest: Manifest) -> None:
+def test_lower_version_does_not_win_by_byte_order(part: Path, manifest: Manifest) -> None:
     """Nor for its hundred servers: nobody knows which is meant, so a person is asked."""
     false = lower(manifest)
     with pytest.raises(ModelError) as caught:
@@ -127,13 +127,13 @@ def used(folder: ModelFolder, manifest: Manifest) -> TrustStore:
     return trust
 
 
-def test_the_version_that_was_used_before_is_taken_whatever_else_is_announced(part: Path, manifest: Manifest) -> None:
+def test_version_used_before_is_taken_whatever_is_announced(part: Path, manifest: Manifest) -> None:
     """Else announcing another one, which costs nothing, stops every client that has not named a version."""
     folder, false = resolve(part, need="client"), lower(manifest)
     assert identified(folder, (false, 100), (manifest, 1), trust=used(folder, manifest)).version == manifest.version
 
 
-def test_servers_that_have_computed_for_this_node_do_not_lead_it_elsewhere(part: Path, manifest: Manifest) -> None:
+def test_servers_that_computed_for_this_node_mislead_nobody(part: Path, manifest: Manifest) -> None:
     """They served well for a while, under keys that now announce another version."""
     folder, false = resolve(part, need="client"), lower(manifest)
     trust = used(folder, manifest)
@@ -162,15 +162,13 @@ async def test_a_version_is_remembered_once_it_has_computed(part: Path, manifest
     assert found == (None, manifest.version)
 
 
-def test_what_was_used_with_other_weights_does_not_count(part: Path, manifest: Manifest) -> None:
+def test_use_with_other_weights_does_not_count(part: Path, manifest: Manifest) -> None:
     folder, false = resolve(part, need="client"), lower(manifest)
     trust = used(replace(folder, revision="another commit"), false)
     assert identified(folder, (manifest, 1), trust=trust).version == manifest.version
 
 
-def test_the_manifest_of_the_repository_says_which_version_is_meant(
-    part: Path, manifest: Manifest, tmp_path: Path
-) -> None:
+def test_manifest_of_repository_says_which_version_is_meant(part: Path, manifest: Manifest, tmp_path: Path) -> None:
     """Whoever has published the model has put it beside the weights, so nobody else is asked."""
     folder = shutil.copytree(part, tmp_path / "tiny-llama")
     write_manifest(manifest, folder)
@@ -181,7 +179,7 @@ def test_the_manifest_of_the_repository_says_which_version_is_meant(
     assert identified(pinned, (false, 1)).version == false.version  # the person has said so
 
 
-def test_a_manifest_of_other_weights_or_none_at_all_is_refused(part: Path, manifest: Manifest, tmp_path: Path) -> None:
+def test_manifest_of_other_weights_or_none_is_refused(part: Path, manifest: Manifest, tmp_path: Path) -> None:
     folder = shutil.copytree(part, tmp_path / "tiny-llama")
     forged = json.loads(manifest.to_json()) | {"model_version": lower(manifest).version.hex()}
     for text in (
@@ -204,9 +202,7 @@ def test_the_version_that_was_asked_for_is_taken(part: Path, manifest: Manifest)
     assert identified(pinned, (false, 100), (manifest, 1), proven=[false]).version == manifest.version
 
 
-def test_another_version_is_never_taken_for_the_one_that_was_asked_for(
-    part: Path, whole: Path, manifest: Manifest
-) -> None:
+def test_another_version_never_replaces_the_asked_one(part: Path, whole: Path, manifest: Manifest) -> None:
     wrong = lower(manifest)
     with pytest.raises(Exception, match=f"in version {wrong.version.hex()[:16]}"):
         identified(resolve(f"{part}@{wrong.version.hex()[:16]}", need="client"), (manifest, 1))
@@ -215,7 +211,7 @@ def test_another_version_is_never_taken_for_the_one_that_was_asked_for(
     assert identified(resolve(f"{whole}@{manifest.version.hex()}"), (wrong, 9)).version == manifest.version
 
 
-def test_more_versions_than_can_be_asked_for_are_too_many_to_choose_from() -> None:
+def test_too_many_versions_to_choose_from_are_refused() -> None:
     """The one that is meant may be left out of those that are asked for."""
     made = [
         Announcement("peer", number.to_bytes(32, "big"), "tiny-llama", 6, Span(0, 6), ServerState.ONLINE)
@@ -226,7 +222,7 @@ def test_more_versions_than_can_be_asked_for_are_too_many_to_choose_from() -> No
     assert versions_named(made, "tiny-llama", 6, pinned=made[7].model_version.hex()) == [made[7]]
 
 
-def test_thousands_of_versions_do_not_hide_one_of_servers_that_have_computed_for_this_node() -> None:
+def test_thousands_of_versions_hide_no_used_one() -> None:
     made = [
         Announcement(f"peer {number}", number.to_bytes(32, "big"), "tiny-llama", 6, Span(0, 6), ServerState.ONLINE)
         for number in range(3000)
@@ -234,9 +230,7 @@ def test_thousands_of_versions_do_not_hide_one_of_servers_that_have_computed_for
     assert versions_named(made, "tiny-llama", 6, proven={"peer 7"}) == [made[7]]
 
 
-def test_a_server_does_not_load_blocks_of_the_first_version_either(
-    part: Path, manifest: Manifest, tmp_path: Path
-) -> None:
+def test_server_does_not_load_the_first_version_either(part: Path, manifest: Manifest, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((part / "config.json").read_bytes())
     folder = replace(resolve(tmp_path, need="config"), name="tiny-llama")
     trust = TrustStore()
@@ -315,12 +309,12 @@ def test_nor_looked_for_anywhere_on_this_machine(name: str, resolved: list[tuple
     assert not resolved
 
 
-def test_an_alias_is_what_this_software_says_that_it_is(resolved: list[tuple[str, bool]]) -> None:
+def test_alias_is_what_this_software_says(resolved: list[tuple[str, bool]]) -> None:
     assert chosen("smollm2") == "smollm2"
     assert not resolved
 
 
-def test_thousands_of_names_are_looked_for_and_listed_in_part_only(resolved: list[tuple[str, bool]]) -> None:
+def test_thousands_of_names_are_listed_in_part_only(resolved: list[tuple[str, bool]]) -> None:
     with pytest.raises(BadInput, match=r"name one of smollm2, [^ ]+, .* and 1993 more") as caught:
         chosen("smollm2", *(f"attacker/{number}" for number in range(2000)))
     assert len(str(caught.value)) < 500

@@ -61,7 +61,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- what stays
 
 
-def test_a_thousand_keys_of_one_address_push_nobody_out() -> None:
+def test_thousand_keys_of_one_address_push_nobody_out() -> None:
     """They last longest, come last, and come again."""
     view = SwarmView().merge(HONEST_SERVERS, NOW, source="a peer")
     for _ in range(3):
@@ -75,7 +75,7 @@ def test_nor_if_they_were_there_before_everybody_else() -> None:
     assert left(view) == 100
 
 
-def test_servers_that_announce_themselves_stay_beside_a_flood_of_many_addresses() -> None:
+def test_self_announced_servers_stay_beside_many_addresses() -> None:
     """Each has an address of its own, the attacker 16."""
     view = SwarmView()
     for number, record in enumerate(HONEST_SERVERS):
@@ -86,7 +86,7 @@ def test_servers_that_announce_themselves_stay_beside_a_flood_of_many_addresses(
 
 
 @pytest.mark.parametrize(("addresses", "least"), [(1, 100), (4, 100), (16, 240 * 4 // 20)])
-def test_what_others_pass_on_stays_in_proportion_to_how_many_they_are(addresses: int, least: int) -> None:
+def test_passed_on_records_stay_in_proportion(addresses: int, least: int) -> None:
     """Four honest peers pass on the same servers; the attacker has some addresses, all with different keys. A full
     view has room for 240: four sources of twenty keep a fifth of that."""
     view = SwarmView()
@@ -99,7 +99,7 @@ def test_what_others_pass_on_stays_in_proportion_to_how_many_they_are(addresses:
     assert left(view) >= least
 
 
-def test_who_passes_on_honest_servers_too_takes_none_of_them_with_it() -> None:
+def test_passing_on_honest_servers_takes_none_along() -> None:
     """A flood behind honest announcements: they count for who sends fewer."""
     view = SwarmView().merge([*HONEST_SERVERS, *FLOOD], NOW, source="attacker")
     for _ in range(2):
@@ -118,7 +118,7 @@ def test_who_has_served_this_node_stays_whatever_comes() -> None:
 # --- what it costs
 
 
-def test_an_announcement_more_does_not_cost_a_look_at_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_announcement_costs_no_look_at_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(view_module, "MAX_RECORDS", 10_000)
     view = SwarmView().merge([*HONEST_SERVERS, *FLOOD], NOW)
     looked = 0
@@ -136,7 +136,7 @@ def test_an_announcement_more_does_not_cost_a_look_at_all_others(monkeypatch: py
     assert looked <= 2 * 50
 
 
-def test_the_servers_of_a_model_are_not_sorted_anew_for_a_flood_of_other_models() -> None:
+def test_servers_are_not_sorted_anew_for_other_models() -> None:
     view = SwarmView().merge(HONEST_SERVERS, NOW)
     before = view.servers(MODEL, now=NOW)
     for number in range(100):
@@ -159,7 +159,7 @@ def signed(count: int, lifetime: float) -> list[SignedAnnouncement]:
 
 
 @pytest.mark.virtual_time
-async def test_a_directory_that_asks_an_attacker_keeps_what_honest_peers_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_asking_an_attacker_keeps_what_honest_peers_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(view_module, "MAX_RECORDS", 64)
     pages = {HONEST.peer_id: signed(30, 1000.0), ATTACKER.peer_id: signed(100, ANNOUNCEMENT.max_lifetime)}
     async with trio.open_nursery() as nursery:
@@ -185,7 +185,7 @@ async def test_a_directory_that_asks_an_attacker_keeps_what_honest_peers_told(mo
 # --- the list of models in Kademlia
 
 
-def test_versions_that_are_made_up_do_not_displace_a_model_that_has_servers() -> None:
+def test_made_up_versions_displace_no_served_model() -> None:
     """The list has room for 32. The attacker has 32 versions from one address, the model two servers from two."""
     view = SwarmView()
     for number in range(2):
@@ -205,7 +205,7 @@ def test_versions_that_are_made_up_do_not_displace_a_model_that_has_servers() ->
     assert {record.signature for record in listed} & {record.signature for record in HONEST_SERVERS[:2]}
 
 
-async def test_a_storing_node_keeps_the_list_that_it_knows_more_addresses_for() -> None:
+async def test_storing_node_keeps_the_list_with_more_addresses() -> None:
     now = time.time()
     honest, false = signed(1, ANNOUNCEMENT.max_lifetime), signed(1, ANNOUNCEMENT.max_lifetime)
     made_up = [
@@ -220,7 +220,7 @@ async def test_a_storing_node_keeps_the_list_that_it_knows_more_addresses_for() 
     assert not kept.put(MODELS_KEY, await open_value(MODELS_KEY, lists[0], now), "11.0.0.1")
 
 
-def test_keys_and_what_others_pass_on_are_no_backing() -> None:
+def test_keys_and_passed_on_records_are_no_backing() -> None:
     view = SwarmView().merge(FLOOD, NOW, source="attacker", met=True)
     for peer in range(8):
         view = view.merge(FLOOD, NOW, source=f"peer {peer}")

@@ -101,7 +101,7 @@ def session(steps: Sequence[Step] = STEPS, pledge: Pledge | None = PLEDGE, **ope
     return session_bundle(ATTACKER, log, len(steps) - 1)
 
 
-def test_what_a_server_answered_in_a_session_is_a_claim() -> None:
+def test_what_server_answered_in_session_is_claim() -> None:
     claim = check_statement(session())
     assert isinstance(claim, SessionClaim) and claim.output == b"out 3" and claim.receipt.sequence == 3
     assert [(step.sequence, payload) for step, _, payload in claim.steps] == [(1, b"in 1"), (3, b"in 3")]
@@ -340,7 +340,7 @@ NOT_TAKEN: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_what_a_server_answered_to_a_batch_is_a_claim(name: str) -> None:
+def test_what_server_answered_to_batch_is_claim(name: str) -> None:
     logged = batch(**TAKEN[name])
     assert check_statement(batch_bundle(ATTACKER, logged)) == logged
 

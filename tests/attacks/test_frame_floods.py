@@ -106,7 +106,7 @@ class Connection:
 
 
 @pytest.mark.parametrize("size", [2, 7, 100])
-async def test_bytes_of_tiny_frames_take_no_more_than_was_counted(size: int) -> None:
+async def test_tiny_frames_take_no_more_than_was_counted(size: int) -> None:
     connection = Connection()
     stream = MuxedStream(connection, 1)  # type: ignore[arg-type]
     parts = [index.to_bytes(4, "big") * 25 for index in range(INITIAL_WINDOW // size)]

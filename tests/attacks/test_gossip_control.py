@@ -7,7 +7,7 @@ from libp2p.pubsub.pb import rpc_pb2
 from petalnode.node.network.gossip import bounded_control
 
 
-def test_only_what_is_of_the_topic_counts_and_not_much_of_it() -> None:
+def test_only_the_topic_counts_and_little_of_it() -> None:
     ids = [b"%040x" % number for number in range(5000)]
     pruned = rpc_pb2.PeerInfo(peerID=b"p" * 38, signedPeerRecord=b"r" * 100)
     others = [str(number) for number in range(5000)]

@@ -82,7 +82,7 @@ async def ended(stream: StreamBytes) -> bool:
 
 
 @pytest.mark.parametrize(("together", "least", "most"), [(100, 40, 60), (1, 20, 35)])
-async def test_a_flood_is_read_at_a_steady_rate_while_others_are_heard(
+async def test_flood_is_read_steadily_while_others_are_heard(
     monkeypatch: pytest.MonkeyPatch, together: int, least: int, most: int
 ) -> None:
     monkeypatch.setattr(gossip, "GOSSIP", replace(gossip.GOSSIP, of_peer=(0.1, 50.0)))  # as on a machine of any speed
@@ -109,7 +109,7 @@ async def test_a_flood_is_read_at_a_steady_rate_while_others_are_heard(
     assert flood(heard) <= most
 
 
-async def test_a_burst_of_an_honest_neighbour_is_read_at_once() -> None:
+async def test_burst_of_honest_neighbour_is_read_at_once() -> None:
     """All that a node passes on in some minutes, and heartbeats."""
     bucket = TokenBucket(*gossip.GOSSIP.of_peer)
     bucket.take_ahead(24 * 5 + 12 * 5 * 2)  # messages of others, and two heartbeats of 5 s
@@ -124,7 +124,7 @@ async def test_a_burst_of_an_honest_neighbour_is_read_at_once() -> None:
         assert trio.current_time() - begun < TIMEOUT
 
 
-async def test_many_fields_and_what_cannot_be_read_end_the_stream() -> None:
+async def test_many_fields_and_unreadable_ones_end_the_stream() -> None:
     fields = rpc_pb2.RPC(subscriptions=[rpc_pb2.RPC.SubOpts(subscribe=True)] * (GOSSIP.max_fields + 1))
     long = varint(GOSSIP.max_rpc + 1)
     async with node() as (victim, told), knowing(victim) as attacker:
@@ -142,7 +142,7 @@ async def test_many_fields_and_what_cannot_be_read_end_the_stream() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_who_gives_up_waiting_leaves_the_rate_to_others() -> None:
+async def test_who_gives_up_waiting_leaves_rate_to_others() -> None:
     rates = Rates(1, 10)
     with trio.move_on_after(2):
         await rates.wait("peer", 100)
@@ -153,7 +153,7 @@ async def test_who_gives_up_waiting_leaves_the_rate_to_others() -> None:
     assert trio.current_time() - begun == 20
 
 
-async def test_who_is_not_asked_into_the_mesh_for_a_while_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_is_outside_the_mesh_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gossip, "GOSSIP", replace(gossip.GOSSIP, max_backoffs=8))
     peers = [ID.from_string(Identity.from_seed(bytes([number]) * 32).peer_id) for number in range(10)]
     left = rpc_pb2.RPC(control=rpc_pb2.ControlMessage(prune=[rpc_pb2.ControlPrune(topicID=TOPIC, backoff=3600)]))
@@ -165,7 +165,7 @@ async def test_who_is_not_asked_into_the_mesh_for_a_while_is_bounded(monkeypatch
         assert min(router.back_off[TOPIC].values()) > time.time() + 3000
 
 
-async def test_a_message_beside_a_record_of_somebody_else_does_not_count() -> None:
+async def test_message_beside_anothers_record_does_not_count() -> None:
     heard = Heard()
     async with node(heard) as (victim, _), knowing(victim) as attacker:
         stream = await attacker.open_stream(victim.peer_id, MESHSUB)
@@ -176,7 +176,7 @@ async def test_a_message_beside_a_record_of_somebody_else_does_not_count() -> No
         assert [data for _, data in heard.messages] == [b"\1"]
 
 
-async def test_of_a_peers_streams_the_oldest_is_not_read_any_more() -> None:
+async def test_peers_oldest_stream_is_not_read_any_more() -> None:
     async with node() as (victim, _), knowing(victim) as attacker:
         streams = []
         for _ in range(5):
@@ -199,7 +199,7 @@ async def test_slow_messages_leave_places_to_others(monkeypatch: pytest.MonkeyPa
         await heard.until(lambda: bool(heard.messages))
 
 
-async def test_a_message_is_sent_once_however_often_it_is_asked_for() -> None:
+async def test_message_is_sent_once_however_often_asked_for() -> None:
     size = 40 << 10
     message = gossiped(bytes(32), 1, bytes(size))
     name = (message.from_id + message.seqno).hex().encode()
@@ -229,7 +229,7 @@ async def test_a_message_is_sent_once_however_often_it_is_asked_for() -> None:
         assert got < 2 * size
 
 
-async def test_what_waits_for_a_neighbour_has_a_bound_in_bytes() -> None:
+async def test_what_waits_for_neighbour_has_bound_in_bytes() -> None:
     queue = BoundedQueue()
     large = rpc_pb2.RPC(publish=[rpc_pb2.Message(data=bytes(48 << 10))])
     taken = sum(queue.push(large) for _ in range(32))

@@ -49,7 +49,7 @@ class Node:
         return self.hears(maker, neighbour, data) and self.gossip.forwards(maker, neighbour)
 
 
-def test_a_forwarder_is_not_cut_off_for_what_makers_with_many_keys_gave_it() -> None:
+def test_forwarder_is_not_cut_off_for_many_makers() -> None:
     """They flood an honest node from several connections; the node behind it takes all that it hands on."""
     forwarder, receiver = Node("forwarder"), Node("receiver")
     for minute in range(5):
@@ -67,7 +67,7 @@ def test_a_forwarder_is_not_cut_off_for_what_makers_with_many_keys_gave_it() -> 
         receiver.now += 61
 
 
-def test_a_sizedtoo_many_is_held_against_nobody_and_the_maker_has_its_rate_still() -> None:
+def test_oversized_message_is_held_against_nobody() -> None:
     """A neighbour that has used up what it may hand on cannot use up the rate of an honest maker as well."""
     receiver = Node("receiver")
     for number in range(EVIDENCE_LIMITS.relayed):
@@ -79,7 +79,7 @@ def test_a_sizedtoo_many_is_held_against_nobody_and_the_maker_has_its_rate_still
     assert not receiver.store.bans()
 
 
-def test_makers_that_are_known_have_a_share_that_no_new_key_gets() -> None:
+def test_known_makers_have_a_share_new_keys_lack() -> None:
     node = Node("node", TrustedValidators({"trusted": "ann"}))
     assert node.passes("old", "neighbour", node.message())
     node.now += EVIDENCE_LIMITS.key_age + 1
@@ -90,7 +90,7 @@ def test_makers_that_are_known_have_a_share_that_no_new_key_gets() -> None:
     assert node.passes("trusted", "neighbour", node.message())
 
 
-def test_who_was_banned_here_is_neither_heard_nor_passed_on() -> None:
+def test_who_was_banned_here_is_not_heard() -> None:
     node = Node("node")
     node.store.ban("liar", "its evidence was refuted", "evidence")
     assert not node.hears("liar", "neighbour", node.message())
@@ -105,7 +105,7 @@ def test_what_is_passed_on_is_bounded_whatever_comes() -> None:
     assert passed <= EVIDENCE_LIMITS.forwarded < EVIDENCE_LIMITS.relayed
 
 
-def test_no_number_of_new_keys_makes_an_older_one_unknown() -> None:
+def test_new_keys_make_no_older_one_unknown() -> None:
     makers = KnownMakers()
     makers.note("old", 0.0)
     for number in range(3 * EVIDENCE_LIMITS.max_senders):
@@ -123,7 +123,7 @@ def signed_by(maker: Identity, data: bytes) -> rpc_pb2.Message:
     return message
 
 
-async def test_a_sizedthat_one_neighbour_may_not_hand_on_comes_from_another() -> None:
+async def test_message_one_neighbour_withholds_comes_from_another() -> None:
     """Refused from the attacker, which was quicker; taken once from the others, and passed on for one that may."""
     attacker, small, honest = (Identity.generate() for _ in range(3))
     message = signed_by(Identity.generate(), b"evidence")

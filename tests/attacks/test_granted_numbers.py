@@ -34,14 +34,14 @@ async def a_granted(batch: int = 1, **numbers: int) -> AsyncIterator[Any]:
 
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("batch", [1, 7, 1024])
-async def test_a_step_of_any_size_is_one_of_the_size_that_the_protocol_has(batch: int) -> None:
+async def test_steps_size_is_one_the_protocol_has(batch: int) -> None:
     async with a_granted(batch, max_step_tokens=2**32 - 1) as session:
         await session.resume(EPOCH)
         assert session.max_step_tokens >= 1 and session.max_step_tokens * batch <= STEP_TOKENS
 
 
 @pytest.mark.virtual_time
-async def test_a_session_is_kept_no_longer_than_the_client_asked() -> None:
+async def test_session_is_kept_no_longer_than_client_asked() -> None:
     """For so long it tries to take up a session at a server that is gone."""
     async with a_granted(keep_ms=2**32 - 1) as session:
         await session.resume(EPOCH)
@@ -49,7 +49,7 @@ async def test_a_session_is_kept_no_longer_than_the_client_asked() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_a_step_number_after_which_none_can_come_is_refused() -> None:
+async def test_last_step_number_is_refused() -> None:
     """The client would fail at its next step, and not for anything that it did."""
     async with a_granted(sequence=2**64 - 1) as session:
         with pytest.raises(ServerFailed):

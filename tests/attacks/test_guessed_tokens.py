@@ -40,7 +40,7 @@ def guess(receipt: Receipt, step: wire.Step, tensor: wire.Tensor, model: ClientM
 
 
 @pytest.mark.parametrize("token", [3, 42, VOCABULARY - 1])
-def test_a_receipt_names_the_token_of_a_decode_step(folder: ModelFolder, token: int) -> None:
+def test_receipt_names_token_of_decode_step(folder: ModelFolder, token: int) -> None:
     first = SigningServer(folder.path, compute_manifest(folder).version, Span(0, 2))
     model = load_client(folder.path, dtype="float32")
     log = first.session([(0, model.embed(torch.tensor([PROMPT])), ()), (3, model.embed(torch.tensor([[token]])), ())])
@@ -57,7 +57,7 @@ def pushes(swarm: MemorySwarm, sender: MemoryServer, receiver: MemoryServer) -> 
 
 
 @pytest.mark.parametrize("trusting", [True, False])
-def test_a_stranger_gets_no_receipt_of_a_trusted_server(folder: ModelFolder, trusting: bool) -> None:
+def test_stranger_gets_no_receipt_of_trusted_server(folder: ModelFolder, trusting: bool) -> None:
     with memory_swarm() as swarm:
         first, stranger, last = (swarm.start(folder.path, blocks) for blocks in ("0:2", "2:4", "4:6"))
         peers = [server.ready["peer_id"] for server in (first, stranger, last)]

@@ -34,7 +34,7 @@ Frame = wire.PushFrame
 
 @pytest.mark.parametrize("most", [AUDITS.max_calls, ISSUER.max_streams])
 @pytest.mark.parametrize("addresses", [1, 5, 200])
-async def test_keys_that_hold_places_in_silence_keep_nobody_out(most: int, addresses: int) -> None:
+async def test_silent_keys_that_hold_places_keep_nobody_out(most: int, addresses: int) -> None:
     """Before, 64 keys of one address shut an issuer for as long as they liked, and 8 an auditor."""
     places = Places(most)
 
@@ -76,7 +76,7 @@ def test_who_has_more_gives_up_what_is_idle() -> None:
 
 
 @pytest.mark.parametrize("holder", [("key {}", "one"), ("key", "{}"), ("key", "one")])
-async def test_a_key_and_an_address_have_half_of_the_places(holder: tuple[str, str]) -> None:
+async def test_key_and_address_have_half_of_places(holder: tuple[str, str]) -> None:
     peer, origin = holder
     places = Places(8)
     with ExitStack() as stack:
@@ -84,7 +84,7 @@ async def test_a_key_and_an_address_have_half_of_the_places(holder: tuple[str, s
         assert sum(place is not None for place in taken) == 4
 
 
-async def test_places_at_work_are_kept_and_all_are_given_back() -> None:
+async def test_places_at_work_are_kept_and_given_back() -> None:
     places = Places(2)
 
     def is_room() -> bool:
@@ -102,7 +102,7 @@ async def test_places_at_work_are_kept_and_all_are_given_back() -> None:
     assert not len(places)
 
 
-async def test_a_place_that_is_given_up_ends_its_stream() -> None:
+async def test_place_that_is_given_up_ends_its_stream() -> None:
     places = Places(2)
     ended = trio.Event()
 
@@ -123,7 +123,7 @@ async def test_a_place_that_is_given_up_ends_its_stream() -> None:
         nursery.cancel_scope.cancel()
 
 
-async def test_keys_of_one_address_leave_streams_of_a_protocol_for_others() -> None:
+async def test_one_addresss_keys_leave_streams_for_others() -> None:
     """Before, 20 keys of one address held all streams of a protocol that a node serves."""
 
     async def echo(stream: MessageStream[wire.PushFrame]) -> None:

@@ -75,7 +75,7 @@ async def test_what_is_idle_goes_to_who_waits(blocks: BlockSpan, mock_clock: Moc
         assert frame.HasField("reply")
 
 
-async def test_who_keeps_everything_busy_keeps_no_more_than_half(blocks: BlockSpan, mock_clock: MockClock) -> None:
+async def test_who_keeps_all_busy_keeps_half_at_most(blocks: BlockSpan, mock_clock: MockClock) -> None:
     async with one_server(blocks) as server:
         hoarded = await opened(server, HOG, 10)
         assert await refused(server, HONEST)
@@ -126,7 +126,7 @@ async def test_who_waits_looks_again_at_what_becomes_idle() -> None:
     assert IDLE <= trio.current_time() - begun <= IDLE + 10
 
 
-async def test_a_long_line_of_one_client_does_not_stand_before_others() -> None:
+async def test_one_clients_long_line_does_not_precede_others() -> None:
     budget, granted = MemoryBudget(10), []
 
     async def ask(holder: str, amount: int) -> None:
@@ -145,7 +145,7 @@ async def test_a_long_line_of_one_client_does_not_stand_before_others() -> None:
         nursery.cancel_scope.cancel()
 
 
-async def test_many_keys_at_one_address_keep_the_cache_from_another_for_half_a_minute_only() -> None:
+async def test_one_addresss_keys_hold_the_cache_briefly_only() -> None:
     """Each key stays within an equal share of all keys, and none is ever idle."""
     budget, taken = MemoryBudget(100), 0
 
@@ -166,7 +166,7 @@ async def test_many_keys_at_one_address_keep_the_cache_from_another_for_half_a_m
     assert taken == 1
 
 
-async def test_an_address_that_has_little_need_not_wait_behind_the_keys_of_another() -> None:
+async def test_small_need_does_not_wait_behind_many_keys() -> None:
     budget, granted = MemoryBudget(100), []
 
     async def ask(holder: str, address: str) -> None:
@@ -185,7 +185,7 @@ async def test_an_address_that_has_little_need_not_wait_behind_the_keys_of_anoth
         nursery.cancel_scope.cancel()
 
 
-def test_what_was_paid_for_goes_only_when_it_is_idle_for_very_long() -> None:
+def test_paid_cache_goes_only_when_idle_for_long() -> None:
     held = [Holding("payer", 6, IDLE + 1, LONG_IDLE, paid=True), Holding("hog", 4, 0.0, LONG_IDLE)]
     assert to_reclaim(held, 1, "honest", 10) == []
     held[0] = Holding("payer", 6, LONG_IDLE, LONG_IDLE, paid=True)
@@ -206,7 +206,7 @@ HOLDINGS = st.lists(
 
 
 @given(HOLDINGS, st.integers(1, 100))
-def test_whatever_is_taken_is_enough_and_not_the_claimants(held: list[Holding], wanted: int) -> None:
+def test_whatever_is_taken_is_enough_and_not_claimants(held: list[Holding], wanted: int) -> None:
     places = to_reclaim(held, wanted, "a", 100)
     taken = [held[place] for place in places]
     assert len(set(places)) == len(places)
@@ -221,7 +221,7 @@ def test_whatever_is_taken_is_enough_and_not_the_claimants(held: list[Holding], 
         )
 
 
-def test_sessions_of_one_client_leave_as_many_for_others() -> None:
+def test_one_clients_sessions_leave_as_many_for_others() -> None:
     count = OpenCount("sessions", 4 * LEAST_OPEN)
 
     def open_all(client: str) -> int:
@@ -240,7 +240,7 @@ def test_sessions_of_one_client_leave_as_many_for_others() -> None:
     assert open_all("honest") == LEAST_OPEN
 
 
-def test_a_client_that_lost_its_cache_goes_on_elsewhere(folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_that_lost_its_cache_goes_on_elsewhere(folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget_module, "IDLE", 0.0)
 
     async def open_raw(network: Any, ready: dict[str, Any]) -> None:

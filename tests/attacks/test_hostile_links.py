@@ -37,7 +37,7 @@ def link_to(server: socket.socket, model: str = "stranger/model", psk: str | Non
     return make_link(wishes, [addr], STRANGER, time.time())[0]
 
 
-def test_nobody_is_dialed_and_nothing_fetched_before_the_question(listening: socket.socket, tmp_path: Path) -> None:
+def test_nobody_is_dialed_and_nothing_fetched_before_question(listening: socket.socket, tmp_path: Path) -> None:
     env = environment(tmp_path)
     outcome = petalnode("join", link_to(listening), env=env)
     assert outcome.code == 2 and "add --yes" in outcome.err, outcome
@@ -47,7 +47,7 @@ def test_nobody_is_dialed_and_nothing_fetched_before_the_question(listening: soc
 
 
 @pytest.mark.parametrize("command", [["chat", "--prompt", "hi"], ["api", "--http-port", "0"], ["serve"]])
-def test_other_commands_fetch_no_model_because_a_link_names_it(
+def test_other_commands_fetch_no_model_a_link_names(
     command: list[str], listening: socket.socket, tmp_path: Path
 ) -> None:
     outcome = petalnode(*command, "--peer", link_to(listening), env=environment(tmp_path))
@@ -55,7 +55,7 @@ def test_other_commands_fetch_no_model_because_a_link_names_it(
     assert not was_dialed(listening)
 
 
-def test_a_key_on_the_command_line_is_warned_of_and_never_printed(listening: socket.socket, tmp_path: Path) -> None:
+def test_key_on_the_command_line_is_never_printed(listening: socket.socket, tmp_path: Path) -> None:
     psk = "ab" * 32
     outcome = petalnode("join", link_to(listening, psk=psk), env=environment(tmp_path))
     assert "read the command line" in outcome.err and "private swarm" in outcome.out, outcome
@@ -64,9 +64,7 @@ def test_a_key_on_the_command_line_is_warned_of_and_never_printed(listening: soc
     assert "read the command line" not in piped.err and "private swarm" in piped.out, piped
 
 
-def test_a_link_of_another_swarm_than_the_key_is_refused_before_anybody_is_dialed(
-    listening: socket.socket, tmp_path: Path
-) -> None:
+def test_link_of_another_swarm_is_refused_before_dialing(listening: socket.socket, tmp_path: Path) -> None:
     key = tmp_path / "swarm.key"
     key.write_text(f"/key/swarm/psk/1.0.0/\n/base16/\n{'cd' * 32}\n")
     key.chmod(0o600)
@@ -78,7 +76,7 @@ def test_a_link_of_another_swarm_than_the_key_is_refused_before_anybody_is_diale
     assert not was_dialed(listening)
 
 
-def test_a_dead_peer_is_an_error_and_no_traceback(tmp_path: Path) -> None:
+def test_dead_peer_is_error_and_no_traceback(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         link = link_to(server)
     outcome = petalnode("join", link, "--yes", env=environment(tmp_path))

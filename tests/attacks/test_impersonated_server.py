@@ -52,7 +52,7 @@ def test_only_a_peer_id_can_be_trusted() -> None:
             check_peer_id(text, "--trusted")
 
 
-async def test_who_has_taken_over_the_address_has_not_the_key() -> None:
+async def test_who_has_taken_over_address_has_not_key() -> None:
     """A stranger listens where the trusted server did; the client dials that address for the trusted server."""
     served: list[str] = []
     async with host_here(listens=True, identity=STRANGER) as stranger, host_here() as client:

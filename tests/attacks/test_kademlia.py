@@ -91,7 +91,7 @@ async def test_padded_records_are_not_kept() -> None:
             assert found is not None and not found.HasField("record")
 
 
-async def test_of_a_record_key_and_value_are_kept_and_no_other_namespace() -> None:
+async def test_record_keeps_key_and_value_of_known_namespaces() -> None:
     identity = Identity.generate()
     key = server_key(identity.peer_id).encode()
     value = announced(identity).to_bytes()
@@ -120,7 +120,7 @@ async def test_of_a_record_key_and_value_are_kept_and_no_other_namespace() -> No
             assert await stream.read(1) == b"", "closed as well"
 
 
-async def test_questions_of_the_specification_are_answered_and_records_are_of_who_leaves_them() -> None:
+async def test_specified_questions_are_answered_and_leavers_records_dropped() -> None:
     async with node() as (victim, table), node() as (other, _), knowing(victim) as asking:
 
         def named(peer: Host) -> tuple[bytes, tuple[bytes, ...]]:
@@ -155,7 +155,7 @@ async def test_questions_of_the_specification_are_answered_and_records_are_of_wh
 
 
 @pytest.mark.parametrize("addr", [b"no multiaddr", b"\xff\xff", b"\x36\x03a/b", b"\xa5\x03\xff\x07" + bytes(1023)])
-async def test_addresses_that_cannot_be_read_end_no_look_up(addr: bytes) -> None:
+async def test_unreadable_addresses_end_no_look_up(addr: bytes) -> None:
     """Before, one connected stranger, or one record, ended all look-ups of a node: libp2p reads addresses late."""
     async with node() as (victim, table), knowing(victim) as attacker:
         stream = await attacker.open_stream(victim.peer_id, IDENTIFY_PUSH)
@@ -169,7 +169,7 @@ async def test_addresses_that_cannot_be_read_end_no_look_up(addr: bytes) -> None
             assert not [*(await table.look_up(key, timeout=TIMEOUT)).providers(random.Random(1))]
 
 
-async def test_a_thousand_requests_in_one_frame_are_answered_at_a_steady_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_thousand_requests_in_a_frame_are_answered_steadily(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kad_service, "OF_PEER", (0.1, 50.0))  # as on a machine of any speed
     answered = 0
     async with node() as (victim, _), knowing(victim) as attacker, knowing(victim) as honest:
@@ -192,7 +192,7 @@ async def test_a_thousand_requests_in_one_frame_are_answered_at_a_steady_rate(mo
     assert 0 < answered <= 55
 
 
-async def test_keys_of_one_address_share_its_rate_whatever_they_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_addresss_keys_share_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kad_service, "OF_ADDRESS", (0.1, 50.0))
     kinds = (Message.PING, Message.FIND_NODE, Message.GET_VALUE, Message.GET_PROVIDERS, Message.ADD_PROVIDER)
     answered = 0

@@ -72,7 +72,7 @@ async def test_a_stranger_who_knows_the_text_learns_nothing(blocks: BlockSpan) -
         assert await held(server, OWNER, names) == 64
 
 
-async def test_blocks_of_different_texts_and_terms_are_not_put_together(blocks: BlockSpan) -> None:
+async def test_blocks_of_different_texts_are_not_joined(blocks: BlockSpan) -> None:
     """A server would sign for what nobody can recompute."""
     async with one_server(blocks) as server:
         names = await left_by(server, OWNER, 64)
@@ -99,7 +99,7 @@ async def test_a_claimed_name_is_not_believed(blocks: BlockSpan) -> None:
         assert await held(server, OWNER, names_of(liar, values(64, seed=2))) == 64
 
 
-async def test_what_was_rolled_back_or_changed_places_is_not_kept_under_its_old_name(blocks: BlockSpan) -> None:
+async def test_undone_steps_are_not_kept_under_old_names(blocks: BlockSpan) -> None:
     async with one_server(blocks) as server:
         session = await opened(server, OWNER, [], batch=2)
         first, second = values(40, rows=2), values(40, rows=2, seed=1)
@@ -158,14 +158,14 @@ async def test_a_prefix_that_cannot_be_is_refused(blocks: BlockSpan, prefix: wir
         assert answer.error.code == wire.ERROR_BAD_REQUEST
 
 
-async def test_who_does_not_want_to_be_kept_is_not(blocks: BlockSpan) -> None:
+async def test_who_refuses_to_be_kept_is_not(blocks: BlockSpan) -> None:
     async with one_server(blocks) as server:
         names = await left_by(server, OWNER, 64, keep=False)
         assert await held(server, OWNER, names) == 0
         assert await server.service.context.compute.call(server.kept_tokens) == 0
 
 
-async def test_clients_share_only_by_a_salt_that_nobody_guesses_at_a_server_that_allows_it(blocks: BlockSpan) -> None:
+async def test_clients_share_only_by_an_agreed_secret_salt(blocks: BlockSpan) -> None:
     salt = b"sixteen bytes at" + bytes(16)
     async with one_server(blocks, prefix_cache="salted") as server:
         names = await left_by(server, OWNER, 64, salt=salt)

@@ -43,9 +43,7 @@ def from_many(count: int) -> SwarmView:
     [(SAMPLING.servers, DIRECTORY_LIMITS.max_page), (128, DIRECTORY_LIMITS.max_page), (SAMPLING.servers, 48 * 1024)],
 )
 @pytest.mark.parametrize("servers", [20, 200])
-def test_large_announcements_of_sixteen_addresses_leave_small_ones_out_of_no_answer(
-    limit: int, most: int, servers: int
-) -> None:
+def test_large_announcements_push_small_ones_from_no_answer(limit: int, most: int, servers: int) -> None:
     view = from_many(servers)
     honest = set(view.records)
     for address in range(16):
@@ -62,14 +60,14 @@ def test_large_announcements_of_sixteen_addresses_leave_small_ones_out_of_no_ans
 # --- servers that are gone, and clocks
 
 
-def test_what_outlives_its_server_is_passed_on_for_half_of_its_time_only() -> None:
+def test_records_outlive_servers_for_half_their_time_only() -> None:
     there, gone = from_many(200), [held(number, age=0.6 * ANNOUNCEMENT.max_lifetime) for number in range(500, 800)]
     view = there.merge(gone, time.time(), source="a peer")
     found = sampled(view.page(MODEL, b""), view.origins, SAMPLING.servers, time.time(), random.Random(1))
     assert {record.content.peer_id for record in found} <= there.records.keys() and len(found) == SAMPLING.servers
 
 
-def test_but_a_block_that_nobody_else_has_is_not_left_out() -> None:
+def test_unique_blocks_server_is_not_left_out() -> None:
     late = replace(held(0, age=0.6 * ANNOUNCEMENT.max_lifetime), announcement=b"")
     late = replace(late, content=replace(late.content, span=Span(BLOCKS - 1, BLOCKS)))
     fresh = [held(number) for number in range(8, 400, 8)]  # all hold blocks 0:3

@@ -41,7 +41,7 @@ def test_empty_lists_are_counted_and_not_parsed() -> None:
 
 @pytest.mark.parametrize("announced", [None, b"10", b"11"])
 @pytest.mark.parametrize("chunk", [5, 6])
-def test_a_body_in_chunks_is_read_as_far_as_it_may_be_long(announced: bytes | None, chunk: int) -> None:
+def test_chunked_body_is_read_within_its_limit(announced: bytes | None, chunk: int) -> None:
     chunks = iter([True, False])
 
     async def receive() -> dict[str, object]:
@@ -103,7 +103,7 @@ async def test_a_small_body_waits_for_no_large_one() -> None:
             assert await read_asked(request, core, lambda fields: fields.data) == {"a": 1}
 
 
-def test_who_goes_while_waiting_leaves_his_turn_to_others() -> None:
+def test_who_goes_while_waiting_leaves_his_turn() -> None:
     trio.run(_leave)
 
 

@@ -33,7 +33,7 @@ def served(identities: int, sessions: int, every: int, late: float, *, gathers: 
 
 @pytest.mark.parametrize("every", [4, 12])
 @pytest.mark.parametrize(("identities", "sessions"), [(1, 1), (1, 12), (12, 1)], ids=["one", "sessions", "identities"])
-def test_lateness_takes_little_of_what_others_had_without_waiting(identities: int, sessions: int, every: int) -> None:
+def test_lateness_takes_little_of_what_others_had(identities: int, sessions: int, every: int) -> None:
     for late in (0.03, 0.4, 1.5):
         now, before = (served(identities, sessions, every, late, gathers=gathers) for gathers in (True, False))
         assert now.tokens["honest"] >= 0.93 * before.tokens["honest"], late
@@ -41,7 +41,7 @@ def test_lateness_takes_little_of_what_others_had_without_waiting(identities: in
         assert now.idle <= bound
 
 
-def test_a_session_that_never_sends_another_step_is_waited_for_once() -> None:
+def test_session_that_never_sends_is_waited_for_once() -> None:
     gone = {f"gone {number}": [1] for number in range(12)}
 
     def leave(count: int) -> float:
@@ -55,7 +55,7 @@ def test_a_session_that_never_sends_another_step_is_waited_for_once() -> None:
     assert serving.sizes[-100:] == [1] * 100
 
 
-def test_waiting_in_vain_is_paid_by_who_did_not_come() -> None:
+def test_vain_waits_are_paid_by_who_stayed_away() -> None:
     """He is quick whenever nobody counts on it, and takes part in batches that are next to nothing."""
     times = Times().rounds(40)
     earned, waited = 0.5 * 40 * 0.015, 0.0

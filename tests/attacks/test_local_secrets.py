@@ -77,7 +77,7 @@ def check(file: Path) -> None:
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_what_a_node_keeps_is_its_owner_s_alone(tmp_path: Path, umask: None, write: Callable[[Path], None]) -> None:
+def test_what_node_keeps_is_its_owner_s_alone(tmp_path: Path, umask: None, write: Callable[[Path], None]) -> None:
     file = tmp_path / "data" / "file"
     write(file)
     assert file.stat().st_size
@@ -85,7 +85,7 @@ def test_what_a_node_keeps_is_its_owner_s_alone(tmp_path: Path, umask: None, wri
 
 
 @pytest.mark.parametrize("write", [ledger, history, trust])
-def test_a_file_that_others_can_read_already_is_told_of(
+def test_file_others_can_read_is_told_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, write: Callable[[Path], None]
 ) -> None:
     file = tmp_path / "data" / "file"
@@ -105,7 +105,7 @@ def test_a_file_that_others_can_read_already_is_told_of(
 # --- the swarm key
 
 
-def test_a_key_on_the_command_line_is_refused_and_not_repeated() -> None:
+def test_key_on_the_command_line_is_refused_unrepeated() -> None:
     """There every user of the machine sees it, and an error goes into logs."""
     with pytest.raises(BadInput) as caught:
         _ = JoinOptions(swarm_key=Path(KEY)).psk
@@ -113,7 +113,7 @@ def test_a_key_on_the_command_line_is_refused_and_not_repeated() -> None:
     assert "file" in str(caught.value) and SWARM_KEY_VARIABLE in str(caught.value)
 
 
-def test_the_environment_may_hold_the_key_or_name_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_may_hold_key_or_name_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "swarm.key"
     make_swarm_key(file)
     monkeypatch.setenv(SWARM_KEY_VARIABLE, KEY.upper())
@@ -125,7 +125,7 @@ def test_the_environment_may_hold_the_key_or_name_its_file(tmp_path: Path, monke
     assert JoinOptions().psk is None
 
 
-def test_files_of_keys_that_others_can_read_are_told_of(
+def test_key_files_others_can_read_are_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     key, own = tmp_path / "swarm.key", tmp_path / "identity"

@@ -59,7 +59,7 @@ async def nothing(*_: Any, **__: Any) -> None:
 # --- a flood makes a small swarm look like a large one
 
 
-async def test_a_server_among_many_keys_says_at_once_that_it_leaves() -> None:
+async def test_server_among_many_keys_says_it_leaves() -> None:
     """The refresh rate is that of a large swarm; the drain and the retraction are told all the same."""
     told: list[ServerState] = []
     enough = trio.Event()
@@ -87,7 +87,7 @@ async def test_a_server_among_many_keys_says_at_once_that_it_leaves() -> None:
         nursery.cancel_scope.cancel()
 
 
-async def test_what_a_server_said_in_a_flood_does_not_come_back_when_the_flood_is_over() -> None:
+async def test_words_in_a_flood_do_not_come_back() -> None:
     """Its retraction, made when the swarm is small again, lasts as long as the announcement of before."""
     directory = a_directory(HONEST, nothing)
     directory.merge([held(number) for number in range(1500)], source="attacker")
@@ -107,7 +107,7 @@ async def test_what_a_server_said_in_a_flood_does_not_come_back_when_the_flood_i
     assert view.get(HONEST.peer_id, before.content.expires - 1) is None
 
 
-def test_no_number_of_keys_makes_a_node_ask_or_tell_more() -> None:
+def test_no_number_of_keys_makes_nodes_tell_more() -> None:
     costs = []
     for known in (1000, 10_000, 10**9):
         pace = refresh_rate(known, TTL)
@@ -170,7 +170,7 @@ async def test_long_answers_cost_time_not_traffic(answer: int) -> None:
 
 
 @pytest.mark.parametrize(("behind", "counts"), [(-3000.0, False), (1000.0, True), (2500.0, True), (4000.0, False)])
-def test_a_clock_that_is_wrong_harms_its_owner_only(behind: float, counts: bool) -> None:
+def test_clock_that_is_wrong_harms_its_owner_only(behind: float, counts: bool) -> None:
     """A server whose clock is `behind` by some seconds in a large swarm."""
     now = time.time()
     content = freshened(plain(HONEST.peer_id), now=now - behind, lifetime=ANNOUNCEMENT.max_lifetime)
@@ -188,7 +188,7 @@ def test_a_clock_that_is_wrong_harms_its_owner_only(behind: float, counts: bool)
 # --- saying of others that they are gone
 
 
-def test_who_could_not_be_reached_is_known_by_own_experience_and_only_while_others_answer() -> None:
+def test_unreachability_is_own_experience_while_others_answer() -> None:
     contacts = Contacts()
     contacts.failed("server", 100.0)
     assert not contacts.is_unreached("server", 50.0)  # this node may have no network
@@ -205,7 +205,7 @@ def test_who_could_not_be_reached_is_known_by_own_experience_and_only_while_othe
     assert sum(contacts.is_unreached(f"peer {number}", 0.0) for number in range(3000)) == 1000
 
 
-async def test_the_marks_of_a_directory_reach_nobody_and_take_nobody_out_of_a_view() -> None:
+async def test_directorys_marks_take_nobody_out_of_a_view() -> None:
     """It leaves who it could not reach out of its answers while there are others; who asks it keeps what it had."""
 
     async def open_stream(peer_id: str, _timeout: float) -> Stream:
@@ -243,7 +243,7 @@ def open_told(message: wire.SignedAnnouncement) -> str:
 
 
 @pytest.mark.parametrize("answer", ["of another", "older", "forged"])
-async def test_a_server_that_is_asked_what_it_announces_now_speaks_for_itself_only(answer: str) -> None:
+async def test_server_asked_for_its_announcement_speaks_for_itself(answer: str) -> None:
     now = time.time()
     held_of = sign_announcement(
         ATTACKER, freshened(plain(ATTACKER.peer_id), now=now - 600, lifetime=ANNOUNCEMENT.max_lifetime)
@@ -279,7 +279,7 @@ async def test_a_server_that_is_asked_what_it_announces_now_speaks_for_itself_on
         nursery.cancel_scope.cancel()
 
 
-def test_servers_that_are_made_up_do_not_decide_how_much_of_the_swarm_a_server_thinks_it_knows() -> None:
+def test_made_up_servers_do_not_decide_known_shares() -> None:
     directory = a_directory(HONEST, nothing)
     directory.own = sign_announcement(HONEST, freshened(plain(HONEST.peer_id), now=time.time(), lifetime=TTL))
     known = [held(number) for number in range(200)]

@@ -96,9 +96,7 @@ def opened(pool: MemoryPool, folder: Path) -> Any:
     return pool.swarm.open_model(AutoDistributedModelForCausalLM, folder)
 
 
-def test_who_says_again_and_again_that_it_has_lost_its_state_is_replaced(
-    pool: MemoryPool, folder: Path, whole: Any, tmp_path: Path
-) -> None:
+def test_who_always_has_lost_its_state_is_replaced(pool: MemoryPool, folder: Path, whole: Any, tmp_path: Path) -> None:
     liar, first = lossy(pool, tmp_path / "liar", "lost", 3), pool.start("0:2")
     ids = prompt(1, 40)
     expected = generate(whole, ids, max_new_tokens=TOKENS)
@@ -119,7 +117,7 @@ def test_who_says_again_and_again_that_it_has_lost_its_state_is_replaced(
 
 
 @pytest.mark.parametrize("fault", ["error", "reset", "lost"])
-def test_a_session_whose_servers_always_fail_is_not_filled_for_ever(
+def test_session_of_failing_servers_is_not_filled_forever(
     fault: str, pool: MemoryPool, folder: Path, tmp_path: Path
 ) -> None:
     """Three keys of one attacker, whose sessions go well for a step each."""
@@ -133,9 +131,7 @@ def test_a_session_whose_servers_always_fail_is_not_filled_for_ever(
 
 
 @pytest.mark.usefixtures("briefly_kept")
-def test_who_fails_whenever_a_session_is_brought_to_it_is_asked_few_times(
-    pool: MemoryPool, folder: Path, tmp_path: Path
-) -> None:
+def test_who_fails_at_each_session_is_asked_rarely(pool: MemoryPool, folder: Path, tmp_path: Path) -> None:
     first, honest = pool.start("0:2"), pool.start("2:6", throughput=1.0)
     liar = lossy(pool, tmp_path / "liar", "error", 1)
     with opened(pool, folder) as model:
@@ -153,7 +149,7 @@ def test_who_fails_whenever_a_session_is_brought_to_it_is_asked_few_times(
         assert 1 <= sessions.granted[liar.peer_id] <= LOSSES.failed_replays
 
 
-def test_a_server_that_lost_a_session_once_is_none_the_worse(
+def test_server_that_lost_session_once_is_none_worse(
     pool: MemoryPool, folder: Path, whole: Any, tmp_path: Path
 ) -> None:
     control = tmp_path / "honest"
@@ -197,7 +193,7 @@ def test_losses_are_forgotten() -> None:
     assert record.penalty_seconds("a", 0.0) == 0 and not record.note("0", 0.0, admitted=False).is_too_much
 
 
-def test_a_session_earns_replays_by_the_steps_that_are_answered() -> None:
+def test_session_earns_replays_by_steps_that_are_answered() -> None:
     budget = ReplayBudget()
     assert [budget.take(2) for _ in range(2 * LOSSES.replays + 1)] == [True] * 2 * LOSSES.replays + [False]
     for _ in range(LOSSES.steps):

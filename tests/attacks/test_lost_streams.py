@@ -66,7 +66,7 @@ async def read_streams(
         yield made
 
 
-async def test_the_streams_of_a_lost_connection_end_in_portions() -> None:
+async def test_streams_of_lost_connection_end_in_portions() -> None:
     """Hundreds of tasks ended in one pass of the loop, in which nobody else had a turn."""
     ends = EndsPerPass()
     trio.lowlevel.add_instrument(ends)
@@ -80,7 +80,7 @@ async def test_the_streams_of_a_lost_connection_end_in_portions() -> None:
     assert ends.total == STREAMS and ends.most <= WOKEN_AT_ONCE
 
 
-async def test_many_connections_that_are_lost_at_once_have_the_portions_of_one() -> None:
+async def test_connections_lost_at_once_have_ones_portions() -> None:
     ends = EndsPerPass()
     trio.lowlevel.add_instrument(ends)
     limits = NodeLimits()
@@ -94,7 +94,7 @@ async def test_many_connections_that_are_lost_at_once_have_the_portions_of_one()
     assert ends.total == STREAMS and ends.most <= WOKEN_AT_ONCE
 
 
-async def test_a_quiet_address_need_not_wait_until_those_of_a_loud_one_have_ended() -> None:
+async def test_quiet_address_does_not_wait_for_loud_ones() -> None:
     ends = EndsPerPass()
     trio.lowlevel.add_instrument(ends)
     limits = NodeLimits()
@@ -113,7 +113,7 @@ async def test_a_quiet_address_need_not_wait_until_those_of_a_loud_one_have_ende
         assert ends.total == STREAMS + 1
 
 
-async def test_our_own_streams_are_told_at_once_and_streams_of_a_node_that_stops_as_well() -> None:
+async def test_own_streams_are_told_at_once() -> None:
     ends = EndsPerPass()
     limits = NodeLimits()
     async with (

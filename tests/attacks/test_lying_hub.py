@@ -90,7 +90,7 @@ def test_a_false_answer_is_an_error(lie: str, serve: Callable[[bytes], Server]) 
     assert server.requests == 1
 
 
-def test_of_an_endless_body_no_more_is_taken_than_was_asked_for(serve: Callable[[bytes], Server]) -> None:
+def test_endless_body_is_read_no_further_than_asked(serve: Callable[[bytes], Server]) -> None:
     server = serve(bytes(range(100)))
     server.answer = endless
     assert server.file().read(10, 20) == bytes(range(10, 20))
@@ -142,7 +142,7 @@ def a_few(asked: BaseHTTPRequestHandler, first: int, last: int, data: bytes) -> 
         (gone, 4, 1),
     ],
 )
-def test_what_may_pass_is_asked_for_again_in_longer_and_longer_pauses(
+def test_what_may_pass_is_retried_with_growing_pauses(
     answer: Answer, requests: int, located: int, serve: Callable[[bytes], Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranges, "_ATTEMPTS", 4)
@@ -153,9 +153,7 @@ def test_what_may_pass_is_asked_for_again_in_longer_and_longer_pauses(
     assert (server.requests, server.located, stop.waited) == (requests, located, [1.0, 2.0, 4.0][: requests - 1])
 
 
-def test_who_gets_further_each_time_gets_all_and_asks_the_hub_once(
-    serve: Callable[[bytes], Server], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_gets_further_each_time_gets_all(serve: Callable[[bytes], Server], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranges, "_ATTEMPTS", 2)
     server, stop = serve(bytes(range(100))), Patient()
     answers = iter([a_few, gone, *[a_few] * 9, honest])
@@ -168,9 +166,7 @@ def test_who_gets_further_each_time_gets_all_and_asks_the_hub_once(
     assert (server.requests, server.located) == (13, 1)
 
 
-def test_a_full_disk_and_a_wish_to_stop_end_it_at_once(
-    serve: Callable[[bytes], Server], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_and_a_stop_end_it(serve: Callable[[bytes], Server], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranges, "_ATTEMPTS", 4)
     server, stop = serve(bytes(1 << 20)), threading.Event()
 
@@ -213,7 +209,7 @@ def test_a_drip_has_an_end(serve: Callable[[bytes], Server], monkeypatch: pytest
         serve(bytes(100)).file().read(0, 50)
 
 
-def test_what_was_cut_goes_on_and_false_bytes_on_the_disk_are_not_believed(
+def test_cut_download_goes_on_and_distrusts_the_disk(
     serve: Callable[[bytes], Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from petalnode.node.models.sources import hub_parts

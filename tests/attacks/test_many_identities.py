@@ -97,7 +97,7 @@ def test_a_large_record_is_refused(store: BoundedPeerStore) -> None:
     assert not store.has_peer(peer_id)
 
 
-async def test_a_node_that_has_met_many_still_identifies_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_node_that_has_met_many_still_identifies_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """libp2p's own store would have thrown the node's keys out: it could say who it is to nobody any more."""
     monkeypatch.setattr(address_book, "MAX_PEERS", LIMIT)
     async with open_swarm(SwarmConfig(Identity.generate(), listen=("/ip4/127.0.0.1/tcp/0",))) as node:

@@ -74,7 +74,7 @@ async def a_server(blocks: BlockSpan) -> AsyncIterator[Any]:
         yield server
 
 
-async def test_a_step_is_not_computed_among_all_of_another_peer(blocks: BlockSpan, computed: list[list[str]]) -> None:
+async def test_step_is_not_computed_among_another_peers(blocks: BlockSpan, computed: list[list[str]]) -> None:
     async with a_server(blocks) as server:
         many, (one,) = await opened(server, HOG, SESSIONS), await opened(server, HONEST)
         await all_at_once(server, [(session, values(1)) for session in [*many, one]])
@@ -82,13 +82,13 @@ async def test_a_step_is_not_computed_among_all_of_another_peer(blocks: BlockSpa
     assert sum(map(len, computed)) == SESSIONS + 1
 
 
-async def test_one_who_is_alone_has_all_steps_in_one_batch(blocks: BlockSpan, computed: list[list[str]]) -> None:
+async def test_who_is_alone_has_all_steps_batched(blocks: BlockSpan, computed: list[list[str]]) -> None:
     async with a_server(blocks) as server:
         await all_at_once(server, [(session, values(1)) for session in await opened(server, HOG, SESSIONS)])
     assert computed == [[HOG.peer_id] * SESSIONS]
 
 
-async def test_a_short_prompt_does_not_stand_behind_all_of_another_peer(
+async def test_short_prompt_does_not_wait_behind_another_peer(
     blocks: BlockSpan, computed: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(turns, "PREFILL_CHUNK", 64)

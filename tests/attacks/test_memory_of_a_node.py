@@ -54,7 +54,7 @@ async def echoed(swarm: Swarm, peer_id: str, nbytes: int) -> None:
         assert len(payload) == nbytes
 
 
-async def test_payloads_that_never_end_take_no_more_than_a_share() -> None:
+async def test_endless_payloads_take_no_more_than_a_share() -> None:
     """Each stream announces the largest message and sends all of it but the last byte."""
     nearly_all = bytes(MAX_PAYLOAD - 1)
     header = header_of(Frame(tensors=[wire.Tensor(nbytes=MAX_PAYLOAD)]))
@@ -105,7 +105,7 @@ LARGE = wire.Tensor(shape=[1, 1 << 18, 64], dtype="float32", codec="none", nbyte
 GRANTED = wire.Granted(session_epoch=bytes(EPOCH_BYTES), max_step_tokens=1)
 
 
-async def test_a_client_waits_for_no_tensors_with_a_grant() -> None:
+async def test_client_waits_for_no_tensors_with_grant() -> None:
     session, server = hostile_server()
     await server.write(header_of(wire.InferenceFrame(granted=GRANTED, tensors=[LARGE])))
     with pytest.raises(ServerFailed, match="none are due"):
@@ -122,7 +122,7 @@ async def test_a_client_waits_for_no_tensors_with_a_grant() -> None:
     ],
     ids=["its answer", "an earlier one", "an error", "a grant"],
 )
-async def test_a_client_waits_for_no_answer_that_is_larger_than_what_it_asked(answer: wire.InferenceFrame) -> None:
+async def test_client_waits_for_no_oversized_answer(answer: wire.InferenceFrame) -> None:
     session, server = hostile_server()
     tensor = wire.Tensor(shape=[1, 1, 64], dtype="float32", codec="none", nbytes=256)
     step, chunk = wire.Step(sequence=1), WireTensor(tensor, bytes(256))
@@ -132,7 +132,7 @@ async def test_a_client_waits_for_no_answer_that_is_larger_than_what_it_asked(an
         await session.receive(step, chunk, timeout=1000)
 
 
-async def test_one_peer_leaves_streams_of_a_protocol_for_others() -> None:
+async def test_one_peer_leaves_streams_of_protocol_for_others() -> None:
     async with trio.open_nursery() as nursery:
         network = MemoryNetwork(nursery)
         node, honest, attacker = network.node(), network.node(), network.node()
@@ -185,7 +185,7 @@ async def test_peers_that_stand_still_keep_no_turns(begun: bytes) -> None:
 # --- pieces
 
 
-async def test_pieces_of_one_byte_do_not_go_on_for_ever() -> None:
+async def test_pieces_of_one_byte_end_at_last() -> None:
     """A server has memory reserved for a batch from when its pieces begin to come."""
     ends = stream_pair()
     ours, theirs = message_streams(wire.BatchFrame, "one", "other", ends=ends)

@@ -74,7 +74,7 @@ async def test_messages_of_many_keys_that_never_end(nbytes: int, granted: bool, 
         nursery.cancel_scope.cancel()
 
 
-async def test_one_client_alone_sends_messages_of_any_size_and_many_at_once() -> None:
+async def test_one_client_alone_sends_any_messages_at_once() -> None:
     async with trio.open_nursery() as nursery:
         node = Node(nursery)
         assert (await node.send("198.51.100.7", "alone", MAX_PAYLOAD, bytes(MAX_PAYLOAD))).is_set()

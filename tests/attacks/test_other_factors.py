@@ -89,7 +89,7 @@ def test_honest_servers_are_not_convicted(text: str, swarm: MemorySwarm, model: 
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_server_that_takes_the_other_factors_is_found(
+def test_server_that_takes_other_factors_is_found(
     text: str, swarm: MemorySwarm, model: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest = falsified(monkeypatch)
@@ -117,7 +117,7 @@ def renamed(evidence: wire.Evidence, payloads: dict[str, bytes]) -> None:
 
 @pytest.mark.parametrize("change", [flipped, renamed])
 @pytest.mark.parametrize("text", ["long, begun with kept blocks", "short, begun with kept blocks"])
-def test_who_shows_an_honest_answer_as_one_with_other_factors_convicts_nobody(
+def test_honest_answer_shown_with_other_factors_convicts_nobody(
     text: str,
     change: Callable[[wire.Evidence, dict[str, bytes]], None],
     swarm: MemorySwarm,

@@ -68,7 +68,7 @@ def ask(server: SigningServer, codec: str, tensor: torch.Tensor, session: Comput
 
 @pytest.mark.parametrize(("codec", "value"), ATTACKS)
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_a_server_signs_no_answer_that_is_not_finite(
+def test_server_signs_no_answer_that_is_not_finite(
     coarse: SigningServer, codec: str, value: float, tokens: int
 ) -> None:
     session = ComputeSession(coarse.blocks.make_cache(1, 20), codec)
@@ -88,7 +88,7 @@ def test_a_refused_value_leaves_the_cache_alone(coarse: SigningServer) -> None:
 
 
 @pytest.mark.parametrize(("codec", "value"), ATTACKS)
-def test_a_batch_s_answer_that_is_not_finite_is_refused(coarse: SigningServer, codec: str, value: float) -> None:
+def test_batchs_infinite_answer_is_refused(coarse: SigningServer, codec: str, value: float) -> None:
     terms = BatchTerms(coarse.version, coarse.span, codec, "float32", bytes(16))
     described, payload = encode(with_value(value), codec)
     request = wire.BatchRequest(sequence=1, tensors=[described])
@@ -109,7 +109,7 @@ def test_a_truth_that_is_not_finite_decides_nothing(value: float) -> None:
     assert judge_distance(distance(truth * float("nan"), hidden(3)), TOLERANCE).result == "faulty"
 
 
-def test_gradients_of_kept_tensors_that_are_not_finite_decide_nothing() -> None:
+def test_infinite_gradients_of_kept_tensors_decide_nothing() -> None:
     right = {"1.q.lora_A": torch.tensor([[float("inf")]])}
     assert not kept_distances({"1.q.lora_A": torch.tensor([[1.0]])}, right)["LoRA's A"].known
 

@@ -114,7 +114,7 @@ async def test_a_next_server_sends_no_tensors_back() -> None:
 
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("first", [b"", header_of(wire.PushFrame(push=wire.Push(nonce=bytes(99))))[:50]])
-async def test_a_push_stream_on_which_nothing_comes_is_ended(first: bytes, blocks: BlockSpan) -> None:
+async def test_push_stream_on_which_nothing_comes_is_ended(first: bytes, blocks: BlockSpan) -> None:
     async with one_server(blocks) as server:
         stream, raw = server.connect(wire.PushFrame, server.service.handle_push, STRANGER)
         await raw.write(first)

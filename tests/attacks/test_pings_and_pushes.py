@@ -32,7 +32,7 @@ async def pinged(stream: StreamBytes, data: bytes) -> bytes:
     return answer
 
 
-async def test_thousands_of_pings_in_a_frame_are_answered_at_a_steady_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_thousands_of_pings_are_answered_steadily(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standard_protocols, "PINGS", (0.1, 50.0))  # as on a machine of any speed
     answered = 0
     async with host(LOOPBACK) as victim, knowing(victim) as attacker, knowing(victim) as honest:
@@ -79,14 +79,14 @@ async def test_a_push_is_small_and_seldom() -> None:
         assert taken[0] and not all(taken)
 
 
-async def test_a_node_says_by_what_program_it_is_run() -> None:
+async def test_node_says_by_what_program_it_is_run() -> None:
     async with host(LOOPBACK) as asked, knowing(asked) as peer:
         stream = DelimitedStream(await peer.open_stream(asked.peer_id, IDENTIFY), asked.peer_id, max_message=1 << 16)
         said = await stream.receive(Identify, timeout=TIMEOUT)
         assert said.agent_version == f"petalnode/{__version__}" and IDENTIFY in said.protocols
 
 
-def test_an_answer_to_who_are_you_is_read_within_bounds() -> None:
+def test_answer_to_identify_is_read_within_bounds() -> None:
     """A node asks whoever connects; libp2p takes an answer of 1 MiB."""
     many = delimited(Identify(protocols=["/a"] * 3000))
     long = delimited(Identify(protocols=["/a"], agent_version="x" * (128 << 10)))
@@ -115,7 +115,7 @@ def test_an_answer_to_who_are_you_is_read_within_bounds() -> None:
         trio.run(main, message, False)
 
 
-async def test_a_silent_answer_to_who_are_you_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silent_answer_to_identify_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standard_protocols, "PATIENCE", 0.05)
     async with host(LOOPBACK) as victim, knowing(victim) as attacker:
         ended = trio.Event()

@@ -78,7 +78,7 @@ def nearest_ids() -> list[Contact]:
     return mined(30, "11.200.0.1", 20)
 
 
-def test_ids_around_a_key_hide_nothing_as_long_as_they_are_at_few_addresses(nearest_ids: list[Contact]) -> None:
+def test_ids_near_a_key_hide_nothing(nearest_ids: list[Contact]) -> None:
     """Thirty keys that one machine has made are among the nearest; records are kept and sought beyond them."""
     table = Hostile(nearest_ids)
     kept = table.keep(PROVIDER, [PEERS[0]])
@@ -89,7 +89,7 @@ def test_ids_around_a_key_hide_nothing_as_long_as_they_are_at_few_addresses(near
         assert len(table.asked) <= LOOKUP.max_asked
 
 
-def test_peers_that_are_not_there_use_up_little_of_a_look_up(nearest_ids: list[Contact]) -> None:
+def test_absent_peers_use_up_little_of_look_ups(nearest_ids: list[Contact]) -> None:
     """Each with an address that nobody else has: they cost as many questions as it takes to doubt who names them."""
     false = [
         Contact(one.peer_id, (f"/ip4/11.201.{number}.1/tcp/1",))
@@ -101,7 +101,7 @@ def test_peers_that_are_not_there_use_up_little_of_a_look_up(nearest_ids: list[C
         assert table.found([start]) == [PROVIDER]
 
 
-def test_who_names_endless_providers_is_heard_as_often_as_others() -> None:
+def test_who_names_endless_providers_is_heard_equally_often() -> None:
     lookup = Lookup(KEY, [*PEERS[:3], peer(3_000_000)], OWN)
     flood = tuple(peer(4_000_000 + number, f"11.202.{number}.1") for number in range(200))
     while (contact := lookup.next()) is not None:
@@ -130,7 +130,7 @@ def trap() -> Iterator[Trap]:
     made.close()
 
 
-async def test_no_service_of_this_machine_is_dialed_for_what_an_answer_names(trap: Trap) -> None:
+async def test_no_local_service_is_dialed_for_an_answer(trap: Trap) -> None:
     """Neither as a peer nearer to the key nor as a provider, nor as the relay of one."""
     circuit = f"{trap.addr}/p2p/{PEERS[1].peer_id}/p2p-circuit"
     private = ("/ip4/127.0.0.1/tcp/1", "/ip4/169.254.169.254/tcp/80", "/ip4/0.0.0.0/tcp/1")
@@ -174,7 +174,7 @@ def named(kept: FairProviderStore, key: bytes) -> set[str]:
     return {found.peer_id for found in kept.providers(key)}
 
 
-def test_who_is_early_with_twenty_keys_does_not_have_all_places_of_a_key() -> None:
+def test_early_peer_with_many_keys_misses_some_places() -> None:
     kept = store(Clock())
     flood(kept, 1000, lambda _: KEY)
     for one in PEERS[: MAX_OF_KEY - 1]:
@@ -195,7 +195,7 @@ def test_a_store_is_not_filled_by_one_address(monkeypatch: pytest.MonkeyPatch) -
         assert named(kept, blocks_key("ab" * 6, number)) == {one.peer_id}
 
 
-def test_a_record_lasts_for_its_time_and_has_few_addresses() -> None:
+def test_record_lasts_its_time_and_has_few_addresses() -> None:
     clock = Clock()
     kept = store(clock)
     short = [f"/ip4/11.0.0.1/tcp/{port}" for port in range(1, 100)]
@@ -286,7 +286,7 @@ def known(stranger: DirectoryNode) -> set[str]:
 
 
 @pytest.mark.virtual_time
-async def test_an_honest_server_is_found_among_providers_that_are_none() -> None:
+async def test_honest_server_is_found_among_false_providers() -> None:
     """Who gives another's announcement, one of other blocks or of another version, two at once, one that is not its
     own though signed, or nothing at all."""
     other = Identity.generate()
@@ -309,7 +309,7 @@ async def test_an_honest_server_is_found_among_providers_that_are_none() -> None
 
 
 @pytest.mark.virtual_time
-async def test_a_flood_of_records_costs_a_bounded_number_of_meetings() -> None:
+async def test_flood_of_records_costs_bounded_number_of_meetings() -> None:
     async with a_stranger() as (_network, stranger, listed, records):
         tried: list[str] = []
         new_stream = stranger.new_stream
@@ -334,7 +334,7 @@ async def test_a_flood_of_records_costs_a_bounded_number_of_meetings() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_providers_that_keep_a_search_waiting_end_with_it() -> None:
+async def test_providers_that_keep_search_waiting_end_with_it() -> None:
     async with a_stranger() as (network, stranger, listed, records):
         silent = [Provider(network, lambda _: None).peer_id for _ in range(40)]
         for number in range(8):
@@ -345,5 +345,5 @@ async def test_providers_that_keep_a_search_waiting_end_with_it() -> None:
         assert not known(stranger)
 
 
-def test_a_provider_sends_no_more_than_one_announcement_takes() -> None:
+def test_provider_sends_no_more_than_one_announcement_takes() -> None:
     assert provider_records._MAX_ANSWER < 20_000

@@ -24,7 +24,7 @@ async def test_who_came_through_a_relay_does_not_start(lower_target: bool) -> No
             await exchange_first(stream, ADDRS, timeout=60)
 
 
-async def test_a_peer_that_falls_silent_holds_a_place_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_peer_that_falls_silent_holds_place_for_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hole_punching, "PUNCHING", replace(hole_punching.PUNCHING, message=300.0, whole=0.2))
     async with met_at_a_relay(dialer_punches=True) as (target, client, _):
         await until(lambda: target.is_connected(client.peer_id), "the relayed connection")

@@ -98,7 +98,7 @@ def of_more_rows(tensor: wire.Tensor) -> None:
 
 
 @pytest.mark.parametrize("change", [as_bfloat16, of_more_rows])
-def test_who_reads_what_was_pushed_as_the_pusher_says_is_not_blamed(
+def test_who_reads_pushes_as_told_is_not_blamed(
     change: Callable[[wire.Tensor], None], swarm: MemorySwarm, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The receipt that comes with it is for the same bytes."""

@@ -64,7 +64,7 @@ class Dialed:
 
 
 @pytest.mark.virtual_time
-async def test_refused_connections_start_no_task_and_leave_the_loop_to_others() -> None:
+async def test_refused_connections_start_no_task() -> None:
     passes = Passes()
     with socket.socket() as made:
         dialed = Dialed(made, 100_000)
@@ -81,7 +81,7 @@ async def test_refused_connections_start_no_task_and_leave_the_loop_to_others() 
 
 
 @pytest.mark.virtual_time
-async def test_a_loud_address_has_few_handshakes_under_way_while_others_are_served() -> None:
+async def test_loud_address_has_few_handshakes_while_others_wait() -> None:
     limits = NodeLimits()
 
     def admitted(origin: str) -> int:
@@ -105,7 +105,7 @@ async def test_a_loud_address_has_few_handshakes_under_way_while_others_are_serv
     assert limits.of_address(HONEST).recent.amount() == WORK.accepted + WORK.refused
 
 
-async def test_a_loud_address_is_refused_at_the_socket_and_another_one_is_not() -> None:
+async def test_loud_address_alone_is_refused_at_the_socket() -> None:
     async with host(LOOPBACK) as victim:
         limits = limits_of(victim)
         port = int(victim.addrs()[0].split("/")[4])

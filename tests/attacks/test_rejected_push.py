@@ -83,7 +83,7 @@ NEXT: dict[str, Callable[[RawSession], wire.PushFrame]] = {
 
 
 @pytest.mark.parametrize("kind", NEXT)
-async def test_a_refused_push_of_the_next_token_is_forgotten(kind: str, blocks: BlockSpan) -> None:
+async def test_refused_push_of_next_token_is_forgotten(kind: str, blocks: BlockSpan) -> None:
     """Its receipt is checked while it is computed."""
     async with a_server(blocks) as server:
         undisturbed, victim = await opened(server), await opened(server)
@@ -94,7 +94,7 @@ async def test_a_refused_push_of_the_next_token_is_forgotten(kind: str, blocks: 
 
 
 @pytest.mark.parametrize("kind", PUSHES)
-async def test_a_refused_push_leaves_the_cache_as_it_was(
+async def test_refused_push_leaves_cache_as_it_was(
     kind: str, blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("petalnode.node.server.requests.session.TURN_TIMEOUT", 0.01)
@@ -115,7 +115,7 @@ async def _answers_as(undisturbed: RawSession, victim: RawSession) -> None:
     assert payload == expected
 
 
-async def test_a_receipt_that_is_not_the_one_named_in_the_step_changes_nothing(blocks: BlockSpan) -> None:
+async def test_receipt_other_than_the_steps_changes_nothing(blocks: BlockSpan) -> None:
     async with a_server(blocks) as server:
         undisturbed, victim = await opened(server), await opened(server)
         frame = pushed(victim, CLIENT, UPSTREAM, 2, 0, GARBAGE)
@@ -133,9 +133,7 @@ async def test_values_that_are_not_finite_change_nothing(blocks: BlockSpan) -> N
         await _answers_as(undisturbed, victim)
 
 
-async def test_a_push_at_which_the_blocks_fail_ends_the_session(
-    blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_push_at_which_blocks_fail_ends_session(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("out of memory")
 
@@ -165,7 +163,7 @@ async def test_the_server_before_pushes(upstream: Identity | None, blocks: Block
         assert answer == expected
 
 
-async def test_a_server_that_takes_the_place_of_the_one_before_pushes_and_the_old_one_does_not(
+async def test_replacing_server_pushes_and_the_old_does_not(
     blocks: BlockSpan,
 ) -> None:
     async with a_server(blocks) as server:

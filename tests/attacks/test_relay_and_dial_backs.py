@@ -28,7 +28,7 @@ def test_five_addresses_leave_reservations_to_a_sixth() -> None:
     assert reserved(0, held.total())
 
 
-def test_five_addresses_leave_circuits_to_a_peer_and_to_all_peers() -> None:
+def test_five_addresses_leave_circuits_to_everybody() -> None:
     for target_is_one in (True, False):
         held: Counter[int] = Counter()
 
@@ -54,7 +54,7 @@ def test_five_addresses_leave_dial_backs_to_a_sixth() -> None:
     assert budget.take(ip_address("198.51.100.7"), 0.0), "while all of theirs still run"
 
 
-def test_a_line_with_all_addresses_of_a_network_has_the_dial_backs_of_one() -> None:
+def test_one_networks_line_has_one_addresss_dial_backs() -> None:
     budget = Budget()
     taken = 0
     for number in range(KEYS):

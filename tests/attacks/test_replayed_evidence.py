@@ -48,7 +48,7 @@ def test_the_server_s_signed_time_counts(server: SigningServer, days: int) -> No
         assert not store.bans()
 
 
-def test_a_time_that_the_server_has_not_signed_does_not_count(server: SigningServer) -> None:
+def test_unsigned_time_does_not_count(server: SigningServer) -> None:
     old = answer(server, answer(server).evidence.time_ms - round(EVIDENCE_LIMITS.max_age * 1000) - 60_000)
     old.evidence.steps[-1].receipt.time_ms = old.evidence.time_ms
     forged = resigned(old, ATTACKER)

@@ -55,7 +55,7 @@ def test_every_step_s_request_is_checked(server: SigningServer, folder: ModelFol
     assert not outcome.proven and not outcome.inconclusive and "step 2" in outcome.reason
 
 
-def test_evidence_of_older_versions_holds_where_nothing_was_undone(server: SigningServer, folder: ModelFolder) -> None:
+def test_old_versions_evidence_holds_where_nothing_was_undone(server: SigningServer, folder: ModelFolder) -> None:
     def older(evidence: wire.Evidence, payloads: dict[str, bytes]) -> None:
         for step in evidence.steps:
             step.ClearField("payload_hash")
@@ -67,7 +67,7 @@ def test_evidence_of_older_versions_holds_where_nothing_was_undone(server: Signi
     assert not outcome.proven and outcome.inconclusive  # nobody is blamed for what was not asked for then
 
 
-def test_a_step_of_other_bytes_than_were_sent_is_no_evidence(server: SigningServer, folder: ModelFolder) -> None:
+def test_step_of_other_bytes_is_no_evidence(server: SigningServer, folder: ModelFolder) -> None:
     def other(evidence: wire.Evidence, payloads: dict[str, bytes]) -> None:
         payloads["input.0"] = torch.zeros(len(payloads["input.0"]), dtype=torch.uint8).numpy().tobytes()
 

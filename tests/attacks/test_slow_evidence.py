@@ -66,7 +66,7 @@ async def test_a_byte_now_and_then_is_no_fetch() -> None:
     assert await fetched_from(lambda stream: send_slowly(stream, 1, 29)) <= 60
 
 
-async def test_a_rate_below_the_least_is_given_up_soon_after_it_has_fallen_below() -> None:
+async def test_rate_below_the_least_is_given_up_soon() -> None:
     """Not at the end: what is too slow at the beginning will not be there in time."""
     assert (
         await fetched_from(lambda stream: send_slowly(stream, PIECE_BYTES, 2 * PIECE_BYTES / EVIDENCE_SIZES.min_rate))
@@ -134,7 +134,7 @@ def test_an_author_that_withholds_evidence_costs_one_fetch(folder: ModelFolder, 
     assert swarm.asked == [ATTACKER.peer_id, AUTHOR]
 
 
-def test_who_announces_the_evidence_of_another_does_not_take_its_place(folder: ModelFolder, genuine: Bundle) -> None:
+def test_who_announces_anothers_evidence_takes_no_place(folder: ModelFolder, genuine: Bundle) -> None:
     """The attacker's notice has the same id, comes first, and leads to a fetch that never ends."""
     swarm = Withholding([AUTHOR], genuine=genuine)
     real = replace(EvidenceMessage.of(genuine), bundle=None)
@@ -150,7 +150,7 @@ def test_evidence_that_needs_no_fetch_waits_for_none(folder: ModelFolder, genuin
     assert swarm.most == ENDORSING.max_fetches
 
 
-async def test_keys_of_one_address_give_up_fetches_for_which_others_wait(folder: ModelFolder) -> None:
+async def test_one_addresss_keys_yield_fetches_others_wait_for(folder: ModelFolder) -> None:
     """Before, 8 keys that send as slowly as is borne kept all fetches for 540 s, and those that waited after them."""
     asked: list[float] = []
     given_up: list[str] = []
@@ -188,7 +188,7 @@ async def test_keys_of_one_address_give_up_fetches_for_which_others_wait(folder:
 # --- whose turn it is
 
 
-def test_the_oldest_fetch_of_the_address_that_has_the_most_is_given_up() -> None:
+def test_oldest_fetch_of_the_fullest_address_is_dropped() -> None:
     one, two, three = Place("a", "one", 1), Place("b", "one", 0), Place("c", "two", 0)
     assert fetch_to_give_up([one, three]) is None
     assert fetch_to_give_up([one, two, three]) is two
@@ -200,7 +200,7 @@ def notice(author: str, number: int = 1, *, bundle: Bundle | None = None, origin
     return Notice(replace(withheld(number), bundle=bundle), author, origin)
 
 
-def test_the_authors_that_failed_least_come_first_and_each_once(genuine: Bundle) -> None:
+def test_authors_that_failed_least_come_first_once_each(genuine: Bundle) -> None:
     waiting = [notice("slow"), notice("new", 2), notice("new", 3), notice("inline", 4, bundle=genuine)]
     failures = {"slow": 3}
     assert next_notice(waiting, set(), failures, fetches=True) == waiting[3]
@@ -216,7 +216,7 @@ def test_authors_that_are_trusted_come_first() -> None:
     assert next_notice(waiting, set(), {}, trusted=store.trusted.owners, fetches=True) == waiting[1]
 
 
-def test_many_authors_at_one_address_leave_places_to_others() -> None:
+def test_many_authors_at_one_address_leave_places() -> None:
     waiting: tuple[Notice, ...] = ()
     for number in range(100):
         waiting = pending(waiting, notice(f"key {number}", number, origin="one"), {})
@@ -229,7 +229,7 @@ def test_many_authors_at_one_address_leave_places_to_others() -> None:
     assert waiting[0].author == "key 0", "the oldest stay"
 
 
-def test_what_waits_is_bounded_by_author_and_those_that_failed_give_way() -> None:
+def test_waiting_evidence_is_bounded_and_failed_authors_yield() -> None:
     waiting: tuple[Notice, ...] = ()
     for number in range(100):
         waiting = pending(waiting, notice("one", number), {})

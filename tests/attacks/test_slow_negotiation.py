@@ -78,7 +78,7 @@ async def test_an_address_holds_few_streams_without_a_protocol() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_a_neighbour_who_takes_a_round_trip_keeps_its_streams() -> None:
+async def test_neighbour_who_takes_round_trip_keeps_its_streams() -> None:
     """As js-libp2p's do, which name a protocol only when they were told that multistream is spoken."""
     limits, hostile, neighbour = NodeLimits(), Negotiator(), Negotiator()
     async with (

@@ -27,7 +27,7 @@ PER_DIAL = 100
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-async def test_an_attack_is_carried_out_and_others_are_served(name: str) -> None:
+async def test_attack_is_carried_out_and_others_are_served(name: str) -> None:
     config = SwarmConfig(Identity.generate(), listen=(LOOPBACK,))
     async with (
         open_swarm(config) as node,
@@ -53,7 +53,7 @@ async def test_keys_take_their_addresses_in_turns() -> None:
     assert Counter(found) == {"127.0.0.2": 3, "127.0.0.3": 2}
 
 
-async def test_an_attack_begins_again_when_it_is_broken_off() -> None:
+async def test_attack_begins_again_when_it_is_broken_off() -> None:
     """What a victim does about it ends one try; a mistake in the attack itself is no victim's doing."""
     tries = 0
 

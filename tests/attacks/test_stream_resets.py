@@ -83,7 +83,7 @@ async def flooded(
 
 
 @pytest.mark.virtual_time
-async def test_many_keys_of_an_address_have_the_turns_of_one() -> None:
+async def test_many_keys_of_address_have_turns_of_one() -> None:
     counted = FramesPerPass()
     with frames_taken(counted.note):
         trio.lowlevel.add_instrument(counted)
@@ -103,7 +103,7 @@ async def test_many_keys_of_an_address_have_the_turns_of_one() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_pings_of_many_keys_have_the_turns_of_one_address() -> None:
+async def test_pings_of_many_keys_have_one_addresss_turns() -> None:
     counted = FramesPerPass()
     with frames_taken(counted.note):
         trio.lowlevel.add_instrument(counted)
@@ -114,7 +114,7 @@ async def test_pings_of_many_keys_have_the_turns_of_one_address() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_who_waits_for_its_turn_is_not_taken_for_dead() -> None:
+async def test_who_waits_for_its_turn_is_not_dead() -> None:
     limits = NodeLimits()
     async with connections(2, ATTACKER, limits) as [(first, other), (second, quiet)]:
         quiet.open(1)
@@ -129,7 +129,7 @@ async def test_who_waits_for_its_turn_is_not_taken_for_dead() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_streams_that_were_reset_at_once_start_no_task() -> None:
+async def test_streams_reset_at_once_start_no_task() -> None:
     async with muxer() as (ours, other):
         other.say_bytes(OPENED_AND_RESET)
         other.open(2 * PAIRS + 1)
@@ -137,7 +137,7 @@ async def test_streams_that_were_reset_at_once_start_no_task() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_pings_of_who_does_not_read_are_not_answered_for_ever() -> None:
+async def test_pings_of_who_does_not_read_go_unanswered() -> None:
     raw = MemoryRaw(room=0)
     async with muxer(raw) as (ours, other):
         for _ in range(8):
@@ -154,7 +154,7 @@ async def test_pings_of_who_does_not_read_are_not_answered_for_ever() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_strangers_take_less_while_others_use_what_they_were_granted() -> None:
+async def test_strangers_take_less_while_others_use_grants() -> None:
     """Also between two steps, which may be seconds apart."""
 
     async def pings_taken(since_step: float | None) -> int:
@@ -187,7 +187,7 @@ async def test_strangers_take_less_while_others_use_what_they_were_granted() -> 
 
 @pytest.mark.virtual_time
 @pytest.mark.parametrize(("frames", "quiet"), [(5000, True), (20_000, False)])
-async def test_steps_of_a_session_are_quiet_and_a_flood_on_its_stream_is_not(frames: int, quiet: bool) -> None:
+async def test_sessions_steps_are_quiet_and_floods_are_not(frames: int, quiet: bool) -> None:
     async with muxer(MemoryRaw(origin=HONEST)) as (ours, honest):
         honest.open(1)
         (await ours.accept_stream()).grant()
@@ -197,7 +197,7 @@ async def test_steps_of_a_session_are_quiet_and_a_flood_on_its_stream_is_not(fra
         assert ours.address.is_quiet == quiet
 
 
-async def test_what_serves_a_stream_counts_for_its_address_until_something_is_granted() -> None:
+async def test_streams_count_for_their_address_until_a_grant() -> None:
     """By processor time, whatever the handler does; then little of it. Who opens sessions again and again, for 5 ms
     each, would wait behind the loudest otherwise."""
     spent = []
@@ -223,7 +223,7 @@ async def test_what_serves_a_stream_counts_for_its_address_until_something_is_gr
 
 @pytest.mark.virtual_time
 @pytest.mark.parametrize(("sessions", "quiet"), [(4, True), (40, False)])
-async def test_who_opens_sessions_is_quiet_and_who_floods_with_them_is_not(sessions: int, quiet: bool) -> None:
+async def test_opening_sessions_is_quiet_and_flooding_is_not(sessions: int, quiet: bool) -> None:
     """All of them are granted, after 5 ms of work each."""
     limits = NodeLimits()
     address = limits.of_address(ATTACKER)

@@ -114,12 +114,12 @@ def test_every_message_has_a_row() -> None:
     assert set(alone) <= reached, "in no message that has a row"
 
 
-def test_every_target_of_the_fuzzing_is_in_a_row() -> None:
+def test_every_target_of_fuzzing_is_in_row() -> None:
     named = {target for row in ROWS.values() for target in row.fuzz}
     assert {target.name for target in all_targets()} <= named | set(OTHERS)
 
 
-def test_every_attack_of_the_catalogue_is_in_a_row() -> None:
+def test_every_attack_of_catalogue_is_in_row() -> None:
     assert set(ATTACKS) == {attack for row in ROWS.values() for attack in row.attack}
 
 
@@ -140,7 +140,7 @@ def reading_modules() -> set[str]:
     }
 
 
-def test_every_module_that_reads_a_format_says_whose_it_is() -> None:
+def test_modules_that_read_a_format_say_whose() -> None:
     assert reading_modules() == set(READ_BY)
     for module, whose in READ_BY.items():
         assert all(name in NAMED or name.startswith("none: ") for name in whose), module

@@ -149,7 +149,7 @@ def test_markdown_hides_nothing_that_the_model_wrote() -> None:
     assert "http://192.0.2.1/five" in shown_text
 
 
-def test_what_has_come_of_an_answer_is_seen_before_its_end() -> None:
+def test_begun_answer_is_seen_before_its_end() -> None:
     with at_terminal("xterm") as terminal:
         answer = answer_on(Output(False))
         answer.write("one ")

@@ -38,9 +38,7 @@ def test_who_signs_two_answers_is_banned_and_replaced(swarm: MemorySwarm, model_
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_who_cannot_be_proved_to_lie_is_not_blamed_and_nobody_else_is(
-    swarm: MemorySwarm, model_folder: Path, kind: str
-) -> None:
+def test_who_cannot_be_proved_to_lie_is_unblamed(swarm: MemorySwarm, model_folder: Path, kind: str) -> None:
     """The next server might show an old receipt. Its session goes on, and the client relays."""
     bans, route, recoveries = generated(swarm, model_folder, Lies(OTHERS[kind]))
     assert bans == set()
@@ -54,7 +52,7 @@ def test_who_pushes_an_old_output_again_is_refused(swarm: MemorySwarm, model_fol
 
 
 @pytest.mark.parametrize("by", [None, STRANGER, "an earlier step's"])
-def test_who_invents_a_push_does_not_blame_the_server_before(
+def test_who_invents_push_does_not_blame_server_before(
     swarm: MemorySwarm, model_folder: Path, monkeypatch: pytest.MonkeyPatch, by: Identity | str | None
 ) -> None:
     """Here the second server lies: it says that it was pushed what nobody pushed."""
@@ -79,7 +77,7 @@ def test_who_invents_a_push_does_not_blame_the_server_before(
     assert told and bans == {STRANGER.peer_id}
 
 
-def test_who_shows_no_receipt_is_left_and_not_blamed(
+def test_who_shows_no_receipt_is_left_unblamed(
     swarm: MemorySwarm, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As servers of older versions do."""
@@ -99,13 +97,13 @@ def test_who_shows_no_receipt_is_left_and_not_blamed(
 # --- the rules
 
 
-def test_a_server_that_was_misled_is_asked_anew_once() -> None:
+def test_server_that_was_misled_is_asked_anew_once() -> None:
     state, action = next_action(StepState("pushed"), Misled(proved=False))
     assert action == Send(anew=True) and state.phase == "sending"
     state, action = next_action(replace(state, phase="sent"), Misled(proved=False))
     assert action is Recover.REPLACE
 
 
-def test_the_server_before_is_replaced_once_it_is_proved() -> None:
+def test_server_before_is_replaced_once_it_is_proved() -> None:
     state, action = next_action(StepState("pushed"), Misled(proved=True))
     assert action is Recover.REPLACE and state.phase == "replacing"

@@ -19,7 +19,7 @@ async def brought(relay: Host, target: Host, source: str = OTHER.peer_id) -> Non
     await ask_stop(stream, source, CircuitLimit(), timeout=60)
 
 
-async def test_a_peer_that_was_asked_for_nothing_brings_nobody() -> None:
+async def test_peer_that_was_asked_for_nothing_brings_nobody() -> None:
     async with host_here(listens=True) as target, host_here() as stranger, relay_here() as (relay, _):
         stranger.remember(target.peer_id, target.addrs())
         with pytest.raises(RelayRefused) as refused:

@@ -45,7 +45,7 @@ async def test_the_test_of_a_line_is_no_grant() -> None:
         assert limits.served_at == -math.inf, "nobody uses what it was granted"
 
 
-async def test_a_circuit_is_no_service_of_either_end_of_it_until_a_stream_in_it_is_granted_something() -> None:
+async def test_circuit_serves_no_end_until_a_grant() -> None:
     async with relay_here() as (relay, _), host_here() as target, host_here() as stranger:
         stranger.remember(target.peer_id, await reserve(target, relay))
         stream = await stranger.open_stream(target.peer_id, "/echo/1")
@@ -55,7 +55,7 @@ async def test_a_circuit_is_no_service_of_either_end_of_it_until_a_stream_in_it_
 
 
 @pytest.mark.virtual_time
-async def test_a_wide_window_is_no_grant_and_a_grant_needs_none() -> None:
+async def test_wide_window_and_grant_are_independent() -> None:
     async with muxer() as (ours, other):
         other.open(1)
         stream = await ours.accept_stream()

@@ -13,7 +13,7 @@ from tests.answering_server import SERVER, asked, chunk_of, received, talking
 pytestmark = pytest.mark.virtual_time
 
 
-async def test_a_receipt_for_something_else_than_was_sent_is_found_where_nobody_waits_for_the_answer() -> None:
+async def test_receipt_for_other_bytes_is_found_without_waiting() -> None:
     async with talking(log=SessionLog(SERVER.peer_id, keeps_tensors=True)) as (server, session):
         chunk = chunk_of()
         early, late = await asked(session, chunk), await asked(session, chunk, 1)
@@ -25,9 +25,7 @@ async def test_a_receipt_for_something_else_than_was_sent_is_found_where_nobody_
 
 @pytest.mark.parametrize("pushed_on", [False, True])
 @pytest.mark.parametrize("upstream", [b"b" * 32, b"o" * 32], ids=["the receipt of that", "another receipt"])
-async def test_who_signs_for_another_push_of_a_step_that_nobody_waits_for_is_blamed_only_where_that_is_sure(
-    upstream: bytes, pushed_on: bool
-) -> None:
+async def test_unawaited_pushs_signer_is_blamed_only_where_sure(upstream: bytes, pushed_on: bool) -> None:
     """An honest server that was pushed something else by the one before it is not; what it did is not audited then.
 
     The one before has signed for the payload only, not for what it says of the step.

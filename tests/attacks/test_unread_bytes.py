@@ -34,7 +34,7 @@ async def stalled(stream: MessageStream[wire.PushFrame]) -> None:
     await stream.wait_lost()
 
 
-async def test_a_handler_that_has_granted_nothing_is_sent_little() -> None:
+async def test_handler_that_has_granted_nothing_is_sent_little() -> None:
     """4 MiB of each stream were open before anybody had looked at what it is for."""
     async with (
         open_swarm(SwarmConfig(Identity.generate(), listen=("/ip4/127.0.0.1/tcp/0",))) as node,
@@ -61,7 +61,7 @@ async def test_a_handler_that_has_granted_nothing_is_sent_little() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_streams_that_nobody_reads_take_a_small_budget_and_nothing_of_what_was_granted() -> None:
+async def test_unread_streams_take_a_small_budget_only() -> None:
     limits = NodeLimits(budgets_of(0))
     async with AsyncExitStack() as stack:
         honest, server = await stack.enter_async_context(muxer(MemoryRaw(origin="192.0.2.1"), limits=limits, key=3))
@@ -87,7 +87,7 @@ async def test_streams_that_nobody_reads_take_a_small_budget_and_nothing_of_what
 
 
 @pytest.mark.virtual_time
-async def test_a_stream_that_is_granted_more_counts_with_the_others() -> None:
+async def test_stream_that_is_granted_more_counts_with_others() -> None:
     limits = NodeLimits()
     async with muxer(MemoryRaw(origin="192.0.2.1"), limits=limits) as (ours, other):
         other.open(1)
@@ -103,7 +103,7 @@ async def test_a_stream_that_is_granted_more_counts_with_the_others() -> None:
         assert (ours.held(True), address.unread, limits.unread) == (600, [0, 600], 600)
 
 
-async def test_a_session_lets_its_client_send_much_once_it_is_granted(blocks: BlockSpan) -> None:
+async def test_granted_session_lets_its_client_send_much(blocks: BlockSpan) -> None:
     with trio.fail_after(TIMEOUT):
         async with one_server(blocks) as server:
             stream, raw = server.connect(wire.InferenceFrame, server.service.handle_session, CLIENT)

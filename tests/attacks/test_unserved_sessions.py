@@ -20,7 +20,7 @@ def connected(server: OneServer, client: Identity = CLIENT) -> tuple[RawSession,
     return RawSession(stream, {"blocks": [0, NUM_BLOCKS], "model_version": VERSION.hex()}), end
 
 
-async def test_a_session_counts_as_a_stranger_until_a_step_is_answered(blocks: BlockSpan) -> None:
+async def test_session_counts_as_stranger_until_step_is_answered(blocks: BlockSpan) -> None:
     async with one_server(blocks) as server:
         session, end = connected(server)
         assert (await session.open()).HasField("granted") and not end.granted
@@ -33,7 +33,7 @@ async def test_a_session_counts_as_a_stranger_until_a_step_is_answered(blocks: B
         assert end.granted
 
 
-async def test_who_gives_up_a_prompt_counts_as_a_stranger_again(blocks: BlockSpan) -> None:
+async def test_who_gives_up_prompt_counts_as_stranger_again(blocks: BlockSpan) -> None:
     async with one_server(blocks) as server:
         session, end = connected(server)
         await session.open(keep_ms=KEEP)
@@ -53,7 +53,7 @@ async def test_who_gives_up_a_prompt_counts_as_a_stranger_again(blocks: BlockSpa
         assert end.granted
 
 
-async def test_who_pushes_counts_as_a_stranger_until_a_push_is_taken(blocks: BlockSpan) -> None:
+async def test_pusher_is_a_stranger_until_a_taken_push(blocks: BlockSpan) -> None:
     async with one_server(blocks) as server:
         session, _ = connected(server)
         await session.open(upstream=peer_id_to_bytes(PUSHER.peer_id))

@@ -124,7 +124,7 @@ def test_experts_in_bfloat16_are_not_convicted(experts: ModelFolder, seed: int) 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_values_that_one_processor_takes_for_zero_convict_nobody(folder: ModelFolder, dtype: str) -> None:
+def test_values_taken_for_zero_convict_nobody(folder: ModelFolder, dtype: str) -> None:
     server, asked = serving(folder, dtype), 1e-40 * hidden(3)
     with subnormals_are_zero() as possible:
         if not possible:
@@ -136,7 +136,7 @@ def test_values_that_one_processor_takes_for_zero_convict_nobody(folder: ModelFo
     assert outcome.inconclusive and not outcome.proven, outcome
 
 
-def test_gradients_that_one_processor_takes_for_zero_convict_nobody(folder: ModelFolder) -> None:
+def test_gradients_taken_for_zero_convict_nobody(folder: ModelFolder) -> None:
     server, gradient = serving(folder), 1e-40 * hidden(3, seed=1)
     with subnormals_are_zero() as possible:
         if not possible:
@@ -146,7 +146,7 @@ def test_gradients_that_one_processor_takes_for_zero_convict_nobody(folder: Mode
     assert outcome.inconclusive and not outcome.proven, outcome
 
 
-def test_values_that_a_codec_rounds_to_nothing_convict_nobody() -> None:
+def test_values_that_codec_rounds_to_nothing_convict_nobody() -> None:
     right = 1e-7 * hidden(3)
     claimed = (decode(*encode(right, "float16")),)
     seen = Observed("", SPAN, "float32", "none", SessionQuestion(SPAN, ()), claimed, codec="float16")
@@ -237,19 +237,19 @@ def test_the_mean_is_compared_with_what_noise_makes() -> None:
     assert judged([0.045] * 3, [0.026] * 3) == "faulty"  # whatever the mean may be
 
 
-def test_noise_that_is_not_finite_leaves_nothing_to_judge() -> None:
+def test_infinite_noise_leaves_nothing_to_judge() -> None:
     right = hidden(2)
     found = spread_of(right, [right, right * float("nan")])
     assert not found.steady(TOLERANCE).any()
 
 
 @pytest.mark.parametrize(("worst", "result"), [(0.0, "faulty"), (0.03, "inconclusive")])
-def test_gradients_of_kept_tensors_that_depend_on_roundings_decide_nothing(worst: float, result: str) -> None:
+def test_kept_tensors_gradients_by_rounding_decide_nothing(worst: float, result: str) -> None:
     found, noisy = {"deep prompts": Distance(0.5, 0.5, 3)}, {"deep prompts": Distance(worst, worst, 3)}
     assert judge_kept(found, TOLERANCE, [noisy])[0].result == result
 
 
-def test_every_tie_of_two_experts_is_decided_both_ways() -> None:
+def test_ties_of_two_experts_are_decided_both_ways() -> None:
     for one in range(16):
         for other in range(one):
             scores = torch.full((1, 16), -9.0)

@@ -39,7 +39,7 @@ trio.run(main)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a path there is no name that a server can announce")
-def test_what_strangers_announce_of_a_model_takes_few_short_lines(tmp_path: Path) -> None:
+def test_announced_models_take_few_short_lines(tmp_path: Path) -> None:
     model = save_tiny("llama", tmp_path / "tiny")
     with nodes(tmp_path / "nodes") as started:
         address = started.script(LIAR, str(model)).event("ready")["addrs"][0]

@@ -46,7 +46,7 @@ async def test_a_page_of_another_origin_is_not_answered() -> None:
         assert (await ask(Admission(), "OPTIONS", Origin=origin)).status_code == 403
 
 
-async def test_a_page_whose_name_is_made_to_mean_this_machine_is_not_answered() -> None:
+async def test_page_whose_name_means_this_machine_is_unanswered() -> None:
     for host in ("evil.example:8000", "127.0.0.1.evil.example", "", "[::1"):
         assert (await ask(Admission(), Host=host)).status_code == 403, host
         assert (await ask(Admission(), Host=host, Origin=f"http://{host}")).status_code == 403
@@ -55,7 +55,7 @@ async def test_a_page_whose_name_is_made_to_mean_this_machine_is_not_answered() 
         assert (await ask(Admission(), Host=host, Origin=f"http://{host}")).status_code == 200
 
 
-async def test_the_page_of_the_server_itself_and_those_that_were_asked_for_are_answered() -> None:
+async def test_own_page_and_allowed_ones_are_answered() -> None:
     assert (await ask(Admission(), Origin=OWN)).status_code == 200
     asked_for = Admission(origins=("https://chat.example",))
     answered = await ask(asked_for, Origin="https://chat.example")
@@ -66,7 +66,7 @@ async def test_the_page_of_the_server_itself_and_those_that_were_asked_for_are_a
     assert (await ask(Admission(origins=("*",)), Origin="https://any.example")).status_code == 200
 
 
-async def test_without_its_key_nobody_is_answered_whatever_the_origin() -> None:
+async def test_without_its_key_nobody_is_answered_whatever_origin() -> None:
     keyed = Admission(KEYED, origins=("*",), hosts=())
     for headers in (
         {},
@@ -84,7 +84,7 @@ async def test_without_its_key_nobody_is_answered_whatever_the_origin() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/../v1/models", "/V1/models", "//v1/models", "/v1%2Fmodels", "/./v1/models"])
-async def test_no_other_spelling_of_a_path_gets_around_the_key(path: str) -> None:
+async def test_no_other_spelling_of_path_gets_around_key(path: str) -> None:
     """What the middleware does not take for the API is not what the API's routes answer to."""
     from petalnode.node.api import app
 
@@ -113,7 +113,7 @@ class _NoCore:
         self.models = {"tiny": None}
 
 
-async def test_more_requests_than_allowed_are_told_to_come_back() -> None:
+async def test_more_requests_than_allowed_must_come_back() -> None:
     begun, go = trio.Event(), trio.Event()
 
     async def endpoint(request: Request) -> JSONResponse:

@@ -102,7 +102,7 @@ async def test_headers_without_end_are_bounded() -> None:
     assert raw.closed and raw.size < 65536
 
 
-async def test_silent_handshakes_have_the_places_and_the_deadline_of_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silent_handshakes_have_places_and_deadline_of_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "_HANDSHAKES", 2.0)
     async with host(WS) as server:
         async with (
@@ -156,9 +156,7 @@ class Turns(trio.abc.Instrument):
 
 @pytest.mark.parametrize(("first", "said"), FLOODS.values(), ids=FLOODS)
 @pytest.mark.virtual_time
-async def test_floods_of_small_frames_end_the_connection_in_turns_with_others(
-    first: bytes, said: Iterable[bytes]
-) -> None:
+async def test_floods_of_small_frames_end_their_connection(first: bytes, said: Iterable[bytes]) -> None:
     limits, turns = NodeLimits(), Turns()
     async with accepted(limits) as (above, below):
         below.room = 0  # it reads nothing
@@ -182,7 +180,7 @@ async def test_floods_of_small_frames_end_the_connection_in_turns_with_others(
 
 
 @pytest.mark.virtual_time
-async def test_pings_are_answered_once_for_all_that_came_together() -> None:
+async def test_pings_that_came_together_are_answered_once() -> None:
     async with accepted(NodeLimits()) as (above, below):
         below.say.send_nowait(b"".join(frame(PING, bytes([number])) for number in range(50)) + frame(BINARY, b"hello"))
         assert await above.receive() == b"hello"
@@ -190,7 +188,7 @@ async def test_pings_are_answered_once_for_all_that_came_together() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_frames_of_every_size_pass_whole_and_nothing_is_kept_of_them() -> None:
+async def test_frames_of_every_size_pass_whole() -> None:
     async with accepted(NodeLimits()) as (above, below):
         for size in (1, 125, 126, 127, 65535, 65536, 1 << 20):
             data = os.urandom(size)
@@ -206,7 +204,7 @@ async def test_frames_of_every_size_pass_whole_and_nothing_is_kept_of_them() -> 
 
 
 @pytest.mark.virtual_time
-async def test_a_frame_that_was_begun_goes_on_where_it_stopped() -> None:
+async def test_begun_frame_goes_on_where_it_stopped() -> None:
     async with accepted(NodeLimits()) as (above, below):
         for room in range(12):
             below.sent.clear()

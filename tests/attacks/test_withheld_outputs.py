@@ -39,7 +39,7 @@ def pool(folder: Path) -> Iterator[MemoryPool]:
         yield pool
 
 
-def test_an_honest_server_is_not_blamed_for_what_it_was_told(
+def test_honest_server_is_not_blamed_for_its_inputs(
     pool: MemoryPool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[int] = []

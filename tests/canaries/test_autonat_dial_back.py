@@ -23,7 +23,7 @@ class Connection:
     is_closed = False
 
 
-async def test_a_peer_is_told_that_it_is_reachable_without_being_dialed() -> None:
+async def test_reachable_peer_is_told_without_being_dialed() -> None:
     host = new_host()
     network: Any = host.get_network()
     assert isinstance(network, Swarm)

@@ -9,6 +9,6 @@ from packaging.requirements import Requirement
 CURED = "py-libp2p has cured it: docs/decisions/libp2p-in-the-wheel.md says what can be thrown away"
 
 
-def test_libp2p_requires_a_library_that_has_to_be_compiled() -> None:
+def test_libp2p_requires_library_that_has_to_be_compiled() -> None:
     required = {entry.name: entry for entry in map(Requirement, metadata.requires("libp2p") or ())}
     assert "fastecdsa" in required and not required["fastecdsa"].specifier.contains("3.0.0"), CURED

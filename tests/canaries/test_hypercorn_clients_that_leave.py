@@ -27,7 +27,7 @@ class Served:
         return await trio.open_tcp_stream("127.0.0.1", int(bound.rpartition(":")[2]))
 
 
-async def test_a_client_that_pipelines_and_goes_is_not_noticed() -> None:
+async def test_client_that_pipelines_and_goes_is_not_noticed() -> None:
     told = trio.Event()
     asked = trio.Event()
 
@@ -50,7 +50,7 @@ async def test_a_client_that_pipelines_and_goes_is_not_noticed() -> None:
         nursery.cancel_scope.cancel()
 
 
-async def test_a_client_that_reads_nothing_cannot_be_given_up() -> None:
+async def test_client_that_reads_nothing_cannot_be_given_up() -> None:
     given_up, giving_up = trio.Event(), trio.CancelScope()
     sent = 0
 

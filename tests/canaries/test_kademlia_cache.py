@@ -33,13 +33,13 @@ def table() -> KadDHT:
     return kad
 
 
-async def test_a_value_of_its_own_store_is_taken_without_asking_anyone() -> None:
+async def test_value_of_the_own_store_is_taken_directly() -> None:
     kad = table()
     kad.value_store.put(KEY.encode(), b"stale")
     assert await kad.get_value(KEY, quorum=2) == b"stale", CURED
 
 
-async def test_providers_of_its_own_store_are_taken_without_asking_anyone() -> None:
+async def test_providers_of_the_own_store_are_taken_directly() -> None:
     kad = table()
     kad.provider_store.add_provider(KEY.encode(), PeerInfo(kad.host.get_id(), []))
     assert len(await kad.provider_store.find_providers(KEY.encode())) == 1, CURED

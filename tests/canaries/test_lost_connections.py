@@ -42,7 +42,7 @@ class Lost:
         self.is_closed = True
 
 
-async def test_a_connection_that_ends_while_it_is_added_stays_among_the_living() -> None:
+async def test_connection_ending_while_added_stays_among_the_living() -> None:
     swarm = new_host().get_network()
     assert isinstance(swarm, Swarm)
     async with background_trio_service(swarm):
@@ -70,7 +70,7 @@ class OneStream:
 
 
 @pytest.mark.virtual_time
-async def test_a_stream_that_only_we_have_closed_is_never_let_go() -> None:
+async def test_stream_closed_by_us_only_is_never_freed() -> None:
     """So do the handlers of identify and ping leave theirs."""
     under: Any = OneStream()
     muxer = Yamux(under, PEER, is_initiator=False)

@@ -13,7 +13,7 @@ def txt(*addrs: str) -> dict[bytes, bytes]:
     return broadcaster._build_txt_properties(list(addrs), ["192.168.1.7"], 4001, PEER)
 
 
-def test_the_second_address_has_a_key_that_nobody_else_reads() -> None:
+def test_second_address_has_key_that_nobody_else_reads() -> None:
     keys = list(txt("/ip4/192.168.1.7/tcp/4001", "/ip4/10.0.0.7/tcp/4001"))
     assert keys == [b"dnsaddr", b"dnsaddr2"], CURED
 

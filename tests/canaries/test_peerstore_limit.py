@@ -11,7 +11,7 @@ from multiaddr import Multiaddr
 CURED = "py-libp2p has cured it: docs/decisions/peerstore.md says what can be thrown away"
 
 
-def test_a_nodes_own_keys_are_the_first_to_go() -> None:
+def test_nodes_own_keys_are_first_to_go() -> None:
     own = create_new_key_pair(b"\xff" * 32)
     own_id = ID.from_pubkey(own.public_key)
     store = PeerStore(max_peers=8)

@@ -24,7 +24,7 @@ class Pipe:
 
 
 @pytest.mark.parametrize("other", ["6b" * 32, None])
-async def test_a_peer_with_another_key_is_not_told_apart(other: str | None) -> None:
+async def test_peer_with_another_key_is_not_told_apart(other: str | None) -> None:
     try:
         pipe: Any = Pipe()
         await (pipe if other is None else PskConn(pipe, other)).write(GREETING)

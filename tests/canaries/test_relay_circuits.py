@@ -30,7 +30,7 @@ class Stream:
     reset = close
 
 
-async def test_the_end_of_a_circuit_closes_another_one_of_the_same_peer() -> None:
+async def test_circuits_end_closes_another_of_the_same_peer() -> None:
     protocol = CircuitV2Protocol(new_host(), allow_hop=True)
     old: list[Any] = [Stream(), Stream()]
     new: list[Any] = [Stream(), Stream()]

@@ -27,7 +27,7 @@ def swarm_that_knows(addr: str) -> Swarm:
 
 
 @pytest.mark.virtual_time
-async def test_a_dial_that_succeeds_at_once_waits_for_the_next_attempt_all_the_same() -> None:
+async def test_instant_dial_waits_for_the_next_attempt() -> None:
     swarm = swarm_that_knows("/ip4/203.0.113.7/tcp/4001")
 
     async def connected(*_: Any, **__: Any) -> object:
@@ -47,7 +47,7 @@ async def test_a_circuit_address_cannot_be_dialed() -> None:
     assert "relay-only" in str(refused.value), CURED
 
 
-def test_a_peer_that_failed_once_is_not_dialed_again_for_a_minute() -> None:
+def test_peer_that_failed_once_is_redialed_late() -> None:
     cache = _NegativePeerCache()
     cache.mark_failed("peer")
     assert cache.is_blocked("peer") and cache._ttl == 60.0, CURED

@@ -14,7 +14,7 @@ CURED = "py-libp2p has cured it: docs/decisions/yamux-and-noise.md says what can
 
 
 @pytest.mark.virtual_time
-async def test_a_reader_that_pauses_for_5_seconds_ends_the_write() -> None:
+async def test_reader_that_pauses_for_5_seconds_ends_write() -> None:
     connection: Any = object()
     stream = YamuxStream(1, connection, True)
     stream.send_window = 0

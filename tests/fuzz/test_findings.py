@@ -48,7 +48,7 @@ from tests.quantised_checkpoints import LAYOUTS
 
 
 @pytest.mark.parametrize("span", [(0, 0), (5, 2), (0, 2)])
-def test_a_pledge_for_no_blocks_or_too_few_pledges_nothing(span: tuple[int, int]) -> None:
+def test_pledge_for_no_blocks_pledges_nothing(span: tuple[int, int]) -> None:
     """It raised in the routing of every client that wants pledges."""
     message = corpus.announcement()
     message.pledge.span.start, message.pledge.span.end = span
@@ -58,7 +58,7 @@ def test_a_pledge_for_no_blocks_or_too_few_pledges_nothing(span: tuple[int, int]
 
 
 @pytest.mark.parametrize("codec", ["none", "int8-block64"])
-def test_a_shape_of_a_thousand_dimensions_is_refused_before_it_is_multiplied(codec: str) -> None:
+def test_huge_shape_is_refused_before_it_is_multiplied(codec: str) -> None:
     """The product took seconds, or was too large for a float."""
     with pytest.raises(TensorError, match="dimensions"):
         wire_nbytes([(1 << 32) - 1] * 1000, "float32", codec)
@@ -70,7 +70,7 @@ def test_a_size_that_no_float_holds_is_exact() -> None:
     )
 
 
-def test_an_address_that_the_library_writes_and_cannot_read_is_none() -> None:
+def test_address_written_unreadably_is_none() -> None:
     with pytest.raises(BadInput):
         parse_peer("/ip6zone/example.com")
     assert dialable("/ip6zone/example.com") is None
@@ -91,21 +91,21 @@ def safetensors(folder: Path, entry: dict[str, object], name: str = "model.safet
 
 
 @pytest.mark.parametrize("shape", [["a", 1 << 40], [["a"], 1 << 62], [(1 << 62)] * 50_000, "ab", {"a": 1}])
-def test_a_shape_in_a_file_is_multiplied_only_if_it_is_one(tmp_path: Path, shape: object) -> None:
+def test_files_shape_is_multiplied_only_if_valid(tmp_path: Path, shape: object) -> None:
     """A text times a number took as much memory as a stranger liked."""
     with pytest.raises(ModelError, match="damaged"):
         read_header(safetensors(tmp_path, {"shape": shape}))
 
 
 @pytest.mark.parametrize("offsets", [[], [0], "", "x", {}])
-def test_an_adapter_with_offsets_that_are_none_is_damaged(tmp_path: Path, offsets: object) -> None:
+def test_adapter_with_offsets_that_are_none_is_damaged(tmp_path: Path, offsets: object) -> None:
     safetensors(tmp_path, {"data_offsets": offsets}, "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(BadInput):
         check_adapter(tmp_path)
 
 
-def test_a_configuration_that_is_nested_too_deeply_is_refused() -> None:
+def test_configuration_that_is_nested_too_deeply_is_refused() -> None:
     nested: Any = 1
     for _ in range(2000):
         nested = [nested]
@@ -121,7 +121,7 @@ def test_labels_that_look_like_numbers_are_texts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1e-300, 10**400])
-def test_a_plan_for_blocks_of_no_size_is_refused(tmp_path: Path, size: float) -> None:
+def test_plan_for_blocks_of_no_size_is_refused(tmp_path: Path, size: float) -> None:
     file = tmp_path / "machines.json"
     machine = {"name": "a", "device": "t4"}
     file.write_text(json.dumps({"machines": [machine], "model": {"block_mb": size}}))
@@ -129,7 +129,7 @@ def test_a_plan_for_blocks_of_no_size_is_refused(tmp_path: Path, size: float) ->
         read_machines(file)
 
 
-def test_a_table_of_machines_with_an_endless_field_is_refused(tmp_path: Path) -> None:
+def test_table_of_machines_with_endless_field_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "machines.csv"
     file.write_text("name,blocks\n" + "a" * 200_000 + ",1\n")
     with pytest.raises(BadInput, match="limit"):
@@ -168,7 +168,7 @@ async def test_a_status_that_is_no_text_is_read() -> None:
 
 @pytest.mark.virtual_time
 @pytest.mark.usefixtures("in_place")
-async def test_a_refusal_of_a_pass_is_what_the_client_is_told() -> None:
+async def test_refusal_of_pass_is_what_client_is_told() -> None:
     """It was told that the server had failed, and every server would have been tried."""
 
     def refused() -> Generator[None, None, None]:
@@ -184,7 +184,7 @@ async def test_a_refusal_of_a_pass_is_what_the_client_is_told() -> None:
 @pytest.mark.virtual_time
 @pytest.mark.usefixtures("in_place")
 @pytest.mark.parametrize("last", range(7))
-async def test_a_connection_that_ends_while_it_is_made_is_forgotten(last: int) -> None:
+async def test_connection_that_ends_while_made_is_forgotten(last: int) -> None:
     """It stayed in libp2p's list for ever, and a node with 4,096 of them would have taken no connection any more."""
     async with handshakes() as hosts:
         for _ in range(3):
@@ -194,7 +194,7 @@ async def test_a_connection_that_ends_while_it_is_made_is_forgotten(last: int) -
 
 @pytest.mark.virtual_time
 @pytest.mark.usefixtures("in_place")
-async def test_who_opens_streams_and_resets_them_fills_no_memory() -> None:
+async def test_opening_and_resetting_streams_fills_no_memory() -> None:
     async with muxer() as (ours, other):
         for _ in range(30):
             if ours.lost is None:  # it may be cut off
@@ -206,7 +206,7 @@ async def test_who_opens_streams_and_resets_them_fills_no_memory() -> None:
 @pytest.mark.virtual_time
 @pytest.mark.usefixtures("in_place")
 @pytest.mark.parametrize("protocol", [IDENTIFY, "/ipfs/id/push/1.0.0", "/ipfs/ping/1.0.0"])
-async def test_streams_of_libp2ps_own_protocols_end_though_the_peer_leaves_them_open(protocol: str) -> None:
+async def test_streams_of_libp2ps_protocols_end_though_left_open(protocol: str) -> None:
     async with node_host("nat") as host:
         with trio.fail_after(100):
             await host.feed(Opened(((1, question(protocol) + frame(b"")),), 0, DIRECT))
@@ -214,7 +214,7 @@ async def test_streams_of_libp2ps_own_protocols_end_though_the_peer_leaves_them_
 
 @pytest.mark.virtual_time
 @pytest.mark.usefixtures("in_place")
-async def test_little_of_what_a_peer_says_of_itself_is_kept() -> None:
+async def test_little_of_a_peers_own_words_is_kept() -> None:
     """Of each key that had ever connected, it was 1 MiB."""
     store, peer_id = PeerStore(), ID.from_string(corpus.ATTACKER.peer_id)
     addrs = [Multiaddr(f"/ip4/203.0.113.7/tcp/{port}").to_bytes() for port in range(1, 1000)]
@@ -241,7 +241,7 @@ def write(folder: Path, stated: dict[str, Any], held: dict[str, tuple[str, tuple
         ("gptq", "g_idx", "I32", (1 << 16,), bytes(1 << 18)),
     ],
 )
-def test_parts_of_a_quantised_matrix_that_do_not_fit_are_refused(
+def test_ill_fitting_parts_of_a_matrix_are_refused(
     layout: str, name: str, dtype: str, shape: tuple[int, ...], data: bytes, tmp_path: Path
 ) -> None:
     """They raised what torch raises, or asked for terabytes: for as many numbers as `weight_shape` says."""
@@ -250,7 +250,7 @@ def test_parts_of_a_quantised_matrix_that_do_not_fit_are_refused(
         read(tmp_path)
 
 
-def test_a_matrix_of_another_shape_than_the_models_is_not_held_in_its_bits(tmp_path: Path) -> None:
+def test_matrix_of_another_shape_is_not_held_quantised(tmp_path: Path) -> None:
     """It raised where the kernels take it, not where its shape is told."""
     write(tmp_path, LAYOUTS["packed"][0], quantised("packed"))
     with Checkpoint(tmp_path, 1) as weights:
@@ -270,7 +270,7 @@ def test_a_format_that_is_no_text_is_refused(form: Any) -> None:
         stored_scheme(stated)
 
 
-def test_scales_of_blocks_wider_than_the_matrix_take_no_more_than_it(tmp_path: Path) -> None:
+def test_scales_of_wide_blocks_take_no_more_memory(tmp_path: Path) -> None:
     held = {
         f"{MATRIX}.weight": ("F8_E4M3", (4, 4), bytes(16)),
         f"{MATRIX}.weight_scale_inv": ("F32", (2, 1), bytes(8)),

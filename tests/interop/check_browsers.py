@@ -65,7 +65,7 @@ class Page:
 
 
 @pytest.mark.parametrize("kind", PROGRAMS)
-def test_a_join_link_a_relay_servers_behind_nat_a_liar_and_a_lost_server(kind: str, tmp_path: Path) -> None:
+def test_join_link_with_relay_nat_liar_and_loss(kind: str, tmp_path: Path) -> None:
     if shutil.which(PROGRAMS[kind]) is None:
         pytest.skip(f"{PROGRAMS[kind]} is not installed")
     if reason := why_not():

@@ -69,7 +69,7 @@ class ChatPage:
 
 
 @pytest.mark.parametrize("kind", ["chromium", "firefox"])
-def test_the_chat_page_answers_by_a_link_without_petalnode_api(node_starter: Nodes, tmp_path: Path, kind: str) -> None:
+def test_chat_page_answers_by_link_without_petalnode_api(node_starter: Nodes, tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "tiny-llama"
     save_tokenizer(save_tiny("llama", folder, max_position_embeddings=4096, eos_token_id=None))
     relay = node_starter.bootstrap("--listen", WS)

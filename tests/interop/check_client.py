@@ -66,7 +66,7 @@ def options(count: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("listen", [WS, "/ip4/127.0.0.1/tcp/0"])
-def test_tokens_are_the_models_also_when_a_server_dies(node_starter: Nodes, folder: Path, listen: str) -> None:
+def test_tokens_are_models_also_when_server_dies(node_starter: Nodes, folder: Path, listen: str) -> None:
     at = ("--listen", listen, *SHARED)
     first = node_starter.server(folder, "0:2", *at)
     others = [node_starter.server(folder, blocks, *at, peer=first.address) for blocks in ("2:4", "4:6", "2:6")]
@@ -89,9 +89,7 @@ def test_tokens_are_the_models_also_when_a_server_dies(node_starter: Nodes, fold
 
 
 @pytest.mark.parametrize("listen", [WS, LOOPBACK])
-def test_a_private_swarm_has_the_bytes_of_js_libp2p(
-    node_starter: Nodes, folder: Path, tmp_path: Path, listen: str
-) -> None:
+def test_private_swarm_has_bytes_of_js_libp2p(node_starter: Nodes, folder: Path, tmp_path: Path, listen: str) -> None:
     key = tmp_path / "swarm.key"
     make_swarm_key(key)
     server = node_starter.server(folder, "0:6", "--listen", listen, *SHARED, "--swarm-key", str(key))

@@ -39,7 +39,7 @@ def test_identify_names_the_software(node_starter: Nodes, js: JsNodes) -> None:
     assert theirs.ask("about", peer=ours.peer_id)["agent"] == f"petalnode/{__version__}"
 
 
-def test_peers_in_client_mode_stay_out_of_tables_and_answers(node_starter: Nodes, js: JsNodes) -> None:
+def test_client_mode_peers_stay_out_of_tables(node_starter: Nodes, js: JsNodes) -> None:
     ours = node_starter.bootstrap()
     client = js.start(peers=[ours.address], services=["tableClient"])
     assert client.ready
@@ -71,9 +71,7 @@ def test_the_same_value_put_again_is_acknowledged(node_starter: Nodes, js: JsNod
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_peers_with_other_keys_have_circuits_without_limits_and_are_told_why_nobody_serves_them(
-    node_starter: Nodes, js: JsNodes, key: str
-) -> None:
+def test_other_keys_peers_circuit_and_learn_the_reason(node_starter: Nodes, js: JsNodes, key: str) -> None:
     ours = node_starter.bootstrap()
     target = js.start(key=key, relay=ours.address)
     until(lambda: any("p2p-circuit" in addr for addr in target.ask("addrs")), "the reservation")
@@ -104,7 +102,7 @@ def test_a_relay_of_theirs_keeps_our_reservation(js: JsNodes, tmp_path: Path) ->
         assert server.ask("reachability")["relays"] == [relay.peer_id] and relay.ask("counts")["asked"] == 0
 
 
-def test_who_reaches_us_through_a_relay_gets_a_direct_connection(js: JsNodes, tmp_path: Path) -> None:
+def test_who_reaches_us_through_relay_gets_direct_connection(js: JsNodes, tmp_path: Path) -> None:
     """We accepted the relayed connection, so we begin (DCUtR)."""
     with open_lab() as lab, lab_nodes(tmp_path) as nodes:
         relay, server = relayed_server(lab, nodes)
@@ -140,7 +138,7 @@ async def found_by(addr: str) -> tuple[set[str], list[set[str]]]:
         return {server.peer_id for server in servers}, named
 
 
-def test_servers_are_found_through_nodes_that_keep_none_of_our_values(js: JsNodes) -> None:
+def test_servers_are_found_through_foreign_nodes(js: JsNodes) -> None:
     """By provider records; also when the one node is gone that the servers had joined by."""
     first = js.start(listen=[LOOPBACK], services=["table"])
     address = first.ready["addrs"][0]

@@ -79,9 +79,7 @@ def send(program: Running, patience: float = LONG) -> str:
         (Kind.SYMMETRIC, "TimeoutError"),
     ],
 )
-def test_a_home_reaches_the_internet_but_not_the_other_way_round(
-    kind: Kind, refusal: str, lab: Lab, nodes: LabNodes
-) -> None:
+def test_home_reaches_internet_but_not_other_way_round(kind: Kind, refusal: str, lab: Lab, nodes: LabNodes) -> None:
     public, nat = lab.host("public"), lab.nat("home", kind)
     private = nat.host("laptop")
     inside, outside = listen(nodes, private), listen(nodes, public)
@@ -169,7 +167,7 @@ def test_ipv6_is_filtered_and_not_translated(lab6: Lab, nodes: LabNodes) -> None
     assert inward.line() == "TimeoutError"
 
 
-def test_programs_of_a_machine_start_warm_in_its_network(lab: Lab, nodes: LabNodes) -> None:
+def test_programs_of_machine_start_warm_in_its_network(lab: Lab, nodes: LabNodes) -> None:
     code = "import socket, sys; print('torch' in sys.modules, sorted(name for _, name in socket.if_nameindex()))"
     program = nodes.program(lab.host("here"), [sys.executable, "-c", code])
     assert isinstance(program.process, WarmProcess)

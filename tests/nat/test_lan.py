@@ -49,7 +49,7 @@ def test_two_laptops_serve_and_chat_with_no_option(lab: Lab, nodes: LabNodes, mo
     until(lambda: "remembered from another run" in second.errors, "it says how it joined")
 
 
-def test_neighbours_that_start_at_the_same_time_find_each_other(lab: Lab, nodes: LabNodes) -> None:
+def test_neighbours_that_start_together_find_each_other(lab: Lab, nodes: LabNodes) -> None:
     lan = lab.lan("cabin")
     start = time.perf_counter()
     started = [nodes.light(lan.host(f"h{n}"), listen=[LISTEN], mdns=True, blocks=[n, n + 1]) for n in range(3)]
@@ -60,7 +60,7 @@ def test_neighbours_that_start_at_the_same_time_find_each_other(lab: Lab, nodes:
     print(f"all know each other {time.perf_counter() - start:.1f} s after their processes began")
 
 
-def test_neighbours_lose_sight_of_each_other_and_meet_again(lab: Lab, nodes: LabNodes) -> None:
+def test_neighbours_lose_each_other_and_meet_again(lab: Lab, nodes: LabNodes) -> None:
     """Nobody has an address that was given to it."""
     lan = lab.lan("cabin")
     one, other = lan.host("one"), lan.host("other")
@@ -90,7 +90,7 @@ def test_a_private_swarm_has_neighbours_of_its_own(lab: Lab, nodes: LabNodes) ->
     assert connected == {"public": [], "red": [red2], "red2": [red], "blue": []}
 
 
-def test_a_node_for_this_machine_only_has_no_neighbours(lab: Lab, nodes: LabNodes) -> None:
+def test_node_for_this_machine_only_has_no_neighbours(lab: Lab, nodes: LabNodes) -> None:
     lan = lab.lan("cabin")
     one, other = lan.host("one"), lan.host("other")
     local = nodes.light(one, listen=["/ip4/127.0.0.1/tcp/0"], mdns=True, blocks=[0, 1])

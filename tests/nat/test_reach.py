@@ -23,7 +23,7 @@ def start(nodes: LabNodes, host: Host, *peers: LightNode, **options: object) -> 
     return nodes.light(host, **given | options)
 
 
-def test_a_server_behind_nat_is_reached_through_a_relay(lab: Lab, nodes: LabNodes) -> None:
+def test_server_behind_nat_is_reached_through_relay(lab: Lab, nodes: LabNodes) -> None:
     relay = nodes.light(lab.host("relay"), listen=[LISTEN])
     assert relay.ready and relay.ask("reachability")["kind"] == "unknown"
     server = start(nodes, lab.nat("home").host("server"), relay)
@@ -57,7 +57,7 @@ def test_a_forwarded_port_is_found_and_announced(lab: Lab, nodes: LabNodes) -> N
     assert f"/ip4/{nat.address}/tcp/31330/p2p/{server.peer_id}" in server.ask("addrs")
 
 
-def test_a_router_with_upnp_is_asked_for_the_port(lab: Lab, nodes: LabNodes) -> None:
+def test_router_with_upnp_is_asked_for_port(lab: Lab, nodes: LabNodes) -> None:
     relay, nat = start(nodes, lab.host("relay")), lab.nat("home")
     router = nodes.program(nat, [sys.executable, "-S", str(_ROUTER), nat.address])
     assert router.line() == "ready"

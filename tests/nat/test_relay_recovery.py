@@ -31,9 +31,7 @@ def start_client(lab: Lab, nodes: LabNodes, relay: LightNode, server: LightNode)
     return client
 
 
-def test_the_relay_is_killed_and_comes_back_and_is_cut_off_for_a_while(
-    lab: Lab, nodes: LabNodes, slowness: Slowness
-) -> None:
+def test_relay_is_killed_returns_and_is_cut_off(lab: Lab, nodes: LabNodes, slowness: Slowness) -> None:
     host = lab.host("relay")
     relay = start_relay(nodes, host, seed=SEED)
     server, _, _ = start_server(lab, nodes, relay)

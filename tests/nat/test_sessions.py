@@ -120,7 +120,7 @@ def test_servers_behind_two_nats_push_to_each_other(world: World, expected: Expe
 
 
 @pytest.mark.parametrize("what", ["the client's address changes", "a NAT forgets"])
-def test_a_way_that_is_lost_silently_is_found_again(what: str, world: World, expected: Expected) -> None:
+def test_way_that_is_lost_silently_is_found_again(what: str, world: World, expected: Expected) -> None:
     client, nat = (world.laptop, world.home) if "address" in what else (world.phone, world.cafe)
     client.order(ENDLESS, allowed=[world.whole], until={"rejoined": 1}, more=20)
     client.token(20)

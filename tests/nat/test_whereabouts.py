@@ -18,7 +18,7 @@ def reached(node: Node, kind: str) -> dict[str, object]:
     return event
 
 
-def test_a_node_says_how_it_is_reached_and_others_join_by_that(lab: Lab, nodes: LabNodes) -> None:
+def test_node_says_how_it_is_reached(lab: Lab, nodes: LabNodes) -> None:
     public = nodes.command(lab.host("public"), "bootstrap")
     hidden = nodes.command(lab.nat("home").host("hidden"), "bootstrap", "--peer", public.address)
     event = reached(hidden, "relayed")
@@ -38,7 +38,7 @@ def test_a_node_says_how_it_is_reached_and_others_join_by_that(lab: Lab, nodes: 
     assert guest.ready["joined"] == {"way": "peers", "peer_id": hidden.peer_id}
 
 
-def test_a_node_that_wants_no_relay_says_that_nobody_reaches_it(lab: Lab, nodes: LabNodes) -> None:
+def test_node_that_wants_no_relay_says_so(lab: Lab, nodes: LabNodes) -> None:
     public = nodes.command(lab.host("public"), "bootstrap")
     hidden = nodes.command(lab.nat("home").host("hidden"), "bootstrap", "--peer", public.address, "--relay", "off")
     event = reached(hidden, "unreachable")

@@ -108,7 +108,7 @@ def test_mixed_steps_on_quantised_blocks_equal_separate_ones(quantisation: str, 
         close(output, wanted, 2e-2)
 
 
-def test_sessions_take_turns_where_a_layer_hides_whose_row_it_gets(tiny: Tiny, tmp_path: Path) -> None:
+def test_sessions_take_turns_where_a_layer_hides_rows(tiny: Tiny, tmp_path: Path) -> None:
     model = tiny("llama")
     span = load_span(model, WHOLE)
     _, adapters = adapters_of(span, model, "llama", tmp_path)

@@ -127,7 +127,7 @@ def test_sessions_decoded_together_equal_sessions_alone(architecture: str, tiny:
 
 
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *HYBRIDS, *CROSSING])
-def test_reordered_rows_continue_the_rows_they_were_taken_from(architecture: str, tiny: Tiny) -> None:
+def test_reordered_rows_continue_rows_they_were_taken_from(architecture: str, tiny: Tiny) -> None:
     span = load_span(tiny(architecture), Span(1, 6 if architecture in CROSSING else 4))
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(3, 9, span.stack.width(), generator=generator)

@@ -139,7 +139,7 @@ def test_a_mask_with_holes_is_refused(tiny: Tiny) -> None:
         client.model(prompt(1, 4), attention_mask=torch.tensor([[1, 0, 1, 1]]))
 
 
-def test_models_that_load_at_once_have_a_dtype_each_and_leave_none_behind(tmp_path: Path) -> None:
+def test_models_loading_at_once_keep_their_dtypes(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     begin = threading.Barrier(len(dtypes))
@@ -156,7 +156,7 @@ def test_models_that_load_at_once_have_a_dtype_each_and_leave_none_behind(tmp_pa
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "granite", "gpt2", "opt"])
-def test_layers_are_called_alone_where_that_is_the_same(architecture: str, tiny: Tiny) -> None:
+def test_layers_are_called_alone_where_that_is_same(architecture: str, tiny: Tiny) -> None:
     client, _ = open_client(tiny(architecture), TWO)
     hidden = torch.randn(1, 3, client.hidden_size, generator=torch.Generator().manual_seed(3))
     logits = client.head(hidden)
@@ -169,7 +169,7 @@ def test_layers_are_called_alone_where_that_is_the_same(architecture: str, tiny:
         assert torch.equal(client.embed(prompt(1, 4), position), client.embedded(prompt(1, 4), position))
 
 
-def test_a_head_is_compared_by_several_threads_at_once(tiny: Tiny) -> None:
+def test_head_is_compared_by_several_threads_at_once(tiny: Tiny) -> None:
     """What one of them calls is not taken for what stands behind the blocks."""
     client, swarm = open_client(tiny("llama"), TWO)
     hidden = torch.randn(8, 1, client.hidden_size)

@@ -30,7 +30,7 @@ def one_by_one(blocks: BlockSpan, hidden: torch.Tensor, cache: SpanCache) -> tor
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_a_prompt_of_any_length_is_its_tokens_one_by_one(name: str, tmp_path: Path, kernels: Library) -> None:
+def test_prompt_of_any_length_is_its_tokens_singly(name: str, tmp_path: Path, kernels: Library) -> None:
     blocks = exact(saved(name, tmp_path / "model"))
     hidden = values(2, LENGTH)
     expected_cache = blocks.make_cache(2, LENGTH, [0, 5])
@@ -63,7 +63,7 @@ def test_other_sessions_threads_and_instructions_change_no_bit(numerics: str, tm
         assert torch.equal(torch.cat(given, dim=1), expected), isa
 
 
-def test_an_adapter_that_the_kernels_do_not_know_changes_no_bit_of_others(tmp_path: Path, kernels: Library) -> None:
+def test_unknown_adapter_changes_no_bit_of_others(tmp_path: Path, kernels: Library) -> None:
     blocks = exact(save_tiny("gpt2", tmp_path / "model"))
     unknown = lora(blocks, ("attn.c_attn",), 1)
     hidden = values(1, 6)
@@ -77,7 +77,7 @@ def test_an_adapter_that_the_kernels_do_not_know_changes_no_bit_of_others(tmp_pa
 
 
 @pytest.mark.parametrize("name", ["bloom", "granite"])
-def test_blocks_that_the_kernels_do_not_know_cannot_be_exact(name: str, tmp_path: Path, kernels: Library) -> None:
+def test_unknown_blocks_cannot_be_exact(name: str, tmp_path: Path, kernels: Library) -> None:
     with pytest.raises(MachineError, match="exact-1"):
         exact(save_tiny(name, tmp_path / "model"))
 

@@ -118,7 +118,7 @@ def test_experts_in_memory_are_not_asked_for(folder: Path) -> None:
 
 
 @needs_kernels
-def test_bytes_that_are_not_in_memory_are_asked_for(tmp_path: Path) -> None:
+def test_bytes_outside_of_memory_are_asked_for(tmp_path: Path) -> None:
     found = library()
     assert found is not None
     file = tmp_path / "hole"

@@ -54,7 +54,7 @@ def test_answers_are_those_of_the_dequantised_weights(tmp_path: Path, kind: str,
 
 @pytest.mark.skipif(library.library() is None, reason="the kernels are not built (make setup, with a C compiler)")
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_all_matrices_are_held_in_the_bits_of_the_file(tmp_path: Path, kind: str) -> None:
+def test_all_matrices_are_held_in_bits_of_file(tmp_path: Path, kind: str) -> None:
     file = write_model_gguf(tmp_path / f"{kind}.gguf", kind, "Q8_0")
     blocks = load_span(resolve(file).path, Span(0, BLOCKS), dtype="float32", device="cpu", kernels="native")
     modules = [module for block in blocks.stack.blocks for module in block.modules()]

@@ -45,7 +45,7 @@ def test_every_architecture_of_the_table_is_tried() -> None:
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 @torch.inference_mode()
-def test_answers_are_those_of_the_model_that_was_converted(tmp_path: Path, kind: str) -> None:
+def test_answers_are_those_of_model_that_was_converted(tmp_path: Path, kind: str) -> None:
     file = tmp_path / "model.gguf"
     model = write_layout(file, kind, drafts=kind in DRAFTS)
     expected, found = model(tokens()).logits, served(resolve(file).path, "torch")

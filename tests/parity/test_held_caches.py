@@ -114,7 +114,7 @@ def test_keys_of_fewer_bits_are_for_float32_only(tmp_path: Path) -> None:
 
 
 @needs_kernels
-def test_a_step_that_reads_them_otherwise_is_not_used(
+def test_step_that_reads_them_otherwise_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     right = choice.SpanStep.run

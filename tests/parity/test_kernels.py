@@ -51,7 +51,7 @@ def test_steps_are_those_of_torch(name: str, tmp_path: Path) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("name", KNOWN)
-def test_tokens_at_once_are_those_one_by_one_to_the_bit(name: str, tmp_path: Path) -> None:
+def test_tokens_at_once_equal_those_one_by_one(name: str, tmp_path: Path) -> None:
     blocks = pair(saved(name, tmp_path / "model"))[1]
     hidden = values(2, 12)
     at_once, one_by_one = (blocks.make_cache(2, 12, [0, 1]) for _ in range(2))
@@ -73,7 +73,7 @@ def test_steps_of_a_part_of_the_blocks(tmp_path: Path) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("quantisation", ["none", "int8"])
-def test_a_row_does_not_depend_on_the_rows_beside_it(tmp_path: Path, quantisation: str) -> None:
+def test_row_does_not_depend_on_rows_beside_it(tmp_path: Path, quantisation: str) -> None:
     folder = save_tiny("llama", tmp_path / "model")
     blocks = load_span(folder, SPAN, dtype="float32", device="cpu", quantisation=quantisation, kernels="native")
     assert blocks.step is not None
@@ -94,7 +94,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(tmp_path: Path, quantisatio
 
 @needs_kernels
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt2", "qwen3_moe", "gpt_oss", "glm4_moe"])
-def test_steps_do_not_depend_on_the_number_of_threads(name: str, tmp_path: Path) -> None:
+def test_steps_do_not_depend_on_number_of_threads(name: str, tmp_path: Path) -> None:
     blocks = load_span(saved(name, tmp_path / "model"), SPAN, dtype="float32", device="cpu", kernels="native")
     assert blocks.step is not None
     expected = conversation(blocks)
@@ -147,7 +147,7 @@ def test_adapters_of_some_of_the_rows(name: str, layers: tuple[str, ...], known:
 
 
 @needs_kernels
-def test_more_rows_than_the_kernels_take_go_to_torch(tmp_path: Path) -> None:
+def test_more_rows_than_kernels_take_go_to_torch(tmp_path: Path) -> None:
     _, native = pair(save_tiny("llama", tmp_path / "model"))
     assert native.step is not None
     assert native.step.takes([native.make_cache(32, 4)])
@@ -167,7 +167,7 @@ def test_other_blocks_go_to_torch(name: str, tmp_path: Path) -> None:
 
 
 @needs_kernels
-def test_a_step_that_computes_something_else_is_not_used(
+def test_step_that_computes_something_else_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     right = choice.SpanStep.run
@@ -188,7 +188,7 @@ def test_a_slower_step_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @needs_kernels
-def test_weights_of_a_gguf_file_are_held_in_their_own_form(gguf_folder: Path) -> None:
+def test_gguf_weights_are_held_in_their_own_form(gguf_folder: Path) -> None:
     by_torch, native = pair(gguf_folder, Span(0, BLOCKS))
     matrices = [
         module.matrix
@@ -278,7 +278,7 @@ def test_steps_with_the_kinds_that_people_have(tmp_path: Path, kind: str, form: 
 
 
 @needs_kernels
-def test_what_the_plan_says_is_what_the_blocks_take(tmp_path: Path) -> None:
+def test_what_plan_says_is_what_blocks_take(tmp_path: Path) -> None:
     for kind in ("Q4_0", "Q6_K", "F32"):
         folder = open_gguf(write_tiny_gguf(tmp_path / f"{kind}.gguf", kind), no_progress)
         for kernels in ("native", "torch"):
@@ -290,7 +290,7 @@ def test_what_the_plan_says_is_what_the_blocks_take(tmp_path: Path) -> None:
 
 
 @needs_kernels
-def test_the_model_version_does_not_depend_on_the_form(tmp_path: Path) -> None:
+def test_model_version_does_not_depend_on_form(tmp_path: Path) -> None:
     folder = open_gguf(write_tiny_gguf(tmp_path / "tiny.gguf"), no_progress)
     before = compute_manifest(folder).version
     load_span(folder.path, Span(0, BLOCKS), dtype="float32", device="cpu", kernels="native")
@@ -392,7 +392,7 @@ def test_the_kernels_compute_in_float32_only(tmp_path: Path) -> None:
 
 
 @needs_kernels
-def test_the_clients_ends_are_held_in_the_bits_of_the_file(gguf_folder: Path) -> None:
+def test_clients_ends_are_held_in_bits_of_file(gguf_folder: Path) -> None:
     by_torch = load_client(gguf_folder, device="cpu", dtype="float32", kernels="torch")
     native = load_client(gguf_folder, device="cpu", dtype="float32", kernels="native")
     head, table = native.model.get_output_embeddings(), native.model.get_input_embeddings()

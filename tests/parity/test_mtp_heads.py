@@ -98,7 +98,7 @@ def test_it_begins_where_the_hidden_states_do(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
-def test_what_a_server_says_makes_no_guess_that_cannot_be_sampled(value: float, folder: Path) -> None:
+def test_servers_words_make_no_unsamplable_guess(value: float, folder: Path) -> None:
     reader = reader_of(folder)
     reader.note([5, 6, 7], torch.full((3, HIDDEN), value))
     for line in ([5, 6, 7, 8], [5, 6, 7, 8, 9]):
@@ -122,7 +122,7 @@ def narrower(file: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["enorm.weight|pre_fc_norm_embedding.weight", "6.self_attn.o_proj.weight|0.self_attn.o_proj.weight"]
 )
-def test_a_head_that_does_not_fit_is_left_out(
+def test_head_that_does_not_fit_is_left_out(
     architecture: str, damage: Callable[[Path, str], None], name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = save_with_head(architecture, tmp_path)

@@ -17,7 +17,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return save_tiny(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def test_a_part_computes_what_a_span_of_just_these_blocks_does(folder: Path) -> None:
+def test_part_computes_what_its_span_alone_does(folder: Path) -> None:
     whole = load_span(folder, Span(0, NUM_BLOCKS))
     generator = torch.Generator().manual_seed(1)
     sessions = []

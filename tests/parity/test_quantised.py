@@ -90,9 +90,7 @@ def test_computes_with_the_weights_it_stands_for(
 
 @pytest.mark.parametrize("quantisation", KINDS)
 @pytest.mark.parametrize("architecture", ["llama", "mixtral"])
-def test_tokens_together_one_by_one_and_in_a_batch_are_the_same(
-    architecture: str, quantisation: str, tiny: Tiny
-) -> None:
+def test_tokens_together_singly_and_batched_are_equal(architecture: str, quantisation: str, tiny: Tiny) -> None:
     span = load_span(tiny(architecture), SPAN, quantisation=quantisation)
     states, other = hidden(9), hidden(5, seed=1)
     together = run(span, states)
@@ -104,7 +102,7 @@ def test_tokens_together_one_by_one_and_in_a_batch_are_the_same(
 
 @pytest.mark.parametrize("quantisation", KINDS)
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "falcon", "mixtral"])
-def test_gradients_are_those_of_the_weights_it_stands_for(
+def test_gradients_are_those_of_weights_it_stands_for(
     architecture: str, quantisation: str, tiny: Tiny, dequantised: Callable[[str, str], Path]
 ) -> None:
     """Also after steps without gradients, which is when bitsandbytes' own nf4 layers begin to give wrong ones."""
@@ -134,7 +132,7 @@ def test_what_is_quantised_and_what_stays(tiny: Tiny) -> None:
     assert set(left.values()) == {torch.float32}
 
 
-def test_experts_in_a_form_of_their_own_are_refused(tiny: Tiny) -> None:
+def test_experts_in_form_of_their_own_are_refused(tiny: Tiny) -> None:
     with pytest.raises(ModelError, match=r"int8 reaches only \d+ % of the weights.*llama4_text.*--quant none"):
         load_span(tiny("llama4"), SPAN, quantisation="int8")
 
@@ -167,7 +165,7 @@ class Seen:
 
 @pytest.mark.parametrize("quantisation", KINDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_next_start_finds_the_same_blocks_on_the_disk(quantisation: str, dtype: str, tmp_path: Path) -> None:
+def test_next_start_finds_same_blocks_on_disk(quantisation: str, dtype: str, tmp_path: Path) -> None:
     folder = save_tiny("qwen2", tmp_path / "model", seed=7)
     states = hidden(8)
     first, second, third = Seen(), Seen(), Seen()

@@ -60,7 +60,7 @@ EVERYBODY: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_everybody_refuses_in_the_same_words_without_any_weights(kind: str, tmp_path: Path) -> None:
+def test_everybody_refuses_in_same_words_without_any_weights(kind: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     AutoConfig.for_model(kind).save_pretrained(folder)
     for who in ("server", "server before it reads", "client"):
@@ -69,7 +69,7 @@ def test_everybody_refuses_in_the_same_words_without_any_weights(kind: str, tmp_
         assert REFUSED[kind] in str(caught.value), who
 
 
-def test_a_block_with_plain_attention_is_not_loaded_where_others_choose_tokens_for_it(tmp_path: Path) -> None:
+def test_block_that_takes_chosen_tokens_is_not_loaded(tmp_path: Path) -> None:
     """Nobody could ever serve the others."""
     AutoConfig.for_model("glm_moe_dsa", indexer_types=["full", "shared"], num_hidden_layers=2).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=CHOICE):
@@ -77,7 +77,7 @@ def test_a_block_with_plain_attention_is_not_loaded_where_others_choose_tokens_f
 
 
 @pytest.mark.parametrize("window", [256, 128])
-def test_a_window_that_only_the_cache_has_is_refused(window: int, tmp_path: Path) -> None:
+def test_window_that_only_cache_has_is_refused(window: int, tmp_path: Path) -> None:
     """In transformers, moshi sees all of a prompt that comes at once, and a window of one that comes in pieces."""
     config = AutoConfig.for_model("moshi", max_position_embeddings=256, sliding_window=window, num_hidden_layers=2)
     config.save_pretrained(tmp_path / "model")
@@ -99,7 +99,7 @@ def test_quantised_weights_are_refused_by_their_configuration(method: str, tmp_p
             use(folder)
 
 
-def test_a_configuration_that_does_not_compute_is_refused_in_words(tmp_path: Path) -> None:
+def test_configuration_that_does_not_compute_is_refused(tmp_path: Path) -> None:
     """Falcon without multi-query attention and with fewer key-value heads: its own matrices do not fit together."""
     folder = save_tiny(
         "falcon", tmp_path / "model", alibi=True, new_decoder_architecture=False, multi_query=False, num_kv_heads=2
@@ -121,7 +121,7 @@ LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 64}
         ({"full_attention": LONGROPE, "sliding_attention": LONGROPE}, 64),
     ],
 )
-def test_all_layers_take_long_factors_from_one_length_on(parameters: Any, length: int | None) -> None:
+def test_all_layers_take_long_factors_from_one_length(parameters: Any, length: int | None) -> None:
     config = PreTrainedConfig()
     config.rope_parameters = parameters
     assert original_length(config) == length
@@ -130,7 +130,7 @@ def test_all_layers_take_long_factors_from_one_length_on(parameters: Any, length
         original_length(config)
 
 
-def test_what_a_block_keeps_of_a_token_is_found_by_running_it(tmp_path: Path) -> None:
+def test_what_a_block_keeps_is_found_by_running(tmp_path: Path) -> None:
     skeleton = open_skeleton(save_tiny("gemma3", tmp_path / "model"))
     windows = windows_of(skeleton)
     assert windows == [8, None] * 3
@@ -150,7 +150,7 @@ def test_what_a_block_keeps_of_a_token_is_found_by_running_it(tmp_path: Path) ->
         (None, ModelError, "use the attention cache of others"),
     ],
 )
-def test_blocks_that_do_not_run_are_refused_in_words(
+def test_blocks_that_do_not_run_are_refused(
     error: Exception | None, kind: type[PetalnodeError], says: str, tmp_path: Path
 ) -> None:
     class Stack:

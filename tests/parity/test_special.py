@@ -87,7 +87,7 @@ def test_a_decoder_that_scales_its_input_in_place(tmp_path: Path) -> None:
     assert torch.isfinite(gradients.hidden).all()
 
 
-def test_the_language_part_of_a_model_that_sees_pictures(tmp_path: Path) -> None:
+def test_language_part_of_model_that_sees_pictures(tmp_path: Path) -> None:
     text = {
         "model_type": "gemma3_text", "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 96,
         "num_hidden_layers": NUM_BLOCKS, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -113,7 +113,7 @@ def test_the_language_part_of_a_model_that_sees_pictures(tmp_path: Path) -> None
 
 
 @torch.no_grad()
-def test_the_language_part_of_gemma3n_whose_encoders_are_not_here(tmp_path: Path) -> None:
+def test_gemma3ns_language_part_without_its_encoders(tmp_path: Path) -> None:
     """transformers builds those only with a library that petalnode does without."""
     alone = save_tiny("gemma3n_shared", tmp_path / "alone")
     weights = load_file(alone / "model.safetensors")
@@ -133,9 +133,7 @@ def test_the_language_part_of_gemma3n_whose_encoders_are_not_here(tmp_path: Path
 
 @torch.no_grad()
 @pytest.mark.parametrize("head", ["tied", "tied, says the configuration", "its own"])
-def test_a_model_that_also_sees_says_outside_of_its_language_part_that_the_head_is_the_embeddings(
-    head: str, tmp_path: Path
-) -> None:
+def test_seeing_models_outer_tied_head_is_found(head: str, tmp_path: Path) -> None:
     text = {
         "model_type": "qwen2", "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 96,
         "num_hidden_layers": NUM_BLOCKS, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -65,7 +65,7 @@ def test_the_client_and_the_version(layout: str, plain: Path, tmp_path: Path) ->
     assert compute_manifest(resolve(quantised)).version != compute_manifest(resolve(opened)).version
 
 
-def test_blocks_of_fp8_are_opened_as_transformers_opens_them(plain: Path, tmp_path: Path) -> None:
+def test_fp8_blocks_open_as_in_transformers(plain: Path, tmp_path: Path) -> None:
     quantised, _ = save_quantised(plain, tmp_path, "fp8 blocks")
     file = quantised / "model.safetensors"
     held = load_file(file)

@@ -203,7 +203,7 @@ def _free_and_wait() -> None:
         time.sleep(0.01)
 
 
-def test_a_signal_that_comes_where_nothing_can_be_raised_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_where_nothing_can_be_raised_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for number, code, said in ((signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "stopped by SIGTERM")):
         monkeypatch.setattr(sys, "unraisablehook", process._again)
         monkeypatch.setattr(process, "_came", [] if number == signal.SIGINT else [number])
@@ -333,7 +333,7 @@ def _links(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_told_before_the_network_is_asked(
+def test_mistake_is_told_before_network_is_asked(
     name: str,
     models: Path,
     tmp_path: Path,
@@ -388,7 +388,7 @@ def test_a_mistake_is_told_before_the_network_is_asked(
     ],
     ids=["no CUDA", "no driver", "CUDA", "ROCm", "an unknown build", "no macOS"],
 )
-def test_a_device_that_cannot_be_here_is_told_without_torch(
+def test_impossible_device_is_told_without_torch(
     built: str, driver: bool, device: str, reason: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it may be here, torch is asked."""
@@ -431,7 +431,7 @@ def test_a_mistyped_folder_is_no_public_repository(tmp_path: Path, monkeypatch: 
         repository_of("hub:poems")
 
 
-def test_a_swarm_key_that_others_can_read_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_readable_swarm_key_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     key = tmp_path / "swarm.key"
     make_swarm_key(key)
     JoinOptions(swarm_key=key, mdns=False).check()
@@ -441,7 +441,7 @@ def test_a_swarm_key_that_others_can_read_is_warned_of(tmp_path: Path, capsys: p
     assert f"chmod 600 {key}" in capsys.readouterr().err
 
 
-def test_the_help_explains_what_most_people_need_and_names_the_rest() -> None:
+def test_help_explains_the_most_needed_and_names_others() -> None:
     def shown(*arguments: str) -> str:
         done = subprocess.run(
             [sys.executable, "-m", "petalnode", *arguments],

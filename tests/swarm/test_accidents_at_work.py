@@ -196,7 +196,7 @@ def test_a_signal_in_a_training(number: signal.Signals, person: Person) -> None:
 
 
 @pytest.mark.parametrize("error", [process.OutputClosed(), MemoryError()], ids=["closed pipe", "no memory"])
-def test_a_training_that_cannot_go_on_leaves_a_checkpoint(error: BaseException, person: Person) -> None:
+def test_training_that_cannot_go_on_leaves_checkpoint(error: BaseException, person: Person) -> None:
     def fail() -> None:
         raise error
 
@@ -277,7 +277,7 @@ def test_a_clock_that_is_wrong_by_an_hour(hours: int, person: Person) -> None:
     assert f"this machine's clock is 3600 s {'ahead of' if hours > 0 else 'behind'} that of" in err[-1]
 
 
-async def test_a_signal_does_not_wait_for_the_hashes_of_a_model(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_signal_does_not_wait_for_hashes_of_model(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, over = threading.Event(), threading.Event()
 
     def hash_for_minutes(*_: object) -> None:
@@ -294,7 +294,7 @@ async def test_a_signal_does_not_wait_for_the_hashes_of_a_model(models: Path, mo
         over.set()
 
 
-def test_a_command_runs_in_a_loop_of_its_own() -> None:
+def test_command_runs_in_loop_of_its_own() -> None:
     """Nothing of those above is left: a signal ends this process as before."""
     assert signal.getsignal(signal.SIGTERM) is not process.interrupt
     trio.run(trio.sleep, 0)
@@ -337,7 +337,7 @@ def test_the_disk_is_full_when_a_node_ends(command: str, person: Person) -> None
 @pytest.mark.parametrize(
     ("command", "what"), [("serve", "killed"), ("api", "killed"), *((command, "frozen") for command in NODES)]
 )
-def test_a_node_ends_though_the_only_peer_is_lost(
+def test_node_ends_though_only_peer_is_lost(
     command: str, what: str, person: Person, node_starter: Nodes, models: Path
 ) -> None:
     person.server = node_starter.server(models / "tiny-llama", "0:6", *ROOM)
@@ -380,7 +380,7 @@ def test_the_server_is_lost_in_a_validation(what: str, person: Person, node_star
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_a_signal_in_an_answer_of_the_api_whose_server_is_lost(
+def test_signal_while_the_apis_server_is_lost(
     number: signal.Signals, person: Person, node_starter: Nodes, models: Path
 ) -> None:
     """Nobody waits for the server. The client that reads the answer sees its connection end."""

@@ -125,7 +125,7 @@ async def test_an_adapter_that_cannot_be_is_refused(name: str, server: MemorySer
     assert server.alive
 
 
-async def test_other_tensors_than_those_of_the_hash_are_refused(server: MemoryServer, raw_node: Swarm) -> None:
+async def test_other_tensors_than_those_of_hash_are_refused(server: MemoryServer, raw_node: Swarm) -> None:
     for content, says in (
         (adapter(2.0), "not those of its hash"),
         (adapter(float("nan")), "NaN"),
@@ -137,7 +137,7 @@ async def test_other_tensors_than_those_of_the_hash_are_refused(server: MemorySe
         assert said.error.code == BAD and says in said.error.message
 
 
-async def test_it_is_held_as_long_as_the_stream_and_its_sessions(server: MemoryServer, raw_node: Swarm) -> None:
+async def test_it_is_held_as_long_as_its_sessions(server: MemoryServer, raw_node: Swarm) -> None:
     mine = adapter()
     session = await RawSession.connect(raw_node, server.ready)
     refused = await session.open(adapter=mine.hash)

@@ -244,7 +244,7 @@ class Kill(LogitsProcessor):
         return scores
 
 
-def test_a_server_dies_in_the_middle_of_an_answer(holding: Holding, models: Path, adapters: Adapters) -> None:
+def test_server_dies_in_middle_of_answer(holding: Holding, models: Path, adapters: Adapters) -> None:
     """The last test here: the swarm is one server short behind it, but what is left still covers the model."""
     ids = prompt(seed=9)
     folder = models / "tiny-llama"

@@ -66,7 +66,7 @@ def test_a_new_key_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture
         _make_key(ApiOptions(new_api_key="alice"), Output(True))
 
 
-def test_others_than_this_machine_are_let_in_with_keys_only(tmp_path: Path) -> None:
+def test_other_machines_are_let_in_with_keys_only(tmp_path: Path) -> None:
     for host in ("0.0.0.0", "::", "192.0.2.1", "example.org"):
         with pytest.raises(BadInput, match="--api-key-file"):
             admission_of(ApiOptions(host=host))
@@ -84,7 +84,7 @@ def test_an_origin_has_to_be_one(origin: str) -> None:
         admission_of(ApiOptions(cors_origin=[origin]))
 
 
-async def test_a_port_that_is_taken_is_told_in_one_line() -> None:
+async def test_taken_port_is_told_in_one_line() -> None:
     first = await listeners_of(ApiOptions(http_port=0))
     port = first[0].socket.getsockname()[1]
     with pytest.raises(MachineError, match=f"--http-port {port}.*in use"):

@@ -137,7 +137,7 @@ def test_a_training_step_runs_as_its_table_says(traced: Traced) -> None:
     assert not follow(ran, described("One training step"))
 
 
-def test_an_answer_of_the_api_runs_as_its_table_says(traced: Traced) -> None:
+def test_answer_of_api_runs_as_its_table_says(traced: Traced) -> None:
     body = {"model": "tiny-llama", "prompt": "hello", "max_tokens": 4, "temperature": 0}
     before = len(traced.seen)
     with memory_api(traced.swarm, traced.folder) as api:

@@ -92,7 +92,7 @@ async def test_who_does_not_share_keeps_nothing(shared_swarm: SharedSwarm) -> No
             assert not client.receipts.sessions
 
 
-async def test_servers_that_are_banned_or_pledge_too_little_are_not_used(shared_swarm: SharedSwarm) -> None:
+async def test_banned_or_little_pledged_servers_are_not_used(shared_swarm: SharedSwarm) -> None:
     folder = open_folder(shared_swarm.folder, "tiny-llama")
     config = SwarmConfig(Identity.generate(), peers=(shared_swarm.peer,), serve_dht=False)
     async with open_swarm(config) as swarm:
@@ -131,7 +131,7 @@ async def offer(swarm: Swarm, address: str, message: wire.Offer) -> wire.Evidenc
         return frame
 
 
-async def test_an_auditor_takes_no_receipt_of_somebody_else_and_is_not_flooded(signing_server: SigningServer) -> None:
+async def test_auditor_takes_no_others_receipt_and_no_flood(signing_server: SigningServer) -> None:
     log = signing_server.session([(0, torch.randn(1, 2, HIDDEN), ())])
     receipt = log.entries[0].receipt
     async with auditor_here(signing_server.version) as (_, address):
@@ -153,7 +153,7 @@ async def test_an_auditor_takes_no_receipt_of_somebody_else_and_is_not_flooded(s
             assert bodies[0] == "pick" and bodies[-1] == "close"
 
 
-def test_a_session_that_is_not_all_here_is_not_offered(signing_server: SigningServer) -> None:
+def test_incomplete_session_is_not_offered(signing_server: SigningServer) -> None:
     archive = ReceiptArchive(shared_bytes=1 << 20)
     log = archive.session(signing_server.identity.peer_id)
     assert auditable(archive) == []

@@ -48,14 +48,14 @@ async def test_a_host_is_dialed_where_it_listens():
         assert len(answering.paths(asking.peer_id)) == 1
 
 
-async def test_nobody_listening_is_a_failure_although_there_is_a_connection():
+async def test_nobody_listening_is_failure_although_there_is_connection():
     async with two_hosts() as (asking, answering):
         nowhere = dataclasses.replace(listening(asking), port=1)
         answer = await request_dial_back(asking, answering.peer_id, (nowhere,))
         assert answer.status is DialStatus.DIAL_ERROR
 
 
-async def test_no_other_ip_address_is_dialed_than_the_one_that_asks():
+async def test_only_the_asking_ip_address_is_dialed():
     victim = await trio.open_tcp_listeners(0, host="127.0.0.2")
     async with two_hosts() as (asking, answering):
         port = victim[0].socket.getsockname()[1]
@@ -75,7 +75,7 @@ async def test_dial_backs_are_few():
         assert statuses == [DialStatus.OK] * 6 + [DialStatus.DIAL_REFUSED]
 
 
-def test_the_budget_is_for_each_address_for_all_and_for_those_under_way():
+def test_budget_is_per_address_total_and_at_once():
     budget = Budget()
     here, addresses = ip_address("203.0.113.1"), [ip_address(f"198.51.100.{n}") for n in range(1, 61)]
     taken = []

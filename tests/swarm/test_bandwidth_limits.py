@@ -26,7 +26,7 @@ SIZE = 5 * MIB
 
 
 @pytest.mark.parametrize("limit", ["max_upload", "max_download"])
-async def test_large_data_keep_to_the_limit_and_small_messages_pass_them(limit: str, slowness: Slowness) -> None:
+async def test_large_data_keep_the_limit_and_small_pass(limit: str, slowness: Slowness) -> None:
     size = round(SIZE * min(8.0, slowness()))  # the small messages take longer then, too
     limits = {limit: RATE}
     async with host_here(listens=True) as server, host_here(listens=True) as other, host_here(**limits) as client:
@@ -75,7 +75,7 @@ class _Node:
         self.set_handler, self.open_stream = self._streams.set_handler, self._streams.open_stream
 
 
-async def test_weights_that_are_handed_on_keep_to_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_weights_that_are_handed_on_keep_to_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PETALNODE_CACHE", str(tmp_path / "cache"))
     folder = saved_model(tmp_path)
     manifest = compute_manifest(folder)

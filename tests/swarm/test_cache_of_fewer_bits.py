@@ -19,7 +19,7 @@ from tests.tiny_models import NUM_BLOCKS
 SPEC = SessionSpec(b"", Span(0, NUM_BLOCKS), batch=1, max_length=64)
 
 
-def test_a_session_goes_on_at_another_server_of_the_kind(models: Path) -> None:
+def test_session_goes_on_at_another_server_of_kind(models: Path) -> None:
     folder = models / "tiny-llama"
     torch.set_num_threads(1)
     prompt, asked = hidden(20), [hidden(1, seed) for seed in range(1, 5)]

@@ -39,7 +39,7 @@ def model(folder: Path) -> Iterator[Model]:
 @pytest.mark.parametrize("use_cache", [None, False])
 @pytest.mark.parametrize("mask", [None, torch.ones(2, 10), torch.tensor([[0] * 3 + [1] * 7, [1] * 10])])
 @torch.no_grad()
-def test_positions_that_begin_anew_mean_what_they_mean_in_transformers(
+def test_positions_beginning_anew_are_as_in_transformers(
     mask: torch.Tensor | None, use_cache: bool | None, model: Model, whole: Any
 ) -> None:
     """Without a mask and a cache they are several texts in one row; with one of the two, they are one text."""
@@ -65,7 +65,7 @@ def test_what_does_not_reach_the_blocks_is_refused(name: str, value: Any, model:
         model(prompt(1, 5), **{name: value})
 
 
-def test_an_argument_given_twice_or_one_too_many_is_refused(model: Model) -> None:
+def test_double_or_extra_argument_is_refused(model: Model) -> None:
     ids = prompt(1, 5)
     with pytest.raises(TypeError, match="input_ids"):
         model(ids, input_ids=ids)

@@ -82,9 +82,7 @@ def test_a_kept_conversation_goes_on_without_the_picture(
         assert outcome.code == 0, outcome
 
 
-def test_what_is_no_picture_is_refused_in_one_line(
-    node_starter: Nodes, folder: Path, peer: str, tmp_path: Path
-) -> None:
+def test_what_is_no_picture_is_refused(node_starter: Nodes, folder: Path, peer: str, tmp_path: Path) -> None:
     text = tmp_path / "note.txt"
     text.write_text("not a picture")
     for file, says in (

@@ -172,7 +172,7 @@ PLEDGES: dict[str, tuple[Pledge, bool]] = {
 
 
 @pytest.mark.parametrize("name", PLEDGES)
-async def test_a_pledge_of_another_time_is_not_taken_and_no_lie(name: str) -> None:
+async def test_pledge_of_another_time_is_no_lie(name: str) -> None:
     pledge, lie = PLEDGES[name]
     server, now = Identity.generate(), now_ms()
     pledge = replace(pledge, server=server.peer_id, from_ms=now + pledge.from_ms, until_ms=now + pledge.until_ms)
@@ -223,7 +223,7 @@ async def talk(cheat: Cheat | None, claims: ServerClaims | None = None, log: Ses
                 await session.close()
 
 
-async def test_an_honest_server_is_believed_and_its_receipts_kept() -> None:
+async def test_honest_server_is_believed_and_its_receipts_kept() -> None:
     log = SessionLog("server", keeps_tensors=True)
     await talk(None, CLAIMS, log)
     assert log.complete and log.opening is not None and log.granted is not None
@@ -236,7 +236,7 @@ async def test_an_honest_server_is_believed_and_its_receipts_kept() -> None:
 
 
 @pytest.mark.parametrize("signer", [True, False])
-def test_a_reply_that_comes_again_has_to_be_the_same(signer: bool) -> None:
+def test_reply_that_comes_again_has_to_be_same(signer: bool) -> None:
     """Two answers to one request, signed by the server, are kept as the proof."""
     server = Identity.generate()
     log = SessionLog(server.peer_id)

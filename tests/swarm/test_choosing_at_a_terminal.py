@@ -10,7 +10,7 @@ from tests.swarm.processes import Nodes, environment, petalnode
 from tests.swarm.terminals import terminal
 
 
-def test_one_of_several_models_is_chosen_by_its_number(shared_swarm: SharedSwarm, node_starter: Nodes) -> None:
+def test_one_of_several_models_is_chosen_by_number(shared_swarm: SharedSwarm, node_starter: Nodes) -> None:
     arguments = ("invite", "--peer", shared_swarm.peer)
     with terminal(*arguments, env=node_starter.env, cwd=shared_swarm.models) as screen:
         listed = screen.until("which one? [1-3] ")
@@ -29,7 +29,7 @@ def test_one_of_several_models_is_chosen_by_its_number(shared_swarm: SharedSwarm
     assert piped.code == 2 and "several models: name one of" in piped.err, piped
 
 
-def test_a_plan_is_made_for_the_model_that_is_chosen(shared_swarm: SharedSwarm, node_starter: Nodes) -> None:
+def test_plan_is_made_for_model_that_is_chosen(shared_swarm: SharedSwarm, node_starter: Nodes) -> None:
     arguments = ("plan", "--peer", shared_swarm.peer)
     with terminal(*arguments, env=node_starter.env, cwd=shared_swarm.models) as screen:
         lines = [line for line in screen.until("which one? [1-3] ").splitlines() if "tiny-gpt2" in line]
@@ -39,7 +39,7 @@ def test_a_plan_is_made_for_the_model_that_is_chosen(shared_swarm: SharedSwarm, 
     assert piped.code == 2 and "several models: name one of" in piped.err, piped
 
 
-def test_one_of_several_versions_is_chosen_by_its_number(tmp_path: Path) -> None:
+def test_one_of_several_versions_is_chosen_by_number(tmp_path: Path) -> None:
     """Of two swarms that know nothing of each other."""
     with announcers.Nodes() as nodes:
         first, second = (

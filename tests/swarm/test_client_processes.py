@@ -75,7 +75,7 @@ def scripts(node_starter: Nodes, shared_swarm: SharedSwarm, models: Path) -> dic
     return started | {"waiting": node_starter.script(WAITING, *other)}
 
 
-def test_a_fork_is_refused_clearly_and_the_parent_goes_on(scripts: dict[str, Running]) -> None:
+def test_fork_is_refused_clearly_and_parent_goes_on(scripts: dict[str, Running]) -> None:
     process = scripts["fork"]
     assert process.line() == "child 0"
     assert process.line() == "parent 2"

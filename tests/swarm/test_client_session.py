@@ -67,9 +67,7 @@ def close_to(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @pytest.mark.usefixtures("servers")
-def test_what_a_session_holds_and_what_it_may_be_set_to(
-    pool: MemoryPool, models: Path, expected: Callable[..., torch.Tensor]
-) -> None:
+def test_what_a_session_holds_and_may_be(pool: MemoryPool, models: Path, expected: Callable[..., torch.Tensor]) -> None:
     a, b, c = hidden(5), hidden(1, 1), hidden(2, 2)
 
     async def main(client: SwarmClient) -> None:
@@ -101,7 +99,7 @@ def test_what_a_session_holds_and_what_it_may_be_set_to(
 
 
 @pytest.mark.usefixtures("servers")
-def test_chunks_of_a_prompt_that_changes_rows_change_them_once(
+def test_chunks_of_a_reordered_prompt_change_rows_once(
     pool: MemoryPool, models: Path, expected: Callable[..., torch.Tensor]
 ) -> None:
     a, b = hidden(4, rows=2), hidden(6, 1, rows=2)

@@ -168,7 +168,7 @@ def test_conversations_share_their_beginning_under_a_codec(codec: str, pool: Mem
     assert again[1] == (0 if codec == "int8" else 64)
 
 
-def test_a_session_is_taken_up_under_the_codec_that_it_has(pool: MemoryPool, folder: Path) -> None:
+def test_session_is_resumed_under_its_codec(pool: MemoryPool, folder: Path) -> None:
     identity = Identity.generate()
     spec = SessionSpec(b"", Span(0, NUM_BLOCKS), batch=1, max_length=40, keep=100.0)
 

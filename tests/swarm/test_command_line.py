@@ -212,9 +212,7 @@ def test_chat_answers_what_comes_from_a_pipe(outcomes: Callable[[str], Outcome])
     assert outcome.out.endswith("\n") and 0 < len(outcome.out.strip("\n")) <= 6
 
 
-def test_chat_without_a_model_takes_the_one_that_is_served(
-    outcomes: Callable[[str], Outcome], lone_server: Node
-) -> None:
+def test_chat_without_model_takes_one_that_is_served(outcomes: Callable[[str], Outcome], lone_server: Node) -> None:
     outcome = outcomes("without a model")
     assert outcome.code == 0, outcome
     assert lone_server.peer_id[-8:] in outcome.out and "tokens/s" in outcome.out
@@ -352,9 +350,7 @@ def test_a_killed_server_is_not_answering(node_starter: Nodes, models: Path) -> 
     assert "not answering" in petalnode("status", "--peer", meeting.address, env=node_starter.env).out
 
 
-def test_a_command_that_names_no_swarm_finds_that_of_a_server_beside_it(
-    node_starter: Nodes, models: Path, tmp_path: Path
-) -> None:
+def test_command_without_a_swarm_finds_a_neighbours(node_starter: Nodes, models: Path, tmp_path: Path) -> None:
     env = environment(tmp_path, PETALNODE_REMEMBER="1")
     server = Node("serve", str(models / "tiny-llama"), "--new-swarm", "--blocks", "0:2", "--json", env=env)
     node_starter.running.append(server)

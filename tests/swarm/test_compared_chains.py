@@ -103,7 +103,7 @@ def test_honest_chains_agree(chains: Chains) -> None:
         assert model.disagreements == ()
 
 
-def test_honest_chains_in_bfloat16_agree_and_are_not_mixed_with_others(chains: Chains) -> None:
+def test_honest_bfloat16_chains_agree_unmixed(chains: Chains) -> None:
     everybody = [*chains.exact, *chains.coarse]
     with compared(chains, chains.coarse, 2) as model:
         assert len(answer(model)) == 17
@@ -112,7 +112,7 @@ def test_honest_chains_in_bfloat16_agree_and_are_not_mixed_with_others(chains: C
         answer(model)
 
 
-def test_most_chains_go_on_and_the_liar_between_two_junctions_is_banned(chains: Chains) -> None:
+def test_most_chains_go_on_and_ban_the_liar(chains: Chains) -> None:
     order(chains.control, blocks="noise", amount=0.1)
     servers = [chains.one, chains.left, chains.right, chains.first, chains.second]
     with compared(chains, servers, 3, chains.part) as model:
@@ -123,7 +123,7 @@ def test_most_chains_go_on_and_the_liar_between_two_junctions_is_banned(chains: 
         assert banned(model) == {chains.right.peer_id} and told.error > told.tolerance
 
 
-def test_nobody_is_banned_where_one_of_two_servers_lied(chains: Chains) -> None:
+def test_one_of_two_liars_bans_nobody(chains: Chains) -> None:
     """No other chain has a junction between them, and there are no weights."""
     order(chains.control, blocks="noise", amount=0.1)
     with compared(chains, chains.exact, 3, chains.part) as model:
@@ -133,7 +133,7 @@ def test_nobody_is_banned_where_one_of_two_servers_lied(chains: Chains) -> None:
         assert set(told.suspects) == {chains.left.peer_id, chains.right.peer_id}
 
 
-def test_own_weights_decide_between_two_chains_and_another_takes_the_liar_s_place(chains: Chains) -> None:
+def test_own_weights_decide_between_two_chains(chains: Chains) -> None:
     order(chains.control, blocks="skipped")
     load_now(chains.control, "skipped")
     with compared(chains, chains.exact, 2) as model:
@@ -154,7 +154,7 @@ def test_a_lie_in_the_middle_of_an_answer(chains: Chains) -> None:
         assert "not compared" in str(told)
 
 
-def test_a_server_that_dies_is_replaced_by_one_of_no_other_chain(chains: Chains) -> None:
+def test_dead_server_is_replaced_by_an_unused_one(chains: Chains) -> None:
     mortal = chains.pool.start("0:6")
     mortal.ready  # noqa: B018
     with compared(chains, [chains.one, chains.two, mortal], 2) as model:

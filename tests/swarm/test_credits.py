@@ -136,7 +136,7 @@ def credits(points: PointsSwarm, *arguments: str) -> Outcome:
     return petalnode("credits", command, points.validator_address, *rest, *key, "--json", env=points.nodes.env)
 
 
-def test_a_server_earns_by_serving_and_its_owner_gets_the_points(points: PointsSwarm) -> None:
+def test_server_earns_and_its_owner_gets_the_points(points: PointsSwarm) -> None:
     owner = Identity.generate()
     assert points.earned >= ENOUGH
     held = trio.run(credit_of, points, points.earner)
@@ -157,7 +157,7 @@ def test_a_server_earns_by_serving_and_its_owner_gets_the_points(points: PointsS
     assert "points are wanted" in too_much.err and "Traceback" not in too_much.err
 
 
-def test_what_was_earned_is_still_there_when_the_validator_comes_back(points: PointsSwarm) -> None:
+def test_earnings_remain_when_the_validator_comes_back(points: PointsSwarm) -> None:
     before = trio.run(credit_of, points, points.earner)
     points.restart_validator("100000")
     after = trio.run(credit_of, points, points.earner)
@@ -204,7 +204,7 @@ async def in_line(swarm: Swarm, points: PointsSwarm) -> None:
         assert (await refused.open(max_length=1)).error.code == wire.ERROR_CACHE_FULL
 
 
-async def test_who_has_paid_is_admitted_first_at_a_busy_server(points: PointsSwarm) -> None:
+async def test_who_has_paid_is_admitted_first(points: PointsSwarm) -> None:
     order: list[str] = []
 
     async def scenario(owner: Swarm, stranger: Swarm, payer: Identity) -> None:
@@ -323,9 +323,7 @@ def equivocation(server: Identity) -> Bundle:
     return equivocation_bundle(ACCUSER, server.peer_id, first.signed(server), second.signed(server))
 
 
-async def test_a_pledge_is_backed_by_what_the_server_has_earned_and_lost_by_a_fault(
-    points: PointsSwarm, home: Path
-) -> None:
+async def test_pledge_is_backed_by_earnings_and_lost(points: PointsSwarm, home: Path) -> None:
     """A server that holds points, with a pledge; then a fault of it is proved."""
     deposit = 50
 

@@ -78,7 +78,7 @@ def test_a_padded_batch_says_the_same(length: int, model: Model, whole: Any) -> 
     assert torch.equal(generate(model, ids, attention_mask=mask), generate(whole, ids, attention_mask=mask))
 
 
-def test_a_session_goes_back_and_its_servers_are_killed(
+def test_session_goes_back_and_its_servers_are_killed(
     model: Model, whole: Any, swarm: MemorySwarm, folder: Path, servers: list[MemoryServer], kind: str
 ) -> None:
     ids = prompt(2, 9, seed=2)
@@ -104,7 +104,7 @@ def test_drafts_change_no_token(model: Model, whole: Any, monkeypatch: pytest.Mo
     assert model.drafts["drafted"] >= model.drafts["accepted"] > 0
 
 
-def test_a_batch_without_a_session_has_the_loss_and_the_gradients_of_transformers(model: Model, whole: Any) -> None:
+def test_sessionless_batch_equals_transformers_loss_and_gradients(model: Model, whole: Any) -> None:
     ids = prompt(2, 11)
     losses, gradients = [], []
     for one in (model, whole):
@@ -128,7 +128,7 @@ async def _shown(swarm: MemorySwarm, folder: Path, ids: list[int], first: int) -
         return [session_bundle(client.swarm.identity, log, step) for step in range(len(log.entries))]
 
 
-def test_who_forges_what_blocks_get_for_themselves_is_proven_faulty(
+def test_who_forges_what_blocks_make_is_proven_faulty(
     model: Model, swarm: MemorySwarm, folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, there, ids = CUTS[kind][1].start, open_folder(folder, "tiny"), prompt(1, 9)[0].tolist()

@@ -135,7 +135,7 @@ def test_no_server_outlives_the_demo(
                 server.kill()
 
 
-def test_a_page_and_a_question_do_not_go_together() -> None:
+def test_page_and_question_do_not_go_together() -> None:
     cases: tuple[tuple[dict[str, Any], str], ...]
     cases = (({"web": True, "prompt": "a"}, "--prompt"), ({"no_open": True}, "--web"))
     for options, match in cases:
@@ -150,7 +150,7 @@ def test_a_browser_opens_only_beside_the_terminal() -> None:
     assert not has_screen("darwin", {"SSH_CONNECTION": "192.0.2.1 1 192.0.2.2 22"})
 
 
-async def test_the_page_takes_another_port_only_if_none_was_asked_for() -> None:
+async def test_page_takes_another_port_only_unasked() -> None:
     output = Output(True)
     taken = await trio.open_tcp_listeners(0, host="127.0.0.1")
     port = taken[0].socket.getsockname()[1]

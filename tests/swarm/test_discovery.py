@@ -46,7 +46,7 @@ async def time_to_see(peers: Collection[str], wanted: set[str]) -> float:
         return time.perf_counter() - start
 
 
-async def test_the_table_knows_servers_models_and_whom_to_ask(slowness: Slowness) -> None:
+async def test_table_knows_servers_models_and_whom_to_ask(slowness: Slowness) -> None:
     """Without what the directory adds: a client that has spoken to one node of the table only."""
 
     options = {"listen": (LOOPBACK,), "announcement_ttl": 3 * slowness()}
@@ -77,7 +77,7 @@ async def test_the_table_knows_servers_models_and_whom_to_ask(slowness: Slowness
         await eventually(guide_in_table, "the table leads to the server")
 
 
-async def test_a_server_of_which_nothing_is_known_is_looked_up_in_kademlia(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unknown_server_is_looked_up_in_kademlia(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"listen": (LOOPBACK,)}
     async with (
         open_swarm(config(**options)) as bootstrap,
@@ -98,7 +98,7 @@ async def test_a_server_of_which_nothing_is_known_is_looked_up_in_kademlia(monke
         assert client.view.get(server.peer_id, time.time()) is not None
 
 
-async def test_a_killed_server_vanishes_at_its_expiry_and_the_others_stay(slowness: Slowness) -> None:
+async def test_killed_server_vanishes_at_expiry_and_others_stay(slowness: Slowness) -> None:
     ttl = 3 * slowness()
     with Nodes() as nodes:
         bootstrap = nodes.start(ttl=ttl).ready()
@@ -123,7 +123,7 @@ async def test_a_killed_server_vanishes_at_its_expiry_and_the_others_stay(slowne
             await eventually(stays, "renewed", ttl + 20)
 
 
-async def test_a_server_that_stops_says_goodbye_and_exits_cleanly():
+async def test_server_that_stops_says_goodbye_and_exits_cleanly():
     with Nodes() as nodes:
         bootstrap = nodes.start().ready()
         server = nodes.start(blocks=[0, 4], peers=[bootstrap.addr]).ready()
@@ -181,7 +181,7 @@ async def publish(swarm: Swarm, to: str, record: wire.SignedAnnouncement) -> boo
         return reply.HasField("ping")
 
 
-async def test_forged_expired_foreign_and_older_announcements_are_never_shown():
+async def test_forged_expired_foreign_announcements_are_never_shown():
     liar, stranger = Identity.generate(), Identity.generate()
     now = time.time()
     fresh = freshened(made_up(liar.peer_id, queue_depth=2), now=now, lifetime=45)
@@ -202,7 +202,7 @@ async def test_forged_expired_foreign_and_older_announcements_are_never_shown():
         assert [content.queue_depth for content in server.view.servers(now=time.time())] == [2]
 
 
-async def test_a_peer_that_asks_too_much_is_told_so_and_the_node_lives_on():
+async def test_peer_that_asks_too_much_is_told():
     async with (
         open_swarm(config(listen=(LOOPBACK,))) as server,
         open_swarm(config(*server.addrs)) as swarm,
@@ -237,7 +237,7 @@ async def join(options: SwarmConfig) -> None:
         pass
 
 
-def test_peers_that_do_not_answer_are_an_error_that_names_them():
+def test_silent_peers_are_an_error_naming_them():
     with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as other:
         refusing = other.getsockname()[1]
         other.close()
@@ -296,7 +296,7 @@ def test_what_a_person_mistyped_is_named(options, message):
         trio.run(join, SwarmConfig(identity=Identity.generate(), **options))
 
 
-async def test_a_port_in_use_is_an_error_even_if_another_node_uses_it():
+async def test_port_in_use_is_always_an_error():
     async with open_swarm(config(listen=(LOOPBACK,))) as server:
         taken = server.addrs[0].partition("/p2p/")[0]
         with pytest.raises(MachineError, match=f"cannot listen on {taken}"):
@@ -328,7 +328,7 @@ def swarm_of_20() -> Iterator[list[Node]]:
         yield [bootstrap, *(server.ready() for server in servers)]
 
 
-def test_a_client_sees_all_20_servers_within_2_seconds(swarm_of_20: list[Node], slowness: Slowness) -> None:
+def test_client_sees_all_20_servers_within_2_seconds(swarm_of_20: list[Node], slowness: Slowness) -> None:
     bootstrap, *servers = swarm_of_20
     wanted = {server.peer_id for server in servers}
     for peers in ([bootstrap.addr], [servers[-1].addr], [server.addr for server in servers[:6]]):
@@ -346,9 +346,7 @@ async def test_the_models_of_the_swarm_can_be_listed(swarm_of_20):
         assert Span(0, 4) in spans
 
 
-def test_a_client_sees_all_living_servers_when_a_third_of_its_peers_is_dead(
-    swarm_of_20: list[Node], slowness: Slowness
-) -> None:
+def test_client_sees_all_living_servers_beside_dead_peers(swarm_of_20: list[Node], slowness: Slowness) -> None:
     """Some killed, some frozen. Comes last."""
     _, *servers = swarm_of_20
     killed, frozen, living = servers[:4], servers[4:7], servers[7:]

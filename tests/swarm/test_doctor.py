@@ -11,7 +11,7 @@ def found(outcome: Outcome) -> dict[str, str]:
     return {line["check"]: line["verdict"] for line in outcome.objects if line["event"] == "check"}
 
 
-def test_a_healthy_node_in_a_swarm_is_told_so(node_starter: Nodes) -> None:
+def test_healthy_node_in_swarm_is_told_so(node_starter: Nodes) -> None:
     peer = node_starter.bootstrap()
     outcome = petalnode("doctor", "--json", "--peer", peer.address, "--listen", LOOPBACK, env=node_starter.env)
     verdicts = found(outcome)
@@ -22,7 +22,7 @@ def test_a_healthy_node_in_a_swarm_is_told_so(node_starter: Nodes) -> None:
     assert "petalnode fit" in outcome.err.splitlines()[-1], outcome
 
 
-def test_a_swarm_that_does_not_answer_is_a_problem_with_advice(node_starter: Nodes) -> None:
+def test_silent_swarm_is_a_problem_with_advice(node_starter: Nodes) -> None:
     outcome = petalnode("doctor", "--json", "--peer", NOBODY, "--listen", LOOPBACK, env=node_starter.env)
     assert found(outcome)["swarm"] == "problem", outcome
     assert outcome.objects[-1]["advice"]

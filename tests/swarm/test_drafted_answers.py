@@ -212,7 +212,7 @@ class NeverLess:
 @pytest.mark.parametrize(
     "sampling", [GREEDY, Sampling(LENGTH, 0.9, 0.95, seed=5, logit_bias=FEW)], ids=["greedy", "sampled"]
 )
-def test_an_answer_is_the_same_when_its_tokens_are_chosen_early(
+def test_answer_is_the_same_with_early_tokens(
     swarm: MemorySwarm,
     folder: Path,
     servers: list[MemoryServer],
@@ -241,9 +241,7 @@ def test_an_answer_is_the_same_when_its_tokens_are_chosen_early(
     assert answers[0] == answers[1]
 
 
-def test_a_stop_ends_an_answer_in_the_middle_of_a_draft(
-    swarm: MemorySwarm, folder: Path, servers: list[MemoryServer]
-) -> None:
+def test_stop_ends_answer_in_middle_of_draft(swarm: MemorySwarm, folder: Path, servers: list[MemoryServer]) -> None:
     chain = Chain(swarm, folder)
     plain, _ = chain.answer(GREEDY, drafts=False)
     for stop_after in (1, 30, 31):
@@ -260,7 +258,7 @@ def test_compared_chains_take_drafts(swarm: MemorySwarm, folder: Path, servers: 
     assert drafted == plain and counts.accepted
 
 
-def test_a_server_that_dies_while_drafts_are_checked_is_replaced(
+def test_server_that_dies_checking_drafts_is_replaced(
     swarm: MemorySwarm, folder: Path, servers: list[MemoryServer]
 ) -> None:
     plain, _ = Chain(swarm, folder).answer(GREEDY, drafts=False)
@@ -292,7 +290,7 @@ def under_way(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def test_a_session_with_wrong_drafts_is_audited_whole_at_every_server(
+def test_session_with_wrong_drafts_is_audited_whole(
     swarm: MemorySwarm, folder: Path, servers: list[MemoryServer], under_way: list[int]
 ) -> None:
     """What entered for the steps that were rolled back is known at the servers behind the first one, too."""
@@ -338,7 +336,7 @@ def test_steps_are_under_way_side_by_side(
     assert max(under_way) >= 4
 
 
-def test_a_server_that_dies_with_several_steps_under_way_is_replaced(
+def test_server_that_dies_with_several_steps_is_replaced(
     swarm: MemorySwarm, folder: Path, servers: list[MemoryServer], under_way: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, _ = Chain(swarm, folder).answer(GREEDY, drafts=False)
@@ -358,7 +356,7 @@ def test_a_server_that_dies_with_several_steps_under_way_is_replaced(
     assert lost and drafted == plain and counts.accepted
 
 
-def test_servers_that_cannot_push_to_each_other_check_one_draft_at_a_time(
+def test_servers_that_cannot_push_check_single_drafts(
     swarm: MemorySwarm, folder: Path, servers: list[MemoryServer], under_way: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, _ = Chain(swarm, folder).answer(GREEDY, drafts=False)
@@ -383,7 +381,7 @@ def only_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "sampling", [GREEDY, Sampling(LENGTH, 0.9, 0.95, seed=5, logit_bias=FEW)], ids=["greedy", "sampled"]
 )
-def test_an_answer_is_the_same_with_a_draft_model(
+def test_answer_is_same_with_draft_model(
     swarm: MemorySwarm,
     folder: Path,
     servers: list[MemoryServer],
@@ -402,14 +400,14 @@ def test_an_answer_is_the_same_with_a_draft_model(
     assert drafted == plain[: len(drafted)] and len(drafted) == len(PROMPT) + LENGTH
 
 
-def test_the_drafter_of_a_conversation_knows_what_was_said_before() -> None:
+def test_drafter_of_conversation_knows_what_was_said_before() -> None:
     drafter = LookupDrafter()
     assert not list(drafter.matches([1, 2, 3, 4]))
     (found,) = drafter.matches([1, 2, 3, 4, 9, 2, 3])
     assert found.tokens[:2] == (4, 9)
 
 
-def test_a_server_that_dies_while_a_draft_model_guesses_under_a_constraint_is_replaced(
+def test_server_lost_while_a_constrained_model_drafts(
     swarm: MemorySwarm, folder: Path, servers: list[MemoryServer], only_guesses: None
 ) -> None:
     plain, _ = Chain(swarm, folder).answer(GREEDY, drafts=False, constraint=NeverTwice())

@@ -144,7 +144,7 @@ class Own:
     ],
     ids=["scores", "a processor", "a criterion"],
 )
-def test_what_needs_the_batch_as_a_whole_takes_no_drafts(model: Model, options: dict[str, Any]) -> None:
+def test_what_needs_batch_as_whole_takes_no_drafts(model: Model, options: dict[str, Any]) -> None:
     made = [generate(model, **options, **more) for more in ({}, LOOKUP)]
     if "return_dict_in_generate" in options:
         assert len(made[0].scores) == len(made[1].scores) == 32
@@ -160,7 +160,7 @@ def test_a_session_that_is_given_stays_one_batch(model: Model) -> None:
         assert session.batch_size == len(PROMPTS) and "rows" not in model.drafts
 
 
-def test_what_drafts_have_brought_is_known_for_the_next_batch(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_gain_is_known_for_the_next_batch(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     gains: list[float] = []
     known: list[set[tuple[int, int]]] = []
 
@@ -197,7 +197,7 @@ class Acts(Seen):
             self._act()
 
 
-def test_an_error_of_one_row_ends_all_of_them(model: Model) -> None:
+def test_error_of_one_row_ends_all_of_them(model: Model) -> None:
     def fail() -> None:
         raise ZeroDivisionError("by the streamer")
 
@@ -206,7 +206,7 @@ def test_an_error_of_one_row_ends_all_of_them(model: Model) -> None:
     assert torch.equal(generate(model, **LOOKUP), generate(model))
 
 
-def test_a_server_that_dies_is_replaced_in_every_row(
+def test_server_that_dies_is_replaced_in_every_row(
     swarm: MemorySwarm, servers: dict[str, MemoryServer], folder: Path, model: Model
 ) -> None:
     plain = generate(model)

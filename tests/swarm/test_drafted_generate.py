@@ -140,7 +140,7 @@ def test_an_answer_ends_where_it_ends_without_drafts(model: Model, tmp_path: Pat
     assert torch.equal(generate(model, **options, **LOOKUP), generate(model, **options))
 
 
-def test_a_session_goes_on_behind_an_answer_with_drafts(model: Model) -> None:
+def test_session_goes_on_behind_answer_with_drafts(model: Model) -> None:
     with model.inference_session(max_length=200) as plain, model.inference_session(max_length=200) as session:
         first = generate(model, session=plain)
         second = generate(model, torch.cat([first, torch.tensor([[5, 6]])], dim=1), session=plain)
@@ -153,7 +153,7 @@ def test_a_session_goes_on_behind_an_answer_with_drafts(model: Model) -> None:
         assert session.drafts["drafted"] == counts["drafted"] + model.drafts["drafted"]
 
 
-def test_a_session_that_is_too_short_says_so_as_without_drafts(model: Model) -> None:
+def test_too_short_a_session_says_so_with_drafts(model: Model) -> None:
     errors = []
     for options in ({}, LOOKUP):
         with model.inference_session(max_length=20) as session, pytest.raises(BadInput) as error:
@@ -217,7 +217,7 @@ def test_an_assistant_that_is_the_model_guesses_right(model: Model, folder: Path
         assert only_guesses and min(only_guesses) >= len(PROMPT) and max(only_guesses) <= len(PROMPT) + 24
 
 
-def test_an_assistant_reads_on_behind_what_it_has_read(folder: Path) -> None:
+def test_assistant_reads_on_behind_what_it_has_read(folder: Path) -> None:
     whole, assistant = load_whole(folder), Assistant(load_whole(folder))
     long = [*PROMPT] * 12
     assert assistant.read(long) is None  # more than is read at once
@@ -243,7 +243,7 @@ def test_lora_weights_that_are_uploaded_take_drafts(model: Model) -> None:
     assert torch.equal(generate(tuned, **LOOKUP), plain) and model.drafts["accepted"]
 
 
-def test_compared_chains_and_a_server_that_dies_take_drafts(
+def test_compared_chains_and_server_that_dies_take_drafts(
     swarm: MemorySwarm, servers: dict[str, MemoryServer], folder: Path, model: Model
 ) -> None:
     plain = generate(model)
@@ -276,7 +276,7 @@ def test_compared_chains_and_a_server_that_dies_take_drafts(
     ],
     ids=["beams", "no cache", "none", "custom", "a name"],
 )
-def test_what_cannot_be_combined_is_refused_in_one_line(model: Model, options: dict[str, Any], said: str) -> None:
+def test_impossible_combinations_are_refused_in_one_line(model: Model, options: dict[str, Any], said: str) -> None:
     with pytest.raises(BadInput, match=said) as error:
         generate(model, **options)
     assert "\n" not in str(error.value)

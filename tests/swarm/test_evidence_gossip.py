@@ -46,7 +46,7 @@ from tests.swarm.evidence_messages import (
 # --- what a node does with what it hears
 
 
-def test_evidence_that_proves_itself_bans_and_is_passed_on() -> None:
+def test_self_proving_evidence_bans_and_is_passed_on() -> None:
     gossip, store = node()
     proven: list[Bundle] = []
     gossip.on_proven.append(proven.append)
@@ -63,7 +63,7 @@ def test_a_lie_is_neither_believed_nor_passed_on() -> None:
     assert not store.is_banned(LIAR.peer_id)
 
 
-def test_what_has_to_be_recomputed_bans_only_with_enough_owners_that_are_trusted() -> None:
+def test_recomputed_evidence_bans_with_enough_trusted_owners_only() -> None:
     trusted = TrustedValidators({ANN.peer_id: "ann", BEN.peer_id: "ben", STRANGER.peer_id: "ann"}, quorum=2)
     gossip, store = node(trusted)
     assert (
@@ -119,7 +119,7 @@ def test_forged_endorsements_and_nonsense_are_dropped() -> None:
             EvidenceMessage.from_bytes(data, NOW)
 
 
-def test_a_flood_is_cut_off_by_its_maker_and_by_who_hands_it_on() -> None:
+def test_flood_is_cut_off_by_maker_and_forwarder() -> None:
     gossip, _ = node()
     accepted = [receive(gossip, numeric(number % 8), "flooder", f"{number}") for number in range(50)]
     assert sum(accepted) == EVIDENCE_LIMITS.rate
@@ -127,7 +127,7 @@ def test_a_flood_is_cut_off_by_its_maker_and_by_who_hands_it_on() -> None:
     assert receive(gossip, numeric(1), "somebody else", "another neighbour")
 
 
-def test_what_a_neighbour_has_made_itself_does_not_count_as_handed_on() -> None:
+def test_neighbours_own_messages_are_not_handed_on_ones() -> None:
     gossip, _ = node()
     for number in range(EVIDENCE_LIMITS.relayed):
         assert receive(gossip, numeric(number), f"author {number}", "neighbour")
@@ -137,7 +137,7 @@ def test_what_a_neighbour_has_made_itself_does_not_count_as_handed_on() -> None:
     assert not receive(gossip, numeric(EVIDENCE_LIMITS.rate), "neighbour", "neighbour")
 
 
-def test_what_is_remembered_of_one_server_is_bounded_and_junk_keeps_nobody_out() -> None:
+def test_memory_of_one_server_is_bounded() -> None:
     gossip, store = node(TrustedValidators({ANN.peer_id: "ann"}, quorum=1))
     for number in range(50):
         assert receive(gossip, numeric(number), f"{number}", f"{number}")
@@ -155,7 +155,7 @@ def test_rates_forget_and_are_bounded() -> None:
     assert rates.add("a", most=2, now=30) and held(rates) == 2, "what is over is forgotten"
 
 
-def test_a_message_counts_once_and_only_if_it_was_taken_lately() -> None:
+def test_message_counts_once_if_taken_lately() -> None:
     gossip, _ = node()
     heard: list[tuple[str, str]] = []
     gossip.on_evidence.append(lambda message, author, _: heard.append((message.accused, author)))
@@ -178,7 +178,7 @@ def test_a_node_does_not_ban_itself() -> None:
     assert not store.bans()
 
 
-def test_the_owner_of_a_server_is_told_once_what_is_said_of_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_servers_owner_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     """Strangers, too, can say it, and are not to fill the log."""
     gossip = EvidenceGossip(LIAR, TrustStore(clock=lambda: NOW), clock=lambda: NOW)
     for number in range(3):
@@ -187,14 +187,14 @@ def test_the_owner_of_a_server_is_told_once_what_is_said_of_it(caplog: pytest.Lo
     assert "author 0" in told and "self-test" in told
 
 
-def test_a_first_fault_of_one_bit_is_a_short_ban() -> None:
+def test_first_fault_of_one_bit_is_short_ban() -> None:
     gossip, store = node()
     gossip.record_proven(equivocation(), recomputed=True, one_bit=True)
     ban = store.ban_of(LIAR.peer_id)
     assert ban is not None and ban.source == "one bit" and ban.until == NOW + REPUTATION.one_bit_seconds
 
 
-def test_endorsements_of_validators_whose_evidence_was_refuted_do_not_count() -> None:
+def test_refuted_validators_endorsements_do_not_count() -> None:
     gossip, store = node(TrustedValidators({ANN.peer_id: "ann", BEN.peer_id: "ben"}, quorum=2))
     store.ban(BEN.peer_id, "its evidence was refuted", "evidence")
     assert receive(gossip, numeric(1, ANN, BEN, STRANGER))
@@ -205,7 +205,7 @@ def test_endorsements_of_validators_whose_evidence_was_refuted_do_not_count() ->
     assert ban is not None and STRANGER.peer_id not in ban.reason
 
 
-def test_no_more_servers_and_pieces_of_evidence_are_remembered_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remembered_servers_and_evidence_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evidence_gossip, "HELD", replace(evidence_gossip.HELD, max_known=5))
     gossip, _ = node()
     servers = [Identity.generate() for _ in range(20)]
@@ -220,7 +220,7 @@ def test_no_more_servers_and_pieces_of_evidence_are_remembered_than_may_be(monke
     assert known_evidence(gossip, LIAR.peer_id)[1] == HELD.max_per_accused
 
 
-def test_what_a_node_has_checked_itself_is_published_with_its_own_endorsement() -> None:
+def test_own_checks_are_published_with_own_endorsement() -> None:
     store = TrustStore(None, TrustedValidators({}), clock=lambda: NOW)
     gossip = EvidenceGossip(BEN, store, clock=lambda: NOW)
     proven: list[Bundle] = []
@@ -240,7 +240,7 @@ def test_what_a_node_has_checked_itself_is_published_with_its_own_endorsement() 
     assert known_evidence(gossip, STRANGER.peer_id) == (2, 1)
 
 
-def test_a_message_has_few_and_short_addresses_and_small_evidence_only() -> None:
+def test_message_has_few_addresses_and_small_evidence() -> None:
     good = EvidenceMessage.from_bytes(numeric(1, ANN), NOW)
     most = replace(good, addrs=("x" * EVIDENCE_LIMITS.max_addr,) * EVIDENCE_LIMITS.max_addrs)
     assert EvidenceMessage.from_bytes(most.to_bytes(), NOW) == most
@@ -259,7 +259,7 @@ def test_a_message_has_few_and_short_addresses_and_small_evidence_only() -> None
     assert EvidenceMessage.of(large).bundle is None and not EvidenceMessage.of(large).is_self_proving
 
 
-def test_equivocation_is_as_old_as_the_receipt_that_completed_it() -> None:
+def test_equivocation_is_as_old_as_its_completing_receipt() -> None:
     first = replace(RECEIPT, time_ms=round((NOW - EVIDENCE_LIMITS.max_age - 60) * 1000)).signed(LIAR)
     second = replace(first, reply_hash=b"x" * 32, time_ms=round(NOW * 1000)).signed(LIAR)
     for pair in ((first, second), (second, first)):
@@ -271,7 +271,7 @@ def test_equivocation_is_as_old_as_the_receipt_that_completed_it() -> None:
     assert not is_answer_recent(equivocation_bundle(ACCUSER, LIAR.peer_id, first, forged), NOW)
 
 
-def test_what_is_passed_on_leaves_room_for_known_makers_and_for_each_neighbour() -> None:
+def test_passed_on_messages_leave_room_for_others() -> None:
     shares, now = ForwardingShares(), 0.0
     assert [shares.allows("new", "a", now, known=False) for _ in range(6)] == [True] * 5 + [False]  # 1 + 4 of anybody's
     assert [shares.allows("old", "a", now, known=True) for _ in range(3)] == [True, True, False]  # of one known maker
@@ -284,7 +284,7 @@ def test_what_is_passed_on_leaves_room_for_known_makers_and_for_each_neighbour()
     assert [shares.allows("new", "a", now, known=False) for _ in range(6)] == [True] * 5 + [False]
 
 
-def test_a_maker_of_whom_nothing_was_heard_for_a_day_gives_its_place_to_others() -> None:
+def test_silent_maker_gives_its_place_to_others() -> None:
     makers = KnownMakers()
     for number in range(EVIDENCE_LIMITS.max_senders):
         makers.note(f"{number}", 0.0)

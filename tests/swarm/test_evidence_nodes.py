@@ -70,7 +70,7 @@ async def fetched(gossip: EvidenceGossip, *ids: bytes) -> list[Bundle | str]:
 
 
 @pytest.mark.virtual_time
-async def test_evidence_is_handed_out_by_its_id_and_so_often_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_evidence_is_handed_out_by_id_within_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     gossip, _ = node()
     bundle = equivocation()
     gossip.record_proven(bundle, recomputed=False)
@@ -81,7 +81,7 @@ async def test_evidence_is_handed_out_by_its_id_and_so_often_on_one_stream(monke
 
 
 @pytest.mark.virtual_time
-async def test_what_comes_with_a_message_is_handed_out_too() -> None:
+async def test_what_comes_with_message_is_handed_out_too() -> None:
     gossip, _ = node()
     bundle = equivocation()
     assert receive(gossip, dated(EvidenceMessage.of(bundle), NOW))
@@ -89,14 +89,14 @@ async def test_what_comes_with_a_message_is_handed_out_too() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_a_stream_for_evidence_that_asks_for_something_else_is_over() -> None:
+async def test_evidence_stream_that_asks_otherwise_is_over() -> None:
     ours, theirs = message_streams(wire.EvidenceFrame, "asking", "asked")
     await ours.send(wire.EvidenceFrame(close=wire.Close()), timeout=1)
     await node()[0].serve(theirs)  # returns
 
 
 @pytest.mark.virtual_time
-async def test_other_evidence_than_was_asked_for_is_not_taken() -> None:
+async def test_other_evidence_than_asked_for_is_not_taken() -> None:
     ours, theirs = message_streams(wire.EvidenceFrame, "asking", "asked")
     async with trio.open_nursery() as nursery:
         nursery.start_soon(partial(send_bundle, theirs, equivocation().to_bytes(), timeout=10))
@@ -149,7 +149,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await trio.sleep(0.05)
 
 
-async def test_evidence_reaches_nodes_that_are_not_connected_to_its_finder() -> None:
+async def test_evidence_reaches_nodes_unconnected_to_its_finder() -> None:
     stores = [TrustStore() for _ in range(3)]
     async with nodes(*stores) as (_, finder, other):
         await until(lambda: bool(finder.gossip.peers()) and bool(other.gossip.peers()))
@@ -162,7 +162,7 @@ async def test_evidence_reaches_nodes_that_are_not_connected_to_its_finder() -> 
             await finder.fetch_evidence(other.peer_id, b"x" * 32, timeout=10)
 
 
-async def test_a_node_that_lies_about_a_server_convinces_nobody() -> None:
+async def test_node_that_lies_about_server_convinces_nobody() -> None:
     stores = [TrustStore() for _ in range(3)]
     async with nodes(*stores) as (_, liar, other):
         await until(lambda: bool(liar.gossip.peers()) and bool(other.gossip.peers()))
@@ -195,7 +195,7 @@ def hidden(tokens: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(1, tokens, HIDDEN, generator=torch.Generator().manual_seed(seed))
 
 
-async def test_validators_recompute_what_they_hear_and_convince_who_trusts_them(folder: ModelFolder) -> None:
+async def test_validators_recompute_what_they_hear(folder: ModelFolder) -> None:
     """A large bundle is fetched by its id, recomputed and endorsed; a liar's is refuted, and he loses trust."""
     server = SigningServer(folder.path, compute_manifest(folder).version, Span(1, 3))
     honest = SigningServer(folder.path, server.version, server.span)

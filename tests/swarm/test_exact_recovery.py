@@ -95,7 +95,7 @@ def generated(model: Model, chosen: Callable[[], MemoryServer], avoided: set[str
 
 
 @pytest.mark.parametrize("blocks", ["0:3", "3:6"])
-def test_honest_servers_end_in_the_digests_of_the_one_that_was_lost(parts: Parts, blocks: str) -> None:
+def test_honest_servers_end_in_the_lost_ones_digests(parts: Parts, blocks: str) -> None:
     other = "3:6" if blocks == "0:3" else "0:3"
     beside, lost = parts.start(other), parts.start(blocks)
     start, end = map(int, blocks.split(":"))
@@ -113,7 +113,7 @@ def test_honest_servers_end_in_the_digests_of_the_one_that_was_lost(parts: Parts
 
 
 @pytest.mark.parametrize("has_weights", [True, False])
-def test_a_liar_that_is_gone_does_not_have_honest_ones_punished(
+def test_vanished_liar_does_not_get_honest_ones_punished(
     parts: Parts, has_weights: bool, request: pytest.FixtureRequest
 ) -> None:
     """Where nobody can tell who is wrong, a session may still come back for so long as its server keeps it."""
@@ -134,7 +134,7 @@ def test_a_liar_that_is_gone_does_not_have_honest_ones_punished(
 
 
 @pytest.mark.parametrize("has_weights", [True, False])
-def test_a_replacement_that_computes_other_bits_is_left_for_one_that_does_not(parts: Parts, has_weights: bool) -> None:
+def test_replacement_with_other_bits_is_left(parts: Parts, has_weights: bool) -> None:
     beside, honest = parts.start("0:3"), parts.start("3:6")
     either = {server.peer_id: server for server in (parts.lying("3:6"), parts.lying("3:6"))}
     avoided: set[str] = set()
@@ -154,7 +154,7 @@ def test_a_replacement_that_computes_other_bits_is_left_for_one_that_does_not(pa
         assert honest.peer_id not in avoided
 
 
-def test_what_others_pushed_is_not_held_against_the_one_that_computed_it(parts: Parts) -> None:
+def test_others_pushes_do_not_blame_the_computing_one(parts: Parts) -> None:
     """Once a server has answered what this client has not seen, its digests say nothing of it."""
     beside, lost, other = parts.start("0:3"), parts.start("3:6"), parts.start("3:6")
     avoided: set[str] = set()

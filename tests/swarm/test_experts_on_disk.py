@@ -37,7 +37,7 @@ def tokens_of(file: Path, **served: object) -> tuple[torch.Tensor, list[dict[str
 
 
 @needs_kernels
-def test_a_server_with_memory_for_a_part_of_its_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_with_memory_for_part_of_its_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PETALNODE_CACHE", str(tmp_path / "cache"))
     file = write_model_gguf(tmp_path / "mixture.gguf", "qwen3_moe")
     expected, events, (used, read) = tokens_of(file)

@@ -19,7 +19,7 @@ main()
 """
 
 
-def test_what_a_server_has_loaded_is_no_part_of_a_full_collection(node_starter: Nodes, tmp_path: Path) -> None:
+def test_loaded_weights_are_no_part_of_full_collections(node_starter: Nodes, tmp_path: Path) -> None:
     save_tiny("llama", tmp_path / "model")
     options = ("--new-swarm", "--listen", LOOPBACK, "--cache-tokens", "2000", "--until-eof", "--json")
     # `-W` keeps the process from being a copy of one that has imported everything.

@@ -135,7 +135,7 @@ def test_what_was_rolled_back_is_sent_to_nobody(place: int, model: Model, fleet:
         assert (out - right).abs().max() <= TOLERANCE * right.abs().max() and session.recoveries == 1
 
 
-def test_rows_that_changed_places_are_replayed_as_they_were(model: Model, fleet: Fleet) -> None:
+def test_reordered_rows_are_replayed_as_they_were(model: Model, fleet: Fleet) -> None:
     hidden = torch.randn(3, 12, HIDDEN, generator=torch.Generator().manual_seed(0))
     with model.inference_session(max_length=12) as session, torch.no_grad():
         session.step(hidden[:, :4])
@@ -150,7 +150,7 @@ def test_rows_that_changed_places_are_replayed_as_they_were(model: Model, fleet:
         assert (out - right).abs().max() <= TOLERANCE * right.abs().max()
 
 
-def test_a_fork_goes_on_when_a_server_is_killed(model: Model, fleet: Fleet, whole: Any) -> None:
+def test_fork_goes_on_when_server_is_killed(model: Model, fleet: Fleet, whole: Any) -> None:
     ids = prompt(1, 70, seed=6)
     with model.inference_session(max_length=120) as session:
         said = generate(model, ids, session=session)

@@ -74,7 +74,7 @@ def test_a_step_is_rolled_back(model: Model) -> None:
         assert session.recoveries == 0
 
 
-def test_a_session_goes_back_farther_than_servers_keep_states(model: Model, whole: Any) -> None:
+def test_session_goes_back_farther_than_servers_keep_states(model: Model, whole: Any) -> None:
     """What led there is sent again."""
     ids = prompt(1, 100)
     with model.inference_session(max_length=150) as session:

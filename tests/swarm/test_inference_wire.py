@@ -223,7 +223,7 @@ async def test_only_the_last_replies_are_kept(server: MemoryServer, raw_node: Sw
     assert frame.error.code == BAD
 
 
-async def test_receipts_say_what_was_asked_and_answered_and_form_a_chain(server: MemoryServer, raw_node: Swarm) -> None:
+async def test_receipts_chain_what_was_asked_and_answered(server: MemoryServer, raw_node: Swarm) -> None:
     session = await RawSession.opened(raw_node, server.ready, batch=2)
     pledge = pledge_from_wire(session.granted.pledge)
     assert pledge.is_signed and pledge.server == server.peer_id and pledge.deposit == 0
@@ -309,7 +309,7 @@ async def test_random_bytes_do_no_harm(server: MemoryServer, raw_node: Swarm) ->
             await session.stream.reset()
 
 
-async def test_a_right_message_with_a_flipped_bit_does_no_harm(server: MemoryServer, raw_node: Swarm) -> None:
+async def test_right_message_with_flipped_bit_does_no_harm(server: MemoryServer, raw_node: Swarm) -> None:
     for seed in range(40):
         chance = random.Random(seed)
         session = await RawSession.opened(raw_node, server.ready)

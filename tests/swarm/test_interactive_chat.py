@@ -50,7 +50,7 @@ def enter(chat: Terminal, text: str) -> None:
     chat.until(NO_PASTES)
 
 
-def test_ctrl_c_stops_the_answer_and_not_the_chat(chat: Terminal, shared_swarm: SharedSwarm) -> None:
+def test_ctrl_c_stops_answer_and_not_chat(chat: Terminal, shared_swarm: SharedSwarm) -> None:
     enter(chat, "/route")
     chat.until("no route yet")
     ready(chat)
@@ -72,7 +72,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(chat: Terminal, shared_swarm: 
     assert chat.exit_code() == 0
 
 
-def test_ctrl_c_clears_the_line_and_a_second_one_leaves(chat: Terminal) -> None:
+def test_ctrl_c_clears_line_and_second_one_leaves(chat: Terminal) -> None:
     chat.type("half a question")
     chat.until("question")
     chat.type(CTRL_C)
@@ -86,7 +86,7 @@ def test_ctrl_c_clears_the_line_and_a_second_one_leaves(chat: Terminal) -> None:
     assert chat.exit_code() == 130
 
 
-def test_end_of_input_leaves_a_terminal_as_it_was(chat: Terminal) -> None:
+def test_end_of_input_leaves_terminal_as_it_was(chat: Terminal) -> None:
     during = chat.modes()
     chat.type(CTRL_D)
     assert chat.exit_code() == 0
@@ -94,7 +94,7 @@ def test_end_of_input_leaves_a_terminal_as_it_was(chat: Terminal) -> None:
     assert chat.modes() != during
 
 
-def test_pastes_blocks_and_what_is_typed_meanwhile_are_questions_of_their_own_and_kept(
+def test_pastes_and_typed_ahead_lines_are_own_questions(
     shared_swarm: SharedSwarm, node_starter: Nodes, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     home = tmp_path_factory.mktemp("person")

@@ -57,7 +57,7 @@ def test_the_next_process_takes_the_session_up(shared_swarm: SharedSwarm, tmp_pa
     assert (again["reused"], again["text"]) == (0, second["text"])
 
 
-def test_a_session_that_the_servers_forgot_is_filled_from_the_tokens(shared_swarm: SharedSwarm, tmp_path: Path) -> None:
+def test_session_that_servers_forgot_is_filled_from_tokens(shared_swarm: SharedSwarm, tmp_path: Path) -> None:
     file = tmp_path / "chat.json"
     ask(shared_swarm, file, "one two")
     saved = json.loads(file.read_text())
@@ -138,7 +138,7 @@ def chatter(file: Path, *answers: list[int | Exception], prompt: str | None = No
 LOST = ServerFailed("the server …abc is gone", "abc")
 
 
-def test_question_and_partial_answer_are_kept_when_the_only_server_dies(tmp_path: Path) -> None:
+def test_question_and_part_stay_when_the_server_dies(tmp_path: Path) -> None:
     file = tmp_path / "chat.json"
     talk, _ = chatter(file, [ord("o"), ord("k")], [ord("p"), ord("a"), LOST])
     trio.run(talk.answer, "first")
@@ -155,9 +155,7 @@ def test_question_and_partial_answer_are_kept_when_the_only_server_dies(tmp_path
     assert (saved["turns"][2:], saved["unfinished"]) == ([["user", "second"], ["assistant", "y"]], False)
 
 
-def test_a_question_that_nobody_answered_is_kept_and_no_part_of_the_next_prompt(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unanswered_question_is_kept_out_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "chat.json"
     talk, conversation = chatter(file, [LOST], [ord("y")])
     trio.run(talk.obey, "lost question")
@@ -229,7 +227,7 @@ def hear(
     return shown.out, shown.err
 
 
-def test_a_lost_server_is_named_at_once_with_how_long_and_what_would_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lost_server_is_named_with_what_would_help(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = hear(Interrupted(), False, capsys)
     assert out == "ab\n"
     lost, advice, back = err.splitlines()
@@ -250,7 +248,7 @@ def test_a_lost_server_is_named_at_once_with_how_long_and_what_would_help(capsys
     assert answer["text"] == "ab"
 
 
-def test_nobody_is_told_that_a_strangers_server_would_help_where_only_trusted_ones_do(
+def test_trusted_only_blocks_do_not_ask_for_strangers(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     _, err = hear(Interrupted(), False, capsys, closed=True)
@@ -285,7 +283,7 @@ def test_silence_is_explained_on_standard_error_only(capsys: pytest.CaptureFixtu
     assert waiting.startswith("no server has taken the conversation yet") and "is silent" in silent
 
 
-def test_a_start_is_silent_for_half_a_second_and_then_says_each_step(
+def test_start_is_silent_briefly_then_says_each_step(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     start = process.Start()

@@ -44,7 +44,7 @@ def read(link: str) -> Invite:
     return read_link(link, time.time())
 
 
-async def test_a_link_leads_through_this_node_and_the_peer_that_it_joined_by() -> None:
+async def test_link_leads_through_both_peers() -> None:
     identity = Identity.generate()
     async with node() as first, node(first) as second, node(first, listens=False) as guest:
         assert near_addrs(first) == {first.peer_id: first.addrs}  # those that dialed it may be anywhere
@@ -73,7 +73,7 @@ async def test_who_does_not_answer_is_in_no_link() -> None:
         nursery.cancel_scope.cancel()
 
 
-async def test_servers_of_the_model_are_named_where_they_can_be_dialed() -> None:
+async def test_servers_of_the_model_are_named_dialably() -> None:
     async with node() as first, node(first) as one, node(first) as other, node(first) as banned, node(first) as leaving:
         await serves(one, first)
         await serves(other, first, OTHER)

@@ -80,7 +80,7 @@ def test_no_link_names_a_peer_that_is_gone(models: Path, half: Node, node_starte
     assert half.address in peers and address not in peers, outcome
 
 
-def test_a_private_swarm_is_joined_by_its_link_alone(models: Path, node_starter: Nodes, tmp_path: Path) -> None:
+def test_private_swarm_is_joined_by_its_link_alone(models: Path, node_starter: Nodes, tmp_path: Path) -> None:
     key = tmp_path / "swarm.key"
     assert petalnode("swarm-key", str(key), env=node_starter.env).code == 0
     server = node_starter.server(models / "tiny-llama", "0:6", "--swarm-key", str(key))

@@ -78,7 +78,7 @@ def test_what_is_no_level_or_format_is_told() -> None:
         process.set_logs("info", "xml")
 
 
-def test_a_session_has_one_name_at_the_client_and_at_its_server(models: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_session_has_one_name_at_both_ends(models: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "petalnode")
     with memory_swarm() as swarm:
         servers = [swarm.start(models / "tiny-llama", blocks, cache_tokens=1000) for blocks in ("0:3", "3:6")]

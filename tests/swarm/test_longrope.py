@@ -51,7 +51,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize(("length", "new"), [(12, 36), (BORDER - 1, 4), (BORDER, 4), (BORDER + 1, 4), (700, 6)])
-def test_a_text_becomes_long_or_is_long_from_the_start(length: int, new: int, served: Served) -> None:
+def test_text_becomes_long_or_is_long_from_start(length: int, new: int, served: Served) -> None:
     """700 tokens travel in two chunks and are computed in three parts."""
     served.same(prompt(1, length), new)
 
@@ -61,7 +61,7 @@ def test_rows_of_different_lengths(lengths: tuple[int, ...], served: Served) -> 
     served.same(padded(*lengths), 25)
 
 
-def test_many_rows_whose_first_chunk_ends_before_the_text_is_long(served: Served) -> None:
+def test_many_rows_become_long_after_their_first_chunk(served: Served) -> None:
     served.same(prompt(16, BORDER + 10), 3)
 
 
@@ -82,7 +82,7 @@ def test_other_loops_than_that_of_one_greedy_answer(served: Served) -> None:
     served.same(prompt(1, 30), 14, prefill_chunk_size=9)
 
 
-def test_a_session_is_rolled_back_to_a_short_text_and_becomes_long_again(served: Served) -> None:
+def test_session_rolled_back_becomes_long_again(served: Served) -> None:
     with served.model.inference_session(max_length=200) as session:
         long = prompt(1, BORDER + 20)
         served.same(long, 5)
@@ -103,7 +103,7 @@ def test_drafts(length: int, served: Served, monkeypatch: pytest.MonkeyPatch) ->
     assert served.model.drafts["accepted"] > 5
 
 
-def test_several_texts_at_once_share_what_has_the_same_factors(served: Served) -> None:
+def test_several_texts_share_what_has_equal_factors(served: Served) -> None:
     text = prompt(1, 100, seed=9)
     for length, new in ((100, 3), (36, 3), (38, 12), (99, 3), (36, 2)):
         served.same(text[:, :length], new)

@@ -102,7 +102,7 @@ def test_a_conversation_becomes_long_and_short_again(
     swarm.call(main)
 
 
-def test_what_is_kept_is_shared_among_texts_with_the_same_factors_only(swarm: MemorySwarm, folder: Path) -> None:
+def test_kept_blocks_are_shared_among_equal_factors_only(swarm: MemorySwarm, folder: Path) -> None:
     started(swarm, folder, "0:3", "3:6")
     text = prompt(1, 200, seed=6)[0].tolist()
 
@@ -148,7 +148,7 @@ def test_chains_that_are_compared(swarm: MemorySwarm, folder: Path) -> None:
     assert found[0, ids.shape[1] :].tolist() == expected(folder, ids[0].tolist(), 25)
 
 
-def test_receipts_say_which_factors_a_step_was_to_take(swarm: MemorySwarm, folder: Path) -> None:
+def test_receipts_say_which_factors_step_was_to_take(swarm: MemorySwarm, folder: Path) -> None:
     """Who recomputes a session from its receipts gets what the servers answered, and no other factors fit them.
 
     Sixteen rows travel in chunks of 32 tokens: the first one ends before the text is long.
@@ -175,7 +175,7 @@ def test_receipts_say_which_factors_a_step_was_to_take(swarm: MemorySwarm, folde
             assert bool((joined(found) - claimed).abs().max() <= 1e-3) == fits
 
 
-def test_a_server_of_an_older_version_is_not_used_for_long_texts(
+def test_older_server_is_not_used_for_long_texts(
     swarm: MemorySwarm, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would ignore what a step says. It is refused in words, and nobody takes it for a cheat."""
@@ -198,7 +198,7 @@ def test_a_server_of_an_older_version_is_not_used_for_long_texts(
         assert model.generate(ids, **given(ids, 3)).shape == (1, 23)
 
 
-def test_rows_of_a_forward_pass_that_would_take_different_factors_are_refused(swarm: MemorySwarm, folder: Path) -> None:
+def test_forward_rows_with_different_factors_are_refused(swarm: MemorySwarm, folder: Path) -> None:
     started(swarm, folder, "0:6")
     ids = padded(BORDER + 5, 20)
     mask = given(ids, 1)["attention_mask"]

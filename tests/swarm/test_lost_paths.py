@@ -190,7 +190,7 @@ def test_beams_go_on_though_replies_are_lost(over: Lines, whole: Any, slowness: 
     assert torch.equal(out, generate(whole, ids, **options))
 
 
-def test_a_connection_is_cut_in_the_middle_of_a_long_prompt(over: Lines, whole: Any) -> None:
+def test_connection_is_cut_in_middle_of_long_prompt(over: Lines, whole: Any) -> None:
     ids = prompt(1, 900, seed=3)
     swarm = client_of(over.model).swarm
     connect = swarm.new_stream
@@ -252,7 +252,7 @@ def test_a_line_that_is_down_for_a_while(over: Lines, whole: Any) -> None:
     print(f"back {times[0]:.2f} s after the line")
 
 
-def test_a_line_that_freezes_until_it_is_given_up(over: Lines, whole: Any) -> None:
+def test_line_that_freezes_until_it_is_given_up(over: Lines, whole: Any) -> None:
     """Nobody is told: neither side hears anything any more. What was sent into it is lost."""
     ids = prompt(1, 9, seed=5)
     with over.model.inference_session(max_length=60) as session:
@@ -276,7 +276,7 @@ def test_a_line_that_freezes_until_it_is_given_up(over: Lines, whole: Any) -> No
     assert torch.equal(out, generate(whole, ids))
 
 
-def test_a_session_that_nobody_uses_is_taken_up_all_the_same(over: Lines, whole: Any) -> None:
+def test_unused_session_is_resumed_all_the_same(over: Lines, whole: Any) -> None:
     ids = prompt(1, 9, seed=6)
     with over.model.inference_session(max_length=60) as session:
         first = generate(over.model, ids, session=session, max_new_tokens=4)

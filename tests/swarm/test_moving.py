@@ -269,7 +269,7 @@ async def test_pushes_move_and_none_is_lost(
         assert session.recoveries == session.paths.rejoined == 0
 
 
-async def test_a_push_stream_that_was_lost_is_opened_again(
+async def test_push_stream_that_was_lost_is_opened_again(
     halves: list[BlockSpan], expected: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
     hidden, right = expected

@@ -69,7 +69,7 @@ def test_generate_says_what_transformers_does(
         server.kill()
 
 
-def test_a_model_without_a_head_cannot_be_asked_for_its_drafts(swarm: MemorySwarm, tmp_path: Path) -> None:
+def test_model_without_a_head_cannot_draft_by_it(swarm: MemorySwarm, tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     servers = serve(swarm, folder)
     with swarm.open_model(AutoDistributedModelForCausalLM, folder) as model:

@@ -20,9 +20,7 @@ def top(width: int) -> str:
     return "╭─ petalnode  tiny-llama ".ljust(width - 1, "─") + "╮"
 
 
-def test_the_panel_and_the_picture_follow_the_window_and_leave_the_terminal_in_order(
-    tmp_path: Path, models: Path
-) -> None:
+def test_panel_follows_the_window_and_leaves_the_terminal(tmp_path: Path, models: Path) -> None:
     env = environment(tmp_path, PETALNODE_KERNELS_ISA="none")
     del env["COLUMNS"]  # which would be taken for the width
     serve = (

@@ -68,7 +68,7 @@ async def swarm_of(network: MemoryNetwork) -> tuple[DirectoryNode, list[Director
     return bootstrap, servers
 
 
-async def test_halves_of_a_swarm_forget_each_other_and_come_together_again(virtual_time: None) -> None:
+async def test_halves_of_a_swarm_come_together_again(virtual_time: None) -> None:
     async with trio.open_nursery() as nursery:
         network = MemoryNetwork(nursery, DirectoryNode)
         bootstrap, servers = await swarm_of(network)
@@ -85,7 +85,7 @@ async def test_halves_of_a_swarm_forget_each_other_and_come_together_again(virtu
         nursery.cancel_scope.cancel()
 
 
-async def test_a_bootstrap_node_is_replaced_by_another_one_that_joins_at_any_server(virtual_time: None) -> None:
+async def test_bootstrap_node_is_replaced_through_any_server(virtual_time: None) -> None:
     async with trio.open_nursery() as nursery:
         network = MemoryNetwork(nursery, DirectoryNode)
         bootstrap, servers = await swarm_of(network)

@@ -16,7 +16,7 @@ def told(server: MemoryServer) -> list[str]:
     return [event["event"] for event in server.events if event["event"] in ("pausing", "paused", "resumed")]
 
 
-def test_sessions_of_a_paused_server_move_and_it_comes_back(models: Path) -> None:
+def test_paused_servers_sessions_move_and_it_returns(models: Path) -> None:
     with memory_swarm() as swarm:
         servers = [swarm.start(models / "tiny-llama", "0:6", cache_tokens=1000) for _ in range(2)]
         by_id = {server.peer_id: server for server in servers if server.ready}
@@ -57,7 +57,7 @@ def test_sessions_of_a_paused_server_move_and_it_comes_back(models: Path) -> Non
         model.close()
 
 
-def test_a_pause_that_is_over_before_all_have_left_changes_nothing_for_them(models: Path) -> None:
+def test_short_pause_changes_nothing_for_those_staying(models: Path) -> None:
     with memory_swarm() as swarm:
         server = swarm.start(models / "tiny-llama", "0:6", cache_tokens=1000)
         assert server.ready

@@ -64,7 +64,7 @@ def with_end(given: dict[str, Any], tokens: list[int]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("kind", "reused"), [("gemma3", 20), ("qwen3_vl", 32)])
-def test_a_second_prompt_begins_with_what_is_kept_and_cuts_no_group(
+def test_second_prompt_begins_with_kept_whole_groups(
     swarm: MemorySwarm, tmp_path: Path, kind: str, reused: int
 ) -> None:
     """The first kept block ends within the picture's 16 tokens, which begin at the token 20."""
@@ -127,7 +127,7 @@ def test_no_rollback_goes_into_a_group(swarm: MemorySwarm, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("kind", "field"), [("gemma3", "groups"), ("qwen3_vl", "features")])
-def test_servers_that_know_no_such_pictures_are_not_asked(
+def test_servers_without_such_pictures_are_not_asked(
     monkeypatch: pytest.MonkeyPatch, swarm: MemorySwarm, tmp_path: Path, kind: str, field: str
 ) -> None:
     granted = ServerSession._granted
@@ -150,9 +150,7 @@ def test_servers_that_know_no_such_pictures_are_not_asked(
             model.generate(**given, **options)
 
 
-def test_a_server_that_holds_only_a_part_of_the_blocks_that_add_features_is_not_asked(
-    swarm: MemorySwarm, tmp_path: Path
-) -> None:
+def test_partial_holder_of_feature_blocks_is_not_asked(swarm: MemorySwarm, tmp_path: Path) -> None:
     whole = save_seeing("qwen3_vl", tmp_path)
     started(swarm, tmp_path, "0:1", "1:4")
     with swarm.open_model(AutoDistributedModelForCausalLM, tmp_path) as model:

@@ -95,7 +95,7 @@ def test_a_forward_pass_sees_pictures_and_has_gradients(kind: str, whole: Any, m
     assert torch.allclose(loss, whole(**given, labels=labels).loss, atol=1e-5)
 
 
-def test_a_prompt_with_a_picture_that_is_cut_in_pieces(kind: str, whole: Any, model: Any) -> None:
+def test_prompt_with_picture_that_is_cut_in_pieces(kind: str, whole: Any, model: Any) -> None:
     """The picture lies across the border of what a server computes at once."""
     given = seen(whole, kind, [(253, 40)])
     assert torch.equal(say(model, given), say(whole, given))
@@ -106,9 +106,7 @@ def test_rows_with_pictures_of_which_one_is_padded(kind: str, whole: Any, model:
     assert torch.equal(say(model, given), say(whole, given))
 
 
-def test_a_server_is_killed_in_the_middle_of_an_answer(
-    kind: str, whole: Any, model: Any, servers: list[MemoryServer]
-) -> None:
+def test_server_is_killed_in_middle_of_answer(kind: str, whole: Any, model: Any, servers: list[MemoryServer]) -> None:
     given = seen(whole, kind, [(30, 5)])
     said = say(whole, given)
     with model.inference_session(max_length=4) as session:

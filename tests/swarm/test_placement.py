@@ -132,7 +132,7 @@ async def until_all_know(every: list[Server], known: dict[str, Span]) -> None:
 
 
 @pytest.mark.virtual_time
-async def test_ten_that_join_at_once_spread_over_the_model() -> None:
+async def test_ten_that_join_at_once_spread_over_model() -> None:
     async with servers_of(*[5.0] * 10) as every:
         spans: list[Span] = []
 
@@ -146,7 +146,7 @@ async def test_ten_that_join_at_once_spread_over_the_model() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_they_spread_though_what_they_announce_comes_late_or_never(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_they_spread_though_announcements_are_late_or_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     push, pull = Directory.push, Directory.pull
     chance = random.Random(1)
 
@@ -162,11 +162,11 @@ async def test_they_spread_though_what_they_announce_comes_late_or_never(monkeyp
 
     monkeypatch.setattr(Directory, "push", push_late)
     monkeypatch.setattr(Directory, "pull", pull_sometimes)
-    await test_ten_that_join_at_once_spread_over_the_model()
+    await test_ten_that_join_at_once_spread_over_model()
 
 
 @pytest.mark.virtual_time
-async def test_the_last_holder_says_goodbye_and_one_that_can_be_spared_takes_its_place() -> None:
+async def test_last_holder_leaves_and_a_spare_one_follows() -> None:
     async with servers_of(5.0, 5.0, 5.0) as every:
         first, second, leaving = every
         known = {}
@@ -189,7 +189,7 @@ async def test_the_last_holder_says_goodbye_and_one_that_can_be_spared_takes_its
 
 
 @pytest.mark.virtual_time
-async def test_two_that_would_move_to_the_same_blocks_settle_who_does() -> None:
+async def test_two_moving_to_the_same_blocks_settle_it() -> None:
     async with servers_of(5.0, 5.0, 5.0, blocks=4) as every:
         for server in every:
             server.announce(Span(0, 2))
@@ -207,7 +207,7 @@ async def test_two_that_would_move_to_the_same_blocks_settle_who_does() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_a_fast_server_joins_and_nobody_else_is_moved_by_it() -> None:
+async def test_joining_fast_server_moves_nobody_else() -> None:
     async with servers_of(1.0, 1.1, 0.9, 1.2, 300.0) as every:
         known = {}
         for server, span in zip(every, (Span(0, 3), Span(3, 6), Span(0, 3), Span(3, 6), None), strict=True):
@@ -220,7 +220,7 @@ async def test_a_fast_server_joins_and_nobody_else_is_moved_by_it() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_an_absurd_announcement_is_told_once_and_moves_nobody(caplog: pytest.LogCaptureFixture) -> None:
+async def test_absurd_announcement_is_told_once_and_moves_nobody(caplog: pytest.LogCaptureFixture) -> None:
     async with servers_of(1.0, 1.0, 1.0, 1000000.0, 1.0) as every:
         *usual, liar, other = every
         known = {}
@@ -239,7 +239,7 @@ async def test_an_absurd_announcement_is_told_once_and_moves_nobody(caplog: pyte
 
 
 @pytest.mark.virtual_time
-async def test_an_announcement_that_cannot_be_is_told_once_and_ignored(caplog: pytest.LogCaptureFixture) -> None:
+async def test_impossible_announcement_is_told_once_and_ignored(caplog: pytest.LogCaptureFixture) -> None:
     async with servers_of(1.0, 1.0) as every:
         usual, liar = every
         usual.announce(Span(0, 6))
@@ -281,7 +281,7 @@ async def test_servers_of_another_model_count_for_nothing() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_a_gap_that_the_plan_leaves_to_somebody_who_does_nothing_is_closed_by_another() -> None:
+async def test_gap_left_to_an_idle_server_is_closed() -> None:
     async with servers_of(5.0, 5.0) as every:
         idle, able = every
         known = {idle.swarm.peer_id: Span(0, 3), able.swarm.peer_id: Span(0, 3)}
@@ -294,7 +294,7 @@ async def test_a_gap_that_the_plan_leaves_to_somebody_who_does_nothing_is_closed
         assert await other.move(interval=0.5) == Span(3, 6)
 
 
-def test_a_server_that_is_killed_is_missed_by_who_knew_it(tmp_path: Path) -> None:
+def test_killed_server_is_missed_by_those_who_knew(tmp_path: Path) -> None:
     async def scenario(started: Nodes) -> None:
         async with hosts(5.0, 5.0) as (first, second):
             options = {"blocks": [3, 6], "num_blocks": BLOCKS, "model_version": MODEL.hex(), "model_name": "model"}
@@ -322,7 +322,7 @@ def test_a_server_that_is_killed_is_missed_by_who_knew_it(tmp_path: Path) -> Non
 
 
 @pytest.mark.virtual_time
-async def test_a_survivor_closes_the_gap_at_its_first_check_after_the_loss() -> None:
+async def test_survivor_closes_the_gap_at_its_first_check() -> None:
     async with servers_of(5.0, 5.0, 5.0) as every:
         *survivors, killed = every
         peer_id = killed.swarm.peer_id
@@ -383,7 +383,7 @@ async def test_the_network_is_measured_with_those_that_answer(slowness: Slowness
 # --- processes
 
 
-def test_a_server_chooses_blocks_of_a_model_that_it_has_not_got_and_fetches_only_these(tmp_path: Path) -> None:
+def test_server_fetches_only_blocks_it_chooses(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path / "hub" / "model", shards="60KB")
     with serve_hub(folder) as hub, nodes(tmp_path / "first") as first, nodes(tmp_path / "second") as second:
         for starter in (first, second):

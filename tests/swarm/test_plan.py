@@ -59,9 +59,7 @@ def test_a_plan_for_a_file_of_machines(machines: Path, home: Path) -> None:
     assert table.code == 0 and "there is no faster chain" in table.out and "attic" in table.out, table
 
 
-def test_a_plan_leaves_blocks_that_share_keys_and_values_on_one_machine(
-    machines: Path, tmp_path: Path, home: Path
-) -> None:
+def test_plan_keeps_sharing_blocks_on_one_machine(machines: Path, tmp_path: Path, home: Path) -> None:
     """The fast machine has room for three blocks: it would hold the last three, and here it holds the first two."""
     folder = save_tiny("gemma4_shared", tmp_path / "model")
     fast = {**MACHINES["machines"][1], "blocks": 3}
@@ -160,7 +158,7 @@ def test_what_fits_is_told_without_a_network(machines: Path, tmp_path: Path, hom
     assert counted.code == 2 and "block_mb" in counted.err, counted
 
 
-def test_this_machine_and_files_on_it_without_a_swarm(shared_swarm: SharedSwarm, home: Path, tmp_path: Path) -> None:
+def test_this_machine_and_files_on_it_without_swarm(shared_swarm: SharedSwarm, home: Path, tmp_path: Path) -> None:
     here = petalnode("fit", "smollm2", "--json", env=environment(home))
     assert here.code == 0 and here.objects[0]["tokens_per_second"] > 0, here
     plan = petalnode("plan", str(shared_swarm.folder), env=environment(home))

@@ -167,7 +167,7 @@ def test_servers_that_do_not_push_or_are_older(
         assert max(len(steps) for steps in under_way) == 1
 
 
-def test_no_more_is_under_way_than_a_server_grants(
+def test_no_more_is_under_way_than_server_grants(
     model: Any, whole: Any, under_way: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most = 3 * CHUNK * HIDDEN * 4
@@ -180,7 +180,7 @@ def test_no_more_is_under_way_than_a_server_grants(
 
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_server_is_killed_with_several_steps_under_way(
+def test_server_is_killed_with_several_steps_under_way(
     place: int, rows: int, pool: MemoryPool, model: Any, whole: Any, under_way: list[list[int]]
 ) -> None:
     ids, tap = prompt(rows), Tap(model)
@@ -203,7 +203,7 @@ def test_a_server_is_killed_with_several_steps_under_way(
     assert max(len(steps) for steps in under_way) >= 4
 
 
-def test_a_server_is_killed_and_those_behind_it_have_no_room_left(
+def test_server_is_killed_and_others_have_no_room(
     pool: MemoryPool, model: Any, whole: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps behind the one that failed have taken what the next servers grant, and are never answered there."""
@@ -226,7 +226,7 @@ def test_a_server_is_killed_and_those_behind_it_have_no_room_left(
     assert torch.equal(out, generate(whole, ids))
 
 
-def test_the_rest_of_a_prompt_is_under_way_side_by_side_again(
+def test_prompts_rest_is_under_way_side_by_side(
     pool: MemoryPool, model: Any, whole: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the first server was killed at its second chunk; one chunk goes alone behind the one that failed."""
@@ -257,7 +257,7 @@ def test_the_rest_of_a_prompt_is_under_way_side_by_side_again(
     assert max(beside) >= 2
 
 
-def test_a_prompt_that_is_given_up_leaves_the_session_as_it_was(
+def test_abandoned_prompt_leaves_the_session_as_before(
     pool: MemoryPool, model: Any, whole: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids, tap = prompt(), Tap(model)
@@ -281,7 +281,7 @@ def test_a_prompt_that_is_given_up_leaves_the_session_as_it_was(
 
 
 @pytest.mark.parametrize("then", ["closed", "used"])
-def test_what_was_sent_of_a_prompt_that_is_given_up_is_not_computed(
+def test_sent_chunks_of_an_abandoned_prompt_are_uncomputed(
     then: str, pool: MemoryPool, model: Any, whole: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first server computes the first step until the client, which has sent it four more, has gone on."""
@@ -334,9 +334,7 @@ def sessions_at(server: MemoryServer) -> int:
     return 0 if serving is None else serving().sessions
 
 
-def test_of_the_last_server_no_more_comes_than_is_needed(
-    model: Any, whole: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_last_server_sends_no_more_than_needed(model: Any, whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Receipts come for all of a prompt; its outputs only of the step in which its last token is."""
     monkeypatch.setattr("petalnode.node.client.session.step.push_patience", lambda *_: 1e6)
     ids = prompt(2)
@@ -350,9 +348,7 @@ def test_of_the_last_server_no_more_comes_than_is_needed(
         assert got == [token * (LONG + 5), token * (LONG + 5), token * (5 + 5)]
 
 
-def test_a_server_that_knows_no_receipt_only_sends_its_output(
-    model: Any, whole: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_that_knows_no_receipt_only_sends(model: Any, whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     send = ServerSession._send_output
 
     async def older(session: ServerSession, step: wire.Step, *rest: Any) -> None:
@@ -373,7 +369,7 @@ def test_a_server_that_knows_no_receipt_only_sends_its_output(
         assert session.recoveries == 0
 
 
-def test_outputs_of_all_tokens_come_where_they_are_wanted(model: Any, whole: Any) -> None:
+def test_outputs_of_all_tokens_come_where_wanted(model: Any, whole: Any) -> None:
     with torch.no_grad(), model.inference_session(max_length=2 * LONG) as session:
         embedded = torch.randn(1, 2 * LONG, HIDDEN, generator=torch.Generator().manual_seed(3))
         expected = whole.model(inputs_embeds=embedded).last_hidden_state
@@ -387,7 +383,7 @@ def test_outputs_of_all_tokens_come_where_they_are_wanted(model: Any, whole: Any
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_server_is_killed_with_three_steps_under_way(
+def test_server_is_killed_with_three_steps_under_way(
     place: int, pool: MemoryPool, model: Any, whole: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is in the middle of the first of them; rows are padded."""

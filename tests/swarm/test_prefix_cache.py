@@ -52,7 +52,7 @@ def expected(folder: Path, prompt: Sequence[int], tokens: int = 5) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
-def test_a_second_session_begins_with_what_the_first_has_left(swarm: MemorySwarm, folder: Path) -> None:
+def test_second_session_begins_with_what_first_has_left(swarm: MemorySwarm, folder: Path) -> None:
     servers = started(swarm, folder, "0:2", "2:6")
 
     async def main() -> None:
@@ -68,9 +68,7 @@ def test_a_second_session_begins_with_what_the_first_has_left(swarm: MemorySwarm
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "nemotron_h", "jamba"])
-def test_a_session_with_states_begins_behind_the_last_that_are_kept(
-    kind: str, swarm: MemorySwarm, tmp_path: Path
-) -> None:
+def test_session_with_states_begins_behind_kept_ones(kind: str, swarm: MemorySwarm, tmp_path: Path) -> None:
     folder = save_tiny(kind, tmp_path / "model", max_position_embeddings=1024, eos_token_id=None)
     servers = started(swarm, folder, "0:2", "2:4", "4:6")
     text = torch.randint(3, VOCABULARY, (1, 600), generator=torch.Generator().manual_seed(2))[0].tolist()
@@ -88,9 +86,7 @@ def test_a_session_with_states_begins_behind_the_last_that_are_kept(
     swarm.call(main)
 
 
-def test_another_process_of_the_same_client_finds_it_at_a_server_of_all_blocks(
-    swarm: MemorySwarm, folder: Path
-) -> None:
+def test_another_process_finds_it_at_whole_servers(swarm: MemorySwarm, folder: Path) -> None:
     (server,) = started(swarm, folder, "0:6")
     identity = Identity.generate()
 
@@ -121,7 +117,7 @@ def test_others_and_other_salts_share_nothing(swarm: MemorySwarm, folder: Path) 
     swarm.call(main)
 
 
-def test_clients_of_one_salt_share_where_the_server_lets_them(swarm: MemorySwarm, folder: Path) -> None:
+def test_one_salts_clients_share_where_allowed(swarm: MemorySwarm, folder: Path) -> None:
     assert swarm.start(folder, "0:6", prefix_cache="salted").ready
 
     async def main() -> None:
@@ -133,7 +129,7 @@ def test_clients_of_one_salt_share_where_the_server_lets_them(swarm: MemorySwarm
     swarm.call(main)
 
 
-def test_a_server_that_dies_is_replaced_with_what_came_before(swarm: MemorySwarm, folder: Path) -> None:
+def test_dead_server_is_replaced_with_what_came_before(swarm: MemorySwarm, folder: Path) -> None:
     first, second = started(swarm, folder, "0:2", "2:6")
 
     async def main() -> None:
@@ -235,7 +231,7 @@ def test_what_was_reused_is_recomputed_by_auditors(swarm: MemorySwarm, folder: P
         assert not refuted.proven and not refuted.exchanged and not refuted.signed
 
 
-def test_a_server_that_did_not_keep_what_it_says_is_found_out(
+def test_server_that_did_not_keep_it_is_found(
     swarm: MemorySwarm, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     restore = SpanCache.restore

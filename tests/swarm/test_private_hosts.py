@@ -57,7 +57,7 @@ async def test_another_swarm_is_told_in_words_at_once(mine, theirs, soon):
 
 
 @pytest.mark.parametrize("psk", [None, KEY])
-async def test_a_stranger_that_says_something_else_is_dropped_at_once(psk, soon):
+async def test_stranger_that_says_otherwise_is_dropped(psk, soon):
     async with host_here(listens=True, psk=psk) as server:
         port = server.listen_ports()[0][1]
         for said in (b"GET / HTTP/1.0\r\n\r\n" + bytes(64), b"\xff" * 64, b"\x13/multistream/9.9.9\n" + bytes(64)):

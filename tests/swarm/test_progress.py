@@ -129,7 +129,7 @@ async def test_candidates_that_were_well_when_they_were_measured(slow: float) ->
 
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("place", [0, 1, 2])
-async def test_a_frozen_server_costs_as_little_wherever_it_stands(place: int) -> None:
+async def test_frozen_server_costs_as_little_wherever_it_stands(place: int) -> None:
     async with chain_of_three() as (swarm, client, talking):
         for blocks in ("0:2", "2:4", "4:6"):
             swarm.start(blocks, announced=USUAL).seconds = QUICK
@@ -157,7 +157,7 @@ async def test_servers_fall_silent_while_a_step_is_pushed(frozen: tuple[int, ...
 
 @pytest.mark.virtual_time
 @SLOW
-async def test_a_server_stops_reading_in_the_middle_of_a_long_prompt(slow: float) -> None:
+async def test_server_stops_reading_in_middle_of_long_prompt(slow: float) -> None:
     async with chain_of_three() as (swarm, client, talking):
         swarm.start("2:4", announced=USUAL)
         swarm.slow_down(client, slow)
@@ -168,7 +168,7 @@ async def test_a_server_stops_reading_in_the_middle_of_a_long_prompt(slow: float
 
 @pytest.mark.virtual_time
 @SLOW
-async def test_replacements_fall_silent_in_the_middle_of_a_long_prompt(slow: float) -> None:
+async def test_replacements_fall_silent_in_middle_of_long_prompt(slow: float) -> None:
     async with chain_of_three() as (swarm, client, talking):
         for left in (3, 4):
             swarm.start("2:4", announced=QUICK).answers_left = left
@@ -183,7 +183,7 @@ async def test_replacements_fall_silent_in_the_middle_of_a_long_prompt(slow: flo
 
 @pytest.mark.virtual_time
 @SLOW
-async def test_a_new_session_meets_silent_servers_only_but_for_one(slow: float) -> None:
+async def test_new_session_meets_silent_servers_but_for_one(slow: float) -> None:
     async with virtual_swarm() as swarm:
         silent_and_well(swarm, VirtualServer.fall_silent, "0:6")
         async with swarm.client() as client:
@@ -234,7 +234,7 @@ async def test_a_server_comes_while_all_others_are_silent(slow: float) -> None:
 
 
 @pytest.mark.virtual_time
-async def test_a_server_that_answers_no_ping_is_a_last_resort() -> None:
+async def test_server_that_answers_no_ping_is_last_resort() -> None:
     """As one on a busy machine, or this machine being busy."""
     async with chain_of_three() as (swarm, _, talking):
         swarm.mute.add(swarm.start("2:4").peer_id)
@@ -277,7 +277,7 @@ async def test_a_standby_that_was_ready_falls_silent(slow: float) -> None:
 
 
 @pytest.mark.virtual_time
-async def test_what_one_step_found_silent_no_other_step_asks() -> None:
+async def test_no_step_asks_what_another_found_silent() -> None:
     async with virtual_swarm() as swarm:
         start_three(swarm)
         async with swarm.client() as client, talk(client) as first, talk(client) as second:
@@ -296,7 +296,7 @@ async def test_what_one_step_found_silent_no_other_step_asks() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_a_server_that_stood_still_once_is_not_given_longer_the_next_time() -> None:
+async def test_once_stopped_server_is_not_given_longer() -> None:
     async with chain_of_three() as (swarm, _, talking):
         server = swarm.of(talking.session, 1)
         usual = server.seconds
@@ -348,7 +348,7 @@ async def test_nothing_is_left_of_those_that_were_asked(slow: float) -> None:
 
 
 @pytest.mark.virtual_time
-async def test_what_came_before_this_process_cannot_be_given_to_another_server() -> None:
+async def test_earlier_processs_texts_cannot_go_to_another_server() -> None:
     """Of a session that was taken up, not all inputs are known."""
     async with chain_of_three() as (swarm, _, talking):
         swarm.start("2:4", announced=USUAL)
@@ -365,7 +365,7 @@ WHOLE = SessionSpec(VERSION, Span(0, BLOCKS), batch=1, max_length=MAX_LENGTH)
 
 
 @pytest.mark.virtual_time
-async def test_compared_chains_that_were_cut_off_while_rows_changed_places_are_of_no_use() -> None:
+async def test_chains_cut_off_while_rows_moved_are_useless() -> None:
     async with virtual_swarm() as swarm:
         one, other = swarm.start("0:6"), swarm.start("0:6")
         async with swarm.client(compare_chains=2) as client, client.session(WHOLE) as session:
@@ -389,7 +389,7 @@ async def test_compared_chains_that_were_cut_off_while_rows_changed_places_are_o
 
 
 @pytest.mark.virtual_time
-async def test_who_waits_for_a_second_chain_looks_at_once_and_then_now_and_then() -> None:
+async def test_who_waits_for_a_second_chain_looks_regularly() -> None:
     async with virtual_swarm() as swarm:
         swarm.start("0:6")
         second = swarm.start("0:6", told=False)
@@ -412,7 +412,7 @@ async def test_who_waits_for_a_second_chain_looks_at_once_and_then_now_and_then(
 
 
 @pytest.mark.virtual_time
-async def test_servers_that_nobody_knows_how_to_compare_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_incomparable_servers_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each alone could be, but not one with the other."""
     known = compared_session.tolerance_between
 

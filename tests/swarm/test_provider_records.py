@@ -45,7 +45,7 @@ def known(swarm: Swarm) -> set[str]:
     return {server.peer_id for server in swarm.view.servers(VERSION, now=time.time())}
 
 
-async def test_a_stranger_finds_servers_that_have_met_nobody_but_a_foreign_node(start, slowness: Slowness) -> None:
+async def test_stranger_finds_servers_that_met_a_foreign_node(start, slowness: Slowness) -> None:
     """All know one node of Kademlia; the one of the servers goes, and the stranger's has the records."""
     theirs = start("stock_node", role="table", peers=[])
     ours = start("stock_node", role="table", peers=theirs.addrs)

@@ -24,7 +24,7 @@ from tests.swarm.relays import echoed, host_here, relay_here, reserve, until
 
 
 @pytest.mark.parametrize(("version", "address"), [(4, "127.0.0.1"), (6, "::1")])
-async def test_a_port_is_dialed_from_until_the_other_side_opens(version: int, address: str) -> None:
+async def test_port_is_dialed_from_until_other_side_opens(version: int, address: str) -> None:
     if version == 6 and not has_ipv6():
         pytest.skip("no IPv6 here")
     theirs = free_port()
@@ -64,7 +64,7 @@ def has_ipv6() -> bool:
     return True
 
 
-async def test_who_listens_where_it_can_be_dialed_is_dialed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_listens_dialably_is_dialed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hole_punching, "PUNCHING", replace(hole_punching.PUNCHING, look=0.05, retired_after=0.1))
     async with met_at_a_relay(listens=True) as (target, client, _):
         assert not any(path.direct for path in client.paths(target.peer_id))
@@ -79,7 +79,7 @@ async def test_who_listens_where_it_can_be_dialed_is_dialed(monkeypatch: pytest.
         await echoed(stream, b"still here")
 
 
-async def test_who_does_not_speak_the_protocol_stays_on_the_relay():
+async def test_who_does_not_speak_protocol_stays_on_relay():
     async with met_at_a_relay() as (target, client, _):
         stream = await client.open_stream(target.peer_id, ECHO)
         for _ in range(3):
@@ -98,7 +98,7 @@ async def test_addresses_are_exchanged_through_a_relay_only():
         nursery.cancel_scope.cancel()
 
 
-async def test_a_peer_that_never_gives_the_sign_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_peer_that_never_gives_sign_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     # All of them are asked while the first ones are still waited for.
     monkeypatch.setattr(hole_punching, "PUNCHING", replace(hole_punching.PUNCHING, message=300.0))
     async with met_at_a_relay(dialer_punches=True) as (target, client, _):
@@ -112,7 +112,7 @@ async def test_a_peer_that_never_gives_the_sign_holds_nothing(monkeypatch: pytes
         assert answers == 1
 
 
-async def test_a_sign_without_addresses_is_answered_by_dialing_nobody():
+async def test_sign_without_addresses_is_answered_by_dialing_nobody():
     async with met_at_a_relay() as (target, client, _):
         heard = trio.Event()
 
@@ -183,7 +183,7 @@ async def meet_again(client: Host, target: Host) -> None:
     await client.connect(target.peer_id)
 
 
-async def test_who_was_reached_dials_at_its_sign_from_the_port_that_it_told(views: list[str]) -> None:
+async def test_who_was_reached_dials_back_from_its_port(views: list[str]) -> None:
     (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
     async with listener, met_at_a_relay(meet=False) as (target, client, _):
         other = ByHand(client, addr_of(listener), listener)
@@ -195,9 +195,7 @@ async def test_who_was_reached_dials_at_its_sign_from_the_port_that_it_told(view
         assert other.asked == other.signs == len(views) == 1
 
 
-async def test_the_other_side_dials_at_the_sign_and_what_is_relayed_ends_when_nobody_uses_it(
-    views: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_both_sides_dial_and_the_unused_relay_ends(views: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hole_punching, "PUNCHING", replace(hole_punching.PUNCHING, look=0.02, retired_after=0.5))
     (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
     async with listener, met_at_a_relay(dialer_punches=True) as (target, client, puncher):
@@ -232,7 +230,7 @@ async def test_the_other_side_dials_at_the_sign_and_what_is_relayed_ends_when_no
         await echoed(await client.open_stream(target.peer_id, ECHO), b"x")
 
 
-async def test_where_it_failed_it_is_tried_again_for_a_new_address_only(
+async def test_failed_punch_is_tried_for_new_addresses_only(
     views: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -261,7 +259,7 @@ async def test_where_it_failed_it_is_tried_again_for_a_new_address_only(
         await until(lambda: other.signs == 8, "another try, since the last one was no failure")
 
 
-async def test_no_more_than_a_few_start_at_a_time(views: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_more_than_few_start_at_time(views: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hole_punching, "PUNCHING", replace(hole_punching.PUNCHING, at_once=1, message=600.0, whole=600))
     async with (
         met_at_a_relay(dialer_punches=True) as (first, client, _),

@@ -83,7 +83,7 @@ def deaf_swarm(request: pytest.FixtureRequest, node_starter: Nodes, models: Path
     first.stop()
 
 
-def test_the_client_relays_where_a_push_does_not_arrive(deaf_swarm: tuple[Node, Running], models: Path) -> None:
+def test_client_relays_where_push_does_not_arrive(deaf_swarm: tuple[Node, Running], models: Path) -> None:
     folder = models / "tiny-llama"
     with open_model(folder, deaf_swarm[0].address) as model, model.inference_session(64) as session:
         inside = generated(model, session, folder)
@@ -91,7 +91,7 @@ def test_the_client_relays_where_a_push_does_not_arrive(deaf_swarm: tuple[Node, 
         assert session.recoveries == 0  # not a step was lost, and nobody was blamed for it
 
 
-def test_a_server_that_is_told_to_stop_is_left_in_order(node_starter: Nodes, models: Path) -> None:
+def test_stopping_server_is_left_in_order(node_starter: Nodes, models: Path) -> None:
     folder = models / "tiny-llama"
     leaving = node_starter.server(folder, "0:6")
     leaving.ready  # noqa: B018

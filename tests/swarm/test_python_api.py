@@ -80,7 +80,7 @@ def test_generates_the_same_tokens(case: str, model: Model, whole: Any) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"eos_token_id": [7, 11, 19], "max_new_tokens": 60}])
-def test_one_answer_is_the_same_with_and_without_a_streamer(options: dict[str, Any], model: Model, whole: Any) -> None:
+def test_one_answer_is_same_with_and_without_streamer(options: dict[str, Any], model: Model, whole: Any) -> None:
     class Tokens(BaseStreamer):  # type: ignore[misc]  # transformers is untyped here
         def put(self, value: torch.Tensor) -> None:
             seen.extend(value.flatten().tolist())
@@ -97,7 +97,7 @@ def test_one_answer_is_the_same_with_and_without_a_streamer(options: dict[str, A
     assert alone[0].tolist() == seen
 
 
-def test_an_answer_longer_than_the_session_is_refused_as_with_transformers(model: Model) -> None:
+def test_too_long_an_answer_is_refused_like_transformers(model: Model) -> None:
     ids = prompt(1, 9)
     with model.inference_session(14) as session:
         with pytest.raises(BadInput, match="max_length of 14"):
@@ -105,7 +105,7 @@ def test_an_answer_longer_than_the_session_is_refused_as_with_transformers(model
         assert session.position == 14
 
 
-def test_an_end_within_a_session_is_kept_by_it(model: Model, whole: Any) -> None:
+def test_end_within_session_is_kept_by_it(model: Model, whole: Any) -> None:
     ids = prompt(1, 9, seed=5)
     unended = generate(whole, ids, max_new_tokens=20)
     end = int(unended[0, 14])
@@ -168,7 +168,7 @@ class Seen(BaseStreamer):  # type: ignore[misc]  # transformers is untyped here
 
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "top_k": 9}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("end", [None, list(range(3, 12))], ids=["no end", "an end"])
-def test_a_batch_shows_others_what_that_of_transformers_shows(
+def test_batch_shows_others_what_that_of_transformers_shows(
     sampling: dict[str, Any], end: Any, model: Model, whole: Any
 ) -> None:
     """Tokens, scores, logits, and what a streamer, a processor and a criterion are shown, with rows that end apart."""
@@ -191,7 +191,7 @@ def test_a_batch_shows_others_what_that_of_transformers_shows(
             assert found.shape == expected.shape and torch.allclose(found, expected, atol=LOGITS)
 
 
-def test_only_what_transformers_alone_can_do_enters_its_loop(
+def test_only_transformers_own_methods_enter_its_loop(
     model: Model, whole: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entered: list[str] = []
@@ -210,7 +210,7 @@ def test_only_what_transformers_alone_can_do_enters_its_loop(
     assert len(entered) == 1
 
 
-def test_rows_of_one_session_share_one_message_a_step(model: Model) -> None:
+def test_rows_of_one_session_share_one_message_step(model: Model) -> None:
     with model.inference_session(max_length=40) as session:
         generate(model, prompt(3, 9), session=session, min_new_tokens=12, max_new_tokens=12)
         assert session.batch_size == 3 and session.position == 9 + 11
@@ -218,7 +218,7 @@ def test_rows_of_one_session_share_one_message_a_step(model: Model) -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_what_a_batch_took_is_noted_for_the_next_one(parts: int, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_batch_took_is_noted_for_next_one(parts: int, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     noted: list[Any] = []
     asked: list[Any] = []
     monkeypatch.setattr(row_groups, "groups", lambda *given: asked.append(given[3]) or parts)
@@ -233,7 +233,7 @@ def test_what_a_batch_took_is_noted_for_the_next_one(parts: int, model: Model, m
         assert ends[-1] == model.config.num_hidden_layers
 
 
-def test_what_depends_on_other_rows_stays_in_one_session(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_depends_on_other_rows_stays_together(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_groups, "groups", lambda *_: pytest.fail("asked"))
     apart: list[dict[str, Any]] = [
         SAME["beam search, unequal prompts"][1],
@@ -270,7 +270,7 @@ def test_a_long_prompt_goes_through_in_chunks(model: Model, whole: Any) -> None:
     assert torch.equal(generate(model, ids, max_new_tokens=4), generate(whole, ids, max_new_tokens=4))
 
 
-def test_calls_in_one_session_send_only_what_is_new(model: Model, whole: Any) -> None:
+def test_calls_in_one_session_send_only_news(model: Model, whole: Any) -> None:
     with model.inference_session(max_length=100) as session:
         first = generate(model, prompt(1, 9), session=session)
         assert torch.equal(first, generate(whole, prompt(1, 9)))
@@ -366,7 +366,7 @@ def test_slices_of_the_blocks_make_the_whole(model: Model) -> None:
         blocks[3:3]
 
 
-def test_a_session_of_a_slice_runs_through_these_blocks_only(model: Model) -> None:
+def test_session_of_slice_runs_through_these_blocks_only(model: Model) -> None:
     hidden = torch.randn(1, 4, HIDDEN)
     with model.remote_blocks[1:5].inference_session(max_length=4) as session:
         out = session.step(hidden)

@@ -71,7 +71,7 @@ def tap(client: tuple[Model, Tap]) -> Tap:
 
 
 @pytest.mark.parametrize("position", [0, 1, 2])
-def test_a_server_is_killed_while_it_takes_a_long_prompt(
+def test_server_is_killed_while_it_takes_long_prompt(
     position: int, model: Model, tap: Tap, fleet: Fleet, expected: Expected
 ) -> None:
     ids = prompt(1, LONG)
@@ -105,7 +105,7 @@ def test_a_server_is_killed(position: int, token: int, model: Model, fleet: Flee
 
 
 @pytest.mark.parametrize("position", [0, 2])
-def test_the_replacement_is_killed_while_the_history_is_replayed_into_it(
+def test_replacement_is_killed_during_the_replay(
     position: int, model: Model, tap: Tap, fleet: Fleet, expected: Expected
 ) -> None:
     ids = prompt(1, LONG)
@@ -230,9 +230,7 @@ def test_a_rollback_is_not_forgotten(model: Model, fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("reorder", [(), (1, 0)])
-def test_a_step_that_is_cut_off_changes_nothing_or_ends_the_session(
-    reorder: tuple[int, ...], model: Model, pool: MemoryPool
-) -> None:
+def test_cut_off_step_changes_nothing_or_ends_all(reorder: tuple[int, ...], model: Model, pool: MemoryPool) -> None:
     """Nobody knows at which servers rows have changed places: their beams would go on with each other's caches."""
     hidden = torch.randn(2, 6, HIDDEN, generator=torch.Generator().manual_seed(0))
     with model.inference_session(max_length=12) as session:
@@ -319,9 +317,7 @@ def test_frozen_servers_are_replaced(model: Model, fleet: Fleet, expected: Expec
     assert torch.equal(out, expected(prompt(1, 40)))
 
 
-def test_a_server_that_is_frozen_while_it_takes_a_long_prompt(
-    model: Model, tap: Tap, pool: MemoryPool, expected: Expected
-) -> None:
+def test_server_is_frozen_in_a_long_prompt(model: Model, tap: Tap, pool: MemoryPool, expected: Expected) -> None:
     ids = prompt(1, LONG)
     frozen: list[MemoryServer] = []
     with model.inference_session(max_length=LONG + 8) as session:
@@ -405,9 +401,7 @@ def test_a_server_that_answers_wrongly_is_replaced(
     assert torch.equal(out, expected(ids))
 
 
-def test_a_server_that_lost_the_session_and_is_alone_is_asked_again(
-    pool: MemoryPool, home: Path, folder: Path, expected: Expected
-) -> None:
+def test_forgetful_lone_server_is_asked_again(pool: MemoryPool, home: Path, folder: Path, expected: Expected) -> None:
     control = home / "forgetful.json"
     order(control, "reset", at=4)
     server = pool.start("0:6", fault=control)
@@ -425,7 +419,7 @@ def test_a_server_that_lost_the_session_and_is_alone_is_asked_again(
 # --- nobody is left. Last in this file: they began with the first test
 
 
-def test_blocks_that_nobody_holds_any_more_are_named_in_time(lonely: Lonely) -> None:
+def test_unheld_blocks_are_named_in_time(lonely: Lonely) -> None:
     with pytest.raises(NoChainError, match="4:6") as caught:
         lonely.gives_up.result(300)
     assert isinstance(caught.value, SwarmError)

@@ -68,7 +68,7 @@ async def test_what_is_sent_through_a_relay_comes_back():
         await until(lambda: service.stats.circuits == 0, "the circuit's place is free")
 
 
-async def test_hundreds_of_messages_each_way_and_what_they_cost():
+async def test_hundreds_of_messages_and_their_cost():
     async with relay_here() as (relay, _), host_here() as target, host_here() as client:
         client.remember(target.peer_id, await reserve(target, relay))
         client.remember(relay.peer_id, relay.addrs())
@@ -83,7 +83,7 @@ async def test_hundreds_of_messages_each_way_and_what_they_cost():
             print(f"16 KiB round trip {name}: p50 {sorted(times)[150] * 1e3:.2f} ms")
 
 
-async def test_a_direct_connection_is_preferred_as_soon_as_there_is_one():
+async def test_direct_connection_is_preferred_at_once():
     async with relay_here() as (relay, _), host_here(listens=True) as target, host_here() as client:
         paths = []
         client.on_connected(lambda peer_id, path: paths.append((peer_id, path.direct)))
@@ -101,7 +101,7 @@ async def test_a_direct_connection_is_preferred_as_soon_as_there_is_one():
         assert paths == [(relay.peer_id, True), (target.peer_id, False), (target.peer_id, True)]
 
 
-async def test_dead_addresses_do_not_keep_a_living_circuit_waiting(slowness: Slowness) -> None:
+async def test_dead_addresses_do_not_keep_living_circuit_waiting(slowness: Slowness) -> None:
     soon = 4 * slowness()
     async with relay_here() as (relay, _), host_here() as target, host_here() as client:
         dead = [f"/ip4/127.0.0.1/tcp/1/p2p/{target.peer_id}", f"/ip4/192.0.2.1/tcp/9/p2p/{target.peer_id}"]
@@ -115,7 +115,7 @@ async def test_dead_addresses_do_not_keep_a_living_circuit_waiting(slowness: Slo
             await client.disconnect(target.peer_id)
 
 
-async def test_both_ends_of_a_circuit_hear_of_the_others_end():
+async def test_both_ends_of_circuit_hear_of_others_end():
     send, arrived = trio.open_memory_channel[StreamBytes](8)
     async with relay_here() as (relay, service), host_here() as target, host_here() as client:
         await raw_target(target, relay, send)
@@ -144,7 +144,7 @@ async def test_both_ends_of_a_circuit_hear_of_the_others_end():
             await until(lambda: service.stats.circuits == 0, "a circuit that was reset is gone")
 
 
-async def test_a_peer_that_does_not_read_holds_up_itself_only_and_fills_nothing():
+async def test_unreading_peer_holds_up_itself_only():
     send, arrived = trio.open_memory_channel[StreamBytes](8)
     async with relay_here() as (relay, _), host_here() as target, host_here() as client:
         await raw_target(target, relay, send)
@@ -173,7 +173,7 @@ async def refused(asking: object) -> int:
     return caught.value.status
 
 
-async def test_what_is_not_allowed_is_refused_with_the_right_status():
+async def test_disallowed_is_refused_with_the_right_status():
     limits = {"reservations": 1, "circuits_per_peer": 2}
     async with relay_here(**limits) as (relay, service), host_here() as target, host_here() as client:
         target_addrs = await reserve(target, relay)
@@ -207,7 +207,7 @@ async def test_what_is_not_allowed_is_refused_with_the_right_status():
             await client.circuits.dial(relay.peer_id, target.peer_id)
 
 
-async def test_a_circuit_ends_when_it_has_carried_or_lasted_enough():
+async def test_circuit_ends_at_its_limits():
     send, arrived = trio.open_memory_channel[StreamBytes](8)
     async with relay_here(circuit_bytes=MIB) as (relay, service), host_here() as target, host_here() as client:
         await raw_target(target, relay, send)
@@ -242,7 +242,7 @@ async def test_a_reservation_ends_with_its_connection():
         await client.connect(target.peer_id)
 
 
-async def test_a_relay_cannot_pass_one_peer_off_as_another():
+async def test_relay_cannot_pass_one_peer_off_as_another():
     async with relay_here() as (relay, _), host_here() as target, host_here() as client:
         await reserve(target, relay)
         client.remember(relay.peer_id, relay.addrs())

@@ -34,7 +34,7 @@ async def test_we_meet_at_a_foreign_relay(start):
         await echoed(stream, PAYLOAD)
 
 
-async def test_our_reservations_come_with_a_voucher_that_others_can_read():
+async def test_our_vouchers_can_be_read_by_others():
     async with relay_here() as (relay, _), host_here() as target:
         target.remember(relay.peer_id, relay.addrs())
         await target.connect(relay.peer_id)
@@ -47,7 +47,7 @@ async def test_our_reservations_come_with_a_voucher_that_others_can_read():
         assert voucher.expiration == terms.expires > time.time()
 
 
-async def test_foreign_peers_meet_us_and_each_other_at_our_relay(start):
+async def test_foreign_peers_meet_at_our_relay(start):
     relay = start()
     theirs, ours = start("stock_node", role="target", relay=relay.addrs[0]), start(relay=relay.addrs[0])
     clients = [
@@ -62,7 +62,7 @@ async def test_foreign_peers_meet_us_and_each_other_at_our_relay(start):
 
 
 @pytest.mark.parametrize("kind", ["rsa", "secp256k1"])
-async def test_peers_with_other_keys_have_reservations_and_are_told_why_nobody_serves_them(start, kind):
+async def test_other_keys_peers_reserve_and_learn_the_reason(start, kind):
     relay = start()
     target = start("stock_node", role="target", relay=relay.addrs[0], key=kind).peer_id
     async with host_here() as client:

@@ -25,7 +25,7 @@ async def circuits(host: Host, relay: RelayNode) -> int:
     return int((await stats_of(host, relay))["circuits"])
 
 
-async def test_when_a_client_dies_the_relay_knows_and_when_the_relay_dies_the_client_knows(start):
+async def test_client_and_relay_notice_each_others_death(start):
     relay, target = relay_and_target(start)
     async with host_here() as client:
         known(client, (relay, target))
@@ -51,7 +51,7 @@ async def test_when_a_client_dies_the_relay_knows_and_when_the_relay_dies_the_cl
             await client.connect(target.peer_id)
 
 
-async def test_a_peer_that_dies_or_stands_still_keeps_no_place(start):
+async def test_dead_or_still_peer_keeps_no_place(start):
     relay, target = relay_and_target(start)
     async with host_here() as client, host_here() as watcher:
         known(client, (relay, target))
@@ -73,7 +73,7 @@ async def test_a_peer_that_dies_or_stands_still_keeps_no_place(start):
         print(f"seconds until its places were free: {time.perf_counter() - began:.2f}")
 
 
-async def test_a_client_comes_back_while_its_old_circuits_still_die(start):
+async def test_client_returns_while_its_old_circuits_die(start):
     relay, target = relay_and_target(start)
     seed = Identity.generate().seed.hex()
     old = start(seed=seed, dial=target.addrs[0])
@@ -100,7 +100,7 @@ async def test_a_client_comes_back_while_its_old_circuits_still_die(start):
         await echoed(stream, b"whatever becomes of the old one")
 
 
-async def test_the_newest_connection_of_a_peer_is_the_one_that_it_is_reached_by(start, slowness: Slowness) -> None:
+async def test_peer_is_reached_by_its_newest_connection(start, slowness: Slowness) -> None:
     soon = 5 * slowness()
     relay = start()
     seed = Identity.generate().seed.hex()

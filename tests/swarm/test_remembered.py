@@ -56,7 +56,7 @@ def run_once(how: SwarmConfig, *wanted: str) -> JoinResult | None:
     return trio.run(main)
 
 
-def test_a_node_joins_by_those_it_met_in_an_earlier_run(nodes: Nodes, memory: Path) -> None:
+def test_node_joins_by_earlier_peers(nodes: Nodes, memory: Path) -> None:
     bootstrap = nodes.start().ready()
     server = nodes.start(blocks=[0, 4], peers=[bootstrap.addr]).ready()
     joined = run_once(config(memory, bootstrap.addr, listen=(LOOPBACK,)), server.peer_id)
@@ -96,7 +96,7 @@ def test_a_peer_that_was_named_has_to_answer(nodes: Nodes, memory: Path) -> None
         run_once(config(memory, stranger))
 
 
-def test_parts_of_a_swarm_meet_in_a_node_that_remembers_both(nodes: Nodes, memory: Path) -> None:
+def test_swarms_parts_meet_in_a_remembering_node(nodes: Nodes, memory: Path) -> None:
     """One part is that of the peer that was named to it, then and now."""
     bootstrap = nodes.start().ready()
     one = nodes.start(blocks=[0, 4], peers=[bootstrap.addr]).ready()
@@ -107,7 +107,7 @@ def test_parts_of_a_swarm_meet_in_a_node_that_remembers_both(nodes: Nodes, memor
     run_once(config(memory, bootstrap.addr, listen=(LOOPBACK,)), one.peer_id, other.peer_id)
 
 
-async def test_a_node_that_was_told_its_swarm_stays_out_of_others_that_it_remembers(nodes: Nodes, memory: Path) -> None:
+async def test_node_told_its_swarm_stays_out_of_others(nodes: Nodes, memory: Path) -> None:
     one, other = nodes.start(blocks=[0, 4]).ready(), nodes.start(blocks=[4, 8]).ready()
     await trio.to_thread.run_sync(run_once, config(memory, one.addr), one.peer_id)
     async with open_swarm(config(memory, other.addr, listen=(LOOPBACK,))) as swarm:
@@ -158,7 +158,7 @@ async def test_what_cannot_be_dialed_is_not_remembered(nodes: Nodes, memory: Pat
     assert not {record.peer_id for record in PeerStore(memory).load()} & set(clients)
 
 
-async def test_nodes_of_one_machine_find_each_other_without_any_network(memory: Path) -> None:
+async def test_one_machines_nodes_meet_without_a_network(memory: Path) -> None:
     async with open_swarm(config(memory, listen=(LOOPBACK,))) as server:
         assert server.joined is None
         with trio.fail_after(PATIENCE):

@@ -81,9 +81,7 @@ async def test_a_session_goes_on_where_it_was(old: str, server: MemoryServer, ra
 
 
 @pytest.mark.parametrize("wait", [True, False], ids=["done before", "under way"])
-async def test_replies_that_were_lost_come_again_in_their_order(
-    wait: bool, server: MemoryServer, raw_node: Swarm
-) -> None:
+async def test_lost_replies_come_again_in_order(wait: bool, server: MemoryServer, raw_node: Swarm) -> None:
     """The steps are on their way, computing, or done when the Resume overtakes their replies."""
     session = await opened(raw_node, server)
     frame, _ = await session.step(1, 0, values(3))
@@ -110,7 +108,7 @@ async def test_replies_that_were_lost_come_again_in_their_order(
     await following.close()
 
 
-async def test_a_process_that_does_not_ask_for_old_replies_gets_none(server: MemoryServer, raw_node: Swarm) -> None:
+async def test_unasked_old_replies_do_not_come(server: MemoryServer, raw_node: Swarm) -> None:
     session = await opened(raw_node, server)
     await session.step(1, 0, values(3))
     following, _ = await resumed(raw_node, session)
@@ -144,7 +142,7 @@ async def test_many_streams_one_after_the_other(server: MemoryServer, raw_node: 
     await session.close()
 
 
-async def test_what_the_old_stream_says_later_is_not_heard(server: MemoryServer, raw_node: Swarm) -> None:
+async def test_what_old_stream_says_later_is_not_heard(server: MemoryServer, raw_node: Swarm) -> None:
     """Also not a goodbye: it is the new stream's session now."""
     session = await opened(raw_node, server)
     await session.step(1, 0, values(3))
@@ -158,7 +156,7 @@ async def test_what_the_old_stream_says_later_is_not_heard(server: MemoryServer,
     await following.close()
 
 
-def test_only_its_own_client_can_take_a_session_up(pool: MemoryPool, server: MemoryServer, run: Run) -> None:
+def test_only_its_own_client_can_take_session_up(pool: MemoryPool, server: MemoryServer, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         session = await opened(swarm, server)
         for changed in ({"epoch": os.urandom(16)}, {}):
@@ -205,9 +203,7 @@ def pushed_step(swarm: Swarm, session: RawSession, sequence: int, position: int,
 
 
 @pytest.mark.parametrize("moment", ["while nobody listens", "beside the resume"])
-async def test_a_push_that_comes_in_between_is_answered_on_the_next_stream(
-    moment: str, server: MemoryServer, raw_node: Swarm
-) -> None:
+async def test_push_in_between_comes_on_the_next_stream(moment: str, server: MemoryServer, raw_node: Swarm) -> None:
     session = await opened(raw_node, server)
     await session.step(1, 0, values(3))
     raw_node.host.remember(server.peer_id, server.ready["addrs"])
@@ -232,7 +228,7 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> BlockSpan:
     return load_span(folder, Span(0, NUM_BLOCKS))
 
 
-async def test_a_reply_that_is_ready_while_the_stream_changes_comes_once(blocks: BlockSpan) -> None:
+async def test_reply_ready_during_a_change_comes_once(blocks: BlockSpan) -> None:
     """The reply is made some turns of the event loop after the Resume was sent, that some fall into its midst."""
 
     async def once(server: OneServer, turns: int) -> None:
@@ -284,7 +280,7 @@ def small_server(pool: MemoryPool) -> MemoryServer:
     return started
 
 
-async def test_the_cache_of_who_is_lost_goes_to_whoever_needs_it(small_server: MemoryServer, raw_node: Swarm) -> None:
+async def test_lost_clients_cache_goes_to_the_next(small_server: MemoryServer, raw_node: Swarm) -> None:
     kept = await opened(raw_node, small_server, max_length=150)
     await kept.step(1, 0, values(3))
     await announced_free(raw_node, small_server, TOKENS - 150)
@@ -303,7 +299,7 @@ async def test_the_cache_of_who_is_lost_goes_to_whoever_needs_it(small_server: M
     await announced_free(raw_node, small_server, TOKENS)
 
 
-async def test_who_waits_for_cache_gets_it_when_a_client_is_lost(small_server: MemoryServer, raw_node: Swarm) -> None:
+async def test_who_waits_for_cache_gets_a_lost_clients(small_server: MemoryServer, raw_node: Swarm) -> None:
     kept = await opened(raw_node, small_server, max_length=150)
     waiting = await RawSession.connect(raw_node, small_server.ready)
     await waiting.send_open(max_length=100, wait_ms=40_000)
@@ -322,7 +318,7 @@ async def test_nobody_is_kept_for_ever(small_server: MemoryServer, raw_node: Swa
     assert answer.error.code == wire.ERROR_NOT_FOUND
 
 
-async def test_a_session_that_is_not_to_be_kept_can_still_be_moved(server: MemoryServer, raw_node: Swarm) -> None:
+async def test_session_not_to_be_kept_can_move(server: MemoryServer, raw_node: Swarm) -> None:
     session = await opened(raw_node, server, keep_ms=0)
     await session.step(1, 0, values(3))
     following, answer = await resumed(raw_node, session, answered=1, attempt=1)

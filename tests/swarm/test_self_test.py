@@ -20,7 +20,7 @@ from petalnode.node.errors import MachineError
 from tests.swarm.processes import LOOPBACK, environment, petalnode
 
 
-def test_a_machine_that_computes_right_is_told_so_and_nothing_is_left_behind(tmp_path: Path) -> None:
+def test_right_machine_is_told_so_and_left_clean(tmp_path: Path) -> None:
     temporary, home = tmp_path / "tmp", tmp_path / "home"
     temporary.mkdir()
     arguments = ("self-test", "--json", "--new-swarm", "--listen", LOOPBACK, "--timeout", "3600")
@@ -42,7 +42,7 @@ def answer(*tokens: int, logit: float = 0.5) -> GreedyAnswer:
     return GreedyAnswer(tokens, torch.tensor([0.0, logit]))
 
 
-def test_other_tokens_are_a_fault_and_the_last_bits_of_a_logit_are_none() -> None:
+def test_only_other_tokens_are_a_fault() -> None:
     same = self_test.compared("exactness", "blocks on cpu", answer(1, 2, 3), answer(1, 2, 3, logit=0.5 + 1e-6))
     assert same.verdict == "ok" and "3 tokens as plain transformers" in same.text
     other = self_test.compared("exactness", "blocks on cuda:0", answer(1, 2, 9, 9, logit=1.0), answer(1, 2, 3, 4))
@@ -66,7 +66,7 @@ def test_a_device_that_multiplies_wrong_is_a_fault(monkeypatch: pytest.MonkeyPat
     assert verdicts == [("problem", True)] * 2 + [("warning", True)] * 2
 
 
-def test_what_a_machine_has_not_is_told_in_a_line_each_and_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_abilities_are_told_and_no_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_check, "products", raising(RuntimeError("no kernel for BFloat16\nat torch/lib.cpp:1")))
     monkeypatch.setattr(machine_check, "quantised_error", raising(MachineError("bitsandbytes is not installed")))
     monkeypatch.setattr(machine_check, "devices", lambda: ["mps"])
@@ -76,9 +76,7 @@ def test_what_a_machine_has_not_is_told_in_a_line_each_and_is_no_fault(monkeypat
     assert found[2].text == "mps, int8: not here: bitsandbytes is not installed"
 
 
-def test_a_full_temporary_folder_is_no_fault_and_a_device_that_fails_is_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_full_disk_is_no_fault_and_devices_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with monkeypatch.context() as full:
         full.setattr(machine_check, "make_model", raising(OSError(28, "No space left on device")))
         plain, (finding,) = self_test.exactness_findings(tmp_path)
@@ -128,7 +126,7 @@ def test_a_report_names_neither_user_nor_addresses(capsys: pytest.CaptureFixture
         assert hidden not in out, out
 
 
-def test_a_report_for_a_program_is_a_line_for_each_check_and_one_for_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_for_programs_has_a_line_per_check(capsys: pytest.CaptureFixture[str]) -> None:
     report = self_test.SelfTestReport(Output(as_json=True))
     report.add(Finding("compute", "ok", "fine"))
     report.end()

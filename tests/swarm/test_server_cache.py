@@ -43,7 +43,7 @@ def _all_free_before_and_after(run: Run, lone_server: Node) -> Iterator[None]:
     run(everything)
 
 
-async def test_free_tokens_fall_by_rows_times_length_and_come_back(raw_node: Swarm, lone_server: Node) -> None:
+async def test_free_tokens_fall_by_rows_times_length(raw_node: Swarm, lone_server: Node) -> None:
     await announced_free(raw_node, lone_server, TOKENS)
     outer = await RawSession.opened(raw_node, lone_server.ready, max_length=50)
     assert outer.granted.cache_tokens == 50
@@ -134,7 +134,7 @@ def holder(node_starter: Nodes, server: Node, tokens: int, how: str) -> Running:
     return process
 
 
-async def test_a_killed_client_s_cache_is_free_at_once(raw_node: Swarm, lone_server: Node, node_starter: Nodes) -> None:
+async def test_killed_client_s_cache_is_free_at_once(raw_node: Swarm, lone_server: Node, node_starter: Nodes) -> None:
     process = await trio.to_thread.run_sync(holder, node_starter, lone_server, 150, "granted")
     await announced_free(raw_node, lone_server, TOKENS - 150)
     waiting = await RawSession.connect(raw_node, lone_server.ready)
@@ -145,7 +145,7 @@ async def test_a_killed_client_s_cache_is_free_at_once(raw_node: Swarm, lone_ser
     await waiting.close()
 
 
-async def test_a_client_that_dies_in_the_queue_loses_its_place(
+async def test_client_that_dies_in_queue_loses_its_place(
     raw_node: Swarm, lone_server: Node, node_starter: Nodes
 ) -> None:
     first = await RawSession.opened(raw_node, lone_server.ready, max_length=150)
@@ -160,7 +160,7 @@ async def test_a_client_that_dies_in_the_queue_loses_its_place(
     await first.close()
 
 
-def test_the_python_api_says_that_the_cache_is_full(model: DistributedModelForCausalLM) -> None:
+def test_python_api_says_that_cache_is_full(model: DistributedModelForCausalLM) -> None:
     import torch
 
     with pytest.raises(SwarmError, match="201 cache tokens are wanted"), model.inference_session(201) as session:

@@ -84,7 +84,7 @@ async def test_hundreds_of_streams_share_a_connection(echo_node):
         await echo_once(swarm, echo_node)
 
 
-async def test_a_killed_peer_ends_a_waiting_read_at_once(echo_node):
+async def test_killed_peer_ends_waiting_read_at_once(echo_node):
     async with client(echo_node) as swarm:
         lost = connection_lost(swarm.host, echo_node.peer_id)
         async with trio.open_nursery() as nursery:
@@ -103,7 +103,7 @@ async def test_a_killed_peer_ends_a_waiting_read_at_once(echo_node):
                 await swarm.new_stream(echo_node.peer_id, ECHO, Frame, timeout=60)
 
 
-async def test_a_frozen_peer_is_noticed_and_one_that_is_merely_slow_is_not(echo_node):
+async def test_frozen_peer_is_noticed_and_slow_ones_not(echo_node):
     async with client(echo_node) as swarm:
         stream = await swarm.new_stream(echo_node.peer_id, ECHO, Frame, timeout=60)
         await echo(stream, b"alive")
@@ -125,7 +125,7 @@ async def test_a_frozen_peer_is_noticed_and_one_that_is_merely_slow_is_not(echo_
         await echo_once(swarm, echo_node)
 
 
-async def test_strangers_who_talk_nonsense_do_not_hurt_the_node(echo_node):
+async def test_strangers_who_talk_nonsense_do_not_hurt_node(echo_node):
     addr = Multiaddr(echo_node.addr)
     port = int(addr.value_for_protocol("tcp"))
     async with client(echo_node) as swarm:
@@ -204,7 +204,7 @@ async def test_a_reader_that_pauses_keeps_its_stream():
             await stream.receive(timeout=60)
 
 
-async def test_what_a_peer_said_before_it_left_can_still_be_read():
+async def test_words_before_leaving_can_still_be_read():
     said = trio.Event()
 
     async def say(stream: MessageStream[Frame]) -> None:

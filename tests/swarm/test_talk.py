@@ -89,7 +89,7 @@ def chat(
     served.swarm.call(run)
 
 
-def test_one_question_has_one_answer_and_reserves_no_more_than_that(
+def test_one_question_reserves_for_one_answer_only(
     served_in_memory: ServedInMemory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chat(served_in_memory, ONE)
@@ -101,7 +101,7 @@ def test_one_question_has_one_answer_and_reserves_no_more_than_that(
     assert len(Opened.asked[1]) == len(Opened.asked[0]) + len("s:short\n")
 
 
-def test_a_kept_session_is_taken_up_with_the_caches_of_the_servers(
+def test_kept_session_is_resumed_with_servers_caches(
     served_in_memory: ServedInMemory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reused = []
@@ -126,7 +126,7 @@ def test_what_is_loaded_already_is_not_loaded_again(
     chat(served_in_memory, ONE, parts=parts)
 
 
-def test_a_soft_prompt_takes_its_part_of_the_context(
+def test_soft_prompt_takes_its_part_of_context(
     served_in_memory: ServedInMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter = save_prompt(served_in_memory.folder, tmp_path / "soft", tokens=5)
@@ -136,7 +136,7 @@ def test_a_soft_prompt_takes_its_part_of_the_context(
         assert Opened.opened[-1]["max_length"] == room
 
 
-def test_who_pipes_questions_is_told_of_strangers_and_not_asked(
+def test_who_pipes_questions_is_told_of_strangers(
     served_in_memory: ServedInMemory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
@@ -149,7 +149,7 @@ def test_who_pipes_questions_is_told_of_strangers_and_not_asked(
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
-def test_another_model_goes_on_with_what_was_said_and_one_that_nobody_has_does_not_end_it(
+def test_another_model_goes_on_with_what_was_said(
     served_in_memory: ServedInMemory,
     other: Path,
     tmp_path: Path,
@@ -177,7 +177,7 @@ def test_another_model_goes_on_with_what_was_said_and_one_that_nobody_has_does_n
 @pytest.mark.parametrize(
     ("content", "says"), [(b"no picture", "no picture that can be opened"), (None, "cannot read the picture")]
 )
-def test_a_picture_is_looked_at_before_anything_is_asked(
+def test_picture_is_looked_at_before_anything_is_asked(
     served_in_memory: ServedInMemory, tmp_path: Path, content: bytes | None, says: str
 ) -> None:
     file = tmp_path / "cat.png"
@@ -188,7 +188,7 @@ def test_a_picture_is_looked_at_before_anything_is_asked(
     assert says in str(caught.value) and str(file) in str(caught.value) and not Opened.asked
 
 
-def test_drafts_come_from_the_text_from_a_model_or_not_at_all(served_in_memory: ServedInMemory) -> None:
+def test_drafts_come_from_text_or_model_or_none(served_in_memory: ServedInMemory) -> None:
     for draft, named in (("auto", None), ("none", None), (str(served_in_memory.folder), str(served_in_memory.folder))):
         options = replace(ONE, draft=draft)
         assert options.draft_model == named

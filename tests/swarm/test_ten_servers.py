@@ -114,12 +114,12 @@ def ten(models: Path) -> Iterator[Ten]:
         rebalancing.log.removeFilter(heard)
 
 
-def test_ten_servers_started_at_once_cover_the_model_evenly(ten: Ten) -> None:
+def test_ten_servers_started_at_once_cover_model_evenly(ten: Ten) -> None:
     at_first = _held([Span(*server.ready["blocks"]) for server in ten.pool.servers])
     assert sorted(at_first) == [3, 3, 3, 3, 4, 4], at_first
 
 
-def test_a_fast_server_and_absurd_ones_join_and_nobody_moves(ten: Ten) -> None:
+def test_joining_fast_and_absurd_servers_move_nobody(ten: Ten) -> None:
     until(lambda: min(ten.held()) >= 3, "the blocks are covered evenly")
     before = len(ten.moves())
     absurd = [ten.announce(Span(0, 4000), 4096), ten.announce(Span(2, 3), 6, step_seconds=1e-6)]
@@ -140,7 +140,7 @@ def test_a_fast_server_and_absurd_ones_join_and_nobody_moves(ten: Ten) -> None:
     fast.kill()
 
 
-def test_the_only_holders_of_blocks_are_killed_and_the_gap_closes(ten: Ten) -> None:
+def test_lost_blocks_gap_closes(ten: Ten) -> None:
     # All holders of block 0 at once, without a goodbye.
     for server in [server for server in ten.pool.alive if 0 in where_now(server)]:
         server.kill()

@@ -50,7 +50,7 @@ def save_sparse(folder: Path, intermediate_size: int, hidden_size: int = 16384, 
     return folder
 
 
-def test_more_blocks_than_memory_are_refused_before_they_are_read(swarm: MemorySwarm, tmp_path: Path) -> None:
+def test_more_blocks_than_memory_are_refused_early(swarm: MemorySwarm, tmp_path: Path) -> None:
     folder = save_sparse(tmp_path / "model", 131072)
     assert os.stat(folder / "model.safetensors").st_size > 2 * TIB
     for blocks, options in (("0:80", {}), (None, {"num_blocks": 80}), ("0:80", {"quant": "nf4"})):
@@ -121,7 +121,7 @@ except MachineError as error:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_fails_while_it_is_loaded_is_said_too(home: Path, tmp_path: Path, dtype: str) -> None:
+def test_failures_while_loading_are_said_too(home: Path, tmp_path: Path, dtype: str) -> None:
     """Mapped as they are, or converted: other programs may have taken the memory meanwhile."""
     folder = save_sparse(tmp_path / "model", 65536, blocks=2)
     outcome = run_to_end([sys.executable, "-c", _LOAD, str(folder), dtype], environment(home))

@@ -252,7 +252,7 @@ def test_backward_may_run_twice_and_in_other_threads(model: DistributedModelForC
     assert len(found) == 2 and torch.equal(found[0], found[1])
 
 
-def test_two_clients_train_different_things_on_the_same_servers(served_in_memory: ServedInMemory) -> None:
+def test_two_clients_train_different_things_on_same_servers(served_in_memory: ServedInMemory) -> None:
     ids = tokens(6)
 
     def language(model: Any) -> list[torch.Tensor]:

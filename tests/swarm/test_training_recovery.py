@@ -143,7 +143,7 @@ def steady(pool: MemoryPool) -> tuple[MemoryServer, MemoryServer]:
     return pool.start("0:3"), pool.start("3:6")
 
 
-def test_a_batch_goes_over_all_servers_that_there_are(
+def test_batch_goes_over_all_servers_that_there_are(
     pool: MemoryPool, folder: Path, steady: tuple[MemoryServer, MemoryServer]
 ) -> None:
     servers = [*steady, pool.start("0:3"), pool.start("3:6")]
@@ -244,7 +244,7 @@ def test_a_server_that_says_nothing_is_given_up(
         assert works.replies[BACKWARD, steady[0].peer_id]
 
 
-def test_a_server_without_gradients_is_used_for_what_it_can(
+def test_server_without_gradients_is_still_used(
     pool: MemoryPool, folder: Path, steady: tuple[MemoryServer, MemoryServer], liar: tuple[MemoryServer, Path]
 ) -> None:
     server, control = liar

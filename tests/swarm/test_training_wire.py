@@ -316,9 +316,7 @@ async def test_kept_tensors_are_dropped_when_newer_ones_come(server: MemoryServe
         await batches.reply()
 
 
-async def test_a_client_that_leaves_in_the_middle_of_a_work_costs_nothing(
-    server: MemoryServer, raw_node: Swarm
-) -> None:
+async def test_client_leaving_mid_work_costs_nothing(server: MemoryServer, raw_node: Swarm) -> None:
     for pieces in (0, 1):
         batches = await RawBatchStream.opened(raw_node, server.ready, FORWARD)
         payload = values(5)

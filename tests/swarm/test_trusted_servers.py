@@ -40,7 +40,7 @@ def check_strangers(swarm: VirtualSwarm, trusted: TrustedServers) -> None:
 
 
 @pytest.mark.virtual_time
-async def test_strangers_compute_the_middle_only_however_quick_they_are() -> None:
+async def test_strangers_compute_middle_only_however_quick_they_are() -> None:
     async with virtual_swarm() as swarm:
         first, last = (swarm.start(blocks, announced=50 * USUAL) for blocks in ("0:2", "4:6"))
         stranger = swarm.start("0:6", announced=QUICK)
@@ -58,7 +58,7 @@ async def test_strangers_compute_the_middle_only_however_quick_they_are() -> Non
 
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("blocks", ["0:2", "2:4", "4:6"])
-async def test_a_lost_server_is_replaced_by_one_that_may_compute_its_blocks(blocks: str) -> None:
+async def test_lost_server_is_replaced_by_an_allowed_one(blocks: str) -> None:
     async with virtual_swarm() as swarm:
         own = [swarm.start(span, announced=QUICK) for span in ("0:2", "4:6")]
         own += [swarm.start(span, announced=50 * USUAL) for span in ("0:2", "4:6")]
@@ -80,7 +80,7 @@ async def test_a_lost_server_is_replaced_by_one_that_may_compute_its_blocks(bloc
 
 
 @pytest.mark.virtual_time
-async def test_a_step_fails_rather_than_that_a_stranger_takes_a_trusted_place() -> None:
+async def test_step_fails_rather_than_trusts_a_stranger() -> None:
     async with virtual_swarm() as swarm:
         first, last = (swarm.start(span, announced=USUAL) for span in ("0:2", "4:6"))
         for _ in range(4):
@@ -99,7 +99,7 @@ async def test_a_step_fails_rather_than_that_a_stranger_takes_a_trusted_place() 
 
 
 @pytest.mark.virtual_time
-async def test_a_trusted_server_that_only_fails_is_named_and_not_replaced_by_a_stranger() -> None:
+async def test_failing_trusted_server_is_named_and_kept() -> None:
     async with virtual_swarm() as swarm:
         own, stranger = swarm.start("0:6", announced=USUAL), swarm.start("0:6", announced=QUICK)
         trusted = trusting(own)
@@ -116,7 +116,7 @@ async def test_a_trusted_server_that_only_fails_is_named_and_not_replaced_by_a_s
 
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("held", ["0:1", "1:2", "0:5", None])
-async def test_a_session_that_lacks_a_trusted_server_is_not_opened(held: str | None) -> None:
+async def test_session_that_lacks_trusted_server_is_not_opened(held: str | None) -> None:
     async with virtual_swarm() as swarm:
         swarm.start("0:6", announced=QUICK)
         swarm.start("0:6", announced=USUAL)
@@ -132,7 +132,7 @@ async def test_a_session_that_lacks_a_trusted_server_is_not_opened(held: str | N
 
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("seed", range(12))
-async def test_random_swarms_in_which_servers_come_go_drain_and_fall_silent(seed: int) -> None:
+async def test_random_swarms_join_leave_drain_and_fall_silent(seed: int) -> None:
     """Recovery, standbys, pushes and searches beside silent servers; strangers seem the better ones all the time."""
     rng = random.Random(seed)
     async with virtual_swarm() as swarm:
@@ -168,7 +168,7 @@ async def test_random_swarms_in_which_servers_come_go_drain_and_fall_silent(seed
 
 
 @pytest.mark.virtual_time
-async def test_a_session_of_another_process_is_not_taken_up_at_a_stranger() -> None:
+async def test_another_processs_session_is_not_given_to_strangers() -> None:
     """It was opened when strangers still served all blocks, and is kept in a file. It must be filled anew elsewhere."""
     async with virtual_swarm() as swarm:
         stranger = swarm.start("0:6", announced=QUICK)
@@ -215,7 +215,7 @@ def test_tokens_gradients_and_what_auditors_see(served_in_memory: ServedInMemory
             server.kill()
 
 
-def test_compared_chains_share_no_server_and_keep_to_trusted_ones(models: Path) -> None:
+def test_compared_chains_share_no_server_and_stay_trusted(models: Path) -> None:
     folder = models / "tiny-llama"
     with memory_swarm() as swarm:
         own = [swarm.start(folder, "0:6") for _ in range(2)]

@@ -22,7 +22,7 @@ def started(code: str, *arguments: str, home: Path, **variables: str) -> Running
     return Running([sys.executable, "-c", code, *arguments], environment(home, **variables), home)
 
 
-def test_it_has_its_own_arguments_environment_folder_and_streams(tmp_path: Path) -> None:
+def test_it_has_its_own_environment_and_streams(tmp_path: Path) -> None:
     code = """if True:
         import os, sys
         print(sys.argv, os.environ["OWN"], os.getcwd(), __name__, "torch" in sys.modules)
@@ -87,7 +87,7 @@ def test_chance_is_not_shared(tmp_path: Path) -> None:
     assert not set(said[0]) & set(said[1])
 
 
-def test_what_is_read_at_import_is_not_given_to_a_copy(tmp_path: Path) -> None:
+def test_values_read_at_import_reach_no_copy(tmp_path: Path) -> None:
     with tempfile.TemporaryFile() as out:
         command = [sys.executable, "-c", "import sys; print('torch' in sys.modules)"]
         process = warm_python.start(command, environment(tmp_path, OMP_NUM_THREADS="2"), stdout=out)
@@ -116,7 +116,7 @@ def test_a_command_has_its_output_and_no_other(tmp_path: Path) -> None:
     assert (outcome.code, outcome.out, outcome.err) == (0, f"{petalnode_package.__version__}\n", "")
 
 
-def test_a_worker_of_xdist_is_a_copy_with_the_pipes_and_the_end_of_its_stand_in() -> None:
+def test_worker_of_xdist_is_a_copy_with_pipes() -> None:
     code = "import sys; print('torch' in sys.modules, sys.stdin.read()); sys.exit(3)"
     command = [*shlex.split(warm_python.worker_command()), "-u", "-c", code]
     done = subprocess.run(command, input="said", capture_output=True, text=True, check=False)

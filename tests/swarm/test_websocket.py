@@ -65,7 +65,7 @@ async def test_a_relay_that_is_reached_by_websocket_alone() -> None:
             await echoed(stream, secrets.token_bytes(size))
 
 
-async def test_plain_tcp_is_told_at_once_what_is_there() -> None:
+async def test_plain_tcp_is_told_at_once_what_arrived() -> None:
     async with host_here(listens=True, at=WS) as server, host_here(listens=True) as plain, host_here() as client:
         for host, suffix in ((server, ""), (plain, "/ws")):
             bare = host.addrs()[0].partition("/p2p/")[0].removesuffix("/ws")
@@ -73,7 +73,7 @@ async def test_plain_tcp_is_told_at_once_what_is_there() -> None:
                 await client.dial_fresh(host.peer_id, [Multiaddr(bare + suffix)], timeout=30)
 
 
-async def test_a_renewed_certificate_is_shown_to_the_next_one(tmp_path: Path) -> None:
+async def test_renewed_certificate_is_shown_to_next_one(tmp_path: Path) -> None:
     certificate(tmp_path, days=-1)
     own = Certificate(tmp_path / "cert.pem", tmp_path / "key.pem")
     assert own.ended is not None

@@ -83,7 +83,7 @@ def test_a_server_and_a_client_that_have_nothing(start: Start, folder: Path, tmp
     assert complete == ["part-00000.safetensors", "part-00007.safetensors"]
 
 
-def test_a_program_in_python_and_a_training_that_have_nothing(
+def test_program_in_python_and_training_that_have_nothing(
     start: Start, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = start("whole", folder, "--new-swarm", "--blocks", "0:6")
@@ -146,7 +146,7 @@ def test_one_peer_is_killed_and_one_lies(start: Start, folder: Path, tmp_path: P
     assert f"{honest.peer_id} sent a false piece" not in empty.errors
 
 
-def test_the_next_blocks_come_before_the_old_ones_are_given_up(start: Start, folder: Path, tmp_path: Path) -> None:
+def test_next_blocks_come_before_old_ones_go(start: Start, folder: Path, tmp_path: Path) -> None:
     """The only holder of blocks 3:6 goes; who takes its place has them on its disk when it begins to leave its own."""
     gone = start("gone", folder, "--new-swarm", "--blocks", "3:6")
     moving = start("moving", NAME, "--peer", gone.address, "--num-blocks", "3")

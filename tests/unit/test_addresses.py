@@ -40,7 +40,7 @@ CIRCUIT = f"/ip4/203.0.113.7/tcp/31330/p2p/{RELAY}/p2p-circuit"
         CIRCUIT.replace("/p2p/", "/tls/sni/a.example/ws/p2p/", 1),
     ],
 )
-def test_a_peers_address_is_split_into_its_id_and_the_rest(bare):
+def test_peers_address_is_split_into_id_and_rest(bare):
     assert parse_peer(f" {bare}/p2p/{PEER}") == (PEER, bare)
     assert str(without_peer(Multiaddr(f"{bare}/p2p/{PEER}"))) == bare
     assert str(without_peer(Multiaddr(bare))) == bare
@@ -106,7 +106,7 @@ def test_what_cannot_be_dialed_is_left_out(addr):
         (f"/p2p/{RELAY}/p2p-circuit/p2p/{PEER}", "only TCP"),
     ],
 )
-def test_a_peers_address_that_cannot_be_used_is_told_with_what_is_wrong(text, says):
+def test_unusable_peer_address_is_told_with_its_fault(text, says):
     with pytest.raises(BadInput, match=says):
         parse_peer(text)
 

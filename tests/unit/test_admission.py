@@ -59,7 +59,7 @@ def test_right_steps_pass(position: int, reorder: list[int]) -> None:
     check(wire.Step(sequence=6, position=position, route_epoch=3, reorder=reorder), [tensor(2, 4, 64)])
 
 
-def test_the_end_of_the_session_may_be_reached_and_not_passed() -> None:
+def test_sessions_end_may_be_reached_not_passed() -> None:
     check(RIGHT, [tensor(2, 90, 64)])
     with pytest.raises(Refusal, match="max_length of 100") as caught:
         check(RIGHT, [tensor(2, 91, 64)])
@@ -97,7 +97,7 @@ def test_wrong_steps_are_refused(step: wire.Step, tensors: list[wire.Tensor]) ->
 
 
 @pytest.mark.parametrize("positions", [[7] * 5, [7] * 7, [*[7] * 5, MAX_LENGTH], [2**32 - 1] * 6])
-def test_positions_are_one_number_for_each_token_and_axis(positions: list[int]) -> None:
+def test_positions_are_one_number_per_token_and_axis(positions: list[int]) -> None:
     seeing, step = replace(HOSTED, takes_positions=True), wire.Step(sequence=6, position=10, route_epoch=3)
     step.positions[:] = [0, 1, 2, 3, 4, MAX_LENGTH - 1]
     check(step, [tensor(2, 1, 64)], hosted=seeing)
@@ -118,7 +118,7 @@ def test_groups_are_never_cut(groups: list[int]) -> None:
     assert caught.value.code == BAD
 
 
-def test_features_come_to_a_server_of_all_blocks_that_add_them() -> None:
+def test_features_come_to_a_whole_server() -> None:
     seeing = replace(HOSTED, features=2)
     for blocks, taken in ((Span(0, 2), True), (Span(0, 1), False), (Span(1, 3), False)):
         terms = replace(TERMS, span=blocks)
@@ -161,7 +161,7 @@ def test_whatever_comes_is_a_refusal_or_right(step: wire.Step, tensors: list[wir
     assert header.nbytes == 2 * header.shape[1] * 64 * 4 and step.position + header.shape[1] <= 100
 
 
-def test_a_step_is_as_wide_as_what_goes_to_its_first_block() -> None:
+def test_step_is_as_wide_as_its_first_block() -> None:
     """Two streams, and five values for each block of 8 that is still to come."""
     wide = replace(HOSTED, boundaries=Boundaries(64, 8, 2, 5))
     for first, width in ((2, 158), (3, 153), (5, 143)):

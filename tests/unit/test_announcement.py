@@ -67,12 +67,12 @@ def announcement(identity: Identity = SERVER, **fields) -> Announcement:
     return replace(freshened(plain, now=NOW, lifetime=45), **fields)
 
 
-def test_an_offer_to_relay_is_announced_also_when_nothing_is_free():
+def test_relay_offer_is_announced_though_nothing_is_free():
     for offer in (RelayOffer(free=3, reservations=5), RelayOffer(free=0, reservations=0), None):
         assert sign_announcement(SERVER, announcement(relay=offer)).content.relay == offer
 
 
-def test_what_a_node_says_of_itself_is_read_with_care():
+def test_what_nodes_say_of_themselves_is_read_carefully():
     info = NodeInfo("server", "0.1.0", "public at 203.0.113.5:31330", RelayOffer(2, 3), 4, 5 << 40)
     assert NodeInfo.of(info.to_frame().node) == info
     read = NodeInfo.of(wire.NodeInfo(role="a\x1b[31m", reachability="x" * 9999))
@@ -90,7 +90,7 @@ def test_what_was_announced_is_what_is_read():
     assert record.content == original
 
 
-def test_an_announcement_of_another_or_by_another_key_is_refused():
+def test_announcement_by_another_key_is_refused():
     with pytest.raises(ValueError, match="itself only"):
         sign_announcement(OTHER, announcement())
     with pytest.raises(BadAnnouncement, match="signature"):
@@ -114,7 +114,7 @@ def test_a_changed_bit_is_refused():
             open_signed(wire.SignedAnnouncement(announcement=bytes(data), signature=record.signature), now=NOW)
 
 
-def test_it_counts_until_its_expiry_and_a_tolerance_for_clocks():
+def test_it_counts_until_expiry_plus_tolerance():
     data = sign_announcement(SERVER, announcement()).to_bytes()
     content = open_announcement(data, now=NOW).content
     assert counts_until(content) == NOW + 45 + 10
@@ -124,7 +124,7 @@ def test_it_counts_until_its_expiry_and_a_tolerance_for_clocks():
     assert is_expired(content, NOW + 56)
 
 
-def test_the_tolerance_is_a_third_of_a_short_lifetime():
+def test_tolerance_is_third_of_short_lifetime():
     short = freshened(announcement(), now=NOW, lifetime=3)
     assert counts_until(short) == pytest.approx(NOW + 4)
 
@@ -137,13 +137,13 @@ def test_times_far_ahead_are_refused():
         open_signed(eternal.to_wire(), now=NOW)
 
 
-def test_a_new_one_always_has_a_higher_sequence_number():
+def test_new_one_always_has_higher_sequence_number():
     first = freshened(announcement(), now=NOW, lifetime=45)
     clock_went_back = freshened(first, now=NOW - 50, lifetime=45, after=first.sequence)
     assert clock_went_back.sequence == first.sequence + 1
 
 
-def test_a_clock_that_was_a_day_ahead_is_forgotten():
+def test_clock_that_was_day_ahead_is_forgotten():
     """Each number above it would be of the future, and the server unknown to all until the day is over."""
     ahead = freshened(announcement(), now=NOW + 86400, lifetime=45)
     right = freshened(ahead, now=NOW, lifetime=45, after=ahead.sequence)
@@ -205,7 +205,7 @@ def test_garbage_is_refused_and_never_raises_anything_else(data):
 
 
 @given(st.lists(st.binary(max_size=60), min_size=1, max_size=3))
-def test_garbled_addresses_are_refused_and_never_raise_anything_else(addrs):
+def test_garbled_addresses_are_refused_and_raise_nothing(addrs):
     message = announcement().to_wire()
     message.ClearField("addrs")
     message.addrs.extend(addrs)
@@ -251,7 +251,7 @@ def test_a_page_is_bounded_in_bytes():
     assert frame.ByteSize() <= DIRECTORY_LIMITS.max_page
 
 
-def test_bad_records_of_a_page_are_left_out_and_the_good_ones_stay():
+def test_pages_bad_records_are_left_out():
     good, forged, expired = many(3)
     page = wire.DirectoryRecords(records=[good.to_wire(), forged.to_wire(), expired.to_wire()])
     page.records[1].signature = bytes(64)
@@ -261,7 +261,7 @@ def test_bad_records_of_a_page_are_left_out_and_the_good_ones_stay():
     assert list(checked_records(page, {}, now=NOW)) == [good, None, None]
 
 
-def test_a_known_record_is_not_taken_for_a_forged_one_of_the_same_peer():
+def test_known_record_is_not_confused_with_a_forgery():
     (good,) = many(1)
     page = wire.DirectoryRecords(records=[good.to_wire()])
     page.records[0].signature = bytes(64)
@@ -278,7 +278,7 @@ async def test_a_stream_for_manifests_answers_several_questions():
         nursery.cancel_scope.cancel()
 
 
-def test_a_known_signature_under_another_announcement_is_a_forgery():
+def test_known_signature_under_another_announcement_is_forgery():
     (good,) = many(1)
     page = wire.DirectoryRecords(records=[good.to_wire()])
     page.records[0].announcement = sign_announcement(OTHER, announcement(OTHER)).announcement

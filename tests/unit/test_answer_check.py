@@ -124,7 +124,7 @@ def test_an_honest_answer_is_right(model: Model, codec: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("server", [0, 1])
 @pytest.mark.parametrize("step", [0, 3])
-def test_one_bit_names_the_server_that_changed_it_and_no_other(model: Model, server: int, step: int) -> None:
+def test_one_bit_names_the_server_that_changed_it(model: Model, server: int, step: int) -> None:
     found = model.judged(model.answered(bit(server, step)))
     (wrong,) = found.wrong
     assert found.verdict == "no" and wrong.proven
@@ -149,14 +149,14 @@ def test_a_request_that_was_another_names_nobody(model: Model) -> None:
     assert (found.verdict, found.wrong) == ("no", ())
 
 
-def test_a_session_that_began_before_proves_nothing_of_its_server(model: Model) -> None:
+def test_older_session_proves_nothing_of_its_server(model: Model) -> None:
     replies = model.answered(bit(0, 3))
     found = model.judged([*replies[1:MADE], *replies[MADE:]])
     (wrong,) = found.wrong
     assert not wrong.proven
 
 
-def test_where_a_receipt_is_missing_it_is_not_known(model: Model) -> None:
+def test_where_receipt_is_missing_it_is_not_known(model: Model) -> None:
     replies = model.answered()
     found = model.judged(replies[:-1])
     assert found.verdict == "unknown" and "blocks 2:6" in found.reason

@@ -10,7 +10,7 @@ from tests.node_inspection import held
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60))
-def test_each_step_may_be_answered_as_often_as_it_was_asked(asked: list[int]) -> None:
+def test_step_may_be_answered_as_often_as_asked(asked: list[int]) -> None:
     due = OutstandingReplies()
     for sequence, times in enumerate(asked, 1):
         for _ in range(times):
@@ -18,7 +18,7 @@ def test_each_step_may_be_answered_as_often_as_it_was_asked(asked: list[int]) ->
         assert [due.answer(sequence) for _ in range(times + 1)] == [True] * times + [False]
 
 
-def test_a_late_copy_of_a_step_that_was_sent_and_pushed_is_due_once() -> None:
+def test_pushed_steps_late_copy_is_due_once() -> None:
     due = OutstandingReplies()
     due.ask(1)  # by the server before
     due.ask(1)
@@ -29,7 +29,7 @@ def test_a_late_copy_of_a_step_that_was_sent_and_pushed_is_due_once() -> None:
     assert not due.answer(1)
 
 
-def test_what_came_on_the_old_stream_may_come_on_the_new_one_too() -> None:
+def test_old_streams_message_may_come_again() -> None:
     due = OutstandingReplies()
     for sequence in (1, 2):
         due.ask(sequence)
@@ -43,7 +43,7 @@ def test_what_came_on_the_old_stream_may_come_on_the_new_one_too() -> None:
     assert due.answer(1)
 
 
-def test_steps_that_nobody_waits_for_are_not_forgotten_before_they_are_answered() -> None:
+def test_unawaited_steps_are_remembered_until_answered() -> None:
     due = OutstandingReplies()
     for sequence in range(1, 101):
         due.ask(sequence)

@@ -127,7 +127,7 @@ class BusyMatcher:
         self.is_stopped()
 
 
-def test_a_mask_that_is_computed_late_is_in_nobodys_way() -> None:
+def test_late_mask_is_in_nobodys_way() -> None:
     """A thread that was to compute the mask of the token before begins when that has been chosen."""
     matcher = BusyMatcher()
     constraint = GrammarConstraint(matcher, 64)
@@ -187,7 +187,7 @@ def test_a_mask_of_one_bit(bits: list[int]) -> None:
     assert only == (bits[0] if len(bits) == 1 else None)
 
 
-def test_a_bound_part_is_made_ready_by_whoever_prepares_it(plain: Any) -> None:
+def test_bound_part_is_made_ready_by_any_preparer(plain: Any) -> None:
     """Making it may take long: not where a token is accepted, and an error is told where the mask is needed."""
     made: list[int] = []
 
@@ -262,7 +262,7 @@ def test_arguments_that_nothing_names_are_not_made_up(parameters: dict[str, Any]
 
 
 @pytest.mark.parametrize("more", [{"additionalProperties": {"type": "boolean"}}, {"minProperties": 1}])
-def test_arguments_without_a_name_are_left_to_a_schema_that_speaks_of_them(more: dict[str, Any]) -> None:
+def test_unnamed_arguments_need_a_schema_that_names_them(more: dict[str, Any]) -> None:
     assert HERMES is not None
     tools = [{"type": "function", "function": {"name": "x", "parameters": {"type": "object", **more}}}]
     assert f'"arguments": {json.dumps(tools[0]["function"]["parameters"])}' in call_grammar(
@@ -280,7 +280,7 @@ def test_a_list_of_calls(plain: Any) -> None:
 
 
 @pytest.mark.parametrize("which", ["plain", "marked"])
-def test_a_call_is_bound_once_the_model_begins_one(which: str, request: pytest.FixtureRequest) -> None:
+def test_call_is_bound_once_model_begins_one(which: str, request: pytest.FixtureRequest) -> None:
     """Before its mark and behind its end the model says what it likes, and may call again."""
     loaded = request.getfixturevalue(which)
     grammars = Grammars(loaded, VOCABULARY, (EOS,))

@@ -47,7 +47,7 @@ def test_a_stop_string_cuts_wherever_the_pieces_end(text: str, stops: list[str],
         assert filter_.found is not None and text[len(shown) :].startswith(filter_.found)
 
 
-def test_what_is_held_back_is_no_more_than_may_become_a_stop_string() -> None:
+def test_only_a_possible_stop_string_is_held_back() -> None:
     filter_ = StopStrings(["STOP"])
     assert [filter_.feed(piece) for piece in ("abcS", "T", "X", "STO")] == ["abc", "", "STX", ""]
     assert filter_.end() == "STO"
@@ -91,7 +91,7 @@ def test_templates_without_tools_have_no_form() -> None:
     assert tool_form("{{ tools }} in a form of its own") is None
 
 
-def test_a_key_is_shown_once_and_kept_as_a_hash(tmp_path: Path) -> None:
+def test_key_is_shown_once_and_kept_as_hash(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# of this house\n\n")
     keys = [add_key(file, name) for name in ("alice", "bob of the house")]
@@ -202,7 +202,7 @@ def test_messages_that_are_none_are_refused_by_name(message: dict[str, Any]) -> 
     assert raised.value.param.startswith("messages[0].")
 
 
-def test_fields_are_read_with_their_types_or_refused_by_name() -> None:
+def test_fields_are_read_typed_or_refused_by_name() -> None:
     for name, value in (
         *(("temperature", wrong) for wrong in ("1", True, -0.1, 1000, float("nan"))),
         *(("seed", wrong) for wrong in (1.5, True, 1 << 70)),

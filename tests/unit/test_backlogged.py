@@ -142,7 +142,7 @@ MIXTURES = [
 
 @pytest.mark.parametrize("kinds", MIXTURES, ids="+".join)
 @pytest.mark.parametrize("core", [1.0, 0.5], ids=["own processor", "half of a processor"])
-def test_one_session_keeps_half_of_its_rate_beside_five_addresses(kinds: tuple[str, ...], core: float) -> None:
+def test_one_session_keeps_half_beside_five_addresses(kinds: tuple[str, ...], core: float) -> None:
     """At half a processor, it does where that is not taken for others: its rate alone there is the measure."""
     device = Device([honest(), *attackers(kinds)], core)
     device.run(10.0)  # until it is known who is backlogged
@@ -154,7 +154,7 @@ def test_one_session_keeps_half_of_its_rate_beside_five_addresses(kinds: tuple[s
     assert sum(theirs.values()) >= 0.12 * 20.0 * core
 
 
-def test_a_newcomer_is_not_behind_and_none_of_its_prompt_waits_for_those_who_always_ask() -> None:
+def test_newcomer_is_not_behind_and_its_prompt_waits() -> None:
     """Nor does the session that was there before stop for it."""
     newcomer = Asker("new", "10.0.0.2", "prompts", coming=10.0)
     device = Device([honest(), newcomer, *attackers(KINDS)])
@@ -168,7 +168,7 @@ def test_a_newcomer_is_not_behind_and_none_of_its_prompt_waits_for_those_who_alw
     assert after["new"] >= 0.9 * max(after[peer] for peer in prompts)
 
 
-def test_two_who_always_ask_and_nobody_else_are_served_as_if_alone() -> None:
+def test_two_who_always_ask_are_served_as_alone() -> None:
     """By batches and chunks as long as ever, and without rests."""
     both = [Asker(name, name, kind) for name in ("one", "other") for kind in ("prompts",)]
     device = Device(both)
@@ -189,13 +189,13 @@ LIGHT = Waiting(1, 1, peer="light", address="home")
 HEAVY = [Waiting(1, 1, peer=peer, address="away") for peer in ("heavy", "other") for _ in range(8)]
 
 
-def test_a_batch_is_hardly_longer_for_those_who_wait_behind() -> None:
+def test_batch_is_hardly_longer_for_those_behind() -> None:
     """The one row takes 5 ms, two 6, and three more than 1.25 times as long."""
     turn = next_turn([*HEAVY, LIGHT], 0, shares(used={"light": 9.0}, used_of={"home": 9.0}))
     assert len(HEAVY) in turn.decode and len(turn.decode) == 2
 
 
-def test_a_batch_of_those_who_wait_behind_is_short_for_who_may_come() -> None:
+def test_waiters_batch_is_short_for_who_may_come() -> None:
     assert len(next_turn(HEAVY, 0, shares()).decode) == 6  # 10 ms, twice what the row of the other takes
     assert next_turn([Waiting(16, 1, peer="heavy", address="away")], 0, shares()).decode == (0,)
     assert len(next_turn(HEAVY, 0, Shares(COST, addresses={"heavy": "away", "other": "away"})).decode) == 16
@@ -208,7 +208,7 @@ def test_nothing_of_those_who_rest_is_computed() -> None:
     assert next_turn([*HEAVY, LIGHT], 0, shares(resting=True)).decode == (len(HEAVY),)
 
 
-def test_chunks_of_those_who_wait_behind_are_short_and_come_last() -> None:
+def test_waiters_chunks_are_short_and_come_last() -> None:
     prompts = [Waiting(2, 900, peer="heavy", address="away"), Waiting(1, 900, peer="light", address="home")]
     used = {"light": 9.0, "heavy": 1.0}
     assert next_turn(prompts, 0, shares(used=used, used_of={"home": 9.0, "away": 1.0})).prefill == 1
@@ -224,7 +224,7 @@ def accounts_of(*backlogged: str, generating: str = "light") -> Accounts:
     return accounts
 
 
-def test_who_leaves_its_work_is_behind_for_a_while() -> None:
+def test_who_leaves_its_work_is_behind_for_while() -> None:
     accounts = accounts_of("heavy")
     assert accounts.behind(0.0) == {"heavy"}
     accounts.note_waiting((), 0.4)
@@ -233,7 +233,7 @@ def test_who_leaves_its_work_is_behind_for_a_while() -> None:
     assert not accounts.behind(0.6)
 
 
-def test_nobody_is_behind_where_all_are_backlogged_or_nobody_else_is_there() -> None:
+def test_nobody_is_behind_where_all_or_none_are() -> None:
     assert not accounts_of("heavy", "light").behind(0.0)
     assert not accounts_of("heavy").behind(2.0), "the other has had no step for a while"
     accounts = accounts_of("heavy")
@@ -244,7 +244,7 @@ def test_nobody_is_behind_where_all_are_backlogged_or_nobody_else_is_there() -> 
 
 
 @pytest.mark.parametrize(("core", "times"), [(1.0, 1.0), (0.9, 1.0), (0.5, 5.0)])
-def test_rests_are_as_long_as_the_work_or_longer_where_processors_are_contended(core: float, times: float) -> None:
+def test_rests_are_as_long_as_contended_work(core: float, times: float) -> None:
     accounts = accounts_of("heavy")
     accounts.note_other(("heavy", "heavy"), 0.1, 0.1, core)
     assert accounts.rest(0.1) == pytest.approx(0.1 * times)
@@ -255,7 +255,7 @@ def test_rests_are_as_long_as_the_work_or_longer_where_processors_are_contended(
     assert not accounts.rest(0.7), "of others it is no matter"
 
 
-def test_a_batch_of_those_who_wait_behind_has_a_rest_only_where_processors_are_contended() -> None:
+def test_waiters_batch_rests_only_on_contended_processors() -> None:
     for core, rest in ((1.0, 0.0), (0.5, 0.05)):
         accounts = accounts_of("heavy")
         for _ in range(20):
@@ -265,7 +265,7 @@ def test_a_batch_of_those_who_wait_behind_has_a_rest_only_where_processors_are_c
         assert accounts.rest(0.0) == pytest.approx(rest)
 
 
-def test_steps_passes_and_calls_count_together_and_by_processor_time() -> None:
+def test_steps_passes_and_calls_count_by_processor_time() -> None:
     accounts = Accounts()
     clients = [("home", "one"), ("away", "other")]
     steps = [Waiting(1, 1, peer="other", address="away")]

@@ -21,7 +21,7 @@ RATE = 1_000_000
     st.integers(1_000, 10**9),
     st.lists(st.tuples(st.floats(0, 10), st.integers(1, 10**7), st.booleans()), min_size=1, max_size=50),
 )
-async def test_no_more_passes_than_the_rate_and_a_burst(rate, asked):
+async def test_no_more_passes_than_rate_and_burst(rate, asked):
     """Whoever waits as long as it is told passes no faster than the rate in the long run."""
     bucket, begun, passed, largest = TokenBucket(rate, rate / 4), trio.current_time(), 0, 0
     for pause, size, urgent in asked:
@@ -32,7 +32,7 @@ async def test_no_more_passes_than_the_rate_and_a_burst(rate, asked):
     assert passed <= rate * (trio.current_time() - begun + 1) + largest + 1
 
 
-async def test_a_transfer_takes_as_long_as_the_limit_says():
+async def test_transfer_takes_as_long_as_limit_says():
     throttle = Throttle(RATE)
     for _ in range(100):
         await throttle.turn("one")
@@ -41,7 +41,7 @@ async def test_a_transfer_takes_as_long_as_the_limit_says():
 
 
 @pytest.mark.parametrize("urgent", [False, True])
-async def test_each_key_has_its_turn_however_many_wait_under_another(urgent):
+async def test_each_key_has_its_turn_beside_many(urgent):
     throttle, passed = Throttle(RATE), Counter()
 
     async def flood(key):
@@ -58,7 +58,7 @@ async def test_each_key_has_its_turn_however_many_wait_under_another(urgent):
     assert abs(passed["greedy"] - passed["modest"]) < 0.15 * passed["greedy"]
 
 
-async def test_what_is_urgent_does_not_wait_behind_the_rest():
+async def test_what_is_urgent_does_not_wait_behind_rest():
     throttle, waits = Throttle(RATE), []
 
     async def flood():

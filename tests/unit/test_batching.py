@@ -17,7 +17,7 @@ waiting = st.lists(
 
 
 @given(waiting.filter(bool))
-def test_every_turn_does_something_and_no_more_than_it_may(steps: list[Waiting]) -> None:
+def test_every_turn_does_something_within_its_bounds(steps: list[Waiting]) -> None:
     turn = next_turn(steps)
     assert turn.decode or turn.prefill is not None
     assert all(steps[index].is_decode for index in turn.decode)
@@ -29,7 +29,7 @@ def test_every_turn_does_something_and_no_more_than_it_may(steps: list[Waiting])
 
 
 @given(waiting.filter(bool))
-def test_the_first_of_each_kind_is_never_passed_over(steps: list[Waiting]) -> None:
+def test_first_of_each_kind_is_never_passed_over(steps: list[Waiting]) -> None:
     turn = next_turn(steps)
     first_decode = next((index for index, step in enumerate(steps) if step.is_decode), None)
     first_prefill = next((index for index, step in enumerate(steps) if not step.is_decode), None)

@@ -47,7 +47,7 @@ def test_a_device_is_one_that_this_machine_has(
         *(("float32", torch.float16, torch.float32), ("float16", None, torch.float16)),
     ],
 )
-def test_a_dtype_is_what_is_asked_for_or_what_the_checkpoint_is_in(asked: str, said: Any, chosen: torch.dtype) -> None:
+def test_dtype_is_as_asked_or_as_saved(asked: str, said: Any, chosen: torch.dtype) -> None:
     config: Any = PreTrainedConfig()
     object.__setattr__(config, "dtype", said)
     assert choose_dtype(asked, config) == chosen

@@ -55,13 +55,13 @@ ZAMBA: dict[str, Any] = {
 }
 
 
-def test_what_entered_the_first_block_travels_to_the_last_that_reads_it() -> None:
+def test_first_input_travels_to_its_last_reader() -> None:
     found = boundaries_of(ZAMBA, 64, 8)
     assert [found.width(block) for block in (0, 5, 6, 8)] == [128, 128, 64, 64]
     assert found.left_by(Span(2, 7)) == 64 and found.left_by(Span(1, 4)) == found.left_by(Span(6, 8)) == 0
 
 
-def test_who_serves_a_block_gets_the_weights_that_it_shares() -> None:
+def test_who_serves_block_gets_weights_that_it_shares() -> None:
     folder = ModelFolder("tiny", Path(), ZAMBA, 8, 64)
     assert folder.parts(Span(4, 6)) == (1, 4, 5) and folder.parts(Span(3, 5)) == (3, 4)
     assert folder.parts(Span(6, 8)) == (6, 7) and folder.parts("config") == ()

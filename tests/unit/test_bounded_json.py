@@ -46,7 +46,7 @@ def test_depth(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["[]]", "[" * 8 + "]" * 9, '{"a":[}]}}'])
-def test_who_closes_more_than_was_opened_is_counted_no_further(text: str) -> None:
+def test_who_closes_too_much_is_counted_no_further(text: str) -> None:
     with pytest.raises(BadJson, match="more brackets are closed"):
         check_json(f"{text}{'[' * 9}".encode(), LIMITS)
 
@@ -57,7 +57,7 @@ def test_brackets_within_strings_close_nothing(text: str) -> None:
         check_json((text * 9).encode(), LIMITS)
 
 
-def test_each_string_but_the_first_stands_behind_a_value() -> None:
+def test_each_string_but_first_stands_behind_value() -> None:
     none = JsonLimits(nbytes=100, values=0, depth=1)
     check_json(b'"[["', none)
     with pytest.raises(BadJson, match="too much JSON"):
@@ -107,7 +107,7 @@ VALUES = st.recursive(
 
 @settings(max_examples=200)
 @given(VALUES, st.booleans())
-def test_what_is_within_the_limits_is_parsed_as_json_has_it(value: object, ascii_only: bool) -> None:
+def test_json_within_the_limits_is_parsed_as_usual(value: object, ascii_only: bool) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only)
     assert parse_json(text, JsonLimits(len(text.encode()), values=1000, depth=40)) == value
 
@@ -142,7 +142,7 @@ def header(**tensors: object) -> SafetensorsHeader:
     return parse_header(json.dumps(tensors).encode(), header_limits(10_000, 100))
 
 
-def test_a_header_whose_tensors_stand_one_behind_the_other_is_read() -> None:
+def test_header_of_consecutive_tensors_is_read() -> None:
     found = header(b=entry([3, 2], 2, 26, "F32"), a=entry([1] * 16, 0, 1), c=entry([0], 1, 1), d=entry([2], 1, 2, "F4"))
     assert found.end == 26 and found.tensors["b"] == HeaderEntry("F32", (3, 2), 2, 26)
 

@@ -35,13 +35,13 @@ def test_fields_that_are_not_known_are_kept() -> None:
         parse_message(wire.Evidence, data, most=3)
 
 
-def test_a_number_where_a_message_is_due_is_a_field_that_is_not_known() -> None:
+def test_number_instead_of_a_message_is_unknown() -> None:
     data = b"\x40\x80\x01"  # the number of `steps`, but no bytes
     assert parse_message(wire.Evidence, data, most=1) == wire.Evidence.FromString(data)
     assert parse_message(wire.PushFrame, data, most=1) == wire.PushFrame.FromString(data)
 
 
-def test_a_field_that_comes_twice_counts_as_in_one_message() -> None:
+def test_field_that_comes_twice_counts_once() -> None:
     data = wire.Evidence(kind="pledge", session_epoch=b"one").SerializeToString() + evidence(1).SerializeToString()
     assert parse_message(wire.Evidence, data, most=100) == wire.Evidence.FromString(data)
 

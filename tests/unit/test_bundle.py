@@ -71,7 +71,7 @@ def reread(bundle: Bundle) -> Bundle:
 
 
 @pytest.mark.parametrize(("codec", "padding"), [("none", ()), ("bfloat16", (0, 3)), ("int8-block64", ())])
-def test_a_wrong_answer_is_proved_and_a_right_one_refuted(
+def test_wrong_answer_is_proved_and_right_one_refuted(
     server: SigningServer, folder: ModelFolder, padding: tuple[int, ...], codec: str
 ) -> None:
     for spoil, proven in ((None, False), (spoiled, True)):
@@ -95,7 +95,7 @@ def test_what_a_server_gives_for_padding_proves_nothing(server: SigningServer, f
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_an_answer_to_what_no_server_takes_proves_nothing(
+def test_answer_to_what_no_server_takes_proves_nothing(
     server: SigningServer, folder: ModelFolder, value: float
 ) -> None:
     asked = hidden(3)
@@ -137,18 +137,14 @@ def test_the_needed_steps_make_the_same_cache(plan: list[tuple[float, int, bool]
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_a_wrong_pass_is_proved_and_a_right_one_refuted(
-    server: SigningServer, folder: ModelFolder, backward: bool
-) -> None:
+def test_wrong_pass_is_proved_and_right_one_refuted(server: SigningServer, folder: ModelFolder, backward: bool) -> None:
     gradient = hidden(5, 2, 9) if backward else None
     assert not check_evidence(reread(batch_bundle(ACCUSER, server.work(hidden(5, 2), gradient))), folder).proven
     wrong = check_evidence(reread(batch_bundle(ACCUSER, server.work(hidden(5, 2), gradient, spoil=spoiled))), folder)
     assert wrong.proven or "nobody has measured" in wrong.reason
 
 
-def test_a_wrong_gradient_of_prompts_is_proved_and_a_right_one_refuted(
-    server: SigningServer, folder: ModelFolder
-) -> None:
+def test_wrong_gradient_of_prompts_is_proved(server: SigningServer, folder: ModelFolder) -> None:
     passing = {"prompts": hidden(2, len(server.span), 8).unsqueeze(1), "gradient": hidden(5, 2, 9)}
     for spoil, proven in ((None, False), (spoiled, True)):
         options = {} if spoil is None else {"spoil_kept": spoil}
@@ -158,7 +154,7 @@ def test_a_wrong_gradient_of_prompts_is_proved_and_a_right_one_refuted(
         assert (outcome.error > outcome.tolerance) == proven
 
 
-def test_the_server_is_held_to_the_dtype_that_it_signed(server: SigningServer, folder: ModelFolder) -> None:
+def test_server_is_held_to_dtype_that_it_signed(server: SigningServer, folder: ModelFolder) -> None:
     """What is right in bfloat16 is wrong in float32."""
     coarse = SigningServer(folder.path, server.version, server.span, dtype="bfloat16")
     assert not check_evidence(session_bundle(ACCUSER, coarse.session(STEPS), 3), folder).proven
@@ -284,7 +280,7 @@ def test_what_cannot_be_checked_is_said(server: SigningServer, folder: ModelFold
             check_evidence(bundle, half)
 
 
-def test_evidence_of_a_session_with_an_adapter_decides_nothing(server: SigningServer, folder: ModelFolder) -> None:
+def test_evidence_of_session_with_adapter_decides_nothing(server: SigningServer, folder: ModelFolder) -> None:
     def adapted(log: SessionLog) -> SessionLog:
         log.entries[0] = replace(log.entries[0], receipt=signed)  # type: ignore[index]
         return log
@@ -298,7 +294,7 @@ def test_evidence_of_a_session_with_an_adapter_decides_nothing(server: SigningSe
     assert outcome.inconclusive and not outcome.proven and "adapter" in outcome.reason
 
 
-def test_which_blocks_have_to_be_here_to_check_evidence(server: SigningServer) -> None:
+def test_which_blocks_are_needed_to_check_evidence(server: SigningServer) -> None:
     log = server.session(STEPS)
     assert wanted_blocks(session_bundle(ACCUSER, log, 3)) == server.span
     receipt = log.entries[3].receipt
@@ -333,7 +329,7 @@ def test_what_an_auditor_sees_of_a_session(server: SigningServer) -> None:
 # --- files
 
 
-def test_a_file_survives_and_a_damaged_one_is_told(server: SigningServer, tmp_path: Path) -> None:
+def test_file_survives_and_damaged_one_is_told(server: SigningServer, tmp_path: Path) -> None:
     bundle = session_bundle(ACCUSER, server.session(STEPS), 3)
     path = tmp_path / "a" / "b.evidence"
     bundle.save(path)
@@ -447,7 +443,7 @@ def test_the_receipt_that_completed_the_fault(server: SigningServer) -> None:
     assert empty.last_receipt is None
 
 
-def test_a_batch_s_pledge_goes_with_it_and_a_session_s_only_if_there_is_one(server: SigningServer) -> None:
+def test_batchs_pledge_goes_with_it(server: SigningServer) -> None:
     pledge, log = pledge_to_wire(server.pledge), server.session(STEPS)
     work = server.work(hidden(5))
     assert not batch_bundle(ACCUSER, work).evidence.HasField("pledge")

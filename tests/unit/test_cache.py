@@ -48,7 +48,7 @@ def test_write_returns_the_whole_history() -> None:
         assert torch.equal(values[:, :, :3], old_values)
 
 
-def test_a_step_that_was_not_counted_leaves_no_trace() -> None:
+def test_step_that_was_not_counted_leaves_no_trace() -> None:
     cache = make()
     write(cache, 3)
     before = contents(cache)
@@ -138,7 +138,7 @@ def test_keys_of_fewer_bits_are_rounded(form: CacheDtype, dim: int) -> None:
     assert float((again - found).norm() / found.norm()) < 1e-2
 
 
-def test_eight_bits_of_values_that_are_no_numbers_or_next_to_nothing() -> None:
+def test_eight_bits_of_values_beyond_numbers() -> None:
     values = torch.ones(4, 64)
     values[0, 3], values[1, 40], values[2, :32] = torch.nan, torch.inf, 1e-31
     found = held_in("int8", values)
@@ -148,7 +148,7 @@ def test_eight_bits_of_values_that_are_no_numbers_or_next_to_nothing() -> None:
 
 
 @pytest.mark.parametrize("form", FEWER)
-def test_a_cache_of_fewer_bits_rolls_back_and_moves_rows(form: CacheDtype) -> None:
+def test_cache_of_fewer_bits_rolls_back_and_reorders(form: CacheDtype) -> None:
     cache = SpanCache(SPECS, 3, 8, CacheForm(form, torch.float32), torch.device("cpu"))
     random = torch.Generator().manual_seed(0)
     keys, given = torch.randn(3, 2, 4, 4, generator=random), torch.randn(3, 2, 4, 3, generator=random)

@@ -33,7 +33,7 @@ async def test_what_can_never_fit_is_refused_at_once() -> None:
     assert trio.current_time() == begun
 
 
-async def test_who_waits_too_long_is_refused_and_leaves_no_trace() -> None:
+async def test_who_waits_too_long_is_refused_traceless() -> None:
     budget = MemoryBudget(100)
     await budget.acquire(70, 0)
     begun = trio.current_time()
@@ -87,7 +87,7 @@ async def test_who_gives_up_makes_way_for_the_next() -> None:
     assert budget.free == 0 and budget.waiting == 0
 
 
-async def test_a_grant_in_the_instant_of_the_cancellation_is_given_back() -> None:
+async def test_grant_in_instant_of_cancellation_is_given_back() -> None:
     budget = MemoryBudget(10)
     first = await budget.acquire(10, 0)
     second: list[Lease] = []
@@ -106,7 +106,7 @@ async def test_a_grant_in_the_instant_of_the_cancellation_is_given_back() -> Non
     assert budget.free == 10 and budget.waiting == 0
 
 
-async def test_what_is_lent_goes_to_whoever_needs_it_the_oldest_first() -> None:
+async def test_lent_cache_goes_to_the_needy_oldest_first() -> None:
     budget = MemoryBudget(100)
     taken: list[str] = []
     for name, tokens in (("first", 30), ("second", 20), ("third", 10)):
@@ -120,7 +120,7 @@ async def test_what_is_lent_goes_to_whoever_needs_it_the_oldest_first() -> None:
     assert budget.free == 90
 
 
-async def test_what_is_lent_is_kept_where_taking_it_would_not_do() -> None:
+async def test_lent_cache_is_kept_where_taking_would_fail() -> None:
     budget = MemoryBudget(100)
     await budget.acquire(60, 0)
     loan = await budget.acquire(40, 0)
@@ -143,7 +143,7 @@ async def test_what_was_called_back_is_not_taken() -> None:
     assert budget.free == 99
 
 
-async def test_who_waits_already_gets_what_is_lent_at_once() -> None:
+async def test_who_waits_already_gets_lent_cache_at_once() -> None:
     budget = MemoryBudget(100)
     lease = await budget.acquire(100, 0)
     async with trio.open_nursery() as nursery:
@@ -154,7 +154,7 @@ async def test_who_waits_already_gets_what_is_lent_at_once() -> None:
     assert budget.free == 70
 
 
-async def test_any_order_of_taking_waiting_and_leaving_adds_up() -> None:
+async def test_any_order_of_taking_and_leaving_adds_up() -> None:
     budget = MemoryBudget(64)
     peak = 0
 

@@ -67,7 +67,7 @@ def test_missing_blocks_are_named() -> None:
     assert caught.value.missing == (3, 4, 5)
 
 
-def test_a_stage_takes_its_blocks_share_of_the_time() -> None:
+def test_stage_takes_its_blocks_share_of_time() -> None:
     fast, slow = server("a", 0, 4, 400.0), server("b", 2, 6, 100.0)
     known = {"a": fast, "b": slow}
     seconds = {name: seconds_of(chain) for name, chain in known.items()}
@@ -87,19 +87,19 @@ def test_work_is_in_proportion_to_speed() -> None:
     assert shares[2] == pytest.approx(11, abs=2)
 
 
-def test_a_pipeline_is_as_fast_as_its_slowest_server() -> None:
+def test_pipeline_is_as_fast_as_its_slowest_server() -> None:
     pipeline = [Stage("a", 1.0, 0.0), Stage("b", 1.0, 0.0)]
     shares = Counter(apportion(40, [pipeline, alone(2.0)]))
     assert shares[0] == pytest.approx(27, abs=2)
 
 
-def test_a_shared_server_does_one_thing_at_a_time() -> None:
+def test_shared_server_does_one_thing_at_time() -> None:
     shared = Stage("c", 1.0, 0.0)
     shares = Counter(apportion(40, [[Stage("a", 2.0, 0.0), shared], [Stage("b", 2.0, 0.0), shared]]))
     assert shares[0] == shares[1] == 20
 
 
-def test_a_chain_that_would_hold_up_all_others_gets_nothing() -> None:
+def test_chain_that_would_delay_all_gets_nothing() -> None:
     assert set(apportion(5, [alone(0.1), alone(60.0)])) == {0}
 
 
@@ -107,7 +107,7 @@ def test_one_micro_batch_takes_the_best_chain() -> None:
     assert apportion(1, [alone(3.0), alone(1.0)]) == [1]
 
 
-def test_a_pass_takes_as_long_as_its_slowest_stage_and_the_ways_of_one_micro_batch() -> None:
+def test_pass_takes_its_slowest_stage_and_one_way() -> None:
     pipeline = [Stage("a", 1.0, 0.5), Stage("b", 2.0, 0.5)]
     assert pass_seconds([pipeline]) == 4.0
     assert pass_seconds([pipeline] * 10) == 4.0 + 9 * 2.0
@@ -115,7 +115,7 @@ def test_a_pass_takes_as_long_as_its_slowest_stage_and_the_ways_of_one_micro_bat
 
 
 @given(rows=st.integers(1, 300), tokens=st.integers(1, 5000), servers=st.integers(1, 40))
-def test_micro_batches_are_neither_too_large_nor_too_small(rows: int, tokens: int, servers: int) -> None:
+def test_micro_batches_are_of_a_middle_size(rows: int, tokens: int, servers: int) -> None:
     chosen = rows_of_micro_batch(rows, tokens, servers)
     assert 1 <= chosen <= rows
     assert chosen == 1 or chosen * tokens <= MICRO_BATCH_TOKENS
@@ -123,7 +123,7 @@ def test_micro_batches_are_neither_too_large_nor_too_small(rows: int, tokens: in
 
 
 @given(rows=st.integers(1, 300), most=st.integers(1, 40))
-def test_the_first_and_the_last_micro_batch_are_small(rows: int, most: int) -> None:
+def test_first_and_last_micro_batch_are_small(rows: int, most: int) -> None:
     parts = cut(rows, most)
     assert sum(parts) == rows and min(parts) >= 1 and max(parts) <= most
     assert len(parts) == 1 or max(parts[0], parts[-1]) <= max(1, (most + 1) // 2)

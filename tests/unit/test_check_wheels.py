@@ -25,7 +25,7 @@ def wheels() -> ModuleType:
         sys.path.remove(str(PACKAGING))
 
 
-def test_the_registry_is_the_one_that_pip_is_configured_with(wheels: ModuleType) -> None:
+def test_registry_is_one_that_pip_is_configured_with(wheels: ModuleType) -> None:
     settings = """\
 global.index-url='https://a.example/simple'
 :env:.index-url='https://b.example/simple'
@@ -81,7 +81,7 @@ def checked(wheels: ModuleType, monkeypatch: pytest.MonkeyPatch, answers: Answer
     return wheels.main()  # type: ignore[no-any-return]
 
 
-def test_every_system_and_python_is_checked_with_the_pinned_versions(
+def test_every_system_and_python_is_checked_with_pins(
     wheels: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answers = Answers()
@@ -95,9 +95,7 @@ def test_every_system_and_python_is_checked_with_the_pinned_versions(
     assert built and all("--require-hashes" in command and "--no-build-isolation" in command for command in built)
 
 
-def test_the_newest_versions_are_those_that_pip_takes_wheel_or_not(
-    wheels: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_newest_versions_are_those_that_pip_takes(wheels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = Answers()
     assert checked(wheels, monkeypatch, answers, "--newest") == 0
     compiled = [command for command in answers.asked if "uv" in command]
@@ -126,7 +124,7 @@ NO_SOLUTION = "x No solution found when resolving dependencies:\n hint: network-
     ],
     ids=["no wheel", "uv fails", "registry stops", "no registry", "registry stops early", "compiles", "compiled"],
 )
-def test_faults_are_told_and_a_missing_registry_is_none(
+def test_faults_are_told_and_missing_registry_is_none(
     wheels: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

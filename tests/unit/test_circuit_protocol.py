@@ -70,7 +70,7 @@ async def test_a_reservation_is_asked_for_and_granted():
     assert await converse(lambda stream: ask_reservation(stream, timeout=5), grant) == (terms, HopRequest(None))
 
 
-async def test_a_circuit_is_asked_for_and_not_a_byte_behind_the_answer_is_taken():
+async def test_circuit_is_asked_for_without_reading_further():
     async def ask(stream):
         limit = await ask_connection(stream, PEER, timeout=5)
         return limit, await raw_of(stream).read(100)
@@ -123,7 +123,7 @@ async def test_the_target_is_asked_and_may_refuse():
         (receive_stop, pb.StopMessage(type=pb.StopMessage.CONNECT), pb.MALFORMED_MESSAGE),
     ],
 )
-async def test_a_request_that_is_none_is_answered_and_given_up(receive, said, status):
+async def test_invalid_request_is_answered_and_given_up(receive, said, status):
     async def ask(stream):
         await stream.send(said, timeout=5)
         return await stream.receive(type(said), timeout=5)
@@ -142,7 +142,7 @@ async def test_a_request_that_is_none_is_answered_and_given_up(receive, said, st
         pb.HopMessage(type=pb.HopMessage.STATUS, status=pb.OK),  # no reservation in it
     ],
 )
-async def test_an_answer_that_is_none_is_not_taken_for_one(said):
+async def test_invalid_answer_is_not_taken_for_one(said):
     async def answer(stream):
         await receive_hop(stream, timeout=5)
         await stream.send(said, timeout=5)
@@ -172,14 +172,14 @@ async def test_nonsense_is_the_peers_error_and_never_more(said, receive):
             pass
 
 
-async def test_a_message_that_is_too_long_is_refused_before_it_is_read():
+async def test_long_message_is_refused_before_it_is_read():
     left, right = stream_pair()
     await left.write(b"\xff\x7f")
     with trio.fail_after(5), pytest.raises(ProtocolError, match=str(MAX_MESSAGE)):
         await receive_hop(DelimitedStream(right, PEER), timeout=3)
 
 
-async def test_messages_that_come_in_pieces_end_where_they_end():
+async def test_messages_in_pieces_end_where_they_end():
     left, right = stream_pair()
     messages = [bytes([n]) * n for n in (0, 1, 127, 128, 200, 255)]
     data = b"".join(varint(len(message)) + message for message in messages)

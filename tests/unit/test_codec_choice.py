@@ -28,7 +28,7 @@ def chosen(server: WireCost = SERVER, dtype: str = "float32", values: int = 576,
 
 
 @pytest.mark.parametrize(("mbit", "codec"), [(1, "float16"), (10, "float16"), (100, "float16"), (1000, "none")])
-def test_a_slow_line_has_a_codec_and_a_fast_one_has_none(mbit: float, codec: str) -> None:
+def test_slow_line_has_a_codec_and_fast_none(mbit: float, codec: str) -> None:
     assert chosen(replace(SERVER, per_byte=MBIT / mbit)) == codec
 
 
@@ -38,7 +38,7 @@ def test_what_was_never_measured_does_not_count() -> None:
     assert choose_codec([replace(SERVER, per_byte=MBIT)] * 3, "float32", 576, {}) == "none"
 
 
-def test_a_server_that_computes_for_long_needs_no_codec() -> None:
+def test_server_that_computes_for_long_needs_no_codec() -> None:
     assert chosen(replace(SERVER, step=1.0, token=0.1)) == "none"
     assert chosen(replace(SERVER, step=1.0, token=0.0001)) == "float16"  # for prompts
 
@@ -47,7 +47,7 @@ def test_half_precision_needs_no_float16() -> None:
     assert chosen(dtype="bfloat16") == chosen(dtype="float16") == "none"
 
 
-def test_a_model_whose_values_do_not_bear_it_has_none() -> None:
+def test_model_that_cannot_bear_a_codec_has_none() -> None:
     assert chosen(float16=2 * COST.auto_error) == chosen(float16=1e9) == chosen(float16=float("nan")) == "none"
     assert chosen(**{"int8-block64": COST.auto_error / 2}) == "int8-block64"
 
@@ -93,7 +93,7 @@ def test_ordinary_values_bear_float16() -> None:
     )
 
 
-def test_massive_activations_bear_it_until_it_has_no_room_for_eight_times_as_much() -> None:
+def test_massive_activations_bear_it_while_there_is_room() -> None:
     one = usual()
     one[0, 0, 5] = 3000.0
     assert measured(one)["float16"] <= COST.auto_error
@@ -103,9 +103,7 @@ def test_massive_activations_bear_it_until_it_has_no_room_for_eight_times_as_muc
 
 @pytest.mark.parametrize(("largest", "codec"), [(4000.0, "float16"), (20_000.0, "none")])
 @pytest.mark.parametrize("width", [576, 100])  # 100: blocks go on from token to token
-def test_outliers_in_every_token_hide_nothing_of_what_int8_does_to_the_others(
-    width: int, largest: float, codec: str
-) -> None:
+def test_outliers_everywhere_hide_nothing_of_int8s_effect(width: int, largest: float, codec: str) -> None:
     """As GPT-2 has them: by the norm alone, of which they are most, int8 would be as good as float16."""
     one = torch.randn(1, 20, width, generator=torch.Generator().manual_seed(1))
     one[:, :, 5] = largest
@@ -115,7 +113,7 @@ def test_outliers_in_every_token_hide_nothing_of_what_int8_does_to_the_others(
     assert choose_codec([replace(SERVER, per_byte=100 * MBIT)] * 3, "float32", width, errors) == codec
 
 
-def test_values_that_are_too_small_for_it_do_not_bear_it() -> None:
+def test_too_small_values_do_not_bear_it() -> None:
     assert measured(1e-6 * usual())["float16"] > COST.auto_error
 
 
@@ -123,7 +121,7 @@ def test_values_that_are_too_small_for_it_do_not_bear_it() -> None:
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-9, 1e-5, 1.0, 1e6, 1e30])
-def test_gradients_are_scaled_to_where_codecs_have_their_bits(size: float) -> None:
+def test_gradients_are_scaled_to_the_codecs_bits(size: float) -> None:
     gradient = size * usual(3)
     scale = gradient_scale(gradient)
     assert 16 <= float((gradient * scale).abs().max()) < 32

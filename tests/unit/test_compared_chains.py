@@ -41,7 +41,7 @@ spans = st.lists(
 
 @settings(max_examples=80, deadline=None)
 @given(spans, st.integers(1, 4))
-def test_there_are_as_many_chains_as_servers_of_the_rarest_block(held: list[tuple[int, int]], count: int) -> None:
+def test_chains_are_as_many_as_rarest_blocks_servers(held: list[tuple[int, int]], count: int) -> None:
     servers = [server(f"s{number}", *span) for number, span in enumerate(held)]
     enough = held_least([server.span for server in servers], BLOCKS) >= count
     chains = disjoint_chains(servers, BLOCKS, count)
@@ -57,7 +57,7 @@ def test_there_are_as_many_chains_as_servers_of_the_rarest_block(held: list[tupl
         assert held_least([server.span for server in group], BLOCKS) >= 1
 
 
-def test_a_cheap_chain_does_not_use_up_what_another_needs() -> None:
+def test_cheap_chain_leaves_what_another_needs() -> None:
     """The cheapest chain is x and then z, and leaves no other: y lacks the beginning."""
     servers = [server("x", 0, 4, 0.001), server("y", 0, 3, 1.0), server("z", 3, 6, 0.001), server("w", 4, 6, 1.0)]
     chains = disjoint_chains(servers, BLOCKS, 2)
@@ -123,7 +123,7 @@ def test_the_fault_is_found_between_junctions() -> None:
     assert differing_blocks([{6: TRUTH}, {3: TRUTH, 6: wrong}], BLOCKS, LIMITS) == Span(0, 6)
 
 
-def test_what_may_only_have_grown_is_not_blamed_on_the_last() -> None:
+def test_possible_growth_is_not_blamed_on_the_last() -> None:
     """A small lie that blocks behind it make larger: its junction is not called right."""
     little, much = noisy(TRUTH, 9e-4, 1), noisy(TRUTH, 3e-3, 1)
     assert differing_blocks([{3: TRUTH, 6: TRUTH}, {3: little, 6: much}], BLOCKS, LIMITS) == Span(0, 6)

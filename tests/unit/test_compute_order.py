@@ -72,7 +72,7 @@ def backward(blocks: BlockSpan) -> PassGenerator[Any]:
     return SpanPasses(blocks, 1 << 40).backward(Batch(ALL, hidden), gradient)
 
 
-async def test_a_step_runs_at_the_next_pause_of_a_pass(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_step_runs_at_next_pause_of_pass(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
 
     def noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,7 +113,7 @@ async def test_passes_run_one_after_the_other(blocks: BlockSpan) -> None:
     assert log.index("a done") < log.index("b 0")
 
 
-async def test_a_pass_has_its_own_result_however_late_it_is_looked_at(blocks: BlockSpan) -> None:
+async def test_pass_has_its_own_result_however_late(blocks: BlockSpan) -> None:
     done: dict[str, PassResult[str]] = {}
     ended = threading.Event()
 
@@ -137,9 +137,7 @@ async def test_a_pass_has_its_own_result_however_late_it_is_looked_at(blocks: Bl
     assert {name: result.value for name, result in done.items()} == {"first": "first", "second": "second"}
 
 
-async def test_the_device_has_done_a_part_of_a_pass_before_a_step_is_next(
-    blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_device_does_part_of_a_pass_before_steps(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
     monkeypatch.setattr(compute_thread, "synchronise", lambda device: log.append(f"all of {device.type} is done"))
     async with computing(blocks) as compute:
@@ -163,7 +161,7 @@ async def test_the_thread_is_gone_when_stop_returns(blocks: BlockSpan) -> None:
         nursery.cancel_scope.cancel()
 
 
-async def test_the_second_half_of_a_pass_goes_before_others(blocks: BlockSpan) -> None:
+async def test_second_half_of_pass_goes_before_others(blocks: BlockSpan) -> None:
     log: list[str] = []
     async with computing(blocks) as compute:
         first, second, third = (Watched(log, backward(blocks), name).bind() for name in ("a", "b", "c"))
@@ -180,7 +178,7 @@ async def test_the_second_half_of_a_pass_goes_before_others(blocks: BlockSpan) -
     assert [line for line in log if line.startswith("a")] == [f"a {pause}" for pause in range(11)] + ["a done"]
 
 
-async def test_a_pass_that_nobody_waits_for_ends_at_its_next_pause(blocks: BlockSpan) -> None:
+async def test_unawaited_pass_ends_at_its_next_pause(blocks: BlockSpan) -> None:
     log: list[str] = []
     async with computing(blocks) as compute:
         with trio.CancelScope() as scope:
@@ -194,7 +192,7 @@ async def test_a_pass_that_nobody_waits_for_ends_at_its_next_pause(blocks: Block
     assert "pass done" not in log and log.count("pass given up") == 1
 
 
-async def test_a_pass_that_fails_is_refused_and_the_next_one_runs(blocks: BlockSpan) -> None:
+async def test_failing_pass_is_refused_and_the_next_runs(blocks: BlockSpan) -> None:
     def failing() -> PassGenerator[None]:
         yield
         raise RuntimeError("no such thing")
@@ -211,7 +209,7 @@ async def test_a_pass_that_fails_is_refused_and_the_next_one_runs(blocks: BlockS
         await compute.run_pass(backward(blocks))
 
 
-async def test_a_step_of_a_session_is_the_same_beside_a_pass(blocks: BlockSpan) -> None:
+async def test_step_of_session_is_same_beside_pass(blocks: BlockSpan) -> None:
     async def alone(compute: ComputeThread, session: ComputeSession) -> list[bytes]:
         return [(await compute.step(session, step(position))).payload for position in range(3)]
 
@@ -254,7 +252,7 @@ async def test_a_check_runs_while_the_blocks_compute(blocks: BlockSpan, monkeypa
         assert compute.depth == 0
 
 
-async def test_a_check_takes_no_time_of_who_waits_before_its_step(blocks: BlockSpan) -> None:
+async def test_check_takes_no_time_of_earlier_waiters(blocks: BlockSpan) -> None:
     checked, go = threading.Event(), threading.Event()
     async with computing(blocks) as compute:
         session = await compute.open(terms(20))
@@ -268,7 +266,7 @@ async def test_a_check_takes_no_time_of_who_waits_before_its_step(blocks: BlockS
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
-async def test_what_a_check_refuses_leaves_the_session_as_it_was(tokens: int, blocks: BlockSpan) -> None:
+async def test_what_check_refuses_leaves_session_as_it_was(tokens: int, blocks: BlockSpan) -> None:
     def refuse() -> None:
         raise Refusal(wire.ERROR_BAD_REQUEST, "no")
 
@@ -283,7 +281,7 @@ async def test_what_a_check_refuses_leaves_the_session_as_it_was(tokens: int, bl
         assert (await compute.step(session, step(2))).payload == expected.payload
 
 
-async def test_what_a_check_refuses_goes_before_a_payload_that_cannot_be_used(blocks: BlockSpan) -> None:
+async def test_checks_refusal_precedes_an_unusable_payload(blocks: BlockSpan) -> None:
     def refuse() -> None:
         raise Refusal(wire.ERROR_BAD_REQUEST, "no")
 
@@ -301,9 +299,7 @@ def gather(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     monkeypatch.setattr(Gathering, "time", lambda _, waiting, *rest: 0.0 if len(waiting) >= steps else 2 * TIMEOUT)
 
 
-async def test_a_batch_that_waits_for_a_step_begins_when_it_comes(
-    blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_batch_that_waits_for_a_step_begins_then(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
     batches: list[int] = []
     decode = blocks.decode
 
@@ -322,9 +318,7 @@ async def test_a_batch_that_waits_for_a_step_begins_when_it_comes(
     assert batches == [3]
 
 
-async def test_a_batch_that_waits_for_steps_takes_no_time_and_holds_up_no_calls(
-    blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_waiting_batch_takes_no_time_from_calls(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     looks: list[int] = []
 
@@ -353,9 +347,7 @@ async def test_a_batch_that_waits_for_steps_takes_no_time_and_holds_up_no_calls(
             nursery.start_soon(compute.step, sessions[1], step(0))
 
 
-async def test_a_session_that_is_closed_while_its_step_waits_for_others_has_its_answer(
-    blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_closed_sessions_waiting_step_has_its_answer(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
     async with computing(blocks) as compute:
         session = await compute.open(terms(20))
         gather(monkeypatch, 2)

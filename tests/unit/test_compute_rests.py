@@ -56,7 +56,7 @@ def until(attempt: Callable[[], Awaitable[bool]]) -> Callable[[], Awaitable[None
     return tried
 
 
-async def test_a_pass_rests_as_long_as_it_took_while_somebody_generates(blocks: BlockSpan) -> None:
+async def test_pass_rests_equally_long_while_somebody_generates(blocks: BlockSpan) -> None:
     async with computing(blocks) as compute:
         session = await compute.open(terms(60))
         position = 0
@@ -75,7 +75,7 @@ async def test_a_pass_rests_as_long_as_it_took_while_somebody_generates(blocks: 
         await until(attempt)()
 
 
-async def test_passes_and_calls_wait_for_nothing_while_nobody_generates(blocks: BlockSpan) -> None:
+async def test_passes_and_calls_wait_for_nothing_alone(blocks: BlockSpan) -> None:
     """Though it was backlogged, and had much of the device."""
     async with computing(blocks) as compute:
         compute.steps.accounts.note_given_up(("far", "far"))
@@ -154,7 +154,7 @@ async def test_the_thread_rests_too(kind: str, blocks: BlockSpan, monkeypatch: p
             await compute.call(lambda: None)
 
 
-async def test_what_a_call_raises_is_raised_where_it_was_asked_for(blocks: BlockSpan) -> None:
+async def test_calls_error_is_raised_where_asked(blocks: BlockSpan) -> None:
     async with computing(blocks) as compute:
         for peer in (None, "peer"):
             with pytest.raises(ZeroDivisionError):
@@ -162,7 +162,7 @@ async def test_what_a_call_raises_is_raised_where_it_was_asked_for(blocks: Block
         assert await compute.call(lambda: 7) == 7 and compute.depth == 0
 
 
-async def test_who_has_had_more_by_calls_is_behind_who_has_had_less(blocks: BlockSpan) -> None:
+async def test_who_had_more_by_calls_is_behind(blocks: BlockSpan) -> None:
     order: list[str] = []
 
     def work(peer: str, seconds: float) -> None:
@@ -180,7 +180,7 @@ async def test_who_has_had_more_by_calls_is_behind_who_has_had_less(blocks: Bloc
     assert order == ["more", "less", "less", "more"]
 
 
-async def test_who_has_work_whenever_a_turn_begins_is_backlogged(
+async def test_who_has_work_whenever_turn_begins_is_backlogged(
     blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though none of it is left when the turn ends."""
@@ -196,7 +196,7 @@ async def test_who_has_work_whenever_a_turn_begins_is_backlogged(
         await until(attempt)()
 
 
-async def test_calls_of_peers_take_turns_and_those_of_the_server_come_first(blocks: BlockSpan) -> None:
+async def test_peers_calls_take_turns_and_own_come_first(blocks: BlockSpan) -> None:
     order: list[str] = []
     async with computing(blocks) as compute:
         held, go = threading.Event(), threading.Event()
@@ -231,7 +231,7 @@ class Client:
         await self.lost.wait()
 
 
-async def test_a_step_that_is_given_up_leaves_the_session_as_it_was(blocks: BlockSpan) -> None:
+async def test_abandoned_step_leaves_the_session_as_before(blocks: BlockSpan) -> None:
     async with computing(blocks) as compute:
         session, other = [await compute.open(terms(20)) for _ in range(2)]
         for one in (session, other):

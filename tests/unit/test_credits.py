@@ -77,7 +77,7 @@ def test_one_kind_of_statement_is_never_another() -> None:
     assert len({kind.canonical_bytes()[:60] for kind in kinds}) == len(kinds)
 
 
-def test_a_voucher_backs_a_pledge_with_whoever_trusts_the_issuer() -> None:
+def test_voucher_backs_pledge_with_whoever_trusts_issuer() -> None:
     voucher = sign_voucher(ISSUER, SPENDER.peer_id, 30, 5_000)
     assert is_voucher(ISSUER.peer_id, SPENDER.peer_id, 30, 5_000, voucher)
     pledge = Pledge(

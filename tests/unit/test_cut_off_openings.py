@@ -96,7 +96,7 @@ async def test_closing_goes_on_where_it_is_cancelled() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_servers_that_were_ready_when_the_caller_left_are_closed() -> None:
+async def test_servers_ready_after_the_caller_left_are_closed() -> None:
     """The first chain is silent, and takes its time to end; the second is ready, and the caller leaves meanwhile."""
     silent, ready = Server(), Server()
     at_once, never, late = trio.Event(), trio.Event(), trio.Event()
@@ -117,7 +117,7 @@ async def test_servers_that_were_ready_when_the_caller_left_are_closed() -> None
     assert silent.closed and ready.closed
 
 
-async def test_a_chain_that_is_let_go_while_it_becomes_ready_is_closed() -> None:
+async def test_chain_let_go_while_opening_is_closed() -> None:
     server, ready, may_end = Server(), trio.Event(), trio.Event()
     async with trio.open_nursery() as nursery:
         opening = GatedOpening(Router(nursery), [(server, ready, may_end)])

@@ -46,9 +46,7 @@ def aside(file: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("where", ["everywhere", "in the middle"])
-def test_a_damaged_file_is_moved_aside_told_once_and_begun_anew(
-    file: Path, where: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_file_is_moved_aside_and_begun_anew(file: Path, where: str, caplog: pytest.LogCaptureFixture) -> None:
     damage(file, where)
     damaged = file.read_bytes()
     store = TrustStore(file)
@@ -66,7 +64,7 @@ def test_a_damaged_file_is_moved_aside_told_once_and_begun_anew(
     assert "damaged" not in caplog.text and aside(file) == [moved]
 
 
-def test_who_asks_for_bans_is_not_told_that_there_are_none(file: Path) -> None:
+def test_who_asks_for_bans_is_not_told_none(file: Path) -> None:
     damage(file, "everywhere")
     with pytest.raises(MachineError, match="damaged"):
         TrustStore(file).read()
@@ -76,7 +74,7 @@ def test_who_asks_for_bans_is_not_told_that_there_are_none(file: Path) -> None:
         TrustStore(file).forgive("bad 1")
 
 
-def test_a_node_that_runs_writes_what_it_knows_into_the_new_file(file: Path) -> None:
+def test_running_node_writes_into_the_new_file(file: Path) -> None:
     store = TrustStore(file)
     store.load()
     store.note_version(b"weights", b"version")
@@ -89,7 +87,7 @@ def test_a_node_that_runs_writes_what_it_knows_into_the_new_file(file: Path) -> 
     assert len(again.bans()) == 201 and again.version_used(b"weights") == b"version"
 
 
-def test_of_many_that_find_the_damage_one_moves_the_file(file: Path) -> None:
+def test_of_many_that_find_damage_one_moves_file(file: Path) -> None:
     damage(file, "everywhere")
     barrier, raised = threading.Barrier(6), list[str]()
 
@@ -114,9 +112,7 @@ def test_of_many_that_find_the_damage_one_moves_the_file(file: Path) -> None:
     assert len(again.bans()) == 6
 
 
-def test_a_file_that_another_process_moves_away_meanwhile_is_begun_anew(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_moved_away_meanwhile_is_begun_anew(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """sqlite says that the disk fails."""
     read = TrustStore._read
 
@@ -135,7 +131,7 @@ def test_a_file_that_another_process_moves_away_meanwhile_is_begun_anew(
     assert [ban.peer_id for ban in again.bans()] == ["new"] and not aside(file)
 
 
-def test_a_file_that_another_process_has_locked_is_not_damaged(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locked_file_is_not_damaged(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "STORE", replace(store_module.STORE, busy_seconds=0.05))
     holder = sqlite3.connect(file)
     holder.execute("BEGIN EXCLUSIVE")
@@ -237,7 +233,7 @@ def test_a_full_disk_loses_nothing(file: Path) -> None:
     assert len(again.bans()) == 700
 
 
-def test_the_command_fails_as_long_as_nobody_knows_who_is_banned(tmp_path: Path) -> None:
+def test_command_fails_while_bans_are_unknown(tmp_path: Path) -> None:
     env = environment(tmp_path)
     file = trust_file(tmp_path / "data" / "petalnode")
     file.parent.mkdir(parents=True)

@@ -42,7 +42,7 @@ def late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         del sys.modules[name]
 
 
-def test_a_package_runs_when_it_is_asked_for_a_name(late: None) -> None:
+def test_package_runs_when_it_is_asked_for_name(late: None) -> None:
     import latepkg.ran  # type: ignore[import-not-found]
 
     assert "name" not in vars(latepkg)
@@ -53,7 +53,7 @@ def test_a_package_runs_when_it_is_asked_for_a_name(late: None) -> None:
         from latepkg import neither  # type: ignore[import-not-found]  # noqa: F401
 
 
-def test_a_module_is_imported_when_something_of_it_is_used(late: None) -> None:
+def test_module_is_imported_at_its_first_use(late: None) -> None:
     from latepkg.heavy import Heavy, make  # type: ignore[import-not-found]
 
     assert not isinstance(3, Heavy)

@@ -76,7 +76,7 @@ def test_what_another_server_has_claimed_is_not_free(cache: Path) -> None:
     assert device_memory("cpu").free > 0
 
 
-def test_damaged_claims_and_those_of_a_process_of_the_same_number_count_for_nothing(cache: Path) -> None:
+def test_damaged_and_reused_numbers_claims_count_nothing(cache: Path) -> None:
     claim(1)
     parent = psutil.Process().ppid()
     for text in ("", "{}", "[]", '{"bytes": "much", "started": 1}', json.dumps({"started": 1.0, "bytes": 1 << 40})):

@@ -24,13 +24,13 @@ def order(attempts):
     return [attempt.addr for attempt in attempts]
 
 
-def test_near_addresses_come_first_and_foreign_private_ones_last():
+def test_near_addresses_come_first_and_foreign_private_last():
     first, last = plan([FOREIGN, PUBLIC, NEAR], NETWORKS, {}, 0.0)
     assert order(first) == [NEAR, PUBLIC, FOREIGN]
     assert not last
 
 
-def test_circuits_start_soon_however_many_direct_addresses_there_are():
+def test_circuits_start_soon_beside_many_direct_addresses():
     dead = [Multiaddr(f"/ip4/10.0.{n}.1/tcp/1") for n in range(10)]
     first, _ = plan([*dead, CIRCUIT, OTHER_CIRCUIT], NETWORKS, {}, 0.0)
     starts = {attempt.addr: attempt.after for attempt in first}
@@ -41,7 +41,7 @@ def test_circuits_start_soon_however_many_direct_addresses_there_are():
     assert alone[0].after == 0.0
 
 
-def test_an_address_that_failed_waits_until_all_else_has_failed():
+def test_failed_address_waits_until_all_else_failed():
     failing = {PUBLIC: failed(None, 100.0)}
     first, last = plan([PUBLIC, CIRCUIT], NETWORKS, failing, 101.0)
     assert (order(first), order(last)) == ([CIRCUIT], [PUBLIC])
@@ -50,14 +50,14 @@ def test_an_address_that_failed_waits_until_all_else_has_failed():
     assert order(first) == [PUBLIC, CIRCUIT]
 
 
-def test_addresses_that_failed_are_tried_if_there_is_nothing_else():
+def test_failed_addresses_are_tried_without_others():
     failing = {PUBLIC: failed(None, 100.0), NEAR: failed(failed(None, 99.0), 100.0)}
     first, last = plan([NEAR, PUBLIC], NETWORKS, failing, 100.0)
     assert set(order(first)) == {PUBLIC, NEAR}
     assert not last
 
 
-def test_the_pause_grows_with_each_failure_up_to_some_minutes_and_fades():
+def test_pause_grows_with_failures_and_fades():
     known, pauses = None, []
     for at in range(12):
         known = failed(known, float(at))
@@ -68,7 +68,7 @@ def test_the_pause_grows_with_each_failure_up_to_some_minutes_and_fades():
     assert pause_ends(long_ago) - long_ago.at < 10
 
 
-def test_a_relay_is_asked_once_however_many_addresses_it_has():
+def test_relay_is_asked_once_beside_many_addresses():
     other_relay = Multiaddr(f"/ip4/8.8.4.6/tcp/1/p2p/{Identity.generate().peer_id}/p2p-circuit")
     addrs = [PUBLIC, CIRCUIT, OTHER_CIRCUIT, other_relay]
     assert one_per_relay(addrs, {}) == [PUBLIC, CIRCUIT, other_relay]
@@ -92,7 +92,7 @@ def test_neither_kind_of_address_crowds_out_the_other():
     ),
     st.floats(0, 2000),
 )
-def test_every_address_is_tried_once_and_something_at_once(addrs, failing, now):
+def test_every_address_is_tried_once_at_once(addrs, failing, now):
     first, last = plan(addrs, NETWORKS, failing, now)
     assert sorted(map(str, order(first) + order(last))) == sorted(map(str, addrs))
     if addrs:

@@ -40,7 +40,7 @@ def test_the_newest_question_is_never_dropped() -> None:
     assert left == spoken(50) and len(tokens) == 51 and dropped == 2
 
 
-def test_an_answer_that_was_stopped_is_followed_by_a_question() -> None:
+def test_answer_that_was_stopped_is_followed_by_question() -> None:
     dialogue = Dialogue(
         (ChatMessage("user", "a"), ChatMessage("assistant", ""), ChatMessage("user", "b"), ChatMessage("user", "c"))
     )
@@ -53,7 +53,7 @@ def test_an_answer_that_was_stopped_is_followed_by_a_question() -> None:
     st.none() | st.integers(0, 9),
     st.integers(0, 99),
 )
-def test_what_is_left_is_the_end_of_what_was(lengths: list[int], system: int | None, limit: int) -> None:
+def test_what_is_left_is_end_of_what_was(lengths: list[int], system: int | None, limit: int) -> None:
     dialogue = spoken(*lengths, system=system)
     left, tokens, dropped = fit(dialogue, tokenize, limit)
     assert dropped == len(dialogue.turns) - len(left.turns) and tokens == tokenize(left.turns)

@@ -71,7 +71,7 @@ async def refreshing(silent: int, check: Callable[[Directory, float], None], *, 
 
 
 @pytest.mark.parametrize("silent", [1, 6, 30])
-async def test_peers_that_others_name_and_that_are_silent_are_not_waited_for_long(silent: int) -> None:
+async def test_silent_named_peers_are_not_waited_for(silent: int) -> None:
     def check(here: Directory, seconds: float) -> None:
         assert len(here.view.records) == silent
         assert seconds <= TIMEOUT / 2
@@ -88,7 +88,7 @@ async def test_where_nobody_answers_that_is_said_in_time() -> None:
     assert caught.group_contains(SwarmError, match="no peer has answered")
 
 
-async def test_in_the_background_another_peer_is_asked_in_place_of_one_out_of_reach() -> None:
+async def test_another_peer_is_asked_for_an_unreachable_one() -> None:
     """Whose new addresses only others know."""
     there, moved = a_directory(ASKED), Identity.generate()
 

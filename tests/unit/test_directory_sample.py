@@ -66,7 +66,7 @@ def test_a_small_swarm_is_given_as_it_is() -> None:
     assert len(sample_of(SwarmView().merge(records, NOW))) == 51
 
 
-def test_of_a_large_one_every_block_gets_its_share() -> None:
+def test_of_large_one_every_block_gets_its_share() -> None:
     view = SwarmView().merge(spread(600), NOW)
     for seed in range(5):
         chosen = sample_of(view, seed=seed)
@@ -74,7 +74,7 @@ def test_of_a_large_one_every_block_gets_its_share() -> None:
         assert min(held(chosen)[block] for block in range(BLOCKS)) >= 3
 
 
-def test_a_block_that_one_server_has_is_not_left_out() -> None:
+def test_single_servers_block_is_not_left_out() -> None:
     records = [announced(number, Span(0, BLOCKS - 1)) for number in range(500)]
     rare = announced(1000, Span(BLOCKS - 1, BLOCKS))
     assert rare in sample_of(SwarmView().merge([*records, rare], NOW), limit=10)
@@ -88,7 +88,7 @@ def test_retracted_joining_and_expired_servers_take_no_places() -> None:
     assert sampled(view.records.values(), view.origins, SAMPLING.servers, NOW + 100) == []
 
 
-def test_it_goes_around_the_addresses_however_many_keys_each_has() -> None:
+def test_it_goes_around_addresses_whatever_their_keys() -> None:
     """100 servers of as many addresses, and 2,000 keys of 16."""
     view = SwarmView()
     honest = spread(100)
@@ -103,7 +103,7 @@ def test_it_goes_around_the_addresses_however_many_keys_each_has() -> None:
         assert min(held(chosen)[block] for block in range(BLOCKS)) >= 1
 
 
-def test_whom_to_ask_is_not_decided_by_who_has_most_keys() -> None:
+def test_most_keys_do_not_decide_whom_to_ask() -> None:
     addrs = ("/ip4/192.0.2.1/tcp/1",)
     honest = [replace(one, content=replace(one.content, addrs=addrs)) for one in spread(50)]
     false = [replace(one, content=replace(one.content, addrs=addrs)) for one in spread(450, first=10_000)]
@@ -168,7 +168,7 @@ def records() -> list[SignedAnnouncement]:
 
 
 @pytest.mark.parametrize(("sample", "known"), [(True, SAMPLING.servers), (False, SAMPLING.servers + 50)])
-async def test_a_client_takes_a_page_and_a_server_everything(
+async def test_client_takes_page_and_server_everything(
     sample: bool, known: int, records: list[SignedAnnouncement]
 ) -> None:
     queries: list[wire.DirectoryQuery] = []

@@ -29,7 +29,7 @@ kept = st.lists(
 
 
 @given(kept, st.integers(0, 500), st.sets(st.integers(0, 20).map(lambda number: Path(f"/m/{number}"))))
-def test_what_was_not_used_for_longest_goes_until_the_rest_fits(found, limit, keep) -> None:
+def test_longest_unused_goes_until_the_rest_fits(found, limit, keep) -> None:
     going = to_remove(found, limit, keep)
     staying = [entry for entry in found if entry not in going]
     assert not keep & {entry.path for entry in going}
@@ -47,7 +47,7 @@ def model(folder: Path, nbytes: int, used: float) -> Path:
     return folder
 
 
-def test_imported_models_and_quantised_blocks_are_kept_within_the_limit(cache: Path) -> None:
+def test_imported_models_and_blocks_stay_within_the_limit(cache: Path) -> None:
     old = model(cache / "models" / "old", 1000, 1e9)
     used = model(cache / "models" / "used", 1000, 1e9)
     new = model(cache / "models" / "new", 1000, 2e9)
@@ -76,7 +76,7 @@ def snapshot(root: Path, commit: str, **shards: int) -> Path:
     return folder
 
 
-def test_of_the_hubs_cache_only_what_came_there_for_us_goes_shard_by_shard(cache: Path, tmp_path: Path) -> None:
+def test_hubs_cache_loses_our_shards_one_by_one(cache: Path, tmp_path: Path) -> None:
     foreign = snapshot(tmp_path / "hub" / "models--org--foreign", "a" * 40, model=1000)
     ours = snapshot(tmp_path / "hub" / "models--org--ours", "b" * 40, first=1000, second=1000, third=1000)
     also = snapshot(tmp_path / "hub" / "models--org--ours", "c" * 40, third=1000)

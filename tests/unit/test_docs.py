@@ -53,12 +53,12 @@ def test_paths_exist(page: Path) -> None:
             assert (ROOT / path.rstrip(".")).exists(), path
 
 
-def test_every_attack_is_in_the_threat_model_and_is_tested() -> None:
+def test_every_attack_has_its_threat_and_test() -> None:
     named = re.findall(r"`(?:tests/attacks/)?(test_\w+\.py)`", (ROOT / "docs/threat-model.md").read_text())
     assert set(named) == {path.name for path in (ROOT / "tests/attacks").glob("test_*.py")}
 
 
-def test_every_page_is_in_the_menu_of_the_site() -> None:
+def test_every_page_is_in_menu_of_site() -> None:
     """`make docs` fails otherwise."""
     menu = re.findall(r"(?m)^ +- (?:[^:\n]+: )?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text())
     assert sorted(menu) == sorted(
@@ -116,7 +116,7 @@ def test_the_table_of_rooms_is_in_their_order() -> None:
     assert tuple(name for cell in cells for name in re.findall(r"`(\w+)`", cell)) == ROOM_ORDER
 
 
-def test_a_decode_step_goes_the_way_that_is_described() -> None:
+def test_decode_step_goes_way_that_is_described() -> None:
     _, _, section = (ROOT / "docs/architecture.md").read_text().partition("\n## One decode step")
     section, _, _ = section.partition("\n## ")
     rows = re.findall(r"^\| `([\w/]+\.py)` \|.*\| ([^|]*) \|$", section, re.MULTILINE)

@@ -65,7 +65,7 @@ def test_every_device_computes() -> None:
         ((60.0, 61.0), "problem", "61.0 s behind"),
     ],
 )
-def test_the_clock_is_judged_by_the_middle_of_the_peers(offsets: tuple[float, ...], verdict: str, says: str) -> None:
+def test_clock_is_judged_by_middle_of_peers(offsets: tuple[float, ...], verdict: str, says: str) -> None:
     finding = checks.judge_clock(offsets)
     assert finding.verdict == verdict
     assert says in finding.text
@@ -83,7 +83,7 @@ def test_a_port_that_is_taken_is_seen() -> None:
     assert checks.check_port(port).verdict == "ok"
 
 
-def test_a_folder_that_cannot_be_written_is_a_problem_with_the_way_out(tmp_path: Path) -> None:
+def test_unwritable_folder_is_a_problem_with_advice(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     finding = checks.check_disk(file / "models", "models", "PETALNODE_CACHE")
@@ -110,7 +110,7 @@ def test_little_memory_and_few_files_are_told(monkeypatch: pytest.MonkeyPatch) -
     assert "4096" in finding.advice
 
 
-def test_nodes_of_this_machine_cannot_tell_how_others_reach_it() -> None:
+def test_own_machines_nodes_cannot_tell_reachability() -> None:
     peer = "p2p/12D3KooWBhrhHZJGkd5mZzQm7dUeUqBvF9ypJTJQTtjrcDMWFXQV"
     here, there = f"/ip4/127.0.0.1/tcp/1/{peer}", f"/ip4/203.0.113.7/tcp/1/{peer}"
     assert checks.are_here([here, f"/ip6/::1/tcp/1/{peer}"])
@@ -120,7 +120,7 @@ def test_nodes_of_this_machine_cannot_tell_how_others_reach_it() -> None:
     assert finding.verdict == "warning" and "cannot be told" in finding.text and finding.advice
 
 
-def test_a_fault_of_this_machine_is_not_blamed_on_the_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_fault_is_not_blamed_on_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     for error, advice in ((MachineError("no key can be written"), "solve this first"), (SwarmError("x"), "addresses")):
 
         @asynccontextmanager

@@ -40,7 +40,7 @@ def guessed(drafter: ModelDrafter, line: Sequence[int], count: int) -> list[int]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, top_p=0.9, seed=3, logit_bias=FEW)])
-def test_it_guesses_what_the_sampler_would_choose_of_its_own_logits(model: DraftModel, sampling: Sampling) -> None:
+def test_it_guesses_the_samplers_choice_of_own_logits(model: DraftModel, sampling: Sampling) -> None:
     sampler, cache = Sampler(sampling), DraftCache(model, 256)
     tokens = [5 + index % 4 for index in range(PREFILL_TOKENS + 20)]
     tokens.append(sampler.next(tokens, logits_of(model, tokens)))
@@ -55,7 +55,7 @@ def test_it_guesses_what_the_sampler_would_choose_of_its_own_logits(model: Draft
         sampler.next(tokens, logits_of(model, tokens))
 
 
-def test_tokens_that_were_drafted_otherwise_use_up_their_random_numbers(model: DraftModel) -> None:
+def test_differently_drafted_tokens_use_up_random_numbers(model: DraftModel) -> None:
     sampler = Sampler(Sampling(temperature=1.0, seed=8))
     tokens = [5, 6]
     tokens.append(sampler.next(tokens, logits_of(model, tokens)))
@@ -86,7 +86,7 @@ def distributions(number: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_guesses_are_right_as_often_as_the_distributions_allow_and_change_nothing(number: int) -> None:
+def test_guesses_are_as_right_as_distributions_allow(number: int) -> None:
     """The distribution of what is chosen is that of the chain alone (chi-squared test, fixed seed)."""
     chain, draft = distributions(number)
     sampler = Sampler(Sampling(temperature=1.0, seed=number))

@@ -24,7 +24,7 @@ def drafted(tokens: list[int]) -> list[Draft]:
     return list(LookupDrafter().matches(tokens))
 
 
-def test_what_followed_the_same_tokens_is_drafted_the_longest_match_first() -> None:
+def test_longest_matchs_continuation_is_drafted_first() -> None:
     found = drafted([1, 2, 3, 4, 5, 9, 2, 3, 4, 7, 1, 2, 3, 4])
     assert [(draft.match, draft.tokens[:2]) for draft in found] == [(4, (5, 9)), (3, (7, 1)), (2, (7, 1))]
     assert all(len(draft.tokens) == MOST_DRAFTED for draft in found)
@@ -37,7 +37,7 @@ def test_a_text_that_repeats_itself_goes_on_so() -> None:
 
 
 @given(st.lists(st.integers(0, 3), max_size=60), st.integers(0, 60))
-def test_a_text_that_grows_or_is_another_gives_what_a_new_look_gives(tokens: list[int], cut: int) -> None:
+def test_growing_text_gives_what_a_new_look_gives(tokens: list[int], cut: int) -> None:
     drafter = LookupDrafter()
     for end in range(len(tokens) + 1):
         found = list(drafter.matches(tokens[:end]))
@@ -100,7 +100,7 @@ def often_repeats(rng: random.Random, tokens: list[int]) -> int:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_repeats_itself_is_many_times_quicker_over_a_wide_area(seed: int) -> None:
+def test_repetition_is_many_times_quicker_over_wide_areas(seed: int) -> None:
     assert simulated(repeats, 0.2, 0.001, seed)[0] > 10
     assert simulated(often_repeats, 0.2, 0.001, seed)[0] > 1.2
 
@@ -112,7 +112,7 @@ def test_it_is_never_much_slower(fixed: float, each: float, seed: int) -> None:
         assert simulated(text, fixed, each, seed, 600)[0] > 0.97, text
 
 
-def test_where_every_token_costs_as_much_nothing_is_drafted_for_long() -> None:
+def test_nothing_is_drafted_long_where_tokens_cost_alike() -> None:
     _, counts = simulated(is_random, 0.0, 0.02, 1, 600)
     assert counts.drafted < 20
 

@@ -19,7 +19,7 @@ async def fail_beside(other: Callable[[], Awaitable[None]]) -> None:
             raise FAILURE
 
 
-async def test_an_error_among_tasks_is_raised_as_it_is() -> None:
+async def test_error_among_tasks_is_raised_as_it_is() -> None:
     with pytest.raises(ServerFailed) as caught:
         await fail_beside(trio.sleep_forever)
     assert caught.value is FAILURE
@@ -33,7 +33,7 @@ async def test_two_kinds_of_errors_stay_a_group() -> None:
         await fail_beside(fail)
 
 
-async def test_who_cancels_in_the_moment_of_an_error_gets_no_group() -> None:
+async def test_who_cancels_in_an_error_gets_no_group() -> None:
     """As a person who presses Ctrl-C, or another chain that has won, just when a server fails."""
     with trio.CancelScope() as scope, unwrapped(ServerFailed):
         async with trio.open_nursery() as nursery:

@@ -38,24 +38,24 @@ def test_an_estimate_lies_within_what_was_seen(seen: list[float]) -> None:
     assert made.count == len(seen)
 
 
-def test_what_became_slow_is_known_to_be_so_soon() -> None:
+def test_slowdown_is_known_soon() -> None:
     assert estimate(0.02, *[0.1] * 10).value > 0.08
     assert estimate(0.1, *[0.02] * 10).value < 0.03
 
 
-def test_the_deviation_says_how_far_observations_are_from_the_mean() -> None:
+def test_deviation_says_how_far_observations_are_from_mean() -> None:
     assert estimate(*[0.05] * 30).deviation < 1e-4
     assert estimate(*[0.02, 0.08] * 30).deviation == pytest.approx(0.03, rel=0.3)
 
 
-def test_a_rule_without_a_bound_is_the_timer_of_tcp() -> None:
+def test_rule_without_bound_is_timer_of_tcp() -> None:
     """RFC 6298, section 2: an eighth of the newest in the mean, a quarter of its distance in the deviation."""
     made = estimate(0.008, 4.0, rule=EstimateRule(newest=1 / 8, most=1e9))
     assert made.value == pytest.approx(0.008 * 7 / 8 + 0.5)
     assert made.deviation == pytest.approx(0.004 * 3 / 4 + 3.992 / 4)
 
 
-def test_a_line_through_one_size_says_nothing_of_others() -> None:
+def test_line_through_one_size_says_nothing_of_others() -> None:
     line = LineEstimate()
     line.note(4, 2.0)
     assert line.means == (4, 2.0) and line.of(9) == 2.0 and (line.slope(), line.slope(0.5)) == (0.0, 0.5)
@@ -69,7 +69,7 @@ def test_a_line_is_found_again(base: float, slope: float, sizes: list[int]) -> N
     assert all(line.of(size) == pytest.approx(base + slope * size, rel=1e-3) for size in sizes)
 
 
-def test_one_step_that_took_long_moves_a_line_little() -> None:
+def test_one_step_that_took_long_moves_line_little() -> None:
     line = LineEstimate()
     for size in (1, 2, 3) * 20:
         line.note(size, 0.1 * size)

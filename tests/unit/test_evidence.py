@@ -50,7 +50,7 @@ def test_two_answers_to_one_request_prove_themselves() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_what_an_honest_server_may_sign_is_no_equivocation(changed: dict[str, object]) -> None:
+def test_what_honest_server_may_sign_is_no_equivocation(changed: dict[str, object]) -> None:
     """The same receipt again, another session, a restart, a rollback, a hedged request at another server."""
     reply = {} if not changed else {"reply_hash": b"x" * 32}
     other = replace(RECEIPT, **changed, **reply).signed(SERVER)  # type: ignore[arg-type]
@@ -123,7 +123,7 @@ def test_every_field_of_a_pledge_is_tried() -> None:
         ("adapter", b"a" * 32), ("pledge", b""),
     ],
 )  # fmt: skip
-def test_the_terms_of_a_session_are_in_its_root(name: str, value: object) -> None:
+def test_terms_of_session_are_in_its_root(name: str, value: object) -> None:
     assert set(TERMS) >= {name}
     assert SessionRoot(**TERMS | {name: value}).hash() != ROOT
 
@@ -133,7 +133,7 @@ def test_no_padding_is_no_padding() -> None:
     assert len(roots) == 1
 
 
-def test_a_session_s_receipts_form_a_chain_from_its_terms() -> None:
+def test_session_s_receipts_form_chain_from_its_terms() -> None:
     check_chain(SERVER.peer_id, ROOT, chain(3))
     with pytest.raises(NotProven, match="follow"):
         check_chain(SERVER.peer_id, b"x" * 32, chain(3))
@@ -156,7 +156,7 @@ def test_a_receipt_outside_of_the_pledge_proves_itself(outside: dict[str, object
     assert "pledge" in check_pledge_broken(SERVER.peer_id, PLEDGE, ROOT, chain(2, **outside))
 
 
-def test_blocks_before_those_of_the_pledge_are_outside_of_it() -> None:
+def test_blocks_before_the_pledge_are_outside_it() -> None:
     pledge = replace(PLEDGE, span=(4, 10)).signed(SERVER)
     assert not pledge.covers(replace(RECEIPT, span=(3, 9))) and not pledge.covers(replace(RECEIPT, span=(4, 11)))
     inside = {"dtype": pledge.dtype, "quantisation": pledge.quantisation, "model_version": pledge.model_version}

@@ -23,7 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return save_tiny("llama", tmp_path / "model")
 
 
-def test_an_honest_server_is_right_to_the_bit_over_thousands_of_steps(folder: Path, kernels: Library) -> None:
+def test_honest_server_is_right_over_thousands_of_steps(folder: Path, kernels: Library) -> None:
     seen = served(folder, kernels, Random(1), rounds=160)
     assert sum(len(one.claimed) for one in seen) > 1500
     assert {verdict.verdict for verdict in Judge(folder).verdicts(seen)} == {"ok"}
@@ -62,7 +62,7 @@ def test_every_bit_of_an_answer_counts(folder: Path, kernels: Library) -> None:
             assert judged.result == "faulty" and judged.one_bit, (value, bit)
 
 
-def test_nobody_is_called_faulty_where_the_kernels_are_missing(
+def test_nobody_is_called_faulty_where_kernels_are_missing(
     folder: Path, kernels: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest = served(folder, kernels, Random(2), rounds=3)

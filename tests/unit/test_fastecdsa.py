@@ -39,14 +39,14 @@ SHARED = (
 )
 
 
-def test_both_sides_agree_on_the_point_of_the_rfc() -> None:
+def test_both_sides_agree_on_point_of_rfc() -> None:
     public = stand_in("keys").get_public_key
     for point in (public(I) * R, R * public(I), I * public(R)):
         assert (point.x, point.y) == SHARED
 
 
 @pytest.mark.parametrize("scalar", [1, 2, 3, 7, -2, -1])
-def test_a_multiple_of_a_point_is_that_of_openssl(scalar: int) -> None:
+def test_multiple_of_point_is_that_of_openssl(scalar: int) -> None:
     keys, curve = stand_in("keys"), stand_in("curve").P256
     point = keys.get_public_key(I)
     expected = keys.get_public_key(I * scalar % curve.q)
@@ -76,7 +76,7 @@ def test_what_is_no_public_key_is_refused(data: bytes) -> None:
         sec1.SEC1Encoder.decode_public_key(data, stand_in("curve").P256)
 
 
-def test_a_new_private_key_is_in_range_and_exported_as_openssl_reads_it() -> None:
+def test_new_private_key_exports_as_openssl_reads_it() -> None:
     keys, curve = stand_in("keys"), stand_in("curve").P256
     private = keys.gen_private_key(curve)
     assert 0 < private < curve.q and keys.gen_private_key(curve) != private

@@ -89,7 +89,7 @@ def test_a_configuration_tells_the_same_as_the_table() -> None:
     assert size_by_config("x", {**config, "vocab_size": "many"}) is None
 
 
-def test_what_a_configuration_leaves_out_is_what_transformers_takes() -> None:
+def test_what_configuration_leaves_out_is_what_transformers_takes() -> None:
     config = {"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257}
     found = size_by_config("gpt2", {**config, "num_experts_per_tok": 2, "moe_intermediate_size": 7})
     assert found == ModelSize("gpt2", 12, 768, 12, 12, 64, 3072, 50257, tied=False)
@@ -142,14 +142,14 @@ def test_what_is_missing_suffices(gigabytes: list[float], model: object) -> None
             assert not fit_of(like[:-1], around(len(like) - 1), model, "Q4_K_M").fits
 
 
-def test_a_laptop_by_its_kind_counts_with_memory_and_speed(tmp_path: Path) -> None:
+def test_laptop_by_its_kind_counts_with_memory(tmp_path: Path) -> None:
     file = tmp_path / "machines.json"
     file.write_text(json.dumps({"machines": [{"name": "desk", "device": "cpu", "region": "home"}]}))
     (desk,) = hosts_of(fleet_of(read_machines(file), 1 << 31, 1e6), 1e6)
     assert desk.memory == pytest.approx(0.8 * 16e9) and desk.bandwidth == pytest.approx(0.75 * 40e9)
 
 
-def test_what_a_server_takes_stays_free_on_a_machine_of_the_file(tmp_path: Path) -> None:
+def test_machines_other_memory_stays_free(tmp_path: Path) -> None:
     """`memory_gb` of a processor is for blocks, caches and computing; 0.8 of a card's is for blocks."""
     file = tmp_path / "machines.json"
     rows = [{"name": "desk", "device": "cpu", "memory_gb": 2}, {"name": "tower", "device": "rtx3090"}]
@@ -160,7 +160,7 @@ def test_what_a_server_takes_stays_free_on_a_machine_of_the_file(tmp_path: Path)
     assert not tower.computes and tower.memory == pytest.approx(0.8 * 24e9)
 
 
-def test_weights_that_are_here_count_as_a_server_holds_them(tmp_path: Path) -> None:
+def test_weights_here_count_as_a_server_holds_them(tmp_path: Path) -> None:
     numbers = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 100, **numbers}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -169,7 +169,7 @@ def test_weights_that_are_here_count_as_a_server_holds_them(tmp_path: Path) -> N
     assert size.block_bytes("as it is") == pytest.approx(held)
 
 
-def test_what_a_client_holds_has_the_mtp_head_and_per_layer_embeddings_in_it(tmp_path: Path) -> None:
+def test_client_holds_mtp_head_and_per_layer_embeddings(tmp_path: Path) -> None:
     config = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 1000}
     plain = size_by_config("x", config)
     drafting = size_by_config("x", config | {"num_nextn_predict_layers": 1})
@@ -186,7 +186,7 @@ def test_what_a_client_holds_has_the_mtp_head_and_per_layer_embeddings_in_it(tmp
     assert size_as_here(size, str(folder)).client_bytes("as it is") == ends
 
 
-def test_blocks_that_share_keys_and_values_need_one_machine_with_room_for_all_of_them() -> None:
+def test_sharing_blocks_need_one_machine_with_room() -> None:
     model = known_model("Qwen3-8B")
     assert model is not None
     shared = replace(model, boundaries=Boundaries(model.hidden, 36, together=Span(20, 36)))
@@ -198,7 +198,7 @@ def test_blocks_that_share_keys_and_values_need_one_machine_with_room_for_all_of
     assert fit_of([replace(hosts[0], memory=16.5 * block), *hosts[:2]], around(3), shared, "bf16").fits
 
 
-def test_the_weights_of_most_bits_that_fit_and_what_is_missing_in_figures() -> None:
+def test_largest_weights_that_fit_and_what_is_missing() -> None:
     model = known_model("Llama-3.1-8B-Instruct")
     assert model is not None
     for gigabytes, weights in ((20, "bf16"), (10, "Q8_0"), (6, "Q4_K_M")):
@@ -244,7 +244,7 @@ def test_of_a_small_model_the_clients_part_counts() -> None:
 
 
 @pytest.mark.parametrize("gigabytes", [0.7, 2, 8, 24, 96])
-def test_this_machine_holds_what_a_server_on_it_would_choose(gigabytes: float) -> None:
+def test_this_machine_holds_what_its_server_would_choose(gigabytes: float) -> None:
     memory = Memory(int(gigabytes * 1e9), int(1.5 * gigabytes * 1e9))
     here = MachineCapacity("here", memory.free - memory.reserve, 1e10, computes=True)
     for model in known_models():

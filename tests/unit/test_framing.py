@@ -46,7 +46,7 @@ async def test_messages_arrive_as_they_were_sent(messages):
             assert [tensor.nbytes for tensor in frame.tensors] == sizes
 
 
-async def test_a_small_message_is_one_write_and_a_large_one_is_cut_into_full_pieces():
+async def test_small_message_is_one_write_and_large_several():
     a, b = ends()
     sender, receiver = MessageStream(a, Frame, PEER), MessageStream(b, Frame, PEER)
     await sender.send(step(1, [2048]), [bytes(2048)], timeout=1)
@@ -66,7 +66,7 @@ async def test_payloads_may_be_views_of_any_item_size():
     assert payloads == [bytes(range(64))]
 
 
-async def test_payloads_that_do_not_fit_the_header_are_our_mistake():
+async def test_payloads_unlike_the_header_are_our_mistake():
     a, _ = streams(max_payload=100)
     with pytest.raises(ValueError, match="1 payloads for 0 tensors"):
         await a.send(Frame(), [b"x"], timeout=1)
@@ -110,7 +110,7 @@ async def test_an_announced_payload_is_refused_before_it_comes():
         await MessageStream(b, Frame, PEER).receive(timeout=1)
 
 
-async def test_a_payload_that_is_cut_short_is_a_protocol_error():
+async def test_payload_that_is_cut_short_is_protocol_error():
     a, b = ends()
     frame = step(1, [0])
     frame.tensors[0].nbytes = 10
@@ -133,7 +133,7 @@ async def test_no_bytes_raise_anything_but_peer_errors(data):
             await stream.receive(timeout=1)
 
 
-async def test_a_clean_end_is_stream_closed_after_the_last_message():
+async def test_clean_end_is_stream_closed_after_last_message():
     a, b = streams()
     await a.send(step(7, []), timeout=1)
     await a.close()
@@ -145,7 +145,7 @@ async def test_a_clean_end_is_stream_closed_after_the_last_message():
         await a.send(step(8, []), timeout=1)
 
 
-async def test_a_receive_that_is_cancelled_in_the_middle_of_a_message_loses_nothing():
+async def test_receive_cancelled_in_a_message_loses_nothing():
     a, b = ends()
     sender_frame = step(3, [0])
     sender_frame.tensors[0].nbytes = 6
@@ -162,7 +162,7 @@ async def test_a_receive_that_is_cancelled_in_the_middle_of_a_message_loses_noth
     assert payloads == [b"abcdef"]
 
 
-async def test_a_send_that_nobody_reads_times_out_and_resets():
+async def test_send_that_nobody_reads_times_out_and_resets():
     a, _ = ends(lockstep=True)
     stream = MessageStream(a, Frame, PEER)
     with pytest.raises(StreamTimeout, match="did not read"):
@@ -172,7 +172,7 @@ async def test_a_send_that_nobody_reads_times_out_and_resets():
         await stream.send(step(2, []), timeout=2)
 
 
-async def test_waiting_for_another_task_that_sends_does_not_reset():
+async def test_waiting_for_another_sender_does_not_reset():
     a, b = ends(lockstep=True)
     stream = MessageStream(a, Frame, PEER)
     async with trio.open_nursery() as nursery:

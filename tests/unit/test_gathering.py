@@ -25,7 +25,7 @@ def time_for(
     return gathering_time(waiting, next_turn(waiting, 0, shares), returning, shares, idle).seconds
 
 
-def test_a_batch_waits_for_who_is_about_to_come() -> None:
+def test_batch_waits_for_who_is_about_to_come() -> None:
     assert time_for([Returning(1, 0.003, peer="1")]) == 0.003
     assert time_for([Returning(1, 0.003 + place / 1000, peer=str(place)) for place in range(3)]) == 0.005
 
@@ -40,31 +40,31 @@ def test_nobody_waits_where_a_batch_saves_nothing(cost: BatchCost) -> None:
     assert time_for([Returning(1, 0.001, peer="1")], cost) == 0.0
 
 
-def test_nobody_waits_for_who_takes_longer_than_a_batch_saves() -> None:
+def test_nobody_waits_longer_than_a_batch_saves() -> None:
     assert time_for([Returning(1, 0.0255, peer="far")]) == 0.0
     assert time_for([Returning(1, 0.003, peer="near"), Returning(1, 0.2, peer="far")]) == 0.003
 
 
-def test_time_that_the_device_was_idle_counts_against_waiting() -> None:
+def test_time_that_device_was_idle_counts_against_waiting() -> None:
     assert time_for([Returning(1, 0.003, peer="1")], idle=0.015) == 0.003
     assert time_for([Returning(1, 0.003, peer="1")], idle=0.024) == 0.0
     assert time_for([Returning(1, 0.003, peer="1")], idle=60.0) == 0.0
 
 
-def test_nobody_waits_before_costs_are_known_or_while_a_prefill_does() -> None:
+def test_nobody_waits_before_costs_are_known() -> None:
     soon = [Returning(1, 0.003, peer="1")]
     assert gathering_time(ONE, Turn((0,), None), soon, Shares()) == Wait()
     assert time_for(soon, waiting=[*ONE, Waiting(1, 300, peer="2")]) == 0.0
     assert gathering_time([], Turn((), None), soon, Shares(MEMORY_BOUND)) == Wait()
 
 
-def test_rows_that_the_shares_do_not_let_into_the_batch_are_not_waited_for() -> None:
+def test_rows_the_shares_exclude_are_not_waited_for() -> None:
     """Beside one with a single session, a peer has some ten rows of a batch; here they are there already."""
     many = [Waiting(1, 1, peer="many") for _ in range(12)]
     assert time_for([Returning(1, 0.003, peer="many") for _ in range(4)], waiting=[*ONE, *many]) == 0.0
 
 
-def test_a_session_is_waited_for_when_it_has_come_back_quickly_twice() -> None:
+def test_session_that_came_back_quickly_twice_is_awaited() -> None:
     times = Times().rounds(1)
     times.batch("here", "other")
     assert times.wait() == 0.0
@@ -73,7 +73,7 @@ def test_a_session_is_waited_for_when_it_has_come_back_quickly_twice() -> None:
     assert 0.0015 < times.wait() < 0.004
 
 
-def test_a_session_that_is_gone_or_late_is_not_waited_for() -> None:
+def test_late_session_is_not_waited_for() -> None:
     times = Times().rounds(8)
     times.batch("here", "other")
     assert times.wait() > 0
@@ -85,7 +85,7 @@ def test_a_session_that_is_gone_or_late_is_not_waited_for() -> None:
     assert times.wait() == 0.0
 
 
-def test_a_wait_goes_on_until_the_steps_that_it_is_for_are_there() -> None:
+def test_wait_goes_on_until_its_steps_are_there() -> None:
     times = Times().rounds(8)
     times.batch("here", "other")
     assert times.gathering.left(1, times.now) == 0.0
@@ -97,7 +97,7 @@ def test_a_wait_goes_on_until_the_steps_that_it_is_for_are_there() -> None:
     assert times.gathering.left(1, times.now) == 0.0
 
 
-def test_after_a_pause_a_session_is_known_no_more() -> None:
+def test_after_pause_session_is_known_no_more() -> None:
     times = Times().rounds(8)
     times.batch("here", "other")
     times.back("other", 2.0)
@@ -135,7 +135,7 @@ def test_clients_of_equal_speed_are_computed_together(clients: int, mean: float,
 
 
 @pytest.mark.parametrize("cost", [ROWS_ONLY, MEMORY_BOUND], ids=["rows only", "one client"])
-def test_the_device_is_never_idle_where_waiting_gains_nothing(cost: BatchCost) -> None:
+def test_device_is_never_idle_where_waiting_gains_nothing(cost: BatchCost) -> None:
     peers = {str(client): 1 for client in range(1 if cost is MEMORY_BOUND else 8)}
     assert served(cost, peers, 0.003).idle <= 0.01
 
@@ -161,7 +161,7 @@ def test_near_clients_do_not_wait_for_far_ones() -> None:
     [(MEMORY_BOUND, 0.7, 0.5), (BatchCost(0.05, 0.0), 0.95, 0.9)],
     ids=["measured", "rows cost nothing"],
 )
-def test_a_peer_with_one_session_keeps_more_beside_one_with_many(cost: BatchCost, many: float, one: float) -> None:
+def test_peer_with_one_session_keeps_more(cost: BatchCost, many: float, one: float) -> None:
     """Without waiting, a batch of the others begins each time just before it is back."""
     sessions = {"many": 16, "one": 1}
     alone = {peer: served(cost, {peer: count}, 0.002).tokens[peer] for peer, count in sessions.items()}

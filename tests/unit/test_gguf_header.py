@@ -41,7 +41,7 @@ def refusal(file: Path) -> str:
     return str(refused.value)
 
 
-def test_counts_beyond_the_bounds_are_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_counts_beyond_bounds_are_refused_unread(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     assert "200,001 tensors; at most 200,000 are read" in refusal(written(file, tensors=200_001))
     assert "4,097 keys; at most 4,096 are read" in refusal(written(file, keys=4097))
@@ -63,7 +63,7 @@ def test_entries_count_over_all_arrays(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("kind", ["text", "text in an array", "name"])
-def test_a_text_as_long_as_the_file_is_not_read(tmp_path: Path, kind: str) -> None:
+def test_text_as_long_as_file_is_not_read(tmp_path: Path, kind: str) -> None:
     """Before, 1 GiB of zeros in a file that takes no room on the disk became as much text in memory."""
     length = struct.pack("<Q", 1 << 30)
     value = {"text": key(0, TEXT, length), "text in an array": key(0, ARRAY, array(TEXT, 1, length)), "name": length}
@@ -98,9 +98,7 @@ def entry(name: bytes, *shape: int, kind: int = 0, offset: int = 0) -> bytes:
         ((entry(b"\xff\xfe", 32),), "damaged in its header"),
     ],
 )
-def test_tensors_that_cannot_be_where_they_are_said_to_be(
-    tmp_path: Path, entries: tuple[bytes, ...], says: str
-) -> None:
+def test_tensors_that_cannot_be_where_said(tmp_path: Path, entries: tuple[bytes, ...], says: str) -> None:
     said = written(tmp_path / "lies.gguf", *entries, tensors=len(entries), keys=0, size=4096)
     assert re.search(says, refusal(said))
 
@@ -110,7 +108,7 @@ def test_arrays_in_arrays_without_end_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a\0b.gguf", "9" * 5000])
-def test_a_note_may_name_what_no_file_can_be_called(tmp_path: Path, name: str) -> None:
+def test_note_may_name_impossible_files(tmp_path: Path, name: str) -> None:
     write_gguf_note(tmp_path, [name])
     with pytest.raises(ModelError):
         Checkpoint(tmp_path, 2)

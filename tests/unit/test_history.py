@@ -118,7 +118,7 @@ def test_replay_rebuilds_the_whole_cache(made: Made, max_tokens: int) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(sessions(), st.integers(0, MAX_LENGTH), st.sampled_from([1, 3, 512]))
-def test_replay_rebuilds_a_cache_that_is_about_to_be_rolled_back(made: Made, position: int, max_tokens: int) -> None:
+def test_replay_rebuilds_a_cache_about_to_roll_back(made: Made, position: int, max_tokens: int) -> None:
     position = min(position, made.cache.length)
     kept = [row[:position] for row in made.cache.rows]
     assert replayed(made, position, max_tokens).rows == kept
@@ -181,7 +181,7 @@ def test_rows_are_merged_one_after_another(batch: int) -> None:
     assert [step.chunk.tokens for step in history.replay(6, 4)] == [4, 2]
 
 
-def test_rows_count_towards_the_size_of_a_replayed_step() -> None:
+def test_rows_count_towards_size_of_replayed_step() -> None:
     history = InputHistory()
     for position in range(REPLAY_TOKENS):
         history.append(Input(position, (), chunk([[1]] * 4)))
@@ -189,7 +189,7 @@ def test_rows_count_towards_the_size_of_a_replayed_step() -> None:
     assert {step.chunk.tokens for step in steps} == {REPLAY_TOKENS // 4}
 
 
-def test_blocks_of_a_codec_that_shares_scales_stay_single() -> None:
+def test_blocks_of_codec_that_shares_scales_stay_single() -> None:
     """int8-block64 packs values and scales of a whole tensor: its bytes cannot be put behind each other."""
     numbers = random.Random(0)
     history, sent = InputHistory(), []
@@ -214,7 +214,7 @@ def test_a_reorder_starts_a_step_of_its_own() -> None:
     ]
 
 
-def test_a_long_step_is_cut_where_the_session_has_gone_back_to() -> None:
+def test_long_step_is_cut_where_the_session_returned() -> None:
     """Servers whose blocks keep states cannot go back into the middle of it."""
     history = InputHistory()
     history.append(Input(0, (), chunk([[*range(20)]])))

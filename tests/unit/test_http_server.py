@@ -145,7 +145,7 @@ async def _flood(stream: Any) -> None:
 
 
 @pytest.mark.parametrize("leave", [_close, _half_close, _ask_on, _flood])
-def test_an_answer_ends_at_once_when_its_client_goes(leave: Callable[[Any], Awaitable[None]]) -> None:
+def test_answer_ends_at_once_when_its_client_goes(leave: Callable[[Any], Awaitable[None]]) -> None:
     async def client(stream: Any, application: Application) -> None:
         await stream.send_all(GET.replace(b"/some%20place?a=1", b"/wait"))
         await trio.testing.wait_all_tasks_blocked()
@@ -191,7 +191,7 @@ def test_who_sends_too_slowly_is_given_up(sent: bytes, seconds: float, answered:
     assert "done" not in run(client).ended
 
 
-def test_a_byte_now_and_then_does_not_hold_a_connection() -> None:
+def test_byte_now_and_then_does_not_hold_connection() -> None:
     async def client(stream: Any, application: Application) -> None:
         begun = trio.current_time()
 
@@ -237,7 +237,7 @@ def test_what_is_no_request_is_refused(sent: bytes, status: bytes) -> None:
     assert run(client).scopes == []
 
 
-def test_an_answer_before_the_body_is_read_reaches_its_client() -> None:
+def test_answer_before_body_is_read_reaches_its_client() -> None:
     """Closing at once would reset the connection, and take the answer away before it is read."""
 
     async def client(stream: Any, application: Application) -> None:
@@ -252,7 +252,7 @@ def test_an_answer_before_the_body_is_read_reaches_its_client() -> None:
     run(client)
 
 
-def test_a_client_that_waits_for_permission_to_send_gets_it() -> None:
+def test_client_waiting_to_send_gets_permission() -> None:
     async def client(stream: Any, application: Application) -> None:
         request = post(b"hello", b"Expect: 100-continue")
         await stream.send_all(request[:-5])
@@ -264,7 +264,7 @@ def test_a_client_that_waits_for_permission_to_send_gets_it() -> None:
     assert run(client).bodies == [b"hello"]
 
 
-def test_a_fault_of_the_application_ends_its_connection_only(caplog: pytest.LogCaptureFixture) -> None:
+def test_fault_of_application_ends_its_connection_only(caplog: pytest.LogCaptureFixture) -> None:
     async def client(stream: Any, application: Application) -> None:
         await stream.send_all(GET.replace(b"/some%20place?a=1", b"/fault"))
         assert (await answer(stream)).startswith(b"HTTP/1.1 200")
@@ -274,7 +274,7 @@ def test_a_fault_of_the_application_ends_its_connection_only(caplog: pytest.LogC
 
 
 @pytest.mark.virtual_time
-async def test_more_connections_than_allowed_are_told_to_come_back() -> None:
+async def test_more_connections_than_allowed_must_come_back() -> None:
     server = HttpServer(Application(), LIMITS)
     async with trio.open_nursery() as nursery:
         ends = []
@@ -296,7 +296,7 @@ async def test_more_connections_than_allowed_are_told_to_come_back() -> None:
         await ours.aclose()
 
 
-async def test_slow_connections_of_one_address_leave_places_to_others() -> None:
+async def test_slow_connections_of_one_address_leave_places() -> None:
     listeners = await listen("127.0.0.1", 0, "--http-port")
     port = listeners[0].socket.getsockname()[1]
     limits = HttpLimits(connections=8, connections_of_address=1)
@@ -318,7 +318,7 @@ async def test_slow_connections_of_one_address_leave_places_to_others() -> None:
         nursery.cancel_scope.cancel()
 
 
-async def test_a_port_that_is_taken_is_named_with_what_to_do() -> None:
+async def test_taken_port_is_named_with_advice() -> None:
     (listener,) = await listen("127.0.0.1", 0, "--http-port")
     port = listener.socket.getsockname()[1]
     assert url_of("127.0.0.1", [listener]) == f"http://127.0.0.1:{port}"

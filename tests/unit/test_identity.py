@@ -18,7 +18,7 @@ from petalnode.crypto.identity import (
 )
 
 
-def test_peer_id_is_the_one_libp2p_derives_from_the_same_key():
+def test_peer_id_is_the_one_of_libp2p():
     from libp2p.crypto.ed25519 import create_new_key_pair
     from libp2p.peer.id import ID
 
@@ -46,7 +46,7 @@ def test_a_file_that_is_no_identity_is_named(tmp_path, content):
 
 
 @pytest.mark.parametrize("content", [b"\x08\x01\x12\x40" + bytes(63), b"\x08\x01\x12\x40" + bytes(65), bytes(68)])
-def test_a_file_of_another_kind_is_told_from_a_damaged_one(tmp_path, content):
+def test_foreign_file_is_told_from_a_damaged_one(tmp_path, content):
     path = tmp_path / "id.key"
     path.write_bytes(content)
     with pytest.raises(IdentityError, match="is no Ed25519 identity"):
@@ -58,7 +58,7 @@ def test_a_missing_file_is_named(tmp_path):
         Identity.load(tmp_path / "gone.key")
 
 
-def test_a_signature_holds_for_its_key_domain_and_message_only():
+def test_signature_holds_for_its_key_domain_and_message():
     identity, other = Identity.generate(), Identity.generate()
     signature = identity.sign("a", b"message")
     assert verify(identity.peer_id, "a", b"message", signature)
@@ -93,7 +93,7 @@ def _hold(data_dir, role, ready, release, reported):
         release.wait(200)
 
 
-def test_processes_of_one_role_get_an_identity_each_and_keep_it(tmp_path):
+def test_processes_of_one_role_keep_an_identity_each(tmp_path):
     context = multiprocessing.get_context("spawn")
     ready, release, reported = context.Event(), context.Event(), context.Queue()
     process = context.Process(target=_hold, args=(tmp_path, "server", ready, release, reported))
@@ -118,7 +118,7 @@ def test_processes_of_one_role_get_an_identity_each_and_keep_it(tmp_path):
         assert again.peer_id == first
 
 
-def test_an_identity_given_by_its_file_is_made_at_first_use(tmp_path):
+def test_given_identity_is_made_at_first_use(tmp_path):
     path = tmp_path / "mine.key"
     with held_identity(path, "server", tmp_path / "unused") as made:
         pass

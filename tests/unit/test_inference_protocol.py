@@ -73,7 +73,7 @@ def test_an_empty_message_is_refused() -> None:
         terms_of(wire.Open())
 
 
-def test_a_refusal_survives_the_wire_and_cannot_be_endless() -> None:
+def test_refusal_survives_wire_and_cannot_be_endless() -> None:
     back = Refusal.from_wire(bad_request("x" * 100_000).to_wire())
     assert back.code == wire.ERROR_BAD_REQUEST and len(back.message) == 500
     assert len(Refusal.from_wire(wire.Error(code=wire.ERROR_BUSY, message="y" * 100_000)).message) == 500
@@ -99,5 +99,5 @@ STEP = wire.Step(sequence=1, position=5, reorder=[0], route_epoch=2)
         (STEP, TENSOR, b"i" * 32),
     ],
 )
-def test_the_hash_of_a_step_covers_header_and_payload(step: wire.Step, tensor: wire.Tensor, payload: bytes) -> None:
+def test_hash_of_step_covers_header_and_payload(step: wire.Step, tensor: wire.Tensor, payload: bytes) -> None:
     assert hash_of_step(step, tensor, payload) != hash_of_step(STEP, TENSOR, b"h" * 32)

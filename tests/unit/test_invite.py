@@ -79,7 +79,7 @@ def test_what_goes_in_comes_out(model: str, addrs: int, seconds: int, private: b
     assert (made.swarm_key is not None) == (private and with_key)
 
 
-def test_a_link_of_three_peers_is_short_and_may_be_typed_in_capitals_and_pieces() -> None:
+def test_short_link_may_be_typed_in_capitals() -> None:
     assert len(LINK) < 1000
     pieces = "\n ".join(LINK.upper()[at : at + 60] for at in range(0, len(LINK), 60))
     assert read_link(pieces, NOW) == INVITATION and is_link(pieces)
@@ -151,7 +151,7 @@ def test_fields_out_of_range(fields: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     "addr", [b"\x04", b"\x04\x08\x08\x08\x08\x06\x00\x50", b"\x04\x08\x08\x08\x08\x91\x02\x00\x50"]
 )
-def test_an_address_that_nobody_could_dial_is_refused_before_it_is_used(addr: bytes) -> None:
+def test_undialable_address_is_refused_before_use(addr: bytes) -> None:
     with pytest.raises(BadInput):
         read_target([link_of(message(addrs=[addr], expires=int(time.time()) + DAY))])
 
@@ -187,7 +187,7 @@ def test_addresses_and_links_name_a_swarm_together() -> None:
     assert read_target([fresh(), fresh(model="")]).model is None
 
 
-def test_a_private_swarm_is_found_by_its_key_alone() -> None:
+def test_private_swarm_is_found_by_its_key_alone() -> None:
     assert read_target([fresh(KEY, with_key=True)]).psk == KEY
     assert read_target([fresh(KEY)], KEY).psk == KEY
     for links, psk, said in (
@@ -202,7 +202,7 @@ def test_a_private_swarm_is_found_by_its_key_alone() -> None:
             read_target(links, psk)
 
 
-def test_the_best_addresses_come_first_and_what_nobody_else_can_dial_is_left_out() -> None:
+def test_best_addresses_come_first_undialable_ones_go() -> None:
     public, private, own = f"/ip4/8.8.8.8/tcp/1/p2p/{PEERS[0]}", f"/ip4/10.0.0.1/tcp/1/p2p/{PEERS[1]}", ""
     own = f"/ip4/127.0.0.1/tcp/1/p2p/{PEERS[2]}"
     relayed = f"/ip4/9.9.9.9/tcp/1/p2p/{PEERS[3]}/p2p-circuit/p2p/{PEERS[2]}"
@@ -217,7 +217,7 @@ def test_the_best_addresses_come_first_and_what_nobody_else_can_dial_is_left_out
     )
 
 
-def test_strangers_with_better_addresses_do_not_push_out_the_first() -> None:
+def test_better_addressed_strangers_do_not_push_out_others() -> None:
     strangers = {str(n): [f"/ip4/8.8.8.{n}/tcp/1/p2p/{PEERS[3]}"] for n in range(1, 9)}
     private = f"/ip4/10.0.0.1/tcp/1/p2p/{PEERS[1]}"
     assert private in choose_addrs({"own": [private], **strangers})

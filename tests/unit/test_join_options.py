@@ -55,7 +55,7 @@ def test_a_new_swarm_knows_nobody(tmp_path: Path) -> None:
     assert not new.mdns and new.remembered is None
 
 
-def test_a_private_swarm_has_a_key_and_a_memory_of_its_own(tmp_path: Path) -> None:
+def test_private_swarm_has_its_own_key_and_memory(tmp_path: Path) -> None:
     make_swarm_key(tmp_path / "swarm.key")
     private, public = config(JoinOptions(swarm_key=tmp_path / "swarm.key"), tmp_path), config(JoinOptions(), tmp_path)
     assert private.psk == load_swarm_key(tmp_path / "swarm.key") and public.psk is None
@@ -64,7 +64,7 @@ def test_a_private_swarm_has_a_key_and_a_memory_of_its_own(tmp_path: Path) -> No
         config(JoinOptions(swarm_key=tmp_path / "nothing"), tmp_path)
 
 
-def test_a_client_has_to_be_able_to_find_a_swarm(tmp_path: Path) -> None:
+def test_client_has_to_be_able_to_find_swarm(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="--peer"):
         config(JoinOptions(mdns=False, remember=False), tmp_path, listens=False)
     assert config(JoinOptions(mdns=False, remember=False, peer=[C]), tmp_path, listens=False).peers == (C,)

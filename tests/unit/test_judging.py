@@ -74,7 +74,7 @@ def test_one_wrong_token_shows_in_the_worst() -> None:
     assert found.worst == pytest.approx(0.5, rel=1e-3) and found.mean == pytest.approx(0.05, rel=1e-3)
 
 
-def test_a_token_of_next_to_nothing_is_measured_by_its_neighbours() -> None:
+def test_tiny_token_is_measured_by_its_neighbours() -> None:
     truth = hidden(1, 9, 64)
     truth[0, 4] *= 1e-9
     claimed = truth.clone()
@@ -103,7 +103,7 @@ def test_verdicts(share: float, result: str) -> None:
     assert judged.reason
 
 
-def test_another_shape_is_wrong_and_an_unknown_kind_is_neither() -> None:
+def test_other_shape_is_wrong_and_unknown_kind_neither() -> None:
     assert judge(hidden(1, 3, 8), hidden(1, 4, 8), TOLERANCE).verdict == "faulty"
     assert judge(hidden(1, 3, 8), hidden(1, 3, 8, seed=1), None).verdict == "inconclusive"
 
@@ -114,7 +114,7 @@ def kept(seed: int = 0) -> dict[str, torch.Tensor]:
     return {"prompts": hidden(3, 1, 4, 16, seed=seed)} | {name: hidden(8, 16, seed=seed + 1) for name in names}
 
 
-def test_gradients_of_what_was_kept_are_judged_by_kind_and_each_block_s_prompts_alone() -> None:
+def test_kept_gradients_are_judged_by_kind_and_block() -> None:
     truth = kept()
     right = kept_distances(truth, truth)
     assert {what: gradient.tokens for what, gradient in right.items()} == {
@@ -131,14 +131,14 @@ def test_gradients_of_what_was_kept_are_judged_by_kind_and_each_block_s_prompts_
         assert judged.error == pytest.approx(0.05, rel=1e-2) or judged.error < 0.05  # over all, or the worst
 
 
-def test_a_gradient_that_is_zero_has_to_be_zero() -> None:
+def test_gradient_that_is_zero_has_to_be_zero() -> None:
     """That of LoRA's A, while B still is zero."""
     truth = kept() | {f"{block}.self_attn.q_proj.lora_A": torch.zeros(8, 16) for block in (3, 4)}
     assert worst_judgement(judge_kept(kept_distances(truth, truth), TOLERANCE)).result == "ok"
     assert worst_judgement(judge_kept(kept_distances(kept(), truth), TOLERANCE)).result == "faulty"
 
 
-def test_gradients_of_something_else_than_was_kept_are_no_answer() -> None:
+def test_gradients_of_unkept_things_are_no_answer() -> None:
     with pytest.raises(ValueError, match="other tensors"):
         kept_distances({"prompts": hidden(3, 1, 4, 8)}, {"prompts": hidden(3, 1, 4, 16)})
 
@@ -153,7 +153,7 @@ def test_more_error_is_never_judged_better(one: float, other: float) -> None:
     assert order.index(results[0]) <= order.index(results[1])
 
 
-def test_the_tolerance_grows_with_a_longer_span_and_never_shrinks() -> None:
+def test_tolerance_grows_with_longer_span_and_never_shrinks() -> None:
     row = Calibration("float32", "none", "cpu", "cuda", "forward", 8, 1e-3, 1e-4, 5, "")
     assert tolerance_of(row, 32).ok_mean == pytest.approx(2 * tolerance_of(row, 8).ok_mean)
     assert tolerance_of(row, 1) == tolerance_of(row, 8)
@@ -190,7 +190,7 @@ def test_padding_says_nothing_of_a_server() -> None:
     assert seen(truth, counts=counts).judged(longer).equal(truth[counts].unsqueeze(0))
 
 
-def test_an_answer_of_another_shape_is_wrong_whatever_is_padding() -> None:
+def test_wrong_shape_is_wrong_whatever_is_padding() -> None:
     truth = hidden(2, 6, 64)
     judged = judge(truth[:, :5], truth, TOLERANCE, no_padding((0, 3), 2, 0, 6))
     assert judged.verdict == "faulty" and judged.fields()["error"] == 1e30
@@ -208,7 +208,7 @@ def test_padding_of_a_batch_is_not_judged(mask: bytes, counted: list[list[bool]]
     assert found.judged(found.claimed[0]).shape == ((2, 3, 8) if counted is None else (1, 5, 8))
 
 
-def test_where_all_is_padding_all_of_it_is_judged() -> None:
+def test_padding_alone_is_judged_whole() -> None:
     truth = hidden(1, 3, 64)
     counts = no_padding((9,), 1, 2, 3)
     assert judge(truth, truth, TOLERANCE, counts).verdict == "ok"
@@ -218,7 +218,7 @@ def test_where_all_is_padding_all_of_it_is_judged() -> None:
 # --- verdicts on servers
 
 
-def test_a_verdict_says_who_what_and_by_how_much() -> None:
+def test_verdict_says_who_what_and_by_how_much() -> None:
     truth = hidden(1, 20, 64)
     observed = seen(noisy(truth, 0.5)[:, :15], noisy(truth, 0.5)[:, 15:])
     found = JUDGE.verdict(Compared(observed, truth, tolerance=TOLERANCE))
@@ -289,7 +289,7 @@ def test_what_noise_makes_as_well_is_no_substitution() -> None:
     assert JUDGE.verdict(Compared(seen(claimed), truth, perturbed=(partly,), **options)).verdict == "faulty"
 
 
-def test_tokens_that_depend_on_roundings_count_as_right_in_each_answer() -> None:
+def test_tokens_by_rounding_are_right_either_way() -> None:
     truth = hidden(1, 20, 64)
     claimed, unsteady = noisy(truth, 0.5), truth.clone()
     unsteady[0, :8] = noisy(truth, 0.5, seed=1)[0, :8]

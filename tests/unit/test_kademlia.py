@@ -121,7 +121,7 @@ def server_value(record: SignedAnnouncement, now: float = NOW) -> Value:
     return opened(server_key(record.content.peer_id), record.to_bytes(), now)
 
 
-def test_the_newer_announcement_of_a_server_is_kept_until_it_expires() -> None:
+def test_newer_announcement_is_kept_until_it_expires() -> None:
     clock = Clock()
     kept = ValueStore(clock)
     key = server_key(SERVER.peer_id)
@@ -148,7 +148,7 @@ def test_expired_values_are_dropped_one_at_a_time() -> None:
     assert len(list(steps)) == 9 and len(kept) == 5
 
 
-def test_values_of_other_keys_namespaces_and_times_are_none() -> None:
+def test_values_of_other_keys_and_times_are_none() -> None:
     record = announced()
     value = record.to_bytes()
     listed = models_value([record])
@@ -170,13 +170,13 @@ def test_values_of_other_keys_namespaces_and_times_are_none() -> None:
 
 
 @pytest.mark.parametrize(("addrs", "listed"), [((), 32), (("/dns4/" + ".".join(["a" * 60] * 4) + "/tcp/1",) * 8, 14)])
-def test_of_too_many_models_those_with_most_backing_are_listed(addrs: tuple[str, ...], listed: int) -> None:
+def test_best_backed_models_are_listed(addrs: tuple[str, ...], listed: int) -> None:
     records = [announced(version=number, addrs=addrs) for number in range(40)]
     value = models_value(records, Backed({bytes([number]) * 32: number for number in range(40)}))
     assert opened(MODELS_KEY, value).models == {bytes([number]) * 32 for number in range(40 - listed, 40)}
 
 
-def test_a_list_of_models_ranks_by_backing_then_by_length_and_lasts_as_long_as_its_shortest() -> None:
+def test_list_ranks_models_by_backing_then_length() -> None:
     one, two = announced(version=1, lifetime=100), announced(Identity.from_seed(b"t" * 32), version=2)
     short, long = (opened(MODELS_KEY, models_value(records)) for records in ([one], [one, two]))
     other = opened(MODELS_KEY, models_value([two]))
@@ -205,7 +205,7 @@ def test_one_address_fills_its_share_and_nobody_elses() -> None:
     assert len(kept) < 90 and all(kept.get(f"honest{number}") for number in range(20))
 
 
-def test_a_full_store_costs_a_put_no_more_than_an_empty_one() -> None:
+def test_full_stores_put_costs_no_more() -> None:
     """Counted in processor time, of which looking through all of it would take a thousand times as much."""
     kept = ValueStore(Clock())
     value = Value(b"v", NOW + 100)
@@ -258,7 +258,7 @@ def place(origin: str, peer: str, *, waiting: bool = True) -> TableStream:
     return made
 
 
-def test_who_has_most_streams_loses_the_one_that_is_silent_for_longest() -> None:
+def test_most_streams_owner_loses_the_silent_one() -> None:
     honest = place("11.0.0.1", "h")
     many = [place("11.66.0.1", f"a{number % 3}", waiting=number != 1) for number in range(7)]
     assert to_drop([honest, *many]) is many[0]
@@ -269,7 +269,7 @@ def test_who_has_most_streams_loses_the_one_that_is_silent_for_longest() -> None
     assert to_drop([neighbour, *busy]) is busy[0]
 
 
-async def test_a_peer_may_ask_so_often_and_is_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_peers_questions_are_limited_and_soon_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("petalnode.node.network.shares.REMEMBERED", 3)
     rate, most = OF_PEER
     rates = Rates(rate, most)
@@ -334,7 +334,7 @@ async def a_table() -> AsyncIterator[Any]:
 
 
 @pytest.mark.virtual_time
-async def test_peers_that_speak_kademlia_and_are_somewhere_are_named() -> None:
+async def test_located_kademlia_peers_are_named() -> None:
     peers = in_first_bucket(4)
     async with a_table() as (host, table):
         for peer_id in (*peers[:3], host.peer_id):
@@ -376,7 +376,7 @@ async def test_a_full_bucket_is_shared_by_addresses() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_the_newest_at_an_address_goes_whenever_it_was_heard_of() -> None:
+async def test_newest_at_an_address_goes_whenever_heard() -> None:
     peers = in_first_bucket(BUCKET_SIZE + 1)
     async with a_table() as (host, table):
         host.at = {peer_id: f"11.0.0.{max(number, 1)}" for number, peer_id in enumerate(peers)}
@@ -390,7 +390,7 @@ async def test_the_newest_at_an_address_goes_whenever_it_was_heard_of() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_peers_of_one_address_near_a_key_are_not_all_that_is_named() -> None:
+async def test_one_addresss_near_peers_are_not_all_named() -> None:
     peers = sorted(itertools.islice(ids(), 30), key=lambda peer_id: distance(peer_id, b"k"))
     async with a_table() as (host, table):
         host.at = {peer_id: f"11.0.0.{max(number, 21)}" for number, peer_id in enumerate(peers)}
@@ -405,7 +405,7 @@ def known(name: str, origin: str, since: float, seen: float) -> KnownPeer:
     return KnownPeer(Contact(name), (), frozenset({origin}), since, seen, seen)
 
 
-def test_who_is_connected_stays_and_of_others_who_was_heard_of_last() -> None:
+def test_connected_stays_and_else_the_last_heard() -> None:
     old, new, away, gone = (
         known("old", "11.0.0.1", 1, 9),
         known("new", "11.0.0.2", 8, 8),

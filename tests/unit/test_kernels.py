@@ -98,7 +98,7 @@ def rows_for(values: torch.Tensor, count: int = MOST_ROWS) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", STORED)
-def test_a_matrix_takes_about_what_it_takes_in_the_file(kind: str) -> None:
+def test_matrix_takes_about_what_it_takes_in_file(kind: str) -> None:
     """Most as much; those of 5 bits are held in 6, of 2 and 3 in 4."""
     matrix, _, nbytes = held(kind, (64, 1024))
     assert held_as(kind, (64, 1024)) == matrix.form
@@ -107,7 +107,7 @@ def test_a_matrix_takes_about_what_it_takes_in_the_file(kind: str) -> None:
     assert nbytes <= matrix.nbytes <= nbytes * more
 
 
-def test_what_the_kernels_have_no_form_for_is_known_before_it_is_read() -> None:
+def test_formless_weights_are_known_before_they_are_read() -> None:
     for kind, shape in (
         ("IQ2_XS", (16, 256)),
         ("F32", (16, 64)),
@@ -125,7 +125,7 @@ def test_what_the_kernels_have_no_form_for_is_known_before_it_is_read() -> None:
             TiledMatrix.of_stored("Q4_K", odd, (len(odd), 256))
 
 
-def test_values_are_those_of_the_weights_to_the_bit(isa: str) -> None:
+def test_values_are_those_of_weights_to_bit(isa: str) -> None:
     for name, matrix, values in matrices():
         assert torch.equal(matrix.rows(0, len(values), torch.float32), values), name
         assert torch.equal(matrix.rows(16, 33, torch.float32), values[16:33]), name
@@ -142,7 +142,7 @@ def test_products_are_exact_to_rounding(isa: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K", "Q8_0", "Q6_K"])
-def test_values_of_all_sizes_are_multiplied_as_float32_is(isa: str, kind: str) -> None:
+def test_values_of_all_sizes_multiply_as_float32(isa: str, kind: str) -> None:
     """Outliers, tiny values, and what is not finite."""
     matrix, values, _ = held(kind)
     random = torch.Generator().manual_seed(4)
@@ -162,7 +162,7 @@ def test_values_of_all_sizes_are_multiplied_as_float32_is(isa: str, kind: str) -
         assert not bool(torch.isfinite(given[0]).any()) and bool(torch.isfinite(given[2:]).all())
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it(isa: str) -> None:
+def test_row_does_not_depend_on_rows_beside_it(isa: str) -> None:
     for name, matrix, values in matrices():
         rows = rows_for(values, 32)
         together = matrix.product(rows)
@@ -180,7 +180,7 @@ def product(matrix: TiledMatrix, rows: torch.Tensor, threads: int) -> torch.Tens
     return output
 
 
-def test_results_do_not_depend_on_the_number_of_threads(isa: str) -> None:
+def test_results_do_not_depend_on_number_of_threads(isa: str) -> None:
     for name, matrix, values in matrices():
         rows = rows_for(values, 32)
         alone = product(matrix, rows, 1)
@@ -188,7 +188,7 @@ def test_results_do_not_depend_on_the_number_of_threads(isa: str) -> None:
             assert torch.equal(product(matrix, rows, threads), alone), (name, threads)
 
 
-def test_rounded_rows_give_the_same_bits_on_every_instruction_set() -> None:
+def test_rounded_rows_have_equal_bits_on_all_instructions() -> None:
     """Weights of 4 and 8 bits that stand for numbers in a row: sums of whole numbers. The others multiply the same
     rounded values."""
     kernels = found()
@@ -260,7 +260,7 @@ def test_several_callers_at_once() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_a_child_of_a_fork_has_helpers_of_its_own() -> None:
+def test_child_of_fork_has_helpers_of_its_own() -> None:
     _, matrix, values = matrices()[0]
     rows = rows_for(values, 8)
     expected = product(matrix, rows, 2).numpy().tobytes()
@@ -398,7 +398,7 @@ def test_a_structure_of_another_size_is_not_used(
     assert library_module._load(Path(loaded.functions._name)) is None
 
 
-def test_a_file_that_is_no_library_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_file_that_is_no_library_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "kernels.so"
     file.write_bytes(b"no library")
     assert library_module._load(file) is None

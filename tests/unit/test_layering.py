@@ -113,6 +113,15 @@ def test_a_room_knows_nothing_of(folder: str) -> None:
     assert not wrong
 
 
+def test_names_of_tests_have_at_most_eight_words() -> None:
+    names = [
+        name
+        for path in (ROOT / "tests").rglob("*.py")
+        for name in re.findall(r"^(?:async )?def test_(\w+)", path.read_text(), re.MULTILINE)
+    ]
+    assert not [name for name in names if name.count("_") > 7]
+
+
 def test_no_test_imports_from_another_test_file() -> None:
     files = [path for path in (ROOT / "tests").rglob("*.py") if "sweep" not in path.parts]
     wrong = [one for file in files for one in imports(file) if one.module.rpartition(".")[2].startswith("test_")]
@@ -129,7 +138,7 @@ def test_torch_enters_the_protocols_by_the_tensors_only() -> None:
     assert having <= {"tensors.py"}
 
 
-def test_raw_streams_are_touched_by_the_framing_and_the_swarm_only() -> None:
+def test_raw_streams_stay_in_framing_and_swarm() -> None:
     outside = [
         imported
         for room in ROOMS
@@ -157,7 +166,7 @@ def may_import(importer: str, imported: str) -> bool:
     return importer == imported or (lower and (importer, imported) not in SIDE_BY_SIDE)
 
 
-def test_rooms_of_a_node_import_the_rooms_before_them_only() -> None:
+def test_rooms_of_node_import_rooms_before_them_only() -> None:
     up = {
         (importer, module)
         for importer, imported in import_graph().items()
@@ -168,7 +177,7 @@ def test_rooms_of_a_node_import_the_rooms_before_them_only() -> None:
     assert not up
 
 
-def test_every_room_of_a_node_has_its_place_in_the_order() -> None:
+def test_every_room_of_a_node_has_its_place() -> None:
     entries = [path for path in (ROOT / "node").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
     assert {path.stem for path in entries} - {"__init__"} == set(ROOM_ORDER)
     text = ast.get_docstring(ast.parse((ROOT / "node/__init__.py").read_text())) or ""
@@ -179,7 +188,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert not circles(import_graph())
 
 
-def test_files_and_folders_can_be_read_in_one_go() -> None:
+def test_files_and_folders_stay_readable_in_size() -> None:
     folders = Counter(path.parent for path in module_files().values())
     large = {f"{folder.relative_to(ROOT)}: {count} files" for folder, count in folders.items() if count > 16}
     for path in module_files().values():

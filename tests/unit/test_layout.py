@@ -91,7 +91,7 @@ def test_a_history_knows_where_no_group_is_cut() -> None:
     assert part_of(steps[0], 13, 17).chunk.layout.groups == (4, 3, 2, 1)
 
 
-def test_the_name_of_a_token_of_a_group_follows_from_all_of_it() -> None:
+def test_group_tokens_name_follows_from_its_whole() -> None:
     groups = grouped((2, 3), (2, 0))
     first = torch.arange(7.0).view(7, 1)
     changed = first.clone()

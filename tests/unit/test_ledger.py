@@ -127,7 +127,7 @@ def test_a_deposit_is_kept_and_comes_back(ledger: Ledger, clock: Clock) -> None:
     assert points(ledger, A) == 100
 
 
-def test_a_deposit_is_never_made_less_while_a_voucher_is_out(ledger: Ledger, clock: Clock) -> None:
+def test_deposit_never_shrinks_under_a_voucher(ledger: Ledger, clock: Clock) -> None:
     ledger.issue(A.peer_id, 100)
     ledger.deposit(order(A, 80, 1, START + 60_000))
     ledger.deposit(order(A, 10, 2, START + 30_000))
@@ -193,7 +193,7 @@ def test_accounts_are_bounded_and_expire(ledger: Ledger, clock: Clock, monkeypat
         ledger.clear(transfer(B, A.peer_id, 1, 1))
 
 
-def test_a_file_that_is_no_ledger_is_said_so(tmp_path: Path) -> None:
+def test_file_that_is_no_ledger_is_said_so(tmp_path: Path) -> None:
     file = tmp_path / "ledger.sqlite"
     file.write_bytes(b"no database" * 500)
     with pytest.raises(MachineError, match="move the file away"):
@@ -270,7 +270,7 @@ with Ledger(Path(sys.argv[1]), ISSUER) as ledger:
 """
 
 
-def test_a_killed_ledger_has_cleared_once_or_not_at_all(tmp_path: Path) -> None:
+def test_killed_ledger_has_cleared_once_or_never(tmp_path: Path) -> None:
     file = tmp_path / "ledger.sqlite"
     with Ledger(file, ISSUER) as ledger:
         ledger.issue(A.peer_id, 1_000_000)

@@ -52,7 +52,7 @@ def test_one_alone_gets_half_and_leaves_the_rest(most: int) -> None:
     assert other >= (most - own) // 2
 
 
-def test_the_least_is_granted_as_long_as_there_is_any() -> None:
+def test_least_is_granted_while_there_is_any() -> None:
     assert may_have_more(3, 99, 100, 4)
     assert not may_have_more(4, 99, 100, 4)
     assert not may_have_more(0, 100, 100, 4)
@@ -123,7 +123,7 @@ class Busy:
         return False
 
 
-def test_new_names_do_not_cost_more_the_more_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_names_cost_the_same_however_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each name of a flood of them had all others looked through, once there were many."""
     monkeypatch.setattr(shares, "REMEMBERED", 16)
     uses = shares.Remembered(Busy)
@@ -189,7 +189,7 @@ async def test_who_is_connected_is_not_forgotten(monkeypatch: pytest.MonkeyPatch
     assert full.use.may_be_forgotten
 
 
-async def test_one_peer_leaves_streams_for_others_and_gives_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_peer_leaves_streams_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "LIMITS", replace(limits.LIMITS, streams=100, least_streams=3))
     node = NodeLimits()
     one, other = node.of("one"), node.of("other")
@@ -200,7 +200,7 @@ async def test_one_peer_leaves_streams_for_others_and_gives_them_back(monkeypatc
 
 
 @pytest.mark.parametrize("granted", [True, False])
-async def test_many_keys_of_an_address_lose_before_one_that_is_alone(granted: bool) -> None:
+async def test_addresss_many_keys_lose_before_a_lone_one(granted: bool) -> None:
     """Each of them holds less than the honest one."""
     node = NodeLimits(budgets_of(0))
     honest = Full(node, "honest", 1 << 20, granted=granted)
@@ -214,7 +214,7 @@ async def test_many_keys_of_an_address_lose_before_one_that_is_alone(granted: bo
     assert honest.dropped == 0 and sum(other.dropped for other in hostile) > 0
 
 
-async def test_what_was_granted_suffers_nothing_for_what_was_not() -> None:
+async def test_granted_streams_suffer_nothing_for_others() -> None:
     node = NodeLimits(budgets_of(0))
     served = Full(node, "served", 1 << 20)
     served.fill(20)
@@ -226,7 +226,7 @@ async def test_what_was_granted_suffers_nothing_for_what_was_not() -> None:
     assert refused.buffered + served.buffered == node.unread
 
 
-async def test_bytes_that_no_stream_can_give_back_hold_up_nothing() -> None:
+async def test_bytes_no_stream_can_return_delay_nothing() -> None:
     node = NodeLimits()
     use, address, most = node.of("gone"), node.of_address("gone"), node.budgets.unread
     node.hold(use, address, most + 1, True)  # its connection has ended: there is nothing to drop
@@ -240,7 +240,7 @@ async def test_bytes_that_no_stream_can_give_back_hold_up_nothing() -> None:
     assert address.may_be_forgotten
 
 
-async def test_bytes_that_are_given_back_cost_nobody_a_stream() -> None:
+async def test_bytes_that_are_given_back_cost_nobody_stream() -> None:
     node, stuck = NodeLimits(replace(budgets_of(0), unread_of_peer=100)), Stuck()
     use, address = node.of("peer"), node.of_address("address")
     use.connections.append(stuck)
@@ -252,7 +252,7 @@ async def test_bytes_that_are_given_back_cost_nobody_a_stream() -> None:
     assert stuck.dropped == 1 and use.unread == node.unread == 140
 
 
-async def test_the_connection_with_the_most_unread_bytes_loses_a_stream() -> None:
+async def test_connection_with_most_unread_bytes_loses_stream() -> None:
     node = NodeLimits()
     first, second = (Full(node, "peer", size) for size in (10, 20))
     first.fill(3)
@@ -280,7 +280,7 @@ async def test_many_connections_cost_no_more_than_a_few(connections: int, silenc
 
 
 @pytest.mark.virtual_time
-async def test_who_leaves_the_line_lets_nobody_begin_beside_others() -> None:
+async def test_who_leaves_line_lets_nobody_begin_beside_others() -> None:
     """The turn is taken from when it is given, so that leaving with another thing at that moment frees nothing."""
     turns, begun = Turns(contended=1.0), list[str]()
     running = 0
@@ -311,7 +311,7 @@ async def test_who_leaves_the_line_lets_nobody_begin_beside_others() -> None:
         assert begun == ["first", "attacker", "other"]
 
 
-def test_what_counts_for_a_time_is_given_back_after_it() -> None:
+def test_timed_counts_are_given_back_afterwards() -> None:
     share = ShareCount(8, 2, seconds=60)
     assert sum(share.add("one", "address", now=number) for number in range(8)) == 4
     share.remove_all("one", "nobody")
@@ -322,7 +322,7 @@ def test_what_counts_for_a_time_is_given_back_after_it() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_turns_are_of_several_holders_and_end_in_time_where_others_wait() -> None:
+async def test_holders_take_turns_ending_while_others_wait() -> None:
     turns, ended = Turns(at_once=2, contended=3.0), list[tuple[str, float]]()
 
     async def hold(holder: str, seconds: float) -> None:
@@ -356,7 +356,7 @@ async def test_turns_are_of_several_holders_and_end_in_time_where_others_wait() 
     ]
 
 
-def test_of_what_counts_for_a_time_the_oldest_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oldest_of_timed_counts_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shares, "REMEMBERED", 3)
     share = ShareCount(100, seconds=60)
     for number in range(4):
@@ -365,7 +365,7 @@ def test_of_what_counts_for_a_time_the_oldest_is_forgotten_first(monkeypatch: py
 
 
 @pytest.mark.virtual_time
-async def test_what_goes_after_a_pause_is_taken_from_a_full_bucket() -> None:
+async def test_first_after_a_pause_takes_a_full_bucket() -> None:
     bucket = TokenBucket(1.0, 10.0)
     await trio.sleep(1000)
     bucket.take_ahead(15)

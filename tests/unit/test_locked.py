@@ -42,7 +42,7 @@ def locked(lock: ModuleType, *groups: str) -> dict[str, Requirement]:
     return {canonicalize_name(one.name): one for one in found}
 
 
-def test_every_pin_has_its_hashes_and_nothing_else_has(lock: ModuleType) -> None:
+def test_every_pin_and_nothing_else_has_hashes(lock: ModuleType) -> None:
     lines = (PACKAGING / "constraints.txt").read_text().splitlines()
     pinned = {canonicalize_name(one.name): str(one.specifier) for one in map(Requirement, lines[2:])}
     del pinned["libp2p"]  # bundled.txt has its hash
@@ -54,7 +54,7 @@ def test_every_pin_has_its_hashes_and_nothing_else_has(lock: ModuleType) -> None
         assert "://" not in text and not re.search("^-", text, re.M)  # no registry's name, no option
 
 
-def test_what_pyproject_requires_is_locked_in_the_groups_that_are_installed_for_it(lock: ModuleType) -> None:
+def test_pyprojects_needs_are_locked_in_installed_groups(lock: ModuleType) -> None:
     project = PROJECT["project"]
     for group, extras in lock.GROUPS.items():
         wanted = [
@@ -75,7 +75,7 @@ def test_what_the_build_requires_is_locked(lock: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("file", ["Makefile", "packaging/Dockerfile", "packaging/release.sh"])
-def test_pip_and_npm_resolve_and_fetch_nothing_by_themselves(file: str) -> None:
+def test_pip_and_npm_resolve_and_fetch_nothing_themselves(file: str) -> None:
     text = (ROOT / file).read_text().replace("\\\n", " ")
     lines = [line for line in text.splitlines() if not line.startswith(("#", "\t@echo"))]
     calls = [line for line in lines if re.search(r"pip (.* )?(install|wheel|download)\b", line)]
@@ -102,7 +102,7 @@ def test_a_lock_is_read_as_it_is_written(lock: ModuleType) -> None:
     assert lock.written(found) == text and lock.pins("# a comment\n\n" + text) == found
 
 
-def test_a_group_has_what_the_ones_before_lack_and_torch_is_apart(lock: ModuleType) -> None:
+def test_group_adds_what_earlier_lack_beside_torch(lock: ModuleType) -> None:
     one, web = frozenset({"sha256:1"}), "c==1 ; sys_platform == 'emscripten'"
     nvidia = "nvidia-x==1 ; sys_platform == 'linux'"
     first = {

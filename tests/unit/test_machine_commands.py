@@ -147,7 +147,7 @@ def test_an_update_comes_from_where_the_program_came(noted: Any, prefix: str, co
         ((), None, "has no petalnode"),
     ],
 )
-def test_what_is_newer_is_asked_of_the_index_of_pip(
+def test_newer_versions_are_asked_of_pips_index(
     versions: tuple[str, ...],
     newer: bool | None,
     says: str,

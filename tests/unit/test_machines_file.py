@@ -160,7 +160,7 @@ def test_a_machine_of_which_too_little_is_said(tmp_path: Path, machine: dict[str
         fleet_of(file, 4, None)
 
 
-def test_two_machines_of_which_nobody_says_how_far_apart_they_are(tmp_path: Path) -> None:
+def test_two_machines_of_unknown_distance(tmp_path: Path) -> None:
     file = read_machines(written(tmp_path, TWO))
     with pytest.raises(BadInput, match=r"how far is office \(eu-central-1\) from attic \(home\)"):
         fleet_of(file, 4, None)

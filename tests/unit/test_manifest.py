@@ -55,7 +55,7 @@ def test_sharding_does_not_change_the_version(tmp_path: Path, architecture: str)
     assert version(whole) == version(sharded)
 
 
-def test_the_base_models_prefix_does_not_change_the_version(tmp_path: Path) -> None:
+def test_base_models_prefix_does_not_change_version(tmp_path: Path) -> None:
     folder = save_tiny("gpt2", tmp_path / "with")
     weights = load_file(folder / "model.safetensors")
     bare = shutil.copytree(folder, tmp_path / "without")
@@ -72,7 +72,7 @@ def test_the_base_models_prefix_does_not_change_the_version(tmp_path: Path) -> N
         ("lm_head.weight", "the final norm and head"),
     ],
 )
-def test_one_changed_bit_changes_the_version_and_is_located(tmp_path: Path, llama: Path, key: str, part: str) -> None:
+def test_one_changed_bit_changes_version_and_is_located(tmp_path: Path, llama: Path, key: str, part: str) -> None:
     manifest = compute_manifest(opened(llama))
     other = shutil.copytree(llama, tmp_path / "other")
     change(other, key)
@@ -81,7 +81,7 @@ def test_one_changed_bit_changes_the_version_and_is_located(tmp_path: Path, llam
         verify_part(opened(other), manifest, "all")
 
 
-def test_a_head_for_further_tokens_counts_and_manifests_without_it_stay_valid(tmp_path: Path) -> None:
+def test_mtp_head_counts_and_older_manifests_stay_valid(tmp_path: Path) -> None:
     """Its copies of the embeddings and the head do not count: nothing reads them."""
     folder = save_with_head("deepseek_v3", tmp_path / "with")
     manifest = compute_manifest(opened(folder))
@@ -129,7 +129,7 @@ def test_a_part_is_checked_without_the_rest(tmp_path: Path) -> None:
         compute_manifest(whole)
 
 
-def test_transposed_weights_of_the_same_bytes_are_another_model(tmp_path: Path, llama: Path) -> None:
+def test_transposed_weights_of_same_bytes_are_another_model(tmp_path: Path, llama: Path) -> None:
     other = shutil.copytree(llama, tmp_path / "other")
     weights = load_file(other / "model.safetensors")
     key = "model.layers.0.self_attn.k_proj.weight"
@@ -188,7 +188,7 @@ def test_another_architecture_is_said(tmp_path: Path, llama: Path) -> None:
         verify_part(opened(other), manifest, "client")
 
 
-def test_weights_are_read_once_and_again_when_they_change(llama: Path) -> None:
+def test_weights_are_read_anew_when_they_change(llama: Path) -> None:
     seen: list[tuple[int, int | None]] = []
 
     def progress(what: str, done: int, total: int | None) -> None:

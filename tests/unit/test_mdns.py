@@ -53,7 +53,7 @@ def test_no_record_is_too_strange(record: bytes) -> None:
         assert addrs
 
 
-def test_a_private_swarm_has_a_name_of_its_own() -> None:
+def test_private_swarm_has_name_of_its_own() -> None:
     names = {service_name(psk) for psk in (None, "ab" * 32, "cd" * 32)}
     assert len(names) == 3 and service_name(None) == "_petalnode._udp.local."
     for name in names:
@@ -69,7 +69,7 @@ def test_only_addresses_of_own_networks_are_told(monkeypatch: pytest.MonkeyPatch
     assert announceable([*addrs, NEAR]) == [NEAR] and len(announceable([NEAR] * 9)) == 8
 
 
-def test_a_neighbour_is_told_to_another_until_it_has_no_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbour_is_told_until_it_has_no_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     """By zeroconf itself, on loopback."""
     names, some, told = list[str](), threading.Event(), (f"{NEAR}/p2p/{A}", f"{FAR}/p2p/{A}")
     service = f"_{secrets.token_hex(7)}._udp.local."
@@ -120,7 +120,7 @@ class Radio:
 
 
 @pytest.mark.virtual_time
-async def test_neighbours_are_heard_and_told_of_addresses_until_the_interfaces_change(
+async def test_neighbours_are_heard_until_the_interfaces_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def at_once(call: Any, *arguments: Any, **_: Any) -> Any:
@@ -176,7 +176,7 @@ def test_pauses_grow_to_a_minute_and_no_further() -> None:
     assert sum(pauses[:4]) < 5
 
 
-def test_a_record_tells_whether_the_node_was_told_its_swarm() -> None:
+def test_record_tells_whether_node_was_told_its_swarm() -> None:
     addr = f"/ip4/192.168.1.2/tcp/1/p2p/{A}"
     assert is_apart(txt_record([addr], True)) and not is_apart(txt_record([addr])) and not is_apart(b"")
     assert read_txt(txt_record([addr], True)) == read_txt(txt_record([addr]))
@@ -259,9 +259,7 @@ async def neighbourhood(
 
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("theirs", [False, True])
-async def test_who_was_told_a_swarm_calls_on_neighbours_of_that_swarm_only(
-    monkeypatch: pytest.MonkeyPatch, theirs: bool
-) -> None:
+async def test_told_swarms_member_calls_its_neighbours_only(monkeypatch: pytest.MonkeyPatch, theirs: bool) -> None:
     """An unrelated node of the same network would bring its models, and the two swarms would be one."""
     node = Neighbourhood(members=[B, "member"])
     node.company = [B]
@@ -271,14 +269,14 @@ async def test_who_was_told_a_swarm_calls_on_neighbours_of_that_swarm_only(
 
 
 @pytest.mark.virtual_time
-async def test_who_was_told_no_swarm_leaves_those_alone_who_were(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_untold_node_leaves_told_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     node = Neighbourhood()
     assert await neighbourhood(monkeypatch, node, [("theirs", True), ("one", False), ("other", False)]) == [False]
     assert sorted(node.met) == ["one", "other"]  # and these are one swarm from now on, as ever
 
 
 @pytest.mark.virtual_time
-async def test_a_server_that_has_begun_a_swarm_does_not_bring_it_into_one_that_was_named(
+async def test_begun_swarm_is_not_brought_into_a_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However long it stays alone: it was there before the other one appeared."""
@@ -310,9 +308,7 @@ async def returning(monkeypatch: pytest.MonkeyPatch, node: Neighbourhood, run_md
 
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("listens", [False, True])
-async def test_who_finds_no_other_swarm_joins_one_that_was_named_to_its_nodes(
-    monkeypatch: pytest.MonkeyPatch, listens: bool
-) -> None:
+async def test_lone_node_joins_its_nodes_named_swarm(monkeypatch: pytest.MonkeyPatch, listens: bool) -> None:
     node = Neighbourhood(silent=["gone"])
     await neighbourhood(monkeypatch, node, [("theirs", True), ("gone", False)], listens=listens)
     assert node.met == ["gone", "theirs"] and node.company == ["theirs"]

@@ -36,7 +36,7 @@ def together(budgets: Budgets) -> int:
     return budgets.ungranted + budgets.unread + budgets.received + budgets.view + budgets.values
 
 
-def test_a_laptop_and_a_large_server_have_what_suits_them() -> None:
+def test_laptop_and_large_server_have_what_suits_them() -> None:
     assert budgets_of(GIB) == Budgets(16 * MIB, 48 * MIB, 24 * MIB, 64 * MIB, 32 * MIB, 4 * MIB)
     assert budgets_of(4 * GIB) == Budgets(16 * MIB, 48 * MIB, 24 * MIB, 64 * MIB, 64 * MIB, 4 * MIB)
     assert budgets_of(32 * GIB) == Budgets(64 * MIB, 256 * MIB, 128 * MIB, 128 * MIB, 160 * MIB, 16 * MIB)
@@ -50,7 +50,7 @@ def test_more_memory_is_never_less_for_peers(one: int, other: int) -> None:
 
 
 @given(st.integers(4 * GIB, 1 << 45))
-def test_peers_have_a_tenth_of_the_memory_at_most(size: int) -> None:
+def test_peers_have_tenth_of_memory_at_most(size: int) -> None:
     assert together(budgets_of(size)) <= size / 10
 
 
@@ -63,7 +63,7 @@ def test_the_limit_of_a_container_counts(monkeypatch: pytest.MonkeyPatch) -> Non
         own_budgets.cache_clear()
 
 
-def test_what_cannot_be_given_back_is_not_tried_again() -> None:
+def test_unreturnable_memory_is_not_tried_again() -> None:
     last = HeapUse(0, 90 * MIB, 100 * MIB)
     assert worth_trimming(HeapUse(32 * MIB, 90 * MIB, 132 * MIB), last, last.resident, 15.0)
     assert not worth_trimming(HeapUse(32 * MIB - 1, 90 * MIB, 500 * MIB), last, last.resident, 15.0)
@@ -71,7 +71,7 @@ def test_what_cannot_be_given_back_is_not_tried_again() -> None:
 
 
 @pytest.mark.parametrize(("used", "resident"), [(94, 100), (86, 100), (90, 104), (90, 96)])
-def test_what_was_between_the_bytes_of_a_burst_is_given_back_when_it_is_over(used: int, resident: int) -> None:
+def test_memory_between_a_bursts_bytes_is_returned(used: int, resident: int) -> None:
     last = HeapUse(0, 90 * MIB, 100 * MIB)
     use = HeapUse(4 * MIB, used * MIB, resident * MIB)
     assert worth_trimming(use, last, last.resident, 30.0)
@@ -100,7 +100,7 @@ class Bursts:
         self.kept //= 8
 
 
-async def test_a_burst_is_given_back_within_a_minute_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_burst_is_given_back_within_minute_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async def at_once(call):  # a thread would let the clock jump
         return call()
 
@@ -119,7 +119,7 @@ async def test_a_burst_is_given_back_within_a_minute_and_once(monkeypatch: pytes
         nursery.cancel_scope.cancel()
 
 
-async def test_what_a_long_burst_used_when_it_was_given_back_for_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_bursts_returned_memory_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """It shrinks when that is freed, as far as pages between what is still there can go by themselves."""
 
     async def at_once(call):
@@ -181,7 +181,7 @@ def test_groups_are_read_where_there_are_none(tmp_path: Path) -> None:
     assert memory.group_limits(tmp_path, tmp_path / "none") == []
 
 
-def test_the_values_kept_for_others_have_room_by_the_memory_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_values_have_room_by_machine_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     own_budgets.cache_clear()
     try:
         monkeypatch.setattr(memory, "group_limits", lambda: [(GIB, GIB)])

@@ -22,7 +22,7 @@ def message(payload: bytes) -> Frame:
     return Frame(step=wire.Step(sequence=1), tensors=[wire.Tensor(shape=[len(payload)], dtype="int8", codec="none")])
 
 
-async def test_messages_go_both_ways_and_the_end_is_seen() -> None:
+async def test_messages_go_both_ways_and_end_is_seen() -> None:
     one, other = message_streams(Frame, "one", "other")
     assert (one.peer_id, other.peer_id) == ("other", "one")
     for sender, receiver in ((one, other), (other, one)):
@@ -67,7 +67,7 @@ async def test_a_cut_is_seen_at_both_ends() -> None:
             await stream.receive(timeout=1)
 
 
-async def test_nothing_comes_through_what_is_frozen_until_it_thaws() -> None:
+async def test_nothing_comes_through_frozen_until_it_thaws() -> None:
     ends = stream_pair()
     one, other = message_streams(Frame, "one", "other", ends=ends)
     ends[0].freeze()
@@ -88,7 +88,7 @@ async def test_a_message_can_be_dropped() -> None:
     assert (await other.receive(timeout=1))[1] == [b"kept"]
 
 
-async def test_nodes_open_streams_to_each_other_as_long_as_there_is_a_way() -> None:
+async def test_nodes_open_streams_while_there_is_a_way() -> None:
     async def echo(stream: MessageStream[Frame]) -> None:
         while True:
             frame, payloads = await stream.receive(timeout=None)

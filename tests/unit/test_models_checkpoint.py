@@ -87,12 +87,12 @@ def test_the_list_of_blocks_is_found(keys: tuple[str, ...], layout: CheckpointLa
     assert find_layout([key.format(number) for key in keys for number in range(2)], 2) == layout
 
 
-def test_layers_beyond_the_last_block_are_not_the_models(tmp_path: Path) -> None:
+def test_layers_beyond_last_block_are_not_models(tmp_path: Path) -> None:
     layout = find_layout([f"model.layers.{number}.weight" for number in range(4)], 3)
     assert [layout.part_of(f"model.layers.{number}.weight") for number in range(4)] == [0, 1, 2, None]
 
 
-def test_of_a_head_for_further_tokens_what_is_not_quantised_belongs_to_the_embeddings() -> None:
+def test_unquantised_mtp_parts_belong_to_the_embeddings() -> None:
     keys = [f"model.layers.{number}.mlp.weight" for number in range(3)]
     head = ["model.layers.2.eh_proj.weight", "model.layers.2.embed_tokens.weight", "model.layers.3.eh_proj.weight"]
     layout = find_layout([*keys, *head], 2)
@@ -117,7 +117,7 @@ def test_what_is_needed() -> None:
         parts_of_need(Span(1, 4), 3)
 
 
-def test_a_folder_with_only_the_shards_of_a_span_is_good_for_that_span(sharded: Path) -> None:
+def test_folder_with_a_spans_shards_suffices_for_it(sharded: Path) -> None:
     whole = Checkpoint(sharded)
     kept = {whole.file_of[key] for block in (2, 3) for key in whole.parts[block]}
     for file in sharded.glob("*.safetensors"):
@@ -192,7 +192,7 @@ def test_a_malformed_index_is_said(tmp_path: Path, index: str, complaint: str) -
         Checkpoint(tmp_path, num_blocks=1)
 
 
-def test_an_index_that_does_not_fit_its_shards_is_said(sharded: Path) -> None:
+def test_index_unlike_its_shards_is_said(sharded: Path) -> None:
     index = json.loads((sharded / INDEX).read_text())
     index["weight_map"]["model.norm.weight"] = index["weight_map"]["model.embed_tokens.weight"]
     (sharded / INDEX).write_text(json.dumps(index))
@@ -209,9 +209,7 @@ def test_an_index_that_does_not_fit_its_shards_is_said(sharded: Path) -> None:
         ((), "has no weights"),
     ],
 )
-def test_a_folder_without_usable_weights_says_what_to_do(
-    tmp_path: Path, files: tuple[str, ...], complaint: str
-) -> None:
+def test_folder_without_usable_weights_says_what_to_do(tmp_path: Path, files: tuple[str, ...], complaint: str) -> None:
     for name in files:
         (tmp_path / name).write_bytes(b"x")
     with pytest.raises(ModelError, match=complaint):

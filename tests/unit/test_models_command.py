@@ -87,7 +87,7 @@ def test_models_are_listed_with_their_parts(disk: Path, tiny: Path, command: Com
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_is_here_is_what_the_files_that_are_here_hold(seed: int, disk: Path, tiny: Path) -> None:
+def test_inventory_is_what_the_files_hold(seed: int, disk: Path, tiny: Path) -> None:
     chance = random.Random(seed)
     folder = kept(disk, tiny, "org/part", f"peers-{seed}-1", manifest=False)
     file_of = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
@@ -105,7 +105,7 @@ def test_what_is_here_is_what_the_files_that_are_here_hold(seed: int, disk: Path
     assert not model.whole and not model.complaint and model.version == ""
 
 
-def test_what_cannot_be_used_is_listed_with_the_reason(disk: Path, tiny: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_used_is_listed_with_reason(disk: Path, tiny: Path, tmp_path: Path) -> None:
     packaged = next(iter(ALIASES.items()))
     damaged, empty = kept(disk, tiny, "org/damaged"), kept(disk, tiny, "org/empty", "peers-two-1")
     asked, other = (tmp_path / "hub" / f"models--org--{name}" / "snapshots" / ("a" * 40) for name in ("asked", "other"))
@@ -172,9 +172,7 @@ def test_damage_is_found_and_named(
     assert "is damaged: " in command("verify", "org/tiny")[2]
 
 
-def test_what_came_from_the_hub_is_held_against_the_hashes_that_the_hub_said(
-    disk: Path, tiny: Path, command: Command, tmp_path: Path
-) -> None:
+def test_hubs_files_are_held_against_its_hashes(disk: Path, tiny: Path, command: Command, tmp_path: Path) -> None:
     storage = tmp_path / "hub" / "models--org--tiny"
     snapshot = storage / "snapshots" / ("a" * 40)
     (storage / "blobs").mkdir(parents=True)
@@ -194,7 +192,7 @@ def test_what_came_from_the_hub_is_held_against_the_hashes_that_the_hub_said(
     assert code == 1 and len(found["damaged"]) == len(parts)
 
 
-def test_a_model_is_removed_but_not_one_in_use_or_being_written(disk: Path, tiny: Path, command: Command) -> None:
+def test_model_in_use_is_not_removed(disk: Path, tiny: Path, command: Command) -> None:
     folder = kept(disk, tiny)
     note_use([folder])
     assert users_of(folder) == [os.getpid()]
@@ -208,7 +206,7 @@ def test_a_model_is_removed_but_not_one_in_use_or_being_written(disk: Path, tiny
     assert code == 0 and gone["path"] == str(folder) and not folder.exists() and not local_models()
 
 
-def test_a_half_written_one_can_be_removed_and_nothing_else(disk: Path, tiny: Path, command: Command) -> None:
+def test_half_written_model_alone_can_be_removed(disk: Path, tiny: Path, command: Command) -> None:
     partial = disk / "gguf-x-2.partial"
     partial.mkdir()
     (partial / "model.gguf").write_bytes(bytes(100))
@@ -217,9 +215,7 @@ def test_a_half_written_one_can_be_removed_and_nothing_else(disk: Path, tiny: Pa
     assert command("remove", "gguf-x-2")[0] == 0 and not partial.exists()
 
 
-def test_a_model_of_the_hubs_cache_goes_with_what_it_alone_has(
-    disk: Path, tiny: Path, command: Command, tmp_path: Path
-) -> None:
+def test_hub_caches_model_goes_with_its_own(disk: Path, tiny: Path, command: Command, tmp_path: Path) -> None:
     storage = tmp_path / "hub" / "models--org--tiny"
     snapshots = [storage / "snapshots" / (commit * 40) for commit in "ab"]
     (storage / "blobs").mkdir(parents=True)

@@ -119,14 +119,14 @@ def test_the_tokenizer_survives(tmp_path: Path) -> None:
         ("BF16", True, torch.float32),
     ],
 )
-def test_half_precision_is_kept_where_it_holds_every_value(
+def test_half_precision_is_kept_where_exact(
     tmp_path: Path, quantisation: str, fine_norms: bool, dtype: torch.dtype
 ) -> None:
     file = write_tiny_gguf(tmp_path / "tiny.gguf", quantisation, fine_norms=fine_norms)
     assert as_served(resolve(file)).dtype == dtype
 
 
-def test_a_file_is_read_once_and_again_when_its_header_changes(tmp_path: Path) -> None:
+def test_changed_header_has_its_file_read_again(tmp_path: Path) -> None:
     file = write_tiny_gguf(tmp_path / "tiny.gguf")
     first = resolve(file)
     before = (first.path / "tokenizer.json").stat().st_mtime_ns
@@ -136,7 +136,7 @@ def test_a_file_is_read_once_and_again_when_its_header_changes(tmp_path: Path) -
     assert resolve(file).path != first.path
 
 
-def test_the_version_is_that_of_the_bytes_wherever_the_file_is(tmp_path: Path) -> None:
+def test_version_is_that_of_bytes_wherever_file_is(tmp_path: Path) -> None:
     file = write_tiny_gguf(tmp_path / "tiny.gguf")
     first = compute_manifest(resolve(file))
     moved = file.rename(tmp_path / "other.gguf")
@@ -175,7 +175,7 @@ def test_a_file_has_one_version_on_every_machine(tmp_path: Path, monkeypatch: py
     assert compute_manifest(resolve(file)).version == first
 
 
-def test_processes_that_start_at_once_convert_the_tokenizer_once(tmp_path: Path, cache: Path) -> None:
+def test_processes_that_start_at_once_convert_tokenizer_once(tmp_path: Path, cache: Path) -> None:
     file = write_tiny_gguf(tmp_path / "tiny.gguf")
     script = (
         "import sys; from petalnode.node.models import resolve\n"
@@ -231,7 +231,7 @@ def test_frequencies_scaled_in_an_unknown_way_are_refused(tmp_path: Path) -> Non
         resolve(write_tiny_gguf(tmp_path / "tiny.gguf", extra=extra))
 
 
-def test_weights_that_do_not_fit_their_architecture_are_named(tmp_path: Path) -> None:
+def test_weights_unlike_their_architecture_are_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"down_proj\.weight' as \[64, 96\], where transformers reads \[64, 128\]"):
         resolve(write_tiny_gguf(tmp_path / "tiny.gguf", said_feed_forward=128))
 
@@ -239,7 +239,7 @@ def test_weights_that_do_not_fit_their_architecture_are_named(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("without", "missing"), [("blk.1.attn_norm.weight", "1.input_layernorm"), ("output_norm.weight", "norm")]
 )
-def test_a_file_that_leaves_a_tensor_out_is_not_imported(tmp_path: Path, without: str, missing: str) -> None:
+def test_file_that_leaves_tensor_out_is_not_imported(tmp_path: Path, without: str, missing: str) -> None:
     """Its block would compute with whatever weights a new model begins with."""
     with pytest.raises(ModelError, match=rf"lacks weights of its architecture: model\.(layers\.)?{missing}\.weight\."):
         resolve(write_tiny_gguf(tmp_path / "tiny.gguf", without=without))
@@ -261,7 +261,7 @@ def test_a_truncated_file_is_named(tmp_path: Path, keep: int) -> None:
         resolve(file)
 
 
-def test_a_full_disk_is_said_before_anything_is_written(
+def test_full_disk_is_said_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:
     file = write_tiny_gguf(tmp_path / "tiny.gguf")
@@ -272,9 +272,7 @@ def test_a_full_disk_is_said_before_anything_is_written(
 
 
 @pytest.mark.parametrize("most", [0, 100, 700, 1500, 5000])
-def test_a_disk_that_fills_while_a_folder_is_written_is_said_and_leaves_nothing(
-    tmp_path: Path, cache: Path, most: int
-) -> None:
+def test_full_disk_while_writing_leaves_nothing(tmp_path: Path, cache: Path, most: int) -> None:
     """By the largest file that the process may write: whichever of its files or libraries meets the end first."""
     file = write_tiny_gguf(tmp_path / "tiny.gguf")
     script = (
@@ -310,7 +308,7 @@ def test_the_header_gives_every_tensor_its_place(tmp_path: Path) -> None:
     assert tensors["blk.0.ffn_down.weight"].shape == (64, 96)
 
 
-def test_a_model_in_parts_is_that_of_the_whole_file(tmp_path: Path) -> None:
+def test_model_in_parts_is_that_of_whole_file(tmp_path: Path) -> None:
     whole = write_tiny_gguf(tmp_path / "tiny.gguf")
     parts = split(whole, tmp_path)
     for part in parts[:2]:
@@ -333,7 +331,7 @@ def test_parts_that_are_missing_or_misnamed_are_named(tmp_path: Path) -> None:
         resolve(parts[0])
 
 
-def test_what_an_earlier_version_imported_is_removed_and_said(
+def test_what_earlier_version_imported_is_removed_and_said(
     tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = write_tiny_gguf(tmp_path / "tiny.gguf")
@@ -349,7 +347,7 @@ def test_what_an_earlier_version_imported_is_removed_and_said(
     assert not old.exists() and not packed.exists() and other.exists() and file.exists()
 
 
-def test_a_file_that_becomes_shorter_while_it_is_read_is_said(tmp_path: Path) -> None:
+def test_file_shortened_while_read_is_said(tmp_path: Path) -> None:
     file = write_tiny_gguf(tmp_path / "tiny.gguf")
     folder = resolve(file)
     held = max(read_gguf_header(file).tensors, key=lambda tensor: tensor.start)
@@ -360,7 +358,7 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_said(tmp_path: Path) ->
         part_digests(Checkpoint(folder.path), (HEAD,))
 
 
-def test_a_header_that_no_model_can_be_built_from_is_said(tmp_path: Path) -> None:
+def test_unbuildable_header_is_said(tmp_path: Path) -> None:
     extra = {"blk.0.attn_q.weight": np.zeros((64, 64), np.float32)}
     file = write_tiny_gguf(tmp_path / "tiny.gguf", heads=7, without="blk.0.attn_q.weight", extra=extra)
     with pytest.raises(ModelError, match=r"tiny\.gguf(: transformers cannot build the 'llama' model| holds 'model)"):
@@ -368,7 +366,7 @@ def test_a_header_that_no_model_can_be_built_from_is_said(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("blocks", [BLOCKS * 9 + 4, 1 << 31])
-def test_more_blocks_than_tensors_are_refused_before_a_model_is_built(tmp_path: Path, blocks: int) -> None:
+def test_more_blocks_than_tensors_are_refused(tmp_path: Path, blocks: int) -> None:
     file = write_tiny_gguf(tmp_path / "tiny.gguf")
     key = b"llama.block_count" + struct.pack("<I", 4)
     data = file.read_bytes()

@@ -49,7 +49,7 @@ def partial_of(fetched: dict[str, Any], content: bytes) -> Path:
     return Path(fetched["path"]).parent.parent / "blobs" / f"{hashlib.sha256(content).hexdigest()}.partial"
 
 
-def test_a_server_gets_the_shards_of_its_span_and_nothing_else(hub: Hub, person: Person, model: Path) -> None:
+def test_server_gets_its_spans_shards_only(hub: Hub, person: Person, model: Path) -> None:
     found = person.fetch(need="2:4")
     needed = shards_of(model, "model.layers.2.", "model.layers.3.")
     assert set(found["files"]) == {"config.json", "model.safetensors.index.json", *needed}
@@ -62,9 +62,7 @@ def test_a_server_gets_the_shards_of_its_span_and_nothing_else(hub: Hub, person:
         assert (Path(found["path"]) / name).read_bytes() == (model / name).read_bytes()
 
 
-def test_room_is_made_before_a_download_by_the_shards_that_are_not_needed(
-    hub: Hub, person: Person, model: Path
-) -> None:
+def test_download_makes_room_of_unneeded_shards(hub: Hub, person: Person, model: Path) -> None:
     first, last = shards_of(model, "model.layers.0."), shards_of(model, "model.layers.5.")
     assert first and last and not first & last
     assert first <= set(person.fetch(need="0:1")["files"])
@@ -85,7 +83,7 @@ def test_a_client_gets_tokenizer_embeddings_and_head(person: Person, model: Path
     assert found["name"] == "org/tiny@v1"
 
 
-def test_the_manifest_of_the_repository_comes_with_whatever_is_fetched(tmp_path: Path, model: Path) -> None:
+def test_manifest_of_repository_comes_with_whatever_is_fetched(tmp_path: Path, model: Path) -> None:
     published = shutil.copytree(model, tmp_path / "published")
     manifest = compute_manifest(resolve(str(model)))
     write_manifest(manifest, published)
@@ -98,7 +96,7 @@ def test_the_manifest_of_the_repository_comes_with_whatever_is_fetched(tmp_path:
         assert MANIFEST_FILE not in Person(tmp_path / "other", hub.url).fetch(need="config")["files"]
 
 
-def test_what_is_there_is_not_fetched_again_and_serves_without_the_hub(hub: Hub, person: Person) -> None:
+def test_present_shards_serve_without_the_hub(hub: Hub, person: Person) -> None:
     first = person.fetch(need="0:2")
     hub.gets.clear()
     assert person.fetch(need="0:2")["path"] == first["path"]
@@ -139,7 +137,7 @@ def test_damage_on_the_way_is_found(hub: Hub, person: Person, model: Path) -> No
     assert "error" not in person.fetch(need="client")
 
 
-def test_a_gated_model_says_how_and_opens_with_a_token(hub: Hub, person: Person) -> None:
+def test_gated_model_says_how_and_opens_with_token(hub: Hub, person: Person) -> None:
     hub.token = "hf_secret"
     refused = person.fetch()
     assert refused["exit"] == 2
@@ -148,7 +146,7 @@ def test_a_gated_model_says_how_and_opens_with_a_token(hub: Hub, person: Person)
     assert "error" not in person.fetch(HF_TOKEN="hf_secret")
 
 
-def test_only_what_the_hub_gives_to_everybody_is_handed_on(hub: Hub, person: Person) -> None:
+def test_only_public_hub_files_are_handed_on(hub: Hub, person: Person) -> None:
     """Also after the model was gated, and not before the hub was asked."""
     from petalnode.node.models.sources.hub import is_for_everybody
 
@@ -184,12 +182,12 @@ def test_an_unreachable_hub_says_how_to_go_on(person: Person) -> None:
     assert "a model folder, a .gguf file or an alias such as smollm2" in found["error"]
 
 
-def test_a_span_beyond_the_model_is_said_before_any_weights_come(hub: Hub, person: Person) -> None:
+def test_span_beyond_the_model_is_said_first(hub: Hub, person: Person) -> None:
     assert "has 6 blocks: 0:999 passes its end" in person.fetch(need="0:999")["error"]
     assert not [name for name, _ in hub.gets if name.endswith(".safetensors")]
 
 
-def test_a_tokenizer_of_a_size_that_none_has_is_not_downloaded(tmp_path: Path, model: Path) -> None:
+def test_tokenizer_of_impossible_size_is_not_downloaded(tmp_path: Path, model: Path) -> None:
     shutil.copytree(model, tmp_path / "large")
     with (tmp_path / "large" / "tokenizer.json").open("wb") as stream:
         stream.truncate(257 << 20)  # a hole

@@ -38,7 +38,7 @@ def parts(found: dict[str, Any]) -> list[str]:
     return [name for name in found["files"] if name.startswith("part-") and name.endswith(".gguf")]
 
 
-def test_a_server_gets_the_bytes_of_its_blocks_and_the_header(hub: Hub, person: Person) -> None:
+def test_server_gets_bytes_of_its_blocks_and_header(hub: Hub, person: Person) -> None:
     found = person.fetch("org/tiny:q4_1", need="1:2")
     assert found["name"] == "org/tiny:Q4_1" and found["revision"] == COMMIT, found
     assert parts(found) == ["part-00002.gguf"] and "tokenizer.json" in found["files"]
@@ -75,7 +75,7 @@ def test_a_sharded_file_is_one_model(hub: Hub, person: Person, tmp_path: Path, m
     assert "incomplete" in Person(tmp_path / "new", hub.url).fetch("org/tiny:Q5_K_M")["error"]
 
 
-def test_addresses_that_expire_are_asked_for_anew_and_get_no_token(hub: Hub, person: Person) -> None:
+def test_expiring_addresses_are_asked_anew_without_token(hub: Hub, person: Person) -> None:
     hub.token, hub.gated, hub.elsewhere = "secret", "auto", 3
     assert "gated" in person.fetch("org/tiny:Q4_1")["error"]
     found = person.fetch("org/tiny:Q4_1", HF_TOKEN="secret")

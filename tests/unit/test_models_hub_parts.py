@@ -67,13 +67,13 @@ def test_a_server_gets_the_bytes_of_its_blocks(hub: Hub, person: Person) -> None
     assert hub.sent[WEIGHTS] == sent
 
 
-def test_where_there_are_no_ranges_the_whole_file_comes(hub: Hub, person: Person) -> None:
+def test_where_there_are_no_ranges_whole_file_comes(hub: Hub, person: Person) -> None:
     hub.no_ranges = True
     found = person.fetch(need="1:3")
     assert WEIGHTS in found["files"] and Path(found["path"]).parent.name == "snapshots"
 
 
-def test_an_index_that_names_a_file_that_is_nowhere(model: Path, tmp_path: Path) -> None:
+def test_index_that_names_file_that_is_nowhere(model: Path, tmp_path: Path) -> None:
     """The parts that are needed are not in it."""
     incomplete = shutil.copytree(model, tmp_path / "incomplete")
     keys = safe_open(incomplete / WEIGHTS, "pt").keys()
@@ -124,7 +124,7 @@ def shards_of(source: Path, chance: random.Random) -> list[tuple[bytes, list[str
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_any_parts_come_of_any_files_and_no_byte_of_them_twice(
+def test_parts_of_any_files_come_once(
     seed: int, small: Path, serve: Callable[[bytes], Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chance = random.Random(seed)
@@ -181,7 +181,7 @@ def created(model_id: str, commit: str, small: Path, server: Server, **options: 
     return parts
 
 
-def test_a_part_that_is_in_one_piece_of_a_file_is_one_question(small: Path, serve: Callable[[bytes], Server]) -> None:
+def test_part_in_one_piece_is_one_question(small: Path, serve: Callable[[bytes], Server]) -> None:
     server = serve((small / "model.safetensors").read_bytes())
     parts = created("org/tiny", COMMIT, small, server)
     before = server.requests
@@ -189,9 +189,7 @@ def test_a_part_that_is_in_one_piece_of_a_file_is_one_question(small: Path, serv
     assert server.requests == before + 1
 
 
-def test_what_is_kept_is_found_by_model_and_commit_and_by_its_name(
-    small: Path, serve: Callable[[bytes], Server]
-) -> None:
+def test_kept_part_is_found_by_commit_and_name(small: Path, serve: Callable[[bytes], Server]) -> None:
     server = serve((small / "model.safetensors").read_bytes())
     first, second = created("org/tiny", "a" * 40, small, server), created("org/tiny", "b" * 40, small, server)
     other = created("org/other", "a" * 40, small, server)
@@ -205,9 +203,7 @@ def test_what_is_kept_is_found_by_model_and_commit_and_by_its_name(
     assert HubParts.kept("org/tiny", "a" * 40) == {"safetensors": first.path}
 
 
-def test_who_may_have_it_is_said_when_it_is_made_and_when_the_hub_says_otherwise(
-    small: Path, serve: Callable[[bytes], Server]
-) -> None:
+def test_who_may_have_it_is_said_each_time(small: Path, serve: Callable[[bytes], Server]) -> None:
     server = serve((small / "model.safetensors").read_bytes())
     gated = created("org/gated", COMMIT, small, server, restricted=True)
     assert not may_hand_on(open_folder(gated.path, "org/gated"))
@@ -232,7 +228,7 @@ def test_files_beside_the_weights_are_added_once(small: Path, serve: Callable[[b
     assert not list(parts.path.glob("*.new"))
 
 
-def test_a_damaged_folder_and_a_full_disk_are_said_before_anything_is_asked(
+def test_damaged_folder_and_full_disk_are_said_first(
     small: Path, serve: Callable[[bytes], Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = serve((small / "model.safetensors").read_bytes())
@@ -250,7 +246,7 @@ def test_a_damaged_folder_and_a_full_disk_are_said_before_anything_is_asked(
     assert server.asked == before and not is_here(parts.path, 1)
 
 
-def test_a_disk_that_does_not_keep_what_is_written_makes_no_part(
+def test_disk_that_loses_writes_makes_no_part(
     small: Path, serve: Callable[[bytes], Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranges, "AT_ONCE", 1)
@@ -275,7 +271,7 @@ def test_a_disk_that_does_not_keep_what_is_written_makes_no_part(
 
 @pytest.mark.parametrize("fine_norms", [False, True])
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_0"])
-def test_of_a_gguf_file_the_header_comes_and_the_norms_if_they_decide_the_type(
+def test_gguf_header_comes_with_type_deciding_norms(
     kind: str, fine_norms: bool, serve: Callable[[bytes], Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub_parts, "_FIRST_BYTES", 1000)  # as long as it takes is asked for, twice as much each time
@@ -293,7 +289,7 @@ def test_of_a_gguf_file_the_header_comes_and_the_norms_if_they_decide_the_type(
         assert theirs.file.read_bytes()[theirs.start : theirs.end] == ours.file.read_bytes()[ours.start : ours.end]
 
 
-def test_a_gguf_header_without_end_and_a_norm_of_a_size_that_none_has_are_refused(
+def test_endless_gguf_header_and_huge_norm_are_refused(
     serve: Callable[[bytes], Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub_parts, "_FIRST_BYTES", 1000)

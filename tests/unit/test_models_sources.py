@@ -31,7 +31,7 @@ def test_a_folder_is_the_model_in_it(llama: Path, monkeypatch: pytest.MonkeyPatc
     assert resolve(".") == folder
 
 
-def test_a_folder_that_is_no_model_says_what_it_holds(tmp_path: Path) -> None:
+def test_folder_without_a_model_says_its_content(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(ModelError, match=r"is no model folder: it has no config\.json\. It holds notes\.txt"):
         resolve(tmp_path)
@@ -215,7 +215,7 @@ def test_files_that_transformers_reads_whole_have_bounds(tmp_path: Path, name: s
         resolve(tmp_path, need="config")
 
 
-def test_the_cache_can_be_anywhere_that_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_can_be_anywhere_that_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PETALNODE_CACHE", str(tmp_path / "a" / "b"))
     assert cache_dir() == tmp_path / "a" / "b"
     assert cache_dir().is_dir()

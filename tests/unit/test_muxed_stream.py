@@ -42,7 +42,7 @@ def little_unread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("little_unread")
-async def test_what_was_read_is_granted_again_and_a_long_connection_lives() -> None:
+async def test_read_bytes_are_granted_again() -> None:
     """More passes through than may be unread at once."""
     async with muxer() as (ours, other):
         other.open(1)
@@ -100,7 +100,7 @@ async def test_what_nobody_reads_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("beyond", [0, 1])
-async def test_who_sends_more_than_was_granted_is_cut_off(beyond: int) -> None:
+async def test_who_sends_beyond_the_grant_is_cut_off(beyond: int) -> None:
     async with muxer() as (ours, other):
         other.open(1)
         other.send(1, bytes(INITIAL_WINDOW))
@@ -121,7 +121,7 @@ async def test_who_sends_more_than_was_granted_is_cut_off(beyond: int) -> None:
             assert ours.lost is not None
 
 
-async def test_a_stream_is_closed_on_one_side_and_then_on_the_other() -> None:
+async def test_stream_is_closed_on_each_side_alone() -> None:
     async with muxer() as (ours, other):
         other.open(1)
         stream = await ours.accept_stream()
@@ -143,7 +143,7 @@ async def test_a_stream_is_closed_on_one_side_and_then_on_the_other() -> None:
         assert stream.has_unread and ours.open_streams == 0 and ours.lost is None and other.frames() == []
 
 
-async def test_who_waits_for_bytes_is_told_of_the_end_of_the_stream() -> None:
+async def test_who_waits_for_bytes_learns_the_end() -> None:
     async with muxer() as (ours, other):
         other.open(1)
         stream = await ours.accept_stream()
@@ -168,7 +168,7 @@ async def test_who_waits_for_bytes_is_told_of_the_end_of_the_stream() -> None:
         assert other.frames()[-1] == (WINDOW_UPDATE, FIN, 3, 0, b"")
 
 
-async def test_a_reset_ends_both_directions_and_tells_the_other_end() -> None:
+async def test_reset_ends_both_directions_and_tells_other_end() -> None:
     async with muxer() as (ours, other):
         for stream in (1, 3):
             other.open(stream)
@@ -216,7 +216,7 @@ async def test_writing_keeps_to_the_other_end_s_window() -> None:
 
 
 @pytest.mark.parametrize("end", ["reset", "closed", "connection"])
-async def test_who_waits_for_a_window_is_told_of_the_end(end: str) -> None:
+async def test_who_waits_for_window_is_told_of_end(end: str) -> None:
     async with muxer() as (ours, other):
         other.open(1)
         stream = await ours.accept_stream()
@@ -234,7 +234,7 @@ async def test_who_waits_for_a_window_is_told_of_the_end(end: str) -> None:
                 other.say(WINDOW_UPDATE, RST, 1) if end == "reset" else other.say(GO_AWAY)
 
 
-async def test_a_stream_that_the_other_end_never_closes_is_reset() -> None:
+async def test_stream_that_other_end_never_closes_is_reset() -> None:
     async with muxer() as (ours, other):
 
         async def live(seconds: int) -> None:
@@ -255,7 +255,7 @@ async def test_a_stream_that_the_other_end_never_closes_is_reset() -> None:
         assert ours.open_streams == 1 and closed.lost is not None and used.lost is None
 
 
-async def test_writing_waits_for_the_socket_and_for_the_limit_of_the_upload() -> None:
+async def test_writing_waits_for_socket_and_upload_limit() -> None:
     async def live() -> None:
         while True:
             other.say(PING, ACK)
@@ -288,7 +288,7 @@ async def test_writing_waits_for_the_socket_and_for_the_limit_of_the_upload() ->
         nursery.cancel_scope.cancel()
 
 
-async def test_a_node_s_share_of_a_stream_ends_with_the_stream() -> None:
+async def test_node_s_share_of_stream_ends_with_stream() -> None:
     """Whoever ends it, and also with the connection."""
     node = NodeLimits()
     async with muxer(limits=node) as (ours, other):
@@ -321,7 +321,7 @@ async def test_a_node_s_share_of_a_stream_ends_with_the_stream() -> None:
         assert (node.unread, use.unread) == (0, 0)
 
 
-async def test_the_fullest_stream_is_dropped_and_its_reader_told_why() -> None:
+async def test_fullest_stream_is_dropped_with_a_reason() -> None:
     async with muxer() as (ours, other):
         ours.drop_fullest()  # nothing is unread
         for number, size in ((1, 10), (3, 30), (5, 20)):
@@ -349,7 +349,7 @@ async def test_an_end_that_is_known_gets_no_window() -> None:
 
 
 @pytest.mark.parametrize(("ours_ended", "theirs_ended"), [(True, True), (True, False), (False, True), (False, False)])
-async def test_what_is_not_closed_in_order_on_both_sides_is_reset(ours_ended: bool, theirs_ended: bool) -> None:
+async def test_stream_not_closed_in_order_is_reset(ours_ended: bool, theirs_ended: bool) -> None:
     async with muxer() as (ours, other):
         other.open(1)
         muxed = await ours.accept_stream()
@@ -366,7 +366,7 @@ async def test_what_is_not_closed_in_order_on_both_sides_is_reset(ours_ended: bo
             await held.write(b"late")
 
 
-async def test_who_is_suspected_has_to_give_a_sign_of_life_within_four_seconds() -> None:
+async def test_suspected_peer_must_show_life_in_seconds() -> None:
     async with muxer() as (ours, _):
         conn: Any = SimpleNamespace(muxed_conn=ours)
         connection = Connection(conn)
@@ -378,7 +378,7 @@ async def test_who_is_suspected_has_to_give_a_sign_of_life_within_four_seconds()
         assert connection.is_lost
 
 
-async def test_what_came_before_the_peer_reset_a_stream_is_held_until_we_do() -> None:
+async def test_bytes_before_a_peers_reset_are_held() -> None:
     async with muxer() as (ours, other):
         other.send(1, bytes(1000), SYN)
         stream = await ours.accept_stream()

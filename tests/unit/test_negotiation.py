@@ -63,7 +63,7 @@ async def test_both_ends_agree_also_with_libp2ps(initiator, responder):
 
 
 @pytest.mark.parametrize("responder", [Multiselect, OneAnswer])
-async def test_a_protocol_that_nobody_speaks_is_refused_at_once(responder):
+async def test_protocol_that_nobody_speaks_is_refused_at_once(responder):
     left, right = pipes()
 
     async def respond() -> None:
@@ -78,7 +78,7 @@ async def test_a_protocol_that_nobody_speaks_is_refused_at_once(responder):
             await left.close()
 
 
-async def test_asking_takes_one_write_and_the_consent_is_the_question():
+async def test_asking_takes_one_write_and_consent_is_question():
     left, right = pipes()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(OneAnswer({"/a/1": None}).negotiate, MultiselectCommunicator(right), 5)
@@ -90,7 +90,7 @@ async def test_asking_takes_one_write_and_the_consent_is_the_question():
 
 
 @pytest.mark.parametrize("responder", [Multiselect, OneAnswer])
-async def test_several_protocols_are_asked_for_one_after_the_other(responder):
+async def test_several_protocols_are_asked_for_one_after_other(responder):
     left, right = pipes()
     with trio.fail_after(5):
         async with trio.open_nursery() as nursery:
@@ -100,7 +100,7 @@ async def test_several_protocols_are_asked_for_one_after_the_other(responder):
 
 
 @pytest.mark.parametrize("goes", [True, False], ids=["goes", "is silent"])
-async def test_a_peer_that_goes_or_is_silent_is_an_error(goes):
+async def test_peer_that_goes_or_is_silent_is_error(goes):
     left, right = pipes()
     if goes:
         await right.stream.send_stream.aclose()
@@ -110,7 +110,7 @@ async def test_a_peer_that_goes_or_is_silent_is_an_error(goes):
     assert trio.current_time() - begun == (0 if goes else 5)
 
 
-async def test_a_peer_may_ask_for_so_many_protocols_only() -> None:
+async def test_peer_may_ask_for_so_many_protocols_only() -> None:
     """A stream's window holds 50,000 questions, each of which cost 0.1 ms."""
     left, right = pipes()
     await left.write(encode_delim(MULTISELECT_PROTOCOL_ID.encode()) + encode_delim(b"/x") * 1000)

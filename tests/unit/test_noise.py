@@ -41,7 +41,7 @@ async def test_messages_may_be_cut_anywhere() -> None:
         await session.receive()
 
 
-async def test_what_libp2p_negotiates_before_leaves_the_rest_to_the_muxer() -> None:
+async def test_what_libp2p_negotiates_before_leaves_rest_to_muxer() -> None:
     raw = MemoryRaw(room=0)
     session, other = noise_session(raw)
     async with trio.open_nursery() as nursery:
@@ -85,7 +85,7 @@ async def test_a_changed_bit_ends_the_connection() -> None:
         assert "authentication" in (ours.lost or "")
 
 
-async def test_what_the_socket_does_not_take_goes_later_and_in_order() -> None:
+async def test_what_the_socket_refuses_goes_later() -> None:
     raw = MemoryRaw(room=10)
     session, other = noise_session(raw)
     data = [bytes([number]) * 100_000 for number in range(4)]

@@ -147,8 +147,6 @@ async def test_who_cannot_be_recomputed_is_not_called_faulty(
     await in_swarm(folder, manifest, 1, use, spoil)
 
 
-async def test_too_little_room_for_a_block_is_said_before_anything_is_fetched(
-    folder: ModelFolder, manifest: Manifest
-) -> None:
+async def test_too_little_room_is_said_before_fetching(folder: ModelFolder, manifest: Manifest) -> None:
     with pytest.RaisesGroup(pytest.RaisesExc(BadInput, match="embeddings, head and a block"), allow_unwrapped=True):
         await in_swarm(folder, manifest, 0, lambda found: None)

@@ -37,7 +37,7 @@ def test_the_first_step_is_not_counted() -> None:
     assert measured.seconds == pytest.approx(3.6 / 7)
 
 
-def test_servers_that_took_others_places_are_measured_from_then_on() -> None:
+def test_servers_that_took_places_are_measured_anew() -> None:
     measured = pace(9.0, [0.5, 0.5, 0.5], route=(("d", 0, 4), *ROUTE[1:]))
     for index in range(7):
         measured.note(100 + index / 10, ROUTE, hops([0.02, 0.03, 0.04]))
@@ -45,7 +45,7 @@ def test_servers_that_took_others_places_are_measured_from_then_on() -> None:
     assert measured.computed == [0.02, 0.03, 0.04]
 
 
-def test_a_lone_batch_shows_its_overhead_and_groups_their_rounds() -> None:
+def test_lone_batch_shows_overhead_and_groups_rounds() -> None:
     paces = Paces()
     paces.note([(3, pace(0.1, [0.02, 0.03, 0.02]))])
     known = paces.measured(ROUTE)
@@ -60,7 +60,7 @@ def test_a_lone_batch_shows_its_overhead_and_groups_their_rounds() -> None:
     assert known.rounds == {(3, 1): pytest.approx(0.1), (3, 2): pytest.approx(0.15)}  # 20 tokens/s together
 
 
-def test_no_server_has_computed_for_longer_than_its_answer_took() -> None:
+def test_no_computing_takes_longer_than_its_answer() -> None:
     measured = Pace()
     for index in range(8):
         measured.note(index / 10, ROUTE, hops([4000.0, 0.02, 0.02], total=0.03))
@@ -96,7 +96,7 @@ def test_not_all_chains_are_kept() -> None:
 QUICK, SLOW = [0.001] * 3, [0.05] * 3
 
 
-def test_what_was_measured_counts_more_than_what_servers_say() -> None:
+def test_measurements_count_more_than_servers_words() -> None:
     assert groups(3, SLOW, 0.0) == 3
     assert groups(3, QUICK, 0.0) == 1
     assert groups(3, SLOW, 0.0, Measured(((0.001, 1),) * 3)) == 1
@@ -112,7 +112,7 @@ def test_of_what_was_tried_the_quickest_is_taken() -> None:
     assert groups(3, QUICK, 0.0, Measured(computed, 0.01, {(3, 3): 0.19, (6, 1): 0.01})) == 3  # not of other batches
 
 
-def test_what_was_not_tried_has_to_be_clearly_quicker() -> None:
+def test_untried_must_be_clearly_quicker() -> None:
     """With 0.05 s of each server a batch of three rows should take 0.221 s, in two groups 0.191, in three 0.161."""
     computed = ((0.05, 1),) * 3
     assert groups(3, SLOW, 0.0, Measured(computed, None, {(3, 3): 0.20})) == 3

@@ -26,7 +26,7 @@ from tests.import_graph import ROOT
 PACKAGING = ROOT / "packaging"
 
 
-def test_files_are_added_to_a_wheel_and_its_record(tmp_path: Path) -> None:
+def test_files_are_added_to_wheel_and_its_record(tmp_path: Path) -> None:
     wheel, record = tmp_path / "a-1-py3-none-any.whl", "a-1.dist-info/RECORD"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("a/__init__.py", "x = 1\n")
@@ -73,7 +73,7 @@ print("\\n" + json.dumps([name, texts]))
 
 
 @pytest.mark.parametrize("compiler", ["true", "false"])
-def test_a_wheel_with_the_compiled_kernels_is_for_their_platform_only(compiler: str, tmp_path: Path) -> None:
+def test_wheel_with_kernels_is_for_its_platform(compiler: str, tmp_path: Path) -> None:
     """One that is made without a compiler has no compiled file and is for all platforms."""
     kernels = tmp_path / "node" / "blocks" / "kernels"
     kernels.mkdir(parents=True)
@@ -109,7 +109,7 @@ def test_a_wheel_with_the_compiled_kernels_is_for_their_platform_only(compiler: 
 
 
 @pytest.mark.parametrize("tag", ["macosx_11_0_arm64", "win_amd64", "solaris"])
-def test_a_wheel_for_another_system_has_its_kernels_by_zig(tag: str, tmp_path: Path) -> None:
+def test_other_systems_wheel_has_kernels_by_zig(tag: str, tmp_path: Path) -> None:
     kernels = tmp_path / "node" / "blocks" / "kernels"
     kernels.mkdir(parents=True)
     for file in (ROOT / "node" / "blocks" / "kernels").glob("*.*"):
@@ -162,7 +162,7 @@ def test_zig_is_asked_for_only_where_it_compiles(tmp_path: Path, cc: str, platfo
     assert ("ziglang" in told) == asked
 
 
-def test_what_comes_with_the_wheel_is_found_before_what_is_installed(tmp_path: Path) -> None:
+def test_wheels_own_parts_precede_installed_ones(tmp_path: Path) -> None:
     path = ["installed"]
     network._add_to_path([tmp_path / "none"], path)
     assert path == ["installed"]
@@ -192,7 +192,7 @@ print(*(module.__file__ for module in (petalnode, errors, framing, identity, lib
         ("elsewhere", "installed"),
     ],
 )
-def test_a_checkout_is_the_whole_package_whatever_is_installed(tmp_path: Path, start: str, bundled: str) -> None:
+def test_checkout_is_whole_package_whatever_is_installed(tmp_path: Path, start: str, bundled: str) -> None:
     """Python finds the checkout's face before the package that is installed; the checkout's rooms belong to it."""
     checkout, site = tmp_path / "petal-node", tmp_path / "site"
     installed, elsewhere = site / "petalnode", tmp_path / "home"
@@ -252,7 +252,7 @@ def test_what_libp2p_requires_is_required() -> None:
         assert least and all(theirs.specifier.contains(version) for version in least), (str(theirs), str(ours[name]))
 
 
-def test_the_libp2p_of_the_wheel_is_that_of_the_tests() -> None:
+def test_libp2p_of_wheel_is_that_of_tests() -> None:
     pinned = (PACKAGING / "bundled.txt").read_text().splitlines()[-1].split()[0]
     assert Requirement(pinned).specifier.contains(metadata.version("libp2p"))
     assert f"\n{pinned}\n" in (PACKAGING / "constraints.txt").read_text()
@@ -319,7 +319,7 @@ def test_the_source_distribution_has_the_build_backend() -> None:
     assert (ROOT / build["backend-path"][0] / f"{build['build-backend']}.py").is_file()
 
 
-def test_the_dockerfile_copies_what_exists_and_its_commands_are_shell() -> None:
+def test_dockerfile_copies_what_exists_with_shell_commands() -> None:
     """It is not built here: the image that it begins with comes from no package registry."""
     lines = (PACKAGING / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
     steps = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]

@@ -26,7 +26,7 @@ def node(*arguments: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def test_the_modules_without_a_browser_do_what_they_should() -> None:
+def test_modules_without_browser_do_what_they_should() -> None:
     done = node("--test", "--test-isolation=none", "--test-reporter=spec", *map(str, TESTS))
     assert done.returncode == 0, done.stdout + done.stderr
     passed = re.search(r"pass (\d+)", done.stdout)
@@ -62,7 +62,7 @@ ALLOWED = {"http://www.w3.org/2000/svg"}
 
 
 @pytest.mark.parametrize("path", sorted(STATIC.iterdir()), ids=lambda path: path.name)
-def test_no_file_makes_html_of_text_or_names_another_server(path: Path) -> None:
+def test_no_file_makes_html_or_names_servers(path: Path) -> None:
     text = path.read_text("utf-8")
     for url in ALLOWED:
         text = text.replace(url, "")
@@ -71,7 +71,7 @@ def test_no_file_makes_html_of_text_or_names_another_server(path: Path) -> None:
     assert [word for word in FORBIDDEN if word in text] == []
 
 
-def test_every_file_is_served_and_found_from_the_page() -> None:
+def test_every_file_is_served_and_found_from_page() -> None:
     files = {path.name for path in STATIC.iterdir()}
     assert all(Path(name).suffix in MEDIA_TYPES for name in files)
     found, waiting = set(), {"index.html"}

@@ -20,7 +20,7 @@ from petalnode.node.client.deadlines import (
 from petalnode.node.client.session.recovery import RECOVERY, Loss, LossPlan, after_loss, attempt_timeout
 
 
-def test_a_session_that_is_kept_is_waited_for_and_others_are_prepared_a_little_later() -> None:
+def test_kept_session_is_awaited_and_others_prepared() -> None:
     assert after_loss(Loss(kept=15.0)) == LossPlan(rejoin=True, replace_after=RECOVERY.least_head_start)
     assert after_loss(Loss(kept=15.0, round_trip=0.1)) == LossPlan(rejoin=True, replace_after=0.8)
     assert after_loss(Loss(kept=15.0, round_trip=float("inf"))) == LossPlan(
@@ -28,7 +28,7 @@ def test_a_session_that_is_kept_is_waited_for_and_others_are_prepared_a_little_l
     )
 
 
-def test_after_a_failed_attempt_others_are_prepared_at_once() -> None:
+def test_after_failed_attempt_others_are_prepared_at_once() -> None:
     assert after_loss(Loss(kept=15.0, attempts=1, round_trip=0.2)) == LossPlan(rejoin=True, replace_after=0.0)
 
 
@@ -51,14 +51,14 @@ def test_nobody_waits_for_long_before_others_are_asked(loss: Loss) -> None:
 
 
 @given(st.integers(0, 10_000), st.floats(0, 1e9))
-def test_attempts_may_take_longer_and_longer_but_not_for_ever(attempts: int, round_trip: float) -> None:
+def test_attempts_may_take_longer_within_bounds(attempts: int, round_trip: float) -> None:
     assert (
         attempt_timeout(attempts, round_trip) <= attempt_timeout(attempts + 1, round_trip) <= RECOVERY.longest_timeout
     )
 
 
 @pytest.mark.parametrize("round_trip", [0.2, 0.4, 0.8])
-def test_a_distant_relay_is_not_taken_for_a_slow_server(round_trip: float) -> None:
+def test_distant_relay_is_not_taken_for_slow_server(round_trip: float) -> None:
     """Also right after a long prompt, whose tokens took next to nothing each."""
     assert patience(0.001, 1, 2048, round_trip) >= 4 * round_trip
     assert push_patience(round_trip, 2048) >= 2 + 3 * round_trip
@@ -69,27 +69,27 @@ def test_a_slow_server_is_noticed_soon() -> None:
     assert patience(0.2, 1, 2048, 0.1) == pytest.approx(3.0)
 
 
-def test_the_first_answer_to_a_long_prompt_may_take_what_its_bytes_take() -> None:
+def test_first_answers_time_follows_its_prompts_bytes() -> None:
     assert patience(None, 512, 0, 0.001) == 15.0
     assert patience(None, 512, 16 << 20, 0.1) > 60.0
     assert push_patience(0.1, 16 << 20) > 30.0
 
 
-def test_the_first_answer_is_due_by_what_the_server_announced() -> None:
+def test_first_answer_is_due_by_what_server_announced() -> None:
     assert patience(None, 1, 0, 0.01, announced=0.02) == 2.0
     assert patience(None, 500, 0, 0.1, announced=0.5) == pytest.approx(6.0)
     assert patience(None, 500, 0, 0.1, announced=1e6) == PATIENCE.first_most
 
 
 @given(st.floats(0, 1000), st.integers(1, 4096), st.floats(0, 10))
-def test_no_server_is_given_much_longer_than_a_slow_step_takes(usual: float, tokens: int, round_trip: float) -> None:
+def test_no_server_has_much_beyond_a_slow_step(usual: float, tokens: int, round_trip: float) -> None:
     expected = round_trip + usual * tokens
     given_time = patience(usual, tokens, 0, round_trip)
     assert max(PATIENCE.least, expected) <= given_time <= max(PATIENCE.least, 2 * expected + 4)
 
 
 @given(st.floats(0, 10), st.integers(1, 4096), st.floats(0, 10))
-def test_what_was_pushed_and_lost_is_late_sooner_once_it_is_sent(usual: float, tokens: int, round_trip: float) -> None:
+def test_lost_push_is_late_sooner_once_sent(usual: float, tokens: int, round_trip: float) -> None:
     again = patience_once_more(usual, tokens, round_trip)
     assert again >= max(0.1, 4 * (round_trip + usual * tokens) * 0.999)
     assert patience_once_more(0.01, 1, 0.001) + patience(0.01, 1, 2048, 0.001) <= 0.6

@@ -60,7 +60,7 @@ def test_and_one_that_writes(process: Process) -> None:
     assert patience_lasts(process, write, 60 * SECONDS)
 
 
-def test_a_process_that_does_next_to_nothing_is_not(process: Process) -> None:
+def test_process_that_does_next_to_nothing_is_not(process: Process) -> None:
     def idle(seconds: float) -> None:
         process.worked += 0.01 * seconds
 

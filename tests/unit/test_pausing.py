@@ -80,7 +80,7 @@ def test_a_load_around_the_limit_changes_nothing_twice() -> None:
     assert changes == 1
 
 
-def test_on_battery_it_pauses_at_once_and_waits_for_mains_that_stay() -> None:
+def test_battery_pauses_at_once_until_mains_stay() -> None:
     battery, mains = MachineUse(on_mains=False), MachineUse()
     assert after(MAINS, [(1, battery)]) == ["battery"]
     assert after(MAINS, [(1, battery), (MACHINE_USE.mains_seconds, mains)]) == ["battery"]
@@ -102,7 +102,7 @@ def test_on_battery_it_pauses_at_once_and_waits_for_mains_that_stay() -> None:
     assert after(both, [(100, MachineUse(0.9, False))]) == ["battery", "busy"]
 
 
-def test_what_is_neither_the_one_nor_the_other_starts_the_time_anew() -> None:
+def test_undecided_state_starts_the_time_anew() -> None:
     begun = Condition().after(True, 10.0, 5.0)
     assert begun == Condition(False, 10.0)
     assert begun.after(True, 14.0, 5.0) == begun and begun.after(True, 15.0, 5.0) == Condition(True)
@@ -110,7 +110,7 @@ def test_what_is_neither_the_one_nor_the_other_starts_the_time_anew() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_the_machine_is_looked_at_for_as_long_as_it_serves() -> None:
+async def test_machine_is_watched_while_it_serves() -> None:
     use = MachineUse()
     pause = Pause()
     async with trio.open_nursery() as nursery:
@@ -183,7 +183,7 @@ def test_what_systems_say_of_keyboard_and_mouse() -> None:
     assert by_registry('  | "HIDIdleTime" = 2500000000\n') == 2.5 and by_registry("") is None
 
 
-def test_the_meter_asks_for_a_person_only_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_meter_asks_for_person_only_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
     def untouched() -> None:
@@ -202,7 +202,7 @@ def test_hours_that_are_none_are_told(text: str) -> None:
     assert DonorOptions(between="22:00-07:30").policy() == PausePolicy(hours=Hours(22 * 60, 7 * 60 + 30))
 
 
-def test_minutes_that_are_none_and_a_machine_that_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_minutes_and_an_untelling_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for text in ("0", "soon", "-3", "nan", "1e9"):
         with pytest.raises(BadInput, match="--when-away"):
             DonorOptions(when_away=text).policy()
@@ -225,7 +225,7 @@ def test_a_share_that_is_none_is_told(text: str) -> None:
 
 
 @pytest.mark.virtual_time
-async def test_a_wish_reaches_the_server_and_its_answer_the_owner(tmp_path: Path) -> None:
+async def test_wish_reaches_server_and_its_answer_owner(tmp_path: Path) -> None:
     pause, folder = Pause(), tmp_path / "control"
     served = Control(folder, pause, "12D3KooWpeer", "attic")
     async with trio.open_nursery() as nursery:
@@ -301,7 +301,7 @@ async def test_signals_pause_and_resume() -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals are heard otherwise there")
-async def test_stop_ends_a_server_as_a_service_manager_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stop_ends_server_as_service_manager_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "control_folder", lambda: tmp_path)
     with trio.open_signal_receiver(signal.SIGTERM) as received:
         async with trio.open_nursery() as nursery:

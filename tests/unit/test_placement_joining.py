@@ -79,7 +79,7 @@ def test_newcomers_that_see_one_another_reckon_the_same(
     assert [replace(choice, disputed=frozenset()) for choice in chosen] == choices()
 
 
-def test_what_has_to_be_so_before_a_newcomer_loads() -> None:
+def test_what_has_to_be_so_before_newcomer_loads() -> None:
     here, there = Span(0, 2), Span(2, 4)
     choice = SpanChoice(here, (), frozenset("ab"))
     assert choice.stands(here, "abc")
@@ -192,7 +192,7 @@ def simulated(count: int, late: Callable[[], float], chance: random.Random) -> l
 
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([0.05, 0.5, 3.0, 10.0]))
-def test_ten_newcomers_spread_evenly_however_late_the_news_are(seed: int, most: float) -> None:
+def test_ten_newcomers_spread_evenly_however_late_news_are(seed: int, most: float) -> None:
     chance = random.Random(seed)
     spans = simulated(10, lambda: chance.uniform(0, most), chance)
     held = [sum(block in span for span in spans) for block in range(BLOCKS)]

@@ -64,7 +64,7 @@ def test_a_plan_is_never_worse_than_before(swarm):
 
 
 @given(swarms(fixed=False))
-def test_no_gap_is_left_where_there_are_enough_blocks(swarm):
+def test_no_gap_is_left_with_enough_blocks(swarm):
     holders, blocks = swarm
     after = carried_out(holders, make_plan(holders, blocks))
     assert uncovered(after, blocks) == max(0, blocks - sum(len(holder.span) for holder in holders))
@@ -72,7 +72,7 @@ def test_no_gap_is_left_where_there_are_enough_blocks(swarm):
 
 @settings(max_examples=40)
 @given(swarms(most=4))
-def test_no_gap_is_left_that_any_placement_could_close(swarm):
+def test_no_closable_gap_is_left(swarm):
     holders, blocks = swarm
     after = carried_out(holders, make_plan(holders, blocks))
     assert uncovered(after, blocks) == min(uncovered(place, blocks) for place in places(holders, blocks))
@@ -88,7 +88,7 @@ def test_everybody_makes_the_same_plan(swarm, chance):
 
 
 @given(swarms())
-def test_who_is_fixed_stays_and_who_moves_keeps_its_length(swarm):
+def test_fixed_stay_and_movers_keep_their_length(swarm):
     holders, blocks = swarm
     by_id = {holder.peer_id: holder for holder in holders}
     for move in make_plan(holders, blocks).moves:
@@ -109,7 +109,7 @@ def test_plans_come_to_an_end(swarm):
 
 
 @given(swarms())
-def test_a_plan_is_carried_out_one_move_after_the_other_and_opens_no_gap(swarm):
+def test_plans_moves_open_no_gap(swarm):
     holders, blocks = swarm
     plan = make_plan(holders, blocks)
     for number, move in enumerate(plan.moves):
@@ -124,7 +124,7 @@ def test_a_plan_is_carried_out_one_move_after_the_other_and_opens_no_gap(swarm):
 
 
 @given(swarms(), st.randoms(use_true_random=False))
-def test_whoever_of_a_plan_goes_first_the_swarm_comes_to_rest(swarm, chance):
+def test_any_order_of_a_plan_comes_to_rest(swarm, chance):
     holders, blocks = swarm
     plan = None
     for _ in range(60):
@@ -162,7 +162,7 @@ def test_a_plan_stands_until_the_swarm_is_another():
 
 
 @given(swarms(), st.integers(1, 12), st.sampled_from(SPEEDS))
-def test_a_newcomer_closes_as_many_gaps_as_it_can(swarm, count, speed):
+def test_newcomer_closes_as_many_gaps_as_it_can(swarm, count, speed):
     holders, blocks = swarm
     count = min(count, blocks)
     span = span_for_newcomer(holders, "newcomer", speed, count, blocks)
@@ -232,7 +232,7 @@ def test_the_only_holder_stays_until_another_has_come():
     assert may_leave(Move("b", Span(4, 8), Span(0, 4)), holders[1:2], 8)
 
 
-def test_petals_own_rule_moves_to_the_weakest_blocks_if_that_gains_enough():
+def test_petals_rule_moves_to_the_weakest_blocks():
     holders = [
         PlacedServer("a", Span(0, 2), 5.0),
         PlacedServer("b", Span(0, 2), 5.0),
@@ -243,7 +243,7 @@ def test_petals_own_rule_moves_to_the_weakest_blocks_if_that_gains_enough():
     assert joining_span(holders, 4, 2) == Span(2, 4)
 
 
-def test_the_bound_is_where_no_server_counts_for_more_than_the_swarm():
+def test_bound_holds_where_no_server_dominates():
     assert upper_bound([PlacedServer("a", Span(0, 4), 3.0), PlacedServer("b", Span(0, 2), 100.0)], 4) == pytest.approx(
         6.0
     )

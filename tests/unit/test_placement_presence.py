@@ -38,7 +38,7 @@ def test_only_holders_are_asked_first_and_nobody_twice(found, sure, seed) -> Non
     assert alone <= set(asked) or set(asked[: len(alone)]) <= alone
 
 
-def test_in_a_large_swarm_a_lonely_server_is_asked_by_some() -> None:
+def test_lonely_server_is_asked_by_some() -> None:
     swarm = [PlacedServer(f"peer {number}", Span(0, 6), 1.0) for number in range(300)] + [
         PlacedServer("alone", Span(6, 12), 1.0)
     ]

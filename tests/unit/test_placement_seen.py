@@ -54,7 +54,7 @@ def test_who_counts_where() -> None:
     assert seen.of("moving") is not None and seen.of("leaving") is None
 
 
-def test_of_two_that_mean_to_move_the_smaller_peer_id_goes_first() -> None:
+def test_smaller_peer_id_of_two_movers_goes_first() -> None:
     swarm = [said("a", next_span=Span(8, 12)), said("b", next_span=Span(8, 12)), said("c", 4, 8)]
     first, second = (
         observe_servers(swarm, BLOCKS, "a", contested=True),
@@ -65,14 +65,14 @@ def test_of_two_that_mean_to_move_the_smaller_peer_id_goes_first() -> None:
     assert [server.peer_id for server in second.serving] == ["b", "c"]
 
 
-def test_who_has_begun_to_leave_goes_whatever_its_peer_id_is() -> None:
+def test_begun_move_goes_on_whatever_its_id() -> None:
     swarm = [said("a"), said("b", state=DRAINING, next_span=Span(8, 12)), said("c", 4, 8)]
     seen = observe_servers(swarm, BLOCKS, "a", contested=True)
     assert [(server.peer_id, server.span.start) for server in seen.servers] == [("a", 0), ("b", 8), ("c", 4)]
     assert [server.peer_id for server in seen.serving] == ["a", "c"]
 
 
-def test_of_two_newcomers_the_smaller_peer_id_chooses_first() -> None:
+def test_of_two_newcomers_smaller_peer_id_chooses_first() -> None:
     choosing = [said(peer, 4, 8, JOINING, next_span=Span(4, 8)) for peer in "ab"]
     assert not observe_servers(choosing, BLOCKS, "a", contested=True).servers
     assert [server.peer_id for server in observe_servers(choosing, BLOCKS, "b", contested=True).servers] == ["a"]
@@ -87,7 +87,7 @@ def test_the_slower_of_computing_and_network_counts() -> None:
     assert [holder.throughput for holder in holders] == [2.0, 10.0, 10.0]
 
 
-def test_who_has_not_measured_yet_is_taken_for_average() -> None:
+def test_unmeasured_server_is_taken_for_average() -> None:
     holders = observe_servers([said("a", step_seconds=0.5), said("b", state=JOINING, step_seconds=0)], BLOCKS).servers
     assert [holder.throughput for holder in holders] == [2.0, 2.0]
     assert observe_servers([said("b", state=JOINING, step_seconds=0)], BLOCKS).servers[0].throughput == 1.0
@@ -100,7 +100,7 @@ def test_loading_and_caches_make_a_move_dearer() -> None:
     assert [server.reload_weight for server in observe_servers(fuller, BLOCKS).servers] == [1.75, 1.0]
 
 
-def test_absurd_announcements_are_corrected_or_left_out_and_named() -> None:
+def test_absurd_announcements_are_corrected_or_named() -> None:
     usual = [said(f"usual {number}") for number in range(5)]
     seen = observe_servers(
         [
@@ -146,7 +146,7 @@ def test_whatever_is_announced_makes_usable_holders(announcements, contested) ->
         assert 0 < holder.throughput < float("inf") and 1 <= holder.reload_weight <= 20
 
 
-def test_turnover_is_one_where_servers_come_and_go_as_usual() -> None:
+def test_turnover_is_one_for_usual_changes() -> None:
     now, servers = 1e9, 60
     count = round(OBSERVED.usual_per_hour * servers * OBSERVED.window / 3600)
     usual = [MembershipChange(now - OBSERVED.window * (index + 0.5) / count, bool(index % 2)) for index in range(count)]

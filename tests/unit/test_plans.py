@@ -60,7 +60,7 @@ def some_placement(fleet: Fleet, seed: int) -> list[PlacedMachine]:
 @given(st.integers(0, 2**32), st.booleans(), st.booleans())
 @example(1315, True, True)  # the best route comes back to a machine
 @example(67, True, False)
-def test_no_placement_has_a_faster_route_than_the_fastest_plan(seed: int, client: bool, all_known: bool) -> None:
+def test_no_placement_has_faster_route_than_fastest_plan(seed: int, client: bool, all_known: bool) -> None:
     fleet = fleet_of(seed, client=client, known=1.0 if all_known or not client else 0.5)
     plan = fastest_plan(fleet, BLOCKS, seconds=600)
     assert [entry.span.start for entry in plan.route] == [0, *(entry.span.end for entry in plan.route)][:-1]
@@ -99,14 +99,14 @@ def fleet_with_a_fast_machine_behind_a_slow_one(others: int) -> Fleet:
     return Fleet((Machine("slow", 6, 0.5), Machine("fast", 4, 0.01), *far), rtts, client)
 
 
-def test_a_route_comes_back_to_a_machine_where_that_is_faster() -> None:
+def test_route_returns_to_a_machine_where_faster() -> None:
     plan = fastest_plan(fleet_with_a_fast_machine_behind_a_slow_one(others=3), 6)
     assert plan.placed == (PlacedMachine(0, Span(0, 6)), PlacedMachine(1, Span(1, 5)))
     assert plan.route == (PlacedMachine(0, Span(0, 1)), PlacedMachine(1, Span(1, 5)), PlacedMachine(0, Span(5, 6)))
     assert plan.proved and plan.seconds == pytest.approx(1.04 + 0.2 + 3 * COST.handling_seconds)
 
 
-def test_a_plan_that_is_known_is_taken_if_its_route_is_faster() -> None:
+def test_known_plan_is_taken_if_faster() -> None:
     fleet = fleet_with_a_fast_machine_behind_a_slow_one(others=MAX_MACHINES)  # too many for the search of walks
     whole = expected(
         fleet, [PlacedMachine(0, Span(0, 6)), PlacedMachine(2, Span(0, 1)), PlacedMachine(1, Span(1, 5))], 6
@@ -117,7 +117,7 @@ def test_a_plan_that_is_known_is_taken_if_its_route_is_faster() -> None:
     assert not plan.proved
 
 
-def test_what_is_expected_counts_computing_ways_and_the_client() -> None:
+def test_what_is_expected_counts_computing_ways_and_client() -> None:
     fleet = Fleet(
         (Machine("a", 4, 0.1), Machine("b", 4, 0.2)),
         np.array([[0.0, 0.06], [0.06, 0.0]]),

@@ -20,7 +20,7 @@ class Hosted:
 
 
 @pytest.mark.parametrize("wrong", [-30, -24, -6, 0, 6, 11, 24, 30])
-def test_after_a_clock_was_wrong_the_pledge_is_in_force(monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
+def test_after_clock_was_wrong_pledge_is_in_force(monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
     """Clients refuse a server whose pledge begins in the future: one of a clock six hours ahead, for six hours."""
     moment = NOW + wrong * HOUR
     monkeypatch.setattr(pledging, "now_ms", lambda: moment)

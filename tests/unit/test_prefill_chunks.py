@@ -126,7 +126,7 @@ async def test_the_chosen_size_is_about_the_quickest(kind: str) -> None:
 
 
 @pytest.mark.virtual_time
-async def test_far_servers_that_push_are_near_what_computing_and_one_trip_take() -> None:
+async def test_far_pushing_servers_nearly_reach_one_trip() -> None:
     """And take about half of what they took, one step of 256 tokens at a time, where computing is not most of it."""
     for step, token, of_before in ((0.005, 0.001, 0.85), (0.002, 0.0001, 0.52)):
         chain = [StageCost(step, token, 0.05, None, k > 0, 16 * MEGABYTE, 8) for k in range(3)]

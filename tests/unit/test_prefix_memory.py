@@ -66,7 +66,7 @@ def found(memory: PrefixMemory, tokens: int, first: int = 0) -> Beginning:
     return result
 
 
-async def test_a_session_that_ended_is_a_few_objects_however_many_steps_it_had() -> None:
+async def test_ended_session_is_few_objects_whatever_steps() -> None:
     """Those of one token are 256 bytes of hidden states and ten times as much around them, for 32 sessions."""
     memory = await remembered(Session(600))
     result = found(memory, 700)
@@ -80,7 +80,7 @@ async def test_a_session_that_ended_is_a_few_objects_however_many_steps_it_had()
     assert memory.nbytes == 2 * 600 * 4 * HIDDEN
 
 
-async def test_what_no_session_can_begin_with_is_not_remembered() -> None:
+async def test_impossible_beginnings_are_not_remembered() -> None:
     memory = await remembered(Session(600, batch=2), Session(31))
     assert memory.nbytes == 0 and found(memory, 700).shared == 0
     memory = await remembered(Session(600, batch=2), Session(600, blocks=(2,)))
@@ -89,7 +89,7 @@ async def test_what_no_session_can_begin_with_is_not_remembered() -> None:
     assert memory.search(two.spec, [chunk(0, 100, 2)])() is None and memory.search(Session(0).spec, [])() is None
 
 
-async def test_the_oldest_are_forgotten_and_the_end_is_remembered_when_cancelled() -> None:
+async def test_oldest_go_and_ends_survive_cancelling() -> None:
     memory = await remembered(*(Session(40) for _ in range(REMEMBERED + 5)))
     assert memory.nbytes == REMEMBERED * 2 * 40 * 4 * HIDDEN
     small = PrefixMemory(room=4 * 40 * 4 * HIDDEN)
@@ -123,7 +123,7 @@ async def test_of_equal_ones_the_last_counts() -> None:
     assert found(memory, 700).route == second
 
 
-async def test_tokens_that_stand_elsewhere_in_a_picture_are_others() -> None:
+async def test_tokens_that_stand_elsewhere_in_picture_are_others() -> None:
     placed = tuple(range(40)) * 3
     theirs = replace(chunk(0, 40), layout=Layout(placed))
     digests: list[list[bytes]] = []
@@ -143,7 +143,7 @@ async def test_tokens_that_stand_elsewhere_in_a_picture_are_others() -> None:
     assert token_digests(theirs.payload, 1, 40) != digests[0]
 
 
-def test_a_beginning_ends_where_tokens_cannot_be_told_apart() -> None:
+def test_beginning_ends_where_tokens_cannot_be_told_apart() -> None:
     def told(*steps: Input) -> int:
         return beginning_of({0: [Input(0, (), chunk(0, 20)), *steps]}, 100).tokens
 

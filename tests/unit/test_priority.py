@@ -89,7 +89,7 @@ async def test_cache_is_granted_to_who_has_paid_first() -> None:
     assert order == ["paid 0", "paid 1", "paid 2", "first", "paid 3", "paid 4", "second"]
 
 
-async def test_what_is_free_is_for_who_has_paid_if_the_first_waits_for_more() -> None:
+async def test_free_cache_is_for_payers_if_others_wait() -> None:
     budget = MemoryBudget(10)
     await budget.acquire(5, 0)
     async with trio.open_nursery() as nursery:
@@ -168,7 +168,7 @@ def test_points_of_others_buy_nothing(clock: Clock) -> None:
         assert PaymentVerifier(SERVER.peer_id, issuers, clock).take(opened(GOOD), CLIENT.peer_id, TERMS) is None
 
 
-def test_an_old_payment_is_never_taken_even_when_it_is_forgotten(verifier: PaymentVerifier, clock: Clock) -> None:
+def test_old_payment_is_never_taken_once_forgotten(verifier: PaymentVerifier, clock: Clock) -> None:
     assert verifier.take(opened(GOOD), CLIENT.peer_id, TERMS) is not None
     for _ in range(5):
         clock.now += CREDITS_LIMITS.honoured_ms // 3

@@ -12,7 +12,7 @@ KEY = "5a" * 32
 
 
 @given(st.lists(st.binary(max_size=300)), st.integers(1, 40))
-def test_what_is_sealed_is_opened_however_it_is_cut(messages, piece):
+def test_sealed_bytes_open_however_cut(messages, piece):
     sender, receiver = PskCipher(KEY), PskCipher(KEY)
     sealed = b"".join(sender.seal(message) for message in messages)
     opened = b"".join(receiver.open(sealed[at : at + piece]) for at in range(0, len(sealed), piece))
@@ -23,7 +23,7 @@ def test_no_two_connections_look_alike():
     assert PskCipher(KEY).seal(bytes(64)) != PskCipher(KEY).seal(bytes(64))
 
 
-def test_a_peer_without_a_key_is_told_from_one_with_another():
+def test_keyless_peer_is_told_from_another_keys():
     with pytest.raises(OtherSwarm, match="no swarm key"):
         PskCipher(KEY).open(b"\x13/multistream/1.0.0\n")
     said = b"\x13/multistream/1.0.0\n"

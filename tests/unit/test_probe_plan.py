@@ -47,7 +47,7 @@ def check_chain(probe: Probe, servers: list[ProbedServer]) -> None:
 
 
 @given(swarms(), st.randoms(use_true_random=False))
-def test_a_round_asks_every_server_for_all_of_its_blocks(servers: list[ProbedServer], random: Random) -> None:
+def test_round_asks_servers_for_all_their_blocks(servers: list[ProbedServer], random: Random) -> None:
     probes = whole_round(servers, NUM_BLOCKS, random)
     for kind in ("chat", *TRAINING):
         asked = {(hop.peer_id, hop.span) for probe in probes if probe.kind == kind for hop in probe.route}
@@ -57,7 +57,7 @@ def test_a_round_asks_every_server_for_all_of_its_blocks(servers: list[ProbedSer
 
 
 @given(swarms(), st.randoms(use_true_random=False))
-def test_a_chain_is_as_long_as_the_swarm_allows(servers: list[ProbedServer], random: Random) -> None:
+def test_chain_is_as_long_as_swarm_allows(servers: list[ProbedServer], random: Random) -> None:
     """A conversation needs all blocks: a shorter chain than could be had is no user's."""
     for target in servers:
         route = chain_through(target, servers, NUM_BLOCKS, random)
@@ -67,7 +67,7 @@ def test_a_chain_is_as_long_as_the_swarm_allows(servers: list[ProbedServer], ran
         assert not any(end in other.span for other in others)
 
 
-def test_whoever_was_not_asked_for_long_is_asked_rather() -> None:
+def test_longest_unasked_servers_are_preferred() -> None:
     servers = [ProbedServer("fresh", Span(0, 6)), ProbedServer("stale", Span(0, 6))]
     random = Random(1)
     targets = [

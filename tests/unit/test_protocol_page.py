@@ -167,7 +167,7 @@ def test_prefix_names() -> None:
         assert (in_group if 0 < at < 4 else placed).hex() == vector["with groups and positions"][at]
 
 
-def test_a_step_that_says_how_its_tokens_are_laid_out() -> None:
+def test_step_says_how_its_tokens_lie() -> None:
     vector = MESSAGES["laid out step"]
     step = wire.Step.FromString(bytes.fromhex(vector["step"]))
     payload = hashlib.sha256(b"".join(struct.pack("<f", number) for number in range(24))).digest()
@@ -297,7 +297,7 @@ def test_int8_block64(count: int) -> None:
     assert payload == scales + quantised
 
 
-def test_the_page_names_all_fields_of_a_configuration_that_are_left_out() -> None:
+def test_page_names_all_fields_left_out() -> None:
     page = (DOCS / "protocol.md").read_text()
     listed = re.search(r"leaves\s+out, at the top [^:]*:\s+([^.]*)\.", page)
     assert listed is not None

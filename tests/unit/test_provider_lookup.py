@@ -23,7 +23,7 @@ from tests.unit.provider_table import KEY, OWN, PEERS, PROVIDER, Table, peer
 pytestmark = pytest.mark.virtual_time
 
 
-def test_a_look_up_comes_to_the_nearest_peers_from_any_one() -> None:
+def test_look_up_finds_the_nearest_from_anywhere() -> None:
     table = Table(PEERS)
     nearest = sorted((one.peer_id for one in PEERS), key=lambda peer_id: distance(peer_id, KEY))[: LOOKUP.closest]
     for start in PEERS[::60]:
@@ -34,14 +34,14 @@ def test_a_look_up_comes_to_the_nearest_peers_from_any_one() -> None:
         assert len(table.asked) == len(set(table.asked)) <= LOOKUP.max_asked
 
 
-def test_what_one_has_left_a_stranger_finds_who_knows_one_other_peer() -> None:
+def test_stranger_who_knows_one_peer_finds_values() -> None:
     table = Table(PEERS)
     assert len(table.keep(PROVIDER, [PEERS[0]])) == LOOKUP.closest
     for start in PEERS[1::75]:
         assert table.found([start]) == [PROVIDER]
 
 
-def test_it_is_found_after_most_of_those_who_kept_it_have_gone() -> None:
+def test_value_outlives_most_of_its_keepers() -> None:
     table = Table(PEERS)
     kept = table.keep(PROVIDER, [PEERS[0]])
     table.dead.update(contact.peer_id for contact in kept[: LOOKUP.closest - 3])
@@ -49,7 +49,7 @@ def test_it_is_found_after_most_of_those_who_kept_it_have_gone() -> None:
     assert table.found([start]) == [PROVIDER]
 
 
-def test_a_look_up_among_few_peers_asks_each_of_them_once() -> None:
+def test_small_look_up_asks_each_peer_once() -> None:
     few = PEERS[:4]
     table = Table(few)
     lookup = table.look_up(few[:1])
@@ -57,7 +57,7 @@ def test_a_look_up_among_few_peers_asks_each_of_them_once() -> None:
     assert {contact.peer_id for contact in lookup.nearest()} == set(table.asked)
 
 
-def test_peers_behind_one_address_find_each_other_as_well() -> None:
+def test_peers_behind_one_address_find_each_other() -> None:
     """A swarm on one machine, or of one campus."""
     table = Table([peer(number, "11.0.0.1") for number in range(40)])
     start = list(table.peers.values())
@@ -65,14 +65,14 @@ def test_peers_behind_one_address_find_each_other_as_well() -> None:
     assert table.found(start[-1:]) == [PROVIDER]
 
 
-async def test_a_look_up_ends_at_its_deadline_with_what_it_has() -> None:
+async def test_look_up_ends_at_its_deadline() -> None:
     table = Table(PEERS)
     lookup, begun = Lookup(KEY, PEERS[:1], OWN), trio.current_time()
     await look_up(lookup, table.ask, timeout=0.25)
     assert trio.current_time() - begun == 0.25 and lookup.nearest()
 
 
-def test_messages_are_read_as_go_and_js_send_them() -> None:
+def test_messages_are_read_as_go_and_js_write() -> None:
     """GET_PROVIDERS: type 3, key 2, closerPeers 8, providerPeers 9; of a peer its id 1, addrs 2, connection 3. Without
     signed records, which only py-libp2p adds; js adds a clusterLevel."""
     own = ID.from_string(PROVIDER.peer_id).to_bytes()

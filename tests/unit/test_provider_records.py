@@ -26,14 +26,14 @@ def test_ranges_cover_all_blocks_and_are_few(blocks: int) -> None:
     assert blocks_of_range(blocks) * len(ranges) >= blocks
 
 
-def test_a_server_lists_itself_for_its_ranges_and_its_model() -> None:
+def test_server_lists_itself_for_ranges_and_model() -> None:
     digits = VERSION.hex()
     keys = [model_key("smollm2", 30), *(blocks_key(digits, number) for number in (1, 2))]
     assert keys_of(server(7, 12)) == keys == keys_of(server(4, 9, state=ServerState.JOINING))
     assert keys_of(server(7, 12, state=ServerState.DRAINING)) == keys_of(None) == []
 
 
-def test_twelve_digits_of_a_version_are_enough_to_find_it() -> None:
+def test_twelve_digits_of_a_version_find_it() -> None:
     sought = blocks_sought("5f4e7440d715", 30)
     assert [one.key for one in sought] == keys_of(server(0, 30))[1:]
     assert sought[1].fits(server(7, 12)) and not sought[0].fits(server(7, 12))
@@ -49,7 +49,7 @@ def test_blocks_that_nobody_has_are_missing() -> None:
     assert missing([server(0, 20), server(15, 30, state=ServerState.DRAINING)])
 
 
-def test_records_are_renewed_well_inside_their_lifetime_and_seldom() -> None:
+def test_records_are_renewed_early_and_seldom() -> None:
     assert [pause_after(rounds, 0, 5) for rounds in (1, 2, 3, 4, 1000)] == [
         60,
         240,

@@ -30,7 +30,7 @@ def test_failures_make_longer_and_longer_pauses() -> None:
     assert may_punch(record, CASE, now + 3600)
 
 
-def test_a_new_address_of_either_side_is_a_new_case() -> None:
+def test_new_address_of_either_side_is_new_case() -> None:
     record = after_failure(after_failure(None, CASE, 0.0), CASE, 1.0)
     moved = CASE | {"203.0.113.99"}
     assert may_punch(record, moved, 2.0)
@@ -38,7 +38,7 @@ def test_a_new_address_of_either_side_is_a_new_case() -> None:
     assert not may_punch(record, frozenset({"203.0.113.5"}), 2.0)  # less than before is nothing new
 
 
-def test_a_nat_is_expected_to_keep_the_port_that_we_dial_from() -> None:
+def test_nat_is_expected_to_keep_our_port() -> None:
     seen = [at("198.51.100.7", 50123)]
     assert own_endpoints(seen, SERVER, [], {4: 31330}) == (at("198.51.100.7"), at("192.168.1.10"))
     assert own_endpoints(seen, CLIENT, [], {4: 40404}) == (at("198.51.100.7", 40404),)

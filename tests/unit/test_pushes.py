@@ -94,7 +94,7 @@ async def send(pushes: Pushes, size: int = 4, peer: bytes = PEER) -> bool:
 
 
 @pytest.mark.virtual_time
-async def test_a_step_does_not_wait_for_a_stream_and_is_pushed_once_there_is_one() -> None:
+async def test_step_is_pushed_once_there_is_a_stream() -> None:
     async with pushing(Network) as (network, pushes):
         network.answers = trio.Event()
         begun = trio.current_time()
@@ -112,7 +112,7 @@ async def test_a_step_does_not_wait_for_a_stream_and_is_pushed_once_there_is_one
 
 
 @pytest.mark.virtual_time
-async def test_a_stream_that_cannot_be_had_is_tried_again_less_and_less_often_and_only_if_wanted() -> None:
+async def test_unavailable_stream_is_retried_ever_less() -> None:
     async with pushing(lambda: Network(failures=100)) as (network, pushes):
         pushes.prepare(PEER)
         await trio.sleep(1000)
@@ -126,7 +126,7 @@ async def test_a_stream_that_cannot_be_had_is_tried_again_less_and_less_often_an
 
 
 @pytest.mark.virtual_time
-async def test_a_name_that_is_no_peer_is_not_pushed_to() -> None:
+async def test_name_that_is_no_peer_gets_nothing() -> None:
     async with pushing(Network) as (network, pushes):
         assert not await send(pushes, peer=b"nobody")
         await settled()
@@ -135,7 +135,7 @@ async def test_a_name_that_is_no_peer_is_not_pushed_to() -> None:
 
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("end", ["error", "cut", "closed"])
-async def test_who_does_not_want_pushes_gets_none_for_a_while(end: str) -> None:
+async def test_who_declines_pushes_gets_none_a_while(end: str) -> None:
     async with pushing(Network) as (network, pushes):
         for number in range(3):
             assert not await send(pushes)
@@ -157,7 +157,7 @@ async def test_who_does_not_want_pushes_gets_none_for_a_while(end: str) -> None:
 
 
 @pytest.mark.virtual_time
-async def test_after_a_stream_that_lasted_the_pause_is_short_again() -> None:
+async def test_after_stream_that_lasted_pause_is_short_again() -> None:
     async with pushing(Network) as (network, pushes):
         pushes.prepare(PEER)
         for number, (lasting, pause) in enumerate([(LONGEST_PAUSE, 1), (LONGEST_PAUSE, 2), (61, 1), (1, 2)], 1):
@@ -174,7 +174,7 @@ async def test_after_a_stream_that_lasted_the_pause_is_short_again() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_a_push_that_the_next_server_does_not_read_is_told_as_not_sent() -> None:
+async def test_unread_push_is_told_as_unsent() -> None:
     """The client relays it then. Nothing else is pushed on a stream on which half a message stands."""
     async with pushing(Network) as (network, pushes):
         pushes.prepare(PEER)
@@ -187,7 +187,7 @@ async def test_a_push_that_the_next_server_does_not_read_is_told_as_not_sent() -
 
 
 @pytest.mark.virtual_time
-async def test_a_push_into_a_stream_that_has_just_broken_is_told_as_not_sent() -> None:
+async def test_push_into_a_broken_stream_is_told() -> None:
     async with pushing(Network) as (network, pushes):
         pushes.prepare(PEER)
         await settled()
@@ -207,7 +207,7 @@ async def test_one_session_pushes_to_a_few_servers_only() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_a_relayed_stream_gives_way_to_a_direct_one() -> None:
+async def test_relayed_stream_gives_way_to_direct_one() -> None:
     async with pushing(lambda: Network(direct=False)) as (network, pushes):
         pushes.prepare(PEER)
         await settled()
@@ -228,7 +228,7 @@ async def test_a_relayed_stream_gives_way_to_a_direct_one() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_a_relayed_stream_that_ends_before_there_is_a_direct_one_is_not_replaced() -> None:
+async def test_relayed_stream_ending_early_is_not_replaced() -> None:
     async with pushing(lambda: Network(direct=False)) as (network, pushes):
         pushes.prepare(PEER)
         await settled()
@@ -260,7 +260,7 @@ async def test_the_streams_are_closed_with_the_session() -> None:
 STEP = wire.Step(sequence=1, previous_receipt=RECEIPT.hash())
 
 
-def test_a_push_comes_with_its_server_s_receipt_for_it() -> None:
+def test_push_comes_with_its_servers_receipt() -> None:
     PushedReceipt(receipt_to_wire(RECEIPT), SERVER.peer_id, RECEIPT.client, STEP).check()
     unreadable = receipt_to_wire(RECEIPT)
     unreadable.client = b"nobody"
@@ -303,7 +303,7 @@ def test_one_server_at_a_time_may_push() -> None:
 # --- what leaves a session
 
 
-async def test_outputs_leave_in_their_order_and_large_ones_while_more_is_computed() -> None:
+async def test_outputs_leave_in_order_while_more_is_computed() -> None:
     left: list[int] = []
     gate = trio.Event()
 

@@ -72,9 +72,7 @@ def test_a_disk_that_takes_nothing_is_no_error(cache: QuantisedCache, tmp_path: 
     assert cache.read(DIGEST) is None
 
 
-def test_on_a_full_disk_old_blocks_give_way_and_new_ones_are_not_kept(
-    cache: QuantisedCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_loses_old_blocks_and_keeps_none(cache: QuantisedCache, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.write(DIGEST, TENSORS)
     monkeypatch.setattr(quantiser, "KEPT_FREE", 1 << 62)
     assert not cache.write(bytes(31) + b"\1", TENSORS)

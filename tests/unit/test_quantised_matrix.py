@@ -91,7 +91,7 @@ def test_multiplies_with_what_it_stands_for(kind: type[QuantisedMatrix], shape: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_are_right_after_any_number_of_steps_without_them(kind: type[QuantisedMatrix]) -> None:
+def test_gradients_are_right_after_gradientless_steps(kind: type[QuantisedMatrix]) -> None:
     """bitsandbytes' own 4-bit module repacks its weights in the first such step and is wrong from then on."""
     matrix = made(kind, (128, 192))
     layer = QuantisedLinear(matrix, torch.nn.Parameter(torch.ones(128), requires_grad=False), torch.float32)

@@ -78,7 +78,7 @@ def test_behind_nat_with_relays() -> None:
     assert extra_addrs(inputs) == (*CIRCUITS[RELAY], *CIRCUITS[OTHER])
 
 
-def test_without_relays_the_text_says_why_and_what_to_do() -> None:
+def test_no_relays_are_told_with_why_and_advice() -> None:
     texts = [
         reachability(ReachabilityInputs(HERE, verdict, relays_allowed=allowed, relays_known=known))
         for verdict, allowed, known in [(NAT, False, 3), (NAT, True, 0), (FIREWALL, True, 1), (NAT, True, 3)]
@@ -92,7 +92,7 @@ def test_without_relays_the_text_says_why_and_what_to_do() -> None:
     ]
 
 
-def test_public_over_ipv6_only_is_both_announced_and_relayed() -> None:
+def test_public_ipv6_alone_is_announced_and_relayed() -> None:
     inputs = ReachabilityInputs(BOTH, NAT, open_at(OWN6), circuits={RELAY: CIRCUITS[RELAY]})
     assert needs_relays(inputs) and not is_public(inputs)
     assert reachability(inputs).text == (
@@ -100,12 +100,12 @@ def test_public_over_ipv6_only_is_both_announced_and_relayed() -> None:
     )
 
 
-def test_a_firewall_for_ipv6_does_not_matter_where_ipv4_is_open() -> None:
+def test_ipv6_firewall_is_harmless_beside_open_ipv4() -> None:
     inputs = ReachabilityInputs(BOTH, open_at(OWN), FIREWALL, circuits={})
     assert not needs_relays(inputs) and is_public(inputs)
 
 
-def test_who_does_not_listen_or_only_for_this_machine_says_so() -> None:
+def test_who_does_not_listen_says_so() -> None:
     assert "does not listen" in reachability(ReachabilityInputs(LocalEndpoints((), frozenset(), ()))).text
     loop = Endpoint(ip_address("127.0.0.1"), 1)
     local = ReachabilityInputs(LocalEndpoints((loop,), frozenset({loop.ip}), ()))
@@ -116,7 +116,7 @@ def test_circuits_are_announced_only_while_they_are_needed() -> None:
     assert extra_addrs(ReachabilityInputs(HERE, open_at(OWN), circuits=CIRCUITS)) == ()
 
 
-async def test_a_router_that_was_silent_is_soon_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_router_that_was_silent_is_soon_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     mapping, asked = upnp.Mapping(OUTER, OWN), []
 
     def ask_router(*_: int) -> upnp.Mapping:
@@ -137,7 +137,7 @@ async def test_a_router_that_was_silent_is_soon_asked_again(monkeypatch: pytest.
     assert pauses == pytest.approx([15, 60, 240, 900, 900, 900])
 
 
-async def test_a_peer_that_does_not_answer_is_soon_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unanswering_peer_is_asked_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be the only one, and this node out of reach until it says where it is; the same after a first failure to
     dial back, which may be its own."""
     asked: list[float] = []

@@ -41,13 +41,13 @@ def test_only_who_shares_keeps_tensors() -> None:
     assert all(entry.step is not None for entry in kept.entries)
 
 
-def test_the_oldest_receipts_go_and_the_log_says_so() -> None:
+def test_oldest_receipts_go_and_log_says_so() -> None:
     log = filled(10, limit=4, keeps_tensors=True)
     assert [entry.receipt.sequence for entry in log.entries] == [7, 8, 9, 10]
     assert not log.complete and log.nbytes == 4 * 32
 
 
-def test_an_answer_to_what_is_not_known_leaves_a_gap() -> None:
+def test_answer_to_what_is_not_known_leaves_gap() -> None:
     log = filled(1)
     log.answered(2, receipt(2), None)
     assert log.entries[1].step is None and not log.complete
@@ -80,7 +80,7 @@ def test_the_archive_is_bounded() -> None:
     assert all(batch.nbytes == 200 for batch in archive.batches)
 
 
-def test_a_log_is_found_in_by_number_among_the_last_few() -> None:
+def test_log_is_found_by_number_among_the_last() -> None:
     log = filled(20)
     assert log.find(20) == receipt(20) and log.find(5) == receipt(5)
     assert log.find(4) is None and log.find(21) is None
@@ -104,7 +104,7 @@ def test_an_answer_belongs_to_its_own_step() -> None:
     assert log.entries[2].input == bytes([3]) * 16 and log.nbytes == 35 and not log.complete
 
 
-def test_what_is_forgotten_of_tensors_comes_back_with_no_later_step() -> None:
+def test_forgotten_tensors_return_with_no_later_step() -> None:
     log = filled(1, keeps_tensors=True)
     log.asked(wire.Step(sequence=2), TENSOR, bytes(16))
     log.forget_tensors()
@@ -120,7 +120,7 @@ def batch(size: int) -> LoggedBatch:
     return LoggedBatch("server", "/x", RECEIPT, wire.BatchRequest(), *parts)
 
 
-def test_who_does_not_share_keeps_receipts_of_open_sessions_only() -> None:
+def test_unsharing_node_keeps_open_sessions_receipts_only() -> None:
     """They are several kilobytes each, of objects that nobody would look at again."""
     archive = ReceiptArchive()
     log, next_log = archive.session("server"), archive.session("next")
@@ -142,7 +142,7 @@ def test_who_does_not_share_keeps_no_batches() -> None:
     assert batch(5).nbytes == 15
 
 
-def test_batches_make_room_before_sessions_and_the_oldest_before_newer_ones() -> None:
+def test_batches_yield_before_sessions_and_oldest_first() -> None:
     archive = ReceiptArchive(shared_bytes=1000)
     assert archive.shares
     archive.add_batch(batch(84))  # 252 bytes: more than a quarter
@@ -174,7 +174,7 @@ def test_clocks_may_differ_a_little(seconds: float, fine: bool) -> None:
     assert (found is None) == fine
 
 
-def test_a_server_that_has_not_announced_its_dtype_promises_nothing() -> None:
+def test_unannounced_dtype_promises_nothing() -> None:
     claims = ServerClaims(b"m" * 32, Span(0, 4), "", "none")
     assert claims.broken_by(RECEIPT) is None
     assert replace(claims, dtype="float32").broken_by(RECEIPT)

@@ -22,7 +22,7 @@ MIB = 1 << 20
 HERE, THERE = "192.0.2.1", "192.0.2.2"
 
 
-async def test_a_peer_waits_for_its_own_share_and_nobody_waits_for_it() -> None:
+async def test_peer_waits_for_its_own_share_alone() -> None:
     room, granted = ReceivedBytes(most=900), trio.Event()
 
     async def more() -> None:
@@ -50,7 +50,7 @@ async def test_a_peer_waits_for_its_own_share_and_nobody_waits_for_it() -> None:
     assert room.taken == 0 and not room._of and room.take_nowait(THERE, "other", 100)
 
 
-async def test_a_peer_is_served_in_order_and_who_gives_up_leaves_no_trace() -> None:
+async def test_peers_are_served_in_order_and_leavers_forgotten() -> None:
     room, granted = ReceivedBytes(most=90), []
 
     async def take(peer_id: str, nbytes: int) -> None:
@@ -75,7 +75,7 @@ async def test_a_peer_is_served_in_order_and_who_gives_up_leaves_no_trace() -> N
     assert granted == [("one", 5)] and room.taken == 66
 
 
-async def test_messages_over_their_share_pass_one_by_one_in_turns_by_address() -> None:
+async def test_large_messages_take_turns_by_address() -> None:
     room, granted = ReceivedBytes(most=10), []
 
     async def take(origin: str, peer_id: str) -> None:
@@ -137,7 +137,7 @@ async def test_a_stream_counts_what_it_holds(keeps: bool) -> None:
 
 
 @pytest.mark.parametrize("payload", [b"", bytes(MIB)])
-async def test_a_stream_that_ends_while_its_reader_waits_for_room_keeps_none(payload: bytes) -> None:
+async def test_stream_ending_while_its_reader_waits_keeps_none(payload: bytes) -> None:
     room, ends = ReceivedBytes(most=0), stream_pair(4 * MIB)
     _, theirs = message_streams(wire.PushFrame, "one", "other", ends=ends, room=room)
     assert room.take_nowait(HERE, "another", MIB)
@@ -182,7 +182,7 @@ async def test_a_message_that_trickles_ends_its_stream(begun: bytes) -> None:
 
 
 @pytest.mark.virtual_time
-async def test_a_reader_that_pauses_does_not_blame_the_peer() -> None:
+async def test_reader_that_pauses_does_not_blame_peer() -> None:
     ends = stream_pair(4 * MIB)
     _, theirs = message_streams(wire.PushFrame, "one", "other", ends=ends)
     header = wire.PushFrame(tensors=[wire.Tensor(nbytes=MIB)])
@@ -198,7 +198,7 @@ async def test_a_reader_that_pauses_does_not_blame_the_peer() -> None:
 
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("end", ["cut", "slow"])
-async def test_a_message_that_is_never_whole_takes_no_memory_once_that_is_known(end: str) -> None:
+async def test_never_whole_message_takes_no_lasting_memory(end: str) -> None:
     """The peer begins a large message and leaves, or goes to sleep; the owner of the stream has not closed it yet."""
     room, ends = ReceivedBytes(), stream_pair()
     sender, receiver = ends
@@ -250,7 +250,7 @@ class Host:
 
 
 @pytest.mark.virtual_time
-async def test_a_peer_of_which_nothing_is_known_is_looked_for() -> None:
+async def test_unknown_peer_is_looked_for() -> None:
     announced, found = {"announced": ("addr",)}, []
 
     class Finder:
@@ -284,7 +284,7 @@ async def test_a_peer_of_which_nothing_is_known_is_looked_for() -> None:
 
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("in_turn", [True, False])
-async def test_a_served_stream_waits_for_turns_and_holds_its_message(in_turn: bool) -> None:
+async def test_served_stream_waits_for_turns_with_its_message(in_turn: bool) -> None:
     host, turns = Host(), 0
     streams = MessageStreams(host)  # type: ignore[arg-type]
 

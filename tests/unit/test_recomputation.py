@@ -140,7 +140,7 @@ def test_a_dtype_that_is_none_is_an_error(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("scores", [[1e-4, 0.9, 0.0], [1e-4, 1.0, 9e-5]])
-def test_the_noise_of_a_probability_is_relative_to_it(scores: list[float]) -> None:
+def test_noise_of_probability_is_relative_to_it(scores: list[float]) -> None:
     """Whatever a mixture of experts has made unlikely stays so: its own size bounds what roundings do to it."""
     for pair in range(3):
         for sign in (1, -1):
@@ -149,7 +149,7 @@ def test_the_noise_of_a_probability_is_relative_to_it(scores: list[float]) -> No
             assert chosen.tolist() == [[1, 0]]
 
 
-def test_noise_enters_every_block_and_leaves_the_last_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_enters_every_block_and_leaves_last_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     added = Noise.added
     changed: list[int] = []
 

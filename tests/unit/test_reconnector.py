@@ -123,7 +123,7 @@ async def test_a_lost_stream_is_replaced_at_once() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_attempts_go_on_with_pauses_and_the_swarm_is_asked_where_the_server_is() -> None:
+async def test_attempts_go_on_while_the_swarm_is_asked() -> None:
     async with a_world() as world:
         world.connects, world.takes = [FAILED, FAILED, FAILED], [LOST]
         begun = trio.current_time()
@@ -144,7 +144,7 @@ async def test_attempts_go_on_with_pauses_and_the_swarm_is_asked_where_the_serve
 
 
 @pytest.mark.virtual_time
-async def test_an_attempt_that_does_not_get_on_is_given_up() -> None:
+async def test_stalled_attempt_is_given_up() -> None:
     async with a_world() as world:
         world.connects = [1000.0]
         world.lost.set()
@@ -156,7 +156,7 @@ async def test_an_attempt_that_does_not_get_on_is_given_up() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_a_server_that_has_lost_the_session_is_not_asked_again() -> None:
+async def test_server_without_the_session_is_not_asked_again() -> None:
     async with a_world() as world:
         world.takes = [REFUSED]
         world.lost.set()
@@ -168,7 +168,7 @@ async def test_a_server_that_has_lost_the_session_is_not_asked_again() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_a_server_is_looked_for_as_long_as_it_keeps_the_session() -> None:
+async def test_server_is_sought_while_it_keeps_the_session() -> None:
     async with a_world() as world:
         world.connects = [FAILED] * 1000
         begun = trio.current_time()
@@ -179,7 +179,7 @@ async def test_a_server_is_looked_for_as_long_as_it_keeps_the_session() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_who_needs_the_server_no_more_looks_no_longer() -> None:
+async def test_who_needs_server_no_more_looks_no_longer() -> None:
     async with a_world() as world:
         world.connects = [FAILED] * 1000
         world.lost.set()
@@ -217,7 +217,7 @@ async def test_a_direct_stream_stays() -> None:
 
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("failure", [LOST, REFUSED, DEADLINES.move + 1.0])
-async def test_where_moving_fails_the_old_stream_serves_and_nothing_is_left_of_the_new_one(failure: Any) -> None:
+async def test_failed_move_leaves_the_old_stream_serving(failure: Any) -> None:
     async with a_world() as world:
         relayed = world.stream
         world.takes = [failure]
@@ -230,7 +230,7 @@ async def test_where_moving_fails_the_old_stream_serves_and_nothing_is_left_of_t
 
 
 @pytest.mark.virtual_time
-async def test_a_connection_that_cannot_be_used_is_tried_again_after_a_while() -> None:
+async def test_unusable_connection_is_tried_again_later() -> None:
     async with a_world() as world:
         world.connects = [FAILED]
         world.way.set()
@@ -241,7 +241,7 @@ async def test_a_connection_that_cannot_be_used_is_tried_again_after_a_while() -
 
 
 @pytest.mark.virtual_time
-async def test_a_step_that_waits_for_the_session_is_not_waited_for() -> None:
+async def test_step_waiting_for_the_session_is_not_awaited() -> None:
     """It holds the lock, and finds the stream at its end."""
 
     async with a_world() as world:

@@ -60,12 +60,12 @@ def test_a_larger_one_is_never_quicker(one: int, other: int, ttl: float) -> None
 
 
 @given(st.integers(500, 1_000_000))
-def test_of_many_servers_all_that_is_asked_for_stays_within_a_kilobyte_a_second(known: int) -> None:
+def test_many_servers_answers_stay_within_a_kilobyte(known: int) -> None:
     pace = refresh_rate(known, TTL)
     assert pace.asked * pace.max_bytes / pace.round < 1000
 
 
-def test_it_has_no_jump_where_the_swarm_stops_being_small() -> None:
+def test_it_has_no_jump_where_swarms_grow() -> None:
     assert refresh_rate(PACE.quick + 1, TTL).lifetime < 1.1 * TTL
     assert refresh_rate(PACE.quick + 1, TTL).asked == 5
 
@@ -137,9 +137,7 @@ def draining(own: Announcement) -> Announcement:
 
 
 @pytest.mark.parametrize(("others", "of_load"), [(20, 20), (1000, 0)])
-async def test_load_is_sent_out_in_small_swarms_only_and_moves_and_drains_at_once_in_all(
-    others: int, of_load: int
-) -> None:
+async def test_load_spreads_in_small_swarms_moves_in_all(others: int, of_load: int) -> None:
     directory = a_directory(identity_of(1), nothing)
     directory.merge(swarm_of(others))
     rounds, record = await told(directory, [busier, moving, draining])
@@ -152,7 +150,7 @@ async def test_load_is_sent_out_in_small_swarms_only_and_moves_and_drains_at_onc
     assert (lifetime > 600) == (others == 1000)
 
 
-async def test_kademlia_holds_what_a_server_has_changed_soon_and_the_rest_for_long() -> None:
+async def test_kademlia_holds_changes_soon_and_others_long() -> None:
     directory, put = a_directory(identity_of(1), nothing), []
     directory.merge(swarm_of(1000))
 
@@ -194,7 +192,7 @@ def between(here: Identity, there: Directory, nursery: trio.Nursery) -> Any:
     return open_stream
 
 
-async def test_who_measures_the_way_to_a_server_learns_what_it_announces_now() -> None:
+async def test_who_measures_the_way_learns_the_announcement() -> None:
     """Its announcement was made ten minutes ago, as in a large swarm."""
     here, server = identity_of(1), identity_of(2)
     async with trio.open_nursery() as nursery:
@@ -212,7 +210,7 @@ async def test_who_measures_the_way_to_a_server_learns_what_it_announces_now() -
         nursery.cancel_scope.cancel()
 
 
-async def test_a_server_takes_a_sample_of_a_large_swarm_and_what_the_other_one_announces_is_in_it() -> None:
+async def test_large_swarms_sample_includes_the_others_word() -> None:
     here, server = identity_of(1), identity_of(2)
     async with trio.open_nursery() as nursery:
         there = a_directory(server, nothing)
@@ -233,7 +231,7 @@ async def test_a_server_takes_a_sample_of_a_large_swarm_and_what_the_other_one_a
         nursery.cancel_scope.cancel()
 
 
-def test_who_asks_for_its_own_model_asks_servers_of_that_model() -> None:
+def test_who_asks_for_a_model_asks_its_servers() -> None:
     """Of a hundred models, others know a hundredth of it."""
     directory = a_directory(identity_of(1), nothing, listens=True)
     own = [held(number) for number in range(10)]
@@ -247,7 +245,7 @@ def test_who_asks_for_its_own_model_asks_servers_of_that_model() -> None:
         assert directory._asked_now(1, MODEL)[0] in peers
 
 
-def test_what_share_of_its_model_a_server_knows_is_seen_from_what_others_tell() -> None:
+def test_known_share_is_seen_from_others_words() -> None:
     directory = a_directory(identity_of(1), nothing)
     directory.own = held(1)
     records = swarm_of(400)
@@ -274,7 +272,7 @@ def test_in_a_large_swarm_few_strangers_are_pinged() -> None:
     assert pinged_at_once(2 * PACE.quick) == OBSERVED.at_once / 2 and pinged_at_once(10_000) < 1
 
 
-def test_of_many_that_may_follow_the_nearest_and_some_others_are_measured() -> None:
+def test_nearest_followers_and_some_others_are_measured() -> None:
     rtts = {f"peer {number}": number / 1000 for number in range(ROUND_TRIPS.most)}
     few = list(rtts)[:5]
     assert sorted(to_measure(few, dict(rtts))) == sorted(few)
@@ -304,9 +302,7 @@ class Pinged:
 
 
 @pytest.mark.parametrize(("age", "waits"), [(600.0, False), (0.0, True)])
-async def test_servers_that_have_announced_themselves_long_ago_and_are_gone_cost_a_moment(
-    age: float, waits: bool
-) -> None:
+async def test_long_gone_servers_cost_a_moment(age: float, waits: bool) -> None:
     records = [held(number, age, span=Span(0, BLOCKS)) for number in range(20)]
     there = {record.content.peer_id for record in records[::2]}
     async with trio.open_nursery() as nursery:
@@ -323,7 +319,7 @@ async def test_servers_that_have_announced_themselves_long_ago_and_are_gone_cost
 
 
 @pytest.mark.parametrize(("comes_at", "known_at"), [(0.0, 0.0), (5.0, 20.0), (300.0, 380.0)])
-async def test_a_server_that_follows_is_measured_soon_after_the_start(comes_at: float, known_at: float) -> None:
+async def test_server_that_follows_is_measured_soon_after_start(comes_at: float, known_at: float) -> None:
     own: Any = SimpleNamespace(model_version=b"v" * 32, span=Span(0, 3))
     other = SimpleNamespace(peer_id="other", span=Span(3, 6))
     rtts: dict[str, float] = {}

@@ -20,7 +20,7 @@ LIMITS = RelayLimits(
 
 
 @pytest.mark.parametrize(("field", "limit"), [("reservations", 4), ("reservations_of_address", 2)])
-def test_reservations_end_where_the_limits_say_but_for_those_who_have_one(field, limit):
+def test_reservations_end_by_limits_but_for_holders(field, limit):
     def load(count):
         return dataclasses.replace(RelayLoad(), **{field: count})
 

@@ -30,7 +30,7 @@ def plan(names: str, states: dict[str, RelayRecord], wanted: int = 2) -> RelayPl
     return plan_relays(relays(*names), states, wanted=wanted, now=NOW)
 
 
-def test_two_are_tried_side_by_side_those_to_join_by_first() -> None:
+def test_named_two_are_tried_side_by_side_first() -> None:
     assert plan("abcd", {}).start == ("a", "b")
 
 
@@ -38,18 +38,18 @@ def test_who_holds_enough_does_nothing() -> None:
     assert plan("abcd", {"a": HELD, "c": HELD}) == RelayPlan()
 
 
-def test_a_lost_relay_is_tried_again_before_another_takes_its_place() -> None:
+def test_lost_relay_is_retried_before_another() -> None:
     due = plan("abcd", {"a": lost(0.3), "b": HELD})
     assert due.start == ("a",)
     waiting = plan("abcd", {"a": lost(0.3, retry_in=0.2), "b": HELD})
     assert waiting.start == () and waiting.wake == NOW + 0.2
 
 
-def test_another_relay_takes_the_place_of_one_that_stays_away() -> None:
+def test_another_relay_replaces_one_that_stays_away() -> None:
     assert plan("abcd", {"a": lost(RELAYS.grace_period, retry_in=0.5), "b": HELD}).start == ("c",)
 
 
-def test_that_one_is_being_tried_is_no_reason_to_wait_for_it() -> None:
+def test_relay_being_tried_is_no_reason_to_wait() -> None:
     trying = RelayRecord(ReservationState.RESERVING, 1, True, NOW - 0.5)
     waiting = plan("abcd", {"a": trying, "b": HELD})
     assert waiting.start == () and waiting.wake == NOW - 0.5 + RELAYS.grace_period
@@ -63,11 +63,11 @@ def test_who_has_no_place_left_waits_for_nobody() -> None:
     assert plan("abcd", {"a": lost(0.1, retry_in=0.2), "b": lost(0.1, retry_in=0.2)}).start == ("c", "d")
 
 
-def test_a_relay_that_held_a_place_is_tried_even_when_there_are_enough() -> None:
+def test_relay_with_a_place_is_always_tried() -> None:
     assert plan("abcd", {"a": lost(60), "b": HELD, "c": HELD}).start == ("a",)
 
 
-def test_one_place_too_many_is_kept_and_two_are_not() -> None:
+def test_one_place_too_many_stays_and_two_not() -> None:
     assert plan("abcd", {"a": HELD, "b": HELD, "c": HELD}).stop == ()
     assert plan("abcd", {"d": HELD, "c": HELD, "a": HELD, "b": HELD}).stop == ("c",)
 
@@ -78,7 +78,7 @@ def test_who_refused_is_left_alone_for_a_while() -> None:
     assert made.start == () and made.wake == NOW + 30
 
 
-def test_pauses_grow_and_are_short_for_who_held_a_place() -> None:
+def test_pauses_grow_and_are_short_for_holders() -> None:
     quick = [retry_pause(ReservationState.LOST, n, True) for n in range(1, 6)]
     assert quick == [0.25, 0.5, 1.0, 1.0, 1.0]
     slow = [retry_pause(ReservationState.LOST, n, False) for n in range(1, 9)]

@@ -106,14 +106,14 @@ def test_a_damaged_file_is_an_empty_one(text: str, tmp_path: Path) -> None:
     assert len(memory.load()) == 1
 
 
-def test_a_place_that_cannot_be_written_to_is_no_failure(tmp_path: Path) -> None:
+def test_unwritable_place_is_no_failure(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     memory = PeerStore(tmp_path / "file" / "public.json")
     memory.update({A: [HERE]}, (), NOW)
     assert memory.load() == ()
 
 
-def test_it_is_remembered_by_which_named_peers_somebody_was_met() -> None:
+def test_named_peers_through_which_others_came_are_remembered() -> None:
     known = updated((), {A: [HERE]}, (), NOW, ["x"])
     assert known == (PeerRecord(A, (HERE,), NOW, named=("x",)),)
     known = updated(known, {A: [HERE]}, (), NOW + 1, ["y", "x"])

@@ -17,7 +17,7 @@ from petalnode.node.api.http.admission import Admission, AdmissionMiddleware
 
 
 @pytest.mark.parametrize(("path", "header"), [("/v1/messages", "request-id"), ("/v1/completions", "x-request-id")])
-async def test_each_request_has_an_id_that_its_tasks_know_and_no_other(path: str, header: str) -> None:
+async def test_request_has_an_id_only_its_tasks_know(path: str, header: str) -> None:
     seen: list[str] = []
     both = trio.Event()
 

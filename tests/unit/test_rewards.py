@@ -40,7 +40,7 @@ def equivocation(accuser: Identity, answer: bytes = b"2", turned: bool = False) 
     return equivocation_bundle(accuser, SERVER.peer_id, *(reversed(both) if turned else both))
 
 
-def test_a_point_is_a_verified_token_through_a_block(ledger: Ledger) -> None:
+def test_point_is_verified_token_through_block(ledger: Ledger) -> None:
     claimed = tuple(torch.zeros(2, tokens, 8) for tokens in (7, 1, 1))
     work = Observed(SERVER.peer_id, Span(2, 5), "float32", "none", SessionQuestion(Span(2, 5), ()), claimed)
     assert points_for(work) == 3 * 2 * 9
@@ -55,7 +55,7 @@ def deposit(ledger: Ledger, sequence: int) -> None:
     ledger.deposit(DepositOrder(ISSUER.peer_id, SERVER.peer_id, 40, NOW + 1000, sequence).signed(SERVER))
 
 
-async def test_a_fault_costs_the_deposit_once_whoever_brings_it(ledger: Ledger) -> None:
+async def test_fault_costs_deposit_once_whoever_brings_it(ledger: Ledger) -> None:
     ledger.issue(SERVER.peer_id, 100)
     deposit(ledger, 1)
     rewards = Rewards(ledger)

@@ -41,12 +41,12 @@ def test_frequencies_are_those_of_transformers(parameters: dict[str, Any], dim: 
     assert abs(found[1] - theirs.attention_scaling) < 1e-12
 
 
-def test_kinds_that_are_not_defined_to_the_bit_have_none() -> None:
+def test_kinds_undefined_to_the_bit_have_none() -> None:
     parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     assert exact_frequencies(LlamaConfig(rope_parameters=parameters), None) is None
 
 
-def test_powers_and_logarithms_are_right_to_the_last_bits() -> None:
+def test_powers_and_logarithms_are_right_to_last_bits() -> None:
     for number in (1e-30, 0.3, 0.99999, 1.0, 1.00001, 2.0, 10.0, 5e5, 1e300):
         assert abs(logarithm(number) - math.log(number)) <= 1e-15 * max(1.0, abs(math.log(number)))
     for number in (-600.0, -3.3, -1e-9, 0.0, 0.34, 1.0, 13.7, 700.0):

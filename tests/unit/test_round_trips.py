@@ -75,7 +75,7 @@ async def world(**options: Any) -> AsyncIterator[World]:
         nursery.cancel_scope.cancel()
 
 
-async def test_a_round_trip_is_measured_once_a_minute_and_the_old_one_used_meanwhile() -> None:
+async def test_round_trip_is_measured_once_a_minute() -> None:
     async with world() as here:
         server = here.server(0.2)
         assert here.trips.of(server.peer_id) is None
@@ -89,7 +89,7 @@ async def test_a_round_trip_is_measured_once_a_minute_and_the_old_one_used_meanw
         assert here.asked[server.peer_id] == 2 and not here.trips.is_under_way(server.peer_id)
 
 
-async def test_who_falls_silent_has_no_round_trip_any_more() -> None:
+async def test_silent_peer_has_no_round_trip() -> None:
     async with world() as here:
         server = here.server()
         await here.measure(server)
@@ -100,7 +100,7 @@ async def test_who_falls_silent_has_no_round_trip_any_more() -> None:
         assert here.trips.of(server.peer_id) is None
 
 
-async def test_a_route_waits_little_for_servers_that_it_could_do_without() -> None:
+async def test_route_waits_little_for_spare_servers() -> None:
     async with world() as here:
         near, far, silent = here.server(0.05), here.server(0.3), here.server(None)
         await here.measure(near, far)
@@ -112,7 +112,7 @@ async def test_a_route_waits_little_for_servers_that_it_could_do_without() -> No
         assert 0.0 < await here.measure(near, far, silent) <= rtt_patience(0.3)
 
 
-async def test_where_blocks_lack_a_server_it_waits_longer_and_asks_the_silent_again() -> None:
+async def test_uncovered_blocks_wait_longer_and_ask_again() -> None:
     async with world() as here:
         half, silent = here.server(0.1, Span(0, 2)), here.server(None, Span(2, 4))
         await here.measure(half)
@@ -126,7 +126,7 @@ async def test_where_blocks_lack_a_server_it_waits_longer_and_asks_the_silent_ag
         assert await here.measure(half, silent) == 0.0
 
 
-async def test_a_wait_that_others_began_is_not_begun_anew() -> None:
+async def test_wait_that_others_began_is_not_begun_anew() -> None:
     async with world() as here:
         near, silent = here.server(0.05, Span(0, 2)), here.server(None, Span(2, 4))
         await here.measure(near)
@@ -143,7 +143,7 @@ async def test_with_a_choice_measured_servers_never_suffice() -> None:
         assert await here.measure(near, third, patient=True, choosy=True) == pytest.approx(0.4)
 
 
-async def test_servers_that_may_be_gone_are_waited_for_until_others_suffice() -> None:
+async def test_perhaps_gone_servers_are_awaited_until_others_suffice() -> None:
     async with world() as here:
         old = DEFAULT_TTL + 60
         gone = [here.server(None, age=old) for _ in range(3)]
@@ -171,7 +171,7 @@ async def test_trusted_servers_are_always_measured() -> None:
         nursery.cancel_scope.cancel()
 
 
-async def test_few_of_those_that_one_may_have_made_up_are_dialed() -> None:
+async def test_few_possibly_made_up_servers_are_dialed() -> None:
     async with world() as here:
         many = [here.server(None) for _ in range(3 * MEASURES)]
         with trio.move_on_after(0.5):
@@ -186,7 +186,7 @@ async def test_few_of_those_that_one_may_have_made_up_are_dialed() -> None:
         assert NEW[1] - 1 <= here.asked.total() - 1 <= NEW[1] + 2
 
 
-async def test_who_does_not_answer_is_named_with_the_reason() -> None:
+async def test_who_does_not_answer_is_named_with_reason() -> None:
     async with world() as here:
         near, silent = here.server(0.2), here.server(None)
         found = await measure_rtts(here.asker, [near.peer_id, silent.peer_id], timeout=5.0)

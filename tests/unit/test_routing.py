@@ -43,7 +43,7 @@ from tests.unit.plain_chains import (
 
 @settings(max_examples=120, deadline=None)
 @given(swarms(), spans, asks)
-def test_no_chain_is_cheaper_and_what_is_missing_is_named(
+def test_no_chain_is_cheaper_and_gaps_are_named(
     candidates: list[RouteCandidate], pair: tuple[int, int], ask: Demand
 ) -> None:
     wanted = Span(*pair)
@@ -102,7 +102,7 @@ def least_of_all_pairs(candidates: Sequence[RouteCandidate], wanted: Span, ask: 
 
 
 @pytest.mark.parametrize(("servers", "blocks", "measured", "swarms_tried"), [(8, 8, 4, 200), (100, 30, 40, 2)])
-def test_swarms_whose_servers_are_nearer_to_each_other_than_to_the_client(
+def test_swarms_nearer_to_each_other_than_the_client(
     servers: int, blocks: int, measured: int, swarms_tried: int
 ) -> None:
     """Here pairs decide, and most of them are passed over, which swarms of four hardly show."""
@@ -148,11 +148,11 @@ def test_equal_views_give_equal_routes(candidates: list[RouteCandidate], ask: De
     assert second_best(chain, 0, whole, ask) == second_best(chain, 0, shuffled, ask)
 
 
-def test_of_equal_servers_the_smallest_peer_id_is_taken() -> None:
+def test_of_equal_servers_smallest_peer_id_is_taken() -> None:
     assert cheapest_chain([server(name, 0, 6, rtt=0.5) for name in "bca"], ALL) == (Hop("a", ALL),)
 
 
-def test_one_server_with_all_blocks_beats_two_round_trips() -> None:
+def test_whole_server_beats_two_round_trips() -> None:
     candidates = [server("a", 0, 3, rtt=1), server("b", 3, 6, rtt=1), server("c", 0, 6, rtt=1, step=2)]
     assert cheapest_chain(candidates, ALL) == (Hop("c", ALL),)
 
@@ -162,12 +162,12 @@ def test_a_part_of_a_span_costs_its_share() -> None:
     assert cheapest_chain(candidates, ALL) == (Hop("slow", Span(0, 2)), Hop("fast", Span(2, 6)))
 
 
-def test_a_chain_may_come_back_to_a_server_it_left() -> None:
+def test_chain_may_come_back_to_server_it_left() -> None:
     candidates = [server("slow", 0, 6, step=60.0), server("fast", 2, 4, step=0.1)]
     assert [hop.peer_id for hop in cheapest_chain(candidates, ALL)] == ["slow", "fast", "slow"]
 
 
-def test_pushing_prefers_servers_near_each_other_and_the_way_back_counts() -> None:
+def test_pushing_prefers_near_servers_and_counts_returns() -> None:
     start = replace(server("start", 0, 3, rtt=0.2), rtts={"neighbour": 0.01})
     neighbour, close = server("neighbour", 3, 6, rtt=0.22), server("close", 3, 6, rtt=0.2)
     candidates = [start, neighbour, close]
@@ -186,20 +186,20 @@ def test_a_way_that_is_hardly_shorter_counts_too() -> None:
     assert [hop.peer_id for hop in cheapest_chain(candidates, ALL, Demand(pushed=True))] == ["a", "b"]
 
 
-def test_a_slower_way_between_two_servers_is_not_taken() -> None:
+def test_slower_way_between_two_servers_is_not_taken() -> None:
     candidates = [replace(server("a", 0, 3, rtt=0.1), rtts={"b": 9.0}), server("b", 3, 6, rtt=0.1)]
     candidates += [server("c", 3, 6, rtt=0.2)]
     assert [hop.peer_id for hop in cheapest_chain(candidates, ALL, Demand(pushed=True))] == ["a", "b"]
 
 
-def test_a_long_prompt_and_a_single_token_take_different_servers() -> None:
+def test_long_prompt_and_single_token_take_different_servers() -> None:
     near = replace(server("near", 0, 6, rtt=0.01, step=0.02), forward_tokens_per_second=100.0)
     strong = replace(server("strong", 0, 6, rtt=0.2, step=0.02), forward_tokens_per_second=10_000.0)
     assert cheapest_chain([near, strong], ALL) == (Hop("near", ALL),)
     assert cheapest_chain([near, strong], ALL, Demand(tokens=512)) == (Hop("strong", ALL),)
 
 
-def test_a_thin_line_counts_with_the_size_of_request_and_reply() -> None:
+def test_thin_line_counts_with_both_sizes() -> None:
     thin, wide = replace(server("thin", 0, 6, rtt=0.01), seconds_per_byte=1e-5), server("wide", 0, 6, rtt=0.07)
     thin, wide = (replace(server, forward_tokens_per_second=1e6) for server in (thin, wide))
     assert cheapest_chain([thin, wide], ALL, Demand(token_bytes=1024)) == (Hop("thin", ALL),)
@@ -212,7 +212,7 @@ def test_a_busy_server_is_slower() -> None:
     assert cheapest_chain([replace(busy, queue_depth=4), idle], ALL) == (Hop("busy", ALL),)
 
 
-def test_a_server_that_failed_is_asked_only_if_nobody_else_is_left() -> None:
+def test_failed_server_is_asked_last() -> None:
     failed, slow = replace(server("failed", 0, 6), penalty_seconds=60.0), server("slow", 0, 6, step=50.0)
     assert cheapest_chain([failed, slow], ALL) == (Hop("slow", ALL),)
     assert cheapest_chain([failed], ALL) == (Hop("failed", ALL),)
@@ -225,13 +225,13 @@ def test_a_full_server_is_the_last_resort() -> None:
     assert cheapest_chain([full], ALL, Demand(cache_tokens=100)) == (Hop("full", ALL),)
 
 
-def test_nothing_that_is_announced_is_worse_than_a_full_server() -> None:
+def test_no_announcement_is_worse_than_full() -> None:
     awful = RouteCandidate("awful", ALL, math.inf, math.inf, 0, 1e-300, 10**9, math.inf, {}, math.inf)
     full = server("full", 0, 6, free=-1)
     assert cheapest_chain([awful, full], ALL, Demand(tokens=10**6, token_bytes=10**6)) == (Hop("awful", ALL),)
 
 
-def test_a_server_is_never_asked_for_a_longer_session_than_it_takes() -> None:
+def test_server_is_asked_for_no_longer_session() -> None:
     short, far = replace(server("short", 0, 6), max_session_length=1024), server("far", 0, 6, rtt=30.0)
     assert cheapest_chain([short, far], ALL, Demand(max_length=1024)) == (Hop("short", ALL),)
     assert cheapest_chain([short, far], ALL, Demand(max_length=1025)) == (Hop("far", ALL),)
@@ -243,7 +243,7 @@ def test_a_server_is_never_asked_for_a_longer_session_than_it_takes() -> None:
     assert second_best(chain, 0, [short, start], Demand(max_length=1025)) is None
 
 
-def test_standby_may_be_several_servers_and_never_the_one_it_stands_by_for() -> None:
+def test_standby_may_be_several_but_never_itself() -> None:
     candidates = [server("best", 0, 6, step=0.1), server("a", 0, 3), server("b", 3, 6), server("c", 1, 6, step=9.0)]
     chain = cheapest_chain(candidates, ALL)
     assert chain == (Hop("best", ALL),)
@@ -251,7 +251,7 @@ def test_standby_may_be_several_servers_and_never_the_one_it_stands_by_for() -> 
     assert second_best(chain, 0, candidates[:2]) is None
 
 
-def test_standby_of_a_pushed_chain_is_near_its_neighbours() -> None:
+def test_standby_of_pushed_chain_is_near_its_neighbours() -> None:
     chain = (Hop("first", Span(0, 2)), Hop("middle", Span(2, 3)), Hop("last", Span(3, 6)))
     candidates = [
         replace(server("first", 0, 3, rtt=0.3, step=3.0), rtts={"after-first": 0.01, "first": 0.0}),
@@ -344,7 +344,7 @@ def test_missing_blocks_of_overlapping_spans() -> None:
     assert missing_blocks([Span(1, 3), Span(2, 4)], ALL) == (0, 4, 5)
 
 
-def test_servers_that_have_kept_a_prompt_are_asked_again_where_that_saves_more_than_others_are_quicker() -> None:
+def test_prompts_keepers_are_asked_where_that_saves() -> None:
     slow, quick = server("slow", 0, 4, step=0.06), server("quick", 0, 4, step=0.05)
     again, best = (Hop("slow", Span(0, 4)),), (Hop("quick", Span(0, 4)),)
     # 100 tokens take the quick one 5 s to compute; 10 ms a step are lost in 500 steps.
@@ -356,7 +356,7 @@ def test_servers_that_have_kept_a_prompt_are_asked_again_where_that_saves_more_t
     assert pays_again(best, best, [quick], held=0, steps=1000)
 
 
-def test_servers_that_have_kept_a_prompt_are_not_asked_again_if_they_cannot_serve() -> None:
+def test_prompts_keepers_that_cannot_serve_are_not() -> None:
     quick, again, best = server("quick", 0, 4), (Hop("slow", Span(0, 4)),), (Hop("quick", Span(0, 4)),)
     slow = server("slow", 0, 4, free=100)
     for other in (

@@ -49,7 +49,7 @@ def test_the_number_of_groups(rows: int, step_seconds: list[float], trip_seconds
     assert groups(rows, step_seconds, trip_seconds) == expected
 
 
-def test_no_more_groups_than_rows_or_twice_the_servers() -> None:
+def test_no_more_groups_than_rows_or_twice_servers() -> None:
     for rows in range(1, 40):
         for servers in range(1, 6):
             count = groups(rows, [0.05] * servers, 0.0)
@@ -78,7 +78,7 @@ def test_rows_that_depend_on_each_other_stay_together() -> None:
     assert not by_row(output_scores=True) and not by_row(output_logits=True)
 
 
-def test_a_part_of_the_rows_loses_the_padding_that_all_of_it_has() -> None:
+def test_part_of_the_rows_loses_common_padding() -> None:
     mask = torch.tensor([[0, 0, 0, 1], [0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0]])
     ids, places = torch.arange(16).view(4, 4), (mask.cumsum(-1) - 1).clamp(min=0)
     penalty = logits_process.RepetitionPenaltyLogitsProcessor(1.2, torch.tensor([1, 2, 3, 4]))
@@ -94,7 +94,7 @@ def test_a_part_of_the_rows_loses_the_padding_that_all_of_it_has() -> None:
         assert part.processors[0].prompt_ignore_length.tolist() == list(range(1, 5))[rows]
 
 
-def test_rows_take_drafts_only_each_in_a_session_of_its_own() -> None:
+def test_drafting_rows_have_sessions_of_their_own() -> None:
     batches, route = Batches(), (("a", 0, 2),)
     assert batches.cut(4, route, [0.02] * 3, 0.2, True) == (4, True)
     assert batches.cut(4, route, [0.02] * 3, 0.2, False) == (groups(4, [0.02] * 3, 0.2), False)
@@ -122,7 +122,7 @@ def test_whether_rows_take_drafts(
     assert draft_apart(rows, step_seconds, trip_seconds, gain) == expected
 
 
-def test_what_drafts_would_have_brought_is_counted_in_the_text() -> None:
+def test_hypothetical_drafts_are_counted_in_the_text() -> None:
     said = list(range(40))
     assert lookup_gain([([*said, *said[:2]], said[2:32])]) == 30 / 2  # steps of 16 tokens
     assert lookup_gain([(said, list(range(100, 140)))]) == 1.0
@@ -130,7 +130,7 @@ def test_what_drafts_would_have_brought_is_counted_in_the_text() -> None:
     assert lookup_gain([]) == lookup_gain([(said, [])]) == 1.0
 
 
-def test_what_batches_took_counts_more_than_what_is_expected() -> None:
+def test_measured_batches_count_more_than_expected_ones() -> None:
     def apart(gain: float, **rounds: float) -> bool:
         known = {(4, {"together": 1, "drafted": DRAFTED}[name]): seconds for name, seconds in rounds.items()}
         return draft_apart(4, [0.02] * 3, 0.2, gain, Measured(rounds=known))
@@ -141,7 +141,7 @@ def test_what_batches_took_counts_more_than_what_is_expected() -> None:
     assert not apart(2.6, together=0.3, drafted=0.6)
 
 
-def test_the_time_of_drafted_rows_is_kept_for_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_of_drafted_rows_is_kept_for_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(row_groups.time, "monotonic", lambda: now)
     paces = Paces()

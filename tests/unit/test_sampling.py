@@ -45,7 +45,7 @@ def test_top_p_takes_from_the_likeliest_only(seed: int, top_p: float) -> None:
 
 @pytest.mark.parametrize("spread", [4.0, 1.0, 0.01], ids=["peaked", "usual", "flat"])
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
-def test_top_p_of_a_large_vocabulary_is_that_of_transformers(spread: float, top_p: float) -> None:
+def test_large_vocabularys_top_p_is_transformers(spread: float, top_p: float) -> None:
     """In double precision, in which it makes no difference from which end the shares are added up."""
     scores = spread * torch.randn(1, 5000, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
     scores[0, ::3] = float("-inf")  # as a grammar or top-k leaves them
@@ -54,7 +54,7 @@ def test_top_p_of_a_large_vocabulary_is_that_of_transformers(spread: float, top_
     assert torch.isfinite(given).any()
 
 
-def test_a_low_temperature_is_almost_greedy_and_a_high_one_is_not() -> None:
+def test_low_temperature_is_almost_greedy() -> None:
     cold, hot = (Sampler(Sampling(temperature=t, seed=0)) for t in (0.01, 50.0))
     peaked = torch.zeros(VOCABULARY)
     peaked[7] = 1.0
@@ -91,7 +91,7 @@ def test_random_numbers_are_those_of_torch(size: int) -> None:
         assert sampler.next([1], row) == expected
 
 
-def test_a_token_that_is_not_accepted_is_chosen_again_by_the_same_random_numbers() -> None:
+def test_unaccepted_token_is_chosen_by_equal_random_numbers() -> None:
     plain, early = Sampler(SAMPLED), Sampler(SAMPLED)
     tokens = [1, 2]
     for number in range(20):
@@ -138,7 +138,7 @@ class EvenPlaces:
 
 @pytest.mark.parametrize("quick", [True, False])
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
-def test_a_token_without_alternative_needs_no_logits_and_changes_no_other(sampling: Sampling, quick: bool) -> None:
+def test_token_without_alternative_needs_no_logits(sampling: Sampling, quick: bool) -> None:
     beside: list[object] = []
     usual, constraint = Sampler(sampling, EvenPlaces(quick)), EvenPlaces(quick)
     assert isinstance(constraint, PreparedConstraint)

@@ -123,7 +123,7 @@ def test_the_optimum_of_the_reports_testbeds(name: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_without_time_to_prove_it_is_a_schedule_all_the_same(seed: int) -> None:
+def test_unproven_schedule_is_one_all_the_same(seed: int) -> None:
     problem = on_a_map(seed, 14)
     hurried = fastest_cycle(problem, seconds=0.0)
     check_shape(problem, hurried.machines, hurried.blocks)

@@ -23,7 +23,7 @@ def test_what_the_named_peers_serve_comes_first() -> None:
     assert served_by({"a", "c"}, MODELS, SERVERS) == MODELS
 
 
-def test_where_none_is_named_or_it_serves_nothing_all_models_are_left() -> None:
+def test_unnamed_or_unserving_plan_leaves_all_models() -> None:
     assert served_by(set(), MODELS, SERVERS) == MODELS
     assert served_by({"bootstrap"}, MODELS, SERVERS) == MODELS
     assert served_by({"a"}, {THEIRS: MODELS[THEIRS]}, SERVERS) == {THEIRS: ("theirs", 8)}

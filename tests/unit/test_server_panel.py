@@ -59,7 +59,7 @@ def test_it_says_what_the_server_does(width: int) -> None:
     assert "loading" in drawn(replace(state, serving=None), width)
 
 
-def test_what_is_told_per_second_is_of_the_last_ten_seconds() -> None:
+def test_figures_per_second_are_the_last_tens() -> None:
     found = ComputedRates()
     for second in range(100):
         found.note(float(second), Counts(decoded=min(second, 50) * 3))
@@ -92,7 +92,7 @@ class Gone(io.StringIO):
         return super().write(text)
 
 
-async def test_it_is_drawn_every_second_while_it_is_shown_and_lines_stay_above() -> None:
+async def test_it_is_drawn_every_second_below_lines() -> None:
     tallies, terminal = ServerTallies(), Gone()
     tallies.serving = lambda: NOW
     swarm: Any = SimpleNamespace(

@@ -62,7 +62,7 @@ async def for_ever(search: ServerSearch) -> None:
         await search.found_nobody(NOBODY)
 
 
-async def test_the_swarm_is_asked_anew_before_anybody_gives_up() -> None:
+async def test_swarm_is_asked_anew_before_anybody_gives_up() -> None:
     search, client = searching({}, 10.0)
     await search.found_nobody(NOBODY)
     assert client.refreshed == 1 and trio.current_time() == pytest.approx(0, abs=0.01)
@@ -71,7 +71,7 @@ async def test_the_swarm_is_asked_anew_before_anybody_gives_up() -> None:
     assert caught.value.missing == (3,)
 
 
-async def test_others_are_looked_for_if_a_server_was_lost_and_the_error_says_who() -> None:
+async def test_others_are_looked_for_after_a_loss() -> None:
     search, client = searching({"a": GONE}, 10.0)
     search.refuse(FULL)
     assert client.suspected == ["b"] and set(search.refused) == {"a", "b"}
@@ -82,7 +82,7 @@ async def test_others_are_looked_for_if_a_server_was_lost_and_the_error_says_who
     assert set(search.refused) == {"a"}  # the other one was asked again
 
 
-async def test_the_error_says_whether_asking_for_less_would_help() -> None:
+async def test_error_says_whether_asking_for_less_would_help() -> None:
     for refused, gone in (({"a": GONE}, True), ({"a": GONE, "b": FULL}, False), ({}, False)):
         search, _ = searching(dict(refused), 2.0)
         with pytest.raises(NoChainError) as caught:
@@ -97,7 +97,7 @@ async def test_who_waits_does_so_for_ever() -> None:
     assert client.refreshed == 500 and not search.refused
 
 
-def test_who_will_never_take_this_client_is_not_asked_for_long_and_who_is_full_is_soon() -> None:
+def test_refusing_server_is_not_asked_long() -> None:
     client: Any = Client()
     for error in (GONE, FULL, ServerRefused("server c refused: who are you?", "c", wire.ERROR_NOT_ALLOWED)):
         note_failure(client, error)

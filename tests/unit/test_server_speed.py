@@ -39,7 +39,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_was_measured_is_kept_for_the_same_machine_model_and_form_only() -> None:
+def test_measurement_is_kept_for_its_machine_and_form() -> None:
     assert recall_speed(KEY) is None
     keep_speed(KEY, SPEED)
     assert recall_speed(KEY) == SPEED
@@ -90,7 +90,7 @@ def test_what_killed_processes_left_is_removed(cache: Path) -> None:
     assert not left.exists() and being_written.exists()
 
 
-def test_large_blocks_are_measured_by_a_few_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_blocks_are_measured_by_few_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server of 8B took a minute of the processor for it, and as long to see that the kernels are quicker."""
     blocks = load_span(save_tiny("llama", tmp_path / "model"), Span(1, 4), dtype="float32", device="cpu")
     assert sample_of(blocks) == Span(1, 4)
@@ -109,7 +109,7 @@ def test_large_blocks_are_measured_by_a_few_of_them(tmp_path: Path, monkeypatch:
     assert asked == [Span(1, 2)]
 
 
-def test_live_steps_correct_what_is_announced_but_not_for_a_trifle() -> None:
+def test_live_steps_correct_announcements_but_for_trifles() -> None:
     live = LiveSpeed(0.010, 0.001)
     for _ in range(64):
         live.note_decode(1, 1.0, 0.011)
@@ -129,14 +129,14 @@ def test_live_prefills_correct_what_is_announced_of_them() -> None:
     assert (live.step_seconds, live.token_seconds) == (0.010, pytest.approx(0.002))
 
 
-def test_what_was_measured_anew_counts_if_it_is_notably_another() -> None:
+def test_new_measurement_counts_if_notably_other() -> None:
     live = LiveSpeed(0.010, 0.001)
     assert not live.measured(0.0105, 0.00105)
     assert live.measured(0.0105, 0.002) and (live.step_seconds, live.token_seconds) == (0.010, 0.002)
     assert live.measured(0.002, 0.002) and live.step_seconds == 0.002
 
 
-def test_steps_of_long_ago_do_not_undo_what_was_measured_anew() -> None:
+def test_old_steps_do_not_undo_new_measurements() -> None:
     live = LiveSpeed(0.010, 0.001)
     for _ in range(64):
         live.note_decode(1, 1.0, 0.020)
@@ -145,7 +145,7 @@ def test_steps_of_long_ago_do_not_undo_what_was_measured_anew() -> None:
     assert not live.correct() and live.step_seconds == 0.010
 
 
-def test_a_few_steps_or_a_few_slow_ones_correct_nothing() -> None:
+def test_few_steps_or_few_slow_ones_correct_nothing() -> None:
     live = LiveSpeed(0.010, 0.001)
     for _ in range(15):
         live.note_decode(1, 1.0, 0.5)
@@ -155,7 +155,7 @@ def test_a_few_steps_or_a_few_slow_ones_correct_nothing() -> None:
     assert not live.correct()
 
 
-def test_steps_of_many_rows_and_of_a_part_of_the_span_count_for_what_they_are() -> None:
+def test_steps_count_by_their_rows_and_span() -> None:
     live = LiveSpeed(0.010, 0.001)
     for _ in range(32):
         live.note_decode(6, 1.0, 0.010 * (1 + 5 * COST.load_per_waiting))
@@ -208,18 +208,18 @@ def announced_after(seconds: float, *, earlier: BlockSpeed | None, steps: int = 
     return BlockSpeed(live.step_seconds / 2, live.token_seconds / 2, 1e-8), machine.measured
 
 
-def test_a_speed_of_an_earlier_run_is_announced_at_once_and_measured_anew_soon() -> None:
+def test_earlier_speed_is_announced_and_remeasured() -> None:
     assert announced_after(1, earlier=SLOW) == (SLOW, [])
     found, measured = announced_after(10, earlier=SLOW)
     assert found == SPEED and len(measured) == 1
     assert recall_speed(KEY) == SPEED
 
 
-def test_a_speed_that_was_measured_just_now_is_not_measured_again_at_once() -> None:
+def test_fresh_speed_is_not_measured_again() -> None:
     found, measured = announced_after(10, earlier=None)
     assert found == SPEED and len(measured) == 1
 
 
-def test_steps_correct_a_speed_of_an_earlier_run_within_seconds() -> None:
+def test_steps_correct_speed_of_earlier_run_within_seconds() -> None:
     found, measured = announced_after(10, earlier=SLOW, steps=16)
     assert found == replace(SLOW, step_seconds=SPEED.step_seconds) and not measured

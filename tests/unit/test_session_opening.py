@@ -46,7 +46,7 @@ pytestmark = pytest.mark.virtual_time
 # --- opening
 
 
-async def test_what_is_asked_for_is_what_the_session_is_for() -> None:
+async def test_what_is_asked_for_suits_the_session() -> None:
     server = Server()
     spec = replace(SPEC, batch=2, left_padding=(0, 3), codec="bfloat16", dtype="float16", keep=200.0)
     log = SessionLog(SERVER.peer_id)
@@ -114,7 +114,7 @@ async def test_answers_that_are_no_grant() -> None:
     assert isinstance(await opening_against(), StreamLost)
 
 
-async def test_a_grant_that_is_not_what_was_announced_is_a_lie() -> None:
+async def test_grant_unlike_the_announcement_is_a_lie() -> None:
     grant = wire.InferenceFrame(granted=wire.Granted(**GRANT))
     claims = ServerClaims(SPEC.model_version, Span(0, 4), "bfloat16", "none")
     assert isinstance(await opening_against(grant, claims=claims), ServerCheated)
@@ -150,7 +150,7 @@ async def resuming(granted: dict[str, Any]) -> tuple[int, SessionStream]:
     return position, session
 
 
-async def test_a_session_of_an_earlier_process_goes_on_where_it_was() -> None:
+async def test_earlier_processs_session_goes_on() -> None:
     position, session = await resuming({})
     assert position == 30 and session.epoch == EPOCH
     with pytest.raises(ServerFailed, match="another session, or at no step"):
@@ -223,7 +223,5 @@ async def test_a_session_goes_on_over_another_stream() -> None:
         ({"codec": "float16"}, "failed"),
     ],
 )
-async def test_a_server_that_does_not_go_on_where_it_was_keeps_the_old_stream(
-    granted: dict[str, Any], outcome: str
-) -> None:
+async def test_server_not_going_on_keeps_its_stream(granted: dict[str, Any], outcome: str) -> None:
     assert await moving(granted) == [outcome]

@@ -202,7 +202,7 @@ def worlds(draw: st.DrawFn) -> tuple[World, StepState | None]:
 
 
 @given(worlds())
-def test_every_step_ends_and_no_server_does_it_twice(ran: tuple[World, StepState | None]) -> None:
+def test_every_step_ends_and_runs_once(ran: tuple[World, StepState | None]) -> None:
     world, state = ran
     if state is None:
         assert world.index == len(world.servers)
@@ -214,7 +214,7 @@ def test_every_step_ends_and_no_server_does_it_twice(ran: tuple[World, StepState
 
 
 @given(worlds())
-def test_every_failure_leads_to_a_reconnection_a_replacement_or_the_end(ran: tuple[World, StepState | None]) -> None:
+def test_every_failure_leads_to_reconnection_replacement_or_end(ran: tuple[World, StepState | None]) -> None:
     for event, action in ran[0].decided:
         if isinstance(event, ServerError):
             assert action in (Recover.REPLACE, Recover.GIVE_UP)
@@ -226,7 +226,7 @@ def test_every_failure_leads_to_a_reconnection_a_replacement_or_the_end(ran: tup
 
 
 @given(worlds())
-def test_a_server_that_may_come_back_gets_its_head_start(ran: tuple[World, StepState | None]) -> None:
+def test_returning_server_gets_its_head_start(ran: tuple[World, StepState | None]) -> None:
     """No lost stream leads to a replacement before the patience with its server is over."""
     for visit in ran[0].trace:
         losses = 0
@@ -243,7 +243,7 @@ def test_a_server_that_may_come_back_gets_its_head_start(ran: tuple[World, StepS
 
 
 @given(worlds())
-def test_what_a_server_has_is_not_sent_again_before_its_answer_is_late(ran: tuple[World, StepState | None]) -> None:
+def test_servers_data_is_not_resent_before_late(ran: tuple[World, StepState | None]) -> None:
     for event, action in ran[0].decided:
         if isinstance(event, Reconnected):
             assert action == (Receive("pushed") if event.held else Send(anew=False))
@@ -260,7 +260,7 @@ def test_a_second_refusal_blames_the_step(phase: str, failures: int) -> None:
         assert action is Recover.GIVE_UP
 
 
-def test_a_pushed_step_that_is_late_is_sent_and_then_waited_for() -> None:
+def test_late_pushed_step_is_sent_then_awaited() -> None:
     state, action = next_action(StepState("pushed"), Signal.LATE)
     assert action == Send(anew=False)
     state, action = next_action(state, Signal.SENT)
@@ -286,7 +286,7 @@ PATH_EVENTS: st.SearchStrategy[PathEvent] = st.one_of(
 
 
 @given(st.lists(PATH_EVENTS, max_size=30))
-def test_a_session_that_is_gone_stays_gone_and_a_lost_one_is_looked_for(events: list[PathEvent]) -> None:
+def test_gone_session_stays_gone_and_lost_is_sought(events: list[PathEvent]) -> None:
     state = PathState()
     action: PathAction
     for event in events:
@@ -302,7 +302,7 @@ def test_a_session_that_is_gone_stays_gone_and_a_lost_one_is_looked_for(events: 
             assert not state.lost and not state.attempts
 
 
-def test_a_server_is_looked_for_as_long_as_it_keeps_the_session() -> None:
+def test_server_is_sought_while_it_keeps_the_session() -> None:
     state, _ = next_path_action(PathState(), PathLost(until=20.0))
     state, action = next_path_action(state, PathLost(until=30.0))  # the step says so, too
     assert state.until == 20.0 and isinstance(action, TakeUp)
@@ -322,15 +322,15 @@ def test_nobody_is_asked_beside_one_that_gets_on() -> None:
     assert next_search_action([Attempt(0.0, 5.0, True), Attempt(5.0, 6.0, True)], 7.0, 0.0) == AskOthers()
 
 
-def test_who_is_not_known_yet_cannot_be_avoided_by_another() -> None:
+def test_unknown_server_cannot_be_avoided_by_another() -> None:
     assert next_search_action([Attempt(0.0, float("inf"), False)], 7.0, 0.0) == AwaitAttempts(float("inf"))
 
 
-def test_where_there_are_no_others_nobody_is_asked_before_the_next_look() -> None:
+def test_nobody_is_asked_before_the_next_look_alone() -> None:
     assert next_search_action([Attempt(0.0, 5.0, True)], 7.0, 8.0) == AwaitAttempts(8.0)
 
 
-def test_so_many_are_asked_at_once_and_then_the_oldest_makes_room() -> None:
+def test_full_search_makes_room_of_the_oldest() -> None:
     many = [Attempt(0.1 * number, 0.1 * number + 0.1, True) for number in range(RECOVERY.most_attempts)]
     assert next_search_action(many, 2.0, 0.0) == AwaitAttempts(RECOVERY.least_attempt)
     assert next_search_action(many, RECOVERY.least_attempt, 0.0) == AskOthers(instead_of=0)
@@ -344,7 +344,7 @@ def test_so_many_are_asked_at_once_and_then_the_oldest_makes_room() -> None:
     st.floats(0, 60),
     st.floats(0, 60),
 )
-def test_a_search_asks_others_or_waits_for_a_moment_to_come(
+def test_search_asks_others_or_waits_a_moment(
     attempts: list[tuple[float, float, bool]], now: float, not_before: float
 ) -> None:
     states = [Attempt(begun, begun + patience, routed) for begun, patience, routed in attempts]
@@ -358,7 +358,7 @@ def test_a_search_asks_others_or_waits_for_a_moment_to_come(
             assert until > now, "it would look again at once"
 
 
-def test_the_last_of_many_silent_ones_is_found_in_a_time_that_grows_slowly() -> None:
+def test_last_of_many_silent_is_found_slowly_growing() -> None:
     """Each of them seems better than the one that is well, and all are silent from the first moment on."""
 
     def until_asked(silent: int) -> float:
@@ -376,7 +376,7 @@ def test_the_last_of_many_silent_ones_is_found_in_a_time_that_grows_slowly() -> 
     assert until_asked(RECOVERY.most_attempts - 1) <= 3.0
 
 
-def test_what_holds_a_step_up_is_kept_until_it_goes_on() -> None:
+def test_delaying_thing_is_kept_until_it_goes_on() -> None:
     hop, failure = Hop("12D3KooWlost", Span(0, 6)), ServerFailed("it is gone", "12D3KooWlost")
 
     def after(

@@ -77,7 +77,7 @@ async def test_an_answer_is_checked_and_told_of() -> None:
 
 
 @pytest.mark.parametrize("begins", [True, False], ids=["beside a thread", "alone"])
-async def test_an_answer_is_shown_early_and_given_only_when_it_is_checked(begins: bool) -> None:
+async def test_answer_is_shown_early_and_given_checked(begins: bool) -> None:
     async with talking() as (server, session):
         shown: list[bytes] = []
 
@@ -122,7 +122,7 @@ async def test_a_large_answer_is_checked_as_well() -> None:
             await session.receive(step, chunk, 5.0)
 
 
-async def test_where_a_receipt_is_enough_it_is_checked_by_itself() -> None:
+async def test_sufficient_receipt_is_checked_alone() -> None:
     async with talking(log=SessionLog(SERVER.peer_id, keeps_tensors=True)) as (server, session):
         chunk = chunk_of()
         step = await asked(session, chunk, receipt_only=True)
@@ -182,7 +182,7 @@ def other(**fields: Any) -> WireTensor:
         (other(payload=bytes(12)), "answered 12 bytes for a tensor of 16"),
     ],
 )
-async def test_an_answer_of_no_use_is_a_failure_and_no_lie(output: WireTensor, why: str) -> None:
+async def test_useless_answer_is_a_failure_and_no_lie(output: WireTensor, why: str) -> None:
     error = await failing(lambda server, step, chunk: server.answer(step, chunk, output))
     assert why in str(error) and not isinstance(error, ServerCheated)
 
@@ -196,7 +196,7 @@ async def test_an_answer_of_no_use_is_a_failure_and_no_lie(output: WireTensor, w
         ({"position": 3}, "holds 3 tokens after a step"),
     ],
 )
-async def test_an_answer_to_something_else_is_a_failure_and_no_lie(fields: dict[str, Any], why: str) -> None:
+async def test_answer_to_something_else_is_no_lie(fields: dict[str, Any], why: str) -> None:
     async def answer(server: Server, step: wire.Step, chunk: WireTensor) -> None:
         if fields.get("sequence") == 1:  # the reply to the first step, as it was
             fields["receipt"] = receipt_to_wire(replace(server.receipt(step, chunk, b""), sequence=1).signed(SERVER))
@@ -229,7 +229,7 @@ async def test_other_frames_are_no_answer() -> None:
     assert chunk.tokens == 1
 
 
-async def test_a_server_that_is_gone_or_does_not_read_is_lost_and_one_that_is_late_is_waited_for() -> None:
+async def test_lost_server_is_told_and_late_one_awaited() -> None:
     async def close(server: Server, step: wire.Step, chunk: WireTensor) -> None:
         await server.stream.reset()
 
@@ -250,7 +250,7 @@ async def test_a_server_that_is_gone_or_does_not_read_is_lost_and_one_that_is_la
         assert session.bytes_sent == 32  # not what did not leave
 
 
-async def test_answers_that_nobody_waits_for_are_skipped_and_stay_in_the_chain() -> None:
+async def test_skipped_answers_stay_in_the_chain() -> None:
     log = SessionLog(SERVER.peer_id)
     async with talking(log=log) as (server, session):
         chunk = chunk_of()
@@ -278,7 +278,7 @@ async def skipping(
     return None
 
 
-async def test_what_is_skipped_is_signed_in_its_order_and_comes_as_often_as_it_was_asked() -> None:
+async def test_skipped_answers_are_signed_in_order() -> None:
     assert await skipping(lambda server, step, chunk: server.answer(step, chunk)) is None
     for signed in ({"previous_receipt": b"x" * 32}, {"signer": OTHER}):
         error = await skipping(lambda server, step, chunk: server.answer(step, chunk, signed=signed))  # noqa: B023
@@ -332,7 +332,7 @@ async def pushing(
     return caught.value
 
 
-async def test_a_step_that_the_server_before_pushed_is_logged_with_what_it_took() -> None:
+async def test_pushed_step_is_logged_with_its_input() -> None:
     log = SessionLog(SERVER.peer_id, keeps_tensors=True)
     async with talking(log=log) as (server, session):
         chunk = chunk_of()
@@ -344,7 +344,7 @@ async def test_a_step_that_the_server_before_pushed_is_logged_with_what_it_took(
         assert (entry.receipt, entry.step, entry.input, log.complete) == (receipt, step, chunk.payload, True)
 
 
-async def test_what_a_server_pushed_for_a_step_that_nobody_waits_for_is_what_the_next_one_was_asked() -> None:
+async def test_unawaited_push_is_the_next_ones_question() -> None:
     archive = ReceiptArchive(shared_bytes=1 << 20)
     first, second = archive.session(SERVER.peer_id), archive.session(OTHER.peer_id)
     second.begin(wire.Open(nonce=b"n" * 16), wire.Granted())
@@ -360,7 +360,7 @@ async def test_what_a_server_pushed_for_a_step_that_nobody_waits_for_is_what_the
         assert second.waiting(late.sequence) is None and first.complete
 
 
-async def test_a_server_that_was_pushed_something_else_shows_by_whom() -> None:
+async def test_server_pushed_otherwise_shows_by_whom() -> None:
     error = await pushing(receipt_to_wire)
     assert isinstance(error, PushedOther) and error.upstream is not None
     assert error.upstream.is_signed_by(BEFORE.peer_id)
@@ -369,7 +369,7 @@ async def test_a_server_that_was_pushed_something_else_shows_by_whom() -> None:
     assert isinstance(same, PushedOther), "what the server before it says of the step is not signed"
 
 
-async def test_a_push_that_nobody_can_have_made_is_a_lie() -> None:
+async def test_push_that_nobody_can_have_made_is_lie() -> None:
     assert isinstance(await pushing(receipt_to_wire, targeted=False), ServerCheated)
     other = await pushing(lambda receipt: receipt_to_wire(replace(receipt, time_ms=1).signed(BEFORE)))
     assert isinstance(other, ServerCheated) and "is not the one that it signed for" in str(other)
@@ -382,9 +382,7 @@ async def test_a_push_that_nobody_can_have_made_is_a_lie() -> None:
 
 
 @pytest.mark.parametrize(("batch", "receipt_only", "misled"), [(1, False, False), (2, False, True), (1, True, True)])
-async def test_who_may_have_been_pushed_other_rows_for_a_step_that_nobody_waits_for_is_misled(
-    batch: int, receipt_only: bool, misled: bool
-) -> None:
+async def test_who_may_have_got_other_rows_is_misled(batch: int, receipt_only: bool, misled: bool) -> None:
     async with talking(log=SessionLog(SERVER.peer_id, keeps_tensors=True), spec=replace(SPEC, batch=batch)) as (
         server,
         session,
@@ -398,7 +396,7 @@ async def test_who_may_have_been_pushed_other_rows_for_a_step_that_nobody_waits_
         assert session.misled == misled
 
 
-async def test_a_push_names_the_server_its_session_and_a_number_of_its_own() -> None:
+async def test_push_names_server_session_and_own_number() -> None:
     async with talking(nonce=b"n" * 16) as (_, session):
         targets = [session.target() for _ in range(2)]
         assert [target.sequence for target in targets] == [1, 2] and session.next_sequence() == 3
@@ -406,7 +404,7 @@ async def test_a_push_names_the_server_its_session_and_a_number_of_its_own() -> 
         assert {target.nonce for target in targets} == {b"n" * 16}
 
 
-async def test_an_output_that_was_pushed_before_is_pushed_no_second_time() -> None:
+async def test_pushed_output_is_pushed_no_second_time() -> None:
     """Who signs for it makes it up: an honest server refuses it."""
     async with talking() as (server, session):
         chunk = chunk_of()
@@ -429,7 +427,7 @@ async def test_an_output_that_was_pushed_before_is_pushed_no_second_time() -> No
 # --- leaving
 
 
-async def test_who_closes_a_session_says_so_and_who_leaves_it_does_not() -> None:
+async def test_who_closes_says_so_and_leavers_do_not() -> None:
     async with talking() as (server, session):
         await session.close()
         assert (await server.hear()).WhichOneof("body") == "close"

@@ -67,7 +67,7 @@ def test_blocks_that_a_person_chose_need_no_reserve() -> None:
     assert asked == GIB + COMPUTING + 1000 * 1024
 
 
-def test_it_says_how_many_of_the_chosen_blocks_fit() -> None:
+def test_it_says_how_many_of_chosen_blocks_fit() -> None:
     with pytest.raises(
         MachineError,
         match=r"80 blocks .* take 80.0 GiB, .* at most 7 fit \(--num-blocks 7\), 11 more machines like this one",
@@ -85,7 +85,7 @@ def test_it_says_how_many_of_the_chosen_blocks_fit() -> None:
         check_blocks_fit(MEMORY, [GIB] * 5, token_bytes=0, cache_tokens=None, spare=4 * GIB + 1)
 
 
-def test_experts_that_do_not_fit_stay_on_the_disk() -> None:
+def test_experts_that_do_not_fit_stay_on_disk() -> None:
     """If memory has room for a quarter of them: it says for how many."""
     fitting = fit_blocks(MEMORY, [GIB] * 7, [GIB // 2] * 7, token_bytes=0, cache_tokens=None)
     assert fitting.nbytes == 7 * GIB and not fitting.on_disk and not fitting.reason
@@ -139,7 +139,7 @@ def test_memory_that_runs_out_is_said_in_words(error: Exception) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "I/O error"), RuntimeError("shapes"), BadInput("out of memory")])
-def test_what_is_not_about_memory_stays_what_it_is(error: Exception) -> None:
+def test_errors_not_about_memory_stay_so(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, memory_needed("Loading blocks"):
         raise error
     assert caught.value is error
@@ -163,7 +163,7 @@ def test_the_cache_has_bounds(free: int, per_token: int) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3"])
-def test_the_size_of_each_block_is_known_from_the_configuration_alone(tmp_path: Path, architecture: str) -> None:
+def test_block_sizes_follow_from_the_configuration_alone(tmp_path: Path, architecture: str) -> None:
     folder = save_tiny(architecture, tmp_path / "model")
     checkpoint = Checkpoint(folder)
     stored = [sum(tensor.nbytes for tensor in checkpoint.tensors(block)) for block in range(6)]

@@ -34,7 +34,7 @@ WIDE = Line(0.05, 3, 0.008, 0.001)
 
 
 @pytest.mark.parametrize("servers", [2, 4])
-def test_what_is_said_once_more_is_many_times_quicker_over_a_wide_area(no_threads: None, servers: int) -> None:
+def test_repetition_is_many_times_quicker_over_wide_areas(no_threads: None, servers: int) -> None:
     text, prompt = repeated(random.Random(servers))
     line = Line(0.05, servers, 0.008, 0.001)
     plain, drafted = (answer(text, prompt, line, drafts) for drafts in (False, True))
@@ -83,9 +83,7 @@ def test_wrong_drafts_cost_less_than_3_percent(
 
 @pytest.mark.parametrize("wrong_in", [1, 3])
 @pytest.mark.parametrize("seconds", [0.005, 0.03])
-def test_wrong_guesses_of_a_draft_model_cost_less_than_3_percent(
-    no_threads: None, wrong_in: int, seconds: float
-) -> None:
+def test_wrong_model_guesses_cost_under_3_percent(no_threads: None, wrong_in: int, seconds: float) -> None:
     text, prompt = guessable(2, 0.0, 30)
     for rtt, servers, (fixed, each) in itertools.product(ROUND_TRIPS, (2, 4), [(0.008, 0.001), (0.0, 0.02)]):
         line = Line(rtt / 2, servers, fixed, each)
@@ -97,7 +95,7 @@ def test_wrong_guesses_of_a_draft_model_cost_less_than_3_percent(
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
 @pytest.mark.parametrize("step", [0.004, 0.02])
-def test_rows_that_take_drafts_are_as_quick_as_one_batch(no_threads: None, share: float, step: float) -> None:
+def test_drafting_rows_are_as_quick_as_batches(no_threads: None, share: float, step: float) -> None:
     """Where the decision lets them, by what it takes a step of several rows to cost."""
     far = 0
     for rtt, servers, rows in itertools.product((0.02, 0.1, 0.2), (1, 3), (2, 4, 8)):
@@ -111,7 +109,7 @@ def test_rows_that_take_drafts_are_as_quick_as_one_batch(no_threads: None, share
     assert far
 
 
-def test_what_was_lost_by_wrong_drafts_is_not_lost_forever(no_threads: None) -> None:
+def test_loss_by_wrong_drafts_ends(no_threads: None) -> None:
     """A text that misled is followed by one that repeats what was said."""
     misleading, prompt = guessable(3, 0.0, 6)
     said, _ = repeated(random.Random(5))
@@ -121,7 +119,7 @@ def test_what_was_lost_by_wrong_drafts_is_not_lost_forever(no_threads: None) -> 
     assert plain.seconds - drafted.seconds > 150 * 0.2
 
 
-def test_the_delay_by_steps_that_were_sent_in_vain_is_known() -> None:
+def test_vain_steps_delay_is_known() -> None:
     speed = PipelineSpeed()
     speed.note_work(4, [0.04, 0.04], 0.0)
     speed.note_alone(4, 0.3)
@@ -136,7 +134,7 @@ def test_the_delay_by_steps_that_were_sent_in_vain_is_known() -> None:
 
 
 @pytest.mark.parametrize(("wrong_in", "times"), [(20, 3.5), (3, 1.5)])
-def test_a_draft_model_guesses_while_its_guesses_are_checked(no_threads: None, wrong_in: int, times: float) -> None:
+def test_draft_model_guesses_while_its_guesses_are_checked(no_threads: None, wrong_in: int, times: float) -> None:
     text, prompt = ordinary(random.Random(1))
     plain = answer(text, prompt, WIDE, drafts=False)
     drafted = answer(text, prompt, WIDE, drafts=True, model=SimulatedModel(text, 0.025, wrong_in))
@@ -150,7 +148,7 @@ def never_twice(tokens: int) -> tuple[list[int], int]:
     return list(range(0, 2 * tokens, 2)), 60
 
 
-def test_the_time_to_read_the_prompt_is_not_that_of_a_guess(no_threads: None) -> None:
+def test_prompts_reading_is_no_guesss_time(no_threads: None) -> None:
     """The first guess comes after 60 tokens that the model has to read, and takes nearly as long as the chain does."""
     text, prompt = never_twice(140)
     plain = answer(text, prompt, WIDE, drafts=False)
@@ -159,7 +157,7 @@ def test_the_time_to_read_the_prompt_is_not_that_of_a_guess(no_threads: None) ->
     assert plain.seconds / drafted.seconds > 6
 
 
-def test_a_draft_model_that_was_kept_from_guessing_for_a_while_goes_on(no_threads: None) -> None:
+def test_held_back_draft_model_goes_on(no_threads: None) -> None:
     text, prompt = never_twice(160)
     slow = SimulatedModel(text, 0.04, 1000, slow=range(80, 90))
     plain = answer(text, prompt, WIDE, drafts=False)
@@ -169,7 +167,7 @@ def test_a_draft_model_that_was_kept_from_guessing_for_a_while_goes_on(no_thread
     assert drafted.counts.accepted == drafted.counts.drafted  # and nothing was taken for what stands in the text
 
 
-def test_matches_that_mean_nothing_do_not_keep_a_good_draft_model_from_guessing(no_threads: None) -> None:
+def test_meaningless_matches_leave_a_good_draft_model_guessing(no_threads: None) -> None:
     text, prompt = guessable(1, 0.1, 6)
     plain = answer(text, prompt, WIDE, drafts=False)
     for seconds, times in ((0.03, 5), (0.06, 3)):
@@ -179,7 +177,7 @@ def test_matches_that_mean_nothing_do_not_keep_a_good_draft_model_from_guessing(
 
 
 @pytest.mark.parametrize("late", [range(3, 7), range(12, 16)], ids=["at-the-beginning", "later"])
-def test_delays_of_the_network_are_not_blamed_on_a_draft_model(no_threads: None, late: range) -> None:
+def test_network_delays_are_not_blamed_on_drafts(no_threads: None, late: range) -> None:
     text, prompt = guessable(4, 0.0, 30)
     line = replace(WIDE, late=frozenset(late))
     plain = answer(text, prompt, line, drafts=False)
@@ -199,7 +197,7 @@ def measured() -> DraftPlan:
     return plan
 
 
-def test_a_short_match_is_preferred_to_a_draft_model_only_after_it_was_right() -> None:
+def test_short_match_precedes_models_only_after_success() -> None:
     plan = measured()
     for _ in range(20):
         plan.note_guess(0.06)
@@ -215,7 +213,7 @@ def test_a_short_match_is_preferred_to_a_draft_model_only_after_it_was_right() -
     assert not plan.beats_model(short) and not plan.beats_model(long)
 
 
-def test_what_one_source_of_drafts_loses_the_other_does_not_pay() -> None:
+def test_one_draft_source_pays_nothing_for_another() -> None:
     plan, text = measured(), [Draft((1,) * 8, 9)]
     assert plan.model_depth(20) > 1 and plan.choose(iter(text), 20).tokens
     plan.settle(1, -10.0)
@@ -226,7 +224,7 @@ def test_what_one_source_of_drafts_loses_the_other_does_not_pay() -> None:
     assert not plan.model_depth(20) and plan.choose(iter(text), 20).tokens
 
 
-def test_a_second_source_of_drafts_does_not_make_more_losses_possible() -> None:
+def test_second_draft_source_allows_no_more_losses() -> None:
     alone, both = measured(), measured()
     assert both.model_depth(20) and both.model_budget is not None
     for plan in (alone, both):
@@ -235,7 +233,7 @@ def test_a_second_source_of_drafts_does_not_make_more_losses_possible() -> None:
     assert both.budget + both.model_budget == pytest.approx(alone.budget)
 
 
-def test_what_stands_in_the_text_needs_no_draft_model(no_threads: None) -> None:
+def test_what_stands_in_text_needs_no_draft_model(no_threads: None) -> None:
     text, prompt = repeated(random.Random(4))
     plain = answer(text, prompt, WIDE, drafts=False)
     drafted = answer(text, prompt, WIDE, drafts=True, model=SimulatedModel(text, 0.04, 20))
@@ -256,7 +254,7 @@ def test_a_draft_model_makes_nothing_slower(no_threads: None, line: Line, second
     assert plain.seconds / drafted.seconds > 0.97
 
 
-def test_a_draft_is_cut_so_that_all_servers_work() -> None:
+def test_draft_is_cut_so_that_all_servers_work() -> None:
     speed = PipelineSpeed()
     for tokens in (1, 9, 17):
         speed.note_work(tokens, [0.008 + 0.002 * tokens] * 3, 0.0)

@@ -145,7 +145,7 @@ async def test_an_answer_without_a_status_says_nothing(said: standard.AutoNat) -
 
 
 @pytest.mark.virtual_time
-async def test_an_unreadable_address_in_an_answer_is_left_out() -> None:
+async def test_unreadable_address_in_answer_is_left_out() -> None:
     async def answer(stream: DelimitedStream) -> None:
         await stream.receive(standard.AutoNat, timeout=5)
         response = standard.AutoNat.DialResponse(status=standard.AutoNat.OK, addr=b"\xff\xff", status_text="a\x00b")
@@ -201,7 +201,7 @@ def test_punch_messages_are_libp2ps() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_who_gives_the_sign_too_early_is_not_dialed() -> None:
+async def test_who_gives_sign_too_early_is_not_dialed() -> None:
     async def hasty(stream: DelimitedStream) -> None:
         await give_sign(stream, timeout=5)
 
@@ -242,7 +242,7 @@ async def test_garbage_never_raises_anything_but_a_peers_error(garbage: bytes) -
 
 
 @pytest.mark.virtual_time
-async def test_a_message_too_long_is_refused_before_it_is_read() -> None:
+async def test_too_long_a_message_is_refused_unread() -> None:
     async def send(stream: DelimitedStream) -> None:
         await raw_of(stream).write(b"\x81\x20")  # 4097 bytes to come
         await trio.sleep_forever()

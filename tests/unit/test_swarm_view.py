@@ -43,7 +43,7 @@ def test_servers_come_sorted_by_span():
     assert [content.span.start for content in view.servers(now=NOW)] == [0, 1, 2]
 
 
-def test_a_newer_announcement_replaces_and_an_older_one_never_does():
+def test_newer_announcement_replaces_and_older_one_never_does():
     old, new = record(0, at=NOW, queue_depth=1), record(0, at=NOW + 1, queue_depth=2)
     for order in ([old, new], [new, old], [new, old, old]):
         view = SwarmView()
@@ -53,7 +53,7 @@ def test_a_newer_announcement_replaces_and_an_older_one_never_does():
         assert content.queue_depth == 2
 
 
-def test_what_a_wrong_clock_has_dated_ahead_is_replaced_by_what_the_right_one_dates() -> None:
+def test_dates_ahead_are_replaced_by_right_ones() -> None:
     """A server whose clock was a day ahead would be in its own view as it was then, for a day."""
     ahead = record(1, at=NOW + 86400)
     view = SwarmView().merge([ahead], NOW + 86400)
@@ -78,7 +78,7 @@ def test_an_expired_record_is_never_taken_in():
     assert not view.records
 
 
-def test_a_goodbye_hides_the_server_and_keeps_older_announcements_from_coming_back():
+def test_goodbye_hides_the_server_from_older_announcements():
     before, goodbye = record(0, at=NOW), record(0, at=NOW + 1, state=ServerState.OFFLINE)
     view = SwarmView().merge([before], NOW).merge([goodbye], NOW + 1).merge([before], NOW + 2)
     assert peers(view, NOW + 2) == []
@@ -98,19 +98,19 @@ def test_servers_of_one_model_are_told_apart():
     assert len(view.servers(now=NOW)) == 2
 
 
-def test_models_are_named_as_most_of_their_servers_say():
+def test_models_are_named_as_most_say():
     view = SwarmView().merge([record(0), record(1), record(2, model_name="liar", num_blocks=31)], NOW)
     assert view.models(now=NOW) == {b"v" * 32: ("model", 30)}
 
 
-def test_the_number_of_records_is_bounded_and_those_that_expire_first_go(monkeypatch):
+def test_records_are_bounded_and_expire_soonest_first(monkeypatch):
     monkeypatch.setattr(view_module, "MAX_RECORDS", 2)
     view = SwarmView().merge([record(0, lifetime=50), record(1, lifetime=40), record(2, lifetime=60)], NOW)
     assert peers(view) == [IDENTITIES[0].peer_id, IDENTITIES[2].peer_id]
 
 
 @given(st.permutations([(server, second) for server in range(3) for second in range(3)]))
-def test_the_order_in_which_announcements_come_does_not_matter(order):
+def test_order_in_which_announcements_come_does_not_matter(order):
     view = SwarmView()
     for server, second in order:
         view = view.merge([record(server, at=NOW + second, queue_depth=second)], NOW + 3)

@@ -39,7 +39,7 @@ def test_round_trip(shape: list[int], seed: int, dtype: str, codec: str) -> None
 
 
 @given(st.integers(1, 500), seeds, st.sampled_from([1e-3, 1.0, 300.0]))
-def test_int8_is_off_by_half_a_step_at_most(count: int, seed: int, scale: float) -> None:
+def test_int8_is_off_by_half_step_at_most(count: int, seed: int, scale: float) -> None:
     tensor = random([count], seed, scale=scale)
     back = decode(*encode(tensor, "int8-block64"))
     for start in range(0, count, 64):
@@ -62,7 +62,7 @@ def test_int8_of_nothing_is_zero(value: float) -> None:
     assert not any(payload) and torch.equal(decode(header, payload), torch.zeros(1, 3, 70))
 
 
-def test_int8_takes_a_little_over_a_byte_a_value() -> None:
+def test_int8_takes_little_over_byte_value() -> None:
     header, _ = encode(torch.zeros(4, 5, 576), "int8-block64")
     assert header.nbytes == 4 * 5 * 576 + 2 * 4 * 5 * 9
     assert wire_nbytes([65], "float32", "int8-block64") == 65 + 2 * 2
@@ -84,7 +84,7 @@ def test_an_outlier_hurts_its_own_block_only() -> None:
 
 
 @pytest.mark.parametrize("value", [1e-9, 6e-8, 5e-5, 1e-38])
-def test_values_too_small_for_the_scale_become_zero_or_stay(value: float) -> None:
+def test_values_below_the_scale_become_zero_or_stay(value: float) -> None:
     tensor = torch.full((64,), value)
     back = decode(*encode(tensor, "int8-block64"))
     assert torch.isfinite(back).all()
@@ -162,7 +162,7 @@ def test_any_bytes_are_a_tensor_or_refused(data: bytes, shape: list[int], dtype:
 @pytest.mark.parametrize("dtype", list(DTYPES.values()))
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_is_seen_in_the_bytes(dtype: torch.dtype, codec: str, value: float) -> None:
+def test_what_is_not_finite_is_seen_in_bytes(dtype: torch.dtype, codec: str, value: float) -> None:
     tensor = random([3, 30], 0, dtype)
     assert all_finite(*encode(tensor, codec))
     tensor[1, 20] = value
@@ -170,7 +170,7 @@ def test_what_is_not_finite_is_seen_in_the_bytes(dtype: torch.dtype, codec: str,
 
 
 @pytest.mark.parametrize("codec", ["none", "float16", "int8-block64"])
-def test_an_answer_may_lack_the_features_behind_hidden_states(codec: str) -> None:
+def test_answer_may_lack_features_behind_hidden_states(codec: str) -> None:
     asked, payload = encode(torch.randn(2, 3, 8 * 4, generator=torch.Generator().manual_seed(1)), codec)
     asked.nbytes = len(payload)
     narrow = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(2))

@@ -70,7 +70,7 @@ def test_three_quotation_marks_are_around_a_block(text: str, is_open: bool, aske
         ("one\n\n    code\n", ""),
     ],
 )
-def test_a_block_is_finished_when_another_one_has_begun(text: str, finished: str) -> None:
+def test_block_is_finished_when_another_one_has_begun(text: str, finished: str) -> None:
     assert finished_blocks(text) == (finished, text.removeprefix(finished))
 
 
@@ -127,7 +127,7 @@ async def see(screen: Terminal, text: str) -> None:
     await trio.to_thread.run_sync(screen.until, text)
 
 
-async def test_ctrl_c_clears_a_line_twice_it_leaves_and_a_letter_takes_the_first_one_back() -> None:
+async def test_ctrl_c_clears_twice_leaves_letters_cancel() -> None:
     asked: list[str | None] = []
 
     async def ask(reader: QuestionReader) -> None:
@@ -163,7 +163,7 @@ async def test_ctrl_c_clears_a_line_twice_it_leaves_and_a_letter_takes_the_first
         assert "\x1b[6n" not in screen.shown  # asked where its cursor is, a terminal answers as if that were typed
 
 
-async def test_a_question_that_nobody_waits_for_any_more_leaves_the_terminal_as_it_was() -> None:
+async def test_abandoned_question_leaves_the_terminal_as_before() -> None:
     with person() as screen:
         before = screen.modes()
         questions = QuestionReader()
@@ -179,13 +179,13 @@ async def test_a_question_that_nobody_waits_for_any_more_leaves_the_terminal_as_
 
 
 @given(st.text("a \n`-1.~", max_size=40))
-def test_blocks_are_the_text_and_what_is_finished_stays_so(text: str) -> None:
+def test_blocks_are_the_text_and_finished_ones_stay(text: str) -> None:
     finished, rest = finished_blocks(text)
     assert finished + rest == text
     assert finished_blocks(f"{text}more\n")[0].startswith(finished)
 
 
-def test_an_answer_that_goes_round_in_circles_is_found_and_a_list_is_not() -> None:
+def test_circling_answer_is_found_and_lists_are_not() -> None:
     assert repeats([7] * 80) and not repeats([7] * 79)
     assert repeats([1, 2, 3] * 27) and repeats(list(range(500)) + [1, 2, 3] * 27)
     assert repeats(list(range(64)) * 4) and not repeats(list(range(65)) * 9)
@@ -193,7 +193,7 @@ def test_an_answer_that_goes_round_in_circles_is_found_and_a_list_is_not() -> No
     assert not repeats([token for number in range(300) for token in (1, number + 10, 2)]) and not repeats([])
 
 
-def test_a_person_gets_what_was_named_then_the_models_own_then_the_usual(tmp_path: Path) -> None:
+def test_named_value_precedes_the_models_and_the_usual(tmp_path: Path) -> None:
     given = Sampling(max_new_tokens=9, seed=3)
     assert for_a_person(given, {}, tmp_path) == replace(given, temperature=0.7)
     own = {"temperature": 0.6, "top_k": 20, "top_p": 2.0, "min_p": "much", "repetition_penalty": 1.1, "do_sample": True}
@@ -219,7 +219,7 @@ def test_settings_are_changed_by_name() -> None:
             changed(sampling, words)
 
 
-def test_a_conversation_may_be_as_long_as_the_best_servers_of_every_block_take() -> None:
+def test_conversation_is_as_long_as_blocks_allow() -> None:
     server = Announcement(
         "a", b"v" * 32, "m", 4, Span(0, 4), ServerState.ONLINE, cache_tokens_free=9000, cache_tokens=1
     )
@@ -237,9 +237,7 @@ def chat_of(*questions: str, model: str = "tiny") -> SavedChat:
     return SavedChat(Identity.generate(), dialogue=dialogue, model=model)
 
 
-def test_conversations_are_kept_the_newest_first_and_as_many_as_may_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_conversations_are_kept_newest_first_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept, "KEPT", replace(kept.KEPT, chats=3))
     monkeypatch.setattr(kept, "kept_folder", lambda: tmp_path / "chats")
     for number in range(4):
@@ -267,7 +265,7 @@ def test_a_number_of_questions_is_said_in_words() -> None:
     ]
 
 
-def test_an_answer_goes_to_the_clipboard_by_a_program_that_works_else_by_the_terminal(
+def test_answer_is_copied_by_program_or_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -286,7 +284,7 @@ def test_an_answer_goes_to_the_clipboard_by_a_program_that_works_else_by_the_ter
     assert (tmp_path / "held").read_text() == "one\ntwo\n"
 
 
-def test_what_is_written_can_be_read_and_nothing_else(tmp_path: Path) -> None:
+def test_only_what_is_written_can_be_read(tmp_path: Path) -> None:
     dialogue = Dialogue().plus("system", "short").plus("user", "hé\n?").plus("assistant", "yes")
     for name in ("a.json", "b"):
         save_dialogue(tmp_path / name, dialogue)

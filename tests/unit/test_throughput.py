@@ -34,7 +34,7 @@ machines = st.lists(st.tuples(st.integers(0, 4), st.sampled_from([0.5, 1.0, 1.1,
 
 @settings(max_examples=40, deadline=None)
 @given(machines, st.integers(1, 4))
-def test_a_placement_is_feasible_without_a_gap_and_below_the_bound(pairs: list[tuple[int, float]], blocks: int) -> None:
+def test_placement_is_feasible_without_gap_and_below_bound(pairs: list[tuple[int, float]], blocks: int) -> None:
     capacity, seconds = [most for most, _ in pairs], np.array([block_seconds for _, block_seconds in pairs])
     room = np.array(capacity)
     if np.minimum(room, blocks).sum() < blocks:
@@ -63,14 +63,14 @@ def test_it_is_near_the_best_of_all() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_where_there_is_just_room_enough_there_is_no_gap(seed: int) -> None:
+def test_just_enough_room_leaves_no_gap(seed: int) -> None:
     chance = np.random.default_rng(seed)
     capacity = chance.integers(1, 9, 12)
     found = most_throughput(capacity, chance.uniform(0.5, 2.0, 12), int(capacity.sum()))
     assert found.tokens_per_second > 0
 
 
-def test_no_block_is_left_out_and_no_machine_idles() -> None:
+def test_no_block_is_left_out_nor_machine_idle() -> None:
     chance = np.random.default_rng(0)
     capacity, seconds = chance.integers(1, 12, 60), chance.uniform(0.01, 0.1, 60)
     found = most_throughput(capacity, seconds, 48)
@@ -78,7 +78,7 @@ def test_no_block_is_left_out_and_no_machine_idles() -> None:
     assert 0.9 * found.bound < found.tokens_per_second <= found.bound
 
 
-def test_the_bound_counts_no_more_than_what_is_needed() -> None:
+def test_bound_counts_no_more_than_what_is_needed() -> None:
     # A thousand times faster, but with room for one block of two: the other block sets the pace.
     assert throughput_bound(np.array([1, 1]), np.array([0.001, 1.0]), 2) == pytest.approx(1.0)
     assert throughput_bound(np.array([2, 2]), np.array([0.5, 1.0]), 2) == pytest.approx(1.5)

@@ -211,7 +211,7 @@ def check(message: wire.BatchRequest, backward: bool = False) -> None:
     check_batch(message, TERMS, HOSTED, kept, backward=backward, last=3)
 
 
-def test_a_gradient_is_as_wide_as_what_leaves_the_last_block() -> None:
+def test_gradient_is_as_wide_as_the_last_block() -> None:
     wide, entering = (
         replace(HOSTED, boundaries=Boundaries(64, 8, per_block=5)),
         tensor(2, 9, 64 + 5 * (8 - TERMS.span.start)),
@@ -334,7 +334,7 @@ def test_changes_that_fit_no_layer(message: wire.Keep, says: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["0.q.lora_A", "12.self_attn.q_proj.lora_B", "7.a.b.c.d.lora_A"])
-def test_names_of_changes_are_read_as_they_are_written(name: str) -> None:
+def test_names_of_changes_are_read_as_written(name: str) -> None:
     assert str(LoraName.parse(name)) == name
 
 

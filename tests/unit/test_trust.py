@@ -37,7 +37,7 @@ KEYS = [Identity.from_seed(bytes([number]) * 32) for number in range(1, 6)]
 # --- reputation
 
 
-def test_a_new_key_starts_low_and_grows_with_verified_tokens() -> None:
+def test_new_key_starts_low_and_grows() -> None:
     standing = newcomer(NOW)
     assert reputation(None, NOW) == reputation(standing, NOW) == 0
     grown = standing.after_tokens(round(REPUTATION.newcomer_tokens), NOW, recomputed=True)
@@ -66,7 +66,7 @@ def test_reputation_and_penalty_stay_within_bounds(tokens: int, faults: float, l
     assert penalty_seconds(more, NOW + later) <= penalty_seconds(standing, NOW + later)
 
 
-def test_a_route_hardly_avoids_a_newcomer_and_much_a_cheat() -> None:
+def test_route_hardly_avoids_newcomer_and_much_cheat() -> None:
     known = newcomer(NOW).after_tokens(10**9, NOW, recomputed=True)
     assert penalty_seconds(known, NOW) < 1e-5 < penalty_seconds(None, NOW) == REPUTATION.newcomer_seconds
     assert penalty_seconds(known.after_fault(NOW), NOW) > 30
@@ -160,7 +160,7 @@ def test_a_ban_can_be_lifted(tmp_path: Path) -> None:
     assert again.bans() == [] and again.penalty_seconds("bad") == REPUTATION.newcomer_seconds
 
 
-def test_a_new_key_is_a_newcomer_whatever_the_old_one_was() -> None:
+def test_new_key_is_newcomer_whatever_old_one_was() -> None:
     store = TrustStore()
     store.note_tokens("old", 10**6, recomputed=True)
     store.ban("old", "it lied", "evidence")
@@ -168,7 +168,7 @@ def test_a_new_key_is_a_newcomer_whatever_the_old_one_was() -> None:
     assert store.reputation("new") == 0 and store.penalty_seconds("new") == REPUTATION.newcomer_seconds
 
 
-def test_versions_that_were_used_outlive_the_process_and_are_bounded(tmp_path: Path) -> None:
+def test_used_versions_outlive_the_process_bounded(tmp_path: Path) -> None:
     clock, file = Clock(), tmp_path / "trust.sqlite"
     one, other = TrustStore(file, clock=clock), TrustStore(file, clock=clock)
     for number in range(store_module.STORE.max_versions):
@@ -186,7 +186,7 @@ def test_versions_that_were_used_outlive_the_process_and_are_bounded(tmp_path: P
     assert kept == [(store_module.STORE.max_versions,)]
 
 
-def test_two_processes_share_a_book_and_the_longer_ban_stays(tmp_path: Path) -> None:
+def test_two_processes_share_book_and_longer_ban_stays(tmp_path: Path) -> None:
     clock, file = Clock(), tmp_path / "trust.sqlite"
     one, other = TrustStore(file, clock=clock), TrustStore(file, clock=clock)
     one.ban("bad", "proven", "evidence")
@@ -201,7 +201,7 @@ def test_two_processes_share_a_book_and_the_longer_ban_stays(tmp_path: Path) -> 
         assert ban is not None and ban.until == NOW + REPUTATION.proven_seconds
 
 
-def test_books_of_many_threads_do_not_lose_each_other_s_bans(tmp_path: Path) -> None:
+def test_threads_books_lose_no_bans(tmp_path: Path) -> None:
     file = tmp_path / "trust.sqlite"
 
     def write(number: int) -> None:
@@ -239,7 +239,7 @@ def test_a_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert known == list(range(2, 21))
 
 
-def test_what_another_process_knows_is_read_when_this_one_writes(tmp_path: Path) -> None:
+def test_other_processs_writes_are_read_when_writing(tmp_path: Path) -> None:
     clock, file = Clock(), tmp_path / "trust.sqlite"
     one, other = TrustStore(file, clock=clock), TrustStore(file, clock=clock)
     one.note_tokens("both", 100, recomputed=True)
@@ -279,7 +279,7 @@ def test_what_was_forgiven_is_not_written_again(tmp_path: Path) -> None:
     store.save()  # nothing
 
 
-async def test_a_store_is_read_at_once_and_written_now_and_then_and_at_the_end(tmp_path: Path) -> None:
+async def test_store_is_read_at_once_and_written_rarely(tmp_path: Path) -> None:
     file = tmp_path / "trust.sqlite"
     earlier = TrustStore(file)
     earlier.ban("known", "it lied", "own")
@@ -301,7 +301,7 @@ async def test_a_store_is_read_at_once_and_written_now_and_then_and_at_the_end(t
     assert written() == {"known", "first", "second"}
 
 
-def test_the_reason_of_a_ban_is_cut_and_the_longer_one_keeps_its_own() -> None:
+def test_bans_reason_is_cut_and_longer_stays() -> None:
     long = extended(None, "peer", "x" * 1000, "evidence", NOW)
     assert long.reason == "x" * 500
     assert extended(long, "peer", "lied", "own", NOW) == replace(long, count=2)
@@ -320,7 +320,7 @@ def test_a_standing_never_grows_younger() -> None:
     assert penalty_seconds(replace(later, faults=0.05), NOW + REPUTATION.half_life) == REPUTATION.newcomer_seconds
 
 
-def test_a_database_that_cannot_be_used_is_told_with_what_to_do(tmp_path: Path) -> None:
+def test_unusable_database_is_told_with_advice(tmp_path: Path) -> None:
     class Notes(Database):
         NAME = "notes"
 

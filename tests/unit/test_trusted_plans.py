@@ -75,7 +75,7 @@ def kept(fleet: Fleet, plan: FleetPlan) -> bool:
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32), st.booleans(), st.integers(0, 2), st.none() | st.integers(0, BLOCKS - 1))
-def test_no_placement_that_is_allowed_is_faster_or_busier(
+def test_no_allowed_placement_is_faster_or_busier(
     seed: int, client: bool, trusted_blocks: int, shared: int | None
 ) -> None:
     assume(trusted_blocks or shared is not None)
@@ -105,7 +105,7 @@ def near(*machines: Machine, trusted_blocks: int = 2, client: float = 0.05) -> F
     return Fleet(machines, rtts, np.full(size, client), 0.0, trusted_blocks)
 
 
-def test_what_is_predicted_goes_through_the_client_from_trusted_machines_to_others() -> None:
+def test_prediction_goes_through_the_client_from_trusted_machines() -> None:
     fleet = near(*own(2, 2), Machine("stranger", 26, 0.01))
     plan = fastest_plan(fleet, 30)
     assert [(entry.machine, entry.span) for entry in plan.route] == [
@@ -147,7 +147,7 @@ def test_what_cannot_be_pinned_is_said(machines: tuple[Machine, ...], blocks: in
             plan(fleet, 30)
 
 
-def test_the_example_of_the_page_is_planned_as_it_says(tmp_path: Path) -> None:
+def test_example_of_page_is_planned_as_it_says(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
     (example,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
     (tmp_path / "machines.json").write_text(example)
@@ -161,7 +161,7 @@ def test_the_example_of_the_page_is_planned_as_it_says(tmp_path: Path) -> None:
         assert (told, f"{1000 * plan.seconds:.1f}") == (chain, milliseconds)
 
 
-def test_without_time_a_plan_is_found_all_the_same_and_says_how_far_it_may_be_from_the_best() -> None:
+def test_untimely_plan_says_how_far_from_best() -> None:
     chance = np.random.default_rng(5)
     machines = [
         Machine(f"m{number}", int(chance.integers(2, 6)), float(chance.uniform(0.001, 0.1)), trusted=number % 3 == 0)

@@ -36,7 +36,7 @@ def check_hops(trusted: TrustedServers, hops: Iterable[Hop]) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(swarms(), trusting, st.booleans(), st.data())
-def test_no_route_standby_batch_or_compared_chain_has_strangers_on_trusted_blocks(
+def test_trusted_blocks_have_no_strangers_anywhere(
     swarm: list[RouteCandidate], trusted: TrustedServers, pushed: bool, data: st.DataObject
 ) -> None:
     usable = trusted.restrict(swarm, BLOCKS)
@@ -59,7 +59,7 @@ def test_no_route_standby_batch_or_compared_chain_has_strangers_on_trusted_block
 
 @settings(max_examples=80, deadline=None)
 @given(swarms(), trusting, st.booleans())
-def test_the_route_is_the_cheapest_of_all_that_are_permitted(
+def test_route_is_cheapest_of_all_that_are_permitted(
     swarm: list[RouteCandidate], trusted: TrustedServers, pushed: bool
 ) -> None:
     """What a server announces of itself is for its whole span; the part that it may compute takes its share."""
@@ -93,7 +93,7 @@ def test_what_a_server_may_compute(blocks: int, num_blocks: int, start: int, len
     assert trusted.permits(Hop(peer, span), num_blocks) == (len(kept) == length)
 
 
-def test_receipts_of_trusted_servers_stay_with_them_and_the_client() -> None:
+def test_trusted_servers_receipts_stay_with_them() -> None:
     trusted = TrustedServers(frozenset({"a", "b"}))
     pairs = [(one, other) for one in "abc" for other in "abc" if not trusted.may_push(one, other)]
     assert pairs == [("a", "c"), ("b", "c")]

@@ -144,7 +144,7 @@ def test_of_a_conversation_the_answers_are_learned(tokenizer: Any) -> None:
         tokenizer.chat_template = before
 
 
-def test_a_sample_goes_on_from_a_question_or_a_beginning(tokenizer: Any) -> None:
+def test_sample_goes_on_from_question_or_beginning(tokenizer: Any) -> None:
     rows = rows_of([Example("ab"), Example("no", prompt="yes?")], tokenizer, max_length=9, chat=False)
     assert tokenizer.decode(beginning_of(rows)) == "yes?"
     [row] = rows_of([Example("abcdef")], tokenizer, max_length=9, chat=False)
@@ -152,7 +152,7 @@ def test_a_sample_goes_on_from_a_question_or_a_beginning(tokenizer: Any) -> None
 
 
 @pytest.mark.parametrize(("ending", "separator"), [("csv", ","), ("tsv", "\t")])
-def test_a_table_is_refused_with_the_command_that_converts_it(ending: str, separator: str, tmp_path: Path) -> None:
+def test_table_is_refused_with_command_that_converts_it(ending: str, separator: str, tmp_path: Path) -> None:
     file = tmp_path / f"my data.{ending}"
     file.write_text(f'prompt{separator}completion\n"Who, me?"{separator}Yes\n')
     with pytest.raises(BadInput, match=f"is a {ending.upper()} file, and --data takes JSONL") as refused:
@@ -238,7 +238,7 @@ class Counting:
         return {"input_ids": [0] * add_special_tokens + [ord(letter) for letter in text]}
 
 
-def test_a_line_of_any_length_is_taken_in_pieces_and_nothing_of_it_is_lost() -> None:
+def test_line_of_any_length_loses_nothing() -> None:
     words = " ".join(str(number) for number in range(60_000))
     for text in (words, "x" * 200_000):
         assert "".join(pieces_of(text)) == text

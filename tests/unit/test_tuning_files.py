@@ -40,9 +40,7 @@ def test_a_checkpoint_comes_back(tmp_path: Path) -> None:
     assert not differences(found.recipe, json.loads(json.dumps(Recipe(9).fixed())))
 
 
-def test_a_checkpoint_that_cannot_be_written_goes_elsewhere_and_the_earlier_one_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_checkpoint_goes_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted, nowhere, other = tmp_path / "out", tmp_path / "file" / "sub", tmp_path / "other"
     nowhere.parent.write_text("no folder")
     told: list[str] = []
@@ -74,9 +72,7 @@ def test_a_checkpoint_that_cannot_be_written_goes_elsewhere_and_the_earlier_one_
     assert load_checkpoint(wanted).step == 4
 
 
-def test_a_folder_is_tried_before_a_training_and_left_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_is_tried_before_training_and_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("no folder")
     assert check_writable(tmp_path / "a" / "b", "Saving") == tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -27,7 +27,7 @@ COSTS = (BatchCost(5.0, 0.0), BatchCost(4.0, 1.0), BatchCost(1.0, 4.0), BatchCos
 
 @pytest.mark.parametrize("cost", COSTS, ids=["base", "mostly base", "mostly rows", "rows"])
 @pytest.mark.parametrize("sessions", [16, 100])
-def test_a_peer_with_many_sessions_leaves_a_share_to_one_with_one(cost: BatchCost, sessions: int) -> None:
+def test_many_sessions_leave_one_its_share(cost: BatchCost, sessions: int) -> None:
     """Half of what it would get alone would be even; a turn that has begun before a step came is not broken off."""
     both = Serving(cost, {"many": [1] * sessions, "one": [1]}).run(4000.0).tokens
     for peer, rows in (("many", [1] * sessions), ("one", [1])):
@@ -35,14 +35,14 @@ def test_a_peer_with_many_sessions_leaves_a_share_to_one_with_one(cost: BatchCos
         assert both[peer] >= 0.34 * alone, (peer, both, alone)
 
 
-def test_a_step_of_many_rows_is_not_passed_over_for_ever() -> None:
+def test_step_of_many_rows_is_not_passed_forever() -> None:
     served = Serving(BatchCost(0.0, 5.0), {"rows": [16], "many": [1] * 16, "one": [1]}).run(4000.0)
     assert all(served.tokens.values())
     assert served.longest["rows"] <= 4 * 16 * 5.0
 
 
 @pytest.mark.parametrize("cost", COSTS, ids=["base", "mostly base", "mostly rows", "rows"])
-def test_peers_who_ask_for_the_same_share_every_batch(cost: BatchCost) -> None:
+def test_peers_who_ask_for_same_share_every_batch(cost: BatchCost) -> None:
     served = Serving(cost, {str(peer): [1] for peer in range(8)}).run(4000.0)
     assert len(set(served.tokens.values())) == 1
     assert max(served.longest.values()) <= 2 * cost.seconds(8)
@@ -63,17 +63,17 @@ def test_who_comes_seldom_costs_the_others_little() -> None:
     assert beside["far"] >= 10 and beside["many"] > 0.9 * alone
 
 
-def test_a_batch_has_as_many_rows_as_there_may_be() -> None:
+def test_batch_has_its_allowed_rows() -> None:
     assert len(next_turn([Waiting(1, 1)] * (TURNS.max_decode_rows + 1)).decode) == TURNS.max_decode_rows
     assert next_turn([Waiting(rows, 1) for rows in (200, 100, 50)]).decode == (0, 2)
 
 
-def test_a_step_that_is_too_large_by_itself_has_its_turn_and_leaves_others_theirs() -> None:
+def test_too_large_a_step_has_its_own_turn() -> None:
     steps = [Waiting(16, 1, peer="rows"), Waiting(1, 1, peer="one")]
     assert next_turn(steps, 0, Shares(BatchCost(0.0, 5.0))).decode == (0, 1)
 
 
-def test_a_batch_is_as_short_as_who_is_about_to_come_may_ask_for() -> None:
+def test_batch_is_short_for_who_is_coming() -> None:
     assert [most_rows({"many": 20}, Shares(BatchCost(0.0, 5.0), expected={"next": rows})) for rows in (1, 4, 99)] == [
         1,
         4,
@@ -81,7 +81,7 @@ def test_a_batch_is_as_short_as_who_is_about_to_come_may_ask_for() -> None:
     ]
 
 
-def test_a_short_batch_takes_turns_by_address_and_there_by_peer() -> None:
+def test_short_batch_takes_turns_by_address_then_peer() -> None:
     steps = [Waiting(1, 1, peer=peer) for peer in ("one", "other", "far") for _ in range(3)]
     shares = Shares(BatchCost(0.0, 5.0), addresses={"one": "nat", "other": "nat"})
     assert next_turn(steps, 0, shares).decode == (0, 1, 3, 6, 7, 8)
@@ -97,7 +97,7 @@ def test_peers_pay_for_their_rows_of_a_batch() -> None:
     assert accounts.shares(steps, 1.0).used == {"one": 0.5, "other": 1.5}
 
 
-def test_a_prefill_of_who_has_had_least_is_next() -> None:
+def test_prefill_of_who_has_had_least_is_next() -> None:
     steps = [Waiting(1, 4096, 256, peer="long"), Waiting(1, 20, peer="short")]
     assert next_turn(steps, 0, Shares(used={"long": 1.0, "short": 0.0})) == Turn((), 1, 20)
     assert next_turn(steps, 0, Shares(used={"long": 1.0, "short": 2.0})) == Turn((), 0, 256)
@@ -113,7 +113,7 @@ def test_chunks_are_short_while_others_generate() -> None:
     assert next_turn(steps, 0, accounts.shares(steps, 2.1)).chunk == PREFILL_CHUNK // 2
 
 
-def test_a_short_prompt_does_not_wait_for_all_of_a_long_one() -> None:
+def test_short_prompt_does_not_wait_for_long_ones() -> None:
     accounts = Accounts()
     done, order = 0, []
     waiting = [Waiting(1, 4096, peer="long")]
@@ -189,7 +189,7 @@ def test_two_peers_at_one_address_share_evenly() -> None:
     assert served.tokens["far"] >= 0.6 * alone / 2
 
 
-def test_a_prefill_of_the_address_that_has_had_least_is_next() -> None:
+def test_least_served_addresss_prefill_is_next() -> None:
     accounts = Accounts()
     steps = [Waiting(1, 100, peer=peer, address=KEYS[peer]) for peer in KEYS]
     accounts.shares(steps, 0.0)
@@ -217,14 +217,14 @@ def passes_served(clients: dict[str, str], times: int) -> Counter[str]:
     return served
 
 
-def test_passes_of_many_keys_have_the_share_of_their_addresses() -> None:
+def test_many_keys_passes_share_their_addresses_part() -> None:
     served = passes_served({**KEYS, "honest": "10.0.0.1", "one": "nat", "other": "nat"}, 700)
     assert served["honest"] == 100
     assert served["one"] == served["other"] == 50
     assert {served[key] for key in KEYS} == {25}
 
 
-def test_a_key_that_is_new_does_not_go_before_its_address() -> None:
+def test_new_key_does_not_precede_its_address() -> None:
     usage = Usage()
     for number in range(100):
         waiting = [("nat", f"new {number}"), ("nat", "old"), ("home", "honest")]
@@ -256,7 +256,7 @@ def tokens_beside_passes(seconds: float, part: float, *, shared: bool = True) ->
 
 
 @pytest.mark.parametrize("part", [0.125, 1.0, 4.0, 16.0])
-def test_a_session_keeps_half_of_its_speed_beside_passes(part: float) -> None:
+def test_session_keeps_half_of_its_speed_beside_passes(part: float) -> None:
     alone = 5000
     tokens, passed = tokens_beside_passes(2 * alone, part)
     assert tokens >= 0.5 * alone
@@ -265,7 +265,7 @@ def test_a_session_keeps_half_of_its_speed_beside_passes(part: float) -> None:
         assert tokens_beside_passes(2 * alone, part, shared=False)[0] <= 0.14 * alone
 
 
-def test_passes_have_all_of_the_time_when_nobody_generates() -> None:
+def test_passes_have_all_of_time_when_nobody_generates() -> None:
     assert pass_wait(10.0, 0.0, generating=False) == 0.0
     assert pass_wait(10.0, 4.0, generating=True) == 6.0
     assert pass_wait(10.0, 11.0, generating=True) == 0.0

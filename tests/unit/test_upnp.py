@@ -74,7 +74,7 @@ async def keeping(port: int) -> AsyncIterator[Upnp]:
             nursery.cancel_scope.cancel()
 
 
-async def test_a_port_is_asked_for_again_renewed_and_given_back() -> None:
+async def test_port_is_asked_for_renewed_and_returned() -> None:
     async with keeping(4000) as upnp:
         await trio.sleep(14)
         changed = upnp.changed
@@ -99,7 +99,7 @@ async def test_a_port_is_asked_for_again_renewed_and_given_back() -> None:
     assert Router.mapped == {}, "given back"
 
 
-async def test_a_router_that_knows_no_lease_and_is_gone_at_the_end() -> None:
+async def test_router_without_leases_that_vanishes() -> None:
     async with keeping(65534) as upnp:
         Router.there = Router.endless = True
         Router.taken = {65534}
@@ -108,7 +108,7 @@ async def test_a_router_that_knows_no_lease_and_is_gone_at_the_end() -> None:
         Router.there = False
 
 
-async def test_a_router_that_gives_nothing_is_asked_ever_less_often() -> None:
+async def test_unhelpful_router_is_asked_ever_less() -> None:
     assert [retry_pause(failures) for failures in (1, 2, 3, 4, 5, 1000)] == [15, 60, 240, 900, 900, 900]
     async with keeping(4000) as upnp:
         Router.there, Router.taken = True, {4000, 4001, 4002}

@@ -71,7 +71,7 @@ def test_the_range_of_an_address_decides_nothing(addresses: tuple[str, str]) -> 
     assert judge(4, [failed(other, own)], place(own), NOW).status is NatStatus.CLOSED
 
 
-def test_a_neighbour_proves_nothing_once_an_outsider_has_a_say() -> None:
+def test_neighbour_proves_nothing_once_outsider_has_say() -> None:
     neighbour = reached("192.168.1.20", at(HOME))
     alone = judge(4, [neighbour], place(HOME), NOW)
     assert alone.status is NatStatus.OPEN and not alone.outside
@@ -80,7 +80,7 @@ def test_a_neighbour_proves_nothing_once_an_outsider_has_a_say() -> None:
     assert both == IpVerdict(NatStatus.CLOSED, (), translated=True, outside=True)
 
 
-def test_a_foreign_address_proves_a_nat_before_the_dial_back_has_failed() -> None:
+def test_foreign_address_proves_a_nat_early() -> None:
     assert judge(4, [seen("203.0.113.1", NAT)], place(HOME), NOW).status is NatStatus.CLOSED
 
 
@@ -89,7 +89,7 @@ def test_a_forwarded_port_opens_the_nat() -> None:
     assert verdict == IpVerdict(NatStatus.OPEN, (at(NAT),), translated=True, outside=True)
 
 
-def test_an_observer_on_another_ip_in_our_network_that_sees_a_foreign_address_is_an_outsider() -> None:
+def test_observer_seeing_a_foreign_address_is_outside() -> None:
     verdict = judge(4, [seen("192.168.1.1", NAT)], place(HOME), NOW)
     assert verdict.outside and verdict.status is NatStatus.CLOSED
 
@@ -101,7 +101,7 @@ def test_one_liar_is_outvoted() -> None:
     assert judge(4, [*honest, reached("198.51.100.3", at(PUBLIC))], place(PUBLIC), NOW).status is NatStatus.CLOSED
 
 
-def test_a_liar_alone_makes_nobody_announce_an_address_of_somebody_else() -> None:
+def test_lone_liar_makes_nobody_announce_addresses() -> None:
     honest = [reached(f"198.51.100.{n}", at(PUBLIC)) for n in (1, 2)]
     victim = at("192.0.2.80", 443)
     lie = reached("198.51.100.3", victim)
@@ -111,7 +111,7 @@ def test_a_liar_alone_makes_nobody_announce_an_address_of_somebody_else() -> Non
     assert judge(4, [*honest, lie, again], place(PUBLIC), NOW).reached == (at(PUBLIC),)
 
 
-def test_a_second_witness_confirms_a_forwarded_port_that_friends_do_not_see() -> None:
+def test_second_witness_confirms_a_forwarded_port() -> None:
     overlay = "100.64.0.7"
     friends = [reached(f"100.99.0.{n}", at(overlay)) for n in (1, 2)]
     witnesses = [reached(f"203.0.113.{n}", at(NAT)) for n in (1, 2)]
@@ -119,7 +119,7 @@ def test_a_second_witness_confirms_a_forwarded_port_that_friends_do_not_see() ->
     assert verdict.status is NatStatus.OPEN and set(verdict.reached) == {at(overlay), at(NAT)}
 
 
-def test_friends_in_a_private_network_of_their_own_are_not_the_internet() -> None:
+def test_private_networks_friends_are_not_the_internet() -> None:
     overlay = "100.64.0.7"
     here = place(HOME, overlay)
     friends = [reached(f"100.99.0.{n}", at(overlay)) for n in (1, 2)]
@@ -143,7 +143,7 @@ def test_who_listens_on_loopback_only_is_not_judged() -> None:
     assert judge(4, [reached("127.0.0.1", at("127.0.0.1"))], place("127.0.0.1"), NOW) == NO_VERDICT
 
 
-def test_a_verdict_is_kept_while_all_are_asked_anew() -> None:
+def test_verdict_is_kept_while_all_are_asked_anew() -> None:
     open_before = IpVerdict(NatStatus.OPEN, (at(PUBLIC),), outside=True)
     assert carried_over(open_before, NO_VERDICT, settling=True).status is NatStatus.OPEN
     assert carried_over(open_before, NO_VERDICT, settling=False) == NO_VERDICT
@@ -151,7 +151,7 @@ def test_a_verdict_is_kept_while_all_are_asked_anew() -> None:
     assert carried_over(open_before, closed, settling=True) == closed
 
 
-def test_peers_are_asked_to_dial_the_address_that_they_see_only() -> None:
+def test_peers_dial_only_the_address_they_see() -> None:
     here = place(HOME, PUBLIC)
     mapped = at(NAT, 40000)
     assert candidates(at(NAT, 50123), here, [mapped]) == (mapped, at(NAT))
@@ -164,12 +164,12 @@ def observers(*addresses: str) -> list[Observer]:
     return [Observer(address, ip_address(address)) for address in addresses]
 
 
-def test_outsiders_are_asked_before_neighbours_and_only_a_few() -> None:
+def test_outsiders_are_asked_before_neighbours_and_only_few() -> None:
     peers = observers("192.168.1.20", "203.0.113.1", "203.0.113.2", "203.0.113.3")
     assert whom_to_ask(peers, {}, {}, place(HOME), NOW) == ("203.0.113.1", "203.0.113.2", "203.0.113.3")
 
 
-def test_who_has_answered_is_asked_again_after_a_while() -> None:
+def test_who_has_answered_is_asked_again_after_while() -> None:
     peers = observers("203.0.113.1")
     said = {"203.0.113.1": failed("203.0.113.1", NAT)}
     asked = {"203.0.113.1": NOW}
@@ -204,5 +204,5 @@ def test_nobody_is_asked_by_who_does_not_listen() -> None:
         ("", None),
     ],
 )
-def test_an_endpoint_is_read_from_a_plain_address_only(text: str, endpoint: Endpoint | None) -> None:
+def test_endpoint_is_read_from_plain_address_only(text: str, endpoint: Endpoint | None) -> None:
     assert Endpoint.parse(text) == endpoint

@@ -18,47 +18,47 @@ def wanting(rate: float | None = None, address: str = THERE, strikes: int = 0) -
     return FetchPlace("new", address, strikes, rate)
 
 
-def test_the_slowest_makes_room_for_one_that_was_not_asked() -> None:
+def test_slowest_yields_to_one_not_asked() -> None:
     slowest = holding(10.0)
     assert free([holding(50.0), slowest, holding(90.0)], wanting()) is slowest
 
 
-def test_the_slowest_makes_room_for_one_that_was_twice_as_fast() -> None:
+def test_slowest_yields_to_one_twice_as_fast() -> None:
     slowest = holding(10.0)
     assert free([slowest, holding(90.0)], wanting(21.0)) is slowest
     assert free([slowest, holding(90.0)], wanting(20.0)) is None
 
 
-def test_a_place_is_kept_for_the_length_of_a_trial() -> None:
+def test_place_is_kept_for_length_of_trial() -> None:
     new, older = holding(0.0, "192.0.2.9", held=4.9), holding(20.0)
     assert free([new, older, holding(90.0)], wanting()) is older
     assert free([new, holding(90.0)], wanting()) is None
 
 
-def test_one_that_is_fast_keeps_its_place_however_many_are_in_their_trial() -> None:
+def test_fast_one_stays_beside_many_in_trial() -> None:
     slow = [holding(0.0, f"192.0.2.{number}", held=1.0) for number in range(15)]
     assert free([holding(90.0, "198.51.100.1"), *slow], wanting()) is None
 
 
-def test_of_equally_slow_ones_the_one_that_was_asked_first_makes_room() -> None:
+def test_first_asked_of_equals_makes_room() -> None:
     older = holding(5.0, "192.0.2.7", held=90.0)
     assert free([holding(5.0), older, holding(5.0, "192.0.2.8")], wanting()) is older
 
 
-def test_an_address_with_most_places_makes_room_for_another_at_once() -> None:
+def test_address_with_most_places_yields_at_once() -> None:
     crowd = [holding(rate, HERE, held=1.0) for rate in (50.0, 10.0, 90.0)]
     assert free(crowd, wanting()) is crowd[1]
     tried = holding(60.0, HERE)  # who had its trial goes before those that have not
     assert free([*crowd, tried], wanting()) is tried
 
 
-def test_an_address_that_has_its_share_gets_no_more_of_others() -> None:
+def test_address_with_its_share_gets_no_more() -> None:
     ours, slow = holding(90.0, THERE), holding(1.0, HERE)
     assert free([ours, slow], wanting()) is None
     assert free([ours, slow], wanting(address="192.0.2.3")) is slow
 
 
-def test_an_address_uses_its_own_places_as_it_likes() -> None:
+def test_address_uses_its_own_places_as_it_likes() -> None:
     slow = holding(1.0, THERE)
     assert free([slow, holding(50.0, THERE)], wanting()) is slow
 
@@ -68,7 +68,7 @@ def test_one_that_brings_nothing_makes_room_first() -> None:
     assert free([silent, holding(1.0), holding(90.0)], wanting(0.1)) is silent
 
 
-def test_one_that_failed_more_often_is_waited_for_longer_but_not_for_worse_ones() -> None:
+def test_more_failures_wait_longer_but_not_for_worse() -> None:
     failed = holding(9.0, idle=29.0, strikes=1)
     fast = holding(90.0)
     assert free([failed, fast], wanting(9.0)) is None

@@ -19,7 +19,7 @@ def test_the_rarest_part_comes_first() -> None:
     assert [made.take("a") for _ in range(6)] == [(3, 0), (3, 1), (2, 0), (2, 1), (1, 0), (1, 1)]
 
 
-def test_a_part_that_was_begun_is_completed_before_others() -> None:
+def test_part_that_was_begun_is_completed_before_others() -> None:
     made = plan({number: range(3) for number in range(8)}, a=set(range(8)), b=set(range(8)))
     taken = [made.take(peer) for _ in range(3) for peer in ("a", "b")]
     assert len({part for part, _ in taken if (part, _) is not None}) == 2  # type: ignore[misc]
@@ -34,7 +34,7 @@ def test_two_nodes_begin_with_different_parts() -> None:
     assert len(firsts) > 10
 
 
-def test_nothing_is_asked_twice_before_all_was_asked_for_once() -> None:
+def test_nothing_is_asked_twice_before_all_once() -> None:
     made = plan({1: range(2), 2: range(1)}, a={1}, b={1, 2}, c={1})
     assert made.take("a") == (1, 0)
     assert made.take("a") == (1, 1)
@@ -46,7 +46,7 @@ def test_nothing_is_asked_twice_before_all_was_asked_for_once() -> None:
     assert made.take("c") is None
 
 
-def test_the_last_pieces_are_asked_of_everybody_those_first_that_fewest_were_asked_for() -> None:
+def test_last_pieces_are_asked_of_everybody_rarest_first() -> None:
     """Two peers that never send what they were asked for keep nobody else from being asked."""
     made = plan({1: range(2)}, a={1}, b={1}, c={1}, d={1})
     assert [made.take("a"), made.take("a"), made.take("b")] == [(1, 0), (1, 1), (1, 0)]
@@ -55,13 +55,13 @@ def test_the_last_pieces_are_asked_of_everybody_those_first_that_fewest_were_ask
     assert made.take("d") in ((1, 0), (1, 1))
 
 
-def test_a_part_that_nobody_holds_does_not_keep_the_last_pieces_with_a_slow_peer() -> None:
+def test_unheld_part_leaves_last_pieces_free() -> None:
     made = plan({1: range(1), 2: range(1)}, a={1}, b={1})
     assert made.take("a") == (1, 0)
     assert made.take("b") == (1, 0)
 
 
-def test_what_a_peer_owes_is_asked_of_others_once_it_is_dropped() -> None:
+def test_dropped_peers_pieces_are_asked_of_others() -> None:
     made = plan({1: range(2)}, a={1}, b={1})
     assert [made.take("a"), made.take("a")] == [(1, 0), (1, 1)]
     made.got((1, 0))
@@ -70,7 +70,7 @@ def test_what_a_peer_owes_is_asked_of_others_once_it_is_dropped() -> None:
     assert made.take("a") is None
 
 
-def test_what_another_peer_was_asked_for_stays_asked_for() -> None:
+def test_other_peers_pieces_stay_asked_for() -> None:
     made = plan({1: range(2)}, a={1}, b={1}, c={1})
     assert (made.take("a"), made.take("b")) == ((1, 0), (1, 1))
     made.give_up("b", (1, 0))  # it was not asked for that
@@ -80,7 +80,7 @@ def test_what_another_peer_was_asked_for_stays_asked_for() -> None:
     assert made.take("c", idle=False) is None
 
 
-def test_a_part_that_others_have_begun_goes_before_luck() -> None:
+def test_part_that_others_have_begun_goes_before_luck() -> None:
     for seed in range(10):
         made = PiecePlan({1: range(3), 2: range(3)}, random.Random(seed))
         for peer, parts in (("a", {1, 2}), ("b", {2}), ("c", {1})):
@@ -89,7 +89,7 @@ def test_a_part_that_others_have_begun_goes_before_luck() -> None:
         assert made.take("a") == (2, 1)
 
 
-def test_a_peer_that_lost_a_part_is_not_asked_for_it() -> None:
+def test_peer_that_lost_a_part_is_not_asked() -> None:
     made = plan({1: range(2), 2: range(1)}, a={1, 2})
     asked = made.take("a")
     assert asked == (2, 0) or asked == (1, 0)
@@ -109,7 +109,7 @@ def test_a_part_is_complete_with_its_last_piece() -> None:
     assert made.holds_all("a") and not made.holds_all("b")
 
 
-def test_a_piece_that_came_is_not_asked_for_when_its_peer_is_dropped() -> None:
+def test_piece_that_came_is_not_asked_again() -> None:
     made = plan({1: range(1)}, a={1}, b={1})
     assert made.take("a") == (1, 0)
     assert made.take("b") == (1, 0)

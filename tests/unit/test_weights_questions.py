@@ -58,7 +58,7 @@ def error(code: wire.ErrorCode.ValueType) -> wire.WeightsFrame:
 
 
 @pytest.mark.parametrize("ask", [offer, trees, piece])
-async def test_what_a_peer_does_not_have_is_no_error(ask: Ask) -> None:
+async def test_what_peer_does_not_have_is_no_error(ask: Ask) -> None:
     for code in (wire.ERROR_NOT_FOUND, wire.ERROR_NOT_ALLOWED):
         assert not await answered(ask, (error(code), b""))
     with pytest.raises(PeerError, match="hands on nothing now"):
@@ -82,7 +82,7 @@ async def test_an_answer_to_another_question_is_none(ask: Ask) -> None:
             await answered(ask, (frame, DATA))
 
 
-async def test_an_offer_a_tree_and_a_piece_come_as_they_are() -> None:
+async def test_offer_tree_and_piece_come_as_they_are() -> None:
     said = Offer(frozenset({0, 2}), blocks="model.layers.", base="model.")
     assert await answered(offer, (wire.WeightsFrame(offer=said.to_wire()), b"")) == said
     assert await answered(trees, (wire.WeightsFrame(tree=TREE.to_wire()), b"")) == {1: TREE}
@@ -95,14 +95,14 @@ async def test_a_tree_of_other_bytes_is_not_believed() -> None:
         await answered(trees, (wire.WeightsFrame(tree=other.to_wire()), b""))
 
 
-async def test_an_offer_or_tree_out_of_range_is_the_peers_fault() -> None:
+async def test_impossible_offer_or_tree_is_the_peers_fault() -> None:
     with pytest.raises(ProtocolError):
         await answered(offer, (wire.WeightsFrame(offer=wire.WeightsOffer(parts=bytes(9))), b""))
     with pytest.raises(ProtocolError):
         await answered(trees, (wire.WeightsFrame(tree=wire.PartTree(form="pickle")), b""))
 
 
-async def test_a_tree_may_be_larger_than_a_question_and_questions_stay_small() -> None:
+async def test_tree_may_exceed_a_question() -> None:
     ours, theirs = message_streams(wire.WeightsFrame, "asker", "holder", max_header=WEIGHTS_LIMITS.max_query)
     await send_tree(theirs, wire.PartTree(form="safetensors", pieces=bytes(1 << 16)), timeout=10)
     ours.max_header = WEIGHTS_LIMITS.max_tree

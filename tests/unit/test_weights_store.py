@@ -77,7 +77,7 @@ def test_numbers_of_parts() -> None:
     assert [part_of_number(number, NUM_BLOCKS) for number in range(NUM_BLOCKS + 2)] == list(parts)
 
 
-def test_parts_are_those_of_the_model_and_known_without_reading(source: Source) -> None:
+def test_parts_are_known_without_reading(source: Source) -> None:
     folder = source.opened()
     assert folder.lacking(Span(0, 2)) == [1, 2]
     assert folder.lacking("client") == [0, NUM_BLOCKS + 1]
@@ -112,7 +112,7 @@ def test_parts_of_a_gguf_file(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["deepseek_v3", "qwen3_next", "mimo_v2_flash"])
-def test_a_head_for_further_tokens_comes_with_the_embeddings(architecture: str, tmp_path: Path) -> None:
+def test_head_for_further_tokens_comes_with_embeddings(architecture: str, tmp_path: Path) -> None:
     """Which are as they were at the peer only with it: who hands on other weights of it is noticed."""
     fields = {"num_experts": 24} if architecture == "qwen3_next" else {}
     source = Source(save_with_head(architecture, tmp_path / "source", **fields))
@@ -180,7 +180,7 @@ def at_most(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_disk_that_fills_is_said_and_nothing_is_lost(source: Source) -> None:
+def test_filling_disk_is_said_and_loses_nothing(source: Source) -> None:
     folder = source.opened()
     pieces = source.pieces(1)
     assert folder.put(1, 0, pieces[0])
@@ -202,7 +202,7 @@ def test_a_damaged_folder_is_said(source: Source) -> None:
         PeerFolder.open(NAME, source.manifest, folder.path)
 
 
-def test_a_model_that_nobody_serves_any_more_is_found_by_its_name(source: Source) -> None:
+def test_unserved_model_is_found_by_its_name(source: Source) -> None:
     assert PeerFolder.kept(NAME, "") == []
     folder = source.opened()
     assert PeerFolder.kept(NAME, "") == [source.manifest]
@@ -213,7 +213,7 @@ def test_a_model_that_nobody_serves_any_more_is_found_by_its_name(source: Source
     assert PeerFolder.kept(NAME, "") == []
 
 
-def test_what_was_handed_on_against_the_usual_stays_so(source: Source) -> None:
+def test_what_was_handed_on_against_usual_stays_so(source: Source) -> None:
     folder = source.opened(replace(OFFER, restricted=True))
     assert not may_hand_on(folder.model_folder())
 
@@ -223,7 +223,7 @@ def test_what_is_shared_goes_on(source: Source) -> None:
     assert may_hand_on(source.folder)
 
 
-def test_what_a_hub_gives_to_some_only_is_not_shared(source: Source, tmp_path: Path) -> None:
+def test_hubs_private_files_are_not_shared(source: Source, tmp_path: Path) -> None:
     snapshot = Path(shutil.copytree(source.folder.path, tmp_path / "models--org--name" / "snapshots" / "1"))
     assert not may_hand_on(replace(source.folder, path=snapshot))
 
@@ -284,7 +284,7 @@ def test_the_type_is_that_of_the_weights(form: str, held: dict[str, int], dtype:
 
 
 @pytest.mark.parametrize("length", range(1, 10))
-def test_the_bytes_of_a_part_begin_where_a_processor_reads_them_best(length: int) -> None:
+def test_parts_bytes_begin_aligned(length: int) -> None:
     header = safetensors_header(tree("safetensors", ("a", "F32", (1,), 4)).entries, ["a" * length])
     assert len(header) % 8 == 0 and int.from_bytes(header[:8], "little") == len(header) - 8
 
@@ -306,7 +306,7 @@ def test_headers_that_cannot_be() -> None:
         gguf_header(tree("gguf llama", ("a", "Q99", (32,), 4)).entries, ["a"], "llama")
 
 
-def test_a_model_that_lacks_a_block_is_refused_before_its_weights_come(source: Source) -> None:
+def test_model_without_a_block_is_refused_early(source: Source) -> None:
     trees = {number: tree for number, tree in source.trees.items() if number != 2}
     with pytest.raises(ModelError, match="lacks block 1"):
         PeerFolder.create(NAME, source.manifest, trees, OFFER, no_progress)

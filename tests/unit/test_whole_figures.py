@@ -35,7 +35,7 @@ def test_no_terminal_is_too_narrow_for_a_figure(width: int) -> None:
     assert "below" in words and ("a" * 30 in words) == (width == 200)
 
 
-def test_lines_in_a_pipe_are_as_long_as_needed(
+def test_lines_in_pipe_are_as_long_as_needed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)

@@ -39,7 +39,7 @@ def inputs(span: BlockSpan, tokens: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(2, tokens, span.hidden_size, generator=torch.Generator().manual_seed(seed))
 
 
-def test_what_is_behind_the_window_is_let_go_and_nothing_changes(span: BlockSpan) -> None:
+def test_cache_behind_the_window_goes_unnoticed(span: BlockSpan) -> None:
     hidden = inputs(span, LENGTH + 3)
     keeping = span.make_cache(2, 2048, [0, 5])
     keeping.keep_all()
@@ -54,7 +54,7 @@ def test_what_is_behind_the_window_is_let_go_and_nothing_changes(span: BlockSpan
             assert buffer[:, :, far + WINDOWS.at_once : cache.length].any(-1).all()
 
 
-def test_a_session_goes_back_as_far_as_is_kept_and_says_so_beyond(span: BlockSpan) -> None:
+def test_session_goes_back_as_far_as_kept(span: BlockSpan) -> None:
     hidden = inputs(span, LENGTH + 1)
     cache = span.make_cache(2, 2048)
     expected = fed(span, cache, hidden)
@@ -80,7 +80,7 @@ def test_a_session_reserves_what_it_keeps_at_once(span: BlockSpan) -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "nemotron_h", "lfm2"])
-def test_states_take_as_much_in_a_long_session_as_in_a_short_one(kind: str, tmp_path: Path) -> None:
+def test_states_take_as_much_in_long_sessions(kind: str, tmp_path: Path) -> None:
     """Only blocks with attention to all tokens take more."""
     span = load_span(save_tiny(kind, tmp_path), Span(0, NUM_BLOCKS))
     sizes = [

@@ -86,7 +86,7 @@ async def test_who_breaks_the_protocol_is_cut_off(frame: bytes, why: str) -> Non
         assert other.raw.closed
 
 
-async def test_what_comes_for_a_stream_that_has_gone_is_passed_over() -> None:
+async def test_late_frames_of_a_gone_stream_pass() -> None:
     async with muxer() as (ours, other):
         other.send(9, b"for nobody")
         other.say(WINDOW_UPDATE, 0, 9, 5)
@@ -95,7 +95,7 @@ async def test_what_comes_for_a_stream_that_has_gone_is_passed_over() -> None:
         assert await (await ours.accept_stream()).read() == b"here"
 
 
-async def test_a_ping_is_answered_and_an_answer_is_not() -> None:
+async def test_ping_is_answered_and_answer_is_not() -> None:
     async with muxer() as (_, other):
         other.say(PING, SYN, 0, 12345)
         other.say(PING, ACK, 0, 12345)
@@ -103,7 +103,7 @@ async def test_a_ping_is_answered_and_an_answer_is_not() -> None:
         assert other.frames() == [(PING, ACK, 0, 12345, b"")]
 
 
-async def test_frames_that_a_circuit_carries_are_sealed_twice_and_still_fit() -> None:
+async def test_circuits_frames_are_sealed_twice_and_fit() -> None:
     relayed = Path(direct=False, relay="relay", remote_addr=None, inbound=True)
     for path, largest in ((DIRECT, MAX_DATA), (relayed, MAX_DATA - HEADER.size - 18)):
         async with muxer(MemoryRaw(path=path)) as (ours, other):
@@ -151,7 +151,7 @@ async def test_a_silent_peer_is_asked_and_then_dropped() -> None:
         assert "no sign of life" in (ours.lost or "")
 
 
-async def test_a_peer_is_not_dropped_because_we_stood_still() -> None:
+async def test_peer_is_not_dropped_because_we_stood_still() -> None:
     async with muxer() as (ours, other):
         other.open(1)
         await ours.accept_stream()
@@ -168,7 +168,7 @@ async def test_a_peer_is_not_dropped_because_we_stood_still() -> None:
         assert ours.lost is None
 
 
-async def test_a_second_of_silence_is_enough_to_be_asked() -> None:
+async def test_second_of_silence_is_enough_to_be_asked() -> None:
     async with muxer() as (_, other):
         other.open(1)
         await trio.sleep(0.9)
@@ -195,7 +195,7 @@ async def test_without_streams_a_peer_is_asked_seldom() -> None:
         assert other.frames() == []
 
 
-async def test_after_a_large_message_no_pause_is_long_enough_for_tcp_to_forget_its_window() -> None:
+async def test_tcp_keeps_its_window_after_large_messages() -> None:
     async with muxer(MemoryRaw(is_socket=True)) as (ours, other):
 
         async def pings() -> int:
@@ -233,7 +233,7 @@ async def test_after_a_large_message_no_pause_is_long_enough_for_tcp_to_forget_i
 
 
 @pytest.mark.parametrize("after", [0.01, 0.07, 0.14])
-async def test_wherever_a_small_message_falls_the_next_ping_follows_it_in_time(after: float) -> None:
+async def test_small_message_anywhere_leaves_pings_in_time(after: float) -> None:
     async with muxer(MemoryRaw(is_socket=True)) as (ours, other):
         other.open(1)
         stream = await ours.accept_stream()
@@ -250,7 +250,7 @@ async def test_wherever_a_small_message_falls_the_next_ping_follows_it_in_time(a
     ("pause", "longest", "kept"),
     [(float("inf"), 60, 5), (0.001, 60, 5), (3, 60, 6), (29, 60, 58), (31, 60, 5), (13, 20, 5), (13, 1, 5)],
 )
-def test_a_window_is_kept_for_pauses_that_were_not_too_long(pause: float, longest: float, kept: float) -> None:
+def test_window_is_kept_for_short_pauses(pause: float, longest: float, kept: float) -> None:
     assert seconds_kept(pause, longest) == kept
 
 
@@ -261,7 +261,7 @@ async def test_with_many_connections_windows_are_kept_for_shorter() -> None:
     assert many.window_kept == 6
 
 
-async def test_what_comes_through_a_circuit_is_handled_where_it_comes() -> None:
+async def test_circuits_bytes_are_handled_where_they_come() -> None:
     async with muxer(MemoryRaw(diverting=True)) as (ours, other):
         await settled()
         other.open(1)
@@ -272,7 +272,7 @@ async def test_what_comes_through_a_circuit_is_handled_where_it_comes() -> None:
         assert ours.lost is not None
 
 
-async def test_a_connection_that_we_close_says_so_and_sends_the_rest() -> None:
+async def test_closing_connection_says_so_and_sends_on() -> None:
     async with muxer(MemoryRaw(room=0)) as (ours, other):
         other.open(1)
         stream = await ours.accept_stream()
@@ -299,7 +299,7 @@ async def test_what_does_not_speak_yamux_is_cut_off(said: bytes, agreed: bool) -
         assert (other.frames() == [(PING, ACK, 0, 1, b"")]) == agreed
 
 
-async def test_one_peer_may_send_so_much_beyond_the_usual_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_peer_may_exceed_the_usual_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(yamux, "LIMITS", replace(yamux.LIMITS, windows_of_peer=2 * (WINDOW - INITIAL_WINDOW)))
     async with muxer(initiator=True) as (ours, other):
         streams = [await ours.open_stream() for _ in range(3)]
@@ -317,7 +317,7 @@ async def test_one_peer_may_send_so_much_beyond_the_usual_windows(monkeypatch: p
         assert ours.lost is None
 
 
-async def test_streams_that_ended_before_they_were_accepted_take_no_more_places(
+async def test_ended_unaccepted_streams_take_no_places(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(yamux, "LIMITS", replace(yamux.LIMITS, streams_of_connection=4))
@@ -362,7 +362,7 @@ async def test_small_frames_and_new_streams_are_counted_apart() -> None:
         assert ours.lost is not None and "more streams than any session needs" in ours.lost
 
 
-async def test_who_breaks_the_protocol_is_told_so_and_who_leaves_is_not() -> None:
+async def test_who_breaks_the_protocol_is_told_so() -> None:
     for frame, told in (
         (HEADER.pack(1, DATA, 0, 0, 0), [(GO_AWAY, 0, 0, 1, b"")]),
         (HEADER.pack(0, GO_AWAY, 0, 0, 0), []),

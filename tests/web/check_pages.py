@@ -194,7 +194,7 @@ def test_every_view_is_for_everybody(site: Site, opened: Opener, size: str, sche
     check_axe(page, f"{name}-swarm")
 
 
-def test_an_answer_that_is_stopped_stops_at_the_servers(site: Site, opened: Opener) -> None:
+def test_answer_that_is_stopped_stops_at_servers(site: Site, opened: Opener) -> None:
     page = opened(site.url)
     settle(page, max_tokens=1500)
     ask(page, "Count from 1 to 500 in words, one number a line.")
@@ -268,7 +268,7 @@ def test_by_keyboard_alone(site: Site, opened: Opener) -> None:
     expect(page.locator(".welcome")).to_be_visible()
 
 
-def test_a_lost_server_is_shown_and_who_takes_over(opened: Opener) -> None:
+def test_lost_server_is_shown_and_who_takes_over(opened: Opener) -> None:
     with site_of() as site:
         page = opened(site.url)
         settle(page, temperature=0, max_tokens=150)
@@ -302,7 +302,7 @@ def test_what_is_missing_and_what_would_help(opened: Opener) -> None:
         check_axe(page, "swarm-missing")
 
 
-def test_a_key_is_asked_for_where_the_server_wants_one(opened: Opener, browser: Browser) -> None:
+def test_key_is_asked_for_where_server_wants_one(opened: Opener, browser: Browser) -> None:
     with site_of(Admission(ApiKeys({hash_of_key("pn-right"): "alice"}))) as site:
         context = browser.new_context()
         page = context.new_page()
@@ -346,7 +346,7 @@ def test_an_answer_with_all_that_markdown_has(site: Site, opened: Opener, size: 
     check_axe(page, f"{size}-{scheme}-editing")
 
 
-def test_chats_are_renamed_searched_and_carried_in_a_file(site: Site, opened: Opener, tmp_path: Path) -> None:
+def test_chats_are_renamed_searched_and_carried_in_file(site: Site, opened: Opener, tmp_path: Path) -> None:
     page = opened(site.url)
     page.route("**/v1/chat/completions", lambda route: answer(route, texts[-1]))
     texts: list[str] = []
@@ -380,7 +380,7 @@ def test_chats_are_renamed_searched_and_carried_in_a_file(site: Site, opened: Op
     expect(other.locator(".conversations .open")).to_have_text(["On towers", "First?"])
 
 
-def test_without_the_api_the_page_says_so_and_goes_on_when_it_is_back(site: Site, browser: Browser) -> None:
+def test_page_without_the_api_says_so(site: Site, browser: Browser) -> None:
     context = browser.new_context()
     page = context.new_page()
     page.set_default_timeout(PATIENCE)
@@ -534,7 +534,7 @@ HOSTILE = """<script>window.ran = 1</script> <img src="https://evil.example/a.pn
 """
 
 
-def test_nothing_that_a_model_writes_runs_or_is_fetched(site: Site, opened: Opener) -> None:
+def test_nothing_that_model_writes_runs_or_is_fetched(site: Site, opened: Opener) -> None:
     page = opened(site.url)
     others: list[str] = []
     page.on("request", lambda request: None if request.url.startswith(site.url) else others.append(request.url))
@@ -554,7 +554,7 @@ def test_nothing_that_a_model_writes_runs_or_is_fetched(site: Site, opened: Open
     assert page.evaluate("window.ran") is None
 
 
-def test_the_policy_holds_against_a_fault_of_the_page(site: Site, browser: Browser) -> None:
+def test_policy_holds_against_fault_of_page(site: Site, browser: Browser) -> None:
     context = browser.new_context()
     page = context.new_page()
     page.goto(site.url)
@@ -579,7 +579,7 @@ def test_the_policy_holds_against_a_fault_of_the_page(site: Site, browser: Brows
     context.close()
 
 
-def test_a_made_link_leads_into_the_swarm_and_a_killed_server_is_told(opened: Opener, tmp_path: Path) -> None:
+def test_made_link_leads_in_and_deaths_are_told(opened: Opener, tmp_path: Path) -> None:
     """With processes as people have them; how long the page takes to tell is written to build/web-check."""
     kept = str(resolve("smollm2", need="all").path.parents[1])
     with nodes(tmp_path) as started:

@@ -46,7 +46,7 @@ def watched(page: Page, url: str) -> list[str]:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("size", SIZES)
-def test_pages_can_be_read_by_all_and_ask_nobody_else(url: str, opened: Opener, size: str, scheme: str) -> None:
+def test_pages_are_readable_and_ask_nobody_else(url: str, opened: Opener, size: str, scheme: str) -> None:
     page = opened("about:blank", size, scheme, ready=False)
     asked = watched(page, url)
     for name in LOOKED_AT:

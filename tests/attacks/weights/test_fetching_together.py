@@ -103,7 +103,7 @@ def test_a_process_that_writes_nothing_is_named(folder: ModelFolder, manifest: M
 
 
 @pytest.mark.virtual_time
-async def test_two_machines_hand_on_to_each_other_before_they_have_all(
+async def test_two_machines_exchange_parts_before_having_all(
     empty_machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each begins with other parts, and takes from the other what that has completed."""

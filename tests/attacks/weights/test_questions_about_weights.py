@@ -118,7 +118,7 @@ async def test_questions_without_end_look_at_the_disk_once(
         wire.WeightsFrame(),
     ],
 )
-async def test_what_is_not_here_is_an_error_and_the_stream_goes_on(
+async def test_missing_part_is_an_error_the_stream_survives(
     question: wire.WeightsFrame, folder: ModelFolder, manifest: Manifest
 ) -> None:
     body = question.WhichOneof("body")
@@ -140,9 +140,7 @@ async def test_what_is_not_here_is_an_error_and_the_stream_goes_on(
 
 
 @pytest.mark.virtual_time
-async def test_a_question_with_tensors_ends_the_stream_before_they_are_read(
-    folder: ModelFolder, manifest: Manifest
-) -> None:
+async def test_question_with_tensors_ends_the_stream_unread(folder: ModelFolder, manifest: Manifest) -> None:
     async with trio.open_nursery() as nursery:
         network = MemoryNetwork(nursery)
         server, _ = hands_on(network, folder, manifest)
@@ -206,9 +204,7 @@ def test_sessions_go_before_trees(folder: ModelFolder, manifest: Manifest, monke
 
 
 @pytest.mark.virtual_time
-async def test_what_changed_on_the_disk_is_offered_no_more(
-    folder: ModelFolder, manifest: Manifest, tmp_path: Path
-) -> None:
+async def test_what_changed_on_disk_is_offered_no_more(folder: ModelFolder, manifest: Manifest, tmp_path: Path) -> None:
     """Who asked for it in vain would ask again for ever."""
     copied = replace(folder, path=Path(shutil.copytree(folder.path, tmp_path / "copy" / folder.path.name)))
     part_digests(Checkpoint(copied.path), parts_of_need("all", NUM_BLOCKS))

@@ -77,7 +77,7 @@ def took(folder: ModelFolder, manifest: Manifest, liars: int, late: Late, need: 
 
 
 @pytest.mark.parametrize("at_one_address", [True, False])
-def test_who_brings_little_gives_its_place_to_one_that_was_not_asked(at_one_address: bool, tmp_path: Path) -> None:
+def test_who_brings_little_yields_to_an_unasked_one(at_one_address: bool, tmp_path: Path) -> None:
     """More of them than there are places bring a true piece every now and then, and are asked first."""
     large = resolve(save_tiny("llama", tmp_path / NAME, hidden_size=256, intermediate_size=4096))
     manifest = compute_manifest(large)
@@ -93,9 +93,7 @@ def test_who_brings_little_gives_its_place_to_one_that_was_not_asked(at_one_addr
     assert seconds < 2 * FETCHING.patience
 
 
-def test_who_was_busy_at_first_takes_the_place_of_one_that_brings_little(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_once_busy_peer_replaces_one_that_brings_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both places are taken by peers of an address each, that bring a true piece every now and then."""
     monkeypatch.setattr(fetching, "FETCHING", replace(FETCHING, peers=2))
     large = resolve(save_tiny("llama", tmp_path / NAME, hidden_size=256, intermediate_size=4096))
@@ -145,7 +143,7 @@ def test_who_is_busy_for_long_is_asked_again(folder: ModelFolder, manifest: Mani
     assert refusals[-1] - refusals[-2] > FETCHING.rest + 2.0 and len(refusals) < 24
 
 
-def test_peers_that_hold_nothing_keep_nobody_else_from_being_asked(folder: ModelFolder, manifest: Manifest) -> None:
+def test_peers_that_hold_nothing_keep_nobody_unasked(folder: ModelFolder, manifest: Manifest) -> None:
     """They are more than are asked at once, and answer for ever."""
 
     def empty(asked: wire.WeightsFrame, answer: wire.WeightsFrame, payloads: list[bytes]) -> list[bytes]:
@@ -167,17 +165,15 @@ def test_peers_that_hold_nothing_keep_nobody_else_from_being_asked(folder: Model
     assert found.path.is_dir()
 
 
-def test_no_number_of_silent_peers_keeps_the_last_pieces(folder: ModelFolder, manifest: Manifest) -> None:
+def test_no_number_of_silent_peers_keeps_last_pieces(folder: ModelFolder, manifest: Manifest) -> None:
     """They are asked for all that is left, with one that is honest and has nothing else to do."""
     assert took(folder, manifest, 3, late_piece, Span(0, 1)) < 60.0
 
 
-def test_who_tells_late_what_a_model_is_made_of_keeps_nobody_from_asking_others(
-    folder: ModelFolder, manifest: Manifest
-) -> None:
+def test_late_telling_of_a_models_parts_delays_nobody(folder: ModelFolder, manifest: Manifest) -> None:
     """Thirty peers refuse each question, just before the asker hangs up."""
     assert took(folder, manifest, 30, late_tree, "client") < 2 * 30 * FETCHING.open + 120.0  # trees, then texts
 
 
-def test_who_sends_a_tokenizer_late_keeps_nobody_from_asking_others(folder: ModelFolder, manifest: Manifest) -> None:
+def test_late_tokenizer_delays_nobody(folder: ModelFolder, manifest: Manifest) -> None:
     assert took(folder, manifest, 30, late_text, "client") < 30 * FETCHING.open + 120.0
