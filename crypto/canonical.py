@@ -1,7 +1,7 @@
 """One unambiguous byte string for a tuple of values, so that a hash or a signature means one thing only.
 
-Every value carries a type tag and its length, so no two different tuples give the same bytes: neither
-`("ab", "c")` and `("a", "bc")`, nor `b"a"` and `"a"`, nor `[x, y]` and `x, y`.
+Every value carries a type tag and its length. So no two different tuples give the same bytes: neither `("ab", "c")` and
+`("a", "bc")`, nor `b"a"` and `"a"`, nor `[x, y]` and `x, y`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Faults that prove themselves: two signatures of one key that no honest server makes. Pure; no stream, no weights.
 
-Bytes that do not match a signed hash are a fault as well, but to the one only who received them: others cannot know
+Bytes that do not match a signed hash are a fault as well, but only to the one who received them. Others cannot know
 where the bytes came from. Who receives such bytes stops using the server; there is nothing to show around.
 """
 
@@ -23,7 +23,7 @@ class NotProven(Exception):
 
 class ExchangedTensors(NotProven):
     """The tensors are not those that the statement names. The accuser's signature does not cover them, so this is the
-    fault of whoever has sent them; the accuser may be honest."""
+    fault of whoever has sent them. The accuser may be honest."""
 
 
 class Incomplete(NotProven):
@@ -33,7 +33,7 @@ class Incomplete(NotProven):
 def check_equivocation(accused: str, first: Receipt, second: Receipt) -> str:
     """What is proved by two receipts for one request with different answers.
 
-    Rollbacks, repeated requests and restarts never look like it: each request has a sequence number of its own, a
+    Rollbacks, repeated requests and restarts never look like it. Each request has a sequence number of its own, a
     repeated one gets the same reply, and a new session has a new epoch.
 
     Raises:

@@ -1,7 +1,7 @@
 """Pledges: a server's signed statement that it stands by its receipts, and the deposit it loses if one is proved wrong.
 
 The "pledge" of Petals (ACL demo 2023, appendix A): "Some servers may vouch for the correctness of their outputs by
-depositing a certain number of points". Who keeps the points is a validator, which signs for it; without one the deposit
+depositing a certain number of points". Who keeps the points is a validator, which signs for it. Without one the deposit
 is a promise without security.
 """
 

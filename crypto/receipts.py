@@ -1,9 +1,9 @@
 """Receipts: what a server signs of every reply, so that nobody can later deny what was sent.
 
-The "signed-hash pledge" of Petals (ACL demo 2023, appendix A), made concrete: the hash proves *what* was sent;
-whether it was *right* is judged elsewhere, by recomputation within a tolerance. Two receipts of one key with the same
-(client, nonce, session epoch, sequence, request hash, previous receipt) and different reply hashes prove
-equivocation; rollbacks and restarts never look like it, because they change the sequence or the session epoch.
+The "signed-hash pledge" of Petals (ACL demo 2023, appendix A), made concrete. The hash proves *what* was sent. Whether
+it was *right* is judged elsewhere, by recomputation within a tolerance. Two receipts of one key with the same (client,
+nonce, session epoch, sequence, request hash, previous receipt) and different reply hashes prove equivocation. Rollbacks
+and restarts never look like it, because they change the sequence or the session epoch.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class SessionRoot:
     So a chain of receipts proves, beside what was asked, under which terms: without the padding of its rows, nobody
     could recompute a step. `left_padding` is empty if no row is padded; `dtype` is that of tensors before the codec;
     `pledge` the hash of the server's pledge, empty for none. `prefix` names what the session began with: a hash over
-    the inputs from which an earlier session had computed it; empty for nothing, and then it is no part of the hash.
+    the inputs from which an earlier session had computed it. Empty for nothing, and then it is no part of the hash.
     """
 
     client: str

@@ -123,7 +123,7 @@ def memory_needed(what: str) -> Iterator[None]:
 def unwrapped(kind: type[Exception]) -> Iterator[None]:
     """Raises the first error of `kind` instead of a nursery's group that holds nothing else.
 
-    If the block was cancelled from outside at the same moment, the cancellation goes on alone: whoever cancelled waits
+    If the block was cancelled from outside at the same moment, the cancellation goes on alone. Whoever cancelled waits
     for no error, and would get a group.
     """
     try:

@@ -8,11 +8,11 @@
     Close, or nothing more
 
 An adapter is a set of small tensors: "3.self_attn.q_proj.lora_A" [rank, in] and "3.self_attn.q_proj.lora_B"
-[out, rank] make a linear layer of block 3 return B A x more than its own (any scaling is in B already); "3.prompts"
+[out, rank] make a linear layer of block 3 return B A x more than its own (any scaling is in B already). "3.prompts"
 [prefix, hidden] is added to the first `prefix` positions of what enters block 3. It has a hash for each block and one
 over these, so that a server can check its part alone. An `Open` of `/petalnode/inference/1` names an adapter by that
-hash: one that the server's owner has loaded, or one that this client has brought, which the server keeps as long as
-the stream is open on which it came and as long as sessions use it.
+hash: one that the server's owner has loaded, or one that this client has brought. The server keeps the latter as long
+as the stream is open on which it came and as long as sessions use it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TensorDigest:
 
 
 def block_of(name: str) -> int | None:
-    """The number of the block that a tensor of this name belongs to; None if it is no such name."""
+    """The number of the block that a tensor of this name belongs to. None if it is no such name."""
     lora = LoraName.parse(name)
     if lora is not None:
         return lora.block

@@ -93,15 +93,15 @@ class RelayOffer:
 class Announcement:
     """What a server says of itself.
 
-    `model_version` is 32 bytes; `span` half-open; `step_seconds` one decode step through the whole span with an
-    empty queue; `forward_tokens_per_second` a long prefill; cache tokens count a row through all blocks of the
-    span; `rtts` seconds to other servers by peer id; `addrs` textual multiaddrs without /p2p; `relay` is set if it
-    is one that takes reservations; `fixed` if it stays with its span whatever the swarm needs; `next_span` is where it
-    means to go, `span` itself for one that has not begun to load; `network_seconds` what the bytes of a token take
-    into it and out of it (0: not measured), `load_seconds` what loading a block took; `pledge` is what it
-    stands by (whose signature was not checked yet), `device` the kind that it computes on; `credits_of` are the
-    validators whose points buy priority. `sequence` (nanoseconds since 1970) and `expires` (seconds since 1970) are set
-    anew each time it is published.
+    `model_version` is 32 bytes, `span` half-open. `step_seconds` is one decode step through the whole span with an
+    empty queue, `forward_tokens_per_second` a long prefill. Cache tokens count a row through all blocks of the span.
+    `rtts` are seconds to other servers by peer id, `addrs` textual multiaddrs without /p2p. `relay` is set if it is one
+    that takes reservations, `fixed` if it stays with its span whatever the swarm needs. `next_span` is where it means
+    to go, `span` itself for one that has not begun to load. `network_seconds` is what the bytes of a token take into it
+    and out of it (0: not measured), `load_seconds` what loading a block took. `pledge` is what it stands by (whose
+    signature was not checked yet), `device` the kind that it computes on. `credits_of` are the validators whose points
+    buy priority. `sequence` (nanoseconds since 1970) and `expires` (seconds since 1970) are set anew each time it is
+    published.
     """
 
     peer_id: str
@@ -203,8 +203,8 @@ def sign_announcement(identity: Identity, announcement: Announcement) -> SignedA
 def freshened(announcement: Announcement, *, now: float, lifetime: float, after: int = 0) -> Announcement:
     """`announcement` with a new expiry and a sequence number above `after`; times in seconds since 1970.
 
-    An `after` further ahead than an announcement lasts is of a time when the clock was wrong: nobody has kept it,
-    and a number above it would be refused for as long as the clock was ahead.
+    An `after` further ahead than an announcement lasts is of a time when the clock was wrong. Nobody has kept it. A
+    number above it would be refused for as long as the clock was ahead.
     """
     least = 0 if is_ahead(after, now + lifetime) else after + 1
     return replace(announcement, sequence=max(int(now * 1e9), least), expires=now + lifetime)

@@ -1,7 +1,7 @@
 """Circuits through relays: the two protocols of https://github.com/libp2p/specs/blob/master/relay/circuit-v2.md.
 
 A peer behind NAT reserves a place at a relay (HOP, RESERVE). Whoever wants to reach it asks that relay (HOP, CONNECT),
-which asks the peer (STOP, CONNECT); then the two streams carry what the two peers say to each other.
+which asks the peer (STOP, CONNECT). Then the two streams carry what the two peers say to each other.
 """
 
 from __future__ import annotations

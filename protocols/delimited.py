@@ -196,7 +196,7 @@ def _may_grow(kind: Descriptor) -> bool:
 
 
 def _fields(data: bytes, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """(number, beginning and end of the value) of each field; the number is 0 for values that cannot be messages."""
+    """(number, beginning and end of the value) of each field. The number is 0 for values that cannot be messages."""
     while start < stop:
         tag, start = _varint(data, start, stop)
         wire_type = tag & 7

@@ -56,9 +56,9 @@ TransferStream = MessageStream[wire.TransferFrame]
 class NodeInfo:
     """What a node says of itself when asked; nobody vouches for it.
 
-    `role` is "server", "bootstrap" or "client"; `reachability` a line for a person; `relay` is None if it relays for
-    nobody, else `circuits` it carries now, and `relayed_bytes` it has carried since it started. `time`: its clock when
-    it answered, seconds since 1970.
+    `role` is "server", "bootstrap" or "client", `reachability` a line for a person. `relay` is None if it relays for
+    nobody. Else it carries `circuits` now, and has carried `relayed_bytes` since it started. `time`: its clock when it
+    answered, seconds since 1970.
     """
 
     role: str

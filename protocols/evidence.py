@@ -25,7 +25,7 @@ class EvidenceSizes:
     """Receipts that a client offers at once."""
     max_header: int = 256 * 1024
     max_shared: int = 64 << 20
-    """Bytes of a bundle that is sent from node to node; larger ones have to be handed over as files."""
+    """Bytes of a bundle that is sent from node to node. Larger ones have to be handed over as files."""
     min_rate: int = 128 << 10
     """Bytes a second at which a bundle has to come, from its first piece on."""
 
@@ -51,7 +51,7 @@ async def send_bundle(stream: EvidenceStream, data: bytes, *, timeout: float) ->
 async def receive_bundle(stream: EvidenceStream, *, limit: int, timeout: float) -> bytes:
     """The bytes of a bundle that was asked for, of at most `limit` bytes.
 
-    The sender may fall `timeout` seconds behind `EVIDENCE_SIZES.min_rate`, and no more at any time: so the whole
+    The sender may fall `timeout` seconds behind `EVIDENCE_SIZES.min_rate`, and no more at any time. So the whole
     takes at most `timeout` + `limit` / `EVIDENCE_SIZES.min_rate` seconds after the announcement of its size, which
     has `timeout` seconds.
 

@@ -98,10 +98,10 @@ class MessageStream(Generic[F]):
 
     The type is one of the generated `*Frame` messages: a `oneof body`, and the `tensors` whose bytes follow.
 
-    One task may send while another one receives; several may send. Flow control is the stream's: a peer that
-    does not read makes `send` wait, and we hold at most one message and one stream window of what it sent.
+    One task may send while another one receives; several may send. Flow control is the stream's. A peer that does not
+    read makes `send` wait. We hold at most one message and one stream window of what it sent.
 
-    Nothing large is read before there is `room` for it; who serves a stream `keeps_room` until it asks for more.
+    Nothing large is read before there is `room` for it. Who serves a stream `keeps_room` until it asks for more.
     """
 
     def __init__(

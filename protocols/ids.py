@@ -71,7 +71,7 @@ class Span:
 # --- keys of provider records in Kademlia
 
 VERSION_DIGITS: Final = 12
-"""Hexadecimal digits of a model version in a key: what a person has to give at least to say which one is meant."""
+"""Hexadecimal digits of a model version in a key. What a person has to give at least to say which one is meant."""
 MAX_RANGES: Final = 8
 """Ranges that the blocks of a model are divided into, at most."""
 _LEAST_RANGE: Final = 4  # blocks
@@ -251,9 +251,9 @@ class Layout:
     Attributes:
         positions: [axes, rows, tokens], flat; empty: tokens are counted.
         groups: [rows, tokens], flat: for a token of a group, all of which see each other, how many of it are left, this
-            one included; 0 for a token that sees those before it. Empty: all are such.
+            one included. 0 for a token that sees those before it. Empty: all are such.
         features: of how many of the first blocks, all of which one server holds. They stand behind the hidden states of
-            each token, which are 1 + `features` times as wide, and are added to what leaves these blocks (DeepStack,
+            each token, which are 1 + `features` times as wide. They are added to what leaves these blocks (DeepStack,
             arXiv 2406.04334).
     """
 

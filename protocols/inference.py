@@ -10,7 +10,7 @@
 
 - `sequence` grows from request to request. A repeated one gets the cached reply and is never computed again, because
   a recomputation in another batch differs in the last bits.
-- `position` is the number of tokens that each row holds before the step; less than the server holds means: roll back
+- `position` is the number of tokens that each row holds before the step. Less than the server holds means: roll back
   to it first. `reorder` then says for each row whose cache it continues (beam search).
 - `long_factors` says that the text which the step is a part of is longer than the model was first trained for: rotary
   frequencies of longrope are those of long texts then, for all tokens of the step. Without it they follow from the end
@@ -26,9 +26,9 @@
 - At most `Granted.credits` steps may be in flight.
 - A step that names `targets` has its output pushed to the first of them over `/petalnode/push/1`, beside the reply to
   the client (server-to-server communication of Petals, ACL demo 2023, section 3.2). `Reply.handed_on` says whether that
-  was done: if not, or if the next server stays silent, the client sends the same step itself; whichever comes first
+  was done: if not, or if the next server stays silent, the client sends the same step itself. Whichever comes first
   counts, and the other is a repeated one.
-- `route_epoch` grows when the client changes the chain; a step or push of an older one than was seen is dropped.
+- `route_epoch` grows when the client changes the chain. A step or push of an older one than was seen is dropped.
 - After an Error in answer to a Step the session is closed, except that ERROR_TOO_LONG leaves it as it was.
 """
 

@@ -188,7 +188,7 @@ async def exchange_first(
 
 
 async def give_sign(stream: DelimitedStream, *, timeout: float) -> None:
-    """The starting side: signals the other one to dial now; to dial itself half a round trip later is up to the caller.
+    """The starting side: signals the other one to dial now. To dial itself half a round trip later is up to the caller.
 
     Raises:
         PeerError: the peer did not take it.

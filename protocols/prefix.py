@@ -1,7 +1,7 @@
 """Names of what sessions have computed, by which one may begin with what an earlier one left at a server.
 
 A block is 32 tokens of all rows. Its name is a hash over the name of the block before it, and over the hidden states
-that entered the span for its tokens, as on the wire; before the first one stands a hash of all else that keys and
+that entered the span for its tokens, as on the wire. Before the first one stands a hash of all else that keys and
 values follow from (hash chains of blocks as in vLLM's automatic prefix caching). So a name stands for everything up to
 its block, and only who knows the inputs can make it. A server makes the names of what it keeps from the inputs that it
 was sent, never from what a client says.

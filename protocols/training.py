@@ -12,7 +12,7 @@
     ...
     Close ->
 
-One stream carries batch requests of one kind, one behind the other, as long as its client likes; the server may end a
+One stream carries batch requests of one kind, one behind the other, as long as its client likes. The server may end a
 stream that asks for nothing. Fine-tuning as in Petals (NeurIPS 2023, section 3.4): servers treat whatever the client
 learns as inputs, and keep nothing of it past the stream.
 
@@ -22,14 +22,14 @@ learns as inputs, and keep nothing of it past the stream.
   unless it is a single row.
 - **Deferred backward**: the gradient may follow later, where the grant says so. The server computes forward in the
   meantime and keeps what the backward pass needs. It may drop such a request, for others or when the gradient does not
-  come, with ERROR_BUSY; the client then sends all of it on a new stream. Receipts are the same either way.
+  come, with ERROR_BUSY. The client then sends all of it on a new stream. Receipts are the same either way.
 - **Kept tensors** travel once for the requests that name their number. "prompts" are deep prompts [blocks of the span,
   1 or rows, prefix, hidden]: those of a block are added to the first `prefix` positions of what enters it.
   "3.self_attn.q_proj.lora_A" [rank, in] and "3.self_attn.q_proj.lora_B" [out, rank] change a linear layer of block 3,
   which then returns B A x more than its own.
 - Tensors travel in **pieces** of at most `PIECE_BYTES` of their bytes, one behind the other, so that neither side ever
   holds more than a piece that it has no room for. A server begins to read the pieces of a request when it has memory
-  for the request and its reply: until then the stream's window stops the client. At most `BatchGranted.credits`
+  for the request and its reply. Until then the stream's window stops the client. At most `BatchGranted.credits`
   requests may be sent and not answered.
 - `sequence` counts from 1. After an Error, which answers the first request that has no reply yet, the stream is over.
 """
@@ -118,7 +118,7 @@ def batch_terms_of(message: wire.BatchOpen) -> BatchTerms:
 def hash_of_batch(protocol: str, request: wire.BatchRequest, payload_hash: bytes, kept_hash: bytes) -> bytes:
     """The request hash that both sides compute, and that the receipt carries.
 
-    `protocol` is the stream's id; `payload_hash` the SHA-256 of the tensors as they stood on the wire; `kept_hash` is
+    `protocol` is the stream's id, `payload_hash` the SHA-256 of the tensors as they stood on the wire. `kept_hash` is
     `hash_of_keep` of what it uses, `NOTHING_KEPT` for nothing.
     """
     return digest(

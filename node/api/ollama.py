@@ -67,7 +67,7 @@ def parse_chat(fields: Fields) -> ChatRequest | None:
 
 
 def parse_generate(fields: Fields) -> ChatRequest | CompletionRequest | None:
-    """The prompt as a chat by the model's template, or with `raw` as it is; None if nothing is asked.
+    """The prompt as a chat by the model's template, or with `raw` as it is. None if nothing is asked.
 
     Raises:
         ApiError: as `parse_chat`.

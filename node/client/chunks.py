@@ -24,8 +24,8 @@ _HEADROOM: Final = 8.0
 
 
 def to_chunks(hidden: torch.Tensor, codec: str, size: int, layout: TokenLayout = TEXT) -> list[WireTensor]:
-    """Cuts hidden states [batch, tokens, hidden] along the tokens, in chunks of up to `size` tokens of a row; of more
-    where a group of tokens that see each other would be cut.
+    """Cuts hidden states [batch, tokens, hidden] along the tokens, in chunks of up to `size` tokens of a row. They have
+    more where a group of tokens that see each other would be cut.
 
     Raises:
         BadInput: another shape, no tokens, a dtype that does not travel, or a group that is too long.

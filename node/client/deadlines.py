@@ -1,6 +1,6 @@
 """How long a client waits, for whom, and why: all of its deadlines, in seconds, and the histogram of its waits.
 
-A dead connection is noticed by itself, a killed server's at once and a frozen one's after about 4 s; what stands here
+A dead connection is noticed by itself, a killed server's at once and a frozen one's after about 4 s. What stands here
 is for peers that are connected and silent.
 """
 
@@ -96,7 +96,7 @@ def patience(usual: float | None, tokens: int, nbytes: int, round_trip: float, a
     that (both in seconds). Of a step that usually takes half a second or more: twice that and 4 s.
 
     While no answer has come, ten times what the step should take by what the server has `announced` (seconds), from 2
-    to 15 s; 15 s if it announced nothing; and what `nbytes` take there and back on a poor line.
+    to 15 s. 15 s if it announced nothing. What `nbytes` take there and back on a poor line is added.
     """
     due = PATIENCE
     if usual is None:
@@ -114,8 +114,8 @@ def patience_once_more(usual: float, tokens: int, round_trip: float) -> float:
 
 
 def open_patience(round_trip: float) -> float:
-    """Seconds after which servers that were asked to take some blocks are overdue, and others are asked beside them:
-    eight round trips, from half a second to two."""
+    """Seconds after which servers that were asked to take some blocks are overdue, and others are asked beside them.
+    Eight round trips, from half a second to two."""
     return min(DEADLINES.open_at_most, max(DEADLINES.open_at_least, DEADLINES.open_round_trips * round_trip))
 
 

@@ -315,7 +315,7 @@ class ServerStream(Generic[Frame]):
         return frame
 
     def _admit(self, step: wire.Step, chunk: WireTensor, frame: wire.InferenceFrame) -> None:
-        """Waits for no answer that is larger than `chunk`, whose shape it has; one that nobody wants any more may be as
+        """Waits for no answer that is larger than `chunk`, whose shape it has. One that nobody wants any more may be as
         large as the step that it is for.
 
         Raises:
@@ -410,7 +410,7 @@ class OutstandingReplies:
     """Counts how often each step was asked of a server, and its replies; no more of them than that may come. Pure.
 
     A server answers a step once more when its client sends it again. That happens where another server had pushed it
-    already, or a stream was lost. A reply beyond that is one that nobody asked for: it may stand in the place of the
+    already, or a stream was lost. A reply beyond that is one that nobody asked for. It may stand in the place of the
     one that is due, and a client that went on waiting would be held up by it.
     """
 

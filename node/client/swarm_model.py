@@ -77,9 +77,9 @@ def _original_length(folder: Path) -> int | None:
 async def identify_model(swarm: Swarm, folder: ModelFolder, progress: Progress = no_progress) -> SwarmModel:
     """Finds out which model version `folder` is.
 
-    From its own weights where it has them all; else from the manifest in the folder, if whoever published the model has
-    put one there; else it is the version that this node has used with these weights before, if it is served; else that
-    of the manifests of servers that announce a model of this name, against which the client's part is checked. Who
+    From its own weights where it has them all. Else from the manifest in the folder, if whoever published the model has
+    put one there. Else it is the version that this node has used with these weights before, if it is served. Else it is
+    that of the manifests of servers that announce a model of this name, against which the client's part is checked. Who
     makes other blocks with the same embeddings and head makes a version that fits as well: see `choose_version`.
 
     Raises:

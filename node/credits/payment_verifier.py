@@ -31,7 +31,7 @@ class PaymentVerifier:
         self._spent: dict[Payment, int] = {}  # until when each must be remembered
 
     def take(self, opened: wire.Open, client: str, terms: SessionTerms) -> Payment | None:
-        """Spends the clearing that a client shows for a session; None if it buys no priority, which is no error."""
+        """Spends the clearing that a client shows for a session. None if it buys no priority, which is no error."""
         if not opened.HasField("clearing") or not self._issuers:
             return None
         now = self._now_ms()

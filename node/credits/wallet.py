@@ -67,7 +67,7 @@ class Wallet:
 
     async def transfer(self, recipient: str, points: int) -> Clearing:
         """Hands points on. If the answer to an earlier transfer of as many points to the same peer was lost, that order
-        is sent again; the validator clears it once.
+        is sent again. The validator clears it once.
 
         Raises:
             SwarmError: it was not cleared; or, if the validator was lost in the middle, that this is not known.

@@ -241,7 +241,7 @@ def _invite(message: wire.Invite, maker: str) -> Invite:
 @dataclass(frozen=True)
 class SwarmTarget:
     """Which swarm a person means: the peers to join by, the private swarm's key, and the model (MODEL@VERSION) that
-    their links name; None where they name none, or several."""
+    their links name. None where they name none, or several."""
 
     peers: tuple[str, ...]
     psk: str | None = None

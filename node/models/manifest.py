@@ -1,10 +1,10 @@
 """The model version, and the manifest that it is the hash of.
 
 A manifest holds the canonical architecture and one digest for the embeddings, for each block, and for norm
-and head (see `canonical_architecture` and `part_digests`). It is a few kilobytes, is made by a node that
-has the whole model, and lets a node that holds a part of the model check that part.
+and head (see `canonical_architecture` and `part_digests`). It is a few kilobytes, and is made by a node that has the
+whole model. A node that holds a part of the model checks that part by it.
 
-A folder may have it as a file (`MANIFEST_FILE`), next to the weights: who publishes a model, on the hub or elsewhere,
+A folder may have it as a file (`MANIFEST_FILE`), next to the weights. Who publishes a model, on the hub or elsewhere,
 says by it which version its repository is at a commit. Who has only a part of the weights need not ask strangers.
 """
 
@@ -212,7 +212,7 @@ def verify_part(folder: ModelFolder, manifest: Manifest, need: Need, progress: P
 
 
 def stated_manifest(folder: ModelFolder, need: Need, progress: Progress = no_progress) -> Manifest | None:
-    """The manifest that the folder has as a file, which the parts that `need` asks for were checked against; None if it
+    """The manifest that the folder has as a file, which the parts that `need` asks for were checked against. None if it
     has none, or if another version was asked for.
 
     Raises:

@@ -67,7 +67,7 @@ class CheckpointLayout:
         blocks: what stands before a block's number: "model.layers.", "h."
         num_blocks: how many blocks the model has. Higher numbers are not the model's.
         drafts: whether the first of these is a head that predicts the token after the next one (DeepSeek-V3, arXiv
-            2412.19437, section 2.2): then it belongs to the embeddings, without the copies of these and of the head.
+            2412.19437, section 2.2). Then it belongs to the embeddings, without the copies of these and of the head.
     """
 
     base: str

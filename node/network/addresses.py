@@ -214,7 +214,7 @@ def is_dialable(addr: Multiaddr) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def dialable(text: str) -> Multiaddr | None:
-    """An address that a peer gave, without the peer id at its end; None if it is of no use."""
+    """An address that a peer gave, without the peer id at its end. None if it is of no use."""
     try:
         addr = read_multiaddr(text)
         return without_peer(addr) if is_dialable(addr) else None

@@ -1,9 +1,9 @@
 """The Kademlia table: the meeting point, and a second place for every announcement.
 
 A table holds one value per key and cannot list keys. So a server's announcement has
-a key of its own; a well-known key lists the models, a few signed announcements merged by whoever puts them;
-and provider records lead to the servers of a model's blocks, and on a few shards to servers that know the rest. Other
-DHTs of libp2p keep provider records, too: to them our values are those of an unknown namespace.
+a key of its own. A well-known key lists the models, a few signed announcements merged by whoever puts them. Provider
+records lead to the servers of a model's blocks, and on a few shards to servers that know the rest. Other DHTs of libp2p
+keep provider records, too: to them our values are those of an unknown namespace.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class Dht:
     # --- values
 
     async def _put(self, key: str, value: bytes, timeout: float) -> None:
-        """Leaves a value at some of the peers nearest to its key: what is put again every 20 s need not be on 20."""
+        """Leaves a value at some of the peers nearest to its key. What is put again every 20 s need not be on 20."""
         find = Message(type=Message.FIND_NODE, key=key.encode())
         put = Message(type=Message.PUT_VALUE, key=find.key, record=record_of(find.key, value))
         with trio.move_on_after(timeout):

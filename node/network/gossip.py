@@ -1,11 +1,11 @@
 """Gossip on one topic: libp2p's own gossipsub, on a host of ours, with our limits before anything is passed on.
 
 Traps of py-libp2p 0.8: pubsub notices only connections that are made after it was attached, so it is attached before
-the node joins; a message is validated before it is seen by us or passed on, in the order of arrival, so the check must
-be quick; the default mesh is made every 120 s; what one neighbour's copy of a message was refused for is held against
-the copies of all others for 300 s; more than `per_second` messages a second from one neighbour are not passed on; a
-message with a key that cannot be read ends it, and the host with it; it starts a task for each message, however many
-come; it sends a message as often as its id is in one request; what it has for a peer that reads nothing may be 32 MiB.
+the node joins. A message is validated before it is seen by us or passed on, in the order of arrival, so the check must
+be quick. The default mesh is made every 120 s. What one neighbour's copy of a message was refused for is held against
+the copies of all others for 300 s. More than `per_second` messages a second from one neighbour are not passed on. A
+message with a key that cannot be read ends it, and the host with it. It starts a task for each message, however many
+come. It sends a message as often as its id is in one request. What it has for a peer that reads nothing may be 32 MiB.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class _Pubsub(Pubsub):
 
     @contextlib.contextmanager
     def _place(self, peer: ID) -> Iterator[None]:
-        """For the length of the block, one of the peer's streams is read; of too many, the oldest is not any more."""
+        """For the length of the block, one of the peer's streams is read. Of too many, the oldest is not any more."""
         scopes = self._streams.setdefault(peer, [])
         if len(scopes) == GOSSIP.max_streams:
             scopes.pop(0).cancel()
@@ -295,7 +295,7 @@ async def open_gossip(
     """Takes part in `topic` for the length of the block.
 
     `accept` and `forwards` must be quick and not raise; `deliver(who made it, data)` gets what was accepted, but for
-    what this node published itself. A message that was accepted and not passed on is accepted no second time: it is
+    what this node published itself. A message that was accepted and not passed on is accepted no second time. It is
     passed on if another neighbour that hands it on may have that.
     """
     router = _GossipRouter(topic)

@@ -156,8 +156,8 @@ class Host:
         return [path_of(conn) for conn in self._network.live(_id(peer_id))]
 
     def origin_of(self, peer_id: str) -> str:
-        """The address, as `origin_of_ip` counts them, at which a connected peer is, or the relay through which it came;
-        the peer id itself where that is not known."""
+        """The address, as `origin_of_ip` counts them, at which a connected peer is, or the relay through which it came.
+        The peer id itself where that is not known."""
         for path in self.paths(peer_id):
             if not path.direct and path.relay is not None and path.relay != peer_id:
                 return self.origin_of(path.relay)
@@ -216,7 +216,7 @@ class Host:
         relay: str | None = None,
         addr: str | None = None,
     ) -> str:
-        """Makes a connection of this host out of a socket or of a stream through `relay`; returns the peer's id.
+        """Makes a connection of this host out of a socket or of a stream through `relay`. Returns the peer's id.
 
         `peer_id` is whom to expect; only who is no `initiator` may leave it open. `addr` is the peer's multiaddr, as
         in `Path`. Ends `raw` if that fails. A peer that stands still is not given up: the caller sets a deadline.
@@ -240,8 +240,8 @@ class Host:
     def punching(self, peer_id: str, addrs: Sequence[str]) -> Iterator[None]:
         """For the length of the block, we act as the client also on connections that come in from these addresses.
 
-        Two who dial each other at once agreed before who is the client, and one of them may find the other's
-        listening socket instead of the dialing one.
+        Two who dial each other at once agreed before who is the client. One of them may find the other's listening
+        socket instead of the dialing one.
         """
         peer = _id(peer_id)
         self._network.punching.update(dict.fromkeys(addrs, peer))
@@ -383,7 +383,7 @@ async def open_host(
     """Runs a host until the block ends.
 
     `psk` is a private swarm's key, 64 hexadecimal digits. `max_upload` and `max_download` are in bytes per second,
-    over all connections together; small messages do not wait behind large ones. `certificate` is for /tls/ws.
+    over all connections together. Small messages do not wait behind large ones. `certificate` is for /tls/ws.
 
     Raises:
         MachineError: a port is in use, or an address is none of this machine.

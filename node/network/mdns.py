@@ -2,7 +2,7 @@
 
 As in the libp2p specification (discovery/mdns.md), a node is a service instance with a random name whose TXT record
 holds its addresses, `dnsaddr=/ip4/../tcp/../p2p/..` each. The service has a name of our own, so that we do not call
-on every libp2p node of an office; that of a private swarm ends in some digits of its key's hash. The library,
+on every libp2p node of an office. That of a private swarm ends in some digits of its key's hash. The library,
 zeroconf, lives in threads of its own: trio waits for them in worker threads, and receives names by a bounded queue.
 """
 

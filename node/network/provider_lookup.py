@@ -1,6 +1,6 @@
 """Look-ups of provider records in Kademlia: whom to ask next, and what comes of it.
 
-Iterative look-ups as of Maymounkov and Mazieres 2002 (section 2.3), but going around addresses: ids near a key cost
+Iterative look-ups as of Maymounkov and Mazieres 2002 (section 2.3), but going around addresses. Ids near a key cost
 nothing, so the nearest peer of each address comes before the second nearest one of any. In a network in which each peer
 has an address of its own that is Kademlia's order. `Lookup` decides; `look_up` asks over a host.
 
@@ -229,7 +229,7 @@ class Lookup:
         return [known.contact for _, _, known in self._ranked()[: LOOKUP.closest]]
 
     def providers(self, rng: random.Random) -> Iterator[Contact]:
-        """Who was named, in random order but going around the addresses of those who named them: who names thousands
+        """Who was named, in random order but going around the addresses of those who named them. Who names thousands
         is heard as often as who names one."""
         of_source = [rng.sample(named, len(named)) for named in self._named.values() if named]
         addrs: dict[str, tuple[str, ...]] = {}

@@ -1,6 +1,6 @@
 """Limits that strangers share: a fair share of what there is, a token bucket for rates, and turns of those who wait.
 
-A share is soft wherever nothing has to be taken back: who is alone gets half of all there is, and whoever comes next
+A share is soft wherever nothing has to be taken back. Who is alone gets half of all there is, and whoever comes next
 half of what is left, so that nobody can leave nothing for the others.
 """
 
@@ -57,7 +57,7 @@ def origin_of_ip(host: str, prefix: int = 64) -> str:
 
 
 def may_have_more(own: int, total: int, most: float, least: int) -> bool:
-    """Whether who holds `own` of the `total` that is taken may have one more, where there are `most` in all: no more
+    """Whether who holds `own` of the `total` that is taken may have one more, where there are `most` in all. No more
     than is left for others, but `least` as long as there are any."""
     return total < most and own < max(least, most - total)
 

@@ -25,9 +25,9 @@ _MOST_RIVALS: Final = 64
 class SpanChoice:
     """The blocks that a newcomer takes if it begins to load now.
 
-    `others` are the servers that the choice is based on; newcomers with smaller peer ids stand where they are expected
-    to go. `rivals` are the peer ids of other newcomers that have not begun to load either and must agree; `disputed`
-    those of them with smaller peer ids that have announced another span than expected.
+    `others` are the servers that the choice is based on. Newcomers with smaller peer ids stand where they are expected
+    to go. `rivals` are the peer ids of other newcomers that have not begun to load either and must agree. `disputed`
+    are those of them with smaller peer ids that have announced another span than expected.
     """
 
     span: Span
@@ -40,7 +40,7 @@ class SpanChoice:
         and have answered, and no choice of a smaller peer id is disputed. It does not wait for those that are `silent`.
 
         Two newcomers that both may load have taken account of each other. Let A have the smaller peer id, and let B
-        begin to load: then B had notified A and knew what A had announced. If A has chosen anew since, A notifies B
+        begin to load. Then B had notified A and knew what A had announced. If A has chosen anew since, A notifies B
         before it loads, and B's answer says that B loads.
         """
         return announced == self.span and self.rivals <= {*told, *silent} and self.disputed <= set(silent)
@@ -67,7 +67,7 @@ def choice_of_newcomer(
     """The blocks that a newcomer takes, while `newcomers`, it may be one of them, choose theirs.
 
     The newcomers choose in the order of their peer ids: all who see the same announcements compute the same. So with
-    several newcomers no other server is moved, and throughputs are the announced ones; its own is used before the
+    several newcomers no other server is moved, and throughputs are the announced ones. Its own is used before the
     newcomer has announced itself.
     """
     newcomer, throughput, count = own.peer_id, own.throughput, own.count

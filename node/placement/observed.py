@@ -55,8 +55,8 @@ _LEFT, _JOINED = 4 / 3, 2 / 3
 class PlacedServer:
     """A server as placement sees it.
 
-    `span` is the one that it hosts, or the next one that it has announced; `throughput`, above 0, the decode steps a
-    second that it adds to each of its blocks; `movable` is false if its span was fixed by a person or is being loaded;
+    `span` is the one that it hosts, or the next one that it has announced. `throughput`, above 0, is the decode steps a
+    second that it adds to each of its blocks. `movable` is false if its span was fixed by a person or is being loaded.
     `reload_weight` weighs the blocks that it would reload, 1 where that is quick and drops no caches.
     """
 
@@ -123,9 +123,9 @@ def describe_spans(spans: Sequence[Span]) -> str:
 class ObservedServers:
     """The servers of one model.
 
-    `servers` have the spans that they host, or the next ones that they have announced; `serving` are those that take
+    `servers` have the spans that they host, or the next ones that they have announced. `serving` are those that take
     sessions, with the spans that they host. `newcomers` have not begun to load, this one included, and have the spans
-    that they have announced; the others of them are among `servers`, too. `doubts` are sentences about announcements
+    that they have announced. The others of them are among `servers`, too. `doubts` are sentences about announcements
     that were corrected or left out, by peer id.
     """
 
@@ -143,7 +143,7 @@ def observe_servers(
 ) -> ObservedServers:
     """The servers that count for placement, this one (`own`, a peer id) among them with the span that it hosts.
 
-    `contested` decides between several that would move at once, without messages: the smaller peer id goes first, and
+    `contested` decides between several that would move at once, without messages. The smaller peer id goes first, and
     ignores the next spans that larger ones have announced. A newcomer that has not begun to load announces its span as
     its next one, too.
     """
@@ -233,7 +233,7 @@ def turnover(changes: Sequence[MembershipChange], servers: int, now: float) -> f
 
 def pinged_at_once(servers: int) -> float:
     """How many of these servers are pinged together, on the average: in a large swarm nobody is connected to most of
-    them, and a connection costs far more than a ping."""
+    them. A connection costs far more than a ping."""
     return min(OBSERVED.at_once, OBSERVED.at_once * PACE.quick / max(servers, 1))
 
 

@@ -1,6 +1,6 @@
 """Which servers should move where: equal views give equal plans, whichever server computes them. Pure.
 
-In Petals (appendix D) each server simulates the moves of all others after its own; here one plan is made for all. It
+In Petals (appendix D) each server simulates the moves of all others after its own. Here one plan is made for all. It
 weighs the swarm's gain against what is reloaded: docs/placement.md has the result in Petals' own simulation.
 """
 
@@ -175,7 +175,7 @@ def in_order(search: SpanSearch, start: State, target: Ints) -> tuple[list[int],
     """The servers that go from `start` to `target` (int [N]), one after the other, and the state when they have.
 
     Each time the move is taken that leaves the least cost, among servers that are not the only holder of a block (all,
-    while a gap is open). Moves at the end that raise the cost are dropped, as are servers that cannot leave: the order
+    while a gap is open). Moves at the end that raise the cost are dropped, as are servers that cannot leave. The order
     can be carried out as it is, and its throughput is not below that of `start` unless it closes gaps.
     """
     starts = start.starts.copy()
@@ -228,7 +228,7 @@ def tiled(starts: Ints, lengths: Ints, movable: Ints, num_blocks: int) -> Ints:
 def may_leave(move: Move, serving: Sequence[PlacedServer], num_blocks: int) -> bool:
     """Whether the model still has a server for every block while this one moves, or has a gap already.
 
-    `serving` are the servers that take sessions now, with the spans that they host, the moving one among them or not; a
+    `serving` are the servers that take sessions now, with the spans that they host, the moving one among them or not. A
     server that has announced its next span does not count.
     """
     others = [server for server in serving if server.peer_id != move.peer_id]

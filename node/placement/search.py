@@ -1,8 +1,8 @@
 """A tabu search over the places of servers, for those that run and for plans: every move of one server at once, as
 arrays over servers x starts. Where a server may hold more or fewer blocks it has a row for each number.
 
-The best single move is made even if it is none for the better, and the server that moved stays for some turns (Glover,
-Tabu Search, 1989): so chains of moves are found that pay only together. No randomness: equal inputs, equal answers.
+The best single move is made even if it is none for the better. The server that moved stays for some turns (Glover, Tabu
+Search, 1989). So chains of moves are found that pay only together. No randomness: equal inputs, equal answers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class SearchEffort:
     """How long the search for better spans goes on."""
 
     turns_each: int = 4
-    """Turns for each server in a small swarm, and a few besides; the more the better, but little is left to find."""
+    """Turns for each server in a small swarm, and a few besides. The more the better, but little is left to find."""
     work: int = 2_200_000
     """Moves looked at in one search of a large swarm, as long as that allows the least of turns: about 0.1 s."""
     patience: float = 0.34
@@ -56,9 +56,9 @@ class CostTerms:
 
 @dataclass(frozen=True)
 class ServerRows:
-    """What servers may hold: `server` int [R], in order, each has one row or more; `length` int [R] in blocks, 0 only
-    where it has none yet; `speed` float [R], above 0, what it then adds to each of them. `allowed` bool [R, blocks], by
-    start; None: everywhere."""
+    """What servers may hold: `server` int [R], in order, each has one row or more. `length` int [R] is in blocks, 0
+    only where it has none yet. `speed` float [R], above 0, is what it then adds to each of them. `allowed` bool [R,
+    blocks], by start; None: everywhere."""
 
     server: Ints
     length: Ints

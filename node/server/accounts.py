@@ -195,7 +195,7 @@ class Accounts:
         return backlogged if others - backlogged else frozenset()
 
     def rest(self, now: float) -> float:
-        """Seconds for which those who wait behind others rest from now on; none if nobody generates before whom they
+        """Seconds for which those who wait behind others rest from now on. None if nobody generates before whom they
         would have to."""
         behind = self.behind(now)
         if not behind or behind.issuperset(self._generating(now)):
@@ -204,7 +204,7 @@ class Accounts:
         return pause(seconds, now - since)
 
     def next_of(self, clients: Sequence[Client], now: float) -> int | None:
-        """The place of who is next among those who wait for a pass or a call; None if all of them rest."""
+        """The place of who is next among those who wait for a pass or a call. None if all of them rest."""
         behind = self.behind(now)
         place = self._usage.next_of(clients, behind, self._waiting)
         if self.rest(now) and clients[place][0] in behind:

@@ -55,15 +55,15 @@ class Holding:
 
 
 def to_reclaim(held: Sequence[Holding], wanted: int, claimant: str, capacity: int, address: str = "") -> list[int]:
-    """The places in `held` of what has to be taken so that `claimant` gets `wanted` more; none if that is not to be.
+    """The places in `held` of what has to be taken so that `claimant` gets `wanted` more. None if that is not to be.
 
     Shares are soft: one who is alone may hold everything. When somebody waits who would stay within an equal share,
-    what goes first is what has been idle for longest, of those who hold more than their share; then what nobody has
-    used for very long; and then, since a few requests keep anything from being idle, what one has held for very long
-    beyond half of all. What was paid for goes only when it is idle for very long.
+    what goes first is what has been idle for longest, of those who hold more than their share. Then goes what nobody
+    has used for very long. A few requests keep anything from being idle. So what one has held for very long beyond half
+    of all goes then. What was paid for goes only when it is idle for very long.
 
     Keys are free and addresses are not. A claimant whose `address` would stay within an equal share of all addresses
-    need not wait for so long: what others have held for half a minute beyond such a share goes, too.
+    need not wait for so long. What others have held for half a minute beyond such a share goes, too.
     """
     by_holder = ((IDLE, 0.0, 1.0, 0.0), (LONG_IDLE, 0.0, 0.0, 0.0), (0.0, LONG_IDLE, 1.0, 0.5))
     chosen = _reclaimed([one.holder for one in held], held, wanted, claimant, capacity, by_holder)

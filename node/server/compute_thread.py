@@ -4,7 +4,7 @@ Bytes in, bytes out: steps arrive from the trio thread as they stood on the wire
 the trio thread never computes and the thread may one day become a process. The queue is bounded by its callers: a
 session has at most one step in it.
 
-Passes of whole batches (training) run one after the other when no step waits, and pause after each block: so a step
+Passes of whole batches (training) run one after the other when no step waits, and pause after each block. So a step
 waits for one block of one batch at most, and a pass for as long as there are steps. While sessions generate, passes
 have half of the time. Passes, and calls that clients cause, are served by address and peer, as `accounts.py` has it.
 """
@@ -233,7 +233,7 @@ class ComputeThread:
     async def run_pass(self, passing: PassGenerator[T], *, resumed: bool = False, peer: str = "") -> PassResult[T]:
         """Runs `passing` of `peer` to its end, whenever no step waits. If cancelled, it ends at its next pause.
 
-        `resumed`: it is the second half of a pass, which frees memory and for which others wait; so it goes before all
+        `resumed`: it is the second half of a pass, which frees memory and for which others wait. So it goes before all
         that have not got so far.
 
         Raises:

@@ -2,15 +2,15 @@
 
 After a batch its sessions are answered one after the other, and their clients send the next steps within some
 milliseconds. If the device begins again with the first that is back, the others become a second batch, and the two
-alternate for ever: each reads all weights, for half of the sessions. To wait for the others costs the device that time,
-and saves a batch. Which of both gives more tokens a second follows from what batches of each size take
-(`BatchCost`) and from how long each session has been away after its last answers. `gathering_time`, a pure function,
-decides it anew whenever a step has come; the time that the device has been idle counts against waiting longer, so it
-waits for no longer than a batch takes. Where a prefill waits it does not: all who are quick come back during its chunk.
+alternate for ever. Each reads all weights, for half of the sessions. To wait for the others costs the device that time,
+and saves a batch. Which of both gives more tokens a second follows from what batches of each size take (`BatchCost`)
+and from how long each session has been away after its last answers. `gathering_time`, a pure function, decides it anew
+whenever a step has come. The time that the device has been idle counts against waiting longer, so it waits for no
+longer than a batch takes. Where a prefill waits it does not: all who are quick come back during its chunk.
 
 How long a session is away is smoothed as the timer of RFC 6298, section 2, does it: a mean and a mean deviation. Of
 several that are equally far, the last is expected later than one by itself, as if times were exponential beyond their
-least: the harmonic number of them, less one, in spreads. A session is expected for four deviations, and not any
+least. It is the harmonic number of them, less one, in spreads. A session is expected for four deviations, and not any
 longer when those are over. So one that is gone or slow is waited for once at most, and a chain with long links never.
 
 A client may come back quickly for a while and then late, to make others wait in vain. So a peer is waited for no longer
@@ -48,7 +48,7 @@ class GatheringPolicy:
 GATHERING: Final = GatheringPolicy()
 
 _TURN_AROUND: Final = EstimateRule(newest=1 / 8, most=1e9)
-"""As the timer of RFC 6298 has it; who comes back late is not to be taken for one that is quick."""
+"""As the timer of RFC 6298 has it. Who comes back late is not to be taken for one that is quick."""
 
 
 class Wait(NamedTuple):

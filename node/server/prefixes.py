@@ -1,8 +1,8 @@
 """Keys and values that sessions have left for later ones of the same owner, in blocks of 32 tokens.
 
 A block is kept under its name, which the server makes of the inputs that it was sent (`protocols/prefix.py`), apart for
-each owner: who asks learns nothing of what others have asked, not by the time that an answer takes either. A session
-that begins with kept blocks gets copies of them, since the kernels and attention want a session's keys in one piece; so
+each owner. Who asks learns nothing of what others have asked, not by the time that an answer takes either. A session
+that begins with kept blocks gets copies of them, since the kernels and attention want a session's keys in one piece. So
 nobody changes what another one reads. Copying 1,024 tokens takes a hundredth of computing them. Where blocks of the
 model keep states, some kept blocks have those at their end, and a session begins behind one of these.
 
@@ -92,7 +92,7 @@ class PrefixStore:
     def begin(self, use: PrefixUse, wanted: Sequence[bytes], cache: SpanCache) -> None:
         """Fills an empty cache with the longest part of the prefix `wanted` that is kept.
 
-        The names are made again of the tokens: blocks that do not follow each other, or are of a session on other
+        The names are made again of the tokens. Blocks that do not follow each other, or are of a session on other
         terms, are not put together, whatever their names are.
         """
         kept = self._of(use.scope)

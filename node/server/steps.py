@@ -117,7 +117,7 @@ class StepOutput:
 class QueuedStep:
     """A step on its way through the device. `answer` is called once, with its output or why there is none; `begin`
     before the blocks compute a token of it. `given_up`: nobody waits for it any more, and what is not computed of it
-    never is; such a step has rolled back and reordered nothing."""
+    never is. Such a step has rolled back and reordered nothing."""
 
     session: ComputeSession
     input: StepInput
@@ -222,7 +222,7 @@ class StepRunner:
         session.close()
 
     def run_turn(self) -> float:
-        """Runs waiting decode steps as one batch, and then a chunk of one prefill, as `next_turn` has it; or does
+        """Runs waiting decode steps as one batch, and then a chunk of one prefill, as `next_turn` has it. Or it does
         nothing, and returns the seconds for which it is better to wait for steps that are about to come, or for which
         all that are here rest."""
         self._drop_given_up()

@@ -22,15 +22,15 @@ _BOOTSTRAP_DEADLINE: Final = 10.0  # seconds until somebody must have answered
 class SwarmConfig:
     """How a node takes part.
 
-    `listen` and `announce` are multiaddrs without /p2p (no `listen`: a pure client, which nobody can dial and
-    which does not serve the table); `peers` those to join by, with /p2p; `psk` the 64 hexadecimal digits of a
+    `listen` and `announce` are multiaddrs without /p2p. Without `listen` it is a pure client, which nobody can dial and
+    which does not serve the table. `peers` are those to join by, with /p2p. `psk` is the 64 hexadecimal digits of a
     private swarm's key. `announcement_ttl` is in seconds. `relay` says where a node that others cannot dial keeps a
     place for them to reach it: "auto" (any public node that offers one), "off", or the multiaddr of the one relay to
-    use; `relay_limits` are those of this node where it relays for others. `mdns` finds, and is found by, nodes of the
+    use. `relay_limits` are those of this node where it relays for others. `mdns` finds, and is found by, nodes of the
     same local network; `remembered` is the file with the peers of earlier runs. `max_upload` and `max_download` are
     bytes per second over all connections, None without a limit. `tls` are the files of the certificate and of its key
-    for listening at /tls/ws. `trust` is what this node thinks of others;
-    with `gossip` it receives evidence of faults, and passes it on.
+    for listening at /tls/ws. `trust` is what this node thinks of others; with `gossip` it receives evidence of faults,
+    and passes it on.
     """
 
     identity: Identity

@@ -1,7 +1,7 @@
 """What a request costs on a server and on the way between two, and what blocks held by several servers yield.
 
 The one cost model of routes (client), placement (server) and plans for a fleet. Times in seconds, arrays over servers.
-Servers announce what they like, so every time is bounded here: a liar can make itself attractive, but no sum of such
+Servers announce what they like, so every time is bounded here. A liar can make itself attractive, but no sum of such
 times breaks anything.
 """
 
@@ -144,7 +144,7 @@ _AUTO_CODECS: Final = ("float16", "bfloat16", "int8-block64")  # the most exact 
 @dataclass(frozen=True)
 class WireCost:
     """What requests cost at one server of a chain. Seconds: `step` and `token` are computing, of a decode step and of a
-    token of a prompt; `per_byte` beyond the round trip, None where it was never measured."""
+    token of a prompt. `per_byte` is beyond the round trip, None where it was never measured."""
 
     step: float
     token: float
@@ -202,7 +202,7 @@ CHUNK_TOKENS: Final = (32, 64, 128, 256, 512)
 
 def chunk_tokens(tokens: int, token_bytes: int, chain: Sequence[StageCost]) -> int:
     """Into steps of how many tokens to cut a prompt of `tokens`, each of `token_bytes`, so that all of it has passed
-    the chain soonest: the smaller, the sooner all servers are at work, and the more often each step's costs are paid.
+    the chain soonest. The smaller, the sooner all servers are at work. But each step's costs are paid more often.
     """
     return min(CHUNK_TOKENS, key=lambda size: (prefill_seconds(tokens, size, token_bytes, chain), -size))
 
@@ -210,7 +210,7 @@ def chunk_tokens(tokens: int, token_bytes: int, chain: Sequence[StageCost]) -> i
 def prefill_seconds(tokens: int, size: int, token_bytes: int, chain: Sequence[StageCost]) -> float:
     """Seconds for a prompt of `tokens` tokens in steps of `size`.
 
-    The first step passes all servers; each further one is there as long after it as the slowest part of the way takes:
+    The first step passes all servers. Each further one is there as long after it as the slowest part of the way takes:
     a server's computing, a line, the client, which handles all answers, or waiting for what may be under way.
     """
     size = min(size, tokens)
@@ -256,7 +256,7 @@ def span_seconds(
 ) -> Floats:
     """What servers compute for a request of `tokens` tokens (all rows) through their whole spans, with those that wait.
 
-    A decode step of one token takes `step_seconds`; more tokens at once take what a prefill does, if it was measured
+    A decode step of one token takes `step_seconds`. More tokens at once take what a prefill does, if it was measured
     (above 0), and never less than a step.
     """
     step = bounded(step_seconds)
@@ -297,7 +297,7 @@ def block_throughput(starts: Ints, ends: Ints, throughputs: Floats, num_blocks: 
 def throughput_bound(capacity: Ints, block_seconds: Floats, num_blocks: int) -> float:
     """The largest z with sum over machines of min(1 / s, z capacity) >= z blocks: what no placement exceeds.
 
-    A machine computes at most 1 / s blocks a second; more than z of any one block is of no use.
+    A machine computes at most 1 / s blocks a second. More than z of any one block is of no use.
     """
     speed = np.where(capacity > 0, 1 / np.maximum(block_seconds, 1e-12), 0.0)
     low, high = 0.0, float(speed.sum()) / num_blocks

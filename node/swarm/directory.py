@@ -382,7 +382,7 @@ class Directory:
             received = self._received - before
 
     def _asked_for(self, turn: int) -> bytes:
-        """The model version to ask for in this round; a server in a large swarm asks for its own, at times for all."""
+        """The model version to ask for in this round. A server in a large swarm asks for its own, at times for all."""
         if self._listens and self.own is not None and not self.refresh_rate().quick and turn % ASKING.own_model_rounds:
             return self.own.content.model_version
         return self._sampled or b""

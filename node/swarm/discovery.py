@@ -84,9 +84,9 @@ def is_local(listen: Iterable[str]) -> bool:
 class Discovery:
     """The looking for peers and servers of one node.
 
-    A node with named peers was told its swarm: of the peers of earlier runs, and of its neighbours, it calls on those
-    that belong to that swarm, so that it does not join it to another one. Its neighbours are told so, and call on it
-    when they look for a swarm.
+    A node with named peers was told its swarm. Of the peers of earlier runs, and of its neighbours, it calls on those
+    that belong to that swarm. So it does not join it to another one. Its neighbours are told so, and call on it when
+    they look for a swarm.
     """
 
     def __init__(
@@ -156,8 +156,9 @@ class Discovery:
     ) -> None:
         """As `Swarm.refresh`. Where no directory answers, Kademlia is asked.
 
-        It is asked as well where blocks of the model version have no servers: at once for a client that wants them for
-        the first time, else in the background; later on also if they have none that this node could connect to.
+        It is asked as well where blocks of the model version have no servers. That is at once for a client that wants
+        them for the first time, else in the background. Later on it is asked also if they have none that this node
+        could connect to.
 
         Raises:
             SwarmError: neither a directory nor a peer of a DHT has answered.
@@ -306,7 +307,7 @@ class Discovery:
         return bool(self._directory.addrs_of(peer_id))
 
     def _may_return_to(self, neighbour: PeerCandidate) -> bool:
-        """Whether a node that is alone may join a neighbour: a server is the first of a swarm of its own by now."""
+        """Whether a node that is alone may join a neighbour. A server is the first of a swarm of its own by now."""
         free = not self._peers and not (neighbour.apart and self._listens)
         return free or self._is_member(neighbour.peer_id)
 

@@ -1,8 +1,9 @@
 """Servers found by the provider records that they leave in Kademlia, and the records of this node.
 
-Who knows one peer of any DHT of libp2p that holds our records, and no directory, finds servers by them: by the range of
-blocks of a model version, by the name of a model, or as directories of anything. A record is nobody's word: what counts
-is the announcement that the server found gives of itself. Kademlia adds a way in and never removes one.
+Who knows one peer of any DHT of libp2p that holds our records, and no directory, finds servers by them. They are found
+by the range of blocks of a model version, by the name of a model, or as directories of anything. A record is nobody's
+word: what counts is the announcement that the server found gives of itself. Kademlia adds a way in and never removes
+one.
 """
 
 from __future__ import annotations
@@ -99,8 +100,8 @@ def pause_after(rounds: int, cost: int, taken: int) -> float:
 
 @dataclass(frozen=True)
 class Sought:
-    """A key, and which announcements of its providers are what is looked for there: of a model's name, or of a version
-    (its first hexadecimal digits) and a range of its blocks; of any servers if neither is given."""
+    """A key, and which announcements of its providers are looked for there. Those of a model's name, or of a version
+    (its first hexadecimal digits) and a range of its blocks. Those of any servers if neither is given."""
 
     key: bytes
     name: str | None = None

@@ -11,15 +11,15 @@ trip. A chain c -> s1 -> s2 -> c costs
 where half(s) is half the round trip between client and s, and work(s) is the time that its blocks compute, the handling
 of a step, its input and output at its seconds per byte, and its penalties. Through the client, way(a, b) =
 half(a) + half(b). Pushed, way(a, b) is half of the servers' own round trip where a measured it, and never more than
-through the client, who has a copy of everything and can always hand it on; so a pair that nobody measured counts as
+through the client, who has a copy of everything and can always hand it on. So a pair that nobody measured counts as
 relayed.
 
 **Algorithm.** Let reached[k, s] be the least time in which the first k blocks are done, the last of them by s. Then
 reached[k + 1, s] = min(reached[k, s], min over a of reached[k, a] + way(a, s) + work of arriving) + time of a block.
-That is exact: costs are sums over hops, and no two hops in a row are on one server, because staying there is never
-dearer than leaving and coming back. Without measured pairs the inner minimum is one number for all s. A measured pair
-counts only if it beats that number, and whether any pair of a sender can is one comparison; so of the servers squared
-pairs only those few are looked at that can change the result, and none that can is left out.
+That is exact. Costs are sums over hops, and no two hops in a row are on one server: staying there is never dearer than
+leaving and coming back. Without measured pairs the inner minimum is one number for all s. A measured pair counts only
+if it beats that number, and whether any pair of a sender can is one comparison. So of the servers squared pairs only
+those few are looked at that can change the result, and none that can is left out.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class RouteCandidate:
     prefill through it (0: not measured, a token is as long as a step). `seconds_per_byte` is what a byte into or out
     of the server takes beyond the round trip. `penalty_seconds` makes a server that failed lately a last resort. A
     session longer than `max_session_length` tokens (None: no limit known) is never routed there. Within `together` no
-    chain goes from one server to another; the server holds all of these blocks of the model or none.
+    chain goes from one server to another. The server holds all of these blocks of the model or none.
     """
 
     peer_id: str
@@ -246,8 +246,8 @@ def _measured(sender: RouteCandidate, receiver: RouteCandidate) -> float:
 class _Pairs:
     """Ways between servers that are shorter than through the client, in order of the sender.
 
-    `seconds` is the way less the receiver's `half`: so the way from any sender to any receiver is the receiver's
-    `half` and either this or the sender's `half`, and the two compare without the receiver.
+    `seconds` is the way less the receiver's `half`. So the way from any sender to any receiver is the receiver's `half`
+    and either this or the sender's `half`. The two compare without the receiver.
     """
 
     sender: Ints
@@ -372,7 +372,7 @@ def missing_blocks(spans: Collection[Span], wanted: Span) -> tuple[int, ...]:
 
 
 def describe_blocks(blocks: Sequence[int]) -> str:
-    """Block numbers for a person: "blocks 3, 7:12" with half-open ranges, of which the first eight are named: what
+    """Block numbers for a person: "blocks 3, 7:12" with half-open ranges, of which the first eight are named. What
     servers announce can have holes at every other block."""
     parts: list[str] = []
     start = previous = None

@@ -3,9 +3,9 @@ But for what was noted of peers (`Contacts`, `KnownShare`), pure.
 
 Where everybody tells everybody, each node's traffic grows with the swarm. Up to `PACE.quick` announcements they are
 spread as quickly as that. Beyond, they hold longer for each that is known, up to an hour, so that each is sent more
-seldom; and who asks takes answers of `PACE.answer_bytes` only, in the end one a minute, which are samples of the
-swarm: a node's traffic is bounded, whatever is announced. What does not hold that long (load, free cache) is asked
-of the server itself by who measures the way to it.
+seldom. Who asks takes answers of `PACE.answer_bytes` only, in the end one a minute, which are samples of the swarm. So
+a node's traffic is bounded, whatever is announced. What does not hold that long (load, free cache) is asked of the
+server itself by who measures the way to it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RefreshPolicy:
     longest_round: float = 60.0
     most_asked: int = 5
     """In a small swarm, a node that 16 peers tell and that asks 5 in every third of a lifetime knows nearly all
-    announcements of a round one round later: spreading by asking multiplies the knowing by e^5 in a round."""
+    announcements of a round one round later. Spreading by asking multiplies the knowing by e^5 in a round."""
 
 
 PACE: Final = RefreshPolicy()
@@ -73,7 +73,7 @@ class RefreshRate:
         return self.lifetime / 3
 
     def pause(self, received: int) -> float:
-        """Seconds from a round of questions, of whose answers `received` bytes came, to the next: who answers more than
+        """Seconds from a round of questions, of whose answers `received` bytes came, to the next. Who answers more than
         he was asked for gets more time, not more traffic."""
         most = self.asked * self.max_bytes
         return self.round * max(received / most, 1.0) if most else self.round
@@ -87,7 +87,7 @@ class RefreshRate:
 def refresh_rate(known: int, ttl: float) -> RefreshRate:
     """For a node that knows `known` announcements; `ttl` is how long they hold in a small swarm, in seconds.
 
-    A flood of keys makes it slower, as a swarm of as many servers would: less is sent, and a server that was killed is
+    A flood of keys makes it slower, as a swarm of as many servers would. Less is sent, and a server that was killed is
     noticed by who tries it. What changes in an announcement is told at once in any case.
     """
     lifetime = max(ttl, min(ttl * (2 * known / PACE.quick - 1), ANNOUNCEMENT.max_lifetime))
@@ -132,10 +132,10 @@ def sampled(
     """At most `limit` of `records`, of `max_bytes` together, in no order: all of them if they are not more.
 
     First one for each block of each model that anybody online has, then a second one for each, and so on. Whose turn
-    it is goes around the sources (at which a server announced itself, else who passed its announcement on last): all
-    keys of one address are chosen as often as one server with an address of its own. Servers whose next announcement
-    is overdue, or that are known to be `is_unreached` (of a peer id), come only for blocks that few others have. `now`
-    in seconds since 1970.
+    it is goes around the sources (at which a server announced itself, else who passed its announcement on last). All
+    keys of one address are chosen as often as one server with an address of its own. Servers whose next announcement is
+    overdue, or that are known to be `is_unreached` (of a peer id), come only for blocks that few others have. `now` in
+    seconds since 1970.
     """
     records, rng = list(records), rng or random.Random()
     if len(records) <= limit:
@@ -215,7 +215,7 @@ def known_well(view: SwarmView, model_version: bytes, *, now: float) -> bool:
 def in_turn(
     view: SwarmView, looked_at: int, now: float, rng: random.Random | None = None, *, model_version: bytes = b""
 ) -> Iterator[Announcement]:
-    """Servers (of a model) that can be dialed, in an order that goes around the sources: whom to ask is not to be
+    """Servers (of a model) that can be dialed, in an order that goes around the sources. Whom to ask is not to be
     decided by who has most keys. Of a large view only `looked_at` records are looked at, at random."""
     rng = rng or random.Random()
     known = list(view.records_of(model_version))
@@ -286,10 +286,10 @@ def round_robin(items: Iterable[tuple[str, T]], rng: random.Random) -> Iterator[
 class Contacts:
     """Remembers the peers that could not be reached. Times in seconds since 1970.
 
-    A mark is never sent to anybody, nor taken from anybody: who has it leaves the server out of what it hands on as
-    long as there are others, and does not ask it. So nobody can be slandered. It ends with the next announcement that
-    the server has made since, or when the server is reached; and failures count only while others answer, since
-    otherwise it is this node that has no network.
+    A mark is never sent to anybody, nor taken from anybody. Who has it does not ask the server, and leaves it out of
+    what it hands on as long as there are others. So nobody can be slandered. It ends with the next announcement that
+    the server has made since, or when the server is reached. Failures count only while others answer, since otherwise
+    it is this node that has no network.
     """
 
     def __init__(self) -> None:

@@ -37,7 +37,7 @@ class StreamShares:
     """How streams and the memory for their messages are shared."""
 
     max_served: int = 1024
-    """Streams of one protocol that a node serves at once; a peer or address gets no more than it leaves for others."""
+    """Streams of one protocol that a node serves at once. A peer or address gets no more than it leaves for others."""
     least_served: int = 8  # Of one peer or address, as long as there are any
     of_rest: int = 4
     """An address may hold a quarter of the memory for messages that it leaves free, and a peer half of that."""
@@ -258,11 +258,11 @@ class MessageStreams:
     ) -> None:
         """`handler` gets every stream of `protocol` that a peer opens, in a task of its own.
 
-        At most `max_streams` are served at once, half of that for a peer or an address that is alone; what is more is
+        At most `max_streams` are served at once, half of that for a peer or an address that is alone. What is more is
         reset. When it returns, the stream is closed; when it raises, it is reset. Errors never reach the node: a
         `PeerError` is the peer's matter, any other is logged once per kind.
 
-        What the handler does counts for the peer's address until it grants something; with `in_turn`, each message
+        What the handler does counts for the peer's address until it grants something. With `in_turn`, each message
         waits for its turn, too (`NodeLimits.work_turn`).
         """
         stream_type = functools.partial(
@@ -297,7 +297,7 @@ class MessageStreams:
     ) -> MessageStream[F]:
         """A stream that the caller has to close or reset.
 
-        Connects first if need be, to where the peer announced itself or the host remembers it; Kademlia is asked for
+        Connects first if need be, to where the peer announced itself or the host remembers it. Kademlia is asked for
         the announcement of a peer of which nothing is known. Does not wait for the peer's consent: one that
         does not speak the protocol ends the stream, and the first `receive` says so. With `direct`, the stream takes an
         existing connection without a relay, or none.

@@ -28,7 +28,7 @@ TRUSTED_BLOCKS: Final = 2
 
 @dataclass(frozen=True)
 class TrustedServers:
-    """`peers` (peer ids) alone compute the first and the last `blocks` blocks of a model; without `peers`, all servers
+    """`peers` (peer ids) alone compute the first and the last `blocks` blocks of a model. Without `peers`, all servers
     may compute all blocks.
 
     Raises:

@@ -47,7 +47,7 @@ def versions_named(
 ) -> list[Announcement]:
     """The servers of a model of this name in the versions that begin with the hexadecimal digits `pinned`.
 
-    Where these are more versions than are asked for, only those that have a `proven` server: no other one could be
+    Where these are more versions than are asked for, only those that have a `proven` server. No other one could be
     taken beside them (`most_proven`).
 
     Raises:
@@ -71,7 +71,7 @@ def versions_named(
 def manifests_to_ask(
     servers: Iterable[Announcement], *, connected: Collection[str], proven: Collection[str] = ()
 ) -> list[list[Announcement]]:
-    """Whom to ask for manifests: of each version some servers; first the versions with most `proven` servers, then
+    """Whom to ask for manifests: of each version some servers. First come the versions with most `proven` servers, then
     those with one that this node has a connection to, then those of most servers. Servers that nobody can reach cost
     nothing to announce."""
     versions: dict[bytes, list[Announcement]] = {}
@@ -109,9 +109,9 @@ def choose_version(
 ) -> bytes:
     """The version that is meant by this model, of those that fit the weights here: as `most_proven` has it.
 
-    Anybody can announce a version that fits, so neither the number of its servers nor their order says anything; that a
+    Anybody can announce a version that fits, so neither the number of its servers nor their order says anything. That a
     server has computed for this node before does. It does not where a version was used before with these `weights` (as
-    for `used_before`) that nobody serves now: whoever has served may announce another one.
+    for `used_before`) that nobody serves now. Whoever has served may announce another one.
 
     Raises:
         ModelError: several, or others than the one that was used, which it names.

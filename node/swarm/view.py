@@ -2,8 +2,8 @@
 
 A view is bounded, and keys cost nothing. So each record is held for the **sources** that it came from: the addresses of
 the connections on which the server itself or somebody else sent it. When there are too many, all sources keep equally
-many (max-min fairness, as in fair queueing: Demers, Keshav, Shenker 1989, section 2), and within a source those that
-are known for longest, as in Kademlia (Maymounkov and Mazieres 2002, section 2.2): who comes with ten thousand keys
+many (max-min fairness, as in fair queueing: Demers, Keshav, Shenker 1989, section 2). Within a source those stay that
+are known for longest, as in Kademlia (Maymounkov and Mazieres 2002, section 2.2). Who comes with ten thousand keys
 takes room from itself.
 """
 
@@ -272,8 +272,8 @@ def chosen(
     """The peers of the records that stay where there is room for `most`.
 
     Those that `keep` names come first, up to half of the room. All sources get equally many of the rest; what one does
-    not fill is shared by the others. A record that several have sent counts for the one of them for which fewest count:
-    no source can take a record with it that others know. Within a source come first records of several sources, then
+    not fill is shared by the others. A record that several have sent counts for the one of them for which fewest count.
+    No source can take a record with it that others know. Within a source come first records of several sources, then
     those known for longest, then those that last longest.
     """
     kept = set(heapq.nsmallest(most // 2, filter(keep, records), key=lambda peer: origins[peer].since))

@@ -1,6 +1,6 @@
 """Nodes that reach each other over streams in memory: what clients and servers use of a `Swarm`, without a network.
 
-All nodes of a network live in one trio loop and see every announcement at once; `run_autojumping` runs the loop with a
+All nodes of a network live in one trio loop and see every announcement at once. `run_autojumping` runs the loop with a
 clock that never makes a test wait.
 """
 

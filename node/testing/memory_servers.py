@@ -1,6 +1,6 @@
 """Real servers and real clients of a model in this process, on a network in memory.
 
-The servers load, measure, announce, serve and drain as `petalnode serve` has them do it; the clients are the models of
+The servers load, measure, announce, serve and drain as `petalnode serve` has them do it. The clients are the models of
 the Python API. Each server computes in a thread of its own, everything else runs in one trio thread.
 """
 

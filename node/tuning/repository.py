@@ -1,6 +1,6 @@
 """Where adapters are shared: a folder, a git repository or the Hugging Face hub.
 
-Of a git repository, which is somebody else's, a shallow copy is made in a scratch folder with the `git` command; links
+Of a git repository, which is somebody else's, a shallow copy is made in a scratch folder with the `git` command. Links
 stay texts, and nothing in it is run. On the hub an adapter has a repository of its own, found by tags.
 """
 
@@ -344,7 +344,7 @@ def _has_identity(git: str, cwd: Path) -> bool:
 
 
 def _meant_folder(path: Path) -> Path | None:
-    """A folder on this disk that `path`, of two names, may be mistyped for; None if there is none like it."""
+    """A folder on this disk that `path`, of two names, may be mistyped for. None if there is none like it."""
     parent = path.parent
     if not parent.is_dir():
         folders = [found.name for found in Path().iterdir() if found.is_dir()]
@@ -360,9 +360,9 @@ def _meant_folder(path: Path) -> Path | None:
 def repository_of(where: str, *, writes: bool = False) -> AdapterRepository:
     """The repository that a person names.
 
-    "hub" is the hub; a folder that exists is itself, or the git repository that it is; an address with a scheme, or
-    one that ends in .git, is a git repository; hub:org/name, or org/name, is one of the hub; all else is a folder to be
-    made. With `writes`, org/name is one of the hub only if it cannot be meant for a folder: what is shared there is
+    "hub" is the hub. A folder that exists is itself, or the git repository that it is; an address with a scheme, or
+    one that ends in .git, is a git repository; hub:org/name, or org/name, is one of the hub. All else is a folder to be
+    made. With `writes`, org/name is one of the hub only if it cannot be meant for a folder. What is shared there is
     public.
 
     Raises:

@@ -66,7 +66,7 @@ def rows_of(
 ) -> list[TokenRow]:
     """Rows of 2 to `max_length` tokens.
 
-    Longer texts are split into several rows; a prompt and completion that are too long are truncated; rows without a
+    Longer texts are split into several rows. A prompt and completion that are too long are truncated. Rows without a
     token to learn are left out. The tokenizer gets a piece of bounded length at a time, so that a signal is not held up
     for long.
 

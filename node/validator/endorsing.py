@@ -91,7 +91,7 @@ def next_notice(
 
 
 def fetch_to_give_up(fetches: Sequence[Place]) -> Place | None:
-    """Of the address that has the most fetches under way, the oldest; None if no address has more than one."""
+    """Of the address that has the most fetches under way, the oldest. None if no address has more than one."""
     count = Counter(fetch.origin for fetch in fetches)
     several = [fetch for fetch in fetches if count[fetch.origin] > 1]
     return max(several, key=lambda fetch: (count[fetch.origin], -fetch.since), default=None)

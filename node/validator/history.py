@@ -81,7 +81,7 @@ class History(Database):
 
 def last_verdicts(file: Path, model_version: bytes) -> Mapping[str, tuple[str, str, float]]:
     """(verdict, reason, seconds since 1970) of the last verdict of each server, from the file of a validator that may
-    be running; empty if there is no such file, or none that can be read."""
+    be running. Empty if there is no such file, or none that can be read."""
     if not file.is_file():
         return {}
     try:

@@ -129,7 +129,7 @@ def whole_round(
 def next_probe(
     servers: Collection[ProbedServer], seconds_since: Mapping[str, float], num_blocks: int, random: Random
 ) -> Probe:
-    """The next probe. A server is its target with a chance that grows with the seconds since its last verdict: none is
+    """The next probe. A server is its target with a chance that grows with the seconds since its last verdict. None is
     forgotten, and none is safe for a while. `servers` must not be empty.
     """
     ordered = sorted(servers, key=_peer_id)

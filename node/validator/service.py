@@ -247,7 +247,7 @@ class Validator:
 
 
 def evidence_of(compared: Compared, verdict: Verdict, accuser: Identity) -> Bundle | None:
-    """Evidence of a fault from the receipts of an answer, for anyone with the weights; None if they are not enough.
+    """Evidence of a fault from the receipts of an answer, for anyone with the weights. None if they are not enough.
 
     Of a session it shows the answer that is farthest off, and what led to it.
     """

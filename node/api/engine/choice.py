@@ -114,7 +114,7 @@ def progress_fields(progress: AnswerProgress) -> dict[str, Any]:
 
 
 class StopStrings:
-    """Lets text through up to the first of some strings; the beginning of what may be one is held back.
+    """Lets text through up to the first of some strings. The beginning of what may be one is held back.
 
     Attributes:
         found: the string that was met; None so far.

@@ -309,7 +309,7 @@ class Core:
 
 
 def leaders_of(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """For each prompt the first one that is the same: its answer goes first, and the servers keep what they compute for
+    """For each prompt the first one that is the same. Its answer goes first, and the servers keep what they compute for
     the prompt. One that has no whole block to be kept is its own."""
     first: dict[tuple[int, ...], int] = {}
     return [

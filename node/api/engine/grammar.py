@@ -34,7 +34,7 @@ class GrammarLimits:
     quick_mask: float = 0.001
     """Seconds of processor time; usual masks take some 0.05 ms."""
     quick_masks: int = 4
-    """This number of quick masks in a row lets the next one be computed on the trio thread: a grammar that is made to
+    """This number of quick masks in a row lets the next one be computed on the trio thread. A grammar that is made to
     take long holds up other answers at one token in five at most."""
     probe_errors: int = 300
     """Characters of llguidance's explanation that a client is shown."""

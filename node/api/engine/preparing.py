@@ -131,7 +131,7 @@ async def _grammar(core: Core, text: TextRequest) -> str | None:
 
 
 async def _call_grammar(core: Core, form: ToolForm, asked: ChatRequest) -> str | None:
-    """Of calls of tools; None if nothing but the whole answer tells that it is one, and none has to be."""
+    """Of calls of tools. None if nothing but the whole answer tells that it is one, and none has to be."""
     special = core.text.special_token
     if asked.tool != "auto":
         only, many = (asked.tool, False) if asked.named else (None, asked.parallel)

@@ -48,7 +48,7 @@ class ToolCall:
 
 
 def tool_form(template: str) -> ToolForm | None:
-    """The form that a chat template (Jinja) teaches; None if it takes no tools, or teaches one that is not known."""
+    """The form that a chat template (Jinja) teaches. None if it takes no tools, or teaches one that is not known."""
     if "tools" not in template:
         return None
     if "<tool_call>" in template:

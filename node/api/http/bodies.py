@@ -13,7 +13,7 @@ from ..errors import ApiError
 from ..fields import Fields, parse_object
 
 _LARGE: Final = 16 << 10
-"""Bytes of a body, of which more are not parsed in the loop: as many empty lists take a millisecond or two."""
+"""Bytes of a body, of which more are not parsed in the loop. As many empty lists take a millisecond or two."""
 
 T = TypeVar("T")
 

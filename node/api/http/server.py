@@ -75,7 +75,7 @@ async def serve_http(
     """Serves `application` until cancelled.
 
     A client that closes its connection, or only its sending side, while a request of it is answered cancels the
-    application's task; the application need not listen for `http.disconnect`. There is no `lifespan`, no WebSocket.
+    application's task. The application need not listen for `http.disconnect`. There is no `lifespan`, no WebSocket.
     """
     server = HttpServer(application, limits or HttpLimits())
     await trio.serve_listeners(server.serve, list(listeners))

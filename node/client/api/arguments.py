@@ -69,8 +69,8 @@ def forward_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwarg
 
 
 def take_images(kwargs: dict[str, Any], encoder: ImageEncoder) -> dict[str, Any]:
-    """Takes what a processor made of pictures out of the arguments; empty where there are none, though it named types
-    of tokens, and for a model that takes none, which does not know such arguments."""
+    """Takes what a processor made of pictures out of the arguments. Empty where there are none, though it named types
+    of tokens. Empty for a model that takes none, which does not know such arguments."""
     images = {name: kwargs[name] for name in _OF_IMAGES & kwargs.keys() if kwargs[name] is not None}
     if not images.keys() & _PIXELS:
         kwargs.pop("mm_token_type_ids", None)

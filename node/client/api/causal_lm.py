@@ -56,7 +56,7 @@ class DistributedModelForCausalLM(DistributedModel):
     `generate` and calling it with `labels` behave as in transformers.
 
     Attributes:
-        drafts: what drafts brought in the last `generate`, as `InferenceSession.drafts`; `rows` has the same for each
+        drafts: what drafts brought in the last `generate`, as `InferenceSession.drafts`. `rows` has the same for each
             row of a batch that took drafts. Rows are made at once: the seconds of the batch are the least of theirs.
     """
 
@@ -94,14 +94,16 @@ class DistributedModelForCausalLM(DistributedModel):
             inputs: token ids [batch, tokens]; also as `input_ids`.
             pixel_values, image_grid_thw, ...: what the model's processor makes of pictures, beside `input_ids`. They
                 are encoded on this machine, and servers get hidden states only. Not with `session`.
-            session: keeps the attention caches from call to call; by default the active session, else a new one for
-                this call. Give the whole sequence: tokens that the session already holds are not sent again, and
-                tokens that differ are rolled back.
+            session: keeps the attention caches from call to call. By default the active session, else a new one for
+                this call. Give the whole sequence: tokens that the session already holds are not sent again. Tokens
+                that differ are rolled back.
             prompt_lookup_num_tokens, assistant_model, use_mtp: as in transformers, for tokens that are guessed and
                 checked several at once. They come from the text, and from a smaller model on this machine or the
                 model's MTP head as well. The answer is the same, with the same seed too. How many are guessed follows
                 from measurements, not from the number given. Rows of a batch take drafts each for itself where that is
                 quicker than one batch without.
+            num_assistant_tokens, num_assistant_tokens_schedule: with "constant", each draft has this many tokens, and
+                rows take drafts each for itself, whether that is quicker or not.
 
         Returns:
             What transformers returns: token ids [batch x returned sequences, tokens], or its output object.

@@ -107,8 +107,8 @@ class DistributedModel:
 
         Raises:
             TypeError: an argument that the model does not have.
-            BadInput: one that the servers' blocks would not get, such as `output_attentions`; or
-                `output_hidden_states` together with a cache, or with other modules in place of the blocks.
+            BadInput: one that the servers' blocks would not get, such as `output_attentions`; or `output_hidden_states`
+                with a cache, or with other modules in place of the blocks.
             SwarmError: no chain covers the blocks, or several servers failed.
         """
         if images := take_images(kwargs, self._local.encoder):

@@ -166,11 +166,10 @@ class RemoteSequential(nn.Module):
         Args:
             hidden: float [batch, tokens, hidden]; float32, float16 or bfloat16, any device.
             attention_mask: [batch or 1, tokens], 0 at tokens that no other token attends to.
-            position_ids: [batch or 1, tokens], or [3, batch or 1, tokens] where positions have three axes (M-RoPE); by
-                default each row counts from 0, padding included, as the models of
-                transformers do when they are called.
-            prompts: deep prompts, float [len(self), 1 or batch, prefix, hidden]: they are added to the
-                input of each block at its first `prefix` positions (Petals, NeurIPS 2023, appendix G).
+            position_ids: [batch or 1, tokens], or [3, batch or 1, tokens] where positions have three axes (M-RoPE). By
+                default each row counts from 0, padding included, as the models of transformers do when they are called.
+            prompts: deep prompts, float [len(self), 1 or batch, prefix, hidden]. They are added to the input of each
+                block at its first `prefix` positions (Petals, NeurIPS 2023, appendix G).
 
         Returns:
             The same shape, dtype and device as `hidden`.
@@ -327,8 +326,8 @@ class RemotePass:
 
 
 def gradient_scale(gradient: torch.Tensor) -> float:
-    """A power of two that makes the largest value of a gradient 16 to 32: as it comes from the loss, most of it is
-    below what float16 can hold, which is also the scale of a block of int8. The blocks' backward passes are linear, so
+    """A power of two that makes the largest value of a gradient 16 to 32. As it comes from the loss, most of it is
+    below what float16 can hold. That is also the scale of a block of int8. The blocks' backward passes are linear, so
     the results are divided by it exactly. Loss scaling of Micikevicius et al. 2018, section 3.2, for each pass anew."""
     largest = float(gradient.detach().abs().amax())
     return 2.0 ** (5 - math.frexp(largest)[1]) if largest > 0 else 1.0

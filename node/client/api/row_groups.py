@@ -1,7 +1,7 @@
 """Rows of a batch as several sessions, each with a loop of its own, so that no server of a chain waits for the others.
 
 A batch that goes through the chain as a whole keeps one server busy at a time. Groups of its rows that are under way at
-once, each at another server, keep all of them busy: recurrent pipeline parallelism (Macario 2024, section 3.2).
+once, each at another server, keep all of them busy. That is recurrent pipeline parallelism (Macario 2024, section 3.2).
 `groups`, a pure function, decides in how many the rows are cut.
 """
 
@@ -204,8 +204,8 @@ def draft_apart(
     """Whether `rows` are quicker each in a session of its own, with drafts, than in one batch without.
 
     `gain`: tokens that a step with a draft brings on average. Where no draft is right it is to be 0.97 times as quick
-    at least, so that a wrong `gain` costs little; what wrong drafts may cost, `DraftPlan` bounds. `measured`: what
-    earlier batches through the same servers took counts more; it has to pay with half of the gain then.
+    at least, so that a wrong `gain` costs little. `DraftPlan` bounds what wrong drafts may cost. `measured`: what
+    earlier batches through the same servers took, which counts more. It has to pay with half of the gain then.
     """
     if not 1 < rows <= ROWS.most_drafted or not step_seconds:
         return False

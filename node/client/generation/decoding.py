@@ -1,8 +1,8 @@
 """The loop over tokens of one answer: chat, the HTTP APIs, `generate` and probes have this one.
 
-Rows of a batch that share a session go on together: a token is a tuple of theirs, and one message a step carries all.
-A sampler chooses each token (`TokenSampler`); transformers' processors and criteria are one implementation of it. A
-token is embedded and chosen on the trio thread where that is short, and in a worker thread otherwise.
+Rows of a batch that share a session go on together. A token is a tuple of theirs, and one message a step carries all. A
+sampler chooses each token (`TokenSampler`); transformers' processors and criteria are one implementation of it. A token
+is embedded and chosen on the trio thread where that is short, and in a worker thread otherwise.
 """
 
 from __future__ import annotations

@@ -38,12 +38,12 @@ class SessionSpec:
     """What a session is opened for. Timeouts in seconds.
 
     `push` lets servers send their outputs to each other, those of `trusted` to each other only. `keep`: closing leaves
-    the session at the servers for this number of seconds; when only a stream is lost they keep it for a while in any
+    the session at the servers for this number of seconds. When only a stream is lost they keep it for a while in any
     case. `reopen_timeout`: for how long servers are looked for where all that were known are gone; None is
-    `REOPEN_TIMEOUT`. `share`: servers may keep what it computes for sessions of this client that begin alike, and it
-    uses what they have kept, of sessions of the same `prefix_salt`. `original_length`: as `blocks.config` has it.
-    `layout`: what steps may say of their tokens, which only servers are asked for that know it. `boundaries`: of the
-    model's blocks.
+    `REOPEN_TIMEOUT`. `share`: servers may keep what it computes for sessions of this client that begin alike. It uses
+    what they have kept, of sessions of the same `prefix_salt`. `original_length`: as `blocks.config` has it. `layout`:
+    what steps may say of their tokens, which only servers are asked for that know it. `boundaries`: of the model's
+    blocks.
     """
 
     model_version: bytes
@@ -83,7 +83,7 @@ class SessionSpec:
 
 @dataclass(frozen=True)
 class HopTiming:
-    """Where the time of one server's last step went, in seconds; `total` is measured at the client, from the moment
+    """Where the time of one server's last step went, in seconds. `total` is measured at the client, from the moment
     that the server's input was there to its answer."""
 
     peer_id: str
@@ -155,8 +155,8 @@ class AnswerChecks(ServerStream[wire.InferenceFrame]):
         timing: where the time of its last step went.
         draining: the server has said that it will stop.
         pushed_steps: how many steps came to it from the server before it.
-        misled: what it holds is not what it should: a step may have exchanged rows or written over earlier tokens,
-            which no further step undoes, or it has computed something wrong.
+        misled: what it holds is not what it should. A step may have exchanged rows or written over earlier tokens,
+            which no further step undoes. Or it has computed something wrong.
         accountable: all that it has signed for is known here, so that its answers follow from what it was sent.
     """
 

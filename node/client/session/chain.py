@@ -263,9 +263,9 @@ class Chain:
     ) -> list[ServerLink]:
         """Links for `spec.span` that hold what `history` says, up to `position`.
 
-        Servers that refuse or cannot be reached are left out and the rest tried; when none is left, all are asked again
+        Servers that refuse or cannot be reached are left out and the rest tried. When none is left, all are asked again
         until the deadline (for ever with `wait`), because servers come and go. Where nobody is known who could be
-        asked, a new session does not wait. `because` is the failure of the server whose place is taken; it is left out
+        asked, a new session does not wait. `because` is the failure of the server whose place is taken. It is left out
         as long as its session may return (`reconnector`).
 
         Raises:

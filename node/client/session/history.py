@@ -75,7 +75,7 @@ class InputHistory:
     def append(self, step: Input) -> None:
         """Adds a step, and forgets what its rollback made void.
 
-        A reorder of a step that is forgotten still moved the tokens before it: it is folded into this one, which is
+        A reorder of a step that is forgotten still moved the tokens before it. It is folded into this one, which is
         exact because choosing rows and cutting them off commute.
         """
         self.start = min(self.start, step.position)
@@ -92,7 +92,7 @@ class InputHistory:
 
     def needed(self, position: int) -> list[Input]:
         """The steps that rebuild a cache of `position` tokens. A last one that cannot be cut there goes beyond, and the
-        next step rolls back, which is not possible everywhere: blocks that keep states go back a few tokens only."""
+        next step rolls back. That is not possible everywhere: blocks that keep states go back a few tokens only."""
         if position == 0:
             return []
         # A reorder behind `position` has moved the rows before it too, which no rollback undoes.

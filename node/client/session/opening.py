@@ -1,7 +1,7 @@
 """Brings servers to some blocks: opens sessions there and fills their caches, at several chains where some are silent.
 
-As with addresses in Happy Eyeballs (RFC 8305), others are tried beside those that were asked first and do not get on;
-the first chain that is ready is taken, and the sessions at the others are closed. When others are asked is decided in
+As with addresses in Happy Eyeballs (RFC 8305), others are tried beside those that were asked first and do not get on.
+The first chain that is ready is taken. The sessions at the others are closed. When others are asked is decided in
 `recovery.next_search_action`.
 """
 
@@ -219,7 +219,7 @@ class Opening:
 
     def _gets_on(self, run: _Run, waits_for: Collection[str], patience: float) -> None:
         """The run has come to a point from which on it waits for these servers, for `patience` seconds before others
-        are asked; the more are silent already, the less is given to the next."""
+        are asked. The more are silent already, the less is given to the next."""
         run.waits_for = set(waits_for)
         silent = sum(other.state.due <= trio.current_time() for other in self._runs)
         run.state = replace(run.state, due=trio.current_time() + patience / (1 + silent), routed=True)

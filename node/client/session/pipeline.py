@@ -1,12 +1,12 @@
 """The steps of a session that are under way through its chain: one token, drafts, or the chunks of a long prompt.
 
-The servers push a step on while the client sends the next one, so that each computes another step and the way there and
+The servers push a step on while the client sends the next one. So each computes another step, and the way there and
 back is waited for once. Chunks of a prompt pass the servers as micro-batches pass the stages of GPipe (arXiv
-1811.06965, section 2.3); drafts are sent before it is known whether they are wanted (asynchronous verification). A step
-that is not wanted is rolled back without a message of its own: the next one names the position from which it goes on,
-and the answers to those between are skipped when they come.
+1811.06965, section 2.3). Drafts are sent before it is known whether they are wanted (asynchronous verification). A step
+that is not wanted is rolled back without a message of its own. The next one names the position from which it goes on.
+The answers to those between are skipped when they come.
 
-At each server the steps keep their order: one is sent after the one before was sent, and its answer is read after the
+At each server the steps keep their order. One is sent after the one before was sent, and its answer is read after the
 answer to that one. Where a server cannot be pushed to, this client sends it what the one before has answered, without
 waiting either. When a server fails, the oldest step there goes on by itself (`PipelineStep.recover`), once those before
 it are answered. What is under way behind it is void, and is sent once more.

@@ -1,8 +1,8 @@
 """How a session goes on when something fails: pure state machines, without clock and network.
 
-`next_action(state, event)` decides what is done with one step of a session at one server of its chain, from the first
-thing that goes wrong there until an answer is read. `step.PipelineStep` carries the action out and reports what came of
-it as the next event:
+`next_action(state, event)` decides what is done with one step of a session at one server of its chain. It is asked from
+the first thing that goes wrong there until an answer is read. `step.PipelineStep` carries the action out and reports
+what came of it as the next event:
 
     LATE: Send what was pushed and perhaps lost; then Receive on, while a standby is prepared
     STANDBY_READY: SWITCH to it
@@ -11,9 +11,9 @@ it as the next event:
     Misled: Send again, or REPLACE the server before
     Reconnected, REPLACED: Send, or Receive what the server has
 
-A stream ends when the server dies, and just as well when a relay does, when a NAT forgets or when this machine changes
-its address. In the latter cases the server still has the cache, and taking the session up again costs a dial and one
-round trip where a replacement costs a replay.
+A stream ends when the server dies. It ends, too, when a relay does, when a NAT forgets or when this machine changes its
+address. Then the server still has the cache. Taking the session up again costs a dial and one round trip, and a
+replacement a replay.
 
 `next_path_action(state, event)` does the same for the stream to one server, between steps as well as in the middle of
 one; `reconnector.SessionReconnector` carries it out.
@@ -80,7 +80,7 @@ class Loss:
 @dataclass(frozen=True)
 class LossPlan:
     """`rejoin`: wait for the same server. `replace_after`: seconds until others are brought to its place beside that,
-    or until the first attempt has failed; whichever is ready first goes on."""
+    or until the first attempt has failed. Whichever is ready first goes on."""
 
     rejoin: bool
     replace_after: float

@@ -1,9 +1,9 @@
 """A session of a client: a chain of servers that keep the attention caches, any of which may die.
 
-Fault-tolerant generation of Petals (NeurIPS 2023, section 3.2, algorithms 1 and 2): the client keeps the inputs of
-every junction (`history`). When a server fails it routes the missing blocks over others, replays the inputs into them
-and goes on at the same position (`chain`). Servers that are slow or about to stop are replaced in the same way, but by
-a standby that is prepared in the background while they still work. Where only the way to a server has failed, or a
+Fault-tolerant generation of Petals (NeurIPS 2023, section 3.2, algorithms 1 and 2). The client keeps the inputs of
+every junction (`history`). When a server fails it routes the missing blocks over others and replays the inputs into
+them. Then it goes on at the same position (`chain`). Servers that are slow or about to stop are replaced in the same
+way. Their standby is prepared in the background while they still work. Where only the way to a server has failed, or a
 better one is found, a reconnector takes the session up on another stream. What is done when is decided in `recovery`,
 and carried out by `step`.
 """
@@ -173,8 +173,8 @@ class ClientSession:
         return beginning_of(inputs, self._position, self.route)
 
     async def open(self, beginning: Beginning | None = None, position: int = 0) -> None:
-        """Finds servers and opens the session at them, brought to `position` of `beginning`, or to as much of it as
-        they all have kept, if that is more.
+        """Finds servers and opens the session at them. It is brought to `position` of `beginning`, or to as much of it
+        as they all have kept, if that is more.
 
         Raises:
             NoChainError: no chain covers the span; `missing` and the text name the blocks, and who refused.
@@ -214,7 +214,7 @@ class ClientSession:
         return True
 
     def saved(self) -> SavedSession | None:
-        """What another process needs to take this session up; None before it is open, and where its tokens have not the
+        """What another process needs to take this session up. None before it is open, and where its tokens have not the
         factors that a text of this length takes."""
         links = tuple(
             SavedLink(server.hop.peer_id, server.hop.span.start, server.hop.span.end, server.nonce, server.epoch)
@@ -239,13 +239,13 @@ class ClientSession:
         long_factors: bool | None = None,
     ) -> list[WireTensor]:
         """Sends chunks of hidden states, in order, through the chain; several are pipelined over the servers. Returns
-        what leaves the last server for each; given `outputs`, only chunks that end in those of this number of last
-        tokens of a row, and what nobody asks for need not travel.
+        what leaves the last server for each. Given `outputs`, only chunks that end in those of this number of last
+        tokens of a row. What nobody asks for need not travel.
 
         `reorder` says for each row whose cache it continues, before the first chunk. Servers that fail are replaced.
         `long_factors`: as `wire.Step` has it, where that does not follow from the end of the chunks.
         If the step raises or is cancelled, the session still holds what it held before, and goes on when servers are
-        back; but not after a step with a reorder, which some servers have carried out then and others have not.
+        back. It does not after a step with a reorder: some servers have carried it out then and others have not.
 
         Raises:
             NoChainError: servers failed, and no others hold their blocks.

@@ -65,7 +65,7 @@ class Visit:
 class PipelineStep:
     """A step at the server `index` of a chain, of which it knows no other step.
 
-    With `push` each server is given those after it, and pushes its output to the next one; this client sends the step
+    With `push` each server is given those after it, and pushes its output to the next one. This client sends the step
     only where that has failed. `several`: others are under way beside it, and are pushed only where servers take
     several. `before`: tokens of a row that are under way before it; None: what its answers take is learnt from.
     `receipt_only`: nobody needs the last server's output for it, and no recovery either.
@@ -372,8 +372,8 @@ class PipelineStep:
     async def _race(self) -> StepEvent:
         """Reconnects and replaces side by side; the first that succeeds goes on.
 
-        A person waits: a session that its server keeps for longer than others are looked for is not waited for, nor one
-        whose answers so far were wrong.
+        A person waits. So a session that its server keeps for longer than others are looked for is not waited for, nor
+        one whose answers so far were wrong.
         """
         won: list[StepEvent] = []
         reconnector = self.chain.reconnector(self.link)

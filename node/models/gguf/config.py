@@ -35,7 +35,7 @@ _INSTEAD: Final = "Use the model's safetensors folder."
 def read_gguf_config(files: Sequence[Path]) -> dict[str, Any]:
     """`config.json` as transformers reads it out of the files of a model, before it adds its defaults.
 
-    The defaults are added when the folder is loaded: they grow with every version of transformers, and the
+    The defaults are added when the folder is loaded. They grow with every version of transformers, and the
     model version is a hash over what stands here.
 
     Raises:

@@ -1,6 +1,6 @@
 """The header of a GGUF file: its plain metadata and where its tensors stand.
 
-Read here and not by the `gguf` package's reader: that one takes seconds for a large vocabulary and gives a
+Read here and not by the `gguf` package's reader. That one takes seconds for a large vocabulary and gives a
 stack trace for a truncated file. Format: magic, version, counts, metadata (key, type, value), tensor table,
 aligned data; all little-endian. The file is a stranger's: what it says of lengths is bounded before it is believed.
 
@@ -110,7 +110,7 @@ def read_gguf_header(file: Path) -> GgufHeader:
 
 @lru_cache(maxsize=512)
 def _read(file: Path, size: int, modified: int, changed: int) -> GgufHeader:
-    """The header of `file` while it has this size and these times: it is asked for often, and a vocabulary is long."""
+    """The header of `file` while it has this size and these times. It is asked for often, and a vocabulary is long."""
     try:
         with file.open("rb") as stream:
             if stream.read(4) != b"GGUF":

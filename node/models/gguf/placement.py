@@ -26,7 +26,7 @@ _PLACES: Final[Mapping[str, tuple[str, ...]]] = {
     "in_proj_qkvz.weight": ("attn_gate.weight", "attn_qkv.weight", "ssm_in.weight"),
     "linear_attn.dt_bias": ("ssm_dt.bias",),
 }
-"""By the end of a parameter's name in a block, what the tensors that it is made of may be called; for all others the
+"""By the end of a parameter's name in a block, what the tensors that it is made of may be called. For all others the
 table of the package `gguf` holds."""
 _TURNED: Final = frozenset({"granite", "granitemoe", "mistral3", "mixtral", "smollm3"})
 """Those in whose queries and keys the two halves of a rotation stand beside each other."""

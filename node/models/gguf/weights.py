@@ -195,7 +195,7 @@ class GgufWeights:
         return {}
 
     def _order(self, name: str) -> np.ndarray | None:
-        """Which rows of its tensors, counted through, make up a parameter, in its shape but the last dimension; None if
+        """Which rows of its tensors, counted through, make up a parameter, in its shape but the last dimension. None if
         it is made otherwise. Found by letting transformers convert the numbers of the rows in place of their values."""
         if name not in self._orders:
             self._orders[name] = self._find_order(name)
@@ -265,7 +265,7 @@ class GgufWeights:
         return found
 
     def _outer(self) -> Any:
-        """What transformers' table asks for of a model, and of the base model in it: a file may have been made of that.
+        """What transformers' table asks for of a model, and of the base model in it. A file may have been made of that.
         Deeper modules never add a name, and asking all of them takes seconds."""
         heads = {name.partition(".")[0] for name in self.parameters if "." in name}
         children = []

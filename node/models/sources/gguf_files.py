@@ -1,6 +1,6 @@
 """A GGUF file as a model: a folder of the cache with its configuration and tokenizer, whose weights stay in the file.
 
-Nothing of the weights is written. The folder is made once for a path and header, and is found by both; that the weights
+Nothing of the weights is written. The folder is made once for a path and header, and is found by both. That the weights
 in the file are still the same is seen by the model version.
 """
 

@@ -1,7 +1,7 @@
 """Parts of a model on a hub: of its files only the bytes of the tensors that are needed, in petalnode's cache.
 
 The folder has a file for each part, which gets its name when all of its bytes are there. Until then it ends in
-`.partial`, and a log beside it has the hash of each piece that came: who goes on with it believes no other bytes. The
+`.partial`, and a log beside it has the hash of each piece that came. Who goes on with it believes no other bytes. The
 hub states hashes of whole files only, so what the parts are is seen by the model version.
 """
 

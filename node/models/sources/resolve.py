@@ -37,7 +37,7 @@ _COMMIT_DIGITS = 40
 def split_version(model: str) -> tuple[str, str | None]:
     """`MODEL@VERSION` as the model and the first 12 to 64 hexadecimal digits of its version; None without a version.
 
-    A file or folder of the whole name is that one; 40 digits behind a hub id are a commit, other than 12 to 64 a branch
+    A file or folder of the whole name is that one. 40 digits behind a hub id are a commit, other than 12 to 64 a branch
     or tag.
 
     Raises:

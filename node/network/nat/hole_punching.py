@@ -1,6 +1,6 @@
 """Punching through NATs: makes a direct connection to a peer that is connected through a relay (DCUtR).
 
-Both sides dial each other at the same time, from the ports that they listen on; each one's first packet opens its
+Both sides dial each other at the same time, from the ports that they listen on. Each one's first packet opens its
 own NAT for the other's. Which side is the client of the connection is given by who started, not by whose packet
 got through (https://github.com/libp2p/specs/blob/master/relay/DCUtR.md).
 
@@ -96,7 +96,7 @@ def own_endpoints(
 ) -> tuple[Endpoint, ...]:
     """Where the other side should dial us.
 
-    `observed` are the endpoints from which peers see us come, the latest first: most NATs keep a port, so we expect
+    `observed` are the endpoints from which peers see us come, the latest first. Most NATs keep a port, so we expect
     to come from the same address and from the port that we dial from, `port` by version of IP. `reached` are those
     where others got through; our own addresses are for neighbours.
     """
@@ -317,7 +317,7 @@ class HolePuncher:
     async def _dial(self, peer_id: str, theirs: Sequence[Endpoint], ports: Ports, *, initiator: bool) -> None:
         """Dials all endpoints side by side. The initiator's first success ends its other tries.
 
-        The other side leaves that choice to the initiator: two that choose on their own may each close what the
+        The other side leaves that choice to the initiator. Two that choose on their own may each close what the
         other one chose.
         """
         window = trio.current_time() + PUNCHING.window

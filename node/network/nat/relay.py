@@ -1,7 +1,7 @@
 """The relay: hands on bytes between peers that cannot reach each other. It sees nothing but ciphertext.
 
 Each circuit stands for itself (a second one between the same two peers is another circuit), and lives no longer than
-its two streams: a peer that dies or stands still loses its connection to us within a few seconds (`yamux.py`), and
+its two streams. A peer that dies or stands still loses its connection to us within a few seconds (`yamux.py`), and
 with it all its circuits and its reservation.
 
 What it gives to others is set by the operator's options (`RelayLimits`); pure functions decide by them.
@@ -63,10 +63,10 @@ MIB: Final = 1024 * 1024
 class RelayLimits:
     """The limits of a relay.
 
-    Nobody can take everything: one peer has one reservation and at most `circuits_per_peer` circuits of its own; peers
+    Nobody can take everything: one peer has one reservation and at most `circuits_per_peer` circuits of its own. Peers
     of one address (an IPv4 address, or a /56 of IPv6) have this number of reservations and circuits together, and no
-    more than is left for others, in all and to each peer; and where
-    circuits have to wait for each other, each peer that dialed some has its turn.
+    more than is left for others, in all and to each peer. Where circuits have to wait for each other, each peer that
+    dialed some has its turn.
     """
 
     reservations: int = 256  # peers with a reservation at a time

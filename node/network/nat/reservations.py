@@ -73,7 +73,7 @@ class ReservationState(Enum):
 
 @dataclass(frozen=True)
 class RelayRecord:
-    """`failures` are those in a row; `lost_at` is when our last reservation there was lost, if ever; times are
+    """`failures` are those in a row; `lost_at` is when our last reservation there was lost, if ever. Times are
     in seconds."""
 
     state: ReservationState

@@ -35,8 +35,8 @@ class Mapping:
 
 
 def retry_pause(failures: int) -> float:
-    """Seconds until the router is asked again after `failures` failures in a row: a question, or its answer, by
-    multicast is lost now and then; most routers that never answer have no UPnP."""
+    """Seconds until the router is asked again after `failures` failures in a row. A question, or its answer, by
+    multicast is lost now and then. Most routers that never answer have no UPnP."""
     first, longest = _RETRY
     return float(min(first * 4 ** min(failures - 1, 8), longest))
 

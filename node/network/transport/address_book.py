@@ -55,8 +55,8 @@ class _LastUsed(OrderedDict[ID, _Value]):
 class BoundedPeerStore(PeerStore):
     """libp2p's, in which this node's own keys stay.
 
-    libp2p's own forgets peers without addresses first, once it knows 1,000, and the first of these is the node itself:
-    from then on it can neither identify itself nor sign what it publishes. What comes by other ways than addresses
+    libp2p's own forgets peers without addresses first, once it knows 1,000, and the first of these is the node itself.
+    From then on it can neither identify itself nor sign what it publishes. What comes by other ways than addresses
     (keys, protocols, signed records) has no bound there, and for each peer beyond the 1,000 it sorts all of them.
     """
 

@@ -67,7 +67,7 @@ class Throttle:
         return not self._others or (urgent and not self._others_starve())
 
     async def turn(self, key: Hashable, *, urgent: bool = False) -> None:
-        """Returns when it is this key's turn; what goes then has to be passed to `spend` before the next await."""
+        """Returns when it is this key's turn. What goes then has to be passed to `spend` before the next await."""
         if self.is_free(urgent=urgent):
             return
         if not self._others:

@@ -88,13 +88,13 @@ class DialContext:
 
 
 def private_range(ip: IPAddress) -> IPv4Network | IPv6Network | None:
-    """The range of private addresses that this one is of: RFC 1918, RFC 6598 or RFC 4193; None for any other."""
+    """The range of private addresses that this one is of: RFC 1918, RFC 6598 or RFC 4193. None for any other."""
     return next((network for network in _PRIVATE if ip in network), None)
 
 
 def may_dial(ip: IPAddress, here: DialContext) -> bool:
-    """Whether a stranger's address is dialed: no loopback, unless there is nothing else; nothing link-local, multicast,
-    unspecified or reserved; private addresses of networks only that this node is in."""
+    """Whether a stranger's address is dialed. No loopback is, unless there is nothing else, and nothing link-local,
+    multicast, unspecified or reserved. Private addresses are only of networks that this node is in."""
     if isinstance(ip, IPv6Address):
         in_ipv6 = ip_address(ip.packed[-4:]) if ip in _NAT64 else None
         ip = ip.ipv4_mapped or ip.sixtofour or in_ipv6 or ip
@@ -152,7 +152,7 @@ def kept(addrs: Iterable[Multiaddr]) -> tuple[Multiaddr, ...]:
 
 
 def one_per_relay(addrs: Sequence[Multiaddr], failing: Mapping[Multiaddr, FailedAddress]) -> list[Multiaddr]:
-    """Without the circuit addresses that lead through a relay already among them: whoever dials one of them takes all
+    """Without the circuit addresses that lead through a relay already among them. Whoever dials one of them takes all
     ways to that relay. Of each relay, one that has failed stays only if all have."""
     chosen: dict[str, Multiaddr] = {}
     for addr in addrs:
@@ -168,9 +168,9 @@ def plan(
 ) -> tuple[list[DialAttempt], list[DialAttempt]]:
     """The attempts to make, and those to make only when all of them have failed.
 
-    Direct addresses come one shortly after the other: those of our own `networks` first, then public ones, then
-    those of foreign private networks, which mostly lead nowhere from here; plain TCP before WebSocket. Circuits start
-    soon beside them, however many there are. Addresses that failed lately come last.
+    Direct addresses come one shortly after the other: those of our own `networks` first, then public ones, then those
+    of foreign private networks. The last mostly lead nowhere from here. Plain TCP comes before WebSocket. Circuits
+    start soon beside them, however many there are. Addresses that failed lately come last.
     """
     paused = [addr for addr in addrs if addr in failing and pause_ends(failing[addr]) > now]
     fresh = [addr for addr in addrs if addr not in paused]

@@ -37,8 +37,8 @@ class TransportLimits:
     streams_of_connection: int = 2048  # Open at once, both ways together
     least_streams: int = 32  # Of a peer, as long as there are any
     negotiating: int = 128
-    """Streams of an address that wait for the peer to name a protocol; beyond that, the oldest of the connection that
-    has the most of them is reset: whoever shares an address behind a NAT or a relay loses none by his neighbour's.
+    """Streams of an address that wait for the peer to name a protocol. Beyond that, the oldest of the connection that
+    has the most of them is reset. Whoever shares an address behind a NAT or a relay loses none by his neighbour's.
     Each has a task and some hundred objects: thousands made full garbage collections that held the loop for 250 ms."""
     windows_of_peer: int = 64 << 20
     """Bytes that one peer may send on all of its streams beyond what the specification gives to every stream."""
@@ -313,7 +313,7 @@ class NodeLimits:
 
     def hold(self, use: PeerUse, address: AddressUse, size: int, granted: bool) -> None:
         """`size` more bytes of the peer are unread, or fewer, on a stream that was granted something, or was not.
-        Where that is too much, the address that holds the most of these loses its fullest stream: nobody suffers for
+        Where that is too much, the address that holds the most of these loses its fullest stream. Nobody suffers for
         what others send, under however many keys."""
         use.unread += size
         address.unread[granted] += size
@@ -343,8 +343,8 @@ R = TypeVar("R")
 def metered(
     work: Coroutine[Any, Any, R], limits: NodeLimits, address: AddressUse, stream: MeteredStream | None = None
 ) -> Generator[Any, Any, R]:
-    """Does `work`, and counts the processor time of each of its steps for the address: but not while the stream, if it
-    is for one, waits for its turn or was granted something. What was counted before that was for it."""
+    """Does `work`, and counts the processor time of each of its steps for the address. It does not count while the
+    stream, if it is for one, waits for its turn or was granted something. What was counted before that was for it."""
     step: Callable[[], Any] = partial(work.send, None)
     asking = None if stream is None else Recent()
     while True:

@@ -130,7 +130,7 @@ class _Mallinfo2(ctypes.Structure):
 class Heap:
     """The heap of glibc.
 
-    It gives back only what is free at the end of the heap: what was taken behind a large burst keeps all of it.
+    It gives back only what is free at the end of the heap. What was taken behind a large burst keeps all of it.
 
     Raises:
         OSError, AttributeError: another C library, which this leaves alone.

@@ -327,7 +327,7 @@ class MuxedStream(IMuxedStream):
 async def wake_in_portions(streams: list[MuxedStream], limits: NodeLimits, address: AddressUse) -> None:
     """Wakes who waits on the streams of a lost connection, a few for all connections in each pass of the loop.
 
-    Takes them out of the list, our own first; what was granted nothing waits for the turn of its address. Cancelled,
+    Takes them out of the list, our own first. What was granted nothing waits for the turn of its address. Cancelled,
     it wakes all at once.
     """
     streams.sort(key=lambda stream: (stream.granted, not stream.opened_by_peer))

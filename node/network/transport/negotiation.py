@@ -2,7 +2,7 @@
 
 libp2p's own waits for the answer to its greeting before it asks, and for the answer to that before it goes on: two
 round trips for the security, two for the muxer, two for every stream. An initiator that asks for one protocol only
-can send greeting and question together, and what follows right behind them: a peer that speaks the protocol answers
+can send greeting and question together, and what follows right behind them. A peer that speaks the protocol answers
 with the very same bytes, one that does not sends something else, which is noticed when it is read.
 """
 
@@ -75,7 +75,7 @@ class OneAnswer(Multiselect):
     """libp2p's responder, which answers what came together with one packet.
 
     A new connection may send ten packets before the first one is acknowledged, and with several streams opened at
-    once the small ones of their negotiation alone are more: what they negotiate for then waits a round trip.
+    once the small ones of their negotiation alone are more. What they negotiate for then waits a round trip.
     """
 
     async def negotiate(

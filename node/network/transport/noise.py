@@ -2,7 +2,7 @@
 
 libp2p's own reads every length and every body by a system call and two turns of trio's loop each, and writes
 under two locks. Most of the time of a decode step's message went there, not into cryptography. The handshake
-and the bytes on the wire are libp2p's; only the transport of messages after the handshake is here.
+and the bytes on the wire are libp2p's. Only the transport of messages after the handshake is here.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ MAX_RSA_KEY: Final = 600
 
 
 class ShortRsaKey(RSAPublicKey):
-    """libp2p's, which parses numbers of up to 64 KiB in a handshake, and a private key's as well, before it looks at
-    their size: 7 s of processor time for one message."""
+    """libp2p's parses numbers of up to 64 KiB in a handshake, and a private key's as well, before it looks at their
+    size. That takes 7 s of processor time for one message."""
 
     @classmethod
     def from_bytes(cls, key_bytes: bytes) -> RSAPublicKey:
@@ -301,7 +301,7 @@ class NoiseSession(BaseSession):
 
     @property
     def keeps_window(self) -> bool:
-        """Whether it is TCP itself that would forget its window in a pause; under a circuit, others see to that."""
+        """Whether it is TCP itself that would forget its window in a pause. Under a circuit, others see to that."""
         return self._raw.is_socket
 
     def get_remote_address(self) -> tuple[str, int] | None:

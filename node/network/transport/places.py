@@ -40,7 +40,7 @@ class Place:
 class Places:
     """`most` places. A peer, and an address, may have more as long as as many are left for others.
 
-    Where none is left, an idle place of the address that has the most is given up to who has fewer; so no number of
+    Where none is left, an idle place of the address that has the most is given up to who has fewer. So no number of
     keys at one address keeps others out, nor do silent streams from many addresses.
     """
 
@@ -53,7 +53,7 @@ class Places:
 
     @contextmanager
     def take(self, peer_id: str, origin: str) -> Iterator[Place | None]:
-        """A place for the length of the block, which is cancelled if the place is given up; None if there is none."""
+        """A place for the length of the block, which is cancelled if the place is given up. None if there is none."""
         if not self._has_room(peer_id, origin):
             yield None
             return
@@ -80,7 +80,7 @@ class Places:
 
 
 def given_up(taken: list[Place], peer_id: str, origin: str, now: float) -> Place | None:
-    """The place that goes to a stream of this peer at this address; None if no idle one is of somebody with more."""
+    """The place that goes to a stream of this peer at this address. None if no idle one is of somebody with more."""
     peers, origins = Counter(p.peer_id for p in taken), Counter(p.origin for p in taken)
 
     def more(place: Place) -> int:

@@ -5,9 +5,9 @@ Besides what libp2p's handshakes want (read and write), a raw connection can be 
 of trio's loop, which costs more than sending.
 
 In a private swarm every connection is under one key, and a peer of another swarm is recognised at once. The bytes are
-those of libp2p's specification (pnet/Private-Networks-PSK-V1.md): each side sends 24 random bytes and then XSalsa20
-under the key with them as its nonce; py-libp2p's own `PskConn` has Salsa20 with 8 bytes.
-Nothing in that says whether the keys are the same, so what comes is checked: both sides of a connection begin with the
+those of libp2p's specification (pnet/Private-Networks-PSK-V1.md). Each side sends 24 random bytes and then XSalsa20
+under the key with them as its nonce. Py-libp2p's own `PskConn` has Salsa20 with 8 bytes.
+Nothing in that says whether the keys are the same, so what comes is checked. Both sides of a connection begin with the
 same words of multistream-select. The secrecy of what follows is Noise's; the key only keeps strangers out.
 """
 
@@ -54,8 +54,8 @@ _NONCE: Final = 24  # bytes
 class Path:
     """The way of one connection.
 
-    `relay` is the peer id of the relay that carries it, None if `direct`; `remote_addr` the multiaddr of the other
-    end, without its peer id, as this machine sees it (a relayed peer's: its circuit address), None if unknown;
+    `relay` is the peer id of the relay that carries it, None if `direct`. `remote_addr` is the multiaddr of the other
+    end, without its peer id, as this machine sees it (a relayed peer's: its circuit address), None if unknown.
     `inbound` says that the peer made the connection.
     """
 
@@ -71,7 +71,7 @@ class Path:
 
 
 class ByteSink(Protocol):
-    """Takes bytes in the task that received them: a reader in a task of its own costs a turn of trio's loop."""
+    """Takes bytes in the task that received them. A reader in a task of its own costs a turn of trio's loop."""
 
     def take(self, data: bytes) -> bool:
         """Whether it took them; else they are left to who reads. It must not raise."""
@@ -338,7 +338,7 @@ class PromptSockets(trio.abc.SocketFactory):
 
     BBR, which many servers have as their default, spreads what it sends over time, by a rate that it knows only after
     some hundred kilobytes sent at once. A connection that carries a hidden state now and then stays in BBR's start-up
-    phase, where each message is spread over up to a third of a round trip: measured at 100 ms of round trip, 14 ms for
+    phase. Each message is spread over up to a third of a round trip there. Measured at 100 ms of round trip: 14 ms for
     8 KiB and 26-32 ms for 16 KiB, in each direction, on plain TCP as well as on ours. CUBIC and Reno send at once what
     their window holds. The choice must be made before a socket connects or listens.
     """
@@ -368,7 +368,7 @@ def _send_at_once(made: socket.socket) -> None:
 
 
 class OtherSwarm(IOException):
-    """What is at the other end belongs to another swarm, or to none; the text says which, without its name."""
+    """What is at the other end belongs to another swarm, or to none. The text says which, without its name."""
 
 
 class PskCipher:

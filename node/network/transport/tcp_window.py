@@ -1,7 +1,7 @@
 """Pings through the pauses between large messages, so that TCP does not shrink its window in them.
 
 After a silence of one retransmission timeout, a round trip and at least 200 ms, TCP starts anew with ten packets
-(RFC 5681, section 4.1): a hidden state of 16 KiB then takes two round trips instead of one, and a micro-batch of
+(RFC 5681, section 4.1). A hidden state of 16 KiB then takes two round trips instead of one, and a micro-batch of
 256 KiB five. One small frame within that time is enough to keep a window of any size.
 """
 
@@ -21,7 +21,7 @@ _LEAST: Final = 5.0  # seconds after a large message in which another one is exp
 
 def seconds_kept(pause: float, longest: float) -> float:
     """For how many seconds a window is worth keeping after a large message that came `pause` seconds after the one
-    before it: twice as long, for messages that come at intervals, as those of a fine-tuning do; no longer than
+    before it. Twice as long, for messages that come at intervals, as those of a fine-tuning do. No longer than
     `longest`, and where half of that was too short, not at all."""
     return max(_LEAST, 2 * pause if 2 * pause <= longest else 0.0)
 

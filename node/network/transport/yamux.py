@@ -1,6 +1,6 @@
 """Yamux, the multiplexer under all our streams (https://github.com/hashicorp/yamux/blob/master/spec.md).
 
-One task reads each connection and hands bytes to the streams; writing goes straight to the socket; a peer from which
+One task reads each connection and hands bytes to the streams. Writing goes straight to the socket. A peer from which
 nothing comes is asked for a sign of life and dropped within 4 s.
 """
 
@@ -164,7 +164,7 @@ class Muxer(IMuxedConn):
     def put(self, kind: int, flags: int, stream_id: int, length: int, data: bytes = b"") -> None:
         """Sends a frame without waiting. On a dead connection it goes nowhere.
 
-        A frame that opens a stream goes with the next one, which is its negotiation and comes at once: the first ten
+        A frame that opens a stream goes with the next one, which is its negotiation and comes at once. The first ten
         packets of a connection go without waiting, whatever their size, and there are many small ones then.
         """
         frame = HEADER.pack(0, kind, flags, stream_id, length) + data

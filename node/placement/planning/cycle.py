@@ -1,6 +1,6 @@
 """Cycles of machines that together hold all blocks: what a token costs there, and how the blocks are best split.
 
-A cycle visits each machine once; a route need not. Where ways are a metric the best route is a cycle: a machine that is
+A cycle visits each machine once; a route need not. Where ways are a metric the best route is a cycle. A machine that is
 visited twice computes all its blocks at once, and the detour is saved. Real round trips are no metric, so the fastest
 walk is looked for, too.
 """
@@ -29,7 +29,7 @@ class Problem:
     """Machines that may serve a model of `num_blocks` blocks.
 
     `capacity` int [N] is how many blocks each could hold, `block_seconds` float [N] what one block of a decode step
-    takes there, `way` float [N, N] the seconds that a token's hidden state needs from one to another; it need be
+    takes there, `way` float [N, N] the seconds that a token's hidden state needs from one to another. It need be
     neither symmetric nor a metric, and its diagonal is not used. With `home`, every cycle starts at that machine, which
     has no capacity: the client sits there. `boundaries` of the blocks; None: machines may part anywhere.
 
@@ -74,7 +74,7 @@ class PlacedMachine:
 class Schedule:
     """Machines in the order in which a token passes them, each with the number of blocks that it computes.
 
-    A `home` comes first and computes 0. `seconds` is the time per token; no cycle takes less than
+    A `home` comes first and computes 0. `seconds` is the time per token. No cycle takes less than
     `bound` (one machine visited twice apart), so where they are equal the schedule is proved to be the best.
     """
 
@@ -120,7 +120,7 @@ def cycle_seconds(problem: Problem, machines: Sequence[int], blocks: Sequence[in
 def shortest_ways(way: Floats) -> Floats:
     """The shortest ways through any other machines; where they are shorter than `way`, routes may come back.
 
-    A route costs no less than the cycle that visits each of its machines once, with these ways: so the best cycle with
+    A route costs no less than the cycle that visits each of its machines once, with these ways. So the best cycle with
     them bounds all routes.
     """
     shortest = way.copy()
@@ -133,7 +133,7 @@ def shortest_ways(way: Floats) -> Floats:
 def fastest_walk(problem: Problem, below: float, until: float) -> tuple[tuple[PlacedMachine, ...] | None, bool]:
     """The walk of least time from `home` through machines and back, if it takes less than `below` seconds.
 
-    A machine may be visited several times; what it computes in all of them, and the blocks between, are one span of no
+    A machine may be visited several times. What it computes in all of them, and the blocks between, are one span of no
     more than its capacity. Also returned: whether the search came to its end (else it was `until`, by the monotonic
     clock).
 

@@ -4,7 +4,7 @@ The problem is that of Ren, "Task Scheduling for Decentralized LLM Serving in He
 EECS-2024-111, section 3). The answer here is an optimum where there is time to prove it, and it seldom takes much.
 
 Every machine is the root of the cycles of which it is the fastest. A first cycle and a first bound leave few
-roots; a tighter bound (relaxation.py) leaves fewer, and guides a search for better cycles (label_search.py),
+roots. A tighter bound (relaxation.py) leaves fewer, and guides a search for better cycles (label_search.py),
 each of which is polished by local search. The bound is sharpened and the search widened by turns, until no root is left
 or the time is over.
 """

@@ -1,9 +1,9 @@
 """The search for the cheapest cycle: labels, all paths of one length at a time, the dearest cut off by a bound.
 
 A label is a path from a root through machines that are all filled to their capacity. Of labels with the same machines
-and the same last one only the cheapest counts (Held and Karp, 1962); and one whose path and whose relaxed walk back to
-the root together cost no less than the best cycle so far is dropped. What is left is often few. Where it is more than
-`width`, only the most promising are kept, and then the search proves nothing.
+and the same last one only the cheapest counts (Held and Karp, 1962). One whose path and relaxed walk back to the root
+together cost no less than the best cycle so far is dropped. What is left is often few. Where it is more than `width`,
+only the most promising are kept, and then the search proves nothing.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def split(machines: Machines, passed: Ints) -> tuple[Ints, Ints]:
 
 
 def _redundant(machines: Machines, labels: _Labels) -> NDArray[np.bool_]:
-    """Labels that are no dearer without some machine on the way: the others have room enough, none of them is slower,
+    """Labels that are no dearer without some machine on the way. The others have room enough, none of them is slower,
     and the way past it is no longer. However a cycle goes on from there, it is no dearer without that machine."""
     found = np.zeros(len(labels), bool)
     roomy = np.flatnonzero(labels.room > machines.blocks)

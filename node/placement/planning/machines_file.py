@@ -136,7 +136,7 @@ class Fleet:
         )
 
     def detours(self, problem: Problem) -> Floats:
-        """The ways of this fleet's `problem` by way of others; where all of them are no shorter, ways are a metric.
+        """The ways of this fleet's `problem` by way of others. Where all of them are no shorter, ways are a metric.
 
         Without a client, one beside a machine could pass on what others send to each other, without the handling.
         """
@@ -298,7 +298,7 @@ def fleet_of(
 ) -> Fleet:
     """The machines of the file for a model of `num_blocks` blocks of `block_bytes` bytes each (None: not known).
 
-    `trusted_blocks` are at each end for trusted machines only; None for the usual number if the file has such machines.
+    `trusted_blocks` are at each end for trusted machines only. None for the usual number if the file has such machines.
 
     Raises:
         BadInput: it does not say enough of a machine, or of the way between two; or names no trusted machine.

@@ -1,6 +1,6 @@
 """Plans for a fleet: for the least time per token, and for the most tokens a second; and what to expect of them.
 
-A token needs every block once, so the swarm is as quick as its slowest block: the throughput of a block is the sum over
+A token needs every block once, so the swarm is as quick as its slowest block. The throughput of a block is the sum over
 the machines that hold it, and what counts is the least of these (Petals, NeurIPS 2023, appendix D). A machine that
 holds b blocks and computes one in s seconds passes 1 / (b s) tokens a second.
 """
@@ -70,7 +70,7 @@ class BlockSpread:
 
 @dataclass(frozen=True)
 class Pinned:
-    """Where machines may be: `windows` int [N, 2], the first block and the one behind the last; the machines `own`
+    """Where machines may be: `windows` int [N, 2], the first block and the one behind the last. The machines `own`
     bool [N] alone hold `closed` of the blocks; `spans` is a placement without a gap to begin with, by machine.
     `boundaries` of the blocks; None: machines may part anywhere."""
 
@@ -259,7 +259,7 @@ def _pinned(fleet: Fleet, num_blocks: int) -> Pinned:
 def fleet_of_servers(servers: Sequence[Announcement], client_rtts: Mapping[str, float]) -> Fleet:
     """Servers of one model as machines that could hold as many blocks as they do now, any of them.
 
-    `client_rtts` are seconds from this client by peer id, of all `servers`; between two servers counts what the one
+    `client_rtts` are seconds from this client by peer id, of all `servers`. Between two servers counts what the one
     that sends announced.
     """
     spans = [len(server.span) for server in servers]

@@ -1,13 +1,13 @@
 """The fastest chain where not every machine may hold all blocks: with trusted machines for the first and the last ones,
 as `chat --trusted` would take it, or with blocks that one machine has to hold together.
 
-The rules of trusted machines are those of `swarm/trusted_servers.py`: only they hold blocks at both ends, and none of
+The rules of trusted machines are those of `swarm/trusted_servers.py`. Only they hold blocks at both ends, and none of
 them pushes to another machine that is not trusted. So the ways are no metric, and a machine may be worth a second
 visit: the first blocks, others' machines, the last blocks. It has to hold all blocks from its first to its last.
 
 A bound is the shortest walk without memory of what a machine has computed before: a dynamic programme over the blocks.
-Where it visits a machine twice, further apart than what that can hold, one of two blocks cannot be there: with each
-left out in turn (branch and bound, Land and Doig 1960), the first walk that needs no more than there is room for is the
+Where it visits a machine twice, further apart than what that can hold, one of two blocks cannot be there. Each is left
+out in turn (branch and bound, Land and Doig 1960). The first walk that needs no more than there is room for is the
 best.
 """
 
@@ -164,7 +164,7 @@ def _branches(problem: Problem, allowed: Ints, walk: Walk) -> tuple[Ints, ...]:
 
 def shortest_walk(problem: Problem, allowed: Ints) -> tuple[float, Walk] | None:
     """The walk of least seconds from `home` and back, with each machine's visits within `allowed`, as many as it likes
-    but no longer than it has room for, and between blocks where machines may part; None if there is none."""
+    but no longer than it has room for, and between blocks where machines may part. None if there is none."""
     assert problem.home is not None
     home, blocks, size = problem.home, problem.num_blocks, len(problem)
     seconds = problem.block_seconds

@@ -51,7 +51,7 @@ _MIB: Final = 1 << 20
 
 @dataclass(frozen=True)
 class Memory:
-    """Of the device that holds the blocks, in bytes; `place` is what a person calls it, `shared` whether it is that of
+    """Of the device that holds the blocks, in bytes. `place` is what a person calls it, `shared` whether it is that of
     all programs of the machine."""
 
     free: int
@@ -222,7 +222,7 @@ def cache_bytes_per_block(
     tokens: int = MEMORY_SHARES.usual_cache_tokens,
     held: CacheDtype = "auto",
 ) -> int:
-    """About what `tokens` tokens of attention cache take in one block on average, by a model's `config.json`: of a
+    """About what `tokens` tokens of attention cache take in one block on average, by a model's `config.json`. Of a
     hybrid, the states that a session keeps of each other block are among them, for a session of `tokens` tokens.
 
     `item_bytes` of the dtype that is computed in; `held` is what keys and values are kept in.

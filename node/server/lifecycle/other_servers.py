@@ -65,7 +65,7 @@ class ServerConnector:
 
 
 def to_measure(following: Sequence[str], rtts: dict[str, float]) -> list[str]:
-    """The servers of `following` whose round trips are to be known: all if they are few, else the nearest of those that
+    """The servers of `following` whose round trips are to be known. All if they are few, else the nearest of those that
     were measured (`rtts`, seconds), and some others. Drops those of `rtts` that are not among them."""
     known = sorted((peer for peer in following if peer in rtts), key=rtts.__getitem__)
     others = [peer for peer in following if peer not in rtts]

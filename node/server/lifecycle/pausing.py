@@ -40,7 +40,7 @@ MACHINE_USE: Final = MachineUsePolicy()
 
 @dataclass(frozen=True)
 class Hours:
-    """Times of day by the machine's clock, in minutes since midnight: from `start` on and before `end`; over midnight
+    """Times of day by the machine's clock, in minutes since midnight: from `start` on and before `end`. Over midnight
     where that is the smaller one."""
 
     start: int
@@ -57,8 +57,8 @@ class Hours:
 
 @dataclass(frozen=True)
 class PausePolicy:
-    """When a server pauses by itself: while other programs use more than `busy_above`, a share (0 to 1) of all
-    processors; outside of `hours`; until keyboard and mouse were not used for `away_seconds`. None for never."""
+    """When a server pauses by itself. While other programs use more than `busy_above`, a share (0 to 1) of all
+    processors. Outside of `hours`. Until keyboard and mouse were not used for `away_seconds`. None for never."""
 
     busy_above: float | None = None
     only_on_mains: bool = False
@@ -72,8 +72,8 @@ class PausePolicy:
 
 @dataclass(frozen=True)
 class MachineUse:
-    """What other programs use of all processors (0 to 1), whether the machine has mains (so has one without a battery),
-    the minute of the day, and for how many seconds nobody has used keyboard or mouse."""
+    """What other programs use of all processors (0 to 1), and whether the machine has mains (so has one without a
+    battery). The minute of the day, and for how many seconds nobody has used keyboard or mouse."""
 
     others: float = 0.0
     on_mains: bool = True

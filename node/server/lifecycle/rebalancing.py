@@ -59,7 +59,7 @@ class ObservingPolicy:
     probe_rounds: int = 4
     nearly_all: float = 0.9  # Share of the servers from which it counts that one appears, or is no longer there
     plan_lasts: float = 30 * 60.0
-    """Seconds after which a plan is made anew though nothing has changed: a swarm that comes to rest has more to
+    """Seconds after which a plan is made anew though nothing has changed. A swarm that comes to rest has more to
     gain."""
 
 
@@ -101,7 +101,7 @@ class PlacementState:
     async def probe(self) -> None:
         """Finds out which servers are still there: who was killed has retracted nothing.
 
-        Who was reached once and is not any more counts as gone until it announces itself anew; so does one that we
+        Who was reached once and is not any more counts as gone until it announces itself anew. So does one that we
         have never reached, if it is late with that.
         """
         asked: set[str] = set()

@@ -1,5 +1,5 @@
-"""How fast this machine computes a block and sends a byte: measured, kept from run to run in a small JSON file in
-petalnode's cache, and corrected by what the steps of sessions really take."""
+"""How fast this machine computes a block and sends a byte. That is measured, and kept from run to run in a small JSON
+file in petalnode's cache. What the steps of sessions really take corrects it."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ _FIRST_CORRECTION, _CORRECT_INTERVAL = 5.0, 30.0
 """Seconds after which steps correct what is announced: soon at first, when nobody knows better than an earlier run."""
 _RECALLED_IDLE, _FIRST_IDLE, _NEXT_IDLE = 5.0, 60.0, 600.0
 """Of a speed that an earlier run has left, perhaps beside other work, or that was measured just now; and from then on:
-seconds in which nobody has used a server, after which it measures itself anew: nobody will use one that says that it
+seconds in which nobody has used a server, after which it measures itself anew. Nobody will use one that says that it
 is slow. Steps of real sessions know better what they take than the best of some that it makes by itself."""
 
 
 @dataclass(frozen=True)
 class BlockSpeed:
-    """Seconds for one block: of a decode step of one row, and of a token of a long prefill; and for a byte into this
-    machine and out of it, 0 if that was not measured."""
+    """Seconds for one block: of a decode step of one row, and of a token of a long prefill. Seconds for a byte into
+    this machine and out of it, 0 if that was not measured."""
 
     step_seconds: float
     token_seconds: float

@@ -49,7 +49,7 @@ GRADIENT_TIMEOUT: Final = 60.0
 class DeferredBackward:
     """Waits for a gradient with what `SpanPasses.recompute` has kept.
 
-    It may be given up at any time until the gradient is there: the memory that it takes is lent, so whoever has need of
+    It may be given up at any time until the gradient is there. The memory that it takes is lent, so whoever has need of
     it takes it. The client then sends the whole request.
     """
 

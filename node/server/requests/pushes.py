@@ -166,8 +166,8 @@ class Upstream:
     """Who may push steps into a session: one server at a time, the one before this one in the client's chain.
 
     First it is who `Open.upstream` names, or the client itself if that is empty. When the client has put another server
-    in its place, a step that the client sends says so: `Step.previous_receipt` is the hash of that server's receipt,
-    and its next receipt, which comes with its first push, follows this one. Nobody else knows that hash.
+    in its place, a step that the client sends says so. `Step.previous_receipt` is the hash of that server's receipt.
+    Its next receipt, which comes with its first push, follows this one. Nobody else knows that hash.
     """
 
     def __init__(self, opened: bytes, client: str) -> None:

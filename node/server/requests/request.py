@@ -81,8 +81,8 @@ LEAST_OPEN: Final = 8
 
 
 class OpenCount:
-    """Counts requests of one kind that are open, of which there may be `most`: half of that for a client that is alone,
-    or the clients of one address together, since they leave as much for others as they have."""
+    """Counts requests of one kind that are open, of which there may be `most`. A client that is alone, or the clients
+    of one address together, may have half of that. They leave as much for others as they have."""
 
     def __init__(self, kind: str, most: int, origins: Origins = ONE_BY_ONE) -> None:
         self._kind = kind
@@ -177,7 +177,7 @@ class ReceiptChain:
 
     Attributes:
         epoch: random, names this session or stream.
-        last: the hash of the newest receipt; before the first one the session's root, which is the hash of its terms.
+        last: the hash of the newest receipt. Before the first one the session's root, which is the hash of its terms.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ class ServerSession:
 
     Steps come from two sides, the client's stream and pushes, and are taken one at a time in order of arrival. When the
     stream is lost the session waits for its client to take it up on another one, unless somebody needs the cache. A
-    client may also take it up while the stream still lives, to move it: replies that were lost with the old stream are
+    client may also take it up while the stream still lives, to move it. Replies that were lost with the old stream are
     sent again on the new one. Those that come later go there, and no step is taken from the old one any more.
     """
 
@@ -149,7 +149,7 @@ class ServerSession:
             raise
 
     async def _wait_until_over(self) -> None:
-        """While there is no stream the cache is on loan: a client that comes back finds the session if nobody has
+        """While there is no stream the cache is on loan. A client that comes back finds the session if nobody has
         needed the room, and not for ever."""
         while not self._over:
             changed = self._changed
