@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-import json
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any, Final, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from ...crypto.bounded_json import BadJson, JsonLimits, parse_json_object
 from ...crypto.receipts import Receipt
 from ...protocols import wire_pb2 as wire
 from ...protocols.delimited import parse_message
@@ -29,8 +29,8 @@ from ..errors import BadInput
 
 M = TypeVar("M", bound=Message)
 FORMAT: Final = "petalnode-receipts/1"
-MAX_FILE: Final = 64 << 20
-"""Bytes: of some 30,000 receipts."""
+FILE: Final = JsonLimits(nbytes=64 << 20, values=1 << 20)
+"""Some 30,000 receipts, or one answer with a million tokens."""
 MAX_KEPT: Final = 16_384
 """Receipts; about 2 KB apiece."""
 
@@ -129,9 +129,9 @@ def load(path: Path) -> tuple[bytes, list[SignedReply]]:
         BadInput: it cannot be read, or is no such file.
     """
     try:
-        if path.stat().st_size > MAX_FILE:
-            raise BadInput(f"{path} has more than {MAX_FILE >> 20} MiB: it is no file of receipts")
-        data = json.loads(path.read_bytes())
+        if path.stat().st_size > FILE.nbytes:
+            raise BadInput(f"{path} has more than {FILE.nbytes >> 20} MiB: it is no file of receipts")
+        data = parse_json_object(path.read_bytes(), FILE)
         if data["format"] != FORMAT:
             raise ValueError
         answers: list[AnswerTokens] = []
@@ -142,7 +142,9 @@ def load(path: Path) -> tuple[bytes, list[SignedReply]]:
         return bytes.fromhex(data["digest"]), [_read(entry, answer) for entry, answer in read]
     except OSError as error:
         raise BadInput(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, LookupError, TypeError, DecodeError, RecursionError):
+    except BadJson as error:
+        raise BadInput(f"{path} is no file of receipts: {error}") from None
+    except (ValueError, LookupError, TypeError, DecodeError):
         raise BadInput(
             f"{path} is no file of receipts: save what GET /v1/petalnode/receipts/ID of `petalnode api` says"
         ) from None

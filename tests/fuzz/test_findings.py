@@ -27,6 +27,7 @@ from petalnode.node.network.transport.muxed_stream import HEADER, RST, SYN, WIND
 from petalnode.node.network.transport.negotiation import question
 from petalnode.node.placement.planning.machines_file import read_machines
 from petalnode.node.testing import stream_pair
+from petalnode.node.trust.receipt_file import load
 from petalnode.node.tuning.adapter_files import check_adapter
 from petalnode.node.tuning.dataset import read_dataset
 from petalnode.protocols import standard_pb2 as standard
@@ -277,3 +278,9 @@ def test_scales_of_wide_blocks_take_no_more_memory(tmp_path: Path) -> None:
     }
     write(tmp_path, {"quant_method": "fp8", "weight_block_size": [2, 1 << 62]}, held)
     read(tmp_path)
+
+
+def test_receipts_of_too_many_values_are_not_parsed(tmp_path: Path) -> None:
+    (file := tmp_path / "r.json").write_text("[" + "[]," * (1 << 20) + "[]]")
+    with pytest.raises(BadInput, match="1,048,576 values at most"):
+        load(file)

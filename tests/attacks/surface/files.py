@@ -107,8 +107,8 @@ FILES: Final[Mapping[str, Row]] = {
     ),
     "file of receipts": Row(
         FILE,
-        "node.trust.receipt_file.MAX_FILE",
-        "node.trust.receipt_file.MAX_KEPT",
+        "node.trust.receipt_file.FILE.nbytes",
+        "node.trust.receipt_file.FILE.values",
         "node.trust.receipt_file.MAX_KEPT",
         ("tests/api/test_receipts.py", "tests/unit/test_answer_check.py"),
         ("receipt and pledge", "file of receipts"),
