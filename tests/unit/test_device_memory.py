@@ -23,11 +23,14 @@ GIB = 1 << 30
 pytestmark = pytest.mark.usefixtures("cache")
 
 
-def group(folder: Path, limit: str, used: int, inactive: int, *, old: bool = False) -> None:
+def group(folder: Path, limit: str, used: int, of_files: int, *, old: bool = False) -> None:
+    """Half of the pages of files were used lately; an older system says of each group what is its own as well."""
     folder.mkdir(parents=True)
     (folder / ("memory.limit_in_bytes" if old else "memory.max")).write_text(f"{limit}\n")
     (folder / ("memory.usage_in_bytes" if old else "memory.current")).write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon 1\n{'total_' if old else ''}inactive_file {inactive}\n")
+    kinds = f"inactive_file {of_files - of_files // 2}", f"active_file {of_files // 2}"
+    lines = [*(("inactive_file 7", *(f"total_{kind}" for kind in kinds)) if old else kinds), "anon 1"]
+    (folder / "memory.stat").write_text("\n".join(lines) + "\n")
 
 
 def test_the_limit_of_a_container_counts(tmp_path: Path) -> None:

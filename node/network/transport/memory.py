@@ -16,8 +16,8 @@ import trio
 
 _MIB: Final = 1 << 20
 _UNLIMITED: Final = 1 << 60
-_V2: Final = ("memory.max", "memory.current", "inactive_file")
-_V1: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2: Final = ("memory.max", "memory.current", "")
+_V1: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 _LOOK: Final = 15.0  # seconds between two looks at what could be given back
 _WORTH: Final = 32 * _MIB  # bytes, for which a trim of some ms pays
 _MOVED: Final = 4 * _MIB  # bytes, by which the heap has changed where a trim is worth its time after two looks
@@ -71,7 +71,10 @@ def own_budgets() -> Budgets:
 
 
 def group_limits(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[tuple[int, int]]:
-    """What each control group that limits this process has left, and may use; none if it is not limited."""
+    """What each control group that limits this process has left, and may use; none if it is not limited.
+
+    Pages of files, read once or several times, count as left: the system gives them to who needs memory.
+    """
     groups: dict[str, str] = {}
     with suppress(OSError):
         for line in own.read_text().splitlines():
@@ -86,8 +89,9 @@ def group_limits(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/se
             limit = int((parent / names[0]).read_text())
             used = int((parent / names[1]).read_text())
             for line in (parent / "memory.stat").read_text().splitlines():
-                if line.startswith(f"{names[2]} "):
-                    used -= int(line.split()[1])
+                kind, _, nbytes = line.partition(" ")
+                if kind.removeprefix(names[2]) in ("active_file", "inactive_file") and kind.startswith(names[2]):
+                    used -= int(nbytes)
             if limit < _UNLIMITED:
                 found.append((max(0, limit - used), limit))
     return found
