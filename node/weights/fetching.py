@@ -128,6 +128,7 @@ class Fetch:
         self._rest_until: dict[str, float] = {}
         self._writing: set[Piece] = set()
         self._unfinished: set[int] = set()  # parts that have no file yet
+        self._complete: list[int] = []  # those of them of which all pieces are written
         self._reasons: dict[str, str] = {}
         self._last = 0.0  # when something came
         self._done = self._total = 0
@@ -174,10 +175,21 @@ class Fetch:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._look_for_peers, nursery)
                 while self._unfinished:
-                    await self._change(1.0)
+                    await self._finish_or_wait()
                     if trio.current_time() - self._last > FETCHING.lonely:
                         raise SwarmError(self._why_not())
                 nursery.cancel_scope.cancel()
+
+    async def _finish_or_wait(self) -> None:
+        """Gives a part that is complete its file, while peers bring other parts: a disk takes a while to be sure of it.
+        Waits for a moment if there is none."""
+        if not self._complete:
+            await self._change(1.0)
+            return
+        number = self._complete.pop()
+        await trio.to_thread.run_sync(self._folder.finish, number)
+        self._unfinished.discard(number)
+        self._last = trio.current_time()
 
     def _why_not(self) -> str:
         num_blocks = self._folder.num_blocks
@@ -317,15 +329,13 @@ class Fetch:
         try:
             if not await trio.to_thread.run_sync(self._folder.put, *piece, data):
                 return False
-            complete = self._plan.got(piece)
+            if self._plan.got(piece):
+                self._complete.append(piece[0])
+                self._notify()
         finally:
             self._writing.discard(piece)
         self._last = trio.current_time()
         self._done += len(data)
         own.nbytes += len(data)
-        if complete:
-            with trio.CancelScope(shield=True):  # work of the disk; no peer has a second chance to bring this piece
-                await trio.to_thread.run_sync(self._folder.finish, piece[0])
-            self._unfinished.discard(piece[0])
         self._progress(f"Fetching {self._folder.name} from {len(self._working)} peers", self._done, self._total)
         return True
