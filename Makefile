@@ -103,11 +103,11 @@ web-check: setup docs
 compat: setup $(COMPAT)/.ready
 	HF_HUB_OFFLINE=1 $(COMPAT)/bin/python -m pytest -n 0 -rA -q -o asyncio_default_fixture_loop_scope=function tests/compat/check_*.py
 
-# The JavaScript client (clients/js) over servers, in Node and in Debian's Chromium and Firefox; nodes of js-libp2p beside ours.
+# The JavaScript client (clients/js) over servers, in Node and in Debian's Chromium and Firefox, and behind its nginx; nodes of js-libp2p beside ours.
 # 700 MB on the first run, so no part of `test`.
 interop: setup nat-tools build/interop/.ready
-	@command -v chromium >/dev/null && command -v firefox-esr >/dev/null || \
-	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium firefox-esr >/dev/null; }
+	@command -v chromium >/dev/null && command -v firefox-esr >/dev/null && command -v nginx >/dev/null || \
+	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium firefox-esr nginx-light >/dev/null; }
 	$(BIN)/pytest -n 0 tests/interop/check_*.py
 
 build/interop/.ready: $(wildcard clients/js/package*.json packaging/locked/npm/interop/*) | setup

@@ -8,8 +8,9 @@ The bridge process makes the namespaces and removes them when its standard input
 A frame takes the delay and 0.1 ms. With a `rate`, each host's line carries so much each way: frames leave it one behind
 the other, and enter the other one's so; who would wait for longer than a second is dropped, as by a router. Lines of
 100 Mbit/s and more, and those without a limit, hand on up to 64 KiB of a TCP connection at once, as a network card does
-that cuts segments by itself (Linux sends no more than a millisecond's worth so). `delay_line` is a single line between
-two namespaces that there are already.
+that cuts segments by itself (Linux sends no more than a millisecond's worth so). With a `loss`, that share of frames
+never arrives: on slower lines, whose frames are those of the wire. `delay_line` is a single line between two namespaces
+that there are already.
 
     sudo python benchmarks/delay_bridge.py --measure [--rates 10 100 1000] [--rtt 4]
 
@@ -25,6 +26,7 @@ import heapq
 import itertools
 import json
 import os
+import random
 import select
 import struct
 import subprocess
@@ -80,7 +82,7 @@ class DelayNetwork:
 
 
 @contextlib.contextmanager
-def delay_network(hosts: int, one_way: float, rate: float = 0.0) -> Iterator[DelayNetwork]:
+def delay_network(hosts: int, one_way: float, rate: float = 0.0, loss: float = 0.0) -> Iterator[DelayNetwork]:
     """`hosts` hosts, each `one_way` seconds from every other, with lines of `rate` Mbit/s each way (0: no limit). What
     runs there must have ended at the block's end.
 
@@ -88,7 +90,7 @@ def delay_network(hosts: int, one_way: float, rate: float = 0.0) -> Iterator[Del
         RuntimeError: this machine cannot do that; the text says why.
     """
     name = f"pnwan{os.getpid()}"
-    with _process(name, str(hosts), str(one_way), "--rate", str(rate)) as bridge:
+    with _process(name, str(hosts), str(one_way), "--rate", str(rate), "--loss", str(loss)) as bridge:
         yield DelayNetwork(bridge, name)
 
 
@@ -180,18 +182,19 @@ def _introduce(name: str, hosts: int) -> None:
 class _Lines:
     """When frames that leave a host arrive: on the way out and on the way in, each waits for those before it.
 
-    `rate` in bytes per second; 0 is without limit."""
+    `rate` in bytes per second; 0 is without limit. `loss`: the share that is dropped on the way out."""
 
-    def __init__(self, hosts: int, one_way: float, rate: float) -> None:
+    def __init__(self, hosts: int, one_way: float, rate: float, loss: float) -> None:
         self.one_way = one_way
-        self._rate = rate
+        self._rate, self._loss = rate, loss
+        self._random = random.Random(1)
         self._out = [0.0] * hosts  # when the line from each host is free again
         self._in = [0.0] * hosts
 
     def leave(self, source: int, nbytes: int, now: float) -> float | None:
         """When a frame that comes to the line of `source` now has begun to come out at its end; None: it is dropped."""
         begun = self._queued(self._out, source, nbytes, now)
-        return None if begun is None else begun + self.one_way
+        return None if begun is None or self._random.random() < self._loss else begun + self.one_way
 
     def enter(self, target: int, nbytes: int, now: float) -> float | None:
         """When a frame that reaches the line of `target` now is there as a whole; None if it is dropped. It enters that
@@ -357,6 +360,7 @@ def main() -> None:
     parser.add_argument("hosts", type=int)
     parser.add_argument("one_way", type=float)
     parser.add_argument("--rate", type=float, default=0.0, help="Mbit/s of each host's line, each way; 0: no limit")
+    parser.add_argument("--loss", type=float, default=0.0, help="share of the frames that is lost, each way")
     parser.add_argument("ends", nargs="*", help="of a line: namespace and device, twice")
     options = parser.parse_args()
     line = list(zip(options.ends[::2], options.ends[1::2], strict=True))
@@ -372,7 +376,7 @@ def main() -> None:
             taps.append(_add_host(options.name, host, offloaded=offloaded))
         _introduce(options.name, options.hosts)
         print("ready", flush=True)
-        lines = _Lines(len(taps), options.one_way, options.rate * 1e6 / 8)
+        lines = _Lines(len(taps), options.one_way, options.rate * 1e6 / 8, options.loss)
         _forward(taps, lines, to_all=bool(line), offloaded=offloaded)
     except OSError as error:
         sys.exit(str(error))

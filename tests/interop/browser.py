@@ -1,9 +1,10 @@
 """A tab of a browser that does what it is told, in the network namespace that it is started in.
 
-    python -m tests.interop.browser '{"kind": "chromium" or "firefox"}'
+    python -m tests.interop.browser '{"kind": "chromium" or "firefox", "insecure": false}'
 
-Chromium is driven by playwright, Firefox by WebDriver BiDi, which Debian's speaks without a driver beside it. On
-standard input it takes {"number", "do", "with"} for the methods of a tab, and answers {"number", "result" or "error"}.
+`insecure`: it takes any certificate, as if a person had agreed. Chromium is driven by playwright, Firefox by WebDriver
+BiDi, which Debian's speaks without a driver beside it. On standard input it takes {"number", "do", "with"} for the
+methods of a tab, and answers {"number", "result" or "error"}.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Tab(Protocol):
 class Chromium:
     def __init__(self, page: Page) -> None:
         self._page = page
+        self._devtools = page.context.new_cdp_session(page)
         self._asked: list[str] = []
         page.on("request", lambda request: self._asked.append(request.url))
 
@@ -63,14 +65,24 @@ class Chromium:
     def asked(self) -> list[str]:
         return self._asked
 
+    def sleep(self, asleep: bool) -> None:
+        """As the browser puts tabs to sleep that nobody looks at: nothing runs, and lines stay open."""
+        self._devtools.send("Page.setWebLifecycleState", {"state": "frozen" if asleep else "active"})
+
+    def room(self, nbytes: int) -> None:
+        """What the page may keep."""
+        origin = self._page.evaluate("location.origin")
+        self._devtools.send("Storage.overrideQuotaForOrigin", {"origin": origin, "quotaSize": nbytes})
+
 
 @contextmanager
-def chromium() -> Iterator[Tab]:
+def chromium(insecure: bool) -> Iterator[Tab]:
     with sync_playwright() as playwright:
         found = shutil.which("chromium")
         browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"], timeout=1000 * LONG)
         try:
-            yield Chromium(browser.new_page(viewport={"width": SIZE[0], "height": SIZE[1]}))
+            size = {"width": SIZE[0], "height": SIZE[1]}
+            yield Chromium(browser.new_page(viewport=size, ignore_https_errors=insecure))  # type: ignore[arg-type]
         finally:
             browser.close()
 
@@ -117,9 +129,9 @@ class Bidi:
 
 
 class Firefox:
-    def __init__(self, bidi: Bidi) -> None:
+    def __init__(self, bidi: Bidi, insecure: bool) -> None:
         self._bidi = bidi
-        bidi.ask("session.new", capabilities={})
+        bidi.ask("session.new", capabilities={"alwaysMatch": {"acceptInsecureCerts": insecure}})
         bidi.ask("session.subscribe", events=["network.beforeRequestSent"])
         self._context = bidi.ask("browsingContext.getTree")["contexts"][0]["context"]
         bidi.ask(
@@ -157,7 +169,7 @@ def _url_of(request: dict[str, Any]) -> str:
 
 
 @contextmanager
-def firefox() -> Iterator[Tab]:
+def firefox(insecure: bool) -> Iterator[Tab]:
     with tempfile.TemporaryDirectory() as profile:
         command = ["firefox-esr", "--headless", "--no-remote", "--profile", profile, "--remote-debugging-port", "0"]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -165,7 +177,7 @@ def firefox() -> Iterator[Tab]:
             assert process.stderr is not None
             said = (re.search(r"BiDi listening on ws://([^:]+):(\d+)", line) for line in process.stderr)
             address = next(found for found in said if found is not None)
-            yield Firefox(Bidi(address[1], int(address[2])))
+            yield Firefox(Bidi(address[1], int(address[2])), insecure)
         finally:
             process.terminate()
             try:
@@ -178,10 +190,10 @@ def firefox() -> Iterator[Tab]:
 KINDS: Final = {"chromium": chromium, "firefox": firefox}
 
 
-def main(options: dict[str, str]) -> None:
+def main(options: dict[str, Any]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that the browser ends as well
     with ExitStack() as stack:
-        tab = stack.enter_context(KINDS[options["kind"]]())
+        tab = stack.enter_context(KINDS[options["kind"]](options.get("insecure", False)))
         print(json.dumps({"event": "ready", "peer_id": "", "addrs": []}), flush=True)
         for line in sys.stdin:
             asked = json.loads(line)

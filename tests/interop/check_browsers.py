@@ -35,10 +35,11 @@ PRIMES = "how does it go on"
 class Page:
     """The page in a browser on a machine of the lab, from a static host there."""
 
-    def __init__(self, nodes: LabNodes, host: Host, kind: str) -> None:
+    def __init__(self, nodes: LabNodes, host: Host, kind: str, *, insecure: bool = False) -> None:
         serve = [sys.executable, "-m", "http.server", str(WEB), "--bind", "127.0.0.1", "--directory", str(PAGE)]
         self.web: Running = nodes.program(host, serve)
-        self.tab: LightNode = nodes.kept(LightNode(host, nodes.home(host), {"kind": kind}, ("tests.interop.browser",)))
+        options = {"kind": kind, "insecure": insecure}
+        self.tab: LightNode = nodes.kept(LightNode(host, nodes.home(host), options, ("tests.interop.browser",)))
         assert self.tab.ready
 
     def open(self, link: str) -> None:

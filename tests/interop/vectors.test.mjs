@@ -5,9 +5,11 @@ import { readFileSync } from 'node:fs'
 import { test } from 'node:test'
 import { base58btc } from 'multiformats/bases/base58'
 import { canonical, concat, digest, hex, isSigned, peerText, sha256 } from './src/canonical.js'
-import { Conversation, lookUp } from './src/conversation.js'
+import { Conversation, Text, lookUp } from './src/conversation.js'
 import { readAnnouncement } from './src/directory.js'
-import { halfToFloat } from './src/ends.js'
+import { halfToFloat, toFloats } from './src/floats.js'
+import { Products, Rows } from './src/rows.js'
+import { numbers } from './src/sampling.js'
 import { pledgeOf, receiptOf } from './src/session.js'
 import { readStored, store } from './src/storage.js'
 import { INFERENCE, MANIFEST, SIGNED_ANNOUNCEMENT, WEIGHTS, decode, encode, readVarint } from './src/wire.js'
@@ -168,6 +170,18 @@ test('a look-up finds what followed the newest tokens, by the longest match and 
   assert.deepEqual(lookUp([1, 2, 3, 4], 8), [])
 })
 
+test('the text of tokens that come one at a time is that of all of them', () => {
+  // A tokenizer of bytes, which as some do leaves out a space at the beginning.
+  const decoded = ids => new TextDecoder().decode(Uint8Array.from(ids)).replace(/^ /, '')
+  const tokenizer = { calls: 0, decode (ids) { this.calls += ids.length; return decoded(ids) } }
+  for (const said of ['plain words, many of them '.repeat(20), 'grün € 🙂 '.repeat(30), '🙂'.repeat(40)]) {
+    const ids = [...new TextEncoder().encode(said)]
+    const text = new Text(tokenizer)
+    assert.equal(ids.map(id => text.next(id)).join(''), decoded(ids))
+  }
+  assert.ok(tokenizer.calls < 100_000)
+})
+
 test('drafts and conversations give the tokens that single steps give, and servers hold what they are told of', async () => {
   // A model of eight tokens: each follows from all before it, and a session is the list of what it was given.
   const follows = ids => ids.length % 5 === 0 ? ids[0] : (ids.at(-1) + 1) % 4
@@ -298,4 +312,50 @@ test('codecs', () => {
     }[codec]
     assert.equal(hex(f32(Array.from({ length: count }, (_, at) => value(at)))), means, codec)
   }
+})
+
+test('the largest product with a vector is exact, by SIMD and without, however near the others are', () => {
+  const random = numbers(7)
+  for (const [count, width] of [[300, 96], [64, 33], [40, 2080]]) {
+    const normal = () => random() + random() + random() - 1.5
+    const values = Float32Array.from({ length: count * width }, () => normal() * (random() < 0.01 ? 40 : 1))
+    const x = Float32Array.from({ length: width }, () => normal() * (random() < 0.02 ? 30 : 1))
+    const row = number => values.subarray(number * width, (number + 1) * width)
+    const exact = number => row(number).reduce((sum, value, at) => sum + value * x[at], 0)
+    // Rows that differ from the best one in a last bit of one value, where 8 bits see nothing.
+    const best = Array.from({ length: count }, (_, number) => number).sort((one, other) => exact(other) - exact(one))[0]
+    for (const [number, at] of [[3, 5], [count - 1, 7], [11, 2]]) {
+      row(number).set(row(best))
+      row(number)[at] *= 1 + 2 ** -22
+    }
+    row(20).fill(0)
+    const products = new Products(new Rows({ dtype: 'F32', data: new Uint8Array(values.buffer) }, width))
+    assert.equal(products._run === undefined, width % 32 !== 0)
+    for (const way of ['as it is', 'plain']) {
+      const found = products.with(x)
+      const all = Array.from({ length: count }, (_, number) => exact(number))
+      const likeliest = all.indexOf(Math.max(...all))
+      assert.equal(found.indexOf(Math.max(...found)), likeliest, way)
+      assert.equal(found[likeliest], all[likeliest])
+      const scale = Math.hypot(...x) * Math.max(...all.map((_, number) => Math.hypot(...row(number))))
+      all.forEach((product, number) => assert.ok(Math.abs(product - found[number]) < 0.05 * scale))
+      products._run = undefined
+    }
+  }
+})
+
+test('weights as GGUF and safetensors have them', () => {
+  const scale = [0x00, 0x38] // 0.5
+  const nibbles = Array.from({ length: 16 }, (_, at) => at << 4 | 15 - at)
+  const whole = Array.from({ length: 32 }, (_, at) => at - 16)
+  const cases = {
+    F32: [[0, 0, 0xa0, 0xc0], [-5]],
+    F16: [[0x00, 0x38, 0x01, 0x80], [0.5, -(2 ** -24)]],
+    BF16: [[0xa0, 0xc0], [-5]],
+    Q8_0: [[...scale, ...whole.map(value => value & 255)], whole.map(value => value / 2)],
+    Q4_0: [[...scale, ...nibbles], [...nibbles.map(byte => ((byte & 15) - 8) / 2), ...nibbles.map(byte => ((byte >> 4) - 8) / 2)]],
+    Q4_1: [[...scale, 0x00, 0xbc, ...nibbles], [...nibbles.map(byte => (byte & 15) / 2 - 1), ...nibbles.map(byte => (byte >> 4) / 2 - 1)]]
+  }
+  for (const [dtype, [said, values]] of Object.entries(cases)) assert.deepEqual(Array.from(toFloats(dtype, Uint8Array.from(said))), values, dtype)
+  assert.throws(() => toFloats('Q4_K', new Uint8Array(144)), /Q4_K are not read/)
 })

@@ -183,6 +183,14 @@ class _Spoiled:
         """Values that are no numbers, with a receipt in order."""
         await self._signed(frame, b"\xff" * len(payload), self._identity, timeout)
 
+    async def equivocation(self, frame: wire.InferenceFrame, payload: bytes, timeout: float) -> None:
+        """Other bytes than it has pushed to the next server, and a receipt in order for either."""
+        if frame.reply.handed_on:
+            await self._signed(frame, _flipped(payload), self._identity, timeout)
+            return
+        self._at += 1  # nobody but the client has this answer
+        await self._stream.send(frame, [payload], timeout=timeout)
+
     async def _signed(self, frame: wire.InferenceFrame, payload: bytes, identity: Identity, timeout: float) -> None:
         frame.reply.receipt.reply_hash = sha256(payload)
         receipt = receipt_from_wire(frame.reply.receipt).signed(identity)
@@ -194,7 +202,7 @@ FAULTS: dict[str, Callable[..., Awaitable[None]]] = {
     name: getattr(_Spoiled, name)
     for name in (
         *("garbage", "half", "silence", "reset", "error", "lost", "shape", "fewer"),
-        *("position", "previous", "altered", "forged", "stranger", "nan"),
+        *("position", "previous", "altered", "forged", "stranger", "nan", "equivocation"),
     )
 }
 

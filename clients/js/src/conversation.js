@@ -7,6 +7,7 @@ const LENGTH = 2048 // tokens that a conversation reserves at first
 const FIRST_DRAFT = 3 // tokens
 const LONGEST_DRAFT = 8
 const MATCH = [3, 2] // tokens that have to be the same for a look-up, the longer the better
+const WINDOW = 32 // tokens of an answer that are decoded at once, at most
 
 /** What followed the last time that the newest tokens stood in the text, `most` tokens at most; prompt look-up decoding. */
 export function lookUp (ids, most) {
@@ -18,6 +19,36 @@ export function lookUp (ids, most) {
     }
   }
   return []
+}
+
+/** The text of tokens that come one at a time. What it costs does not grow with the answer. */
+export class Text {
+  constructor (tokenizer) {
+    this._tokenizer = tokenizer
+    this._ids = []
+    this._told = this._half = 0 // of these, how many have had their text; and a number of them that is whole letters
+  }
+
+  /** What is new; empty where a letter is not complete, since its bytes may come in several tokens. */
+  next (id) {
+    this._ids.push(id)
+    const whole = this._decoded(this._ids)
+    if (whole.endsWith('\ufffd')) return ''
+    const text = whole.slice(this._decoded(this._ids.slice(0, this._told)).length)
+    this._told = this._ids.length
+    if (this._told < WINDOW / 2 || this._half === 0) this._half = this._told
+    if (this._told >= WINDOW) {
+      this._ids.splice(0, this._half)
+      this._told -= this._half
+      this._half = 0
+    }
+    return text
+  }
+
+  _decoded (ids) {
+    if (ids.length === 0) return ''
+    return this._tokenizer?.decode(ids, { skip_special_tokens: true, clean_up_tokenization_spaces: false }) ?? ''
+  }
 }
 
 /** Not for two answers at the same time. */
@@ -62,7 +93,7 @@ export class Conversation {
     session.onWaiting = onWaiting
     const [recovered, cheated] = [session.recoveries, session.cheated.length] // of answers before
     let longest = FIRST_DRAFT
-    let told = ''
+    const answer = new Text(tokenizer)
     try {
       for (let id; maxNewTokens > 0;) {
         const left = before + maxNewTokens - ids.length - 1
@@ -75,11 +106,7 @@ export class Conversation {
           id = choose(ends.logits(output.subarray(0, end)), sampling, random)
           if (stopIds.includes(id)) return
           ids.push(id)
-          const whole = tokenizer?.decode(ids.slice(before), { skip_special_tokens: true, clean_up_tokenization_spaces: false }) ?? ''
-          // The bytes of a letter may come in several tokens.
-          const text = whole.endsWith('\ufffd') ? '' : whole.slice(told.length)
-          told += text
-          yield { id, text, route: session.route, recoveries: session.recoveries - recovered, cheated: session.cheated.slice(cheated) }
+          yield { id, text: answer.next(id), route: session.route, recoveries: session.recoveries - recovered, cheated: session.cheated.slice(cheated) }
           if (ids.length - before === maxNewTokens) return
           if (id !== draft[right]) {
             if (draft.length > 0) longest = right === draft.length ? Math.min(longest + 1, LONGEST_DRAFT) : Math.max(right, 1)

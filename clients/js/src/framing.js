@@ -1,6 +1,8 @@
 // Messages on a stream: varint length, protobuf header, then the bytes of the tensors that the header lists.
-import { concat } from './canonical.js'
+import { concat, isEqual } from './canonical.js'
 import { decode, encode, readVarint } from './wire.js'
+
+const text = new TextEncoder()
 
 export const ERROR_WORDS = [
   'unspecified', 'bad request', 'unknown model', 'blocks not hosted', 'no room in the cache', 'too long', 'unsupported', 'busy',
@@ -17,7 +19,18 @@ export class Refused extends Error {
   }
 }
 
-/** A stream of one kind of frames. All waits end at their deadline; what is wrong aborts the stream. */
+/** The stream has ended, or could not be opened any more: by the peer, or on the way to it. */
+export class Lost extends Error {}
+
+/** What asks for a protocol by multistream-select, and is the answer of who speaks it. Names are shorter than 127 bytes. */
+function question (protocol) {
+  return concat(['/multistream/1.0.0', protocol].map(name => concat([Uint8Array.of(name.length + 1), text.encode(`${name}\n`)])))
+}
+
+/**
+ * A stream of one kind of frames, and of a protocol that nobody has agreed on yet: what asks for it goes with the first frame. All waits
+ * end at their deadline; what is wrong aborts the stream.
+ */
 export class Messages {
   constructor (stream, schema, peer, maxHeader = 65536) {
     this.peer = peer
@@ -27,6 +40,9 @@ export class Messages {
     this._chunks = []
     this._size = 0
     this._ended = undefined
+    this._question = question(stream.protocol)
+    this._unsaid = this._question
+    this._unheard = this._question.length
     this._wake = () => {}
     stream.addEventListener('message', event => {
       const said = event.data.subarray()
@@ -37,7 +53,7 @@ export class Messages {
       this._wake()
     })
     const end = event => {
-      this._ended ??= event.error ?? new Error(`the stream to ${peer} has ended`)
+      this._ended ??= new Lost(event.error?.message ?? `the stream to ${peer} has ended`)
       this._wake()
     }
     stream.addEventListener('close', end)
@@ -51,9 +67,10 @@ export class Messages {
       size.push(rest > 127 ? rest & 127 | 128 : rest)
       if (rest < 128) break
     }
-    const data = concat([Uint8Array.from(size), header, ...payloads])
+    const data = concat([this._unsaid, Uint8Array.from(size), header, ...payloads])
+    this._unsaid = new Uint8Array(0)
     for (let at = 0; at < data.length; at += CHUNK) {
-      if (this._stream.status !== 'open') throw this._ended ?? new Error(`the stream to ${this.peer} is closed`)
+      if (this._stream.status !== 'open') throw this._ended ?? new Lost(`the stream to ${this.peer} is closed`)
       if (!this._stream.send(data.subarray(at, at + CHUNK))) await this._stream.onDrain({ signal })
     }
   }
@@ -61,6 +78,7 @@ export class Messages {
   /** The next frame, with `payloads`; throws `Refused` where it is an error. `most` bounds the bytes of its tensors. */
   async receive (signal, most = 0) {
     try {
+      await this._agree(signal)
       let head
       while ((head = readVarint(this._peek(5), 0, 4)) === undefined) await this._more(signal)
       const [length, from] = [Number(head[0]), head[1]]
@@ -76,6 +94,16 @@ export class Messages {
     } catch (error) {
       this._stream.abort(error)
       throw error
+    }
+  }
+
+  async _agree (signal) {
+    while (this._unheard > 0) {
+      const [size] = await this._take(1, signal)
+      const said = await this._take(size, signal)
+      const expected = this._question.subarray(-this._unheard).subarray(1, 1 + size)
+      if (!isEqual(said, expected)) throw new Error(`${this.peer} does not speak ${this._stream.protocol}`)
+      this._unheard -= 1 + size
     }
   }
 

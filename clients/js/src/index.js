@@ -26,8 +26,22 @@ export { readLink }
 const FRESH = 10_000 // milliseconds for which what was said of servers is used again
 const STALE = 60_000 // and for which it is still used while it is asked anew
 const DIALING = 15 // seconds
+const PINGS = 15_000 // milliseconds; 5,000 are libp2p's
 const JOINING = 4 // turns, where no peer answers in time
 const PRIVATE = /^\/(ip4\/(10|127|169\.254|192\.168|172\.(1[6-9]|2\d|3[01])|0)\.|ip6\/(::|fe80|f[cd]))/i
+
+/** What failed at one address or several, as one error. Of a WebSocket there is an event only: nobody is told why, for safety's sake. */
+function told (error) {
+  const all = error.errors ?? [error]
+  if (all[0] === error && error instanceof Error) return error
+  const reasons = all.map(one => one instanceof Error ? one.message : 'no line: nobody is there, or its certificate is not taken here')
+  return Object.assign(new Error([...new Set(reasons)].join(', ')), { name: error.name ?? 'Error' })
+}
+
+function addressesOf (peer) {
+  if (typeof peer.getComponents === 'function') return peer
+  return peer.addrs.map(addr => multiaddr(addr).encapsulate(`/p2p/${peer.peer}`))
+}
 
 export class Client {
   constructor (node, peers, wanted) {
@@ -59,6 +73,8 @@ export class Client {
         : preSharedKey({ psk: new TextEncoder().encode(`/key/swarm/psk/1.0.0/\n/base16/\n${key}`) }),
       // Addresses that strangers announce lead into this machine and its networks only if the person's own do.
       connectionGater: { denyDialMultiaddr: addr => !isPrivate && PRIVATE.test(addr.toString()) },
+      // A machine that is busy may be late; what is aborted here are all answers of a server.
+      connectionMonitor: { pingTimeout: { minTimeout: PINGS } },
       services: { identify: identify() }
     })
     const client = new Client(node, addrs, { model: said?.model, version: said?.modelVersion })
@@ -75,16 +91,24 @@ export class Client {
     }
   }
 
-  /** A stream of the protocol to a server, by its announcement, or to a peer, by its multiaddr. */
+  /** A stream for the protocol to a server, by its announcement, or to a peer, by its multiaddr. `Messages` agrees on the protocol. */
   async open (peer, protocol, signal) {
-    const options = { signal: deadline(DIALING, signal), runOnLimitedConnection: true }
-    if (typeof peer.getComponents === 'function') return await this._node.dialProtocol(peer, protocol, options)
-    const id = peerIdFromString(peer.peer)
-    if (this._node.getConnections(id).length === 0) {
-      const addrs = peer.addrs.map(addr => multiaddr(addr)).map(addr => addr.encapsulate(`/p2p/${peer.peer}`))
-      await this._node.dial(addrs, options)
+    const options = { signal: deadline(DIALING, signal) }
+    try {
+      const connection = this._connectionTo(peer) ?? await this._node.dial(addressesOf(peer), options)
+      // libp2p's own newStream waits a round trip until the protocol is agreed on, before anything is sent.
+      const stream = await connection.muxer.createStream(options)
+      stream.protocol = protocol
+      return stream
+    } catch (error) {
+      throw told(error)
     }
-    return await this._node.dialProtocol(id, protocol, options)
+  }
+
+  /** The one to a server that there is, the direct one first. */
+  _connectionTo ({ peer }) {
+    const open = peer === undefined ? [] : this._node.getConnections(peerIdFromString(peer)).filter(({ status }) => status === 'open')
+    return open.find(({ direct }) => direct) ?? open[0]
   }
 
   /** How bytes to a peer travel: 'direct', 'relay', or null where it is not connected. */

@@ -1,12 +1,12 @@
 // One session over a chain of servers: steps, receipts, and another server in the place of one that fails (docs/protocol.md#sessions).
 import { canonical, digest, isEqual, isSigned, peerText, sha256, verifierOf } from './canonical.js'
 import { chooseChain } from './directory.js'
-import { Messages, Refused, deadline } from './framing.js'
+import { Lost, Messages, Refused, deadline } from './framing.js'
 import { INFERENCE } from './wire.js'
 
 const STEP_TOKENS = 256
 const OPENING = 30 // seconds
-const AGAIN = 20 // seconds after which a server that failed is asked again
+const AGAIN = 20 // seconds after which a server that failed is asked again; one whose stream was lost at once, if no other has its blocks
 const STEP = 60 // seconds
 const SEARCH = 180 // seconds until nobody was found for some blocks
 const PUSH = 5 // seconds for which a server is waited for that was pushed a step, before it is sent the step as well
@@ -236,7 +236,7 @@ export class Session {
     this.onWaiting = undefined
     this._terms = { modelVersion: model.versionBytes, maxLength, routeEpoch: 1 }
     this._hops = []
-    this._failed = new Map() // peer -> { why, until: when it may be asked again }
+    this._failed = new Map() // peer -> { why, until: when it may be asked again, soon: when, if no other has its blocks }
     this.recoveries = 0
     /** Servers that signed what is not so. */
     this.cheated = []
@@ -301,7 +301,9 @@ export class Session {
     hop.abandon(error)
     const until = error instanceof Cheated ? Infinity : Date.now() + AGAIN * 1000
     const why = error.message.includes(hop.server.peer) ? error.message : `${hop.server.peer}: ${error.message}`
-    this._failed.set(hop.server.peer, { why, until })
+    // Lines are cut, by proxies and by tabs that sleep, and the server is well.
+    const isFirst = !(this._failed.get(hop.server.peer)?.until > Date.now())
+    this._failed.set(hop.server.peer, { why, until, soon: error instanceof Lost && isFirst ? 0 : until })
     if (error instanceof Cheated) {
       this.cheated.push(hop.server.peer)
       this._client.distrusted.add(hop.server.peer)
@@ -313,10 +315,11 @@ export class Session {
   async _bring (start, end, inputs, signal) {
     const until = Date.now() + SEARCH * 1000
     for (let turn = 0; ; turn++) {
-      const servers = await this._client.servers(this._model.version, turn > 0, signal)
-      const failed = [...this._failed].filter(([, { until }]) => until > Date.now()).map(([peer]) => peer)
-      const excluded = new Set([...failed, ...this._client.distrusted])
-      const chain = chooseChain(servers, start, end, excluded)
+      const servers = await this._client.servers(this._model.version, turn > 0, signal).catch(error => {
+        if (signal?.aborted || this._hops.length === 0) throw error
+        return [] // in the middle of an answer: the network may come back, as behind a laptop's lid
+      })
+      const chain = chooseChain(servers, start, end, this._excluded('until')) ?? chooseChain(servers, start, end, this._excluded('soon'))
       if (chain === undefined) {
         if (Date.now() > until) throw this._nobody(start, end)
         await new Promise(resolve => setTimeout(resolve, 1000))
@@ -349,6 +352,11 @@ export class Session {
         if (Date.now() > until) throw this._nobody(start, end)
       }
     }
+  }
+
+  _excluded (when) {
+    const failed = [...this._failed].filter(([, each]) => each[when] > Date.now()).map(([peer]) => peer)
+    return new Set([...failed, ...this._client.distrusted])
   }
 
   _nobody (start, end) {
