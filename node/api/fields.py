@@ -53,8 +53,8 @@ def parse_text(fields: Fields, name: str, default: str) -> Any:
         raise fields.wrong(name, str(error)) from None
 
 
-def wrong(name: str, message: str, code: str = "invalid_value") -> ApiError:
-    """The error of a field whose value cannot be used."""
+def wrong(name: str | None, message: str, code: str = "invalid_value") -> ApiError:
+    """The error of a field whose value cannot be used; None for what is no field."""
     return ApiError(400, message, param=name, code=code)
 
 

@@ -16,15 +16,7 @@ from ..blocks.images.pictures import PICTURES, Picture
 from ..client.generation.picture_prompts import with_pictures
 from ..version import __version__
 from .engine.core import Core
-from .engine.generation import (
-    ChatRequest,
-    CompletionRequest,
-    Finished,
-    ServedModel,
-    TextPiece,
-    TextRequest,
-    provenance,
-)
+from .engine.generation import ChatRequest, CompletionRequest, Finished, ServedModel, TextPiece, TextRequest, provenance
 from .engine.preparing import PreparedChat, prepare_chat, prepare_completion
 from .engine.tools import tool_form
 from .errors import ApiError, error_object

@@ -8,6 +8,7 @@ That works on every system, and opens no port.
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import signal
 import time
@@ -15,16 +16,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Final, Literal, get_args
+from typing import Final, Literal, get_args
 
 import platformdirs
 import psutil
 import trio
-import typer
 
 from ...crypto.identity import make_private_folder, write_private
 from ..errors import BadInput, MachineError
 from ..server.lifecycle.pausing import Hours, Pause, PausePolicy, untouched_seconds, watch_machine
+from .option import option
 from .output import Output
 
 Wish = Literal["pause", "resume", "stop"]
@@ -52,27 +53,19 @@ _SIGNALS: Final[dict[str, Wish]] = {"SIGUSR1": "pause", "SIGUSR2": "resume"}
 class DonorOptions:
     """When a server leaves the machine to its owner."""
 
-    pause_when_busy: Annotated[
-        str | None,
-        typer.Option(
-            metavar="[P%]",
-            help=f"Pause while other programs use more than P percent of the processors ({USUAL_SHARE} unless given).",
-        ),
-    ] = None
-    only_on_mains: Annotated[
-        bool, typer.Option("--only-on-mains", help="Pause while this machine runs on battery.")
-    ] = False
+    pause_when_busy: str | None = option(
+        None,
+        f"Pause while other programs use more than P percent of the processors ({USUAL_SHARE} unless given).",
+        "[P%]",
+    )
+    only_on_mains: bool = option(False, "Pause while this machine runs on battery.")
 
-    between: Annotated[
-        str | None, typer.Option(metavar="HH:MM-HH:MM", help="Serve only between these times, over midnight too.")
-    ] = None
-    when_away: Annotated[
-        str | None,
-        typer.Option(
-            metavar="[MINUTES]",
-            help=f"Serve only when keyboard and mouse were not used for so long ({USUAL_MINUTES} unless given).",
-        ),
-    ] = None
+    between: str | None = option(None, "Serve only between these times, over midnight too.", "HH:MM-HH:MM")
+    when_away: str | None = option(
+        None,
+        f"Serve only when keyboard and mouse were not used for so long ({USUAL_MINUTES} unless given).",
+        "[MINUTES]",
+    )
 
     def policy(self) -> PausePolicy:
         """
@@ -80,25 +73,34 @@ class DonorOptions:
             BadInput: a value that is no share, no times of day, or no minutes.
             MachineError: this system does not tell when somebody used keyboard or mouse.
         """
-        away = None if self.when_away is None else 60 * _minutes(self.when_away)
+        busy = away = None
+        if self.pause_when_busy is not None:
+            what = f"percent of all processors, such as {USUAL_SHARE}"
+            busy = number_given("--pause-when-busy", self.pause_when_busy, 1, 100, what) / 100
+        if self.when_away is not None:
+            what = f"minutes, from 1 to 1440, such as {USUAL_MINUTES}"
+            away = 60 * number_given("--when-away", self.when_away, 1, 24 * 60, what)
         if away is not None and untouched_seconds() is None:
             raise MachineError(
                 "--when-away: this system does not tell when keyboard and mouse were last used (on Linux, "
                 "systemd-logind does); take --between or --pause-when-busy"
             )
-        return PausePolicy(_share(self.pause_when_busy), self.only_on_mains, _hours(self.between), away)
+        return PausePolicy(busy, self.only_on_mains, _hours(self.between), away)
 
 
-def _share(text: str | None) -> float | None:
-    if text is None:
-        return None
+def number_given(option: str, text: str, low: float, high: float, what: str) -> float:
+    """The number that an option has, with or without a percent sign.
+
+    Raises:
+        BadInput: it is none from `low` to `high`, which is `what`.
+    """
     try:
-        percent = float(text.removesuffix("%"))
+        value = float(text.removesuffix("%"))
     except ValueError:
-        percent = 0.0
-    if not 1 <= percent <= 100:
-        raise BadInput(f"--pause-when-busy {text}: give percent of all processors, such as {USUAL_SHARE}")
-    return percent / 100
+        value = math.nan
+    if not low <= value <= high:
+        raise BadInput(f"{option} {text}: give {what}")
+    return value
 
 
 def _hours(text: str | None) -> Hours | None:
@@ -111,16 +113,6 @@ def _hours(text: str | None) -> Hours | None:
     if start[:5] == end[:5]:
         raise BadInput(f"--between {text}: give two times of day, such as 22:00-07:00")
     return Hours(60 * start.tm_hour + start.tm_min, 60 * end.tm_hour + end.tm_min)
-
-
-def _minutes(text: str) -> float:
-    try:
-        minutes = float(text)
-    except ValueError:
-        minutes = 0.0
-    if not 1 <= minutes <= 24 * 60:
-        raise BadInput(f"--when-away {text}: give minutes, from 1 to 1440, such as {USUAL_MINUTES}")
-    return minutes
 
 
 @dataclass(frozen=True)

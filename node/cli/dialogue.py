@@ -309,14 +309,7 @@ class Chatter:
                 nursery.cancel_scope.cancel()
 
     def _tell(
-        self,
-        text: str,
-        tokens: int,
-        seconds: float,
-        recoveries: int,
-        disagreed: int,
-        drafts: DraftCounts,
-        stopped: str,
+        self, text: str, tokens: int, seconds: float, recoveries: int, disagreed: int, drafts: DraftCounts, stopped: str
     ) -> None:
         compared = self.conversation.compared_routes
         if self.output.as_json:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import os
@@ -10,12 +9,11 @@ import sys
 import typing
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import Field, dataclass, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import platformdirs
-import typer
 from typer.models import OptionInfo
 
 from ...crypto.canonical import digest
@@ -33,6 +31,7 @@ from ..swarm.swarm import Swarm, open_swarm
 from ..swarm.versions import SeveralVersions
 from ..trust.evidence_message import TrustedValidators, parse_trusted
 from ..trust.store import TrustStore, trust_file
+from .option import option, options_of, parameter_of
 from .output import Output
 from .process import leaves, say_error, set_logs
 from .terminal import ask_version
@@ -67,115 +66,65 @@ _HOW_TO_JOIN = "Give --peer and a link or an address (servers print theirs), or 
 class JoinOptions:
     """The options shared by all commands that join a swarm."""
 
-    peer: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--peer",
-            "-p",
-            metavar="MULTIADDR|LINK",
-            help="Address of a node of the swarm, /ip4/../tcp/../p2p/.., or a link (`petalnode invite`); repeatable. "
-            f"Also {PEERS_VARIABLE}, comma-separated.",
-        ),
-    ] = None
-    new_swarm: Annotated[
-        bool,
-        typer.Option(
-            "--new-swarm", help="Start a new swarm: do not look for peers of earlier runs or on the local network."
-        ),
-    ] = False
-    swarm_key: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Join the private swarm of this key file (`petalnode swarm-key` makes one). Also "
-            f"{SWARM_KEY_VARIABLE}: the file, or the key itself, which others could read on a command line.",
-        ),
-    ] = None
-    identity: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="File of this node's private key; created if missing. Default: one file per command."
-        ),
-    ] = None
-    listen: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="MULTIADDR",
-            help="Address to listen at; repeatable. Default: all interfaces, on a port that stays the same.",
-        ),
-    ] = None
-    announce: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="MULTIADDR",
-            help="Announce this address to other nodes, such as that of a forwarded port; repeatable.",
-        ),
-    ] = None
-    relay: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|off|MULTIADDR",
-            help="Relay for incoming connections if this node cannot be dialed directly; off: neither use nor be one.",
-        ),
-    ] = "auto"
-    mdns: Annotated[
-        bool,
-        typer.Option(
-            "--mdns/--no-mdns", envvar=MDNS_VARIABLE, help="Discover nodes on the local network by multicast DNS."
-        ),
-    ] = True
-    remember: Annotated[
-        bool,
-        typer.Option(
-            "--remember/--no-remember",
-            envvar=REMEMBER_VARIABLE,
-            help="Remember peers and servers' faults from run to run.",
-        ),
-    ] = True
-    max_upload: Annotated[
-        str | None, typer.Option(metavar="RATE", help="Limit of bytes sent per second, such as 10MB.")
-    ] = None
-    max_download: Annotated[
-        str | None, typer.Option(metavar="RATE", help="Limit of bytes received per second, such as 10MB.")
-    ] = None
-    tls_certificate: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Certificate (PEM) for listening at an address with /tls/ws."),
-    ] = None
-    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="The certificate's private key (PEM).")] = None
-    gossip: Annotated[
-        bool,
-        typer.Option(
-            "--gossip/--no-gossip",
-            envvar=GOSSIP_VARIABLE,
-            help="Receive evidence of servers' faults from other nodes, check it, and forward it.",
-        ),
-    ] = False
-    trust_validator: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PEER[=OWNER]",
-            help="Trust the verdicts of this validator, which OWNER runs, once --trust-quorum owners agree, and accept "
-            "the points it issues; repeatable.",
-        ),
-    ] = None
-    trust_quorum: Annotated[
-        int,
-        typer.Option(
-            min=1, metavar="K", help="How many owners of trusted validators have to agree before a server is banned."
-        ),
-    ] = 2
-    log_level: Annotated[
-        str, typer.Option(metavar="LEVEL", help="Log messages to print: debug, info, warning or error.")
-    ] = "warning"
-    log_format: Annotated[
-        str,
-        typer.Option(metavar="FORMAT", help="How they are printed: text, or json, an object a line."),
-    ] = "text"
-    json: Annotated[
-        bool,
-        typer.Option("--json", help="Print one JSON object per line to standard output, and text to standard error."),
-    ] = False
+    peer: list[str] | None = option(
+        None,
+        "Address of a node of the swarm, /ip4/../tcp/../p2p/.., or a link (`petalnode invite`); repeatable. "
+        f"Also {PEERS_VARIABLE}, comma-separated.",
+        "MULTIADDR|LINK",
+        names=("--peer", "-p"),
+    )
+    new_swarm: bool = option(False, "Start a new swarm: do not look for peers of earlier runs or on the local network.")
+    swarm_key: Path | None = option(
+        None,
+        "Join the private swarm of this key file (`petalnode swarm-key` makes one). Also "
+        f"{SWARM_KEY_VARIABLE}: the file, or the key itself, which others could read on a command line.",
+        "FILE",
+    )
+    identity: Path | None = option(
+        None, "File of this node's private key; created if missing. Default: one file per command.", "FILE"
+    )
+    listen: list[str] | None = option(
+        None, "Address to listen at; repeatable. Default: all interfaces, on a port that stays the same.", "MULTIADDR"
+    )
+    announce: list[str] | None = option(
+        None, "Announce this address to other nodes, such as that of a forwarded port; repeatable.", "MULTIADDR"
+    )
+    relay: str = option(
+        "auto",
+        "Relay for incoming connections if this node cannot be dialed directly; off: neither use nor be one.",
+        "auto|off|MULTIADDR",
+    )
+    mdns: bool = option(
+        True, "Discover nodes on the local network by multicast DNS.", names=("--mdns/--no-mdns",), envvar=MDNS_VARIABLE
+    )
+    remember: bool = option(
+        True,
+        "Remember peers and servers' faults from run to run.",
+        names=("--remember/--no-remember",),
+        envvar=REMEMBER_VARIABLE,
+    )
+    max_upload: str | None = option(None, "Limit of bytes sent per second, such as 10MB.", "RATE")
+    max_download: str | None = option(None, "Limit of bytes received per second, such as 10MB.", "RATE")
+    tls_certificate: Path | None = option(None, "Certificate (PEM) for listening at an address with /tls/ws.", "FILE")
+    tls_key: Path | None = option(None, "The certificate's private key (PEM).", "FILE")
+    gossip: bool = option(
+        False,
+        "Receive evidence of servers' faults from other nodes, check it, and forward it.",
+        names=("--gossip/--no-gossip",),
+        envvar=GOSSIP_VARIABLE,
+    )
+    trust_validator: list[str] | None = option(
+        None,
+        "Trust the verdicts of this validator, which OWNER runs, once --trust-quorum owners agree, and accept "
+        "the points it issues; repeatable.",
+        "PEER[=OWNER]",
+    )
+    trust_quorum: int = option(
+        2, "How many owners of trusted validators have to agree before a server is banned.", "K", min=1
+    )
+    log_level: str = option("warning", "Log messages to print: debug, info, warning or error.", "LEVEL")
+    log_format: str = option("text", "How they are printed: text, or json, an object a line.", "FORMAT")
+    json: bool = option(False, "Print one JSON object per line to standard output, and text to standard error.")
 
     @functools.cached_property  # a link that ends while this node runs is of use to it all the same
     def target(self) -> SwarmTarget:
@@ -318,31 +267,55 @@ class JoinOptions:
         )
 
 
-def joins_swarm(command: Callable[..., None]) -> Callable[..., None]:
-    """Makes a typer command of a function: each parameter that is a dataclass (JoinOptions is one) becomes its fields.
+@dataclass(frozen=True)
+class RelayOptions:
+    """How much a public node relays for nodes behind NAT."""
 
-    The fields carry their typer.Option as an annotation. The function receives the dataclasses, filled in.
+    relay_reservations: int | None = option(
+        None, f"Relay for at most N peers at a time. Default: {RelayLimits().reservations}.", "N", min=0
+    )
+    relay_circuits: int | None = option(
+        None, f"Relay at most N connections at a time. Default: {RelayLimits().circuits}.", "N", min=0
+    )
+    relay_rate: str | None = option(None, "Relay at most this many bytes per second in total, such as 10MB.", "RATE")
+
+    def limits(self) -> RelayLimits:
+        """The limits that these options set; the default for each one that is not given.
+
+        Raises:
+            BadInput: --relay-rate is not a rate.
+        """
+        given = {
+            "reservations": self.relay_reservations,
+            "circuits": self.relay_circuits,
+            "bytes_per_second": parse_rate(self.relay_rate, "--relay-rate"),
+        }
+        return replace(RelayLimits(), **{name: value for name, value in given.items() if value is not None})
+
+
+def joins_swarm(command: Callable[..., None]) -> Callable[..., None]:
+    """Makes a typer command of a function: each parameter that is a dataclass (JoinOptions is one) becomes its fields,
+    which are options (`option`), as parameters may be. The function receives the dataclasses, filled in.
     """
     hints = typing.get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     rest, parameters = list[str](), list[inspect.Parameter]()
     for parameter in inspect.signature(command).parameters.values():
         group = groups.get(parameter.name)
-        types = hints if group is None else typing.get_type_hints(group, include_extras=True)
-        expanded = [parameter] if group is None else inspect.signature(group).parameters.values()
-        for option in expanded:
-            annotation = types[option.name]
-            if isinstance(found := typing.get_args(annotation)[-1], OptionInfo):
-                name = f"--{option.name.replace('_', '-')}"
-                shown = option.name in _SHOWN.get(command.__name__, ()) or command.__name__ not in _SHOWN
-                found = copy.copy(found)  # commands share it, and differ in what they show
-                found.hidden = not shown and not ALL_IN_HELP
+        hint, default = hints[parameter.name], parameter.default
+        own = parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hint)
+        if isinstance(default, Field):
+            own = parameter_of(parameter.name, hint, default)
+        for found in [own] if group is None else options_of(group):
+            info = typing.get_args(found.annotation)[-1]
+            if isinstance(info, OptionInfo):
+                shown = found.name in _SHOWN.get(command.__name__, ()) or command.__name__ not in _SHOWN
+                info.hidden = not shown and not ALL_IN_HELP
                 if group is JoinOptions:
-                    found.rich_help_panel = "Options for joining a swarm"
-                if found.hidden:
-                    rest.append(name)
-                annotation = Annotated[typing.get_args(annotation)[0], found]
-            parameters.append(option.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=annotation))
+                    info.rich_help_panel = "Options for joining a swarm"
+                if info.hidden:
+                    rest.append(f"--{found.name.replace('_', '-')}")
+            parameters.append(found)
 
     @functools.wraps(command)
     def wrapper(**arguments: Any) -> None:
@@ -427,15 +400,16 @@ async def _opened(config: SwarmConfig, *, fallback: bool) -> AsyncIterator[Swarm
         yield swarm
 
 
-def check_peer_id(text: str, option: str) -> None:
+def check_peer_id(text: str, option: str, *, client: bool = False) -> None:
     """
     Raises:
-        BadInput: this is no peer id; names the option.
+        BadInput: this is no peer id, such as that of a `client`; names the option.
     """
     try:
         peer_id_to_bytes(text)
     except ValueError:
-        raise BadInput(f"{option} {text}: this is no peer id; they begin with 12D3KooW") from None
+        where = "`petalnode chat --identity FILE` prints that of a client" if client else "they begin with 12D3KooW"
+        raise BadInput(f"{option} {text}: this is no peer id; {where}") from None
 
 
 def kept_port(identity: Identity) -> int:

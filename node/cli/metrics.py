@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import trio
-import typer
 
 from ..server.tallies import ServerTallies
 from ..swarm.swarm import Swarm
+from .option import option
 from .output import Output
 
 if TYPE_CHECKING:
@@ -22,21 +22,16 @@ if TYPE_CHECKING:
 class MetricsOptions:
     """Where the metrics of a node are served."""
 
-    metrics_port: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            max=65535,
-            metavar="PORT",
-            help="Serve metrics for Prometheus at http://127.0.0.1:PORT/metrics; 0 is any free port.",
-        ),
-    ] = None
-    metrics_host: Annotated[
-        str,
-        typer.Option(
-            metavar="ADDRESS", help="Address for --metrics-port; everybody who reaches it can read the metrics."
-        ),
-    ] = "127.0.0.1"
+    metrics_port: int | None = option(
+        None,
+        "Serve metrics for Prometheus at http://127.0.0.1:PORT/metrics; 0 is any free port.",
+        "PORT",
+        min=0,
+        max=65535,
+    )
+    metrics_host: str = option(
+        "127.0.0.1", "Address for --metrics-port; everybody who reaches it can read the metrics.", "ADDRESS"
+    )
 
 
 @asynccontextmanager

@@ -239,13 +239,10 @@ async def folder_from_peers(swarm: Swarm, model: str, output: Output, need: Need
     Raises:
         ModelError, SwarmError, MachineError: nobody serves it, then `why`; or nobody hands it on.
     """
-    bars = ProgressBars(output.errors)
-    try:
+    with ProgressBars(output.errors) as bars:
         remote = await find_instead(swarm, model, bars, why)
         output.note(f"fetching {remote.name} ({remote.version.hex()[:12]}) from peers of the swarm")
         return await remote.fetch(need, bars)
-    finally:
-        bars.stop()
 
 
 async def on_demand_folder(model: str, output: Output, swarm: Swarm, max_disk: int) -> ModelFolder:
@@ -261,23 +258,17 @@ async def on_demand_folder(model: str, output: Output, swarm: Swarm, max_disk: i
         return await trio.to_thread.run_sync(find, abandon_on_cancel=True)
     except ModelError as error:
         why = error
-    bars = ProgressBars(output.errors)
-    try:
+    with ProgressBars(output.errors) as bars:
         remote = await find_instead(swarm, model, bars, why)
         output.note(f"fetching blocks of {remote.name} ({remote.version.hex()[:12]}) from peers as they are recomputed")
         return await OnDemandFolder.of(remote, max_disk, bars)
-    finally:
-        bars.stop()
 
 
 async def _own_folder(model: str, output: Output, need: Need) -> ModelFolder:
-    bars = ProgressBars(output.errors)
-    find = partial(resolve, model, need=need, progress=bars, before_download=_before_download)
-    try:
+    with ProgressBars(output.errors) as bars:
+        find = partial(resolve, model, need=need, progress=bars, before_download=_before_download)
         # Ctrl-C is not to wait for a download, which the next run goes on with.
         return await trio.to_thread.run_sync(find, abandon_on_cancel=True)
-    finally:
-        bars.stop()
 
 
 def one_of(choices: Sequence[str]) -> Callable[[str], str]:

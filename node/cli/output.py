@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
@@ -107,7 +107,10 @@ class Output:
 
 
 class ProgressBars:
-    """Renders `models.Progress` calls as bars on standard error; silent where that is no terminal."""
+    """Renders `models.Progress` calls as bars on standard error; silent where that is no terminal.
+
+    At the end of a `with` block the terminal is as it was, and what a thread that was left behind tells is not shown.
+    """
 
     def __init__(self, console: Console) -> None:
         self._bars = Progress(
@@ -121,8 +124,18 @@ class ProgressBars:
         )
         self._tasks: dict[str, TaskID] = {}
         self._console = console
+        self._over = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over = True
+        self.stop()
 
     def __call__(self, what: str, done: int, total: int | None) -> None:
+        if self._over:
+            return
         if what not in self._tasks:
             if not self._console.is_terminal:
                 self._console.print(f"{what} ...")

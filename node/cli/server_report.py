@@ -286,16 +286,10 @@ class ServerReport:
         if event == "ready":
             self._on_ready(fields)
             return
-        if event in ("moving", "moved"):
-            _say_change(output, event, fields)
-        elif event == "stopped":
+        if event == "stopped":
             self.is_drained = not fields["sessions"]
-        elif event == "stopping":
-            sessions = fields["sessions"]
-            moving = f", when {sessions} sessions have moved to other servers (again Ctrl-C: at once)"
-            output.say(f"stopping{moving if sessions else ''} ...")
-        else:
-            _say_pause(output, event, fields)
+        elif text := in_words(event, fields):
+            output.say(text)
         output.emit(event=event, **fields)
 
     def _on_ready(self, fields: dict[str, Any]) -> None:
@@ -309,14 +303,27 @@ class ServerReport:
         self._nursery.start_soon(report_reachability, self._swarm, self._join, self._output, commands, model)
 
 
-def _say_pause(output: Output, event: str, fields: dict[str, Any]) -> None:
-    if event == "pausing":
-        leaving = f", when {fields['sessions']} sessions have moved or ended" if fields["sessions"] else ""
-        output.say(f"pausing{leaving}: {fields['reason']}")
-    elif event == "paused":
-        output.say("paused: nobody is served")
-    elif event == "resumed":
-        output.say("serving again")
+def in_words(event: str, fields: dict[str, Any]) -> str:
+    """What an event of a server that runs is to a person; empty for one that says nothing."""
+    sessions = fields.get("sessions", 0)
+    moving = f" when {sessions} sessions have moved to other servers" if sessions else ""
+    match event:
+        case "moving":
+            (start, end), (first, last) = fields["blocks"], fields["to"]
+            return f"changing from blocks {start}:{end} to {first}:{last}{moving}: {fields['reason']} ..."
+        case "moved":
+            start, end = fields["blocks"]
+            return f"serving blocks {start}:{end} after {fields['seconds']:.1f} s, {fields['throughput']:.1f} steps/s"
+        case "stopping":
+            return f"stopping{f',{moving} (again Ctrl-C: at once)' if sessions else ''} ..."
+        case "pausing":
+            leaving = f", when {sessions} sessions have moved or ended" if sessions else ""
+            return f"pausing{leaving}: {fields['reason']}"
+        case "paused":
+            return "paused: nobody is served"
+        case "resumed":
+            return "serving again"
+    return ""
 
 
 def _say_ready(output: Output, join: JoinOptions, fields: dict[str, Any]) -> None:
@@ -342,16 +349,6 @@ def _model_to_pass_on(join: JoinOptions, fields: dict[str, Any]) -> str:
     return (
         str(fields["model"]) if join.psk is not None else f"{fields['model']}@{fields['model_version'][: PANEL.digits]}"
     )
-
-
-def _say_change(output: Output, event: str, fields: dict[str, Any]) -> None:
-    start, end = fields["blocks"]
-    if event == "moving":
-        first, last = fields["to"]
-        leaving = f" when {fields['sessions']} sessions have moved to other servers" if fields["sessions"] else ""
-        output.say(f"changing from blocks {start}:{end} to {first}:{last}{leaving}: {fields['reason']} ...")
-    else:
-        output.say(f"serving blocks {start}:{end} after {fields['seconds']:.1f} s, {fields['throughput']:.1f} steps/s")
 
 
 def _held(fields: dict[str, Any]) -> str:

@@ -6,9 +6,8 @@ from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Final
 
-import typer
 from multiaddr import Multiaddr
 
 from ...crypto.identity import write_private
@@ -21,6 +20,7 @@ from ..swarm.swarm import Swarm
 from ..swarm.trusted_servers import TrustedServers, trusted_servers
 from .join import check_peer_id
 from .model_choice import one_of
+from .option import option
 from .output import Output
 from .terminal import LineReader
 
@@ -32,17 +32,12 @@ _QUESTION: Final = "Go on? [y/N] "
 class TrustedOptions:
     """The options of commands that may keep blocks to servers of one's own."""
 
-    trusted: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PEER",
-            help="Let only this server of yours (a peer id) compute the first and the last blocks; repeatable.",
-        ),
-    ] = None
-    trusted_blocks: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Blocks at each end that only --trusted servers compute. Default: 2."),
-    ] = None
+    trusted: list[str] | None = option(
+        None, "Let only this server of yours (a peer id) compute the first and the last blocks; repeatable.", "PEER"
+    )
+    trusted_blocks: int | None = option(
+        None, "Blocks at each end that only --trusted servers compute. Default: 2.", "N", min=1
+    )
 
     def trusted_servers(self, allowed: Collection[str] = (), blocked: Collection[str] = ()) -> TrustedServers:
         """Who may compute which blocks; `allowed` and `blocked` are what else was said of servers.
@@ -59,23 +54,17 @@ class TrustedOptions:
 class ServerChoice(TrustedOptions):
     """The options of commands that answer over servers of a person's choice."""
 
-    codec: Annotated[
-        str,
-        typer.Option(
-            parser=one_of(CODEC_CHOICES),
-            metavar="|".join(CODEC_CHOICES),
-            help="How hidden states travel. none: as they are. float16, bfloat16 and int8 take less of a slow line, "
-            "and round. auto: one that rounds by at most 0.1 %, from the second session on, where the bandwidth that "
-            "was measured says that it saves a tenth of the time.",
-        ),
-    ] = "none"
+    codec: str = option(
+        "none",
+        "How hidden states travel. none: as they are. float16, bfloat16 and int8 take less of a slow line, "
+        "and round. auto: one that rounds by at most 0.1 %, from the second session on, where the bandwidth that "
+        "was measured says that it saves a tenth of the time.",
+        "|".join(CODEC_CHOICES),
+        parser=one_of(CODEC_CHOICES),
+    )
 
-    allow: Annotated[
-        list[str] | None, typer.Option(metavar="PEER", help="Use only this server (a peer id); repeatable.")
-    ] = None
-    deny: Annotated[
-        list[str] | None, typer.Option(metavar="PEER", help="Never use this server (a peer id); repeatable.")
-    ] = None
+    allow: list[str] | None = option(None, "Use only this server (a peer id); repeatable.", "PEER")
+    deny: list[str] | None = option(None, "Never use this server (a peer id); repeatable.", "PEER")
 
     def chosen_servers(self) -> TrustedServers:
         """Who may compute which blocks.

@@ -101,10 +101,7 @@ class LineReader:
 
 
 async def choose_model(
-    models: Mapping[bytes, tuple[str, int]],
-    servers: Sequence[Announcement],
-    output: Output,
-    here: Collection[str] = (),
+    models: Mapping[bytes, tuple[str, int]], servers: Sequence[Announcement], output: Output, here: Collection[str] = ()
 ) -> bytes:
     """The version of one of these models: the only one, or that which a person at a terminal chooses by its number.
 

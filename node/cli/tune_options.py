@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final
-
-import typer
+from typing import Final
 
 from ..client.core import CODEC_OF
 from ..errors import BadInput
@@ -16,6 +14,7 @@ from ..tuning.adapter_files import CHECKPOINT, WRITE_ADVICE
 from ..tuning.dataset import Dataset, Example, read_dataset, split
 from ..tuning.recipe import SHAPES, Shape
 from .model_choice import one_of
+from .option import option
 from .strangers import TrustedOptions
 
 DEFAULT_EPOCHS: Final = 3
@@ -25,86 +24,51 @@ DEFAULT_EPOCHS: Final = 3
 class TuneOptions(TrustedOptions):
     """The options of `petalnode tune`."""
 
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help='Training data, JSONL of {"text"}, {"prompt","completion"}, {"messages"} or {"text","label"}.',
-        ),
-    ] = None
-    method: Annotated[
-        Method,
-        typer.Option(
-            parser=one_of(METHODS),
-            metavar="|".join(METHODS),
-            help="Train a soft prompt, prompts at every block, or LoRA.",
-        ),
-    ] = "prompt"
-    epochs: Annotated[
-        int | None, typer.Option(min=1, help=f"Passes over the training data. Default: {DEFAULT_EPOCHS}.")
-    ] = None
-    steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps, instead of --epochs.")] = None
-    batch_size: Annotated[int, typer.Option(min=1, help="Examples per step.")] = 8
-    max_length: Annotated[int, typer.Option(min=2, help="Maximum tokens per example.")] = 256
-    learning_rate: Annotated[
-        float | None, typer.Option(min=0, help="Peak learning rate. Default: 0.01 for prompts, 0.001 for LoRA.")
-    ] = None
-    warmup: Annotated[
-        int | None, typer.Option(min=0, help="Steps of linear warm-up to the peak. Default: 5% of all steps.")
-    ] = None
-    schedule: Annotated[
-        Shape,
-        typer.Option(parser=one_of(SHAPES), metavar="|".join(SHAPES), help="Learning rate decay after warm-up."),
-    ] = "cosine"
-    virtual_tokens: Annotated[int, typer.Option(min=1, help="Length of the prompt (methods prompt, deep-prompt).")] = 16
-    rank: Annotated[int, typer.Option(min=1, help="Rank of LoRA.")] = 8
-    alpha: Annotated[float, typer.Option(min=0, help="Scale of LoRA: its output is multiplied by alpha / rank.")] = 16.0
-    target_modules: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B", help="Linear layers that LoRA changes. Default: the usual attention layers of the model."
-        ),
-    ] = None
-    eval_split: Annotated[
-        float, typer.Option(min=0, max=0.9, help="Fraction of the data to hold out for evaluation.")
-    ] = 0.0
-    eval_data: Annotated[Path | None, typer.Option(metavar="FILE", help="Evaluate on this JSONL file.")] = None
-    eval_every: Annotated[int | None, typer.Option(min=1, help="Steps between evaluations. Default: one epoch.")] = None
-    patience: Annotated[
-        int | None, typer.Option(min=1, help="Stop early after this many evaluations without improvement.")
-    ] = None
-    seed: Annotated[int, typer.Option(help="Random seed of the initial weights, the data order and the split.")] = 0
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Folder for the result. Default: named after --data and --method."),
-    ] = None
-    codec: Annotated[
-        str,
-        typer.Option(
-            parser=one_of(tuple(CODEC_OF)),
-            metavar="|".join(CODEC_OF),
-            help="How hidden states and their gradients travel: none, as they are; the others take less of a slow "
-            "line, and round both.",
-        ),
-    ] = "none"
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint in --out.")] = False
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the contents of --out.")] = False
-    checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 50
-    chat_template: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat-template/--no-chat-template",
-            help="Format prompts and completions as turns of a chat. Default: if the model has a chat template.",
-        ),
-    ] = None
-    device: Annotated[
-        str, typer.Option(help="Device of embeddings and head, which run here: auto, cpu, cuda, cuda:N or mps.")
-    ] = "auto"
-    sample_tokens: Annotated[
-        int,
-        typer.Option(min=0, help="Length of the sample that is shown before and after the training; 0 shows none."),
-    ] = 48
-    tag: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Tag in the model card; repeatable.")] = None
+    data: Path | None = option(
+        None, 'Training data, JSONL of {"text"}, {"prompt","completion"}, {"messages"} or {"text","label"}.', "FILE"
+    )
+    method: Method = option(
+        "prompt", "Train a soft prompt, prompts at every block, or LoRA.", "|".join(METHODS), parser=one_of(METHODS)
+    )
+    epochs: int | None = option(None, f"Passes over the training data. Default: {DEFAULT_EPOCHS}.", min=1)
+    steps: int | None = option(None, "Optimiser steps, instead of --epochs.", min=1)
+    batch_size: int = option(8, "Examples per step.", min=1)
+    max_length: int = option(256, "Maximum tokens per example.", min=2)
+    learning_rate: float | None = option(None, "Peak learning rate. Default: 0.01 for prompts, 0.001 for LoRA.", min=0)
+    warmup: int | None = option(None, "Steps of linear warm-up to the peak. Default: 5% of all steps.", min=0)
+    schedule: Shape = option("cosine", "Learning rate decay after warm-up.", "|".join(SHAPES), parser=one_of(SHAPES))
+    virtual_tokens: int = option(16, "Length of the prompt (methods prompt, deep-prompt).", min=1)
+    rank: int = option(8, "Rank of LoRA.", min=1)
+    alpha: float = option(16.0, "Scale of LoRA: its output is multiplied by alpha / rank.", min=0)
+    target_modules: str | None = option(
+        None, "Linear layers that LoRA changes. Default: the usual attention layers of the model.", "A,B"
+    )
+    eval_split: float = option(0.0, "Fraction of the data to hold out for evaluation.", min=0, max=0.9)
+    eval_data: Path | None = option(None, "Evaluate on this JSONL file.", "FILE")
+    eval_every: int | None = option(None, "Steps between evaluations. Default: one epoch.", min=1)
+    patience: int | None = option(None, "Stop early after this many evaluations without improvement.", min=1)
+    seed: int = option(0, "Random seed of the initial weights, the data order and the split.")
+    out: Path | None = option(None, "Folder for the result. Default: named after --data and --method.", "DIR")
+    codec: str = option(
+        "none",
+        "How hidden states and their gradients travel: none, as they are; the others take less of a slow "
+        "line, and round both.",
+        "|".join(CODEC_OF),
+        parser=one_of(tuple(CODEC_OF)),
+    )
+    resume: bool = option(False, "Continue from the checkpoint in --out.")
+    overwrite: bool = option(False, "Replace the contents of --out.")
+    checkpoint_every: int = option(50, "Steps between checkpoints.", min=1)
+    chat_template: bool | None = option(
+        None,
+        "Format prompts and completions as turns of a chat. Default: if the model has a chat template.",
+        names=("--chat-template/--no-chat-template",),
+    )
+    device: str = option("auto", "Device of embeddings and head, which run here: auto, cpu, cuda, cuda:N or mps.")
+    sample_tokens: int = option(
+        48, "Length of the sample that is shown before and after the training; 0 shows none.", min=0
+    )
+    tag: list[str] | None = option(None, "Tag in the model card; repeatable.", "TEXT")
 
     @property
     def targets(self) -> tuple[str, ...]:

@@ -72,10 +72,7 @@ class StaticFile:
 def page_routes() -> list[BaseRoute]:
     """`/` and the files of the pages. They are read once: what is asked for is a key of a table and no path."""
     files = {path.name: StaticFile.read(path) for path in sorted(STATIC.iterdir()) if path.suffix in MEDIA_TYPES}
-    return [
-        Route("/", partial(_send, files)),
-        Route("/web/{name}", partial(_send, files)),
-    ]
+    return [Route("/", partial(_send, files)), Route("/web/{name}", partial(_send, files))]
 
 
 async def _send(files: dict[str, StaticFile], request: Request) -> Response:

@@ -117,11 +117,23 @@ def server_report(known: KnownServer) -> dict[str, Any]:
         last = known.verdict
         verdict = {"verdict": last.verdict, "reason": last.reason, "source": "validator", "time": last.time}
     return {
+        **announced_fields(said),
+        "answers": known.answers,
+        "path": known.path,
+        "round_trip_ms": _ms(known.round_trip),
+        "reputation": round(known.reputation, 4),
+        "verdict": verdict,
+        "banned_until": None if ban is None else ban.until,
+    }
+
+
+def announced_fields(said: Announcement) -> dict[str, Any]:
+    """What a server says of itself, without its addresses: for the page, and for `petalnode status --json`."""
+    return {
         "peer_id": said.peer_id,
         "name": said.public_name,
         "blocks": [said.span.start, said.span.end],
         "state": said.state.name.lower(),
-        "answers": known.answers,
         "next_blocks": [said.next_span.start, said.next_span.end] if said.next_span else None,
         "throughput": round(1 / said.step_seconds, 2) if said.step_seconds else 0.0,
         "cache_tokens_free": said.cache_tokens_free,
@@ -131,11 +143,6 @@ def server_report(known: KnownServer) -> dict[str, Any]:
         "quantisation": said.quantisation,
         "device": said.device,
         "adapters": [adapter.name for adapter in announced(said)],
-        "path": known.path,
-        "round_trip_ms": _ms(known.round_trip),
-        "reputation": round(known.reputation, 4),
-        "verdict": verdict,
-        "banned_until": None if ban is None else ban.until,
         "software_version": said.software_version,
     }
 

@@ -12,9 +12,8 @@ from typer.testing import CliRunner
 from petalnode.crypto.identity import Identity
 from petalnode.crypto.swarm_key import load_swarm_key, make_swarm_key
 from petalnode.node.cli.commands.demo import even_spans, threads_per_server
-from petalnode.node.cli.join import JoinOptions, joins_swarm, kept_port
+from petalnode.node.cli.join import JoinOptions, RelayOptions, joins_swarm, kept_port
 from petalnode.node.cli.node_report import how_joined, join_by
-from petalnode.node.cli.relay_options import RelayOptions
 from petalnode.node.errors import BadInput
 from petalnode.node.network.nat.relay import RelayLimits
 from petalnode.node.swarm.config import SwarmConfig

@@ -6,20 +6,26 @@ import plistlib
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import typer
 
+from petalnode.crypto.identity import Identity
 from petalnode.node.cli import app
 from petalnode.node.cli.commands.machine import manual, service
 from petalnode.node.cli.commands.machine import update as update_command
 from petalnode.node.errors import BadInput, MachineError
+from petalnode.node.links.format import Invite, key_hash, to_link
 
-SERVE = ("/opt/py thon", "-m", "petalnode", "serve", "--name", 'my "50%" $box')
+COMMAND = ("/opt/py thon", "-m", "petalnode", "serve", "--name", 'my "50%" $box')
+SERVE = service.Program(COMMAND, Path("/home/a 5% b"), {"OMP_NUM_THREADS": "2", "HF_HOME": "/x $y"})
 
 
 @pytest.fixture(autouse=True)
@@ -33,15 +39,43 @@ def test_each_system_has_its_service(tmp_path: Path) -> None:
     log = tmp_path / "log"
     linux = service.system("linux", tmp_path, log, SERVE)
     assert linux.file == tmp_path / ".config/systemd/user/petalnode.service"
-    assert b'"serve" "--name" "my \\"50%%\\" $$box"\n' in linux.text
+    assert b'"serve" "--name" "my \\"50%%\\" $$box"\nWorkingDirectory=-/home/a 5%% b\n' in linux.text
+    assert b'Environment="OMP_NUM_THREADS=2"\nEnvironment="HF_HOME=/x $y"\n' in linux.text
     assert linux.install[-1] == ("systemctl", "--user", "enable", "--now", "petalnode")
     mac = service.system("darwin", tmp_path, log, SERVE)
-    assert plistlib.loads(mac.text)["ProgramArguments"] == [*SERVE]
+    agent = plistlib.loads(mac.text)
+    assert agent["ProgramArguments"] == [*COMMAND] and agent["EnvironmentVariables"] == SERVE.variables
+    assert agent["WorkingDirectory"] == "/home/a 5% b"
     assert mac.install[0][:2] == ("launchctl", "bootstrap") and mac.install[0][-1] == str(mac.file)
     windows = service.system("win32", tmp_path, log, SERVE)
-    assert windows.file is None and "ONLOGON" in windows.install[0] and f'>> "{log}"' in windows.install[0][-1]
+    task = ElementTree.fromstring(windows.text.decode("utf-16").partition("?>")[2])
+    told = {found.tag.partition("}")[2]: found.text or "" for found in task.iter()}
+    assert told["ExecutionTimeLimit"] == "PT0S" and told["StopIfGoingOnBatteries"] == "false"
+    assert told["WorkingDirectory"] == "/home/a 5% b" and told["Arguments"].endswith(f'>> "{log}" 2>&1"')
+    assert 'set "OMP_NUM_THREADS=2"&& ' in told["Arguments"] and windows.install[0][-2:] == ("/XML", str(windows.file))
     with pytest.raises(MachineError, match="sunos5"):
         service.system("sunos5", tmp_path, log, SERVE)
+
+
+def test_a_service_outlives_its_links_and_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    maker, key = Identity.generate(), "ab" * 32
+    address = f"/ip4/192.0.2.7/tcp/4001/p2p/{maker.peer_id}"
+    invite = Invite(maker.peer_id, (address,), "smollm2", bytes(32), int(time.time()) + 60, key, key_hash(key))
+    link, shell = to_link(invite, maker), {"OMP_NUM_THREADS": "2", "HOME": "/home/a", "PETALNODE_PEERS": "/nowhere"}
+    found = service.program_of(["--num-blocks", "3", "--peer", link, "--pause-when-busy"], shell)
+    assert found.command[3:] == ("serve", f"smollm2@{bytes(32).hex()}", "--num-blocks", "3", "--pause-when-busy")
+    assert found.variables == {
+        "OMP_NUM_THREADS": "2",
+        "PETALNODE_PEERS": address,
+        "PETALNODE_SWARM_KEY": key,
+    }
+    assert found.folder == tmp_path
+    ended = to_link(replace(invite, expires=1), maker)
+    with pytest.raises(BadInput, match="this link ended"):
+        service.program_of([f"--peer={ended}"], shell)
+    with pytest.raises(app._UsageError, match="No such option"):
+        service.program_of(["--num-block", "3"], shell)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="systemd is of Linux")
@@ -71,20 +105,24 @@ def test_a_service_is_installed_and_removed(
     assert code == 0 and '"--num-blocks" "3"' in said and not unit.exists()
     assert run("service", "install", "smollm2", "--num-blocks", "3")[0] == 0
     assert unit.stat().st_mode & 0o077 == 0 and '"smollm2" "--num-blocks" "3"' in unit.read_text()
+    assert run("service", "install", "smollm2", "--num-block", "3")[0] == 2  # before the one that runs is ended
+    assert run("service", "install", "smollm2", "--num-blocks", "4")[0] == 0
     assert run("service", "status")[0] == 0 and run("logs", "-n", "7")[0] == 0
     assert run("service", "remove")[0] == 0 and not unit.exists()
     called = (tmp_path / "called").read_text().splitlines()
-    assert called[:2] == ["--user daemon-reload", "--user enable --now petalnode"]
+    begin = ["--user daemon-reload", "--user enable --now petalnode"]
+    assert called[:5] == [*begin, "--user disable --now petalnode", *begin]
     assert called[-2:] == ["--user --no-pager --unit petalnode --lines 7", "--user disable --now petalnode"]
 
 
 def test_logs_of_a_file_are_its_last_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log = tmp_path / "serve.log"
-    monkeypatch.setattr(service, "_here", lambda: service.System(None, b"", (), (), (), log=log))
+    log, task = tmp_path / "serve.log", tmp_path / "serve.xml"
+    monkeypatch.setattr(service, "_here", lambda: service.System(task, b"", (), (), (), log=log))
     with pytest.raises(BadInput, match="service install"):
         service.logs(2)
+    task.touch()
     log.write_text("one\ntwo\nthree\n")
     service.logs(2)
     assert capsys.readouterr().out == "two\nthree\n"
@@ -103,7 +141,8 @@ def test_completion_has_every_command_and_option(tmp_path: Path) -> None:
         told = subprocess.run([bash, str(asked)], capture_output=True, text=True, check=True).stdout
         assert told.splitlines() == ["stop", "--num-blocks", "install", "--show"]
     assert "bashcompinit" in manual.completion_script(commands, "zsh")
-    assert "-n '__fish_seen_subcommand_from serve' -l num-blocks" in manual.completion_script(commands, "fish")
+    fish = manual.completion_script(commands, "fish")
+    assert "-n '__petalnode_in serve' -l num-blocks" in fish and "-eq 2' -f -a 'install status remove'" in fish
     with pytest.raises(BadInput, match="bash, zsh or fish"):
         manual.completion_script(commands, "tcsh")
 

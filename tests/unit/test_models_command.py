@@ -140,7 +140,9 @@ def test_the_table_survives_80_columns(
     name = "a-publisher-with-a-long-name/Some-Model-of-70B-Instruct-with-a-long-name"
     kept(disk, tiny, name)
     shown = command()[2]
-    assert max(map(len, shown.splitlines())) <= 80 and "all 6 blocks" in shown and "today" in shown
+    *table, last = shown.splitlines()
+    assert max(map(len, table)) <= 80 and "all 6 blocks" in shown and "today" in shown
+    assert last.endswith(f"is in {disk.parent}")
     monkeypatch.delenv("COLUMNS")
     assert name in command()[2]  # a pipe gets each model in a line
 

@@ -1,16 +1,17 @@
-"""A figure in a table is never cut: half of one reads as another."""
+"""A figure in a table is never cut: half of one reads as another. Bars leave the terminal as it was."""
 
 from __future__ import annotations
 
 import io
 import re
+from contextlib import suppress
 
 import pytest
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from petalnode.node.cli.output import Output
+from petalnode.node.cli.output import Output, ProgressBars
 
 FIGURES = ["100:131", "131072", "98765.4", "1000000", "12:13"]
 
@@ -45,3 +46,15 @@ def test_lines_in_pipe_are_as_long_as_needed(
     monkeypatch.setenv("COLUMNS", "60")
     Output(False).table(table())
     assert "a" * 30 not in capsys.readouterr().out
+
+
+def test_bars_leave_the_cursor_whatever_happens() -> None:
+    written = io.StringIO()
+    with suppress(KeyboardInterrupt), ProgressBars(Console(file=written, force_terminal=True)) as bars:
+        bars("reading", 1, 2)
+        assert "\x1b[?25l" in written.getvalue()
+        raise KeyboardInterrupt
+    assert written.getvalue().rindex("\x1b[?25h") > written.getvalue().rindex("\x1b[?25l")
+    shown = written.getvalue()
+    bars("a thread that was left behind", 1, 2)
+    assert written.getvalue() == shown

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -79,35 +79,20 @@ def hops_of(conversation: Conversation, before: Mapping[str, tuple[int, int]]) -
     reports = []
     for hop, (timing, sent, received) in zip(conversation.route, conversation.hops, strict=False):
         old_sent, old_received = before.get(timing.peer_id, (0, 0))
-        reports.append(
-            HopReport(
-                hop.peer_id,
-                (hop.span.start, hop.span.end),
-                round(timing.total * 1000, 3),
-                max(0, sent - old_sent),
-                max(0, received - old_received),
-            )
-        )
+        traffic = max(0, sent - old_sent), max(0, received - old_received)
+        blocks = hop.span.start, hop.span.end
+        reports.append(HopReport(hop.peer_id, blocks, round(timing.total * 1000, 3), *traffic))
     return tuple(reports)
 
 
 def progress_fields(progress: AnswerProgress) -> dict[str, Any]:
     """`x_petalnode` of a chunk in the middle of an answer."""
-    waiting = progress.waiting
     return {
         "progress": {
             "index": progress.choice,
             "tokens": progress.tokens,
             "recoveries": progress.recoveries,
-            "waiting": None
-            if waiting is None
-            else {
-                "peer_id": waiting.peer_id,
-                "blocks": list(waiting.blocks),
-                "lost": waiting.lost,
-                "reason": waiting.reason,
-                "seconds": waiting.seconds,
-            },
+            "waiting": None if progress.waiting is None else asdict(progress.waiting),
             "hops": [hop.fields() for hop in progress.hops],
         }
     }
@@ -158,11 +143,7 @@ class _LikelihoodSampler(Sampler):
     """A sampler that notes how likely the model found what was chosen, before anything changed its logits."""
 
     def __init__(
-        self,
-        sampling: Sampling,
-        constraint: AnyConstraint | None,
-        top: int | None,
-        nursery: trio.Nursery,
+        self, sampling: Sampling, constraint: AnyConstraint | None, top: int | None, nursery: trio.Nursery
     ) -> None:
         super().__init__(sampling, constraint, nursery)
         self._top = top

@@ -30,6 +30,7 @@ from ...models.adapter import Adapter
 from ...network.shares import Turns
 from ...trust.receipt_file import AnswerReceipts
 from ..errors import REQUEST_ID, ApiError, api_error
+from ..fields import wrong
 from .choice import AnswerParts, Choice
 from .conversations import CacheScope, Conversations
 from .generation import ApiLimits, ApiTallies, Event, Failed, GenerationRequest, ServedModel, SessionOptions
@@ -116,12 +117,8 @@ class Core:
         """
         with trio.move_on_after(self.limits.grammar_seconds):
             return await trio.to_thread.run_sync(make, wanted, limiter=self._compiling, abandon_on_cancel=True)
-        raise ApiError(
-            400,
-            f"this form was not ready after {self.limits.grammar_seconds:g} s: ask for a simpler one, or again later",
-            param="response_format",
-            code="invalid_schema",
-        )
+        text = f"this form was not ready after {self.limits.grammar_seconds:g} s: ask for a simpler one, or again later"
+        raise wrong("response_format", text, "invalid_schema")
 
     @property
     def takes_pictures(self) -> bool:
@@ -143,19 +140,15 @@ class Core:
         context = self.context(wanted.model)
         for prompt in wanted.prompts:
             if not prompt:
-                raise ApiError(400, "the prompt is empty", code="invalid_value")
+                raise wrong(None, "the prompt is empty")
             if max(prompt) >= self.vocabulary:
-                raise ApiError(
-                    400, f"the model has no token {max(prompt)}: its ids end at {self.vocabulary - 1}", param="prompt"
-                )
+                text = f"the model has no token {max(prompt)}: its ids end at {self.vocabulary - 1}"
+                raise ApiError(400, text, param="prompt")
             least = 1 if wanted.max_tokens is None else max(1, wanted.max_tokens)
             if len(prompt) + least > context:
-                raise ApiError(
-                    400,
-                    f"the context has {context} tokens, but {len(prompt)} in the prompt and {least} in the answer are "
-                    "asked for: shorten the prompt, or ask for fewer",
-                    code="context_length_exceeded",
-                )
+                text = f"the context has {context} tokens, but {len(prompt)} in the prompt and {least} in the answer"
+                text += " are asked for: shorten the prompt, or ask for fewer"
+                raise wrong(None, text, "context_length_exceeded")
         self._check_logprobs(wanted)
         await self.check_sessions(wanted.model, wanted.options)
 
@@ -163,9 +156,7 @@ class Core:
         """Whether sessions can be had as they are asked for. Raises ApiError, BadInput, or NoChainError."""
         self.client.narrowed(options.trusted, options.trusted_blocks)
         if options.adapter and model.adapter is not None:
-            raise ApiError(
-                400, f"the model {model.name} has an adapter already", param="x_petalnode.adapter", code="invalid_value"
-            )
+            raise wrong("x_petalnode.adapter", f"the model {model.name} has an adapter already")
         await self._session_adapter(model)
         if options.adapter:
             await self._held_adapter(options.adapter)
@@ -176,13 +167,8 @@ class Core:
         most = self.limits.answer_tokens if wanted.max_tokens is None else wanted.max_tokens
         tokens = sum((len(prompt) if wanted.echo else 0) + most for prompt in wanted.prompts)
         if tokens * (1 + wanted.top_logprobs) > self.limits.logprobs:
-            raise ApiError(
-                400,
-                f"these are more than {self.limits.logprobs:,} log-probabilities: ask for fewer tokens, answers or "
-                "alternatives at once",
-                param="logprobs",
-                code="invalid_value",
-            )
+            text = f"these are more than {self.limits.logprobs:,} log-probabilities: ask for fewer tokens, answers or "
+            raise wrong("logprobs", f"{text}alternatives at once")
 
     async def _session_adapter(self, model: ServedModel) -> SessionAdapter | None:
         """What changes the blocks of sessions of this model. Raises NoChainError."""

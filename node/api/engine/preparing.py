@@ -13,6 +13,7 @@ import trio
 from ...blocks.images.encoder import ImagePrompt
 from ...client.generation.picture_prompts import has_pictures
 from ..errors import ApiError
+from ..fields import wrong
 from .core import Core
 from .generation import ChatRequest, CompletionRequest, GenerationRequest, ServedModel, TextRequest
 from .tools import ToolForm, call_grammar, grammar_after_mark, tool_form
@@ -44,13 +45,8 @@ async def prepare_chat(core: Core, owner: str, asked: ChatRequest) -> PreparedCh
     model = core.model(text.model)
     form = tool_form(core.text.template) if with_tools else None
     if with_tools and form is None:
-        raise ApiError(
-            400,
-            f"the chat template of {core.base.name} has no tools: use response_format, or a model that was trained to "
-            "call tools",
-            param="tools",
-            code="unsupported_parameter",
-        )
+        said = f"the chat template of {core.base.name} has no tools: use response_format, or a model that was trained"
+        raise wrong("tools", f"{said} to call tools", "unsupported_parameter")
     if form is not None and text.grammar is not None:
         raise ApiError(400, "response_format does not go with tools", param="response_format")
     tools = asked.tools if form is not None else ()
@@ -80,7 +76,7 @@ async def _seen_prompt(
     if not has_pictures(asked.messages):
         return tuple(await trio.to_thread.run_sync(core.text.chat_prompt, asked.messages, tools)), None
     if tools:
-        raise ApiError(400, "tools do not go with pictures here", param="tools", code="unsupported_parameter")
+        raise wrong("tools", "tools do not go with pictures here", "unsupported_parameter")
     prompt = await core.picture_prompt(asked.messages, model)
     return prompt.tokens, prompt.seen
 
@@ -118,12 +114,8 @@ def check_size(core: Core, characters: int, model: ServedModel, param: str | Non
     """Refuses what cannot fit, before its tokens are counted, which takes long. Raises ApiError."""
     context = core.context(model)
     if characters > _CHARACTERS_PER_TOKEN * context:
-        raise ApiError(
-            400,
-            f"the text has {characters:,} characters, and the context {context} tokens",
-            param=param,
-            code="context_length_exceeded",
-        )
+        text = f"the text has {characters:,} characters, and the context {context} tokens"
+        raise wrong(param, text, "context_length_exceeded")
 
 
 async def _grammar(core: Core, text: TextRequest) -> str | None:
@@ -142,9 +134,7 @@ async def _call_grammar(core: Core, form: ToolForm, asked: ChatRequest) -> str |
         return None
     grammar = await trio.to_thread.run_sync(make)
     if len(grammar) > _TOOL_CHARACTERS:
-        raise ApiError(
-            400, f"the tools have more than {_TOOL_CHARACTERS:,} characters", param="tools", code="invalid_value"
-        )
+        raise wrong("tools", f"the tools have more than {_TOOL_CHARACTERS:,} characters")
     return await core.compiled(core.grammars.checked, grammar)
 
 

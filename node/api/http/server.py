@@ -68,9 +68,7 @@ class ClientGone(OSError):
 
 
 async def serve_http(
-    application: Application,
-    listeners: Sequence[trio.SocketListener],
-    limits: HttpLimits | None = None,
+    application: Application, listeners: Sequence[trio.SocketListener], limits: HttpLimits | None = None
 ) -> None:
     """Serves `application` until cancelled.
 

@@ -77,17 +77,12 @@ def parse_completion(fields: Fields) -> CompletionRequest:
     fields.refuse(suffix="text cannot be put between two texts here")
     top = fields.integer("logprobs", 0, MAX_TOP_LOGPROBS)
     text = _text_request(
-        fields,
-        max_tokens=_limit(fields, "max_tokens", 16, least=0),
-        logprobs=top is not None,
-        top_logprobs=top or 0,
+        fields, max_tokens=_limit(fields, "max_tokens", 16, least=0), logprobs=top is not None, top_logprobs=top or 0
     )
     best_of = fields.integer("best_of", 1, MAX_CHOICES)
     if best_of not in (None, text.choices):
         raise fields.wrong(
-            "best_of",
-            "answers are not ranked here: leave it out, or give as many as n",
-            "unsupported_parameter",
+            "best_of", "answers are not ranked here: leave it out, or give as many as n", "unsupported_parameter"
         )
     prompts = _prompts(fields)
     if len(prompts) * text.choices > MAX_CHOICES:

@@ -64,32 +64,6 @@ def usage(ends: Sequence[Finished], per_prompt: int) -> dict[str, Any]:
     }
 
 
-# --- chat
-
-
-def chat_choice(
-    choice: int, text: str, calls: Sequence[ToolCall], tokens: Sequence[ChosenToken] | None, reason: str, of: TokenText
-) -> dict[str, Any]:
-    """A whole choice of a chat; `tokens` None without log-probabilities."""
-    message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
-    if calls:
-        message["tool_calls"] = [call.fields() for call in calls]
-    return {
-        "index": choice,
-        "message": message,
-        "logprobs": None if tokens is None else chat_logprobs(tokens, of),
-        "finish_reason": "tool_calls" if calls else reason,
-    }
-
-
-def chat_delta(
-    choice: int, delta: dict[str, Any], tokens: Sequence[ChosenToken] | None, reason: str | None, of: TokenText
-) -> dict[str, Any]:
-    """A choice of a chunk."""
-    logprobs = None if not tokens else chat_logprobs(tokens, of)
-    return {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-
-
 def chat_logprobs(tokens: Sequence[ChosenToken], of: TokenText) -> dict[str, Any]:
     content = [
         {
@@ -106,17 +80,6 @@ def _likely(of: TokenText, token: int, logprob: float | None) -> dict[str, Any]:
     # A part of a character is no text, and which bytes it is the tokenizer does not say.
     known = None if "\ufffd" in text else list(text.encode())
     return {"token": text, "logprob": _finite(logprob), "bytes": known}
-
-
-# --- completions
-
-
-def text_choice(
-    choice: int, text: str, tokens: Sequence[ChosenToken] | None, reason: str | None, of: TokenText, offset: int = 0
-) -> dict[str, Any]:
-    """A choice of a completion, or of a chunk of one; `offset` is the length of the text before."""
-    logprobs = None if tokens is None else text_logprobs(tokens, of, offset)
-    return {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
 def text_logprobs(tokens: Sequence[ChosenToken], of: TokenText, offset: int) -> dict[str, Any]:
@@ -178,7 +141,29 @@ class _OpenAIWriter:
         self._tokens: list[list[ChosenToken]] = [[] for _ in range(choices)]
         self._ends: dict[int, Finished] = {}
 
-    def _keep(self, choice: int, text: str, tokens: Sequence[ChosenToken]) -> None:
+    def _shown(self, piece: TextPiece) -> str:
+        """What a client is told of a piece now."""
+        return piece.text
+
+    def _delta(self, choice: int, text: str, tokens: Sequence[ChosenToken] | None) -> dict[str, Any]:
+        """The choice of a chunk, with the log-probabilities of `tokens` if there are any."""
+        raise NotImplementedError
+
+    def _choice(self, end: Finished, text: str, tokens: Sequence[ChosenToken] | None) -> dict[str, Any]:
+        """A whole choice, `tokens` None without log-probabilities."""
+        raise NotImplementedError
+
+    def opening(self) -> list[dict[str, Any]]:
+        return []
+
+    def take(self, piece: TextPiece) -> list[dict[str, Any]]:
+        text, likelihoods = self._shown(piece), self._request.logprobs
+        self._keep(piece.choice, text, piece.tokens)
+        if not self._request.stream or not (text or likelihoods):
+            return []
+        return [self._chunk(self._delta(piece.choice, text, piece.tokens if likelihoods else None))]
+
+    def _keep(self, choice: int, text: str, tokens: Sequence[ChosenToken] = ()) -> None:
         if not self._request.stream:
             self._texts[choice] += text
             if self._request.logprobs:
@@ -199,10 +184,10 @@ class _OpenAIWriter:
     def _done(self) -> list[Finished]:
         return [self._ends[choice] for choice in sorted(self._ends)]
 
-    def _last(self, chunk: dict[str, Any]) -> dict[str, Any]:
-        """The chunk, which also says how the answers came about if it is the last one."""
+    def _last(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """The chunk of the end of a choice, which also says how the answers came about if it is the last one."""
         ended = len(self._ends) == len(self._texts) and not self._request.include_usage
-        return {**chunk, "x_petalnode": provenance(self._done)} if ended else chunk
+        return {**self._chunk(choice), **({"x_petalnode": provenance(self._done)} if ended else {})}
 
     def encoded(self, chunk: dict[str, Any] | None) -> bytes:
         return DONE if chunk is None else event(chunk)
@@ -215,17 +200,15 @@ class _OpenAIWriter:
         return error.fields()
 
     def ending(self) -> list[dict[str, Any]]:
-        if not self._request.include_usage:
-            return []
-        chunk = self._head.fields(self.chunk_kind, ())
-        return [{**chunk, "usage": usage(self._done, self._request.choices), "x_petalnode": provenance(self._done)}]
+        return [self._counted(self.chunk_kind, ())] if self._request.include_usage else []
 
-    def _whole(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            **self._head.fields(self.kind, choices),
-            "usage": usage(self._done, self._request.choices),
-            "x_petalnode": provenance(self._done),
-        }
+    def whole(self) -> dict[str, Any]:
+        logprobs = self._tokens if self._request.logprobs else [None] * len(self._texts)
+        return self._counted(self.kind, list(map(self._choice, self._done, self._texts, logprobs)))
+
+    def _counted(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        counted = usage(self._done, self._request.choices)
+        return {**self._head.fields(kind, choices), "usage": counted, "x_petalnode": provenance(self._done)}
 
 
 class ChatWriter(_OpenAIWriter):
@@ -240,39 +223,43 @@ class ChatWriter(_OpenAIWriter):
         self._tools = [ToolText(chat.form, chat.tools) for _ in range(choices)]
         self._calls: list[list[ToolCall]] = [[] for _ in range(choices)]
 
+    def _shown(self, piece: TextPiece) -> str:
+        return self._tools[piece.choice].feed(piece.text)
+
+    def _delta(self, choice: int, text: str, tokens: Sequence[ChosenToken] | None) -> dict[str, Any]:
+        return {**_delta(choice, {"content": text}), "logprobs": chat_logprobs(tokens, self._of) if tokens else None}
+
     def opening(self) -> list[dict[str, Any]]:
         role = {"role": "assistant", "content": "", "refusal": None}
-        return [self._chunk(chat_delta(choice, role, None, None, self._of)) for choice in range(len(self._texts))]
-
-    def take(self, piece: TextPiece) -> list[dict[str, Any]]:
-        text = self._tools[piece.choice].feed(piece.text)
-        self._keep(piece.choice, text, piece.tokens)
-        if not self._request.stream or not (text or self._request.logprobs):
-            return []
-        tokens = piece.tokens if self._request.logprobs else None
-        return [self._chunk(chat_delta(piece.choice, {"content": text}, tokens, None, self._of))]
+        return [self._chunk(_delta(choice, role)) for choice in range(len(self._texts))]
 
     def close(self, end: Finished) -> list[dict[str, Any]]:
         text, calls = self._tools[end.choice].end()
-        self._keep(end.choice, text, ())
+        self._keep(end.choice, text)
         self._calls[end.choice] = calls
         self._ends[end.choice] = end
-        chunks = []
-        if text:
-            chunks.append(self._chunk(chat_delta(end.choice, {"content": text}, None, None, self._of)))
+        told: list[dict[str, Any]] = [{"content": text}] if text else []
         if calls:
-            listed = [{"index": index, **call.fields()} for index, call in enumerate(calls)]
-            chunks.append(self._chunk(chat_delta(end.choice, {"tool_calls": listed}, None, None, self._of)))
-        reason = "tool_calls" if calls else end.reason
-        chunks.append(self._last(self._chunk(chat_delta(end.choice, {}, None, reason, self._of))))
-        return chunks
+            told.append({"tool_calls": [{"index": index, **call.fields()} for index, call in enumerate(calls)]})
+        last = _delta(end.choice, {}, "tool_calls" if calls else end.reason)
+        return [*(self._chunk(_delta(end.choice, one)) for one in told), self._last(last)]
 
-    def whole(self) -> dict[str, Any]:
-        logprobs = self._tokens if self._request.logprobs else [None] * len(self._texts)
-        choices = zip(self._texts, self._calls, logprobs, self._done, strict=True)
-        return self._whole(
-            [chat_choice(end.choice, text, calls, tokens, end.reason, self._of) for text, calls, tokens, end in choices]
-        )
+    def _choice(self, end: Finished, text: str, tokens: Sequence[ChosenToken] | None) -> dict[str, Any]:
+        calls = self._calls[end.choice]
+        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        if calls:
+            message["tool_calls"] = [call.fields() for call in calls]
+        return {
+            "index": end.choice,
+            "message": message,
+            "logprobs": None if tokens is None else chat_logprobs(tokens, self._of),
+            "finish_reason": "tool_calls" if calls else end.reason,
+        }
+
+
+def _delta(choice: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+    """The choice of a chat's chunk."""
+    return {"index": choice, "delta": delta, "logprobs": None, "finish_reason": reason}
 
 
 class TextWriter(_OpenAIWriter):
@@ -284,27 +271,21 @@ class TextWriter(_OpenAIWriter):
         super().__init__(request, head, choices, of)
         self._offsets = [0] * choices
 
-    def opening(self) -> list[dict[str, Any]]:
-        return []
-
-    def take(self, piece: TextPiece) -> list[dict[str, Any]]:
-        self._keep(piece.choice, piece.text, piece.tokens)
-        if not self._request.stream or not (piece.text or self._request.logprobs):
-            return []
-        tokens = piece.tokens if self._request.logprobs else None
-        offset = self._offsets[piece.choice]
-        self._offsets[piece.choice] += len(piece.text)
-        return [self._chunk(text_choice(piece.choice, piece.text, tokens, None, self._of, offset))]
+    def _delta(self, choice: int, text: str, tokens: Sequence[ChosenToken] | None) -> dict[str, Any]:
+        offset = self._offsets[choice]
+        self._offsets[choice] += len(text)
+        return self._part(choice, text, tokens, None, offset)
 
     def close(self, end: Finished) -> list[dict[str, Any]]:
         self._ends[end.choice] = end
-        return [self._last(self._chunk(text_choice(end.choice, "", None, end.reason, self._of)))]
+        return [self._last(self._part(end.choice, "", None, end.reason))]
 
-    def whole(self) -> dict[str, Any]:
-        logprobs = self._tokens if self._request.logprobs else [None] * len(self._texts)
-        return self._whole(
-            [
-                text_choice(end.choice, text, tokens, end.reason, self._of)
-                for text, tokens, end in zip(self._texts, logprobs, self._done, strict=True)
-            ]
-        )
+    def _choice(self, end: Finished, text: str, tokens: Sequence[ChosenToken] | None) -> dict[str, Any]:
+        return self._part(end.choice, text, tokens, end.reason)
+
+    def _part(
+        self, choice: int, text: str, tokens: Sequence[ChosenToken] | None, reason: str | None, offset: int = 0
+    ) -> dict[str, Any]:
+        """A choice, or of a chunk; `offset` is the length of the text before."""
+        logprobs = None if tokens is None else text_logprobs(tokens, self._of, offset)
+        return {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": reason}

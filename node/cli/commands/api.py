@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import platformdirs
 import trio
-import typer
 
 from ...api.http.server import listen, url_of
 from ...client.chat import Text
@@ -23,6 +22,7 @@ from ...network.addresses import interface_addresses
 from ...swarm.swarm import Swarm
 from ..join import JoinOptions, joined, joins_swarm
 from ..model_choice import SwarmModelArgument, check_adapter, check_model, linked_model, model_folder, served_model
+from ..option import option
 from ..output import Output
 from ..process import start
 from ..strangers import ServerChoice
@@ -39,67 +39,48 @@ if TYPE_CHECKING:
 class ApiOptions(ServerChoice):
     """The options of `petalnode api`."""
 
-    host: Annotated[
-        str, typer.Option(help="Address to listen on. Others than this machine's own need --api-key-file.")
-    ] = "127.0.0.1"
-    http_port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 is any free one.")] = 8000
-    api_key_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Answer only requests with a key of this file, which has their hashes."),
-    ] = None
-    new_api_key: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Make a key for NAME, add its hash to --api-key-file, print it and exit."),
-    ] = None
-    adapter: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATH|NAME",
-            help="Also serve the model with this adapter: a folder in peft's format, or the name of one that servers "
-            "hold; repeatable.",
-        ),
-    ] = None
-    cors_origin: Annotated[
-        list[str] | None,
-        typer.Option(metavar="ORIGIN", help="Let web pages of this origin use the API; * is all; repeatable."),
-    ] = None
-    context: Annotated[
-        int, typer.Option(min=16, help="Maximum tokens of a prompt and its answer, if the model allows as many.")
-    ] = 4096
-    max_requests: Annotated[int, typer.Option(min=1, max=4096, help="Requests that are answered at once.")] = 64
-    max_body: Annotated[
-        int,
-        typer.Option(min=1, max=64, metavar="MIB", help="Size of a request in MiB; files of batches have their own."),
-    ] = 1
-    keep_sessions: Annotated[
-        int,
-        typer.Option(min=0, max=1024, help="Conversations whose caches servers keep for two minutes after an answer."),
-    ] = 16
-    draft: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|none|MODEL",
-            help="Guess tokens from the text so far, and by the model's MTP head or a smaller MODEL "
-            "that runs here, as `petalnode chat` does.",
-        ),
-    ] = "auto"
-    reopen_timeout: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            max=600,
-            metavar="SECONDS",
-            help="Look for servers for so long, where none that was known can be reached, before an answer that has "
-            "not begun is refused with 503.",
-        ),
-    ] = 2.0
-    batch_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Keep files and batches (/v1/files, /v1/batches) in this file, up to 1 GiB; there are none without.",
-        ),
-    ] = None
+    host: str = option("127.0.0.1", "Address to listen on. Others than this machine's own need --api-key-file.")
+    http_port: int = option(8000, "Port to listen on; 0 is any free one.", min=0, max=65535)
+    api_key_file: Path | None = option(
+        None, "Answer only requests with a key of this file, which has their hashes.", "FILE"
+    )
+    new_api_key: str | None = option(
+        None, "Make a key for NAME, add its hash to --api-key-file, print it and exit.", "NAME"
+    )
+    adapter: list[str] | None = option(
+        None,
+        "Also serve the model with this adapter: a folder in peft's format, or the name of one that servers "
+        "hold; repeatable.",
+        "PATH|NAME",
+    )
+    cors_origin: list[str] | None = option(
+        None, "Let web pages of this origin use the API; * is all; repeatable.", "ORIGIN"
+    )
+    context: int = option(4096, "Maximum tokens of a prompt and its answer, if the model allows as many.", min=16)
+    max_requests: int = option(64, "Requests that are answered at once.", min=1, max=4096)
+    max_body: int = option(1, "Size of a request in MiB; files of batches have their own.", "MIB", min=1, max=64)
+    keep_sessions: int = option(
+        16, "Conversations whose caches servers keep for two minutes after an answer.", min=0, max=1024
+    )
+    draft: str = option(
+        "auto",
+        "Guess tokens from the text so far, and by the model's MTP head or a smaller MODEL "
+        "that runs here, as `petalnode chat` does.",
+        "auto|none|MODEL",
+    )
+    reopen_timeout: float = option(
+        2.0,
+        "Look for servers for so long, where none that was known can be reached, before an answer that has "
+        "not begun is refused with 503.",
+        "SECONDS",
+        min=0,
+        max=600,
+    )
+    batch_file: Path | None = option(
+        None,
+        "Keep files and batches (/v1/files, /v1/batches) in this file, up to 1 GiB; there are none without.",
+        "FILE",
+    )
 
 
 @joins_swarm
@@ -148,12 +129,7 @@ def admission_of(options: ApiOptions) -> Admission:
             f"--host {options.host} lets in everybody who reaches this machine: give --api-key-file FILE too "
             "(`petalnode api --new-api-key NAME --api-key-file FILE` makes a key)"
         )
-    return Admission(
-        keys,
-        tuple(options.cors_origin or ()),
-        LOOPBACK if keys is None else (),
-        options.max_requests,
-    )
+    return Admission(keys, tuple(options.cors_origin or ()), LOOPBACK if keys is None else (), options.max_requests)
 
 
 async def _api(model: str | None, options: ApiOptions, join: JoinOptions, output: Output, admission: Admission) -> None:

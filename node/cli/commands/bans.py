@@ -29,11 +29,7 @@ def bans(
         hours = (ban.until - now) / 3600
         output.say(f"{ban.peer_id}  for {hours:.1f} h more: {ban.reason}")
         output.emit(
-            event="ban",
-            peer_id=ban.peer_id,
-            seconds_left=round(ban.until - now),
-            reason=ban.reason,
-            source=ban.source,
+            event="ban", peer_id=ban.peer_id, seconds_left=round(ban.until - now), reason=ban.reason, source=ban.source
         )
     if not book.bans():
         output.say("nobody is banned")

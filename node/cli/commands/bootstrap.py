@@ -11,11 +11,10 @@ import typer
 from ....crypto.swarm_key import SwarmKeyError, make_swarm_key
 from ...errors import BadInput
 from ...network.nat.relay import RelayLimits
-from ..join import JoinOptions, joined, joins_swarm
+from ..join import JoinOptions, RelayOptions, joined, joins_swarm
 from ..metrics import MetricsOptions, add_node, metrics_served
 from ..node_report import how_joined, how_joined_json, join_by, report_reachability
 from ..output import Output
-from ..relay_options import RelayOptions
 from ..terminal import StopSignal
 
 

@@ -11,11 +11,11 @@ import platformdirs
 import trio
 import typer
 
-from ....crypto.identity import Identity, IdentityError, peer_id_to_bytes
+from ....crypto.identity import Identity, IdentityError
 from ...credits.wallet import Wallet
 from ...errors import BadInput
 from ...network.addresses import parse_peer
-from ..join import JoinOptions, joined, joins_swarm
+from ..join import JoinOptions, check_peer_id, joined, joins_swarm
 from ..output import Output
 
 credits = typer.Typer(no_args_is_help=True, help="Show and transfer points, which validators issue for verified work.")
@@ -67,10 +67,7 @@ def transfer(
     join.check()
     parse_peer(validator)
     output, owner = Output(join.json), _owner(key)
-    try:
-        peer_id_to_bytes(to)
-    except ValueError:
-        raise BadInput(f"{to}: not a peer id; `petalnode chat --identity FILE` prints that of a client") from None
+    check_peer_id(to, "PEER", client=True)
     clearing = trio.run(_ask, join, output, owner, validator, lambda wallet: wallet.transfer(to, points))
     done = clearing.transfer
     output.say(f"{done.recipient} has got {done.points} points of {done.spender}")

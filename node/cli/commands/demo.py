@@ -196,18 +196,9 @@ async def _server(
     """
     command = [
         *(sys.executable, "-m", "petalnode", "serve", DEFAULT_MODEL, "--blocks", str(span), "--peer", peer),
-        *(
-            "--name",
-            f"demo {number}",
-            "--listen",
-            "/ip4/127.0.0.1/tcp/0",
-            "--identity",
-            str(identity),
-            "--until-eof",
-            "--json",
-        ),
+        *("--name", f"demo {number}", "--listen", "/ip4/127.0.0.1/tcp/0", "--identity", str(identity)),
+        *("--until-eof", "--json", "--no-mdns", "--no-remember", "--relay", "off"),
         *("--drain-timeout", "0"),  # nobody is left to move
-        *("--no-mdns", "--no-remember", "--relay", "off"),
     ]
     process = await trio.lowlevel.open_process(
         command,

@@ -167,10 +167,7 @@ async def check_reachability(swarm: Swarm, asked_here: bool) -> Finding:
         return Finding("reachability", "problem", seen.text, advice)
     if seen.kind == "unknown":
         return Finding(
-            "reachability",
-            "warning",
-            seen.text,
-            "listen on all interfaces, and ask again when the swarm is larger",
+            "reachability", "warning", seen.text, "listen on all interfaces, and ask again when the swarm is larger"
         )
     return Finding("reachability", "ok", seen.text)
 

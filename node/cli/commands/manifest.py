@@ -26,10 +26,9 @@ def manifest(
     output = Output(as_json)
     if not out.is_dir():
         raise BadInput(f"--out: {out} is no folder")
-    bars = ProgressBars(output.errors)
-    folder = resolve(model, progress=bars)
-    found = compute_manifest(folder, bars)
-    bars.stop()
+    with ProgressBars(output.errors) as bars:
+        folder = resolve(model, progress=bars)
+        found = compute_manifest(folder, bars)
     check_pinned(folder, found.version)
     try:
         file = write_manifest(found, out)

@@ -14,6 +14,7 @@ from ....protocols.announcement import Announcement
 from ...client.deadlines import DEADLINES
 from ...errors import BadInput, ExitCode, ModelError
 from ...models import ALIASES, resolve, split_version
+from ...models.cache_dir import cache_dir
 from ...models.inventory import LocalModel, damaged_parts, find_local, local_models, remove_local
 from ...models.parts import describe
 from ...placement.planning.model_sizes import WEIGHTS, ModelSize, fit_of, known_model, size_by_config
@@ -72,7 +73,8 @@ def _list(as_json: bool) -> None:
     for model in found:
         if model.complaint:
             output.note(f"{one_line(model.name)}: {one_line(model.complaint)}")
-    output.say(f"{size_in_words(sum(model.nbytes for model in found))} in all")
+    total = size_in_words(sum(model.nbytes for model in found))
+    output.say(f"{total} in all; what petalnode has fetched or made is in {cache_dir()}")
 
 
 @models.command("verify")
@@ -80,11 +82,8 @@ def verify(name: _Name, as_json: _Json = False) -> None:
     """Read all parts of a model that are here: exit code 1 if one is not what it was, or not what its version says."""
     output = Output(as_json)
     model = find_local(name, local_models())
-    bars = ProgressBars(output.errors)
-    try:
+    with ProgressBars(output.errors) as bars:
         wrong = damaged_parts(model, bars)
-    finally:
-        bars.stop()
     output.emit(**_as_json(model), damaged=[str(part) for part in wrong], ok=not wrong)
     if wrong:
         listed = ", ".join(describe(part) for part in wrong[:_DIGITS])
@@ -139,13 +138,10 @@ def _size_of(name: str, here: Sequence[LocalModel], output: Output) -> tuple[Mod
     facts: dict[str, Any] = {"model": name, "here": [_as_json(model) for model in here]}
     block_bytes = ends = blocks = None
     try:
-        bars = ProgressBars(output.errors)
-        try:
-            known = str(here[0].path) if here and not here[0].complaint else name
+        known = str(here[0].path) if here and not here[0].complaint else name
+        with ProgressBars(output.errors) as bars:
             # The configuration of an alias comes with its weights.
             folder = resolve(known, need="config", progress=bars, offline=split_version(name)[0] in ALIASES)
-        finally:
-            bars.stop()
     except ModelError:
         size = known_model(split_version(name)[0])
         if size is None:

@@ -13,7 +13,6 @@ from typing import Annotated
 import trio
 import typer
 
-from ....crypto.identity import peer_id_to_bytes
 from ....protocols.announcement import ANNOUNCEMENT
 from ....protocols.ids import Span
 from ...blocks.kernels.library import NOT_HERE, TO_HAVE, WITHOUT, library
@@ -39,12 +38,12 @@ from ...server.lifecycle.options import (
 from ...server.lifecycle.pausing import Pause, PausePolicy
 from ...server.lifecycle.server import run_server
 from ...server.tallies import ServerTallies
-from ..control import DonorOptions, controlled, obey_signals, send_wish
-from ..join import JoinOptions, joined, joins_swarm
+from ..control import DonorOptions, controlled, number_given, obey_signals, send_wish
+from ..join import JoinOptions, RelayOptions, check_peer_id, joined, joins_swarm
 from ..metrics import MetricsOptions, add_server, metrics_served
 from ..model_choice import check_device, check_model, linked_model
+from ..option import option
 from ..output import Output, ProgressBars
-from ..relay_options import RelayOptions
 from ..server_report import ServerPanel, ServerReport
 from ..terminal import StopSignal, written
 
@@ -59,115 +58,66 @@ STOP_GRACE = 10.0
 class HostingOptions:
     """The options of `petalnode serve` alone."""
 
-    blocks: Annotated[
-        str | None,
-        typer.Option(metavar="A:B", help="Host blocks A to B-1. Default: choose them by what the swarm lacks."),
-    ] = None
-    num_blocks: Annotated[
-        str, typer.Option(metavar="auto|N", help="How many blocks to host; auto: as many as fit in memory.")
-    ] = "auto"
-    device: Annotated[str, typer.Option(help="Device to compute on: auto, cpu, cuda, cuda:N or mps.")] = "auto"
-    dtype: Annotated[
-        str, typer.Option(help="Type to compute in: auto (that of the checkpoint), float32, bfloat16 or float16.")
-    ] = "auto"
-    quant: Annotated[
-        str, typer.Option(metavar="none|int8|nf4", help="Quantisation of the weights, to save memory.")
-    ] = "none"
-    activations: Annotated[
-        str,
-        typer.Option(
-            metavar="float32|int8",
-            help="What weights are multiplied with: int8 is quicker on a CPU, and announced.",
-        ),
-    ] = "float32"
-    cache_dtype: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|float32|bfloat16|int8",
-            help="What the attention cache holds; auto: the type computed in. Fewer bits hold more tokens; announced.",
-        ),
-    ] = "auto"
-    kernels: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|native|torch",
-            help="What multiplies a few rows on a CPU in float32: torch, the compiled kernels, or the quicker one.",
-        ),
-    ] = "auto"
-    exact: Annotated[
-        bool,
-        typer.Option("--exact", help="Compute the same bits as all exact servers, by the compiled kernels; announced."),
-    ] = False
-    cache_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Size of the attention cache, in tokens through all blocks held here."),
-    ] = None
-    prefix_cache: Annotated[
-        str,
-        typer.Option(
-            metavar="own|salted|off",
-            help="For whom to keep what was computed: its client, all clients that know its salt, or nobody.",
-        ),
-    ] = "own"
-    throughput: Annotated[
-        str, typer.Option(metavar="auto|F", help="Decode steps per second to announce; auto: measure.")
-    ] = "auto"
-    name: Annotated[str, typer.Option(help="Name of this server in `petalnode status`.")] = ""
-    drain_timeout: Annotated[
-        float,
-        typer.Option(
-            min=0, metavar="S", help="On Ctrl-C or SIGTERM, wait up to S seconds for sessions to move to other servers."
-        ),
-    ] = 30.0
-    rebalance: Annotated[
-        str,
-        typer.Option(
-            metavar="P%|off",
-            help="Change blocks when a plan raises the throughput of the swarm by P percent; off: never.",
-        ),
-    ] = "20%"
-    pledge: Annotated[
-        int,
-        typer.Option(min=0, metavar="POINTS", help="Pledge POINTS, which are lost if a fault is proved."),
-    ] = 0
-    deposit_at: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MULTIADDR",
-            help="Validator that holds the points of --pledge as a deposit, so that clients count them.",
-        ),
-    ] = None
-    max_disk: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Size limit of the model cache, such as 50G; least recently used models go first.",
-        ),
-    ] = None
-    allow_client: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PEER", help="Serve only this client (`chat --identity FILE` prints its id); repeatable."),
-    ] = None
-    adapter: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="PATH", help="Offer this LoRA adapter (a peft folder) under its name; repeatable."),
-    ] = None
-    share_weights: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|on|off",
-            help="Hand the weights on to peers that lack them; auto: unless the hub gates the model, or may.",
-        ),
-    ] = "auto"
-    until_eof: Annotated[
-        bool, typer.Option("--until-eof", help="Stop when standard input is closed: for programs that start servers.")
-    ] = False
-    plain: Annotated[
-        bool, typer.Option("--plain", help="At a terminal, print lines only, and no panel that is kept up to date.")
-    ] = False
+    blocks: str | None = option(None, "Host blocks A to B-1. Default: choose them by what the swarm lacks.", "A:B")
+    num_blocks: str = option("auto", "How many blocks to host; auto: as many as fit in memory.", "auto|N")
+    device: str = option("auto", "Device to compute on: auto, cpu, cuda, cuda:N or mps.")
+    dtype: str = option("auto", "Type to compute in: auto (that of the checkpoint), float32, bfloat16 or float16.")
+    quant: str = option("none", "Quantisation of the weights, to save memory.", "none|int8|nf4")
+    activations: str = option(
+        "float32", "What weights are multiplied with: int8 is quicker on a CPU, and announced.", "float32|int8"
+    )
+    cache_dtype: str = option(
+        "auto",
+        "What the attention cache holds; auto: the type computed in. Fewer bits hold more tokens; announced.",
+        "auto|float32|bfloat16|int8",
+    )
+    kernels: str = option(
+        "auto",
+        "What multiplies a few rows on a CPU in float32: torch, the compiled kernels, or the quicker one.",
+        "auto|native|torch",
+    )
+    exact: bool = option(False, "Compute the same bits as all exact servers, by the compiled kernels; announced.")
+    cache_tokens: int | None = option(
+        None, "Size of the attention cache, in tokens through all blocks held here.", min=1
+    )
+    prefix_cache: str = option(
+        "own",
+        "For whom to keep what was computed: its client, all clients that know its salt, or nobody.",
+        "own|salted|off",
+    )
+    throughput: str = option("auto", "Decode steps per second to announce; auto: measure.", "auto|F")
+    name: str = option("", "Name of this server in `petalnode status`.")
+    drain_timeout: float = option(
+        30.0, "On Ctrl-C or SIGTERM, wait up to S seconds for sessions to move to other servers.", "S", min=0
+    )
+    rebalance: str = option(
+        "20%", "Change blocks when a plan raises the throughput of the swarm by P percent; off: never.", "P%|off"
+    )
+    pledge: int = option(0, "Pledge POINTS, which are lost if a fault is proved.", "POINTS", min=0)
+    deposit_at: str | None = option(
+        None, "Validator that holds the points of --pledge as a deposit, so that clients count them.", "MULTIADDR"
+    )
+    max_disk: str | None = option(
+        None, "Size limit of the model cache, such as 50G; least recently used models go first.", "SIZE"
+    )
+    allow_client: list[str] | None = option(
+        None, "Serve only this client (`chat --identity FILE` prints its id); repeatable.", "PEER"
+    )
+    adapter: list[Path] | None = option(
+        None, "Offer this LoRA adapter (a peft folder) under its name; repeatable.", "PATH"
+    )
+    share_weights: str = option(
+        "auto",
+        "Hand the weights on to peers that lack them; auto: unless the hub gates the model, or may.",
+        "auto|on|off",
+    )
+    until_eof: bool = option(False, "Stop when standard input is closed: for programs that start servers.")
+    plain: bool = option(False, "At a terminal, print lines only, and no panel that is kept up to date.")
 
     def checked(self, model: str) -> ServerOptions:
         """What the server is told, once all of it can be done here."""
+        for peer in self.allow_client or ():
+            check_peer_id(peer, "--allow-client", client=True)
         _check_numbers({"--cache-tokens": self.cache_tokens, "--pledge": self.pledge})
         dtype = self.dtype
         if dtype not in _DTYPES:
@@ -188,7 +138,7 @@ class HostingOptions:
             throughput=_throughput(self.throughput),
             name=_name(self.name),
             drain_timeout=self.drain_timeout,
-            allow_clients=_clients(self.allow_client),
+            allow_clients=tuple(self.allow_client or ()),
             gain=_gain(self.rebalance),
             pledge=self.pledge,
             max_disk=None if self.max_disk is None else parse_size(self.max_disk, "--max-disk"),
@@ -264,10 +214,25 @@ async def _enforce_stop(
 
 async def run_serve(asked: ServeOptions) -> None:
     """Serves until told to stop, and ends the process."""
+    output, stop = Output(asked.join.json), StopSignal()
+    with ProgressBars(output.console) as bars:
+        report = await _serve(asked, output, bars, stop)
+    if stop.event.is_set() and not report.is_ready:
+        with suppress(typer.Exit):
+            stop.leave()
+        # A thread that still loads is left behind, and torch aborts a process that ends in order meanwhile.
+        written()
+        os._exit(stop.exit_code)
+    if report.is_drained and stop.event.is_set():
+        output.note("done: nobody was served any more")
+        raise typer.Exit(ExitCode.DONE)
+    stop.leave()
+
+
+async def _serve(asked: ServeOptions, output: Output, bars: ProgressBars, stop: StopSignal) -> ServerReport:
+    """Serves until told to stop; returns what came of it."""
     options, join = asked.server, asked.join
-    output = Output(join.json)
-    bars = ProgressBars(output.console)
-    stop, pause, tallies = StopSignal(), Pause(), ServerTallies()
+    pause, tallies = Pause(), ServerTallies()
     async with trio.open_nursery() as nursery:
         await nursery.start(stop.watch)
         await nursery.start(obey_signals, pause)
@@ -298,16 +263,7 @@ async def run_serve(asked: ServeOptions) -> None:
                 parts = ServerParts(report.on_event, bars, payments, wallet, tallies, pause)
                 await run_server(swarm, options, parts, stop.event)
         nursery.cancel_scope.cancel()
-    if stop.event.is_set() and not report.is_ready:
-        with suppress(typer.Exit):
-            stop.leave()
-        # A thread that still loads is left behind, and torch aborts a process that ends in order meanwhile.
-        written()
-        os._exit(stop.exit_code)
-    if report.is_drained and stop.event.is_set():
-        output.note("done: nobody was served any more")
-        raise typer.Exit(ExitCode.DONE)
-    stop.leave()
+    return report
 
 
 _Server = Annotated[
@@ -348,17 +304,6 @@ def _span(text: str | None) -> Span | None:
         raise BadInput(f"--blocks {text}: {error}") from None
 
 
-def _clients(peers: list[str] | None) -> tuple[str, ...]:
-    for peer in peers or ():
-        try:
-            peer_id_to_bytes(peer)
-        except ValueError:
-            raise BadInput(
-                f"--allow-client {peer}: this is no peer id; `petalnode chat --identity FILE` prints that of a client"
-            ) from None
-    return tuple(peers or ())
-
-
 def _deposit_at(address: str | None, pledge: int) -> str | None:
     if address is not None:
         if not pledge:
@@ -368,9 +313,9 @@ def _deposit_at(address: str | None, pledge: int) -> str | None:
 
 
 def _check_numbers(given: Mapping[str, int | None]) -> None:
-    for option, number in given.items():
+    for name, number in given.items():
         if number is not None and number > _MOST:
-            raise BadInput(f"{option} {number}: other nodes take at most {_MOST}")
+            raise BadInput(f"{name} {number}: other nodes take at most {_MOST}")
 
 
 def _name(text: str) -> str:
@@ -388,24 +333,9 @@ def _count(text: str) -> int | None:
 
 
 def _gain(text: str) -> float | None:
-    if text == "off":
-        return None
-    try:
-        value = float(text.removesuffix("%"))
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1000:
-        raise BadInput(f"--rebalance {text}: give percent, such as 20%, or off")
-    return value / 100
+    return None if text == "off" else number_given("--rebalance", text, 0, 1000, "percent, such as 20%, or off") / 100
 
 
 def _throughput(text: str) -> float | None:
-    if text == "auto":
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e6:
-        raise BadInput(f"--throughput {text}: give decode steps per second, such as 12.5, or auto")
-    return value
+    what = "decode steps per second, such as 12.5, or auto"
+    return None if text == "auto" else number_given("--throughput", text, 1e-6, 1e6, what)

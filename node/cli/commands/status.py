@@ -27,9 +27,11 @@ from ...models.quantisation import is_exact
 from ...swarm.routing import describe_blocks
 from ...swarm.swarm import Swarm
 from ...swarm.view import SwarmView, coverage_of
+from ...web.swarm_report import announced_fields
 from ..join import JoinOptions, joined, joins_swarm
 from ..model_choice import is_named
 from ..node_report import nobody_serves
+from ..option import option
 from ..output import Output, whole_figures
 
 
@@ -52,14 +54,12 @@ STATUS: Final = StatusLook()
 @joins_swarm
 def status(
     model: Annotated[str | None, typer.Argument(help="Show only the model of this name.")] = None,
-    watch: Annotated[
-        float | None,
-        typer.Option(
-            min=0.5,
-            metavar="[SECONDS]",
-            help=f"Go on, and look again at this interval ({STATUS.watch_seconds} s unless given) until Ctrl-C.",
-        ),
-    ] = None,
+    watch: float | None = option(
+        None,
+        f"Go on, and look again at this interval ({STATUS.watch_seconds} s unless given) until Ctrl-C.",
+        "[SECONDS]",
+        min=0.5,
+    ),
     *,
     join: JoinOptions,
 ) -> None:
@@ -216,25 +216,9 @@ def _as_json(model: ModelServers) -> dict[str, object]:
         "num_blocks": model.num_blocks,
         "coverage": model.coverage,
         "servers": [
-            {
-                "peer_id": server.peer_id,
-                "name": server.public_name,
-                "blocks": [server.span.start, server.span.end],
-                "state": server.state.name.lower(),
-                "answers": model.answers.get(server.peer_id),
-                "throughput": _throughput(server),
-                "cache_tokens_free": server.cache_tokens_free,
-                "cache_tokens": server.cache_tokens,
-                "dtype": server.dtype,
-                "quantisation": server.quantisation,
-                "exact": is_exact(server.quantisation),
-                "adapters": [adapter.name for adapter in announced(server)],
-                "queue_depth": server.queue_depth,
-                "fixed": server.fixed,
-                "next_blocks": [server.next_span.start, server.next_span.end] if server.next_span else None,
-                "addrs": list(server.addrs),
-                "software_version": server.software_version,
-            }
+            announced_fields(server)
+            | {"answers": model.answers.get(server.peer_id), "exact": is_exact(server.quantisation)}
+            | {"fixed": server.fixed, "addrs": list(server.addrs)}
             for server in model.servers
         ],
     }
@@ -246,10 +230,6 @@ def _state(server: Announcement) -> str:
     if server.next_span is not None and server.next_span != server.span:
         return f"{state}, goes to {server.next_span}"
     return f"{state}, fixed" if server.fixed else state
-
-
-def _throughput(server: Announcement) -> float:
-    return round(1 / server.step_seconds, 2) if server.step_seconds else 0.0
 
 
 def server_table(model: ModelServers, *, narrow: bool = False) -> Table:
@@ -277,7 +257,7 @@ def server_table(model: ModelServers, *, narrow: bool = False) -> Table:
             str(server.span),
             server.public_name or "…" + server.peer_id[-8:],
             _state(server) if model.answers.get(server.peer_id, True) else "not answering",
-            f"{_throughput(server):.1f}",
+            f"{1 / server.step_seconds if server.step_seconds else 0:.1f}",
             f"{server.cache_tokens_free}",
         )
     return whole_figures(table)

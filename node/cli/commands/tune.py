@@ -237,7 +237,6 @@ class _TuneRun:
             raise BadInput(
                 f'{folder.name} has no chat template, by which "messages" are learned: use "prompt", "completion"'
             )
-        bars = ProgressBars(self.output.errors)
         total = sum(example.characters for example in (*self.train, *self.held_out))
         done = 0
 
@@ -248,9 +247,9 @@ class _TuneRun:
                 bars(f"making tokens of {self.dataset.name}", done, total)
 
         limits: dict[str, Any] = {"max_length": options.max_length, "chat": chat, "labels": self.dataset.labels}
-        train = rows_of(self.train, tokenizer, **limits, progress=progress)
-        held_out = rows_of(self.held_out, tokenizer, **limits, progress=progress)
-        bars.stop()
+        with ProgressBars(self.output.errors) as bars:
+            train = rows_of(self.train, tokenizer, **limits, progress=progress)
+            held_out = rows_of(self.held_out, tokenizer, **limits, progress=progress)
         if not train:
             raise BadInput(f"nothing to learn is left within {options.max_length} tokens: raise --max-length")
         if self.held_out and not held_out:
@@ -259,15 +258,14 @@ class _TuneRun:
 
     @asynccontextmanager
     async def _client(self, name: str | None, join: JoinOptions) -> AsyncIterator[SwarmClient]:
-        bars = ProgressBars(self.output.errors)
         start.stage("joining the swarm")
         async with joined(join, self.output, role="tune", listens=False) as (swarm, _):
             start.stage("looking for the model")
             folder = await model_folder(
                 name or await served_model(swarm, self.output), self.output, need="client", swarm=swarm
             )
-            identified = await identify_model(swarm, folder, bars)
-            bars.stop()
+            with ProgressBars(self.output.errors) as bars:
+                identified = await identify_model(swarm, folder, bars)
             async with open_client(swarm, identified, ClientOptions(trusted=self.options.trusted_servers())) as client:
                 yield client
 

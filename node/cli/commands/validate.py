@@ -32,6 +32,7 @@ from ..join import JoinOptions, joined, joins_swarm
 from ..metrics import MetricsOptions, add_node, metrics_served
 from ..model_choice import check_device, check_model, linked_model, model_folder, on_demand_folder, served_model
 from ..node_report import say_link
+from ..option import option
 from ..output import Output, ProgressBars, whole_figures
 from ..process import say_error
 from ..terminal import StopSignal
@@ -51,26 +52,14 @@ _STYLES = {"ok": "green", "inconclusive": "yellow", "faulty": "bold red"}
 class ValidateOptions:
     """The options of `petalnode validate`."""
 
-    once: Annotated[
-        bool, typer.Option("--once", help="Probe every server once and exit, with code 1 if any is faulty.")
-    ] = False
-    interval: Annotated[
-        float, typer.Option(min=0.1, metavar="S", help="Mean seconds between two probes; the times are random.")
-    ] = 300.0
-    evidence_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Save evidence of faults here, for `petalnode verify-evidence`.")
-    ] = None
-    device: _Device = "cpu"
-    issue_points: Annotated[
-        bool, typer.Option("--issue-points", help="Keep a ledger and issue points to servers for verified work.")
-    ] = False
-    max_disk: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Size limit of the model cache, such as 5G: blocks come from peers as they are recomputed.",
-        ),
-    ] = None
+    once: bool = option(False, "Probe every server once and exit, with code 1 if any is faulty.")
+    interval: float = option(300.0, "Mean seconds between two probes; the times are random.", "S", min=0.1)
+    evidence_dir: Path | None = option(None, "Save evidence of faults here, for `petalnode verify-evidence`.", "DIR")
+    device: str = option("cpu", "Device to recompute on: auto, cpu, cuda, cuda:N or mps.")
+    issue_points: bool = option(False, "Keep a ledger and issue points to servers for verified work.")
+    max_disk: str | None = option(
+        None, "Size limit of the model cache, such as 5G: blocks come from peers as they are recomputed.", "SIZE"
+    )
 
 
 @joins_swarm
@@ -193,9 +182,8 @@ async def _probe_model(swarm: Swarm, model: str | None, output: Output, max_disk
         folder = await on_demand_folder(named, output, swarm, parse_size(max_disk, "--max-disk"))
     # First, as it refuses what cannot be served: to identify a model all of it may have to be read.
     local = await trio.to_thread.run_sync(lambda: load_client(folder.path, device="cpu"), abandon_on_cancel=True)
-    bars = ProgressBars(output.errors)
-    identified = await identify_model(swarm, folder, bars)
-    bars.stop()
+    with ProgressBars(output.errors) as bars:
+        identified = await identify_model(swarm, folder, bars)
     try:
         text = await trio.to_thread.run_sync(Text, folder, abandon_on_cancel=True)
     except ModelError:
@@ -326,14 +314,13 @@ def verify_evidence(
     output.say(f"{bundle.accuser} says of {bundle.accused}: {evidence.kind}")
     from ...verification.evidence_check import check_evidence, wanted_blocks
 
-    bars = ProgressBars(output.console)
     blocks = wanted_blocks(bundle)
     folder = None
-    if blocks is not None:
-        output.say(f"recomputing blocks {blocks} ...")
-        folder = resolve(model or DEFAULT_MODEL, progress=bars)
-    outcome = check_evidence(bundle, folder, device=device, progress=bars)
-    bars.stop()
+    with ProgressBars(output.console) as bars:
+        if blocks is not None:
+            output.say(f"recomputing blocks {blocks} ...")
+            folder = resolve(model or DEFAULT_MODEL, progress=bars)
+        outcome = check_evidence(bundle, folder, device=device, progress=bars)
     verdict = "proven" if outcome.proven else "inconclusive" if outcome.inconclusive else "refuted"
     output.say(f"{verdict}: {outcome.reason}")
     output.emit(
@@ -405,11 +392,10 @@ def _computed(output: Output, model: str, replies: Sequence[SignedReply]) -> lis
     """What comes of computing the answers again, which is said as well."""
     from ...verification.answer_check import check_answers
 
-    bars = ProgressBars(output.console)
-    folder = resolve(model, progress=bars)
-    output.say(f"computing the answer again with {folder.path} ...")
-    answers = check_answers(folder, replies, bars)
-    bars.stop()
+    with ProgressBars(output.console) as bars:
+        folder = resolve(model, progress=bars)
+        output.say(f"computing the answer again with {folder.path} ...")
+        answers = check_answers(folder, replies, bars)
     for answer in answers:
         output.say(f"{answer.verdict}: {answer.reason}")
         output.say(f"{answer.likeliest} of its {answer.tokens} tokens are the most likely ones", style="dim")

@@ -17,6 +17,7 @@ from ....links.making import LinkWishes, link_now, qr_code, where_from
 from ....swarm.swarm import Swarm
 from ...join import JoinOptions, joined, joins_swarm
 from ...model_choice import is_named, served_by
+from ...option import option
 from ...output import Output
 from ...terminal import choose_model
 
@@ -34,16 +35,11 @@ def invite(
     model: Annotated[
         str | None, typer.Argument(help="The model of the link, as the swarm calls it. Default: the one it serves.")
     ] = None,
-    valid: Annotated[
-        str, typer.Option(metavar="TIME", help="How long the link is good for, such as 30m, 12h or 7d.")
-    ] = "7d",
-    with_key: Annotated[
-        bool,
-        typer.Option("--with-key/--without-key", help="Whether the key of a private swarm is in the link."),
-    ] = True,
-    qr: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a QR code of the link: .svg, .png, .pdf or .txt.")
-    ] = None,
+    valid: str = option("7d", "How long the link is good for, such as 30m, 12h or 7d.", "TIME"),
+    with_key: bool = option(
+        True, "Whether the key of a private swarm is in the link.", names=("--with-key/--without-key",)
+    ),
+    qr: Path | None = option(None, "Write a QR code of the link: .svg, .png, .pdf or .txt.", "FILE"),
     *,
     join: JoinOptions,
 ) -> None:

@@ -34,6 +34,7 @@ from ...conversation.options import ChatOptions
 from ...join import KEY_IN_SIGHT, JoinOptions, joined, joins_swarm
 from ...metrics import MetricsOptions
 from ...model_choice import check_device, is_named, model_folder, served_model
+from ...option import option
 from ...output import Output
 from ...process import shown
 from ..chat import chat_with, question
@@ -44,16 +45,24 @@ from ..serve import ServeOptions, run_serve
 class JoinWishes:
     """What a person wants of the swarm that a link leads to."""
 
-    chat: Annotated[bool, typer.Option("--chat", help="Chat with the model, and serve nothing.")] = False
-    prompt: Annotated[str | None, typer.Option(help="With --chat: ask this, print the answer and exit.")] = None
-    show_route: Annotated[
-        bool, typer.Option("--show-route", help="With --chat: show the servers below each answer.")
-    ] = False
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask, and go on.")] = False
-    num_blocks: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="How many blocks to serve. Default: as many as fit.")
-    ] = None
-    device: Annotated[str, typer.Option(help="Device to compute on: auto, cpu, cuda, cuda:N or mps.")] = "auto"
+    chat: bool = option(False, "Chat with the model, and serve nothing.")
+    prompt: str | None = option(None, "With --chat: ask this, print the answer and exit.")
+    show_route: bool = option(False, "With --chat: show the servers below each answer.")
+    yes: bool = option(False, "Do not ask, and go on.")
+    num_blocks: int | None = option(None, "How many blocks to serve. Default: as many as fit.", "N", min=1)
+    device: str = option("auto", "Device to compute on: auto, cpu, cuda, cuda:N or mps.")
+
+    def check(self) -> None:
+        """
+        Raises:
+            BadInput: options for serving and for chatting contradict each other.
+            MachineError: this machine has no such device.
+        """
+        if self.chat and (self.num_blocks is not None or self.device != "auto"):
+            raise BadInput("--num-blocks and --device are for serving, and --chat serves nothing: leave them out")
+        if not self.chat and (self.prompt is not None or self.show_route):
+            raise BadInput("--prompt and --show-route go with --chat: add that, or leave them out")
+        check_device(self.device)
 
 
 @dataclass(frozen=True)
@@ -91,7 +100,7 @@ def join(
     _ = join.target  # whether the key fits
     if not typed and invite.swarm_key is not None:
         output.warn(KEY_IN_SIGHT)
-    check_device(wishes.device)
+    wishes.check()
     prompt = question(wishes.prompt) if wishes.chat and (wishes.prompt or not sys.stdin.isatty()) else None
     _say_link(output, invite, text)
     _ask("Connect to them", wishes, output)

@@ -36,18 +36,24 @@ def completion_script(group: Any, shell: str) -> str:
     """
     every = [(path, sorted(name for names, _ in _options(command) for name in names if name.startswith("--")))
              for path, command in _commands(group)]  # fmt: skip
-    if shell == "fish":
-        lines = [f"complete -c petalnode -n __fish_use_subcommand -f -a '{' '.join(group.commands)}'"]
-        for path, options in every:
-            seen = " && ".join(f"__fish_seen_subcommand_from {word}" for word in path.split())
-            lines += [f"complete -c petalnode -n '{seen}' -l {option[2:]}" for option in options]
-        return "\n".join(lines) + "\n"
-    if shell not in ("bash", "zsh"):
-        raise BadInput(f"{shell}: give bash, zsh or fish")
     inner: dict[str, list[str]] = {path.split()[0]: [] for path, _ in every if " " in path}
     for path, _ in every:
         if " " in path:
             inner[path.split()[0]].append(path.split()[1])
+    if shell == "fish":
+        lines = ["function __petalnode_in", "    set -l words (commandline -opc)"]
+        lines += ["    set -l last (math 1 + (count $argv))", '    test "$words[2..$last]" = "$argv"', "end"]
+        for name, command in group.commands.items():
+            about = _MARKUP.sub("", command.get_short_help_str(80)).replace("\\", "\\\\").replace("'", "\\'")
+            lines.append(f"complete -c petalnode -n __fish_use_subcommand -f -a {name} -d '{about}'")
+        for path, words in inner.items():
+            here = f"__petalnode_in {path}; and test (count (commandline -opc)) -eq 2"
+            lines.append(f"complete -c petalnode -n '{here}' -f -a '{' '.join(words)}'")
+        for path, options in every:
+            lines += [f"complete -c petalnode -n '__petalnode_in {path}' -l {option[2:]}" for option in options]
+        return "\n".join(lines) + "\n"
+    if shell not in ("bash", "zsh"):
+        raise BadInput(f"{shell}: give bash, zsh or fish")
     cases = [f'        "{path}") words="{" ".join([*inner.get(path, []), *options])}" ;;' for path, options in every]
     begin = (
         "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else ""

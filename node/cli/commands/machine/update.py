@@ -89,9 +89,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])))
 
 
-def update(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
+def update(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
     """Say whether a newer version is there, and the command that installs it."""
     output = Output(as_json)
     installed = how_installed(_direct_url(), Path(sys.prefix), sys.executable)

@@ -43,6 +43,7 @@ from ....server.lifecycle.memory import MEMORY_SHARES, Memory, device_memory, un
 from ....swarm.swarm import Swarm
 from ....swarm.view import is_online
 from ...join import JoinOptions, joined, joins_swarm
+from ...option import option
 from ...output import Output
 
 
@@ -70,9 +71,7 @@ def fit(
     model: Annotated[
         str | None, typer.Argument(help="One model: of the table, or a folder or hub id that is on this machine.")
     ] = None,
-    machines: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The machines of this file (docs/planning.md).")
-    ] = None,
+    machines: Path | None = option(None, "The machines of this file (docs/planning.md).", "FILE"),
     *,
     join: JoinOptions,
 ) -> None:

@@ -23,6 +23,7 @@ from ....placement.planning.plans import FleetPlan, busiest_plan, fastest_plan, 
 from ....placement.planning.trusted import together_in
 from ...join import JoinOptions, joined, joins_swarm
 from ...model_choice import is_named, served_by
+from ...option import option
 from ...output import Output, ProgressBars
 from ...terminal import choose_model
 from .fit import measured, say_fit_here, stored_bytes
@@ -31,30 +32,21 @@ from .fit import measured, say_fit_here, stored_bytes
 @joins_swarm
 def plan(
     model: Annotated[
-        str | None,
-        typer.Argument(help="The model, for the number and size of its blocks. Default: that of the swarm."),
+        str | None, typer.Argument(help="The model, for the number and size of its blocks. Default: that of the swarm.")
     ] = None,
-    machines: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Plan for the machines in this JSON or CSV file, not for servers of a swarm."
-        ),
-    ] = None,
-    num_blocks: Annotated[int | None, typer.Option(min=1, max=MACHINES.max_blocks, help="Blocks of the model.")] = None,
-    block_mb: Annotated[float | None, typer.Option(min=0.001, help="Megabytes of a block of the model.")] = None,
-    trusted_blocks: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=MACHINES.max_blocks,
-            metavar="N",
-            help="Only machines that FILE marks as trusted hold the first and the last N blocks. Default: 2, if it "
-            "marks any.",
-        ),
-    ] = None,
-    seconds: Annotated[
-        float, typer.Option(min=0.01, max=3600, metavar="S", help="Search at most this many seconds for a faster plan.")
-    ] = 1.0,
+    machines: Path | None = option(
+        None, "Plan for the machines in this JSON or CSV file, not for servers of a swarm.", "FILE"
+    ),
+    num_blocks: int | None = option(None, "Blocks of the model.", min=1, max=MACHINES.max_blocks),
+    block_mb: float | None = option(None, "Megabytes of a block of the model.", min=0.001),
+    trusted_blocks: int | None = option(
+        None,
+        "Only machines that FILE marks as trusted hold the first and the last N blocks. Default: 2, if it marks any.",
+        "N",
+        min=1,
+        max=MACHINES.max_blocks,
+    ),
+    seconds: float = option(1.0, "Search at most this many seconds for a faster plan.", "S", min=0.01, max=3600),
     *,
     join: JoinOptions,
 ) -> None:
@@ -107,9 +99,8 @@ def _model(
     elif model is not None and num_blocks is not None and block_bytes is not None:
         return replace(_known_here(model, num_blocks), block_bytes=block_bytes)
     if model is not None and (num_blocks is None or block_bytes is None):
-        bars = ProgressBars(output.errors)
-        folder = resolve(model, need="config", progress=bars)
-        bars.stop()
+        with ProgressBars(output.errors) as bars:
+            folder = resolve(model, need="config", progress=bars)
         from ....blocks.architecture import open_skeleton  # with torch: two seconds, where a model is named
 
         open_skeleton(folder.path)
