@@ -168,6 +168,10 @@ def _number(kind: str, data: bytes, size: int) -> int:
 # --- what is between blocks
 
 
+ID_DIGITS: Final = (1, 64, 4096, 262144)
+"""What the digits of a token's id count for. Half precision has them without an error."""
+
+
 @dataclass(frozen=True)
 class Boundaries:
     """What stands between two blocks of a model, and where servers may part.
@@ -181,6 +185,8 @@ class Boundaries:
         together: blocks that share keys and values, which one server holds all of; None: there are none.
         carried: blocks before this number get beside hidden states what entered the first block (Zamba, arXiv
             2405.16712). It travels behind the streams.
+        flat: blocks take the streams as they travel, one behind the other.
+        ids: blocks before this number get the ids of tokens, which travel behind the streams, digit by digit.
     """
 
     hidden: int
@@ -189,6 +195,8 @@ class Boundaries:
     per_block: int = 0
     together: Span | None = None
     carried: int = 0
+    flat: bool = False
+    ids: int = 0
 
     @property
     def of_streams(self) -> int:
@@ -198,7 +206,8 @@ class Boundaries:
     def width(self, block: int) -> int:
         """Of what enters the block of this number; behind the last one, of what leaves the model's blocks."""
         carried = self.hidden if block < self.carried else 0
-        return self.of_streams + carried + self.per_block * (self.num_blocks - block)
+        digits = len(ID_DIGITS) if block < self.ids else 0
+        return self.of_streams + carried + digits + self.per_block * (self.num_blocks - block)
 
     def left_by(self, span: Span) -> int:
         """By how much narrower leaves these blocks what enters them."""

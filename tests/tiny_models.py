@@ -40,6 +40,22 @@ _HEAD_DIM: dict[str, Any] = {**_LLAMA_LIKE, "head_dim": 16}
 _IDS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _SLIDING_EVERY_OTHER = ["sliding_attention", "full_attention"] * (NUM_BLOCKS // 2)
 
+_LATENT: dict[str, Any] = {
+    **_LLAMA_LIKE,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 2,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
+
 _SPECS: dict[str, tuple[str, dict[str, Any]]] = {
     "codegen": (
         "codegen",
@@ -132,46 +148,8 @@ _SPECS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": _SLIDING_EVERY_OTHER,
         },
     ),
-    "deepseek_v3": (
-        "deepseek_v3",
-        {
-            **_LLAMA_LIKE,
-            "num_key_value_heads": 4,
-            "moe_intermediate_size": 32,
-            "n_routed_experts": 8,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 2,
-            "n_group": 2,
-            "topk_group": 1,
-            "first_k_dense_replace": 2,
-            "kv_lora_rank": 16,
-            "q_lora_rank": 24,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 16,
-            "v_head_dim": 12,
-        },
-    ),
-    "deepseek_v32": (
-        "deepseek_v32",
-        {
-            **_LLAMA_LIKE,
-            "num_key_value_heads": 4,
-            "moe_intermediate_size": 32,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 2,
-            "n_group": 2,
-            "topk_group": 1,
-            "first_k_dense_replace": 2,
-            "kv_lora_rank": 16,
-            "q_lora_rank": 24,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 16,
-            "v_head_dim": 12,
-            "index_topk": 4,
-            "index_n_heads": 8,
-            "index_head_dim": 16,
-        },
-    ),
+    "deepseek_v3": ("deepseek_v3", {**_LATENT, "n_shared_experts": 1}),
+    "deepseek_v32": ("deepseek_v32", {**_LATENT, "index_topk": 4, "index_n_heads": 8, "index_head_dim": 16}),
     "bloom": (
         "bloom",
         {**_IDS, "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "n_layer": NUM_BLOCKS, "n_head": 4},
@@ -250,21 +228,17 @@ _DELTA: dict[str, Any] = {
     "linear_value_head_dim": 16,
     "layer_types": ["linear_attention", "linear_attention", "full_attention"] * (NUM_BLOCKS // 3),
 }
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
 _MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16}
 
 _HYBRID_SPECS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5_text", {**_HEAD_DIM, **_DELTA}),
-    "qwen3_next": (
-        "qwen3_next",
-        {
-            **_HEAD_DIM,
-            **_DELTA,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 32,
-        },
-    ),
+    "qwen3_next": ("qwen3_next", {**_HEAD_DIM, **_DELTA, **_EXPERTS}),
     "lfm2": ("lfm2", {**_LLAMA_LIKE, "layer_types": ["conv", "conv", "full_attention"] * (NUM_BLOCKS // 3)}),
     "falcon_h1": ("falcon_h1", {**_HEAD_DIM, **_MAMBA, "mamba_d_ssm": 128, "mamba_chunk_size": 8}),
     "granitemoehybrid": (
@@ -303,6 +277,20 @@ HYBRIDS: tuple[str, ...] = tuple(_HYBRID_SPECS)
 _WHOLE_SPECS: dict[str, tuple[str, dict[str, Any]]] = {
     "jamba": ("jamba", {**_LLAMA_LIKE, "num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1}),
     "bamba": ("bamba", {**_LLAMA_LIKE, **_MAMBA, "mamba_chunk_size": 8, "attn_layer_indices": [1, 4]}),
+    "mamba2": (
+        "mamba2",
+        {
+            **_IDS,
+            "vocab_size": VOCABULARY,
+            "hidden_size": HIDDEN,
+            "num_hidden_layers": NUM_BLOCKS,
+            "num_heads": 4,
+            "head_dim": 32,
+            "n_groups": 1,
+            "state_size": 16,
+            "chunk_size": 8,
+        },
+    ),
     "minimax": ("minimax", {**_HEAD_DIM, "block_size": 8, "num_local_experts": 4}),
     "recurrent_gemma": ("recurrent_gemma", {**_LLAMA_LIKE, "attention_window_size": 8}),
 }
@@ -336,6 +324,27 @@ _CROSSING_SPECS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_d_state": 16,
             "chunk_size": 8,
             "adapter_rank": 8,
+        },
+    ),
+    "qwen4_exp": (
+        "qwen4_exp_text",
+        {
+            **_HEAD_DIM,
+            **_DELTA,
+            **_EXPERTS,
+            "eos_token_id": 126,
+            "indexer_n_heads": 4,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+            "indexer_budget": 8,
+            "indexer_compress_ratio": 4,
+            "ple_layer_ids": [2, 5],
+            "ple_embed_dim": 32,
+            "ngram_vocab_size_base": 40,
+            "heads_per_ngram": 2,
+            "make_ngram_vocab_size_divisible_by": 8,
+            "split_ngram_parts": 1,
+            "hc_lowrank": 8,
         },
     ),
 }

@@ -44,10 +44,9 @@ _CACHE_WINDOW: Final = frozenset({"moshi"})
 """Architectures whose cache drops what is beyond the window, while their masks let a piece of a prompt see all of
 it."""
 
-_CUT_WRONG: Final = frozenset({"mamba", "falcon_mamba"})
-"""Architectures of which transformers forgets, at the second piece of a prompt, what the first one left."""
-BY_TOKEN: Final = frozenset({"bamba", "jamba", "recurrent_gemma"})
-"""Those likewise that take the tokens behind the first piece one by one."""
+BY_TOKEN: Final = frozenset({"bamba", "falcon_mamba", "jamba", "mamba", "recurrent_gemma"})
+"""Architectures of which transformers forgets, at the second piece of a prompt, what the first one left: they take the
+tokens behind it one by one."""
 _STATES: Final = frozenset(
     (
         *BY_TOKEN,
@@ -59,6 +58,7 @@ _STATES: Final = frozenset(
         "lfm2",
         "lfm2_moe",
         "lfm3",
+        "mamba2",
         "minimax",
         "nemotron_h",
         "olmo_hybrid",
@@ -67,12 +67,13 @@ _STATES: Final = frozenset(
         "qwen3_5_moe_text",
         "qwen3_5_text",
         "qwen3_next",
+        "qwen4_exp_text",
         "zamba",
         "zamba2",
     )
 )
 """Architectures whose states go by the calls of transformers' caches alone: tried by `make sweep`."""
-_INDEXED: Final = frozenset({"axk2", "deepseek_v32", "glm_moe_dsa"})
+_INDEXED: Final = frozenset({"axk2", "deepseek_v32", "glm_moe_dsa", "qwen4_exp_text"})
 """Those whose blocks choose the tokens for attention, each by an index of its own."""
 _SHARING: Final = frozenset({"gemma3n_text", "gemma4_text"})
 """Those whose last blocks take keys and values of earlier ones, which hand them on within a pass."""
@@ -126,11 +127,6 @@ def windows_of(skeleton: Skeleton) -> list[int | None]:
         raise ModelError(
             f"{named} has no cache of attention keys and values as other decoders have, but something of its own: "
             "petalnode cannot serve it yet"
-        )
-    if skeleton.config.model_type in _CUT_WRONG:
-        raise ModelError(
-            f"{named} has, in transformers, other answers to a prompt in one piece than in several, which servers take "
-            "it in: petalnode cannot serve it"
         )
     shared = [block for block, mode in enumerate(getattr(skeleton.config, "kv_sharing_modes", None) or ()) if mode]
     if shared and (

@@ -158,10 +158,8 @@ class SpanCache:
         self.left_padding = padding
         self.long_factors = False
         self.positions: torch.Tensor | None = None
-        self._groups = torch.empty(
-            batch, 0, dtype=torch.long
-        )  # of the present step, whose cuts these are, counted from its first token
-        self._cuts: list[int] = []
+        # Of the present step, whose cuts these are, counted from its first token.
+        self._groups, self._cuts = torch.empty(batch, 0, dtype=torch.long), list[int]()
         self._begun = 0
         self.specs = tuple(specs)
         self.first = first
@@ -255,11 +253,13 @@ class SpanCache:
         placed = torch.tensor(positions).view(following.shape) if positions else self._counted(self.length, tokens)
         following.copy_(placed)
 
-    def positions_of(self, tokens: int) -> torch.Tensor:
-        """Those of the next tokens, int64 [batch or 1, tokens], or [axes, batch, tokens] once steps have given some."""
+    def positions_of(self, tokens: int, held: int = 0) -> torch.Tensor:
+        """Those of the next tokens, behind the last `held` that are here: int64 [batch, held + tokens], or [axes,
+        batch, held + tokens] once steps have given some."""
+        first, end = self.length - held, self.length + tokens
         if self.positions is not None:
-            return self.positions[:, :, self.length : self.length + tokens]
-        return self._counted(self.length, tokens).to(self.memory.device)
+            return self.positions[:, :, first:end]
+        return self._counted(first, end - first).to(self.memory.device)
 
     def whole_groups(self, tokens: int) -> int:
         """How many of the next tokens to compute at once where `tokens` would do: no group is cut, and states come to
@@ -406,45 +406,45 @@ class SessionView(StateView):
 
     def __init__(self, cache: SpanCache) -> None:
         super().__init__(cache.states)
-        self._cache = cache
+        self.cache = cache
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores [batch, heads, tokens, dim] and returns what the mask of `get_mask_sizes` is made for."""
-        keys, values = self._cache.write(layer_idx, key_states, value_states)
-        window = self._cache.window(layer_idx)
-        first = 0 if window is None else max(self._cache.length - window + 1, 0)
-        return self._cache.opened(layer_idx, keys[:, :, first:], values[:, :, first:])
+        keys, values = self.cache.write(layer_idx, key_states, value_states)
+        window = self.cache.window(layer_idx)
+        first = 0 if window is None else max(self.cache.length - window + 1, 0)
+        return self.cache.opened(layer_idx, keys[:, :, first:], values[:, :, first:])
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """Stores [batch, tokens, dim] and returns those of all tokens."""
-        return self._cache.write_index(layer_idx, indexer_key_states)
+        return self.cache.write_index(layer_idx, indexer_key_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._cache.length
+        return self.cache.length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """(keys returned by `update`, number of the first of them)."""
         # Asked with an index into `is_sliding`, which starts at the session's first block.
-        held, window = self._cache.length, self._cache.specs[layer_idx].window
+        held, window = self.cache.length, self.cache.specs[layer_idx].window
         first = 0 if window is None else max(held - window + 1, 0)
         return held + query_length - first, first
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        return self._cache.max_length
+        return self.cache.max_length
 
     @property
     def is_sliding(self) -> list[bool]:
-        return [spec.window is not None for spec in self._cache.specs]
+        return [spec.window is not None for spec in self.cache.specs]
 
     @property
     def is_linear(self) -> list[bool]:
-        return [bool(spec.states) and not spec.heads for spec in self._cache.specs]
+        return [bool(spec.states) and not spec.heads for spec in self.cache.specs]
 
     @property
     def is_dummy(self) -> list[bool]:
-        return [not spec.states and not spec.heads for spec in self._cache.specs]
+        return [not spec.states and not spec.heads for spec in self.cache.specs]
 
     def __len__(self) -> int:
-        return len(self._cache.specs)
+        return len(self.cache.specs)

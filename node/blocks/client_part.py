@@ -34,7 +34,7 @@ from .outer_layers import OuterLayers
 from .remote_cache import RemoteCache, RemoteCall, positions
 from .skeleton import BlockList, Skeleton, fill
 from .span_adapter import linear_shapes
-from .stack import closed, opened
+from .stack import closed, opened, written_ids
 
 _log = logging.getLogger(__name__)
 
@@ -312,6 +312,8 @@ class ClientModel:
             raise BadInput("a swarm's model takes an attention_mask of two dimensions, [batch, tokens]")
         held = cache.get_seq_length() if cache is not None else 0
         self._here.call = RemoteCall(cache, held, mask, given.get("position_ids"))
+        if self.boundaries.ids:
+            self._here.ahead = written_ids(given["input_ids"], self.dtype)
         # Without a session nothing is kept: a cache made by the model itself would count no tokens.
         return args, kwargs if cache is not None else {**kwargs, "use_cache": False}
 
@@ -334,19 +336,17 @@ class ClientModel:
         made: torch.Tensor = self._made_per_block(*args)
         if isinstance(self.prompt, ImagePrompt):
             made = self.prompt.put_per_block(made, self._here.call.position)
-        self._here.per_block = made
+        self._here.ahead = made.flatten(2)
         return made
 
     def run_blocks(self, hidden: torch.Tensor) -> torch.Tensor:
         """What leaves the last block, as blocks take it and give it."""
-        carried = hidden if self.boundaries.carried else None
-        ahead = self._here.per_block.flatten(2) if self.boundaries.per_block else carried
+        ahead = hidden if self.boundaries.carried else getattr(self._here, "ahead", None)
         return opened(self.boundaries, self._run_blocks(closed(self.boundaries, hidden, ahead)))[0]
 
     def _run_blocks(self, hidden: torch.Tensor) -> torch.Tensor:
         call: RemoteCall = self._here.call
-        instead = getattr(self._here, "instead", None)
-        if instead is not None:
+        if (instead := getattr(self._here, "instead", None)) is not None:
             return instead(hidden)  # type: ignore[no-any-return]
         if self._remote is None:
             raise RuntimeError("nothing is bound to run the blocks: call ClientModel.bind first")

@@ -25,7 +25,7 @@ _ENCODERS: Final = frozenset(
 )
 """Those that are decoders where the configuration says so."""
 _REFUSED: Final = {
-    "deepseek_v4": "chooses experts of its first blocks by the ids of tokens, which no server is sent",
+    "deepseek_v4": "chooses experts of its first blocks by the ids of tokens, and keeps compressed keys beside others",
     "roformer": "feeds positions to every block, which a server makes otherwise",
     "whisper": "answers otherwise than in transformers where rows are padded",
 }
@@ -154,11 +154,6 @@ def refuse_outside_inputs(config: PreTrainedConfig) -> None:
         raise ModelError(
             f"in this {config.model_type!r} model all tokens of a prompt see each other, so that none can be gone on "
             "with: petalnode cannot serve it"
-        )
-    if getattr(config, "ple_layer_ids", None):
-        raise ModelError(
-            f"{config.model_type!r} looks up embeddings of the ids of tokens in its blocks, which no server is sent: "
-            "petalnode cannot serve it"
         )
     if config.model_type in _REFUSED:
         raise ModelError(f"{config.model_type!r} {_REFUSED[config.model_type]}: petalnode cannot serve it")

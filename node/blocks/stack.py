@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 
-from ...protocols.ids import PLAIN, Boundaries, Layout
+from ...protocols.ids import ID_DIGITS, PLAIN, Boundaries, Layout
 from .cache import SpanCache
 from .caches.ragged import RAGGED
 from .config import original_length
@@ -131,9 +131,13 @@ class BlockStack:
             own = ahead[:, :, :mine].reshape(*hidden.shape[:2], len(part), self.boundaries.per_block)
             ahead = ahead[:, :, mine:]
             arguments["per_layer_inputs"] = pad(own, (0, 0, part.start, len(self.blocks) - part.stop))
-        embedded = (self._input if self.boundaries.streams == 1 else self._input[0]).detach()
+        apart = self.boundaries.streams > 1 and not self.boundaries.flat
+        embedded = (self._input[0] if apart else self._input[:, :, : self.boundaries.hidden]).detach()
         if self._first + part.start < self.boundaries.carried:
             embedded = ahead
+        if self.boundaries.ids:
+            arguments["ple_input_ids"] = read_ids(ahead)
+        if not self.boundaries.per_block:
             ahead = ahead[:, :, : self.boundaries.width(self._first + part.stop) - self.boundaries.of_streams]
         self._long_factors = long_factors and self.original_length is not None
         config = self._decoder.config
@@ -229,7 +233,7 @@ def opened(boundaries: Boundaries, travelling: torch.Tensor) -> tuple[torch.Tens
     """Of what travels between blocks, [rows, tokens, width]: hidden states as blocks take them, [rows, tokens, hidden
     size] or [streams, rows, tokens, hidden size]; and what is for single blocks."""
     hidden, ahead = travelling[:, :, : boundaries.of_streams], travelling[:, :, boundaries.of_streams :]
-    if boundaries.streams > 1:
+    if boundaries.streams > 1 and not boundaries.flat:
         apart = hidden.reshape(*hidden.shape[:2], boundaries.streams, boundaries.hidden)
         hidden = apart.permute(2, 0, 1, 3).contiguous()
     return hidden, ahead
@@ -237,9 +241,21 @@ def opened(boundaries: Boundaries, travelling: torch.Tensor) -> tuple[torch.Tens
 
 def closed(boundaries: Boundaries, hidden: torch.Tensor, ahead: torch.Tensor | None) -> torch.Tensor:
     """What travels: the inverse of `opened`."""
-    if boundaries.streams > 1:
+    if boundaries.streams > 1 and not boundaries.flat:
         hidden = hidden.permute(1, 2, 0, 3).flatten(2)
     return hidden if ahead is None or not ahead.shape[2] else torch.cat([hidden, ahead.to(hidden.dtype)], dim=2)
+
+
+def written_ids(ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The digits [rows, tokens, digits] of ids [rows, tokens]."""
+    places = torch.tensor(ID_DIGITS, device=ids.device)
+    return (ids.unsqueeze(2) // places % ID_DIGITS[1]).to(dtype)
+
+
+def read_ids(digits: torch.Tensor) -> torch.Tensor:
+    """The ids [rows, tokens]; 0 where none travel."""
+    places = torch.tensor(ID_DIGITS[: digits.shape[2]], device=digits.device)
+    return (digits.nan_to_num().clamp(0, ID_DIGITS[1] - 1).round().long() * places).sum(2)
 
 
 def _made_by_the_client(embedded: torch.Tensor, per_block: torch.Tensor) -> torch.Tensor:

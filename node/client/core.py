@@ -17,7 +17,7 @@ from ...crypto.receipts import Receipt
 from ...protocols import wire_pb2 as wire
 from ...protocols.adapter import MAX_HEADER as MAX_ADAPTER_HEADER
 from ...protocols.framing import F, MessageStream, PeerError
-from ...protocols.ids import ADAPTER, INFERENCE, Span
+from ...protocols.ids import ADAPTER, INFERENCE, Boundaries, Span
 from ...protocols.training import MAX_HEADER as MAX_BATCH_HEADER
 from ...protocols.training import PIECE_BYTES, BatchFrames
 from ..errors import BadInput, NoChainError, ServerFailed, SwarmError
@@ -115,6 +115,11 @@ def parse_codec(name: str, choices: Sequence[str] = CODEC_CHOICES) -> str:
     return name
 
 
+def exact_for(codec: str, boundaries: Boundaries) -> str:
+    """The codec in place of this one where tokens' ids travel, which have to arrive as they are."""
+    return {AUTO: "none", "int8": "float16"}.get(codec, codec) if boundaries.ids else codec
+
+
 def _session_adapter(adapter: Adapter | str | None, model: SwarmModel) -> SessionAdapter | str | None:
     """What sessions are changed by; an adapter that is only a prompt changes no blocks, and a name is looked up later.
 
@@ -150,7 +155,7 @@ class SwarmClient(ServerSelection):
     ) -> None:
         super().__init__(swarm, model, nursery, options)
         self._adapter = adapter
-        self._codec = options.codec
+        self._codec = exact_for(options.codec, model.folder.boundaries)
         self.reopen_timeout = options.reopen_timeout
         self._uncoded: ClientSession | None = None  # the last one that was opened without a codec
         self._junctions: list[WireTensor] = []  # of such a session, until they are measured

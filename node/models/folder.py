@@ -34,8 +34,12 @@ _QUANTISED_FIELDS = {
     "compression_config": "compressed-tensors",
 }
 """Fields by which checkpoints say so, and whose they are if these do not name the method."""
-_CROSSING_FIELDS: Final = ("altup_num_inputs", "hidden_size_per_layer_input", "num_kv_shared_layers")
-_CROSSING: Final = {"gemma3n_text": (4, 256, 15), "gemma4_text": (1, 256, 0)}
+_CROSSING_FIELDS: Final = (
+    ("altup_num_inputs", "hc_count"),
+    ("hidden_size_per_layer_input",),
+    ("num_kv_shared_layers",),
+)
+_CROSSING: Final = {"gemma3n_text": (4, 256, 15), "gemma4_text": (1, 256, 0), "qwen4_exp_text": (4, 0, 0)}
 """What transformers takes for these fields where the configuration of such a model has none."""
 _MOST_STREAMS, _MOST_PER_BLOCK = 16, 4096
 TEXT_FIELDS = ("text_config", "llm_config", "language_config")
@@ -219,7 +223,7 @@ def boundaries_of(config: Mapping[str, Any], hidden: int, num_blocks: int) -> Bo
     """
     text = _text_config(config)
     usual = _CROSSING.get(str(text.get("model_type")), (1, 0, 0))
-    found = [_first_integer(text, (name,)) for name in _CROSSING_FIELDS]
+    found = [_first_integer(text, names) for names in _CROSSING_FIELDS]
     streams, per_block, sharing = (least if one is None else one for one, least in zip(found, usual, strict=True))
     if not (1 <= streams <= _MOST_STREAMS and 0 <= per_block <= _MOST_PER_BLOCK and 0 <= sharing < num_blocks):
         raise ModelError(
@@ -228,7 +232,11 @@ def boundaries_of(config: Mapping[str, Any], hidden: int, num_blocks: int) -> Bo
         )
     shared, _ = _weights_shared(text, num_blocks)
     if not sharing:
-        return Boundaries(hidden, num_blocks, streams, per_block, carried=max(shared, default=-1) + 1)
+        flat, looked_up = text.get("model_type") == "qwen4_exp_text", text.get("ple_layer_ids") or [0]
+        if not isinstance(looked_up, list) or not all(isinstance(one, int) for one in looked_up):
+            raise ModelError("its ple_layer_ids do not say which blocks look tokens up.")
+        ids = min(max(looked_up), num_blocks)
+        return Boundaries(hidden, num_blocks, streams, per_block, None, max(shared, default=-1) + 1, flat, ids)
     kinds = text.get("layer_types")
     own = num_blocks - sharing
     if (

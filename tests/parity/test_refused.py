@@ -38,7 +38,7 @@ REFUSED = {
     "zaya": STATE,
     "hy_v4": CHOICE,
     "deepseek_v4": "by the ids of tokens",
-    **dict.fromkeys(("rwkv", "xlstm", "xlnet", "mamba", "falcon_mamba", "openai-gpt"), OWN),
+    **dict.fromkeys(("rwkv", "xlstm", "xlnet", "openai-gpt"), OWN),
     **dict.fromkeys(("cpmant", "longcat_flash"), "cannot tell which layers"),
     **dict.fromkeys(("bart", "bert"), "decoder-only"),
 }

@@ -125,7 +125,9 @@ def through(spans: Sequence[BlockSpan], batch: Batch, gradient: torch.Tensor, me
     return hidden, Gradients(gradient, torch.cat(found[::-1]) if batch.prompts is not None else None, {})
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *HYBRIDS, *CROSSING])
+@pytest.mark.parametrize(
+    "architecture", [*ARCHITECTURES, *HYBRIDS, *(kind for kind in CROSSING if kind != "qwen4_exp")]
+)
 def test_gradients_equal_the_whole_models(architecture: str, tiny: Tiny) -> None:
     folder = tiny(architecture)
     generator = torch.Generator().manual_seed(1)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from petalnode.node.blocks.stack import closed
+from petalnode.node.blocks.stack import closed, written_ids
 from petalnode.node.models.folder import open_folder
 from tests.tiny_models import NUM_BLOCKS, load_whole
 
@@ -43,7 +43,10 @@ class Whole:
 
     def _enter(self, block: nn.Module, args: Any, kwargs: Any) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
-        self.entered.append(closed(self.boundaries, hidden, hidden if self.boundaries.carried else self._per_block))
+        ahead = hidden if self.boundaries.carried else self._per_block
+        if self.boundaries.ids:
+            ahead = written_ids(kwargs["ple_input_ids"], hidden.dtype)
+        self.entered.append(closed(self.boundaries, hidden, ahead))
 
     def _leave(self, block: nn.Module, args: Any, output: Any) -> None:
         self.left.append(closed(self.boundaries, output if isinstance(output, torch.Tensor) else output[0], None))

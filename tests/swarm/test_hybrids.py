@@ -1,4 +1,5 @@
-"""Models whose blocks keep states say over two servers what transformers says, whatever happens to the session."""
+"""Models whose blocks keep states, or hand on more than hidden states, say over several servers what transformers says,
+whatever happens to the session."""
 
 from __future__ import annotations
 
@@ -10,11 +11,12 @@ import pytest
 import torch
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
+from petalnode.node.models.folder import open_folder
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm
 from tests.greedy import generate, prompt
 from tests.swarm.deep_drafts import Few, draft_deep
 from tests.swarm.fleet import heard_of
-from tests.tiny_models import HYBRIDS, WHOLE, save_tiny
+from tests.tiny_models import CROSSING, CUTS, HYBRIDS, WHOLE, save_tiny
 
 Model = DistributedModelForCausalLM
 TOLERANCE = 2e-4
@@ -22,16 +24,25 @@ LONG = 300
 """Tokens of a prompt that servers compute in several pieces."""
 
 
-@pytest.fixture(scope="module", params=[*HYBRIDS, *WHOLE])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    endless = {"max_position_embeddings": 1024, "eos_token_id": None}
-    return save_tiny(request.param, tmp_path_factory.mktemp("hybrid") / request.param, **endless)
+@pytest.fixture(scope="module", params=[*HYBRIDS, *WHOLE, *CROSSING])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def servers(swarm: MemorySwarm, folder: Path) -> list[MemoryServer]:
-    return [swarm.start(folder, blocks) for blocks in ("0:2", "2:6")]
+def folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    endless = {"max_position_embeddings": 1024, **({} if kind == "qwen4_exp" else {"eos_token_id": None})}
+    return save_tiny(kind, tmp_path_factory.mktemp("hybrid") / kind, **endless)
+
+
+def serving(swarm: MemorySwarm, folder: Path, kind: str) -> list[MemoryServer]:
+    return [swarm.start(folder, str(blocks)) for blocks in CUTS.get(kind, ("0:2", "2:6"))]
+
+
+@pytest.fixture(scope="module")
+def servers(swarm: MemorySwarm, folder: Path, kind: str) -> list[MemoryServer]:
+    return serving(swarm, folder, kind)
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +68,10 @@ def test_a_padded_batch_says_the_same(length: int, model: Model, whole: Any) -> 
     assert torch.equal(generate(model, ids, attention_mask=mask), generate(whole, ids, attention_mask=mask))
 
 
-def test_a_step_is_rolled_back(model: Model) -> None:
+def test_a_step_is_rolled_back(model: Model, folder: Path) -> None:
     """Also into the middle of a step, and of steps that were rolled back themselves."""
-    hidden = torch.randn(2, 60, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    width = open_folder(folder, "tiny").boundaries.width(0)
+    hidden = torch.randn(2, 60, width, generator=torch.Generator().manual_seed(0))
     with model.inference_session(max_length=80) as session, torch.no_grad():
         session.step(hidden[:, :30])
         expected = [session.step(hidden[:, at : at + 6]) for at in range(30, 60, 6)]
@@ -74,19 +86,21 @@ def test_a_step_is_rolled_back(model: Model) -> None:
         assert session.recoveries == 0
 
 
-def test_session_goes_back_farther_than_servers_keep_states(model: Model, whole: Any) -> None:
+def test_session_goes_back_farther_than_servers_keep_states(model: Model, whole: Any, kind: str) -> None:
     """What led there is sent again."""
     ids = prompt(1, 100)
     with model.inference_session(max_length=150) as session:
         generate(model, ids, session=session, max_new_tokens=20)
         other = torch.cat([ids[:, :9], prompt(1, 5, seed=1)], dim=1)
         assert torch.equal(generate(model, other, session=session), generate(whole, other))
-        assert session.recoveries > 0
+        assert (session.recoveries > 0) == (not kind.startswith("gemma"))
 
 
-def test_a_server_is_killed_in_the_middle(model: Model, whole: Any, swarm: MemorySwarm, folder: Path) -> None:
+def test_a_server_is_killed_in_the_middle(
+    model: Model, whole: Any, swarm: MemorySwarm, folder: Path, kind: str
+) -> None:
     ids = prompt(2, 9, seed=2)
-    extra = [swarm.start(folder, blocks) for blocks in ("0:2", "2:6")]
+    extra = serving(swarm, folder, kind)
     heard_of(model, extra)
     with model.inference_session(max_length=64) as session:
         for at, killed in ((4, 0), (9, 1)):
@@ -105,4 +119,4 @@ def test_drafts_change_no_token(model: Model, whole: Any, monkeypatch: pytest.Mo
     ids = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7]])
     drafted = generate(model, ids, **options, prompt_lookup_num_tokens=10)
     assert torch.equal(drafted, generate(whole, ids, **options))
-    assert model.drafts["drafted"] > model.drafts["accepted"] > 0
+    assert model.drafts["drafted"] >= model.drafts["accepted"] > 0

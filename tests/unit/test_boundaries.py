@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from petalnode.node.blocks.stack import read_ids, written_ids
+from petalnode.node.client.core import CODEC_CHOICES, exact_for
 from petalnode.node.errors import BadInput, MachineError, ModelError, NoChainError
 from petalnode.node.models.folder import ModelFolder, boundaries_of
 from petalnode.node.placement.joining import span_for_newcomer
@@ -53,6 +56,23 @@ ZAMBA: dict[str, Any] = {
     "layers_block_type": ["linear_attention", "hybrid"] * 3 + ["linear_attention"] * 2,
     "num_mem_blocks": 2,
 }
+
+
+QWEN: dict[str, Any] = {"model_type": "qwen4_exp_text", "num_hidden_layers": 8, "ple_layer_ids": [2, 5]}
+
+
+def test_ids_travel_to_their_last_reader() -> None:
+    found = boundaries_of(QWEN, 64, 8)
+    assert [found.width(block) for block in (0, 4, 5, 8)] == [260, 260, 256, 256]
+    assert boundaries_of({**QWEN, "ple_layer_ids": []}, 64, 8).ids == 0
+    with pytest.raises(ModelError, match="ple_layer_ids"):
+        boundaries_of({**QWEN, "ple_layer_ids": ["5"]}, 64, 8)
+    ids = torch.randint(0, 1 << 24, (3, 50), generator=torch.Generator().manual_seed(0))
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        assert torch.equal(read_ids(written_ids(ids, dtype)), ids)
+    assert read_ids(torch.tensor([[[torch.nan, torch.inf, -5.0, 1e30]]])).item() == 63 * (64 + 262144)
+    assert [exact_for(name, found) for name in CODEC_CHOICES] == ["none", "none", "float16", "bfloat16", "float16"]
+    assert [exact_for(name, EIGHT) for name in CODEC_CHOICES] == list(CODEC_CHOICES)
 
 
 def test_first_input_travels_to_its_last_reader() -> None:

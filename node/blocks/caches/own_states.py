@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import torch
 from torch import nn
+from transformers.cache_utils import DynamicIndexedLayer
 from transformers.modeling_utils import PreTrainedModel
+
+from ....protocols.ids import AXES
 
 _OWN_CACHES: Final = {"minimax": "MiniMaxCache"}
 """Models that take caches of one class only, and its name."""
+MAMBAS: Final = frozenset({"mamba", "mamba2", "falcon_mamba"})
+"""Models that have a name of their own for a cache."""
+_OWN_POSITIONS: Final = frozenset({"qwen4_exp_text"})
+"""Models that look up in their cache where the tokens stand that it holds."""
 _IN_BLOCKS: Final = frozenset({"recurrent_gemma"})
 """Models whose states are attributes of their blocks."""
 
@@ -22,12 +30,49 @@ def keep_states_in_caches(decoder: PreTrainedModel, blocks: Sequence[nn.Module])
     if kind in _OWN_CACHES:
         wanted = getattr(sys.modules[type(decoder).__module__], _OWN_CACHES[kind])
         decoder.register_forward_pre_hook(functools.partial(_give_its_class, wanted), with_kwargs=True)
+    if kind in _OWN_POSITIONS:
+        decoder.register_forward_pre_hook(_give_positions, with_kwargs=True)
     for number, block in enumerate(blocks if kind in _IN_BLOCKS else ()):
         recurrent: Any = block.get_submodule("temporal_block")
         if hasattr(recurrent, "rg_lru"):
             recurrent.layer_idx = number
             recurrent.register_forward_pre_hook(_take_states, with_kwargs=True)
             recurrent.register_forward_hook(_put_states, with_kwargs=True)
+
+
+def take_usual_arguments(decoder: Any) -> None:
+    """Has one of Mamba's decoders called like all others."""
+    decoder.forward = functools.partial(_with_usual_arguments, decoder.forward)
+
+
+def _with_usual_arguments(
+    forward: Callable[..., Any],
+    input_ids: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+    past_key_values: Any = None,
+    inputs_embeds: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> Any:
+    """The mask of the new tokens alone is what `forward` wants; a token that comes alone is no padding."""
+    given: Any = input_ids if inputs_embeds is None else inputs_embeds
+    tokens = given.shape[1]
+    mask = None if attention_mask is None or tokens == 1 else attention_mask[:, -tokens:]
+    kwargs.pop("position_ids", None)
+    return forward(input_ids, inputs_embeds, cache_params=past_key_values, attention_mask=mask, **kwargs)
+
+
+def _give_positions(decoder: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    cache, given, embedded = (kwargs.get(name) for name in ("past_key_values", "position_ids", "inputs_embeds"))
+    if given is not None and embedded is not None:  # for each row, where they are the same for all
+        kwargs = {**kwargs, "position_ids": given.expand(*given.shape[:-2], len(embedded), -1)}
+    held = getattr(cache, "cache", None)  # a session's, on its server
+    layer = DynamicIndexedLayer()
+    if held is not None and held.length:
+        positions = held.positions_of(0, held.length)
+        layer.indexer_position_ids = positions.expand(AXES, *positions.shape[-2:])
+    if cache is not None:
+        cache.layers = [layer] * len(decoder.config.layer_types)
+    return args, kwargs
 
 
 def _give_its_class(wanted: type, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
-"""The language part of a model that also takes pictures, as a causal language model.
+"""The causal language model of a configuration.
 
-Of some of them transformers has such a class, which is taken. Of others it has the decoder alone: Qwen2-VL, Qwen3-VL
-and GLM-4V count positions along three axes. Text has the same number on each, and so needs nothing else.
+Of most, transformers has such a class, which is taken. Of some that also take pictures it has the decoder alone:
+Qwen2-VL, Qwen3-VL and GLM-4V count positions along three axes. Text has the same number on each, and so needs nothing
+else. Of Mamba the class has a name for the cache that no other one has, and only its decoder is taken.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AutoModelForCausalLM
 
+from ..caches.own_states import MAMBAS, take_usual_arguments
+
 
 class LanguagePart(PreTrainedModel, GenerationMixin):  # type: ignore[misc]  # transformers is untyped here
     """The decoder that transformers has for a configuration, with a head behind it."""
@@ -27,7 +30,7 @@ class LanguagePart(PreTrainedModel, GenerationMixin):  # type: ignore[misc]  # t
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
-        self.model = MODEL_MAPPING[type(config)](config)
+        setattr(self, self.base_model_prefix, MODEL_MAPPING[type(config)](config))
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
@@ -43,7 +46,7 @@ class LanguagePart(PreTrainedModel, GenerationMixin):  # type: ignore[misc]  # t
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """As that of any causal language model of transformers."""
-        output = self.model(
+        output = self.base_model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -56,11 +59,26 @@ class LanguagePart(PreTrainedModel, GenerationMixin):  # type: ignore[misc]  # t
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=output.past_key_values)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+
+
+class StatesPart(LanguagePart):
+    """That of Mamba. transformers takes a class for one that names its cache otherwise, if it is called so."""
+
+    base_model_prefix = "backbone"
+    _supports_sdpa = False
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "backbone.embeddings.weight"}
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config)
+        take_usual_arguments(self.base_model)
 
 
 def causal_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The causal language model of `config`; raises whatever transformers raises where it has none."""
+    if config.model_type in MAMBAS:
+        recurrent: PreTrainedModel = StatesPart._from_config(config, dtype=dtype)
+        return recurrent
     of_pictures = type(config) in MODEL_MAPPING and getattr(config, "base_config_key", "") == "text_config"
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and of_pictures:
         model: PreTrainedModel = LanguagePart._from_config(config, dtype=dtype)

@@ -15,7 +15,7 @@ from ....protocols.training import LoraName
 from ...blocks.client_part import SoftPrompt
 from ...blocks.remote_cache import RemoteCache, RemoteCall
 from ...errors import BadInput
-from ..core import CODEC_OF
+from ..core import CODEC_OF, exact_for
 from ..session.comparing import Disagreement
 from .arguments import forward_arguments, take_images
 from .opening import OpenedModel
@@ -63,7 +63,7 @@ class DistributedModel:
             Span(0, local.num_blocks),
             wait=opened.wait,
             step_timeout=opened.request_timeout,
-            codec=CODEC_OF[opened.batch_codec],
+            codec=CODEC_OF[exact_for(opened.batch_codec, local.boundaries)],
         )
         self._local.layer.inner = self._blocks
         self._local.bind(self._run_blocks)
