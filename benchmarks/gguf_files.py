@@ -1,18 +1,21 @@
 """What serving a GGUF file takes: disk beside the file, memory, seconds until ready, a prompt's and a token's time.
 
     python benchmarks/gguf_files.py FILE... [--json] [--servers 1 2] [--rounds 3] [--tokens 32] [--threads N]
-                                    [--prompt 256] [--llama-cpp FOLDER] [--memory-mb N ...]
+                                    [--prompt 256] [--llama-cpp FOLDER] [--memory-mb N ...] [--check] [--once]
 
 The file is in the page cache. For each number of servers these are started on loopback, with an empty cache and
 again; a client in this process asks for `--tokens` tokens behind a prompt of `--prompt` as chat does. `ready` is from
 the start of a process to its ready event, the longest of all; `over` the most that a server ever had resident beyond
-its blocks' bytes and its attention cache. llama.cpp is run by node-llama-cpp in turns with it, if FOLDER is one where
+its blocks' bytes and the attention cache that it may have kept: of all prompts and answers, as far as `--cache-tokens`
+goes. llama.cpp is run by node-llama-cpp in turns with it, if FOLDER is one where
 `npm install node-llama-cpp` was run; its load is from the start of the process. All of these use `--threads`
 threads. Seconds: of the clock and of the processor. Times of prompts and tokens: least and median, of tokens by the
 processor (client and servers) of the means of rounds; on a busy machine the latter alone can be compared, with one
 thread. `--memory-mb`, one for each of `--servers` (0: no limit), puts each server into a control group (version 1, as
-root) of so much memory. Of mixtures: how many experts a token used in all blocks, and how many of them were read from
-the disk. Whether all numbers of servers gave the same tokens is said at the end of a file's rows.
+root) of so much memory; `group` is the most of it that was no page of a file. With `--check` this process computes the
+first answer again, with a few blocks in memory at a time, and says whether its tokens are the same. Of mixtures: how
+many experts a token used in all blocks, and how many of them were read from the disk. Whether all numbers of servers
+gave the same tokens is said at the end of a file's rows.
 """
 
 from __future__ import annotations
@@ -41,11 +44,14 @@ from local_swarm import ServerProcess
 
 from petalnode import AutoDistributedModelForCausalLM
 from petalnode.node.blocks.architecture import block_sizes
+from petalnode.node.blocks.client_part import load_client
+from petalnode.node.blocks.span import load_span
 from petalnode.node.client.core import SwarmClient
 from petalnode.node.client.generation.conversation import Conversation, Sampling
 from petalnode.node.models import ModelFolder, resolve
 from petalnode.node.server.lifecycle.memory import cache_bytes_per_block
 from petalnode.node.server.lifecycle.speed import cpu_name
+from petalnode.protocols.ids import Span
 
 CACHE_TOKENS: Final = 2048
 GROUPS: Final = Path("/sys/fs/cgroup/memory")
@@ -84,6 +90,15 @@ def swarm(
         finally:
             for server in servers:
                 server.stop()
+            for group in GROUPS.glob(f"petalnode-bench-{os.getpid()}-*"):
+                group.rmdir()
+
+
+def group_memory(server: ServerProcess) -> int:
+    """Bytes of the server's control group that are no pages of files, now."""
+    (own,) = re.findall(r"^\d+:memory:(.*)$", Path(f"/proc/{server.process.pid}/cgroup").read_text(), re.MULTILINE)
+    stat = (GROUPS / own.lstrip("/") / "memory.stat").read_text()
+    return int(re.findall(r"^total_rss (\d+)$", stat, re.MULTILINE)[0])
 
 
 def most_memory(server: ServerProcess) -> int:
@@ -133,6 +148,19 @@ def answer(model: Any, servers: Sequence[ServerProcess], prompt: list[int], toke
     return Answer(given, first, others, 1000 * spent, (experts, read))
 
 
+@torch.inference_mode()
+def computed_here(file: Path, tokens: list[int]) -> list[int]:
+    """The likeliest token behind each of these, by four blocks at a time, which are the only ones in memory."""
+    folder = resolve(file)
+    client = load_client(folder.path, device="cpu")
+    hidden = client.embed(torch.tensor([tokens]))
+    for start in range(0, folder.num_blocks, 4):
+        span = load_span(folder.path, Span(start, min(start + 4, folder.num_blocks)), device="cpu", kernels="native")
+        hidden = span.forward(hidden, span.make_cache(1, len(tokens)))
+    likeliest: list[int] = client.head(hidden)[0].argmax(-1).tolist()
+    return likeliest
+
+
 def llama_cpp(folder: Path, file: Path, tokens: int, prompt: int, threads: int) -> dict[str, Any]:
     """What it says of a prompt and `all` tokens, and of loading: milliseconds from the start of the process."""
     script = folder / "petalnode-bench.mjs"
@@ -147,10 +175,12 @@ def size_of(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def over(servers: Sequence[ServerProcess], spans: Sequence[tuple[int, int]], folder: ModelFolder, prompt: int) -> float:
-    """The most MB of a server beyond its blocks and its attention cache."""
+def over(
+    servers: Sequence[ServerProcess], spans: Sequence[tuple[int, int]], folder: ModelFolder, cache_tokens: int
+) -> float:
+    """The most MB of a server beyond its blocks and so much attention cache."""
     held = block_sizes(folder.path, "auto", "none", "auto").held
-    cache = cache_bytes_per_block(folder.config, 4, prompt + 1)
+    cache = cache_bytes_per_block(folder.config, 4, cache_tokens)
     beyond = [
         most_memory(server) - sum(held[start:end]) - cache * (end - start)
         for server, (start, end) in zip(servers, spans, strict=True)
@@ -163,12 +193,15 @@ def run(file: Path, count: int, memory_mb: float, options: argparse.Namespace) -
     for kept in (Path(os.environ["PETALNODE_CACHE"]) / "models").iterdir():
         shutil.rmtree(kept) if kept.is_dir() else kept.unlink()
     spans = spans_of(folder.num_blocks, count)
-    with swarm(file, spans, memory_mb, options) as servers:
-        first = ready_seconds(servers)
+    first = None
+    if not options.once:
+        with swarm(file, spans, memory_mb, options) as servers:
+            first = ready_seconds(servers)
     own: list[Answer] = []
     theirs: list[dict[str, Any]] = []
     with swarm(file, spans, memory_mb, options) as servers:
         again = ready_seconds(servers)
+        print(f"ready after {first}, {again}", file=sys.stderr)
         addrs: Any = servers[-1].ready["addrs"]
         with AutoDistributedModelForCausalLM.from_pretrained(file, initial_peers=addrs) as model:
             answer(model, servers, [500] * 16, 4)
@@ -178,8 +211,11 @@ def run(file: Path, count: int, memory_mb: float, options: argparse.Namespace) -
                 if options.llama_cpp:
                     theirs.append(llama_cpp(options.llama_cpp, file, options.tokens, options.prompt, options.threads))
                 print(f"round {turn}: {own[-1]} {theirs[-1:]} load {os.getloadavg()[0]:.1f}", file=sys.stderr)
-            beyond = over(servers, spans, folder, options.prompt)
+            # A session, and what is kept of those before it.
+            kept = min(CACHE_TOKENS, (options.rounds + 1) * (options.prompt + options.tokens))
+            beyond = over(servers, spans, folder, kept)
             most = max(most_memory(server) for server in servers) / 1e6
+            group = max(map(group_memory, servers)) / 1e6 if memory_mb else 0
     found: dict[str, Any] = {
         "file": file.name, "file_mb": round(file.stat().st_size / 1e6), "blocks": folder.num_blocks,
         "servers": count, "memory_mb_each": memory_mb,
@@ -187,8 +223,13 @@ def run(file: Path, count: int, memory_mb: float, options: argparse.Namespace) -
         "first_seconds": first, "again_seconds": again, "memory_mb": round(most), "over_mb": round(beyond),
         "prompt_ms": pair([one.prompt for one in own]), "token_ms": pair([ms for one in own for ms in one.steps]),
         "token_spent_ms": pair([one.spent for one in own]), "tokens": own[0].tokens,
+        "group_mb": round(group),
         "experts_used": pair([one.experts[0] for one in own]), "experts_read": pair([one.experts[1] for one in own]),
     }  # fmt: skip
+    if options.check:
+        print(found, file=sys.stderr)
+        prompt, answered = list(range(1001, 1000 + 7 * options.prompt, 7)), own[0].tokens
+        found["as_here"] = computed_here(file, [*prompt, *answered[:-1]])[len(prompt) - 1 :] == answered
     if theirs:
         found["llama_load_seconds"] = [
             round(min(one[key] for one in theirs) / 1000, 1) for key in ("loaded", "loading")
@@ -219,7 +260,8 @@ COLUMNS: Final = {
     "file": "file", "MB": "file_mb", "servers": "servers", "MB each": "memory_mb_each",
     "beside it, MB": "disk_mb", "ready, s": "first_seconds",
     "again, s": "again_seconds", "llama.cpp loads, s": "llama_load_seconds", "memory, MB": "memory_mb",
-    "over, MB": "over_mb", "prompt, ms": "prompt_ms", "of llama.cpp's": "prompt_ms_of_llama",
+    "over, MB": "over_mb", "group, MB": "group_mb", "tokens as here": "as_here",
+    "prompt, ms": "prompt_ms", "of llama.cpp's": "prompt_ms_of_llama",
     "a token, ms": "token_ms", "of its": "token_ms_of_llama", "processor, ms": "token_spent_ms",
     "of its processor": "token_spent_ms_of_llama", "experts": "experts_used", "read": "experts_read",
 }  # fmt: skip
@@ -236,6 +278,8 @@ def main() -> None:
     parser.add_argument("--llama-cpp", type=Path)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--memory-mb", nargs="+", type=float, default=[])
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--once", action="store_true", help="start the servers once, and call that again")
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
