@@ -1,6 +1,7 @@
 """Tokens a step with drafts by a model's MTP head, which was trained for a minute on what the model says.
 
     python benchmarks/mtp_head.py [--json] [--model-seconds 120] [--seconds 60] [--tokens 64] [--rtt 50]
+    python benchmarks/mtp_head.py --known 6 [--json] [--tokens 64] [--rtt 50]
 
 The made model has the shape of Qwen3.5 (four blocks of 128 values, gated delta rule and full attention, tokens are
 bytes) and is trained on the pages of `docs/` for `--model-seconds`. Its head for the token after the next one begins as
@@ -8,6 +9,10 @@ the last block and is trained for `--seconds` on samples of the model. Two serve
 beginnings, greedily and sampled; nothing is looked up in the text. `tokens a step` are those of an answer for each one
 that no guess had said, 1 without drafts. The depths are fixed, so that no clock decides; at `auto` the estimates
 of `DraftPlan` decide. `ms a token` is with `--rtt` milliseconds between any two nodes. Exit code 1 if a token differs.
+
+With --known, models of three kinds are compared which are not trained: a Llama, Qwen3.5 and Nemotron-H, whose blocks
+keep states. Drafts of that many tokens say what comes, but one of ten tokens wrong, so that neither a clock nor the
+text decides what goes back. `gain` is by how much drafts shorten a token, `ratio` that of a model to Llama's.
 """
 
 from __future__ import annotations
@@ -17,7 +22,8 @@ import json
 import sys
 import tempfile
 import time
-from contextlib import ExitStack, aclosing
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -31,6 +37,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from petalnode.node.blocks.client_part import ClientModel, load_client
 from petalnode.node.client.generation.conversation import Conversation
+from petalnode.node.client.generation.draft_model import LookupDrafter
 from petalnode.node.client.generation.drafting import Draft, DraftPlan, PipelineSpeed
 from petalnode.node.client.generation.mtp_head import MtpHead, mtp_head
 from petalnode.node.client.generation.sampling import Sampling
@@ -58,6 +65,12 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 1024,
     "eos_token_id": None,
 }
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {"layer_types": None},
+    "qwen3_5_text": {},
+    "nemotron_h": {"layer_types": None, "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
+}
+MAMBA: dict[str, Any] = {"mamba_num_heads": 4, "mamba_head_dim": 64, "n_groups": 1, "ssm_state_size": 32}
 PROMPTS = [
     *("A server that ", "The client sends ", "| `--draft` | ", "What a peer has "),
     *("When the swarm ", "A session is ", "petalnode serve ", "Each block of "),
@@ -134,11 +147,13 @@ def train_head(model: Any, part: ClientModel, head: MtpHead, seconds: float) -> 
     return {"steps": steps, "loss": round(last, 3)}
 
 
-async def answers(swarm: MemorySwarm, folder: Path, part: ClientModel, tokens: int, drafts: bool) -> dict[str, Any]:
+async def answers(
+    swarm: MemorySwarm, folder: Path, part: ClientModel, samplings: Sequence[Sampling], drafts: bool
+) -> dict[str, Any]:
     made = accepted = drafted = 0
     texts, seconds = [], 0.0
     async with opened(swarm, folder) as (client, _):
-        for sampling in (Sampling(tokens), Sampling(tokens, 0.8, seed=1)):
+        for sampling in samplings:
             for prompt in PROMPTS:
                 talk = Conversation(client, part, max_length=512, stop_tokens=(), drafts=drafts)
                 times: list[float] = []
@@ -154,15 +169,23 @@ async def answers(swarm: MemorySwarm, folder: Path, part: ClientModel, tokens: i
     return {**found, "ms_a_token": round(1000 * seconds / (made - len(texts)), 1), "texts": texts}
 
 
-def measure(folder: Path, part: ClientModel, options: Any, depths: tuple[int | str, ...]) -> dict[str, dict[str, Any]]:
+@contextmanager
+def serving(folder: Path, rtt: float) -> Iterator[MemorySwarm]:
     def delayed(link: Link, nursery: trio.Nursery) -> None:
         begin(link, nursery)
-        link.delay = options.rtt / 2000
+        link.delay = rtt / 2000
 
-    begin, found = Link.__init__, {}
+    begin = Link.__init__
     with patch.object(Link, "__init__", delayed), memory_swarm() as swarm:
         servers = [swarm.start(folder, blocks) for blocks in ("0:2", "2:4")]
         assert all(server.ready for server in servers)
+        yield swarm
+
+
+def measure(folder: Path, part: ClientModel, options: Any, depths: tuple[int | str, ...]) -> dict[str, dict[str, Any]]:
+    found = {}
+    samplings = Sampling(options.tokens), Sampling(options.tokens, 0.8, seed=1)
+    with serving(folder, options.rtt) as swarm:
         for depth in ("none", *depths):
             with ExitStack() as stack:
                 stack.enter_context(patch.object(DraftPlan, "choose", lambda *_: Draft()))
@@ -170,11 +193,57 @@ def measure(folder: Path, part: ClientModel, options: Any, depths: tuple[int | s
                     fixed = lambda plan, most, depth=depth: min(most, depth) if plan.speed else 0  # noqa: E731
                     stack.enter_context(patch.object(DraftPlan, "model_depth", fixed))
                     stack.enter_context(patch.object(PipelineSpeed, "model_step", lambda speed, depth=depth: depth))
-                found[str(depth)] = swarm.call(answers, swarm, folder, part, options.tokens, depth != "none")
+                found[str(depth)] = swarm.call(answers, swarm, folder, part, samplings, depth != "none")
     plain = found["none"]["texts"]
     for row in found.values():
         row["same"] = row.pop("texts") == plain
     return found
+
+
+def known(kind: str, folder: Path, options: Any) -> dict[str, Any]:
+    """How quick answers are without drafts, and with those that say what comes."""
+    torch.manual_seed(0)
+    fields = {name: value for name, value in {**SHAPE, **MAMBA, **KINDS[kind]}.items() if value is not None}
+    config = AutoConfig.for_model(kind, **fields)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    part, whole = load_client(folder), dict[bytes, list[int]]()
+
+    def matches(_: LookupDrafter, tokens: Sequence[int]) -> Iterator[Draft]:
+        text = next(text for start, text in whole.items() if bytes(tokens[: len(start)]) == start)
+        coming = enumerate(text[len(tokens) : len(tokens) + options.known], len(tokens))
+        yield Draft(tuple((token + (place % 10 == 9)) % 256 for place, token in coming), 8)
+
+    def whole_draft(_: DraftPlan, drafts: Iterator[Draft], most: int) -> Draft:
+        return Draft(next(drafts).tokens[:most], 8)
+
+    with serving(folder, options.rtt) as swarm, ExitStack() as stack:
+        stack.enter_context(patch.object(LookupDrafter, "matches", matches))
+        stack.enter_context(patch.object(DraftPlan, "choose", whole_draft))
+        stack.enter_context(patch.object(DraftPlan, "step_tokens", lambda _, tokens: tokens))
+        times: dict[bool, list[float]] = {False: [], True: []}
+        rows: dict[bool, dict[str, Any]] = {}
+        for drafts in (False, True) * 3:
+            row = swarm.call(answers, swarm, folder, part, [Sampling(options.tokens)], drafts)
+            texts = [[*prompt.encode(), *said] for prompt, said in zip(PROMPTS, row["texts"], strict=True)]
+            assert rows.get(False, row)["texts"] == row["texts"], "tokens differ"
+            whole |= zip(map(str.encode, PROMPTS), texts, strict=True)
+            times[drafts].append(row["ms_a_token"])
+            rows[drafts] = row
+    plain, drafted = (sorted(times[drafts])[1] for drafts in (False, True))
+    counts = {name: rows[True][name] for name in ("tokens_a_step", "right", "drafted")}
+    return {"plain_ms": plain, "drafted_ms": drafted, "gain": round(plain / drafted, 2), **counts}
+
+
+def compare(options: Any) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = {kind: known(kind, Path(scratch) / kind, options) for kind in KINDS}
+    for row in rows.values():
+        row["ratio"] = round(row["gain"] / rows["llama"]["gain"], 2)
+    if options.json:
+        print(json.dumps(rows))
+    else:
+        for kind, row in rows.items():
+            print(f"{kind:12} {row}")
 
 
 def main() -> None:
@@ -184,8 +253,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rtt", type=float, default=50)
+    parser.add_argument("--known", type=int, help="compares three kinds of models, with drafts of this many tokens")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.known:
+        compare(options)
+        return
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         model, found = made_model(folder, options.model_seconds)
