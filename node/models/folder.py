@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from ...crypto.bounded_json import BadJson, JsonLimits, parse_json_object
 from ...protocols.ids import Boundaries, Span
@@ -58,7 +58,10 @@ class ModelFolder:
         revision: the hub commit that it came from, else None.
         pinned: the first hexadecimal digits of the model version that was asked for, else None.
         asked: what a person called the model, without a version; empty where nobody did.
+        fetches: whether weights come from peers while they are `held`.
     """
+
+    fetches: ClassVar[bool] = False
 
     name: str
     path: Path

@@ -21,6 +21,7 @@ from ...protocols.ids import Span
 from ..client.deadlines import DEADLINES
 from ..client.swarm_model import SwarmModel
 from ..errors import PetalnodeError, ServerCheated, SwarmError
+from ..models import ModelFolder
 from ..swarm.config import SwarmConfig
 from ..swarm.swarm import Swarm
 from ..trust.bundle import Bundle, Measurement, batch_bundle, equivocation_bundle, resigned, session_bundle
@@ -29,7 +30,7 @@ from ..verification.evidence_check import check_evidence
 from ..verification.observed import Observed
 from ..verification.verdicts import Compared, Judge, Verdict, worst_of
 from .auditing import ReceiptAuditService
-from .endorsing import announced_device
+from .endorsing import Endorser, announced_device
 from .history import History
 from .probe_inputs import ProbeModel
 from .probe_plan import Probe, ProbedServer, next_probe, waiting_seconds, whole_round
@@ -142,12 +143,20 @@ class Validator:
                 elif hop.peer_id in probed.failures or hop.peer_id in asked:
                     self._report(await self._failed(hop.peer_id, hop.span, probed.failures.get(hop.peer_id)))
 
-    async def audit(self) -> None:
-        """Judges for ever the receipts that clients share: the swarm has to listen, and clients to call it.
+    async def judge_for_others(self) -> None:
+        """Judges for ever the receipts that clients share, and the evidence that others publish: the swarm has to
+        listen, and clients to call it. Only audits find servers that are honest to strangers.
 
-        Only audits find servers that are honest to strangers.
+        Not where blocks come from peers for it: by a few KB a stranger would have it fetch a model.
         """
         folder, device = self._model.folder, self._options.judge.device
+        if folder.fetches:
+            return
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(Endorser(self._swarm, folder, device=device).run)
+            await self._audit(folder, device)
+
+    async def _audit(self, folder: ModelFolder, device: str) -> None:
         service = ReceiptAuditService(self._swarm, self._model.version)
         while True:
             shared = await service.next()

@@ -10,7 +10,7 @@ import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Self
+from typing import ClassVar, Self
 
 import trio
 
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, kw_only=True)
 class OnDemandFolder(ModelFolder):
     """Embeddings, norm, head and tokenizer are here, and of the blocks as many as fit into `max_disk` bytes."""
+
+    fetches: ClassVar[bool] = True
 
     remote: RemoteModel = field(compare=False, repr=False)
     max_disk: int

@@ -142,7 +142,7 @@ async def audited(
             on_verdict=found.append,
         )
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(Validator(Listener(), options).audit)  # type: ignore[arg-type]
+            nursery.start_soon(Validator(Listener(), options).judge_for_others)  # type: ignore[arg-type]
             await done.wait()
             nursery.cancel_scope.cancel()
         assert not history.seconds_since(VERSION), "an audit delays probes"

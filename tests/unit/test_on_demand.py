@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -11,23 +12,35 @@ from typing import cast
 import pytest
 import torch
 import trio
+import trio.testing
 
 from petalnode.crypto.identity import Identity
+from petalnode.node.blocks.client_part import ClientModel
 from petalnode.node.blocks.span import BlockSpan
+from petalnode.node.client.sharing import share_receipts
+from petalnode.node.client.swarm_model import SwarmModel
 from petalnode.node.errors import BadInput
 from petalnode.node.models import Manifest, ModelFolder, compute_manifest, no_progress
 from petalnode.node.models.checkpoint import Checkpoint
+from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import Swarm
-from petalnode.node.testing import MemoryNetwork
+from petalnode.node.testing import MemoryNetwork, MemoryNode
+from petalnode.node.trust.receipt_log import ReceiptArchive
+from petalnode.node.validator.history import History
+from petalnode.node.validator.probe_inputs import ProbeModel
+from petalnode.node.validator.service import Validator, ValidatorOptions
 from petalnode.node.verification.observed import Observed
 from petalnode.node.verification.recomputation import Recomputation, RecordedStep, SessionAnswer, SessionQuestion
-from petalnode.node.verification.verdicts import Judge
+from petalnode.node.verification.verdicts import Judge, Verdict
 from petalnode.node.weights import fetching, on_demand
 from petalnode.node.weights.fetching import FETCHING
 from petalnode.node.weights.on_demand import OnDemandFolder
 from petalnode.node.weights.remote_model import RemoteModel, find_remote_model
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.ids import Span
+from petalnode.protocols.framing import PeerError
+from petalnode.protocols.ids import RECEIPTS, Span
+from tests.signing_server import SigningServer, spoiled
+from tests.swarm.processes import LOOPBACK
 from tests.tiny_models import NUM_BLOCKS
 from tests.weights_network import NAME, WIDE, Spoil, hands_on, honest, saved_model
 
@@ -80,10 +93,11 @@ def parts_of(remote: RemoteModel) -> list[int]:
     return [number for number in remote.stored.trees if remote.stored.has(number)]
 
 
+@asynccontextmanager
 async def in_swarm(
-    folder: ModelFolder, manifest: Manifest, blocks: int, use: Callable[[OnDemandFolder], None], spoil: Spoil = honest
-) -> None:
-    """Calls `use`, in a thread, with a folder that keeps so many blocks of a model that a peer hands on."""
+    folder: ModelFolder, manifest: Manifest, blocks: int, spoil: Spoil = honest
+) -> AsyncIterator[tuple[MemoryNode, OnDemandFolder]]:
+    """A node, and its folder that keeps so many blocks of a model that a peer hands on."""
     async with trio.open_nursery() as nursery:
         network = MemoryNetwork(nursery)
         hands_on(network, folder, manifest, spoil)
@@ -92,8 +106,16 @@ async def in_swarm(
         remote = await find_remote_model(cast(Swarm, asker), NAME, no_progress)
         found = await OnDemandFolder.of(remote, size_of(folder, blocks), no_progress)
         assert parts_of(remote) == ENDS
-        await trio.to_thread.run_sync(use, found)
+        yield asker, found
         nursery.cancel_scope.cancel()
+
+
+async def used_in_swarm(
+    folder: ModelFolder, manifest: Manifest, blocks: int, use: Callable[[OnDemandFolder], None], spoil: Spoil = honest
+) -> None:
+    """Calls `use` with such a folder, in a thread."""
+    async with in_swarm(folder, manifest, blocks, spoil) as (_, found):
+        await trio.to_thread.run_sync(use, found)
 
 
 @pytest.mark.parametrize("room", [1, 3])
@@ -111,7 +133,7 @@ async def test_a_block_is_there_while_it_is_recomputed(folder: ModelFolder, mani
             assert max(len(parts) for _, parts in truth.held) <= len(ENDS) + room + 1
             assert len(parts_of(found.remote)) == len(ENDS) + room
 
-    await in_swarm(folder, manifest, room, use)
+    await used_in_swarm(folder, manifest, room, use)
 
 
 async def test_a_block_that_another_process_may_use_stays(
@@ -123,7 +145,7 @@ async def test_a_block_that_another_process_may_use_stays(
         Recomputation(found, "float32", "none").answer([question()])
         assert len(parts_of(found.remote)) == NUM_BLOCKS + 2
 
-    await in_swarm(folder, manifest, 1, use)
+    await used_in_swarm(folder, manifest, 1, use)
 
 
 async def test_who_cannot_be_recomputed_is_not_called_faulty(
@@ -144,9 +166,45 @@ async def test_who_cannot_be_recomputed_is_not_called_faulty(
             assert verdict.verdict == "inconclusive" and "no peer hands on block 0" in verdict.reason, verdict
         assert parts_of(found.remote) == ENDS
 
-    await in_swarm(folder, manifest, 1, use, spoil)
+    await used_in_swarm(folder, manifest, 1, use, spoil)
 
 
 async def test_too_little_room_is_said_before_fetching(folder: ModelFolder, manifest: Manifest) -> None:
     with pytest.RaisesGroup(pytest.RaisesExc(BadInput, match="embeddings, head and a block"), allow_unwrapped=True):
-        await in_swarm(folder, manifest, 0, lambda found: None)
+        await used_in_swarm(folder, manifest, 0, lambda found: None)
+
+
+async def test_strangers_cannot_have_blocks_fetched(folder: ModelFolder, manifest: Manifest, tmp_path: Path) -> None:
+    """Receipts and evidence of a few KB are judged by who has the model, and by nobody who would have to fetch it."""
+    server = SigningServer(folder.path, manifest.version, SPAN)
+    archive = ReceiptArchive(shared_bytes=1 << 20)
+    server.session([(0, question().steps[0].hidden, ())], spoil=spoiled, log=archive.session(server.identity.peer_id))
+
+    send, receive = trio.open_memory_channel[Verdict](2)
+
+    async def shown(node: MemoryNode, held: ModelFolder, history: History) -> None:
+        """To a validator that has this folder, what a server has answered."""
+        model = ProbeModel(SwarmModel(manifest.version, held), cast(ClientModel, None), None)
+        options = ValidatorOptions(SwarmConfig(node.identity), model, Judge(held), history, send.send_nowait)
+        node.nursery.start_soon(Validator(cast(Swarm, node), options).judge_for_others)
+        await trio.testing.wait_all_tasks_blocked()
+        client = node.network.node(server.client)
+        with trio.CancelScope() as scope:
+            scope.cancel()  # it calls once more
+            await share_receipts(cast(Swarm, client), archive, [f"{LOOPBACK}/p2p/{node.peer_id}"])
+
+    with History(tmp_path / "history.sqlite") as history:
+        async with in_swarm(folder, manifest, 1) as (node, found):
+            listening: list[object] = []
+            for peer in (node, other := node.network.node(Identity.generate())):
+                peer.on_evidence = listening.append  # type: ignore[attr-defined]
+            await shown(node, found, history)
+            assert not listening
+            with pytest.raises(PeerError):
+                async with other.open_stream(node.peer_id, RECEIPTS, wire.EvidenceFrame, timeout=60) as stream:
+                    await stream.receive(timeout=60)
+            await shown(other, folder, history)
+            assert len(listening) == 1
+            verdict = await receive.receive()
+            assert (verdict.peer_id, verdict.verdict) == (server.identity.peer_id, "faulty")
+            assert parts_of(found.remote) == ENDS and not receive.statistics().current_buffer_used

@@ -27,7 +27,6 @@ from ...models.sources.resolve import DEFAULT_MODEL
 from ...network.nat.relay import RelayLimits
 from ...swarm.swarm import Swarm
 from ...trust.bundle import Bundle
-from ...weights.on_demand import OnDemandFolder
 from ..join import JoinOptions, joined, joins_swarm
 from ..metrics import MetricsOptions, add_node, metrics_served
 from ..model_choice import check_device, check_model, linked_model, model_folder, on_demand_folder, served_model
@@ -105,7 +104,6 @@ async def _validate(
 
     with collector_paused():
         from ...blocks.config import choose_device
-        from ...validator.endorsing import Endorser
         from ...validator.history import History
         from ...validator.service import Validator, ValidatorOptions
         from ...verification.verdicts import Judge
@@ -132,13 +130,12 @@ async def _validate(
                 metrics.register(VerdictMetrics(table.verdicts))
             probe_model = await _probe_model(swarm, model, output, options.max_disk)
             folder = probe_model.swarm_model.folder
-            has_all = not isinstance(folder, OnDemandFolder)  # or a stranger's word would have it fetch a model
             rewards: Rewards | None = None
             if options.issue_points:
                 rewards = await _issue_points(swarm, identity, data_dir, stack)
                 nursery.start_soon(rewards.take_deposits)
             if not options.once:
-                _say_ready(output, swarm, audits=has_all, issue_points=options.issue_points)
+                _say_ready(output, swarm, audits=not folder.fetches, issue_points=options.issue_points)
                 say_link(swarm, join, output, folder.name, probe_model.swarm_model.version)
             # The probes come from nodes that look like clients: each with a key of its own, and without a port.
             config = join.config(Identity.generate(), listens=False, data_dir=data_dir, relay_limits=RelayLimits())
@@ -160,9 +157,7 @@ async def _validate(
             if options.once:
                 found = await validator.once()
             else:
-                if has_all:
-                    nursery.start_soon(validator.audit)
-                    nursery.start_soon(Endorser(swarm, folder, device=device).run)
+                nursery.start_soon(validator.judge_for_others)
                 await validator.run(options.interval)
         finished = True
         nursery.cancel_scope.cancel()
