@@ -22,8 +22,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # `make sweep WRITE=1` writes the table of docs/models.md, `make sweep ONLY="llama qwen3"` tries these types alone.
 WRITE ?=
 # Of `make same-bits`.
-PRODUCTS ?= 2000
-STEPS ?= 200
+PRODUCTS ?= 100000
+STEPS ?= 1000
 # For `make mutants`: how many (0: all), which sample of them, and of which files (all that tests/mutants.py names).
 MUTANTS ?= 400
 SEED ?= 1

@@ -13,7 +13,6 @@ import os
 import tempfile
 import time
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -79,14 +78,14 @@ class Conversation:
         return Observed("server", SPAN, "float32", EXACT, question, tuple(self._claimed), "cpu", self._codec)
 
 
-def exact_blocks(folder: Path, _: str = "") -> BlockSpan:
+def exact_blocks(folder: Path) -> BlockSpan:
     return load_span(folder, SPAN, device="cpu", dtype="float32", quantisation=EXACT)
 
 
-def served(folder: Path, kernels: Library, random: Random, rounds: int, codec: str = "none") -> list[Observed]:
+def served(blocks: BlockSpan, kernels: Library, random: Random, rounds: int, codec: str = "none") -> list[Observed]:
     """What honest servers of every kind of instructions here answered, some sessions in one batch."""
     seen = []
-    for blocks in map(partial(exact_blocks, folder), filter(kernels.select, ISAS[1:])):
+    for _ in filter(kernels.select, ISAS[1:]):
         talks = [Conversation(blocks, random, codec) for _ in range(6)]
         for _ in range(rounds):
             together = []
@@ -120,10 +119,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         os.environ["PETALNODE_CACHE"] = scratch
         folders = [saved(name, Path(scratch) / name) for name in KNOWN]
+        loaded = {folder: exact_blocks(folder) for folder in folders}
         while steps < options.steps and time.process_time() < options.seconds:
             random = Random(seed)
             folder, codec = random.choice(folders), random.choice(("none", "bfloat16"))
-            seen = served(folder, kernels, random, rounds=160, codec=codec)
+            seen = served(loaded[folder], kernels, random, rounds=1000, codec=codec)
             by = random.choice(sets)
             kernels.select(by)
             for verdict in Judge(folder).verdicts(seen):

@@ -1,49 +1,117 @@
-"""The digests of vectors.h by the compiled kernels, and by those for ARM on an emulated one: `make same-bits`."""
+"""Digests of random products and steps by every kind of instructions here, and by those for ARM on an emulated one.
+
+    python -m tests.parity.same_bits PRODUCTS STEPS [--seed N] [--names plainfma avx2 avx512 neon]
+
+A product is one of a matrix and a row, a step one of a session through two blocks. They are computed in parts of
+100,000 and 1,000, each by a seed of its own; each prints a line. `--seed` goes on where another run was ended; without
+it, first of all a bit of an answer is changed by each kind of instructions here, and found by the ARM one.
+"""
 
 from __future__ import annotations
 
+import argparse
 import ctypes
+import random
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Sequence
+from itertools import count
 from pathlib import Path
+from typing import Final
 
-from petalnode.node.blocks.kernels.library import FLAGS, ISAS, Library, library
+import torch
+
+from petalnode.node.blocks.kernels.library import FLAGS, ISAS, VECTORS, Library, compiler, library
+from petalnode.node.verification.judging import judge_bits
 
 SOURCE = Path(__file__).with_name("digests.c")
+PART: Final = (100_000, 1_000)
+Digests = dict[str, tuple[str, str]]
+"""Of products, and of these and the steps, by instructions."""
 
 
-def digests(kernels: Library, seed: int, products: int, steps: int) -> dict[str, tuple[str, str]]:
-    """Of products, and of these and the steps, by instruction set; the last one stays selected."""
-    made: dict[str, tuple[str, str]] = {}
-    for isa in filter(kernels.select, ISAS):
+def digests(
+    kernels: Library, seed: int, products: int, steps: int, names: Iterable[str] = ISAS, function: str = "vectors"
+) -> Digests:
+    """As a function of vectors.h has them; the last instructions stay selected."""
+    made: Digests = {}
+    for isa in filter(kernels.select, names):
         found = (ctypes.c_uint64 * 2)()
-        kernels.functions.petalnode_vectors(seed, products, steps, ctypes.byref(found))
+        getattr(kernels.functions, f"petalnode_{function}")(seed, products, steps, ctypes.byref(found))
         made[isa] = f"{found[0]:016x}", f"{found[1]:016x}"
     return made
 
 
-def emulated(seed: int, products: int, steps: int) -> dict[str, tuple[str, str]]:
-    """The same of an ARM processor, which digests.c prints."""
+def program(found: str, into: Path) -> Path:
     flags = [flag for flag in FLAGS if flag not in ("-fPIC", "-shared")]
-    with tempfile.TemporaryDirectory() as folder:
-        program = Path(folder) / "arm"
-        subprocess.run(["aarch64-linux-gnu-gcc", *flags, "-static", str(SOURCE), "-o", str(program)], check=True)
-        command = ["qemu-aarch64", str(program), str(seed), str(products), str(steps)]
-        run = subprocess.run(command, capture_output=True, text=True, check=True)
-    return {f"{name} (arm64)": (first, last) for name, first, last in map(str.split, run.stdout.splitlines())}
+    subprocess.run([found, *flags, "-static", str(SOURCE), "-o", str(into)], check=True)
+    return into
 
 
-def main(products: int, steps: int) -> None:
+def answers(command: Sequence[str], seed: int, isa: str) -> torch.Tensor:
+    """Of a session, float32 [1, tokens, 256]."""
+    run = subprocess.run([*command, str(seed), isa], stdout=subprocess.PIPE, check=True)
+    return torch.frombuffer(bytearray(run.stdout), dtype=torch.float32).view(1, -1, 256)
+
+
+def convict(own: Path, arm: Sequence[str], names: Iterable[str], seed: int) -> None:
+    """A server with these instructions changes one bit of its answers; who computes them again has those of ARM."""
+    right = answers(arm, seed, "neon")
+    for isa in names:
+        claimed = answers([str(own)], seed, isa)
+        honest = judge_bits(claimed, right)
+        place, bit = random.randrange(claimed.numel()), random.randrange(31)
+        claimed.view(torch.int32).view(-1)[place] ^= 1 << bit
+        found = judge_bits(claimed, right)
+        print(f"{isa}, judged by neon: {honest.reason}; with bit {bit} of value {place} changed: {found.reason}")
+        if honest.result != "ok" or not (found.result == "faulty" and found.one_bit):
+            sys.exit("which is not as it should be")
+
+
+def both(kernels: Library, arm: Sequence[str], seed: int, size: tuple[int, int], names: Sequence[str]) -> Digests:
+    """By this processor and by an emulated ARM one, side by side; by seed 0 those of docs/exact.md."""
+    emulated = [name for name in names if name.startswith("neon") or not seed]
+    command = [*arm, *map(str, (seed, *size)), *emulated]
+    with subprocess.Popen(command if emulated else ["true"], stdout=subprocess.PIPE, text=True) as run:
+        if seed:
+            found = digests(kernels, seed, *size, names, "many")
+        else:
+            found = digests(kernels, VECTORS.seed, VECTORS.products, VECTORS.steps, names)
+        printed, _ = run.communicate()
+    if run.returncode:
+        sys.exit(f"{command}: {run.returncode}")
+    return found | {f"{name} (arm64)": (one, other) for name, one, other in map(str.split, printed.splitlines())}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("products", type=int)
+    parser.add_argument("steps", type=int)
+    parser.add_argument("--seed", type=int, default=0, help="0: first of all those of docs/exact.md")
+    parser.add_argument("--names", nargs="+", choices=ISAS, default=[name for name in ISAS if name != "plain"])
+    options = parser.parse_args()
     kernels = library()
     if kernels is None:
         sys.exit("the kernels are not built (make setup, with a C compiler)")
-    found = digests(kernels, 1, products, steps) | emulated(1, products, steps)
-    for name, (first, last) in found.items():
-        print(f"{name:20} {first} {last}")
-    kept = {both for name, both in found.items() if not name.startswith("plain ") and name != "plain"}
-    sys.exit(0 if len(kept) == 1 else "they differ")
+    products = steps = 0
+    with tempfile.TemporaryDirectory() as folder:
+        arm = ["qemu-aarch64", str(program("aarch64-linux-gnu-gcc", Path(folder) / "arm"))]
+        if options.seed == 0:
+            own = program(compiler() or "cc", Path(folder) / "own")
+            convict(own, arm, filter(kernels.select, options.names), seed=1)
+        for seed in count(options.seed):
+            size = min(PART[0], options.products - products), min(PART[1], options.steps - steps)
+            if max(size) <= 0:
+                break
+            found = both(kernels, arm, seed, size, options.names)
+            if seed:
+                products, steps = products + max(0, size[0]), steps + max(0, size[1])
+            if len(set(found.values())) > 1:
+                sys.exit(f"seed {seed}: they differ: {found}")
+            told = " ".join(next(iter(found.values())))
+            print(f"seed {seed}, {products} products, {steps} steps: {told} by {', '.join(found)}", flush=True)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:3]))
+    main()

@@ -66,7 +66,7 @@
 #endif
 
 #define LANES 16
-#define INTERFACE_VERSION 11 /* of this file towards library.py */
+#define INTERFACE_VERSION 12 /* of this file towards library.py */
 #define MOST_ROWS 8 /* that are multiplied at a time */
 #define AHEAD 8 /* tokens, whose keys are fetched */
 #define PANEL 16 /* tokens, whose keys or values are opened at a time */

@@ -41,7 +41,7 @@ HEADERS: Final = (
     "threads.h",
     "vectors.h",
 )
-INTERFACE: Final = 11
+INTERFACE: Final = 12
 """As in kernels.c: goes up whenever a function or structure there changes."""
 ISA_VARIABLE: Final = "PETALNODE_KERNELS_ISA"
 """One of `ISAS`, in place of the best that the processor has: for comparisons. `none`: no kernels."""
@@ -314,6 +314,7 @@ def _declare(functions: ctypes.CDLL) -> None:
         "step": (None, (ctypes.POINTER(StepStruct), number)),
         "rotary": (None, (pointer, number, ctypes.c_float, pointer, number, pointer, pointer)),
         "vectors": (None, (number, number, number, pointer)),
+        "many": (None, (number, number, number, pointer)),
         "step_scratch": (number, (ctypes.POINTER(Shape), number, number, number)),
     }
     for name, (result, arguments) in signatures.items():

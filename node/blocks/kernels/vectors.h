@@ -9,11 +9,12 @@ static uint64_t state, digest;
 static void *drawn_memory[1024];
 static int drawn_arrays;
 
-/* `count` bytes of zeros, until `forget_all`. */
+/* `count` bytes of zeros, until `forget`. */
 static void *memory(int64_t count) { return drawn_memory[drawn_arrays++] = calloc(1, count + EDGE); }
 
-static void forget_all(void) {
-    while (drawn_arrays) free(drawn_memory[--drawn_arrays]);
+/* All arrays but the first `kept`. */
+static void forget(int kept) {
+    while (drawn_arrays > kept) free(drawn_memory[--drawn_arrays]);
 }
 
 static uint64_t drawn(void) { /* xorshift64* (Vigna 2016) */
@@ -48,7 +49,12 @@ static void some_halves(uint16_t *into, int64_t count, int wild) {
         into[index] = (uint16_t)((drawn() & 0x83ffu) | (uint64_t)(wild ? below(17) : 7 + below(3)) << 10);
 }
 
+#ifndef ALSO
+#define ALSO(values, count) /* of what was computed, for tests/parity/digests.c */
+#endif
+
 static void look_at(const float *values, int64_t count) {
+    ALSO(values, count);
     for (int64_t index = 0; index < count; index++) { /* a NaN's bits are the processor's affair */
         const uint32_t bits = values[index] != values[index] ? 0x7fc00000u : float_bits(values[index]);
         for (int byte = 0; byte < 4; byte++) digest = (digest ^ (bits >> 8 * byte & 255u)) * 0x100000001b3ull; /* FNV-1a */
@@ -91,16 +97,26 @@ static const int ALL_FORMS[] = {FORM_F32,  FORM_BF16,   FORM_F16,    FORM_Q4,   
                             FORM_Q3_K, FORM_Q8_PLAIN, FORM_Q8_HALF, FORM_F32_COLUMNS, FORM_Q6,   FORM_Q6_HALF, FORM_Q5_K,
                             FORM_Q6_K, FORM_IQ4_NL, FORM_IQ4_XS, FORM_MXFP4,   FORM_Q2_K};
 
-static void product(int number) {
+/* What is drawn for a matrix: how large it is at most, how many rows it is multiplied with at least, by how many threads. */
+struct effort { int64_t outputs, inputs, rows, threads; };
+
+/* Of the matrix and rows, in several batches; how many rows. */
+static int64_t product(int number, struct effort effort) {
     static const int64_t counts[] = {1, 2, 3, 4, 5, 8, 11, 16, 32, 33};
     const int form = ALL_FORMS[number % COUNT(ALL_FORMS)], wild = (int)below(2);
-    const int64_t out = 16 + below(100), in = 256 * (1 + below(2)), rows = counts[below(COUNT(counts))];
+    const int64_t out = 16 + below(effort.outputs), in = 256 * (1 + below(effort.inputs));
+    int64_t rows = counts[below(COUNT(counts))], done = 0;
     struct matrix m = matrix(form, form == FORM_F32_COLUMNS ? out / LANES * LANES : out, in, wild, (int)below(2));
     m.rounds = below(3) == 0;
-    float *x = floats(rows * in, wild), *y = floats(rows * (m.out + LANES), 0), *scratch = floats(rows * ROUNDED_FLOATS(in), 0);
-    petalnode_multiply(&m, x, rows, y, scratch, 1 + below(2));
-    look_at(y, rows * m.out);
-    forget_all();
+    for (const int kept = drawn_arrays;; rows = counts[below(COUNT(counts))]) {
+        float *x = floats(rows * in, wild), *y = floats(rows * (m.out + LANES), 0), *scratch = floats(rows * ROUNDED_FLOATS(in), 0);
+        petalnode_multiply(&m, x, rows, y, scratch, 1 + below(effort.threads));
+        look_at(y, rows * m.out);
+        forget(kept);
+        if ((done += rows) >= effort.rows) break;
+    }
+    forget(0);
+    return done;
 }
 
 /* A block's matrix of any form that blocks have. */
@@ -111,9 +127,10 @@ static struct matrix layer(int64_t out, int64_t in, int64_t rounds, int with_bia
     return m;
 }
 
-/* Two sessions, one of which begins with a few tokens at once, through two blocks of any family. */
-static void steps(void) {
-    enum { BLOCKS = 2, ROWS = 2, TOKENS = 9, LONGEST = 40, PROMPT = 5 };
+/* So many tokens of each session, the first of which begins with a few at once, through two blocks of any family; how
+ * many steps of a session that were. */
+static int64_t steps(int64_t sessions, int64_t tokens, int64_t most_threads) {
+    enum { BLOCKS = 2, SESSIONS = 3, LONGEST = 40, PROMPT = 5 };
     const int64_t heads = 2 << below(2), dim = 32 << below(2), shared = 1 << below(2), hidden = 256, inner = 256 << below(2);
     const int64_t held = below(3), kv = heads / shared, experts = below(3) ? 0 : 4, biased = below(2), rounds = below(4) == 0;
     const int64_t in_turns = experts && below(2), shared_one = experts && below(2);
@@ -154,15 +171,15 @@ static void steps(void) {
         }
         blocks[index] = b;
     }
-    struct row rows[ROWS];
-    for (int r = 0; r < ROWS; r++)
+    struct row rows[SESSIONS];
+    for (int r = 0; r < sessions; r++)
         rows[r] = (struct row){.memory = memory(BLOCKS * 2 * kv * LONGEST * key_bytes((int32_t)held, dim)), .batch = 1,
                                .max_length = LONGEST, .padding = r ? 2 : 0};
-    const int64_t threads = 1 + below(2), most_scores = most(heads * LONGEST, (PROMPT + 1) * (experts + 1)) + LANES;
+    const int64_t threads = 1 + below(most_threads), most_scores = most(heads * LONGEST, (PROMPT + 1) * (experts + 1)) + LANES;
     float *scratch = floats(petalnode_step_scratch(&shape, PROMPT, most_scores, threads) + LANES, 0);
     int64_t counts[2] = {0, 0};
-    for (int token = 0; token < TOKENS; token++) {
-        const int64_t number = token ? ROWS : PROMPT;
+    for (int64_t token = 0; token < tokens; token++) {
+        const int64_t number = token ? sessions : PROMPT;
         struct row prompt[PROMPT];
         for (int64_t r = 0; r < PROMPT; r++) prompt[r] = rows[0], prompt[r].length = r;
         float *hidden_rows = floats(number * hidden, 0), *cosines = floats(number * turned, 0), *sines = floats(number * turned, 0);
@@ -176,16 +193,33 @@ static void steps(void) {
                             .scratch = scratch};
         petalnode_step(&step, threads);
         look_at(hidden_rows, number * hidden);
-        for (int64_t r = 0; r < ROWS; r++) rows[r].length += token ? 1 : r ? 0 : PROMPT;
+        for (int64_t r = 0; r < sessions; r++) rows[r].length += token ? 1 : r ? 0 : PROMPT;
     }
-    forget_all();
+    forget(0);
+    return 1 + (tokens - 1) * sessions;
 }
 
-/* Of this number of products, and of these and a number of steps, by the kernels in use, into found [2]. One call at a time. */
-EXPORT void petalnode_vectors(uint64_t seed, int64_t products, int64_t rounds, uint64_t *found) {
-    state = 0x9e3779b97f4a7c15ull * seed + 1, digest = 0xcbf29ce484222325ull;
-    for (int64_t done = 0; done < products; done++) product((int)(done % COUNT(ALL_FORMS)));
+static void begin(uint64_t seed) { state = 0x9e3779b97f4a7c15ull * seed + 1, digest = 0xcbf29ce484222325ull; }
+
+/* Of so many matrices, and of these and so many rounds of steps, by the kernels in use, into found [2]. One call at a time. */
+EXPORT void petalnode_vectors(uint64_t seed, int64_t matrices, int64_t rounds, uint64_t *found) {
+    const struct effort once = {.outputs = 100, .inputs = 2, .rows = 1, .threads = 2};
+    begin(seed);
+    for (int64_t done = 0; done < matrices; done++) product((int)(done % COUNT(ALL_FORMS)), once);
     found[0] = digest;
-    for (int64_t done = 0; done < rounds; done++) steps();
+    for (int64_t done = 0; done < rounds; done++) steps(2, 9, 2);
+    found[1] = digest;
+}
+
+/* The same of at least so many products of a matrix and a row, and steps of a session, for which much less is drawn. */
+EXPORT void petalnode_many(uint64_t seed, int64_t products, int64_t wanted, uint64_t *found) {
+    begin(seed);
+    for (int64_t done = 0, number = 0; done < products; number++) {
+        const int64_t large = number % 32 == 0;
+        const struct effort effort = {.outputs = large ? 100 : 2, .inputs = 1 + large, .rows = 200, .threads = 1 + large};
+        done += product((int)(number % COUNT(ALL_FORMS)), effort);
+    }
+    found[0] = digest;
+    for (int64_t done = 0, number = 0; done < wanted; number++) done += steps(3, 33, 1 + (number % 8 == 0));
     found[1] = digest;
 }
