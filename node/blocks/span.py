@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -23,7 +23,7 @@ from .caches.ragged import RaggedView
 from .caches.states import STATE_CHUNK, STATE_TOKENS
 from .config import choose_device, deepstack
 from .dot import use_dots
-from .kernels.choice import agrees_with_single_steps, find_step, native_kernels
+from .kernels.choice import Known, agrees_with_single_steps, find_step, native_kernels
 from .kernels.packing import Packer, tiled_kinds
 from .kernels.step import SpanStep
 from .kernels.tiles import TiledMatrix
@@ -141,9 +141,7 @@ class BlockSpan:
     def kernels(self) -> str:
         """What computes a few rows: native (for some matrices at least) or torch."""
         modules = (module for block in self.stack.blocks for module in block.modules())
-        tiled = any(
-            isinstance(module, QuantisedLinear) and isinstance(module.matrix, TiledMatrix) for module in modules
-        )
+        tiled = any(isinstance(one, QuantisedLinear) and isinstance(one.matrix, TiledMatrix) for one in modules)
         return "native" if tiled or self.step is not None else "torch"
 
     def make_cache(
@@ -353,8 +351,8 @@ class BlockSpan:
 
 @dataclass(frozen=True)
 class Loading:
-    """How blocks are loaded, as `load_span` has it; and whether experts of few bits are left in files of petalnode's
-    cache, and read when needed."""
+    """How blocks are loaded, as `load_span` has it; whether experts of few bits are left in files of petalnode's
+    cache, and read when needed; and what is `known` of other blocks of the model that were loaded so."""
 
     device: str = "auto"
     dtype: str = "auto"
@@ -362,6 +360,7 @@ class Loading:
     kernels: Kernels = "torch"
     progress: Progress = no_progress
     experts_on_disk: bool = False
+    known: Known = field(default_factory=Known)
 
 
 def load_span(
@@ -442,9 +441,10 @@ def load(folder: Path, span: Span, how: Loading) -> BlockSpan:
     # A chunk that attention stays within is no window that moves along, though its cache looks like one.
     chunked = getattr(skeleton.config, "attention_chunk_size", None) is not None
     one_by_one = chunked or stack.depends_on_length or any(spec.index_dim for spec in specs)
-    loaded.supports_ragged = not one_by_one and agrees_with_single_steps(loaded)
+    loaded.supports_ragged = not one_by_one and agrees_with_single_steps(loaded, how.known)
     if native is not None and loaded.supports_ragged and not loaded.keeps_states:
-        loaded.step = find_step(loaded, skeleton.config, native, always=kernels == "native")
+        loaded.step = find_step(loaded, skeleton.config, native, how.known, always=kernels == "native")
+    how.known.note(loaded)
     if numerics.exact and loaded.step is None:
         raise MachineError(f"{EXACT} is not defined for blocks like those of {folder.name}: leave --exact out")
     return loaded

@@ -27,8 +27,9 @@ from ...protocols.tensors import DTYPES
 from ...protocols.training import LoraName
 from ..blocks.batch_request import gradient_of
 from ..blocks.cache import SpanCache
+from ..blocks.kernels.choice import Known
 from ..blocks.passes import Batch, Gradients, SpanPasses, run_through
-from ..blocks.span import PREFILL_CHUNK, BlockSpan, load_span
+from ..blocks.span import PREFILL_CHUNK, BlockSpan, Loading, load
 from ..errors import BadInput, ModelError
 from ..models.checkpoint import Checkpoint
 from ..models.folder import ModelFolder, num_blocks, read_config
@@ -157,6 +158,7 @@ class Recomputation:
         self._device = device
         self._progress = progress
         self._group_bytes = group_bytes
+        self._known = Known()
 
     def perturbed(self, questions: Sequence[Question], size: float, seed: int | None = None) -> list[list[Answer]]:
         """For each question, its answers with noise of relative `size` at every block, in `RECOMPUTATION.pairs` pairs.
@@ -248,14 +250,8 @@ class Recomputation:
         return _Backward(question, question.hidden.to(self._device, dtype))
 
     def _load(self, group: Span) -> BlockSpan:
-        loaded = load_span(
-            self._folder,
-            group,
-            device=self._device,
-            dtype=self._dtype,
-            quantisation=self._quantisation,
-            progress=self._progress,
-        )
+        how = Loading(self._device, self._dtype, self._quantisation, progress=self._progress, known=self._known)
+        loaded = load(self._folder, group, how)
         self.loads += len(group)
         held = sum(
             tensor.nbytes for module in loaded.stack.blocks for tensor in (*module.parameters(), *module.buffers())

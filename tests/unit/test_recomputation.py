@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from petalnode.node.blocks.kernels import choice
+from petalnode.node.blocks.kernels.library import Library
 from petalnode.node.blocks.passes import Batch, SpanPasses
 from petalnode.node.blocks.span import load_span
 from petalnode.node.errors import BadInput
@@ -122,6 +125,27 @@ def test_no_more_weights_are_held_than_may_be(folder: Path) -> None:
     pairs = Recomputation(folder, "float32", "none", group_bytes=2 * alone.largest)
     pairs.answer([question])
     assert pairs.largest == 2 * alone.largest and pairs.loads == len(SPAN)
+
+
+def test_blocks_of_a_kind_are_compared_once(tmp_path: Path, kernels: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one by one, and as the compiled kernels compute them, which take longer than a block's question."""
+    compared = Counter[Span]()
+
+    def counted(span: Any, part: Span, *rest: Any) -> Any:
+        compared[part] += 1
+        return unchanged[len(rest)](span, part, *rest)
+
+    unchanged = [choice._agrees, choice._difference]
+    monkeypatch.setattr(choice, "_agrees", counted)
+    monkeypatch.setattr(choice, "_difference", counted)
+    # Every other one of gemma3's blocks attends to a window.
+    model = save_tiny("gemma3", tmp_path / "model")
+    question = SessionQuestion(Span(0, 6), (RecordedStep(0, hidden(1, 9)), RecordedStep(9, hidden(1, 1))))
+    (alone,) = Recomputation(model, "float32", "none/exact-1", group_bytes=0).answer([question])
+    assert compared == {Span(0, 1): 2, Span(1, 2): 2}
+    (together,) = Recomputation(model, "float32", "none/exact-1").answer([question])
+    assert isinstance(alone, SessionAnswer) and isinstance(together, SessionAnswer)
+    assert all(map(torch.equal, alone.outputs, together.outputs))
 
 
 def test_blocks_that_nobody_asks_for_are_not_loaded(folder: Path) -> None:

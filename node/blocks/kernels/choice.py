@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -91,7 +92,24 @@ class Decoder(Protocol):
     def decode(self, steps: Sequence[tuple[torch.Tensor, SpanCache]]) -> list[torch.Tensor]: ...
 
 
-def find_step(span: Decoder, config: Any, found: Library, *, always: bool) -> SpanStep | None:
+@dataclass
+class Known:
+    """What was found out about loaded blocks, for others that differ from them by their weights alone: whether steps
+    run as a ragged batch, and how many threads compute them by the kernels (0: torch does)."""
+
+    kinds: set[object] = field(default_factory=set)
+    ragged: bool = False
+    threads: int = 0
+
+    def covers(self, span: Decoder) -> bool:
+        return self.kinds.issuperset(_kinds(span))
+
+    def note(self, span: Decoder) -> None:
+        self.kinds.update(_kinds(span))
+        self.ragged, self.threads = span.supports_ragged, 0 if span.step is None else span.step.threads
+
+
+def find_step(span: Decoder, config: Any, found: Library, known: Known, *, always: bool) -> SpanStep | None:
     """The kernels' decode step for `span`, which may run ragged batches and has no such step yet; None if it is not to
     be used: the kernels do not know such blocks, compute something else, or are not quicker.
 
@@ -104,6 +122,9 @@ def find_step(span: Decoder, config: Any, found: Library, *, always: bool) -> Sp
     except (Unsuitable, AttributeError) as error:
         _log.debug("the compiled kernels do not compute such blocks: %s", error)
         return None
+    if known.covers(span):
+        step.threads = known.threads
+        return step if known.threads else None
     try:
         difference = max(_difference(span, part, step) for part in compared_parts(span))
         if not difference <= _tolerance(span.numerics):
@@ -144,16 +165,17 @@ def _tolerance(numerics: Numerics) -> float:
 def compared_parts(span: Decoder) -> list[Span]:
     """The parts of a span whose results have to agree: its blocks up to the last one that is unlike those before it,
     two at least. Each kind of block by itself where roundings decide about later ones."""
-    kinds: set[object] = set()
-    first_of_kind = []
-    for number, (block, spec) in enumerate(zip(span.stack.blocks, span.specs, strict=True)):
-        kind = (spec, tuple(_traits(block, number)))
-        if kind not in kinds:
-            kinds.add(kind)
-            first_of_kind.append(span.span.start + number)
+    kinds = _kinds(span)
+    first_of_kind = [span.span.start + kinds.index(kind) for kind in dict.fromkeys(kinds)]
     if span.numerics.activations == "float32":
         return [Span(span.span.start, min(span.span.end, max(first_of_kind[-1] + 1, span.span.start + 2)))]
     return [Span(block, block + 1) for block in first_of_kind]
+
+
+def _kinds(span: Decoder) -> list[object]:
+    """Of each block all but its weights."""
+    blocks = zip(span.stack.blocks, span.specs, strict=True)
+    return [(spec, tuple(_traits(block, number))) for number, (block, spec) in enumerate(blocks)]
 
 
 def _traits(block: nn.Module, number: int) -> Iterator[object]:
@@ -218,9 +240,9 @@ def _back(cache: SpanCache) -> SpanCache:
     return cache
 
 
-def agrees_with_single_steps(span: Decoder) -> bool:
+def agrees_with_single_steps(span: Decoder, known: Known) -> bool:
     """Whether this architecture's decode steps may run as one ragged batch."""
-    return all(_agrees(span, part) for part in compared_parts(span))
+    return known.ragged if known.covers(span) else all(_agrees(span, part) for part in compared_parts(span))
 
 
 def _agrees(span: Decoder, part: Span) -> bool:
