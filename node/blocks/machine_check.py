@@ -93,13 +93,13 @@ def quantised_error(device: str, quantisation: str) -> tuple[float, bool]:
     return error, error <= _WRONG_QUANTISED
 
 
-def make_model(folder: Path) -> None:
-    """Saves a Llama of `NUM_BLOCKS` blocks with random weights, the same ones each time, without a tokenizer."""
+def make_model(folder: Path, blocks: int = NUM_BLOCKS, width: int = 256) -> None:
+    """Saves a Llama with random weights, the same ones each time, without a tokenizer."""
     config = LlamaConfig(
         vocab_size=_VOCABULARY,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=NUM_BLOCKS,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=blocks,
         num_attention_heads=8,
         num_key_value_heads=4,
         max_position_embeddings=256,

@@ -1,7 +1,7 @@
 """`petalnode self-test`: whether this machine computes what plain transformers computes, alone and through a swarm.
 
 A small model with random weights, made on the spot, runs as blocks on every device, and through two servers on
-loopback. Nothing is downloaded, and nothing is left behind.
+loopback. Nothing is downloaded; only how fast a block was, to the bit and otherwise, is kept for servers.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from ...blocks.kernels.library import TO_HAVE, WITHOUT, library
 from ...credits.payment_verifier import PaymentVerifier
 from ...errors import ExitCode, MachineError, PetalnodeError
 from ...models.progress import no_progress
-from ...models.quantisation import EXACT
+from ...models.quantisation import EXACT, Numerics
+from ...server.lifecycle.exactness import RULE, cost_of, keep_cost, measured
 from ...server.lifecycle.options import ServerOptions, ServerParts
 from ...server.lifecycle.server import run_server
-from ...server.lifecycle.speed import cpu_name
+from ...server.lifecycle.speed import BlockSpeed, cpu_name
 from ...swarm.config import SwarmConfig
 from ...swarm.swarm import open_swarm
 from ..join import JoinOptions, joins_swarm
@@ -81,9 +82,12 @@ async def _self_test(join: JoinOptions, timeout: float) -> None:
             output.note("comparing blocks with plain transformers ...")
             plain, findings = await _in_thread(partial(exactness_findings, folder))
             report.add(*findings)
+            speeds, finding = await _in_thread(partial(exact_cost_finding, scratch / "wide"))
+            report.add(finding)
             if plain is not None:
                 output.note("starting two servers on loopback ...")
                 report.add(await _swarm_finding(folder, plain, timeout))
+        await _in_thread(partial(keep_cost, speeds))
         output.note("joining the swarm, and asking others to dial back ...")
         report.machine(await check_network(join, output))
     if scope.cancelled_caught:
@@ -248,6 +252,22 @@ def _compiled_finding(folder: Path, expected: GreedyAnswer) -> Finding:
         return Finding("exactness", "warning", f"compiled kernels not tested: {_first_line(error)}")
     bits = f"the bits of {EXACT}" if kernels.is_exact else "without fused products"
     return compared("exactness", f"blocks on cpu with compiled kernels ({kernels.isa}, {bits})", found, expected)
+
+
+def exact_cost_finding(folder: Path) -> tuple[dict[Numerics, BlockSpeed], Finding]:
+    """How fast a wider block is to the bit and otherwise, by which servers choose."""
+    from ...blocks import machine_check
+
+    try:
+        machine_check.make_model(folder, blocks=1, width=768)
+        speeds = measured(folder)
+    except (PetalnodeError, RuntimeError, OSError, SafetensorError) as error:
+        return {}, Finding("exactness", "warning", f"what {EXACT} costs was not measured: {_first_line(error)}")
+    cost = cost_of(speeds)
+    assert cost is not None
+    told = f"{EXACT} takes {cost.step:.2f} of the time of a step, {cost.prompt:.2f} of that of a prompt"
+    does = "serve computes so" if cost.is_small else f"more than {RULE.most} for one, so serve does not compute so"
+    return speeds, Finding("exactness", "ok", f"{told}: {does} unless it is told otherwise")
 
 
 def compared(check: str, what: str, answer: GreedyAnswer, expected: GreedyAnswer) -> Finding:

@@ -76,7 +76,12 @@ class HostingOptions:
         "What multiplies a few rows on a CPU in float32: torch, the compiled kernels, or the quicker one.",
         "auto|native|torch",
     )
-    exact: bool = option(False, "Compute the same bits as all exact servers, by the compiled kernels; announced.")
+    exact: bool | None = option(
+        None,
+        "Compute the same bits as all exact servers, by the compiled kernels; announced. Default: where "
+        "`petalnode self-test` has measured that it costs at most 5 %.",
+        names=("--exact/--no-exact",),
+    )
     cache_tokens: int | None = option(
         None, "Size of the attention cache, in tokens through all blocks held here.", min=1
     )
@@ -132,7 +137,8 @@ class HostingOptions:
             activations=choose_activations(self.activations),
             cache_dtype=choose_cache_dtype(self.cache_dtype),
             kernels="native" if self.exact else choose_kernels(self.kernels),
-            exact=self.exact,
+            exact=bool(self.exact),
+            exact_if_cheap=self.exact is None,
             cache_tokens=self.cache_tokens,
             prefix_cache=choose_prefix_cache(self.prefix_cache),
             throughput=_throughput(self.throughput),

@@ -36,7 +36,7 @@ class ServerOptions:
     has to gain (node/placement/plan.py), None: the blocks are never changed. `max_disk` is in bytes. `pledge` is how
     many points the server promises to lose when a fault of it is proved. `adapters` are folders of adapters that
     anybody may name. `share_weights`: whether the weights are handed on to peers. `exact`: sessions are computed as
-    docs/exact.md has it, or nothing is served.
+    docs/exact.md has it, or nothing is served; `exact_if_cheap`: where `exactness.py` chooses so.
     """
 
     model: str
@@ -49,6 +49,7 @@ class ServerOptions:
     cache_dtype: CacheDtype = "auto"
     kernels: Kernels = "torch"
     exact: bool = False
+    exact_if_cheap: bool = False
     cache_tokens: int | None = None
     prefix_cache: PrefixCache = "own"
     throughput: float | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -23,12 +22,13 @@ from ...swarm.swarm import Swarm
 from ...version import __version__
 from ...weights.holder import hand_on
 from .context import ServerContext
+from .exactness import exact_unasked
 from .memory import Sizing, has_accelerator, plan_memory, size
 from .options import ServerOptions, ServerParts, check_blocks, read_adapters
 from .other_servers import serve_transfers
 from .rebalancing import PlacementState, join_where_needed
 from .source import ModelSource, find_folder, find_source, in_thread
-from .speed import SpeedKey, cpu_name, recall_speed
+from .speed import SpeedKey, cpu_name, cpu_threads, recall_speed
 
 if TYPE_CHECKING:
     from ...blocks.span import BlockSpan
@@ -64,17 +64,20 @@ async def run_server(swarm: Swarm, options: ServerOptions, parts: ServerParts, s
         hand_on(swarm, source.manifest, source.folder, options.share_weights)
         gain = DEFAULT.gain if options.gain is None else options.gain
         policy = replace(DEFAULT, gain=gain, boundaries=folder.boundaries)
+        servers = swarm.view.servers(source.manifest.version, now=time.time())
+        others = {server.quantisation for server in servers if server.peer_id != swarm.peer_id}
+        chosen = await in_thread(lambda: exact_unasked(options, folder, others))
         context = ServerContext(
             swarm,
-            options,
+            chosen,
             parts,
             source,
             PlacementState(swarm, source.manifest.version, folder.num_blocks, policy),
-            _speed_key(source, options),
+            _speed_key(source, chosen),
             tuple(adapters),
         )
         try:
-            await Server(context, started, sizing).run(stop)
+            await Server(context, started, sizing, options).run(stop)
         finally:
             with trio.CancelScope(shield=True), trio.move_on_after(STOP_GRACE):
                 await swarm.retract()
@@ -82,10 +85,12 @@ async def run_server(swarm: Swarm, options: ServerOptions, parts: ServerParts, s
 
 
 class Server:
-    """Serves one span after the other, as `context` has it; `sizing` says how many blocks."""
+    """Serves one span after the other, as `context` has it; `sizing` says how many blocks. Where the first ones cannot
+    be loaded so, all are as `asked`."""
 
-    def __init__(self, context: ServerContext, started: float, sizing: Sizing) -> None:
+    def __init__(self, context: ServerContext, started: float, sizing: Sizing, asked: ServerOptions) -> None:
         self._context = context
+        self._asked = asked
         self._sizing = sizing
         self._started = started
         self._count_reason = self._blocks_reason = ""
@@ -98,8 +103,13 @@ class Server:
             try:
                 blocks = await self._load(span)
             except PetalnodeError as error:
-                if came_from is None:
+                if came_from is None and self._context.options == self._asked:
                     raise
+                if came_from is None:
+                    key = _speed_key(self._context.source, self._asked)
+                    self._context = replace(self._context, options=self._asked, speed_key=key)
+                    self._status(f"not exact to the bit: {error}")
+                    continue
                 # The blocks that were here a minute ago can be had again.
                 self._status(f"cannot change to blocks {span}, going back to {came_from}: {error}")
                 span, came_from = came_from, None
@@ -208,14 +218,7 @@ def _speed_key(source: ModelSource, options: ServerOptions) -> SpeedKey:
             hardware = f"{device.type} {name}"
     if options.kernels != "torch" and (found := library()) is not None:
         hardware = f"{hardware}, kernels {options.kernels} {found.isa}"
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    return SpeedKey(
-        source.manifest.version,
-        options.dtype,
-        str(options.numerics),
-        hardware,
-        int(threads) if threads.isdecimal() else os.cpu_count() or 1,
-    )
+    return SpeedKey(source.manifest.version, options.dtype, str(options.numerics), hardware, cpu_threads())
 
 
 def _plan_memory(folder: ModelFolder, options: ServerOptions) -> Sizing:

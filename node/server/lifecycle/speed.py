@@ -95,6 +95,12 @@ def cpu_name() -> str:
     return f"{name} x{os.cpu_count()}"
 
 
+def cpu_threads() -> int:
+    """That compute on a CPU, as far as the environment says."""
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    return int(threads) if threads.isdecimal() else os.cpu_count() or 1
+
+
 def measure_speed(blocks: BlockSpan) -> BlockSpeed:
     """Runs short prefills and a few decode steps of its first blocks. Call it on the thread that owns the device.
 
