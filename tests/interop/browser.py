@@ -146,7 +146,10 @@ class Firefox:
     def run(self, expression: str) -> Any:
         target = {"context": self._context}
         said = self._bidi.ask(
-            "script.evaluate", expression=f"JSON.stringify({expression})", target=target, awaitPromise=True
+            "script.evaluate",
+            expression=f"Promise.resolve({expression}).then(value => JSON.stringify(value))",
+            target=target,
+            awaitPromise=True,
         )
         if said["type"] == "exception":
             raise RuntimeError(said["exceptionDetails"]["text"])
