@@ -49,7 +49,6 @@ class Tab(Protocol):
 class Chromium:
     def __init__(self, page: Page) -> None:
         self._page = page
-        self._devtools = page.context.new_cdp_session(page)
         self._asked: list[str] = []
         page.on("request", lambda request: self._asked.append(request.url))
 
@@ -64,15 +63,6 @@ class Chromium:
 
     def asked(self) -> list[str]:
         return self._asked
-
-    def sleep(self, asleep: bool) -> None:
-        """As the browser puts tabs to sleep that nobody looks at: nothing runs, and lines stay open."""
-        self._devtools.send("Page.setWebLifecycleState", {"state": "frozen" if asleep else "active"})
-
-    def room(self, nbytes: int) -> None:
-        """What the page may keep."""
-        origin = self._page.evaluate("location.origin")
-        self._devtools.send("Storage.overrideQuotaForOrigin", {"origin": origin, "quotaSize": nbytes})
 
 
 @contextmanager

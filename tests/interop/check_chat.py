@@ -15,10 +15,10 @@ import torch
 from transformers import AutoTokenizer
 
 from tests.interop.built import BUILT, CHAT, built, invited
-from tests.interop.check_client import SHARED, expected, is_unused
+from tests.interop.check_client import SHARED, expected
 from tests.nat.nodes import ToldNode
 from tests.swarm.conftest import home, node_starter
-from tests.swarm.processes import WS, Node, Nodes, Running, petalnode, until
+from tests.swarm.processes import WS, Nodes, Running, petalnode, until
 from tests.swarm.tokenizer import save_tokenizer
 from tests.tiny_models import save_tiny
 
@@ -113,43 +113,6 @@ def test_chat_page_answers_by_link_without_petalnode_api(node_starter: Nodes, tm
     assert page.run(KEPT) == 2  # embeddings; norm and head
     assert page.asked_by_http() == loaded
     assert {url.removeprefix(page.host).partition("?")[0].rpartition("/")[2] for url in loaded} <= FILES
-
-
-def joined(nodes: Nodes, folder: Path, count: int) -> tuple[ChatPage, Node]:
-    """The page in Chromium, which has joined a swarm of one server; answers have `count` tokens at most."""
-    save_tokenizer(save_tiny("llama", folder, max_position_embeddings=4096, eos_token_id=None))
-    server = nodes.server(folder, "0:6", "--listen", WS, *SHARED)
-    page = ChatPage(nodes, "chromium")
-    page.open()
-    page.allow(count)
-    return page, server
-
-
-def test_tab_that_slept_goes_on(node_starter: Nodes, tmp_path: Path) -> None:
-    """Its server has given the session up meanwhile, and no other has the blocks."""
-    folder = tmp_path / "tiny-llama"
-    page, server = joined(node_starter, folder, 600)
-    page.join(server.address)
-    page.ask("how does it go on?")
-    until(lambda: any(node["route"]["tokens"] >= 8 for node in page.answers()), "eight tokens")
-    page.tab.ask("sleep", asleep=True)
-    until(lambda: is_unused(node_starter, server), "that the session is given up")
-    page.tab.ask("sleep", asleep=False)
-    answer = page.answer(0)
-    assert answer["content"] == by_transformers(folder, [("user", "how does it go on?")], 600)
-    assert answer["route"]["recoveries"] == 1
-
-
-def test_tab_without_room_answers_all_the_same(node_starter: Nodes, tmp_path: Path) -> None:
-    folder = tmp_path / "tiny-llama"
-    page, server = joined(node_starter, folder, COUNT)
-    page.tab.ask("room", nbytes=1)
-    page.join(server.address)
-    page.ask("how does it go on?")
-    answer = page.answer(0)
-    assert answer["content"] == by_transformers(folder, [("user", "how does it go on?")])
-    until(lambda: "no room left" in page.run("document.body.textContent"), "that it is told")
-    assert page.run(KEPT) == 0
 
 
 def by_transformers(folder: Path, said: list[tuple[str, str]], count: int = COUNT) -> str:
