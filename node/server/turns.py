@@ -11,8 +11,8 @@ one by one, nobody gets less than that part of the machine either. Keys are free
 with many keys has the share of one. Who has had least of the device goes first (start-time fair queueing in two
 levels: Goyal et al. 1996, sections 2 and 3).
 
-An address is *backlogged* if it has had work here for nearly all of the last seconds: it asks for more than it gets.
-As long as one that is not generates, those that are wait behind it: they go last, by short batches and chunks, and
+An address is *backlogged* if it has had work here for nearly all of the last seconds. It asks for more than it gets.
+As long as one that is not generates, those that are wait behind it. They go last, by short batches and chunks, and
 rest after those. So who asks for one token at a time waits for little, and takes from the others what it computes, and
 the order in which they have the rest. An address that asks for less than its share is never backlogged.
 
@@ -173,7 +173,7 @@ def _decode_steps(
     for index in ready:
         if waiting[index].is_decode:
             by_peer.setdefault(waiting[index].peer, []).append(index)
-    rows_of = _rows_of(waiting, by_peer)
+    rows_of = {peer: sum(waiting[index].rows for index in steps) for peer, steps in by_peer.items()}
     first = {peer: count for peer, count in rows_of.items() if not shares.is_behind(peer)}
     # A chunk of a prefill takes longer than any batch: short batches before each would help nobody.
     limit = None if with_prefill else _most_seconds(first or rows_of, shares)
@@ -206,7 +206,7 @@ def _decode_steps(
 
 
 def _most_seconds_behind(first: Mapping[str, int], shares: Shares) -> float | None:
-    """How long a batch with steps of who waits behind others may take, where `first` rows of these wait; None:
+    """How long a batch with steps of who waits behind others may take, where `first` rows of these wait. None:
     as long as any."""
     if not shares.behind or shares.cost is None:
         return None
@@ -214,10 +214,6 @@ def _most_seconds_behind(first: Mapping[str, int], shares: Shares) -> float | No
         return TURNS.beside_others * shares.cost.seconds(sum(first.values()))
     coming = [rows for peer, rows in shares.generating.items() if not shares.is_behind(peer)]
     return TURNS.before_others * shares.cost.seconds(min(coming)) if coming else None
-
-
-def _rows_of(waiting: Sequence[Waiting], by_peer: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    return {peer: sum(waiting[index].rows for index in steps) for peer, steps in by_peer.items()}
 
 
 def _most_seconds(rows_of: Mapping[str, int], shares: Shares) -> float | None:
@@ -262,7 +258,7 @@ class CostFit:
     @property
     def cost(self) -> BatchCost | None:
         """What a batch costs; None before the first one. As long as all had as many rows, each row is taken to cost as
-        much as the others: then shorter ones follow, and show what is so."""
+        much as the others. Then shorter ones follow, and show what is so."""
         if not self._line.is_known:
             return None
         rows, seconds = self._line.means
@@ -278,5 +274,5 @@ def pause(seconds: float, since: float) -> float:
 
 def pass_wait(took: float, since: float, generating: bool) -> float:
     """Seconds until the next part of a pass may begin, `since` seconds after the one before, which took `took`. While
-    sessions generate they keep half of the time; a step in a chain needs more of it than what it computes."""
+    sessions generate they keep half of the time. A step in a chain needs more of it than what it computes."""
     return pause(took, since) if generating else 0.0

@@ -1,6 +1,6 @@
 """The file with the peers of earlier runs, so that a node needs no `--peer`.
 
-There is one file for each swarm, shared by all nodes of a person on a machine: who met whom is the same for a server
+There is one file for each swarm, shared by all nodes of a person on a machine. Who met whom is the same for a server
 and a chat. What to keep is decided by pure functions; `PeerStore` reads and writes.
 """
 
@@ -73,12 +73,13 @@ def updated(
     for peer_id in set(failed) - set(met):
         if peer_id in peers:
             peers[peer_id] = replace(peers[peer_id], failing=peers[peer_id].failing or now)
-    kept = [peer for peer in peers.values() if now - peer.seen < PEER_FILE.unseen_seconds and not _hopeless(peer, now)]
+    kept = [
+        peer
+        for peer in peers.values()
+        if now - peer.seen < PEER_FILE.unseen_seconds
+        and (not peer.failing or now - peer.failing <= PEER_FILE.failing_seconds)
+    ]
     return tuple(sorted(kept, key=lambda record: (-record.seen, record.peer_id))[: PEER_FILE.max_peers])
-
-
-def _hopeless(peer: PeerRecord, now: float) -> bool:
-    return bool(peer.failing) and now - peer.failing > PEER_FILE.failing_seconds
 
 
 def in_order(known: Iterable[PeerRecord]) -> list[PeerRecord]:

@@ -19,7 +19,7 @@ from ...crypto.bounded_json import BadJson, parse_json_object
 from ...protocols.adapter import MAX_ADAPTER_TENSORS
 from ..errors import BadInput, MachineError, ModelError
 from ..models.adapter import CONFIG_LIMITS, check_adapter_files
-from ..models.adapter_note import NOTE, AdapterNote, read_note
+from ..models.adapter_note import NOTE, read_note
 from ..models.cache_dir import disk_errors
 from ..models.checkpoint import read_header
 
@@ -124,11 +124,9 @@ def describe(folder: Path) -> SharedAdapter:
         str(config.get("base_model_name_or_path") or ""),
         task={"SEQ_CLS": "classification", "CAUSAL_LM": "language"}.get(str(config.get("task_type")), ""),
     )
-    return shared if note is None else of_note(folder.name, note)
-
-
-def of_note(name: str, note: AdapterNote) -> SharedAdapter:
-    return SharedAdapter(name, note.method, note.model, note.model_version, note.task, note.tags)
+    if note is None:
+        return shared
+    return SharedAdapter(folder.name, note.method, note.model, note.model_version, note.task, note.tags)
 
 
 def copy_adapter(source: Path, target: Path) -> None:

@@ -158,8 +158,3 @@ def learning_rate(step: int, steps: int, *, peak: float, warmup: int, shape: Sha
         return peak
     left = (steps - step) / max(1, steps - warmup)
     return peak * (left if shape == "linear" else 0.5 * (1 - math.cos(math.pi * left)))
-
-
-def is_due(step: int, every: int, steps: int) -> bool:
-    """Whether something is due after `step` steps that is done at the start, every `every` steps and at the end."""
-    return step % every == 0 or step == steps

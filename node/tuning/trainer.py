@@ -34,7 +34,6 @@ from .recipe import (
     StepDone,
     StoppedEarly,
     WaitingForServers,
-    is_due,
     learning_rate,
     rows_of_step,
 )
@@ -195,7 +194,7 @@ class Training:
             if (
                 self._held_out
                 and self._evaluated < self.step
-                and is_due(self.step, recipe.evaluate_every, recipe.steps)
+                and (self.step % recipe.evaluate_every == 0 or self.step == recipe.steps)
             ):
                 yield from self._evaluate()
             if self.early_stop.is_over:

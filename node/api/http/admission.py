@@ -1,6 +1,6 @@
 """Who is let in: keys, web pages, hosts, and how many requests at once. Before anything of a request's body is read.
 
-A key is 32 random bytes, of which only a plain SHA-256 is kept: that cannot be searched, and a slow hash would be of no
+A key is 32 random bytes, of which only a plain SHA-256 is kept. That cannot be searched, and a slow hash would be of no
 more use.
 """
 
@@ -50,7 +50,7 @@ class ApiKeys:
 
     @classmethod
     def read(cls, path: Path) -> ApiKeys:
-        """From a file with a line `sha256:HASH NAME` for each key; empty lines and those that begin with # say nothing.
+        """From a file with a line `sha256:HASH NAME` for each key. Empty lines and those that begin with # say nothing.
 
         Raises:
             BadInput: a line is no hash, or there is none.
@@ -131,7 +131,7 @@ class Admission:
 
 class AdmissionMiddleware:
     """An ASGI application before another one, which finds the owner of the key in `scope["state"]["owner"]`, and the id
-    that responses have as `x-request-id` (for Anthropic's clients `request-id`) in `scope["state"]["request_id"]`; log
+    that responses have as `x-request-id` (for Anthropic's clients `request-id`) in `scope["state"]["request_id"]`. Log
     lines about the request have it from `REQUEST_ID`.
 
     Attributes:
@@ -162,10 +162,12 @@ class AdmissionMiddleware:
     async def _admitted(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         origin = headers.get("origin")
-        allowed = origin is not None and self._is_asked_for(origin)
+        host, origins = headers.get("host", ""), self._admission.origins
+        allowed = origin is not None and ("*" in origins or origin in origins)
+        own = f"http://{host}", f"https://{host}"  # a page of this server, maybe through a proxy that has TLS
         try:
-            self._check_host(headers.get("host", ""))
-            if origin is not None and not allowed and not _is_own(origin, headers.get("host", "")):
+            self._check_host(host)
+            if origin is not None and not allowed and origin not in own:
                 raise ApiError(
                     403, f"web pages of {origin[:200]} may not use this API: --cors-origin lets them", code="origin"
                 )
@@ -206,9 +208,6 @@ class AdmissionMiddleware:
         if hosts and _host_name(host) not in hosts:
             raise ApiError(403, f"this server does not answer for the host {host[:200]!r}", code="host")
 
-    def _is_asked_for(self, origin: str) -> bool:
-        return "*" in self._admission.origins or origin in self._admission.origins
-
     def _owner(self, path: str, headers: Headers) -> str:
         keys = self._admission.keys
         if keys is None or not path.startswith(_LOCKED):
@@ -232,11 +231,6 @@ def _host_name(host: str) -> str:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return ""
-
-
-def _is_own(origin: str, host: str) -> bool:
-    """Whether a page of this server itself asks, maybe through a proxy that has TLS."""
-    return origin in (f"http://{host}", f"https://{host}")
 
 
 def _preflight(headers: Headers) -> Response:

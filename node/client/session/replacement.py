@@ -18,7 +18,7 @@ from ...errors import PetalnodeError, ServerFailed, SwarmError
 from ...models import compute_manifest
 from ..swarm_model import SwarmModel
 from .answers import SessionSpec
-from .history import Input, InputHistory, Signer, part_of
+from .history import Input, InputHistory, part_of
 from .link import ServerLink
 
 if TYPE_CHECKING:
@@ -53,7 +53,10 @@ async def check_replay(history: InputHistory, spec: SessionSpec, links: Sequence
         ComputesOther: it is something else.
     """
     lost = history.signer
-    if lost is None or not all(_computes_as(lost, link.server.signer) for link in links):
+    signers = [link.server.signer for link in links]
+    if lost is None or any(
+        one is None or (one.dtype, one.quantisation) != (lost.dtype, lost.quantisation) for one in signers
+    ):
         return
     if len(links) > 1 and (spec.codec, spec.dtype) != ("none", "float32"):
         return  # rounded between them
@@ -62,10 +65,6 @@ async def check_replay(history: InputHistory, spec: SessionSpec, links: Sequence
         hop = links[-1].server.hop
         what = f"for token {position} it computes something else than {lost.hop.peer_id} has signed"
         raise ComputesOther(f"server {hop.peer_id} (blocks {hop.span}): {what}", hop.peer_id)
-
-
-def _computes_as(one: Signer, other: Signer | None) -> bool:
-    return other is not None and (one.dtype, one.quantisation) == (other.dtype, other.quantisation)
 
 
 def wrong_signers(model: SwarmModel, spec: SessionSpec, histories: Sequence[InputHistory]) -> set[str]:

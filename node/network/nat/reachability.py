@@ -1,6 +1,6 @@
 """Whether other nodes reach this node, from what its peers have observed, and which addresses it then announces.
 
-Pure functions. Nothing here asks whether an address is private by its range: a network may use any range, and what
+Pure functions. Nothing here asks whether an address is private by its range. A network may use any range, and what
 counts is who gets through.
 """
 
@@ -146,14 +146,14 @@ def carried_over(held: IpVerdict, new: IpVerdict, *, settling: bool) -> IpVerdic
 def judge(version: int, observations: Iterable[Observation], local: LocalEndpoints, now: float) -> IpVerdict:
     """Judges IP `version` (4 or 6).
 
-    A peer of our own networks that reaches us proves nothing about others: it has a say only while nobody from
-    outside has one. Those who see us under the same address are one public, which reaches us or does not; a single
+    A peer of our own networks that reaches us proves nothing about others. It has a say only while nobody from
+    outside has one. Those who see us under the same address are one public, which reaches us or does not. A single
     one of them that is wrong, or lies, is outvoted by the others. To see us under a foreign address and to get
-    through nowhere proves a NAT. If one public does not reach us, we are closed, whatever others do: a private
+    through nowhere proves a NAT. If one public does not reach us, we are closed, whatever others do. A private
     network of friends is not the internet.
 
     One observer alone may invent a public and name somebody else's address as the one at which it reached us. Where
-    others contradict it, that address is not ours to announce, and we are closed: a lie costs a place at a relay.
+    others contradict it, that address is not ours to announce, and we are closed. A lie costs a place at a relay.
     """
     if not local.ports(version):
         return NO_VERDICT
@@ -202,18 +202,15 @@ def _is_confirmed(said: Sequence[Observation]) -> bool:
     return len({origin_of_ip(str(observation.observer_ip)) for observation in said}) > 1
 
 
-def _is_foreign(observation: Observation, local: LocalEndpoints) -> bool:
-    return observation.seen is not None and observation.seen.ip not in local.own_ips
-
-
 def _is_outside(observation: Observation, local: LocalEndpoints) -> bool:
-    return _is_foreign(observation, local) or not any(observation.observer_ip in network for network in local.networks)
+    is_foreign = observation.seen is not None and observation.seen.ip not in local.own_ips
+    return is_foreign or not any(observation.observer_ip in network for network in local.networks)
 
 
 def candidates(seen: Endpoint | None, local: LocalEndpoints, extra: Collection[Endpoint]) -> tuple[Endpoint, ...]:
-    """What to ask a peer to dial that sees us at `seen`: it may try no other IP address than that one.
+    """What to ask a peer to dial that sees us at `seen`. It may try no other IP address than that one.
 
-    `extra` are endpoints that somebody has mapped or named for us; beyond those, our ports are guessed to be open
+    `extra` are endpoints that somebody has mapped or named for us. Beyond those, our ports are guessed to be open
     on the address that the peer sees.
     """
     if seen is None:
@@ -259,7 +256,7 @@ def whom_to_ask(
 
 
 def counts_as_asked(now: float, failures: int) -> float:
-    """When a peer counts as asked that has not answered now, for `failures` times in a row: a question that was lost
+    """When a peer counts as asked that has not answered now, for `failures` times in a row. A question that was lost
     on its way, by the only peer perhaps, must not keep a node out of reach for long."""
     return now - _RETRY + min(_FIRST_RETRY * 2.0 ** min(failures - 1, 8), _RETRY)
 
@@ -293,9 +290,9 @@ NOBODY_ASKED = Reachability("unknown", (), "reachability not known yet: no other
 class ReachabilityInputs:
     """All that reachability depends on.
 
-    `named` are the endpoints that the operator announces, `mapped` those that a router has opened for us;
-    `circuits` the circuit addresses by relay with a reservation of ours; `relays_allowed` is false if none are to be
-    used; `relays_known` counts those that could be.
+    `named` are the endpoints that the operator announces, `mapped` those that a router has opened for us. `circuits`
+    are the circuit addresses by relay with a reservation of ours. `relays_allowed` is false if none are to be used, and
+    `relays_known` counts those that could be.
     """
 
     local: LocalEndpoints
