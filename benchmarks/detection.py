@@ -157,7 +157,7 @@ class Prober:
                     text = None
                 self.model = ProbeModel(model, load_client(self.folder.path, device="cpu"), text)
             async with open_client(swarm, model) as client:
-                client.receipts = ReceiptArchive(shared_bytes=KEPT_RECEIPTS.shared_bytes)
+                client.state.receipts = ReceiptArchive(shared_bytes=KEPT_RECEIPTS.shared_bytes)
                 yield client
 
     async def session(self, client: SwarmClient, rows: int) -> None:
@@ -273,7 +273,7 @@ async def caught(prober: Prober, dtype: str, found: Server, probes: int) -> list
             # The same server, and receipts of a client that it has met before.
             async with prober.client(found.address) as client:
                 await prober.session(client, 1)
-                client.receipts = ReceiptArchive(shared_bytes=KEPT_RECEIPTS.shared_bytes)
+                client.state.receipts = ReceiptArchive(shared_bytes=KEPT_RECEIPTS.shared_bytes)
                 for _ in range(min(probes, 12)):
                     await prober.session(client, 1)
                 verdicts = await trio.to_thread.run_sync(lambda: prober.verdicts(client, together=False))

@@ -10,8 +10,10 @@ from typing import Any, TypeAlias
 import trio
 
 from petalnode.crypto.identity import Identity
+from petalnode.node.client.api.causal_lm import DistributedModelForCausalLM
 from petalnode.node.client.api.inference_session import InferenceSession
 from petalnode.node.client.api.model import DistributedModel
+from petalnode.node.client.api.row_groups import Batches, Pace, Paces, Route
 from petalnode.node.client.core import SwarmClient
 from petalnode.node.client.session.stream import SessionStream
 from petalnode.node.server.budget import MemoryBudget
@@ -63,6 +65,47 @@ def session_of(session: InferenceSession) -> Any:
 def allow_servers(model: DistributedModel, peer_ids: Sequence[str]) -> None:
     """From now on the model uses these servers only; all if there are none."""
     client_of(model)._allowed = frozenset(peer_ids)
+
+
+class Cut(Batches):
+    """Has rows go on in `parts` sessions; the chains for which it was asked, and what was noted of their steps."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        self.parts = parts
+        self.routes: list[Route] = []
+        self.paces = self.noted = _Noted()
+
+    def cut(
+        self, rows: int, route: Route, step_seconds: Sequence[float], trip_seconds: float, drafts: bool
+    ) -> tuple[int, bool]:
+        self.routes.append(route)
+        return self.parts, False
+
+
+class _Noted(Paces):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sessions: list[Sequence[tuple[int, Pace]]] = []
+
+    def note(self, sessions: Sequence[tuple[int, Pace]]) -> None:
+        self.sessions.append(sessions)
+
+
+@contextmanager
+def cut_into(model: DistributedModelForCausalLM, parts: int) -> Iterator[Cut]:
+    """Rows of a batch go on in this number of sessions."""
+    usual, cut = model._batches, Cut(parts)
+    model._batches = cut
+    try:
+        yield cut
+    finally:
+        model._batches = usual
+
+
+def batches_of(model: DistributedModelForCausalLM) -> Batches:
+    """What a model knows of its batches so far."""
+    return model._batches
 
 
 def skip_reply(session: SessionStream, reply: wire.Reply, *, answered: int) -> None:

@@ -101,7 +101,7 @@ def memory_api(
                     nursery.start_soon(batches.run, application)
                 answering = application if traces is None else traces.application(application)
                 if traces is not None:
-                    client.on_session, core.tallies.on_answer = traces.session, traces.answered
+                    client.state.on_session, core.tallies.on_answer = traces.session, traces.answered
                 nursery.start_soon(serve_http, answering, listeners, http_limits)
                 yield MemoryApi(swarm, url, core, application, trio.lowlevel.current_trio_token())
                 nursery.cancel_scope.cancel()

@@ -85,11 +85,6 @@ def fit(
         dialogue = shorter
 
 
-def same_tokens(one: Text, other: Text) -> bool:
-    """Whether the same ids stand for the same text in both."""
-    return bool(one.tokenizer.get_vocab() == other.tokenizer.get_vocab())
-
-
 class Text:
     """Tokenizer and chat template of a model."""
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,12 +30,12 @@ from .batch.batch_client import BatchClient
 from .deadlines import DEADLINES, SessionTotals
 from .request import ServerClaims, WireTensor, close_stream
 from .router import Payments
-from .server_selection import ServerLimits, ServerSelection
+from .server_selection import ServerLimits, ServerMemory, ServerSelection
 from .session.prefixes import PrefixMemory
 from .session.session import ClientSession, SavedSession
 from .session.stream import InferenceStream, SessionSpec
 from .session.trace import OnSession, SessionTrace
-from .session_adapter import SessionAdapter, bring, named, names_held
+from .session_adapter import SessionAdapter, announced, bring, named
 from .swarm_model import SwarmModel
 
 AUTO: Final = "auto"
@@ -90,7 +89,7 @@ async def open_client(
     async with trio.open_nursery() as nursery:
         client = SwarmClient(swarm, model, nursery, options, changes)
         if auditors:
-            client.receipts = ReceiptArchive(KEPT_RECEIPTS.shared_bytes)
+            client.state.receipts = ReceiptArchive(KEPT_RECEIPTS.shared_bytes)
             nursery.start_soon(_share, swarm, client.receipts, auditors, client.trusted.middle(model.num_blocks))
         nursery.start_soon(client.candidates)  # so that the first session finds the round trips measured
         yield client
@@ -132,17 +131,45 @@ def _session_adapter(adapter: Adapter | str | None, model: SwarmModel) -> Sessio
     return SessionAdapter.of(adapter) if adapter.hash else None
 
 
+@dataclass
+class ClientState:
+    """What a client and its variants have in common, besides what they know of the servers.
+
+    Attributes:
+        receipts: where those of servers are kept.
+        payments: for priority, if the person has points.
+        prefixes: what sessions may begin with.
+        prefix_salt: of sessions that name none; at servers that allow it, who knows it shares what they keep.
+        disagreements: of chains that were compared, in all sessions so far.
+        totals: of all sessions.
+        on_session: is called with each session that has ended, for traces.
+        answering: the conversations that are being answered.
+        uncoded: the session that was opened last without a codec.
+        junctions: of such a session, until they are measured.
+        codec_errors: the largest relative error of each codec on those.
+        noted: whether the trust store has this version as one that computes.
+    """
+
+    receipts: ReceiptArchive = field(default_factory=ReceiptArchive)
+    payments: Payments | None = None
+    prefixes: PrefixMemory = field(default_factory=PrefixMemory)
+    prefix_salt: bytes = b""
+    disagreements: list[Disagreement] = field(default_factory=list)
+    totals: SessionTotals = field(default_factory=SessionTotals)
+    on_session: OnSession | None = None
+    answering: set[object] = field(default_factory=set)
+    uncoded: ClientSession | None = None
+    junctions: list[WireTensor] = field(default_factory=list)
+    codec_errors: dict[str, float] = field(default_factory=dict)
+    noted: bool = False
+
+
 class SwarmClient(ServerSelection):
     """Opens sessions of one model, and runs batches without a cache (`batches`); made by `open_client`.
 
     Attributes:
-        disagreements: of chains that were compared, in all sessions so far.
-        totals: of all sessions, those of variants included.
-        on_session: is called with each session that has ended, for traces.
-        prefixes: what sessions may begin with.
         reopen_timeout: that of `ClientOptions`, for sessions that are opened from now on.
-        prefix_salt: of sessions that name none; at servers that allow it, who knows it shares what they keep.
-        answering: the conversations that are being answered, those of variants included.
+        state: what it shares with its variants.
     """
 
     def __init__(
@@ -152,37 +179,35 @@ class SwarmClient(ServerSelection):
         nursery: trio.Nursery,
         options: ClientOptions = ClientOptions(),
         adapter: SessionAdapter | str | None = None,
+        known: ServerMemory | None = None,
+        state: ClientState | None = None,
     ) -> None:
-        super().__init__(swarm, model, nursery, options)
+        super().__init__(swarm, model, nursery, options, known)
+        self._options = options
         self._adapter = adapter
         self._codec = exact_for(options.codec, model.folder.boundaries)
         self.reopen_timeout = options.reopen_timeout
-        self._uncoded: ClientSession | None = None  # the last one that was opened without a codec
-        self._junctions: list[WireTensor] = []  # of such a session, until they are measured
-        self._codec_errors: dict[str, float] = {}
-        self._compare_chains = options.compare_chains
-        self._noted = False  # that this version has computed
-        self.payments: Payments | None = None
-        self.receipts = ReceiptArchive()
+        self.state = state or ClientState()
         self.batches = BatchClient(self)
-        self.prefixes = PrefixMemory()
-        self.prefix_salt = b""
-        self.disagreements: list[Disagreement] = []
-        self.totals = SessionTotals()
-        self.on_session: OnSession | None = None
-        self.answering: set[object] = set()
 
     def variant(self, *, trusted: TrustedServers, compare_chains: int) -> SwarmClient:
         """A client that demands other things of its sessions, and shares what this one knows of the servers."""
-        found = copy(self)
-        found.trusted = trusted
-        found._compare_chains = compare_chains
-        found.batches = BatchClient(found)
-        return found
+        options = replace(
+            self._options, trusted=trusted, compare_chains=compare_chains, reopen_timeout=self.reopen_timeout
+        )
+        return SwarmClient(self.swarm, self.model, self._nursery, options, self._adapter, self._known, self.state)
 
     @property
     def peer_id(self) -> str:
         return self.swarm.peer_id
+
+    @property
+    def receipts(self) -> ReceiptArchive:
+        return self.state.receipts
+
+    @property
+    def disagreements(self) -> list[Disagreement]:
+        return self.state.disagreements
 
     def claims_of(self, peer_id: str) -> ServerClaims | None:
         """What this server has announced; None if nothing is known of it."""
@@ -198,9 +223,9 @@ class SwarmClient(ServerSelection):
 
     def note_tokens(self, peer_id: str, tokens: int) -> None:
         """Counts tokens that a server answered with a valid receipt, if anybody could tell whether they are right."""
-        if self.model.held is not None and not self._noted:
+        if self.model.held is not None and not self.state.noted:
             self.swarm.trust.note_version(self.model.held, self.model.version)
-            self._noted = True
+            self.state.noted = True
         said = self.swarm.view.get(peer_id, time.time())
         if said is None or doubt(said.dtype, said.quantisation, said.device).earns:
             self.swarm.trust.note_tokens(peer_id, tokens)
@@ -251,7 +276,7 @@ class SwarmClient(ServerSelection):
     def _is_choosy(self) -> bool:
         adapter = self._adapter
         only_held = isinstance(adapter, str) or (adapter is not None and adapter.content is None)
-        return only_held or self._compare_chains > 1 or super()._is_choosy()
+        return only_held or self._options.compare_chains > 1 or super()._is_choosy()
 
     @property
     def changes(self) -> Mapping[str, torch.Tensor]:
@@ -285,7 +310,8 @@ class SwarmClient(ServerSelection):
                 self._adapter = found
                 return found
             if not wait:
-                held = ", ".join(names_held(self.servers())) or "none"
+                names = {adapter.name for server in self.servers() for adapter in announced(server)}
+                held = ", ".join(sorted(names)) or "none"
                 raise NoChainError(
                     f"no server of the swarm holds an adapter {self._adapter} for {self.model.name}; held are: {held}. "
                     "Start one with `petalnode serve --adapter PATH`, or give the path of its folder",
@@ -295,15 +321,15 @@ class SwarmClient(ServerSelection):
 
     async def payment(self, hop: Hop, spec: SessionSpec) -> Clearing | None:
         """Points for the server of `hop`, if it is busy and this client has any for it. Never raises."""
-        if self.payments is None:
+        if self.state.payments is None:
             return None
         announced = self.swarm.view.get(hop.peer_id, time.time())
-        return await self.payments.pay(announced, spec.batch, spec.max_length)
+        return await self.state.payments.pay(announced, spec.batch, spec.max_length)
 
     def paid(self, payment: Clearing) -> None:
         """Notes that a server has taken points."""
-        if self.payments is not None:
-            self.payments.spent(payment)
+        if self.state.payments is not None:
+            self.state.payments.spent(payment)
 
     def watch_direct(self, peer_id: str) -> trio.Event:
         """Set when there is a connection to this peer without a relay."""
@@ -336,7 +362,7 @@ class SwarmClient(ServerSelection):
             BadInput: no server takes a session like this.
         """
         adapter = spec.adapter or await self.adapter(wait=wait)
-        trace = None if self.on_session is None else SessionTrace(self.model.name)
+        trace = None if self.state.on_session is None else SessionTrace(self.model.name)
         spec = replace(spec, model_version=self.model.version, adapter=adapter, trusted=self.trusted, trace=trace)
         original_length = await self.model.original_length()
         spec = replace(spec, reopen_timeout=self.reopen_timeout, original_length=original_length)
@@ -345,27 +371,27 @@ class SwarmClient(ServerSelection):
             raise BadInput(refused)
         if spec.codec == "none" and not prompt and source is None:
             spec = replace(spec, codec=await self.chosen_codec(spec, saved))
-        spec = replace(spec, prefix_salt=spec.prefix_salt or self.prefix_salt)
+        spec = replace(spec, prefix_salt=spec.prefix_salt or self.state.prefix_salt)
         session: ClientSession | ComparedSession
-        if self._compare_chains > 1:
+        if self._options.compare_chains > 1:
             from .session.compared_session import ComparedSession
 
-            session = ComparedSession(self, spec, self._compare_chains, wait)
+            session = ComparedSession(self, spec, self._options.compare_chains, wait)
         else:
             session = ClientSession(self, spec, wait)
-        with self.totals.counted(session), self._traced(session, trace):
+        with self.state.totals.counted(session), self._traced(session, trace):
             fits = saved is not None and (saved.max_length, saved.codec) == (spec.max_length, spec.codec)
             if saved is None or not fits or not await session.resume(saved):
                 await self._opened(session, prompt, source)
             if self._codec == AUTO and spec.codec == "none" and isinstance(session, ClientSession):
-                self._uncoded = session
+                self.state.uncoded = session
             try:
                 yield session
             finally:
-                if session is self._uncoded:
-                    self._junctions, self._uncoded = session.junctions(), None
+                if session is self.state.uncoded:
+                    self.state.junctions, self.state.uncoded = session.junctions(), None
                 if spec.share and isinstance(session, ClientSession):
-                    await self.prefixes.ended(session)
+                    await self.state.prefixes.ended(session)
                 await session.close()
 
     async def _opened(
@@ -379,11 +405,11 @@ class SwarmClient(ServerSelection):
             if position and not beginning.inputs:
                 raise BadInput("what this session held before its process started is not known here: fork another one")
             await session.open(beginning, position)
-            self.prefixes.opened(session)
+            self.state.prefixes.opened(session)
             return
-        found = await trio.to_thread.run_sync(self.prefixes.search(session.spec, prompt)) if prompt else None
+        found = await trio.to_thread.run_sync(self.state.prefixes.search(session.spec, prompt)) if prompt else None
         await session.open(found)
-        self.prefixes.opened(session)
+        self.state.prefixes.opened(session)
 
     async def chosen_codec(self, spec: SessionSpec, saved: SavedSession | None) -> str:
         """What the tensors of a session that names no codec travel under. With `auto` the first session goes without:
@@ -392,13 +418,14 @@ class SwarmClient(ServerSelection):
             return CODEC_OF[self._codec]
         if saved is not None:
             return saved.codec  # its caches are worth more
-        chunks, self._junctions = self._junctions or (self._uncoded.junctions() if self._uncoded else []), []
+        state = self.state
+        chunks, state.junctions = state.junctions or (state.uncoded.junctions() if state.uncoded else []), []
         if chunks:
             from .chunks import rounding_errors  # torch
 
             for codec, error in (await trio.to_thread.run_sync(rounding_errors, chunks)).items():
-                self._codec_errors[codec] = max(error, self._codec_errors.get(codec, 0.0))
-        return await self.codec_that_pays(spec, self._codec_errors) if self._codec_errors else "none"
+                state.codec_errors[codec] = max(error, state.codec_errors.get(codec, 0.0))
+        return await self.codec_that_pays(spec, state.codec_errors) if state.codec_errors else "none"
 
     @contextmanager
     def _traced(self, session: ClientSession | ComparedSession, trace: SessionTrace | None) -> Iterator[None]:
@@ -410,6 +437,6 @@ class SwarmClient(ServerSelection):
                 trace.failed = True
             raise
         finally:
-            if trace is not None and self.on_session is not None:
+            if trace is not None and self.state.on_session is not None:
                 trace.ended, trace.recoveries = time.time(), session.recoveries
-                self.on_session(trace)
+                self.state.on_session(trace)

@@ -115,7 +115,8 @@ class Router(Protocol):
 class ModelClient(Router, Protocol):
     """What batches and compared sessions need beyond that: they choose their chains themselves."""
 
-    disagreements: list[Disagreement]
+    @property
+    def disagreements(self) -> list[Disagreement]: ...
 
     def servers(self) -> tuple[Announcement, ...]:
         """The servers of the model that may be used."""
@@ -181,7 +182,7 @@ class ServerSearch:
         return with_refusals(error, self._tried, self._router.peer_id)
 
     def refuse(self, error: ServerFailed, *, granted: bool = False) -> None:
-        """Leaves this server out; for good at the third time that it had `granted` what it then failed at: to bring it
+        """Leaves this server out, for good at the third time that it had `granted` what it then failed at. To bring it
         to where a session was has cost as much as if it had gone well."""
         self.leave_out(error)
         note_failure(self._router, error)

@@ -45,17 +45,6 @@ SUSPECT_PENALTY: Final = 60.0
 
 
 @dataclass(frozen=True)
-class ServerLimits:
-    """Which servers a client uses: peer ids that are allowed (none: all) and blocked, the least points that they pledge
-    (None: whether they pledge or not), and the servers for the first and the last blocks."""
-
-    allowed: Collection[str] = ()
-    blocked: Collection[str] = ()
-    require_pledge: int | None = None
-    trusted: TrustedServers | None = None
-
-
-@dataclass(frozen=True)
 class FixedRoute:
     """The only chain of a client, which fails where another client would look for other servers.
 
@@ -75,12 +64,44 @@ class FixedRoute:
         return self.hops
 
 
+@dataclass(frozen=True)
+class ServerLimits:
+    """Which servers a client uses.
+
+    Attributes:
+        allowed: peer ids; none: all.
+        blocked: peer ids.
+        require_pledge: the least points that they pledge; None: whether they pledge or not.
+        trusted: those for the first and the last blocks.
+        fixed: the chain of all sessions, if none is to be looked for.
+    """
+
+    allowed: Collection[str] = ()
+    blocked: Collection[str] = ()
+    require_pledge: int | None = None
+    trusted: TrustedServers | None = None
+    fixed: FixedRoute | None = None
+
+
+@dataclass(frozen=True)
+class ServerMemory:
+    """What is known of the servers of a model, by peer id; clients that demand other things of them share it.
+
+    Attributes:
+        suspects: until when others are preferred.
+    """
+
+    round_trips: RoundTrips
+    suspects: dict[str, float] = field(default_factory=dict)
+    losses: LossRecord = field(default_factory=LossRecord)
+    seconds_per_byte: dict[str, Estimate] = field(default_factory=dict)
+
+
 class ServerSelection:
     """Measures the servers of `model` and chooses among them; `swarm` is where they announce themselves.
 
     Attributes:
         trusted: who may compute the first and the last blocks.
-        fixed: the chain of all sessions, if none is to be looked for.
     """
 
     def __init__(
@@ -89,23 +110,21 @@ class ServerSelection:
         model: SwarmModel,
         nursery: trio.Nursery,
         limits: ServerLimits = ServerLimits(),
+        known: ServerMemory | None = None,
     ) -> None:
         self.trusted = limits.trusted or TrustedServers()
-        self.fixed: FixedRoute | None = None
+        self._fixed = limits.fixed
         self.swarm = swarm
         self.model = model
         self._nursery = nursery
         self._allowed = frozenset(limits.allowed)
         self._blocked = frozenset(limits.blocked)
         self._require_pledge = limits.require_pledge
-        self._round_trips = RoundTrips(swarm, model.num_blocks, nursery, self.trusted.peers)
-        self._suspects: dict[str, float] = {}
-        self._losses = LossRecord()
-        self._seconds_per_byte: dict[str, Estimate] = {}
+        self._known = known or ServerMemory(RoundTrips(swarm, model.num_blocks, nursery, self.trusted.peers))
 
     def narrowed(self, peers: Collection[str], blocks: int | None) -> TrustedServers:
-        """The trusted servers of a session that names `peers` for the first and the last `blocks` blocks: never others,
-        nor for fewer blocks, than those of all sessions.
+        """The trusted servers of a session that names `peers` for the first and the last `blocks` blocks. They are
+        never others, nor for fewer blocks, than those of all sessions.
 
         Raises:
             BadInput: they cannot be used, or are others.
@@ -148,13 +167,13 @@ class ServerSelection:
         lately come with a penalty.
 
         If `adapter` cannot be brought to servers, only those that hold it. Where servers are `excluded`, something
-        waits for others in their place: those that were never measured have less time to answer, and are a last resort
+        waits for others in their place. Those that were never measured have less time to answer, and are a last resort
         as long as they have not.
         """
         servers = [server for server in self.servers() if server.peer_id not in excluded]
         if adapter is not None and adapter.content is None:
             servers = [server for server in servers if adapter.is_held_by(server)]
-        await self._round_trips.measure(servers, patient=not excluded, choosy=self._is_choosy())
+        await self._known.round_trips.measure(servers, patient=not excluded, choosy=self._is_choosy())
         # Those whose announcements were old have said what they announce now.
         current = {server.peer_id: server for server in self.servers()}
         servers = [current[server.peer_id] for server in servers if server.peer_id in current]
@@ -163,8 +182,8 @@ class ServerSelection:
         for server in servers:
             span = boundaries.usable(server.span)
             rtt = self.round_trip(server.peer_id)
-            suspect = self._suspects.get(server.peer_id, 0.0) > now
-            if rtt is None and excluded and self._round_trips.is_under_way(server.peer_id):
+            suspect = self._known.suspects.get(server.peer_id, 0.0) > now
+            if rtt is None and excluded and self._known.round_trips.is_under_way(server.peer_id):
                 # It may be well, and this machine busy: to ask it is better than to give up.
                 rtt, suspect = DEADLINES.rtt, True
             if rtt is not None and span is not None:
@@ -181,7 +200,7 @@ class ServerSelection:
                         rtts=server.rtts,
                         penalty_seconds=(SUSPECT_PENALTY if suspect else 0.0)
                         + self.swarm.trust.penalty_seconds(server.peer_id)
-                        + self._losses.penalty_seconds(server.peer_id, now)
+                        + self._known.losses.penalty_seconds(server.peer_id, now)
                         + doubt(server.dtype, server.quantisation, server.device).seconds,
                         max_session_length=server.max_session_length,
                         together=boundaries.together,
@@ -191,26 +210,26 @@ class ServerSelection:
 
     def seconds_per_byte(self, peer_id: str) -> float | None:
         """What a byte to or from this server takes beyond the round trip; None where it was never measured."""
-        known = self._seconds_per_byte.get(peer_id)
+        known = self._known.seconds_per_byte.get(peer_id)
         return None if known is None else known.value
 
     def round_trip(self, peer_id: str) -> float | None:
         """Seconds to this server and back, as they were measured last; None if they never were, or it is silent."""
-        return self._round_trips.of(peer_id)
+        return self._known.round_trips.of(peer_id)
 
     @property
     def suspected(self) -> Collection[str]:
         """Peer ids of all that have failed or said no."""
-        return self._suspects.keys()
+        return self._known.suspects.keys()
 
     def suspect(self, peer_id: str, seconds: float = DEADLINES.suspect) -> None:
         """Notes that a server failed or said no: others are preferred for so long."""
-        self._suspects[peer_id] = max(self._suspects.get(peer_id, 0.0), trio.current_time() + seconds)
+        self._known.suspects[peer_id] = max(self._known.suspects.get(peer_id, 0.0), trio.current_time() + seconds)
 
     def note_loss(self, peer_id: str, *, admitted: bool = False) -> None:
         """Notes that a server has lost what a session held there; `admitted`: it says so of what it answered for last.
         Who loses much is asked after others, and who admits it again and again is banned."""
-        lost = self._losses.note(peer_id, trio.current_time(), admitted=admitted)
+        lost = self._known.losses.note(peer_id, trio.current_time(), admitted=admitted)
         if admitted and lost.is_too_much:
             self.swarm.trust.ban(peer_id, "it said again and again that it had lost what a session held", "own")
 
@@ -220,7 +239,7 @@ class ServerSelection:
         if nbytes < BANDWIDTH_BYTES or rtt is None:
             return
         left = max(0.0, timing.total - timing.queue - timing.compute - rtt) / nbytes
-        self._seconds_per_byte.setdefault(timing.peer_id, Estimate()).note(left)
+        self._known.seconds_per_byte.setdefault(timing.peer_id, Estimate()).note(left)
 
     async def refresh(self) -> None:
         """Asks the swarm anew who serves this model. Nobody answering is no error: what is known stays."""
@@ -242,8 +261,8 @@ class ServerSelection:
             NoChainError: naming the blocks that nobody holds.
             BadInput: a session of this length is more than the servers of the model take.
         """
-        if self.fixed is not None:
-            return self.fixed.without(excluded)
+        if self._fixed is not None:
+            return self._fixed.without(excluded)
         candidates = await self.candidates(excluded, spec.adapter)
         # Of all servers, those that are excluded or silent now as well: what remains may be a stranger's only.
         longest = max((server.max_session_length for server in self.servers()), default=spec.max_length)
@@ -269,7 +288,7 @@ class ServerSelection:
             NoChainError: nobody else holds them.
         """
         found = None
-        if self.fixed is None:
+        if self._fixed is None:
             candidates = await self.candidates({route[index].peer_id, *excluded}, spec.adapter)
             found = second_best(route, index, candidates, self.demand(spec))
         if found is None:
@@ -278,8 +297,8 @@ class ServerSelection:
         return found
 
     async def stages(self, spec: SessionSpec) -> tuple[tuple[Hop, ...], list[float], float]:
-        """The cheapest chain, the seconds that each server of it says it takes for a step of one row, and those that a
-        step is on the way through all of them and back, by push; nothing while there is no chain."""
+        """The cheapest chain, and the seconds that each server of it says it takes for a step of one row. Then the
+        seconds that a step is on the way through all of them and back, by push. Nothing while there is no chain."""
         try:
             chain = await self.route(spec)
         except (NoChainError, BadInput):  # opening the session says why

@@ -133,11 +133,6 @@ def named(text: str, servers: Collection[Announcement]) -> SessionAdapter | None
     return next((SessionAdapter(name, adapter.hash) for adapter in found.values()), None)
 
 
-def names_held(servers: Collection[Announcement]) -> list[str]:
-    """The names of all adapters that these servers announce, in order."""
-    return sorted({adapter.name for server in servers for adapter in announced(server)})
-
-
 async def bring(stream: BatchFrames, adapter: SessionAdapter, hop: Hop, model_version: bytes) -> None:
     """Has the server of `hop` hold the adapter for sessions of this client, at least while `stream` is open.
 

@@ -29,7 +29,7 @@ class MetricsEndpoint:
         self._metrics = Metrics(
             ProcessMetrics(delay),
             NodeMetrics(swarm, "api"),
-            ClientMetrics(core.client.totals),
+            ClientMetrics(core.client.state.totals),
             ApiMetrics(core.tallies),
         )
 

@@ -1,7 +1,7 @@
 """Carries out one probe: a session or a batch as any client has them, of which every answer is kept.
 
 Each probe is a node of its own: a fresh key, a host that joins and leaves, set up like that of `chat`. The client's own
-classes do the talking, so a probe is a user in all but its purpose; only the chain is chosen by the validator.
+classes do the talking, so a probe is a user in all but its purpose. Only the chain is chosen by the validator.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...protocols.tensors import decode, dtype_name, encode
 from ..client.api.remote import SpanTensors
 from ..client.batch.batch_stream import BatchSpec, KeptSet, MicroBatch
 from ..client.chunks import to_chunks
-from ..client.core import SwarmClient, open_client
+from ..client.core import ClientOptions, SwarmClient, open_client
 from ..client.deadlines import DEADLINES
 from ..client.generation.decoding import Decoding, Embedding
 from ..client.generation.sampling import Sampler, Sampling
@@ -90,18 +90,19 @@ async def run_probe(config: SwarmConfig, model: ProbeModel, probe: Probe) -> Pro
         devices = {
             server.peer_id: server.device for server in swarm.view.servers(model.swarm_model.version, now=time.time())
         }
-        async with open_client(swarm, model.swarm_model) as client:
-            client.receipts, client.fixed = archive, FixedRoute(tuple(probe.route))
+        fixed = FixedRoute(tuple(probe.route))
+        async with open_client(swarm, model.swarm_model, ClientOptions(fixed=fixed)) as client:
+            client.state.receipts = archive
             with trio.move_on_after(PROBE_TIMEOUT) as scope:
                 try:
                     await (_chat if probe.kind == "chat" else _train)(client, model, probe)
                 except ServerFailed as error:
                     failures[error.peer_id] = error
                 except SwarmError as error:
-                    if not client.fixed.failures and not client.suspected:
+                    if not fixed.failures and not client.suspected:
                         failures.update({hop.peer_id: error for hop in probe.route})
             suspected = {peer: ServerFailed(f"server {peer} failed", peer) for peer in client.suspected}
-            failures = {**suspected, **client.fixed.failures, **failures}
+            failures = {**suspected, **fixed.failures, **failures}
             if scope.cancelled_caught:
                 late = SwarmError(f"the probe was not done after {PROBE_TIMEOUT:.0f} s")
                 failures.update({hop.peer_id: late for hop in probe.route if hop.peer_id not in failures})
@@ -141,7 +142,7 @@ async def _answer(
     sampler = Sampler(Sampling(probe.new_tokens, probe.temperature, 1.0, probe.seed % 2**31))
     ends = frozenset(() if model.text is None else model.text.stop_tokens)
     answer = Answering(prompt, limit, sampler, lambda token: None, stop_tokens=ends)
-    decoding = Decoding(Embedding(model.local), session, [], answering=client.answering)
+    decoding = Decoding(Embedding(model.local), session, [], answering=client.state.answering)
     await decoding.run(answer, len(prompt), limit)
 
 
@@ -156,7 +157,7 @@ async def _read(model: ProbeModel, probe: Probe, session: Session, hidden: torch
 
 
 def _text(model: ProbeModel, probe: Probe, random: Random, prompt: list[int]) -> torch.Tensor:
-    """What enters the part for the prompt and a text behind it; the blocks before the part are computed here."""
+    """What enters the part for the prompt and a text behind it. The blocks before the part are computed here."""
     tokens = [*prompt, *model.rows(random, 1, probe.new_tokens)[0].tolist()]
     return _entering(model, probe.span.start, torch.tensor([tokens]))
 

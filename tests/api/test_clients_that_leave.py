@@ -19,7 +19,7 @@ from petalnode.node.api.http.admission import Admission
 from petalnode.node.client.router import ServerSearch
 from petalnode.node.client.session import chain
 from petalnode.node.errors import NoChainError
-from petalnode.node.testing.memory_servers import MemorySwarm, memory_swarm
+from petalnode.node.testing.memory_servers import MemorySwarm, in_loop, memory_swarm
 from tests.api.conftest import Served
 from tests.memory_api import MemoryApi, memory_api
 from tests.patience import eventually
@@ -166,7 +166,7 @@ def spare_swarm(api_model: Path) -> Iterator[tuple[MemorySwarm, list[Any]]]:
 
 
 def test_answers_survive_dead_servers_or_end_in_503(
-    spare_swarm: tuple[MemorySwarm, list[Any]], api_model: Path, monkeypatch: pytest.MonkeyPatch
+    spare_swarm: tuple[MemorySwarm, list[Any]], api_model: Path
 ) -> None:
     swarm, servers = spare_swarm
     asked: dict[str, Any] = {"model": MODEL, "prompt": "go on and on", "max_tokens": 60, "temperature": 0}
@@ -187,9 +187,8 @@ def test_answers_survive_dead_servers_or_end_in_503(
         for server in servers[:2]:
             if server.alive:
                 server.kill()
-        monkeypatch.setattr(
-            chain, "DEADLINES", replace(chain.DEADLINES, reopen=0.2)
-        )  # nobody will come: there is nothing to wait for
+        # Nobody will come: there is nothing to wait for.
+        in_loop(api.token, lambda: setattr(api.core.client, "reopen_timeout", 0.2))
         with pytest.raises(openai.InternalServerError) as raised:
             client.completions.create(**{**asked, "prompt": "another"}, stream=True)  # which has not begun
         assert raised.value.status_code == 503

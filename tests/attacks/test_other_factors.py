@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from petalnode.node.blocks.cache import SpanCache
 from petalnode.node.blocks.stack import BlockStack, _rotaries
@@ -32,7 +31,6 @@ LONG, SHORT = (prompt(1, length, seed=8)[0].tolist() for length in (100, 36))
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("factors") / "model"
     return open_folder(
         save_tiny("phi3", folder, max_position_embeddings=2048, eos_token_id=None, **FIELDS["phi3"]), "phi3"
@@ -48,7 +46,7 @@ def shown(swarm: MemorySwarm, model: ModelFolder, text: list[int], *, kept: bool
         async with opened(swarm, model.path) as (client, local):
             if kept:
                 assert (await answer(client, local, text))[1] == 0
-            client.receipts = ReceiptArchive(KEPT_RECEIPTS.shared_bytes)
+            client.state.receipts = ReceiptArchive(KEPT_RECEIPTS.shared_bytes)
             assert (await answer(client, local, text))[1] == (len(text) // 32 * 32 if kept else 0)
             (log,) = client.receipts.sessions
             assert log.complete and auditable(client.receipts)

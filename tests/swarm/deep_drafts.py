@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
-import pytest
 import torch
 
-from petalnode.node.client.generation.drafting import Draft, DraftPlan
+from petalnode.node.client.generation.draft_model import FixedDrafts
 
-
-def draft_deep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts of up to nine tokens whatever a step takes, in steps of three; some of them are wrong."""
-
-    def choose(plan: object, drafts: Iterator[Draft], most: int) -> Draft:
-        draft = next(drafts, Draft())
-        tokens = list(draft.tokens[: min(most, 9)])
-        if len(tokens) % 4 == 3:
-            tokens[len(tokens) // 2] += 1
-        return Draft(tuple(tokens), draft.match)
-
-    monkeypatch.setattr(DraftPlan, "choose", choose)
-    monkeypatch.setattr(DraftPlan, "step_tokens", lambda plan, tokens: min(tokens, 3))
+DEEP = FixedDrafts(9, 6)
+"""Of conversations: up to nine tokens that are looked up, in steps of three."""
+GUESSED = FixedDrafts(0, 6)
+"""Up to six tokens that a draft model guesses, in steps of two."""
+CONSTANT: dict[str, Any] = {"num_assistant_tokens": 9, "num_assistant_tokens_schedule": "constant"}
+"""The same for `generate`."""
+LOOKUP: dict[str, Any] = {"prompt_lookup_num_tokens": 10, **CONSTANT}
 
 
 class Few:

@@ -78,9 +78,9 @@ def raw_runs(pool: MemoryPool) -> Iterator[Run]:
         yield Run(node, pool.swarm)
 
 
-def started(swarm: MemorySwarm, folder: Path, *blocks: str) -> list[MemoryServer]:
-    """Servers of these blocks, which are ready."""
-    servers = [swarm.start(folder, span) for span in blocks]
+def started(swarm: MemorySwarm, folder: Path, *blocks: str, **options: Any) -> list[MemoryServer]:
+    """Servers of these blocks, which are ready; `options` as `MemorySwarm.start` has them."""
+    servers = [swarm.start(folder, span, **options) for span in blocks]
     assert all(server.ready for server in servers)
     return servers
 

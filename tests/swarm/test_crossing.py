@@ -41,7 +41,6 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     endless = {"max_position_embeddings": 1024, **({} if kind == "qwen4_exp" else {"eos_token_id": None})}
     return save_tiny(kind, tmp_path_factory.mktemp("crossing") / kind, **endless)
 
@@ -75,7 +74,7 @@ def test_sessionless_batch_equals_transformers_loss_and_gradients(model: Model, 
 async def _shown(swarm: MemorySwarm, folder: Path, ids: list[int], first: int) -> list[Bundle]:
     """What a client shows of its session with the server whose blocks begin at `first`, up to each step."""
     async with opened_client(swarm, folder) as (client, local):
-        client.receipts = ReceiptArchive(KEPT_RECEIPTS.shared_bytes)
+        client.state.receipts = ReceiptArchive(KEPT_RECEIPTS.shared_bytes)
         async with aclosing(Conversation(client, local, max_length=64, stop_tokens=())) as conversation:
             await conversation.answer(ids, Sampling(max_new_tokens=3), lambda _: None)
         (log,) = [log for log in client.receipts.sessions if log.opening and log.opening.span.start == first]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +21,7 @@ from petalnode.node.client.core import ClientOptions, open_client
 from petalnode.node.client.generation.conversation import Conversation
 from petalnode.node.client.generation.decoding import Decoding
 from petalnode.node.client.generation.draft_model import DraftModel
-from petalnode.node.client.generation.drafting import Draft, DraftCounts, DraftPlan, LookupDrafter, PipelineSpeed
+from petalnode.node.client.generation.drafting import DraftCounts, LookupDrafter
 from petalnode.node.client.generation.sampling import Constraint, Sampler, Sampling
 from petalnode.node.client.generation.speculation import Answering
 from petalnode.node.client.request import WireTensor
@@ -34,6 +34,7 @@ from petalnode.node.trust.bundle import session_bundle
 from petalnode.node.trust.receipt_log import KEPT_RECEIPTS, ReceiptArchive, SessionLog
 from petalnode.node.verification.evidence_check import check_evidence
 from petalnode.protocols.ids import Span
+from tests.swarm.deep_drafts import DEEP, GUESSED
 from tests.tiny_models import VOCABULARY, save_tiny
 
 PROMPT = [5, 6, 7, 8, 9, 5, 6, 7]
@@ -57,7 +58,7 @@ class Chain:
             identified = await identify_model(node, given)
             local = load_client(self._folder)
             async with open_client(node, identified, ClientOptions(compare_chains=self._compare)) as client:
-                client.receipts = ReceiptArchive(self._shared_bytes)
+                client.state.receipts = ReceiptArchive(self._shared_bytes)
                 guess = draft_model or drafts
                 conversation = Conversation(client, local, max_length=512, stop_tokens=stops, drafts=guess)
                 async with aclosing(conversation):
@@ -82,6 +83,7 @@ class Chain:
         async def run() -> tuple[list[int], DraftCounts]:
             tokens = list(PROMPT)
             async with self._conversation(drafts, stops, draft_model) as conversation:
+                conversation.drafting.fixed = DEEP if draft_model is None else GUESSED
                 at_begin(conversation)
                 for number in range(prompts):
                     stop = trio.Event()
@@ -105,7 +107,6 @@ class Chain:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     return save_tiny("llama", tmp_path_factory.mktemp("drafted"), max_position_embeddings=512)
 
 
@@ -115,20 +116,6 @@ def servers(swarm: MemorySwarm, folder: Path) -> list[MemoryServer]:
     for server in started:
         assert server.ready
     return started
-
-
-@pytest.fixture(autouse=True)
-def deep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts as deep as they go whatever a step takes, so that no test depends on a clock; some of them are wrong."""
-
-    def choose(plan: object, drafts: Iterator[Draft], most: int) -> Draft:
-        draft = next(drafts, Draft())
-        tokens = list(draft.tokens[:most])
-        if len(tokens) % 4 == 3:
-            tokens[len(tokens) // 2] += 1
-        return Draft(tuple(tokens), draft.match)
-
-    monkeypatch.setattr("petalnode.node.client.generation.drafting.DraftPlan.choose", choose)
 
 
 FEW = dict.fromkeys((5, 6, 7, 8), 20.0)
@@ -276,7 +263,7 @@ def test_server_that_dies_checking_drafts_is_replaced(
 
 @pytest.fixture
 def under_way(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Drafts are cut into steps of three tokens; how many were under way after each was sent."""
+    """How many steps were under way after each was sent."""
     seen: list[int] = []
     ask = Pipeline.ask
 
@@ -285,7 +272,6 @@ def under_way(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(len(pipeline) if done else 0)
         return done
 
-    monkeypatch.setattr(DraftPlan, "step_tokens", lambda plan, tokens: min(tokens, 3))
     monkeypatch.setattr(Pipeline, "ask", asked)
     return seen
 
@@ -370,14 +356,6 @@ def whole_model(folder: Path) -> DraftModel:
     return DraftModel(part, load_span(folder, Span(0, part.num_blocks)))
 
 
-@pytest.fixture
-def only_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to six tokens are guessed ahead by the draft model, whatever that takes, and nothing is looked up."""
-    monkeypatch.setattr(DraftPlan, "choose", lambda *_: Draft())
-    monkeypatch.setattr(DraftPlan, "model_depth", lambda plan, most: min(most, 6) if plan.speed else 0)
-    monkeypatch.setattr(PipelineSpeed, "model_step", lambda speed: 2)
-
-
 @pytest.mark.parametrize(
     "sampling", [GREEDY, Sampling(LENGTH, 0.9, 0.95, seed=5, logit_bias=FEW)], ids=["greedy", "sampled"]
 )
@@ -385,7 +363,6 @@ def test_answer_is_same_with_draft_model(
     swarm: MemorySwarm,
     folder: Path,
     servers: list[MemoryServer],
-    only_guesses: None,
     tmp_path: Path,
     sampling: Sampling,
 ) -> None:
@@ -408,7 +385,7 @@ def test_drafter_of_conversation_knows_what_was_said_before() -> None:
 
 
 def test_server_lost_while_a_constrained_model_drafts(
-    swarm: MemorySwarm, folder: Path, servers: list[MemoryServer], only_guesses: None
+    swarm: MemorySwarm, folder: Path, servers: list[MemoryServer]
 ) -> None:
     plain, _ = Chain(swarm, folder).answer(GREEDY, drafts=False, constraint=NeverTwice())
     servers.append(swarm.start(folder, "0:3"))

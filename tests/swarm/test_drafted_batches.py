@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from petalnode.node.client.api import row_groups
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
-from petalnode.node.client.api.row_groups import DRAFTED, Measured, Paces
-from petalnode.node.client.generation.drafting import Draft, DraftPlan, PipelineSpeed
+from petalnode.node.client.api.row_groups import DRAFTED, ROWS, lookup_gain
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm
-from tests.swarm.deep_drafts import draft_deep
+from tests.inspection import batches_of
+from tests.swarm.deep_drafts import CONSTANT, LOOKUP
 from tests.tiny_models import load_whole, save_tiny
 
 Model = DistributedModelForCausalLM
-LOOKUP = {"prompt_lookup_num_tokens": 10}
 SAID = [5, 6, 7, 8, 5]
 PADDING = 0
 PROMPTS = torch.tensor(
@@ -30,7 +27,6 @@ SAMPLED = {"do_sample": True, "temperature": 1.5, "top_k": 3, "repetition_penalt
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     return save_tiny("llama", tmp_path_factory.mktemp("batches"), max_position_embeddings=512)
 
 
@@ -44,13 +40,6 @@ def servers(swarm: MemorySwarm, folder: Path) -> dict[str, MemoryServer]:
 def model(swarm: MemorySwarm, servers: dict[str, MemoryServer], folder: Path) -> Iterator[Model]:
     with swarm.open_model(AutoDistributedModelForCausalLM, folder) as opened:
         yield opened
-
-
-@pytest.fixture(autouse=True)
-def apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows go apart with drafts whatever a step takes."""
-    draft_deep(monkeypatch)
-    monkeypatch.setattr(row_groups, "draft_apart", lambda *_: True)
 
 
 def generate(model: Any, prompt: torch.Tensor = PROMPTS, **options: Any) -> Any:
@@ -111,17 +100,15 @@ def test_the_same_tokens_are_generated(model: Model, case: str) -> None:
         assert len(lengths) > 1, "all rows end at once: the case says nothing"
 
 
-def test_an_assistant_changes_no_token_of_a_batch(model: Model, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DraftPlan, "choose", lambda *_: Draft())
-    monkeypatch.setattr(DraftPlan, "model_depth", lambda plan, most: min(most, 6) if plan.speed else 0)
-    monkeypatch.setattr(PipelineSpeed, "model_step", lambda speed: 2)
+def test_an_assistant_changes_no_token_of_a_batch(model: Model, folder: Path) -> None:
+    guessed = {**CONSTANT, "num_assistant_tokens": 6}
     for options in ({}, {"do_sample": True, "top_k": 3}):
         options = {"suppress_tokens": None, "max_new_tokens": 16, **options}
         torch.manual_seed(3)
         given = {"attention_mask": (PROMPTS != PADDING).long(), "pad_token_id": PADDING, **options}
         plain = model.generate(PROMPTS, **given)
         torch.manual_seed(3)
-        assert torch.equal(model.generate(PROMPTS, assistant_model=load_whole(folder), **given), plain)
+        assert torch.equal(model.generate(PROMPTS, assistant_model=load_whole(folder), **guessed, **given), plain)
         # It draws what the rows draw: only what is under way at the end is in vain.
         assert all(row["drafted"] - row["accepted"] <= 6 for row in model.drafts["rows"])
 
@@ -160,28 +147,24 @@ def test_a_session_that_is_given_stays_one_batch(model: Model) -> None:
         assert session.batch_size == len(PROMPTS) and "rows" not in model.drafts
 
 
-def test_drafts_gain_is_known_for_the_next_batch(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    gains: list[float] = []
-    known: list[set[tuple[int, int]]] = []
-
-    def seen(rows: int, step_seconds: object, trip_seconds: object, gain: float, measured: Measured) -> bool:
-        gains.append(gain)
-        known.append(set(measured.rounds))
-        return len(gains) % 2 == 0
-
-    monkeypatch.setattr(model._batches, "paces", Paces())
-    monkeypatch.setattr(row_groups, "ROWS", replace(row_groups.ROWS, enough=1))
-    monkeypatch.setattr(row_groups, "draft_apart", seen)
-    monkeypatch.setattr(model._batches, "gain", 1.0)
-    accepted = []
-    for _ in range(3):
+def test_drafts_gain_is_known_for_the_next_batch(
+    swarm: MemorySwarm, servers: dict[str, MemoryServer], folder: Path
+) -> None:
+    prompts, rows = PROMPTS.tolist(), len(PROMPTS)
+    with swarm.open_model(AutoDistributedModelForCausalLM, folder) as model:
+        known, gains = batches_of(model), [ROWS.first_gain]
+        with model.inference_session(max_length=100) as session:
+            made = generate(model, session=session, **LOOKUP)[:, PROMPTS.shape[1] :].tolist()
+            route = tuple((peer, *span) for peer, span in session.route)
+        assert model.drafts["accepted"] == 0 and not known.paces.measured(route).rounds
+        gains.append((gains[0] + lookup_gain(list(zip(prompts, made, strict=True)))) / 2)
+        assert known.gain == gains[1]  # by what would have been right in one batch
+        generate(model)
+        assert set(known.paces.measured(route).rounds) == {(rows, 1)} and known.gain == gains[1]
         generate(model, **LOOKUP)
-        accepted.append(model.drafts["accepted"])
-    assert accepted[0] == accepted[2] == 0 < accepted[1]
-    assert gains[0] == 1.0 < gains[1]  # by what would have been right in one batch
-    assert known == [set(), {(3, 1)}, {(3, 1), (3, DRAFTED)}]
-    tokens = 32 * len(PROMPTS)
-    assert gains[2] == pytest.approx((gains[1] + tokens / (tokens - accepted[1])) / 2)
+        accepted, tokens = model.drafts["accepted"], 32 * rows
+        assert accepted and set(known.paces.measured(route).rounds) == {(rows, 1), (rows, DRAFTED)}
+        assert known.gain == pytest.approx((gains[1] + tokens / (tokens - accepted)) / 2)
 
 
 class Acts(Seen):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +13,19 @@ from transformers import AutoTokenizer
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
 from petalnode.node.client.api.generating import Assistant
 from petalnode.node.client.api.tuning import LoraTuning, PromptTuning
-from petalnode.node.client.generation.drafting import Draft, DraftPlan, PipelineSpeed
 from petalnode.node.errors import BadInput
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm
-from tests.swarm.deep_drafts import draft_deep
+from tests.swarm.deep_drafts import CONSTANT, LOOKUP, Few
 from tests.swarm.tokenizer import save_tokenizer
 from tests.tiny_models import load_whole, save_tiny
 
 Model = DistributedModelForCausalLM
-LOOKUP = {"prompt_lookup_num_tokens": 10}
 PROMPT = [5, 6, 7, 8, 9, 5, 6, 7]
+GUESSED = {**CONSTANT, "num_assistant_tokens": 6}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     return save_tiny("llama", tmp_path_factory.mktemp("generated"), max_position_embeddings=512)
 
 
@@ -40,20 +38,6 @@ def servers(swarm: MemorySwarm, folder: Path) -> dict[str, MemoryServer]:
 def model(swarm: MemorySwarm, servers: dict[str, MemoryServer], folder: Path) -> Iterator[Model]:
     with swarm.open_model(AutoDistributedModelForCausalLM, folder) as opened:
         yield opened
-
-
-@pytest.fixture(autouse=True)
-def deep(monkeypatch: pytest.MonkeyPatch) -> None:
-    draft_deep(monkeypatch)
-
-
-class Few:
-    """A processor with which a random model repeats itself."""
-
-    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        scores = scores.clone()
-        scores[:, 5:9] += 20
-        return scores
 
 
 class Seen:
@@ -170,38 +154,28 @@ def test_a_batch_takes_no_drafts(model: Model) -> None:
     assert torch.equal(generate(model, **copies, **LOOKUP), generate(model, **copies))
 
 
-@pytest.fixture
-def only_guesses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Up to six tokens are guessed ahead by the draft model, whatever that takes, and nothing is looked up. Returns the
-    lengths of the texts that it has read: the chain may be quicker than the guesses are."""
-    lengths: list[int] = []
-    read = Assistant.read
-
-    def noting(assistant: Assistant, tokens: Sequence[int]) -> torch.Tensor | None:
-        lengths.append(len(tokens))
-        return read(assistant, tokens)
-
-    monkeypatch.setattr(Assistant, "read", noting)
-    monkeypatch.setattr(DraftPlan, "choose", lambda *_: Draft())
-    monkeypatch.setattr(DraftPlan, "model_depth", lambda plan, most: min(most, 6) if plan.speed else 0)
-    monkeypatch.setattr(PipelineSpeed, "model_step", lambda speed: 2)
-    return lengths
+def reading(folder: Path) -> tuple[Any, list[int]]:
+    """An assistant, and the length of what it had read after each of its calls."""
+    assistant, lengths = load_whole(folder), list[int]()
+    assistant.register_forward_pre_hook(
+        lambda _, args, given: lengths.append(given["past_key_values"].get_seq_length() + given["input_ids"].shape[1]),
+        with_kwargs=True,
+    )
+    return assistant, lengths
 
 
 @pytest.mark.parametrize(
     "options", [{"max_new_tokens": 24}, {**SAMPLED, "max_new_tokens": 24}], ids=["greedy", "sampled"]
 )
-def test_an_assistant_changes_no_token(
-    model: Model, folder: Path, tmp_path: Path, only_guesses: list[int], options: dict[str, Any]
-) -> None:
+def test_an_assistant_changes_no_token(model: Model, tmp_path: Path, options: dict[str, Any]) -> None:
     plain = generate(model, **options)
     after = torch.get_rng_state()
-    other = load_whole(save_tiny("llama", tmp_path, seed=1, max_position_embeddings=512))
-    assert torch.equal(generate(model, assistant_model=other, **options), plain)
-    assert torch.equal(torch.get_rng_state(), after) and only_guesses
+    other, read = reading(save_tiny("llama", tmp_path, seed=1, max_position_embeddings=512))
+    assert torch.equal(generate(model, assistant_model=other, **options, **GUESSED), plain)
+    assert torch.equal(torch.get_rng_state(), after) and read
 
 
-def test_an_assistant_that_is_the_model_guesses_right(model: Model, folder: Path, only_guesses: list[int]) -> None:
+def test_an_assistant_that_is_the_model_guesses_right(model: Model, folder: Path) -> None:
     torch.manual_seed(3)
     ids = torch.tensor([[0, 0, *PROMPT]])
     options = {"attention_mask": torch.tensor([[0] * 2 + [1] * 8]), "max_new_tokens": 24, "pad_token_id": 0}
@@ -209,12 +183,13 @@ def test_an_assistant_that_is_the_model_guesses_right(model: Model, folder: Path
         torch.manual_seed(3)
         plain = model.generate(ids, **options, **sampling)
         torch.manual_seed(3)
-        drafted = model.generate(ids, assistant_model=load_whole(folder), **options, **sampling)
+        assistant, read = reading(folder)
+        drafted = model.generate(ids, assistant_model=assistant, **options, **sampling, **GUESSED)
         assert torch.equal(drafted, plain)
         # Only what is under way at the end of the answer is in vain.
         assert model.drafts["drafted"] - model.drafts["accepted"] <= 6
         # It does not see the padding.
-        assert only_guesses and min(only_guesses) >= len(PROMPT) and max(only_guesses) <= len(PROMPT) + 24
+        assert read and min(read) >= len(PROMPT) and max(read) <= len(PROMPT) + 24
 
 
 def test_assistant_reads_on_behind_what_it_has_read(folder: Path) -> None:
@@ -271,10 +246,11 @@ def test_compared_chains_and_server_that_dies_take_drafts(
         ({**LOOKUP, "num_beams": 3}, "beam search takes no drafts"),
         ({**LOOKUP, "use_cache": False}, "use_cache=False"),
         ({"prompt_lookup_num_tokens": 0}, "prompt_lookup_num_tokens is 0"),
+        ({**LOOKUP, "num_assistant_tokens": 0}, "num_assistant_tokens is 0"),
         ({**LOOKUP, "custom_generate": print}, "custom_generate"),
         ({"assistant_model": "smollm2"}, "assistant_model is a causal language model"),
     ],
-    ids=["beams", "no cache", "none", "custom", "a name"],
+    ids=["beams", "no cache", "none", "no tokens", "custom", "a name"],
 )
 def test_impossible_combinations_are_refused_in_one_line(model: Model, options: dict[str, Any], said: str) -> None:
     with pytest.raises(BadInput, match=said) as error:

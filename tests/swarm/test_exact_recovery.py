@@ -127,7 +127,7 @@ def test_vanished_liar_does_not_get_honest_ones_punished(
     with preferring(parts, parts.folder if has_weights else parts.part, [beside, liar], others) as model:
         with pytest.raises(SwarmError, match=said):
             generated(model, lambda: liar, avoided)
-        assert client_of(model).totals.waits.by_cause["race"].longest < DEADLINES.path_keep
+        assert client_of(model).state.totals.waits.by_cause["race"].longest < DEADLINES.path_keep
         assert banned(model) == ({liar.peer_id} if has_weights else set())
         assert not avoided - {liar.peer_id}
         assert answer(model, COUNT) == parts.expected()  # asked again

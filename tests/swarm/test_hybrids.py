@@ -14,7 +14,7 @@ from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM,
 from petalnode.node.models.folder import open_folder
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm
 from tests.greedy import generate, prompt
-from tests.swarm.deep_drafts import Few, draft_deep
+from tests.swarm.deep_drafts import LOOKUP, Few
 from tests.swarm.fleet import heard_of
 from tests.tiny_models import CROSSING, CUTS, HYBRIDS, WHOLE, save_tiny
 
@@ -113,10 +113,9 @@ def test_a_server_is_killed_in_the_middle(
         assert torch.equal(generate(model, ids, session=session), generate(whole, ids))
 
 
-def test_drafts_change_no_token(model: Model, whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    draft_deep(monkeypatch)
+def test_drafts_change_no_token(model: Model, whole: Any) -> None:
     options = {"logits_processor": [Few()], "max_new_tokens": 60}
     ids = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7]])
-    drafted = generate(model, ids, **options, prompt_lookup_num_tokens=10)
+    drafted = generate(model, ids, **options, **LOOKUP)
     assert torch.equal(drafted, generate(whole, ids, **options))
     assert model.drafts["drafted"] >= model.drafts["accepted"] > 0

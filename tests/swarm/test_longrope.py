@@ -14,7 +14,7 @@ import torch
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
 from tests.greedy import prompt
-from tests.swarm.deep_drafts import draft_deep
+from tests.swarm.deep_drafts import LOOKUP
 from tests.swarm.longrope_models import BORDER, FIELDS, given, padded
 from tests.tiny_models import load_whole, save_tiny
 
@@ -32,14 +32,12 @@ class Served:
     def same(self, ids: torch.Tensor, new: int, *, drafts: bool = False, **options: Any) -> None:
         """Asserts that the swarm says what the whole model says without drafts: with them that is not exact."""
         expected = self.whole.generate(ids, **given(ids, new), **options)
-        lookup = {"prompt_lookup_num_tokens": 10} if drafts else {}
-        found = self.model.generate(ids, **given(ids, new), **options, **lookup)
+        found = self.model.generate(ids, **given(ids, new), **options, **(LOOKUP if drafts else {}))
         assert found.tolist() == expected.tolist()
 
 
 @pytest.fixture(scope="module", params=FIELDS)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    torch.set_num_threads(1)
     name = request.param
     folder = save_tiny(name, tmp_path_factory.mktemp(name), max_position_embeddings=2048, **FIELDS[name])
     with memory_swarm() as swarm:
@@ -93,8 +91,7 @@ def test_session_rolled_back_becomes_long_again(served: Served) -> None:
 
 
 @pytest.mark.parametrize("length", [20, BORDER - 2, BORDER + 9])
-def test_drafts(length: int, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    draft_deep(monkeypatch)
+def test_drafts(length: int, served: Served) -> None:
     repeating = prompt(1, 5).repeat(1, 1 + length // 5)[:, :length]
     few = {"sequence_bias": {(token,): 25.0 for token in range(5, 8)}}  # so that the answer repeats itself
     for options in ({}, few):

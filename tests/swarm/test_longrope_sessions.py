@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +17,21 @@ from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.client.generation.conversation import Conversation
 from petalnode.node.client.generation.sampling import Sampling
 from petalnode.node.errors import BadInput, NoChainError
-from petalnode.node.server.requests.session import ServerSession
 from petalnode.node.testing.memory_servers import MemorySwarm, memory_swarm
 from petalnode.node.trust.receipt_log import KEPT_RECEIPTS, ReceiptArchive
 from petalnode.node.verification.observed import observed_session
 from petalnode.node.verification.recomputation import Recomputation, SessionQuestion, joined
-from petalnode.protocols import wire_pb2 as wire
 from tests.greedy import prompt
 from tests.inspection import client_of, session_of
-from tests.swarm.deep_drafts import draft_deep
+from tests.swarm.deep_drafts import DEEP
 from tests.swarm.longrope_models import BORDER, FIELDS, given, padded
 from tests.swarm.memory_pool import opened, started
+from tests.swarm.older_servers import Grants
 from tests.tiny_models import load_whole, save_tiny
 
 
 @pytest.fixture(scope="module", params=["phi3", "llama"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     made = tmp_path_factory.mktemp(request.param) / "longrope"
     return save_tiny(request.param, made, max_position_embeddings=2048, eos_token_id=None, **FIELDS[request.param])
 
@@ -47,9 +46,12 @@ async def answer(conversation: Conversation, tokens: Sequence[int], new: int) ->
     return await conversation.answer(tokens, Sampling(max_new_tokens=new), lambda _: None)
 
 
+whole_of = cache(load_whole)
+
+
 def expected(folder: Path, tokens: Sequence[int], new: int) -> list[int]:
     ids = torch.tensor([list(tokens)])
-    found: list[int] = load_whole(folder).generate(ids, **given(ids, new))[0, len(tokens) :].tolist()
+    found: list[int] = whole_of(folder).generate(ids, **given(ids, new))[0, len(tokens) :].tolist()
     return found
 
 
@@ -75,21 +77,18 @@ def test_a_server_that_dies_is_replaced(length: int, before: int, swarm: MemoryS
     ):
         found = model.generate(ids, logits_processor=[look], **given(ids, new))
         assert session.recoveries >= 2
-    assert found.tolist() == load_whole(folder).generate(ids, **given(ids, new)).tolist()
+    assert found.tolist() == whole_of(folder).generate(ids, **given(ids, new)).tolist()
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_a_conversation_becomes_long_and_short_again(
-    drafts: bool, swarm: MemorySwarm, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if drafts:
-        draft_deep(monkeypatch)
+def test_a_conversation_becomes_long_and_short_again(drafts: bool, swarm: MemorySwarm, folder: Path) -> None:
     started(swarm, folder, "0:3", "3:6")
     text = prompt(1, 6, seed=4).repeat(1, 30)[0].tolist()
 
     async def main() -> None:
         async with opened(swarm, folder) as (client, local):
             conversation = Conversation(client, local, max_length=300, stop_tokens=(), drafts=drafts)
+            conversation.drafting.fixed = DEEP
             async with aclosing(conversation):
                 tokens = text[: BORDER - 20]
                 for new in (8, 30, 5):
@@ -159,7 +158,7 @@ def test_receipts_say_which_factors_step_was_to_take(swarm: MemorySwarm, folder:
         swarm.open_model(AutoDistributedModelForCausalLM, folder) as model,
         model.inference_session(max_length=100) as session,
     ):
-        client_of(model).receipts = ReceiptArchive(KEPT_RECEIPTS.shared_bytes)
+        client_of(model).state.receipts = ReceiptArchive(KEPT_RECEIPTS.shared_bytes)
         model.generate(ids, **given(ids, 2))
         logs = [link.server.log for link in session_of(session).links]
     for log in logs:
@@ -175,19 +174,9 @@ def test_receipts_say_which_factors_step_was_to_take(swarm: MemorySwarm, folder:
             assert bool((joined(found) - claimed).abs().max() <= 1e-3) == fits
 
 
-def test_older_server_is_not_used_for_long_texts(
-    swarm: MemorySwarm, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_older_server_is_not_used_for_long_texts(swarm: MemorySwarm, folder: Path) -> None:
     """It would ignore what a step says. It is refused in words, and nobody takes it for a cheat."""
-    granted = ServerSession._granted
-
-    def older(self: ServerSession) -> wire.Granted:
-        message = granted(self)
-        message.ClearField("long_factors")
-        return message
-
-    monkeypatch.setattr(ServerSession, "_granted", older)
-    started(swarm, folder, "0:6")
+    started(swarm, folder, "0:6", prepare=Grants(long_factors=None).prepare)
     ids = prompt(1, 20)
     with swarm.open_model(AutoDistributedModelForCausalLM, folder) as model:
         found = model.generate(ids, **given(ids, BORDER - 20))

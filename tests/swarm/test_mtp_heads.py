@@ -14,7 +14,8 @@ from petalnode.node.blocks.client_part import ClientModel
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.client.core import SwarmClient
 from petalnode.node.client.generation.conversation import Conversation
-from petalnode.node.client.generation.drafting import Draft, DraftCounts, DraftPlan, PipelineSpeed
+from petalnode.node.client.generation.draft_model import FixedDrafts
+from petalnode.node.client.generation.drafting import DraftCounts
 from petalnode.node.client.generation.sampling import Sampling
 from petalnode.node.errors import BadInput
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
@@ -24,20 +25,12 @@ from tests.swarm.memory_pool import opened
 from tests.tiny_models import load_whole, save_tiny
 
 LENGTH = 30
+GUESSED = {"num_assistant_tokens": 4, "num_assistant_tokens_schedule": "constant"}
 ENDLESS = {"max_position_embeddings": 1024, "eos_token_id": None}
-
-
-@pytest.fixture(autouse=True)
-def only_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to four tokens are guessed ahead, whatever that takes, and nothing is looked up."""
-    monkeypatch.setattr(DraftPlan, "choose", lambda *_: Draft())
-    monkeypatch.setattr(DraftPlan, "model_depth", lambda plan, most: min(most, 4) if plan.speed else 0)
-    monkeypatch.setattr(PipelineSpeed, "model_step", lambda speed: 2)
 
 
 @pytest.fixture(scope="module")
 def swarm() -> Iterator[MemorySwarm]:
-    torch.set_num_threads(1)
     with memory_swarm() as swarm:
         yield swarm
 
@@ -59,7 +52,7 @@ def test_generate_says_what_transformers_does(
     servers = serve(swarm, folder)
     ids = prompt(1, 20)
     with swarm.open_model(AutoDistributedModelForCausalLM, folder) as model:
-        drafted = generate(model, ids, max_new_tokens=LENGTH, use_mtp=True)
+        drafted = generate(model, ids, max_new_tokens=LENGTH, use_mtp=True, **GUESSED)
         counts = model.drafts
     assert torch.equal(drafted, generate(load_whole(folder), ids, max_new_tokens=LENGTH))
     assert counts["drafted"] > 4
@@ -92,6 +85,7 @@ async def chat(
     """The text in the end, each prompt behind what was said so far; what was drafted; what servers had of the last."""
     text: list[int] = []
     conversation = Conversation(client, local, max_length=1024, stop_tokens=(), drafts=drafts)
+    conversation.drafting.fixed = FixedDrafts(0, 4)
     async with aclosing(conversation):
         for given in prompts:
             text += given

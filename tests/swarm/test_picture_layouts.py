@@ -20,13 +20,13 @@ from petalnode.node.client.generation.conversation import Conversation
 from petalnode.node.client.generation.sampling import Sampling
 from petalnode.node.errors import BadInput, NoChainError
 from petalnode.node.models.folder import open_folder
-from petalnode.node.server.requests.session import ServerSession
 from petalnode.node.testing.memory_servers import MemorySwarm, memory_swarm
 from petalnode.node.trust.bundle import Bundle, session_bundle
 from petalnode.node.trust.receipt_log import KEPT_RECEIPTS, ReceiptArchive
 from petalnode.node.verification.evidence_check import check_evidence
 from tests.inspection import client_of
 from tests.swarm.memory_pool import opened, started
+from tests.swarm.older_servers import Grants
 from tests.tiny_pictures import FAMILIES, save_seeing, seen
 
 NEW = 6
@@ -35,7 +35,6 @@ NEW = 6
 @pytest.fixture
 def swarm(cache: Path) -> Iterator[MemorySwarm]:
     """Servers without speeds of earlier runs: by these a client chooses how much of what is kept it takes."""
-    torch.set_num_threads(1)
     with memory_swarm() as swarm:
         yield swarm
 
@@ -87,7 +86,7 @@ def test_second_prompt_begins_with_kept_whole_groups(
 async def shown(swarm: MemorySwarm, folder: Path, whole: Any, given: dict[str, Any]) -> list[Bundle]:
     """What a client shows of its session with the server of the first blocks, up to each step."""
     async with opened(swarm, folder) as (client, local):
-        client.receipts = ReceiptArchive(KEPT_RECEIPTS.shared_bytes)
+        client.state.receipts = ReceiptArchive(KEPT_RECEIPTS.shared_bytes)
         await answer(client, local, whole, given)
         (log,) = [log for log in client.receipts.sessions if log.opening and not log.opening.span.start]
         return [session_bundle(client.swarm.identity, log, step) for step in range(len(log.entries))]
@@ -127,20 +126,10 @@ def test_no_rollback_goes_into_a_group(swarm: MemorySwarm, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("kind", "field"), [("gemma3", "groups"), ("qwen3_vl", "features")])
-def test_servers_without_such_pictures_are_not_asked(
-    monkeypatch: pytest.MonkeyPatch, swarm: MemorySwarm, tmp_path: Path, kind: str, field: str
-) -> None:
-    granted = ServerSession._granted
-
-    def older(self: ServerSession) -> Any:
-        message = granted(self)
-        message.ClearField(field)
-        return message
-
-    monkeypatch.setattr(ServerSession, "_granted", older)
+def test_servers_without_such_pictures_are_not_asked(swarm: MemorySwarm, tmp_path: Path, kind: str, field: str) -> None:
     whole = save_seeing(kind, tmp_path)
     given = seen(whole, kind)
-    started(swarm, tmp_path, "0:2", "2:4")
+    started(swarm, tmp_path, "0:2", "2:4", prepare=Grants(**{field: None}).prepare)
     with swarm.open_model(AutoDistributedModelForCausalLM, tmp_path) as model:
         options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
         text = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}

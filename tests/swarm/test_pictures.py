@@ -11,9 +11,10 @@ import torch
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.errors import BadInput, NoChainError
-from petalnode.node.server.requests.session import ServerSession
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
 from tests.inspection import client_of
+from tests.swarm.memory_pool import started
+from tests.swarm.older_servers import Grants
 from tests.tiny_models import save_tiny
 from tests.tiny_pictures import FAMILIES, save_seeing, seen
 
@@ -22,7 +23,6 @@ NEW = 6
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def kind(request: pytest.FixtureRequest) -> str:
-    torch.set_num_threads(1)
     return str(request.param)
 
 
@@ -38,20 +38,13 @@ def whole(kind: str, folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def servers(swarm: MemorySwarm, folder: Path, whole: Any) -> list[MemoryServer]:
-    return started(swarm, folder)
+    return started(swarm, folder, "0:2", "2:4", "0:2", "2:4")
 
 
 @pytest.fixture(scope="module")
 def model(swarm: MemorySwarm, folder: Path, servers: list[MemoryServer]) -> Iterator[Any]:
     with swarm.open_model(AutoDistributedModelForCausalLM, folder) as opened:
         yield opened
-
-
-def started(swarm: MemorySwarm, folder: Path) -> list[MemoryServer]:
-    servers = [swarm.start(folder, blocks) for blocks in ("0:2", "2:4", "0:2", "2:4")]
-    for server in servers:
-        _ = server.ready
-    return servers
 
 
 def say(model: Any, given: dict[str, Any], **options: Any) -> torch.Tensor:
@@ -139,19 +132,11 @@ def test_a_model_without_an_encoder_says_so(swarm: MemorySwarm, tmp_path: Path) 
         model.generate(torch.tensor([[5, 6]]), pixel_values=torch.zeros(1, 3, 28, 28))
 
 
-def test_servers_that_know_no_positions_are_not_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    granted = ServerSession._granted
-
-    def older(self: ServerSession) -> Any:
-        message = granted(self)
-        message.ClearField("positions")
-        return message
-
-    monkeypatch.setattr(ServerSession, "_granted", older)
+def test_servers_that_know_no_positions_are_not_asked(tmp_path: Path) -> None:
     whole = save_seeing("qwen2_vl", tmp_path)
     given = seen(whole, "qwen2_vl")
     with memory_swarm() as swarm:
-        started(swarm, tmp_path)
+        started(swarm, tmp_path, "0:2", "2:4", prepare=Grants(positions=None).prepare)
         with swarm.open_model(AutoDistributedModelForCausalLM, tmp_path) as model:
             text = {name: given[name] for name in ("input_ids", "attention_mask")}
             assert torch.equal(say(model, text), say(whole, text))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.inspection import session_of
 from tests.peft_adapters import load_with, save_lora
 from tests.swarm.fleet import Tap
 from tests.swarm.memory_pool import MemoryPool, memory_pool
+from tests.swarm.older_servers import Grants
 from tests.swarm.processes import until
 from tests.tiny_models import HIDDEN, VOCABULARY, load_whole, save_tiny
 
@@ -34,21 +36,32 @@ CHUNK = 16
 LONG = 7 * CHUNK + 5
 """Tokens of a prompt of eight chunks."""
 MAY_PUSH = "petalnode.node.swarm.trusted_servers.TrustedServers.may_push"
-IN_FLIGHT = "petalnode.node.server.requests.session.BYTES_IN_FLIGHT"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     return save_tiny("llama", tmp_path_factory.mktemp("prefill"), max_position_embeddings=512)
+
+
+GRANTS = Grants()
 
 
 @pytest.fixture(scope="module")
 def pool(folder: Path) -> Iterator[MemoryPool]:
     with memory_pool(folder) as pool:
         for blocks in SPANS * 2:
-            pool.start(blocks)
+            pool.start(blocks, prepare=GRANTS.prepare)
         yield pool
+
+
+@contextmanager
+def in_flight(most: int) -> Iterator[None]:
+    """Servers let sessions that open meanwhile have no more bytes under way."""
+    GRANTS.said["bytes_in_flight"] = most
+    try:
+        yield
+    finally:
+        GRANTS.said.clear()
 
 
 @pytest.fixture(autouse=True)
@@ -148,12 +161,11 @@ def test_servers_that_do_not_push_or_are_older(
 ) -> None:
     if kind == "no pushes":
         monkeypatch.setattr(MAY_PUSH, lambda *_: False)
-    else:
-        monkeypatch.setattr(IN_FLIGHT, 0)
     ids = prompt()
     for server in pool.alive:
         assert server.ready
     with (
+        nullcontext() if kind == "no pushes" else in_flight(0),
         pool.swarm.open_model(AutoDistributedModelForCausalLM, folder) as model,
         model.inference_session(max_length=LONG + 8) as session,
     ):
@@ -167,13 +179,10 @@ def test_servers_that_do_not_push_or_are_older(
         assert max(len(steps) for steps in under_way) == 1
 
 
-def test_no_more_is_under_way_than_server_grants(
-    model: Any, whole: Any, under_way: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_more_is_under_way_than_server_grants(model: Any, whole: Any, under_way: list[list[int]]) -> None:
     most = 3 * CHUNK * HIDDEN * 4
-    monkeypatch.setattr(IN_FLIGHT, most)
     ids = prompt()
-    with model.inference_session(max_length=LONG + 8):
+    with in_flight(most), model.inference_session(max_length=LONG + 8):
         assert torch.equal(generate(model, ids), generate(whole, ids))
     assert max(sum(steps) for steps in under_way) == most
 
@@ -193,7 +202,7 @@ def test_server_is_killed_with_several_steps_under_way(
             if not killed and peer_id == session.route[place][0] and count == 2:
                 killed.append(peer_id)
                 pool.of(peer_id).kill()
-                pool.start(SPANS[place])
+                pool.start(SPANS[place], prepare=GRANTS.prepare)
 
         with tap.watching(on_answer):
             out = generate(model, ids)
@@ -203,13 +212,10 @@ def test_server_is_killed_with_several_steps_under_way(
     assert max(len(steps) for steps in under_way) >= 4
 
 
-def test_server_is_killed_and_others_have_no_room(
-    pool: MemoryPool, model: Any, whole: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_is_killed_and_others_have_no_room(pool: MemoryPool, model: Any, whole: Any) -> None:
     """Steps behind the one that failed have taken what the next servers grant, and are never answered there."""
-    monkeypatch.setattr(IN_FLIGHT, CHUNK * HIDDEN * 4)
     ids, tap = prompt(), Tap(model)
-    with model.inference_session(max_length=LONG + 8) as session:
+    with in_flight(CHUNK * HIDDEN * 4), model.inference_session(max_length=LONG + 8) as session:
         generate(model, ids)  # the servers have had the time to open streams to each other
         again(session)
         killed: list[str] = []
@@ -218,7 +224,7 @@ def test_server_is_killed_and_others_have_no_room(
             if not killed and peer_id == session.route[1][0] and count == 2:
                 killed.append(peer_id)
                 pool.of(peer_id).kill()
-                pool.start(SPANS[1])
+                pool.start(SPANS[1], prepare=GRANTS.prepare)
 
         with tap.watching(on_answer):
             out = generate(model, ids)
@@ -249,7 +255,7 @@ def test_prompts_rest_is_under_way_side_by_side(
             if not killed and peer_id == session.route[0][0] and count == 2:
                 killed.append(peer_id)
                 pool.of(peer_id).kill()
-                pool.start(SPANS[0])
+                pool.start(SPANS[0], prepare=GRANTS.prepare)
 
         with tap.watching(on_answer):
             assert torch.equal(generate(model, ids), generate(whole, ids))
@@ -398,7 +404,7 @@ def test_server_is_killed_with_three_steps_under_way(
             await trio.to_thread.run_sync(begun.wait)
             killed.append(session.route[place][0])
             pool.of(killed[0]).kill()
-            pool.start(SPANS[place])
+            pool.start(SPANS[place], prepare=GRANTS.prepare)
             go.set()
         sent[0] += first
         await send(server, step, chunk)

@@ -36,7 +36,6 @@ PREFIX = torch.randint(3, VOCABULARY, (1, 100), generator=torch.Generator().manu
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     return save_tiny("llama", tmp_path_factory.mktemp("prefix"), eos_token_id=None)
 
 
@@ -123,7 +122,7 @@ def test_one_salts_clients_share_where_allowed(swarm: MemorySwarm, folder: Path)
     async def main() -> None:
         for salt, reused in ((b"known to several", 0), (b"known to several", 96), (b"known to nobody else", 0)):
             async with opened(swarm, folder) as (client, local):
-                client.prefix_salt = salt
+                client.state.prefix_salt = salt
                 assert await answer(client, local, PREFIX) == (expected(folder, PREFIX), reused)
 
     swarm.call(main)
@@ -196,7 +195,7 @@ def model_session(swarm: MemorySwarm, folder: Path) -> Iterator[InferenceSession
 async def shared_bundle(swarm: MemorySwarm, folder: Path) -> Bundle:
     """What a client shows of the first step of a session that began with an earlier one's blocks."""
     async with opened(swarm, folder) as (client, local):
-        client.receipts = ReceiptArchive(KEPT_RECEIPTS.shared_bytes)
+        client.state.receipts = ReceiptArchive(KEPT_RECEIPTS.shared_bytes)
         await answer(client, local, PREFIX)
         assert (await answer(client, local, PREFIX))[1] == 96
         (shown,) = [log for log in client.receipts.sessions if log.prefix]

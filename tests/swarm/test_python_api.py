@@ -13,11 +13,11 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from petalnode import AutoDistributedModelForSequenceClassification
-from petalnode.node.client.api import row_groups
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
 from petalnode.node.client.api.opening import DEFAULTS, ModelOptions
 from petalnode.node.errors import BadInput, PetalnodeError, SwarmError
 from tests.greedy import prompt
+from tests.inspection import client_of, cut_into
 from tests.swarm.conftest import SharedSwarm
 from tests.tiny_models import HIDDEN, NUM_BLOCKS, load_whole
 
@@ -27,7 +27,6 @@ Model = DistributedModelForCausalLM
 
 @pytest.fixture(scope="module")
 def model(shared_swarm: SharedSwarm) -> Iterator[Model]:
-    torch.set_num_threads(1)
     with AutoDistributedModelForCausalLM.from_pretrained(
         shared_swarm.folder, initial_peers=[shared_swarm.peer]
     ) as opened:
@@ -127,22 +126,16 @@ def test_end_within_session_is_kept_by_it(model: Model, whole: Any) -> None:
         ("one token", 2),
     ],
 )
-def test_rows_in_several_sessions_are_the_same(
-    case: str, parts: int, model: Model, whole: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened = []
-    made = model.remote_blocks.inference_session
-    monkeypatch.setattr(row_groups, "groups", lambda *_: parts)
-    monkeypatch.setattr(
-        model.remote_blocks, "inference_session", lambda *given, **more: opened.append(1) or made(*given, **more)
-    )
+def test_rows_in_several_sessions_are_the_same(case: str, parts: int, model: Model, whole: Any) -> None:
+    opened = client_of(model).state.totals.opened
     rows, options = SAME[case]
     ids = prompt(rows, 9)
     expected = generate(whole, ids, **options)
     after = torch.get_rng_state()
-    assert torch.equal(generate(model, ids, **options), expected)
+    with cut_into(model, parts):
+        assert torch.equal(generate(model, ids, **options), expected)
     assert torch.equal(torch.get_rng_state(), after)
-    assert len(opened) == parts
+    assert client_of(model).state.totals.opened - opened == parts
 
 
 class Seen(BaseStreamer):  # type: ignore[misc]  # transformers is untyped here
@@ -218,14 +211,10 @@ def test_rows_of_one_session_share_one_message_step(model: Model) -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_what_batch_took_is_noted_for_next_one(parts: int, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    noted: list[Any] = []
-    asked: list[Any] = []
-    monkeypatch.setattr(row_groups, "groups", lambda *given: asked.append(given[3]) or parts)
-    monkeypatch.setattr(model._batches.paces, "measured", lambda route: route)
-    monkeypatch.setattr(model._batches.paces, "note", noted.append)
-    generate(model, prompt(2, 9), max_new_tokens=9, min_new_tokens=9)
-    [sessions], [route] = noted, asked
+def test_what_batch_took_is_noted_for_next_one(parts: int, model: Model) -> None:
+    with cut_into(model, parts) as cut:
+        generate(model, prompt(2, 9), max_new_tokens=9, min_new_tokens=9)
+    [sessions], [route] = cut.noted.sessions, cut.routes
     assert [rows for rows, _ in sessions] == [2 // parts] * parts
     for servers in (route, *(pace.route for _, pace in sessions)):
         ends = [0, *(end for _, _, end in servers)]
@@ -233,8 +222,7 @@ def test_what_batch_took_is_noted_for_next_one(parts: int, model: Model, monkeyp
         assert ends[-1] == model.config.num_hidden_layers
 
 
-def test_what_depends_on_other_rows_stays_together(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_groups, "groups", lambda *_: pytest.fail("asked"))
+def test_what_depends_on_other_rows_stays_together(model: Model) -> None:
     apart: list[dict[str, Any]] = [
         SAME["beam search, unequal prompts"][1],
         {"logits_processor": [lambda ids, scores: scores]},
@@ -242,16 +230,17 @@ def test_what_depends_on_other_rows_stays_together(model: Model, monkeypatch: py
         {"return_dict_in_generate": True, "output_scores": True},
         {"sequence_bias": {(7,): 5.0}},
     ]
-    for options in apart:
-        generate(model, prompt(3, 9), **options | {"max_new_tokens": 2})
-    generate(model, prompt(1, 9), max_new_tokens=2)
-    with model.inference_session(40):
-        generate(model, prompt(2, 9), max_new_tokens=2)
+    with cut_into(model, 2) as cut:
+        for options in apart:
+            generate(model, prompt(3, 9), **options | {"max_new_tokens": 2})
+        generate(model, prompt(1, 9), max_new_tokens=2)
+        with model.inference_session(40):
+            generate(model, prompt(2, 9), max_new_tokens=2)
+    assert not cut.routes
 
 
-def test_a_group_that_fails_ends_the_others(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_groups, "groups", lambda *_: 2)
-    with pytest.raises(BadInput, match="hides all of its tokens"):
+def test_a_group_that_fails_ends_the_others(model: Model) -> None:
+    with cut_into(model, 2), pytest.raises(BadInput, match="hides all of its tokens"):
         generate(model, prompt(2, 9), attention_mask=left_padded(9, 0), max_new_tokens=200)
 
 

@@ -209,7 +209,7 @@ async def api_in(
         if batches is not None:
             nursery.start_soon(batches.run, application)
         if traces is not None:
-            client.on_session, core.tallies.on_answer = traces.session, traces.answered
+            client.state.on_session, core.tallies.on_answer = traces.session, traces.answered
         nursery.start_soon(serve_http, application if traces is None else traces.application(application), listeners)
         start.done()
         url = url_of(options.host, listeners)

@@ -180,7 +180,7 @@ class Talk:
         )
         async with open_client(swarm, identified[0], asked) as client:
             if options.credits is not None:
-                client.payments = Wallet(swarm, swarm.identity, options.credits)
+                client.state.payments = Wallet(swarm, swarm.identity, options.credits)
             held = await client.adapter()
             conversation = Conversation(
                 client,

@@ -1,18 +1,19 @@
 """`generate` of the Python API by the loop over tokens: transformers prepares, and this makes the tokens.
 
-Rows of a batch go on together in one session, with one message a step; or in several sessions at once, each in a task,
-where that is quicker (`row_groups`). With drafts each row has a session of its own: in one, all rows would wait for the
-one that was guessed worst. The tokens are those of transformers' loop, with the same random numbers, whichever it is.
+Rows of a batch go on together in one session, with one message a step. Where that is quicker (`row_groups`), they go on
+in several sessions at once, each in a task. With drafts each row has a session of its own: in one, all rows would wait
+for the one that was guessed worst. The tokens are those of transformers' loop, with the same random numbers, whichever
+it is.
 
 Drafts are what transformers calls assisted generation, with the names that it has there. Its own loop asks one draft
-after the other, waits for each, and draws other random numbers than without; here steps are under way side by side, and
-the tokens are those without drafts, sampled ones with the same seed too.
+after the other, waits for each, and draws other random numbers than without. Here steps are under way side by side. The
+tokens are those without drafts, sampled ones with the same seed too.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,7 @@ from ...blocks.images.encoder import ImagePrompt
 from ...blocks.remote_cache import RemoteCache
 from ...errors import BadInput, unwrapped
 from ..generation.decoding import Embedding
-from ..generation.draft_model import PREFILL_TOKENS, DraftReader
+from ..generation.draft_model import PREFILL_TOKENS, DraftReader, FixedDrafts
 from ..generation.drafting import DraftCounts, LookupDrafter
 from ..generation.mtp_head import mtp_reader
 from ..generation.sampling import Token
@@ -38,7 +39,7 @@ from ..generation.speculation import Answering, Drafter
 from .inference_session import InferenceSession
 from .processors import Answers, Prepared, ProcessorSampler, RowDraws
 from .remote import RemoteSequential
-from .row_groups import Batches
+from .row_groups import ROWS, Batches
 
 _ONE_BY_ONE: Final = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 _NAMED: Final = frozenset(inspect.signature(GenerationMixin.generate).parameters)
@@ -50,11 +51,13 @@ _ANY_LENGTH: Final = 1 << 20
 @dataclass(frozen=True)
 class GenerateOptions:
     """What `generate` was asked for: whether there are drafts; a model on this machine that guesses them, beside what
-    is looked up in the text, or `mtp_head` of the model; and what transformers hands on to no `custom_generate`."""
+    is looked up in the text, or `mtp_head` of the model; how long they are, if not as long as it pays; and what
+    transformers hands on to no `custom_generate`."""
 
     drafts: bool = False
     assistant: Any = None
     mtp_head: bool = False
+    fixed: FixedDrafts | None = None
     streamer: Any = None
 
 
@@ -88,12 +91,23 @@ def take_draft_options(kwargs: dict[str, Any], model: Any) -> GenerateOptions:
         raise BadInput("assistant_model and use_mtp each name what guesses: leave out one of them")
     if assistant is not None:
         _check_assistant(assistant, model)
-    return GenerateOptions(True, assistant, bool(own), kwargs.get("streamer"))
+    fixed = _fixed_drafts(kwargs, lookup is not None)
+    return GenerateOptions(True, assistant, bool(own), fixed, kwargs.get("streamer"))
+
+
+def _fixed_drafts(kwargs: Mapping[str, Any], looked_up: bool) -> FixedDrafts | None:
+    """Drafts of constant length, if the caller asks for them. Raises BadInput."""
+    tokens = kwargs.get("num_assistant_tokens")
+    if kwargs.get("num_assistant_tokens_schedule") != "constant" or tokens is None:
+        return None
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+        raise BadInput(f"num_assistant_tokens is {tokens}: give 1 or more, or leave it out")
+    return FixedDrafts(tokens if looked_up else 0, tokens)
 
 
 def takes_loop(kwargs: dict[str, Any], model: Any) -> bool:
-    """Whether the answers of `generate` are made by the loop over tokens: greedy and sampled ones, if nothing is given
-    that only the whole model takes. Beam search and loops of the caller's own are left to transformers."""
+    """Whether the answers of `generate` are made by the loop over tokens. Greedy and sampled ones are, if nothing is
+    given that only the whole model takes. Beam search and loops of the caller's own are left to transformers."""
     given = {name: value for name, value in kwargs.items() if name not in _NAMED and value is not None}
     config, arguments = model._prepare_generation_config(kwargs.get("generation_config"), **given)
     config.prompt_lookup_num_tokens = None  # of which `GenerateOptions` knows
@@ -204,6 +218,7 @@ class Part:
             return
         session, options, drafter = self.session, self.options, None
         if options.drafts:
+            session.drafting.fixed = options.fixed
             drafter = Drafter(session.drafting, LookupDrafter(), self.reader, self.skipped)
         length = int(self.prepared.config.max_length) - self.prepared.hidden
         answer = Answering(self.tokens, length, self.sampler, session.note_step)
@@ -284,6 +299,8 @@ class BatchDecoding:
             return 1, self._options.drafts
         if not self._may_part or not prepared.is_by_row:
             return 1, False
+        if self._options.fixed is not None and rows <= ROWS.most_drafted:
+            return rows, True
         stages = self._blocks.stages(rows, int(prepared.config.max_length))
         return self._batches.cut(rows, *stages, self._options.drafts)
 

@@ -108,8 +108,8 @@ class InferenceSession:
 
     @property
     def drafts(self) -> dict[str, Any]:
-        """What drafts of `generate` have brought so far: how many tokens were `drafted` and `accepted`, in how many
-        `steps`, and about how many seconds were gained (`gained_seconds`)."""
+        """What drafts of `generate` have brought so far: how many tokens were `drafted` and `accepted`, and in how many
+        `steps`. `gained_seconds` is about how many seconds were gained."""
         return self.drafting.counts.fields()
 
     @property
@@ -151,7 +151,7 @@ class InferenceSession:
             hidden: float [batch, tokens, hidden]; float32, float16 or bfloat16, any device.
             reorder: per row, the row whose cache it continues (beam search).
             left_padding: per row, how many of its first tokens are padding. First step only.
-            outputs: how many of the last tokens of a row the result is needed for; of a long prompt, that of others
+            outputs: how many of the last tokens of a row the result is needed for. Of a long prompt, that of others
                 then need not travel. None: for all.
             positions: int64 [3, batch, tokens] where they have three axes and tokens are not counted, as those of
                 pictures (M-RoPE). The first step of a session decides whether any has them.
@@ -206,7 +206,7 @@ class InferenceSession:
         session, client = self._session, self.runtime.value
         assert session is not None
         held = answer.tokens[: session.position]
-        decoding = Decoding(embedding, session, held, drafter, answering=client.answering)
+        decoding = Decoding(embedding, session, held, drafter, answering=client.state.answering)
         await decoding.run(answer, len(answer.tokens) - 1, limit)
         session.position = min(session.position, len(answer.tokens) - 1)
 
@@ -243,9 +243,9 @@ class InferenceSession:
     def fork(self) -> InferenceSession:
         """A session that holds the same tokens and goes on by itself: for several continuations of one text.
 
-        It runs through the same servers where that is possible, and what they have kept is not computed again: all but
-        the last 31 tokens at most, as long as no other session has needed the room, and nobody's rows have changed
-        places. It reserves cache of its own. Close each for itself.
+        It runs through the same servers where that is possible, and what they have kept is not computed again. That is
+        all but the last 31 tokens at most, as long as no other session has needed the room, and nobody's rows have
+        changed places. It reserves cache of its own. Close each for itself.
 
         Raises:
             BadInput: this session is closed, or its chains are compared.

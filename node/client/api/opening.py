@@ -49,23 +49,24 @@ class ModelOptions(TypedDict, total=False):
         allowed_servers: peer ids of the only servers to use; None allows all.
         blocked_servers: peer ids of servers never to use.
         trusted_servers: peer ids of the only servers that compute the first and the last `trusted_blocks` blocks (2),
-            from which a server can tell the text; others compute the rest. None lets all servers compute all blocks.
+            from which a server can tell the text. Others compute the rest. None lets all servers compute all blocks.
         trusted_blocks: how many blocks at each end are for trusted servers only.
         share_receipts: multiaddrs with /p2p of auditors that are sent receipts and hidden states, which show them the
             text.
         require_pledge: use only servers that pledge at least this many points.
         compare_chains: from 2 on, sessions (and `generate`) run every step on this many chains that share no server,
-            and compare their outputs; see `disagreements`. Calls without a cache are not compared.
+            and compare their outputs. See `disagreements`. Calls without a cache are not compared.
         request_timeout: seconds that a server may take for one step.
         codec: how the hidden states of sessions (and `generate`) travel: "none" as they are, "float16", "bfloat16" or
-            "int8"; "auto" takes one from the second session on, where that saves a tenth of the time by the bandwidth
-            that was measured and rounds by at most 0.1 %.
+            "int8". "auto" takes one from the second session on. It has to save a tenth of the time by the bandwidth
+            that was measured, and to round by at most 0.1 %.
         batch_codec: the same for calls without a cache and their gradients, without "auto".
-        prefix_salt: a secret of at least 16 characters: servers with `--prefix-cache salted` let all who know it use
-            what they have computed for one of them, and tell by the time that they take which texts these have sent.
+        prefix_salt: a secret of at least 16 characters. Servers with `--prefix-cache salted` let all who know it use
+            what they have computed for one of them. Those can tell by the time that a server takes which texts the
+            others have sent.
         wait: while no chain of servers covers the model, wait for one instead of raising.
         adapter: a folder with a LoRA adapter or a prompt in peft's format, which is sent to servers that do not hold
-            it; or the name of a LoRA adapter that servers hold: then only those servers are used.
+            it. Or the name of a LoRA adapter that servers hold: then only those servers are used.
         progress: called with what is downloaded or read, and how far it is.
     """
 
@@ -203,7 +204,7 @@ def open_model(model: str | os.PathLike[str], options: ModelOptions, *, head: bo
                 found = own if isinstance(own, ModelFolder) else await _from_peers(swarm, str(model), progress, own)
                 identified = await identify_model(swarm, found, progress)
                 async with open_client(swarm, identified, asked) as opened:
-                    opened.prefix_salt = given["prefix_salt"].encode()
+                    opened.state.prefix_salt = given["prefix_salt"].encode()
                     yield opened
 
     runtime = TrioThread(client())

@@ -319,7 +319,7 @@ class Conversation:
             opened = self._client.session(spec, saved=saved, prompt=prompt)
             session = await self._stack.enter_async_context(opened)
             held = self._kept if saved is not None else tokens[: session.position]
-            answering, virtual = self._client.answering, len(self._virtual)
+            answering, virtual = self._client.state.answering, len(self._virtual)
             drafter = self._drafter if pictures is None else None
             self._decoding = Decoding(self._embedding, session, held, drafter, virtual, answering)
         return self._decoding

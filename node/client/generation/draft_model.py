@@ -16,7 +16,7 @@ from ...blocks.client_part import ClientModel, load_client
 from ...blocks.span import BlockSpan, load_span
 from ...errors import BadInput
 from ...models.folder import ModelFolder
-from ..chat import Text, same_tokens
+from ..chat import Text
 from ..request import WireTensor
 from .sampling import AheadSampler, TokenSampler
 
@@ -38,6 +38,23 @@ class Draft:
     tokens: tuple[int, ...] = ()
     match: int = 0
     place: int = 0
+
+
+@dataclass(frozen=True)
+class FixedDrafts:
+    """Drafts that are always as long, whether that pays or not: tokens that are looked up, and those that a draft model
+    guesses. They are checked in three steps or more."""
+
+    looked_up: int
+    guessed: int
+
+    @property
+    def step_tokens(self) -> int:
+        return max(1, max(self.looked_up, self.guessed) // 3)
+
+    def cut(self, draft: Draft, most: int) -> Draft:
+        """Its first tokens, `most` of them at the most."""
+        return Draft(draft.tokens[: min(most, self.looked_up)], draft.match, draft.place)
 
 
 class LookupDrafter:
@@ -213,7 +230,7 @@ def load_draft_model(folder: ModelFolder, text: Text) -> DraftModel:
         BadInput: its tokenizer is another one.
         ModelError: the folder is damaged or incomplete.
     """
-    if not same_tokens(text, Text(folder)):
+    if text.tokenizer.get_vocab() != Text(folder).tokenizer.get_vocab():
         raise BadInput(
             f"--draft {folder.asked or folder.name}: its tokenizer is not that of the model that the swarm serves, so "
             "its guesses would mean other words; give a smaller model of the same family, auto or none"

@@ -1,14 +1,13 @@
 """Tokens that are guessed before the chain is asked, and how many of them are worth asking about.
 
 Speculative decoding (Leviathan et al., arXiv 2211.17192, section 2): a step carries the next token and a draft of those
-after it; the chain answers for all of them at once, and the draft is kept as far as it is what is chosen anyhow. The
-draft is a single guess for each place, so that comparing it with the token that the sampler chooses there *is* the
-rejection rule of section 2.3, whatever the sampling: the answer is the same as without drafts, with the same seed.
+after it. The chain answers for all of them at once. The draft is kept as far as it is what is chosen anyhow. The draft
+is a single guess for each place. So comparing it with the token that the sampler chooses there *is* the rejection rule
+of section 2.3. Whatever the sampling, the answer is the same as without drafts, with the same seed.
 
 Where the servers push to each other, a draft is cut into several steps that are under way at once. Then all servers
-work, and the way is waited for once. Whether a text or a draft model is asked for a draft follows from what each has
-shown, and each has a budget of its own for being wrong.
-Pure: no clock, no network.
+work, and the way is waited for once. Whether a text or a draft model is asked follows from what each has shown. Each
+has a budget of its own for being wrong. Pure: no clock, no network.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from typing import Any, Final
 from ...swarm.cost import Estimate, LineEstimate
 from .draft_model import MOST_DRAFTED as MOST_DRAFTED
 from .draft_model import Draft as Draft
+from .draft_model import FixedDrafts
 from .draft_model import LookupDrafter as LookupDrafter
 
 BY_MODEL: Final = 0
@@ -56,7 +56,7 @@ class DraftPolicy:
         least_gain: times as quick that a draft has to make the answer: less is within the error of what is known.
         allowed_loss: of the time of an answer, that drafts which turn out to be wrong may take.
         first_budget, largest_budget, deepest_debt: what drafts may lose before they have gained anything, at once of
-            what they have gained, and by one accident; in tokens answered one after the other meanwhile.
+            what they have gained, and by one accident. In tokens answered one after the other.
     """
 
     long_match: int = 4
@@ -85,8 +85,8 @@ _POLICY: Final = DraftPolicy()
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """How many tokens were drafted, how many of them were right, in how many steps, and about how many seconds less the
-    answer took than one token after the other."""
+    """How many tokens were drafted, how many of them were right, and in how many steps. `gained`: about how many
+    seconds less the answer took than one token after the other."""
 
     drafted: int = 0
     accepted: int = 0
@@ -168,6 +168,7 @@ class DraftPlan:
         model_budget: the same for guesses of a draft model: neither pays for what the other has lost. Once there is a
             draft model, each has a half of what may be lost without a gain.
         sharing: answers, this one included, that keep the servers busy at once.
+        fixed: how long drafts are, where what they gain does not decide.
     """
 
     counts: DraftCounts = DraftCounts()
@@ -177,6 +178,7 @@ class DraftPlan:
     budget: float = _POLICY.first_budget
     model_budget: float | None = None
     sharing: int = 1
+    fixed: FixedDrafts | None = None
     _chances: dict[int, _Chance] = field(default_factory=_first_chances)
 
     def of_rows(self, rows: int) -> list[DraftPlan]:
@@ -187,6 +189,8 @@ class DraftPlan:
         """What to ask about beside the next token: an empty draft where none is worth it."""
         for chance in self._chances.values():
             chance.rest = max(0, chance.rest - 1)
+        if self.fixed is not None:
+            return self.fixed.cut(next(drafts, Draft()), most)
         if not self.cost.is_known:
             return Draft()
         for draft in drafts:
@@ -231,6 +235,8 @@ class DraftPlan:
 
         It guesses while the steps are under way, so that an answer takes the way once for each wrong guess.
         """
+        if self.fixed is not None:
+            return min(most, self.fixed.guessed) if self.speed is not None else 0
         if self.model_budget is None:
             self.model_budget = _POLICY.first_budget / 2
             self.budget -= self.model_budget
@@ -260,7 +266,7 @@ class DraftPlan:
         return depth, tokens / (speed.alone + (tokens - 1) * paced)
 
     def beats_model(self, draft: Draft) -> bool:
-        """Whether checking it brings more tokens a second than a draft model's guesses, or as good as none is wrong: it
+        """Whether checking it brings more tokens a second than a draft model's guesses, or as good as none is wrong. It
         takes no time of this machine. A short match has to have shown that: most texts have some that mean nothing."""
         chance = self._chances[kind_of(draft.match)]
         sure = draft.match >= _POLICY.sure_match and chance.share >= _POLICY.sure_share
@@ -273,7 +279,15 @@ class DraftPlan:
 
     def step_tokens(self, tokens: int) -> int:
         """How many of `tokens` tokens to send in the next step."""
+        if self.fixed is not None:
+            return min(tokens, self.fixed.step_tokens)
         return tokens if self.speed is None else self.speed.step_tokens(tokens)
+
+    def model_step(self) -> int:
+        """How many guesses of a draft model to send together."""
+        if self.fixed is not None:
+            return self.fixed.step_tokens
+        return 1 if self.speed is None else self.speed.model_step()
 
     def _affords(self, tokens: int, size: int | None = None, *, by_model: bool = False) -> bool:
         """Whether the budget bears that of `tokens` tokens, in steps of this size, none that was drafted is right."""
@@ -343,8 +357,8 @@ def _within(budget: float) -> float:
 
 @dataclass
 class PipelineSpeed:
-    """What steps cost that are under way side by side, through servers that work at the same time: by an `Estimate` of
-    a lone step and lines by size of all others, what a draft of any length takes.
+    """What a draft of any length takes in steps that are under way side by side, through servers that work at the same
+    time. It follows from an `Estimate` of a lone step and lines by size of all others.
 
     Attributes:
         work: seconds of computing of a step by its tokens, all servers and the head together.
@@ -387,11 +401,8 @@ class PipelineSpeed:
 
     def model_step(self) -> int:
         """Guesses of a draft model that are sent together: no more steps than the servers can do meanwhile."""
-        pause, size, guess = (
-            self.alone / (_POLICY.sure_model_steps if self.sure else _POLICY.model_steps),
-            1,
-            self.guesses.value,
-        )
+        steps = _POLICY.sure_model_steps if self.sure else _POLICY.model_steps
+        pause, size, guess = self.alone / steps, 1, self.guesses.value
         while guess and size < _STEP_SIZES[-1] and size * guess < max(pause, self.stage.of(size)):
             size += 1
         return size
@@ -406,8 +417,8 @@ class PipelineSpeed:
         return self.delay
 
     def risk(self, tokens: int, size: int | None = None) -> float:
-        """Seconds that are lost if of `tokens` tokens, in steps of this size, only the first is right: until its step
-        is answered, and until the servers are done with the others."""
+        """Seconds that are lost if of `tokens` tokens, in steps of this size, only the first is right. They last until
+        its step is answered and the servers are done with the others."""
         size = min(size or self.step_tokens(tokens), tokens)
         first = self.work.of(size) - self.work.of(1)
         busy = self.sharing * math.ceil(tokens / size) * self.stage.of(size)
@@ -423,8 +434,8 @@ class PipelineSpeed:
         return min((*sizes, tokens), key=lambda size: self._of_steps(tokens, size))
 
     def _of_steps(self, tokens: int, size: int) -> float:
-        """The first step passes all servers; each further one is done as long after it as the slowest server takes,
-        who is not done before it has had its turn with those of all answers."""
+        """The first step passes all servers. Each further one is done as long after it as the slowest server takes.
+        That server is not done before it has had its turn with those of all answers."""
         first, steps = self.alone + self.work.of(size) - self.work.of(1), math.ceil(tokens / size)
         seconds = first + (steps - 1) * self.stage.of(size)
         return seconds if self.sharing == 1 else max(seconds, self.sharing * steps * self.stage.of(size))

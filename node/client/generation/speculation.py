@@ -203,7 +203,7 @@ class Speculation:
         if not self._by_model and not self._asked and unsent == 1:
             return False  # no draft: a step like any other
         gathers = self._by_model and self._asked and len(self.line) < self._longest
-        if gathers and speed is not None and unsent < speed.model_step():
+        if gathers and unsent < self.plan.model_step():
             return False
         if self._asked and speed is not None and speed.sharing > 1:
             # Each step takes the servers' time from other answers, too: not for one token that is right after another.
