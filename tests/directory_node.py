@@ -57,12 +57,14 @@ class DirectoryNode(MemoryNode):
     It joins at the node that was there first, and is connected to those that streams were opened to.
     """
 
+    directory_kind = Directory
+
     def __init__(self, network: MemoryNetwork, identity: Identity, trust: TrustStore | None = None) -> None:
         super().__init__(network, identity, trust)
         peers = tuple(f"{_ADDR}/p2p/{peer}" for peer in list(network.nodes)[:1])
         config = SwarmConfig(identity, listen=(_ADDR,), peers=peers, announcement_ttl=_LIFETIME, trust=self.trust)
         table = cast(Dht, _NoTable())
-        self.finder = self.directory = Directory(config, table, self)
+        self.finder = self.directory = self.directory_kind(config, table, self)
         self._announcer = Announcer(config, self.host, table, self.directory)
         self._scope = trio.CancelScope()
         self.set_handler(DIRECTORY, wire.DirectoryFrame, self.directory.serve, max_header=MAX_HEADER, max_payload=0)

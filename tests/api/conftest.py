@@ -30,12 +30,10 @@ class Served:
 
 @pytest.fixture(scope="session")
 def api_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import torch
 
     from tests.api.tokenizer import EOS, save_api_tokenizer
     from tests.tiny_models import save_tiny
 
-    torch.set_num_threads(1)
     root = tmp_path_factory.mktemp("api-models")
     folder = save_tiny("llama", root / "tiny-llama", max_position_embeddings=CONTEXT, eos_token_id=EOS)
     save_api_tokenizer(folder)

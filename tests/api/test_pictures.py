@@ -29,7 +29,6 @@ NEW = 6
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     return tmp_path_factory.mktemp("seeing") / "qwen2_vl"
 
 

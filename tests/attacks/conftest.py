@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.models import compute_manifest
@@ -44,5 +43,4 @@ def coarse(folder: ModelFolder, server: SigningServer) -> SigningServer:
 @pytest.fixture(scope="session")
 def blocks(folder: ModelFolder) -> BlockSpan:
     """All blocks of the model."""
-    torch.set_num_threads(1)
     return load_span(folder.path, Span(0, NUM_BLOCKS))

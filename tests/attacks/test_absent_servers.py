@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import ClassVar
 
 import pytest
-import torch
 import trio
 
 from petalnode.node.client import round_trips
@@ -74,7 +73,6 @@ def test_absent_servers_are_not_awaited_where_others_suffice(
     """Only as long as the way to a server that is no farther than those that are known may take."""
     endless = replace(DEADLINES, rtt=FOR_EVER, measure=FOR_EVER)  # whoever waits for an answer never ends
     monkeypatch.setattr(round_trips, "DEADLINES", endless)
-    torch.set_num_threads(1)
     with memory_swarm(Patient) as swarm:
         routes_find_who_is_there(swarm, folder, 80 * DEADLINES.rtt_at_least)
 
@@ -91,7 +89,6 @@ class Refused(MemoryNode):
 
 def test_absent_servers_are_not_asked_again_each_session(folder: ModelFolder) -> None:
     Refused.asked.clear()
-    torch.set_num_threads(1)
     with memory_swarm(Refused) as swarm:
         there = routes_find_who_is_there(swarm, folder, math.inf)
     absent = [peer for peer in Refused.asked if peer != there]
@@ -101,7 +98,6 @@ def test_absent_servers_are_not_asked_again_each_session(folder: ModelFolder) ->
 def test_few_of_thousands_of_absent_servers_are_asked(folder: ModelFolder) -> None:
     """All of them were dialed at a session's start, and again every 15 s, for as long as their announcements last."""
     Refused.asked.clear()
-    torch.set_num_threads(1)
     with memory_swarm(Refused) as swarm:
         there = routes_find_who_is_there(swarm, folder, math.inf, MANY)
     absent = [peer for peer in Refused.asked if peer != there]
@@ -111,7 +107,6 @@ def test_few_of_thousands_of_absent_servers_are_asked(folder: ModelFolder) -> No
 def test_few_are_asked_though_a_server_is_excluded(folder: ModelFolder) -> None:
     """Each step that was late had all announced servers dialed, which made the next steps late."""
     Refused.asked.clear()
-    torch.set_num_threads(1)
     with memory_swarm(Refused) as swarm:
         there = swarm.start(folder.path, f"0:{NUM_BLOCKS}")
         version = bytes.fromhex(str(there.ready["model_version"]))
@@ -131,7 +126,6 @@ def test_few_are_asked_though_a_server_is_excluded(folder: ModelFolder) -> None:
 
 def test_ever_new_servers_do_not_delay_every_session(folder: ModelFolder) -> None:
     """Each of these routes waited for the servers that had been announced since the one before."""
-    torch.set_num_threads(1)
     with memory_swarm(Patient) as swarm:
         server = swarm.start(folder.path, f"0:{NUM_BLOCKS}")
         version = bytes.fromhex(str(server.ready["model_version"]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.client.session.answers import SessionSpec
@@ -31,7 +30,6 @@ def wanted(version: bytes, length: int) -> SessionSpec:
 
 def test_others_are_waited_for_where_a_stranger_remains(folder: ModelFolder) -> None:
     """While honest servers are silent, their sessions' routes find a stranger's servers alone: no person's mistake."""
-    torch.set_num_threads(1)
 
     def attack(swarm: MemorySwarm) -> None:
         server = swarm.start(folder.path, f"0:{NUM_BLOCKS}")

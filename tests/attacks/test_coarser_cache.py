@@ -5,7 +5,6 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-import torch
 
 from petalnode.node.blocks.kernels.library import library
 from petalnode.node.blocks.span import load_span
@@ -31,7 +30,6 @@ def known_noise(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def serving(folder: ModelFolder, announced: str, held: str, kernels: str = "torch") -> SigningServer:
-    torch.set_num_threads(1)
     server = SigningServer(folder.path, compute_manifest(folder).version, Span(1, 4), dtype="float32", quant=announced)
     server.blocks = load_span(  # type: ignore[call-overload]
         folder.path, server.span, dtype="float32", device="cpu", quantisation=held, kernels=kernels

@@ -247,7 +247,6 @@ def test_client_that_lost_its_cache_goes_on_elsewhere(folder: ModelFolder, monke
         session = await RawSession.connect(network.node(), ready)
         assert (await session.open(max_length=150)).HasField("granted")
 
-    torch.set_num_threads(1)
     path: Path = folder.path
     ids = torch.randint(3, VOCABULARY, (1, 8), generator=torch.Generator().manual_seed(0))
     with memory_swarm() as swarm:

@@ -37,7 +37,6 @@ ADMITTED = 3
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A hybrid."""
-    torch.set_num_threads(1)
     endless = {"max_position_embeddings": 1024, "eos_token_id": None}
     return save_tiny("qwen3_5", tmp_path_factory.mktemp("lossy"), **endless)
 

@@ -62,7 +62,6 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
 
 
 def serving(folder: ModelFolder, dtype: str = "float32", quant: str = "none") -> SigningServer:
-    torch.set_num_threads(1)
     return SigningServer(folder.path, compute_manifest(folder).version, SPAN, dtype=dtype, quant=quant)
 
 

@@ -25,7 +25,6 @@ TOKENS = 9
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     return save_tiny("llama", tmp_path_factory.mktemp("withheld"))
 
 

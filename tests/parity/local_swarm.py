@@ -50,7 +50,12 @@ class LocalSwarm:
         return caches
 
 
-def open_client(folder: Path, cuts: Sequence[Span]) -> tuple[ClientModel, LocalSwarm]:
-    client, swarm = load_client(folder), LocalSwarm(folder, cuts)
+_client = functools.cache(load_client)
+"""A client's part, which is bound to another swarm by each test."""
+
+
+def open_client(folder: Path, cuts: Sequence[Span], *, fresh: bool = False) -> tuple[ClientModel, LocalSwarm]:
+    """`fresh`: one that no other test has used."""
+    client, swarm = load_client(folder) if fresh else _client(folder), LocalSwarm(folder, cuts)
     client.bind(swarm)
     return client, swarm

@@ -171,7 +171,7 @@ def test_layers_are_called_alone_where_that_is_same(architecture: str, tiny: Tin
 
 def test_head_is_compared_by_several_threads_at_once(tiny: Tiny) -> None:
     """What one of them calls is not taken for what stands behind the blocks."""
-    client, swarm = open_client(tiny("llama"), TWO)
+    client, swarm = open_client(tiny("llama"), TWO, fresh=True)
     hidden = torch.randn(8, 1, client.hidden_size)
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(client.head, hidden.split(1)))

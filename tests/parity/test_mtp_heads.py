@@ -37,7 +37,6 @@ def read(reader: MtpReader, line: list[int]) -> torch.Tensor:
 
 @pytest.fixture(scope="module", params=HEADS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     return save_with_head(request.param, tmp_path_factory.mktemp("heads") / request.param)
 
 

@@ -28,12 +28,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of model folders: tiny-llama (with a tokenizer), tiny-gpt2, tiny-gemma3, other-llama."""
-    import torch
 
     from tests.swarm.tokenizer import save_tokenizer
     from tests.tiny_models import save_tiny
 
-    torch.set_num_threads(1)
     root = tmp_path_factory.mktemp("models")
     endless = {"max_position_embeddings": CONTEXT, "eos_token_id": None}
     save_tokenizer(save_tiny("llama", root / "tiny-llama", **endless))

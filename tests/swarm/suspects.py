@@ -7,8 +7,6 @@ from pathlib import Path
 from random import Random
 from unittest.mock import patch
 
-import torch
-
 from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.client_part import load_client
 from petalnode.node.client.chat import Text
@@ -45,7 +43,6 @@ def validated(swarm: SuspectSwarm, file: Path, seed: int = 4, evidence: Path | N
     load_now(swarm.control, ordered(swarm.control).get("blocks", ""))
 
     async def run() -> list[Verdict]:
-        torch.set_num_threads(1)
         folder = resolve(str(swarm.folder), need="all")
         config = SwarmConfig(identity=Identity.generate())
         async with memory.network.open_swarm(config) as own_node:

@@ -84,11 +84,6 @@ def by_peft(model: Path, adapter: Path | None, ids: torch.Tensor) -> torch.Tenso
     return generated
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def opened(swarm_peer: str, model: Path, adapter: Any = None, **more: Any) -> Any:
     return AutoDistributedModelForCausalLM.from_pretrained(model, initial_peers=[swarm_peer], adapter=adapter, **more)
 

@@ -21,7 +21,6 @@ SPEC = SessionSpec(b"", Span(0, NUM_BLOCKS), batch=1, max_length=64)
 
 def test_session_goes_on_at_another_server_of_kind(models: Path) -> None:
     folder = models / "tiny-llama"
-    torch.set_num_threads(1)
     prompt, asked = hidden(20), [hidden(1, seed) for seed in range(1, 5)]
     computed = {}
     for quantisation in ("none", "none/cache=int8"):

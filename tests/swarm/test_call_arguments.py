@@ -23,7 +23,6 @@ RESTARTING = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [0, 1, 2, 3, 0, 1, 2,
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     return save_tiny("llama", tmp_path_factory.mktemp("called"))
 
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.swarm.chaos import run_chaos
 from tests.swarm.processes import Nodes
@@ -31,7 +30,6 @@ def pool(home: Path, models: Path, node_starter: Nodes) -> Iterator[ServerPool]:
 @pytest.mark.timeout(SECONDS + 900)
 def test_nothing_is_lost_in_chaos(pool: ServerPool, models: Path) -> None:
     print(f"\nPETALNODE_CHAOS_SEED={SEED} PETALNODE_CHAOS_SECONDS={SECONDS:g}", flush=True)
-    torch.set_num_threads(1)
     report = run_chaos(pool, models / "tiny-llama", seconds=SECONDS, seed=SEED, clients=CLIENTS)
     print(report.fields(), flush=True)
     assert not any(report.left.values())

@@ -24,7 +24,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Any:
-    torch.set_num_threads(1)
     made = save_seeing("qwen2_vl", folder)
     save_processor(folder)
     return made

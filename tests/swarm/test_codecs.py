@@ -33,7 +33,6 @@ ROUNDING = {"none": 1e-4, "float16": 5e-3, "bfloat16": 4e-2, "int8": 8e-2}
 
 @pytest.fixture(scope="module")
 def folder(models: Path) -> Path:
-    torch.set_num_threads(1)
     return models / "tiny-llama"
 
 

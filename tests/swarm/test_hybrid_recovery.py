@@ -30,7 +30,6 @@ ACCIDENTS: dict[str, Accident] = {
 
 @pytest.fixture(scope="module", params=["qwen3_5", "nemotron_h", "jamba", "bamba"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     endless = {"max_position_embeddings": 1024, "eos_token_id": None}
     return save_tiny(request.param, tmp_path_factory.mktemp("hybrid") / request.param, **endless)
 

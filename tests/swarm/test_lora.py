@@ -22,7 +22,6 @@ Weights = dict[str, torch.Tensor]
 
 @pytest.fixture(scope="module")
 def model(served_in_memory: ServedInMemory) -> Iterator[DistributedModelForCausalLM]:
-    torch.set_num_threads(1)
     with served_in_memory.open(AutoDistributedModelForCausalLM) as opened:
         yield opened
 

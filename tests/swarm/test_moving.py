@@ -212,7 +212,6 @@ async def step(session: ClientSession, hidden: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def halves(models: Path) -> list[BlockSpan]:
-    torch.set_num_threads(1)
     return [load_span(models / "tiny-llama", span) for span in (Span(0, 3), Span(3, 6))]
 
 

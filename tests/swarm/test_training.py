@@ -37,7 +37,6 @@ def folders(served_in_memory: ServedInMemory, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="module")
 def model(served_in_memory: ServedInMemory) -> Iterator[DistributedModelForCausalLM]:
-    torch.set_num_threads(1)
     with served_in_memory.open(AutoDistributedModelForCausalLM) as opened:
         yield opened
 

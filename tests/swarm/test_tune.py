@@ -40,11 +40,6 @@ from tests.tiny_models import VOCABULARY, load_whole
 METHODS: tuple[Method, ...] = ("lora", "prompt", "deep-prompt")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @contextmanager
 def opened(swarm: SharedSwarm, labels: int | None = None) -> Iterator[Any]:
     where: dict[str, Any] = {"initial_peers": [swarm.peer]}

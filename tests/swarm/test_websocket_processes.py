@@ -23,7 +23,6 @@ def test_tokens_over_websocket_are_the_models(node_starter: Nodes, models: Path,
     with_tls = ("--listen", TLS, "--tls-certificate", files[0], "--tls-key", files[1])
     last = node_starter.server(folder, "3:6", *with_tls, peer=first.address)
     assert "/ws/p2p/" in first.address and "/tls/ws/p2p/" in last.address
-    torch.set_num_threads(1)
     ids = prompt(1, 9)
     fixed = {"do_sample": False, "pad_token_id": 0}
     expected = load_whole(folder).generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, **fixed)

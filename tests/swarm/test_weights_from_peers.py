@@ -89,7 +89,6 @@ def test_program_in_python_and_training_that_have_nothing(
     whole = start("whole", folder, "--new-swarm", "--blocks", "0:6")
     ids = torch.tensor([[5, 9, 11, 3]])
     monkeypatch.setenv("PETALNODE_CACHE", str(tmp_path / "program" / "cache" / "petalnode"))
-    torch.set_num_threads(1)
     answers = []
     for name in (folder, NAME):
         with AutoDistributedModelForCausalLM.from_pretrained(name, initial_peers=[whole.address]) as model:

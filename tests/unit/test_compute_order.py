@@ -28,7 +28,6 @@ from tests.unit.computing import ALL, TIMEOUT, computing, step, terms
 
 @pytest.fixture(scope="module")
 def blocks(tmp_path_factory: pytest.TempPathFactory) -> BlockSpan:
-    torch.set_num_threads(1)
     return load_span(save_tiny("llama", tmp_path_factory.mktemp("model") / "llama"), ALL)
 
 

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 import trio
 import trio.testing
 
@@ -29,7 +28,6 @@ PART = 0.03
 
 @pytest.fixture(scope="module")
 def blocks(tmp_path_factory: pytest.TempPathFactory) -> BlockSpan:
-    torch.set_num_threads(1)
     return load_span(save_tiny("llama", tmp_path_factory.mktemp("model") / "llama"), Span(0, NUM_BLOCKS))
 
 

@@ -40,7 +40,6 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     return save_tiny("llama", tmp_path_factory.mktemp("llama"))
 
 
