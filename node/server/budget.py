@@ -33,9 +33,10 @@ IDLE: Final = 60.0
 """Seconds without a request, after which what somebody holds beyond its share goes to who waits."""
 LONG_IDLE: Final = 300.0
 """After which all that somebody holds does; and for which nobody has to give back what is not idle."""
-CONTESTED: Final = 30.0
-"""For which an address that has more than its share keeps a session from one that has less."""
-_LOOK: Final = 5.0
+CONTESTED: Final = 5.0
+"""For which an address that has more than its share keeps a session from one that has less. With 30 s, keys at five
+addresses that open sessions together all twenty seconds left a server to others for moments only."""
+_LOOK: Final = 1.0
 """Seconds between two looks of who waits at what others have left idle."""
 _BETWEEN: Final = 0.5
 """Seconds between two looks of all who wait together."""
@@ -63,7 +64,7 @@ def to_reclaim(held: Sequence[Holding], wanted: int, claimant: str, capacity: in
     of all goes then. What was paid for goes only when it is idle for very long.
 
     Keys are free and addresses are not. A claimant whose `address` would stay within an equal share of all addresses
-    need not wait for so long. What others have held for half a minute beyond such a share goes, too.
+    need not wait for so long. What others have held for some seconds beyond such a share goes, too.
     """
     by_holder = ((IDLE, 0.0, 1.0, 0.0), (LONG_IDLE, 0.0, 0.0, 0.0), (0.0, LONG_IDLE, 1.0, 0.5))
     chosen = _reclaimed([one.holder for one in held], held, wanted, claimant, capacity, by_holder)

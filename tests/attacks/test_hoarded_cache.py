@@ -185,6 +185,17 @@ async def test_small_need_does_not_wait_behind_many_keys() -> None:
         nursery.cancel_scope.cancel()
 
 
+async def test_small_need_waits_seconds_where_addresses_hold_all() -> None:
+    """Each of five addresses opens its sessions anew, all at once, before what it held is half a minute old."""
+    budget = MemoryBudget(100)
+    for number in range(20):
+        lease = await budget.acquire(5, 0, holder=f"key {number}", address=f"address {number % 5}")
+        lease.on_taken = list
+    begun = trio.current_time()
+    await budget.acquire(5, 20, holder="honest", address="elsewhere")
+    assert trio.current_time() - begun <= 7
+
+
 def test_paid_cache_goes_only_when_idle_for_long() -> None:
     held = [Holding("payer", 6, IDLE + 1, LONG_IDLE, paid=True), Holding("hog", 4, 0.0, LONG_IDLE)]
     assert to_reclaim(held, 1, "honest", 10) == []
