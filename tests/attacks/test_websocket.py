@@ -95,6 +95,7 @@ async def test_page_of_any_origin_is_a_stranger(origin: bytes, slowness: Slownes
     asked = b"\x13/multistream/1.0.0\n" + bytes([len(DIRECTORY) + 1]) + DIRECTORY.encode() + b"\n"
     async with host(WS) as server, stranger(server, upgraded=False) as stream:
         await stream.send_all(UPGRADE + b"Origin: " + origin + b"\r\nCookie: key=abc\r\n\r\n" + frame(BINARY, asked))
+        await stream.send_eof()
         said = await said_until_dropped(stream, 5 * slowness())
         assert b" 101 " in said and DIRECTORY.encode() not in said and not server.connected()
         assert not any(word in said.lower() for word in (b"access-control", b"set-cookie", b"a.example"))
