@@ -238,7 +238,7 @@ def boundaries_of(config: Mapping[str, Any], hidden: int, num_blocks: int) -> Bo
         flat, looked_up = text.get("model_type") == "qwen4_exp_text", text.get("ple_layer_ids") or [0]
         if not isinstance(looked_up, list) or not all(isinstance(one, int) for one in looked_up):
             raise ModelError("its ple_layer_ids do not say which blocks look tokens up.")
-        ids = min(max(looked_up), num_blocks)
+        ids = min(max(0, *looked_up), num_blocks)
         return Boundaries(hidden, num_blocks, streams, per_block, None, max(shared, default=-1) + 1, flat, ids)
     kinds = text.get("layer_types")
     own = num_blocks - sharing

@@ -49,6 +49,12 @@ def test_what_a_configuration_says() -> None:
     assert boundaries_of({"num_hidden_layers": 8}, 64, 8) == Boundaries(64, 8)
 
 
+@pytest.mark.parametrize(("said", "ids"), [([-5], 0), ([], 0), ([1, 2], 2), ([99], 4)])
+def test_blocks_that_look_ids_up_are_of_the_model(said: list[int], ids: int) -> None:
+    config = {"model_type": "qwen4_exp_text", "hyper_connection_streams": 4, "ple_layer_ids": said}
+    assert boundaries_of(config, 64, 4).ids == ids
+
+
 ZAMBA: dict[str, Any] = {
     "model_type": "zamba2",
     "num_hidden_layers": 8,
