@@ -50,7 +50,7 @@ def test_what_a_configuration_says() -> None:
 
 
 @pytest.mark.parametrize(("said", "ids"), [([-5], 0), ([], 0), ([1, 2], 2), ([99], 4)])
-def test_blocks_that_look_ids_up_are_of_the_model(said: list[int], ids: int) -> None:
+def test_blocks_that_look_ids_up_are_the_models(said: list[int], ids: int) -> None:
     config = {"model_type": "qwen4_exp_text", "hyper_connection_streams": 4, "ple_layer_ids": said}
     assert boundaries_of(config, 64, 4).ids == ids
 
