@@ -32,6 +32,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -269,7 +270,7 @@ def other_server(command: list[str]) -> None:
     if command[0] == "--serve-at-once":
         Gathering.time = lambda *arguments: 0.0  # type: ignore[method-assign]
     else:
-        turns.TURNS.max_decode_rows = 1  # type: ignore[misc]
+        turns.TURNS = replace(turns.TURNS, max_decode_rows=1)  # type: ignore[misc]
     sys.argv = command[command.index("petalnode") :]
     runpy.run_module("petalnode", run_name="__main__", alter_sys=True)
 

@@ -14,7 +14,6 @@ from ....protocols.ids import Boundaries
 from ....protocols.inference import STEP_TOKENS
 from ...errors import SwarmError
 from ...models import ALIASES
-from ...swarm.cost import COST
 from .machines_file import DEVICES, MACHINES, Fleet, Machine
 from .plans import busiest_plan, fastest_plan
 
@@ -220,13 +219,13 @@ def fit_of(hosts: Sequence[MachineCapacity], around: Fleet, model: ModelSize, we
 
 
 def _client_seconds(hosts: Sequence[MachineCapacity], around: Fleet, model: ModelSize, weights: str) -> float:
-    """A client's part of a token: it reads its head, and handles the answer and the next step as servers do. Where
-    nothing is known of it, it is as the slowest machine, and no more than an ordinary computer."""
+    """A client's part of a token: it reads its head, and handles the answer and the next step. Where nothing is known
+    of it, it is as the slowest machine, and no more than an ordinary computer."""
     if around.client_seconds:
         return around.client_seconds
     ordinary = DEVICES["cpu"][1] * 1e9 * MACHINES.bandwidth_share
     bandwidth = around.client_bandwidth or min([ordinary, *(host.bandwidth for host in hosts)])
-    return model.head_bytes(weights) / bandwidth + COST.handling_seconds
+    return model.head_bytes(weights) / bandwidth + MACHINES.client_seconds
 
 
 def best_fit(hosts: Sequence[MachineCapacity], around: Fleet, model: ModelSize) -> Fit:
