@@ -27,7 +27,7 @@ from petalnode.node.blocks.cache import SpanCache
 from petalnode.node.blocks.client_part import load_client
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.models import resolve
-from petalnode.node.models.quantisation import Numerics, choose_cache_dtype, choose_kernels
+from petalnode.node.models.quantisation import Numerics
 from petalnode.protocols.ids import Span
 
 FORMS = ("float32", "bfloat16", "int8")
@@ -59,9 +59,10 @@ def run(folder: Path, span: Span, options: argparse.Namespace) -> list[dict[str,
     forms = {}
     for form in FORMS:
         print(f"loading with {form} keys and values", file=sys.stderr)
-        numerics = str(Numerics(cache=choose_cache_dtype(form)))
-        kernels = choose_kernels(options.kernels)
-        forms[form] = load_span(folder, span, dtype="float32", device="cpu", quantisation=numerics, kernels=kernels)
+        numerics = str(Numerics(cache=form))
+        forms[form] = load_span(
+            folder, span, dtype="float32", device="cpu", quantisation=numerics, kernels=options.kernels
+        )
     found = []
     truth = answer(forms[FORMS[0]])
     texts = []

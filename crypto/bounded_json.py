@@ -46,8 +46,8 @@ def parse_json(data: bytes | str, limits: JsonLimits) -> Any:
     """What the text says.
 
     Raises:
-        BadJson: it is no JSON in UTF-8, exceeds `limits`, has a number of more than 64 characters, or half of a pair of
-            surrogates.
+        BadJson: it is no JSON in UTF-8, exceeds `limits`, or has a number of more than 64 characters. Or it has half of
+            a pair of surrogates.
     """
     raw = data.encode(errors="surrogatepass") if isinstance(data, str) else data
     check_json(raw, limits)

@@ -26,15 +26,11 @@ class ExchangedTensors(NotProven):
     fault of whoever has sent them. The accuser may be honest."""
 
 
-class Incomplete(NotProven):
-    """The statement lacks what is needed to decide, as those of older versions may. Nobody is to blame for that."""
-
-
 def check_equivocation(accused: str, first: Receipt, second: Receipt) -> str:
     """What is proved by two receipts for one request with different answers.
 
-    Rollbacks, repeated requests and restarts never look like it. Each request has a sequence number of its own, a
-    repeated one gets the same reply, and a new session has a new epoch.
+    Rollbacks, repeated requests and restarts never look like it. Each request has a sequence number of its own, and a
+    repeated one gets the same reply. A new session has a new epoch.
 
     Raises:
         NotProven: they do not contradict each other, or are not both signed by the accused.

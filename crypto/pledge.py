@@ -21,8 +21,9 @@ DEPOSIT_DOMAIN: Final = "petalnode/deposit/1"
 
 @dataclass(frozen=True)
 class Pledge(Statement):
-    """`server` stands by its receipts for this model version, these blocks, this dtype and quantisation, from `from_ms`
-    until `until_ms` (milliseconds since 1970), with `deposit` points that `holder` keeps (a peer id; empty: nobody)."""
+    """`server` stands by its receipts for this model version, these blocks, this dtype and quantisation. It does so
+    from `from_ms` until `until_ms` (milliseconds since 1970), with `deposit` points that `holder` keeps (a peer id;
+    empty: nobody)."""
 
     DOMAIN: ClassVar[str] = "petalnode/pledge/1"
     SIGNER: ClassVar[str] = "server"

@@ -99,7 +99,7 @@ def make_swarm_key(path: Path) -> None:
 
 def xsalsa20(key: bytes, nonce: bytes) -> Salsa20Cipher:
     """XSalsa20 with 32 bytes of key and 24 of nonce: Salsa20 with what HSalsa20 makes of the key and the nonce's first
-    16 bytes (Bernstein, "Extending the Salsa20 nonce", 2011)."""
+    16 bytes (Bernstein, "Extending the Salsa20 nonce")."""
     sigma, words = struct.unpack("<4I", b"expand 32-byte k"), struct.unpack("<8I", key)
     x = [sigma[0], *words[:4], sigma[1], *struct.unpack("<4I", nonce[:16]), sigma[2], *words[4:], sigma[3]]
     for a, b, c, d in (_COLUMNS + _ROWS) * 10:

@@ -95,10 +95,10 @@ class Announcement:
 
     `model_version` is 32 bytes, `span` half-open. `step_seconds` is one decode step through the whole span with an
     empty queue, `forward_tokens_per_second` a long prefill. Cache tokens count a row through all blocks of the span.
-    `rtts` are seconds to other servers by peer id, `addrs` textual multiaddrs without /p2p. `relay` is set if it is one
-    that takes reservations, `fixed` if it stays with its span whatever the swarm needs. `next_span` is where it means
-    to go, `span` itself for one that has not begun to load. `network_seconds` is what the bytes of a token take into it
-    and out of it (0: not measured), `load_seconds` what loading a block took. `pledge` is what it stands by (whose
+    `rtts` are seconds to other servers by peer id, `addrs` textual multiaddrs without /p2p. `relay` is set if it takes
+    reservations, `fixed` if it stays with its span whatever the swarm needs. `next_span` is where it means to go,
+    `span` itself for one that has not begun to load. `network_seconds` is what the bytes of a token take into it and
+    out of it (0: not measured), `load_seconds` what loading a block took. `pledge` is what it stands by (whose
     signature was not checked yet), `device` the kind that it computes on. `credits_of` are the validators whose points
     buy priority. `sequence` (nanoseconds since 1970) and `expires` (seconds since 1970) are set anew each time it is
     published.
@@ -243,7 +243,7 @@ def check_times(content: Announcement, now: float) -> None:
 
 
 def is_ahead(sequence: int, now: float) -> bool:
-    """Whether a sequence number is of a clock that is ahead of this one by more than clocks may differ."""
+    """Whether a sequence number's clock is ahead of this one by more than clocks may differ."""
     return sequence > (now + ANNOUNCEMENT.clock_tolerance) * 1e9
 
 

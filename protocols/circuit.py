@@ -52,7 +52,7 @@ class CircuitLimit:
 @dataclass(frozen=True)
 class Terms:
     """A reservation as the relay grants it: until when (seconds since 1970), the relay's multiaddrs (binary, mostly
-    with its /p2p), its signed voucher, and what a circuit may carry."""
+    with /p2p), its voucher, and what a circuit carries."""
 
     expires: int
     addrs: tuple[bytes, ...]

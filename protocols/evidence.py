@@ -51,9 +51,9 @@ async def send_bundle(stream: EvidenceStream, data: bytes, *, timeout: float) ->
 async def receive_bundle(stream: EvidenceStream, *, limit: int, timeout: float) -> bytes:
     """The bytes of a bundle that was asked for, of at most `limit` bytes.
 
-    The sender may fall `timeout` seconds behind `EVIDENCE_SIZES.min_rate`, and no more at any time. So the whole
-    takes at most `timeout` + `limit` / `EVIDENCE_SIZES.min_rate` seconds after the announcement of its size, which
-    has `timeout` seconds.
+    The sender may fall `timeout` seconds behind `EVIDENCE_SIZES.min_rate`, and no more at any time. So the whole takes
+    at most `timeout` + `limit` / `EVIDENCE_SIZES.min_rate` seconds after its size was announced. That has `timeout`
+    seconds.
 
     Raises:
         PeerError: as `MessageStream.receive`, it comes too slowly, or something else came.

@@ -259,8 +259,8 @@ class Layout:
 
     Attributes:
         positions: [axes, rows, tokens], flat; empty: tokens are counted.
-        groups: [rows, tokens], flat: for a token of a group, all of which see each other, how many of it are left, this
-            one included. 0 for a token that sees those before it. Empty: all are such.
+        groups: [rows, tokens], flat: for a token of a group, all of which see each other, how many are left with this
+            one. 0 for a token that sees those before it. Empty: all are such.
         features: of how many of the first blocks, all of which one server holds. They stand behind the hidden states of
             each token, which are 1 + `features` times as wide. They are added to what leaves these blocks (DeepStack,
             arXiv 2406.04334).

@@ -111,7 +111,7 @@ class SessionTerms:
     """What client and server agreed on when the session was opened.
 
     `left_padding` has one entry a row, or none; `adapter` is the hash of one, or empty. `prefix` are the names of the
-    blocks that the client asks for, `keeps` says whether it lets the server keep what it computes; both under `salt`.
+    blocks that the client asks for. `keeps` says whether the server may keep what it computes; both under `salt`.
     """
 
     model_version: bytes
@@ -215,8 +215,8 @@ def _check_prefix(message: wire.Open) -> None:
 def check_hidden_states(
     tensor: wire.Tensor, terms: SessionTerms, hidden_size: int | None = None, features: int = 0
 ) -> int:
-    """The tokens of a row in a step of such a session, of a model of this hidden size or of any. `features`: for how
-    many blocks features may stand behind hidden states. Raises Refusal."""
+    """The tokens of a row in a step of such a session. Of a model of this hidden size, or any. `features`: for how many
+    blocks features may stand behind hidden states. Raises Refusal."""
     shape = tuple(tensor.shape)
     widths = {hidden_size, hidden_size * (1 + features)} if hidden_size is not None else {max(shape[-1:], default=1)}
     if len(shape) != 3 or shape[0] != terms.batch or not shape[1] or not shape[2] or shape[2] not in widths:
@@ -306,7 +306,7 @@ def hash_of_step(step: wire.Step, tensor: wire.Tensor, payload_hash: bytes) -> b
 def pushed_step(step: wire.Step, receipt_hash: bytes) -> wire.Step:
     """The step that the first target of `step` gets with the output, whose receipt has this hash.
 
-    The pushing server and the client both make it, so that the client knows what the next server was asked.
+    The pushing server and the client both make it. So the client knows what the next server was asked.
     """
     return wire.Step(
         sequence=step.targets[0].sequence,

@@ -57,10 +57,10 @@ def token_digests(
     long_factors: bool = False,
     layout: Layout = PLAIN,
 ) -> list[bytes]:
-    """SHA-256 of each token of hidden states [rows, tokens, hidden] as they stand on the wire, all rows of it.
+    """SHA-256 of each token of hidden states [rows, tokens, hidden] as on the wire, all rows of it.
 
-    Tokens of steps with `long_factors`, or that are not laid out as text, have other ones, since their keys are others.
-    Those of a group follow from all of it.
+    Tokens of steps with `long_factors`, or not laid out as text, have other ones: their keys are others. Those of a
+    group follow from all of it.
     """
     if layout.positions or layout.groups:
         plain = token_digests(payload, rows, tokens, long_factors=long_factors)

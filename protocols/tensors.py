@@ -109,7 +109,7 @@ def decode(header: WireTensor, payload: bytes | bytearray) -> torch.Tensor:
 
 def decode_answer(asked: WireTensor, payload: bytes | bytearray) -> torch.Tensor:
     """A server's answer to hidden states [rows, tokens, width] with the header `asked`: of the same form, but without
-    what is for single blocks and may stand behind them, so that it may be narrower.
+    what is for single blocks and may follow them: it may be narrower.
 
     Raises:
         TensorError: the bytes fit no such answer.

@@ -57,9 +57,18 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the machine is, no server is left because it is slow."""
-    from petalnode.node.client.session.link import ServerLink
+    from petalnode.node.client import deadlines
 
-    monkeypatch.setattr(ServerLink, "patience", lambda self, chunk, before=0: 1e6)
+    endless = replace(deadlines.PATIENCE, least=1e6, first_least=1e6, first_most=1e6)
+    monkeypatch.setattr(deadlines, "PATIENCE", endless)
+
+
+@pytest.fixture
+def pushes_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is, no step that a server should have pushed is sent by the client."""
+    from petalnode.node.client import deadlines
+
+    monkeypatch.setattr(deadlines, "DEADLINES", replace(deadlines.DEADLINES, push_patience=1e6))
 
 
 @pytest.fixture

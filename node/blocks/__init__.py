@@ -12,8 +12,8 @@ def collector_paused() -> Iterator[None]:
     """For the imports of torch and transformers, and the loading of a model.
 
     They make a million objects that live as long as the process; looking through them again and again takes a
-    fifth of the time of the imports. Afterwards they are exempt from all later collections too (`gc.freeze`), which
-    would otherwise hold up a decode step now and then.
+    fifth of the time of the imports. Afterwards they are exempt from all later collections (`gc.freeze`), which would
+    hold up a decode step now and then.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -227,7 +227,7 @@ def cache_specs(
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """Bytes: of each block of a model as a server holds it, opened, and of one value of an attention cache. `experts`:
+    """Bytes: of each block of a model as a server holds it, opened. And of one value of an attention cache. `experts`:
     what of `held` may be left on the disk."""
 
     held: tuple[int, ...]
@@ -239,8 +239,8 @@ class BlockSizes:
 def block_sizes(
     folder: Path, dtype: str, quantisation: Quantisation, kernels: Kernels = "torch", device: str = "cpu"
 ) -> BlockSizes:
-    """The sizes of the blocks of the model in `folder`, of which only the configuration has to be there, and of GGUF
-    files the headers.
+    """The sizes of the blocks of the model in `folder`. Only the configuration has to be there, and of GGUF files the
+    headers.
 
     Raises:
         ModelError, BadInput: as `open_skeleton`.

@@ -64,7 +64,7 @@ class CacheForm:
     """How keys and values of dtype `computed` are held.
 
     auto: as they are. bfloat16: rounded to the nearest, ties to even. int8: each `CACHE_BLOCK` values of a key or value
-    as whole multiples, -127 to 127, of a bfloat16 scale, which is their largest magnitude / 127, rounded up: as in
+    as whole multiples, -127 to 127, of a bfloat16 scale. The scale is their largest magnitude / 127, rounded up: as in
     GGUF's Q8_0, with a scale that has float32's range. What they stand for is exact in float32, and the compiled
     kernels (`hold_key` and `open_keys` in `kernels/`) give the same bits. A block with a value that is not finite
     becomes NaN.
@@ -286,7 +286,7 @@ class SpanCache:
     @contextmanager
     def replaying(self) -> Iterator[torch.Tensor | None]:
         """Tokens are computed within it. What it gives, [rows, tokens, hidden size], has to be computed ahead of them
-        once more, and `length` is where that begins; None: nothing."""
+        once more. `length` is where that begins; None: nothing."""
         length = self.length
         if self.states is None:
             yield None
@@ -347,7 +347,7 @@ class SpanCache:
 
     def restore(self, parts: Sequence[torch.Tensor], tokens: int, snapshots: Mapping[int, States]) -> None:
         """Begins with what `read` gave of caches of the same blocks, rows and dtype: parts of `tokens` tokens each; and
-        where there are states with `snapshots` of their ring, of which the last is at the end of the parts.
+        where there are states, with `snapshots` of their ring. The last of these is at the end of the parts.
 
         Raises:
             ValueError: something is held already, or they do not fit.

@@ -411,7 +411,7 @@ class ClientModel:
 
     def draft_limit(self, tokens: int, limit: int, padding: int = 0) -> int:
         """How long a text of `tokens` tokens may become with drafts, at most `limit`: tokens up to where the factors
-        change are computed with those of a short text, and none behind them in the same step."""
+        change are computed with those of a short text. None behind them is in the same step."""
         if self.original_length is None or tokens > self.original_length + padding:
             return limit
         return min(limit, self.original_length + padding + 1)

@@ -85,8 +85,8 @@ def deepstack(config: PreTrainedConfig) -> int:
 
 
 def original_length(config: PreTrainedConfig) -> int | None:
-    """The tokens up to which texts take the short factors of a model with longrope (arXiv 2402.13753), all of them; all
-    tokens of a longer text take the long ones. None for models without.
+    """The length up to which texts take the short factors of a model with longrope (arXiv 2402.13753); all tokens of a
+    longer text take the long ones. None for models without.
 
     Raises:
         ModelError: its layers differ in that.

@@ -80,13 +80,7 @@ def _fits(weight: torch.Tensor) -> bool:
         and weight.dtype == torch.float32
         and weight.is_contiguous()
         and weight.numel() >= _SMALL
-        and has_dots()
     )
-
-
-def has_dots() -> bool:
-    """Whether this numpy can do it: 2 and later."""
-    return hasattr(np, "vecdot")
 
 
 @torch.no_grad()

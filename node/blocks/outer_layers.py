@@ -42,8 +42,8 @@ class OuterLayers:
 
     Attributes:
         embeds: whether `embed` gives what the decoder gives its blocks; false before `compare_embeddings`.
-        are_short: whether `embed` and `head` may be called, and take so little time for one token on a CPU that waiting
-            for another thread would take longer; false before `heads` was asked.
+        are_short: whether `embed` and `head` may be called, and are quicker for one token on a CPU than another thread;
+            false before `heads` was asked.
     """
 
     def __init__(self, whole: WholeModel, model: Any, decoder: nn.Module, layer: nn.Module) -> None:

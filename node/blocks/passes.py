@@ -47,7 +47,7 @@ class Batch:
         mask: bool [rows, tokens], False at padding; None if there is none.
         positions: int64 [rows, tokens], or [axes, rows, tokens]; None counts each row from 0.
         prompts: [blocks of the span, 1 or rows, prefix, hidden size], added to the first `prefix` positions of each
-            stream that enters a block (deep prompts: Petals, NeurIPS 2023, appendix G).
+            stream (deep prompts: Petals, NeurIPS 2023, appendix G).
         lora: by their names, tensors that change linear layers of the span's blocks.
         gradient: of what comes of it, of its shape; None in a forward pass, and while it is on its way.
     """
@@ -63,7 +63,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Gradients:
-    """With respect to the hidden states, the prompts and the LoRA tensors of a batch, of their shapes and dtypes."""
+    """With respect to the hidden states, prompts and LoRA tensors of a batch, of their shapes and dtypes."""
 
     hidden: torch.Tensor
     prompts: torch.Tensor | None
@@ -109,9 +109,9 @@ class SpanPasses:
     """Runs batches through blocks of `span`. Not thread-safe; whoever owns the span owns this.
 
     Args:
-        activation_bytes: what autograd may keep at once, except that one block is always run as a whole. If all
-            blocks of a batch do not fit, they are computed twice in a backward pass (segments of as many blocks as
-            fit, after Chen et al. 2016). What is saved takes a part of it.
+        activation_bytes: what autograd may keep at once, except that one block is always run as a whole. If all blocks
+            of a batch do not fit, a backward pass computes them twice. They are cut into segments of as many blocks as
+            fit (after Chen et al. 2016). What is saved takes a part of it.
     """
 
     def __init__(self, span: BlockSpan, activation_bytes: int) -> None:

@@ -113,8 +113,8 @@ class Skeleton:
         setattr(self.decoder.get_submodule(owner), name, blocks)
 
     def keep_only(self, span: Span) -> list[nn.Module]:
-        """Takes all out of the model but the blocks of `span`, which it returns and which keep their numbers, and what
-        makes their positions and masks. In the blocks, their numbers count from the start of the span: so they find
+        """Takes all out of the model but the blocks of `span`, and what makes their positions and masks. Returns these
+        blocks, which keep their numbers. In the blocks, their numbers count from the start of the span: so they find
         their place in its cache.
         """
         names = _names_of_numbers(self.blocks)
@@ -267,9 +267,9 @@ def fill(
 ) -> None:
     """Loads the weights of every part for which `wanted(block number, or None outside the blocks)` is true.
 
-    Parts that are not wanted must have been taken out of the model before, and so must the parameters that `there`
-    names, which quantised modules replace. A tensor that needs no conversion stays memory-mapped. Once for a model:
-    a second time would leave its rotary frequencies undefined.
+    Parts that are not wanted must have been taken out of the model before. So must the parameters that `there` names,
+    which quantised modules replace. A tensor that needs no conversion stays memory-mapped. Once for a model: a second
+    time would leave its rotary frequencies undefined.
 
     Raises:
         ModelError: weights are missing, unexpected or of another shape; it names them.

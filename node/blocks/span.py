@@ -131,7 +131,7 @@ class BlockSpan:
 
     @property
     def expert_counts(self) -> tuple[int, int]:
-        """Experts that were used, each once in a pass through its block, and how many of these were not in memory."""
+        """Experts that were used, each once in a pass through its block. And how many of these were not in memory."""
         counts = [experts.counts for experts in self._experts]
         if self.step is not None:
             counts.append(self.step.counts)
@@ -383,8 +383,8 @@ def load_span(
         device: auto, cpu, cuda, cuda:N or mps.
         dtype: auto (the checkpoint's), float32, bfloat16 or float16. Also what quantised blocks compute in.
         quantisation: none, int8 or nf4, of the linear layers; norms, biases and routers stay as they are. Or what a
-            server announces (`Numerics`): with int8 activations these layers round what they multiply, and keys and
-            values may be held in bfloat16 or int8.
+            server announces (`Numerics`): with int8 activations these layers round what they multiply. Keys and values
+            may be held in bfloat16 or int8.
         kernels: what computes a few rows on a CPU: torch, the compiled kernels (native), or the quicker one (auto).
 
     Raises:

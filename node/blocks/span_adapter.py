@@ -151,7 +151,7 @@ def with_prompts(prompts: Sequence[tuple[nn.Module, torch.Tensor]], places: torc
 
 @contextmanager
 def with_added(block: nn.Module, prompt: torch.Tensor, tokens: int) -> Iterator[None]:
-    """Within it, `prompt` [1 or rows, prefix, hidden] is added to the first of `tokens` tokens that enter the block."""
+    """Within it, `prompt` [1 or rows, prefix, hidden] is added to the first of `tokens` tokens of the block."""
     hook = _prompt_hook(pad(prompt, (0, 0, 0, tokens - prompt.shape[1])))
     handle = block.register_forward_pre_hook(hook, with_kwargs=True)
     try:

@@ -76,7 +76,7 @@ class BlockStack:
         return self.boundaries.width(self._first + index)
 
     def begin_step(self, cache: SpanCache, tokens: int, long_factors: bool, layout: Layout = PLAIN) -> None:
-        """To be called before the next `tokens` tokens of a row, a whole step, are computed, perhaps in several parts.
+        """To be called before the next `tokens` tokens of a row, a whole step, are computed in parts or together.
 
         `long_factors`: the step is a part of a text beyond `original_length`, wherever it ends.
 
@@ -91,8 +91,8 @@ class BlockStack:
         cache.long_factors = long_factors or (self.original_length is not None and end > self.original_length)
 
     def frequencies(self, layer_type: str | None = None) -> tuple[torch.Tensor, float]:
-        """Of the decoder's rotary positions, float32 [rotated dim / 2], and what cosines and sines are multiplied with,
-        for blocks of `layer_type` where these have their own; a decoder without them raises `AttributeError`."""
+        """Of the decoder's rotary positions, float32 [rotated dim / 2], and what cosines and sines are multiplied with.
+        For blocks of `layer_type` where these have their own; a decoder without them raises `AttributeError`."""
         rotary: Any = self._decoder.get_submodule("rotary_emb")
         prefix = "" if layer_type is None else f"{layer_type}_"
         return getattr(rotary, f"{prefix}inv_freq").float(), float(getattr(rotary, f"{prefix}attention_scaling"))

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, Union
 
@@ -227,13 +226,14 @@ _MARKS: Final = dict.fromkeys(("allow_in_graph", "assume_constant_result", "disa
 
 
 def remembered(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """As `read`, but what it has said of the folder of all models is kept in a file while the package is the same."""
+    """As `read`, but what it says of the folder of all models is kept in a file. That holds while the package is the
+    same."""
 
     def structure(path: Any) -> Any:
         folder = os.path.dirname(path) if str(path).endswith(".py") else os.fspath(path)
         if os.path.basename(folder) != "models":
             return read(path)
-        from ..models.cache_dir import cache_dir
+        from ..models.cache_dir import cache_dir, keep_json
 
         package = os.path.dirname(folder)
         try:
@@ -249,19 +249,10 @@ def remembered(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             pass  # none there, or no such file
         found = read(path)
-        _keep(file, {"key": key, "structure": _to_json(found)})
+        keep_json(file, {"key": key, "structure": _to_json(found)})
         return found
 
     return structure
-
-
-def _keep(file: Path, content: object) -> None:
-    partial = file.with_name(f"{file.name}.{os.getpid()}")
-    try:
-        partial.write_text(json.dumps(content))
-        partial.replace(file)
-    except OSError:
-        partial.unlink(missing_ok=True)
 
 
 def _to_json(structure: Any) -> Any:

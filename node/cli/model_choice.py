@@ -6,7 +6,7 @@ import ctypes
 import re
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -87,7 +87,7 @@ def check_seed(seed: int | None) -> None:
 def check_adapter(adapter: str) -> None:
     """
     Raises:
-        BadInput: it is neither a folder with an adapter that can be used nor the name of one that servers may hold.
+        BadInput: it is neither a folder with a usable adapter nor the name of one that servers may hold.
     """
     if not is_adapter_name(adapter):
         check_adapter_files(Path(adapter))
@@ -190,8 +190,8 @@ async def served_model(swarm: Swarm, output: Output) -> str:
 
 
 def is_here(name: str) -> bool:
-    """Whether a model that strangers name is an alias, or on this machine with all that a client needs of it: in the
-    hub's cache, or a folder in the working folder."""
+    """Whether a model that strangers name is an alias, or here with all that a client needs of it: in the hub's cache,
+    or a folder in the working folder."""
     if name in ALIASES:
         return True
     if name.endswith(".gguf") or not _ANNOUNCED.fullmatch(name):
@@ -234,7 +234,7 @@ async def model_folder(model: str, output: Output, *, need: Need, swarm: Swarm |
 
 
 async def folder_from_peers(swarm: Swarm, model: str, output: Output, need: Need, why: ModelError) -> ModelFolder:
-    """What `need` asks for of a model that is on no disk here, and in no hub for the reason `why`.
+    """What `need` asks for of a model that is neither on disk here nor, by `why`, in a hub.
 
     Raises:
         ModelError, SwarmError, MachineError: nobody serves it, then `why`; or nobody hands it on.
@@ -269,14 +269,3 @@ async def _own_folder(model: str, output: Output, need: Need) -> ModelFolder:
         find = partial(resolve, model, need=need, progress=bars, before_download=_before_download)
         # Ctrl-C is not to wait for a download, which the next run goes on with.
         return await trio.to_thread.run_sync(find, abandon_on_cancel=True)
-
-
-def one_of(choices: Sequence[str]) -> Callable[[str], str]:
-    """The parser of an option that takes one of these."""
-
-    def parse(text: str) -> str:  # with a name, which click asks for
-        if text not in choices:
-            raise typer.BadParameter(f"{text}: use {', '.join(choices)}")
-        return text
-
-    return parse

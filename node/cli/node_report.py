@@ -97,8 +97,7 @@ def say_link(swarm: Swarm, join: JoinOptions, output: Output, model: str = "", v
 async def report_reachability(
     swarm: Swarm, join: JoinOptions, output: Output, commands: Sequence[str], model: tuple[str, bytes] = ("", b"")
 ) -> None:
-    """Prints the link of this node, and how others reach it when that is known and whenever it changes, until
-    cancelled.
+    """Prints the link of this node, and how others reach it, whenever that changes. Runs until it is cancelled.
 
     `commands` are those with which others join; they and the link, for `model` (name and version), are printed again
     when the address has changed.

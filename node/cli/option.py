@@ -4,20 +4,39 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field, fields
 from typing import Annotated, Any
 
 import typer
 
 
-def option(default: Any, help: str, metavar: str | None = None, *, names: Sequence[str] = (), **more: Any) -> Any:
+def option(
+    default: Any,
+    help: str,
+    metavar: str | None = None,
+    *,
+    names: Sequence[str] = (),
+    among: Sequence[str] = (),
+    **more: Any,
+) -> Any:
     """A field, or the default of a parameter, that is an option of its name, or of `names`; `more` as `typer.Option`
-    takes it.
+    takes it. Its value is one of those `among`, if any are given.
 
     A flag has no `--no-...`, unless it is among the names.
     """
+    if among:
+        metavar, more = "|".join(among), {**more, "parser": _one_of(among)}
     return field(default=default, metadata={"names": names, "help": help, "metavar": metavar, **more})
+
+
+def _one_of(names: Sequence[str]) -> Callable[[str], str]:
+    def parse(text: str) -> str:  # with a name, which click asks for
+        if text not in names:
+            raise typer.BadParameter(f"{text}: use {', '.join(names)}")
+        return text
+
+    return parse
 
 
 def options_of(group: Any) -> Iterator[inspect.Parameter]:

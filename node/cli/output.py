@@ -109,7 +109,7 @@ class Output:
 class ProgressBars:
     """Renders `models.Progress` calls as bars on standard error; silent where that is no terminal.
 
-    At the end of a `with` block the terminal is as it was, and what a thread that was left behind tells is not shown.
+    At the end of a `with` block the terminal is as it was. What a thread tells that was left behind is not shown.
     """
 
     def __init__(self, console: Console) -> None:

@@ -18,8 +18,8 @@ from rich.text import Text
 
 from ..credits.wallet import Wallet
 from ..errors import SwarmError
+from ..models.cache_dir import size
 from ..models.quantisation import describe_numerics
-from ..server.lifecycle.memory import size
 from ..server.lifecycle.pausing import Pause
 from ..server.tallies import ServerTallies, Serving
 from ..swarm.swarm import Swarm
@@ -90,7 +90,7 @@ class ComputedRates:
 
 @dataclass(frozen=True)
 class Points:
-    """The points of this server with the validator that keeps its deposit, and how many it had at the start."""
+    """The points of this server with the validator that keeps its deposit, and their number at the start."""
 
     now: int
     at_start: int

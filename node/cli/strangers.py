@@ -19,7 +19,6 @@ from ..network.addresses import ip_of, is_loopback, plain_ip
 from ..swarm.swarm import Swarm
 from ..swarm.trusted_servers import TrustedServers, trusted_servers
 from .join import check_peer_id
-from .model_choice import one_of
 from .option import option
 from .output import Output
 from .terminal import LineReader
@@ -59,8 +58,7 @@ class ServerChoice(TrustedOptions):
         "How hidden states travel. none: as they are. float16, bfloat16 and int8 take less of a slow line, "
         "and round. auto: one that rounds by at most 0.1 %, from the second session on, where the bandwidth that "
         "was measured says that it saves a tenth of the time.",
-        "|".join(CODEC_CHOICES),
-        parser=one_of(CODEC_CHOICES),
+        among=CODEC_CHOICES,
     )
 
     allow: list[str] | None = option(None, "Use only this server (a peer id); repeatable.", "PEER")
@@ -88,9 +86,10 @@ def notices_file(data_dir: Path) -> Path:
 class StrangerNotice:
     """Says once that a prompt goes to strangers, and asks a person at a terminal whether it may.
 
-    Strangers are all servers that may compute blocks, except those that the person has `named`, the members of a
-    `private` swarm, and those on this machine. Who does not sit at a terminal is told by a line on standard error, and
-    neither asked nor waited for: scripts and pipes go on. Only a person's yes is remembered, in `file`.
+    Strangers are all servers that may compute blocks, with three exceptions. These are those that the person has
+    `named`, the members of a `private` swarm, and those on this machine. Who sits at no terminal is told by a line on
+    standard error, and neither asked nor waited for: scripts and pipes go on. Only a person's yes is remembered, in
+    `file`.
 
     Args:
         yes: the person knows; nothing is said.

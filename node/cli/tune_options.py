@@ -13,7 +13,6 @@ from ..models.cache_dir import check_writable
 from ..tuning.adapter_files import CHECKPOINT, WRITE_ADVICE
 from ..tuning.dataset import Dataset, Example, read_dataset, split
 from ..tuning.recipe import SHAPES, Shape
-from .model_choice import one_of
 from .option import option
 from .strangers import TrustedOptions
 
@@ -27,16 +26,14 @@ class TuneOptions(TrustedOptions):
     data: Path | None = option(
         None, 'Training data, JSONL of {"text"}, {"prompt","completion"}, {"messages"} or {"text","label"}.', "FILE"
     )
-    method: Method = option(
-        "prompt", "Train a soft prompt, prompts at every block, or LoRA.", "|".join(METHODS), parser=one_of(METHODS)
-    )
+    method: Method = option("prompt", "Train a soft prompt, prompts at every block, or LoRA.", among=METHODS)
     epochs: int | None = option(None, f"Passes over the training data. Default: {DEFAULT_EPOCHS}.", min=1)
     steps: int | None = option(None, "Optimiser steps, instead of --epochs.", min=1)
     batch_size: int = option(8, "Examples per step.", min=1)
     max_length: int = option(256, "Maximum tokens per example.", min=2)
     learning_rate: float | None = option(None, "Peak learning rate. Default: 0.01 for prompts, 0.001 for LoRA.", min=0)
     warmup: int | None = option(None, "Steps of linear warm-up to the peak. Default: 5% of all steps.", min=0)
-    schedule: Shape = option("cosine", "Learning rate decay after warm-up.", "|".join(SHAPES), parser=one_of(SHAPES))
+    schedule: Shape = option("cosine", "Learning rate decay after warm-up.", among=SHAPES)
     virtual_tokens: int = option(16, "Length of the prompt (methods prompt, deep-prompt).", min=1)
     rank: int = option(8, "Rank of LoRA.", min=1)
     alpha: float = option(16.0, "Scale of LoRA: its output is multiplied by alpha / rank.", min=0)
@@ -53,8 +50,7 @@ class TuneOptions(TrustedOptions):
         "none",
         "How hidden states and their gradients travel: none, as they are; the others take less of a slow "
         "line, and round both.",
-        "|".join(CODEC_OF),
-        parser=one_of(tuple(CODEC_OF)),
+        among=tuple(CODEC_OF),
     )
     resume: bool = option(False, "Continue from the checkpoint in --out.")
     overwrite: bool = option(False, "Replace the contents of --out.")

@@ -123,7 +123,7 @@ class Text:
         return str(found.get("default", "") if isinstance(found, dict) else found or "")
 
     def chat_prompt(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
-        """The prompt for the next answer to messages as the chat template takes them, with tools where it takes some.
+        """The prompt for the next answer to messages, by the chat template, with tools where it takes some.
 
         Raises:
             BadInput: the template will not have these messages, or the model has none.

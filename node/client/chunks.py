@@ -72,14 +72,12 @@ def from_chunks(chunks: Sequence[WireTensor]) -> torch.Tensor:
 
 
 def rounding_errors(chunks: Sequence[WireTensor]) -> dict[str, float]:
-    """By codec, the worst relative error that it makes of a token's hidden states in these chunks, which travelled
-    without one; `BEYOND` where values `_HEADROOM` times as large do not arrive finite. A chunk that cannot be read does
-    not count.
+    """By codec, the worst relative error that it makes of a token's hidden states in these uncoded chunks; `BEYOND`
+    where values `_HEADROOM` times as large do not arrive finite. A chunk that cannot be read does not count.
 
-    The largest value of each block of `INT8_BLOCK` does not count either, if the error is the larger without it: where
-    an architecture has outliers in the same few features of every token, as GPT-2 and larger models do (Dettmers et al.
-    2022, LLM.int8(), section 3), they are most of a token's norm, while int8 leaves nothing of the 63 values beside
-    each."""
+    The largest value of each block of `INT8_BLOCK` does not count where the error is larger without it: where an
+    architecture has outliers in a few features of every token, as larger models do (Dettmers et al. 2022, LLM.int8(),
+    section 3), they are most of a token's norm. Of the 63 values beside each int8 leaves nothing."""
     worst = dict.fromkeys(CODECS, 0.0)
     for chunk in chunks:
         try:

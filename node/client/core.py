@@ -56,8 +56,8 @@ class ClientOptions(ServerLimits):
     """What a client asks of servers, and of all of its sessions.
 
     Attributes:
-        share_receipts: auditors, multiaddrs with /p2p, that may see what is sent and received (`sharing`), but nothing
-            of the blocks of trusted servers.
+        share_receipts: auditors, multiaddrs with /p2p, that may see what is sent and received (`sharing`). They see
+            nothing of the blocks of trusted servers.
         adapter: changes the blocks for sessions that name none: one that is brought to servers, or the name of one that
             they hold.
         compare_chains: from 2 on, the number of chains that share no server, compute and are compared
@@ -215,7 +215,7 @@ class SwarmClient(ServerSelection):
         return None if announced is None else ServerClaims.of(announced)
 
     def accuse(self, peer_id: str, reason: str, proof: tuple[Receipt, Receipt] | None = None) -> None:
-        """Bans a server that signed something else than it did, or nothing, and publishes the proof if there is one."""
+        """Bans a server that signed something else than it did, or nothing. Publishes the proof if there is one."""
         self.swarm.trust.ban(peer_id, reason, "own")
         if proof is not None and peer_id not in self.trusted.peers:  # the receipts tell of inputs that nobody may know
             bundle = equivocation_bundle(self.swarm.identity, peer_id, *proof)
@@ -355,7 +355,7 @@ class SwarmClient(ServerSelection):
         client's adapter and codec if `spec` names none; but the `prompt` has the codec of `spec`. With `wait`, a swarm
         that cannot serve is asked again until it can.
         If `spec.share`, its position is behind what the servers have kept of the `prompt` that comes next. With a
-        `source`, an open session of such a spec, it holds what that one holds, and goes on by itself from there.
+        `source`, an open session of such a spec, it holds what that one holds. It goes on by itself from there.
 
         Raises:
             NoChainError: no chain covers the span; `missing` and the text name the blocks, and who refused.

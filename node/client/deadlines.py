@@ -95,8 +95,8 @@ def patience(usual: float | None, tokens: int, nbytes: int, round_trip: float, a
     Ten times what such a step usually takes, but at least 0.4 s: `round_trip`, and `usual` for each position beyond
     that (both in seconds). Of a step that usually takes half a second or more: twice that and 4 s.
 
-    While no answer has come, ten times what the step should take by what the server has `announced` (seconds), from 2
-    to 15 s. 15 s if it announced nothing. What `nbytes` take there and back on a poor line is added.
+    While no answer has come, ten times what the step should take by the `announced` seconds, from 2 to 15 s. 15 s if it
+    announced nothing. What `nbytes` take there and back on a poor line is added.
     """
     due = PATIENCE
     if usual is None:
@@ -109,7 +109,7 @@ def patience(usual: float | None, tokens: int, nbytes: int, round_trip: float, a
 
 
 def patience_once_more(usual: float, tokens: int, round_trip: float) -> float:
-    """The same for a step that a server should have been pushed, was waited for, and that this client has sent then."""
+    """The same for a step that a server should have been pushed, and that this client has sent after a wait."""
     return max(PATIENCE.pushed_least, PATIENCE.pushed_factor * (round_trip + usual * tokens))
 
 
@@ -132,7 +132,7 @@ def rtt_patience(known: float | None) -> float:
 
 
 def push_patience(round_trip: float, nbytes: int) -> float:
-    """Seconds after which a step of `nbytes` that one server should have pushed to the next is taken for lost.
+    """Seconds after which a step of `nbytes` that one server should have pushed to the next counts as lost.
 
     The client does not know the way between the servers. It makes room for a few times its own way to the second of
     them (`round_trip`, in seconds).

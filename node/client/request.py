@@ -411,7 +411,7 @@ class OutstandingReplies:
 
     A server answers a step once more when its client sends it again. That happens where another server had pushed it
     already, or a stream was lost. A reply beyond that is one that nobody asked for. It may stand in the place of the
-    one that is due, and a client that went on waiting would be held up by it.
+    one that is due. A client that went on waiting would be held up.
     """
 
     def __init__(self) -> None:

@@ -55,8 +55,8 @@ class Router(Protocol):
     async def route(
         self, spec: SessionSpec, excluded: Collection[str] = (), *, again: Sequence[Hop] = (), held: int = 0
     ) -> tuple[Hop, ...]:
-        """The best chain for `spec.span` without `excluded`: that of `again`, where `held` tokens of the session may
-        be kept, if to compute them anew takes longer than others are quicker. Raises NoChainError, BadInput."""
+        """The best chain for `spec.span` without `excluded`: that of `again`, where `held` tokens of the session may be
+        kept, if computing them anew costs more. Raises NoChainError, BadInput."""
 
     async def standby(
         self, spec: SessionSpec, route: Sequence[Hop], index: int, excluded: Collection[str] = ()

@@ -140,7 +140,7 @@ class ServerSelection:
         return found if blocks is not None or not ours.peers else TrustedServers(found.peers, ours.blocks)
 
     def servers(self) -> tuple[Announcement, ...]:
-        """The servers of this model that may be used and take sessions, as far as this node has their announcements."""
+        """The servers of this model that may be used and take sessions, as far as they are announced here."""
         return tuple(
             server
             for server in self.swarm.view.servers(self.model.version, now=time.time())
@@ -168,7 +168,7 @@ class ServerSelection:
 
         If `adapter` cannot be brought to servers, only those that hold it. Where servers are `excluded`, something
         waits for others in their place. Those that were never measured have less time to answer, and are a last resort
-        as long as they have not.
+        until they have.
         """
         servers = [server for server in self.servers() if server.peer_id not in excluded]
         if adapter is not None and adapter.content is None:
@@ -282,7 +282,7 @@ class ServerSelection:
     async def standby(
         self, spec: SessionSpec, route: Sequence[Hop], index: int, excluded: Collection[str] = ()
     ) -> tuple[Hop, ...]:
-        """The best servers for the blocks of one hop of a running session, without that hop's own and the `excluded`.
+        """The best servers for the blocks of one hop of a running session, without its own and the `excluded`.
 
         Raises:
             NoChainError: nobody else holds them.
@@ -297,7 +297,7 @@ class ServerSelection:
         return found
 
     async def stages(self, spec: SessionSpec) -> tuple[tuple[Hop, ...], list[float], float]:
-        """The cheapest chain, and the seconds that each server of it says it takes for a step of one row. Then the
+        """The cheapest chain, and the seconds that each of its servers announces for a step of one row. Then the
         seconds that a step is on the way through all of them and back, by push. Nothing while there is no chain."""
         try:
             chain = await self.route(spec)

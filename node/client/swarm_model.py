@@ -79,7 +79,7 @@ async def identify_model(swarm: Swarm, folder: ModelFolder, progress: Progress =
 
     From its own weights where it has them all. Else from the manifest in the folder, if whoever published the model has
     put one there. Else it is the version that this node has used with these weights before, if it is served. Else it is
-    that of the manifests of servers that announce a model of this name, against which the client's part is checked. Who
+    that of manifests of servers that announce a model of this name. The client's part is checked against these. Who
     makes other blocks with the same embeddings and head makes a version that fits as well: see `choose_version`.
 
     Raises:

@@ -122,7 +122,7 @@ def points_for(observed: Observed) -> int:
 
 
 def fault_id(bundle: Bundle) -> bytes:
-    """Names the fault by what the server signed, whoever brings the evidence and however much of the session it has."""
+    """Names the fault by what the server signed, whoever brings the evidence, and of whatever part of the session."""
     evidence = bundle.evidence
     if evidence.HasField("work"):
         signed = [evidence.work.receipt]

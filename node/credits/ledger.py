@@ -131,7 +131,7 @@ def deposited(account: Account, order: DepositOrder, now_ms: int) -> Account:
     An earlier deposit whose time is not over counts, and is not made less: its voucher is in somebody's hands.
 
     Raises:
-        NotCleared: it asks for more than there is, was given before, or is for a time that is over or too far away.
+        NotCleared: it asks for more than there is, was given before, or is for a wrong time.
     """
     account = matured(account, now_ms)
     _check_order(account, order.points, order.sequence)

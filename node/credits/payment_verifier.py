@@ -20,7 +20,7 @@ Payment: TypeAlias = tuple[str, str, int]
 class PaymentVerifier:
     """Takes points of `issuers` for sessions at `server`.
 
-    Spent payments are kept in memory only, so a payment that was cleared before this object was made is refused.
+    Spent payments are kept in memory only. So a payment that was cleared before this object was made is refused.
     """
 
     def __init__(self, server: str, issuers: Collection[str], now_ms: Callable[[], int] = current_ms) -> None:

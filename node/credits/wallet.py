@@ -66,8 +66,8 @@ class Wallet:
         return await self._ask(self._credit)
 
     async def transfer(self, recipient: str, points: int) -> Clearing:
-        """Hands points on. If the answer to an earlier transfer of as many points to the same peer was lost, that order
-        is sent again. The validator clears it once.
+        """Hands points on. If the answer to an earlier transfer of as many points to this peer was lost, that is
+        repeated. The validator clears it once.
 
         Raises:
             SwarmError: it was not cleared; or, if the validator was lost in the middle, that this is not known.

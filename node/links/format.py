@@ -149,8 +149,8 @@ def read_link(text: str, now: float) -> Invite:
 def check_word(text: str) -> str:
     """Two words by which people compare a link; takes some 50 ms and 16 MiB.
 
-    They are proquints (Wilkerson 2009) of 32 bits of scrypt (RFC 7914), so that another link with the same words
-    takes years of processor time to find.
+    They are proquints (Wilkerson 2009) of 32 bits of scrypt (RFC 7914): another link with the same words takes years of
+    processor time.
     """
     data = hashlib.scrypt(_decoded(text), salt=DOMAIN.encode(), n=1 << 14, r=8, p=1, maxmem=64 << 20, dklen=4)
     return "-".join(_proquint(int.from_bytes(data[at : at + 2], "big")) for at in (0, 2))

@@ -36,8 +36,8 @@ LINKS: Final = LinkPolicy()
 
 
 def rank(addr: str) -> int:
-    """How far away an address can be dialed from: 0 anywhere, 1 anywhere by a relay, 2 and 3 in its own network, and 4
-    on its machine only."""
+    """How far away an address can be dialed from: 0 anywhere, 1 anywhere by a relay, 2 and 3 in its own network, 4 on
+    its machine."""
     parsed = Multiaddr(addr)
     if is_loopback(parsed):
         return 4

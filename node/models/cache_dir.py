@@ -17,7 +17,7 @@ from typing import Final
 from ..errors import MachineError
 from .progress import Progress
 
-_GIB = 1 << 30
+_GIB, _MIB = 1 << 30, 1 << 20
 _OF_RUST: Final = re.compile(r"\(os error (\d{1,3})\)$")
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 _PATH_ERRORS = (errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EEXIST)
@@ -95,7 +95,7 @@ def require_space(folder: Path, nbytes: int, purpose: str, advice: str = _SPACE_
     free = shutil.disk_usage(folder).free
     if free < nbytes:
         raise MachineError(
-            f"{purpose} needs {_size(nbytes)} on the disk of {folder}, which has {_size(free)} free. {advice}"
+            f"{purpose} needs {size(nbytes)} on the disk of {folder}, which has {size(free)} free. {advice}"
         )
 
 
@@ -106,7 +106,7 @@ def is_disk_error(error: BaseException) -> bool:
 
 @contextmanager
 def disk_errors(folder: Path, purpose: str, advice: str = _CACHE_ADVICE) -> Iterator[None]:
-    """Turns a disk that is full, read-only or over quota, and a path that cannot be, into a MachineError that names
+    """Turns a disk that is full, read-only or over quota, and an impossible path, into a MachineError naming
     `folder`."""
     try:
         yield
@@ -125,10 +125,11 @@ def _system_error(error: Exception) -> int | None:
     return int(said[1]) if said else None
 
 
-def _size(nbytes: int) -> str:
+def size(nbytes: int) -> str:
+    """Bytes for a person."""
     if nbytes >= _GIB:
         return f"{nbytes / _GIB:.1f} GiB"
-    return f"{nbytes / (1 << 20):.0f} MiB"
+    return f"{nbytes / _MIB:.0f} MiB" if nbytes >= _MIB else f"{nbytes / 1024:.0f} KiB"
 
 
 _FOLDER = "models"

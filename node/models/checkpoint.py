@@ -94,9 +94,9 @@ def read_header(file: Path, most: int = _MAX_TENSORS) -> Mapping[str, StoredTens
 class Checkpoint:
     """The tensors of a model folder. Those of GGUF files have the names that they have there.
 
-    Opening reads the index, or the header of the single file. Shards are opened as they are asked for, so a
-    folder that holds only the shards of some blocks is as good as a whole one for those blocks. A context manager,
-    for `slice`: tensors that were taken out of it stay valid after it is closed.
+    Opening reads the index, or the header of the single file. Shards are opened as they are asked for. So a folder with
+    the shards of some blocks alone is a whole one for those blocks. A context manager, for `slice`: tensors that were
+    taken out of it stay valid after it is closed.
 
     Args:
         folder: in Hugging Face layout.

@@ -46,7 +46,7 @@ def part_trees(
 
     The name of a tensor is its key without the wrapper's prefix and without the block's number. So it makes no
     difference how the checkpoint was sharded, or whether it has its base model's prefix. What was hashed before is kept
-    for as long as path, sizes and times of the files are the same; `anew` reads it all the same, and keeps nothing.
+    while path, sizes and times of the files are the same; `anew` reads it all the same, and keeps nothing.
 
     Raises:
         ModelError: if a file is missing, malformed, or changes while it is read.
@@ -187,8 +187,8 @@ def _stamp(checkpoint: Checkpoint, part: Part) -> str:
 class DigestCache:
     """SHA-256 hashes that belong to one path: a small JSON file in the cache, replaced as a whole.
 
-    Each is kept with a stamp that changes whenever what was hashed may have changed. Two processes that write
-    at once, not two threads, may lose one's hashes, which costs that one a second reading.
+    Each is kept with a stamp that changes whenever what was hashed may have changed. Two processes that write at once,
+    not two threads, may lose one's hashes. That one reads a second time.
     """
 
     def __init__(self, path: Path) -> None:

@@ -67,7 +67,7 @@ def note_fetched(shards: Iterable[Path]) -> None:
 
 
 def evict_for_download(limit: int | None) -> BeforeDownload:
-    """A callback that removes old entries so that all stays within `limit` bytes, and notes the new files as ours."""
+    """A callback that removes old entries so that all stays within `limit` bytes. It notes the new files as ours."""
 
     def before_download(coming: Mapping[Path, int], needed: Collection[Path]) -> None:
         if limit is not None:

@@ -274,9 +274,9 @@ def _listed(parts: Iterable[Part]) -> str:
 def canonical_architecture(config: Mapping[str, Any]) -> bytes:
     """Canonical JSON of `config` without what does not decide the computation.
 
-    The configuration is taken as it was written, field by field, so that every version of transformers gives the same
-    bytes. Keys are sorted; a whole number is written without a fraction, as `10000` and `10000.0` are one value that
-    different writers spell differently.
+    The configuration is taken as it was written, field by field. So every version of transformers gives the same bytes.
+    Keys are sorted; a whole number is written without a fraction: `10000` and `10000.0` are one value that writers
+    spell differently.
 
     Raises:
         ModelError: it is nested deeper than any configuration.

@@ -66,8 +66,8 @@ class CheckpointLayout:
         base: what stands before the list and before its neighbours: "model.", "transformer.", or nothing.
         blocks: what stands before a block's number: "model.layers.", "h."
         num_blocks: how many blocks the model has. Higher numbers are not the model's.
-        drafts: whether the first of these is a head that predicts the token after the next one (DeepSeek-V3, arXiv
-            2412.19437, section 2.2). Then it belongs to the embeddings, without the copies of these and of the head.
+        drafts: whether the first of these is a head for the token after next (DeepSeek-V3, arXiv 2412.19437, section
+            2.2). Then it belongs to the embeddings, without the copies of these and of the head.
     """
 
     base: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias, get_args
+from typing import Final, Literal, TypeAlias, cast, get_args
 
 from ..errors import BadInput
 
@@ -32,19 +32,6 @@ EXACT: Final = "exact-1"
 NF4_BLOCK: Final = 64
 """Weights that share a scale (QLoRA, Dettmers et al. 2023, section 3)."""
 _BYTES = {"int8": 1.0, "nf4": 0.5 + 4 / NF4_BLOCK}
-
-
-def choose_quantisation(text: str) -> Quantisation:
-    """
-    Raises:
-        BadInput: it is none of the names.
-    """
-    if text not in QUANTISATIONS:
-        raise BadInput(
-            f"--quant {text}: give none, int8 (a quarter of float32's memory, almost the same answers) or nf4 (a "
-            "seventh, answers differ somewhat)"
-        )
-    return text
 
 
 @dataclass(frozen=True)
@@ -76,13 +63,10 @@ class Numerics:
             BadInput: it is no such text.
         """
         weights, said = _parts(text)
-        parsed = cls(
-            choose_quantisation(weights),
-            choose_activations(said.get("activations", "float32")),
-            choose_cache_dtype(said.get("cache", "auto")),
-            EXACT in said,
-        )
-        if str(parsed) != text:
+        activations, held = said.get("activations", "float32"), said.get("cache", "auto")
+        parsed = cls(cast(Quantisation, weights), cast(Activations, activations), cast(CacheDtype, held), EXACT in said)
+        known = weights in QUANTISATIONS and activations in ACTIVATIONS and held in CACHE_DTYPES
+        if not known or str(parsed) != text:
             raise BadInput(f"{text!r} is no kind of computation that is known here")
         return parsed
 
@@ -113,44 +97,8 @@ def within_tolerance(quantisation: str) -> str:
     return quantisation.removesuffix(f"/{EXACT}")
 
 
-def choose_activations(text: str) -> Activations:
-    """
-    Raises:
-        BadInput: it is none of the names.
-    """
-    for name in ACTIVATIONS:
-        if text == name:
-            return name
-    raise BadInput(f"--activations {text}: give float32 or int8 (quicker on a CPU, answers differ somewhat)")
-
-
-def choose_cache_dtype(text: str) -> CacheDtype:
-    """
-    Raises:
-        BadInput: it is none of the names.
-    """
-    for name in CACHE_DTYPES:
-        if text == name:
-            return name
-    raise BadInput(
-        f"--cache-dtype {text}: give auto (the type that is computed in), float32, bfloat16 (half of that memory) or "
-        "int8 (little more than a quarter of it; answers differ somewhat)"
-    )
-
-
-def choose_kernels(text: str) -> Kernels:
-    """
-    Raises:
-        BadInput: it is none of the names.
-    """
-    for name in KERNELS:
-        if text == name:
-            return name
-    raise BadInput(f"--kernels {text}: give auto (the quickest on this machine), native or torch")
-
-
 def key_bytes(cache: CacheDtype, values: int, item: int) -> int:
-    """What a key or value of one head takes, of `values` values of `item` bytes each in the dtype that is computed in.
+    """What a key or value of one head takes: `values` values of `item` bytes each in the computed dtype.
 
     In eight bits: a byte for each, up to an even number, and a bfloat16 scale for each `CACHE_BLOCK` of them.
     """

@@ -38,7 +38,7 @@ class CircuitAddress:
 
 
 def parse_peer(text: str) -> tuple[str, str]:
-    """Splits the address of a peer, direct or through a relay, into its peer id and the address without it.
+    """Splits a peer's address, direct or through a relay, into its peer id and the address without it.
 
     Raises:
         BadInput: with the address, what is wrong with it, and what one looks like.

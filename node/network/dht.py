@@ -146,7 +146,7 @@ class Dht:
         return taken
 
     async def look_up(self, key: bytes, *, timeout: float) -> Lookup:
-        """Asks the peers nearest to a key who provides it, beginning with some of the table and some that this node is
+        """Asks the peers nearest to a key who provides it. Begins with some of the table and some that this node is
         connected to. What this node keeps itself is in the answer."""
         question = Message(type=Message.GET_PROVIDERS, key=key)
         lookup = self._lookup(key, self._providers.providers(key))
@@ -235,7 +235,7 @@ class Dht:
                         await trio.lowlevel.checkpoint()
 
     async def refresh_forever(self) -> None:
-        """Looks up this node itself and any other key now and then, so that the table has peers who are there."""
+        """Looks up this node itself and any other key now and then. So the table has peers who are there."""
         while True:
             await trio.sleep(_REFRESH_INTERVAL * random.uniform(0.9, 1.0))
             for key in (ID.from_string(self._host.peer_id).to_bytes(), os.urandom(32)):

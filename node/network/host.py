@@ -238,7 +238,7 @@ class Host:
 
     @contextlib.contextmanager
     def punching(self, peer_id: str, addrs: Sequence[str]) -> Iterator[None]:
-        """For the length of the block, we act as the client also on connections that come in from these addresses.
+        """For the length of the block, we are the client also on connections that come from these addresses.
 
         Two who dial each other at once agreed before who is the client. One of them may find the other's listening
         socket instead of the dialing one.
@@ -252,7 +252,7 @@ class Host:
                 self._network.punching.pop(addr, None)
 
     def relayed_streams(self, peer_id: str) -> int:
-        """How many streams are open with a peer through relays, but for gossip, which is no reason to keep one."""
+        """How many streams are open with a peer through relays, without gossip, which is no reason to keep one."""
         live = self._network.live(_id(peer_id))
         return sum(
             conn.muxed_conn.open_streams
@@ -314,7 +314,7 @@ class Host:
     def set_stream_handler(self, protocol: str, handler: ByteHandler) -> None:
         """`handler` gets every stream of that protocol that a peer opens; it must not raise.
 
-        A peer may send 256 KiB on one that were not read yet, and more once the handler grants something or widens it.
+        A peer may send 256 KiB on one that were not read yet, and more once the handler grants something.
         """
         self.libp2p.set_stream_handler(TProtocol(protocol), functools.partial(_serve, handler))
 

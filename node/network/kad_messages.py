@@ -42,7 +42,7 @@ def parse(data: bytes, *, max_fields: int) -> Message:
 
 
 def record_of(key: bytes, value: bytes, received: float | None = None) -> Record:
-    """A value as it is sent, with the time at which it came (seconds since 1970, if any), in the form of RFC 3339."""
+    """A value as it is sent, in the form of RFC 3339. With the time at which it came (seconds since 1970), if any."""
     record = Record(key=key, value=value)
     if received is not None:
         record.timeReceived = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(received))

@@ -55,7 +55,7 @@ class TableStream:
 
 def to_drop(places: Iterable[TableStream]) -> TableStream:
     """Of too many open streams, the oldest first, the one that has to go: of the address that has most, there of the
-    peer that has most, one that is waited for, and of these the oldest."""
+    peer that has most. One that is waited for, and of these the oldest."""
     places = list(places)
     of_origin = Counter(place.origin for place in places)
     of_peer = Counter((place.origin, place.peer_id) for place in places)

@@ -147,7 +147,7 @@ def _records_of(value: bytes) -> list[wire.SignedAnnouncement]:
 
 
 def open_models_value(value: bytes, now: float) -> Iterator[SignedAnnouncement]:
-    """The announcements in a value of the key that lists the models, each of which takes a while to check.
+    """The announcements in a value of the key that lists models; each takes a while to check.
 
     Raises:
         BadAnnouncement: if there is none, too many, or any that is not valid.
@@ -204,7 +204,7 @@ class Value:
 
     def rank(self, models: ModelBacking) -> tuple[float, ...]:
         """Of two values of a key the one of higher rank is kept: the newer announcement; the list of models with the
-        most backing, or of two with the same, as for a node that knows no servers, the longer one."""
+        most backing, or of two with the same the longer one. That is for nodes that know no servers."""
         return sum(map(models.backing, self.models)), len(self.models), self.order
 
 
@@ -248,8 +248,8 @@ class ValueStore:
         return len(self._values)
 
     def put(self, key: str, value: Value, origin: str) -> bool:
-        """Keeps a value unless a better one is there, and counts it for the address that it came from, unless it was
-        there. Whether this value, or the same one, is there now."""
+        """Keeps a value unless a better one is there. Counts it for the address that it came from, unless it was there.
+        Whether this value, or the same one, is there now."""
         held = self.get(key)
         if held is not None:
             before, _ = held

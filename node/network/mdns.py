@@ -169,9 +169,9 @@ async def run_mdns(service: str, host: Host, found: Found, asked: trio.Event, ap
     """Looks for nodes of the local network, and announces its addresses there, until cancelled.
 
     `apart`: this node was told its swarm. `found` is called with the peer id and the addresses (without /p2p) of each
-    neighbour that appears or changes, this node itself included, and with whether that one was told its swarm. `asked`
-    is set once neighbours are asked, or cannot be. Follows changes of the addresses. Where multicast is refused, it
-    tries again now and then, and says so in the debug log only: a node does without it.
+    neighbour that appears or changes, this node included, and whether that one was told its swarm. `asked` is set once
+    neighbours are asked, or cannot be. Follows changes of the addresses. Where multicast is refused, it tries again now
+    and then, and says so in the debug log only: a node does without it.
     """
     while True:
         interfaces: list[str] = []

@@ -83,7 +83,7 @@ def _key_of(peer_id: str) -> int:
 
 
 @dataclass
-class _Known:
+class _NamedPeer:
     """A peer that may be asked: where it is said to be, or, once it has `answered`, where it is."""
 
     contact: Contact
@@ -106,10 +106,10 @@ class _Source:
         return self.failed >= LOOKUP.failures and self.failed > 3 * self.answered
 
 
-_Ranked = tuple[int, int, _Known]  # how many nearer ones there are at its address; its distance
+_Ranked = tuple[int, int, _NamedPeer]  # how many nearer ones there are at its address; its distance
 
 
-def _would_be_among(nearest: Sequence[_Ranked], known: _Known) -> bool:
+def _would_be_among(nearest: Sequence[_Ranked], known: _NamedPeer) -> bool:
     """Whether a peer, if it answers, is one of the nearest, of which `nearest` are those that have answered."""
     if len(nearest) < LOOKUP.closest:
         return True
@@ -140,7 +140,7 @@ class Lookup:
         self._key = key
         self._own = own
         self._origin_of = origin_of
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _NamedPeer] = {}
         self._gone: set[str] = set()
         self._sources: dict[str, _Source] = {"": _Source()}
         self._asked_at: Counter[str] = Counter()
@@ -158,7 +158,7 @@ class Lookup:
             here = self._origin_of(contact.peer_id)
             origins = claimed_origins(contact) if here is None else {here}
             far = distance(contact.peer_id, self._key)
-            self._known[contact.peer_id] = _Known(contact, far, origins, {source})
+            self._known[contact.peer_id] = _NamedPeer(contact, far, origins, {source})
             return
         held.named_by.add(source)
         if not held.asked:
@@ -183,7 +183,7 @@ class Lookup:
         self._asked_at.update(known.origins)
         return known.contact
 
-    def _turn(self, known: _Known) -> tuple[bool, int, int]:
+    def _turn(self, known: _NamedPeer) -> tuple[bool, int, int]:
         doubtful = all(self._sources[source].misleads for source in known.named_by)
         return doubtful, max(self._asked_at[origin] for origin in known.origins), known.distance
 
@@ -257,8 +257,8 @@ def claimed_origins(contact: Contact) -> set[str]:
 
 
 def nearest_around(key: bytes, peers: Iterable[tuple[str, Iterable[str]]], count: int) -> list[str]:
-    """Of these peers, each with the addresses at which it may be, `count` to name to who asks for a key: the nearest at
-    each address, then the second nearest, and so on."""
+    """Of these peers, each with its possible addresses, `count` to name to who asks for a key: the nearest at each
+    address, then the second nearest, and so on."""
     turns: Counter[str] = Counter()
     ranked = []
     for far, peer_id, origins in sorted((distance(peer_id, key), peer_id, list(origins)) for peer_id, origins in peers):

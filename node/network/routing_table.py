@@ -36,7 +36,7 @@ _ADDRESS_LIFETIME: Final = 9000  # seconds that the peerstore knows where a peer
 class KnownPeer:
     """A peer, its multiaddrs as they are sent, and the addresses that it counts for.
 
-    `since` is when it came into the table, `seen` when it was last heard of, `looked_up` when its addresses were.
+    `since` is when it came into the table, `seen` when it was last heard of. `looked_up` is when its addresses were.
     """
 
     contact: Contact
@@ -48,8 +48,8 @@ class KnownPeer:
 
 
 def superfluous(peers: Sequence[KnownPeer], connected: frozenset[str]) -> KnownPeer:
-    """Whom a bucket drops: of the peers at the address that has most there the one that was not heard of for longest
-    and is not connected, or, if all are, the newest."""
+    """Whom a bucket drops: of the peers at the address that has most there, one that is not connected, longest unheard.
+    If all are connected, the newest."""
     counts = Counter(origin for peer in peers for origin in peer.origins)
     return max(peers, key=lambda peer: _rank(peer, counts, connected))
 

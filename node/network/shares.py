@@ -57,8 +57,8 @@ def origin_of_ip(host: str, prefix: int = 64) -> str:
 
 
 def may_have_more(own: int, total: int, most: float, least: int) -> bool:
-    """Whether who holds `own` of the `total` that is taken may have one more, where there are `most` in all. No more
-    than is left for others, but `least` as long as there are any."""
+    """Whether who holds `own` of the `total` that is taken may have one more, of `most` in all. No more than is left
+    for others, but `least` as long as there are any."""
     return total < most and own < max(least, most - total)
 
 
@@ -129,8 +129,8 @@ _Key = TypeVar("_Key", bound=Hashable)
 class AddressShares(Generic[_Key]):
     """How much of `most` the entries of each address take; of who has most, the newest goes (max-min fairness).
 
-    What is stored lies elsewhere: whoever adds an entry drops what `surplus` names until that is nothing. Each call
-    takes a time that does not grow with the number of entries, and with the logarithm of that of addresses.
+    What is stored lies elsewhere: whoever adds an entry drops what `surplus` names until that is nothing. Each call's
+    time grows with the logarithm of the number of addresses, and not with that of entries.
     """
 
     def __init__(self, most: int) -> None:
@@ -245,7 +245,7 @@ _Use = TypeVar("_Use", bound=Forgettable)
 class Remembered(Generic[_Use]):
     """What is remembered of each peer, or of each address: as many as there are that may not be forgotten.
 
-    All of them are looked through when there are twice as many as were left the last time, not for each new name.
+    All of them are looked through when they have doubled since the last time, not for each new name.
     """
 
     def __init__(self, make: Callable[[str], _Use]) -> None:

@@ -102,8 +102,8 @@ def span_for_newcomer(
     turnover: float = 1.0,
     policy: Policy = DEFAULT,
 ) -> Span:
-    """The `count` blocks that `newcomer` (a peer id) takes: those that nobody holds, then where it raises the swarm's
-    throughput most, by a plan that may move others too. `throughput` in steps a second, None: average.
+    """The `count` blocks that `newcomer` (a peer id) takes: those that nobody holds, else where it raises the swarm's
+    throughput most. The plan may move others too. `throughput` in steps a second, None: average.
     """
     others = [server for server in servers if server.peer_id != newcomer]
     starts = policy.starts(np.array([count]), num_blocks)

@@ -95,9 +95,9 @@ def upper_bound(servers: Sequence[PlacedServer], num_blocks: int) -> float:
 
 
 def sampling_noise(servers: Sequence[PlacedServer], num_blocks: int, share: float) -> float:
-    """How far off the throughput of a block seems, as a part of it, where only this `share` of the servers is known.
+    """How far off a block's throughput seems, as a part of it, where this `share` of servers is known.
 
-    Two standard deviations of a sample without replacement (Cochran, Sampling Techniques, 1977, section 2.6), for the
+    Two standard deviations of a sample without replacement (Cochran, Sampling Techniques, 1977, section 2.6). For the
     block with the fewest servers. What gains no more than that may be no gain at all.
     """
     counts = np.zeros(num_blocks, np.intp)
@@ -241,7 +241,7 @@ def worth_asking(
     servers: Sequence[PlacedServer], own: str, sure: Collection[str], num_blocks: int, chance: random.Random
 ) -> tuple[str, ...]:
     """The peer ids of servers to ping: one that was killed has sent no retraction. The only holders of a block first,
-    then others at random, so that each server is asked about as often as it asks.
+    then others at random. So each server is asked about as often as it asks.
 
     Those that are `sure` to be there are left out: there is a connection to them, or they have just been asked.
     """

@@ -92,9 +92,9 @@ class PlacementPlan:
     def rest(self, servers: Sequence[PlacedServer]) -> PlacementPlan | None:
         """What is left of the plan now that the servers are these; None if a new plan is due.
 
-        The plan stays valid as long as the servers are those that it was made for, at about the throughput that they
-        had. Each may be at its old span or at the plan's target. So every server that made the plan completes it, and
-        half of a swap causes no new plan. A completed plan is None.
+        The plan stays valid while the servers are those that it was made for, about as fast as then. Each may be at its
+        old span or at the plan's target. So every server that made the plan completes it, and half of a swap causes no
+        new plan. A completed plan is None.
         """
         now = {server.peer_id: server for server in servers}
         if len(now) != len(self.made_for):
@@ -127,7 +127,7 @@ def make_plan(
     """The moves that pay, together; none if none do.
 
     Gaps (blocks that nobody holds) come first, then what the policy weighs. A plan never leaves more gaps nor less
-    throughput than before, and its moves, one after the other, open no gap. `newcomers` have loaded nothing yet: their
+    throughput than before. Its moves, one after the other, open no gap. `newcomers` have loaded nothing yet: their
     moves cost nothing, and they get a span even if no other server moves. `turnover` is 1 in a swarm that changes as
     usual. Servers of a high `reload_weight` are moved last.
     """
@@ -172,11 +172,11 @@ def make_plan(
 
 
 def in_order(search: SpanSearch, start: State, target: Ints) -> tuple[list[int], State]:
-    """The servers that go from `start` to `target` (int [N]), one after the other, and the state when they have.
+    """The servers that go from `start` to `target` (int [N]) one by one, and the state when they have.
 
-    Each time the move is taken that leaves the least cost, among servers that are not the only holder of a block (all,
+    Each time the move is taken that leaves the least cost. It is one of a server that holds no block alone (of any,
     while a gap is open). Moves at the end that raise the cost are dropped, as are servers that cannot leave. The order
-    can be carried out as it is, and its throughput is not below that of `start` unless it closes gaps.
+    can be carried out as it is. Its throughput is not below that of `start` unless it closes gaps.
     """
     starts = start.starts.copy()
     waiting = np.flatnonzero(starts != target)
@@ -228,8 +228,8 @@ def tiled(starts: Ints, lengths: Ints, movable: Ints, num_blocks: int) -> Ints:
 def may_leave(move: Move, serving: Sequence[PlacedServer], num_blocks: int) -> bool:
     """Whether the model still has a server for every block while this one moves, or has a gap already.
 
-    `serving` are the servers that take sessions now, with the spans that they host, the moving one among them or not. A
-    server that has announced its next span does not count.
+    `serving` are the servers that take sessions now, with their spans. The moving one is among them or not. A server
+    that has announced its next span does not count.
     """
     others = [server for server in serving if server.peer_id != move.peer_id]
     # With a gap no chain works, and the gap closes soonest if all servers of the plan move at once.

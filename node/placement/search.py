@@ -140,8 +140,8 @@ class SpanSearch:
         return best
 
     def settle(self, start: State, first: Ints, rounds: int) -> State:
-        """Places the servers `first`, then all that may move in turn, each where it costs least, until none moves or
-        these rounds are over. For a few servers of many rows, where `run` would look at too much."""
+        """Places the servers `first`, then all that may move in turn, each where it costs least. It ends when none
+        moves or these rounds are over. For a few servers of many rows, where `run` would look at too much."""
         starts, rows, cost = start.starts.copy(), start.rows.copy(), np.inf
         for server in first:
             self._settle_one(starts, rows, int(server), np.inf)

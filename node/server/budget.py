@@ -58,10 +58,10 @@ class Holding:
 def to_reclaim(held: Sequence[Holding], wanted: int, claimant: str, capacity: int, address: str = "") -> list[int]:
     """The places in `held` of what has to be taken so that `claimant` gets `wanted` more. None if that is not to be.
 
-    Shares are soft: one who is alone may hold everything. When somebody waits who would stay within an equal share,
-    what goes first is what has been idle for longest, of those who hold more than their share. Then goes what nobody
-    has used for very long. A few requests keep anything from being idle. So what one has held for very long beyond half
-    of all goes then. What was paid for goes only when it is idle for very long.
+    Shares are soft: one who is alone may hold everything. Somebody may wait who would stay within an equal share. Then
+    what has been idle for longest goes first, of those who hold more than their share. Then goes what nobody has used
+    for very long. A few requests keep anything from being idle. So what one has held for very long beyond half of all
+    goes then. What was paid for goes only when it is idle for very long.
 
     Keys are free and addresses are not. A claimant whose `address` would stay within an equal share of all addresses
     need not wait for so long. What others have held for some seconds beyond such a share goes, too.
@@ -130,7 +130,7 @@ class MemoryBudget:
     is told in `unit`s, which are `scale` each. No share of `network/shares.py`: what is held may be lent and reclaimed.
 
     Requests wait first come, first served: a large one is not overtaken for ever by small ones. Who has paid comes
-    first, as `next_in_line` has it, and who asks for more than an equal share of all holders comes last. What is held
+    first, as `next_in_line` has it. Who asks for more than an equal share of all holders comes last. What is held
     only in case that somebody comes back may be lent: whoever needs the room takes it. What is in use may be taken
     back as `to_reclaim` has it.
 
@@ -272,7 +272,7 @@ class MemoryBudget:
 
 @dataclass(eq=False)
 class Lease:
-    """Room of a `MemoryBudget` that a request holds, until it is released, or taken while it is lent or idle.
+    """Room of a `MemoryBudget` that a request holds until it is released, or taken while lent or idle.
 
     Attributes:
         taken: somebody else took it; it must not be used any more.

@@ -192,8 +192,8 @@ class ComputeThread:
         else. After either the session is where the step began, which must not have rolled back or reordered.
 
         Raises:
-            Refusal: ERROR_BAD_REQUEST for a payload that cannot be used, ERROR_INTERNAL if the blocks fail, or
-                ERROR_NOT_FOUND if it was given up; that of `check`.
+            Refusal: ERROR_BAD_REQUEST for an unusable payload, ERROR_INTERNAL if the blocks fail, or ERROR_NOT_FOUND if
+                it was given up; that of `check`.
         """
         pending = _Pending()
         computing = QueuedStep(session, step, partial(self._finish, pending))

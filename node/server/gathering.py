@@ -149,7 +149,7 @@ class _Session:
 
 
 class Gathering:
-    """Which sessions have been answered and are about to come back, and how much each peer may have others wait.
+    """Which sessions were answered and are about to come back, and how much waiting each peer may cause.
 
     Sessions are any hashable objects; all times are seconds of one clock.
     """

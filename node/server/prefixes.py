@@ -29,7 +29,7 @@ SHARE: Final = 0.5
 @dataclass(frozen=True)
 class KeptBlock:
     """`digests` of its tokens, of which its name is made; `values` as `SpanCache.read` gives them; `tokens` of all
-    rows, and as how many its `states` count, which are those at its end, if any are kept."""
+    rows, and as how many its `states` count: those at its end, if kept."""
 
     digests: tuple[bytes, ...]
     values: torch.Tensor
@@ -92,8 +92,8 @@ class PrefixStore:
     def begin(self, use: PrefixUse, wanted: Sequence[bytes], cache: SpanCache) -> None:
         """Fills an empty cache with the longest part of the prefix `wanted` that is kept.
 
-        The names are made again of the tokens. Blocks that do not follow each other, or are of a session on other
-        terms, are not put together, whatever their names are.
+        The names are made again of the tokens. Blocks that do not follow each other, or have other terms, are not
+        joined, whatever their names.
         """
         kept = self._of(use.scope)
         found: list[KeptBlock] = []
@@ -115,7 +115,7 @@ class PrefixStore:
         self._touch(use.scope, wanted[: len(found)])
 
     def offer(self, use: PrefixUse, cache: SpanCache) -> None:
-        """Keeps the whole blocks that the session has computed since it was asked last, as far as there is room."""
+        """Keeps the whole blocks that the session has computed since the last time, as far as there is room."""
         fresh = use.take_offered()
         if not use.keeps or not fresh:
             return

@@ -146,8 +146,8 @@ class StepRunner:
     Attributes:
         accounts: who has had what of the device; for all that is done there.
         prefixes: what sessions have left for later ones.
-        on_decode: told of decode steps: their rows, the share of the blocks that they went through (on average), and
-            the seconds that they took together.
+        on_decode: told of decode steps: their rows, the share of the blocks that they went through on average, and
+            their seconds together.
         on_prefill: told likewise of each part of a prefill: its tokens (of all rows), share, and seconds.
     """
 
@@ -223,8 +223,8 @@ class StepRunner:
 
     def run_turn(self) -> float:
         """Runs waiting decode steps as one batch, and then a chunk of one prefill, as `next_turn` has it. Or it does
-        nothing, and returns the seconds for which it is better to wait for steps that are about to come, or for which
-        all that are here rest."""
+        nothing, and returns the seconds for which it is better to wait. That is for steps that are about to come, or
+        while all that are here rest."""
         self._drop_given_up()
         left = self._gathering.left(len(self._waiting), time.perf_counter())
         if left and all(step.hidden.shape[1] == 1 for step in self._waiting):
@@ -380,8 +380,8 @@ def _ended() -> Refusal:
 
 
 class CoreTime:
-    """For which part of the time since it was made this thread did not have to wait for a processor, where `device` is
-    one and the system tells. What it waits for its own threads is none of it."""
+    """For which part of the time since it was made this thread did not wait for a processor. Where `device` is one and
+    the system tells. What it waits for its own threads is none of it."""
 
     def __init__(self, device: torch.device) -> None:
         self._counts = device.type == "cpu"

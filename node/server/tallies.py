@@ -63,7 +63,7 @@ class StepTallies:
 @dataclass(frozen=True)
 class Serving:
     """What a server serves now. Cache in tokens, `steps_per_second` as announced; `waiting`: requests for cache;
-    `experts`: how many these blocks have used, each once in a pass, and how many of them were not in memory."""
+    `experts`: how many these blocks have used, each once in a pass, and how many were not in memory."""
 
     model: str
     num_blocks: int

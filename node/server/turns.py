@@ -140,8 +140,8 @@ def next_turn(waiting: Sequence[Waiting], overtaken: int = 0, shares: Shares | N
     """Decides one turn. `waiting` is in order of arrival.
 
     Decode steps all run, unless that would take another peer's share. Of prefills, one of the address that has had
-    least of the device is next, and there of the peer that has; those with priority come first, as `next_in_line` has
-    it. Earlier steps of a peer go first within their kind. A turn is empty if all who wait rest.
+    least of the device is next. There it is one of the peer that has; those with priority come first, as `next_in_line`
+    has it. Earlier steps of a peer go first within their kind. A turn is empty if all who wait rest.
     """
     shares = shares or Shares()
     ready = [index for index, step in enumerate(waiting) if not (shares.resting and shares.is_behind(step.peer))]

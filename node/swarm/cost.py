@@ -23,7 +23,7 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class CostAssumptions:
-    """What the cost of a route assumes where nothing is measured, and the bounds of what servers say of themselves."""
+    """What the cost of a route assumes where nothing is measured, and bounds of what servers announce."""
 
     max_seconds: float = 600.0  # No single time is taken for longer (NaN neither), nor for less than zero
     min_block_seconds: float = 1e-5  # No server is believed to compute a block in less
@@ -53,8 +53,8 @@ class EstimateRule:
     """How observations become an estimate.
 
     Attributes:
-        newest: weight of the newest one. With a fifth, ten answers are nine tenths of what is known, so that a server
-            that became slow is known to be so.
+        newest: weight of the newest one. With a fifth, ten answers are nine tenths of what is known. So a server that
+            became slow is known to be so.
         most: times the estimate for which one observation counts at most. A server that stood still for a moment does
             not make the next silence longer by the same.
         least: seconds that always count in full: the noise of a busy machine is as long.
@@ -157,8 +157,8 @@ def choose_codec(chain: Sequence[WireCost], dtype: str, values: int, errors: Map
 
     Args:
         values: of one token's hidden states; `dtype` is theirs.
-        errors: the worst relative error that each codec makes of a token's hidden states, as measured between blocks
-            of this model. A codec that is not in it, or errs by more than `COST.auto_error`, is not taken.
+        errors: the worst relative error that each codec makes of a token's hidden states, measured between this model's
+            blocks. A codec that is not in it, or errs by more than `COST.auto_error`, is not taken.
     """
     chosen = "none"
     for codec in _AUTO_CODECS:
@@ -201,8 +201,8 @@ CHUNK_TOKENS: Final = (32, 64, 128, 256, 512)
 
 
 def chunk_tokens(tokens: int, token_bytes: int, chain: Sequence[StageCost]) -> int:
-    """Into steps of how many tokens to cut a prompt of `tokens`, each of `token_bytes`, so that all of it has passed
-    the chain soonest. The smaller, the sooner all servers are at work. But each step's costs are paid more often.
+    """Into steps of how many tokens to cut a prompt of `tokens`, each of `token_bytes`. All of it has passed the chain
+    soonest then. The smaller, the sooner all servers are at work. But each step's costs are paid more often.
     """
     return min(CHUNK_TOKENS, key=lambda size: (prefill_seconds(tokens, size, token_bytes, chain), -size))
 
@@ -256,8 +256,8 @@ def span_seconds(
 ) -> Floats:
     """What servers compute for a request of `tokens` tokens (all rows) through their whole spans, with those that wait.
 
-    A decode step of one token takes `step_seconds`. More tokens at once take what a prefill does, if it was measured
-    (above 0), and never less than a step.
+    A decode step of one token takes `step_seconds`. More tokens at once take what a measured prefill (above 0) does,
+    and never less than a step.
     """
     step = bounded(step_seconds)
     speed = np.array(forward_tokens_per_second, float)

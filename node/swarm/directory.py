@@ -294,8 +294,8 @@ class Directory:
         everything: bool = False,
         timeout: float,
     ) -> None:
-        """As `Swarm.refresh`: pulls from several peers, and from some that they name, until there is nothing new, or
-        with `sample` until there are several servers for each block."""
+        """As `Swarm.refresh`: pulls from several peers, and from some that they name, until nothing is new. With
+        `sample` until there are several servers for each block."""
         asked: set[str] = set()
         failures: list[str] = []
         self._sampled = model_version if sample else None

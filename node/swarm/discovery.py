@@ -137,8 +137,8 @@ class Discovery:
             await self._search()
 
     async def run(self) -> None:
-        """For as long as the node runs: asks other directories, leaves this server's records, writes down who was met,
-        and comes back whenever there is nobody left."""
+        """For as long as the node runs: asks other directories, leaves this server's records, writes down who was met.
+        Comes back whenever nobody is left."""
         self._host.on_lost(lambda _: self._stir.set())
         async with trio.open_nursery() as nursery:
             for part in (*self._directory.parts, self._records.provide_forever, self._return_forever):

@@ -90,8 +90,8 @@ def keys_of(own: Announcement | None) -> list[bytes]:
 
 
 def pause_after(rounds: int, cost: int, taken: int) -> float:
-    """Seconds until the next round, after `rounds` rounds, the last of which took `cost` bytes of messages and left
-    `taken` records."""
+    """Seconds until the next round, after `rounds` rounds. The last took `cost` bytes of messages and left `taken`
+    records."""
     if not taken:
         return RECORDS.first_pause
     settled = min(max(RECORDS.least_pause, cost / RECORDS.rate), RECORDS.longest_pause)
@@ -179,7 +179,7 @@ class ProviderRecords:
     # --- finding servers
 
     async def find_model(self, name: str, num_blocks: int, pinned: str, *, timeout: float) -> None:
-        """Looks for servers of a model of this name, in the version that begins with `pinned`, if none is known."""
+        """Looks for servers of a model of this name, in a version that begins with `pinned`, if unknown."""
         (named,) = model_sought(name, num_blocks)
         known = self._directory.view.servers(now=time.time())
         if any(named.fits(server) and server.model_version.hex().startswith(pinned) for server in known):

@@ -51,13 +51,13 @@ NOBODY_HOLDS: Final = "no server of the swarm holds"
 class RouteCandidate:
     """A server that could take part; one per peer. Times in seconds.
 
-    `rtt` is between client and server, `rtts` from this server to those that may follow it, by peer id, as it
-    measured them.
-    `step_seconds` is one decode step through the whole span with an empty queue, `forward_tokens_per_second` a long
-    prefill through it (0: not measured, a token is as long as a step). `seconds_per_byte` is what a byte into or out
-    of the server takes beyond the round trip. `penalty_seconds` makes a server that failed lately a last resort. A
-    session longer than `max_session_length` tokens (None: no limit known) is never routed there. Within `together` no
-    chain goes from one server to another. The server holds all of these blocks of the model or none.
+    `rtt` is between client and server. `rtts` are from this server to those that may follow it, by peer id, as it
+    measured them. `step_seconds` is one decode step through the whole span with an empty queue,
+    `forward_tokens_per_second` a long prefill (0: not measured, a token is as long as a step). `seconds_per_byte` is
+    what a byte into or out of the server takes beyond the round trip. `penalty_seconds` makes a server that failed
+    lately a last resort. A session longer than `max_session_length` tokens (None: no limit known) is never routed
+    there. Within `together` no chain goes from one server to another. The server holds all of these blocks of the model
+    or none.
     """
 
     peer_id: str
@@ -106,8 +106,8 @@ def cheapest_chain(
 ) -> tuple[Hop, ...]:
     """The chain of servers that covers `wanted` in the least time.
 
-    Equal views give equal routes: of equal chains, from the last server backwards, the smallest peer id, from as early
-    a block on as it can.
+    Equal views give equal routes: of equal chains the one with the smallest peer ids, from the last server backwards,
+    each beginning early.
 
     Raises:
         NoChainError: naming the blocks that nobody holds, or only servers that take shorter sessions.
@@ -167,8 +167,8 @@ def pays_again(
     steps: int,
     demand: Demand = ONE_TOKEN,
 ) -> bool:
-    """Whether a session of `steps` decode steps is over sooner on `chain`, whose servers have kept its first `held`
-    tokens, than on the `best` one, which would compute them.
+    """Whether a session of `steps` decode steps is over sooner on `chain` than on the `best` one. The servers of
+    `chain` have kept its first `held` tokens, which the best one would compute.
 
     Never if a server of it holds other blocks now, is full, or takes no session so long.
     """

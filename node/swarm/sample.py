@@ -131,11 +131,11 @@ def sampled(
 ) -> list[SignedAnnouncement]:
     """At most `limit` of `records`, of `max_bytes` together, in no order: all of them if they are not more.
 
-    First one for each block of each model that anybody online has, then a second one for each, and so on. Whose turn
-    it is goes around the sources (at which a server announced itself, else who passed its announcement on last). All
-    keys of one address are chosen as often as one server with an address of its own. Servers whose next announcement is
-    overdue, or that are known to be `is_unreached` (of a peer id), come only for blocks that few others have. `now` in
-    seconds since 1970.
+    First one for each block of each model that anybody online has, then a second one, and so on. Whose turn it is goes
+    around the sources (where a server announced itself, else who passed its announcement on). All keys of one address
+    are chosen as often as one server with an address of its own. Some servers' next announcements are overdue, or they
+    are known to be `is_unreached` (of a peer id). They come only for blocks that few others have. `now` in seconds
+    since 1970.
     """
     records, rng = list(records), rng or random.Random()
     if len(records) <= limit:
@@ -150,7 +150,7 @@ def sampled(
             late = is_overdue(content.sequence / 1e9, content.expires, now) or is_unreached(content.peer_id)
             (doubtful if late else sure).append(record)
     coverage = _Coverage()
-    chosen: list[_Place] = []
+    chosen: list[_Sampled] = []
     blocks = {record.content.model_version: record.content.num_blocks for record in records}
     places = map(coverage.place, _in_turn(sure, origins, rng))
     others = _take(places, chosen, coverage, limit, range(1), sum(blocks.values()))
@@ -164,7 +164,7 @@ def sampled(
     return _within((place.record for place in chosen), max_bytes)
 
 
-class _Place(NamedTuple):
+class _Sampled(NamedTuple):
     """A record, and its blocks in `counts`: how many chosen servers have each block of its model."""
 
     record: SignedAnnouncement
@@ -181,14 +181,14 @@ class _Coverage:
         self._counts: dict[bytes, bytearray] = {}
         self.covered = 0  # blocks that somebody has
 
-    def place(self, record: SignedAnnouncement) -> _Place:
+    def place(self, record: SignedAnnouncement) -> _Sampled:
         span = record.content.span
         counts = self._counts.setdefault(record.content.model_version, bytearray())
         if len(counts) < span.end:
             counts.extend(bytes(span.end - len(counts)))
-        return _Place(record, counts, span.start, span.end)
+        return _Sampled(record, counts, span.start, span.end)
 
-    def add(self, place: _Place) -> None:
+    def add(self, place: _Sampled) -> None:
         counts, span = place.counts, slice(place.start, place.end)
         self.covered += counts[span].count(0)
         counts[span] = counts[span].translate(_ONE_MORE)
@@ -226,17 +226,17 @@ def in_turn(
 
 
 def _take(
-    order: Iterable[_Place],
-    chosen: list[_Place],
+    order: Iterable[_Sampled],
+    chosen: list[_Sampled],
     coverage: _Coverage,
     limit: int,
     counts: range,
     there: int = 0,
-) -> list[_Place]:
+) -> list[_Sampled]:
     """Chooses those that have a block which one of `counts` chosen ones have; returns some of the others. Stops
     when somebody has each of the blocks that are `there` and there are enough others. Directories do this for every
     question, some thousand times each."""
-    others: list[_Place] = []
+    others: list[_Sampled] = []
     most = SAMPLING.looked_at * limit
     for place in order:
         if len(chosen) >= limit:
@@ -286,10 +286,10 @@ def round_robin(items: Iterable[tuple[str, T]], rng: random.Random) -> Iterator[
 class Contacts:
     """Remembers the peers that could not be reached. Times in seconds since 1970.
 
-    A mark is never sent to anybody, nor taken from anybody. Who has it does not ask the server, and leaves it out of
-    what it hands on as long as there are others. So nobody can be slandered. It ends with the next announcement that
-    the server has made since, or when the server is reached. Failures count only while others answer, since otherwise
-    it is this node that has no network.
+    A mark is never sent to anybody, nor taken from anybody. Who has it does not ask the server, and does not hand it on
+    while there are others. So nobody can be slandered. It ends with the next announcement that the server has made
+    since, or when the server is reached. Failures count only while others answer, since otherwise it is this node that
+    has no network.
     """
 
     def __init__(self) -> None:
@@ -354,7 +354,7 @@ class Wave:
         self._progress = trio.Event()
 
     async def wait(self, count: int, patience: float) -> None:
-        """Returns soon after a few of `count` peers have answered, or when all have failed, or if nobody has answered
+        """Returns soon after a few of `count` peers have answered, or when all have failed. Also if nobody has answered
         for `patience` seconds."""
         with trio.move_on_after(patience):
             while self._answers == 0 and self._failed < count:

@@ -232,8 +232,8 @@ class Swarm(MessageStreams):
     ) -> SwarmView:
         """Asks several peers for all they know, side by side; returns when the quick ones have answered.
 
-        With `sample`, for some servers of each block only, as a client needs them, and from now on in the background.
-        In a large swarm a node that listens gets a sample too, unless it wants `everything`. The slow ones go on in the
+        With `sample`, for some servers of each block only, as a client needs them, and then in the background. In a
+        large swarm a node that listens gets a sample too, unless it wants `everything`. The slow ones go on in the
         background for as long as `timeout` seconds allow. Where they know too little, Kademlia is asked for servers.
 
         Raises:
@@ -292,8 +292,8 @@ class Swarm(MessageStreams):
     async def manifests(
         self, name: str, num_blocks: int, *, pinned: str = "", timeout: float
     ) -> AsyncIterator[tuple[bytes, bytes]]:
-        """Each (model version, serialised manifest, not yet checked) that the servers of a model of this name give, of
-        the versions that begin with the hexadecimal digits `pinned`.
+        """Each (model version, serialised manifest, not yet checked) that servers of a model of this name give, of
+        versions that begin with the digits `pinned`.
 
         All are asked side by side, for `timeout` seconds; versions of which no server answers are left out. Nothing
         comes before all have had their time: of several versions none is to gain by answering first.

@@ -72,8 +72,8 @@ def manifests_to_ask(
     servers: Iterable[Announcement], *, connected: Collection[str], proven: Collection[str] = ()
 ) -> list[list[Announcement]]:
     """Whom to ask for manifests: of each version some servers. First come the versions with most `proven` servers, then
-    those with one that this node has a connection to, then those of most servers. Servers that nobody can reach cost
-    nothing to announce."""
+    those with a server that this node is connected to. Then come those of most servers. Servers that nobody can reach
+    cost nothing to announce."""
     versions: dict[bytes, list[Announcement]] = {}
     for server in sorted(servers, key=lambda server: (server.peer_id not in proven, server.peer_id not in connected)):
         versions.setdefault(server.model_version, []).append(server)
@@ -98,8 +98,9 @@ def most_proven(fitting: Collection[bytes], proven: Mapping[bytes, int]) -> byte
 
 
 def used_before(model: ModelFolder, weights: bytes, view: SwarmView, trust: TrustStore) -> bytes | None:
-    """The version that this node has used with these weights the last time (`TrustStore.note_version`), if somebody
-    serves it and the person has asked for no other. Then it is the one that is meant, whatever else is announced."""
+    """The version that this node has used with these weights the last time (`TrustStore.note_version`). It counts if
+    somebody serves it and the person has asked for no other. Then it is the one that is meant, whatever else is
+    announced."""
     used = None if model.pinned else trust.version_used(weights)
     return used if used is not None and view.servers(used, now=time.time()) else None
 
@@ -129,7 +130,7 @@ def choose_version(
 
 
 def several_versions(name: str, servers: Sequence[Announcement]) -> SeveralVersions:
-    """What a person is told who has to say which of the versions of these servers is meant by `name`."""
+    """What a person is told who has to say which version of these servers' is meant by `name`."""
     fitting = {server.model_version for server in servers}
     return SeveralVersions(
         f"servers announce several versions of {name} that may be meant. Give the one that you mean in place of "

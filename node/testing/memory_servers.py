@@ -242,7 +242,7 @@ async def _current_token() -> trio.lowlevel.TrioToken:
 
 @contextmanager
 def memory_swarm(kind: type[MemoryNode] = MemoryNode) -> Iterator[MemorySwarm]:
-    """A network in memory, of nodes of this kind, with a trio thread of its own, for the length of the block."""
+    """A network in memory, of nodes of this kind, with its own trio thread, for the block."""
 
     @asynccontextmanager
     async def opened() -> AsyncIterator[MemoryNetwork]:

@@ -176,7 +176,7 @@ def message_streams(
     ends: tuple[MemoryStream, MemoryStream] | None = None,
     room: PayloadRoom | None = None,
 ) -> tuple[MessageStream[F], MessageStream[F]]:
-    """The ends of a message stream between two peers: that of peer `one_id`, then that of `other_id`, who keeps in
+    """The ends of a message stream between two peers: that of peer `one_id`, then that of `other_id`. It keeps in
     `room` what comes, as a node does of streams that it serves."""
     one, other = stream_pair() if ends is None else ends
     made = partial(MessageStream[F], frame_type=frame_type, max_header=max_header, max_payload=max_payload)

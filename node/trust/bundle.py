@@ -205,7 +205,7 @@ def equivocation_bundle(accuser: Identity, accused: str, first: Receipt, second:
 
 
 def session_bundle(accuser: Identity, log: SessionLog, index: int, measured: Measurement | None = None) -> Bundle:
-    """Evidence of the answer to step `index` of a session, counted in the log from 0, and all that led to it.
+    """Evidence of the answer to step `index` (from 0) of a session, and of what led to it.
 
     Raises:
         ValueError: the log does not go back to the beginning, or the tensors were not kept, or are too large.

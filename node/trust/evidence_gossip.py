@@ -67,7 +67,7 @@ class EvidenceGossip:
 
     Attributes:
         on_proven: callbacks for evidence that this node has checked itself; they must not raise.
-        on_evidence: callbacks for messages about evidence that would have to be recomputed, and the peer id of their
+        on_evidence: callbacks for messages about evidence that would have to be recomputed. With the peer id of their
             author and of who handed it on; they must not raise.
     """
 
@@ -94,8 +94,8 @@ class EvidenceGossip:
     def accept(self, author: str, forwarder: str, data: bytes) -> bool:
         """Whether a message is acted on. Quick: it is called for every message that strangers send.
 
-        What a neighbour has made itself counts as its maker's only, what it hands on as its own as well: once it is
-        taken, so that nobody can use up the maker's rate with what is not.
+        What a neighbour has made itself counts as its maker's only. What it hands on counts as its own as well: once it
+        is taken, so that nobody can use up the maker's rate with what is not.
         """
         now = self._clock()
         handed_on = self._relayed_of_known if self._is_known(author, now) else self._relayed
@@ -206,8 +206,8 @@ class EvidenceGossip:
     def record_proven(
         self, bundle: Bundle, *, recomputed: bool, one_bit: bool = False, addrs: Sequence[str] = ()
     ) -> bytes:
-        """Bans the server whose fault this node has checked itself, shortly at first where that was `one_bit` of an
-        answer; returns the message to publish.
+        """Bans the server whose fault this node has checked, shortly at first if that was `one_bit`; returns the
+        message to publish.
 
         It has this node's endorsement if it has `recomputed` the answer, and the `addrs` where it can be dialed.
         """

@@ -76,8 +76,8 @@ def reputation(standing: ServiceRecord | None, now: float) -> float:
 
 
 def penalty_seconds(standing: ServiceRecord | None, now: float) -> float:
-    """What routing adds to the cost of a server: next to nothing for a newcomer, so that new servers get sessions, and
-    a minute or more for one that was at fault lately, which is a last resort."""
+    """What routing adds to the cost of a server: next to nothing for a newcomer, so that new servers get sessions. A
+    minute or more for one that was at fault lately, which is a last resort."""
     faults = standing.at(now).faults if standing is not None else 0.0
     return REPUTATION.newcomer_seconds * (1.0 - reputation(standing, now)) + 60.0 * min(faults, 10.0) * (faults > 0.05)
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from ...crypto.evidence import (
     ExchangedTensors,
-    Incomplete,
     NotProven,
     check_chain,
     check_equivocation,
@@ -77,7 +76,7 @@ def check_statement(bundle: Bundle) -> CheckedEvidence:
 
     Raises:
         NotProven: something does not belong together, or is not signed by the accused; `ExchangedTensors` if that may
-            be the fault of who sent the tensors, `Incomplete` if the statement is of an older version.
+            be the fault of who sent the tensors.
     """
     evidence, accused = bundle.evidence, bundle.accused
     try:
@@ -125,7 +124,7 @@ def _session(bundle: Bundle) -> SessionClaim:
         if number in wanted:
             steps.append((entry.step, entry.tensor, _input_of(bundle, number)))
         elif not entry.payload_hash:
-            raise Incomplete(f"it does not show what the server was asked in step {receipt.sequence}, which was undone")
+            raise NotProven(f"it does not show what the server was asked in step {receipt.sequence}, which was undone")
     output = _payload(bundle, "output")
     if sha256(output) != last.reply_hash:
         raise ExchangedTensors("the answer is not the one that the server signed")

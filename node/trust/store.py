@@ -49,7 +49,7 @@ def _tell(file: Path) -> None:
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether sqlite says that the bytes of the file are none of a database, and not that they cannot be used now."""
+    """Whether sqlite says that the file is no database, and not that it cannot be used now."""
     # The extended codes have more in the bytes above. Errors of the module itself have none.
     return getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGE
 

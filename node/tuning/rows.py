@@ -67,8 +67,8 @@ def rows_of(
     """Rows of 2 to `max_length` tokens.
 
     Longer texts are split into several rows. A prompt and completion that are too long are truncated. Rows without a
-    token to learn are left out. The tokenizer gets a piece of bounded length at a time, so that a signal is not held up
-    for long.
+    token to learn are left out. The tokenizer gets a piece of bounded length at a time. So a signal is not held up for
+    long.
 
     Args:
         chat: prompts and completions are turns of the tokenizer's chat template. Messages always are.
@@ -108,7 +108,7 @@ def rows_of(
 
 
 def pieces_of(text: str) -> Iterator[str]:
-    """The text in pieces of at most `PIECE` characters, each but the last cut before white space if it has any."""
+    """The text in pieces of at most `PIECE` characters. Each but the last is cut before white space if there is any."""
     start = 0
     while len(text) - start > PIECE:
         cut = max(text.rfind(space, start + 1, start + PIECE) for space in (" ", "\n"))
@@ -138,7 +138,7 @@ def conversation_rows(
     messages: Sequence[Message], tokenizer: Any, end: Sequence[int], max_length: int
 ) -> list[TokenRow]:
     """One row with all answers to learn; where the template writes a turn otherwise once others follow it (without its
-    thoughts, say), one row for each answer, as it is when it is given."""
+    thoughts, say). Then one row for each answer, as it is when it is given."""
     whole = _templated(messages, tokenizer)
     spans = []
     for number, message in enumerate(messages):

@@ -98,8 +98,8 @@ def fetch_to_give_up(fetches: Sequence[Place]) -> Place | None:
 
 
 def pending(waiting: Sequence[Notice], new: Notice, failures: Mapping[str, int]) -> tuple[Notice, ...]:
-    """What waits after `new` has come. Of too much, the address that sent the most loses the newest of the
-    author from which most fetches have failed.
+    """What waits after `new` has come. Of too much, the address that sent most loses the newest of the author whose
+    fetches failed most.
 
     What goes is lost to this validator only: others get it, too.
     """

@@ -124,7 +124,7 @@ def draw_kept_tensors(
 ) -> dict[str, torch.Tensor]:
     """float32 tensors for all blocks of the model, under the names that kept tensors have on the wire.
 
-    None for a kind of training in which servers keep nothing, and of a model whose usual targets are not known.
+    None for a training in which servers keep nothing, and of a model with unknown usual targets.
 
     Args:
         linears: per block, (values in, values out) of its linear layers, by their paths in it.

@@ -71,7 +71,7 @@ class Probe:
 def chain_through(
     target: ProbedServer, servers: Collection[ProbedServer], num_blocks: int, random: Random
 ) -> tuple[Hop, ...]:
-    """A chain in which `target` runs all of its blocks, and servers drawn at random run those before and behind it.
+    """A chain in which `target` runs all of its blocks, between servers that are drawn at random.
 
     Where nobody has a block, the chain begins behind it or ends before it.
     """
@@ -108,8 +108,7 @@ def whole_round(
     targets: Collection[str] | None = None,
     kinds: Collection[Kind] = ("chat", *TRAINING),
 ) -> list[Probe]:
-    """Probes after which every server has answered for every one of its blocks, in a conversation and in each kind of
-    training.
+    """Probes after which every server has answered for each of its blocks, in conversations and trainings of each kind.
 
     With `targets` only these servers have to be among them.
     """

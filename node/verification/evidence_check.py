@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...crypto.evidence import ExchangedTensors, Incomplete, NotProven
+from ...crypto.evidence import ExchangedTensors, NotProven
 from ...protocols.framing import TensorError
 from ...protocols.ids import Span
 from ...protocols.inference import Refusal
@@ -100,8 +100,7 @@ def check_evidence(
             )
         judged = _judge(shown, folder, device, server_device, progress)
     except NotProven as error:
-        undecided, exchanged = isinstance(error, Incomplete), isinstance(error, ExchangedTensors)
-        return Outcome(False, str(error), inconclusive=undecided, exchanged=exchanged)
+        return Outcome(False, str(error), exchanged=isinstance(error, ExchangedTensors))
     proven, undecided = (judged.verdict == verdict for verdict in ("faulty", "inconclusive"))
     measured = judged.error or 0.0, judged.tolerance or 0.0
     return Outcome(proven, judged.reason, *measured, undecided, signed=True, one_bit=judged.one_bit)

@@ -71,8 +71,8 @@ direction to look for: which way a value is rounded follows from last bits, and 
 @dataclass(frozen=True)
 class Distance:
     """How far a claim is from the recomputed answer, relative to the latter: `worst` of a single token, and `mean`, the
-    root mean square over all `tokens`. `known` is false, and the distance 0, if the recomputed answer is not finite, or
-    so large that it cannot travel: then an honest server has no finite answer either."""
+    root mean square over all `tokens`. `known` is false, and the distance 0, if the recomputed answer is not finite or
+    too large to travel: then an honest server has no finite answer either."""
 
     worst: float
     mean: float
@@ -140,7 +140,7 @@ def _overall(relative: torch.Tensor) -> Distance:
 def kept_distances(claimed: Mapping[str, torch.Tensor], recomputed: Mapping[str, torch.Tensor]) -> dict[str, Distance]:
     """How far gradients of kept tensors are from the recomputed ones, by what they are gradients of.
 
-    Such a gradient is a sum over tokens, so each tensor counts as one value, or each block's part of deep prompts. As
+    Such a gradient is a sum over tokens. So each tensor counts as one value, or each block's part of deep prompts. As
     with tokens, one that is next to nothing is held to a share of the others' norms.
 
     Args:
@@ -199,7 +199,7 @@ def judge_steady(
     """Of an answer that is off by more than the tolerance; never "ok".
 
     Tokens that noise changes by as much as a fault do not count. Of the others, the mean error has to be beyond the
-    mean change; it is below what proves a fault at one token, so no question hides a larger error of all tokens.
+    mean change; it is below what proves a fault at one token. So no question hides a larger error of all tokens.
     """
     errors = token_errors(claimed, recomputed)
     steady = spread.steady(tolerance)
@@ -265,8 +265,8 @@ def judge_distance(found: Distance, tolerance: Tolerance | None, what: str = "it
 
 
 def judge_bits(claimed: torch.Tensor, recomputed: torch.Tensor) -> Judgement:
-    """Whether an answer of the exact kind, float [rows, tokens, hidden] as it arrived, has every bit of the right one;
-    never inconclusive."""
+    """Whether an exact answer, float [rows, tokens, hidden] as it arrived, has every bit of the right one; never
+    inconclusive."""
     if claimed.shape != recomputed.shape or claimed.dtype != recomputed.dtype:
         return Judgement("faulty", f"its answer has shape {tuple(claimed.shape)}", JUDGING.beyond, 0.0)
     given, right = (tensor.contiguous().view(torch.uint8) for tensor in (claimed, recomputed))

@@ -30,10 +30,10 @@ NOISE: Final = NoiseSizes()
 class Noise(TorchFunctionMode):
     """Noise in place of the roundings of another processor, while this context is entered.
 
-    What enters each block, and what leaves the last one, changes by normally distributed noise of relative size `size`
-    (of the value, or of the token's mean absolute value where that is more; at least what a processor may take for
-    zero). Scores by which `torch.topk` chooses experts change as much as all blocks together would make them, several
-    times; only the choice changes, and not the scores.
+    What enters each block, and what leaves the last one, changes by normally distributed noise. Its relative size is
+    `size` (of the value, or of the token's mean absolute value where that is more; at least what a processor may take
+    for zero). Scores by which `torch.topk` chooses experts change as much as all blocks together would make them,
+    several times; only the choice changes, and not the scores.
 
     Args:
         pair: which of the pairs; decides which experts are raised and which are lowered.

@@ -78,8 +78,8 @@ def step_of(asked: wire_pb2.Step, hidden: torch.Tensor) -> RecordedStep:
 def observed_session(log: SessionLog, device: str = "") -> Observed | None:
     """A server's part of a session, from a client's receipts.
 
-    None if the log does not go back to the beginning, the session began with what an earlier one had left, or it had an
-    adapter, whose weights it does not hold.
+    None if the log does not go back to the beginning, or the session began with kept tokens. Also if it had an adapter,
+    whose weights it does not hold.
 
     Raises:
         TensorError: bytes that are no tensor; no checked log holds such.

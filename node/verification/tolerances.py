@@ -147,8 +147,8 @@ UNPROVEN: Final = Doubt(MARGINS.unproven_seconds, pledge_counts=False, earns=Fal
 @lru_cache(maxsize=1024)
 def doubt(dtype: str, quantisation: str, device: str, table: tuple[Calibration, ...] | None = None) -> Doubt:
     """What a server pays for announcing this kind of computation: nothing if honest servers of the kind were measured
-    on any device of a validator, so that a wrong answer can be proved; else every other kind of device, real or made
-    up, and every other dtype, pays the same.
+    on any of a validator's devices: wrong answers can be proved; else every other kind of device, real or made up, and
+    every other dtype, pays the same.
 
     An empty `device` is judged by the widest tolerance; an empty `dtype` is that of a server which is still loading.
     """

@@ -91,8 +91,8 @@ class Compared:
         tolerance: for answers of this kind; None if nobody measured it.
         perturbed: the same as `recomputed` with noise, where the answer looks faulty; None where it does not.
         kept_perturbed: how far the gradients of kept tensors with noise are from those without.
-        exact: the verdict by equality, of answers that were recomputed to the bit, or that on an answer which could not
-            be recomputed; the rest is not looked into then.
+        exact: the verdict by equality, of answers recomputed to the bit, or that on an answer that could not be; the
+            rest is not looked into then.
     """
 
     observed: Observed
@@ -147,7 +147,7 @@ class Judge:
     """Recomputes and compares. Runs in a worker thread, one call at a time.
 
     Args:
-        folder: the model with all weights of the blocks that are judged, or one that has them while they are held.
+        folder: the model with all weights of the judged blocks, or one that has them while they are held.
         device: where to recompute.
         coarser: whether to look for weights of fewer bits than declared.
     """

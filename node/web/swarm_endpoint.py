@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ReportTimes:
-    """How old a report may be. With the 4 s between two looks of the page, who is gone is seen as gone within 10 s."""
+    """How old a report may be. With the 4 s between two looks of the page, who is gone disappears within 10 s."""
 
     fresh_seconds: float = 1.0
     refresh_seconds: float = 15.0

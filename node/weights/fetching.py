@@ -108,7 +108,7 @@ class Fetch:
     """Brings parts into `folder`. `candidates()` gives the peers that may hold some, best first.
 
     A peer that sends a false piece is asked for nothing more; what it sent before was checked, and stays. One that is
-    busy or gone is tried again, a slow one makes room for others, and they are asked for what it owes.
+    busy or gone is tried again. A slow one makes room for others, which are asked for what it owes.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ class PiecePlan:
     """What is missing, who holds it, and who was asked for it.
 
     The rarest part comes first. Of equally rare parts one that was begun, else one by chance: nodes that fetch the same
-    model at the same time then begin with different ones, and have something for each other.
+    model at once then begin with different parts, and have something for each other.
     """
 
     def __init__(self, missing: Mapping[int, Iterable[int]], chance: random.Random) -> None:
@@ -78,8 +78,8 @@ class PiecePlan:
     def take(self, peer: str, *, idle: bool = True) -> Piece | None:
         """What the peer is to be asked for next, and counts as asked for; None if it has nothing that is wanted now.
 
-        When every piece was asked for, one of those that fewest peers were asked for is asked of one that is `idle`,
-        too: the last pieces wait for no slow peer, however many of those there are.
+        When every piece was asked for, an `idle` peer is asked too, for one that fewest were asked for: the last pieces
+        wait for no slow peer, however many of those there are.
         """
         mine = self._holders.get(peer, frozenset())
         open_parts = [part for part in mine if self._free.get(part)]

@@ -259,7 +259,7 @@ async def find_remote_model(swarm: Swarm, model: str, progress: Progress) -> Rem
 
 
 async def find_instead(swarm: Swarm, model: str, progress: Progress, why: ModelError) -> RemoteModel:
-    """What the swarm has of a model that is on no disk here, and in no hub for the reason `why`.
+    """What the swarm has of a model that is neither here nor, for the reason `why`, in a hub.
 
     Raises:
         ModelError: `why`, if no swarm can have a model of this name, or nobody serves it; else as `find_remote_model`.

@@ -94,7 +94,7 @@ def config_of(manifest: Manifest, trees: Mapping[int, Tree]) -> dict[str, Any]:
 
 
 class PeerFolder:
-    """The folder of one model version, and the trees of all of its parts by their numbers on the wire."""
+    """The folder of one model version, and all parts' trees by their numbers on the wire."""
 
     def __init__(self, path: Path, name: str, manifest: Manifest) -> None:
         self.path = path
@@ -157,7 +157,7 @@ class PeerFolder:
 
     @staticmethod
     def kept(name: str, pinned: str) -> list[Manifest]:
-        """The manifests of the versions of a model of this name that have a folder here, with the digits `pinned`."""
+        """The manifests of versions of this model, with the digits `pinned`, that have a folder here."""
         found = []
         for path in imported_folder(_KEY).parent.glob(f"{_KEY}*-{_FORMAT}"):
             with suppress(OSError, ModelError, UnicodeDecodeError):
@@ -345,7 +345,7 @@ class PeerFolder:
 
 
 def stored_trees(folder: ModelFolder, manifest: Manifest) -> dict[int, Tree]:
-    """The trees of all parts if the folder came from peers, which others may need though the parts are not here."""
+    """The trees of all parts if the folder came from peers. Others may need them though the parts are not here."""
     if not (folder.path / "trees").is_dir():
         return {}
     return dict(PeerFolder.open(folder.name, manifest, folder.path).trees)

@@ -12,10 +12,10 @@ from trio.testing import wait_all_tasks_blocked
 
 from petalnode.crypto.identity import peer_id_to_bytes
 from petalnode.node.blocks.span import PREFILL_CHUNK, BlockSpan
-from petalnode.node.server.steps import QueuedStep, StepRunner
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import PeerError
 from tests.attacks.held_prompts import CLIENT, KEEP, NEVER, PUSHER, TOKENS, begins, held_up
+from tests.attacks.noted_blocks import NotedBlocks
 from tests.attacks.one_server import OneServer, one_server, pushed
 from tests.swarm.raw import TIMEOUT, RawSession, values
 
@@ -23,28 +23,22 @@ TURN_TIMEOUT = "petalnode.node.server.requests.session.TURN_TIMEOUT"
 
 
 @pytest.fixture
-def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def computed() -> list[int]:
     """The position of each part of a prompt that was computed."""
-    found: list[int] = []
-    prefill = StepRunner._prefill
-
-    def noting(runner: StepRunner, step: QueuedStep, chunk: int) -> bool:
-        found.append(step.input.position)
-        return prefill(runner, step, chunk)
-
-    monkeypatch.setattr(StepRunner, "_prefill", noting)
-    return found
+    return []
 
 
 @asynccontextmanager
-async def a_server(blocks: BlockSpan) -> AsyncIterator[Any]:
-    async with one_server(blocks) as server:
+async def a_server(blocks: BlockSpan, computed: list[int] | None = None) -> AsyncIterator[Any]:
+    found = [] if computed is None else computed
+    noted: Any = NotedBlocks(blocks, lambda position, _: found.append(position))
+    async with one_server(noted) as server:
         yield server
 
 
 @pytest.mark.parametrize("keep", [0, KEEP])
 async def test_bytes_before_a_break_off_are_not_computed(keep: int, blocks: BlockSpan, computed: list[int]) -> None:
-    async with a_server(blocks) as server:
+    async with a_server(blocks, computed) as server:
         session = server.session(CLIENT)
         assert (await session.open(keep_ms=keep)).HasField("granted")
         async with held_up(server):
@@ -57,28 +51,25 @@ async def test_bytes_before_a_break_off_are_not_computed(keep: int, blocks: Bloc
     assert computed == []
 
 
-async def test_one_chunk_is_computed_of_an_abandoned_prompt(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_chunk_is_computed_of_an_abandoned_prompt(blocks: BlockSpan) -> None:
     """The session has what it had before, and takes the same prompt again."""
     tokens, rows = 200, 2
-    prompt, parts, prefill = values(tokens, rows), list[int](), StepRunner._prefill
+    prompt, parts, there = values(tokens, rows), list[int](), trio.lowlevel.current_trio_token()
     terms = {"max_length": tokens, "batch": rows}
-    async with a_server(blocks) as server:
+
+    async def leave() -> None:
+        await session.stream.reset()
+        await wait_all_tasks_blocked()
+
+    def leaving(_: int, chunk: int) -> None:
+        parts.append(chunk)
+        if len(parts) == 1:
+            trio.from_thread.run(leave, trio_token=there)
+
+    noted: Any = NotedBlocks(blocks, leaving)
+    async with one_server(noted) as server:
         session = server.session(CLIENT)
         assert (await session.open(keep_ms=KEEP, **terms)).HasField("granted")
-        there = trio.lowlevel.current_trio_token()
-
-        async def leave() -> None:
-            await session.stream.reset()
-            await wait_all_tasks_blocked()
-
-        def leaving(runner: StepRunner, step: QueuedStep, chunk: int) -> bool:
-            done = prefill(runner, step, chunk)
-            parts.append(chunk)
-            if len(parts) == 1:
-                trio.from_thread.run(leave, trio_token=there)
-            return done
-
-        monkeypatch.setattr(StepRunner, "_prefill", leaving)
         await session.send_step(1, 0, prompt)
         while server.service.context.compute.depth or not parts:
             await wait_all_tasks_blocked()
@@ -114,7 +105,7 @@ async def push(server: OneServer, session: RawSession, count: int) -> None:
 
 
 async def test_pushes_into_a_closed_session_are_not_computed(blocks: BlockSpan, computed: list[int]) -> None:
-    async with a_server(blocks) as server:
+    async with a_server(blocks, computed) as server:
         session = await opened(server)
         async with held_up(server):
             await push(server, session, 4)
@@ -129,7 +120,7 @@ async def test_pushes_for_a_client_that_is_away_wait(
     patience: float, blocks: BlockSpan, computed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TURN_TIMEOUT, patience)
-    async with a_server(blocks) as server:
+    async with a_server(blocks, computed) as server:
         session = await opened(server)
         async with held_up(server):
             await push(server, session, 4)
@@ -168,7 +159,7 @@ async def test_a_pusher_learns_that_nobody_waits(
     blocks: BlockSpan, computed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TURN_TIMEOUT, 0.0)
-    async with a_server(blocks) as server:
+    async with a_server(blocks, computed) as server:
         session = await opened(server)
         await session.stream.reset()
         await wait_all_tasks_blocked()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from petalnode.crypto.evidence import ExchangedTensors, Incomplete, NotProven
+from petalnode.crypto.evidence import ExchangedTensors, NotProven
 from petalnode.crypto.identity import Identity
 from petalnode.crypto.pledge import Pledge
 from petalnode.crypto.receipts import NO_RECEIPT, Receipt
@@ -202,7 +202,7 @@ SESSION_LIES: dict[str, tuple[Change, type[NotProven], str]] = {
     ),
     "an undone step without its payload's hash": (
         lambda evidence, payloads: evidence.steps[1].ClearField("payload_hash"),
-        Incomplete,
+        NotProven,
         "step 2, which was undone",
     ),
     "another input": (lambda evidence, payloads: payloads.update({"input.2": b"x"}), ExchangedTensors, "step 3"),

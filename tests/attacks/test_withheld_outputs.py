@@ -11,7 +11,6 @@ import torch
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.client.request import PushedOther
-from petalnode.node.client.session.link import ServerLink
 from petalnode.node.client.session.recovery import Misled, StepEvent
 from petalnode.node.client.session.step import PipelineStep
 from petalnode.protocols import wire_pb2 as wire
@@ -38,6 +37,7 @@ def pool(folder: Path) -> Iterator[MemoryPool]:
         yield pool
 
 
+@pytest.mark.usefixtures("patient", "pushes_awaited")
 def test_honest_server_is_not_blamed_for_its_inputs(
     pool: MemoryPool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,8 +56,6 @@ def test_honest_server_is_not_blamed_for_its_inputs(
 
     monkeypatch.setattr(PUSHED, lying)
     monkeypatch.setattr(PipelineStep, "_misled", noting)
-    monkeypatch.setattr(ServerLink, "patience", lambda self, chunk, before=0: 1e6)
-    monkeypatch.setattr("petalnode.node.client.session.step.push_patience", lambda *_: 1e6)
     ids = torch.randint(3, VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(1))
     expected = load_whole(folder).generate(ids, max_new_tokens=1, do_sample=False, pad_token_id=0)
     with (

@@ -239,7 +239,7 @@ def test_an_interrupt_at_work_is_told(
 _TURNS = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "me"}]
 MISTAKES = {
     "a device": ("serve {llama} --device tpu", "--device tpu: use auto, cpu, mps, cuda or cuda:N"),
-    "a dtype": ("serve {llama} --dtype float8", "--dtype float8: use auto, float32, bfloat16, float16"),
+    "a dtype": ("serve {llama} --dtype float8", "'--dtype': float8: use auto, float32, bfloat16, float16"),
     "blocks": ("serve {llama} --blocks 25:99", "--blocks 25:99: tiny-llama has 6 blocks"),
     "typed markup": ("serve {llama} --blocks a:b", "--blocks a:b"),
     "an adapter that is none": ("serve {llama} --adapter {empty}", "{empty} holds no adapter"),

@@ -56,7 +56,7 @@ MISTAKES = {
     "a cache of fewer bits for bfloat16": Case(
         "serve {llama} --cache-dtype int8 --dtype bfloat16 {new}", "bad input", "computes in float32: leave it out"
     ),
-    "a quantisation that is none": Case("serve {llama} --quant int4 {new}", "bad input", "none, int8 .* or nf4"),
+    "a quantisation that is none": Case("serve {llama} --quant int4 {new}", "bad input", "none, int8, nf4"),
     "no cache": Case("serve {llama} --cache-tokens 0 {new}", "bad input", "cache-tokens"),
     "a peer with a typo": Case("serve {llama} --peer {typo} --listen {loopback}", "bad input", "tpc"),
     "a peer without an id": Case("status --peer /ip4/127.0.0.1/tcp/31330", "bad input", "p2p"),

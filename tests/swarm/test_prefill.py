@@ -118,10 +118,8 @@ def again(session: Any) -> None:
     session.tokens = None
 
 
-def test_servers_push_the_steps_of_a_prompt(
-    model: Any, whole: Any, under_way: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("petalnode.node.client.session.step.push_patience", lambda *_: 1e6)
+@pytest.mark.usefixtures("pushes_awaited")
+def test_servers_push_the_steps_of_a_prompt(model: Any, whole: Any, under_way: list[list[int]]) -> None:
     ids = prompt()
     with model.inference_session(max_length=LONG + 8) as session:
         assert torch.equal(generate(model, ids), generate(whole, ids))
@@ -263,9 +261,7 @@ def test_prompts_rest_is_under_way_side_by_side(
     assert max(beside) >= 2
 
 
-def test_abandoned_prompt_leaves_the_session_as_before(
-    pool: MemoryPool, model: Any, whole: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_abandoned_prompt_leaves_the_session_as_before(pool: MemoryPool, model: Any, whole: Any) -> None:
     ids, tap = prompt(), Tap(model)
 
     class GivenUp(Exception):
@@ -340,9 +336,9 @@ def sessions_at(server: MemoryServer) -> int:
     return 0 if serving is None else serving().sessions
 
 
-def test_last_server_sends_no_more_than_needed(model: Any, whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("pushes_awaited")
+def test_last_server_sends_no_more_than_needed(model: Any, whole: Any) -> None:
     """Receipts come for all of a prompt; its outputs only of the step in which its last token is."""
-    monkeypatch.setattr("petalnode.node.client.session.step.push_patience", lambda *_: 1e6)
     ids = prompt(2)
     with model.inference_session(max_length=LONG + 8) as session:
         generate(model, ids)
@@ -354,6 +350,7 @@ def test_last_server_sends_no_more_than_needed(model: Any, whole: Any, monkeypat
         assert got == [token * (LONG + 5), token * (LONG + 5), token * (5 + 5)]
 
 
+@pytest.mark.usefixtures("pushes_awaited")
 def test_server_that_knows_no_receipt_only_sends(model: Any, whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     send = ServerSession._send_output
 
@@ -364,7 +361,6 @@ def test_server_that_knows_no_receipt_only_sends(model: Any, whole: Any, monkeyp
         await send(session, without, *rest)
 
     monkeypatch.setattr(ServerSession, "_send_output", older)
-    monkeypatch.setattr("petalnode.node.client.session.step.push_patience", lambda *_: 1e6)
     ids = prompt()
     with model.inference_session(max_length=LONG + 8) as session:
         generate(model, ids)

@@ -43,7 +43,7 @@ def _every_chain_gets_something(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Works:
-    """Sees the replies to works that a client gets, as they arrive, and may do something then."""
+    """Sees the replies to batch requests that a client gets, as they arrive, and may do something then."""
 
     def __init__(self, model: Model) -> None:
         self.replies: Counter[tuple[str, str]] = Counter()

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from petalnode.node.blocks.architecture import block_sizes
 from petalnode.node.cli.commands.planning.fit import hosts_of_file, size_as_here
 from petalnode.node.errors import MachineError
-from petalnode.node.models.quantisation import choose_kernels
 from petalnode.node.placement.planning.machines_file import MACHINES, Fleet, Machine, fleet_of, read_machines
 from petalnode.node.placement.planning.model_sizes import (
     WEIGHTS,
@@ -165,7 +164,7 @@ def test_weights_here_count_as_a_server_holds_them(tmp_path: Path) -> None:
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 100, **numbers}
     (tmp_path / "config.json").write_text(json.dumps(config))
     size = size_as_here(ModelSize("tiny", 2, 64, 4, 4, 16, 128, 100, True), str(tmp_path))
-    held = max(block_sizes(tmp_path, "auto", "none", choose_kernels("auto")).held)
+    held = max(block_sizes(tmp_path, "auto", "none", "auto").held)
     assert size.block_bytes("as it is") == pytest.approx(held)
 
 

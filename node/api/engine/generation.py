@@ -157,8 +157,8 @@ class ApiTallies:
         tokens: of answers ("completion"), and of their prompts ("cached" if they were not computed again, else
             "prompt").
         first_token: from the begin of a choice to its first token.
-        on_answer: is called with the model and the end of each choice, in the request's task, and with its session if
-            the client makes traces.
+        on_answer: is called in the request's task with the model, each choice's end, and its session if the client
+            makes traces.
     """
 
     answers: Counter[str] = field(default_factory=Counter)

@@ -130,9 +130,9 @@ class Admission:
 
 
 class AdmissionMiddleware:
-    """An ASGI application before another one, which finds the owner of the key in `scope["state"]["owner"]`, and the id
-    that responses have as `x-request-id` (for Anthropic's clients `request-id`) in `scope["state"]["request_id"]`. Log
-    lines about the request have it from `REQUEST_ID`.
+    """An ASGI application before another one. It finds the owner of the key in `scope["state"]["owner"]`. It also finds
+    the id that responses have as `x-request-id` (for Anthropic's clients `request-id`) in
+    `scope["state"]["request_id"]`. Log lines about the request have it from `REQUEST_ID`.
 
     Attributes:
         application: the one behind it.

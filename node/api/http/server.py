@@ -48,7 +48,7 @@ class HttpLimits:
 
     Attributes:
         connections: open at once; others are told to come back. One address has no more of them than are left for
-            others, but `connections_of_address` as long as there are any.
+            others. It may have `connections_of_address` while there are any.
         head_seconds: for a request's line and headers, from its first byte or that of the connection on.
         idle_seconds: between two requests of a connection.
         body_seconds: for a request's body.
@@ -72,7 +72,7 @@ async def serve_http(
 ) -> None:
     """Serves `application` until cancelled.
 
-    A client that closes its connection, or only its sending side, while a request of it is answered cancels the
+    A client may close its connection, or only its sending side, while a request of it is answered. That cancels the
     application's task. The application need not listen for `http.disconnect`. There is no `lifespan`, no WebSocket.
     """
     server = HttpServer(application, limits or HttpLimits())

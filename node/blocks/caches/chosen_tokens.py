@@ -23,7 +23,7 @@ class _FirstOfTies(TorchFunctionMode):
 
 
 def take_first_of_ties(model: nn.Module) -> None:
-    """Of tokens with equal scores the blocks of `model` take the first ones from now on, however a prompt is cut.
+    """Of tokens with equal scores, the blocks of `model` take the first from now on, however prompts are cut.
 
     A score is 0 where the key of a token suits no head of the index: with few heads many are. Which of them torch takes
     depends on how many tokens stand behind, even on those that are masked.

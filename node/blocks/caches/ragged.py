@@ -104,8 +104,8 @@ def ragged_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention of one new token per row on `RaggedRows` of keys and values.
 
-    Query heads that share a key-value head are packed as if they were tokens ([rows, kv heads, group, dim]), so
-    that no key is repeated; `enable_gqa` is ten times slower in bfloat16 on CPUs.
+    Query heads that share a key-value head are packed as if they were tokens ([rows, kv heads, group, dim]). So no key
+    is repeated; `enable_gqa` is ten times slower in bfloat16 on CPUs.
 
     Args:
         query: [all rows, heads, 1, dim].

@@ -24,8 +24,8 @@ class TokenLayout:
     Attributes:
         positions: int64 [axes, rows, tokens] where tokens are not counted; else None.
         groups: int64 [rows, tokens], as `protocols.ids` has them; None: there are none.
-        features: [rows, tokens, blocks, hidden size], what is added to the outputs of the first blocks, 0 at
-            tokens of text; None: nothing is.
+        features: [rows, tokens, blocks, hidden size], added to the outputs of the first blocks, 0 at tokens of text;
+            None: nothing is.
     """
 
     positions: torch.Tensor | None = None

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PictureLimits:
-    """Of one picture, and of all of one conversation. A picture of 16 million pixels takes 48 MB as it is opened, and
-    more as numbers for an encoder. Each scan of a progressive JPEG goes over all pixels again: ten are usual."""
+    """Of one picture, and of all of one conversation. A picture of 16 million pixels takes 48 MB opened, and more as
+    numbers for an encoder. Each scan of a progressive JPEG goes over all pixels again: ten are usual."""
 
     nbytes: int = 8 << 20
     pixels: int = 1 << 24

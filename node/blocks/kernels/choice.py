@@ -219,7 +219,7 @@ def _choose_threads(step: SpanStep, run: Callable[[], object]) -> None:
 
 
 def tiny_sessions(span: Decoder, part: Span, count: int = 2) -> list[tuple[torch.Tensor, SpanCache]]:
-    """The next steps of one or two tiny sessions of blocks `part`, the second with two rows and left padding."""
+    """The next steps of one or two tiny sessions of blocks `part`. The second has two rows and left padding."""
     generator = torch.Generator().manual_seed(1)
     sessions = []
     for batch, length, padding in ((1, 5, None), (2, 3, [2, 0]))[:count]:

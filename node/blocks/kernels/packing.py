@@ -32,7 +32,7 @@ from ...models.progress import Progress
 from ...models.quantisation import Quantisation
 from ...models.stored_scheme import StoredScheme
 from ..config import read_config
-from ..dot import best_time, dot_rows, has_dots
+from ..dot import best_time, dot_rows
 from ..quantisation.matrix import Int8Matrix, QuantisedLinear, nf4_kind
 from ..quantisation.quantiser import QuantisedCache
 from ..quantisation.slots import MatrixSlot, QuantisedExperts, matrix_slots, put_matrices
@@ -214,7 +214,7 @@ def _restored(tensors: Mapping[str, Tensor] | None, slots: Mapping[MatrixSlot, s
 
 
 def packable(stored: FewBits, skeleton: Skeleton, number: int, block: nn.Module) -> dict[MatrixSlot, str]:
-    """The matrices of block `number` that the kernels hold in the bits of the file, and the names of their forms."""
+    """The matrices of block `number` that the kernels hold in the file's bits, and the names of their forms."""
     found = {}
     slots = matrix_slots(block)
     for slot in slots:
@@ -288,11 +288,10 @@ def quicker(matrices: Sequence[TiledMatrix], work: Mapping[int, int] = WORK) -> 
     out, into = matrices[0].shape
     count = min(len(matrices), max(1, _SAMPLE_BYTES // (4 * out * into)))
     plain = [torch.rand(out, into) for _ in range(count)]
-    usual: list[Products] = [[partial(linear, weight=weight) for weight in plain]]
-    if has_dots():
-        usual.append([partial(_by_dots, weight.numpy()) for weight in plain])
+    by_torch = [partial(linear, weight=weight) for weight in plain]
+    by_dots = [partial(_by_dots, weight.numpy()) for weight in plain]
     own = work_seconds(into, work, [matrix.product for matrix in matrices[:count]])
-    return own <= worth * work_seconds(into, work, *usual)
+    return own <= worth * work_seconds(into, work, by_torch, by_dots)
 
 
 def _by_dots(matrix: np.ndarray, values: Tensor) -> Tensor:
@@ -348,8 +347,8 @@ class HeldEmbedding(nn.Module):
 
 
 def hold_ends(skeleton: Skeleton, weights: Checkpoint, found: Library | None) -> set[str]:
-    """Puts the table of embeddings and the head of GGUF files into the skeleton's model, which has no weights yet, in
-    the bits of the file, and returns the parameters that they stand for. Those of other kinds stay to be filled.
+    """Puts the table of embeddings and the head of GGUF files into the skeleton's model, in the file's bits. The model
+    has no weights yet. Returns the parameters that they stand for. Those of other kinds stay to be filled.
     """
     stored = stored_weights(skeleton, weights)
     if found is None or stored is None:
@@ -426,7 +425,7 @@ def tiled_kinds(
     quantisation: Quantisation, block: nn.Module, *, always: bool, rounds: bool = False
 ) -> dict[str, type[TiledNf4Matrix] | type[TiledInt8Matrix]]:
     """What `Quantiser.tiled` is for blocks like this one: empty where the kernels do not take all of its matrices, or
-    take more time for them than bitsandbytes and torch.
+    are slower than bitsandbytes and torch.
     """
     kind = TILED[quantisation]
     shapes = [slot.shape for slot in matrix_slots(block)]

@@ -158,8 +158,8 @@ class QuantisedLinear(nn.Module):
 def bitsandbytes() -> ModuleType:
     """The library, imported when it is first needed.
 
-    It compiles its fallbacks with torch's compiler, whose import alone takes more than a second and 45 MB and which
-    nothing here uses; and it warns that a package of other kernels is missing. Both are spared.
+    It compiles its fallbacks with torch's compiler, which nothing here uses. Its import alone takes more than a second
+    and 45 MB; and it warns that a package of other kernels is missing. Both are spared.
 
     Raises:
         MachineError: it is not installed.
@@ -186,10 +186,10 @@ def _not_compiled(model: Any = None, **options: object) -> Any:
 class Int8Matrix(QuantisedMatrix):
     """Row r is `weight[r] * scale[r] / 127`; weight int8 [out, in], scale float32 [out].
 
-    Where bytes are multiplied quickly (AVX-512, CUDA), inputs are rounded to sixteen bits, each row for itself, and
-    multiplied as two halves of eight. Eight bits alone, which the paper then mends for outliers, cost SmolLM2 4 % of
-    perplexity (1.7 % mended) instead of 0.3 %. The sums are whole numbers: a row's result does not depend on the rows
-    beside it, and hardly on the device.
+    Where bytes are multiplied quickly (AVX-512, CUDA), inputs are rounded to sixteen bits, each row for itself. They
+    are multiplied as two halves of eight. Eight bits alone, which the paper then mends for outliers, cost SmolLM2 4 %
+    of perplexity (1.7 % mended) instead of 0.3 %. The sums are whole numbers: a row's result does not depend on the
+    rows beside it, and hardly on the device.
     """
 
     def __init__(self, weight: torch.Tensor, scale: torch.Tensor) -> None:
@@ -300,8 +300,8 @@ class Nf4Matrix(QuantisedMatrix):
 class PackedNf4Matrix(QuantisedMatrix):
     """The same for bitsandbytes' CPU kernel, which computes in bfloat16 (AVX-512 BF16).
 
-    The kernel reads 32 rows side by side: byte 2r (2r + 1) of 32 has the first (second) of two neighbouring weights of
-    row r + 16 in its high and of row r in its low half. `weight` uint8 [out, in / 2], `scale` bfloat16 [in / 64, out].
+    The kernel reads 32 rows side by side: byte 2r (2r + 1) of 32 has the first (second) of two neighbouring weights:
+    row r + 16 in its high half, row r in its low half. `weight` uint8 [out, in / 2], `scale` bfloat16 [in / 64, out].
     """
 
     def __init__(self, weight: torch.Tensor, scale: torch.Tensor) -> None:

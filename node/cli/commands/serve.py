@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import trio
 import typer
@@ -21,7 +21,16 @@ from ...credits.wallet import Wallet
 from ...errors import BadInput, ExitCode, MachineError
 from ...models.adapter import check_adapter_files
 from ...models.disk_limit import parse_size
-from ...models.quantisation import choose_activations, choose_cache_dtype, choose_kernels, choose_quantisation
+from ...models.quantisation import (
+    ACTIVATIONS,
+    CACHE_DTYPES,
+    KERNELS,
+    QUANTISATIONS,
+    Activations,
+    CacheDtype,
+    Kernels,
+    Quantisation,
+)
 from ...models.sources.resolve import DEFAULT_MODEL
 from ...monitoring.traces import traced
 from ...network.addresses import parse_peer
@@ -32,12 +41,12 @@ from ...server.lifecycle.options import (
     ServerParts,
     check_adapters,
     check_blocks,
-    choose_prefix_cache,
-    choose_share,
 )
 from ...server.lifecycle.pausing import Pause, PausePolicy
 from ...server.lifecycle.server import run_server
+from ...server.requests.admission import PrefixCache
 from ...server.tallies import ServerTallies
+from ...weights.holder import Share
 from ..control import DonorOptions, controlled, number_given, obey_signals, send_wish
 from ..join import JoinOptions, RelayOptions, check_peer_id, joined, joins_swarm
 from ..metrics import MetricsOptions, add_server, metrics_served
@@ -55,26 +64,45 @@ STOP_GRACE = 10.0
 
 
 @dataclass(frozen=True)
-class HostingOptions:
+class ComputeOptions:
+    """How much of this machine serves."""
+
+    num_blocks: str = option("auto", "How many blocks to host; auto: as many as fit in memory.", "auto|N")
+    device: str = option("auto", "Device to compute on: auto, cpu, cuda, cuda:N or mps.")
+
+    @property
+    def count(self) -> int | None:
+        """How many blocks; None: as many as fit.
+
+        Raises:
+            BadInput: it is no number.
+        """
+        if self.num_blocks == "auto":
+            return None
+        if not self.num_blocks.isdecimal() or int(self.num_blocks) < 1:
+            raise BadInput(f"--num-blocks {self.num_blocks}: give a number of blocks, or auto")
+        return int(self.num_blocks)
+
+
+@dataclass(frozen=True)
+class HostingOptions(ComputeOptions):
     """The options of `petalnode serve` alone."""
 
     blocks: str | None = option(None, "Host blocks A to B-1. Default: choose them by what the swarm lacks.", "A:B")
-    num_blocks: str = option("auto", "How many blocks to host; auto: as many as fit in memory.", "auto|N")
-    device: str = option("auto", "Device to compute on: auto, cpu, cuda, cuda:N or mps.")
-    dtype: str = option("auto", "Type to compute in: auto (that of the checkpoint), float32, bfloat16 or float16.")
-    quant: str = option("none", "Quantisation of the weights, to save memory.", "none|int8|nf4")
-    activations: str = option(
-        "float32", "What weights are multiplied with: int8 is quicker on a CPU, and announced.", "float32|int8"
+    dtype: str = option("auto", "Type to compute in; auto: that of the checkpoint.", among=_DTYPES)
+    quant: Quantisation = option("none", "Quantisation of the weights, to save memory.", among=QUANTISATIONS)
+    activations: Activations = option(
+        "float32", "What weights are multiplied with: int8 is quicker on a CPU, and announced.", among=ACTIVATIONS
     )
-    cache_dtype: str = option(
+    cache_dtype: CacheDtype = option(
         "auto",
         "What the attention cache holds; auto: the type computed in. Fewer bits hold more tokens; announced.",
-        "auto|float32|bfloat16|int8",
+        among=CACHE_DTYPES,
     )
-    kernels: str = option(
+    kernels: Kernels = option(
         "auto",
         "What multiplies a few rows on a CPU in float32: torch, the compiled kernels, or the quicker one.",
-        "auto|native|torch",
+        among=KERNELS,
     )
     exact: bool | None = option(
         None,
@@ -85,10 +113,10 @@ class HostingOptions:
     cache_tokens: int | None = option(
         None, "Size of the attention cache, in tokens through all blocks held here.", min=1
     )
-    prefix_cache: str = option(
+    prefix_cache: PrefixCache = option(
         "own",
         "For whom to keep what was computed: its client, all clients that know its salt, or nobody.",
-        "own|salted|off",
+        among=get_args(PrefixCache),
     )
     throughput: str = option("auto", "Decode steps per second to announce; auto: measure.", "auto|F")
     name: str = option("", "Name of this server in `petalnode status`.")
@@ -111,10 +139,10 @@ class HostingOptions:
     adapter: list[Path] | None = option(
         None, "Offer this LoRA adapter (a peft folder) under its name; repeatable.", "PATH"
     )
-    share_weights: str = option(
+    share_weights: Share = option(
         "auto",
         "Hand the weights on to peers that lack them; auto: unless the hub gates the model, or may.",
-        "auto|on|off",
+        among=get_args(Share),
     )
     until_eof: bool = option(False, "Stop when standard input is closed: for programs that start servers.")
     plain: bool = option(False, "At a terminal, print lines only, and no panel that is kept up to date.")
@@ -125,22 +153,20 @@ class HostingOptions:
             check_peer_id(peer, "--allow-client", client=True)
         _check_numbers({"--cache-tokens": self.cache_tokens, "--pledge": self.pledge})
         dtype = self.dtype
-        if dtype not in _DTYPES:
-            raise BadInput(f"--dtype {dtype}: use {', '.join(_DTYPES)}")
         options = ServerOptions(
             model=model,
             blocks=_span(self.blocks),
-            num_blocks=_count(self.num_blocks),
+            num_blocks=self.count,
             device="cpu" if self.exact else self.device,
             dtype="float32" if self.exact else dtype,
-            quant=choose_quantisation(self.quant),
-            activations=choose_activations(self.activations),
-            cache_dtype=choose_cache_dtype(self.cache_dtype),
-            kernels="native" if self.exact else choose_kernels(self.kernels),
+            quant=self.quant,
+            activations=self.activations,
+            cache_dtype=self.cache_dtype,
+            kernels="native" if self.exact else self.kernels,
             exact=bool(self.exact),
             exact_if_cheap=self.exact is None,
             cache_tokens=self.cache_tokens,
-            prefix_cache=choose_prefix_cache(self.prefix_cache),
+            prefix_cache=self.prefix_cache,
             throughput=_throughput(self.throughput),
             name=_name(self.name),
             drain_timeout=self.drain_timeout,
@@ -149,7 +175,7 @@ class HostingOptions:
             pledge=self.pledge,
             max_disk=None if self.max_disk is None else parse_size(self.max_disk, "--max-disk"),
             adapters=tuple(self.adapter or ()),
-            share_weights=choose_share(self.share_weights),
+            share_weights=self.share_weights,
         )
         if self.activations != "float32" and dtype not in ("auto", "float32"):
             raise BadInput(
@@ -328,14 +354,6 @@ def _name(text: str) -> str:
     if not text.isprintable() or len(text) > ANNOUNCEMENT.max_text:
         raise BadInput(f"--name: other nodes take at most {ANNOUNCEMENT.max_text} characters that can be printed")
     return text
-
-
-def _count(text: str) -> int | None:
-    if text == "auto":
-        return None
-    if not text.isdecimal() or int(text) < 1:
-        raise BadInput(f"--num-blocks {text}: give a number of blocks, or auto")
-    return int(text)
 
 
 def _gain(text: str) -> float | None:

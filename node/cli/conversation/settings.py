@@ -57,7 +57,7 @@ def _is_number(value: Any) -> bool:
 
 
 def for_a_person(given: Sampling, named: Mapping[str, float | None], folder: Path) -> Sampling:
-    """`given` with what was `named` by an option, else with the model's own settings where they can be used, else with
+    """`given` with what was `named` by an option, else with the model's own settings where they can be used. Else with
     the usual temperature."""
     own = model_settings(folder) if named.get("temperature") != 0 else {}
     sampling = replace(given, temperature=_USUAL_TEMPERATURE)

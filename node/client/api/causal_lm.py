@@ -98,12 +98,12 @@ class DistributedModelForCausalLM(DistributedModel):
                 this call. Give the whole sequence: tokens that the session already holds are not sent again. Tokens
                 that differ are rolled back.
             prompt_lookup_num_tokens, assistant_model, use_mtp: as in transformers, for tokens that are guessed and
-                checked several at once. They come from the text, and from a smaller model on this machine or the
-                model's MTP head as well. The answer is the same, with the same seed too. How many are guessed follows
-                from measurements, not from the number given. Rows of a batch take drafts each for itself where that is
+                checked several at once. They come from the text, from a smaller model on this machine, or from the
+                model's MTP head. The answer is the same, with the same seed too. How many are guessed follows from
+                measurements, not from the number given. Rows of a batch take drafts each for itself where that is
                 quicker than one batch without.
-            num_assistant_tokens, num_assistant_tokens_schedule: with "constant", each draft has this many tokens, and
-                rows take drafts each for itself, whether that is quicker or not.
+            num_assistant_tokens, num_assistant_tokens_schedule: with "constant", each draft has this many tokens. Rows
+                take drafts each for itself, whether that is quicker or not.
 
         Returns:
             What transformers returns: token ids [batch x returned sequences, tokens], or its output object.

@@ -87,8 +87,8 @@ class DistributedModelForSequenceClassification(DistributedModel):
     """transformers' ...ForSequenceClassification with its blocks in the swarm; see `DistributedModel`.
 
     Its head is new, belongs to the client and has `requires_grad` from the start: give an optimiser the `parameters()`
-    that have it. The logits [batch, num_labels] are those of each row's last token that is not padding, so batches
-    need a `pad_token_id` in `config`.
+    that have it. The logits [batch, num_labels] are those of each row's last token that is not padding. So batches need
+    a `pad_token_id` in `config`.
     """
 
     def __init__(self, opened: OpenedModel, num_labels: int, problem_type: str | None) -> None:

@@ -36,6 +36,7 @@ from ..generation.drafting import DraftCounts, LookupDrafter
 from ..generation.mtp_head import mtp_reader
 from ..generation.sampling import Token
 from ..generation.speculation import Answering, Drafter
+from ..session.prefixes import common_prefix
 from .inference_session import InferenceSession
 from .processors import Answers, Prepared, ProcessorSampler, RowDraws
 from .remote import RemoteSequential
@@ -50,9 +51,9 @@ _ANY_LENGTH: Final = 1 << 20
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """What `generate` was asked for: whether there are drafts; a model on this machine that guesses them, beside what
-    is looked up in the text, or `mtp_head` of the model; how long they are, if not as long as it pays; and what
-    transformers hands on to no `custom_generate`."""
+    """What `generate` was asked for: whether there are drafts; a model on this machine, or `mtp_head` of the model,
+    that guesses them beside what is looked up; how long they are, if not as long as it pays; and what transformers
+    hands on to no `custom_generate`."""
 
     drafts: bool = False
     assistant: Any = None
@@ -152,11 +153,7 @@ class Assistant:
     @torch.no_grad()
     def read(self, tokens: Sequence[int]) -> torch.Tensor | None:
         """As `DraftReader.read` does it."""
-        common = 0
-        for held, wanted in zip(self._held, tokens[:-1], strict=False):
-            if held != wanted:
-                break
-            common += 1
+        common = common_prefix(self._held, tokens[:-1])
         if self._cache is None or (common < len(self._held) and not self._cache.is_croppable):
             self._cache, self._held, common = DynamicCache(config=self._model.config), [], 0
         if common < len(self._held):

@@ -244,8 +244,8 @@ class InferenceSession:
         """A session that holds the same tokens and goes on by itself: for several continuations of one text.
 
         It runs through the same servers where that is possible, and what they have kept is not computed again. That is
-        all but the last 31 tokens at most, as long as no other session has needed the room, and nobody's rows have
-        changed places. It reserves cache of its own. Close each for itself.
+        all but the last 31 tokens at most, while no other session has needed the room. Nor may rows have changed
+        places. It reserves cache of its own. Close each for itself.
 
         Raises:
             BadInput: this session is closed, or its chains are compared.

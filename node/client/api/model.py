@@ -32,8 +32,8 @@ class DistributedModel:
 
     Attributes:
         remote_blocks: all blocks. May be set to another module that takes and returns hidden states [batch, tokens,
-            hidden], such as `nn.Sequential(blocks[:10], MyAdapter(), blocks[10:])`, whose parameters then belong to
-            the model.
+            hidden]. An example is `nn.Sequential(blocks[:10], MyAdapter(), blocks[10:])`, whose parameters then belong
+            to the model.
         num_blocks, hidden_size: of the whole model.
         version: the model version, 32 bytes.
         any_token: a token id that is not that of padding.
@@ -158,7 +158,7 @@ class DistributedModel:
     def prompted(
         self, prompts: torch.Tensor, deep: torch.Tensor | None = None, *, starts: torch.Tensor | None = None
     ) -> Iterator[None]:
-        """A context in which soft prompts replace the embeddings of some tokens of every row, for calls of this thread.
+        """A context in which soft prompts replace embeddings of some tokens of every row, for this thread's calls.
 
         Args:
             prompts: [prefix, embedding size], in place of the embeddings of the first `prefix` tokens.

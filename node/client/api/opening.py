@@ -48,8 +48,8 @@ class ModelOptions(TypedDict, total=False):
             with `petalnode serve --allow-client` accept only clients whose peer id they know.
         allowed_servers: peer ids of the only servers to use; None allows all.
         blocked_servers: peer ids of servers never to use.
-        trusted_servers: peer ids of the only servers that compute the first and the last `trusted_blocks` blocks (2),
-            from which a server can tell the text. Others compute the rest. None lets all servers compute all blocks.
+        trusted_servers: peer ids of the only servers that compute the first and the last `trusted_blocks` blocks (2).
+            From these a server can tell the text. Others compute the rest. None lets all servers compute all blocks.
         trusted_blocks: how many blocks at each end are for trusted servers only.
         share_receipts: multiaddrs with /p2p of auditors that are sent receipts and hidden states, which show them the
             text.
@@ -58,15 +58,15 @@ class ModelOptions(TypedDict, total=False):
             and compare their outputs. See `disagreements`. Calls without a cache are not compared.
         request_timeout: seconds that a server may take for one step.
         codec: how the hidden states of sessions (and `generate`) travel: "none" as they are, "float16", "bfloat16" or
-            "int8". "auto" takes one from the second session on. It has to save a tenth of the time by the bandwidth
-            that was measured, and to round by at most 0.1 %.
+            "int8". "auto" takes one from the second session on. It has to save a tenth of the time by the measured
+            bandwidth, and round by 0.1 % at most.
         batch_codec: the same for calls without a cache and their gradients, without "auto".
         prefix_salt: a secret of at least 16 characters. Servers with `--prefix-cache salted` let all who know it use
             what they have computed for one of them. Those can tell by the time that a server takes which texts the
             others have sent.
         wait: while no chain of servers covers the model, wait for one instead of raising.
-        adapter: a folder with a LoRA adapter or a prompt in peft's format, which is sent to servers that do not hold
-            it. Or the name of a LoRA adapter that servers hold: then only those servers are used.
+        adapter: a folder with a LoRA adapter or a prompt in peft's format. It is sent to servers that do not hold it.
+            Or the name of a LoRA adapter that servers hold: then only those servers are used.
         progress: called with what is downloaded or read, and how far it is.
     """
 

@@ -141,11 +141,11 @@ class Answers:
 
 
 class RowDraws:
-    """The random numbers that `torch.multinomial` would draw for all rows at once, step by step, for each row when it
-    comes to the step. Safe to use from several threads.
+    """The random numbers that `torch.multinomial` would draw for all rows at once, step by step. Each row gets its own
+    when it comes to the step. Safe to use from several threads.
 
-    A token of a row is where its probabilities divided by exponential random numbers are largest, as `multinomial` has
-    it. Begins where torch's generator of the CPU stands.
+    A row's token is where its probabilities divided by exponential random numbers are largest, as `multinomial` has it.
+    Begins where torch's generator of the CPU stands.
     """
 
     def __init__(self, rows: int) -> None:

@@ -84,8 +84,8 @@ class RemoteSequential(nn.Module):
     position 0. Gradients pass through it to the hidden states and to deep prompts; the blocks have no parameters here
     and never change.
 
-    `blocks[3:7]` is a part of them, and iterating gives them one by one, so that the hidden states between two blocks
-    can be read and changed by a module of your own:
+    `blocks[3:7]` is a part of them, and iterating gives them one by one. So a module of your own can read and change
+    the hidden states between two blocks:
 
         hidden = blocks[:10](hidden)
         hidden = hidden + my_adapter(hidden)

@@ -21,7 +21,7 @@ from ..session.answers import HopTiming
 
 @dataclass(frozen=True)
 class RowPolicy:
-    """When the rows of a batch go through the chain apart, and what is kept of how long that took."""
+    """When the rows of a batch go through the chain apart, and what is kept of that time."""
 
     base: float = 0.8
     """Of a server's step of one row, what a step of several rows takes once: the weights are read for all of them. By
@@ -117,8 +117,8 @@ class Measured:
 class Paces:
     """What the generations of a model have taken, by the chain. Those of long ago are forgotten.
 
-    No `Estimate`: each figure is the mean of a whole answer's steps already, and ways that were tried minutes apart are
-    compared. So the newest one counts alone.
+    No `Estimate`: each figure is the mean of a whole answer's steps already, and ways tried minutes apart are compared.
+    So the newest one counts alone.
     """
 
     def __init__(self) -> None:
@@ -161,11 +161,11 @@ class Paces:
 
 
 def groups(rows: int, step_seconds: Sequence[float], trip_seconds: float, measured: Measured | None = None) -> int:
-    """In how many groups `rows` go through servers that say that they take so long for a step of one row.
+    """In how many groups `rows` go through servers that announce these seconds for a step of one row.
 
     `trip_seconds`: what a step takes on the way, through all of them and back. `measured`: what earlier batches through
-    the same servers have shown, which counts more. One group, or what was quickest of what was tried with this number
-    of rows, unless another number is clearly quicker.
+    the same servers have shown, which counts more. One group, or what was quickest of what was tried with these rows,
+    unless another number is clearly quicker.
     """
     if len(step_seconds) < 2:
         return 1
@@ -204,8 +204,8 @@ def draft_apart(
     """Whether `rows` are quicker each in a session of its own, with drafts, than in one batch without.
 
     `gain`: tokens that a step with a draft brings on average. Where no draft is right it is to be 0.97 times as quick
-    at least, so that a wrong `gain` costs little. `DraftPlan` bounds what wrong drafts may cost. `measured`: what
-    earlier batches through the same servers took, which counts more. It has to pay with half of the gain then.
+    at least. So a wrong `gain` costs little. `DraftPlan` bounds what wrong drafts may cost. `measured`: what earlier
+    batches through the same servers took, which counts more. It has to pay with half of the gain then.
     """
     if not 1 < rows <= ROWS.most_drafted or not step_seconds:
         return False
@@ -254,7 +254,7 @@ class Batches:
     def cut(
         self, rows: int, route: Route, step_seconds: Sequence[float], trip_seconds: float, drafts: bool
     ) -> tuple[int, bool]:
-        """(in how many sessions the rows of a batch go through the servers of `route`, whether they take drafts there).
+        """(in how many sessions the rows go through the servers of `route`, whether they take drafts there).
 
         Where there are to be `drafts`, rows take them only where each has a session of its own.
         """
@@ -274,7 +274,7 @@ class Batches:
         self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], accepted: int | None, known: bool
     ) -> None:
         """Learns how many tokens a step drafts have brought in a batch: `accepted` of them were right. None: there were
-        none, and those that are looked up would have brought what the text shows, where these are what is `known`."""
+        none, and the looked-up ones would have brought what the text shows, if it is `known`."""
         gain = ROWS.first_gain
         if accepted is not None:
             tokens = sum(map(len, answers))

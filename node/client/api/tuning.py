@@ -23,9 +23,9 @@ _USUAL_TARGETS = (("q_proj", "v_proj"), ("query_key_value",), ("qkv_proj",), ("c
 
 
 class PromptTuning(nn.Module):
-    """Learns virtual tokens before every row (soft prompts, Lester et al. 2021), and with `deep` also tensors that are
-    added to the input of every block at their positions (deep prompts: P-tuning v2, Liu et al. 2021; "prefix tuning"
-    in Petals, NeurIPS 2023, app. G).
+    """Learns virtual tokens before every row (soft prompts, Lester et al. 2021). With `deep` also tensors that are
+    added to the input of every block at their positions (deep prompts: P-tuning v2, Liu et al. 2021; "prefix tuning" in
+    Petals, NeurIPS 2023, app. G).
 
         tuned = PromptTuning(model, num_virtual_tokens=16)
         optimiser = torch.optim.Adam(tuned.parameters(), lr=1e-2)
@@ -138,7 +138,7 @@ class LoraTuning(nn.Module):
         optimiser = torch.optim.AdamW(tuned.parameters(), lr=1e-3)
         tuned(input_ids, attention_mask=mask, labels=labels).loss.backward()
 
-    Servers get the current weights with each batch, as inputs, and do not keep them, so any number of clients can train
+    Servers get the current weights with each batch, as inputs, and do not keep them. So any number of clients can train
     on the same servers. Arguments, `peft_state_dict` and the initialisation (A random, B zero) are those of peft's
     LoraConfig. There is no dropout, because servers compute their forward pass twice.
 

@@ -135,9 +135,9 @@ def _done(stages: Sequence[Stage], free: dict[str, float]) -> float:
 
 
 def rows_of_micro_batch(rows: int, tokens: int, servers: int) -> int:
-    """Rows of one micro-batch of a batch of `rows` rows of `tokens` tokens, for `servers` servers in all its chains.
+    """Rows of one micro-batch of a batch of `rows` rows of `tokens` tokens, for `servers` servers in all.
 
-    Few enough that all servers have something to do most of the time, but no less than `LEAST_TOKENS` tokens, and never
+    Few enough that all servers have something to do most of the time, but no less than `LEAST_TOKENS` tokens. And never
     more than `MICRO_BATCH_TOKENS` (one row may be longer: it cannot be cut without a cache).
     """
     fair = rows // (PER_STAGE * servers)

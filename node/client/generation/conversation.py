@@ -52,9 +52,9 @@ class Conversation:
         stop_tokens: ids that end an answer.
         soft_prompt: [virtual tokens, embedding size], which stands before all of it and counts beyond max_length.
         adapter: changes the blocks; by default the client's.
-        drafts: whether to ask the servers about tokens that are guessed from the text, beside the next one, where that
-            is quicker. The answer is the same. Where the text does not, the model's MTP head guesses if it has one
-            (`mtp_head`), or the model that is given, which has the tokenizer of the model.
+        drafts: whether to ask about tokens that are guessed from the text, beside the next one, where that is quicker.
+            The answer is the same. Where the text does not, the model's MTP head guesses if it has one (`mtp_head`).
+            Else the model that is given, which has the tokenizer of the model.
 
     Attributes:
         prefix_salt: only with conversations of the same one it shares what servers keep of its beginning.
@@ -98,7 +98,7 @@ class Conversation:
 
     async def lengthen(self, max_length: int) -> None:
         """Lets the conversation reach `max_length` tokens. Its session is given up: the next answer opens one for as
-        many, and servers that have kept its beginning need not compute that again."""
+        many. Servers that have kept its beginning need not compute that again."""
         self.max_length = max_length
         self._saved = None
         await self.aclose()
@@ -143,8 +143,8 @@ class Conversation:
 
     @property
     def hops(self) -> tuple[tuple[HopTiming, int, int], ...]:
-        """Of each server of the present chain: the time of its last step, and the tensor bytes that this client has
-        sent to it and received from it so far."""
+        """Of each server of the present chain: the time of its last step, and the tensor bytes sent to it and received
+        from it so far."""
         if not isinstance(self._session, ClientSession):
             return ()
         pairs = zip(self._session.timings, self._session.traffic, strict=True)

@@ -18,6 +18,7 @@ from ...errors import BadInput
 from ...models.folder import ModelFolder
 from ..chat import Text
 from ..request import WireTensor
+from ..session.prefixes import common_prefix
 from .sampling import AheadSampler, TokenSampler
 
 MOST_DRAFTED: Final = 96
@@ -58,8 +59,8 @@ class FixedDrafts:
 
 
 class LookupDrafter:
-    """Finds what followed the last tokens of a text where they stood before in it ("prompt lookup decoding", Saxena
-    2023; suffix matching as in REST, arXiv 2311.08252, section 3.2)."""
+    """Finds what followed the last tokens of a text where they stood before ("prompt lookup decoding", Saxena 2023;
+    suffix matching as in REST, arXiv 2311.08252, section 3.2)."""
 
     def __init__(self) -> None:
         self._after: dict[tuple[int, ...], int] = {}
@@ -123,7 +124,7 @@ class DraftReader(Protocol):
 
 @runtime_checkable
 class HiddenReader(DraftReader, Protocol):
-    """One that also reads what leaves the last block of the model of the swarm, of a prompt for `reads` tokens."""
+    """One that also reads what leaves the last block of the swarm's model, of a prompt for `reads` tokens."""
 
     reads: int
 
@@ -149,11 +150,7 @@ class DraftCache:
         return self._max_length
 
     def read(self, tokens: Sequence[int]) -> torch.Tensor | None:
-        common = 0
-        for held, wanted in zip(self._held, tokens[:-1], strict=False):
-            if held != wanted:
-                break
-            common += 1
+        common = common_prefix(self._held, tokens[:-1])
         with self._model.turn, torch.inference_mode():
             try:
                 self._cache.rollback(common)
@@ -183,13 +180,13 @@ class Ahead:
 class ModelDrafter:
     """Guesses the tokens of one answer, one after another, with a draft model.
 
-    A token is drawn with the very random numbers that the chain's token will be drawn with, so that it is the same one
-    as often as the two distributions allow without knowing of each other: with a probability of at least
-    (1 - D) / (1 + D), D being their total variation distance ("drafter-invariant speculative decoding" by Gumbel
-    sampling: Daliri, Musco and Suresh, arXiv 2408.07978). What the sampler chooses does not depend on the guess.
+    A token is drawn with the very random numbers that the chain's token will be drawn with. So it is the same one as
+    often as the two distributions allow without knowing of each other: with a probability of at least (1 - D) / (1 +
+    D), D being their total variation distance ("drafter-invariant speculative decoding" by Gumbel sampling: Daliri,
+    Musco and Suresh, arXiv 2408.07978). What the sampler chooses does not depend on the guess.
 
     Args:
-        skipped: tokens at the beginning of a line that are none of the model's, such as those of a soft prompt.
+        skipped: tokens at the beginning of a line that are none of the model's, as of a soft prompt.
     """
 
     def __init__(self, cache: DraftReader, sampler: TokenSampler, skipped: int = 0) -> None:

@@ -50,13 +50,13 @@ class DraftPolicy:
             compute for nothing.
         model_steps: steps with guesses of a draft model that are under way.
         sure_model, sure_model_steps: fewer, larger ones, from which share of right guesses on.
-        reading: of a draft model's time for a guess, that each further token takes which it reads with the last one.
+        reading: of a draft model's time for a guess, that each further token takes which it reads with it.
         first_break, first_model_break, longest_break: steps after which a kind of draft that gained nothing is tried
             again.
         least_gain: times as quick that a draft has to make the answer: less is within the error of what is known.
         allowed_loss: of the time of an answer, that drafts which turn out to be wrong may take.
-        first_budget, largest_budget, deepest_debt: what drafts may lose before they have gained anything, at once of
-            what they have gained, and by one accident. In tokens answered one after the other.
+        first_budget, largest_budget, deepest_debt: what drafts may lose before they gained anything, at once of what
+            they gained, and by one accident. In tokens answered one after the other.
     """
 
     long_match: int = 4
@@ -156,7 +156,7 @@ def kind_of(match: int) -> int:
 
 @dataclass
 class DraftPlan:
-    """Decides how long drafts are, and in how many steps they are checked, from what they have gained so far.
+    """Decides how long drafts are, and in how many steps they are checked, by what they gained so far.
 
     Attributes:
         counts: of all drafts so far.
@@ -233,7 +233,7 @@ class DraftPlan:
     def model_depth(self, most: int) -> int:
         """How many guesses of a draft model may be unchecked; 0 where it makes nothing quicker, or takes a break.
 
-        It guesses while the steps are under way, so that an answer takes the way once for each wrong guess.
+        It guesses while the steps are under way. So an answer takes the way once for each wrong guess.
         """
         if self.fixed is not None:
             return min(most, self.fixed.guessed) if self.speed is not None else 0
@@ -266,7 +266,7 @@ class DraftPlan:
         return depth, tokens / (speed.alone + (tokens - 1) * paced)
 
     def beats_model(self, draft: Draft) -> bool:
-        """Whether checking it brings more tokens a second than a draft model's guesses, or as good as none is wrong. It
+        """Whether checking it brings more tokens a second than a draft model's guesses, or nearly none is wrong. It
         takes no time of this machine. A short match has to have shown that: most texts have some that mean nothing."""
         chance = self._chances[kind_of(draft.match)]
         sure = draft.match >= _POLICY.sure_match and chance.share >= _POLICY.sure_share
@@ -297,8 +297,8 @@ class DraftPlan:
         return self.cost.of(tokens) - self.cost.of(1) <= budget * self.cost.of(1)
 
     def settle(self, tokens: int, gained: float = 0.0, *, by_model: bool = False) -> None:
-        """`tokens` tokens were answered, `gained` seconds sooner than one after the other, by drafts of the text or of
-        a draft model. Only once a step was noted."""
+        """`tokens` tokens were answered, `gained` seconds sooner than without drafts of the text or of a model. Only
+        once a step was noted."""
         alone = self._seconds(1)
         allowed, won = _POLICY.allowed_loss * tokens, gained / alone if alone > 0 else 0.0
         if self.model_budget is not None:
@@ -357,8 +357,8 @@ def _within(budget: float) -> float:
 
 @dataclass
 class PipelineSpeed:
-    """What a draft of any length takes in steps that are under way side by side, through servers that work at the same
-    time. It follows from an `Estimate` of a lone step and lines by size of all others.
+    """What a draft of any length takes in steps under way side by side, through servers that work simultaneously. It
+    follows from an `Estimate` of a lone step and lines by size of all others.
 
     Attributes:
         work: seconds of computing of a step by its tokens, all servers and the head together.
@@ -387,7 +387,7 @@ class PipelineSpeed:
         return self.alone > 0 and self.work.is_known
 
     def note_work(self, tokens: int, stages: Sequence[float], head: float) -> None:
-        """A step of `tokens` tokens was computed by each server in the seconds of `stages`, and by the head here."""
+        """A step of `tokens` tokens took each server the seconds of `stages`, and the head here `head`."""
         self.work.note(tokens, sum(stages) + head)
         self.stage.note(tokens, max([*stages, head]))
 
@@ -409,7 +409,7 @@ class PipelineSpeed:
 
     def note_vain(self, steps: Iterable[tuple[int, float]], now: float) -> float:
         """Steps of these numbers of tokens were sent at these times, and only the first was wanted. Returns the seconds
-        for which the servers are busy with the others when what is sent now comes to them."""
+        for which servers are busy with the others when what is sent now comes."""
         done = 0.0
         for tokens, sent in steps:
             done = max(done, sent) + self.stage.of(tokens)

@@ -191,8 +191,8 @@ def mtp_reader(part: ClientModel, max_length: int) -> MtpReader | None:
 class MtpReader:
     """What the head has read of one conversation, as `DraftReader`.
 
-    Its cache begins where what left the last block is known: of a part of a prompt that servers had kept it is not, nor
-    of one that nobody asked for. Rotary positions count from there, which makes no difference: only distances matter.
+    Its cache begins where what left the last block is known: not of a part of a prompt that servers had kept, nor of
+    one that nobody asked for. Rotary positions count from there, which makes no difference: only distances matter.
     """
 
     def __init__(self, part: ClientModel, head: MtpHead, max_length: int) -> None:

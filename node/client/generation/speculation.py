@@ -386,7 +386,7 @@ class Drafter:
         session: ClientSession,
         text: DraftedText,
     ) -> None:
-        """Checks this draft and those that follow it in steps that are under way at once, as far as that can be.
+        """Checks this draft and those that follow it, where possible in steps that are under way at once.
 
         The session, in which `text` is, may hold tokens behind the answer's then.
 

@@ -72,7 +72,7 @@ class SessionSpec:
         return hashlib.sha256(self.prefix_salt + peer_id.encode()).digest() if self.prefix_salt else b""
 
     def takes_long_factors(self, length: int) -> bool:
-        """Whether a call that ends at `length` tokens of a row, padding included, is one of a long text (longrope)."""
+        """Whether a call that ends at `length` tokens of a row, padding included, is of a long text (longrope)."""
         return self.original_length is not None and length - min(self.left_padding, default=0) > self.original_length
 
     @property

@@ -320,7 +320,7 @@ class Chain:
     # --- standbys
 
     def prepare_standby(self, link: ServerLink, *, late: bool = False) -> None:
-        """Begins to prepare other servers for the blocks of `link`, unless that is under way or was tried just now.
+        """Begins to prepare other servers for the blocks of `link`, unless that was begun or tried just now.
 
         `late`: a step waits for it, and it is tried again soon.
         """

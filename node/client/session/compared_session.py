@@ -54,8 +54,8 @@ log = logging.getLogger(__name__)
 
 
 class ReplicaChain:
-    """One of the chains that are compared: its session, and the client as it sees it, without the servers of the other
-    chains and those with other weights."""
+    """One of the chains that are compared: its session, and the client as it sees it: without other chains' servers and
+    those with other weights."""
 
     def __init__(
         self, client: ModelClient, compared: ComparedSession, wait: bool, planned: tuple[Hop, ...] = ()

@@ -104,7 +104,7 @@ def disjoint_chains(
 ) -> list[tuple[Hop, ...]] | None:
     """`count` chains that share no server, None if there are fewer.
 
-    Each is the cheapest of what those before it left, as long as that leaves enough for those after it.
+    Each is the cheapest of what those before it left, if that leaves enough for those after it.
     """
     usable = [
         candidate
@@ -180,8 +180,8 @@ def plan_chains(
 
 @dataclass(frozen=True)
 class Agreement:
-    """`agreed` are the chains that are believed, most of all of them, the first one the nearest to all others; empty if
-    there is no majority. `error` and `tolerance` are those of the chains farthest apart."""
+    """`agreed` are the chains that are believed, most of all, beginning with the nearest to all others; empty if there
+    is no majority. `error` and `tolerance` are those of the chains farthest apart."""
 
     agreed: tuple[int, ...]
     dissenting: tuple[int, ...]
@@ -370,7 +370,7 @@ def _asked_the_same(one: SpanAnswer, other: SpanAnswer) -> bool:
 
 
 def span_answers(held: Sequence[tuple[Hop, InputHistory]], before: int, output: torch.Tensor) -> list[SpanAnswer]:
-    """What each server of a chain made of the last step, which began at position `before`, by what it was sent."""
+    """What each server of a chain made of the last step, from position `before` on, by its input."""
     left = []
     for _, history in held[1:]:
         inputs = history.needed(history.end)

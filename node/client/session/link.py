@@ -241,12 +241,12 @@ class ServerLink:
         return replace(step, chunk=answer.chunk, answered=b"")
 
     def has_lost(self, position: int, error: ServerFailed) -> bool:
-        """Whether the server says by `error` that it does not hold what it has answered for last, with nothing under
-        way but the step behind `position` and nothing rolled back by it."""
+        """Whether the server says by `error` that it does not hold what it has answered for last. Nothing may be under
+        way then but the step behind `position`, and nothing rolled back by it."""
         return has_code(error, wire.ERROR_NOT_FOUND) and position >= self.history.end and self.server.is_in_step
 
     def patience(self, chunk: WireTensor, before: int = 0) -> float:
-        """Seconds after which the answer to a step with this input is late, with `before` tokens of a row under way
+        """Seconds after which the answer to a step with this input is late. `before` tokens of a row are under way
         before it."""
         tokens = before + chunk.tokens
         announced = self.server.announced_seconds(tokens * chunk.tensor.shape[0])

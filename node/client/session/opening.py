@@ -55,10 +55,10 @@ class Opening:
     """Looks for servers for the blocks of `spec` that hold what `history` says, up to `position`, by `run`.
 
     `epoch` gives the number of the route for each chain that is tried. Servers that are found to be silent are
-    suspected at once, so that no other step of this client asks them meanwhile. What has left them for the history has
-    to be what its signer has signed, if that is known (`replacement`).
+    suspected at once. So no other step of this client asks them meanwhile. What has left them for the history has to be
+    what its signer signed, if known (`replacement`).
 
-    Where all servers of a chain have kept the first tokens of `beginning`, these are not run through them again: of the
+    Where all servers of a chain kept the first tokens of `beginning`, these do not run through them again: of the
     history by default. The links then have them as their inputs, which may be more than `position`.
     """
 

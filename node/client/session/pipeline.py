@@ -36,8 +36,8 @@ MOST_BYTES: Final = 3 * UNWATCHED_BYTES
 class Pipeline:
     """Steps under way through one chain, for one task; another one may `ask` while it waits for the oldest answer.
 
-    `push`: servers may push steps on. `in_step`: each server has had all numbers that were given out for its steps, so
-    that the next one can be pushed to it.
+    `push`: servers may push steps on. `in_step`: each server has had all numbers that were given out for its steps. So
+    the next one can be pushed to it.
 
     Attributes:
         position: tokens of a row that the session holds after the last answer.

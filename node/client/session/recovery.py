@@ -181,7 +181,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Receive:
-    """Wait for the answer, as long as is due for a step that was "pushed", was "sent", or is "late" already."""
+    """Wait for the answer, as long as is due for a step that was "pushed", "sent", or is "late"."""
 
     phase: Phase
 

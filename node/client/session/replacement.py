@@ -47,7 +47,7 @@ def differs_at(answered: Sequence[Input], replayed: Input) -> int | None:
 
 
 async def check_replay(history: InputHistory, spec: SessionSpec, links: Sequence[ServerLink], replayed: Input) -> None:
-    """Holds what has left the last of `links`, which take the place of the server of `history`, to what it has signed.
+    """Holds what has left the last of `links` to what the server of `history` has signed before them.
 
     Raises:
         ComputesOther: it is something else.

@@ -45,7 +45,7 @@ class SavedLink:
 
 @dataclass(frozen=True)
 class SavedSession:
-    """A session that another process of the same client can take up, for as long as the servers keep it."""
+    """A session that another process of the same client can take up, while the servers keep it."""
 
     links: tuple[SavedLink, ...]
     max_length: int
@@ -123,7 +123,7 @@ class ClientSession:
         self._position = position
 
     def fit(self, length: int) -> None:
-        """Rolls back to the tokens that have the factors which a text of `length` tokens of a row takes (longrope)."""
+        """Rolls back to the tokens with the factors of a text of `length` tokens of a row (longrope)."""
         if self._chain.links:
             wanted = self.spec.takes_long_factors(length)
             self._position = min(self._position, self._held_with(wanted))
@@ -174,7 +174,7 @@ class ClientSession:
 
     async def open(self, beginning: Beginning | None = None, position: int = 0) -> None:
         """Finds servers and opens the session at them. It is brought to `position` of `beginning`, or to as much of it
-        as they all have kept, if that is more.
+        as all have kept, if more.
 
         Raises:
             NoChainError: no chain covers the span; `missing` and the text name the blocks, and who refused.
@@ -214,8 +214,8 @@ class ClientSession:
         return True
 
     def saved(self) -> SavedSession | None:
-        """What another process needs to take this session up. None before it is open, and where its tokens have not the
-        factors that a text of this length takes."""
+        """What another process needs to take this session up. None before it is open, and where its tokens lack the
+        factors that such a text takes."""
         links = tuple(
             SavedLink(server.hop.peer_id, server.hop.span.start, server.hop.span.end, server.nonce, server.epoch)
             for server in (link.server for link in self._chain.links)
@@ -244,8 +244,8 @@ class ClientSession:
 
         `reorder` says for each row whose cache it continues, before the first chunk. Servers that fail are replaced.
         `long_factors`: as `wire.Step` has it, where that does not follow from the end of the chunks.
-        If the step raises or is cancelled, the session still holds what it held before, and goes on when servers are
-        back. It does not after a step with a reorder: some servers have carried it out then and others have not.
+        If the step raises or is cancelled, the session holds what it held before. It goes on when servers are back. It
+        does not after a step with a reorder: some servers have carried it out then and others have not.
 
         Raises:
             NoChainError: servers failed, and no others hold their blocks.

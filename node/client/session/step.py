@@ -178,7 +178,7 @@ class PipelineStep:
         )
 
     async def receive(self, phase: Phase) -> Signal | None:
-        """Waits for the server's answer, as long as is due for a step that was "pushed", was "sent" or is "late".
+        """Waits for the server's answer, as long as is due for a step in this `phase`.
 
         While it is late a standby is prepared. None: the answer is `unchecked` now.
 
@@ -289,7 +289,7 @@ class PipelineStep:
 
         The receipt that came with the push says who lied. If it contradicts the one that came here, the server that
         signed both is replaced. If it does not, nobody can tell, and the step is sent from here. A server that shows no
-        receipt, as older versions do, is replaced and not blamed.
+        receipt is replaced and not blamed.
         """
         link, shown = self.link, error.upstream
         pusher = self.chain.links[self.index - 1].server.hop.peer_id

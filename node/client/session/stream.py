@@ -93,7 +93,7 @@ class SessionStream(AnswerChecks):
 
     @property
     def kept(self) -> float:
-        """Seconds for which the server keeps the session when its stream is lost, at most those that were asked for."""
+        """Seconds for which the server keeps the session when its stream is lost, at most the asked ones."""
         return min(self._granted.keep_ms / 1000, self._asked_keep)
 
     @property
@@ -232,8 +232,8 @@ class SessionStream(AnswerChecks):
     # --- steps
 
     def target(self, nbytes: int = 0, *, receipt_only: bool = False) -> wire.PushTarget:
-        """Where another server pushes the next step, of `nbytes` bytes, to, and whether a receipt is enough of an
-        answer to it. Takes a sequence number for it."""
+        """Where another server pushes the next step, of `nbytes` bytes. And whether a receipt is enough of an answer to
+        it. Takes a sequence number for it."""
         sequence = self.next_sequence(nbytes)
         self._due.ask(sequence)
         self._targeted = True
@@ -335,8 +335,8 @@ class SessionStream(AnswerChecks):
         return self._sent is not None and self._sent[0] > self._answered and self.uses(self._sent[1])
 
     async def abandon(self) -> None:
-        """Ends the stream, so that the server drops the parts of a prompt which it has been sent and has not begun. It
-        keeps the session, to be taken up on another stream. Never waits, never raises."""
+        """Ends the stream, so that the server drops what it was sent of a prompt and has not begun. It keeps the
+        session, to be taken up on another stream. Never waits, never raises."""
         self.abandoned = True
         await self.leave()
 

@@ -98,8 +98,8 @@ def read_gguf_header(file: Path) -> GgufHeader:
     """Reads and checks the header of `file`.
 
     Raises:
-        ModelError: if this is no GGUF file, or is truncated, or has a header beyond the bounds above, or holds a
-            quantisation that is not known.
+        ModelError: if this is no GGUF file, is truncated, or has a header beyond the bounds above. Also if its
+            quantisation is not known.
     """
     try:
         stat = file.stat()

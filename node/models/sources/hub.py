@@ -24,7 +24,6 @@ from ..folder import TEXT_FILES, ModelFolder, check_text_file, open_folder
 from ..manifest import MANIFEST_FILE, MAX_FILE_BYTES
 from ..parts import Need, Part, find_layout
 from ..progress import Progress
-from .download import download
 from .hub_files import choose_gguf, kind_of, name_of
 from .hub_parts import NAME_FILE, HubParts
 from .ranges import NoRanges, RangedFile
@@ -64,7 +63,7 @@ def fetch(
     If the hub cannot be reached, what the cache has is used.
 
     Raises:
-        ModelError: if there is no such model or revision, it is gated, or neither hub nor cache have what is needed.
+        ModelError: if there is no such model or revision, it is gated, or neither hub nor cache have it.
         MachineError: if the disk is full.
     """
     from huggingface_hub import constants
@@ -286,7 +285,7 @@ def _small_file(remote: _Remote, name: str, progress: Progress) -> Path:
 def _weights(remote: _Remote, name: str, cache: Path, progress: Progress) -> None:
     """Puts a weights file into the hub's cache under its hash; huggingface_hub then finds it there."""
     from filelock import FileLock
-    from huggingface_hub import get_hf_file_metadata, get_token, hf_hub_url
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
     url = hf_hub_url(remote.model_id, name, revision=remote.commit)
     with _download_errors(remote, f"{name} could not be downloaded: "):
@@ -295,14 +294,12 @@ def _weights(remote: _Remote, name: str, cache: Path, progress: Progress) -> Non
         blob = _storage(cache, remote.model_id) / "blobs" / found.etag
         blob.parent.mkdir(parents=True, exist_ok=True)
         partial = blob.with_name(f"{found.etag}.partial")
-        token = get_token()
-        same_host = urlsplit(found.location).netloc == urlsplit(url).netloc
-        headers = {"Authorization": f"Bearer {token}"} if token and same_host else {}
-        with FileLock(blob.with_name(f"{found.etag}.partial.lock")):
+        lock = FileLock(blob.with_name(f"{found.etag}.partial.lock"))
+        with lock, suppress(NoRanges):  # who sends whole files only is asked by huggingface_hub
             if not blob.exists():
                 what = f"the download of {name} broke off, the next try goes on from there: "
                 with _download_errors(remote, what, (OSError, HTTPException)):  # what `progress` raises passes
-                    download(found.location, partial, progress, what=f"Downloading {name}", headers=headers)
+                    _ranged(remote, name).download(partial, progress)
                 if sha256_of(partial, name, progress).hex() != found.etag:
                     partial.unlink()
                     raise ModelError(f"{name} of {remote.model_id!r} came damaged (wrong SHA-256). Try again.")

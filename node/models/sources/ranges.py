@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import base64
+import math
+import os
+import ssl
 import threading
 import time
 import urllib.error
+import urllib.parse
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPException
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from ...errors import ModelError
-from .download import open_url
+from ..progress import Progress
 
 T = TypeVar("T")
 
 AT_ONCE: Final = 8
 PIECE_BYTES: Final = 16 << 20
 _READ: Final = 1 << 18
+_TIMEOUT: Final = 30.0
+"""Seconds for a connection, and for silence on it."""
 _ATTEMPTS: Final = 4  # in a row that bring nothing
 _PIECE_SECONDS: Final = 1800.0
 """For a piece, tries included: 9 KB a second. Each read has a deadline of its own beside."""
@@ -53,8 +62,20 @@ class RangedFile:
             found += data
         return bytes(found)
 
-    def stream(self, start: int, end: int, stop: threading.Event | None = None) -> Iterator[bytes]:
-        """These bytes, a few at a time and in order; ends early when `stop` is set.
+    def download(self, target: Path, progress: Progress) -> None:
+        """Brings `target` to the whole file; what it holds already is taken as its beginning. Raises as `stream`."""
+        with target.open("ab") as stream:
+            done = stream.tell() if stream.tell() <= self.nbytes else stream.truncate(0)
+            progress(f"Downloading {self.name}", done, self.nbytes)
+            for data in self.stream(done, self.nbytes, seconds=math.inf):
+                stream.write(data)
+                done += len(data)
+                progress(f"Downloading {self.name}", done, self.nbytes)
+
+    def stream(
+        self, start: int, end: int, stop: threading.Event | None = None, *, seconds: float = _PIECE_SECONDS
+    ) -> Iterator[bytes]:
+        """These bytes, a few at a time and in order, within `seconds`; ends early when `stop` is set.
 
         Raises:
             NoRanges: the server does not send parts of files.
@@ -63,7 +84,7 @@ class RangedFile:
         """
         if not 0 <= start <= end <= self.nbytes:
             raise ModelError(f"{self.name} on the hub has {self.nbytes:,} bytes, and was asked for those up to {end:,}")
-        deadline, failures, place = time.monotonic() + _PIECE_SECONDS, 0, start
+        deadline, failures, place = time.monotonic() + seconds, 0, start
         stop = stop or threading.Event()
         while place < end and not stop.is_set():
             before = place
@@ -131,6 +152,27 @@ class RangedFile:
                 self._place = None
         elif error.code < 500 and error.code != 429:
             raise error
+
+
+def open_url(url: str, headers: Mapping[str, str]) -> Any:
+    """An open response for `url`, with a deadline on every read. Proxies come from the environment, as do
+    certificates (PIP_CERT, REQUESTS_CA_BUNDLE, SSL_CERT_FILE) and a login from the URL itself.
+
+    Raises:
+        OSError: if it cannot be had (urllib's URLError and HTTPError are OSErrors).
+    """
+    sent = dict(headers)
+    parts = urllib.parse.urlsplit(url)
+    if parts.username:
+        login = f"{urllib.parse.unquote(parts.username)}:{urllib.parse.unquote(parts.password or '')}"
+        sent["Authorization"] = f"Basic {base64.b64encode(login.encode()).decode()}"
+    bundle = os.environ.get("PIP_CERT") or os.environ.get("REQUESTS_CA_BUNDLE")
+    context = ssl.create_default_context(cafile=bundle) if parts.scheme == "https" else None
+    address = parts._replace(netloc=parts.netloc.rpartition("@")[2], fragment="").geturl()
+    request = urllib.request.Request(address)
+    for name, value in sent.items():
+        request.add_unredirected_header(name, value)  # a login is for this host, not for where it points to
+    return urllib.request.urlopen(request, timeout=_TIMEOUT, context=context)
 
 
 def in_threads(work: Callable[[T, threading.Event], None], items: Sequence[T]) -> None:

@@ -96,9 +96,9 @@ def own_endpoints(
 ) -> tuple[Endpoint, ...]:
     """Where the other side should dial us.
 
-    `observed` are the endpoints from which peers see us come, the latest first. Most NATs keep a port, so we expect
-    to come from the same address and from the port that we dial from, `port` by version of IP. `reached` are those
-    where others got through; our own addresses are for neighbours.
+    `observed` are the endpoints from which peers see us come, the latest first. Most NATs keep a port. So we expect to
+    come from the same address and from the port that we dial from (`port`). `reached` are those where others got
+    through; our own addresses are for neighbours.
     """
     predicted = [Endpoint(seen.ip, port[seen.ip.version]) for seen in observed if seen.ip.version in port]
     listening = [Endpoint(own.ip, port[own.ip.version]) for own in local.listening if own.ip.version in port]
@@ -391,7 +391,7 @@ async def own_port(version: int, listening: int | None) -> AsyncIterator[int]:
 async def dial_from(port: int, target: Endpoint) -> trio.SocketStream:
     """Connects to `target` from that port, trying again when refused, until it works or is cancelled.
 
-    If the other side dials us at the same time from there, the two connections become one (RFC 9293, section 3.5).
+    If the other side dials us simultaneously from there, both become one connection (RFC 9293, section 3.5).
 
     Raises:
         OSError: it cannot work from this machine.

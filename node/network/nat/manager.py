@@ -168,7 +168,7 @@ class NatManager:
         """Whom to ask, in the order of our trust. Our NAT lets those in to whom we punched, which says nothing.
 
         A relay of other software that keeps a place for us is not asked: js-libp2p dials back over the connection that
-        there is and then closes it, and with it the reservation is gone.
+        is there, and then closes it. With it the reservation is gone.
         """
         first = dict.fromkeys(parse_peer(peer)[0] for peer in self._config.peers)
         store = self._host.libp2p.get_peerstore()

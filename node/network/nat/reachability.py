@@ -152,8 +152,8 @@ def judge(version: int, observations: Iterable[Observation], local: LocalEndpoin
     through nowhere proves a NAT. If one public does not reach us, we are closed, whatever others do. A private
     network of friends is not the internet.
 
-    One observer alone may invent a public and name somebody else's address as the one at which it reached us. Where
-    others contradict it, that address is not ours to announce, and we are closed. A lie costs a place at a relay.
+    One observer alone may invent a public address, and name somebody else's as where it reached us. Where others
+    contradict it, that address is not ours to announce, and we are closed. A lie costs a place at a relay.
     """
     if not local.ports(version):
         return NO_VERDICT
@@ -256,8 +256,8 @@ def whom_to_ask(
 
 
 def counts_as_asked(now: float, failures: int) -> float:
-    """When a peer counts as asked that has not answered now, for `failures` times in a row. A question that was lost
-    on its way, by the only peer perhaps, must not keep a node out of reach for long."""
+    """When a peer counts as asked that has not answered now, for `failures` times in a row. A question that was lost on
+    its way must not keep a node out of reach for long."""
     return now - _RETRY + min(_FIRST_RETRY * 2.0 ** min(failures - 1, 8), _RETRY)
 
 

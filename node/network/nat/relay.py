@@ -64,9 +64,9 @@ class RelayLimits:
     """The limits of a relay.
 
     Nobody can take everything: one peer has one reservation and at most `circuits_per_peer` circuits of its own. Peers
-    of one address (an IPv4 address, or a /56 of IPv6) have this number of reservations and circuits together, and no
-    more than is left for others, in all and to each peer. Where circuits have to wait for each other, each peer that
-    dialed some has its turn.
+    of one address (an IPv4 address, or a /56 of IPv6) have this number of reservations and circuits together. No more
+    than is left for others, in all and to each peer. Where circuits have to wait for each other, each peer that dialed
+    some has its turn.
     """
 
     reservations: int = 256  # peers with a reservation at a time

@@ -106,8 +106,8 @@ def plan_relays(
 ) -> RelayPlan:
     """What to do to hold `wanted` reservations. `states` are those of all relays that were ever tried, by peer id.
 
-    A relay that held a reservation for us is tried until it is back, which is quick since its clients know it; another
-    one replaces it meanwhile if it stays away. One reservation too many is kept: the next loss then costs nothing.
+    A relay that held a reservation for us is tried until it is back: its clients know it; another one replaces it
+    meanwhile if it stays away. One reservation too many is kept: the next loss then costs nothing.
     """
     ranks = {candidate.peer_id: candidate.rank for candidate in candidates}
     held = [peer for peer, record in states.items() if record.state is ReservationState.HELD]

@@ -55,9 +55,9 @@ class _LastUsed(OrderedDict[ID, _Value]):
 class BoundedPeerStore(PeerStore):
     """libp2p's, in which this node's own keys stay.
 
-    libp2p's own forgets peers without addresses first, once it knows 1,000, and the first of these is the node itself.
-    From then on it can neither identify itself nor sign what it publishes. What comes by other ways than addresses
-    (keys, protocols, signed records) has no bound there, and for each peer beyond the 1,000 it sorts all of them.
+    libp2p's own, once it knows 1,000, forgets peers without addresses first: the first is the node itself. From then on
+    it can neither identify itself nor sign what it publishes. What comes by other ways than addresses (keys, protocols,
+    signed records) has no bound there, and for each peer beyond the 1,000 it sorts all of them.
     """
 
     def __init__(self, own: KeyPair, limit: int | None = None) -> None:
@@ -216,7 +216,7 @@ class AddressBook:
         return addr in self._given
 
     def permitted(self, peer_id: ID, addrs: Iterable[Multiaddr]) -> list[Multiaddr]:
-        """Of these addresses of a peer those that may be dialed, even if only strangers say that it is there."""
+        """Of these addresses of a peer those that may be dialed, though only strangers say that it is there."""
         here, proven = self._whereabouts.here, self._page(peer_id).proven
         return [addr for addr in addrs if addr in self._given or addr in proven or is_permitted(addr, here)]
 

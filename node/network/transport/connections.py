@@ -259,8 +259,8 @@ class Network(Libp2pSwarm):
                 handler(str(muxer.peer_id))
 
     async def close_all(self) -> None:
-        """Closes all connections side by side (libp2p's own close takes 0.1 s for each), circuits before what they
-        run on."""
+        """Closes all connections side by side, circuits before what they run on (libp2p's own close takes 0.1 s
+        each)."""
         conns = [conn for of_peer in self.connections.values() for conn in of_peer]
         for direct in (False, True):
             async with trio.open_nursery() as nursery:
@@ -283,8 +283,8 @@ class Network(Libp2pSwarm):
     async def dial_peer(self, peer_id: ID, *, direct: bool = False) -> list[SwarmConn]:
         """Connects to a peer, if there is no connection yet: the first of its addresses that answers wins.
 
-        With `direct`, only a direct connection will do. libp2p's own tries one address, waits 250 ms even on
-        success, and refuses to dial a peer again for 60 s after one failure.
+        With `direct`, only a direct connection will do. libp2p's own tries one address, and waits 250 ms even on
+        success. It refuses to dial a peer again for 60 s after one failure.
         """
         key = (peer_id, direct)
         while not (live := self.live(peer_id, direct=direct)):

@@ -312,9 +312,9 @@ class NodeLimits:
         self.streams -= 1
 
     def hold(self, use: PeerUse, address: AddressUse, size: int, granted: bool) -> None:
-        """`size` more bytes of the peer are unread, or fewer, on a stream that was granted something, or was not.
-        Where that is too much, the address that holds the most of these loses its fullest stream. Nobody suffers for
-        what others send, under however many keys."""
+        """`size` more bytes of the peer are unread, or fewer, on a stream `granted` something, or not. Where that is
+        too much, the address that holds the most of these loses its fullest stream. Nobody suffers for what others
+        send, under however many keys."""
         use.unread += size
         address.unread[granted] += size
         self._unread[granted] += size
@@ -344,7 +344,7 @@ def metered(
     work: Coroutine[Any, Any, R], limits: NodeLimits, address: AddressUse, stream: MeteredStream | None = None
 ) -> Generator[Any, Any, R]:
     """Does `work`, and counts the processor time of each of its steps for the address. It does not count while the
-    stream, if it is for one, waits for its turn or was granted something. What was counted before that was for it."""
+    stream, if any, waits for its turn or was granted something. What was counted before that was for it."""
     step: Callable[[], Any] = partial(work.send, None)
     asking = None if stream is None else Recent()
     while True:

@@ -50,8 +50,8 @@ def _part(memory: int, divisor: int, least: int, most: int) -> int:
 
 
 def budgets_of(memory: int) -> Budgets:
-    """What a machine, or a container, with `memory` bytes has for its peers: a fortieth, all budgets together,
-    but enough for one prompt of the largest size, and no more than a core can use."""
+    """What a machine, or a container, with `memory` bytes has for its peers: a fortieth, all budgets together, but
+    enough for one largest prompt, and no more than a core can use."""
     unread = _part(memory, 128, 48, 1024)
     return Budgets(
         ungranted=_part(memory, 512, 16, 128),
@@ -115,7 +115,7 @@ class HeapUse:
 def worth_trimming(use: HeapUse, last: HeapUse, least_resident: int, since: float) -> bool:
     """Whether much may be given back; `last` is how the heap was after that had been done `since` seconds ago.
 
-    The C library keeps it, and the process has grown as much since it had least, or gave back last. What it keeps in
+    The C library keeps it, and the process has grown as much since its least or last return. What it keeps in
     parts of pages cannot be given back, and is not tried again and again: but when a burst is over, what lay between
     its bytes is whole pages. What the C library says that it keeps has those that were given back already.
     """

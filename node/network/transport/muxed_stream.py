@@ -39,8 +39,8 @@ class StreamConnection(Protocol):
     address: AddressUse  # of the peer
 
     def hold(self, size: int, granted: bool) -> None:
-        """Counts bytes that came and were not read yet, fewer if `size` is negative, on a stream that was granted
-        something, or was not."""
+        """Counts bytes that came and were not read yet, fewer if `size` is negative. The stream was granted something,
+        or was not."""
 
     def may_widen(self, more: int) -> bool:
         """Whether the peer may be given so much more window; counted until `forget_if_done`."""
@@ -66,8 +66,8 @@ class MuxedStream(IMuxedStream):
     """One stream. One task may read and one may write at a time.
 
     Attributes:
-        granted: whether the peer was granted something on it (a session, a batch, a circuit), or was asked for what it
-            sends. How wide the window is says nothing about that.
+        granted: whether the peer was granted something on it (session, batch, circuit), or was asked for what it sends.
+            How wide the window is says nothing about that.
         widened: bytes of the window beyond what every stream has.
     """
 
@@ -325,7 +325,7 @@ class MuxedStream(IMuxedStream):
 
 
 async def wake_in_portions(streams: list[MuxedStream], limits: NodeLimits, address: AddressUse) -> None:
-    """Wakes who waits on the streams of a lost connection, a few for all connections in each pass of the loop.
+    """Wakes who waits on the streams of a lost connection: in each pass of the loop a few for all connections.
 
     Takes them out of the list, our own first. What was granted nothing waits for the turn of its address. Cancelled,
     it wakes all at once.

@@ -74,8 +74,8 @@ class OneRoundTrip(MultiselectClient):
 class OneAnswer(Multiselect):
     """libp2p's responder, which answers what came together with one packet.
 
-    A new connection may send ten packets before the first one is acknowledged, and with several streams opened at
-    once the small ones of their negotiation alone are more. What they negotiate for then waits a round trip.
+    A new connection may send ten packets before the first one is acknowledged. With several streams opened at once,
+    their negotiation's small packets alone are more. What they negotiate for then waits a round trip.
     """
 
     async def negotiate(

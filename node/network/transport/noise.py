@@ -44,8 +44,8 @@ MAX_RSA_KEY: Final = 600
 
 
 class ShortRsaKey(RSAPublicKey):
-    """libp2p's parses numbers of up to 64 KiB in a handshake, and a private key's as well, before it looks at their
-    size. That takes 7 s of processor time for one message."""
+    """libp2p's parses numbers of up to 64 KiB in a handshake before it looks at their size. So it does with a private
+    key's. That takes 7 s of processor time for one message."""
 
     @classmethod
     def from_bytes(cls, key_bytes: bytes) -> RSAPublicKey:

@@ -40,8 +40,8 @@ class Place:
 class Places:
     """`most` places. A peer, and an address, may have more as long as as many are left for others.
 
-    Where none is left, an idle place of the address that has the most is given up to who has fewer. So no number of
-    keys at one address keeps others out, nor do silent streams from many addresses.
+    Where none is left, who has fewer gets an idle place of the address that has the most. So no number of keys at one
+    address keeps others out, nor do silent streams from many addresses.
     """
 
     def __init__(self, most: int) -> None:

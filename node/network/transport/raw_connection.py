@@ -55,8 +55,8 @@ class Path:
     """The way of one connection.
 
     `relay` is the peer id of the relay that carries it, None if `direct`. `remote_addr` is the multiaddr of the other
-    end, without its peer id, as this machine sees it (a relayed peer's: its circuit address), None if unknown.
-    `inbound` says that the peer made the connection.
+    end, without peer id, as this machine sees it (a relayed peer's: its circuit address), None if unknown. `inbound`
+    says that the peer made the connection.
     """
 
     direct: bool
@@ -104,7 +104,7 @@ class RawConnection(IRawConnection):
         """1 to `n` bytes, or none at the end. Cancelled, nothing is lost."""
 
     def divert(self, sink: ByteSink) -> None:
-        """Where possible, `sink` gets what comes from now on without a turn of trio's loop, and takes all of it.
+        """Where possible, `sink` gets all that comes from now on without a turn of trio's loop.
 
         Only the end, and what had come before, is left to `receive`.
         """
@@ -236,8 +236,8 @@ def remote_multiaddr(stream: trio.SocketStream) -> str | None:
 class Listener(trio.abc.Listener[trio.SocketStream]):
     """A socket that peers connect to. The limits say who is worth a task; all others are closed at once.
 
-    trio's own takes a turn of the loop and a task for each connection, ten times as much as closing it does. Where more
-    are refused than may be, the next ones wait in the system's queue, those of honest peers as well.
+    trio's own takes a turn of the loop and a task for each connection: ten times what closing costs. Where more are
+    refused than may be, the next ones wait in the system's queue. So do honest peers' ones.
     """
 
     def __init__(self, listening: socket.socket, limits: NodeLimits) -> None:
@@ -336,11 +336,11 @@ def _listening(maddr: Multiaddr) -> socket.socket:
 class PromptSockets(trio.abc.SocketFactory):
     """Makes trio's sockets, for `trio.socket.set_custom_socket_factory`: TCP without BBR's pacing.
 
-    BBR, which many servers have as their default, spreads what it sends over time, by a rate that it knows only after
-    some hundred kilobytes sent at once. A connection that carries a hidden state now and then stays in BBR's start-up
-    phase. Each message is spread over up to a third of a round trip there. Measured at 100 ms of round trip: 14 ms for
-    8 KiB and 26-32 ms for 16 KiB, in each direction, on plain TCP as well as on ours. CUBIC and Reno send at once what
-    their window holds. The choice must be made before a socket connects or listens.
+    BBR, which many servers have as their default, spreads what it sends over time. It knows the rate only after some
+    hundred kilobytes sent at once. A connection that carries a hidden state now and then stays in BBR's start-up phase.
+    Each message is spread over up to a third of a round trip there. Measured at 100 ms of round trip: 14 ms for 8 KiB,
+    26-32 ms for 16 KiB, in each direction, on plain TCP and ours. CUBIC and Reno send at once what their window holds.
+    The choice must be made before a socket connects or listens.
     """
 
     def socket(

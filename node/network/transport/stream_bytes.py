@@ -122,7 +122,7 @@ class StreamBytes:
             self._muxed.waits_turn = False
 
     async def metered(self, serve: Callable[[], Awaitable[None]]) -> None:
-        """Serves the stream in the turn of the peer's address, for which its processor time counts until something is
+        """Serves the stream in the turn of the peer's address. Its processor time counts for that until something is
         granted on it."""
         muxer = cast(Muxer, self._muxed.muxed_conn)
 

@@ -20,9 +20,9 @@ _LEAST: Final = 5.0  # seconds after a large message in which another one is exp
 
 
 def seconds_kept(pause: float, longest: float) -> float:
-    """For how many seconds a window is worth keeping after a large message that came `pause` seconds after the one
-    before it. Twice as long, for messages that come at intervals, as those of a fine-tuning do. No longer than
-    `longest`, and where half of that was too short, not at all."""
+    """For how many seconds a window is worth keeping after a large message. `pause` seconds are between it and the one
+    before. Twice as long, for messages that come at intervals, as those of a fine-tuning do. No longer than `longest`,
+    and where half of that was too short, not at all."""
     return max(_LEAST, 2 * pause if 2 * pause <= longest else 0.0)
 
 

@@ -165,7 +165,7 @@ class Muxer(IMuxedConn):
         """Sends a frame without waiting. On a dead connection it goes nowhere.
 
         A frame that opens a stream goes with the next one, which is its negotiation and comes at once. The first ten
-        packets of a connection go without waiting, whatever their size, and there are many small ones then.
+        packets of a connection go without waiting, whatever their size: many are small then.
         """
         frame = HEADER.pack(0, kind, flags, stream_id, length) + data
         if flags & (SYN | ACK) and kind == WINDOW_UPDATE and len(self._held) < _MOST_HELD:

@@ -7,11 +7,8 @@ walk is looked for, too.
 
 from __future__ import annotations
 
-import heapq
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 import numpy as np
 
@@ -20,16 +17,13 @@ from ...errors import BadInput
 from ...swarm.cost import Floats, Ints
 from .label_search import TOLERANCE
 
-_LOOK: Final = 1000
-"""Walks that are looked at before it is asked again whether the time is over."""
-
 
 @dataclass(frozen=True)
 class Problem:
     """Machines that may serve a model of `num_blocks` blocks.
 
-    `capacity` int [N] is how many blocks each could hold, `block_seconds` float [N] what one block of a decode step
-    takes there, `way` float [N, N] the seconds that a token's hidden state needs from one to another. It need be
+    `capacity` int [N] is how many blocks each could hold. `block_seconds` float [N] is what one block of a decode step
+    takes there. `way` float [N, N] is the seconds that a token's hidden state needs from one to another. It need be
     neither symmetric nor a metric, and its diagonal is not used. With `home`, every cycle starts at that machine, which
     has no capacity: the client sits there. `boundaries` of the blocks; None: machines may part anywhere.
 
@@ -74,8 +68,8 @@ class PlacedMachine:
 class Schedule:
     """Machines in the order in which a token passes them, each with the number of blocks that it computes.
 
-    A `home` comes first and computes 0. `seconds` is the time per token. No cycle takes less than
-    `bound` (one machine visited twice apart), so where they are equal the schedule is proved to be the best.
+    A `home` comes first and computes 0. `seconds` is the time per token. No cycle takes less than `bound` (one machine
+    visited twice apart). So where they are equal the schedule is proved to be the best.
     """
 
     machines: tuple[int, ...]
@@ -128,69 +122,6 @@ def shortest_ways(way: Floats) -> Floats:
         shortest = np.minimum(shortest, shortest[:, via, None] + shortest[None, via])
     np.fill_diagonal(shortest, 0.0)
     return np.where(shortest < way - TOLERANCE, shortest, way)
-
-
-def fastest_walk(problem: Problem, below: float, until: float) -> tuple[tuple[PlacedMachine, ...] | None, bool]:
-    """The walk of least time from `home` through machines and back, if it takes less than `below` seconds.
-
-    A machine may be visited several times. What it computes in all of them, and the blocks between, are one span of no
-    more than its capacity. Also returned: whether the search came to its end (else it was `until`, by the monotonic
-    clock).
-
-    Best first (Hart, Nilsson and Raphael, 1968): the rest is bounded by walks without memory of their machines.
-    """
-    assert problem.home is not None
-    home, blocks, way, seconds = problem.home, problem.num_blocks, problem.way, problem.block_seconds
-    to_go = _left(problem)
-    waiting: list[tuple[float, int, float, int, int, tuple[PlacedMachine, ...]]] = [(0.0, 0, 0.0, 0, home, ())]
-    best: dict[tuple[int, int, frozenset[tuple[int, int]]], float] = {}
-    made = looked = 0
-    while waiting:
-        _, _, spent, done, last, visits = heapq.heappop(waiting)
-        if done == blocks:
-            return visits, True
-        looked += 1
-        if looked % _LOOK == 0 and time.monotonic() > until:
-            return None, False
-        began: dict[int, int] = {}
-        for visit in visits:
-            began.setdefault(visit.machine, visit.span.start)
-        for machine in range(len(problem)):
-            room = int(problem.capacity[machine]) - (done - began.get(machine, done))
-            for end in range(done + 1, min(done + room, blocks) + 1) if machine != last else ():
-                cost = float(spent + way[last, machine] + (end - done) * seconds[machine])
-                least = cost + float(to_go[end, machine])
-                if least >= below - TOLERANCE:
-                    continue
-                key = (end, machine, frozenset((began | {machine: began.get(machine, done)}).items()))
-                if cost >= best.get(key, np.inf):
-                    continue
-                best[key] = cost
-                if end == blocks:
-                    below = least
-                made += 1
-                heapq.heappush(
-                    waiting, (least, made, cost, end, machine, (*visits, PlacedMachine(machine, Span(done, end))))
-                )
-    return None, True
-
-
-def _left(problem: Problem) -> Floats:
-    """What is left at least, by the number of blocks done and the machine of the last one: float [blocks + 1, N]."""
-    assert problem.home is not None
-    size, blocks = len(problem), problem.num_blocks
-    left = np.empty((blocks + 1, size))
-    left[blocks] = problem.way[:, problem.home]
-    ways = problem.way + np.diag(np.full(size, np.inf))
-    for done in range(blocks - 1, -1, -1):
-        entering = np.full(size, np.inf)
-        for machine in range(size):
-            most = min(int(problem.capacity[machine]), blocks - done)
-            if most:
-                ends = left[done + 1 : done + most + 1, machine]
-                entering[machine] = (ends + np.arange(1, most + 1) * problem.block_seconds[machine]).min()
-        left[done] = (ways + entering).min(axis=1)
-    return left
 
 
 def spans_of(walk: tuple[PlacedMachine, ...]) -> dict[int, Span]:

@@ -68,8 +68,8 @@ def roots_of(machines: Machines, home: int | None) -> Roots:
 
 
 def first_cycle(machines: Machines, roots: Roots) -> tuple[Cycle, Ints]:
-    """The best of one cycle from each root, which always goes on to the machine that costs least per block, the way
-    there and back included; and the roots [R] in order of their cycles."""
+    """The best of one cycle from each root. It always goes on to the machine that costs least per block, the way there
+    and back included; and the roots [R] in order of their cycles."""
     seconds = np.full(len(roots), np.inf)
     best = Cycle((), np.inf)
     number, free = np.arange(len(roots)), roots.allowed
@@ -101,7 +101,7 @@ def first_cycle(machines: Machines, roots: Roots) -> tuple[Cycle, Ints]:
 
 def first_bound(machines: Machines, roots: Roots) -> Floats:
     """[R]: what no cycle of a root goes below. A knapsack: every machine at most once, and its shortest ways in and out
-    by halves, whichever machines they are from and to."""
+    by halves, to whichever machines."""
     blocks, size = machines.blocks, len(machines.capacity)
     number = np.arange(len(roots))
     member = roots.allowed.copy()
@@ -131,8 +131,8 @@ def first_bound(machines: Machines, roots: Roots) -> Floats:
 
 
 def improved(machines: Machines, found: Cycle, home: int | None) -> Cycle:
-    """`found`, or a cheaper cycle by leaving out, adding, replacing, moving or swapping machines or by turning a part
-    round. A home stays first."""
+    """`found`, or a cheaper cycle: machines are left out, added, replaced, moved or swapped, or a part is turned. A
+    home stays first."""
     fixed = 0 if home is None else 1
     holds = np.flatnonzero(machines.capacity > 0)
     while True:
@@ -278,7 +278,7 @@ def _home(problem: Problem, order: Ints) -> int | None:
 
 
 class Group:
-    """The roots of which it is not known yet that no better cycle goes through them, with the best bound of each."""
+    """The roots through which a better cycle may still go, with the best bound of each."""
 
     def __init__(self, machines: Machines, roots: Roots) -> None:
         self.machines = machines

@@ -39,8 +39,9 @@ _FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
 class ModelSize:
     """What a model's size follows from. `width` is that of the MLP, or of each of the `experts`, of which a token uses
     `active`; `tied`: embeddings and head are one matrix. `mtp`: heads that predict the token after the next one, of
-    which a client holds the first. `stored`: bits of a weight of the file or folder that is here, as a server holds it,
-    and `stored_ends` bytes of what a client holds of it; 0 if there is none. `boundaries` of its blocks, if known."""
+    which a client holds the first. `stored`: bits of a weight of the local file or folder, as a server holds it.
+    `stored_ends` are the bytes of what a client holds of it; 0 if there is none. `boundaries` of its blocks, if
+    known."""
 
     name: str
     blocks: int

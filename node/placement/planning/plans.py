@@ -24,7 +24,7 @@ from ...swarm.routing import Demand, RouteCandidate, chain_seconds, cheapest_cha
 from ...swarm.trusted_servers import TrustedServers
 from ..plan import Policy
 from ..search import CostTerms, ServerRows, SpanSearch, State
-from .cycle import PlacedMachine, fastest_walk, spans_of
+from .cycle import PlacedMachine, spans_of
 from .fastest import fastest_cycle
 from .label_search import MAX_MACHINES, TOLERANCE
 from .machines_file import Fleet, Machine
@@ -89,7 +89,7 @@ class Pinned:
 def most_throughput(
     capacity: Ints, block_seconds: Floats, num_blocks: int, pinned: Pinned | None = None
 ) -> BlockSpread:
-    """Places machines by the search for servers that run (search.py), where each may hold as many blocks as it likes.
+    """Places machines by the search for running servers (search.py). Each may hold as many blocks as it likes.
     `capacity` int [N] in blocks, `block_seconds` float [N], above 0.
 
     Raises:
@@ -181,7 +181,7 @@ class FleetPlan:
 def fastest_plan(fleet: Fleet, num_blocks: int, *, seconds: float = 1.0, known: Sequence[FleetPlan] = ()) -> FleetPlan:
     """The placement with the route of least time per token; machines that make it no faster are left out.
 
-    The best cycle is looked for, and, where the ways are no metric, what is quicker because it comes back to a machine.
+    The best cycle is looked for. Where the ways are no metric, also what is quicker as it comes back to a machine.
     `known` are other plans for the same machines: if the router finds a quicker route in one of them, that counts.
 
     Raises:
@@ -190,7 +190,7 @@ def fastest_plan(fleet: Fleet, num_blocks: int, *, seconds: float = 1.0, known: 
     deadline = time.monotonic() + seconds
     if fleet.trusted_blocks or together_in(fleet):
         pinned = fastest_pinned(fleet, num_blocks, deadline)
-        found = expected(fleet, [PlacedMachine(*entry) for entry in spans_of(pinned.walk).items()], num_blocks)
+        found = _walked(fleet, pinned.walk, num_blocks)
         for other in known:
             if other.seconds < found.seconds - TOLERANCE:
                 found = _trimmed(fleet, other, num_blocks)
@@ -212,20 +212,20 @@ def fastest_plan(fleet: Fleet, num_blocks: int, *, seconds: float = 1.0, known: 
             fastest_cycle(replace(problem, way=ways), seconds=PLAN_EFFORT.cycle_share * seconds).bound
             + fleet.client_seconds
         )
-        least = min(least, bound)
         for other in known:
             if other.seconds < found.seconds:
                 found = _trimmed(fleet, other, num_blocks)
         if problem.home is not None and bound < found.seconds - TOLERANCE and len(problem) <= MAX_MACHINES:
-            below = found.seconds - fleet.client_seconds
-            walk, ended = fastest_walk(problem, below, deadline)
-            if walk is not None:
-                spans = spans_of(walk)
-                found = expected(fleet, [PlacedMachine(*entry) for entry in spans.items()], num_blocks)
-            least = found.seconds if ended else least
-        elif bound >= found.seconds - TOLERANCE:
-            least = found.seconds
+            pinned = fastest_pinned(fleet, num_blocks, deadline)
+            found = min(found, _walked(fleet, pinned.walk, num_blocks), key=lambda plan: plan.seconds)
+            bound = max(bound, pinned.bound + fleet.client_seconds)
+        least = found.seconds if bound >= found.seconds - TOLERANCE else bound
     return replace(found, least_seconds=least)
+
+
+def _walked(fleet: Fleet, walk: tuple[PlacedMachine, ...], num_blocks: int) -> FleetPlan:
+    """What to expect of machines that hold what this walk needs."""
+    return expected(fleet, [PlacedMachine(*entry) for entry in spans_of(walk).items()], num_blocks)
 
 
 def _trimmed(fleet: Fleet, plan: FleetPlan, num_blocks: int) -> FleetPlan:

@@ -62,9 +62,9 @@ class Roots:
 class Bound:
     """Of `roots`: `least` float [R], no cycle of the root costs less; `visits` int [R, N] of the walk that costs it.
 
-    `on` float [Q, K + 1, R, N] is the least from leaving a machine until back at the root, by the number of blocks to
-    do, given back at rate q what is done beyond them; `following` is the machine that comes next there, `otherwise` the
-    same cost if another one has to.
+    `on` float [Q, K + 1, R, N] is the least from leaving a machine until back at its root. It goes by the number of
+    blocks to do. What is done beyond them is given back at rate q; `following` is the machine that comes next there,
+    `otherwise` the same cost if another one has to.
     """
 
     roots: Roots

@@ -1,6 +1,8 @@
 """The fastest chain where not every machine may hold all blocks: with trusted machines for the first and the last ones,
 as `chat --trusted` would take it, or with blocks that one machine has to hold together.
 
+Also the fastest chain where it may come back to a machine because ways are no metric.
+
 The rules of trusted machines are those of `swarm/trusted_servers.py`. Only they hold blocks at both ends, and none of
 them pushes to another machine that is not trusted. So the ways are no metric, and a machine may be worth a second
 visit: the first blocks, others' machines, the last blocks. It has to hold all blocks from its first to its last.
@@ -163,8 +165,8 @@ def _branches(problem: Problem, allowed: Ints, walk: Walk) -> tuple[Ints, ...]:
 
 
 def shortest_walk(problem: Problem, allowed: Ints) -> tuple[float, Walk] | None:
-    """The walk of least seconds from `home` and back, with each machine's visits within `allowed`, as many as it likes
-    but no longer than it has room for, and between blocks where machines may part. None if there is none."""
+    """The walk of least seconds from `home` and back. Each machine's visits are within `allowed`, as many as it likes
+    but no longer than it has room for. They meet where machines may part. None if there is none."""
     assert problem.home is not None
     home, blocks, size = problem.home, problem.num_blocks, len(problem)
     seconds = problem.block_seconds

@@ -17,7 +17,7 @@ from .speed import SpeedKey
 class ServerContext:
     """What a server keeps from span to span.
 
-    `source` is where its weights come from, `placement` how it sees the swarm, `speed_key` what a measured speed is
+    `source` is where its weights come from, `placement` how it sees the swarm. `speed_key` is what a measured speed is
     kept under, `adapters` are its owner's.
     """
 

@@ -18,7 +18,7 @@ import psutil
 from ....protocols.inference import STEP_TOKENS
 from ...errors import MachineError
 from ...models import ModelFolder
-from ...models.cache_dir import cache_dir, keep_json
+from ...models.cache_dir import cache_dir, keep_json, size
 from ...models.folder import TEXT_FIELDS
 from ...models.quantisation import CacheDtype, key_bytes
 from ...network.transport.memory import group_limits
@@ -28,7 +28,7 @@ from .options import ServerOptions
 
 @dataclass(frozen=True)
 class MemoryShares:
-    """How much of the memory that is free goes to the attention cache and to what else a server needs."""
+    """How much of the free memory goes to the attention cache and to what else a server needs."""
 
     cache_share: float = 0.25  # Part of the free memory that attention caches may take when nobody says otherwise
     max_cache_tokens: int = 1 << 17
@@ -45,8 +45,6 @@ class MemoryShares:
 
 MEMORY_SHARES: Final = MemoryShares()
 STATES: Final = 4  # as `caches/states.py` has it, which imports torch
-_GIB: Final = 1 << 30
-_MIB: Final = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -87,8 +85,8 @@ def blocks_that_fit(
     hidden_size: int = 0,
     spare: int = 0,
 ) -> Sizing:
-    """How many blocks of `block_bytes` the device holds, with room for `cache_bytes` of attention cache for each (of
-    `cache_tokens` tokens), for what computing takes, for `spare` bytes and for a reserve.
+    """How many blocks of `block_bytes` the device holds, each with `cache_bytes` of attention cache (of `cache_tokens`
+    tokens). Room for computing, for `spare` bytes and for a reserve is left.
 
     Raises:
         MachineError: if not even one fits.
@@ -223,7 +221,7 @@ def cache_bytes_per_block(
     held: CacheDtype = "auto",
 ) -> int:
     """About what `tokens` tokens of attention cache take in one block on average, by a model's `config.json`. Of a
-    hybrid, the states that a session keeps of each other block are among them, for a session of `tokens` tokens.
+    hybrid, a session's states of each other block are among them, for a session of `tokens` tokens.
 
     `item_bytes` of the dtype that is computed in; `held` is what keys and values are kept in.
     """
@@ -257,12 +255,6 @@ def cache_tokens_that_fit(free_bytes: int, bytes_per_token: int) -> int:
     """The attention cache that a server offers by default, in tokens through all of its blocks."""
     fitting = int(free_bytes * MEMORY_SHARES.cache_share) // max(1, bytes_per_token)
     return max(MEMORY_SHARES.min_cache_tokens, min(MEMORY_SHARES.max_cache_tokens, fitting))
-
-
-def size(nbytes: int) -> str:
-    if nbytes >= _GIB:
-        return f"{nbytes / _GIB:.1f} GiB"
-    return f"{nbytes / _MIB:.0f} MiB" if nbytes >= _MIB else f"{nbytes / 1024:.0f} KiB"
 
 
 def _number(config: Mapping[str, Any], *names: str) -> int:

@@ -81,7 +81,7 @@ class ServerParts:
 
     `on_event` and `progress` tell a person what it does. `payments` makes what takes points of some validators for
     priority; `depositor` leaves those of a pledge with one. `tallies` is what all spans count in. While a `pause` is
-    wanted, the server takes no sessions, and has no announcement once those that it had have gone.
+    wanted, the server takes no sessions. It has no announcement once those that it had have gone.
     """
 
     on_event: OnEvent
@@ -157,27 +157,3 @@ def _read_all(folders: Sequence[Path]) -> list[Adapter]:
             raise BadInput(f"two adapters are called {adapter.name}: rename the folder of one of them")
         adapters.append(adapter)
     return adapters
-
-
-def choose_share(text: str) -> Share:
-    """
-    Raises:
-        BadInput: it is none of the names.
-    """
-    names: tuple[Share, ...] = ("auto", "on", "off")
-    for name in names:
-        if text == name:
-            return name
-    raise BadInput(f"--share-weights {text}: give auto (what the hub gives to everybody), on or off")
-
-
-def choose_prefix_cache(text: str) -> PrefixCache:
-    """
-    Raises:
-        BadInput: it is none of the names.
-    """
-    names: tuple[PrefixCache, ...] = ("own", "salted", "off")
-    for name in names:
-        if text == name:
-            return name
-    raise BadInput(f"--prefix-cache {text}: give own (for later sessions of the same client), salted or off")

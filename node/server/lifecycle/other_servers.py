@@ -83,7 +83,7 @@ async def _measure_rtt(swarm: Swarm, peer_id: str, rtts: dict[str, float]) -> No
 
 
 async def keep_rtts(swarm: Swarm, own: Announcement, rtts: dict[str, float], changed: ChangeSignal) -> None:
-    """Keeps `rtts` filled with the round trips to servers that may come next in a chain, for routes that push."""
+    """Keeps `rtts` filled with round trips to servers that may come next, for routes that push."""
     pause = FIRST_RTT_INTERVAL / 2
     while True:
         known_before = bool(rtts)

@@ -72,8 +72,8 @@ class PausePolicy:
 
 @dataclass(frozen=True)
 class MachineUse:
-    """What other programs use of all processors (0 to 1), and whether the machine has mains (so has one without a
-    battery). The minute of the day, and for how many seconds nobody has used keyboard or mouse."""
+    """What other programs use of all processors (0 to 1), and whether there is mains (also without a battery). The
+    minute of the day, and for how many seconds nobody has used keyboard or mouse."""
 
     others: float = 0.0
     on_mains: bool = True

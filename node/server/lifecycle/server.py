@@ -16,6 +16,7 @@ from ....protocols.ids import Span
 from ...blocks.kernels.library import library
 from ...errors import MachineError, PetalnodeError, SwarmError
 from ...models import ModelFolder
+from ...models.cache_dir import size
 from ...models.disk_limit import in_use, keep_within, note_use
 from ...placement.plan import DEFAULT
 from ...swarm.swarm import Swarm
@@ -23,7 +24,7 @@ from ...version import __version__
 from ...weights.holder import hand_on
 from .context import ServerContext
 from .exactness import exact_unasked
-from .memory import Sizing, has_accelerator, plan_memory, size
+from .memory import Sizing, has_accelerator, plan_memory
 from .options import ServerOptions, ServerParts, check_blocks, read_adapters
 from .other_servers import serve_transfers
 from .rebalancing import PlacementState, join_where_needed

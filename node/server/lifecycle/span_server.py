@@ -70,8 +70,8 @@ async def serve_span(
 ) -> Move | None:
     """Serves `blocks` until `stop` is set (then None) or the swarm needs this server elsewhere.
 
-    `load_seconds` is what loading a block took. When this returns all sessions have left or had the time to, and
-    nothing here holds the blocks any more.
+    `load_seconds` is what loading a block took. When this returns all sessions have left or had the time to. Nothing
+    here holds the blocks any more.
     """
     compute = ComputeThread(blocks, context.parts.tallies, context.swarm.host)
     compute.start()

@@ -51,8 +51,8 @@ class _Held:
 class Adapters:
     """Holds adapters for one hosted span. All but the tensors is the trio thread's.
 
-    Memory is bounded: the owner's are what the owner has named, and what clients bring has a budget, as long as
-    sessions use it.
+    Memory is bounded: the owner's are what the owner has named. What clients bring has a budget, as long as sessions
+    use it.
     """
 
     def __init__(self, context: RequestContext) -> None:

@@ -55,8 +55,8 @@ class _Target:
 class Pushes:
     """Streams from one session to the servers that come after it. Opened in the background: a step never waits.
 
-    On a direct connection if there is one, else through a relay, and then again when a direct connection is made. A
-    stream that cannot be had is tried again after a while, if steps still want it.
+    On a direct connection if there is one. Else through a relay, and again when a direct one is made. A stream that
+    cannot be had is tried again after a while, if steps still want it.
     """
 
     def __init__(self, connector: PushConnector, nursery: trio.Nursery) -> None:
@@ -65,7 +65,7 @@ class Pushes:
         self._known: dict[bytes, _Target] = {}
 
     def prepare(self, peer: bytes) -> None:
-        """Begins to open a stream to `peer`, unless one is open, is being opened, or could not be had just now."""
+        """Begins to open a stream to `peer`, unless one is open, being opened, or was just refused."""
         known = self._known.get(peer)
         if known is None:
             if len(self._known) >= MAX_TARGETS:
@@ -204,7 +204,7 @@ class Upstream:
         """Checks a pushed step: what its payload has to hash to, and what is left to check `later`, if anything may be.
 
         Raises:
-            Refusal: `pusher` is not the server before this one, or the receipt is not a new one of it for this step.
+            Refusal: `pusher` is not the server before this one, or the receipt is no new one for this step.
         """
         self.check(pusher, receipt)
         self.check_fresh(step)

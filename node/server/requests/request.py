@@ -146,7 +146,7 @@ async def serve_stream(
 
 def open_window(stream: MessageStream[F], served: bool) -> None:
     """Lets a client send what it was granted. What its streams cost counts as that of strangers does until something is
-    `served`, so that who asks for much and waits for nothing pays for it."""
+    `served`. So who asks for much and waits for nothing pays for it."""
     if served:
         stream.grant()
     else:

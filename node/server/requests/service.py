@@ -50,8 +50,8 @@ class RequestService:
     """Serves sessions and batches of one hosted span; anyone's chat goes before batches.
 
     Sessions reserve cache from `cache`, with priority if `payments` are given and taken. Batches have memory of their
-    own, and one pass at a time computes within its share for what autograd keeps. `on_change` is called when free cache
-    or queue depth have changed.
+    own. One pass at a time computes within its share for what autograd keeps. `on_change` is called when free cache or
+    queue depth have changed.
     """
 
     def __init__(

@@ -43,10 +43,10 @@ TURN_TIMEOUT: Final = 5.0
 class ServerSession:
     """Holds one session's place in the cache and its chain of receipts.
 
-    Steps come from two sides, the client's stream and pushes, and are taken one at a time in order of arrival. When the
-    stream is lost the session waits for its client to take it up on another one, unless somebody needs the cache. A
-    client may also take it up while the stream still lives, to move it. Replies that were lost with the old stream are
-    sent again on the new one. Those that come later go there, and no step is taken from the old one any more.
+    Steps come from the client's stream and from pushes, and are taken one at a time as they arrive. When the stream is
+    lost the session waits for its client to take it up on another one. It ends where somebody needs the cache. A client
+    may also take it up while the stream still lives, to move it. Replies that were lost with the old stream are sent
+    again on the new one. Those that come later go there, and no step is taken from the old one any more.
     """
 
     _context: RequestContext
@@ -283,11 +283,11 @@ class ServerSession:
     async def take_push(self, push: wire.Push, tensor: wire.Tensor, payload: bytes, pusher: str) -> None:
         """A step that `pusher`, the server before this one, sent on. Steps before it may still be on their way from the
         client, where they could not be pushed: it waits for its turn. A part of a prompt whose client is away waits for
-        that client, so that nothing is computed of a prompt that was given up.
+        that client. So nothing is computed of a prompt that was given up.
 
         What is refused leaves the session as it was: checks come before tokens of the cache are forgotten, and what
-        was added meanwhile is forgotten again. If the blocks fail at a step that passed them, nobody knows what the
-        cache holds, and the session is over.
+        was added meanwhile is forgotten again. If the blocks fail at a step that passed them, the cache is unknown, and
+        the session over.
 
         Raises:
             Refusal: the step does not fit the session, or the receipt is not the pusher's for these bytes.

@@ -5,7 +5,7 @@ const ROW = 32;
 const MAX_NODES = 24;
 const MAX_LABELS = 21;
 
-/** Blocks from left to right, a row for each server, the coverage above; in a picture of so many pixels. */
+/** Blocks from left to right, a row for each server, the coverage above, in a picture of `width` pixels. */
 export function lanes(blocks, coverage, servers, width = WIDE) {
   const left = width < 500 ? 74 : 110;
   const cell = (width - left) / Math.max(1, blocks);

@@ -2,7 +2,7 @@
 
 import { h, iconButton } from "./dom.js";
 
-/** With eight pictures of so many characters and some text, a request is below the mebibyte that `petalnode api` takes. */
+/** With eight pictures of this number of characters and some text, a request is below the mebibyte that `petalnode api` takes. */
 export const PICTURES = { count: 8, bytes: 32 << 20, characters: 110000, sides: [1024, 768, 512, 384, 256] };
 const KINDS = ["image/png", "image/jpeg", "image/webp", "image/gif"];
 const URL_START = /^data:image\/(png|jpeg|webp|gif);base64,[A-Za-z0-9+/]+={0,2}$/;
@@ -44,7 +44,7 @@ export async function read(file) {
   return null;
 }
 
-/** A picture of at most so many pixels a side, on white. */
+/** A picture of at most `side` pixels a side, on white. */
 function drawnAt(bitmap, side) {
   const scale = Math.min(1, side / Math.max(bitmap.width, bitmap.height));
   const [width, height] = [bitmap.width, bitmap.height].map((length) => Math.max(1, Math.round(length * scale)));

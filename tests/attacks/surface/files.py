@@ -176,13 +176,6 @@ FILES: Final[Mapping[str, Row]] = {
         "node.swarm.peer_file.PEER_FILE.max_peers node.swarm.peer_file.PEER_FILE.max_addrs",
         ("tests/unit/test_remembered.py",),
     ),
-    "page of packaged models": Row(
-        "the package index",
-        "node.models.sources.alias._MAX_PAGE_BYTES",
-        "node.models.sources.alias._MAX_PAGE_BYTES",
-        "node.models.sources.alias._MAX_PAGE_BYTES",
-        ("tests/unit/test_models_alias.py",),
-    ),
 }
 
 WRITTEN: Final = "none: a file of this program, written on this machine"
@@ -216,7 +209,7 @@ READ_BY: Final[Mapping[str, tuple[str, ...]]] = {
     "node/models/folder.py": ("config.json",),
     "node/models/gguf/header.py": ("GGUF",),
     "node/models/manifest.py": ("manifest",),
-    "node/models/sources/alias.py": ("page of packaged models", SHIPPED),
+    "node/models/sources/alias.py": (SHIPPED,),
     "node/models/sources/hub_parts.py": (WRITTEN, SETTLED),
     "node/placement/planning/machines_file.py": ("machine file",),
     "node/placement/planning/model_sizes.py": (SHIPPED,),

@@ -17,14 +17,14 @@ from ....errors import BadInput, ModelError, SwarmError
 from ....links.format import INVITE, Invite, check_word, open_link
 from ....links.making import rank
 from ....models import ModelFolder, Need, resolve, split_version
+from ....models.cache_dir import size
 from ....models.progress import no_progress
-from ....models.quantisation import choose_kernels
 from ....models.sources.alias import ALIASES
 from ....network.nat.relay import RelayLimits
 from ....placement.joining import span_for_newcomer, why_join
 from ....placement.observed import observe_servers
 from ....placement.plan import DEFAULT
-from ....server.lifecycle.memory import plan_memory, size
+from ....server.lifecycle.memory import plan_memory
 from ....server.lifecycle.options import ServerOptions
 from ....server.lifecycle.pausing import PausePolicy
 from ....swarm.swarm import Swarm
@@ -38,19 +38,17 @@ from ...option import option
 from ...output import Output
 from ...process import shown
 from ..chat import chat_with, question
-from ..serve import ServeOptions, run_serve
+from ..serve import ComputeOptions, ServeOptions, run_serve
 
 
 @dataclass(frozen=True)
-class JoinWishes:
+class JoinWishes(ComputeOptions):
     """What a person wants of the swarm that a link leads to."""
 
     chat: bool = option(False, "Chat with the model, and serve nothing.")
     prompt: str | None = option(None, "With --chat: ask this, print the answer and exit.")
     show_route: bool = option(False, "With --chat: show the servers below each answer.")
     yes: bool = option(False, "Do not ask, and go on.")
-    num_blocks: int | None = option(None, "How many blocks to serve. Default: as many as fit.", "N", min=1)
-    device: str = option("auto", "Device to compute on: auto, cpu, cuda, cuda:N or mps.")
 
     def check(self) -> None:
         """
@@ -58,7 +56,7 @@ class JoinWishes:
             BadInput: options for serving and for chatting contradict each other.
             MachineError: this machine has no such device.
         """
-        if self.chat and (self.num_blocks is not None or self.device != "auto"):
+        if self.chat and (self.count is not None or self.device != "auto"):
             raise BadInput("--num-blocks and --device are for serving, and --chat serves nothing: leave them out")
         if not self.chat and (self.prompt is not None or self.show_route):
             raise BadInput("--prompt and --show-route go with --chat: add that, or leave them out")
@@ -111,9 +109,7 @@ def join(
         chat_with(prospect.model, ChatOptions(prompt=prompt, show_route=wishes.show_route, yes=True), join)
         return
     assert prospect.span is not None
-    server = ServerOptions(
-        prospect.model, num_blocks=len(prospect.span), device=wishes.device, kernels=choose_kernels("auto")
-    )
+    server = ServerOptions(prospect.model, num_blocks=len(prospect.span), device=wishes.device, kernels="auto")
     trio.run(run_serve, ServeOptions(server, join, RelayLimits(), MetricsOptions(), PausePolicy()))
 
 
@@ -191,10 +187,9 @@ async def _look(join: JoinOptions, wishes: JoinWishes, output: Output) -> Prospe
         found = Prospect(f"{split_version(asked)[0]}@{version.hex()[:16]}", num_blocks, len(servers))
         if wishes.chat:
             return replace(found, fetch=_missing(asked, remote, "client"))
-        kernels = choose_kernels("auto")
-        options = ServerOptions(asked, num_blocks=wishes.num_blocks, device=wishes.device, kernels=kernels)
+        options = ServerOptions(asked, num_blocks=wishes.count, device=wishes.device, kernels="auto")
         sizing = None if folder is None else await trio.to_thread.run_sync(plan_memory, folder, options)
-        count = sizing.count if sizing is not None else wishes.num_blocks or num_blocks
+        count = sizing.count if sizing is not None else wishes.count or num_blocks
         seen = observe_servers(swarm.view.servers(version, now=time.time()), num_blocks, swarm.peer_id)
         policy = DEFAULT if folder is None else replace(DEFAULT, boundaries=folder.boundaries)
         span = span_for_newcomer(seen.servers, swarm.peer_id, None, count, num_blocks, policy=policy)

@@ -176,7 +176,7 @@ def task_bytes(program: Program, log: Path, user: str) -> bytes:
 
 
 def program_of(arguments: Sequence[str], variables: Mapping[str, str]) -> Program:
-    """`petalnode serve` with these arguments, as it can be started again when its links have ended, and without a shell
+    """`petalnode serve` with these arguments, as it can be started again when its links have ended. It needs no shell
     that sets `variables`: peers and swarm key are those of the links.
 
     Raises:

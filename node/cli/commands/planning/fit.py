@@ -24,7 +24,6 @@ from ....client.round_trips import measure_rtts
 from ....errors import BadInput, ModelError, PetalnodeError
 from ....models import Checkpoint, resolve
 from ....models.parts import EMBEDDINGS, HEAD
-from ....models.quantisation import choose_kernels
 from ....placement.planning.machines_file import DEVICES, MACHINES, SHARED, Fleet, Machine, fleet_of, read_machines
 from ....placement.planning.model_sizes import (
     WEIGHTS,
@@ -120,7 +119,7 @@ def size_as_here(size: ModelSize, model: str) -> ModelSize:
         folder = resolve(model, need="config", offline=True)
         from ....blocks.architecture import block_sizes  # with torch: two seconds, where there are weights
 
-        held = max(block_sizes(folder.path, "auto", "none", choose_kernels("auto")).held)
+        held = max(block_sizes(folder.path, "auto", "none", "auto").held)
     except PetalnodeError:
         return size
     ends = stored_bytes(folder.path, folder.num_blocks)[1] or 0
