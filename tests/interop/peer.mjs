@@ -13,6 +13,7 @@ import { kadDHT, passthroughMapper } from '@libp2p/kad-dht'
 import { peerIdFromString } from '@libp2p/peer-id'
 import { ping } from '@libp2p/ping'
 import { tcp } from '@libp2p/tcp'
+import { webSockets } from '@libp2p/websockets'
 import { multiaddr } from '@multiformats/multiaddr'
 import { createLibp2p } from 'libp2p'
 
@@ -38,7 +39,7 @@ const { listen = [], announce = [], relay, peers = [], key = 'Ed25519', services
 const node = await createLibp2p({
   privateKey: await generateKeyPair(key),
   addresses: { listen: [...listen, ...relay ? [`${relay}/p2p-circuit`] : []], announce },
-  transports: [tcp(), circuitRelayTransport()],
+  transports: [tcp(), webSockets(), circuitRelayTransport()],
   connectionEncrypters: [noise()],
   streamMuxers: [yamux()],
   // Loopback: none of these is not to be dialed for its private address.
@@ -75,6 +76,8 @@ const COMMANDS = {
     const { protocols, metadata } = await node.peerStore.get(peerIdFromString(peer))
     return { agent: new TextDecoder().decode(metadata.get('AgentVersion')), protocols }
   },
+  // Milliseconds there and back.
+  ping: async ({ peer }) => await node.services.ping.ping(multiaddr(peer)),
   connect: async ({ peer }) => (await node.dial(multiaddr(peer))).remotePeer.toString(),
   // What comes on a stream before it ends, as text, without a question.
   listen: async ({ peer, protocol }) => {

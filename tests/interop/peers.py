@@ -1,17 +1,24 @@
-"""Nodes of js-libp2p (peer.mjs) for the tests of how others get on with petalnode's nodes."""
+"""Nodes of js-libp2p (peer.mjs) for the tests of how others get on with petalnode's, and what is found there."""
 
 from __future__ import annotations
 
 import json
+import random
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from petalnode.crypto.identity import Identity
+from petalnode.node.swarm.config import SwarmConfig
+from petalnode.node.swarm.swarm import open_swarm
+from petalnode.protocols.ids import Span, blocks_key, ranges_of
 from tests.interop.built import BUILT, NODE
 from tests.nat.nodes import ToldNode
+from tests.node_inspection import table_of
 
 
 class JsNode(ToldNode):
@@ -46,3 +53,16 @@ def js(tmp_path: Path) -> Iterator[JsNodes]:
         yield nodes
     finally:
         nodes.end()
+
+
+async def found_by(addr: str, version: str, blocks: int) -> tuple[set[str], list[set[str]]]:
+    """The servers that a stranger finds who knows this node, and the providers that the DHT names of each range."""
+    config = SwarmConfig(Identity.generate(), peers=(addr,))
+    async with open_swarm(config) as swarm:
+        view = await swarm.refresh(model_version=bytes.fromhex(version), sample=True, timeout=20)
+        servers = view.servers(bytes.fromhex(version), now=time.time())
+        named = []
+        for number in ranges_of(Span(0, blocks), blocks):
+            lookup = await table_of(swarm).look_up(blocks_key(version, number), timeout=20)
+            named.append({contact.peer_id for contact in lookup.providers(random.Random())})
+        return {server.peer_id for server in servers}, named

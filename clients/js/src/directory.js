@@ -4,6 +4,7 @@ import { Messages, deadline } from './framing.js'
 import { ANNOUNCEMENT, DIRECTORY, decode } from './wire.js'
 
 export const ONLINE = 2
+export const OFFLINE = 4
 const MAX_SERVERS = 10_000
 const TOLERANCE = 10_000 // milliseconds between clocks
 const PAGES = 64
@@ -22,31 +23,49 @@ export function readAnnouncement (record, now = Date.now()) {
     said.span !== undefined && said.span.start < said.span.end && said.span.end <= said.numBlocks && said.addrs.length <= 16
   if (!fits || made > now + TOLERANCE || said.expiresMs < now - tolerance || said.expiresMs > now + 3_610_000) return undefined
   if (!isSigned(said.peerId, 'petalnode/announcement/1', record.announcement, record.signature)) return undefined
-  return { ...said, peer: peerText(said.peerId), version: hex(said.modelVersion) }
+  return { ...said, peer: peerText(said.peerId), version: hex(said.modelVersion), toString () { return this.peer } }
+}
+
+/** Puts questions to a peer's directory, on one stream: `work` gets a function from a query to the records of its answer. */
+async function withDirectory (open, peer, signal, work) {
+  const messages = new Messages(await open(peer, '/petalnode/directory/1'), DIRECTORY, peer, 576 << 10)
+  try {
+    return await work(async query => {
+      await messages.send({ query }, [], deadline(10, signal))
+      const { records } = await messages.receive(deadline(10, signal))
+      if (records === undefined) throw new Error(`${peer} answered something else`)
+      return records
+    })
+  } finally {
+    await messages.close()
+  }
 }
 
 /** The newest announcement of each server that the peer knows. */
 export async function askDirectory (open, peer, signal) {
-  const messages = new Messages(await open(peer, '/petalnode/directory/1'), DIRECTORY, peer, 576 << 10)
   const found = new Map()
-  try {
+  await withDirectory(open, peer, signal, async ask => {
     let after = new Uint8Array(0)
     for (let page = 0; page < PAGES && found.size < MAX_SERVERS; page++) {
-      await messages.send({ query: { after } }, [], deadline(10, signal))
-      const { records } = await messages.receive(deadline(10, signal))
-      if (records === undefined) throw new Error(`${peer} answered something else`)
-      for (const record of records.records) {
+      const { records, truncated } = await ask({ after })
+      for (const record of records) {
         const said = readAnnouncement(record)
         if (said === undefined) continue
         if (!found.has(said.peer) || found.get(said.peer).sequence < said.sequence) found.set(said.peer, said)
         after = said.peerId
       }
-      if (!records.truncated) break
+      if (!truncated) break
     }
-  } finally {
-    await messages.close()
-  }
+  })
   return found
+}
+
+/** What a server, { peer, id, addrs }, announces of itself at this moment; undefined if it says nothing that is in order. */
+export async function askOwn (open, server, signal) {
+  const after = server.id.slice() // as a number, less one
+  for (let at = after.length - 1; at >= 0 && after[at]-- === 0;) at--
+  const { records } = await withDirectory(open, server, signal, ask => ask({ limit: 1, after }))
+  return records.map(record => readAnnouncement(record)).find(said => said?.peer === server.peer)
 }
 
 /** Servers for blocks start .. end, each with the blocks that it shall run, or undefined if some block has none. */

@@ -86,7 +86,7 @@ export class Messages {
       await this._take(from, signal)
       const frame = decode(this._schema, await this._take(length, signal))
       if (frame.error !== undefined) throw new Refused(frame.error, this.peer)
-      const sizes = frame.tensors.map(tensor => tensor.nbytes)
+      const sizes = (frame.tensors ?? []).map(tensor => tensor.nbytes)
       if (sizes.reduce((sum, size) => sum + size, 0) > Math.min(most, MAX_PAYLOAD)) throw new Error(`${this.peer} sent more than was asked for`)
       frame.payloads = []
       for (const size of sizes) frame.payloads.push(await this._take(size, signal))
@@ -118,7 +118,7 @@ export class Messages {
   }
 
   async close () {
-    await this._stream.close().catch(() => {})
+    await this._stream.close({ signal: deadline(5) }).catch(() => {})
   }
 
   abort (error) {

@@ -11,9 +11,10 @@ import { multiaddr } from '@multiformats/multiaddr'
 import { createLibp2p } from 'libp2p'
 import { hex } from './canonical.js'
 import { Conversation, MOST_NEW } from './conversation.js'
-import { ONLINE, askDirectory } from './directory.js'
+import { ONLINE, askDirectory, chooseChain } from './directory.js'
 import { Ends } from './ends.js'
 import { deadline } from './framing.js'
+import { PRIVATE, originOf, searchRecords } from './kademlia.js'
 import { readLink } from './link.js'
 import { readStored, store } from './storage.js'
 import { transports } from './transports.js'
@@ -28,7 +29,7 @@ const STALE = 60_000 // and for which it is still used while it is asked anew
 const DIALING = 15 // seconds
 const PINGS = 15_000 // milliseconds; 5,000 are libp2p's
 const JOINING = 4 // turns, where no peer answers in time
-const PRIVATE = /^\/(ip4\/(10|127|169\.254|192\.168|172\.(1[6-9]|2\d|3[01])|0)\.|ip6\/(::|fe80|f[cd]))/i
+const SEARCHED = 20_000 // milliseconds between two searches in Kademlia
 
 /** What failed at one address or several, as one error. Of a WebSocket there is an event only: nobody is told why, for safety's sake. */
 function told (error) {
@@ -40,7 +41,8 @@ function told (error) {
 
 function addressesOf (peer) {
   if (typeof peer.getComponents === 'function') return peer
-  return peer.addrs.map(addr => multiaddr(addr).encapsulate(`/p2p/${peer.peer}`))
+  // A name that stands for addresses would be asked for over HTTP.
+  return peer.addrs.map(addr => multiaddr(addr)).filter(addr => !addr.toString().startsWith('/dnsaddr/')).map(addr => addr.encapsulate(`/p2p/${peer.peer}`))
 }
 
 export class Client {
@@ -48,7 +50,7 @@ export class Client {
     this._node = node
     this._peers = peers // multiaddrs by which it joined
     this._servers = new Map()
-    this._known = 0
+    this._known = this._searched = 0
     this.distrusted = new Set() // peers that signed what is not so: sessions leave them out
     /** What the link means, { model, version }; empty without one. */
     this.wanted = wanted
@@ -80,7 +82,7 @@ export class Client {
     const client = new Client(node, addrs, { model: said?.model, version: said?.modelVersion })
     for (let turn = 1; ; turn++) {
       try {
-        await client.servers(undefined, true, signal)
+        await client.servers(client.wanted.version, true, signal)
         return client
       } catch (error) {
         // A machine that is busy may be late once; one that refuses says so at once.
@@ -118,35 +120,105 @@ export class Client {
     return connections.length === 0 ? null : connections.every(isRelayed) ? 'relay' : 'direct'
   }
 
-  /** The servers that the swarm knows of, of one model version or of all; asked anew if `anew`, or after a minute. */
-  async servers (version, anew = false, signal) {
-    const age = Date.now() - this._known
-    if (anew || age > STALE) await this._refresh(signal)
-    else if (age > FRESH) this._refreshing ??= this._refresh().catch(() => {}).finally(() => { this._refreshing = undefined })
-    return [...this._servers.values()].filter(said => version === undefined || said.version === version)
+  /** Whether it could be dialed from here, at some address. */
+  async canDial (peer) {
+    try {
+      return this._connectionTo(peer) !== undefined || await this._node.isDialable(addressesOf(peer))
+    } catch {
+      return false
+    }
   }
 
-  async _refresh (signal) {
-    const reasons = []
-    let answered = 0
-    let isLate = false
-    for (const peer of [...this._peers, ...this._servers.values()]) {
-      try {
-        for (const [id, said] of await askDirectory((at, protocol) => this.open(at, protocol, signal), peer, signal)) {
-          if (!(this._servers.get(id)?.sequence > said.sequence)) this._servers.set(id, said)
-        }
-        if (++answered === 2) break
-      } catch (error) {
-        signal?.throwIfAborted()
-        reasons.push(error.message)
-        isLate ||= /time/i.test(error.name)
+  /** The peers that it is connected to: { peer, id, addrs }. */
+  get contacts () {
+    return this._node.getConnections().map(({ remotePeer, remoteAddr }) => (
+      { peer: remotePeer.toString(), id: remotePeer.toMultihash().bytes, addrs: [remoteAddr.toString()] }
+    ))
+  }
+
+  /** The address by which a peer counts: a relay's, where it is reached through one. */
+  originOf (peer) {
+    const found = this._connectionTo({ peer })
+    return found === undefined ? peer : originOf(found.remoteAddr.toString())
+  }
+
+  /**
+   * The servers that the swarm knows of, of model versions that begin so or of all; asked anew if `anew`, or after a minute. Where no peer
+   * has a directory, or some block has no server but those `without`, they are looked for in Kademlia.
+   */
+  async servers (version = '', anew = false, signal, without) {
+    const age = Date.now() - this._known
+    if (anew || age > STALE) await this._refresh(signal, version, without)
+    else if (age > FRESH) this._refreshing ??= this._refresh().catch(() => {}).finally(() => { this._refreshing = undefined })
+    return this._of(version)
+  }
+
+  _of (version) {
+    return [...this._servers.values()].filter(said => said.version.startsWith(version))
+  }
+
+  async _refresh (signal, version = '', without) {
+    const asked = { reasons: [], answers: 0, isLate: false }
+    await this._askDirectories([...this._peers, ...this._servers.values()], asked, signal)
+    if (asked.answers === 0 || this._lacks(version, without ?? new Set())) {
+      const searching = this._search(version, signal)
+      if (without === undefined || asked.answers === 0) {
+        const found = await searching
+        await this._askDirectories(found, asked, signal)
+        asked.answers += found.length
+      } else {
+        searching.catch(() => {}) // a session asks again each second, and does not wait for it
       }
     }
-    if (answered === 0) {
-      throw Object.assign(new Error(`no peer of the swarm answers: ${reasons.join('; ') || 'no address was given'}`), { isLate })
+    if (asked.answers === 0) {
+      const told = asked.reasons.join('; ') || 'no address was given'
+      throw Object.assign(new Error(`no peer of the swarm answers: ${told}`), { isLate: asked.isLate })
     }
     for (const [id, said] of this._servers) if (said.expiresMs < Date.now() - 10_000) this._servers.delete(id)
     this._known = Date.now()
+  }
+
+  /** Takes in what the first two of these peers know that answer. */
+  async _askDirectories (peers, asked, signal) {
+    let answers = 0
+    for (const peer of peers) {
+      try {
+        const found = await askDirectory((at, protocol) => this.open(at, protocol, signal), peer, signal)
+        for (const said of found.values()) this._take(said)
+        asked.answers++
+        if (++answers === 2) return
+      } catch (error) {
+        signal?.throwIfAborted()
+        asked.reasons.push(error.message)
+        asked.isLate ||= /time/i.test(error.name)
+      }
+    }
+  }
+
+  _take (said) {
+    if (!(this._servers.get(said.peer)?.sequence > said.sequence)) this._servers.set(said.peer, said)
+  }
+
+  /** Whether some block of these versions has no server; those of one version have the same number of blocks. */
+  _lacks (version, without) {
+    const known = this._of(version)
+    return known.length === 0 || (version !== '' && chooseChain(known, 0, known[0].numBlocks, without) === undefined)
+  }
+
+  /** Servers that Kademlia leads to, from the peers that it is connected to. */
+  async _search (version, signal) {
+    if (Date.now() - this._searched < SEARCHED) return []
+    this._searched = Date.now()
+    const before = this.contacts.map(({ peer }) => peer)
+    const found = await searchRecords(this, version, signal)
+    const used = new Set([...before, ...this._servers.keys(), ...found.map(({ peer }) => peer)])
+    for (const connection of this._node.getConnections()) {
+      const isIdle = !used.has(connection.remotePeer.toString()) && connection.streams.length === 0
+      if (isIdle) connection.close().catch(() => {}) // of those that were asked on the way
+    }
+    signal?.throwIfAborted()
+    for (const said of found) this._take(said)
+    return found
   }
 
   /**

@@ -315,7 +315,7 @@ export class Session {
   async _bring (start, end, inputs, signal) {
     const until = Date.now() + SEARCH * 1000
     for (let turn = 0; ; turn++) {
-      const servers = await this._client.servers(this._model.version, turn > 0, signal).catch(error => {
+      const servers = await this._client.servers(this._model.version, turn > 0, signal, this._excluded('soon')).catch(error => {
         if (signal?.aborted || this._hops.length === 0) throw error
         return [] // in the middle of an answer: the network may come back, as behind a laptop's lid
       })

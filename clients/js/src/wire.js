@@ -66,6 +66,11 @@ export const INFERENCE = [
   ], 'reply'],
   [5, ERROR, 'error'], [6, [], 'close'], TENSORS
 ]
+const KADEMLIA_PEER = [[1, 'bytes', 'id'], [2, 'bytes', 'addrs', 'many']]
+/** libp2p's (https://github.com/libp2p/specs/tree/master/kad-dht), as far as it is of use. */
+export const KADEMLIA = [
+  [1, 'uint', 'type'], [2, 'bytes', 'key'], [8, KADEMLIA_PEER, 'closerPeers', 'many'], [9, KADEMLIA_PEER, 'providerPeers', 'many']
+]
 export const INVITE = [
   [1, 'bytes', 'maker'], [2, 'bytes', 'addrs', 'many'], [3, 'string', 'model'], [4, 'bytes', 'modelVersion'], [5, 'uint', 'expires'],
   [6, 'bytes', 'swarmKey'], [7, 'bytes', 'swarmKeyHash']
