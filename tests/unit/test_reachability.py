@@ -158,7 +158,9 @@ async def test_unanswering_peer_is_asked_again_soon(monkeypatch: pytest.MonkeyPa
     path = Path(direct=True, relay=None, remote_addr="/ip4/11.77.0.10/tcp/31330", inbound=False)
     host: Any = SimpleNamespace(libp2p=SimpleNamespace(get_transport_addrs=list), paths=lambda peer_id: [path])
     answered = trio.Event()
-    node: Any = SimpleNamespace(observers=lambda: [RELAY], extra_endpoints=tuple, update=lambda: None)
+    node: Any = SimpleNamespace(
+        observers=lambda: [RELAY], extra_endpoints=tuple, update=lambda: None, dials_back=lambda peer_id: True
+    )
     observed = autonat.ObservedAddresses(host, node)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(observed.run)
@@ -168,3 +170,23 @@ async def test_unanswering_peer_is_asked_again_soon(monkeypatch: pytest.MonkeyPa
     silent, failed, failed_again = [2, 4, 8, 16, 30, 30], [30], [600]
     pauses = [later - sooner for sooner, later in pairwise(asked)]
     assert pauses == pytest.approx([*silent, *failed, *failed_again], abs=1.1)  # it looks every second
+
+
+async def test_who_only_sees_us_proves_nat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a relay of other software, which is not asked to dial back, and may be the only peer."""
+
+    async def observed_by(*_: object, timeout: float) -> Endpoint:
+        return OUTER
+
+    monkeypatch.setattr(autonat, "observed_by", observed_by)
+    monkeypatch.setattr(autonat, "local_endpoints", lambda listened: HERE)
+    path = Path(direct=True, relay=None, remote_addr="/ip4/11.77.0.10/tcp/31330", inbound=False)
+    host: Any = SimpleNamespace(libp2p=SimpleNamespace(get_transport_addrs=list), paths=lambda peer_id: [path])
+    node: Any = SimpleNamespace(observers=lambda: [RELAY], update=lambda: None, dials_back=lambda peer_id: False)
+    observed = autonat.ObservedAddresses(host, node)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(observed.run)
+        await trio.sleep(4000)
+        verdict = observed.verdict(4)
+        nursery.cancel_scope.cancel()
+    assert verdict.status is NatStatus.CLOSED and verdict.translated

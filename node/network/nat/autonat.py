@@ -38,6 +38,7 @@ from .reachability import (
     Observation,
     Observer,
     candidates,
+    counts,
     counts_as_asked,
     judge,
     whom_to_ask,
@@ -268,6 +269,8 @@ class ObservedAddresses:
             self._keep(
                 generation, Observation(peer_id, observer.ip, seen, DialBack.NOT_TRIED, None, trio.current_time())
             )
+            if not self._node.dials_back(peer_id):
+                return
             endpoints = candidates(seen, self.local, self._node.extra_endpoints())
             answer = await request_dial_back(self._host, peer_id, endpoints)
         except (PeerError, ConnectionError) as error:
@@ -295,8 +298,8 @@ class ObservedAddresses:
 
     def _keep(self, generation: int, observation: Observation) -> None:
         before = self._observations.get(observation.observer)
-        says_less = observation.dial_back is DialBack.NOT_TRIED and before is not None
-        if generation == self._generation and not says_less:
+        says_more = before is not None and before.dial_back is not DialBack.NOT_TRIED and counts(before, observation.at)
+        if generation == self._generation and not (says_more and observation.dial_back is DialBack.NOT_TRIED):
             self._observations.pop(observation.observer, None)
             self._observations[observation.observer] = observation
             while len(self._observations) > _MAX_KEPT:

@@ -165,16 +165,18 @@ class NatManager:
         return self._inputs.reached
 
     def observers(self) -> list[str]:
-        """Whom to ask, in the order of our trust. Our NAT lets those in to whom we punched, which says nothing.
-
-        A relay of other software that keeps a place for us is not asked: js-libp2p dials back over the connection that
-        is there, and then closes it. With it the reservation is gone.
-        """
+        """Whom to ask, in the order of our trust. Our NAT lets those in to whom we punched, which says nothing."""
         first = dict.fromkeys(parse_peer(peer)[0] for peer in self._config.peers)
-        store = self._host.libp2p.get_peerstore()
-        relays = {peer for peer in self._reservations.relays if not speaks(store, peer, DIRECTORY)}
-        peers = [peer for peer in self._host.connected() if peer not in self._hole_puncher.punched | relays]
+        peers = [peer for peer in self._host.connected() if peer not in self._hole_puncher.punched]
         return sorted(peers, key=lambda peer: peer not in first)[:_MAX_OBSERVERS]
+
+    def dials_back(self, peer_id: str) -> bool:
+        """A relay of other software that keeps a place for us only says where it sees us.
+
+        js-libp2p dials back over the connection that is there, and then closes it. With it the reservation is gone.
+        """
+        is_ours = speaks(self._host.libp2p.get_peerstore(), peer_id, DIRECTORY)
+        return is_ours or peer_id not in self._reservations.relays
 
     # --- how things stand
 

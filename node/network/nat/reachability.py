@@ -46,6 +46,9 @@ class NatNode(Protocol):
     def observers(self) -> Sequence[str]:
         """The peers to ask where they see it, in the order of trust."""
 
+    def dials_back(self, peer_id: str) -> bool:
+        """Whether the peer may be asked to dial it, too."""
+
     def extra_endpoints(self) -> Sequence[Endpoint]:
         """Those that were named by a person, or mapped by a router."""
 
@@ -160,7 +163,7 @@ def judge(version: int, observations: Iterable[Observation], local: LocalEndpoin
     relevant = [
         observation
         for observation in observations
-        if observation.observer_ip.version == version and now - observation.at < _STALE
+        if observation.observer_ip.version == version and counts(observation, now)
     ]
     outsiders = [observation for observation in relevant if _is_outside(observation, local)]
     publics: dict[IPAddress, list[Observation]] = {}
@@ -187,6 +190,11 @@ def judge(version: int, observations: Iterable[Observation], local: LocalEndpoin
         translated=any(ip not in local.own_ips for ip in publics),
         outside=bool(outsiders),
     )
+
+
+def counts(observation: Observation, now: float) -> bool:
+    """Whether it is not too old."""
+    return now - observation.at < _STALE
 
 
 def _status_of(said: Sequence[Observation], *, translated: bool) -> NatStatus:
