@@ -11,6 +11,7 @@ import { answering } from "./swarm.js";
 
 const SWARM_SECONDS = 4;
 const MAX_IMPORT = 64e6; // bytes
+const FULL = "This browser has no room left for conversations: delete some.";
 
 class Page extends HTMLElement {
   async connectedCallback() {
@@ -121,7 +122,7 @@ class Page extends HTMLElement {
     try {
       await this.storage.put(conversation);
     } catch {
-      this.tell("This browser has no room left for conversations: delete some.");
+      this.tell(FULL);
     }
   }
 
@@ -176,7 +177,7 @@ class Page extends HTMLElement {
     if (!found) return "This file has no chats that were exported here.";
     const here = new Map(this.conversations.map((one) => [one.id, one.updated]));
     const newer = found.filter(({ id, updated }) => !here.has(id) || here.get(id) < updated);
-    for (const one of newer) await this.storage.put(one);
+    for (const one of newer) await this.storage.put(one).catch(() => this.tell(FULL));
     await this.#reload();
     const chats = (number) => numbered(number, "chat");
     return `${chats(newer.length)} taken in${newer.length < found.length ? `; ${chats(found.length - newer.length)} were here already` : ""}.`;

@@ -7,7 +7,7 @@ const STORE = "conversations";
 
 export class Storage {
   #database = null;
-  #memory = new Map();
+  #memory = new Map(); // those that the database has not, or not so
   #channel = "BroadcastChannel" in globalThis ? new BroadcastChannel(NAME) : null;
 
   /** Whether conversations outlive the page. */
@@ -36,15 +36,17 @@ export class Storage {
 
   /** All conversations, the last one used first. */
   async all() {
-    const found = this.#database
-      ? await this.#run("readonly", (store) => store.getAll())
-      : [...this.#memory.values()];
+    const kept = this.#database ? await this.#run("readonly", (store) => store.getAll()) : [];
+    const found = [...kept.filter(({ id }) => !this.#memory.has(id)), ...this.#memory.values()];
     return found.map(restored).filter(Boolean).sort((one, other) => other.updated - one.updated);
   }
 
   async put(conversation) {
     this.#memory.set(conversation.id, conversation);
-    if (this.#database) await this.#run("readwrite", (store) => store.put(conversation));
+    if (this.#database) {
+      await this.#run("readwrite", (store) => store.put(conversation)); // throws where there is no room
+      this.#memory.delete(conversation.id);
+    }
     this.#channel?.postMessage(conversation.id);
   }
 
