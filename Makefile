@@ -103,18 +103,21 @@ web-check: setup docs
 compat: setup $(COMPAT)/.ready
 	HF_HUB_OFFLINE=1 $(COMPAT)/bin/python -m pytest -n 0 -rA -q -o asyncio_default_fixture_loop_scope=function tests/compat/check_*.py
 
-# The JavaScript client (clients/js) over servers, in Node and in Debian's Chromium and Firefox, and behind its nginx; nodes of js-libp2p beside ours.
+# The JavaScript client (clients/js) over servers, in Node and in Debian's Chromium and Firefox, and behind its nginx; nodes of js-libp2p and go-libp2p beside ours.
 # 700 MB on the first run, so no part of `test`.
 interop: setup nat-tools build/interop/.ready
 	@command -v chromium >/dev/null && command -v firefox-esr >/dev/null && command -v nginx >/dev/null || \
 	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium firefox-esr nginx-light >/dev/null; }
 	$(BIN)/pytest -n 0 tests/interop/check_*.py
 
-build/interop/.ready: $(wildcard clients/js/package*.json packaging/locked/npm/interop/*) | setup
+build/interop/.ready: $(wildcard clients/js/package*.json packaging/locked/npm/interop/* tests/interop/p2pd.txt) | setup
 	$(BIN)/python packaging/install_locked.py more
 	mkdir -p build/interop/peers && cp clients/js/package*.json build/interop && cp packaging/locked/npm/interop/* build/interop/peers
 	$(NPM_CI) build/interop
 	$(NPM_CI) build/interop/peers
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --require-hashes --no-deps --no-build-isolation --only-binary :all: \
+	  --dest build/interop --requirement tests/interop/p2pd.txt
+	$(BIN)/python -m zipfile --extract build/interop/hivemind-*.whl build/interop/wheel && install -m 755 build/interop/wheel/hivemind/hivemind_cli/p2pd build/interop
 	touch $@
 
 # A Python that has what .venv has, and more; the openai package's tests; npm's openai.

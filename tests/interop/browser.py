@@ -49,6 +49,7 @@ class Tab(Protocol):
 class Chromium:
     def __init__(self, page: Page) -> None:
         self._page = page
+        self._devtools = page.context.new_cdp_session(page)  # what it has changed lasts as long as it is there
         self._asked: list[str] = []
         page.on("request", lambda request: self._asked.append(request.url))
 
@@ -63,6 +64,10 @@ class Chromium:
 
     def asked(self) -> list[str]:
         return self._asked
+
+    def devtools(self, method: str, given: dict[str, Any]) -> Any:
+        """A command of the DevTools protocol (https://chromedevtools.github.io/devtools-protocol)."""
+        return self._devtools.send(method, given)
 
 
 @contextmanager

@@ -6,6 +6,8 @@ Pictures of it come into build/interop.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any, Final
@@ -15,16 +17,19 @@ import torch
 from transformers import AutoTokenizer
 
 from tests.interop.built import BUILT, CHAT, built, invited
-from tests.interop.check_client import SHARED, expected
+from tests.interop.check_client import SHARED, expected, is_unused, led_by_strangers
+from tests.interop.peers import JsNodes, js
 from tests.nat.nodes import ToldNode
+from tests.patience import children
 from tests.swarm.conftest import home, node_starter
-from tests.swarm.processes import WS, Nodes, Running, petalnode, until
+from tests.swarm.processes import WS, Nodes, ReadyNode, Running, petalnode, until
 from tests.swarm.tokenizer import save_tokenizer
 from tests.tiny_models import save_tiny
 
-__all__ = ["built", "home", "node_starter"]
+__all__ = ["built", "home", "js", "node_starter"]
 pytestmark = pytest.mark.timeout(3600)
 COUNT: Final = 60
+LONG: Final = 1000  # tokens of an answer that is not over before the tab sleeps
 MAX_PAGE: Final = 1_500_000  # bytes
 KEPT: Final = "caches.open('petalnode').then(store => store.keys()).then(keys => keys.length)"
 FILES: Final = {"", "page.js", "page.css", "icon.svg", "favicon.ico"}
@@ -73,6 +78,10 @@ class ChatPage:
         assert found["state"] == "done", found
         return found
 
+    def devtools(self, method: str, **given: Any) -> None:
+        """In Chromium alone."""
+        self.tab.ask("devtools", method=method, given=given)
+
     def asked_by_http(self) -> list[str]:
         return [url for url in self.tab.ask("asked") if url.startswith("http")]
 
@@ -113,6 +122,74 @@ def test_chat_page_answers_by_link_without_petalnode_api(node_starter: Nodes, tm
     assert page.run(KEPT) == 2  # embeddings; norm and head
     assert page.asked_by_http() == loaded
     assert {url.removeprefix(page.host).partition("?")[0].rpartition("/")[2] for url in loaded} <= FILES
+
+
+def test_strangers_lead_a_tab_to_servers(node_starter: Nodes, js: JsNodes, tmp_path: Path) -> None:
+    folder = tmp_path / "tiny-llama"
+    save_tokenizer(save_tiny("llama", folder, max_position_embeddings=4096, eos_token_id=None))
+    link, servers = led_by_strangers(node_starter, js, folder, WS)
+    page = ChatPage(node_starter, "chromium")
+    page.open()
+    page.allow(COUNT)
+    page.join(link)
+    loaded = page.asked_by_http()
+    page.ask("how does it go on?")
+    answer = page.answer(0)
+    assert answer["content"] == by_transformers(folder, [("user", "how does it go on?")])
+    assert [hop["peer"] for hop in answer["route"]["hops"]] == servers
+    assert page.asked_by_http() == loaded
+
+
+def served(nodes: Nodes, tmp_path: Path) -> tuple[Path, ReadyNode]:
+    """A model, and a server of all of it."""
+    folder = tmp_path / "tiny-llama"
+    save_tokenizer(save_tiny("llama", folder, max_position_embeddings=4096, eos_token_id=None))
+    return folder, nodes.server(folder, "0:6", "--listen", WS, *SHARED)
+
+
+def test_full_storage_costs_no_answer(node_starter: Nodes, tmp_path: Path) -> None:
+    """Neither parts of the model nor chats fit into it: they last as long as the page."""
+    folder, server = served(node_starter, tmp_path)
+    page = ChatPage(node_starter, "chromium")
+    page.open()
+    page.devtools("Storage.overrideQuotaForOrigin", origin=page.host.removesuffix("/"), quotaSize=1024)
+    page.allow(COUNT)
+    page.join(server.address)
+    page.ask("how does it go on?")
+    first = page.answer(0)
+    page.ask("and then?")
+    second = page.answer(1)
+    said = [("user", "how does it go on?"), ("assistant", first["content"]), ("user", "and then?")]
+    assert first["content"] == by_transformers(folder, said[:1])
+    assert second["content"] == by_transformers(folder, said)
+    assert page.run(f"{KEPT}.catch(() => 0)") == 0
+    assert page.run("document.querySelector('pn-page').storage.all().then(all => all.length)") == 1
+
+
+def renderers(pid: int) -> list[int]:
+    """The processes of a browser that run its pages."""
+    found = [one for child in children(pid) for one in renderers(child)]
+    return [pid, *found] if b"--type=renderer" in Path(f"/proc/{pid}/cmdline").read_bytes() else found
+
+
+def test_a_tab_that_slept_goes_on(node_starter: Nodes, tmp_path: Path) -> None:
+    """The server has given up the session by the time that it wakes. DevTools freezes no tab that playwright drives."""
+    folder, server = served(node_starter, tmp_path)
+    page = ChatPage(node_starter, "chromium")
+    page.open()
+    page.allow(LONG)
+    page.join(server.address)
+    page.ask("how does it go on?")
+    until(lambda: any(node["route"]["tokens"] >= 8 for node in page.answers()), "eight tokens")
+    asleep = renderers(page.tab.pid)
+    for pid in asleep:
+        os.kill(pid, signal.SIGSTOP)
+    until(lambda: is_unused(node_starter, server), "that the session is given up")
+    for pid in asleep:
+        os.kill(pid, signal.SIGCONT)
+    answer = page.answer(0)
+    assert answer["content"] == by_transformers(folder, [("user", "how does it go on?")], LONG)
+    assert answer["route"]["recoveries"] == 1
 
 
 def by_transformers(folder: Path, said: list[tuple[str, str]], count: int = COUNT) -> str:

@@ -1,9 +1,9 @@
-"""Nodes of js-libp2p that know nothing of petalnode, beside nodes of petalnode: `make interop`."""
+"""Nodes of js-libp2p and go-libp2p that know nothing of petalnode, beside nodes of petalnode: `make interop`."""
 
 from __future__ import annotations
 
-import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,18 +13,23 @@ from petalnode.crypto.identity import Identity
 from petalnode.node.network.kad_store import server_key
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import open_swarm
+from petalnode.node.trust.evidence_gossip import TOPIC
+from petalnode.node.trust.evidence_message import EvidenceMessage
+from petalnode.node.trust.store import TrustStore
 from petalnode.node.version import __version__
+from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import Announcement, ServerState, sign_announcement
-from petalnode.protocols.ids import DIRECTORY, Span, blocks_key, ranges_of
-from tests.interop.peers import JsNodes, js
+from petalnode.protocols.ids import DIRECTORY, Span
+from tests.interop.go_node import PUBLIC, GoNode, GoNodes, go
+from tests.interop.peers import JsNode, JsNodes, found_by, js
 from tests.nat.lab import Kind, Lab, open_lab
 from tests.nat.nodes import LISTEN, LabNodes, lab_nodes
-from tests.node_inspection import table_of
 from tests.swarm.announcers import Nodes as Announcers
 from tests.swarm.conftest import home, node_starter
-from tests.swarm.processes import LOOPBACK, Nodes, until
+from tests.swarm.evidence_messages import LIAR, equivocation
+from tests.swarm.processes import LOOPBACK, WS, Nodes, until
 
-__all__ = ["home", "js", "node_starter"]
+__all__ = ["go", "home", "js", "node_starter"]
 BLOCKS = 30
 VERSION = "5f4e7440d715" + "00" * 26
 KEYS = ("RSA", "secp256k1")  # of those with ECDSA js-libp2p makes no peers
@@ -83,12 +88,17 @@ def test_other_keys_peers_circuit_and_learn_the_reason(node_starter: Nodes, js: 
     )
 
 
-def test_a_relay_of_theirs_keeps_our_reservation(js: JsNodes, tmp_path: Path) -> None:
-    """It is not asked for AutoNAT: js-libp2p would close the connection that the reservation hangs on."""
+@pytest.mark.parametrize("kind", ["js", "go"])
+def test_a_relay_of_theirs_keeps_our_reservation(js: JsNodes, go: GoNodes, tmp_path: Path, kind: str) -> None:
+    """It is not asked for AutoNAT: js-libp2p would close the connection that the reservation hangs on. go-libp2p's
+    lets 128 KiB through a circuit."""
     with open_lab() as lab, lab_nodes(tmp_path) as nodes:
         host, meeting = lab.host("relay"), nodes.light(lab.host("meeting"), listen=[LISTEN])
         listen = f"/ip4/{host.address}/tcp/{PORT}"
-        relay = js.start(prefix=host.command(()), listen=[listen], announce=[listen], services=["relay", "autonat"])
+        if kind == "go":
+            relay: JsNode | GoNode = go.start(listen, *PUBLIC, prefix=host.command(()))
+        else:
+            relay = js.start(prefix=host.command(()), listen=[listen], announce=[listen], services=["relay", "autonat"])
         address = f"{listen}/p2p/{relay.peer_id}"
         given = {"listen": [LISTEN], "peers": [meeting.address], "relay": address}
         server = nodes.light(lab.nat("home").host("server"), blocks=[0, 4], **given)
@@ -98,19 +108,40 @@ def test_a_relay_of_theirs_keeps_our_reservation(js: JsNodes, tmp_path: Path) ->
         client.ask("reach", peer=server.peer_id)
         stream = client.ask("open", peer=server.peer_id)
         time.sleep(20)  # in 17 s the reservation was lost three times
-        client.ask("echo", stream=stream, size=65536, times=5)
-        assert server.ask("reachability")["relays"] == [relay.peer_id] and relay.ask("counts")["asked"] == 0
+        client.ask("echo", stream=stream, size=4096 if kind == "go" else 65536, times=5)
+        assert server.ask("reachability")["relays"] == [relay.peer_id]
+        assert isinstance(relay, GoNode) or relay.ask("counts")["asked"] == 0
 
 
-def test_who_reaches_us_through_relay_gets_direct_connection(js: JsNodes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["js", "go"])
+def test_who_reaches_us_through_relay_gets_direct_connection(
+    js: JsNodes, go: GoNodes, tmp_path: Path, kind: str
+) -> None:
     """We accepted the relayed connection, so we begin (DCUtR)."""
     with open_lab() as lab, lab_nodes(tmp_path) as nodes:
         relay, server = relayed_server(lab, nodes)
         host = lab.host("theirs")
         listen = f"/ip4/{host.address}/tcp/{PORT}"
-        theirs = js.start(prefix=host.command(()), listen=[listen], announce=[listen], services=["dcutr"])
-        assert theirs.ask("connect", peer=f"{relay}/p2p-circuit/p2p/{server}") == server
-        until(lambda: is_direct(theirs.ask("paths", peer=server)), "a direct connection")
+        circuit = f"{relay}/p2p-circuit/p2p/{server}"
+        if kind == "go":
+            theirs = go.start(listen, *PUBLIC, prefix=host.command(()))
+            assert theirs.connect(circuit)
+            until(lambda: is_direct(theirs.paths(server)), "a direct connection")
+            return
+        node = js.start(prefix=host.command(()), listen=[listen], announce=[listen], services=["dcutr"])
+        assert node.ask("connect", peer=circuit) == server
+        until(lambda: is_direct(node.ask("paths", peer=server)), "a direct connection")
+
+
+def test_autonat_of_go_tells_where_we_are(go: GoNodes, tmp_path: Path) -> None:
+    with open_lab() as lab, lab_nodes(tmp_path) as nodes:
+        host = lab.host("theirs")
+        theirs = go.start(f"/ip4/{host.address}/tcp/{PORT}", *PUBLIC, prefix=host.command(()))
+        given = {"listen": [LISTEN], "peers": [theirs.address], "relay": "off"}
+        hidden = nodes.light(lab.nat("home").host("hidden"), **given)
+        public = nodes.light(lab.host("public"), **given)
+        hidden.ask("wait_reachability", kind="unreachable")
+        public.ask("wait_reachability", kind="public")
 
 
 def relayed_server(lab: Lab, nodes: LabNodes) -> tuple[str, str]:
@@ -125,29 +156,67 @@ def is_direct(paths: list[dict[str, str]]) -> bool:
     return any("p2p-circuit" not in path["addr"] for path in paths)
 
 
-async def found_by(addr: str) -> tuple[set[str], list[set[str]]]:
-    """The servers that a stranger finds who knows this node, and the providers that the DHT names of each range."""
-    config = SwarmConfig(Identity.generate(), peers=(addr,))
-    async with open_swarm(config) as swarm:
-        view = await swarm.refresh(model_version=bytes.fromhex(VERSION), sample=True, timeout=20)
-        servers = view.servers(bytes.fromhex(VERSION), now=time.time())
-        named = []
-        for number in ranges_of(Span(0, BLOCKS), BLOCKS):
-            lookup = await table_of(swarm).look_up(blocks_key(VERSION, number), timeout=20)
-            named.append({contact.peer_id for contact in lookup.providers(random.Random())})
-        return {server.peer_id for server in servers}, named
+def node_of(kind: str, js: JsNodes, go: GoNodes, listen: str, *peers: str) -> tuple[JsNode | GoNode, str]:
+    """A node with a table, of js-libp2p or of go-libp2p, and its address."""
+    if kind == "go":
+        started = go.start(listen, peers=peers)
+        return started, started.address
+    node = js.start(listen=[listen], services=["table"], peers=peers)
+    return node, node.ready["addrs"][0]
 
 
-def test_servers_are_found_through_foreign_nodes(js: JsNodes) -> None:
+@pytest.mark.parametrize(("kind", "listen"), [("js", LOOPBACK), ("go", LOOPBACK), ("go", WS)])
+def test_servers_are_found_through_foreign_nodes(js: JsNodes, go: GoNodes, kind: str, listen: str) -> None:
     """By provider records; also when the one node is gone that the servers had joined by."""
-    first = js.start(listen=[LOOPBACK], services=["table"])
-    address = first.ready["addrs"][0]
-    _, last = (js.start(listen=[LOOPBACK], services=["table"], peers=[address]) for _ in range(2))
+    first, address = node_of(kind, js, go, listen)
+    last = [node_of(kind, js, go, listen, address)[1] for _ in range(2)][1]
     with Announcers() as announcers:
         options = {"peers": [address], "num_blocks": BLOCKS, "model_version": VERSION, "ttl": 9.0}
         one, other = (announcers.start(blocks=span, **options).ready().peer_id for span in ([0, 14], [14, 30]))
         # Ranges of 4 blocks: of the fourth both have some.
         wanted = {one, other}, [{one}] * 3 + [{one, other}] + [{other}] * 4
-        until(lambda: trio.run(found_by, last.ready["addrs"][0]) == wanted, "both servers", 240)
+        until(lambda: trio.run(found_by, last, VERSION, BLOCKS) == wanted, "both servers", 240)
         first.kill()
-        assert trio.run(found_by, last.ready["addrs"][0]) == wanted
+        assert trio.run(found_by, last, VERSION, BLOCKS) == wanted
+
+
+@pytest.mark.parametrize("listen", [LOOPBACK, WS])
+def test_nodes_of_go_meet_through_ours(node_starter: Nodes, go: GoNodes, listen: str) -> None:
+    """Our node keeps what one of them provides, for the other; and answers on a stream of our own protocol."""
+    ours = node_starter.bootstrap("--listen", listen)
+    one, other = (go.start(peers=[ours.address]) for _ in range(2))
+    until(lambda: one.provide("a thing"), "a peer in its table")
+    until(lambda: other.providers("a thing") == {one.peer_id}, "the record")
+    ping = wire.DirectoryFrame(ping=wire.Ping(payload=b"p" * 64)).SerializeToString()
+    with other.open(ours.peer_id, DIRECTORY) as stream:
+        stream.write(bytes([len(ping)]) + ping)
+        stream.flush()
+        assert stream.read(1 + len(ping)) == bytes([len(ping)]) + ping
+
+
+def test_nodes_of_go_meet_through_our_relay(node_starter: Nodes, go: GoNodes) -> None:
+    ours = node_starter.bootstrap()
+    reserve = ("-autoRelay", "-relayDiscovery=false", "-trustedRelays", ours.address, "-forceReachabilityPrivate")
+    hidden, other = go.start(LOOPBACK, *reserve), go.start()
+    circuit = f"{ours.address}/p2p-circuit/p2p/{hidden.peer_id}"
+    until(lambda: other.connect(circuit), "the reservation")
+    assert other.paths(hidden.peer_id)  # on this machine they find a direct way as well
+
+
+async def until_true(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110  (what it waits for tells nobody)
+        await trio.sleep(0.05)
+
+
+async def test_evidence_goes_through_gossipsub_of_theirs(go: GoNodes) -> None:
+    """Between nodes of ours that are not connected."""
+    theirs, store = go.start(), TrustStore()
+    given = {"listen": (LOOPBACK,), "peers": (theirs.address,), "serve_dht": False, "gossip": True}
+    finder, other = SwarmConfig(Identity.generate(), **given), SwarmConfig(Identity.generate(), trust=store, **given)
+    with theirs.subscribed(TOPIC) as messages, trio.fail_after(600):
+        async with open_swarm(finder) as one, open_swarm(other) as another:
+            await until_true(lambda: all(node.gossip and node.gossip.peers() for node in (one, another)))
+            await one.publish_evidence(equivocation(), recomputed=False)
+            await until_true(lambda: store.is_banned(LIAR.peer_id))
+            assert not one.is_connected(another.peer_id)
+            assert EvidenceMessage.from_bytes(next(messages), time.time()).accused == LIAR.peer_id
