@@ -184,3 +184,15 @@ def test_chains_are_compared_by_their_bits(parts: Parts) -> None:
         assert answer(model, 4) == parts.expected()[: PROMPT.shape[1] + 4]
         (told,) = model.disagreements
         assert told.settled == "weights" and told.liars == (liar.peer_id,)
+
+
+def test_exact_chains_are_compared_with_rounding_ones(parts: Parts) -> None:
+    """Nobody who announces another kind takes what they are compared with from them."""
+    rounding, liar = parts.pool.start("0:6", dtype="float32"), parts.lying("0:6")
+    assert rounding.ready["quantisation"] == "none"
+    with opened_for([rounding, liar], parts.folder, parts.pool, compare_chains=2) as model:
+        assert answer(model, 4) == parts.expected()[: PROMPT.shape[1] + 4] and model.disagreements == ()
+        order(parts.control, blocks="noise", amount=0.1)
+        assert answer(model, 4) == parts.expected()[: PROMPT.shape[1] + 4]
+        (told,) = model.disagreements
+        assert told.settled == "weights" and told.liars == (liar.peer_id,) and told.tolerance > 0

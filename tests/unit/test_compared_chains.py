@@ -79,6 +79,19 @@ def test_only_servers_of_the_same_weights_are_compared() -> None:
         plan_chains([], {}, BLOCKS, 2, "tiny")
 
 
+def test_exact_servers_are_mixed_only_where_needed() -> None:
+    exact = Weights("float32", "none/exact-1")
+    servers = [server("a", 0, 6, 1.0), server("b", 0, 6, 1.0), server("stranger", 0, 6), server("c", 0, 6)]
+    weights = {"a": exact, "b": exact, "stranger": FLOAT, "c": Weights("bfloat16", "none")}
+    kind, chains = plan_chains(servers, weights, BLOCKS, 2, "tiny")
+    assert kind == exact and {hop.peer_id for chain in chains for hop in chain} == {"a", "b"}
+    kind, chains = plan_chains(servers, weights, BLOCKS, 3, "tiny")
+    assert kind == FLOAT and {hop.peer_id for chain in chains for hop in chain} == {"a", "b", "stranger"}
+    with pytest.raises(NoChainError, match="that compute in float32 make 3"):
+        plan_chains(servers, weights, BLOCKS, 4, "tiny")
+    assert FLOAT.includes(exact) and FLOAT.includes(FLOAT) and exact.includes(exact) and not exact.includes(FLOAT)
+
+
 def test_servers_that_take_shorter_sessions_make_no_chain() -> None:
     servers = [server("a", 0, 6), server("b", 0, 6, longest=10)]
     assert disjoint_chains(servers, BLOCKS, 2, Demand(max_length=10)) is not None

@@ -11,7 +11,7 @@ import pytest
 from petalnode.node.blocks.kernels.library import Library
 from petalnode.node.models.folder import ModelFolder
 from petalnode.node.models.quantisation import Numerics
-from petalnode.node.server.lifecycle.exactness import KINDS, ExactCost, cost_of, exact_unasked, is_chosen, keep_cost
+from petalnode.node.server.lifecycle.exactness import KINDS, ExactCost, cost_of, exact_unasked, keep_cost
 from petalnode.node.server.lifecycle.options import ServerOptions
 from petalnode.node.server.lifecycle.speed import BlockSpeed
 from petalnode.node.testing.memory_servers import memory_swarm
@@ -35,27 +35,17 @@ def test_the_weights_that_cost_the_most_count() -> None:
     assert cost_of({kind: CHEAP[kind] for kind in KINDS[1:]}) is None
 
 
-@pytest.mark.parametrize(
-    ("step", "prompt", "others", "chosen"),
-    [
-        (1.05, 1.05, (), True),
-        (1.051, 0.5, (), False),
-        (0.9, 1.6, (), False),
-        (1.0, 1.0, ("none/exact-1", "nf4/exact-1"), True),
-        (1.0, 1.0, ("none/exact-1", "none"), False),
-    ],
-)
-def test_it_has_to_cost_little_and_suit_others(
-    step: float, prompt: float, others: tuple[str, ...], chosen: bool
-) -> None:
-    assert is_chosen(ExactCost(step, prompt), others) is chosen
-    assert not is_chosen(None, others)
+@pytest.mark.parametrize(("step", "prompt", "small"), [(1.05, 1.05, True), (1.051, 0.5, False), (0.9, 1.6, False)])
+def test_neither_steps_nor_prompts_may_cost_much(step: float, prompt: float, small: bool) -> None:
+    assert ExactCost(step, prompt).is_small is small
 
 
 def test_nothing_is_chosen_where_nothing_was_measured() -> None:
-    assert exact_unasked(ASKED, folder(), ()) == ASKED
+    assert exact_unasked(ASKED, folder()) == ASKED
+    keep_cost(CHEAP | {KINDS[1]: BlockSpeed(1.1, 0.6)})
+    assert exact_unasked(ASKED, folder()) == ASKED
     keep_cost(CHEAP)
-    chosen = exact_unasked(ASKED, folder(), ())
+    chosen = exact_unasked(ASKED, folder())
     assert chosen.exact and str(chosen.numerics) == "none/exact-1" and chosen.dtype == "float32"
 
 
@@ -74,18 +64,17 @@ def test_nothing_is_chosen_where_nothing_was_measured() -> None:
 def test_what_was_asked_for_stays(changes: dict[str, Any], config: dict[str, Any]) -> None:
     keep_cost(CHEAP)
     asked = replace(ASKED, **changes)
-    assert exact_unasked(asked, folder(**config), ()) == asked
-    assert exact_unasked(replace(ASKED, dtype="float32"), folder(dtype="bfloat16"), ()).exact
+    assert exact_unasked(asked, folder(**config)) == asked
+    assert exact_unasked(replace(ASKED, dtype="float32"), folder(dtype="bfloat16")).exact
 
 
-def test_servers_are_exact_where_all_can_be(tmp_path: Path, kernels: Library) -> None:
+def test_no_stranger_keeps_servers_from_being_exact(tmp_path: Path, kernels: Library) -> None:
     keep_cost(CHEAP)
     llama, unknown = save_tiny("llama", tmp_path / "llama"), save_tiny("bloom", tmp_path / "bloom")
     options: dict[str, Any] = {"exact_if_cheap": True, "kernels": "auto"}
     with memory_swarm() as swarm:
-        for _ in range(2):
+        for stranger in ("3:6", "0:6"):
+            assert swarm.start(llama, stranger).ready["quantisation"] == "none"
             assert swarm.start(llama, "0:3", **options).ready["quantisation"] == "none/exact-1"
-        assert swarm.start(llama, "3:6").ready["quantisation"] == "none"
-        assert swarm.start(llama, "0:3", **options).ready["quantisation"] == "none"
         server = swarm.start(unknown, "0:3", **options)
         assert server.ready["quantisation"] == "none" and "not exact to the bit" in server.errors

@@ -156,7 +156,7 @@ class ComparedSession:
     def forbidden(self, chain: ReplicaChain) -> set[str]:
         """The servers that a chain must not use."""
         others = [other.used for other in self._chains if other is not chain]
-        same = {peer_id for peer_id, weights in self._comparable().items() if weights == self._weights}
+        same = {peer_id for peer_id, weights in self._comparable().items() if self._weights.includes(weights)}
         return self._suspects.union(*others) | {server.peer_id for server in self._client.servers()} - same
 
     async def open(self) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Literal
 
 import torch
@@ -127,10 +127,19 @@ def disjoint_chains(
 
 @dataclass(frozen=True)
 class Weights:
-    """What servers compute in. Only the same can be compared."""
+    """What servers compute in. Only the same can be compared: to the bit, or those that round too within tolerance."""
 
     dtype: str
     quantisation: str
+
+    @property
+    def rounded(self) -> Weights:
+        """The same, of which no bits are promised."""
+        return replace(self, quantisation=within_tolerance(self.quantisation))
+
+    def includes(self, other: Weights) -> bool:
+        """Whether chains that are compared in these may have a server that computes in `other`."""
+        return self in (other, other.rounded)
 
     def __str__(self) -> str:
         if self.quantisation in QUANTISATIONS:
@@ -146,7 +155,8 @@ def plan_chains(
     model_name: str,
     demand: Demand = ONE_TOKEN,
 ) -> tuple[Weights, list[tuple[Hop, ...]]]:
-    """The cheapest `count` chains that share no server and compute in the same; `weights` by peer id.
+    """The cheapest `count` chains that share no server and compute in the same; `weights` by peer id. Servers of the
+    exact kind are mixed with those that round only where neither make enough alone: their bits are not compared then.
 
     Raises:
         NoChainError: saying how many there are.
@@ -168,6 +178,9 @@ def plan_chains(
     if found:
         _, kind, chains = min(found, key=lambda choice: choice[0])
         return kind, chains
+    mixed = {peer_id: kind.rounded for peer_id, kind in weights.items()}
+    if mixed != weights:
+        return plan_chains(candidates, mixed, wanted, count, model_name, demand)
     raise NoChainError(
         f"{count} chains of {model_name} that share no server are wanted, and the servers{best} make {most}: "
         f"{describe_blocks(thin)} are held by too few. Start more with `petalnode serve`, or compare fewer chains",

@@ -1,9 +1,9 @@
 """Whether a server computes to the bit (docs/exact.md) without being told to: by what that costs on this machine, which
-`petalnode self-test` measures, and by what the other servers of the model announce."""
+`petalnode self-test` measures. What others announce is not asked: anybody may announce anything."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -11,7 +11,7 @@ from typing import Final
 from ....protocols.ids import Span
 from ...blocks.kernels.library import library
 from ...models import ModelFolder
-from ...models.quantisation import Numerics, Quantisation, is_exact
+from ...models.quantisation import Numerics, Quantisation
 from .memory import has_accelerator
 from .options import ServerOptions
 from .speed import BlockSpeed, SpeedKey, cpu_name, cpu_threads, keep_speed, measure_speed, recall_speed
@@ -51,20 +51,15 @@ def cost_of(speeds: Mapping[Numerics, BlockSpeed]) -> ExactCost | None:
     return ExactCost(max(steps), max(exact.token_seconds / usual.token_seconds for usual, exact in pairs))
 
 
-def is_chosen(cost: ExactCost | None, others: Collection[str]) -> bool:
-    """Whether it is worth its cost. `others`: the quantisations that the other servers of the model announce. Where one
-    is not exact, a server that is would be compared with fewer."""
-    return cost is not None and cost.is_small and all(map(is_exact, others))
-
-
-def exact_unasked(options: ServerOptions, folder: ModelFolder, others: Collection[str]) -> ServerOptions:
-    """The options with exactness where it is chosen, and nothing else that was asked for would change."""
+def exact_unasked(options: ServerOptions, folder: ModelFolder) -> ServerOptions:
+    """The options with exactness where it costs little, and nothing else that was asked for would change."""
     said = [folder.config, folder.config.get("text_config") or {}]
     saved = {str(part.get("dtype") or part.get("torch_dtype") or "float32").removeprefix("torch.") for part in said}
     computes = options.dtype == "float32" or (options.dtype == "auto" and saved == {"float32"})
     if not (options.exact_if_cheap and computes and options.kernels != "torch") or has_accelerator(options.device):
         return options
-    if not is_chosen(recall_cost(), others):
+    cost = recall_cost()
+    if cost is None or not cost.is_small:
         return options
     return replace(options, exact=True, device="cpu", dtype="float32", kernels="native")
 

@@ -65,9 +65,7 @@ async def run_server(swarm: Swarm, options: ServerOptions, parts: ServerParts, s
         hand_on(swarm, source.manifest, source.folder, options.share_weights)
         gain = DEFAULT.gain if options.gain is None else options.gain
         policy = replace(DEFAULT, gain=gain, boundaries=folder.boundaries)
-        servers = swarm.view.servers(source.manifest.version, now=time.time())
-        others = {server.quantisation for server in servers if server.peer_id != swarm.peer_id}
-        chosen = await in_thread(lambda: exact_unasked(options, folder, others))
+        chosen = await in_thread(lambda: exact_unasked(options, folder))
         context = ServerContext(
             swarm,
             chosen,
