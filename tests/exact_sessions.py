@@ -132,11 +132,7 @@ def main() -> None:
                     print(f"seed {seed}, {folder.name}, judged by {by}: {verdict}")
             steps += sum(len(one.claimed) for one in seen)
             seed += 1
-            if seed % 10 == 0 or steps >= options.steps:
-                print(
-                    f"{steps} steps of {sets}, seeds {options.seed} .. {seed - 1}: {dict(verdicts)} sessions",
-                    flush=True,
-                )
+            print(f"{steps} steps of {sets}, seeds {options.seed} .. {seed - 1}: {dict(verdicts)} sessions", flush=True)
     print(f"{steps} steps, {time.process_time():.0f} s of the processor: {dict(verdicts)}")
 
 

@@ -178,6 +178,19 @@ def product(matrix: TiledMatrix, rows: torch.Tensor, threads: int) -> torch.Tens
     return output
 
 
+def test_many_rows_have_the_bits_of_single_ones(isa: str) -> None:
+    """More rows and longer ones than codes are opened for at once."""
+    made = [held(kind, (83, 768))[0] for kind in ("Q4_0", "Q4_1", "Q4_K", "Q2_K", "Q5_1", "Q6_K", "Q8_0", "IQ4_NL")]
+    made += [TiledInt8Matrix.quantise(weights((83, 720))), TiledNf4Matrix.quantise(weights((83, 704)))]
+    for matrix in made:
+        rows = torch.randn(150, matrix.shape[1], generator=torch.Generator().manual_seed(2))
+        together = product(matrix, rows, 1)
+        for place in (0, 6, 77, 127, 128, 149):
+            assert torch.equal(product(matrix, rows[place : place + 1], 1)[0], together[place]), (matrix.form, place)
+        for count in (3, 4, 7, 9, 13, 131):
+            assert torch.equal(product(matrix, rows[-count:].contiguous(), 1), together[-count:]), (matrix.form, count)
+
+
 def test_results_do_not_depend_on_number_of_threads(isa: str) -> None:
     for name, matrix, values in matrices():
         rows = rows_for(values, 32)

@@ -29,7 +29,7 @@ struct rows_ahead {
 };
 
 typedef void parts_work(const struct matrix *, int64_t first, int64_t count, int64_t from, int64_t to, const float *x,
-                        float *sums, int64_t all, struct rows_ahead ahead, int64_t turn, int64_t turns);
+                        float *sums, int64_t all, struct rows_ahead ahead, int64_t turn, int64_t turns, float *y, int64_t given);
 
 /* Those of a block; of float16, those of two share a line of the processor's caches. */
 INLINE void fetch_scales(struct ahead ahead, int64_t block, int form, int64_t size) {

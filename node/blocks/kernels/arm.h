@@ -62,6 +62,7 @@ INLINE void totals_neon(const V_neon *v, float scale, float *into) {
 #define TILES_ONE 2
 #define TILES_MANY 1
 #define ROW_TILE 4
+#define MANY_ROWS 6
 #define OUTPUTS 2
 #define PANEL_OUTPUTS 1
 #include "products.h"

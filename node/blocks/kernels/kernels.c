@@ -2,9 +2,10 @@
  *
  * Weights are multiplied in the form in which they are held; activations stay float32, so that results are exact to
  * rounding. No dependencies. Here are the forms, what each instruction set has to offer, and the functions that Python
- * calls. products.h and step.h are included once for each instruction set, with ISA defined; `petalnode_select` takes
- * the best one that the processor has. plain.h, x86.h and arm.h have those, bytes.h products of whole numbers for rows that are rounded,
- * threads.h the threads that help, cache.h how keys and values are held, ahead.h what is fetched early, pages.h what is read early, rotary.h cosines and sines; packing.h brings
+ * calls. products.h, tiles.h and step.h are included once for each instruction set, with ISA defined; `petalnode_select`
+ * takes the best one that the processor has. plain.h, x86.h and arm.h have those, tiles.h products with packed weights,
+ * bytes.h those of whole numbers for rows that are rounded, threads.h the threads that help, cache.h how keys and values
+ * are held, ahead.h what is fetched early, pages.h what is read early, rotary.h cosines and sines; packing.h brings
  * weights of a GGUF file into these forms.
  *
  * Three promises hold for every function and every instruction set:
@@ -72,8 +73,11 @@
 #define PANEL 16 /* tokens, whose keys or values are opened at a time */
 #define MOST_TILES 4 /* that are multiplied at a time */
 #define GROUP (MOST_TILES * LANES) /* outputs in a piece of work */
+#define PANEL_VALUES 4096 /* of tiles, opened, that stay in the nearest cache for all rows of x */
+#define OPENED_FROM 12 /* rows, for which they are opened; fewer take less time otherwise */
+#define TOGETHER_OPENED 128 /* rows that they are opened for */
 #define TOGETHER 32 /* rows that row-major weights are read once for */
-#define SIDE_VALUES 8192 /* of x, side by side, that stay in the nearest cache with what they are multiplied with */
+#define SIDE_INPUTS 512 /* of x, side by side, that some rows are multiplied with at once */
 #define PANEL_ROWS 16 /* of the matrix, whose part stays in the nearest cache for all rows of x */
 #define VALUE_BYTES(form) ((form) == FORM_F32 ? 4 : 2)
 #define GROUPS(matrix) (((matrix)->out + GROUP - 1) / GROUP)
@@ -242,9 +246,14 @@ INLINE float half_float(uint16_t half) {
     return sign ? -small : small;
 }
 
-/* e^x to about two units in the last place; branch-free, so that loops over it are vectorised. */
-INLINE float exponential(float x) {
-    x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
+/* Within what `power` takes; NaN stays. */
+INLINE float bounded(float x) {
+    x = x < -87.0f ? -87.0f : x;
+    return x > 88.0f ? 88.0f : x;
+}
+
+/* e^x to about two units in the last place. */
+INLINE float power(float x) {
     float turns = x * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: the fraction is rounded away */
     uint32_t exponent = float_bits(turns) + 127u;
     turns -= 12582912.0f;
@@ -258,8 +267,16 @@ INLINE float exponential(float x) {
     return (sum * rest * rest + rest + 1.0f) * bits_float(exponent << 23);
 }
 
-/* To about 1e-7 of the whole range. */
-INLINE float hyperbolic_tangent(float x) { return 1.0f - 2.0f / (exponential(2.0f * x) + 1.0f); }
+INLINE float exponential(float x) { return power(bounded(x)); }
+
+/* The same of `count` values, in place. Two loops, of which compilers make vectors: in one they branch at the bounds. */
+INLINE void exponentials(float *x, int64_t count) {
+    for (int64_t index = 0; index < count; index++) x[index] = bounded(x[index]);
+    for (int64_t index = 0; index < count; index++) x[index] = power(x[index]);
+}
+
+/* tanh x of e^2x, to about 1e-7 of the whole range. */
+INLINE float tangent_of(float power) { return 1.0f - 2.0f / (power + 1.0f); }
 
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
@@ -284,6 +301,16 @@ struct choice {
     void (*many)(const struct matrix *, int64_t tile, const float *x, const float *sums, float *y, const struct matrix *next);
     void (*one)(const struct matrix *, int64_t tile, const float *x, const float *sums, float *y, const struct matrix *next);
 };
+
+/* Some inputs of `tiles` tiles, opened for many rows: codes [inputs][tiles][LANES], and of each block scales and offsets
+ * [blocks][tiles][LANES]. `goes_on`: they are a part of a block, its last one if it `ends`. */
+struct panel {
+    int64_t tiles, block, blocks;
+    int32_t offset, goes_on, ends;
+    __attribute__((aligned(64))) float codes[PANEL_VALUES], scales[PANEL_VALUES / LANES], offsets[PANEL_VALUES / LANES];
+};
+
+typedef void panel_work(const struct panel *, const float *x, int64_t in, const float *sums, float *totals);
 
 struct byte_choice {
     int64_t rows, tiles;

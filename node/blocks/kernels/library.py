@@ -31,6 +31,7 @@ HEADERS: Final = (
     "x86.h",
     "arm.h",
     "products.h",
+    "tiles.h",
     "bytes.h",
     "cache.h",
     "ahead.h",

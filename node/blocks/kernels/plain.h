@@ -64,6 +64,7 @@ INLINE void NAME(totals)(const V *v, float scale, float *into) {
 #define TILES_ONE 1
 #define TILES_MANY 1
 #define ROW_TILE 2
+#define MANY_ROWS 3
 #define OUTPUTS 2
 #define PANEL_OUTPUTS 2
 #include "products.h"
@@ -96,6 +97,7 @@ INLINE V OWN(whole8)(OWN(J) sum, int32_t of_x) { (void)of_x; return OWN(whole4)(
 #undef TILES_ONE
 #undef TILES_MANY
 #undef ROW_TILE
+#undef MANY_ROWS
 #undef OUTPUTS
 #undef PANEL_OUTPUTS
 #undef ISA

@@ -37,17 +37,21 @@ INLINE void NAME(add_to)(float *x, const float *y, int64_t count) {
         NAME(store)(x + index, NAME(add)(NAME(load)(x + index), NAME(load)(y + index)));
 }
 
-/* gate = activation(gate) * up; without `up`, the activation alone. */
+/* gate = activation(gate) * up; without `up`, the activation alone. Of whole vectors. */
 static void NAME(activate)(int32_t activation, float *gate, const float *up, int64_t count) {
-    if (activation == ACTIVATION_SILU)
-        for (int64_t i = 0; i < count; i++) gate[i] = gate[i] / (1.0f + exponential(-gate[i]));
-    else
-        for (int64_t i = 0; i < count; i++) {
-            float x = gate[i], inner = 0.7978845608f * (x + 0.044715f * x * x * x);
-            gate[i] = 0.5f * x * (1.0f + hyperbolic_tangent(inner));
+    for (int64_t index = 0; index < count; index += LANES) {
+        float *own = gate + index, powers[LANES];
+        if (activation == ACTIVATION_SILU) {
+            EACH powers[lane] = -own[lane];
+            exponentials(powers, LANES);
+            EACH own[lane] = own[lane] / (1.0f + powers[lane]);
+        } else {
+            EACH powers[lane] = 2.0f * (0.7978845608f * (own[lane] + 0.044715f * own[lane] * own[lane] * own[lane]));
+            exponentials(powers, LANES);
+            EACH own[lane] = 0.5f * own[lane] * (1.0f + tangent_of(powers[lane]));
         }
-    if (up)
-        for (int64_t i = 0; i < count; i++) gate[i] *= up[i];
+        if (up) NAME(store)(own, NAME(mul)(NAME(load)(own), NAME(load)(up + index)));
+    }
 }
 
 /* --- attention --- */
@@ -66,7 +70,8 @@ static void NAME(softmax)(float *scores, int64_t count, const float *sink) {
     float most = scores[0], sum = 0.0f;
     for (int64_t index = 1; index < count; index++) most = scores[index] > most ? scores[index] : most;
     if (sink && *sink > most) most = *sink;
-    for (int64_t index = 0; index < count; index++) scores[index] = exponential(scores[index] - most);
+    for (int64_t index = 0; index < count; index++) scores[index] -= most;
+    exponentials(scores, count);
     for (int64_t index = 0; index < count; index++) sum += scores[index];
     if (sink) sum += exponential(*sink - most);
     for (int64_t index = 0; index < count; index++) scores[index] /= sum;
@@ -147,9 +152,10 @@ INLINE void NAME(add_values)(const float *shares, int64_t all, int64_t heads, co
 }
 
 static void NAME(soften)(float *scores, int64_t heads, int64_t tokens, float softcap, const float *sinks) {
-    if (softcap > 0.0f)
-        for (int64_t index = 0; index < heads * tokens; index++)
-            scores[index] = softcap * hyperbolic_tangent(scores[index] / softcap);
+    const int64_t all = softcap > 0.0f ? heads * tokens : 0;
+    for (int64_t index = 0; index < all; index++) scores[index] = 2.0f * (scores[index] / softcap);
+    exponentials(scores, all);
+    for (int64_t index = 0; index < all; index++) scores[index] = softcap * tangent_of(scores[index]);
     for (int64_t head = 0; head < heads; head++) NAME(softmax)(scores + head * tokens, tokens, sinks ? sinks + head : NULL);
 }
 

@@ -97,19 +97,26 @@ static const int ALL_FORMS[] = {FORM_F32,  FORM_BF16,   FORM_F16,    FORM_Q4,   
                             FORM_Q3_K, FORM_Q8_PLAIN, FORM_Q8_HALF, FORM_F32_COLUMNS, FORM_Q6,   FORM_Q6_HALF, FORM_Q5_K,
                             FORM_Q6_K, FORM_IQ4_NL, FORM_IQ4_XS, FORM_MXFP4,   FORM_Q2_K};
 
-/* What is drawn for a matrix: how large it is at most, how many rows it is multiplied with at least, by how many threads. */
-struct effort { int64_t outputs, inputs, rows, threads; };
+/* What is drawn for a matrix: how large it is at most, how many rows it is multiplied with at least, by how many threads.
+ * `pool`: values that are drawn, of which each row has some that stand behind each other; 0: all rows are drawn. */
+struct effort { int64_t outputs, inputs, rows, threads, pool; };
 
 /* Of the matrix and rows, in several batches; how many rows. */
 static int64_t product(int number, struct effort effort) {
     static const int64_t counts[] = {1, 2, 3, 4, 5, 8, 11, 16, 32, 33};
     const int form = ALL_FORMS[number % COUNT(ALL_FORMS)], wild = (int)below(2);
-    const int64_t out = 16 + below(effort.outputs), in = 256 * (1 + below(effort.inputs));
+    const int64_t unit = effort.pool && !SUPER_SCALES(form) ? 64 : 256;
+    const int64_t out = 16 + below(effort.outputs), in = unit * (1 + below(effort.inputs * (256 / unit)));
     int64_t rows = counts[below(COUNT(counts))], done = 0;
     struct matrix m = matrix(form, form == FORM_F32_COLUMNS ? out / LANES * LANES : out, in, wild, (int)below(2));
     m.rounds = below(3) == 0;
+    const float *pool = effort.pool ? floats(effort.pool, wild) : NULL;
     for (const int kept = drawn_arrays;; rows = counts[below(COUNT(counts))]) {
-        float *x = floats(rows * in, wild), *y = floats(rows * (m.out + LANES), 0), *scratch = floats(rows * ROUNDED_FLOATS(in), 0);
+        const int64_t given = rows * in, made = rows * (m.out + LANES), also = rows * ROUNDED_FLOATS(in);
+        float *x = pool ? memory(given * sizeof(float)) : floats(given, wild);
+        for (int64_t r = 0; pool && r < rows; r++) memcpy(x + r * in, pool + below(effort.pool - in), in * sizeof(float));
+        float *y = pool ? memory(made * sizeof(float)) : floats(made, 0);
+        float *scratch = pool ? memory(also * sizeof(float)) : floats(also, 0);
         petalnode_multiply(&m, x, rows, y, scratch, 1 + below(effort.threads));
         look_at(y, rows * m.out);
         forget(kept);
@@ -216,7 +223,7 @@ EXPORT void petalnode_many(uint64_t seed, int64_t products, int64_t wanted, uint
     begin(seed);
     for (int64_t done = 0, number = 0; done < products; number++) {
         const int64_t large = number % 32 == 0;
-        const struct effort effort = {.outputs = large ? 100 : 2, .inputs = 1 + large, .rows = 200, .threads = 1 + large};
+        const struct effort effort = {.outputs = large ? 100 : 2, .inputs = 1 + large, .rows = 200, .threads = 1 + large, .pool = 2048};
         done += product((int)(number % COUNT(ALL_FORMS)), effort);
     }
     found[0] = digest;

@@ -76,6 +76,7 @@ INLINE void totals_avx2(const V_avx2 *v, float scale, float *into) {
 #define TILES_ONE 2
 #define TILES_MANY 1
 #define ROW_TILE 4
+#define MANY_ROWS 6
 #define OUTPUTS 2
 #define PANEL_OUTPUTS 1
 #include "products.h"
@@ -156,6 +157,7 @@ BEGIN_TARGET(AVX512, WIDE)
 #undef TILES_ONE
 #undef TILES_MANY
 #undef ROW_TILE
+#undef MANY_ROWS
 #undef OUTPUTS
 #undef PANEL_OUTPUTS
 #define ISA avx512
@@ -206,6 +208,7 @@ INLINE void totals_avx512(const V_avx512 *v, float scale, float *into) {
 #define TILES_ONE 4
 #define TILES_MANY 2
 #define ROW_TILE 8
+#define MANY_ROWS 8
 #define OUTPUTS 4
 #define PANEL_OUTPUTS 4
 #include "products.h"
