@@ -2,6 +2,7 @@
 
     python benchmarks/inversion.py [--json] [--model smollm2] [--after 0 1 2 5 10 29] [--train 16384] [--test 2048]
         [--search 32]
+    python benchmarks/inversion.py --pictures 64 512 [--json] --after 0 2 --train 6144 --test 16
 
 For the hidden states after each block of `--after`, on held-out English Wikipedia (`perplexity.py` says where it is
 from), the share of tokens that come out right by
@@ -16,6 +17,12 @@ from), the share of tokens that come out right by
 
 `answer` is the other end: how often norm and head, applied to the hidden state at once, give the token that the whole
 model finds the likeliest to come next.
+
+With --pictures: how much of pictures comes out, as the share of the variance of their pixels. A tiny LLaVA with random
+weights makes tokens of so many values of each square of 14 x 14 pixels, which are 588 values; pictures are noise of the
+spectrum of photographs. `trained decoder` is a ridge regression from the hidden states of `--train` pictures of the
+attacker's own; `gradients` goes on from there, and changes the picture until it gives the hidden states that were seen.
+`one colour` is what the mean of each token's square has of it. Block -1 is what is sent to the first server.
 """
 
 from __future__ import annotations
@@ -23,9 +30,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import patch
 
 import torch
 from perplexity import wikipedia, windows
@@ -39,6 +49,10 @@ from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.models import resolve
 from petalnode.protocols.ids import Span
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.tiny_pictures import FAMILIES, SIDE, save_seeing
+
 WINDOW: Final = 128
 ROWS: Final = 64
 """Tokens that are tried at a time."""
@@ -46,6 +60,7 @@ MOST_TRIED: Final = 512
 SAME: Final = 1e-3
 """Relative distance of two hidden states below which they are of the same text."""
 NEGATIVES: Final = 2048
+PICTURE_STEPS: Final = 300
 BATCH: Final = 512
 
 
@@ -218,21 +233,91 @@ def likeliest_next(client: ClientModel, hidden: torch.Tensor) -> torch.Tensor:
     return torch.stack([client.head(text.unsqueeze(0))[0].argmax(-1) for text in hidden])
 
 
+# --- pictures
+
+
+def seeing(values: int, folder: Path) -> Any:
+    """The tests' smallest model that takes pictures, with this many values for each token."""
+    sizes = {"hidden_size": values, "intermediate_size": 2 * values}
+    with patch.dict(FAMILIES, {"llava": replace(FAMILIES["llava"], vision=sizes, text=sizes)}):
+        model = save_seeing("llava", folder)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_((64 / values) ** 0.5 if weight.dim() > 1 else 1.0)
+    return model.requires_grad_(requires_grad=False).model
+
+
+def noise(count: int) -> torch.Tensor:
+    """Pictures, float [count, 3, SIDE, SIDE]: amplitudes fall with the frequency, and colours go together."""
+    frequencies = torch.fft.fftfreq(SIDE)
+    falling = 1 / torch.hypot(frequencies[:, None], frequencies).clamp(min=1 / SIDE)
+    white = torch.randn(count, 3, SIDE, SIDE) + 2 * torch.randn(count, 1, SIDE, SIDE)
+    pictures = torch.fft.ifft2(torch.fft.fft2(white) * falling).real
+    return pictures / pictures.std()
+
+
+def picture_states(model: Any, pictures: torch.Tensor, after: int) -> torch.Tensor:
+    """What a server sees of them behind a block, -1 for what is sent to the first: [pictures, all their values]."""
+    sent = torch.stack(list(model.get_image_features(pixel_values=pictures).pooler_output))
+    if after >= 0:
+        sent = model.language_model(inputs_embeds=sent, output_hidden_states=True).hidden_states[after + 1]
+    return sent.flatten(1)
+
+
+def attack_pictures(model: Any, after: int, own: torch.Tensor, held_out: torch.Tensor) -> dict[str, float]:
+    """The share of the variance of `held_out` that is found, by who has made pictures of his `own`."""
+    begun = time.process_time()
+    seen = torch.cat([picture_states(model, part, after) for part in own.split(BATCH)])
+    wanted, mean, scale = picture_states(model, held_out, after), seen.mean(0), seen.std(0) + 1e-6
+    inputs = (seen - mean) / scale
+    gram = inputs.T @ inputs + 1e-3 * len(own) * torch.eye(inputs.shape[1])
+    linear = torch.linalg.solve(gram, inputs.T @ (own - own.mean(0)).flatten(1))
+    decoded = ((wanted - mean) / scale @ linear).view_as(held_out) + own.mean(0)
+    sought = decoded.clone().requires_grad_()
+    optimizer = torch.optim.Adam([sought], lr=0.02)
+    for _ in range(PICTURE_STEPS):
+        optimizer.zero_grad()
+        (((picture_states(model, sought, after) - wanted) / scale) ** 2).mean().backward()
+        optimizer.step()
+    side = SIDE // 2  # of a token
+    plain = functional.avg_pool2d(held_out, side).repeat_interleave(side, 2).repeat_interleave(side, 3)
+    found = {"one_colour": plain, "trained_decoder": decoded, "gradients": sought.detach()}
+    shares = {name: float(1 - (held_out - given).var() / held_out.var()) for name, given in found.items()}
+    return {**shares, "processor_seconds": time.process_time() - begun}
+
+
+def pictures_main(options: argparse.Namespace) -> None:
+    results, own, held_out = [], noise(options.train), noise(options.test)
+    for values in options.pictures:
+        with tempfile.TemporaryDirectory() as folder:
+            model = seeing(values, Path(folder))
+        for after in (-1, *(block for block in options.after if block < 3)):
+            shares = attack_pictures(model, after, own, held_out)
+            results.append({"values_per_token": values, "after_block": after, **shares})
+            print(results[-1], file=sys.stderr if options.json else sys.stdout, flush=True)
+    if options.json:
+        print(json.dumps({"picture_inversion": {"train": len(own), "test": len(held_out), "results": results}}))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--after", type=int, nargs="+", default=[0, 1, 2, 5, 10, 29], help="numbers of blocks")
-    parser.add_argument("--train", type=int, default=16384, help="tokens that the decoder is trained on")
-    parser.add_argument("--test", type=int, default=2048, help="held-out tokens")
+    parser.add_argument("--train", type=int, default=16384, help="tokens, or pictures, that the decoder is trained on")
+    parser.add_argument("--test", type=int, default=2048, help="held-out tokens or pictures")
     parser.add_argument("--search", type=int, default=32, help="tokens of each of two texts that are searched")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--text", type=Path, help="a text file")
+    parser.add_argument("--pictures", type=int, nargs="+", metavar="VALUES", help="of each of their tokens")
     options = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    if options.pictures:
+        pictures_main(options)
+        return
     model = resolve(options.model, need="all")
     text = options.text.read_text(encoding="utf-8") if options.text else wikipedia()
     client = load_client(model.path, dtype="float32")

@@ -1,6 +1,7 @@
 """What codecs cost and save: their speed, bytes per token, and the time to the first token over slow lines.
 
     python benchmarks/wire.py --lines none [--json]                   # the codecs alone, on one thread
+    python benchmarks/wire.py --pictures [--json]                     # what a picture takes
     sudo python benchmarks/wire.py [--json] [--lines 10 100 1000] [--rtt 20] [--servers 3] [--model h512]
         [--prompt 256] [--tokens 8] [--rounds 3]
 
@@ -10,6 +11,9 @@ Mbit/s each way (`delay_bridge.py`, which needs root). `first token` is from the
 its prompt, `ms/token` the decode steps after it, without the client's embeddings and head; the codecs take turns, and
 the middle round counts. `chosen` is what `auto` took, after a session in which it measured. Bytes are whole frames: of
 the prompt / of a token, from all hosts.
+
+Pictures are those of Qwen3-VL-8B, whose first three blocks add features: processor seconds of its encoder (random
+weights, float32, one thread), and MB to the first server and to those behind it.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from delay_bridge import delay_network
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionConfig, Qwen3VLVisionModel
 from transformers.utils import logging
 from wan import ClientProcess, servers_of
 
@@ -65,6 +70,26 @@ def speeds() -> list[dict[str, Any]]:
                 "ns_per_value": 1e9 * sum(seconds.values()) / tensor.numel(),
             }
         )
+    return found
+
+
+@torch.inference_mode()
+def pictures(sides: tuple[int, ...] = (256, 512), hidden: int = 4096) -> list[dict[str, Any]]:
+    """Of pictures with `sides` pixels to each side."""
+    torch.set_num_threads(1)
+    config = Qwen3VLVisionConfig(out_hidden_size=hidden)
+    encoder, found = Qwen3VLVisionModel(config).eval(), []
+    for side in sides:
+        grid = side // config.patch_size
+        pixels = torch.randn(grid * grid, 3 * config.temporal_patch_size * config.patch_size**2)
+        begun = time.process_time()
+        encoder(pixels, grid_thw=torch.tensor([[1, grid, grid]]))
+        row: dict[str, Any] = {"pixels": side, "encoder_seconds": time.process_time() - begun}
+        row["tokens"] = tokens = grid * grid // config.spatial_merge_size**2
+        widths = {"first": hidden * (1 + len(config.deepstack_visual_indexes)), "later": hidden}
+        for (name, width), codec in itertools.product(widths.items(), ("float16", "int8")):
+            row[f"{name}_{codec}_mb"] = len(encode(torch.randn(1, tokens, width), CODEC_OF[codec])[1]) / 1e6
+        found.append(row)
     return found
 
 
@@ -150,10 +175,15 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--pictures", action="store_true", help="what a picture takes, and nothing else")
     parser.add_argument("--client", nargs=2, metavar=("MODEL", "PEER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.client:
         client(*options.client)
+        return
+    if options.pictures:
+        rows = pictures()
+        print(json.dumps({"pictures": rows}) if options.json else "\n".join(map(str, rows)))
         return
     assert set(WAYS) == set(CODEC_CHOICES)
     codecs, results = speeds(), []
