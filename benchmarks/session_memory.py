@@ -13,7 +13,8 @@ import json
 import psutil
 import torch
 
-from petalnode.node.blocks.cache import BlockCacheSpec, CacheForm, SpanCache
+from petalnode.node.blocks.cache import BlockCacheSpec, SpanCache
+from petalnode.node.blocks.caches.form import CacheForm
 from petalnode.node.blocks.caches.pages import lets_go
 from petalnode.node.blocks.caches.states import StateSpec
 from petalnode.protocols.inference import STEP_TOKENS
@@ -23,15 +24,18 @@ _CONV = StateSpec("conv", 0, (8192, 4), torch.bfloat16)
 _DELTA = BlockCacheSpec(0, 0, 0, None, (_CONV, StateSpec("recurrent", 0, (32, 128, 128), torch.float32)))
 _MAMBA = BlockCacheSpec(0, 0, 0, None, (_CONV, StateSpec("recurrent", 0, (128, 64, 128), torch.float32)))
 _WINDOW = BlockCacheSpec(4, 256, 256, 1024, (), lets_go(CPU))
+_SPARSE = BlockCacheSpec(1, 512, 0, 128, (), lets_go(CPU), 0, (128, 32))
+_HEAVY = BlockCacheSpec(1, 512, 0, 128, (), lets_go(CPU), 0, (4,))
 SHAPES = {
     "qwen3_5: 3 delta, 1 attention": [_DELTA] * 3 + [BlockCacheSpec(2, 256, 256, None)],
     "qwen3_5: 3 delta": [_DELTA] * 3,
     "nemotron_h: 12 mamba, 2 attention, 12 MLP": [_MAMBA] * 12 + [BlockCacheSpec(8, 128, 128, None)] * 2,
     "gemma3: 5 window, 1 attention": [_WINDOW] * 5 + [BlockCacheSpec(4, 256, 256, None)],
     "gemma3: 5 window": [_WINDOW] * 5,
+    "deepseek_v4: 3 sparse, 3 heavy": [_SPARSE, _HEAVY] * 3,
     "llama: 6 attention": [BlockCacheSpec(8, 128, 128, None)] * 6,
 }
-"""Blocks of Qwen3.6-35B-A3B, Nemotron-H-8B, Gemma 3 4B and Llama 3.1 8B."""
+"""Blocks of Qwen3.6-35B-A3B, Nemotron-H-8B, Gemma 3 4B, DeepSeek-V4-Flash (without its states) and Llama 3.1 8B."""
 
 
 def taken(specs: list[BlockCacheSpec], tokens: int) -> tuple[int, int]:
@@ -46,6 +50,8 @@ def taken(specs: list[BlockCacheSpec], tokens: int) -> tuple[int, int]:
                 if spec.heads:
                     kept = torch.ones(1, spec.heads, step, spec.key_dim, dtype=torch.bfloat16)
                     cache.write(block, kept, kept)
+                for kind, part in enumerate(spec.entries):
+                    cache.write_entries(block, kind, torch.ones(1, step // 4, 4 * part), 4)
                 for state in spec.states if cache.states is not None else ():
                     cache.states.put((block, state.kind, state.index), torch.ones(1, *state.shape, dtype=state.dtype))
         cache.advance(step, torch.ones(1, step, 1))

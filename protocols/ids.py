@@ -185,7 +185,8 @@ class Boundaries:
         together: blocks that share keys and values, which one server holds all of; None: there are none.
         carried: blocks before this number get beside hidden states what entered the first block (Zamba, arXiv
             2405.16712). It travels behind the streams.
-        flat: blocks take the streams as they travel, one behind the other.
+        axis: where blocks have that of the streams: 0, before rows; 2, behind tokens; 3, nowhere, since they take the
+            streams as they travel, one behind the other.
         ids: blocks before this number get the ids of tokens, which travel behind the streams, digit by digit.
     """
 
@@ -195,7 +196,7 @@ class Boundaries:
     per_block: int = 0
     together: Span | None = None
     carried: int = 0
-    flat: bool = False
+    axis: int = 0
     ids: int = 0
 
     @property

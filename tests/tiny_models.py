@@ -310,7 +310,29 @@ _STREAMS: dict[str, Any] = {
     "laurel_rank": 8,
     "activation_sparsity_pattern": [0.5] * 3 + [0.0] * 3,
 }
+_SPARSE, _HEAVILY = "compressed_sparse_attention", "heavily_compressed_attention"
 _CROSSING_SPECS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v4": (
+        "deepseek_v4",
+        {
+            **_HEAD_DIM,
+            "num_key_value_heads": 1,
+            "layer_types": [_HEAVILY, _SPARSE, _HEAVILY, "sliding_attention", _SPARSE, _SPARSE],
+            "compress_rates": {_SPARSE: 4, _HEAVILY: 8},
+            "mlp_layer_types": ["hash_moe"] * 4 + ["moe"] * 2,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+            "q_lora_rank": 24,
+            "o_groups": 2,
+            "o_lora_rank": 8,
+            "partial_rotary_factor": 0.5,
+            "index_n_heads": 8,
+            "index_head_dim": 16,
+            "index_topk": 3,
+        },
+    ),
     "gemma4_per_layer": ("gemma4_text", {**_PER_LAYER, "global_head_dim": 32}),
     "gemma4_shared": ("gemma4_text", {**_PER_LAYER, "global_head_dim": 32, "num_kv_shared_layers": 2}),
     "gemma3n": ("gemma3n_text", {**_STREAMS, "num_kv_shared_layers": 0}),
@@ -407,6 +429,8 @@ def save_tiny(
             for name, buffer in model.named_buffers():
                 if name.endswith("correction_bias"):  # of a router of experts: zero until it is trained
                     buffer.copy_(0.1 * torch.randn(buffer.shape))
+                elif name.endswith("tid2eid"):
+                    buffer.copy_(torch.randint(fields["n_routed_experts"], buffer.shape))
     folder.mkdir(parents=True, exist_ok=True)
     size = {} if shards is None else {"max_shard_size": shards}
     model.to(dtype).save_pretrained(folder, **size)  # type: ignore[arg-type]

@@ -75,6 +75,8 @@ _STATES: Final = frozenset(
 """Architectures whose states go by the calls of transformers' caches alone: tried by `make sweep`."""
 _INDEXED: Final = frozenset({"axk2", "deepseek_v32", "glm_moe_dsa", "qwen4_exp_text"})
 """Those whose blocks choose the tokens for attention, each by an index of its own."""
+_COMPRESSED: Final = frozenset({"deepseek_v4"})
+"""Those whose blocks keep entries that stand for several tokens, beside keys and values of a window."""
 _SHARING: Final = frozenset({"gemma3n_text", "gemma4_text"})
 """Those whose last blocks take keys and values of earlier ones, which hand them on within a pass."""
 _KEPT: Final = (DynamicLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, DummyLayer)
@@ -141,7 +143,8 @@ def windows_of(skeleton: Skeleton) -> list[int | None]:
                 f"{named} keeps more than attention keys and values between tokens, in a way that was not tried "
                 f"({type(layer).__name__}): petalnode cannot serve it yet"
             )
-        if type(layer) in _KEPT_OF_WINDOW:
+        compressed = skeleton.config.model_type in _COMPRESSED and isinstance(layer, DynamicSlidingWindowLayer)
+        if compressed or type(layer) in _KEPT_OF_WINDOW:
             windows.append(int(layer.sliding_window))
             if skeleton.config.model_type in _CACHE_WINDOW and windows[-1] < skeleton.config.max_position_embeddings:
                 raise ModelError(
@@ -177,6 +180,7 @@ class _Recorder(StateView):
         super().__init__(StateRing())
         self.seen: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * count
         self.index_dims = [0] * count
+        self.entries: list[tuple[int, ...]] = [()] * count
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -187,6 +191,10 @@ class _Recorder(StateView):
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
         self.index_dims[layer_idx] = indexer_key_states.shape[2]
         return indexer_key_states
+
+    def update_entries(self, layer_idx: int, kind: int, entries: torch.Tensor, rate: int) -> torch.Tensor:
+        self.entries[layer_idx] += (-(-entries.shape[2] // rate),)
+        return entries
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -216,8 +224,10 @@ def cache_specs(
         if seen is not None:
             keys, values = seen
             forgets = window is not None and lets_go(device)
-            dims = keys.shape[1], keys.shape[3], values.shape[3]
-            specs.append(BlockCacheSpec(*dims, window, states, forgets, recorder.index_dims[block]))
+            one = skeleton.config.model_type in _COMPRESSED  # tensor for both
+            dims = keys.shape[1], keys.shape[3], 0 if one else values.shape[3]
+            behind = recorder.index_dims[block], recorder.entries[block]
+            specs.append(BlockCacheSpec(*dims, window, states, forgets, *behind))
         elif states or type(layers[block]) is DummyLayer:
             specs.append(BlockCacheSpec(0, 0, 0, None, states))
         else:

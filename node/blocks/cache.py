@@ -13,11 +13,9 @@ import torch
 
 from ...protocols.ids import AXES, Layout, next_cut
 from ...protocols.inference import STEP_TOKENS
-from ..models.quantisation import CACHE_BLOCK, CacheDtype, key_bytes
+from .caches.form import CacheForm
 from .caches.pages import WINDOWS, let_go
-from .caches.states import SNAPSHOT, STATE_CHUNK, STATES, StateRing, States, StatesLost, StateSpec, StateView
-
-_LEAST = 1e-30  # blocks of nothing larger become zeros in eight bits: no scale is subnormal, which may count as zero
+from .caches.states import SNAPSHOT, STATE_CHUNK, STATES, WINDOW, StateRing, States, StatesLost, StateSpec, StateView
 
 
 @dataclass(frozen=True)
@@ -26,12 +24,13 @@ class BlockCacheSpec:
 
     Attributes:
         heads: key-value heads; 0 in a block without attention.
-        key_dim, value_dim: values per head.
+        key_dim, value_dim: values per head; a `value_dim` of 0: of the keys alone.
         window: tokens a query may look back at, its own included; None is all of them.
         states: of its convolutions and its linear attention.
         forgets: whether the memory of tokens far behind the window is given back while the session goes on.
         index_dim: values of the key by which a token is chosen for attention (DeepSeek Sparse Attention, arXiv
             2512.02556); 0: all tokens get it.
+        entries: values of a token's part in each kind of entry that stands for several tokens (`caches/compressed.py`).
     """
 
     heads: int
@@ -41,76 +40,25 @@ class BlockCacheSpec:
     states: tuple[StateSpec, ...] = ()
     forgets: bool = False
     index_dim: int = 0
+    entries: tuple[int, ...] = ()
 
     @property
     def buffers(self) -> tuple[tuple[int, int], ...]:
-        """(heads, values per head) of what is kept of a token: key, value, and the key of its index if there is one."""
-        index = ((1, self.index_dim),) if self.index_dim else ()
-        return ((self.heads, self.key_dim), (self.heads, self.value_dim), *index)
+        """(heads, values per head) of what is kept of a token: key, value, the key of its index if there is one, and
+        its parts of entries."""
+        behind = (self.index_dim, *self.entries) if self.index_dim else self.entries
+        return ((self.heads, self.key_dim), (self.heads, self.value_dim), *((1, dim) for dim in behind))
 
     def bytes_per_token(self, form: CacheForm) -> int:
         return sum(heads * form.width(dim) for heads, dim in self.buffers) * form.dtype.itemsize
 
     def bytes_per_row(self, form: CacheForm, max_length: int, batch: int) -> int:
         """At the most, of a session of `max_length` tokens in each of `batch` rows; states of the past are among it."""
-        tokens = max_length
+        tokens, entries = max_length, sum(map(form.width, self.entries)) * form.dtype.itemsize
         if self.forgets and self.window is not None:
             tokens = min(tokens, self.window + WINDOWS.back + WINDOWS.at_once + max(STEP_TOKENS // batch, 1))
-        return tokens * self.bytes_per_token(form) + STATES * sum(state.nbytes for state in self.states)
-
-
-@dataclass(frozen=True)
-class CacheForm:
-    """How keys and values of dtype `computed` are held.
-
-    auto: as they are. bfloat16: rounded to the nearest, ties to even. int8: each `CACHE_BLOCK` values of a key or value
-    as whole multiples, -127 to 127, of a bfloat16 scale. The scale is their largest magnitude / 127, rounded up: as in
-    GGUF's Q8_0, with a scale that has float32's range. What they stand for is exact in float32, and the compiled
-    kernels (`hold_key` and `open_keys` in `kernels/`) give the same bits. A block with a value that is not finite
-    becomes NaN.
-    """
-
-    held: CacheDtype
-    computed: torch.dtype
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the memory."""
-        if self.held == "int8":
-            return torch.uint8
-        return torch.bfloat16 if self.held == "bfloat16" else self.computed
-
-    def width(self, dim: int) -> int:
-        """Elements of the memory that a key or value of `dim` values takes."""
-        return key_bytes(self.held, dim, self.computed.itemsize) // self.dtype.itemsize
-
-    def put(self, values: torch.Tensor, into: torch.Tensor) -> None:
-        """Holds `values` [..., dim] in `into` [..., width]."""
-        if self.held != "int8":
-            into.copy_(values)
-            return
-        dim = values.shape[-1]
-        padded = torch.nn.functional.pad(values.float(), (0, -dim % CACHE_BLOCK))
-        blocks = padded.view(*values.shape[:-1], -(-dim // CACHE_BLOCK), CACHE_BLOCK)
-        most = blocks.abs().amax(-1)
-        finite = most <= torch.finfo(torch.float32).max
-        scales = torch.where(finite & (most > _LEAST), most / 127.0, 0.0)
-        scales = ((scales.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
-        codes = torch.where(scales.unsqueeze(-1) > 0, blocks / scales.unsqueeze(-1), 0.0).round_()
-        scales = torch.where(finite, scales, torch.nan)
-        into[..., :dim].view(torch.int8).copy_(codes.flatten(-2)[..., :dim])
-        into[..., dim + dim % 2 :].view(torch.bfloat16).copy_(scales)
-
-    def opened(self, held: torch.Tensor, dim: int) -> torch.Tensor:
-        """The values [..., dim] that `held` [..., width] stands for, in the dtype that is computed in."""
-        if self.held != "int8":
-            return held.to(self.computed)
-        codes = held[..., :dim].view(torch.int8).to(torch.float32)
-        scales = held[..., dim + dim % 2 :].view(torch.bfloat16).to(torch.float32)
-        if dim % CACHE_BLOCK:
-            return (codes * scales.repeat_interleave(CACHE_BLOCK, -1)[..., :dim]).to(self.computed)
-        blocks = codes.view(*scales.shape, CACHE_BLOCK) * scales.unsqueeze(-1)
-        return blocks.view(codes.shape).to(self.computed)
+        growing = tokens * (self.bytes_per_token(form) - entries) + max_length * entries
+        return growing + STATES * sum(state.nbytes for state in self.states)
 
 
 class SpanCache:
@@ -130,7 +78,7 @@ class SpanCache:
         states: of the blocks; None where they keep none.
         form: how keys and values are held.
         memory: all buffers behind one another: for each block keys, then values, of [batch, heads, max_length, width],
-            then keys of its index likewise.
+            then keys of its index and entries likewise.
         specs: of the blocks that the session runs through, one each.
         first: number of the first of them within the hosted span; `write` and `window` count from the span's start.
         long_factors: as `BlockStack.run`, of the step that is computed now.
@@ -186,6 +134,11 @@ class SpanCache:
         return any(self.left_padding)
 
     @property
+    def settled(self) -> bool:
+        """Whether nothing that is held for a token changes with those behind it."""
+        return not any(spec.entries for spec in self.specs)
+
+    @property
     def lacks_states(self) -> bool:
         return self.states is not None and (not self.length or self.states.begin(self.length) is not None)
 
@@ -202,6 +155,7 @@ class SpanCache:
         Raises:
             ValueError: it would not fit.
         """
+        values = values[..., : self.specs[block - self.first].value_dim]
         return self._put(block, 0, keys), self._put(block, 1, values)
 
     def _put(self, block: int, place: int, given: torch.Tensor) -> torch.Tensor:
@@ -218,6 +172,19 @@ class SpanCache:
         dim = self.specs[block - self.first].index_dim
         return self.form.opened(self._put(block, 2, keys.unsqueeze(1)), dim).squeeze(1)
 
+    def write_entries(self, block: int, kind: int, entries: torch.Tensor, rate: int) -> torch.Tensor:
+        """Puts entries [batch, entries, dim], each for the next `rate` tokens, behind those that are held, and returns
+        all of this kind. One lies where these tokens have their parts of it."""
+        spec, before = self.specs[block - self.first], self.length - self.length % rate
+        part, count = spec.entries[kind], entries.shape[1] * rate
+        if before + count > self.max_length or not self.nbytes:
+            raise ValueError(f"entries for {before + count} tokens do not fit")
+        buffer = self._held[block - self.first][-len(spec.entries) + kind].narrow(2, 0, before + count)
+        padded = torch.nn.functional.pad(entries, (0, rate * part - entries.shape[2]))
+        self.form.put(padded.reshape(self.batch, 1, count, part), buffer.narrow(2, before, count))
+        opened = self.form.opened(buffer, part).reshape(self.batch, (before + count) // rate, rate * part)
+        return opened[:, :, : entries.shape[2]]
+
     def opened(self, block: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Parts of what `write` returned for this block, [..., dim]; copies unless the dtype is computed in."""
         spec = self.specs[block - self.first]
@@ -232,7 +199,7 @@ class SpanCache:
         end = self.length - self._reach - WINDOWS.back
         if self._reach and end >= self._forgotten + WINDOWS.at_once:
             for spec, buffers in zip(self.specs, self._held, strict=True):
-                for buffer in buffers if spec.forgets else ():
+                for buffer in buffers[:2] if spec.forgets else ():
                     let_go(buffer, max(self._forgotten - WINDOWS.at_once, 0), end)
             self._forgotten = end
         if self.states is not None:
@@ -324,7 +291,8 @@ class SpanCache:
         """
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot roll back to {length} tokens: {self.length} are held")
-        if length and max(length + 1 - self._reach, 0) < self._forgotten:
+        again = 0 if self.states is None else 2 * WINDOW  # tokens before that are computed once more, at the most
+        if length and max(length + 1 - self._reach - again, 0) < self._forgotten:
             raise StatesLost(
                 f"keys and values that {length} tokens look at are not kept: send again what led there, from the first "
                 "token on"
@@ -385,8 +353,8 @@ class SpanCache:
         into = torch.tensor(moved, device=device)
         source = torch.tensor([rows[row] for row in moved], device=device)
         for spec, buffers in zip(self.specs, self._held, strict=True):
-            first = self._forgotten if spec.forgets else 0
-            for buffer in buffers:
+            for place, buffer in enumerate(buffers):
+                first = self._forgotten if spec.forgets and place < 2 else 0
                 held = buffer.narrow(2, first, self.length - first)
                 held.index_copy_(0, into, held.index_select(0, source))
 
@@ -420,6 +388,10 @@ class SessionView(StateView):
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """Stores [batch, tokens, dim] and returns those of all tokens."""
         return self.cache.write_index(layer_idx, indexer_key_states)
+
+    def update_entries(self, layer_idx: int, kind: int, entries: torch.Tensor, rate: int) -> torch.Tensor:
+        """As `SpanCache.write_entries`."""
+        return self.cache.write_entries(layer_idx, kind, entries, rate)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.cache.length

@@ -25,7 +25,6 @@ _ENCODERS: Final = frozenset(
 )
 """Those that are decoders where the configuration says so."""
 _REFUSED: Final = {
-    "deepseek_v4": "chooses experts of its first blocks by the ids of tokens, and keeps compressed keys beside others",
     "roformer": "feeds positions to every block, which a server makes otherwise",
     "whisper": "answers otherwise than in transformers where rows are padded",
 }

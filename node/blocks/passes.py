@@ -253,7 +253,7 @@ class _BatchRun:
         blocks = self._units[unit]
         with ExitStack() as changed:
             for number, prompt in inputs.prompts.items():
-                changed.enter_context(with_added(self._stack.blocks[number - self._start], prompt, hidden.shape[1]))
+                changed.enter_context(with_added(self._stack, number - self._start, prompt, hidden.shape[1]))
             for number in blocks:
                 pairs = {
                     name.path: (tensor, inputs.lora[replace(name, part=LORA_PARTS[1])])

@@ -32,7 +32,7 @@ from ..models.checkpoint import Checkpoint
 from ..models.folder import boundaries_of, scheme_of
 from ..models.folder import read_config as read_raw_config
 from ..models.gguf.weights import GgufWeights
-from .caches.chosen_tokens import take_first_of_ties
+from .caches.chosen_tokens import settle_choices
 from .caches.own_states import keep_states_in_caches
 from .config import refuse_outside_inputs
 from .images.language_part import causal_model
@@ -224,7 +224,7 @@ def build(config: PreTrainedConfig, dtype: torch.dtype) -> Skeleton:
     boundaries = boundaries_of(config.to_dict(), int(config.hidden_size), int(config.num_hidden_layers))
     skeleton = Skeleton(model, decoder, decoder_path, list_name, dtype, model.state_dict(), tied, boundaries)
     keep_states_in_caches(decoder, skeleton.blocks)
-    take_first_of_ties(decoder)
+    settle_choices(decoder)
     return skeleton
 
 

@@ -18,7 +18,8 @@ from ..models.progress import Progress, no_progress
 from ..models.quantisation import EXACT, Kernels, Numerics
 from .activations import layers_that_round, round_inputs
 from .architecture import BY_TOKEN, cache_specs, open_skeleton, windows_of
-from .cache import BlockCacheSpec, CacheForm, SessionView, SpanCache
+from .cache import BlockCacheSpec, SessionView, SpanCache
+from .caches.form import CacheForm
 from .caches.ragged import RaggedView
 from .caches.states import STATE_CHUNK, STATE_TOKENS
 from .config import choose_device, deepstack
@@ -47,7 +48,6 @@ PREFILL_CHUNK: Final = 256
 """Tokens (rows times positions) of a prefill that are computed at once; a recomputation splits it likewise."""
 
 _log = logging.getLogger(__name__)
-
 _UNBOUNDED_POSITIONS = 1 << 20  # architectures without a table or rotary range (alibi): a bound for sanity only
 
 
@@ -328,11 +328,11 @@ class BlockSpan:
         padding = torch.tensor(cache.left_padding, device=self.device).unsqueeze(1)
         places = torch.arange(cache.length, cache.length + tokens, device=self.device) - padding
         prompts = [
-            (self.stack.blocks[block - self.span.start], prompt)
+            (block - self.span.start, prompt)
             for block, prompt in adapter.prompts.items()
             if cache.first <= block - self.span.start < cache.first + len(cache.specs)
         ]
-        return with_prompts(prompts, places)
+        return with_prompts(self.stack, prompts, places)
 
     def _part(self, cache: SpanCache) -> range | None:
         """The indices of the session's blocks within the span; None if it runs through all of them."""
@@ -440,7 +440,7 @@ def load(folder: Path, span: Span, how: Loading) -> BlockSpan:
     loaded = BlockSpan(span, num_blocks, stack, specs, skeleton, target, numerics)
     # A chunk that attention stays within is no window that moves along, though its cache looks like one.
     chunked = getattr(skeleton.config, "attention_chunk_size", None) is not None
-    one_by_one = chunked or stack.depends_on_length or any(spec.index_dim for spec in specs)
+    one_by_one = chunked or stack.depends_on_length or any(spec.index_dim or spec.entries for spec in specs)
     loaded.supports_ragged = not one_by_one and agrees_with_single_steps(loaded, how.known)
     if native is not None and loaded.supports_ragged and not loaded.keeps_states:
         loaded.step = find_step(loaded, skeleton.config, native, how.known, always=kernels == "native")

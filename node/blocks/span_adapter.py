@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ...protocols.training import LORA_PARTS, LoraName
 from .cache import SpanCache
+from .stack import BlockStack, of_each_stream
 
 LoraPair = tuple[torch.Tensor, torch.Tensor]
 """A [rank, in] and B [out, rank], any factor included."""
@@ -29,6 +30,8 @@ def linear_shapes(block: nn.Module) -> dict[str, tuple[int, int]]:
     for path, module in block.named_modules():
         if isinstance(module, Conv1D):
             shapes[path] = (module.nx, module.nf)
+        elif hasattr(module, "n_groups"):  # each group of values has a matrix of its own
+            continue
         elif isinstance(getattr(module, "in_features", None), int) and next(module.children(), None) is None:
             shapes[path] = (int(module.in_features), int(module.out_features))
     return shapes
@@ -136,24 +139,28 @@ def _adapter_hook(changes: list[tuple[AdapterRows, LoraPair]]) -> Any:
 
 
 @contextmanager
-def with_prompts(prompts: Sequence[tuple[nn.Module, torch.Tensor]], places: torch.Tensor) -> Iterator[None]:
-    """Within it, prompts [prefix, hidden] are added to what enters their blocks.
+def with_prompts(
+    stack: BlockStack, prompts: Sequence[tuple[int, torch.Tensor]], places: torch.Tensor
+) -> Iterator[None]:
+    """Within it, prompts [prefix, hidden] are added to what enters their blocks, which are named by their indices.
 
     `places` int64 [rows, tokens]: which of the prefix is added to each token; outside of it, none.
     """
     with ExitStack() as hooks:
-        for block, prompt in prompts:
+        for index, prompt in prompts:
             meant = ((places >= 0) & (places < len(prompt))).unsqueeze(2)
             added = torch.where(meant, prompt[places.clamp(0, len(prompt) - 1)], 0)
-            hooks.callback(block.register_forward_pre_hook(_prompt_hook(added), with_kwargs=True).remove)
+            hook = _prompt_hook(of_each_stream(stack.boundaries, added))
+            hooks.callback(stack.blocks[index].register_forward_pre_hook(hook, with_kwargs=True).remove)
         yield
 
 
 @contextmanager
-def with_added(block: nn.Module, prompt: torch.Tensor, tokens: int) -> Iterator[None]:
-    """Within it, `prompt` [1 or rows, prefix, hidden] is added to the first of `tokens` tokens of the block."""
-    hook = _prompt_hook(pad(prompt, (0, 0, 0, tokens - prompt.shape[1])))
-    handle = block.register_forward_pre_hook(hook, with_kwargs=True)
+def with_added(stack: BlockStack, index: int, prompt: torch.Tensor, tokens: int) -> Iterator[None]:
+    """Within it, `prompt` [1 or rows, prefix, hidden] is added to the first of `tokens` tokens that enter a block."""
+    added = pad(prompt, (0, 0, 0, tokens - prompt.shape[1]))
+    hook = _prompt_hook(of_each_stream(stack.boundaries, added))
+    handle = stack.blocks[index].register_forward_pre_hook(hook, with_kwargs=True)
     try:
         yield
     finally:

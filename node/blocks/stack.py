@@ -58,8 +58,12 @@ class BlockStack:
             rotary.register_forward_hook(self._shorten)
         self.blocks = tuple(blocks)
         self._parts = 0  # of the tuple that a block returns; 0: a tensor alone
+        self._ids: torch.Tensor | None = None
         self._input: torch.Tensor | None = None
         self._output: torch.Tensor | None = None
+        self._ids_at_once = "ple_input_ids" in inspect.signature(decoder.forward).parameters
+        for block in blocks if boundaries.ids and not self._ids_at_once else ():
+            block.register_forward_pre_hook(self._put_ids, with_kwargs=True)
         blocks[0].register_forward_pre_hook(self._put_input, with_kwargs=True)
         blocks[-1].register_forward_hook(self._take_output)
 
@@ -131,12 +135,14 @@ class BlockStack:
             own = ahead[:, :, :mine].reshape(*hidden.shape[:2], len(part), self.boundaries.per_block)
             ahead = ahead[:, :, mine:]
             arguments["per_layer_inputs"] = pad(own, (0, 0, part.start, len(self.blocks) - part.stop))
-        apart = self.boundaries.streams > 1 and not self.boundaries.flat
-        embedded = (self._input[0] if apart else self._input[:, :, : self.boundaries.hidden]).detach()
+        apart = self.boundaries.streams > 1 and self.boundaries.axis < 3
+        first = self._input.select(self.boundaries.axis, 0) if apart else self._input[:, :, : self.boundaries.hidden]
+        embedded = first.detach()
         if self._first + part.start < self.boundaries.carried:
             embedded = ahead
         if self.boundaries.ids:
-            arguments["ple_input_ids"] = read_ids(ahead)
+            self._ids = read_ids(ahead).clamp(max=int(self._decoder.config.vocab_size) - 1)
+            arguments.update({"ple_input_ids": self._ids} if self._ids_at_once else {})
         if not self.boundaries.per_block:
             ahead = ahead[:, :, : self.boundaries.width(self._first + part.stop) - self.boundaries.of_streams]
         self._long_factors = long_factors and self.original_length is not None
@@ -159,7 +165,7 @@ class BlockStack:
             )
             output = self._output
         finally:
-            self._input = self._output = None
+            self._ids = self._input = self._output = None
             self._long_factors = False
             for block in idle:
                 del block.forward
@@ -203,6 +209,9 @@ class BlockStack:
             return (self._input, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": self._input}
 
+    def _put_ids(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        return args, {**kwargs, "input_ids": self._ids}
+
     def _lengthen(self, rotary: nn.Module, args: Any, kwargs: Any) -> Any:
         """Adds a token beyond `original_length`: transformers chooses the factors by the largest position of a call."""
         if not self._long_factors:
@@ -231,19 +240,26 @@ class BlockStack:
 
 def opened(boundaries: Boundaries, travelling: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Of what travels between blocks, [rows, tokens, width]: hidden states as blocks take them, [rows, tokens, hidden
-    size] or [streams, rows, tokens, hidden size]; and what is for single blocks."""
+    size], with the streams at `Boundaries.axis`; and what is for single blocks."""
     hidden, ahead = travelling[:, :, : boundaries.of_streams], travelling[:, :, boundaries.of_streams :]
-    if boundaries.streams > 1 and not boundaries.flat:
+    if boundaries.streams > 1 and boundaries.axis < 3:
         apart = hidden.reshape(*hidden.shape[:2], boundaries.streams, boundaries.hidden)
-        hidden = apart.permute(2, 0, 1, 3).contiguous()
+        hidden = apart.movedim(2, boundaries.axis).contiguous()
     return hidden, ahead
 
 
 def closed(boundaries: Boundaries, hidden: torch.Tensor, ahead: torch.Tensor | None) -> torch.Tensor:
     """What travels: the inverse of `opened`."""
-    if boundaries.streams > 1 and not boundaries.flat:
-        hidden = hidden.permute(1, 2, 0, 3).flatten(2)
+    if boundaries.streams > 1 and boundaries.axis < 3:
+        hidden = hidden.movedim(boundaries.axis, 2).flatten(2)
     return hidden if ahead is None or not ahead.shape[2] else torch.cat([hidden, ahead.to(hidden.dtype)], dim=2)
+
+
+def of_each_stream(boundaries: Boundaries, added: torch.Tensor) -> torch.Tensor:
+    """`added` [rows, tokens, hidden size] for every stream of what blocks take."""
+    if boundaries.axis == 3:
+        return added.repeat(1, 1, boundaries.streams)
+    return added.unsqueeze(2) if boundaries.axis == 2 else added
 
 
 def written_ids(ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

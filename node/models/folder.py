@@ -35,12 +35,19 @@ _QUANTISED_FIELDS = {
 }
 """Fields by which checkpoints say so, and whose they are if these do not name the method."""
 _CROSSING_FIELDS: Final = (
-    ("altup_num_inputs", "hc_count"),
+    ("altup_num_inputs", "hc_count", "hc_mult"),
     ("hidden_size_per_layer_input",),
     ("num_kv_shared_layers",),
 )
-_CROSSING: Final = {"gemma3n_text": (4, 256, 15), "gemma4_text": (1, 256, 0), "qwen4_exp_text": (4, 0, 0)}
+_CROSSING: Final = {
+    "deepseek_v4": (4, 0, 0),
+    "gemma3n_text": (4, 256, 15),
+    "gemma4_text": (1, 256, 0),
+    "qwen4_exp_text": (4, 0, 0),
+}
 """What transformers takes for these fields where the configuration of such a model has none."""
+_STREAM_AXES: Final = {"deepseek_v4": 2, "qwen4_exp_text": 3}
+"""As `Boundaries.axis`."""
 _MOST_STREAMS, _MOST_PER_BLOCK = 16, 4096
 TEXT_FIELDS = ("text_config", "llm_config", "language_config")
 
@@ -134,14 +141,15 @@ def scheme_of(path: Path, config: Mapping[str, Any]) -> StoredScheme | None:
     Raises:
         ModelError: in a way that is not loaded here.
     """
-    for part in (config, *(config.get(name) for name in TEXT_FIELDS)):
+    parts: tuple[Any, ...] = (config, *(config.get(name) for name in TEXT_FIELDS))
+    for part in parts:
         for field_name, usual in _QUANTISED_FIELDS.items():
             stated = part.get(field_name) if isinstance(part, Mapping) else None
             if not stated:
                 continue
             try:
                 if isinstance(stated, Mapping) and field_name == "quantization_config":
-                    return stored_scheme(stated)
+                    return stored_scheme({"expert_dtype": part.get("expert_dtype"), **stated})
                 raise ModelError(f"weights quantised by {usual}")
             except ModelError as error:
                 raise ModelError(
@@ -235,11 +243,8 @@ def boundaries_of(config: Mapping[str, Any], hidden: int, num_blocks: int) -> Bo
         )
     shared, _ = _weights_shared(text, num_blocks)
     if not sharing:
-        flat, looked_up = text.get("model_type") == "qwen4_exp_text", text.get("ple_layer_ids") or [0]
-        if not isinstance(looked_up, list) or not all(isinstance(one, int) for one in looked_up):
-            raise ModelError("its ple_layer_ids do not say which blocks look tokens up.")
-        ids = min(max(0, *looked_up), num_blocks)
-        return Boundaries(hidden, num_blocks, streams, per_block, None, max(shared, default=-1) + 1, flat, ids)
+        axis, ids = _STREAM_AXES.get(str(text.get("model_type")), 0), min(_blocks_with_ids(text), num_blocks)
+        return Boundaries(hidden, num_blocks, streams, per_block, None, max(shared, default=-1) + 1, axis, ids)
     kinds = text.get("layer_types")
     own = num_blocks - sharing
     if (
@@ -250,6 +255,23 @@ def boundaries_of(config: Mapping[str, Any], hidden: int, num_blocks: int) -> Bo
         raise ModelError("its layer_types do not say whose keys and values the last blocks take.")
     last = {str(kind): number for number, kind in enumerate(kinds[:own])}
     return Boundaries(hidden, num_blocks, streams, per_block, Span(min(last.values()), num_blocks))
+
+
+def _blocks_with_ids(text: Mapping[str, Any]) -> int:
+    """How many of the first blocks look the ids of tokens up.
+
+    Raises:
+        ModelError: the configuration does not say which.
+    """
+    looked_up = text.get("ple_layer_ids") or [0]
+    if text.get("model_type") == "deepseek_v4":
+        kinds, first = text.get("mlp_layer_types"), text.get("num_hash_layers")
+        looked_up = [3 if first is None else first]
+        if isinstance(kinds, list):
+            looked_up = [number for number, kind in enumerate(["", *kinds]) if kind == "hash_moe"]
+    if not isinstance(looked_up, list) or not all(isinstance(one, int) for one in looked_up):
+        raise ModelError("its ple_layer_ids or num_hash_layers do not say which blocks look tokens up.")
+    return int(max((0, *looked_up)))
 
 
 def _weights_shared(text: Mapping[str, Any], num_blocks: int) -> tuple[list[int], int]:

@@ -53,6 +53,8 @@ def stored_scheme(stated: Mapping[str, Any]) -> StoredScheme:
     """
     method = stated.get("quant_method")
     if method in ("fp8", "fbgemm_fp8"):
+        if stated.get("expert_dtype") not in (None, "fp8"):
+            raise ModelError(f"weights quantised by {method} with experts of {stated['expert_dtype']}")
         return StoredScheme(str(method), block=_block(stated.get("weight_block_size")))
     if method == "gptq":
         return _gptq(stated)

@@ -117,7 +117,7 @@ class PrefixStore:
     def offer(self, use: PrefixUse, cache: SpanCache) -> None:
         """Keeps the whole blocks that the session has computed since the last time, as far as there is room."""
         fresh = use.take_offered()
-        if not use.keeps or not fresh:
+        if not use.keeps or not fresh or not cache.settled:
             return
         names = use.names.names
         for number in fresh:

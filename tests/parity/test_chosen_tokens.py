@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from petalnode.node.blocks.caches.chosen_tokens import take_first_of_ties
+from petalnode.node.blocks.caches.chosen_tokens import settle_choices
 from petalnode.node.blocks.span import load_span
 from petalnode.protocols.ids import Span
 from tests.tiny_models import HIDDEN, load_whole, save_tiny
@@ -44,7 +44,7 @@ def test_same_tokens_are_chosen_however_prompt_is_cut(folder: Path) -> None:
     plain = [chosen(whole, cuts) for cuts in CUTS]
     differing = [sum(map(lambda a, b: not torch.equal(a, b), plain[0], other)) for other in plain[1:]]
     assert all(differing), "transformers chooses alike: the rule for ties is not needed any more"
-    take_first_of_ties(whole)
+    settle_choices(whole)
     first, *others = [chosen(whole, cuts) for cuts in CUTS]
     for other in others:
         assert all(map(torch.equal, first, other))

@@ -37,7 +37,6 @@ OWN = "has no cache of attention keys and values as other decoders have"
 REFUSED = {
     "zaya": STATE,
     "hy_v4": CHOICE,
-    "deepseek_v4": "by the ids of tokens",
     **dict.fromkeys(("rwkv", "xlstm", "xlnet", "openai-gpt"), OWN),
     **dict.fromkeys(("cpmant", "longcat_flash"), "cannot tell which layers"),
     **dict.fromkeys(("bart", "bert"), "decoder-only"),
@@ -46,6 +45,7 @@ QUANTISED: dict[str, dict[str, Any]] = {
     "MLX": {"quantization": {"group_size": 64, "bits": 4}},
     "compressed-tensors": {"compression_config": {"format": "int-quantized", "global_compression_ratio": 1.5}},
     "bitsandbytes": {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+    "fp8 with experts of fp4": {"expert_dtype": "fp4", "quantization_config": {"quant_method": "fp8"}},
     "awq": {"text_config": {"quantization_config": {"quant_method": "awq"}}},
 }
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
+from petalnode.node.blocks.caches.chosen_tokens import settle_choices
 from petalnode.node.blocks.stack import closed, written_ids
 from petalnode.node.models.folder import open_folder
 from tests.tiny_models import NUM_BLOCKS, load_whole
@@ -30,6 +31,7 @@ class Whole:
         self.model = load_whole(self.folder, self.dtype)
         self.boundaries, self._per_block = open_folder(self.folder, "tiny").boundaries, None
         decoder: Any = self.model.base_model
+        settle_choices(decoder)
         if self.boundaries.per_block:
             made = decoder.project_per_layer_inputs
             decoder.project_per_layer_inputs = lambda *args: self._note(made(*args))
@@ -45,7 +47,8 @@ class Whole:
         hidden = args[0] if args else kwargs["hidden_states"]
         ahead = hidden if self.boundaries.carried else self._per_block
         if self.boundaries.ids:
-            ahead = written_ids(kwargs["ple_input_ids"], hidden.dtype)
+            ids = kwargs["ple_input_ids"] if "ple_input_ids" in kwargs else kwargs["input_ids"]
+            ahead = written_ids(ids, hidden.dtype)
         self.entered.append(closed(self.boundaries, hidden, ahead))
 
     def _leave(self, block: nn.Module, args: Any, output: Any) -> None:

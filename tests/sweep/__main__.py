@@ -126,7 +126,7 @@ def judged(kind: str, folder: Path, swarm: Any) -> str:
     from transformers import AutoModelForCausalLM
 
     from petalnode.node.blocks.architecture import open_skeleton
-    from petalnode.node.blocks.caches.chosen_tokens import take_first_of_ties
+    from petalnode.node.blocks.caches.chosen_tokens import settle_choices
     from petalnode.node.errors import ModelError
     from tests.sweep.configs import BLOCKS, fill, tiny_config
 
@@ -136,7 +136,7 @@ def judged(kind: str, folder: Path, swarm: Any) -> str:
         whole.generation_config.eos_token_id = None
         whole.save_pretrained(folder)
         whole = AutoModelForCausalLM.from_pretrained(folder).eval()
-        take_first_of_ties(whole)
+        settle_choices(whole)
     except Exception as error:
         return f"not built: {_first_line(error)}"
     try:

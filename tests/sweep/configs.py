@@ -105,6 +105,8 @@ def fill(model: torch.nn.Module) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
                 buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
+            elif name.endswith("tid2eid"):  # the experts of a token
+                buffer.copy_(torch.randint(_RULES["n_routed_experts"], buffer.shape, generator=generator))
 
 
 def _default(made: Any) -> Any:

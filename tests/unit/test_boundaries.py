@@ -81,6 +81,27 @@ def test_ids_travel_to_their_last_reader() -> None:
     assert [exact_for(name, EIGHT) for name in CODEC_CHOICES] == list(CODEC_CHOICES)
 
 
+DEEPSEEK: dict[str, Any] = {"model_type": "deepseek_v4", "num_hidden_layers": 8}
+
+
+@pytest.mark.parametrize(
+    ("said", "ids"),
+    [
+        ({}, 3),
+        ({"num_hash_layers": 2, "hc_mult": 4}, 2),
+        ({"num_hash_layers": -1}, 0),
+        ({"mlp_layer_types": ["hash_moe", "moe", "hash_moe", *["moe"] * 5]}, 3),
+        ({"mlp_layer_types": ["moe"] * 8, "num_hash_layers": 2}, 0),
+        ({"mlp_layer_types": ["hash_moe"] * 99}, 8),
+    ],
+)
+def test_blocks_that_route_by_ids_are_counted(said: dict[str, Any], ids: int) -> None:
+    found = boundaries_of({**DEEPSEEK, **said}, 64, 8)
+    assert (found.streams, found.axis, found.ids) == (4, 2, ids)
+    with pytest.raises(ModelError, match="num_hash_layers"):
+        boundaries_of({**DEEPSEEK, "num_hash_layers": "3"}, 64, 8)
+
+
 def test_first_input_travels_to_its_last_reader() -> None:
     found = boundaries_of(ZAMBA, 64, 8)
     assert [found.width(block) for block in (0, 5, 6, 8)] == [128, 128, 64, 64]

@@ -3,7 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from petalnode.node.blocks.cache import BlockCacheSpec, CacheForm, SpanCache
+from petalnode.node.blocks.cache import BlockCacheSpec, SessionView, SpanCache
+from petalnode.node.blocks.caches.form import CacheForm
+from petalnode.node.blocks.caches.states import StatesLost, StateSpec
 from petalnode.node.models.quantisation import CacheDtype
 
 SPECS = (BlockCacheSpec(heads=2, key_dim=4, value_dim=3, window=None), BlockCacheSpec(1, 4, 4, 5))
@@ -161,3 +163,70 @@ def test_cache_of_fewer_bits_rolls_back_and_reorders(form: CacheDtype) -> None:
     for held, written in zip(found, (keys, given), strict=True):
         assert torch.equal(held, held_in(form, written)[[2, 0, 0], :, :3])
     assert cache.nbytes == 3 * 8 * {"bfloat16": (2 * 7 + 8) * 2, "int8": 2 * (6 + 6) + 12}[form]
+
+
+def _remembering() -> SpanCache:
+    """Of a block with a window and a state, of which steps of 600, 50 and 500 tokens are held."""
+    spec = BlockCacheSpec(1, 4, 4, 8, (StateSpec("conv", 0, (2,), torch.float32),), forgets=True)
+    cache = SpanCache([spec], 1, 2000, CacheForm("auto", torch.float32), torch.device("cpu"))
+    for tokens in (600, 50, 500):
+        cache.begin_step(tokens)
+        with cache.replaying():
+            cache.write(0, torch.zeros(1, 1, tokens, 4), torch.zeros(1, 1, tokens, 4))
+            assert cache.states is not None
+            cache.states.put((0, "conv", 0), torch.zeros(1, 2))
+        cache.advance(tokens, torch.zeros(1, tokens, 3))
+    return cache
+
+
+def test_rollback_needs_what_the_tokens_computed_again_see() -> None:
+    """To token 645 leads what entered behind the state at 600, whose first token looks at 593."""
+    cache = _remembering()
+    cache.rollback(645)
+    with cache.replaying() as again:
+        assert again is not None and again.shape[1] == 45
+    cache = _remembering()
+    cache.begin_step(1)  # keys and values before token 630 are given back
+    with pytest.raises(StatesLost):
+        cache.rollback(645)
+
+
+def _compressed(max_length: int) -> tuple[SpanCache, SessionView]:
+    """Of a block whose entries have 5 values and stand for 4 tokens, and others of 9 values."""
+    cache = SpanCache(
+        [BlockCacheSpec(1, 4, 4, 8, forgets=True, entries=(2, 3))],
+        2,
+        max_length,
+        CacheForm("auto", torch.float32),
+        torch.device("cpu"),
+    )
+    return cache, SessionView(cache)
+
+
+def test_entries_for_several_tokens_grow_and_go_back() -> None:
+    cache, view = _compressed(11)
+    first, second = torch.randn(2, 1, 5), torch.randn(2, 1, 5)
+    assert torch.equal(view.update_entries(0, 0, first, 4), first)
+    cache.advance(6)
+    assert view.update_entries(0, 1, torch.randn(2, 0, 9), 4).shape == (2, 1, 9)
+    assert torch.equal(view.update_entries(0, 0, second, 4), torch.cat([first, second], 1))
+    cache.advance(3)
+    cache.rollback(7)
+    assert torch.equal(view.update_entries(0, 0, torch.empty(2, 0, 5), 4), first)
+    cache.reorder([1, 1])
+    assert torch.equal(view.update_entries(0, 0, second, 4), torch.cat([first[[1, 1]], second], 1))
+    cache.advance(4)
+    with pytest.raises(ValueError, match="do not fit"):
+        view.update_entries(0, 0, second, 4)
+
+
+def test_entries_of_a_long_session_are_counted_whole() -> None:
+    short, long = (_compressed(tokens)[0].nbytes for tokens in (20_000, 40_000))
+    assert long - short == 2 * 20_000 * 5 * 4
+
+
+def test_states_take_the_same_for_long_sessions() -> None:
+    spec = BlockCacheSpec(0, 0, 0, None, (StateSpec("recurrent", 0, (32, 128, 128), torch.float32),))
+    form, cpu = CacheForm("auto", torch.float32), torch.device("cpu")
+    short, long = (SpanCache([spec], 1, tokens, form, cpu).nbytes for tokens in (1_000, 100_000))
+    assert short == long > 0

@@ -13,6 +13,8 @@ from transformers.cache_utils import DynamicIndexedLayer
 from transformers.modeling_utils import PreTrainedModel
 
 from ....protocols.ids import AXES
+from .compressed import CompressedBlock
+from .states import StateView
 
 _OWN_CACHES: Final = {"minimax": "MiniMaxCache"}
 """Models that take caches of one class only, and its name."""
@@ -20,6 +22,8 @@ MAMBAS: Final = frozenset({"mamba", "mamba2", "falcon_mamba"})
 """Models that have a name of their own for a cache."""
 _OWN_POSITIONS: Final = frozenset({"qwen4_exp_text"})
 """Models that look up in their cache where the tokens stand that it holds."""
+_COMPRESSING: Final = frozenset({"deepseek_v4"})
+"""Models that ask their cache for the compressed entries of a block by themselves."""
 _IN_BLOCKS: Final = frozenset({"recurrent_gemma"})
 """Models whose states are attributes of their blocks."""
 
@@ -30,6 +34,8 @@ def keep_states_in_caches(decoder: PreTrainedModel, blocks: Sequence[nn.Module])
     if kind in _OWN_CACHES:
         wanted = getattr(sys.modules[type(decoder).__module__], _OWN_CACHES[kind])
         decoder.register_forward_pre_hook(functools.partial(_give_its_class, wanted), with_kwargs=True)
+    if kind in _COMPRESSING:
+        decoder.register_forward_pre_hook(_give_compressed, with_kwargs=True)
     if kind in _OWN_POSITIONS:
         decoder.register_forward_pre_hook(_give_positions, with_kwargs=True)
     for number, block in enumerate(blocks if kind in _IN_BLOCKS else ()):
@@ -73,6 +79,11 @@ def _give_positions(decoder: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if cache is not None:
         cache.layers = [layer] * len(decoder.config.layer_types)
     return args, kwargs
+
+
+def _give_compressed(decoder: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    if isinstance(view := kwargs.get("past_key_values"), StateView):
+        view.layers = [CompressedBlock(view, block, decoder.config) for block in range(len(decoder.config.layer_types))]
 
 
 def _give_its_class(wanted: type, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

@@ -11,7 +11,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import AttentionInterface
 
-from ..cache import CacheForm, SpanCache
+from ..cache import SpanCache
+from .form import CacheForm
 from .states import JoinedStates, StateView
 
 RAGGED = "petalnode_ragged"
