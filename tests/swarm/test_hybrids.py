@@ -113,9 +113,12 @@ def test_a_server_is_killed_in_the_middle(
         assert torch.equal(generate(model, ids, session=session), generate(whole, ids))
 
 
-def test_drafts_change_no_token(model: Model, whole: Any) -> None:
-    options = {"logits_processor": [Few()], "max_new_tokens": 60}
-    ids = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7]])
+def test_drafts_change_no_token(model: Model, whole: Any, kind: str) -> None:
+    options = {"logits_processor": [Few()], "max_new_tokens": 32}
+    ids = torch.tensor([[5, 6, 7, 8, 9, 8, 7, 6, 5, 8, 6, 5, 6, 7]])
     drafted = generate(model, ids, **options, **LOOKUP)
     assert torch.equal(drafted, generate(whole, ids, **options))
-    assert model.drafts["drafted"] >= model.drafts["accepted"] > 0
+    drafts = model.drafts
+    assert drafts["drafted"] >= drafts["accepted"] > 0
+    if kind not in ("gemma4_shared", "recurrent_gemma"):  # these only repeat themselves
+        assert drafts["drafted"] > drafts["accepted"]
