@@ -75,7 +75,12 @@ def listening(ip: str, port: int, transport: str, **options: object) -> SwarmCon
     if suffix is None:
         raise SystemExit(f"no node of petalnode speaks {transport}")
     listen = f"/ip4/{ip}/tcp/{port}{suffix}"
-    return SwarmConfig(Identity.generate(), listen=(listen,), **options)  # type: ignore[arg-type]
+    return SwarmConfig(
+        Identity.generate(),
+        listen=(listen,),
+        bootstrap_deadline=PATIENCE,
+        **options,  # type: ignore[arg-type]
+    )
 
 
 def address(swarm: Swarm) -> str:
@@ -155,8 +160,9 @@ async def kademlia(env: Mapping[str, str], redis: Redis) -> None:
     async with open_swarm(listening(ip, 0, "tcp", peers=(await redis.wait("bootstrap_addr"),))) as swarm:
         table = table_of(swarm)
         if role == "provider":
-            if not await table.provide_key(PROVIDED, timeout=PATIENCE):
-                raise SystemExit("nobody took the record")
+            with trio.fail_after(PATIENCE):
+                while not await table.provide_key(PROVIDED, timeout=PATIENCE):  # noqa: ASYNC110
+                    await trio.sleep(1)  # who is busy confirms none
             await redis.tell("provider_done", "done")
             await trio.sleep_forever()
         begun = time.perf_counter()
