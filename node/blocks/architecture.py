@@ -237,8 +237,8 @@ def cache_specs(
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """Bytes: of each block of a model as a server holds it, opened. And of one value of an attention cache. `experts`:
-    what of `held` may be left on the disk."""
+    """Bytes of each block of a model as a server holds it, and of the whole block, opened. `item`: of one
+    value of an attention cache. `experts`: what of `held` may be left on the disk."""
 
     held: tuple[int, ...]
     whole: tuple[int, ...]

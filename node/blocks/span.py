@@ -131,7 +131,7 @@ class BlockSpan:
 
     @property
     def expert_counts(self) -> tuple[int, int]:
-        """Experts that were used, each once in a pass through its block. And how many of these were not in memory."""
+        """Experts that were used, each once in a pass through its block; how many of these were not in memory."""
         counts = [experts.counts for experts in self._experts]
         if self.step is not None:
             counts.append(self.step.counts)

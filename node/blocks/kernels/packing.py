@@ -240,7 +240,7 @@ def planned_bytes(scheme: StoredScheme, block: nn.Module, *, native: bool) -> in
 
 
 def packed_bytes(stored: GgufWeights, skeleton: Skeleton, number: int, block: nn.Module) -> tuple[int, int]:
-    """What block `number` takes where its matrices are held in the bits of the file; those that cannot be, opened. And
+    """What block `number` takes where its matrices are held in the bits of the file (those that cannot be, opened), and
     what of this are experts, which may be left on the disk."""
     slots = packable(stored, skeleton, number, block)
     gone = {slot.parameter for slot in slots}

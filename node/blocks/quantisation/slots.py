@@ -124,8 +124,8 @@ class QuantisedExperts(nn.Module):
         matrices: for each of `expert_stacks(original)`, the experts' matrices in order.
 
     Attributes:
-        counts: as `struct step` of kernels.c has them, int64: of experts, once for each pass in which one was used. And
-            of those of them that were not all in memory.
+        counts: as `struct step` of kernels.c has them, int64: experts, once for each pass in which one was used; those
+            of them that were not all in memory.
         ranges: where the experts' weights stand in mapped files, `each` for an expert; None where they are in memory.
     """
 
