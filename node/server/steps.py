@@ -380,8 +380,8 @@ def _ended() -> Refusal:
 
 
 class CoreTime:
-    """For which part of the time since it was made this thread did not wait for a processor. Where `device` is one and
-    the system tells. What it waits for its own threads is none of it."""
+    """For which part of the time since it was made this thread did not wait for a processor: all of it, unless `device`
+    is one and the system tells. What it waits for its own threads is none of it."""
 
     def __init__(self, device: torch.device) -> None:
         self._counts = device.type == "cpu"

@@ -55,7 +55,7 @@ class _Target:
 class Pushes:
     """Streams from one session to the servers that come after it. Opened in the background: a step never waits.
 
-    On a direct connection if there is one. Else through a relay, and again when a direct one is made. A stream that
+    On a direct connection if there is one, else through a relay, and again when a direct one is made. A stream that
     cannot be had is tried again after a while, if steps still want it.
     """
 
