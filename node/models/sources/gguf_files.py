@@ -76,6 +76,10 @@ def write_folder(
     Raises:
         ModelError, MachineError: as `open_gguf`.
     """
+    # Here, before two threads do it: transformers replaces its own module at the end of its first import, so whoever
+    # waited for that import would be left with the module that has no names.
+    from transformers import AutoConfig, AutoTokenizer  # noqa: F401
+
     require_space(folder.parent, _TOKENIZER_BYTES, f"Reading {files[0].name}")
     progress(f"Reading {files[0].name}", 0, None)
     config = read_gguf_config(files) if config is None else dict(config)
