@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
+import struct
 from collections.abc import Mapping, Sequence
 from math import pi
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from ...errors import ModelError
@@ -29,6 +32,16 @@ _SCALED_BY_WIDTH: Final = (("gemma2", 46), ("gemma3_text", 62))
 """The models of 27 billion, by their blocks: their attention is scaled otherwise, and files do not say so."""
 _BROKEN: Final = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, StopIteration)
 """What comes of a header that lacks keys, or has others than it should; NotImplementedError too."""
+_WORDS: Final = "tokenizer.ggml.tokens"
+_LEFT_ASIDE: Final = (
+    _WORDS,
+    "tokenizer.ggml.scores",
+    "tokenizer.ggml.token_type",
+    "tokenizer.ggml.merges",
+    "general.alignment",
+)
+"""What is long, and says nothing of the configuration."""
+_UINT32: Final = 4
 _INSTEAD: Final = "Use the model's safetensors folder."
 
 
@@ -82,10 +95,35 @@ def _as_transformers_reads(file: Path, header: GgufHeader) -> dict[str, Any]:
     """With what it leaves out of scalings."""
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    config = dict(load_gguf_checkpoint(str(file), return_tensors=False)["config"]) | rope_scaling_of(header)
+    with TemporaryDirectory() as scratch:
+        short = Path(scratch) / "header.gguf"
+        short.write_bytes(_without_vocabulary(file, header))
+        config = dict(load_gguf_checkpoint(str(short), return_tensors=False)["config"]) | rope_scaling_of(header)
+    if isinstance(words := header.metadata.get(_WORDS), int):
+        config.setdefault("vocab_size", words)  # of GPT-2 and StarCoder2, which have no key for it
     if (config["model_type"], config.get("num_hidden_layers")) in _SCALED_BY_WIDTH:
         config["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"]
     return config
+
+
+def _without_vocabulary(file: Path, header: GgufHeader) -> bytes:
+    """A GGUF file with the metadata of `file` and the names of its tensors, each of one number.
+
+    transformers reads every word of a vocabulary to find the settings, which takes seconds. They need its length alone.
+    """
+    place, words = f"{header.metadata.get('general.architecture')}.vocab_size", header.metadata.get(_WORDS)
+    with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as view:
+        kept = [view[slice(*at)] for key, at in header.places.items() if key not in _LEFT_ASIDE]
+    if isinstance(words, int) and place not in header.metadata:
+        kept.append(_text(place) + struct.pack("<II", _UINT32, words))
+    names = b"".join(_text(tensor.name) + struct.pack("<IQIQ", 1, 1, 0, 0) for tensor in header.tensors)
+    counts = struct.pack("<IQQ", 3, len(header.tensors), len(kept))
+    return b"GGUF" + counts + b"".join(kept) + names + bytes(64)  # to the alignment, and one number
+
+
+def _text(text: str) -> bytes:
+    encoded = text.encode()
+    return struct.pack("<Q", len(encoded)) + encoded
 
 
 def is_read_anew(header: GgufHeader) -> bool:

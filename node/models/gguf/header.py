@@ -61,12 +61,13 @@ class GgufTensor:
 @dataclass(frozen=True)
 class GgufHeader:
     """Metadata, with the lengths of arrays, the tensors in the file's order, and where the header ends. `arrays`: those
-    of numbers that are as short as a list of blocks."""
+    of numbers that are as short as a list of blocks. `places`: where the entry of a key begins and ends, in bytes."""
 
     metadata: Mapping[str, Scalar]
     tensors: tuple[GgufTensor, ...]
     end: int
     arrays: Mapping[str, tuple[Scalar, ...]] = field(default_factory=dict)
+    places: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def gguf_parts(file: Path) -> tuple[Path, ...]:
@@ -142,12 +143,14 @@ class _Reader:
         self._bound(tensor_count, _MAX_TENSORS, "tensors")
         metadata: dict[str, Scalar] = {}
         arrays: dict[str, tuple[Scalar, ...]] = {}
+        places: dict[str, tuple[int, int]] = {}
         for _ in range(metadata_count):
-            key = self._string()
+            begin, key = self._place, self._string()
             self._short = ()
             metadata[key] = self._value(self._take("I")[0])
             if self._short:
                 arrays[key] = self._short
+            places[key] = begin, self._place
         table = [self._table_entry() for _ in range(tensor_count)]
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 1 <= alignment <= _MAX_HEADER_BYTES:
@@ -160,7 +163,7 @@ class _Reader:
                 f"{self._file} is truncated: its tensors end at {end:,} bytes, the file has {self._size:,}. {_AGAIN}"
             )
         self._check_places(tensors)
-        return GgufHeader(metadata, tensors, origin, arrays)
+        return GgufHeader(metadata, tensors, origin, arrays, places)
 
     def _check_places(self, tensors: tuple[GgufTensor, ...]) -> None:
         """That each tensor has bytes, and a name, of its own."""

@@ -12,7 +12,6 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -76,20 +75,14 @@ def write_folder(
     Raises:
         ModelError, MachineError: as `open_gguf`.
     """
-    # Here, before two threads do it: transformers replaces its own module at the end of its first import, so whoever
-    # waited for that import would be left with the module that has no names.
-    from transformers import AutoConfig, AutoTokenizer  # noqa: F401
-
     require_space(folder.parent, _TOKENIZER_BYTES, f"Reading {files[0].name}")
     progress(f"Reading {files[0].name}", 0, None)
     config = read_gguf_config(files) if config is None else dict(config)
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        tokenizer = pool.submit(_write_tokenizer, files[0], folder)
-        weights = _weights(files, config)
-        weights.check_shapes()
-        config["dtype"] = weights.dtype()
-        progress("Converting the tokenizer", 0, None)
-        tokenizer.result()
+    weights = _weights(files, config)
+    weights.check_shapes()
+    progress("Converting the tokenizer", 0, None)
+    _write_tokenizer(files[0], folder, config)
+    config["dtype"] = weights.dtype()
     ids = {name: id_ for name, id_ in config.items() if name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(folder / "generation_config.json", ids)
     _write_json(folder / "config.json", config)
@@ -114,11 +107,13 @@ def _weights(files: Sequence[Path], config: Mapping[str, Any]) -> GgufWeights:
     return GgufWeights(tuple(files), config, shapes, getattr(model, "all_tied_weights_keys", None) or {})
 
 
-def _write_tokenizer(file: Path, folder: Path) -> None:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+def _write_tokenizer(file: Path, folder: Path, config: Mapping[str, Any]) -> None:
+    from transformers import TOKENIZER_MAPPING, AutoConfig, PreTrainedTokenizerFast
 
-    ours = named(read_gguf_header(file)) in ARCHITECTURES  # which transformers would refuse for the model, not for this
-    kind = PreTrainedTokenizerFast if ours else AutoTokenizer
+    # As AutoTokenizer chooses, which reads all of the file once more to know the configuration.
+    kind = TOKENIZER_MAPPING.get(type(AutoConfig.for_model(**config)), PreTrainedTokenizerFast)
+    if named(read_gguf_header(file)) in ARCHITECTURES or kind.__name__ == "MistralCommonBackend":
+        kind = PreTrainedTokenizerFast  # the others of these read no GGUF
     try:
         tokenizer = kind.from_pretrained(str(file.parent), gguf_file=file.name, local_files_only=True)
     except (ValueError, KeyError, NotImplementedError) as error:
