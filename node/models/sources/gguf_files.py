@@ -75,6 +75,10 @@ def write_folder(
     Raises:
         ModelError, MachineError: as `open_gguf`.
     """
+    # Its first import ends by replacing its module. Who waits here for that of another thread gets the module without
+    # names; the imports below then find the other one.
+    import transformers  # noqa: F401
+
     require_space(folder.parent, _TOKENIZER_BYTES, f"Reading {files[0].name}")
     progress(f"Reading {files[0].name}", 0, None)
     config = read_gguf_config(files) if config is None else dict(config)
