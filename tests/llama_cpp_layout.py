@@ -26,6 +26,12 @@ _YARN = {
     "beta_fast": 32.0,
     "beta_slow": 1.0,
 }
+_LONGROPE = {
+    "rope_type": "longrope",
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0] * 12,
+    "long_factor": [1.0 + place for place in range(12)],
+}
 _YARN_KEYS = {
     "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32,
 }  # fmt: skip
@@ -104,6 +110,14 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
          "leading_dense_block_count": 1, "interleave_moe_layer_step": 1, **_HEAD_KEYS},
     ),
     "gemma": ("gemma", "gemma", {"head_dim": HEAD}, _HEAD_KEYS),
+    "gemma3": (
+        "gemma3_text", "gemma3",
+        {"head_dim": HEAD, "sliding_window": 8, "num_hidden_layers": 7, "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+        {"attention.sliding_window": 8, "attention.key_length": HEAD, "attention.value_length": HEAD, "block_count": 7,
+         "rope.freq_base": 1e6, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
+    ),
     "gemma4": ("gemma4_text", "gemma4", _GEMMA4, {**_GEMMA4_KEYS, "attention.head_count_kv": [2, 2, 2, 1]}),
     "gemma4 of experts": (
         "gemma4_text", "gemma4",
@@ -152,6 +166,11 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "olmo2": ("olmo2", "olmo2", {}, {}),
     "olmo2 of a window": (
         "olmo3", "olmo2", {"sliding_window": 8}, {"attention.sliding_window": 8},
+    ),
+    "phi3": (
+        "phi3", "phi3",
+        {"original_max_position_embeddings": 4, "sliding_window": 8, "rope_parameters": _LONGROPE},
+        {"rope.scaling.original_context_length": 4, "rope.dimension_count": 24, "attention.sliding_window": 8},
     ),
     "qwen2moe": ("qwen2_moe", "qwen2moe", {**_SHARED, "decoder_sparse_step": 1}, _SHARED_KEYS),
     "qwen35": (
@@ -207,9 +226,12 @@ def write_layout(file: Path, kind: str, quantisation: str = "F32", *, drafts: bo
         writer.add_tensor(f"blk.{BLOCKS}.nextn.eh_proj.weight", np.ones((HIDDEN, 2 * HIDDEN), np.float32))
     if architecture == "gemma4":
         writer.add_tensor("rope_freqs.weight", np.array([1.0] * 8 + [1e30] * 24, np.float32))
+    if architecture == "phi3":
+        for text in ("short", "long"):
+            writer.add_tensor(f"rope_factors_{text}.weight", np.array(_LONGROPE[f"{text}_factor"], np.float32))
     wanted = gguf.GGMLQuantizationType[quantisation]
     table = gguf.get_tensor_name_map(
-        next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), BLOCKS
+        next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), config.num_hidden_layers
     )
     for name, value in model.state_dict().items():
         if name in tied:
@@ -314,7 +336,7 @@ def _changed(architecture: str, config: Any, name: str, value: Any) -> Any:
         heads = HEADS if ".q_proj" in name else KEY_VALUE_HEADS
         halves = value.reshape(heads, 2, value.shape[0] // heads // 2, *value.shape[1:])
         return halves.swapaxes(1, 2).reshape(value.shape)
-    ones = architecture in ("gemma", "qwen35", "qwen35moe", "qwen3next")
+    ones = architecture in ("gemma", "gemma3", "qwen35", "qwen35moe", "qwen3next")
     if ones and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
         return value + 1
     if "conv1d" in name:

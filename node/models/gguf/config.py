@@ -12,13 +12,15 @@ from typing import Any, Final
 
 from ...errors import ModelError
 from .architectures import ARCHITECTURES, architecture_config, named, rope_scaling_of
-from .header import GgufHeader, read_gguf_header
+from .header import GgufHeader, GgufTensor, read_gguf_header
 from .stored import stored_values
 
 # One divisor for each rotary frequency. llama.cpp stores the frequency scaling of Llama 3.1 and its successors so, and
 # not the settings it was computed from. transformers does not read that tensor, and the model would fail in long texts:
 # the settings are found again, and checked against every divisor.
 ROPE_FACTORS: Final = "rope_freqs.weight"
+LONGROPE_FACTORS: Final = {"rope_factors_short.weight": "short_factor", "rope_factors_long.weight": "long_factor"}
+"""Those of short and long texts (https://arxiv.org/abs/2402.13753), with the fields of a configuration."""
 # The only settings that were ever published with this scaling; the factor itself differs from model to model.
 _LOW, _HIGH, _CONTEXT = 1.0, 4.0, 8192
 _TOLERANCE: Final = 1e-4
@@ -63,7 +65,7 @@ def read_gguf_config(files: Sequence[Path]) -> dict[str, Any]:
         if named(header) in ARCHITECTURES:
             config = architecture_config(header, tensors)
         else:
-            config = _as_transformers_reads(file, header)
+            config = _as_transformers_reads(file, header, tensors)
         if int(config.get("num_hidden_layers", 0)) > len(tensors):
             raise ValueError(f"{config['num_hidden_layers']:,} blocks of {len(tensors):,} tensors")
     except _BROKEN as error:
@@ -91,8 +93,10 @@ def read_gguf_config(files: Sequence[Path]) -> dict[str, Any]:
     return config
 
 
-def _as_transformers_reads(file: Path, header: GgufHeader) -> dict[str, Any]:
-    """With what it leaves out of scalings."""
+def _as_transformers_reads(
+    file: Path, header: GgufHeader, tensors: Mapping[str, tuple[Path, GgufTensor]]
+) -> dict[str, Any]:
+    """With what it leaves out of scalings and of Phi-3."""
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     with TemporaryDirectory() as scratch:
@@ -103,7 +107,24 @@ def _as_transformers_reads(file: Path, header: GgufHeader) -> dict[str, Any]:
         config.setdefault("vocab_size", words)  # of GPT-2 and StarCoder2, which have no key for it
     if (config["model_type"], config.get("num_hidden_layers")) in _SCALED_BY_WIDTH:
         config["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"]
-    return config
+    return config | _of_phi3(header.metadata, config, tensors) if config["model_type"] == "phi3" else config
+
+
+def _of_phi3(
+    metadata: Mapping[str, Any], config: Mapping[str, Any], tensors: Mapping[str, tuple[Path, GgufTensor]]
+) -> dict[str, Any]:
+    """The window, the part of a head that turns, and the factors for short and long texts."""
+    found, head_dim = dict[str, Any](), config["hidden_size"] // config["num_attention_heads"]
+    if metadata.get("phi3.attention.sliding_window"):
+        found["sliding_window"] = metadata["phi3.attention.sliding_window"]
+    if metadata.get("phi3.rope.dimension_count", head_dim) != head_dim:
+        found["partial_rotary_factor"] = metadata["phi3.rope.dimension_count"] / head_dim
+    held = {field: tensors[name] for name, field in LONGROPE_FACTORS.items() if name in tensors}
+    if held:
+        factors = {field: stored_values(*of).tolist() for field, of in held.items()}
+        found["rope_scaling"] = {"rope_type": "longrope", **factors}
+        found["original_max_position_embeddings"] = metadata["phi3.rope.scaling.original_context_length"]
+    return found
 
 
 def _without_vocabulary(file: Path, header: GgufHeader) -> bytes:
@@ -131,8 +152,8 @@ def is_read_anew(header: GgufHeader) -> bool:
     metadata = header.metadata
     architecture = str(metadata.get("general.architecture"))
     blocks, kind = metadata.get(f"{architecture}.block_count"), architecture.replace("gemma3", "gemma3_text")
-    wide = (kind, blocks) in _SCALED_BY_WIDTH
-    return wide or named(header) in ARCHITECTURES or bool(rope_scaling_of(header))
+    changed = (kind, blocks) in _SCALED_BY_WIDTH or architecture == "phi3" or named(header) in ARCHITECTURES
+    return changed or bool(rope_scaling_of(header))
 
 
 def rope_scaling(factors: Sequence[float], config: Mapping[str, Any]) -> dict[str, Any] | None:

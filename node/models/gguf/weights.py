@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ...errors import ModelError
 from .architectures import ARCHITECTURES, named
-from .config import ROPE_FACTORS
+from .config import LONGROPE_FACTORS, ROPE_FACTORS
 from .header import GgufTensor, read_gguf_header
 from .placement import Placement, is_of_blocks
 from .stored import open_rows, row_count, stored_rows, stored_values
@@ -185,9 +185,11 @@ class GgufWeights:
 
     def _tensors(self) -> Iterator[tuple[Path, GgufTensor]]:
         """All but the rotary frequencies, which are in the configuration, and heads for drafts."""
+        left_out = (ROPE_FACTORS, *(LONGROPE_FACTORS if self.config.get("model_type") == "phi3" else ()))
         for file in self.files:
             for tensor in read_gguf_header(file).tensors:
-                if tensor.name != ROPE_FACTORS and (self._placement is None or is_of_blocks(tensor.name, self._blocks)):
+                ours = self._placement is None or is_of_blocks(tensor.name, self._blocks)
+                if ours and tensor.name not in left_out:
                     yield file, tensor
 
     @cached_property

@@ -23,7 +23,7 @@ from ..cache_dir import disk_errors, import_once, imported_folder, require_space
 from ..checkpoint import GGUF_NOTE, INDEX, Checkpoint, write_gguf_note
 from ..disk_limit import BeforeDownload
 from ..folder import num_blocks
-from ..gguf.config import ROPE_FACTORS
+from ..gguf.config import LONGROPE_FACTORS, ROPE_FACTORS
 from ..gguf.header import ABSENT, CutHeader, read_gguf_header
 from ..part_headers import gguf_header, safetensors_header
 from ..parts import EMBEDDINGS, HEAD, Part
@@ -320,7 +320,8 @@ def _describe_gguf(files: Sequence[RangedFile], headers: Path, folder: Path, pro
     ]
     kinds = {tensor.kind for _, tensor in tensors}
     plain = kinds <= {"F32", *_HALVES} and kinds & {*_HALVES}  # the type to compute in follows from the values
-    wanted = [(file, one) for file, one in tensors if one.name == ROPE_FACTORS or (plain and one.kind == "F32")]
+    rotary = (ROPE_FACTORS, *LONGROPE_FACTORS)
+    wanted = [(file, one) for file, one in tensors if one.name in rotary or (plain and one.kind == "F32")]
 
     def fill(item: Any, stop: threading.Event) -> None:
         file, tensor = item
