@@ -79,6 +79,8 @@ def write_folder(
     # names; the imports below then find the other one.
     import transformers  # noqa: F401
 
+    from ..gguf import quick_reader  # noqa: F401
+
     require_space(folder.parent, _TOKENIZER_BYTES, f"Reading {files[0].name}")
     progress(f"Reading {files[0].name}", 0, None)
     config = read_gguf_config(files) if config is None else dict(config)
