@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import secrets
 import signal
 import time
@@ -24,6 +25,7 @@ import trio
 
 from ...crypto.identity import make_private_folder, write_private
 from ..errors import BadInput, MachineError
+from ..models.cache_dir import began_at, still_runs
 from ..server.lifecycle.pausing import Hours, Pause, PausePolicy, untouched_seconds, watch_machine
 from .option import option
 from .output import Output
@@ -163,7 +165,7 @@ def own_addresses() -> tuple[str, ...]:
 
 def _runs(said: RunningServer) -> bool:
     try:
-        return bool(abs(psutil.Process(said.pid).create_time() - said.started) < 1)
+        return still_runs(said.pid, said.started)
     except psutil.NoSuchProcess:
         return False
     except psutil.Error:
@@ -250,11 +252,11 @@ class Control:
     def __init__(self, folder: Path, pause: Pause, peer_id: str, name: str) -> None:
         self._folder = folder
         self._pause = pause
-        process = psutil.Process()
-        self._said = RunningServer(process.pid, process.create_time(), peer_id, name)
+        pid = os.getpid()
+        self._said = RunningServer(pid, began_at(pid), peer_id, name)
         self._changed = trio.Event()
-        self._wish = folder / f"{process.pid}.wish"
-        self._file = folder / f"{process.pid}.json"
+        self._wish = folder / f"{pid}.wish"
+        self._file = folder / f"{pid}.json"
 
     def found_at(self, address: str) -> None:
         """Commands of the same person on this machine find the swarm by this address."""

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -64,6 +65,25 @@ def keep_json(file: Path, value: object) -> None:
         with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False) as stream:
             json.dump(value, stream)
         Path(stream.name).replace(file)
+
+
+def began_at(pid: int) -> float:
+    """When the process began, to tell it from others of its number: on Linux in seconds since the machine did.
+
+    No change of the clock moves that, which machines without a battery for it put right after their start.
+
+    Raises:
+        psutil.Error: it is gone, or nothing is told of it.
+    """
+    import psutil
+
+    began: float = psutil.Process(pid).create_time()
+    return began - psutil.boot_time() if sys.platform == "linux" else began
+
+
+def still_runs(pid: int, began: float) -> bool:
+    """Whether the process of this number is the one that began then (`began_at`, which says what is raised)."""
+    return abs(began_at(pid) - began) < 2  # the system tells whole seconds
 
 
 def check_writable(folder: Path, purpose: str, advice: str = _CACHE_ADVICE) -> Path:

@@ -21,7 +21,7 @@ from typing import Final, TypeAlias
 
 from ...protocols.ids import Span
 from ..errors import BadInput
-from .cache_dir import cache_dir
+from .cache_dir import began_at, cache_dir, still_runs
 from .checkpoint import Checkpoint
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ def users_of(folder: Path) -> list[int]:
     found = []
     for pid, started in _users(_note(folder)):
         with suppress(psutil.Error):
-            if abs(psutil.Process(pid).create_time() - started) < 1:
+            if still_runs(pid, started):
                 found.append(pid)
     return found
 
@@ -121,7 +121,7 @@ def _write_note(folder: Path, files: Mapping[str, float], by_us: bool = False) -
         note.parent.mkdir(exist_ok=True)
         by = [user for user in _users(note) if psutil.pid_exists(user[0]) and user[0] != os.getpid()]
         if by_us:
-            by.append((os.getpid(), psutil.Process().create_time()))
+            by.append((os.getpid(), began_at(os.getpid())))
         note.write_text(json.dumps({"path": str(folder), "files": files, "by": by}))
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from petalnode.node.cli import control
 from petalnode.node.cli.control import Control, DonorOptions, RunningServer, ask, obey_signals, running_servers
 from petalnode.node.cli.output import Output
 from petalnode.node.errors import BadInput, MachineError
+from petalnode.node.models.cache_dir import began_at
 from petalnode.node.server.lifecycle import pausing
 from petalnode.node.server.lifecycle.pausing import (
     MACHINE_USE,
@@ -278,14 +280,22 @@ async def test_a_server_serves_where_nothing_can_be_written(tmp_path: Path) -> N
 
 
 def test_servers_that_are_gone_are_forgotten(tmp_path: Path) -> None:
-    process = psutil.Process()
-    here = RunningServer(process.pid, process.create_time(), "12D3KooWpeer", "")
+    here = RunningServer(os.getpid(), began_at(os.getpid()), "12D3KooWpeer", "")
     for name, said in {"here": here, "before": replace(here, started=here.started - 100)}.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(vars(said)))
     (tmp_path / "other.json").write_text("no JSON")
     assert running_servers(tmp_path) == [here]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["here.json", "other.json"]
     assert running_servers(tmp_path / "nowhere") == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system keeps what it was at the start")
+def test_clock_put_right_loses_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = RunningServer(os.getpid(), began_at(os.getpid()), "12D3KooWpeer", "")
+    control._write(tmp_path / "here.json", vars(here))
+    before = psutil._pslinux.boot_time
+    monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: before() + 3600)
+    assert running_servers(tmp_path) == [here]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="there are no such signals")
@@ -321,12 +331,11 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(control, "control_folder", lambda: tmp_path)
     with pytest.raises(MachineError, match="no server of yours runs"):
         control.send_wish(None, "pause", Output(False))
-    process = psutil.Process()
-    said = RunningServer(process.pid, process.create_time(), "12D3KooWABCDEFGH", "attic")
-    control._write(tmp_path / f"{process.pid}.json", vars(said))
+    said = RunningServer(os.getpid(), began_at(os.getpid()), "12D3KooWABCDEFGH", "attic")
+    control._write(tmp_path / f"{said.pid}.json", vars(said))
     with pytest.raises(BadInput, match="attic"):
         control.send_wish("cellar", "pause", Output(False))
     monkeypatch.setattr(control, "CONTROL", replace(control.CONTROL, patience=0.0))
-    for given in ("attic", "ABCDEFGH", "…ABCDEFGH", str(process.pid), None):
+    for given in ("attic", "ABCDEFGH", "…ABCDEFGH", str(said.pid), None):
         with pytest.raises(MachineError, match="does not answer"):
             control.send_wish(given, "pause", Output(False))

@@ -18,7 +18,7 @@ import psutil
 from ....protocols.inference import STEP_TOKENS
 from ...errors import MachineError
 from ...models import ModelFolder
-from ...models.cache_dir import cache_dir, keep_json, size
+from ...models.cache_dir import began_at, cache_dir, keep_json, size, still_runs
 from ...models.folder import TEXT_FIELDS
 from ...models.quantisation import CacheDtype, key_bytes
 from ...network.transport.memory import group_limits
@@ -308,9 +308,8 @@ def claim(nbytes: int) -> None:
 
     That it cannot be written is no error: then the others go by what is in use.
     """
-    process = psutil.Process()
-    file = cache_dir() / _CLAIMS / f"{process.pid}.json"
-    keep_json(file, {"started": process.create_time(), "bytes": nbytes})
+    pid = os.getpid()
+    keep_json(cache_dir() / _CLAIMS / f"{pid}.json", {"started": began_at(pid), "bytes": nbytes})
 
 
 def claimed_by_others() -> int:
@@ -323,10 +322,9 @@ def claimed_by_others() -> int:
             if pid == os.getpid():
                 continue
             try:
-                process = psutil.Process(pid)
-                if abs(process.create_time() - float(claimed["started"])) > 1:
+                if not still_runs(pid, float(claimed["started"])):
                     raise psutil.NoSuchProcess(pid)
-                total += max(0, int(claimed["bytes"]) - _private(process))
+                total += max(0, int(claimed["bytes"]) - _private(psutil.Process(pid)))
             except psutil.NoSuchProcess:
                 file.unlink()
             except psutil.AccessDenied:
