@@ -233,6 +233,8 @@ def explain(error: BaseException) -> PetalnodeError | None:
     match error:
         case PetalnodeError():
             return error
+        case FileNotFoundError() if error.filename is None and not _has_working_folder():
+            return MachineError("the folder in which this command was given is gone: change to another one (cd)")
         case OSError() if error.strerror:
             names = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]
             return MachineError(f"{error.strerror}{': ' if names else ''}{' and '.join(names)}")
@@ -241,11 +243,19 @@ def explain(error: BaseException) -> PetalnodeError | None:
             return BadInput(f"{sign!r} cannot be written in {error.encoding}: set LC_ALL to a locale of UTF-8")
         case UnicodeDecodeError():
             return BadInput(f"a text is not {error.encoding}: {error.reason} at byte {error.start}")
+        case RuntimeError() if "home directory" in str(error):  # pathlib's
+            return BadInput("a path begins with ~, and the home folder that it stands for is not known: write it out")
         case MemoryError():
             return MachineError("not enough memory: end other programs, or give fewer blocks or a smaller batch")
         case RuntimeError() if _is_of_memory(error):
             return MachineError(f"not enough memory: {str(error).splitlines()[0][:200]}")
     return None
+
+
+def _has_working_folder() -> bool:
+    with suppress(OSError):
+        return bool(os.getcwd())
+    return False
 
 
 def _is_of_memory(error: RuntimeError) -> bool:

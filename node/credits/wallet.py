@@ -61,7 +61,7 @@ class Wallet:
         """The balance.
 
         Raises:
-            SwarmError: the validator cannot be reached, or refuses, with its reason.
+            SwarmError: the validator cannot be reached, is none, or refuses, with its reason.
         """
         return await self._ask(self._credit)
 
@@ -162,6 +162,11 @@ class Wallet:
                 ) as stream:
                     return await question(stream)
             except PeerError as error:
+                if isinstance(error.__cause__, ConnectionRefusedError):  # it does not speak the protocol
+                    raise SwarmError(
+                        f"{self.issuer} keeps no points: it is no validator, or one without --issue-points. Give the "
+                        "address that `petalnode validate --issue-points` prints"
+                    ) from None
                 if attempt == WALLET.attempts:
                     raise _ConnectionLost(f"the validator {self.issuer} does not answer: {error}") from error
                 await trio.sleep(WALLET.retry_pause)

@@ -59,6 +59,10 @@ class LinkError(Exception):
     """A link that cannot be used; the text says why, and what to do."""
 
 
+class CutLink(LinkError):
+    """Its end is missing."""
+
+
 @dataclass(frozen=True)
 class Invite:
     """What a link says.
@@ -95,6 +99,15 @@ def key_hash(swarm_key: str) -> bytes:
 def is_link(text: str) -> bool:
     """Whether a text means to be a link."""
     return text.strip().lower().startswith(SCHEME)
+
+
+def is_cut(text: str) -> bool:
+    """Whether a text is a link that goes on, as far as can be told."""
+    try:
+        _decoded(text)
+    except LinkError as error:
+        return isinstance(error, CutLink)
+    return False
 
 
 def can_name(model: str) -> bool:
@@ -187,7 +200,7 @@ def _decoded(text: str) -> bytes:
         )
     length = _HEAD + int.from_bytes(data[1:_HEAD], "big") + _SIGNATURE if len(data) >= _HEAD else _HEAD + _SIGNATURE
     if len(data) < length:
-        raise LinkError(f"this link is cut, its end is missing: {_CUT}")
+        raise CutLink(f"this link is cut, its end is missing: {_CUT}")
     if len(data) > length or len(whole) != len(letters) or not data[0]:
         raise LinkError(f"this link was altered, something was added to it: {_CUT}")
     return data

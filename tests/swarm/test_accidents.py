@@ -115,6 +115,10 @@ ACCIDENTS = {
         " setattr(sys, name, open(n, 'w', encoding='ascii', closefd=False))"
     ),
     "a full disk": Accident("import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))", commands=ALL),
+    "a working folder that is gone": Accident(
+        "import os, tempfile\ngone = tempfile.mkdtemp()\nos.chdir(gone), os.rmdir(gone)",
+        commands=("help", "chat", "status", "models", "plan", "tune", "service"),
+    ),
     "no data folder": Accident("import os\nos.environ.update(HOME='/proc/x', XDG_DATA_HOME='/proc/x')"),
     "no open file more": Accident("import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (14, 14))"),
 }  # fmt: skip
@@ -247,6 +251,7 @@ MISTAKES = {
     "a chat's adapter of NaN": ("chat {llama} --prompt hi --adapter {nan}", "w.lora_A holds NaN or infinity"),
     "sharing an adapter of NaN": ("adapters push {nan} --to {empty}", "w.lora_A holds NaN or infinity"),
     "no such model": ("chat {empty}/nothing --prompt hi", "There is no folder or file {empty}/nothing"),
+    "a home of nobody": ("serve ~nobody-is-called-so/model", "a path begins with ~.* is not known: write it out"),
     "an empty prompt": ("chat {llama} --prompt=", "--prompt is empty"),
     "a peer id": ("chat {llama} --prompt hi --deny me", "--deny me: this is no peer id"),
     "an address": ("status --peer /ip4/1.2.3.4/tpc/1", "'tpc' is none of its parts"),

@@ -181,6 +181,8 @@ async def test_only_the_holder_is_told_what_it_has(points: PointsSwarm) -> None:
         assert (await stranger.credit()).points == 0
         with pytest.raises(SwarmError, match="0 are there"):
             await stranger.transfer(ISSUER.peer_id, 1)
+        with pytest.raises(SwarmError, match=r"keeps no points: it is no validator.*--issue-points"):
+            await Wallet(swarm, Identity.generate(), points.server.address).credit()
 
 
 async def opening(swarm: Swarm, points: PointsSwarm, tokens: int, clearing: Clearing | None = None) -> RawSession:

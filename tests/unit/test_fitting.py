@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from petalnode.node.blocks.architecture import block_sizes
+from petalnode.node.cli.commands.planning import fit
 from petalnode.node.cli.commands.planning.fit import hosts_of_file, size_as_here
 from petalnode.node.errors import MachineError
 from petalnode.node.placement.planning.machines_file import MACHINES, Fleet, Machine, fleet_of, read_machines
@@ -28,6 +29,7 @@ from petalnode.node.placement.planning.model_sizes import (
     size_by_config,
 )
 from petalnode.node.server.lifecycle.memory import MEMORY_SHARES, Memory, blocks_that_fit, cache_bytes_per_block
+from petalnode.node.server.lifecycle.pausing import MachineMeter, MachineUse
 from petalnode.node.swarm.cost import COST
 from petalnode.protocols.ids import Boundaries, Span
 from tests.mtp_heads import save_with_head
@@ -257,3 +259,12 @@ def test_this_machine_holds_what_its_server_would_choose(gigabytes: float) -> No
             except MachineError:
                 count = 0
             assert min(model.blocks, here.holds(model, weights)) == count, model.name
+
+
+def test_what_others_use_is_told_with_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit, "this_machine", lambda: MachineCapacity("this machine", 8e9, 1e10, computes=True))
+    for others in (0.0, 0.6):
+        monkeypatch.setattr(MachineMeter, "use", lambda _, others=others: MachineUse(others))
+        said = f"; {fit.here_now()[1]}"
+        assert fit.largest_here().endswith(said if others else "(petalnode fit has others)"), others
+        assert ("60%" in said) == bool(others)

@@ -19,6 +19,7 @@ from petalnode.node.links.format import (
     Invite,
     LinkError,
     check_word,
+    is_cut,
     is_link,
     key_hash,
     read_link,
@@ -102,6 +103,7 @@ def test_each_fault_has_a_reason_of_its_own() -> None:
 def test_a_cut_link_is_told_as_cut(length: int) -> None:
     said = reason(LINK[:length])
     assert "is cut" in said if length >= len(SCHEME) else "is no link" in said
+    assert is_cut(LINK[:length]) == ("is cut" in said) and not is_cut(LINK)
 
 
 @given(st.integers(len(SCHEME), len(LINK) - 2), st.sampled_from("abcdefghijklmnopqrstuvwxyz234567"))

@@ -14,7 +14,7 @@ import typer
 from .....protocols.ids import Span
 from ....client.deadlines import DEADLINES
 from ....errors import BadInput, ModelError, SwarmError
-from ....links.format import INVITE, Invite, check_word, open_link
+from ....links.format import INVITE, Invite, check_word, is_cut, open_link
 from ....links.making import rank
 from ....models import ModelFolder, Need, resolve, split_version
 from ....models.cache_dir import size
@@ -118,7 +118,11 @@ def _typed() -> str:
     Raises:
         BadInput: nothing came.
     """
-    text = input("the link: ") if sys.stdin.isatty() else sys.stdin.read(INVITE.max_text + 1)
+    at_terminal = sys.stdin.isatty()
+    text = input("the link: ") if at_terminal else sys.stdin.read(INVITE.max_text + 1)
+    # Mail breaks lines: of what is pasted the others would go to the next questions, and then to the shell.
+    while at_terminal and is_cut(text) and (more := input("its next line (Enter: none): ").strip()):
+        text += more
     if not text.strip():
         raise BadInput("there is no link: give it as `petalnode join LINK`, or paste it when you are asked")
     return text

@@ -39,6 +39,7 @@ from ....placement.planning.model_sizes import (
 )
 from ....placement.planning.plans import fleet_of_servers
 from ....server.lifecycle.memory import MEMORY_SHARES, Memory, device_memory, unused
+from ....server.lifecycle.pausing import MachineMeter
 from ....swarm.swarm import Swarm
 from ....swarm.view import is_online
 from ...join import JoinOptions, joined, joins_swarm
@@ -61,6 +62,7 @@ async def measured(swarm: Swarm, servers: Sequence[Announcement], output: Output
 _READ: Final = 64 << 20  # bytes that each core reads, to see how quick the memory is
 _TRIES: Final = 25
 _UNIT: Final = 1e6
+_BUSY: Final = 0.2  # of all processors, used by other programs: from here on it is told
 _HELD: Final = {"none": "bf16", "int8": "Q8_0", "nf4": "Q4_K_M"}
 """What the quantisations that servers announce take about as much memory as."""
 
@@ -85,8 +87,10 @@ def fit(
         hosts, fleet = trio.run(_of_swarm, join, output)
         where = "the servers of this swarm"
     else:
-        hosts = [this_machine()]
-        fleet, where = alone(), "this machine"
+        here, busy = here_now()
+        hosts, fleet, where = [here], alone(), "this machine"
+        if busy:
+            output.note(busy)
     told = ", ".join(f"{host.name} {host.memory / 1e9:.1f} GB at {host.bandwidth / 1e9:.0f} GB/s" for host in hosts[:8])
     output.say(f"{where}: {told}{' and more' if len(hosts) > 8 else ''}")
     if model is None:
@@ -98,13 +102,15 @@ def fit(
 def say_fit_here(models: Mapping[str, str], output: Output) -> None:
     """Says how models fit on this machine, given by what each is called and what it is found by. Those whose size is
     not known are left out; BadInput if it is the only one."""
-    host, fits = this_machine(), list[Fit]()
+    (host, busy), fits = here_now(), list[Fit]()
     for name, found_by in models.items():
         known = _size_in(found_by) if len(models) > 1 else _named(found_by)
         if known is None:
             continue
         size = size_as_here(known, found_by)
         fits += _every_fit([host], alone(), size if name == found_by else replace(size, name=name))
+    if busy:
+        output.note(busy)
     _say(fits, output)
 
 
@@ -191,6 +197,16 @@ def this_machine() -> MachineCapacity:
         speed = measured_bandwidth()
     taken = unused(MEMORY_SHARES.server) if memory.shared else 0
     return _serving("this machine", replace(memory, free=max(0, memory.free - taken)), speed)
+
+
+def here_now() -> tuple[MachineCapacity, str]:
+    """This machine, and what to say where other programs use so much of it that a server would be slower; else ""."""
+    meter = MachineMeter()
+    host = this_machine()
+    others = meter.use().others
+    if others < _BUSY:
+        return host, ""
+    return host, f"other programs use {others:.0%} of the processors now: while they do, tokens take longer than this"
 
 
 def _serving(name: str, memory: Memory, bandwidth: float) -> MachineCapacity:
@@ -325,12 +341,12 @@ def _as_json(found: Fit) -> dict[str, object]:
 
 def largest_here() -> str:
     """One line: the largest model of the table that fits on this machine."""
-    host = this_machine()
+    host, busy = here_now()
     fits = [found for found in (best_fit([host], alone(), model) for model in known_models()) if found.fits]
     if not fits:
         return "no known model fits in the memory that is free; with others it does (petalnode fit)"
-    found = fits[-1]
+    found, advice = fits[-1], f"; {busy}" if busy else ""
     return (
         f"the largest known model that fits here is {found.model.name} in {found.weights}, at about "
-        f"{_rounded(found.tokens_per_second)} tokens/s (petalnode fit has others)"
+        f"{_rounded(found.tokens_per_second)} tokens/s (petalnode fit has others){advice}"
     )
