@@ -8,7 +8,9 @@ from typing import Final
 
 import torch
 from torch.nn.functional import linear
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from ...protocols.ids import Span

@@ -89,7 +89,7 @@ class Text:
     """Tokenizer and chat template of a model."""
 
     def __init__(self, folder: ModelFolder) -> None:
-        from transformers import GenerationConfig
+        from transformers.generation.configuration_utils import GenerationConfig
 
         self._tokenizer = load_tokenizer(folder)
         stops: set[int] = set()
@@ -189,7 +189,7 @@ def load_tokenizer(folder: ModelFolder) -> Any:
     Raises:
         ModelError: the folder has none.
     """
-    from transformers import AutoTokenizer
+    from transformers.models.auto.tokenization_auto import AutoTokenizer
 
     try:
         found = AutoTokenizer.from_pretrained(folder.path, local_files_only=True)

@@ -160,6 +160,12 @@ def test_raw_streams_stay_in_framing_and_swarm() -> None:
                 assert not (isinstance(node, ast.Attribute) and node.attr in ("_raw", "RawStream")), path
 
 
+def test_no_name_is_taken_from_transformers_itself() -> None:
+    """At the end of its first import it replaces its module: a thread that waited for it finds no names in the old."""
+    taken = re.compile(r"^\s*from transformers import", re.MULTILINE)
+    assert not [path for folder in ("node", "petalnode") for path in sources(folder) if taken.search(path.read_text())]
+
+
 def may_import(importer: str, imported: str) -> bool:
     """Whether a room of node/ may import another one."""
     lower = ROOM_ORDER.index(imported) < ROOM_ORDER.index(importer)

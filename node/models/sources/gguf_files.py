@@ -75,10 +75,6 @@ def write_folder(
     Raises:
         ModelError, MachineError: as `open_gguf`.
     """
-    # Its first import ends by replacing its module. Who waits here for that of another thread gets the module without
-    # names; the imports below then find the other one.
-    import transformers  # noqa: F401
-
     from ..gguf import quick_reader  # noqa: F401
 
     require_space(folder.parent, _TOKENIZER_BYTES, f"Reading {files[0].name}")
@@ -99,7 +95,8 @@ def write_folder(
 def _weights(files: Sequence[Path], config: Mapping[str, Any]) -> GgufWeights:
     """Of the model that `config` describes, which is built without memory."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import AutoConfig
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):  # without a dtype, which transformers would make the default of all threads
@@ -114,7 +111,9 @@ def _weights(files: Sequence[Path], config: Mapping[str, Any]) -> GgufWeights:
 
 
 def _write_tokenizer(file: Path, folder: Path, config: Mapping[str, Any]) -> None:
-    from transformers import TOKENIZER_MAPPING, AutoConfig, PreTrainedTokenizerFast
+    from transformers.models.auto.configuration_auto import AutoConfig
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
+    from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
     # As AutoTokenizer chooses, which reads all of the file once more to know the configuration.
     kind = TOKENIZER_MAPPING.get(type(AutoConfig.for_model(**config)), PreTrainedTokenizerFast)
