@@ -153,6 +153,10 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {**_GRANITE_KEYS, "expert_count": 4, "expert_used_count": 2, "expert_shared_feed_forward_length": 96},
     ),
     "hunyuan-dense": ("hunyuan_v1_dense", "hunyuan-dense", {"head_dim": HEAD}, _HEAD_KEYS),
+    "lfm2": (
+        "lfm2", "lfm2", {"full_attn_idxs": [2], "block_auto_adjust_ff_dim": False, "conv_L_cache": 3},
+        {"attention.head_count_kv": [0, 0, KEY_VALUE_HEADS, 0], "shortconv.l_cache": 3},
+    ),
     "mistral3": (
         "ministral3", "mistral3",
         {"head_dim": HEAD, "rope_parameters": {**_YARN, "rope_theta": 10000.0, "mscale": 1.0, "mscale_all_dim": 1.0,
@@ -163,6 +167,7 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         "mixtral", "llama", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
         {"expert_count": 4, "expert_used_count": 2, "rope.dimension_count": HEAD},
     ),
+    "nemotron": ("nemotron", "nemotron", {"head_dim": HEAD}, {"rope.dimension_count": HEAD // 2}),
     "olmo2": ("olmo2", "olmo2", {}, {}),
     "olmo2 of a window": (
         "olmo3", "olmo2", {"sliding_window": 8}, {"attention.sliding_window": 8},
@@ -187,11 +192,12 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     ),
     "seed_oss": ("seed_oss", "seed_oss", {"head_dim": HEAD, "attention_bias": True}, _HEAD_KEYS),
     "smollm3": ("smollm3", "smollm3", {}, {"rope.dimension_count": HEAD}),
+    "stablelm": ("stablelm", "stablelm", {"use_qkv_bias": True}, {"rope.dimension_count": HEAD // 4}),
 }  # fmt: skip
 """By name: transformers' name, llama.cpp's, fields of the configuration, and the metadata that its converter makes of
 them. None: left out."""
 _TURNED = ("granite", "granitemoe", "mistral3", "llama", "smollm3")
-_LAYER_NORM = ("command-r", "cohere2")
+_LAYER_NORM = ("command-r", "cohere2", "nemotron", "stablelm")
 
 
 def write_layout(file: Path, kind: str, quantisation: str = "F32", *, drafts: bool = False) -> Any:
@@ -227,6 +233,7 @@ def write_layout(file: Path, kind: str, quantisation: str = "F32", *, drafts: bo
     if architecture == "gemma4":
         writer.add_tensor("rope_freqs.weight", np.array([1.0] * 8 + [1e30] * 24, np.float32))
     if architecture == "phi3":
+        writer.add_pad_token_id(2)
         for text in ("short", "long"):
             writer.add_tensor(f"rope_factors_{text}.weight", np.array(_LONGROPE[f"{text}_factor"], np.float32))
     wanted = gguf.GGMLQuantizationType[quantisation]
@@ -257,8 +264,8 @@ def _write_metadata(
     said = {
         "block_count": blocks, "context_length": 128, "embedding_length": HIDDEN, "feed_forward_length": WIDTH,
         "attention.head_count": HEADS, "attention.head_count_kv": KEY_VALUE_HEADS, "vocab_size": VOCABULARY,
-        norm: float(getattr(config, "layer_norm_eps", None) or config.rms_norm_eps), "rope.freq_base": 10000.0,
-        **metadata,
+        norm: next(filter(None, (getattr(config, f"{of}_eps", None) for of in ("layer_norm", "rms_norm", "norm")))),
+        "rope.freq_base": 10000.0, **metadata,
     }  # fmt: skip
     for key, value in said.items():
         name = f"{architecture}.{key}"
@@ -336,10 +343,10 @@ def _changed(architecture: str, config: Any, name: str, value: Any) -> Any:
         heads = HEADS if ".q_proj" in name else KEY_VALUE_HEADS
         halves = value.reshape(heads, 2, value.shape[0] // heads // 2, *value.shape[1:])
         return halves.swapaxes(1, 2).reshape(value.shape)
-    ones = architecture in ("gemma", "gemma3", "qwen35", "qwen35moe", "qwen3next")
+    ones = architecture in ("gemma", "gemma3", "nemotron", "qwen35", "qwen35moe", "qwen3next")
     if ones and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
         return value + 1
-    if "conv1d" in name:
+    if "conv1d" in name or ".conv.conv." in name:
         value = value.squeeze(1)
     if architecture in ("qwen35", "qwen35moe") and ".linear_attn." in name:
         return _tiled(config, name.partition(".linear_attn.")[2].partition(".")[0], value)

@@ -1,4 +1,4 @@
-"""GGUF files of the architectures in our own table, of Gemma 3 and Phi-3, as llama.cpp's converters write them, against
+"""GGUF files of the architectures in our own table and some others, as llama.cpp's converters write them, against
 transformers."""
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from tests.llama_cpp_layout import BLOCKS, LAYOUTS, write_layout
 from tests.parity.gguf_logits import TOKENS, logits
 
 pytestmark = pytest.mark.usefixtures("cache")
+BY_TRANSFORMERS = ("gemma3", "lfm2", "nemotron", "phi3", "stablelm")
+"""Which it reads itself, and whose files have something that Llama's have not."""
 DRAFTS = ("glm4moe", "qwen35moe")
 """Of which the file has a block more, a head for drafts, which is left out."""
 
@@ -43,7 +45,7 @@ def off(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def test_every_architecture_of_the_table_is_tried() -> None:
     tried = {kind.partition(" ")[0] for kind in LAYOUTS}
-    assert tried == {*ARCHITECTURES, "gemma3", "phi3"}  # these two are read by transformers
+    assert tried == {*ARCHITECTURES, *BY_TRANSFORMERS}
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)

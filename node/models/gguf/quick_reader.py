@@ -40,7 +40,7 @@ class QuickReader(gguf.GGUFReader):
             whole = self._get(end, self.gguf_scalar_to_np[of], number)
             if len(whole) != number:
                 raise ValueError("an array passes the end of the file")
-            values += whole.reshape(-1, 1)
+            values.extend(whole.reshape(-1, 1))
             end += whole.nbytes
             places = range(2, 2 + number)
         else:  # of arrays
