@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf.gguf_reader import GGUFReader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.modeling_utils import PreTrainedModel
@@ -25,7 +24,6 @@ from petalnode.node.errors import MachineError, ModelError
 from petalnode.node.models import EMBEDDINGS, HEAD, Checkpoint, ModelFolder, compute_manifest, resolve
 from petalnode.node.models.digests import part_digests
 from petalnode.node.models.gguf.header import read_gguf_header
-from petalnode.node.models.gguf.quick_reader import QuickReader
 from petalnode.node.models.gguf.stored import stored_rows
 from tests.swarm import warm_python
 from tests.tiny_gguf import BLOCKS, CHAT_TEMPLATE, VOCABULARY, write_tiny_gguf
@@ -213,20 +211,6 @@ def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
     (folder.path / "gguf.json").write_text("[]")
     with pytest.raises(ModelError, match=r"gguf\.json is damaged"):
         Checkpoint(folder.path)
-
-
-def test_quick_reader_has_the_fields_of_gguf(tmp_path: Path) -> None:
-    file = write_tiny_gguf(tmp_path / "tiny.gguf")
-    slow, quick = GGUFReader(file), QuickReader(file)
-    assert list(quick.fields) == list(slow.fields) and len(quick.tensors) == len(slow.tensors) > 0
-    for name, field in slow.fields.items():
-        found = quick.fields[name]
-        assert [part.tobytes() for part in found.parts] == [part.tobytes() for part in field.parts], name
-        assert (found.data, found.types, found.contents()) == (field.data, field.types, field.contents()), name
-    cut = tmp_path / "cut.gguf"
-    cut.write_bytes(file.read_bytes()[: slow.fields["tokenizer.ggml.tokens"].offset + 100])
-    with pytest.raises(ValueError, match="passes the end of the file"):
-        QuickReader(cut)
 
 
 def test_scaled_rotary_frequencies_are_kept(tmp_path: Path) -> None:

@@ -75,8 +75,6 @@ def write_folder(
     Raises:
         ModelError, MachineError: as `open_gguf`.
     """
-    from ..gguf import quick_reader  # noqa: F401
-
     require_space(folder.parent, _TOKENIZER_BYTES, f"Reading {files[0].name}")
     progress(f"Reading {files[0].name}", 0, None)
     config = read_gguf_config(files) if config is None else dict(config)
