@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any
 
 import trio
 
-from petalnode.crypto.identity import Identity
 from petalnode.node.client.api.causal_lm import DistributedModelForCausalLM
 from petalnode.node.client.api.inference_session import InferenceSession
 from petalnode.node.client.api.model import DistributedModel
@@ -21,7 +20,6 @@ from petalnode.node.server.requests.adapters import Adapters
 from petalnode.node.server.requests.pushes import PushStream
 from petalnode.node.server.requests.service import RequestService
 from petalnode.node.server.requests.session import ServerSession
-from petalnode.node.server.steps import StepOutput
 from petalnode.node.validator.auditing import ReceiptAuditService
 from petalnode.protocols import wire_pb2 as wire
 
@@ -126,11 +124,6 @@ def sessions_of(service: RequestService) -> list[ServerSession]:
     return list(service._by_key.values())
 
 
-def identity_of(session: ServerSession) -> Identity:
-    """Whose session it is."""
-    return session._context.identity
-
-
 def push_streams(session: ServerSession) -> list[PushStream | None]:
     """A server's streams to those that it hands outputs of this session on to; None where there is none right now."""
     return [] if session._pushes is None else [target.stream for target in session._pushes._known.values()]
@@ -150,28 +143,6 @@ def open_batches(service: RequestService) -> int:
 def adapters_coming(adapters: Adapters) -> int:
     """Adapters that clients are sending."""
     return adapters._streams.count
-
-
-Said: TypeAlias = tuple[wire.Step, wire.Receipt | None]
-"""The step that a server says it answers, and the receipt that it says came with the push."""
-
-
-@contextmanager
-def alter_answers(change: Callable[[ServerSession, wire.Step, wire.Receipt | None], Said]) -> Iterator[None]:
-    """Every session of every server answers what `change` makes of the step and of the receipt that it was pushed."""
-    answer = ServerSession._answer
-
-    async def altered(
-        self: ServerSession, step: wire.Step, tensor: wire.Tensor, output: StepOutput, upstream: wire.Receipt | None
-    ) -> None:
-        step, upstream = change(self, step, upstream)
-        await answer(self, step, tensor, output, upstream)
-
-    ServerSession._answer = altered  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        ServerSession._answer = answer  # type: ignore[method-assign]
 
 
 # --- validators

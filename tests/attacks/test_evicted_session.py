@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,11 +11,11 @@ import trio.testing
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.span import BlockSpan
-from petalnode.node.server.requests.session import ServerSession
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.framing import PeerError, StreamClosed
+from petalnode.protocols.framing import PeerError
 from tests.attacks.one_server import one_server
 from tests.swarm.raw import RawSession, values
+from tests.swarm.watched_streams import WatchedStream
 
 ROWS, LENGTH = 60, 100
 """6,000 of the 10,000 cache tokens that there are."""
@@ -108,9 +109,11 @@ async def test_only_a_later_attempt_of_the_client_resumes(blocks: BlockSpan) -> 
             assert frame.reply.sequence == 3 and frame.reply.position == 3
 
 
-async def test_client_lost_while_resuming_holds_no_cache(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost(session: ServerSession) -> wire.Granted:
-        raise StreamClosed("the client is gone", "client")
+async def test_client_lost_while_resuming_holds_no_cache(blocks: BlockSpan) -> None:
+    """The stream breaks as the server writes what it grants."""
+
+    async def break_it(stream: Any, frame: wire.InferenceFrame, payloads: Sequence[Any]) -> None:
+        await stream.reset()
 
     with trio.fail_after(60):
         async with one_server(blocks) as server:
@@ -119,13 +122,14 @@ async def test_client_lost_while_resuming_holds_no_cache(blocks: BlockSpan, monk
             await first.open(batch=ROWS, max_length=LENGTH, keep_ms=600_000)
             await first.stream.reset()
             await trio.testing.wait_all_tasks_blocked()
-            with monkeypatch.context() as patched:
-                patched.setattr(ServerSession, "_granted", lost)
-                back = server.session(client)
-                resume = wire.Resume(nonce=first.nonce, session_epoch=first.granted.session_epoch, attempt=1)
-                await back.stream.send(wire.InferenceFrame(resume=resume), timeout=10)
-                with pytest.raises(PeerError):
-                    await back.receive()
+            handle = server.service.handle_session
+            stream, _ = server.connect(
+                wire.InferenceFrame, lambda served: handle(WatchedStream(served, sent=break_it)), client
+            )
+            resume = wire.Resume(nonce=first.nonce, session_epoch=first.granted.session_epoch, attempt=1)
+            await stream.send(wire.InferenceFrame(resume=resume), timeout=10)
+            with pytest.raises(PeerError):
+                await stream.receive(timeout=10)
             second = server.session(Identity.generate())
             answer = await second.open(batch=ROWS, max_length=LENGTH, wait_ms=60_000)
             assert answer.HasField("granted")

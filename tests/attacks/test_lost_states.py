@@ -6,7 +6,8 @@ granted: each of them begins with a replay but for the first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from tests.inspection import allow_servers, client_of
 from tests.swarm.faulty_server import order
 from tests.swarm.fleet import At, Model, heard_of
 from tests.swarm.memory_pool import MemoryPool, memory_pool
+from tests.swarm.watched_streams import watch_opened
 from tests.tiny_models import HIDDEN, load_whole, save_tiny
 
 TOKENS = 24
@@ -54,35 +56,15 @@ def pool(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryPool]:
         yield started
 
 
-class Sessions:
-    """Counts what each server has granted to a client."""
+def granted_to(model: Model) -> Counter[str]:
+    """The sessions that each server grants to a client."""
+    granted: Counter[str] = Counter()
 
-    def __init__(self, model: Model) -> None:
-        self.granted: dict[str, int] = {}
-        swarm = client_of(model).swarm
-        connect = swarm.new_stream
+    def note(stream: Any, frame: wire.InferenceFrame, payloads: Sequence[Any]) -> None:
+        granted[stream.peer_id] += frame.WhichOneof("body") == "granted"
 
-        async def new_stream(peer_id: str, protocol: str, *arguments: Any, **options: Any) -> Any:
-            stream = await connect(peer_id, protocol, *arguments, **options)
-            return _Counted(stream, self) if protocol == INFERENCE else stream
-
-        swarm.new_stream = new_stream  # type: ignore[method-assign]
-
-
-class _Counted:
-    def __init__(self, stream: Any, sessions: Sessions) -> None:
-        self._stream = stream
-        self._sessions = sessions
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    async def receive(self, **options: Any) -> tuple[wire.InferenceFrame, list[bytes]]:
-        frame, payloads = await self._stream.receive(**options)
-        granted = self._sessions.granted
-        if frame.WhichOneof("body") == "granted":
-            granted[self._stream.peer_id] = granted.get(self._stream.peer_id, 0) + 1
-        return frame, payloads
+    watch_opened(client_of(model).swarm, INFERENCE, received=note)
+    return granted
 
 
 def lossy(pool: MemoryPool, control: Path, fault: str, at: int, blocks: str = "2:6") -> MemoryServer:
@@ -100,11 +82,11 @@ def test_who_always_has_lost_its_state_is_replaced(pool: MemoryPool, folder: Pat
     ids = prompt(1, 40)
     expected = generate(whole, ids, max_new_tokens=TOKENS)
     with opened(pool, folder) as model:
-        sessions, trust = Sessions(model), client_of(model).swarm.trust
+        granted, trust = granted_to(model), client_of(model).swarm.trust
         heard_of(model, [liar, first])
         with pytest.raises(SwarmError, match=f"{liar.peer_id}.*had lost what a session held"):
             generate(model, ids, max_new_tokens=TOKENS)
-        assert sessions.granted[liar.peer_id] == ADMITTED
+        assert granted[liar.peer_id] == ADMITTED
         assert trust.is_banned(liar.peer_id) and not trust.is_banned(first.peer_id)
         assert trust.reputation(liar.peer_id) == 0
         honest = pool.start("2:6", throughput=1.0)
@@ -112,7 +94,7 @@ def test_who_always_has_lost_its_state_is_replaced(pool: MemoryPool, folder: Pat
         with model.inference_session(max_length=80) as session:
             assert torch.equal(generate(model, ids, session=session, max_new_tokens=TOKENS), expected)
             assert session.recoveries == 0
-        assert sessions.granted[liar.peer_id] == ADMITTED
+        assert granted[liar.peer_id] == ADMITTED
 
 
 @pytest.mark.parametrize("fault", ["error", "reset", "lost"])
@@ -122,11 +104,11 @@ def test_session_of_failing_servers_is_not_filled_forever(
     """Three keys of one attacker, whose sessions go well for a step each."""
     liars = [lossy(pool, tmp_path / f"liar{number}", fault, 3, "0:6") for number in range(3)]
     with opened(pool, folder) as model:
-        sessions = Sessions(model)
+        granted = granted_to(model)
         heard_of(model, liars)
         with pytest.raises(SwarmError):
             generate(model, prompt(1, 40), max_new_tokens=200)
-        assert sum(sessions.granted.values()) <= 2 * LOSSES.replays
+        assert sum(granted.values()) <= 2 * LOSSES.replays
 
 
 @pytest.mark.usefixtures("briefly_kept")
@@ -134,7 +116,7 @@ def test_who_fails_at_each_session_is_asked_rarely(pool: MemoryPool, folder: Pat
     first, honest = pool.start("0:2"), pool.start("2:6", throughput=1.0)
     liar = lossy(pool, tmp_path / "liar", "error", 1)
     with opened(pool, folder) as model:
-        sessions = Sessions(model)
+        granted = granted_to(model)
         heard_of(model, [first, honest, liar])
         allow_servers(model, [first.peer_id, honest.peer_id])
         with model.inference_session(max_length=80) as session:
@@ -145,7 +127,7 @@ def test_who_fails_at_each_session_is_asked_rarely(pool: MemoryPool, folder: Pat
 
             with pytest.raises(SwarmError):
                 generate(model, prompt(1, 40), session=session, max_new_tokens=TOKENS, streamer=At({4: lose}))
-        assert 1 <= sessions.granted[liar.peer_id] <= LOSSES.failed_replays
+        assert 1 <= granted[liar.peer_id] <= LOSSES.failed_replays
 
 
 def test_server_that_lost_session_once_is_none_worse(

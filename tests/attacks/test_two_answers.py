@@ -3,9 +3,9 @@ pushed, is not to blame."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,13 +13,10 @@ import pytest
 from petalnode.crypto.identity import Identity
 from petalnode.crypto.receipts import Receipt
 from petalnode.node.client.session.recovery import Misled, Recover, Send, StepState, next_action
-from petalnode.node.server.requests import session as session_module
-from petalnode.node.server.requests.session import ServerSession
 from petalnode.node.testing.memory_servers import MemorySwarm
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.inference import receipt_from_wire, receipt_to_wire
 from tests.attacks.two_answers import LIAR, OTHERS, STRANGER, Lies, generated, signed_again
-from tests.inspection import Said, alter_answers, identity_of
 from tests.tiny_models import save_tiny
 
 
@@ -53,44 +50,38 @@ def test_who_pushes_an_old_output_again_is_refused(swarm: MemorySwarm, model_fol
 
 @pytest.mark.parametrize("by", [None, STRANGER, "an earlier step's"])
 def test_who_invents_push_does_not_blame_server_before(
-    swarm: MemorySwarm, model_folder: Path, monkeypatch: pytest.MonkeyPatch, by: Identity | str | None
+    swarm: MemorySwarm, model_folder: Path, by: Identity | str | None
 ) -> None:
     """Here the second server lies: it says that it was pushed what nobody pushed."""
     told, lies = [], Lies(signed_again, most=0)
     earlier: list[Receipt] = []
 
-    def invent(session: ServerSession, step: wire.Step, upstream: wire.Receipt | None) -> Said:
-        if upstream is not None and lies.active:
-            earlier.append(receipt_from_wire(upstream))
-        if upstream is None or len(earlier) < 3 or told or identity_of(session) is not STRANGER:
-            return step, upstream
-        told.append(step.sequence)
-        said = replace(receipt_from_wire(upstream), reply_hash=bytes(32))
+    def invent(stream: Any, frame: wire.InferenceFrame, payloads: Sequence[Any]) -> None:
+        reply = frame.reply
+        if frame.WhichOneof("body") != "reply" or not reply.HasField("upstream") or not lies.active:
+            return
+        earlier.append(receipt_from_wire(reply.upstream))
+        if len(earlier) < 3 or told:
+            return
+        told.append(reply.sequence)
+        said = replace(earlier[-1], reply_hash=bytes(32))
         said = said.signed(by) if isinstance(by, Identity) else said if by is None else earlier[-3]
-        changed = wire.Step()
-        changed.CopyFrom(step)
-        changed.previous_receipt = said.hash()
-        return changed, receipt_to_wire(said)
+        reply.upstream.CopyFrom(receipt_to_wire(said))
+        signed = replace(receipt_from_wire(reply.receipt), upstream_receipt=said.hash()).signed(STRANGER)
+        reply.receipt.CopyFrom(receipt_to_wire(signed))
 
-    with alter_answers(invent):
-        bans, _, _ = generated(swarm, model_folder, lies, lambda: bool(told))
+    bans, _, _ = generated(swarm, model_folder, lies, lambda: bool(told), answers=invent)
     assert told and bans == {STRANGER.peer_id}
 
 
-def test_who_shows_no_receipt_is_left_unblamed(
-    swarm: MemorySwarm, model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_shows_no_receipt_is_left_unblamed(swarm: MemorySwarm, model_folder: Path) -> None:
     """As servers of older versions do."""
-    reply = wire.Reply
 
-    def without(**fields: Any) -> wire.Reply:
-        fields["upstream"] = None
-        return reply(**fields)
+    def without(stream: Any, frame: wire.InferenceFrame, payloads: Sequence[Any]) -> None:
+        if frame.WhichOneof("body") == "reply":
+            frame.reply.ClearField("upstream")
 
-    older = SimpleNamespace(**{name: getattr(wire, name) for name in dir(wire) if not name.startswith("__")})
-    older.Reply = without
-    monkeypatch.setattr(session_module, "wire", older)
-    bans, route, recoveries = generated(swarm, model_folder, Lies(signed_again))
+    bans, route, recoveries = generated(swarm, model_folder, Lies(signed_again), answers=without)
     assert bans == set() and recoveries and STRANGER.peer_id not in route
 
 

@@ -3,22 +3,21 @@ honest, and the client gets it all the same."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
-from petalnode.node.client.request import PushedOther
-from petalnode.node.client.session.recovery import Misled, StepEvent
-from petalnode.node.client.session.step import PipelineStep
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.inference import pushed_step
-from tests.swarm.memory_pool import MemoryPool, memory_pool
+from petalnode.protocols.ids import INFERENCE, PUSH
+from tests.inspection import client_of
+from tests.swarm.memory_pool import memory_pool
+from tests.swarm.watched_streams import watch_opened
 from tests.tiny_models import VOCABULARY, load_whole, save_tiny
 
-PUSHED = "petalnode.node.server.requests.session.pushed_step"
 TOKENS = 9
 
 
@@ -27,46 +26,35 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny("llama", tmp_path_factory.mktemp("withheld"))
 
 
-@pytest.fixture
-def pool(folder: Path) -> Iterator[MemoryPool]:
-    with memory_pool(folder) as pool:
-        for blocks in ("0:3", "3:6"):
-            pool.start(blocks)
-        for server in pool.alive:
-            assert server.ready
-        yield pool
-
-
 @pytest.mark.usefixtures("patient", "pushes_awaited")
-def test_honest_server_is_not_blamed_for_its_inputs(
-    pool: MemoryPool, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_honest_server_is_not_blamed_for_its_inputs(folder: Path) -> None:
+    """The client has to send it the step itself, and that once."""
     told: list[int] = []
-    misled, found = PipelineStep._misled, []
+    anew: list[str] = []
 
-    def noting(step: PipelineStep, error: PushedOther) -> StepEvent:
-        found.append((error.peer_id, misled(step, error)))
-        return found[-1][1]
+    def lie(stream: Any, frame: wire.PushFrame, payloads: Sequence[Any]) -> None:
+        frame.push.step.receipt_only = True
+        told.append(frame.push.step.sequence)
 
-    def lying(step: wire.Step, receipt_hash: bytes) -> wire.Step:
-        pushed = pushed_step(step, receipt_hash)
-        pushed.receipt_only = True
-        told.append(pushed.sequence)
-        return pushed
+    def note(stream: Any, frame: wire.InferenceFrame, payloads: Sequence[Any]) -> None:
+        if told and frame.WhichOneof("body") == "step" and stream.peer_id == session.route[1][0]:
+            anew.append(stream.peer_id)
 
-    monkeypatch.setattr(PUSHED, lying)
-    monkeypatch.setattr(PipelineStep, "_misled", noting)
     ids = torch.randint(3, VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(1))
     expected = load_whole(folder).generate(ids, max_new_tokens=1, do_sample=False, pad_token_id=0)
-    with (
-        pool.swarm.open_model(AutoDistributedModelForCausalLM, folder) as model,
-        model.inference_session(max_length=TOKENS + 1) as session,
-    ):
-        for attempt in range(50):  # until the first server has its stream to the second one
-            session.position, session.tokens = 0, None
-            out = model.generate(ids, max_new_tokens=1, do_sample=False, pad_token_id=0)
-            assert torch.equal(out, expected), attempt
-            if found:
-                break
-        assert told and session.recoveries == 0
-        assert found == [(session.route[1][0], Misled(proved=False))]
+    with memory_pool(folder) as pool:
+        first = pool.start("0:3", prepare=lambda node: watch_opened(node, PUSH, sent=lie))
+        assert first.ready and pool.start("3:6").ready
+        with (
+            pool.swarm.open_model(AutoDistributedModelForCausalLM, folder) as model,
+            model.inference_session(max_length=TOKENS + 1) as session,
+        ):
+            swarm = client_of(model).swarm
+            watch_opened(swarm, INFERENCE, sent=note)
+            for attempt in range(50):  # until the first server has its stream to the second one
+                session.position, session.tokens = 0, None
+                out = model.generate(ids, max_new_tokens=1, do_sample=False, pad_token_id=0)
+                assert torch.equal(out, expected), attempt
+                if told:
+                    break
+            assert len(told) == len(anew) == 1 and session.recoveries == 0 and not swarm.trust.bans()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,12 @@ import torch
 from petalnode.crypto.identity import Identity
 from petalnode.crypto.receipts import Receipt
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
-from petalnode.node.server.requests.pushes import Pushes
-from petalnode.node.server.steps import StepOutput
 from petalnode.node.testing.memory_servers import MemorySwarm
 from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.ids import INFERENCE, PUSH
 from petalnode.protocols.inference import receipt_from_wire, receipt_to_wire, sha256
 from tests.inspection import client_of, session_of
+from tests.swarm.watched_streams import Hook, watch_opened, watch_served
 from tests.tiny_models import load_whole
 
 LIAR = Identity.from_seed(bytes(range(21, 53)))
@@ -28,38 +28,31 @@ TOKENS = 40
 
 @dataclass
 class Lies:
-    """What the liar pushes in the place of what it answers. `told`: how often; `most`: how often at most."""
+    """What the liar pushes in the place of what it answers. `told`: how often; `most`: how often at most. `change`:
+    what it changes in one push beside that, and `changed`: the number of that step."""
 
-    receipt: Callable[[Receipt, Receipt | None], Receipt]
-    shown: Callable[[wire.Reply], None] = lambda reply: None
+    receipt: Callable[[Receipt, Receipt | None], Receipt] = lambda receipt, before: receipt
     most: int = 1
     told: int = 0
+    change: Callable[[wire.PushFrame], None] | None = None
+    changed: list[int] = field(default_factory=list)
     active: bool = False
     before: Receipt | None = None
 
-
-@contextmanager
-def lying(lies: Lies) -> Iterator[None]:
-    send = Pushes.send
-
-    async def lie(self: Pushes, peer: bytes, push: wire.Push, output: StepOutput) -> bool:
-        receipt = receipt_from_wire(push.receipt)
-        before, lies.before = lies.before, receipt
-        ready = self._known.get(peer) is not None and self._known[peer].stream is not None
-        if not (lies.active and ready and lies.told < lies.most and receipt.is_signed_by(LIAR.peer_id)):
-            return await send(self, peer, push, output)
-        lies.told += 1
-        payload = bytes(len(output.payload))
-        said = lies.receipt(replace(receipt, reply_hash=sha256(payload)), before)
-        other = wire.Push(client=push.client, nonce=push.nonce, step=push.step, receipt=receipt_to_wire(said))
-        other.step.previous_receipt = said.hash()
-        return await send(self, peer, other, replace(output, payload=payload))
-
-    Pushes.send = lie  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Pushes.send = send  # type: ignore[method-assign]
+    def push(self, stream: Any, frame: wire.PushFrame, payloads: Sequence[Any]) -> Sequence[Any]:
+        """What goes out in the place of a push and its payloads."""
+        receipt = receipt_from_wire(frame.push.receipt)
+        before, self.before = self.before, receipt
+        if self.active and self.told < self.most:
+            self.told += 1
+            payloads = [bytes(len(payloads[0]))]
+            said = self.receipt(replace(receipt, reply_hash=sha256(payloads[0])), before)
+            frame.push.receipt.CopyFrom(receipt_to_wire(said))
+            frame.push.step.previous_receipt = said.hash()
+        if self.active and self.change is not None and not self.changed:
+            self.changed.append(frame.push.step.sequence)
+            self.change(frame)
+        return payloads
 
 
 def banned(model: Any) -> set[str]:
@@ -67,20 +60,26 @@ def banned(model: Any) -> set[str]:
 
 
 def generated(
-    swarm: MemorySwarm, folder: Path, lies: Lies, done: Callable[[], bool] | None = None, rows: int = 1
+    swarm: MemorySwarm,
+    folder: Path,
+    lies: Lies,
+    done: Callable[[], bool] | None = None,
+    rows: int = 1,
+    answers: Hook | None = None,
 ) -> tuple[set[str], list[str], int]:
     """Who is banned, the route in the end, and the recoveries; the answer has to be that of plain transformers.
 
-    Generates until `done`: until all lies are told, if that is None. A push comes when its stream is open.
+    Generates until `done`: until all lies are told, if that is None. A push comes when its stream is open. `answers`
+    sees what the second server says.
     """
-    liar = swarm.start(folder, "0:3", identity=LIAR)
-    honest = swarm.start(folder, "3:6", identity=STRANGER)
+    liar = swarm.start(folder, "0:3", identity=LIAR, prepare=lambda node: watch_opened(node, PUSH, sent=lies.push))
+    known = partial(watch_served, protocol=INFERENCE, sent=answers)
+    honest = swarm.start(folder, "3:6", identity=STRANGER, prepare=known)
     assert liar.ready and honest.ready
     prompt = torch.randint(3, 100, (rows, 9), generator=torch.Generator().manual_seed(3))
     options: Any = {"do_sample": False, "pad_token_id": 0}
     expected = load_whole(folder).generate(prompt, max_new_tokens=TOKENS, min_new_tokens=TOKENS, **options)
     with (
-        lying(lies),
         swarm.open_model(AutoDistributedModelForCausalLM, folder) as model,
         model.inference_session(200) as session,
     ):
@@ -91,7 +90,7 @@ def generated(
         while True:
             output = model.generate(first, session=session, max_new_tokens=more, min_new_tokens=more, **options)
             assert torch.equal(output, expected)
-            if lies.told == lies.most if done is None else done():
+            if (lies.told == lies.most and bool(lies.changed) == bool(lies.change)) if done is None else done():
                 break
             session.position = first.shape[1] - 1
             session.tokens = first[:, : session.position].tolist()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from petalnode.crypto.identity import peer_id_from_bytes
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
 from petalnode.node.testing.memory_servers import MemoryServer
 from petalnode.protocols import wire_pb2 as wire
@@ -15,6 +18,7 @@ from tests.inspection import call, client_of
 from tests.swarm.memory_pool import MemoryPool
 from tests.swarm.processes import until
 from tests.swarm.server_pool import PooledServer
+from tests.swarm.watched_streams import watch_opened
 
 Model = DistributedModelForCausalLM
 CACHE = ("--cache-tokens", "60000")
@@ -39,21 +43,52 @@ class At:
 
 
 class Tap:
-    """Sees the answers that a client gets, at the moment they arrive, and may do something then."""
+    """Sees the steps and answers of a client, at the moment they are sent and arrive, and may do something then.
 
-    def __init__(self, model: Model) -> None:
+    Attributes:
+        on_step: called with the peer and the step before it is sent there; may be a coroutine function.
+        under_way: for each step that a server was sent, or is to be pushed, the bytes of those that it has not answered
+            and that are wanted, this one included.
+    """
+
+    def __init__(self, swarm: Any) -> None:
         self.on_answer: Callable[[str, int], object] | None = None
+        self.on_step: Callable[[str, wire.Step], object] | None = None
+        self.under_way: list[list[int]] = []
+        self._steps: dict[str, list[_Sent]] = {}
         self._answers: dict[str, int] = {}
-        swarm = client_of(model).swarm
-        connect = swarm.new_stream
+        watch_opened(swarm, INFERENCE, sent=self._sent, received=self._received)
 
-        async def new_stream(peer_id: str, protocol: str, *arguments: Any, **options: Any) -> Any:
-            stream = await connect(peer_id, protocol, *arguments, **options)
-            return _TappedStream(stream, self) if protocol == INFERENCE else stream
+    @property
+    def most(self) -> int:
+        """Steps that were under way at one server."""
+        return max(map(len, self.under_way))
 
-        swarm.new_stream = new_stream  # type: ignore[method-assign]
+    async def _sent(self, stream: Any, frame: wire.InferenceFrame, payloads: Sequence[Any]) -> None:
+        step = frame.step
+        if frame.WhichOneof("body") == "open":
+            self._steps.pop(stream.peer_id, None)
+        if frame.WhichOneof("body") != "step":
+            return
+        if self.on_step is not None and inspect.isawaitable(waited := self.on_step(stream.peer_id, step)):
+            await waited
+        pushed = [(peer_id_from_bytes(target.peer_id), target.sequence) for target in step.targets]
+        for peer_id, sequence in ((stream.peer_id, step.sequence), *pushed):
+            # A step of a later route, or one that goes back, makes others void.
+            before = [
+                sent
+                for sent in self._steps.get(peer_id, ())
+                if sent.route_epoch == step.route_epoch and sent.position < step.position
+            ]
+            nbytes = sum(map(len, payloads))
+            self._steps[peer_id] = [*before, _Sent(sequence, step.position, step.route_epoch, nbytes)]
+            self.under_way.append([sent.nbytes for sent in self._steps[peer_id]])
 
-    def answered(self, peer_id: str) -> None:
+    def _received(self, stream: Any, frame: wire.InferenceFrame, payloads: Sequence[Any]) -> None:
+        if frame.WhichOneof("body") != "reply":
+            return
+        peer_id = stream.peer_id
+        self._steps[peer_id] = [sent for sent in self._steps.get(peer_id, ()) if sent.sequence > frame.reply.sequence]
         self._answers[peer_id] = count = self._answers.get(peer_id, 0) + 1
         if self.on_answer is not None:
             self.on_answer(peer_id, count)
@@ -69,19 +104,14 @@ class Tap:
             self.on_answer = None
 
 
-class _TappedStream:
-    def __init__(self, stream: Any, tap: Tap) -> None:
-        self._stream = stream
-        self._tap = tap
+@dataclass(frozen=True)
+class _Sent:
+    """A step that is under way at a server."""
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    async def receive(self, **options: Any) -> tuple[wire.InferenceFrame, list[bytes]]:
-        frame, payloads = await self._stream.receive(**options)
-        if frame.WhichOneof("body") == "reply":
-            self._tap.answered(self._stream.peer_id)
-        return frame, payloads
+    sequence: int
+    position: int
+    route_epoch: int
+    nbytes: int
 
 
 class Fleet:

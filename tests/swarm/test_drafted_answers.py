@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -12,29 +13,29 @@ import pytest
 import torch
 import trio
 
-from petalnode.crypto.identity import Identity
+from petalnode.crypto.identity import Identity, peer_id_from_bytes
 from petalnode.crypto.receipts import Receipt
 from petalnode.node.blocks.client_part import load_client
 from petalnode.node.blocks.outer_layers import OuterLayers
 from petalnode.node.blocks.span import load_span
 from petalnode.node.client.core import ClientOptions, open_client
 from petalnode.node.client.generation.conversation import Conversation
-from petalnode.node.client.generation.decoding import Decoding
 from petalnode.node.client.generation.draft_model import DraftModel
 from petalnode.node.client.generation.drafting import DraftCounts, LookupDrafter
 from petalnode.node.client.generation.sampling import Constraint, Sampler, Sampling
-from petalnode.node.client.generation.speculation import Answering
-from petalnode.node.client.request import WireTensor
-from petalnode.node.client.session.pipeline import Pipeline
 from petalnode.node.client.swarm_model import identify_model
 from petalnode.node.models.sources.resolve import resolve
 from petalnode.node.swarm.config import SwarmConfig
+from petalnode.node.swarm.trusted_servers import TrustedServers
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm
 from petalnode.node.trust.bundle import session_bundle
 from petalnode.node.trust.receipt_log import KEPT_RECEIPTS, ReceiptArchive, SessionLog
 from petalnode.node.verification.evidence_check import check_evidence
+from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import Span
 from tests.swarm.deep_drafts import DEEP, GUESSED
+from tests.swarm.fleet import Tap
+from tests.swarm.memory_pool import started
 from tests.tiny_models import VOCABULARY, save_tiny
 
 PROMPT = [5, 6, 7, 8, 9, 5, 6, 7]
@@ -42,11 +43,12 @@ LENGTH = 40
 
 
 class Chain:
-    """Servers of a tiny model, and a client of them."""
+    """Servers of a tiny model, and a client of them with these options. `tap`: what it sends for its last answer."""
 
-    def __init__(self, swarm: MemorySwarm, folder: Path, compare: int = 1, shared_bytes: int = 0) -> None:
-        self._swarm, self._folder, self._compare = swarm, folder, compare
+    def __init__(self, swarm: MemorySwarm, folder: Path, shared_bytes: int = 0, **options: Any) -> None:
+        self._swarm, self._folder, self._options = swarm, folder, ClientOptions(**options)
         self._shared_bytes = shared_bytes
+        self.on_step: Callable[[str, wire.Step], object] | None = None
 
     @asynccontextmanager
     async def _conversation(
@@ -54,10 +56,12 @@ class Chain:
     ) -> AsyncIterator[Conversation]:
         config = SwarmConfig(identity=Identity.generate(), listen=(), peers=(), serve_dht=False)
         async with self._swarm.network.open_swarm(config) as node:
+            self.tap = Tap(node)
+            self.tap.on_step = self.on_step
             given = resolve(str(self._folder), need="client", offline=True)
             identified = await identify_model(node, given)
             local = load_client(self._folder)
-            async with open_client(node, identified, ClientOptions(compare_chains=self._compare)) as client:
+            async with open_client(node, identified, self._options) as client:
                 client.state.receipts = ReceiptArchive(self._shared_bytes)
                 guess = draft_model or drafts
                 conversation = Conversation(client, local, max_length=512, stop_tokens=stops, drafts=guess)
@@ -75,6 +79,7 @@ class Chain:
         prompts: int = 1,
         constraint: Constraint | None = None,
         draft_model: DraftModel | None = None,
+        sampler_type: type[Sampler] = Sampler,
         at_begin: Callable[[Conversation], object] = lambda conversation: None,
         at_end: Callable[[Conversation], object] = lambda conversation: None,
     ) -> tuple[list[int], DraftCounts]:
@@ -96,7 +101,7 @@ class Chain:
                             stop.set()
 
                     given = [*tokens, 5, 6] if number else tokens
-                    sampler = Sampler(sampling, constraint) if constraint is not None else None
+                    sampler = sampler_type(sampling, constraint)
                     tokens = [*given, *await conversation.answer(given, sampling, take, stop, sampler)]
                     assert tokens[len(given) :] == made
                 at_end(conversation)
@@ -139,32 +144,43 @@ def test_an_answer_is_the_same_with_drafts(
         assert counts.accepted > LENGTH // 4
 
 
+class Noting:
+    """A constraint that forbids nothing, and notes the threads in which it is asked."""
+
+    def __init__(self) -> None:
+        self.threads: list[int] = []
+
+    def apply(self, scores: torch.Tensor) -> None:
+        self.threads.append(threading.get_ident())
+
+    def accept(self, token: int) -> None:
+        pass
+
+
 @pytest.mark.parametrize("killed", [False, True], ids=["all live", "one is killed"])
 def test_an_answer_is_the_same_on_one_thread(
     swarm: MemorySwarm, folder: Path, servers: list[MemoryServer], monkeypatch: pytest.MonkeyPatch, killed: bool
 ) -> None:
     """Whether the next token is chosen early, on the trio thread, or by another thread after all checks."""
-    in_threads: list[int] = []
-    choose = Decoding._choose
-
-    def counting(decoding: Decoding, *arguments: Any) -> tuple[int, Any]:
-        in_threads[-1] += 1
-        return choose(decoding, *arguments)
 
     def kill_one(made: int) -> None:
-        if made == LENGTH // 2 and killed and len(in_threads) == 2:
+        if made == LENGTH // 2 and killed and len(elsewhere) == 1:
             whole[0].kill()
+
+    async def own_thread() -> int:
+        return threading.get_ident()
 
     whole = [swarm.start(folder, "0:6") for _ in range(2 if killed else 0)]
     for server in whole:
         assert server.ready
-    monkeypatch.setattr(Decoding, "_choose", counting)
-    answers = []
+    answers, elsewhere = [], []
     for seconds in (1.0, 0.0):
         monkeypatch.setattr(OuterLayers, "_seconds", lambda layers, hidden, seconds=seconds: seconds)
-        in_threads.append(0)
-        answers.append(Chain(swarm, folder).answer(Sampling(LENGTH), drafts=False, on_token=kill_one)[0])
-    assert answers[0] == answers[1] and in_threads == [LENGTH, 1]
+        noting = Noting()
+        chain = Chain(swarm, folder)
+        answers.append(chain.answer(Sampling(LENGTH), drafts=False, on_token=kill_one, constraint=noting)[0])
+        elsewhere.append(sum(thread != swarm.call(own_thread) for thread in noting.threads))
+    assert answers[0] == answers[1] and elsewhere == [LENGTH, 1]
     for server in whole:
         server.kill()
 
@@ -195,6 +211,15 @@ class NeverLess:
         self._last, self.is_ready = token, False
 
 
+class ChoosesTwice(Sampler):
+    """As where the answer that a token was chosen from turns out not to be the one that counts."""
+
+    def choose(self, tokens: Sequence[int], logits: torch.Tensor) -> int:
+        if len(tokens) % 3 == 0:
+            super().choose(tokens, torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(len(tokens))))
+        return super().choose(tokens, logits)
+
+
 @pytest.mark.parametrize("constrained", [False, True], ids=["free", "constrained"])
 @pytest.mark.parametrize(
     "sampling", [GREEDY, Sampling(LENGTH, 0.9, 0.95, seed=5, logit_bias=FEW)], ids=["greedy", "sampled"]
@@ -208,23 +233,13 @@ def test_answer_is_the_same_with_early_tokens(
     constrained: bool,
 ) -> None:
     """Also where one was chosen from an answer that is not the one that counts in the end."""
-    drawn_again: list[int] = []
-    choose_early = Decoding._choose_early
-
-    async def choose_twice(decoding: Decoding, pipeline: Pipeline, answer: Answering) -> Any:
-        early, made = await choose_early(decoding, pipeline, answer), len(answer.tokens)
-        if made % 3 == 0 and early is not None:
-            answer.sampler.choose(answer.tokens, torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(made)))
-            drawn_again.append(made)
-        return early
-
-    monkeypatch.setattr(Decoding, "_choose_early", choose_twice)
     answers = []
     for seconds in (1.0, 0.0):
         monkeypatch.setattr(OuterLayers, "_seconds", lambda layers, hidden, seconds=seconds: seconds)
         constraint = NeverLess() if constrained else None
-        answers.append(Chain(swarm, folder).answer(sampling, drafts=False, constraint=constraint)[0])
-        assert bool(drawn_again) == (seconds == 0.0)
+        kind = ChoosesTwice if seconds == 0.0 else Sampler
+        chosen = Chain(swarm, folder).answer(sampling, drafts=False, constraint=constraint, sampler_type=kind)
+        answers.append(chosen[0])
     assert answers[0] == answers[1]
 
 
@@ -241,7 +256,7 @@ def test_stop_ends_answer_in_middle_of_draft(swarm: MemorySwarm, folder: Path, s
 
 def test_compared_chains_take_drafts(swarm: MemorySwarm, folder: Path, servers: list[MemoryServer]) -> None:
     plain, _ = Chain(swarm, folder).answer(GREEDY, drafts=False)
-    drafted, counts = Chain(swarm, folder, compare=2).answer(GREEDY, drafts=True)
+    drafted, counts = Chain(swarm, folder, compare_chains=2).answer(GREEDY, drafts=True)
     assert drafted == plain and counts.accepted
 
 
@@ -261,23 +276,8 @@ def test_server_that_dies_checking_drafts_is_replaced(
     assert drafted == plain and counts.accepted
 
 
-@pytest.fixture
-def under_way(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many steps were under way after each was sent."""
-    seen: list[int] = []
-    ask = Pipeline.ask
-
-    async def asked(pipeline: Pipeline, chunk: WireTensor, position: int) -> bool:
-        done = await ask(pipeline, chunk, position)
-        seen.append(len(pipeline) if done else 0)
-        return done
-
-    monkeypatch.setattr(Pipeline, "ask", asked)
-    return seen
-
-
 def test_session_with_wrong_drafts_is_audited_whole(
-    swarm: MemorySwarm, folder: Path, servers: list[MemoryServer], under_way: list[int]
+    swarm: MemorySwarm, folder: Path, servers: list[MemoryServer]
 ) -> None:
     """What entered for the steps that were rolled back is known at the servers behind the first one, too."""
     logs: list[SessionLog] = []
@@ -310,50 +310,54 @@ class NeverTwice:
 
 @pytest.mark.parametrize("constrained", [False, True], ids=["free", "constrained"])
 def test_steps_are_under_way_side_by_side(
-    swarm: MemorySwarm, folder: Path, servers: list[MemoryServer], under_way: list[int], constrained: bool
+    swarm: MemorySwarm, folder: Path, servers: list[MemoryServer], constrained: bool
 ) -> None:
     def constraint() -> Constraint | None:
         return NeverTwice() if constrained else None
 
-    plain, _ = Chain(swarm, folder).answer(GREEDY, drafts=False, constraint=constraint())
-    assert not under_way
-    drafted, counts = Chain(swarm, folder).answer(GREEDY, drafts=True, constraint=constraint())
+    chain = Chain(swarm, folder)
+    plain, _ = chain.answer(GREEDY, drafts=False, constraint=constraint())
+    assert chain.tap.most == 1
+    drafted, counts = chain.answer(GREEDY, drafts=True, constraint=constraint())
     assert drafted == plain and counts.accepted
-    assert max(under_way) >= 4
+    assert chain.tap.most >= 4
 
 
 def test_server_that_dies_with_several_steps_is_replaced(
-    swarm: MemorySwarm, folder: Path, servers: list[MemoryServer], under_way: list[int], monkeypatch: pytest.MonkeyPatch
+    swarm: MemorySwarm, folder: Path, servers: list[MemoryServer]
 ) -> None:
     plain, _ = Chain(swarm, folder).answer(GREEDY, drafts=False)
     servers.append(swarm.start(folder, "3:6"))
     known = {server.ready["peer_id"]: server for server in servers}
     lost: list[str] = []
-    ask = Pipeline.ask
 
-    async def asked(pipeline: Pipeline, chunk: WireTensor, position: int) -> bool:
-        if len(pipeline) == 3 and not lost:
-            lost.append(pipeline.route[-1].peer_id)
-            await trio.to_thread.run_sync(known[lost[0]].kill)
-        return await ask(pipeline, chunk, position)
+    def kill_last(peer_id: str, step: wire.Step) -> None:
+        if chain.tap.under_way and len(chain.tap.under_way[-1]) == 3 and step.targets and not lost:
+            lost.append(peer_id_from_bytes(step.targets[-1].peer_id))
+            known[lost[0]].kill()
 
-    monkeypatch.setattr(Pipeline, "ask", asked)
-    drafted, counts = Chain(swarm, folder).answer(GREEDY, drafts=True)
+    chain = Chain(swarm, folder)
+    chain.on_step = kill_last
+    drafted, counts = chain.answer(GREEDY, drafts=True)
     assert lost and drafted == plain and counts.accepted
 
 
 def test_servers_that_cannot_push_check_single_drafts(
-    swarm: MemorySwarm, folder: Path, servers: list[MemoryServer], under_way: list[int], monkeypatch: pytest.MonkeyPatch
+    swarm: MemorySwarm, folder: Path, servers: list[MemoryServer]
 ) -> None:
+    """A trusted one tells the next one nothing that has to do with the prompt."""
     plain, _ = Chain(swarm, folder).answer(GREEDY, drafts=False)
-    monkeypatch.setattr("petalnode.node.swarm.trusted_servers.TrustedServers.may_push", lambda *_: False)
-    drafted, counts = Chain(swarm, folder).answer(GREEDY, drafts=True)
-    assert drafted == plain and counts.accepted and not any(under_way)
+    ends = started(swarm, folder, "0:2", "4:6")
+    chain = Chain(swarm, folder, trusted=TrustedServers(frozenset(server.peer_id for server in ends)))
+    drafted, counts = chain.answer(GREEDY, drafts=True)
+    assert drafted == plain and counts.accepted and chain.tap.most == 1
+    for server in ends:
+        server.kill()
 
 
 def whole_model(folder: Path) -> DraftModel:
     part = load_client(folder)
-    return DraftModel(part, load_span(folder, Span(0, part.num_blocks)))
+    return DraftModel(part, load_span(folder, Span(0, part.num_blocks), kernels="auto"))
 
 
 @pytest.mark.parametrize(
@@ -412,7 +416,7 @@ def test_server_lost_while_a_constrained_model_drafts(
 
 
 def test_receipts_follow_each_other_over_drafts_in_vain(
-    swarm: MemorySwarm, folder: Path, servers: list[MemoryServer], under_way: list[int]
+    swarm: MemorySwarm, folder: Path, servers: list[MemoryServer]
 ) -> None:
     """A server signs each step that it computed, whether it was wanted in the end or not."""
     seen: list[tuple[str, list[Receipt]]] = []

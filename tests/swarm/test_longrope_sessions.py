@@ -26,7 +26,7 @@ from tests.inspection import client_of, session_of
 from tests.swarm.deep_drafts import DEEP
 from tests.swarm.longrope_models import BORDER, FIELDS, given, padded
 from tests.swarm.memory_pool import opened, started
-from tests.swarm.older_servers import Grants
+from tests.swarm.older_servers import Older
 from tests.tiny_models import load_whole, save_tiny
 
 
@@ -176,7 +176,7 @@ def test_receipts_say_which_factors_step_was_to_take(swarm: MemorySwarm, folder:
 
 def test_older_server_is_not_used_for_long_texts(swarm: MemorySwarm, folder: Path) -> None:
     """It would ignore what a step says. It is refused in words, and nobody takes it for a cheat."""
-    started(swarm, folder, "0:6", prepare=Grants(long_factors=None).prepare)
+    started(swarm, folder, "0:6", prepare=Older(long_factors=None).prepare)
     ids = prompt(1, 20)
     with swarm.open_model(AutoDistributedModelForCausalLM, folder) as model:
         found = model.generate(ids, **given(ids, BORDER - 20))

@@ -20,6 +20,7 @@ from multiaddr import Multiaddr
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.client.session.recovery import RECOVERY
+from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import INFERENCE
 from tests import greedy
 from tests.connections import connection_lost
@@ -31,6 +32,7 @@ from tests.swarm.fleet import CACHE, At, Model, heard_of
 from tests.swarm.processes import Nodes, until
 from tests.swarm.server_pool import PooledServer, ServerPool, server_pool
 from tests.swarm.tcp_proxy import Line, line_to
+from tests.swarm.watched_streams import watch_opened
 
 generate = partial(greedy.generate, max_new_tokens=12)
 
@@ -192,36 +194,18 @@ def test_beams_go_on_though_replies_are_lost(over: Lines, whole: Any, slowness: 
 
 def test_connection_is_cut_in_middle_of_long_prompt(over: Lines, whole: Any) -> None:
     ids = prompt(1, 900, seed=3)
-    swarm = client_of(over.model).swarm
-    connect = swarm.new_stream
     answered: list[str] = []
 
-    async def new_stream(peer_id: str, protocol: str, *arguments: Any, **options: Any) -> Any:
-        stream = await connect(peer_id, protocol, *arguments, **options)
-        return _Cutting(stream) if protocol == INFERENCE else stream
+    async def cut(stream: Any, frame: wire.InferenceFrame, payloads: Sequence[Any]) -> None:
+        if frame.WhichOneof("body") == "reply":
+            answered.append(stream.peer_id)
+            if len(answered) == 3:
+                await trio.to_thread.run_sync(over.to(stream.peer_id).cut)
 
-    class _Cutting:
-        def __init__(self, stream: Any) -> None:
-            self._stream = stream
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._stream, name)
-
-        async def receive(self, **options: Any) -> Any:
-            frame, payloads = await self._stream.receive(**options)
-            if frame.WhichOneof("body") == "reply":
-                answered.append(self._stream.peer_id)
-                if len(answered) == 3:
-                    await trio.to_thread.run_sync(over.to(self._stream.peer_id).cut)
-            return frame, payloads
-
-    swarm.new_stream = new_stream  # type: ignore[method-assign]
-    try:
-        with over.model.inference_session(max_length=920) as session:
-            out = generate(over.model, ids, session=session, max_new_tokens=4)
-            assert session.recoveries == 0 and session_of(session).paths.rejoined == 1
-    finally:
-        swarm.new_stream = connect  # type: ignore[method-assign]
+    watch_opened(client_of(over.model).swarm, INFERENCE, received=cut)
+    with over.model.inference_session(max_length=920) as session:
+        out = generate(over.model, ids, session=session, max_new_tokens=4)
+        assert session.recoveries == 0 and session_of(session).paths.rejoined == 1
     assert torch.equal(out, generate(whole, ids, max_new_tokens=4))
 
 

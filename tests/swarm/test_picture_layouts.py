@@ -26,7 +26,7 @@ from petalnode.node.trust.receipt_log import KEPT_RECEIPTS, ReceiptArchive
 from petalnode.node.verification.evidence_check import check_evidence
 from tests.inspection import client_of
 from tests.swarm.memory_pool import opened, started
-from tests.swarm.older_servers import Grants
+from tests.swarm.older_servers import Older
 from tests.tiny_pictures import FAMILIES, save_seeing, seen
 
 NEW = 6
@@ -129,7 +129,7 @@ def test_no_rollback_goes_into_a_group(swarm: MemorySwarm, tmp_path: Path) -> No
 def test_servers_without_such_pictures_are_not_asked(swarm: MemorySwarm, tmp_path: Path, kind: str, field: str) -> None:
     whole = save_seeing(kind, tmp_path)
     given = seen(whole, kind)
-    started(swarm, tmp_path, "0:2", "2:4", prepare=Grants(**{field: None}).prepare)
+    started(swarm, tmp_path, "0:2", "2:4", prepare=Older(**{field: None}).prepare)
     with swarm.open_model(AutoDistributedModelForCausalLM, tmp_path) as model:
         options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
         text = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}

@@ -14,7 +14,7 @@ from petalnode.node.errors import BadInput, NoChainError
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
 from tests.inspection import client_of
 from tests.swarm.memory_pool import started
-from tests.swarm.older_servers import Grants
+from tests.swarm.older_servers import Older
 from tests.tiny_models import save_tiny
 from tests.tiny_pictures import FAMILIES, save_seeing, seen
 
@@ -136,7 +136,7 @@ def test_servers_that_know_no_positions_are_not_asked(tmp_path: Path) -> None:
     whole = save_seeing("qwen2_vl", tmp_path)
     given = seen(whole, "qwen2_vl")
     with memory_swarm() as swarm:
-        started(swarm, tmp_path, "0:2", "2:4", prepare=Grants(positions=None).prepare)
+        started(swarm, tmp_path, "0:2", "2:4", prepare=Older(positions=None).prepare)
         with swarm.open_model(AutoDistributedModelForCausalLM, tmp_path) as model:
             text = {name: given[name] for name in ("input_ids", "attention_mask")}
             assert torch.equal(say(model, text), say(whole, text))

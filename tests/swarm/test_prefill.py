@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,16 @@ import torch
 import trio
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
-from petalnode.node.client.request import WireTensor
-from petalnode.node.client.session.pipeline import Pipeline
-from petalnode.node.client.session.recovery import Signal
-from petalnode.node.client.session.step import PipelineStep
-from petalnode.node.client.session.stream import SessionStream
 from petalnode.node.errors import BadInput
-from petalnode.node.server.requests.session import ServerSession
 from petalnode.node.server.steps import QueuedStep, StepRunner
+from petalnode.node.testing import MemoryNetwork
 from petalnode.node.testing.memory_servers import MemoryServer
 from petalnode.protocols import wire_pb2 as wire
-from tests.inspection import session_of
+from tests.inspection import client_of, session_of
 from tests.peft_adapters import load_with, save_lora
 from tests.swarm.fleet import Tap
 from tests.swarm.memory_pool import MemoryPool, memory_pool
-from tests.swarm.older_servers import Grants
+from tests.swarm.older_servers import Older
 from tests.swarm.processes import until
 from tests.tiny_models import HIDDEN, VOCABULARY, load_whole, save_tiny
 
@@ -35,7 +31,6 @@ SPANS = ("0:2", "2:4", "4:6")
 CHUNK = 16
 LONG = 7 * CHUNK + 5
 """Tokens of a prompt of eight chunks."""
-MAY_PUSH = "petalnode.node.swarm.trusted_servers.TrustedServers.may_push"
 
 
 @pytest.fixture(scope="module")
@@ -43,25 +38,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny("llama", tmp_path_factory.mktemp("prefill"), max_position_embeddings=512)
 
 
-GRANTS = Grants()
+OLDER = Older()
 
 
 @pytest.fixture(scope="module")
 def pool(folder: Path) -> Iterator[MemoryPool]:
     with memory_pool(folder) as pool:
         for blocks in SPANS * 2:
-            pool.start(blocks, prepare=GRANTS.prepare)
+            pool.start(blocks, prepare=OLDER.prepare)
         yield pool
 
 
 @contextmanager
 def in_flight(most: int) -> Iterator[None]:
     """Servers let sessions that open meanwhile have no more bytes under way."""
-    GRANTS.said["bytes_in_flight"] = most
+    OLDER.said["bytes_in_flight"] = most
     try:
         yield
     finally:
-        GRANTS.said.clear()
+        OLDER.said.clear()
 
 
 @pytest.fixture(autouse=True)
@@ -70,22 +65,6 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 pytestmark = pytest.mark.usefixtures("patient")
-
-
-@pytest.fixture
-def under_way(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """What is under way at a server, in bytes of each step, whenever one more has been sent there."""
-    seen: list[list[int]] = []
-    takes = Pipeline.takes
-
-    def taking(pipeline: Pipeline, index: int, nbytes: int) -> bool:
-        taken = takes(pipeline, index, nbytes)
-        if taken:
-            seen.append([*pipeline.under_way_at(index), nbytes])
-        return taken
-
-    monkeypatch.setattr(Pipeline, "takes", taking)
-    return seen
 
 
 def prompt(rows: int = 1, tokens: int = LONG) -> torch.Tensor:
@@ -112,6 +91,11 @@ def model(pool: MemoryPool, folder: Path) -> Iterator[Any]:
         yield model
 
 
+@pytest.fixture
+def tap(model: Any) -> Tap:
+    return Tap(client_of(model).swarm)
+
+
 def again(session: Any) -> None:
     """The next prompt is sent from its beginning."""
     session.position = 0
@@ -119,7 +103,7 @@ def again(session: Any) -> None:
 
 
 @pytest.mark.usefixtures("pushes_awaited")
-def test_servers_push_the_steps_of_a_prompt(model: Any, whole: Any, under_way: list[list[int]]) -> None:
+def test_servers_push_the_steps_of_a_prompt(model: Any, whole: Any, tap: Tap) -> None:
     ids = prompt()
     with model.inference_session(max_length=LONG + 8) as session:
         assert torch.equal(generate(model, ids), generate(whole, ids))
@@ -136,7 +120,7 @@ def test_servers_push_the_steps_of_a_prompt(model: Any, whole: Any, under_way: l
 
         until(pushes_all, "all steps are pushed")
         assert session.recoveries == 0
-        assert max(len(steps) for steps in under_way) >= 4
+        assert tap.most >= 4
 
 
 @pytest.mark.parametrize("kind", ["padded rows", "embeddings"])
@@ -153,44 +137,61 @@ def test_prompts_of_all_kinds(model: Any, whole: Any, kind: str) -> None:
             assert torch.allclose(whole.model.norm(session.step(embedded)), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["no pushes", "one at a time"])
-def test_servers_that_do_not_push_or_are_older(
-    pool: MemoryPool, folder: Path, whole: Any, under_way: list[list[int]], kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if kind == "no pushes":
-        monkeypatch.setattr(MAY_PUSH, lambda *_: False)
+@contextmanager
+def apart(pool: MemoryPool) -> Iterator[None]:
+    """Servers do not reach each other, as behind NATs."""
+
+    def change(network: MemoryNetwork, down: bool) -> None:
+        for one, other in combinations([server.peer_id for server in pool.alive], 2):
+            link = network.link(one, other)
+            link.take_down() if down else link.mend()
+
+    pool.swarm.change(lambda network: change(network, True))
+    try:
+        yield
+    finally:
+        pool.swarm.change(lambda network: change(network, False))
+
+
+@pytest.mark.parametrize("kind", ["apart", "trusted ends", "one at a time"])
+def test_servers_that_do_not_push_or_are_older(pool: MemoryPool, folder: Path, whole: Any, kind: str) -> None:
     ids = prompt()
     for server in pool.alive:
         assert server.ready
+    ends = [server.peer_id for server in pool.alive if server.span != (2, 4)]
+    options = {"trusted_servers": ends} if kind == "trusted ends" else {}
+    around = {"apart": apart(pool), "trusted ends": nullcontext(), "one at a time": in_flight(0)}[kind]
     with (
-        nullcontext() if kind == "no pushes" else in_flight(0),
-        pool.swarm.open_model(AutoDistributedModelForCausalLM, folder) as model,
+        around,
+        pool.swarm.open_model(AutoDistributedModelForCausalLM, folder, **options) as model,
         model.inference_session(max_length=LONG + 8) as session,
     ):
+        tap = Tap(client_of(model).swarm)
         assert torch.equal(generate(model, ids), generate(whole, ids))
         assert session.recoveries == 0
         sent = [there for there, _ in session_of(session).traffic]
-    if kind == "no pushes":
-        assert sent == [4 * HIDDEN * (LONG + 5)] * 3
-        assert max(len(steps) for steps in under_way) > 1
+    if kind == "one at a time":
+        assert tap.most == 1
     else:
-        assert max(len(steps) for steps in under_way) == 1
+        relayed = 3 if kind == "apart" else 2  # the last one is trusted, and others may push to it
+        assert sent[:relayed] == [4 * HIDDEN * (LONG + 5)] * relayed
+        assert tap.most > 1
 
 
-def test_no_more_is_under_way_than_server_grants(model: Any, whole: Any, under_way: list[list[int]]) -> None:
+def test_no_more_is_under_way_than_server_grants(model: Any, whole: Any, tap: Tap) -> None:
     most = 3 * CHUNK * HIDDEN * 4
     ids = prompt()
     with in_flight(most), model.inference_session(max_length=LONG + 8):
         assert torch.equal(generate(model, ids), generate(whole, ids))
-    assert max(sum(steps) for steps in under_way) == most
+    assert max(map(sum, tap.under_way)) == most
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_server_is_killed_with_several_steps_under_way(
-    place: int, rows: int, pool: MemoryPool, model: Any, whole: Any, under_way: list[list[int]]
+    place: int, rows: int, pool: MemoryPool, model: Any, whole: Any, tap: Tap
 ) -> None:
-    ids, tap = prompt(rows), Tap(model)
+    ids = prompt(rows)
     with model.inference_session(max_length=LONG + 8) as session:
         generate(model, ids)  # the servers have had the time to open streams to each other
         again(session)
@@ -200,19 +201,19 @@ def test_server_is_killed_with_several_steps_under_way(
             if not killed and peer_id == session.route[place][0] and count == 2:
                 killed.append(peer_id)
                 pool.of(peer_id).kill()
-                pool.start(SPANS[place], prepare=GRANTS.prepare)
+                pool.start(SPANS[place], prepare=OLDER.prepare)
 
         with tap.watching(on_answer):
             out = generate(model, ids)
         assert killed and session.recoveries == 1
         assert killed[0] not in [peer_id for peer_id, _ in session.route]
     assert torch.equal(out, generate(whole, ids))
-    assert max(len(steps) for steps in under_way) >= 4
+    assert tap.most >= 4
 
 
-def test_server_is_killed_and_others_have_no_room(pool: MemoryPool, model: Any, whole: Any) -> None:
+def test_server_is_killed_and_others_have_no_room(pool: MemoryPool, model: Any, whole: Any, tap: Tap) -> None:
     """Steps behind the one that failed have taken what the next servers grant, and are never answered there."""
-    ids, tap = prompt(), Tap(model)
+    ids = prompt()
     with in_flight(CHUNK * HIDDEN * 4), model.inference_session(max_length=LONG + 8) as session:
         generate(model, ids)  # the servers have had the time to open streams to each other
         again(session)
@@ -222,7 +223,7 @@ def test_server_is_killed_and_others_have_no_room(pool: MemoryPool, model: Any, 
             if not killed and peer_id == session.route[1][0] and count == 2:
                 killed.append(peer_id)
                 pool.of(peer_id).kill()
-                pool.start(SPANS[1], prepare=GRANTS.prepare)
+                pool.start(SPANS[1], prepare=OLDER.prepare)
 
         with tap.watching(on_answer):
             out = generate(model, ids)
@@ -230,20 +231,14 @@ def test_server_is_killed_and_others_have_no_room(pool: MemoryPool, model: Any, 
     assert torch.equal(out, generate(whole, ids))
 
 
-def test_prompts_rest_is_under_way_side_by_side(
-    pool: MemoryPool, model: Any, whole: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_rest_is_under_way_side_by_side(pool: MemoryPool, model: Any, whole: Any, tap: Tap) -> None:
     """After the first server was killed at its second chunk; one chunk goes alone behind the one that failed."""
-    ids, tap, beside = prompt(), Tap(model), [0]
-    takes = Pipeline.takes
+    ids = prompt()
 
-    def taking(pipeline: Pipeline, index: int, nbytes: int) -> bool:
-        taken = takes(pipeline, index, nbytes)
-        if taken and session.recoveries:
-            beside.append(len(pipeline.under_way_at(index)))
-        return taken
+    def on_step(peer_id: str, step: wire.Step) -> None:
+        if not session.recoveries:
+            tap.under_way.clear()
 
-    monkeypatch.setattr(Pipeline, "takes", taking)
     with model.inference_session(max_length=LONG + 8) as session:
         generate(model, ids)
         again(session)
@@ -253,16 +248,17 @@ def test_prompts_rest_is_under_way_side_by_side(
             if not killed and peer_id == session.route[0][0] and count == 2:
                 killed.append(peer_id)
                 pool.of(peer_id).kill()
-                pool.start(SPANS[0], prepare=GRANTS.prepare)
+                pool.start(SPANS[0], prepare=OLDER.prepare)
 
+        tap.on_step = on_step
         with tap.watching(on_answer):
             assert torch.equal(generate(model, ids), generate(whole, ids))
         assert session.recoveries == 1
-    assert max(beside) >= 2
+    assert tap.most > 2
 
 
-def test_abandoned_prompt_leaves_the_session_as_before(pool: MemoryPool, model: Any, whole: Any) -> None:
-    ids, tap = prompt(), Tap(model)
+def test_abandoned_prompt_leaves_the_session_as_before(pool: MemoryPool, model: Any, whole: Any, tap: Tap) -> None:
+    ids = prompt()
 
     class GivenUp(Exception):
         pass
@@ -284,22 +280,21 @@ def test_abandoned_prompt_leaves_the_session_as_before(pool: MemoryPool, model: 
 
 @pytest.mark.parametrize("then", ["closed", "used"])
 def test_sent_chunks_of_an_abandoned_prompt_are_uncomputed(
-    then: str, pool: MemoryPool, model: Any, whole: Any, monkeypatch: pytest.MonkeyPatch
+    then: str, pool: MemoryPool, model: Any, whole: Any, tap: Tap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first server computes the first step until the client, which has sent it four more, has gone on."""
-    send, prefill, begun, go = PipelineStep.send, StepRunner._prefill, threading.Event(), threading.Event()
+    prefill, begun, go = StepRunner._prefill, threading.Event(), threading.Event()
     computed: dict[int, list[int]] = {0: [], 2: [], 4: []}
-    sent: list[PipelineStep] = []
+    sent: list[int] = []
 
     class GivenUp(Exception):
         pass
 
-    async def sending(step: PipelineStep, anew: bool = False) -> Signal:
+    async def on_step(peer_id: str, step: wire.Step) -> None:
         if len(sent) == 5 and not go.is_set():
             await trio.to_thread.run_sync(begun.wait)
             raise GivenUp
-        sent.append(step)
-        return await send(step, anew)
+        sent.append(step.sequence)
 
     def computing(runner: StepRunner, step: QueuedStep, chunk: int) -> bool:
         first = runner._blocks.span.start
@@ -314,7 +309,7 @@ def test_sent_chunks_of_an_abandoned_prompt_are_uncomputed(
         with model.inference_session(max_length=LONG + 8) as session:
             generate(model, ids[:, :9])
             again(session)
-            monkeypatch.setattr(PipelineStep, "send", sending)
+            tap.on_step = on_step
             monkeypatch.setattr(StepRunner, "_prefill", computing)
             with pytest.raises((GivenUp, ExceptionGroup)):
                 generate(model, ids)
@@ -352,15 +347,7 @@ def test_last_server_sends_no_more_than_needed(model: Any, whole: Any) -> None:
 
 @pytest.mark.usefixtures("pushes_awaited")
 def test_server_that_knows_no_receipt_only_sends(model: Any, whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    send = ServerSession._send_output
-
-    async def older(session: ServerSession, step: wire.Step, *rest: Any) -> None:
-        without = wire.Step()
-        without.CopyFrom(step)
-        without.receipt_only = False
-        await send(session, without, *rest)
-
-    monkeypatch.setattr(ServerSession, "_send_output", older)
+    monkeypatch.setattr(OLDER, "unknown", {"receipt_only"})
     ids = prompt()
     with model.inference_session(max_length=LONG + 8) as session:
         generate(model, ids)
@@ -386,24 +373,23 @@ def test_outputs_of_all_tokens_come_where_wanted(model: Any, whole: Any) -> None
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_server_is_killed_with_three_steps_under_way(
-    place: int, pool: MemoryPool, model: Any, whole: Any, monkeypatch: pytest.MonkeyPatch
+    place: int, pool: MemoryPool, model: Any, whole: Any, tap: Tap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is in the middle of the first of them; rows are padded."""
-    send, prefill, begun, go = SessionStream.send, StepRunner._prefill, threading.Event(), threading.Event()
+    prefill, begun, go = StepRunner._prefill, threading.Event(), threading.Event()
     ids, sent, killed = prompt(3), [0], []
     mask = torch.ones_like(ids)
     mask[0, :40] = mask[2, :7] = 0
 
-    async def sending(server: SessionStream, step: wire.Step, chunk: WireTensor) -> None:
-        first = not server.hop.span.start
+    async def on_step(peer_id: str, step: wire.Step) -> None:
+        first = peer_id == session.route[0][0]
         if first and sent[0] == 3 and not killed:
             await trio.to_thread.run_sync(begun.wait)
             killed.append(session.route[place][0])
             pool.of(killed[0]).kill()
-            pool.start(SPANS[place], prepare=GRANTS.prepare)
+            pool.start(SPANS[place], prepare=OLDER.prepare)
             go.set()
         sent[0] += first
-        await send(server, step, chunk)
 
     def computing(runner: StepRunner, step: QueuedStep, chunk: int) -> bool:
         if runner._blocks.span.start == 2 * place and not go.is_set():
@@ -415,7 +401,7 @@ def test_server_is_killed_with_three_steps_under_way(
         with model.inference_session(max_length=LONG + 8) as session:
             generate(model, ids, attention_mask=mask)  # the servers have had the time to open streams to each other
             again(session)
-            monkeypatch.setattr(SessionStream, "send", sending)
+            tap.on_step = on_step
             monkeypatch.setattr(StepRunner, "_prefill", computing)
             out = generate(model, ids, attention_mask=mask)
             assert session.recoveries == 1 and killed[0] not in [peer_id for peer_id, _ in session.route]

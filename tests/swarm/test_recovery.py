@@ -19,7 +19,7 @@ from petalnode.node.client.chunks import to_chunks
 from petalnode.node.errors import NoChainError, SwarmError
 from petalnode.node.testing.memory_servers import MemoryServer
 from tests.greedy import generate, prompt
-from tests.inspection import call, session_of
+from tests.inspection import call, client_of, session_of
 from tests.slowness import Slowness
 from tests.swarm.faulty_server import FAULTS, order
 from tests.swarm.fleet import POSITIONS, At, Fleet, Model, Tap, opened_for
@@ -53,7 +53,7 @@ def fleet(pool: MemoryPool, lonely: Lonely) -> Fleet:
 @pytest.fixture(scope="module")
 def client(pool: MemoryPool, fleet: Fleet, folder: Path) -> Iterator[tuple[Model, Tap]]:
     with pool.swarm.open_model(AutoDistributedModelForCausalLM, folder) as opened:
-        yield opened, Tap(opened)
+        yield opened, Tap(client_of(opened).swarm)
 
 
 @pytest.fixture

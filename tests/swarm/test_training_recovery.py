@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.swarm.faulty_server import WORK_FAULTS, order
 from tests.swarm.fleet import Model, opened_for
 from tests.swarm.memory_pool import MemoryPool
 from tests.swarm.plain_tuning import PlainTuning
+from tests.swarm.watched_streams import watch_opened
 from tests.tiny_models import HIDDEN, VOCABULARY, load_whole
 
 TOLERANCE = 1e-4
@@ -50,17 +52,9 @@ class Works:
         self.late_gradients: Counter[str] = Counter()
         self.streams: dict[tuple[str, str], list[Any]] = defaultdict(list)
         self._due: Callable[[str, str], object] = lambda protocol, peer_id: None
-        swarm = client_of(model).swarm
-        connect = swarm.new_stream
-
-        async def new_stream(peer_id: str, protocol: str, *arguments: Any, **options: Any) -> Any:
-            stream = await connect(peer_id, protocol, *arguments, **options)
-            if protocol not in (FORWARD, BACKWARD):
-                return stream
-            self.streams[protocol, peer_id].append(stream)
-            return _Watched(stream, protocol, self)
-
-        swarm.new_stream = new_stream  # type: ignore[method-assign]
+        for protocol in (FORWARD, BACKWARD):
+            received = partial(self._received, protocol)
+            watch_opened(client_of(model).swarm, protocol, sent=partial(self._sent, protocol), received=received)
 
     @contextmanager
     def at_first(self, protocol: str, peer_id: str, due: Callable[[], object]) -> Iterator[None]:
@@ -75,29 +69,15 @@ class Works:
         yield
         assert done, "no such reply came"
 
-    def note(self, protocol: str, peer_id: str) -> None:
-        self.replies[protocol, peer_id] += 1
-        self._due(protocol, peer_id)
+    def _sent(self, protocol: str, stream: Any, frame: wire.BatchFrame, payloads: Sequence[Any]) -> None:
+        if frame.WhichOneof("body") == "open":
+            self.streams[protocol, stream.peer_id].append(stream)
+        self.late_gradients[stream.peer_id] += frame.WhichOneof("body") == "gradient"
 
-
-class _Watched:
-    def __init__(self, stream: Any, protocol: str, works: Works) -> None:
-        self._stream = stream
-        self._protocol = protocol
-        self._works = works
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    async def send(self, frame: wire.BatchFrame, *payloads: Any, **options: Any) -> None:
-        self._works.late_gradients[self._stream.peer_id] += frame.WhichOneof("body") == "gradient"
-        await self._stream.send(frame, *payloads, **options)
-
-    async def receive(self, **options: Any) -> tuple[wire.BatchFrame, list[bytes]]:
-        frame, payloads = await self._stream.receive(**options)
+    def _received(self, protocol: str, stream: Any, frame: wire.BatchFrame, payloads: Sequence[Any]) -> None:
         if frame.WhichOneof("body") == "reply":
-            self._works.note(self._protocol, self._stream.peer_id)
-        return frame, payloads
+            self.replies[protocol, stream.peer_id] += 1
+            self._due(protocol, stream.peer_id)
 
 
 def tokens() -> torch.Tensor:
