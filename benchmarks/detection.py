@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.client_part import load_client
 from petalnode.node.client.api.remote import SpanTensors
-from petalnode.node.client.batch.batch_stream import BatchSpec, MicroBatch
+from petalnode.node.client.batch.batch_stream import BatchSpec, micro_batch
 from petalnode.node.client.chat import Text
 from petalnode.node.client.chunks import to_chunks
 from petalnode.node.client.core import SwarmClient, open_client
@@ -185,7 +185,7 @@ class Prober:
         works = BatchSpec(client.model.version, "none", dtype_name(hidden.dtype))
         tensors = draw_kept_tensors(kind, local.linears, local.hidden_size, self.random, PROMPT)
         kept = SpanTensors(hop.span, tensors)(hop.span, slice(0, 0))
-        task = MicroBatch((WireTensor(*encode(hidden, "none")), WireTensor(*encode(gradient, "none"))), kept=kept)
+        task = micro_batch([WireTensor(*encode(hidden, "none")), WireTensor(*encode(gradient, "none"))], kept)
         await client.batches.run(BACKWARD, hop, works, task, None)
 
     def verdicts(self, client: SwarmClient, *, together: bool) -> list[Verdict]:

@@ -138,6 +138,40 @@ def hash_of_keep(keep: wire.Keep, payload_hash: bytes) -> bytes:
     return digest(KEEP_DOMAIN, tuple(keep.names), _described(keep.tensors), payload_hash)
 
 
+@dataclass(frozen=True)
+class KeptSet:
+    """Tensors that a server keeps for several requests, as they travel; `keep` has no number. `hash` names them."""
+
+    keep: wire.Keep
+    payloads: tuple[bytes | bytearray, ...]
+    hash: bytes
+
+    @classmethod
+    def of(cls, keep: wire.Keep, payloads: Iterable[bytes | bytearray]) -> KeptSet:
+        """Hashes the bytes: off the trio thread."""
+        held = tuple(payloads)
+        return cls(keep, held, hash_of_keep(keep, hash_of_payloads(held)))
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Some rows of a batch as a server is asked for them, and as both sign it.
+
+    Attributes:
+        message: without the numbers that a stream gives it until it is sent.
+        payloads: of the hidden states and, in a backward pass, of the gradient of what came of them.
+    """
+
+    message: wire.BatchRequest
+    payloads: tuple[bytes | bytearray, ...]
+    kept: KeptSet | None = None
+
+    def hash(self, protocol: str) -> bytes:
+        """As `hash_of_batch`; hashes the bytes: off the trio thread."""
+        kept = self.kept.hash if self.kept is not None else NOTHING_KEPT
+        return hash_of_batch(protocol, self.message, hash_of_payloads(self.payloads), kept)
+
+
 def _described(tensors: Iterable[wire.Tensor]) -> tuple[tuple[tuple[int, ...], str, str], ...]:
     return tuple((tuple(tensor.shape), tensor.dtype, tensor.codec) for tensor in tensors)
 

@@ -22,7 +22,7 @@ from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import BACKWARD, FORWARD, Span
 from petalnode.protocols.inference import hash_of_step, pledge_to_wire, root_of, sha256
 from petalnode.protocols.tensors import decode, encode
-from petalnode.protocols.training import NOTHING_KEPT, hash_of_batch, hash_of_keep, hash_of_payloads
+from petalnode.protocols.training import KeptSet, MicroBatch, hash_of_payloads
 
 Spoil = Callable[[torch.Tensor], torch.Tensor]
 
@@ -137,7 +137,6 @@ class SigningServer:
         protocol = FORWARD if gradient is None else BACKWARD
         sent = [encode(tensor, "none") for tensor in (hidden, gradient) if tensor is not None]
         work = wire.BatchRequest(sequence=1, tensors=[tensor for tensor, _ in sent])
-        inputs = tuple(payload for _, payload in sent)
         passes = SpanPasses(self.blocks, 1 << 40)
         passing = (
             passes.forward(Batch(self.span, hidden))
@@ -146,21 +145,22 @@ class SigningServer:
         )
         result = run_through(passing)
         _, answer = encode(spoil(result if isinstance(result, torch.Tensor) else result.hidden), "none")
-        keep, kept, answers, kept_hash = None, (), [answer], NOTHING_KEPT
+        kept, answers = None, [answer]
         if prompts is not None:
             described, payload = encode(prompts, "none")
-            keep, kept = wire.Keep(number=1, names=["prompts"], tensors=[described]), (payload,)
-            work.kept, kept_hash = 1, hash_of_keep(keep, hash_of_payloads(kept))
+            kept = KeptSet.of(wire.Keep(number=1, names=["prompts"], tensors=[described]), [payload])
+            work.kept = 1
             answers.append(encode(spoil_kept(result.prompts), "none")[1])
+        asked = MicroBatch(work, tuple(payload for _, payload in sent), kept)
         receipt = self.receipt(
             nonce=os.urandom(16),
             session_epoch=os.urandom(16),
             sequence=1,
-            request_hash=hash_of_batch(protocol, work, hash_of_payloads(inputs), kept_hash),
+            request_hash=asked.hash(protocol),
             reply_hash=hash_of_payloads(answers),
             previous_receipt=NO_RECEIPT,
         )
-        return LoggedBatch(self.identity.peer_id, protocol, receipt, work, inputs, keep, kept, tuple(answers))
+        return LoggedBatch(self.identity.peer_id, protocol, receipt, asked, tuple(answers))
 
     def receipt(self, **fields: object) -> Receipt:
         usual: dict[str, object] = {

@@ -5,8 +5,8 @@ Hashing and unpacking run in worker threads, the pass on the compute thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,11 +15,11 @@ from ...protocols.framing import TensorError
 from ...protocols.inference import bad_request
 from ...protocols.tensors import DTYPES, arrives_finite, decode, encode
 from ...protocols.training import (
-    NOTHING_KEPT,
     PROMPTS,
     BatchTerms,
+    KeptSet,
     LoraName,
-    hash_of_batch,
+    MicroBatch,
     hash_of_keep,
     hash_of_payloads,
 )
@@ -27,24 +27,20 @@ from .passes import Batch, Gradients, PassGenerator, SavedActivations, SpanPasse
 
 
 @dataclass(frozen=True)
-class KeptTensors:
-    """Tensors that requests of a stream may name, by their names there."""
+class KeptTensors(KeptSet):
+    """Unpacked, by their names; their bytes are gone."""
 
-    keep: wire.Keep
-    tensors: dict[str, torch.Tensor]
-    hash: bytes
+    tensors: Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """A batch request, ready to be computed. While its gradient is on its way it has no hash, but the `payload` of its
-    hidden states."""
+    """A micro-batch, ready to be computed: its bytes are gone. While its gradient is on its way it has no hash, but the
+    bytes of its hidden states."""
 
-    message: wire.BatchRequest
+    asked: MicroBatch
     batch: Batch
-    kept: KeptTensors | None
     request_hash: bytes = b""
-    payload: bytearray = field(default_factory=bytearray)
 
 
 @dataclass(frozen=True)
@@ -66,21 +62,16 @@ def unpack_keep(keep: wire.Keep, payloads: Sequence[bytearray]) -> KeptTensors:
         name: _finite(tensor, payload, f"the tensor {name!r}")
         for name, tensor, payload in zip(keep.names, keep.tensors, payloads, strict=True)
     }
-    return KeptTensors(keep, tensors, described)
+    return KeptTensors(keep, (), described, tensors)
 
 
-def unpack_request(
-    protocol: str,
-    terms: BatchTerms,
-    message: wire.BatchRequest,
-    payloads: Sequence[bytearray],
-    kept: KeptTensors | None,
-) -> BatchRequest:
-    """A checked request with its bytes, which it takes over.
+def unpack_request(protocol: str, terms: BatchTerms, asked: MicroBatch) -> BatchRequest:
+    """A checked request with its bytes, which it takes over, and what it uses of `KeptTensors`.
 
     Raises:
         Refusal: values that are not finite.
     """
+    message, payloads, kept = asked.message, asked.payloads, asked.kept
     hidden = _finite(message.tensors[0], payloads[0], "the hidden states")
     rows, tokens = hidden.shape[:2]
     mask = positions = None
@@ -91,14 +82,14 @@ def unpack_request(
     if message.positions:
         positions = torch.tensor(message.positions, dtype=torch.long).view(-1, rows, tokens)
         positions = positions[0] if len(positions) == 1 else positions
-    tensors = kept.tensors if kept else {}
+    tensors = kept.tensors if isinstance(kept, KeptTensors) else {}
     lora = {parsed: tensor for name, tensor in tensors.items() if (parsed := LoraName.parse(name)) is not None}
     batch = Batch(terms.span, hidden, mask, positions, tensors.get(PROMPTS), lora)
     if len(payloads) < len(message.tensors):
-        return BatchRequest(message, batch, kept, payload=payloads[0])
+        return BatchRequest(asked, batch)
     if len(payloads) > 1:
         batch = replace(batch, gradient=_finite(message.tensors[1], payloads[1], "the gradient"))
-    return BatchRequest(message, batch, kept, _hash(protocol, message, payloads, kept))
+    return BatchRequest(replace(asked, payloads=()), batch, asked.hash(protocol))
 
 
 def with_gradient(protocol: str, request: BatchRequest, payload: bytearray) -> BatchRequest:
@@ -107,13 +98,9 @@ def with_gradient(protocol: str, request: BatchRequest, payload: bytearray) -> B
     Raises:
         Refusal: values that are not finite.
     """
-    request_hash = _hash(protocol, request.message, [request.payload, payload], request.kept)
-    batch = replace(request.batch, gradient=_finite(request.message.tensors[1], payload, "the gradient"))
-    return BatchRequest(request.message, batch, request.kept, request_hash)
-
-
-def _hash(protocol: str, message: wire.BatchRequest, payloads: Sequence[bytearray], kept: KeptTensors | None) -> bytes:
-    return hash_of_batch(protocol, message, hash_of_payloads(payloads), kept.hash if kept else NOTHING_KEPT)
+    asked = replace(request.asked, payloads=(*request.asked.payloads, payload))
+    batch = replace(request.batch, gradient=_finite(asked.message.tensors[1], payload, "the gradient"))
+    return BatchRequest(replace(asked, payloads=()), batch, asked.hash(protocol))
 
 
 def run_request(
@@ -126,8 +113,8 @@ def run_request(
     Raises:
         Refusal: values that are not finite, of hidden states that are too large for the blocks or the stream.
     """
-    described = list(request.message.tensors[:1])
-    gradient = request.batch.gradient
+    described = list(request.asked.message.tensors[:1])
+    gradient, kept = request.batch.gradient, request.asked.kept
     if gradient is None:
         results = [(yield from passes.forward(request.batch))]
     else:
@@ -136,9 +123,9 @@ def run_request(
         else:
             gradients = yield from passes.resume(saved, gradient)
         results = [gradients.hidden]
-        if request.kept is not None:
-            described += request.kept.keep.tensors
-            results += [gradient_of(gradients, name) for name in request.kept.keep.names]
+        if kept is not None:
+            described += kept.keep.tensors
+            results += [gradient_of(gradients, name) for name in kept.keep.names]
     for result, tensor in zip(results, described, strict=True):
         if not arrives_finite(result, tensor.codec, DTYPES[tensor.dtype]):
             raise bad_request("what the blocks make of this batch is not finite, or too large for the stream")
@@ -156,13 +143,14 @@ def gradient_of(gradients: Gradients, name: str) -> torch.Tensor:
 
 def pack(request: BatchRequest, results: Sequence[torch.Tensor]) -> PackedReply:
     """The reply, under the codecs that the request came with."""
-    described = [*request.message.tensors[:1], *(request.kept.keep.tensors if request.kept else ())]
+    kept = request.asked.kept
+    described = [*request.asked.message.tensors[:1], *(kept.keep.tensors if kept is not None else ())]
     packed = [encode(result, tensor.codec) for result, tensor in zip(results, described, strict=False)]
     payloads = [payload for _, payload in packed]
     return PackedReply([tensor for tensor, _ in packed], payloads, hash_of_payloads(payloads))
 
 
-def _finite(header: wire.Tensor, payload: bytearray, what: str) -> torch.Tensor:
+def _finite(header: wire.Tensor, payload: bytes | bytearray, what: str) -> torch.Tensor:
     try:
         tensor = decode(header, payload)
     except TensorError as error:

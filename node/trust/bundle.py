@@ -245,21 +245,22 @@ def batch_bundle(accuser: Identity, batch: LoggedBatch, measured: Measurement | 
         ValueError: it is too large.
     """
     evidence = _evidence("answer", batch.peer_id, measured)
-    receipt = receipt_to_wire(batch.receipt)
+    asked, kept = batch.asked, batch.asked.kept
+    keep, held = (None, ()) if kept is None else (kept.keep, kept.payloads)
     evidence.work.CopyFrom(
         wire.EvidenceBatch(
             protocol=batch.protocol,
-            receipt=receipt,
-            work=batch.request,
-            keep=batch.keep,
-            input_hash=hash_of_payloads(batch.inputs),
-            kept_hash=hash_of_payloads(batch.kept),
+            receipt=receipt_to_wire(batch.receipt),
+            work=asked.message,
+            keep=keep,
+            input_hash=hash_of_payloads(asked.payloads),
+            kept_hash=hash_of_payloads(held),
         )
     )
     if batch.pledge is not None:
         evidence.pledge.CopyFrom(batch.pledge)
     payloads: dict[str, bytes] = {}
-    for name, parts in (("input", batch.inputs), ("kept", batch.kept), ("output", batch.outputs)):
+    for name, parts in (("input", asked.payloads), ("kept", held), ("output", batch.outputs)):
         payloads |= {f"{name}.{number}": bytes(part) for number, part in enumerate(parts)}
     return _signed(accuser, evidence, payloads)
 

@@ -16,6 +16,7 @@ from weakref import WeakSet
 
 from ...crypto.receipts import Receipt
 from ...protocols import wire_pb2 as wire
+from ...protocols.training import MicroBatch
 
 
 @dataclass(frozen=True)
@@ -48,21 +49,19 @@ class LoggedStep:
 
 @dataclass(frozen=True)
 class LoggedBatch:
-    """A batch request that a server answered. Payloads are in the order of the tensors of request, keep and reply."""
+    """A batch request that a server answered; `outputs` are the payloads of the reply's tensors."""
 
     peer_id: str
     protocol: str
     receipt: Receipt
-    request: wire.BatchRequest
-    inputs: tuple[bytes | bytearray, ...]
-    keep: wire.Keep | None
-    kept: tuple[bytes | bytearray, ...]
+    asked: MicroBatch
     outputs: tuple[bytes | bytearray, ...]
     pledge: wire.Pledge | None = None
 
     @property
     def nbytes(self) -> int:
-        return sum(len(payload) for payload in (*self.inputs, *self.kept, *self.outputs))
+        kept = self.asked.kept.payloads if self.asked.kept is not None else ()
+        return sum(map(len, (*self.asked.payloads, *kept, *self.outputs)))
 
 
 class SessionLog:

@@ -34,7 +34,9 @@ from ...protocols.inference import (
 from ...protocols.prefix import BLOCK_TOKENS, PrefixNames, token_digests
 from ...protocols.training import (
     NOTHING_KEPT,
+    KeptSet,
     LoraName,
+    MicroBatch,
     check_kept,
     check_prompts,
     check_request,
@@ -199,14 +201,14 @@ def _batch(bundle: Bundle) -> LoggedBatch:
             raise NotProven("the work is not what the server's receipt says that it was asked")
     inputs = tuple(_payload(bundle, f"input.{number}") for number in range(len(work.tensors)))
     kept = tuple(_payload(bundle, f"kept.{number}") for number in range(len(keep.tensors) if keep else 0))
-    kept_hash = NOTHING_KEPT if keep is None else hash_of_keep(keep, hash_of_payloads(kept))
-    if hash_of_batch(evidence.protocol, work, hash_of_payloads(inputs), kept_hash) != receipt.request_hash:
+    asked = MicroBatch(work, inputs, None if keep is None else KeptSet.of(keep, kept))
+    if asked.hash(evidence.protocol) != receipt.request_hash:
         raise ExchangedTensors("the work is not what the server's receipt says that it was asked")
     answers = 1 + (len(kept) if evidence.protocol == BACKWARD else 0)
     outputs = tuple(_payload(bundle, f"output.{number}") for number in range(answers))
     if hash_of_payloads(outputs) != receipt.reply_hash:
         raise ExchangedTensors("the answer is not the one that the server signed")
-    return LoggedBatch(bundle.accused, evidence.protocol, receipt, work, inputs, keep, kept, outputs)
+    return LoggedBatch(bundle.accused, evidence.protocol, receipt, asked, outputs)
 
 
 def _payload(bundle: Bundle, name: str) -> bytes:

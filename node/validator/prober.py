@@ -20,8 +20,9 @@ import trio
 from ...crypto.identity import Identity
 from ...protocols.ids import BACKWARD, FORWARD, Span
 from ...protocols.tensors import decode, dtype_name, encode
+from ...protocols.training import KeptSet
 from ..client.api.remote import SpanTensors
-from ..client.batch.batch_stream import BatchSpec, KeptSet, MicroBatch
+from ..client.batch.batch_stream import BatchSpec, micro_batch
 from ..client.chunks import to_chunks
 from ..client.core import ClientOptions, SwarmClient, open_client
 from ..client.deadlines import DEADLINES
@@ -205,14 +206,14 @@ async def _train(client: SwarmClient, model: ProbeModel, probe: Probe) -> None:
     entered: list[tuple[Hop, WireTensor, KeptSet | None]] = []
     for hop in probe.route:
         kept = await trio.to_thread.run_sync(span_tensors, hop.span, slice(0, 0))
-        (output,) = await client.batches.run(FORWARD, hop, spec, MicroBatch((chunk,), kept=kept), None)
+        (output,) = await client.batches.run(FORWARD, hop, spec, micro_batch([chunk], kept), None)
         entered.append((hop, chunk, kept))
         chunk = output
     ahead = {  # as `BatchPass.backward` does
-        hop: await client.batches.begin(hop, spec, MicroBatch((given, given), kept=kept), None)
+        hop: await client.batches.begin(hop, spec, micro_batch([given, given], kept), None)
         for hop, given, kept in entered[:-1]
     }
     flowing = WireTensor(*encode(await trio.to_thread.run_sync(_first_gradient, model, probe, chunk, tokens), "none"))
     for hop, given, kept in reversed(entered):
-        task = MicroBatch((given, flowing), kept=kept)
+        task = micro_batch([given, flowing], kept)
         flowing, *_ = await client.batches.run(BACKWARD, hop, spec, task, None, ahead.get(hop))

@@ -117,7 +117,8 @@ def _judge(
     start, end = claim.receipt.span
     width, leaving = folder.boundaries.width(start), folder.boundaries.width(end)
     if isinstance(claim, LoggedBatch):
-        asked = list(zip(claim.request.tensors, ({width}, {leaving}), strict=False))  # hidden states, and a gradient
+        tensors = claim.asked.message.tensors  # hidden states, and a gradient
+        asked = list(zip(tensors, ({width}, {leaving}), strict=False))
     else:
         features = width * (1 + deepstack(read_config(folder.path)))
         asked = [(tensor, {width, features}) for _, tensor, _ in claim.steps]

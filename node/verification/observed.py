@@ -12,7 +12,7 @@ from ...protocols.framing import INT8_BLOCK
 from ...protocols.ids import Span
 from ...protocols.inference import layout_of
 from ...protocols.tensors import decode, decode_answer
-from ...protocols.training import BatchTerms
+from ...protocols.training import BatchTerms, MicroBatch
 from ..blocks.batch_request import unpack_keep, unpack_request
 from ..trust.receipt_log import LoggedBatch, SessionLog
 from .recomputation import Question, RecordedStep, SessionQuestion
@@ -119,15 +119,16 @@ def observed_batch(logged: LoggedBatch, device: str = "") -> Observed:
         Refusal: values that a server would not have taken.
         TensorError: bytes that are no tensor; no checked log holds such.
     """
-    receipt = logged.receipt
+    receipt, asked = logged.receipt, logged.asked
     span = Span(*receipt.span)
-    wire = logged.request.tensors[0]
+    wire = asked.message.tensors[0]
     terms = BatchTerms(receipt.model_version, span, wire.codec, wire.dtype, receipt.nonce)
-    kept = None if logged.keep is None else unpack_keep(logged.keep, list(map(bytearray, logged.kept)))
-    request = unpack_request(logged.protocol, terms, logged.request, list(map(bytearray, logged.inputs)), kept)
+    kept = None if asked.kept is None else unpack_keep(asked.kept.keep, list(map(bytearray, asked.kept.payloads)))
+    copied = MicroBatch(asked.message, tuple(map(bytearray, asked.payloads)), kept)
+    request = unpack_request(logged.protocol, terms, copied)
     gradients = {}
-    if logged.keep is not None and request.batch.gradient is not None:
-        others = zip(logged.keep.names, logged.keep.tensors, logged.outputs[1:], strict=True)
+    if kept is not None and request.batch.gradient is not None:
+        others = zip(kept.keep.names, kept.keep.tensors, logged.outputs[1:], strict=True)
         gradients = {name: decode(described, payload) for name, described, payload in others}
     return Observed(
         logged.peer_id,

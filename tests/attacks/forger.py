@@ -16,7 +16,6 @@ from petalnode.node.trust.receipt_log import LoggedBatch
 from petalnode.node.trust.store import TrustStore
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.inference import Refusal
-from petalnode.protocols.training import NOTHING_KEPT, hash_of_batch, hash_of_keep, hash_of_payloads
 from tests.signing_server import SigningServer
 from tests.tiny_models import HIDDEN
 
@@ -39,8 +38,7 @@ def altered(bundle: Bundle, change: Callable[[wire.Evidence, dict[str, bytes]], 
 
 def signed_anew(server: SigningServer, logged: LoggedBatch, **signed: object) -> LoggedBatch:
     """A receipt for a request that no honest server takes, by a server that is the attacker's own."""
-    kept = NOTHING_KEPT if logged.keep is None else hash_of_keep(logged.keep, hash_of_payloads(logged.kept))
-    request = hash_of_batch(logged.protocol, logged.request, hash_of_payloads(logged.inputs), kept)
+    request = logged.asked.hash(logged.protocol)
     receipt = replace(logged.receipt, request_hash=request, **signed).signed(server.identity)  # type: ignore[arg-type]
     return replace(logged, receipt=receipt)
 

@@ -9,12 +9,13 @@ import pytest
 import trio
 
 from petalnode.node.client.batch.batch_client import BatchClient
-from petalnode.node.client.batch.batch_stream import BatchOutput, BatchSpec, MicroBatch
+from petalnode.node.client.batch.batch_stream import BatchOutput, BatchSpec, micro_batch
 from petalnode.node.client.deadlines import batch_patience
 from petalnode.node.client.request import WireTensor
 from petalnode.node.swarm.routing import Hop
 from petalnode.protocols.framing import wire_nbytes
 from petalnode.protocols.ids import FORWARD, Span
+from petalnode.protocols.training import MicroBatch
 from petalnode.protocols.wire_pb2 import Tensor
 
 pytestmark = pytest.mark.virtual_time
@@ -53,5 +54,5 @@ async def test_next_answers_are_awaited_as_honest_work_takes(says: list[float]) 
 
     batches._usable = usable  # type: ignore[method-assign]
     for _ in says:
-        await batches.run(FORWARD, HOP, BatchSpec(bytes(32)), MicroBatch((tensor,)), None)
+        await batches.run(FORWARD, HOP, BatchSpec(bytes(32)), micro_batch([tensor]), None)
     assert max(answers.patience) <= batch_patience(SECONDS) * 1.001

@@ -27,7 +27,7 @@ from petalnode.protocols.inference import (
     root_of,
     sha256,
 )
-from petalnode.protocols.training import MICRO_BATCH_TOKENS, hash_of_payloads
+from petalnode.protocols.training import MICRO_BATCH_TOKENS, KeptSet, MicroBatch, hash_of_payloads
 from tests.attacks.forger import ATTACKER, altered, signed_anew
 
 SERVER, CLIENT = (Identity.from_seed(bytes([number]) * 32) for number in (21, 22))
@@ -275,9 +275,9 @@ def batch(
     asked = wire.BatchRequest(**{"sequence": 1, "tensors": [tensor(*shape)] * count} | request)
     kept = tuple(b"kept %d" % number for number in range(len(keep.tensors) if keep else 0))
     outputs = (b"out", *(kept if protocol == BACKWARD else ()))
-    logged = LoggedBatch(
-        SERVER.peer_id, protocol, receipt(), asked, tuple(b"in %d" % n for n in range(count)), keep, kept, outputs
-    )
+    inputs = tuple(b"in %d" % number for number in range(count))
+    batch = MicroBatch(asked, inputs, None if keep is None else KeptSet.of(keep, kept))
+    logged = LoggedBatch(SERVER.peer_id, protocol, receipt(), batch, outputs)
     return signed_anew(Signer(), logged, reply_hash=hash_of_payloads(outputs))  # type: ignore[arg-type]
 
 

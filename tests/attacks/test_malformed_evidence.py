@@ -22,6 +22,7 @@ from petalnode.node.verification import evidence_check
 from petalnode.node.verification.evidence_check import Outcome, check_evidence
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.tensors import encode
+from petalnode.protocols.training import KeptSet, MicroBatch
 from tests.attacks.forger import ATTACKER, Listener, altered, hidden, signed_anew
 from tests.signing_server import SigningServer, spoiled
 from tests.tiny_models import HIDDEN
@@ -29,34 +30,32 @@ from tests.tiny_models import HIDDEN
 Spoil = Callable[[SigningServer, LoggedBatch], LoggedBatch]
 
 
+def asked_anew(change: Callable[[MicroBatch], MicroBatch]) -> Spoil:
+    return lambda server, logged: signed_anew(server, replace(logged, asked=change(logged.asked)))
+
+
 def asking(**fields: object) -> Spoil:
     """A request with other fields."""
 
-    def change(server: SigningServer, logged: LoggedBatch) -> LoggedBatch:
+    def change(asked: MicroBatch) -> MicroBatch:
         request = wire.BatchRequest()
-        request.CopyFrom(logged.request)
+        request.CopyFrom(asked.message)
         request.MergeFrom(wire.BatchRequest(**fields))  # type: ignore[arg-type]
-        return signed_anew(server, replace(logged, request=request))
+        return replace(asked, message=request)
 
-    return change
+    return asked_anew(change)
 
 
 def of_shape(*shape: int) -> Spoil:
-    def change(server: SigningServer, logged: LoggedBatch) -> LoggedBatch:
-        tensor, payload = encode(torch.ones(shape), "none")
-        request = wire.BatchRequest(sequence=1, tensors=[tensor])
-        return signed_anew(server, replace(logged, request=request, inputs=(payload,)))
-
-    return change
+    tensor, payload = encode(torch.ones(shape), "none")
+    request = wire.BatchRequest(sequence=1, tensors=[tensor])
+    return asked_anew(lambda asked: replace(asked, message=request, payloads=(payload,)))
 
 
 def keeping(name: str, *shape: int) -> Spoil:
-    def change(server: SigningServer, logged: LoggedBatch) -> LoggedBatch:
-        tensor, payload = encode(torch.ones(shape), "none")
-        keep = wire.Keep(number=1, names=[name], tensors=[tensor])
-        return signed_anew(server, replace(logged, keep=keep, kept=(payload,)))
-
-    return change
+    tensor, payload = encode(torch.ones(shape), "none")
+    kept = KeptSet.of(wire.Keep(number=1, names=[name], tensors=[tensor]), [payload])
+    return asked_anew(lambda asked: replace(asked, kept=kept))
 
 
 def signing(**fields: object) -> Spoil:

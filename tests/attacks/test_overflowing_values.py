@@ -19,7 +19,7 @@ from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import FORWARD
 from petalnode.protocols.inference import Refusal
 from petalnode.protocols.tensors import decode, encode, largest
-from petalnode.protocols.training import BatchTerms
+from petalnode.protocols.training import BatchTerms, MicroBatch
 from tests.attacks.forger import ATTACKER, hidden
 from tests.signing_server import SigningServer
 
@@ -92,7 +92,7 @@ def test_batchs_infinite_answer_is_refused(coarse: SigningServer, codec: str, va
     terms = BatchTerms(coarse.version, coarse.span, codec, "float32", bytes(16))
     described, payload = encode(with_value(value), codec)
     request = wire.BatchRequest(sequence=1, tensors=[described])
-    unpacked = unpack_request(FORWARD, terms, request, [bytearray(payload)], None)
+    unpacked = unpack_request(FORWARD, terms, MicroBatch(request, (bytearray(payload),)))
     with pytest.raises(Refusal):
         run_through(run_request(unpacked, SpanPasses(coarse.blocks, 1 << 30)))
 

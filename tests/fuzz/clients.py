@@ -10,7 +10,7 @@ import torch
 import trio
 
 from petalnode.crypto.receipts import NO_RECEIPT
-from petalnode.node.client.batch.batch_stream import BatchSpec, BatchStream, KeptSet, MicroBatch, StreamBroken
+from petalnode.node.client.batch.batch_stream import BatchSpec, BatchStream, StreamBroken, micro_batch
 from petalnode.node.client.request import ServerClaims, WireTensor
 from petalnode.node.client.session.history import Input
 from petalnode.node.client.session.stream import SessionSpec, SessionStream
@@ -24,7 +24,14 @@ from petalnode.protocols.framing import PeerError
 from petalnode.protocols.ids import Span
 from petalnode.protocols.inference import hash_of_step, pledge_to_wire, receipt_to_wire, root_of, sha256
 from petalnode.protocols.tensors import encode
-from petalnode.protocols.training import NOTHING_KEPT, hash_of_batch, hash_of_keep, hash_of_payloads, receive_pieces
+from petalnode.protocols.training import (
+    NOTHING_KEPT,
+    KeptSet,
+    hash_of_batch,
+    hash_of_keep,
+    hash_of_payloads,
+    receive_pieces,
+)
 from tests.fuzz import corpus
 from tests.fuzz.corpus import ATTACKER, EPOCH, OTHER, VERSION
 from tests.fuzz.harness import Target
@@ -147,9 +154,10 @@ async def _batches(stream: Any) -> None:
         stream, Hop(ATTACKER.peer_id, _SPAN), spec, OTHER.peer_id, ids.FORWARD, claims=_CLAIMS, archive=ReceiptArchive()
     )
     await batches.open()
-    kept = KeptSet.of(["prompts"], [WireTensor(*encode(torch.ones(6, 1, 2, _HIDDEN), "none"))])
-    await batches.run(MicroBatch((_chunk(3),), kept=kept), _TIMEOUT)
-    await batches.run(MicroBatch((_chunk(3, 1),), mask=b"\xff"), _TIMEOUT)
+    tensor, payload = encode(torch.ones(6, 1, 2, _HIDDEN), "none")
+    kept = KeptSet.of(wire.Keep(names=["prompts"], tensors=[tensor]), [payload])
+    await batches.run(micro_batch([_chunk(3)], kept), _TIMEOUT)
+    await batches.run(micro_batch([_chunk(3, 1)], mask=b"\xff"), _TIMEOUT)
     await batches.close()
 
 

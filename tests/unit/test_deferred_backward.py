@@ -23,6 +23,7 @@ from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import Span
 from petalnode.protocols.inference import Refusal
 from petalnode.protocols.tensors import encode
+from petalnode.protocols.training import MicroBatch
 from tests.tiny_models import HIDDEN, NUM_BLOCKS, save_tiny
 
 ALL = Span(0, NUM_BLOCKS)
@@ -30,7 +31,7 @@ HIDDEN_STATES, GRADIENT = torch.randn(2, 2, 20, HIDDEN, generator=torch.Generato
 TENSOR, PAYLOAD = encode(HIDDEN_STATES, "none")
 BATCH = Batch(ALL, HIDDEN_STATES)
 MESSAGE = wire.BatchRequest(sequence=1, tensors=[TENSOR, TENSOR], gradient_follows=True)
-REQUEST = BatchRequest(MESSAGE, replace(BATCH, gradient=GRADIENT), None, b"")
+REQUEST = BatchRequest(MicroBatch(MESSAGE, ()), replace(BATCH, gradient=GRADIENT))
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ async def late_pass(blocks: BlockSpan) -> AsyncIterator[Any]:
             yield (
                 compute,
                 SpanPasses(blocks, 1 << 40),
-                DeferredBackward(BatchRequest(MESSAGE, BATCH, None, payload=bytearray(PAYLOAD))),
+                DeferredBackward(BatchRequest(MicroBatch(MESSAGE, (PAYLOAD,)), BATCH)),
                 budget,
                 lease,
             )

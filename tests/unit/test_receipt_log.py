@@ -13,6 +13,7 @@ from petalnode.node.client.request import ServerClaims, check_time
 from petalnode.node.trust.receipt_log import KEPT_RECEIPTS, LoggedBatch, ReceiptArchive, SessionLog
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import Span
+from petalnode.protocols.training import KeptSet, MicroBatch
 from tests.node_inspection import held
 from tests.receipts import RECEIPT
 
@@ -72,11 +73,11 @@ def test_the_archive_is_bounded() -> None:
         archive.session("server")
     assert len(archive.sessions) == KEPT_RECEIPTS.last_sessions
     assert first.nbytes == 0
-    work = LoggedBatch("server", "/x", RECEIPT, wire.BatchRequest(), (bytes(100),), None, (), (bytes(100),))
+    work = LoggedBatch("server", "/x", RECEIPT, MicroBatch(wire.BatchRequest(), (bytes(100),)), (bytes(100),))
     for _ in range(20):
         archive.add_batch(work)
     assert sum(batch.nbytes for batch in archive.batches) <= 1000
-    archive.add_batch(replace(work, inputs=(bytes(5000),)))
+    archive.add_batch(replace(work, asked=replace(work.asked, payloads=(bytes(5000),))))
     assert all(batch.nbytes == 200 for batch in archive.batches)
 
 
@@ -116,8 +117,8 @@ def test_forgotten_tensors_return_with_no_later_step() -> None:
 
 
 def batch(size: int) -> LoggedBatch:
-    parts = (bytes(size),), None, (bytes(size),), (bytes(size),)
-    return LoggedBatch("server", "/x", RECEIPT, wire.BatchRequest(), *parts)
+    asked = MicroBatch(wire.BatchRequest(), (bytes(size),), KeptSet(wire.Keep(), (bytes(size),), b""))
+    return LoggedBatch("server", "/x", RECEIPT, asked, (bytes(size),))
 
 
 def test_unsharing_node_keeps_open_sessions_receipts_only() -> None:

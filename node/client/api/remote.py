@@ -15,14 +15,15 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from ....protocols import wire_pb2 as wire
 from ....protocols.adapter import block_of
 from ....protocols.framing import TensorError
 from ....protocols.ids import Span
 from ....protocols.tensors import decode, dtype_name, encode
-from ....protocols.training import PROMPTS, LoraName
+from ....protocols.training import PROMPTS, KeptSet, LoraName, MicroBatch
 from ...errors import BadInput, SwarmError
 from ..batch.batch_pass import BatchPass, PassSpec
-from ..batch.batch_stream import BatchSpec, KeptSet, MicroBatch
+from ..batch.batch_stream import BatchSpec, micro_batch
 from ..core import SwarmClient
 from ..request import WireTensor
 from ..session.stream import SessionSpec
@@ -285,12 +286,13 @@ class RemotePass:
             wait=self.wait,
         )
         ends = accumulate(planned.rows)
-        parts = [self._part(hidden, slice(end - count, end)) for end, count in zip(ends, planned.rows, strict=True)]
-        batch = BatchPass(client, spec, parts, planned.chains)
+        cuts = [slice(end - count, end) for end, count in zip(ends, planned.rows, strict=True)]
+        batch = BatchPass(client, spec, [self._part(hidden, rows) for rows in cuts], cuts, planned.chains)
         return _joined(self.runtime.call(batch.forward)).to(hidden.device), batch
 
     def _part(self, hidden: torch.Tensor, rows: slice) -> MicroBatch:
-        mask, positions = b"", ()
+        mask: bytes = b""
+        positions: tuple[int, ...] = ()
         if self.positions is not None:
             of_rows = _of_rows(self.positions, rows, hidden)
             positions = tuple(of_rows.flatten().tolist())
@@ -300,7 +302,7 @@ class RemotePass:
             seen = _of_rows(self.mask, rows, hidden).bool()
             # Without a mask, transformers takes positions that begin anew for several texts in one row.
             mask = _bits(seen) if positions or not bool(seen.all()) else b""
-        return MicroBatch((WireTensor(*encode(hidden[rows], self.codec)),), mask, positions, rows=rows)
+        return micro_batch([WireTensor(*encode(hidden[rows], self.codec))], mask=mask, positions=positions)
 
     def backward(
         self, batch: BatchPass, gradient: torch.Tensor, kept: Mapping[str, torch.Size]
@@ -310,25 +312,26 @@ class RemotePass:
         scale = gradient_scale(gradient) if self.codec != "none" else 1.0
         scaled = gradient * scale
         found = self.runtime.call(
-            batch.backward, [WireTensor(*encode(scaled[part.rows], self.codec)) for part in batch.parts]
+            batch.backward, [WireTensor(*encode(scaled[rows], self.codec)) for rows in batch.rows]
         )
         hidden = _joined([gradients.hidden for gradients in found]).to(gradient.device) / scale
         totals = {name: torch.zeros(shape) for name, shape in kept.items()}
-        for part, gradients in zip(batch.parts, found, strict=True):
+        for part, gradients in zip(batch.rows, found, strict=True):
             for span, tensors in gradients.kept:
                 for name, packed in tensors.items():
                     total = totals[name]
                     if name == PROMPTS:
-                        rows = part.rows if total.shape[1] > 1 else slice(None)
+                        rows = part if total.shape[1] > 1 else slice(None)
                         total = total[span.start - self.span.start : span.end - self.span.start, rows]
                     total += decode(packed.tensor, packed.payload) / scale
         return hidden, list(totals.values())
 
 
 def gradient_scale(gradient: torch.Tensor) -> float:
-    """A power of two that makes the largest value of a gradient 16 to 32. As it comes from the loss, most of it is
-    below what float16 can hold. That is also the scale of a block of int8. The blocks' backward passes are linear, so
-    the results are divided by it exactly. Loss scaling of Micikevicius et al. 2018, section 3.2, for each pass anew."""
+    """A power of two that brings the largest value of a gradient to 16 to 32. As it comes from the loss, most of it is
+    below what float16 can hold, in which blocks of int8 have their scales, too. Backward passes of blocks are linear,
+    so the results are divided by it exactly. This is loss scaling (Micikevicius et al. 2018, section 3.2), for each
+    pass anew."""
     largest = float(gradient.detach().abs().amax())
     return 2.0 ** (5 - math.frexp(largest)[1]) if largest > 0 else 1.0
 
@@ -373,7 +376,8 @@ class SpanTensors:
                 cut[name] = tensor
         if not cut:
             return None
-        return KeptSet.of(list(cut), [WireTensor(*encode(tensor, "none")) for tensor in cut.values()])
+        headers, payloads = zip(*(encode(tensor, "none") for tensor in cut.values()), strict=True)
+        return KeptSet.of(wire.Keep(names=list(cut), tensors=headers), payloads)
 
 
 def _of_rows(given: torch.Tensor, rows: slice, hidden: torch.Tensor) -> torch.Tensor:

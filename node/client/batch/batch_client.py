@@ -11,13 +11,14 @@ import trio
 
 from ....protocols import wire_pb2 as wire
 from ....protocols.ids import BACKWARD, Span
+from ....protocols.training import MicroBatch
 from ...errors import NoChainError, ServerFailed
 from ...swarm.cost import Estimate
 from ...swarm.routing import Hop, RouteCandidate, cheapest_chain
 from ..deadlines import DEADLINES, batch_patience
 from ..request import ServerRefused, WireTensor, has_code, is_lost
 from ..router import ModelClient, ServerSearch, note_failure
-from .batch_stream import BatchSpec, BatchStream, MicroBatch, PendingBatch, StreamBroken
+from .batch_stream import BatchSpec, BatchStream, PendingBatch, StreamBroken
 from .chains import Chain, apportion, choose_chains, cut, rows_of_micro_batch, seconds_of, stages_of
 
 T = TypeVar("T")
@@ -265,7 +266,7 @@ class BatchClient:
 
 
 def _block_tokens(hop: Hop, request: MicroBatch) -> int:
-    rows, tokens = request.chunks[0].tensor.shape[:2]
+    rows, tokens = request.message.tensors[0].shape[:2]
     return len(hop.span) * rows * tokens
 
 

@@ -8,19 +8,19 @@ server its own input back with the gradient, from the last to the first.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
 import trio
 
 from ....protocols.ids import BACKWARD, FORWARD, Span
-from ....protocols.training import narrower
+from ....protocols.training import KeptSet, MicroBatch, narrower
 from ...errors import ServerFailed, SwarmError, unwrapped
 from ...swarm.routing import Hop
 from ..request import MAX_FAILURES, WireTensor, blames_request
 from .batch_client import BatchClient, StartedBackward
-from .batch_stream import BatchSpec, KeptSet, MicroBatch
+from .batch_stream import BatchSpec, micro_batch
 from .chains import Chain
 
 T = TypeVar("T")
@@ -63,6 +63,7 @@ class BatchPass:
     """One batch on its way forward, and perhaps back.
 
     Attributes:
+        parts: the micro-batches, as they enter the first block; `rows` of the batch that each has.
         chains: for each micro-batch the servers that it was planned for.
         junctions: for each micro-batch the servers that it went through, once it did.
     """
@@ -70,6 +71,7 @@ class BatchPass:
     client: BatchClient
     spec: PassSpec
     parts: Sequence[MicroBatch]
+    rows: Sequence[slice]
     chains: Sequence[Chain]
     junctions: list[list[Junction]] = field(default_factory=list)
     _kept: dict[tuple[int, int, int, int], KeptSet | None] = field(default_factory=dict)
@@ -86,7 +88,9 @@ class BatchPass:
         return await _each(len(self.parts), self._forward)
 
     async def _forward(self, index: int) -> WireTensor:
-        return await self._along(index, self.chains[index], self.parts[index].chunks[0], self.junctions[index])
+        part = self.parts[index]
+        entering = WireTensor(part.message.tensors[0], part.payloads[0])
+        return await self._along(index, self.chains[index], entering, self.junctions[index])
 
     async def backward(self, gradients: Sequence[WireTensor]) -> list[PartGradients]:
         """
@@ -159,9 +163,9 @@ class BatchPass:
                 failures.add(error)
                 chain = await self._instead(hop.span, failures, backward=True)
             else:
-                given = await self._kept_for(hop.span, self.parts[index].rows)
+                given = await self._kept_for(hop.span, self.rows[index])
                 if given is not None:
-                    kept.append((hop.span, dict(zip(given.names, others, strict=True))))
+                    kept.append((hop.span, dict(zip(given.keep.names, others, strict=True))))
                 return hidden
             if len(chain) > 1:
                 # Other boundaries: what enters the servers behind the first must be made first.
@@ -184,8 +188,8 @@ class BatchPass:
         return await self.client.run(protocol, hop, self.spec.stream, request, self.spec.timeout, begun)
 
     async def _request(self, hop: Hop, index: int, chunks: tuple[WireTensor, ...]) -> MicroBatch:
-        part = self.parts[index]
-        return replace(part, chunks=chunks, kept=await self._kept_for(hop.span, part.rows))
+        message = self.parts[index].message
+        return micro_batch(chunks, await self._kept_for(hop.span, self.rows[index]), message.mask, message.positions)
 
     async def _kept_for(self, span: Span, rows: slice) -> KeptSet | None:
         if self.spec.kept is None:

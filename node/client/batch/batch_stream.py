@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import trio
@@ -17,10 +17,9 @@ from ....protocols.ids import ALIKE, BACKWARD, FORWARD, PROTOCOL_VERSION, Bounda
 from ....protocols.inference import Refusal
 from ....protocols.training import (
     KEPT_SETS,
-    NOTHING_KEPT,
     BatchFrames,
-    hash_of_batch,
-    hash_of_keep,
+    KeptSet,
+    MicroBatch,
     hash_of_payloads,
     narrower,
     receive_pieces,
@@ -45,39 +44,19 @@ class BatchSpec:
     boundaries: Boundaries = ALIKE
 
 
-@dataclass(frozen=True)
-class KeptSet:
-    """Tensors that a server keeps for several requests. `hash` names them."""
-
-    names: tuple[str, ...]
-    chunks: tuple[WireTensor, ...]
-    hash: bytes
-
-    @classmethod
-    def of(cls, names: Sequence[str], chunks: Sequence[WireTensor]) -> KeptSet:
-        """Hashes the bytes: off the trio thread."""
-        keep = wire.Keep(names=names, tensors=[chunk.tensor for chunk in chunks])
-        return cls(tuple(names), tuple(chunks), hash_of_keep(keep, hash_of_payloads(chunk.payload for chunk in chunks)))
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Some `rows` of a batch, as they travel. `chunks` are the hidden states and, for a backward pass, the gradient of
-    what came of them; `mask` and `positions` are those of the request."""
-
-    chunks: tuple[WireTensor, ...]
-    mask: bytes = b""
-    positions: tuple[int, ...] = ()
-    kept: KeptSet | None = None
-    rows: slice = field(default_factory=lambda: slice(None))
+def micro_batch(
+    chunks: Sequence[WireTensor], kept: KeptSet | None = None, mask: bytes = b"", positions: Sequence[int] = ()
+) -> MicroBatch:
+    """Of hidden states and, for a backward pass, the gradient of what came of them."""
+    message = wire.BatchRequest(tensors=[chunk.tensor for chunk in chunks], mask=mask, positions=positions)
+    return MicroBatch(message, tuple(chunk.payload for chunk in chunks), kept)
 
 
 @dataclass(eq=False)
 class PendingBatch:
     """One that has gone out, without its gradient if `begun`. `turn` comes when the next answer is its own."""
 
-    message: wire.BatchRequest
-    input: MicroBatch
+    asked: MicroBatch
     begun: bool = False
     turn: trio.Event = field(default_factory=trio.Event)
 
@@ -183,14 +162,14 @@ class BatchStream(ServerStream[wire.BatchFrame]):
             ServerFailed, StreamBroken: as `run`. StreamBroken also if the server has given the request up, or the
                 stream was lost in the meantime.
         """
-        pending.begun, pending.input = False, request
+        pending.begun, pending.asked = False, replace(pending.asked, payloads=request.payloads)
         try:
             async with self._breaks_unless_done():
                 async with self._sending:
                     self._check_whole()
-                    frame = wire.BatchFrame(gradient=wire.Gradient(sequence=pending.message.sequence))
+                    frame = wire.BatchFrame(gradient=wire.Gradient(sequence=pending.asked.message.sequence))
                     try:
-                        await send_in_pieces(self._stream, frame, [request.chunks[1].payload], timeout=timeout)
+                        await send_in_pieces(self._stream, frame, request.payloads[1:], timeout=timeout)
                     except PeerError:
                         raise StreamBroken from None  # while nobody waited for it; whether it is back will show
                 return await self._answered(pending, timeout)
@@ -251,18 +230,14 @@ class BatchStream(ServerStream[wire.BatchFrame]):
             number = 0
             if request.kept is not None:
                 number = self._kept.get(request.kept.hash) or await self._keep(request.kept, timeout)
-            message = wire.BatchRequest(
-                sequence=self.next_sequence(),
-                tensors=[chunk.tensor for chunk in request.chunks],
-                mask=request.mask,
-                positions=request.positions,
-                kept=number,
-            )
+            message = wire.BatchRequest()
+            message.CopyFrom(request.message)
+            message.sequence, message.kept = self.next_sequence(), number
             frame = wire.BatchFrame(work=message)
             frame.work.gradient_follows = gradient_follows
-            chunks = request.chunks[:1] if gradient_follows else request.chunks
-            await send_in_pieces(self._stream, frame, [chunk.payload for chunk in chunks], timeout=timeout)
-            pending = PendingBatch(message, request, gradient_follows)
+            payloads = request.payloads[:1] if gradient_follows else request.payloads
+            await send_in_pieces(self._stream, frame, payloads, timeout=timeout)
+            pending = PendingBatch(replace(request, message=message), gradient_follows)
             self._unanswered.append(pending)
             if len(self._unanswered) == 1:
                 pending.turn.set()
@@ -270,9 +245,9 @@ class BatchStream(ServerStream[wire.BatchFrame]):
 
     async def _keep(self, kept: KeptSet, timeout: float) -> int:
         self._kept_number += 1
-        keep = wire.Keep(number=self._kept_number, names=kept.names, tensors=[chunk.tensor for chunk in kept.chunks])
-        payloads = [chunk.payload for chunk in kept.chunks]
-        await send_in_pieces(self._stream, wire.BatchFrame(keep=keep), payloads, timeout=timeout)
+        frame = wire.BatchFrame(keep=kept.keep)
+        frame.keep.number = self._kept_number
+        await send_in_pieces(self._stream, frame, kept.payloads, timeout=timeout)
         self._kept[kept.hash] = self._kept_number
         if len(self._kept) > KEPT_SETS:
             self._kept.popitem(last=False)
@@ -292,20 +267,23 @@ class BatchStream(ServerStream[wire.BatchFrame]):
         tensors = [WireTensor(tensor, payload) for tensor, payload in zip(reply.tensors, payloads, strict=True)]
         receipt = await trio.to_thread.run_sync(self._verify, reply, pending, tensors, previous)
         if self._archive is not None and self._archive.shares:
-            self._archive.add_batch(self._logged(receipt, pending, tensors))
+            outputs = tuple(answer.payload for answer in tensors)
+            pledge = self._granted.pledge if self._granted.HasField("pledge") else None
+            logged = LoggedBatch(self.hop.peer_id, self.protocol, receipt, pending.asked, outputs, pledge)
+            self._archive.add_batch(logged)
         return BatchOutput(tensors, reply.compute_us / 1e6)
 
     async def _receive(self, pending: PendingBatch, timeout: float) -> tuple[wire.BatchReply, list[bytearray]]:
-        request = pending.input
+        message, kept = pending.asked.message, pending.asked.kept
         frame, _ = await self._stream.receive(timeout=timeout)
         self._raise_refusal(frame)
         reply = frame.reply
-        if frame.WhichOneof("body") != "reply" or reply.sequence != pending.message.sequence:
+        if frame.WhichOneof("body") != "reply" or reply.sequence != message.sequence:
             raise self._failed("it answered a batch request with something else than its reply")
         own = self._spec.boundaries.left_by(self.hop.span) if self.protocol == FORWARD else 0
-        wanted = [narrower(request.chunks[0].tensor, own)]
-        if self.protocol == BACKWARD and request.kept is not None:
-            wanted += [chunk.tensor for chunk in request.kept.chunks]
+        wanted = [narrower(message.tensors[0], own)]
+        if self.protocol == BACKWARD and kept is not None:
+            wanted += kept.keep.tensors
         if list(reply.tensors) != wanted:
             raise self._failed("it answered tensors of another form than were asked for")
         return reply, await receive_pieces(self._stream, [tensor.nbytes for tensor in wanted], timeout=timeout)
@@ -320,26 +298,10 @@ class BatchStream(ServerStream[wire.BatchFrame]):
         """
         if not all(all_finite(answer.tensor, answer.payload) for answer in tensors):
             raise self._failed("it answered NaN or infinity")
-        sent = hash_of_payloads(chunk.payload for chunk in pending.input.chunks)
-        kept = pending.input.kept.hash if pending.input.kept else NOTHING_KEPT
         return self._check_receipt(
             reply.receipt,
-            sequence=pending.message.sequence,
-            request_hash=hash_of_batch(self.protocol, pending.message, sent, kept),
+            sequence=pending.asked.message.sequence,
+            request_hash=pending.asked.hash(self.protocol),
             reply_hash=hash_of_payloads(answer.payload for answer in tensors),
             previous=previous,
-        )
-
-    def _logged(self, receipt: Receipt, pending: PendingBatch, tensors: Sequence[WireTensor]) -> LoggedBatch:
-        kept = pending.input.kept
-        return LoggedBatch(
-            self.hop.peer_id,
-            self.protocol,
-            receipt,
-            pending.message,
-            tuple(chunk.payload for chunk in pending.input.chunks),
-            None if kept is None else wire.Keep(names=kept.names, tensors=[chunk.tensor for chunk in kept.chunks]),
-            () if kept is None else tuple(chunk.payload for chunk in kept.chunks),
-            tuple(answer.payload for answer in tensors),
-            self._granted.pledge if self._granted.HasField("pledge") else None,
         )

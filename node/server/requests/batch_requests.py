@@ -18,7 +18,15 @@ from ....protocols import wire_pb2 as wire
 from ....protocols.framing import PeerError, StreamTimeout
 from ....protocols.ids import BACKWARD
 from ....protocols.inference import Refusal, bad_request, receipt_to_wire
-from ....protocols.training import KEPT_SETS, BatchFrames, BatchTerms, raw_bytes, receive_pieces, send_in_pieces
+from ....protocols.training import (
+    KEPT_SETS,
+    BatchFrames,
+    BatchTerms,
+    MicroBatch,
+    raw_bytes,
+    receive_pieces,
+    send_in_pieces,
+)
 from ...blocks.batch_request import (
     BatchRequest,
     KeptTensors,
@@ -75,7 +83,7 @@ class DeferredBackward:
         self._recall()
         if not self._settled.is_set():
             assert self.request is not None
-            what = f"batch request {self.request.message.sequence} was given up: {why}; send all of it"
+            what = f"batch request {self.request.asked.message.sequence} was given up: {why}; send all of it"
             self._refusal = Refusal(wire.ERROR_BUSY, what)
             self.request = self._recomputed = None
             self._scope.cancel()
@@ -284,7 +292,8 @@ class BatchRequests:
         lease = await self._reserve(self._memory.requests, batch_bytes(message, kept.keep if kept else None))
         here = message.tensors[:1] if message.gradient_follows else message.tensors
         payloads = await receive_pieces(self._stream, [tensor.nbytes for tensor in here], timeout=PIECE_TIMEOUT)
-        request = await trio.to_thread.run_sync(unpack_request, self._protocol, self._terms, message, payloads, kept)
+        asked = MicroBatch(message, tuple(payloads), kept)
+        request = await trio.to_thread.run_sync(unpack_request, self._protocol, self._terms, asked)
         if not message.gradient_follows:
             return _Requested(request, lease)
         deferred = self._deferred[message.sequence] = DeferredBackward(request)
@@ -295,7 +304,7 @@ class BatchRequests:
         deferred = self._deferred.get(gradient.sequence)
         if deferred is None:
             raise bad_request(f"no batch request {gradient.sequence} waits for its gradient")
-        size = deferred.checked().message.tensors[1].nbytes
+        size = deferred.checked().asked.message.tensors[1].nbytes
         [payload] = await receive_pieces(self._stream, [size], timeout=PIECE_TIMEOUT)
         deferred.settle(await trio.to_thread.run_sync(with_gradient, self._protocol, deferred.checked(), payload))
         self._deferred.pop(gradient.sequence, None)
@@ -341,14 +350,14 @@ class BatchRequests:
                 await self._stream.send(wire.BatchFrame(error=done.to_wire()), timeout=PIECE_TIMEOUT)
                 return
             packed = await trio.to_thread.run_sync(pack, done.request, done.result.value)
-            sequence = done.request.message.sequence
+            message = done.request.asked.message
             kind = "backward" if self._protocol == BACKWARD else "forward"
-            rows, tokens = done.request.message.tensors[0].shape[:2]
+            rows, tokens = message.tensors[0].shape[:2]
             self._context.tallies.batches[kind] += 1
             self._context.tallies.batch_tokens[kind] += rows * tokens
             reply = wire.BatchReply(
-                sequence=sequence,
-                receipt=receipt_to_wire(self._receipts.sign(sequence, done.request.request_hash, packed.hash)),
+                sequence=message.sequence,
+                receipt=receipt_to_wire(self._receipts.sign(message.sequence, done.request.request_hash, packed.hash)),
                 tensors=packed.tensors,
                 queue_us=round(done.result.queue_seconds * 1e6),
                 compute_us=round(done.result.compute_seconds * 1e6),
